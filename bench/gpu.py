@@ -702,7 +702,7 @@ def measure_cholesky(session: Session, rank: int, n: int, rival_ms: float | None
     device.synchronize()
 
     def ours() -> None:
-        cholesky_any.cholesky_solve(device, solutions, status, work, rhs, slots, rows, 4.8e-7)
+        cholesky_any.cholesky_solve(device, solutions, status, (work, rhs), slots, rows, 4.8e-7)
 
     def restore() -> None:
         work[...] = matrices
@@ -811,7 +811,7 @@ class Hermitians:
         assemble = sparse_syrk if method == "sparse_syrk" else mo_als
         segments, slots = self.device.upload(self.pieces.segments), len(self.pieces.segments)
         out = self.matrices[:slots], self.rhs[:slots]
-        return lambda: assemble(self.device, *out, self.table, self.entries, segments, self.factors), {}
+        return lambda: assemble(self.device, out, self.table, self.entries, segments), {}
 
     def by_tiles(self, method: str) -> tuple[Step, dict[str, Any]]:
         """A variant of BALS; results in order of the rows."""
@@ -820,12 +820,10 @@ class Hermitians:
         tiles, more = self._tiled(size)
         out = self.matrices[:rows], self.rhs[:rows]
         variant: Any = "local" if "local" in method else "chip"
-        blocks = -(-rows // size[0])
-
-        entries, f = self.entries, self.factors
+        blocks = bals.RowBlocks.of(tiles, 0, -(-rows // size[0]))
 
         def run() -> None:
-            bals.bals(self.device, *out, self.table, entries, tiles, 0, blocks, f, *size, variant=variant)
+            bals.bals(self.device, out, self.table, self.entries, tiles, blocks, variant)
 
         return run, more
 

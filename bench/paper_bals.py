@@ -310,13 +310,10 @@ def tiles_step(
     tiles, more = prepared._tiled(tile)
     rows = prepared.matrix.shape[0]
     out = prepared.matrices[:rows], prepared.rhs[:rows]
-    blocks, f, device, entries = -(-rows // tile[0]), prepared.factors, prepared.device, prepared.entries
+    blocks, device, entries = bals.RowBlocks.of(tiles, 0, -(-rows // tile[0])), prepared.device, prepared.entries
 
     def run() -> None:
-        bals.bals(
-            device, *out, prepared.table, entries, tiles, 0, blocks, f, *tile, variant=variant,
-            skip_vacant=skip_vacant,
-        )  # fmt: skip
+        bals.bals(device, out, prepared.table, entries, tiles, blocks, variant, skip_vacant=skip_vacant)
 
     return run, more
 
@@ -398,7 +395,7 @@ def systems_step(bench: Bench, prepared: Any) -> tuple[Callable[[], None], Any]:
 
     def run() -> None:
         cholesky_any.complete(device, *sums, slots, None, ridge, scale)
-        cholesky_any.cholesky_solve(device, solutions, status, *sums, slots, rows, 4.8e-7)
+        cholesky_any.cholesky_solve(device, solutions, status, sums, slots, rows, 4.8e-7)
 
     return run, solutions
 

@@ -3,7 +3,7 @@
 //           themselves + bias_rate e, all from the old values; keep = 1 - rate lambda, so for biases
 // source: cuMF_SGD (Xie et al. 2017), batch-Hogwild, as BALS 6.2 uses it; the runs below are ours
 // grid  : THREADS a block; a worker is a group of lanes that can hold a row, as many as the launcher asks for
-// shapes: held (n_held, LD)  walked (n_walked, LD)  biases (n_held,), (n_walked,)  indices, ratings (nnz,), by held rows
+// shapes: held (n_held, LD)  walked (n_walked, LD)  biases (n_held,), (n_walked,)  walk: by held rows, without bounds
 //         runs (n_runs, 2): first entry; row of the held side * 2^32 + number of entries, 1 ... RUN
 //         losses (grid,): sums of e^2, each with the factors of its time
 // traffic: 2 LD nnz (1 + 1 / RUN) * sizeof(stored)     flops: 8 LD nnz
@@ -52,11 +52,21 @@ struct Prepared {
     Piece_row::Raw x;
 };
 
+struct Runs {
+    const Run* runs;  // (count,)
+    int64 count;
+    int n_workers, batch;
+};
+
 // The runs of a worker, one after the other: `batch` in sequence, then past those of the other workers.
 struct Cursor {
     const Run* runs;
     int64 n_runs, place, skipped;
     int batch, left;
+
+    __device__ __forceinline__ Cursor(Runs all, int worker)
+        : runs(all.runs), n_runs(all.count), place(worker < all.n_workers ? int64(worker) * all.batch : all.count),
+          skipped(int64(all.n_workers - 1) * all.batch), batch(all.batch), left(all.batch) {}
 
     // Past the end, runs without entries.
     __device__ __forceinline__ Run take() {
@@ -72,30 +82,32 @@ struct Cursor {
 
 struct Sources {
     const stored* held;
-    const int* indices;
-    const real* ratings;
-    int first, lane;
+    Walk walk;
+    int lane;
 
     __device__ __forceinline__ Prepared prepare(Run run) const {
         Prepared next;
         next.run = run;
-        next.index.load(indices + run.begin, run.count(), lane, first);
-        next.rating.load(ratings + run.begin, run.count(), lane, real(0));
+        next.index.load(walk.indices + run.begin, run.count(), lane, walk.first);
+        next.rating.load(walk.ratings + run.begin, run.count(), lane, real(0));
         next.x = Piece_row::load<EVERYBODY>(held + run.owner() * LD, lane);
         return next;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-batch_hogwild(stored* held, stored* walked, real* held_bias, real* walked_bias, double* losses, const int* indices,
-              const real* ratings, const int64* runs, int64 n_runs, int n_workers, int batch, int first, real rate,
-              real keep, real mean, real bias_rate, real bias_keep) {
+batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* walked_bias, double* losses,
+              const int* indices, const real* ratings, const Run* shuffled, int64 n_runs, int n_workers, int batch, int first,
+              real rate, real keep, real mean, real bias_rate, real bias_keep) {
+    // not structs passed by value: with these the fastest configuration spills registers
+    const Factors held{held_rows, held_bias}, walked{walked_rows, walked_bias};
+    const Walk walk{indices, ratings, nullptr, nullptr, first};
+    const Runs runs{shuffled, n_runs, n_workers, batch};
     const int lane = threadIdx.x % GROUP;
     const int worker = (blockIdx.x * THREADS + threadIdx.x) / GROUP;
-    const Sources sources{held, indices, ratings, first, lane};
-    const int64 start = worker < n_workers ? int64(worker) * batch : n_runs;
-    Cursor cursor{reinterpret_cast<const Run*>(runs), n_runs, start, int64(n_workers - 1) * batch, batch, batch};
-    const int64 turns = ceil_div(ceil_div(n_runs, int64(batch)), int64(n_workers)) * batch;  // the same for all
+    const Sources sources{held.rows, walk, lane};
+    Cursor cursor{runs, worker};
+    const int64 turns = ceil_div(ceil_div(runs.count, int64(runs.batch)), int64(runs.n_workers)) * runs.batch;
     Prepared next = sources.prepare(cursor.take());
     Run later = cursor.take();
     double loss = 0;
@@ -107,11 +119,11 @@ batch_hogwild(stored* held, stored* walked, real* held_bias, real* walked_bias, 
         later = cursor.take();
         real x[Piece_row::OWNED], y[Piece_row::OWNED];
         Piece_row::values_of(x, now.x);
-        real bias = HAS_BIASES ? load_shared_with_others(held_bias + owner) : real(0), squares = 0;
+        real bias = HAS_BIASES ? load_shared_with_others(held.bias + owner) : real(0), squares = 0;
         Spread<real, RUN, GROUP> walked_biases, target;
 #pragma unroll
         for (int s = 0; s < target.SLOTS; s++) {
-            walked_biases.slot[s] = HAS_BIASES ? load_shared_with_others(walked_bias + now.index.slot[s] - first) : real(0);
+            walked_biases.slot[s] = HAS_BIASES ? load_shared_with_others(walked.bias + now.index.slot[s] - first) : real(0);
             target.slot[s] = now.rating.slot[s] - mean - walked_biases.slot[s];
         }
 #pragma unroll
@@ -121,7 +133,7 @@ batch_hogwild(stored* held, stored* walked, real* held_bias, real* walked_bias, 
 #pragma unroll
             for (int j = 0; j < DEPTH; j++) {
                 places[j] = now.index.get(part + j) - first;
-                rows[j] = Piece_row::load<EVERYBODY>(walked + int64(places[j]) * LD, lane);
+                rows[j] = Piece_row::load<EVERYBODY>(walked.rows + int64(places[j]) * LD, lane);
             }
 #pragma unroll
             for (int j = 0; j < DEPTH; j++) {
@@ -136,12 +148,12 @@ batch_hogwild(stored* held, stored* walked, real* held_bias, real* walked_bias, 
                     x[k] = rest * before + step * y[k];
                     y[k] = rest * y[k] + step * before;
                 }
-                if (counts) Piece_row::store(walked + int64(places[j]) * LD, Piece_row::raw_of(y), lane);
+                if (counts) Piece_row::store(walked.rows + int64(places[j]) * LD, Piece_row::raw_of(y), lane);
                 if (HAS_BIASES) {
                     const real bias_step = bias_rate * error;
                     bias = (counts ? bias_keep : real(1)) * bias + bias_step;
                     if (counts && lane == (part + j) % GROUP)
-                        walked_bias[places[j]] = bias_keep * walked_biases.slot[(part + j) / GROUP] + bias_step;
+                        walked.bias[places[j]] = bias_keep * walked_biases.slot[(part + j) / GROUP] + bias_step;
                 }
                 squares += error * error;
             }
@@ -149,8 +161,8 @@ batch_hogwild(stored* held, stored* walked, real* held_bias, real* walked_bias, 
         loss += squares;
         const auto moved = Piece_row::raw_of(x);
         if (count > 0) {
-            Piece_row::store(held + owner * LD, moved, lane);
-            if (HAS_BIASES && lane == 0) held_bias[owner] = bias;
+            Piece_row::store(held.rows + owner * LD, moved, lane);
+            if (HAS_BIASES && lane == 0) held.bias[owner] = bias;
         }
         // the next run was prepared before this one ended
         const bool again = count > 0 && next.run.owner() == owner;

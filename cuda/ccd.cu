@@ -127,14 +127,17 @@ __device__ __forceinline__ real coordinate(Sums sums, real penalty, bool nonnega
 // What a row's own coordinates give to its pieces.
 struct Own { real subtracted, added, penalty; };
 
+// P, Q, C of the fixed side; without STAGED each is the packs of all three.
+struct Vectors { const real *subtracted, *added, *regressor; };
+
+struct OwnVectors { const real *subtracted, *added, *penalties; };
+
 struct Pass {
     real* solved;
     real* residuals;
     Sums* partials;
     const real* vectors;       // STAGED: the tile in shared memory, else packs
-    const real* own_subtracted;
-    const real* own_added;
-    const real* penalties;
+    OwnVectors given;
     const FixedIndex* indices;
     const int4* pieces;
     int zero;                  // index of a fixed row of zeros
@@ -147,9 +150,9 @@ struct Pass {
 
     __device__ __forceinline__ Own own(int4 piece) const {
         if (piece.z < 0) return {0, 0, 0};
-        const real penalty = __ldg(penalties + piece.z);
+        const real penalty = __ldg(given.penalties + piece.z);
         if (!UPDATES) return {0, 0, penalty};
-        return {pending ? __ldg(own_subtracted + piece.z) : real(0), __ldg(own_added + piece.z), penalty};
+        return {pending ? __ldg(given.subtracted + piece.z) : real(0), __ldg(given.added + piece.z), penalty};
     }
 
     __device__ __forceinline__ void read(Quad& quad, int4 piece, int at) const {
@@ -248,9 +251,8 @@ struct Pass {
 };
 
 // P, Q, C of a tile to shared memory; what lies beyond n_fixed, and the tile's last chunk, are zeros.
-__device__ __forceinline__ void stage(real* target, const real* subtracted, const real* added, const real* regressor,
-                                      int64 begin, int64 n_fixed) {
-    const real* sources[3] = {VECTORS == 1 ? regressor : subtracted, added, regressor};
+__device__ __forceinline__ void stage(real* target, Vectors fixed, int64 begin, int64 n_fixed) {
+    const real* sources[3] = {VECTORS == 1 ? fixed.regressor : fixed.subtracted, fixed.added, fixed.regressor};
     const int64 left = n_fixed - begin;
     const int count = int(left < TILE - CHUNK ? left : TILE - CHUNK);
 #pragma unroll
@@ -267,9 +269,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 rank_one(real* solved, real* residuals, Sums* partials, const real* subtracted, const real* added, const real* regressor,
          const real* own_subtracted, const real* own_added, const real* penalties, const FixedIndex* indices, const int4* pieces,
          const int4* parts, const int* first_part, int64 n_fixed, int pending, int nonnegative) {
-    // without STAGED, `subtracted` are the packs of all three
+    const Vectors fixed = {subtracted, added, regressor};
     real* const staged = STAGED ? shared_memory<real>() : nullptr;
-    const Pass pass = {solved, residuals, partials, STAGED ? staged : subtracted, own_subtracted, own_added, penalties,
+    const Pass pass = {solved, residuals, partials, STAGED ? staged : subtracted, {own_subtracted, own_added, penalties},
                        indices, pieces, STAGED ? TILE - CHUNK : int(n_fixed), pending != 0, nonnegative != 0};
     int tile = -1;
     for (int p = first_part[blockIdx.x]; p < first_part[blockIdx.x + 1]; p++) {
@@ -277,7 +279,7 @@ rank_one(real* solved, real* residuals, Sums* partials, const real* subtracted, 
         if (STAGED && part.x != tile) {
             tile = part.x;
             __syncthreads();  // nobody reads the tile before any more
-            stage(staged, subtracted, added, regressor, int64(tile) * (TILE - CHUNK), n_fixed);
+            stage(staged, fixed, int64(tile) * (TILE - CHUNK), n_fixed);
             __syncthreads();
         }
         if (part.w)
@@ -306,8 +308,9 @@ combine(real* solved, const Sums* partials, const real* penalties, const int4* s
 
 // packs (n_fixed + 1,): P, Q, C of each row of the fixed side; the last one is zeros.
 extern "C" __global__ void __launch_bounds__(256)
-interleave(Pack* packs, const real* subtracted, const real* added, const real* regressor, int64 n_fixed) {
-    const real* sources[4] = {VECTORS == 1 ? regressor : subtracted, added, regressor, regressor};
+interleave(Pack* packs, Vectors fixed, int64 n_fixed) {
+    const real* sources[4] = {VECTORS == 1 ? fixed.regressor : fixed.subtracted, fixed.added, fixed.regressor,
+                              fixed.regressor};
     const int64 row = int64(blockIdx.x) * 256 + threadIdx.x;
     if (row > n_fixed) return;
     Pack pack;
@@ -359,12 +362,23 @@ place(FixedIndex* indices, real* ratings, const int* raw_indices, const real* ra
 constexpr int LANES = 4;                // of an entry's product of two rows
 constexpr int AT_ONCE = WARP / LANES;   // entries of a warp
 
+struct Entries {
+    const real* ratings;
+    const FixedIndex* indices;
+    int zero;                  // index of a fixed row of zeros
+};
+
+struct Tables {
+    const real *own, *fixed;
+    int chunks;                // 16 bytes each, of a row
+};
+
 // Calls body(place of an entry, rating - x.y) for ROUNDS entries of each team of LANES at a time, in every lane of it.
-template <int ROUNDS, class Sum, class Body> __device__ __forceinline__ void
-for_each_miss(const real* ratings, const FixedIndex* indices, const real* own, const real* fixed, int4 piece, int base,
-              int chunks, int zero, Body&& body) {
+template <int ROUNDS, class Sum, class Body>
+__device__ __forceinline__ void for_each_miss(Entries entries, Tables tables, int4 piece, int base, Body&& body) {
+    const int chunks = tables.chunks, zero = entries.zero;
     const int lane = threadIdx.x % LANES, team = threadIdx.x % WARP / LANES;
-    const Chunk* const row = reinterpret_cast<const Chunk*>(own) + int64(piece.z) * chunks;
+    const Chunk* const row = reinterpret_cast<const Chunk*>(tables.own) + int64(piece.z) * chunks;
     for (int start = 0; start < piece.y * QUAD; start += ROUNDS * AT_ONCE) {
         const Chunk* rows[ROUNDS];
         int64 place[ROUNDS];
@@ -373,9 +387,9 @@ for_each_miss(const real* ratings, const FixedIndex* indices, const real* own, c
         for (int r = 0; r < ROUNDS; r++) {
             const int at = start + r * AT_ONCE + team;
             place[r] = at < piece.y * QUAD ? int64(piece.x) * QUAD + at : -1;
-            const int index = place[r] < 0 ? zero : int(indices[place[r]]);
+            const int index = place[r] < 0 ? zero : int(entries.indices[place[r]]);
             if (index == zero) place[r] = -1;
-            rows[r] = reinterpret_cast<const Chunk*>(fixed) + (index == zero ? 0 : (int64(base) + index) * chunks);
+            rows[r] = reinterpret_cast<const Chunk*>(tables.fixed) + (index == zero ? 0 : (int64(base) + index) * chunks);
             sums[r] = 0;
         }
         for (int c = lane; c < chunks; c += LANES) {
@@ -392,7 +406,7 @@ for_each_miss(const real* ratings, const FixedIndex* indices, const real* own, c
 #pragma unroll
             for (int distance = LANES / 2; distance > 0; distance /= 2)
                 sums[r] += __shfl_xor_sync(FULL_WARP, sums[r], distance);
-            if (place[r] >= 0) body(place[r], Sum(ratings[place[r]]) - sums[r]);
+            if (place[r] >= 0) body(place[r], Sum(entries.ratings[place[r]]) - sums[r]);
         }
     }
 }
@@ -403,11 +417,11 @@ subtract_products(real* residuals, const real* ratings, const FixedIndex* indice
                   const int4* pieces, const int* bases, int64 n_pieces, int chunks, int zero) {
     const int64 piece = int64(blockIdx.x) * 8 + threadIdx.x / WARP;
     if (piece >= n_pieces) return;
+    const Tables tables = {own, fixed, chunks};
     const bool writes = threadIdx.x % LANES == 0;
-    for_each_miss<4, real>(ratings, indices, own, fixed, pieces[piece], bases[piece], chunks, zero,
-                           [&](int64 place, real miss) {
-                               if (writes) residuals[place] = miss;
-                           });
+    for_each_miss<4, real>({ratings, indices, zero}, tables, pieces[piece], bases[piece], [&](int64 place, real miss) {
+        if (writes) residuals[place] = miss;
+    });
 }
 
 // losses (n_pieces,): sums of (rating - x.y)^2 in float64; a warp a piece.
@@ -416,9 +430,9 @@ squared_errors(double* losses, const real* ratings, const FixedIndex* indices, c
                const int4* pieces, const int* bases, int64 n_pieces, int chunks, int zero) {
     const int64 piece = int64(blockIdx.x) * 8 + threadIdx.x / WARP;
     if (piece >= n_pieces) return;
+    const Tables tables = {own, fixed, chunks};
     double sum = 0;
-    for_each_miss<2, double>(ratings, indices, own, fixed, pieces[piece], bases[piece], chunks, zero,
-                             [&](int64, double miss) { sum += miss * miss; });
+    for_each_miss<2, double>({ratings, indices, zero}, tables, pieces[piece], bases[piece], [&](int64, double miss) { sum += miss * miss; });
 #pragma unroll
     for (int distance = WARP / 2; distance >= LANES; distance /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
     if (threadIdx.x % WARP == 0) losses[piece] = sum;

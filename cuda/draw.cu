@@ -32,9 +32,21 @@ __device__ __forceinline__ Words philox(Words counter, unsigned key0, unsigned k
     return counter;
 }
 
+struct Shape {
+    int64 n_rows, first;  // `first`: number of the first row, without `rows`
+    int width, rank;
+};
+
+struct Numbers {
+    unsigned side, key0, key1;
+    int is_signed, ones;
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-draw_rows(real* __restrict__ table, const float* __restrict__ scales, const int64* __restrict__ rows, int64 n_rows,
-          int64 first, int width, int rank, unsigned side, unsigned key0, unsigned key1, int is_signed, int ones) {
+draw_rows(real* __restrict__ table, const float* __restrict__ scales, const int64* __restrict__ rows, Shape shape,
+          Numbers numbers) {
+    const auto [n_rows, first, width, rank] = shape;
+    const auto [side, key0, key1, is_signed, ones] = numbers;
     const int quads = ceil_div(width, 4), shift = is_signed ? 1 << (BITS - 1) : 0;
     const int64 stride = int64(gridDim.x) * THREADS;
     for (int64 at = int64(blockIdx.x) * THREADS + threadIdx.x; at < n_rows * quads; at += stride) {

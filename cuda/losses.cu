@@ -18,11 +18,14 @@
 constexpr int WARPS_PER_BLOCK = 8;
 constexpr int PER_LANE = ceil_div(FACTORS, WARP);
 
+struct Entries { const int* indices; const real* ratings; const real* offsets; };
+struct Weights { real alpha, unobserved; };
+
 // Explicit: (r - mean - b_u - b_i - x.y)^2. Implicit: c (p - x.y)^2 - w0 (x.y)^2, since the Gram matrices count the
 // entry as unobserved.
 extern "C" __global__ void __launch_bounds__(WARPS_PER_BLOCK * WARP, 2)
-segment_losses(double* losses, const real* users, const real* items, const int* indices, const real* ratings, const real* offsets,
-               const real* user_offsets, const int64* segments, int64 n_segments, real alpha, real unobserved_weight) {
+segment_losses(double* losses, const real* users, const real* items, Entries entries, const real* user_offsets,
+               const int64* segments, int64 n_segments, Weights weights) {
     const int lane = threadIdx.x % WARP;
     const int64 k = int64(blockIdx.x) * WARPS_PER_BLOCK + threadIdx.x / WARP;
     if (k >= n_segments) return;
@@ -32,18 +35,18 @@ segment_losses(double* losses, const real* users, const real* items, const int* 
 #pragma unroll
     for (int s = 0; s < PER_LANE; s++) x[s] = lane + s * WARP < FACTORS ? double(users[user * LD + lane + s * WARP]) : 0.0;
     for (int64 e = begin; e < end; e++) {
-        const int item = indices[e];
+        const int item = entries.indices[e];
         double product = 0;
 #pragma unroll
         for (int s = 0; s < PER_LANE; s++)
             if (lane + s * WARP < FACTORS) product += x[s] * double(items[int64(item) * LD + lane + s * WARP]);
         product = warp_sum(product);
-        const double rating = ratings[e];
+        const double rating = entries.ratings[e];
         if (IMPLICIT) {
-            const double confidence = 1.0 + double(alpha) * fabs(rating), miss = (rating > 0 ? 1.0 : 0.0) - product;
-            sum += confidence * miss * miss - double(unobserved_weight) * product * product;
+            const double confidence = 1.0 + double(weights.alpha) * fabs(rating), miss = (rating > 0 ? 1.0 : 0.0) - product;
+            sum += confidence * miss * miss - double(weights.unobserved) * product * product;
         } else {
-            const double known = HAS_OFFSETS ? double(offsets[item]) + double(user_offsets[user]) : 0.0;
+            const double known = HAS_OFFSETS ? double(entries.offsets[item]) + double(user_offsets[user]) : 0.0;
             const double miss = rating - known - product;
             sum += miss * miss;
         }

@@ -10,8 +10,8 @@
 //                  rows in ascending order
 // grid  : centralized: GROUP lanes a row; blocked: one block a row; decentralized: a block each range of moved rows
 // block : WALK_THREADS; HELPERS + 1 warps; THREADS
-// shapes: moved (n_moved, LD)  fixed (n_fixed, LD)  biases (n_moved,), (n_fixed,)  indices, ratings (nnz,)
-//         tasks (n_tasks,): moved rows to walk; begins, ends: entries of each row of the walked layout
+// shapes: moved (n_moved, LD)  fixed (n_fixed, LD)  biases (n_moved,), (n_fixed,)  walk: by moved rows, or fixed (Alg. 2)
+//         tasks (n_tasks,): moved rows to walk
 //         losses (n_tasks,) or (grid,): sums of e^2, each with the factors of its time
 // shared: blocked: sizeof(Work), CHUNK_SLOTS * CHUNK * (STRIDE + CHUNK + VECTOR + 1) reals and a little
 // traffic: LD * sizeof(real) * nnz read, mostly from L2     flops: 4 LD nnz
@@ -75,62 +75,60 @@ constexpr int BLOCKS_PER_SM = SIMPLE ? (Shared_row::ALL_LANES ? 6 : 5) : Shared_
 // ---------------------------------------------------------------------------------------------- centralized
 
 extern "C" __global__ void __launch_bounds__(WALK_THREADS, BLOCKS_PER_SM)
-centralized(real* moved, real* moved_bias, double* losses, const real* fixed, const real* fixed_bias, const int* indices,
-            const real* ratings, const int* tasks, const int64* begins, const int64* ends, int n_tasks, int first, real rate,
-            real keep, real mean, real bias_rate, real bias_keep) {
+centralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, int n_tasks, Terms terms) {
     const int lane = threadIdx.x % GROUP;
     const int64 task = (int64(blockIdx.x) * WALK_THREADS + threadIdx.x) / GROUP;
     const bool mine = task < n_tasks;
     const int64 row = tasks[mine ? task : 0];
-    const int64 begin = begins[row];
-    const int count = mine ? int(ends[row] - begin) : 0;
+    const int64 begin = walk.begins[row];
+    const int count = mine ? int(walk.ends[row] - begin) : 0;
     const int rounds = most_of_groups<GROUP>(ceil_div(count, RING));
 
     real v[Shared_row::OWNED], u[Shared_row::OWNED];
-    Shared_row::values_of(v, Shared_row::load<THIS_WARP>(moved + row * LD, lane));
-    real bias = HAS_BIASES ? moved_bias[row] : real(0);
+    Shared_row::values_of(v, Shared_row::load<THIS_WARP>(moved.rows + row * LD, lane));
+    real bias = HAS_BIASES ? moved.bias[row] : real(0);
     double loss = 0;
 
     // Places past the end stand for row `first`, whose updates do not count.
     Spread<int, RING, GROUP> index, next_index;
     Spread<real, RING, GROUP> rating, next_rating;
-    index.load(indices + begin, count, lane, first);
-    next_index.load(indices + begin + RING, count - RING, lane, first);
-    rating.load(ratings + begin, count, lane, real(0));
+    index.load(walk.indices + begin, count, lane, walk.first);
+    next_index.load(walk.indices + begin + RING, count - RING, lane, walk.first);
+    rating.load(walk.ratings + begin, count, lane, real(0));
     typename Shared_row::Raw ring[RING];
 #pragma unroll
-    for (int j = 0; j < RING; j++) ring[j] = Shared_row::load(fixed + int64(index.get(j) - first) * LD, lane);
+    for (int j = 0; j < RING; j++) ring[j] = Shared_row::load(fixed.rows + int64(index.get(j) - walk.first) * LD, lane);
 
     for (int round = 0; round < rounds; round++) {
         const int done = round * RING;
         Spread<real, RING, GROUP> target;
 #pragma unroll
         for (int s = 0; s < target.SLOTS; s++)
-            target.slot[s] = rating.slot[s] - mean - (HAS_BIASES ? fixed_bias[index.slot[s] - first] : real(0));
+            target.slot[s] = rating.slot[s] - terms.mean - (HAS_BIASES ? fixed.bias[index.slot[s] - walk.first] : real(0));
         index = next_index;
-        next_index.load(indices + begin + done + 2 * RING, count - done - 2 * RING, lane, first);
-        next_rating.load(ratings + begin + done + RING, count - done - RING, lane, real(0));
+        next_index.load(walk.indices + begin + done + 2 * RING, count - done - 2 * RING, lane, walk.first);
+        next_rating.load(walk.ratings + begin + done + RING, count - done - RING, lane, real(0));
         real squares = 0;
 #pragma unroll
         for (int j = 0; j < RING; j++) {
             const bool counts = done + j < count;
             Shared_row::values_of(u, ring[j]);
-            ring[j] = Shared_row::load(fixed + int64(index.get(j) - first) * LD, lane);
+            ring[j] = Shared_row::load(fixed.rows + int64(index.get(j) - walk.first) * LD, lane);
             const real product = Shared_row::dot(v, u), wanted = target.get(j);  // all lanes: groups differ in `counts`
             const real error = counts ? wanted - bias - product : real(0);
-            const real step = rate * error, rest = counts ? keep : real(1);
+            const real step = terms.rate * error, rest = counts ? terms.keep : real(1);
 #pragma unroll
             for (int k = 0; k < Shared_row::OWNED; k++) v[k] = rest * v[k] + step * u[k];
-            if (HAS_BIASES) bias = (counts ? bias_keep : real(1)) * bias + bias_rate * error;
+            if (HAS_BIASES) bias = (counts ? terms.bias_keep : real(1)) * bias + terms.bias_rate * error;
             squares += error * error;
         }
         loss += squares;
         rating = next_rating;
     }
     if (!mine) return;
-    Shared_row::store(moved + row * LD, Shared_row::raw_of(v), lane);
+    Shared_row::store(moved.rows + row * LD, Shared_row::raw_of(v), lane);
     if (lane == 0) {
-        if (HAS_BIASES) moved_bias[row] = bias;
+        if (HAS_BIASES) moved.bias[row] = bias;
         losses[task] = loss;
     }
 }
@@ -318,8 +316,7 @@ __device__ __forceinline__ void invert(real (&matrix)[CHUNK][CHUNK + VECTOR], in
 // A helper's loop over its chunks, every HELPERS-th: copy the next one, prepare this one.
 struct Helper {
     Work& work;
-    const real* fixed;
-    const real* fixed_bias;
+    FixedFactors fixed;
     const int* indices;    // of the row's entries
     const real* ratings;
     int count, helper, lane, first;
@@ -335,7 +332,7 @@ struct Helper {
     // Entry `lane` of a chunk; zero past the end.
     __device__ __forceinline__ real target_at(int chunk, int index) const {
         if (lane >= CHUNK || lane >= left(chunk)) return 0;
-        return ratings[chunk * CHUNK + lane] - mean - (HAS_BIASES ? fixed_bias[index] : real(0));
+        return ratings[chunk * CHUNK + lane] - mean - (HAS_BIASES ? fixed.bias[index] : real(0));
     }
 
     __device__ __forceinline__ void copy(int chunk, int index) const {
@@ -346,7 +343,7 @@ struct Helper {
             const int at = base + lane, j = at / VECTORS, piece = at % VECTORS;
             const int64 row = __shfl_sync(FULL_WARP, index, j % WARP);
             if (CHUNK * VECTORS % WARP == 0 || j < CHUNK)
-                copy_async_16(target + j * STRIDE + piece * VECTOR, fixed + row * LD + piece * VECTOR, j < valid);
+                copy_async_16(target + j * STRIDE + piece * VECTOR, fixed.rows + row * LD + piece * VECTOR, j < valid);
         }
     }
 
@@ -507,39 +504,38 @@ struct Walker {
 };
 
 extern "C" __global__ void __launch_bounds__((HELPERS + 1) * WARP, 1)
-blocked(real* moved, real* moved_bias, double* losses, const real* fixed, const real* fixed_bias, const int* indices,
-        const real* ratings, const int* tasks, const int64* begins, const int64* ends, int n_tasks, int first, real rate,
-        real keep, real mean, real bias_rate, real bias_keep) {
+blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, int n_tasks, Terms terms) {
     Work& work = *shared_memory<Work>();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // Blocks of a multiprocessor have their walking warps in different quarters of it.
     const int walking = blockIdx.x % (HELPERS + 1);
-    const int64 row = tasks[blockIdx.x], begin = begins[row];
-    const int count = int(ends[row] - begin), chunks = ceil_div(count, CHUNK);
+    const int64 row = tasks[blockIdx.x], begin = walk.begins[row];
+    const int count = int(walk.ends[row] - begin), chunks = ceil_div(count, CHUNK);
     if (threadIdx.x == 0) {
         real power = 1, bias_power = 1;
-        for (int k = 0; k <= CHUNK; k++, power *= keep, bias_power *= bias_keep) {
+        for (int k = 0; k <= CHUNK; k++, power *= terms.keep, bias_power *= terms.bias_keep) {
             work.powers[k] = power;
             work.bias_powers[k] = bias_power;
             if (k == CHUNK) break;
-            work.weights[k] = rate * power;
-            work.bias_weights[k] = bias_rate * bias_power;
+            work.weights[k] = terms.rate * power;
+            work.bias_weights[k] = terms.bias_rate * bias_power;
         }
         for (Slot& slot : work.slots) slot.prepared.make(), slot.walked.make();
     }
     __syncthreads();  // the only one: from here on each chunk is handed over on its own
     if (warp != walking) {
         const int helper = warp < walking ? warp : warp - 1;
-        Helper{work, fixed, fixed_bias, indices + begin, ratings + begin, count, helper, lane, first, mean}.run(chunks);
+        const Helper prepares{work, fixed, walk.indices + begin, walk.ratings + begin, count, helper, lane, walk.first, terms.mean};
+        prepares.run(chunks);
         return;
     }
-    Walker walker{work, lane, count, real(0), real(0), HAS_BIASES ? moved_bias[row] : real(0)};
-    Warp_row::values_of(walker.v, Warp_row::load<THIS_WARP>(moved + row * LD, lane));
+    Walker walker{work, lane, count, real(0), real(0), HAS_BIASES ? moved.bias[row] : real(0)};
+    Warp_row::values_of(walker.v, Warp_row::load<THIS_WARP>(moved.rows + row * LD, lane));
     walker.run(chunks);
-    Warp_row::store(moved + row * LD, Warp_row::raw_of(walker.v), lane);
+    Warp_row::store(moved.rows + row * LD, Warp_row::raw_of(walker.v), lane);
     const double loss = warp_sum(lane < CHUNK ? walker.loss : 0.0);
     if (lane == 0) {
-        if (HAS_BIASES) moved_bias[row] = walker.bias;
+        if (HAS_BIASES) moved.bias[row] = walker.bias;
         losses[blockIdx.x] = loss;
     }
 }
@@ -580,22 +576,20 @@ __device__ __forceinline__ int scan_block(int value, int* totals, int& all) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-decentralized(real* moved, real* moved_bias, double* losses, const real* fixed, const real* fixed_bias, const int* indices,
-              const real* ratings, const int* bounds, const int64* begins, const int64* ends, int n_fixed, int first,
-              real rate, real keep, real mean, real bias_rate, real bias_keep) {
+decentralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* bounds, int n_fixed, Terms terms) {
     __shared__ int64 places[LIST];
     __shared__ int owners[LIST], columns[LIST], totals[WARPS];
     __shared__ double sums[WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int low = first + bounds[blockIdx.x], high = first + bounds[blockIdx.x + 1];
+    const int low = walk.first + bounds[blockIdx.x], high = walk.first + bounds[blockIdx.x + 1];
     double loss = 0;
     for (int base = 0; base < n_fixed; base += THREADS) {
         // each thread looks for this block's entries in one row; the list holds them row by row
         const int mine = base + int(threadIdx.x);
         int64 from = 0, to = 0;
         if (mine < n_fixed) {
-            from = lower_bound(indices, begins[mine], ends[mine], low);
-            to = lower_bound(indices, from, ends[mine], high);
+            from = lower_bound(walk.indices, walk.begins[mine], walk.ends[mine], low);
+            to = lower_bound(walk.indices, from, walk.ends[mine], high);
         }
         int found;
         const int before = scan_block(int(to - from), totals, found);
@@ -603,7 +597,7 @@ decentralized(real* moved, real* moved_bias, double* losses, const real* fixed, 
             for (int k = max(before, start); k < min(before + int(to - from), start + LIST); k++) {
                 places[k - start] = from + (k - before);
                 owners[k - start] = mine;
-                columns[k - start] = indices[from + (k - before)] - first;
+                columns[k - start] = walk.indices[from + (k - before)] - walk.first;
             }
             __syncthreads();
             const int listed = min(LIST, found - start);
@@ -616,17 +610,17 @@ decentralized(real* moved, real* moved_bias, double* losses, const real* fixed, 
                     bits &= bits - 1;
                     const int64 row = columns[at], owner = owners[at];
                     real v[Warp_row::OWNED], u[Warp_row::OWNED];
-                    Warp_row::values_of(v, Warp_row::load<THIS_WARP>(moved + row * LD, lane));
-                    Warp_row::values_of(u, Warp_row::load(fixed + owner * LD, lane));
-                    real error = ratings[places[at]] - mean - Warp_row::dot(v, u);
-                    if (HAS_BIASES) error -= moved_bias[row] + fixed_bias[owner];
-                    const real step = rate * error;
+                    Warp_row::values_of(v, Warp_row::load<THIS_WARP>(moved.rows + row * LD, lane));
+                    Warp_row::values_of(u, Warp_row::load(fixed.rows + owner * LD, lane));
+                    real error = walk.ratings[places[at]] - terms.mean - Warp_row::dot(v, u);
+                    if (HAS_BIASES) error -= moved.bias[row] + fixed.bias[owner];
+                    const real step = terms.rate * error;
 #pragma unroll
-                    for (int q = 0; q < Warp_row::OWNED; q++) v[q] = keep * v[q] + step * u[q];
-                    Warp_row::store(moved + row * LD, Warp_row::raw_of(v), lane);
+                    for (int q = 0; q < Warp_row::OWNED; q++) v[q] = terms.keep * v[q] + step * u[q];
+                    Warp_row::store(moved.rows + row * LD, Warp_row::raw_of(v), lane);
                     if (HAS_BIASES) {
                         __syncwarp();  // all lanes have read the bias
-                        if (lane == 0) moved_bias[row] = bias_keep * moved_bias[row] + bias_rate * error;
+                        if (lane == 0) moved.bias[row] = terms.bias_keep * moved.bias[row] + terms.bias_rate * error;
                         __syncwarp();
                     }
                     loss += double(error) * double(error);

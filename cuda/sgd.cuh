@@ -25,6 +25,17 @@ constexpr int VECTORS = LD / VECTOR;              // pieces of a row
 static_assert(LD % VECTOR == 0, "the launcher pads rows to whole pieces");
 static_assert(!FLOAT16 || sizeof(real) == 4, "float16 is computed with in float32");
 
+// Arguments of the kernels.
+struct Factors { stored* rows; real* bias; };  // (n, LD), (n,): rows that move; without biases nothing reads `bias`
+struct FixedFactors { const stored* rows; const real* bias; };
+struct Walk {
+    const int* indices;                // (nnz,) rows of the other side, ascending in each row
+    const real* ratings;               // (nnz,)
+    const int64 *begins, *ends;        // (n_rows,) entries of each row
+    int first;                         // subtracted from indices: the row at which the other side's factors start
+};
+struct Terms { real rate, keep, mean, bias_rate, bias_keep; };  // keep = 1 - rate lambda, and so for biases
+
 __host__ __device__ constexpr int power_of_two(int least) { return least <= 1 ? 1 : 2 * power_of_two((least + 1) / 2); }
 constexpr int GROUP = VECTORS < WARP ? power_of_two(VECTORS) : WARP;  // fewest lanes, a power of two, that can share a row
 

@@ -282,10 +282,12 @@ struct Target {
     bool has_tile;            // whether this warp's patch has something at or below the diagonal, within the matrix
 };
 
+struct Fixed { const real *factors, *offsets; int ld; };
+struct Confidence { real alpha, unobserved_weight; };
+
 template <bool DIAGONAL>
 __device__ __forceinline__ void sum_segment(Sums& sums, const Segment& segment, const Target& target,
-                                            const Place& place, const real* factors, const real* offsets, int ld,
-                                            real alpha, real unobserved_weight) {
+                                            const Place& place, const Fixed& fixed, const Confidence& how) {
     const int panels = target.panels;
     real* staged = shared_memory<real>();
     EntryWeight* weights = reinterpret_cast<EntryWeight*>(staged + STAGES * panels * KB * NB);
@@ -293,9 +295,9 @@ __device__ __forceinline__ void sum_segment(Sums& sums, const Segment& segment, 
     RawWeights raw;
     auto start = [&](int stage) {  // copies of a stage whose rows were fetched
         real* panel = staged + stage % STAGES * panels * KB * NB;
-        copy_panel(panel, rows, factors, ld, target.row);
-        if (!DIAGONAL) copy_panel(panel + KB * NB, rows, factors, ld, target.column);
-        fetch_weights(raw, segment, offsets, stage * KB);
+        copy_panel(panel, rows, fixed.factors, fixed.ld, target.row);
+        if (!DIAGONAL) copy_panel(panel + KB * NB, rows, fixed.factors, fixed.ld, target.column);
+        fetch_weights(raw, segment, fixed.offsets, stage * KB);
     };
     const int n_stages = ceil_div(segment.count, KB);
 #pragma unroll
@@ -303,7 +305,7 @@ __device__ __forceinline__ void sum_segment(Sums& sums, const Segment& segment, 
         fetch_rows(rows, segment, stage * KB);
         if (stage < n_stages) {
             start(stage);
-            store_weights(weights + stage * KB, raw, alpha, unobserved_weight);
+            store_weights(weights + stage * KB, raw, how.alpha, how.unobserved_weight);
         }
         copy_commit();
     }
@@ -320,7 +322,7 @@ __device__ __forceinline__ void sum_segment(Sums& sums, const Segment& segment, 
         add_stage<DIAGONAL>(sums, panel, DIAGONAL ? panel : panel + KB * NB, weights + stage % STAGES * KB, place,
                             target.has_tile, round_up(count, DZ));
         // only now: the ratings have arrived meanwhile
-        if (ahead < n_stages) store_weights(weights + ahead % STAGES * KB, raw, alpha, unobserved_weight);
+        if (ahead < n_stages) store_weights(weights + ahead % STAGES * KB, raw, how.alpha, how.unobserved_weight);
     }
 }
 
@@ -343,11 +345,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_syrk
     const int patch_column = column + place.column / (WX * TX) * (WX * TX);
     const bool has_tile = patch_row < rank && patch_column < patch_row + WY * TY;
     const Target target = {row, column, gridDim.y > 1 ? 2 : 1, has_tile};
+    const Fixed fixed = {factors, offsets, ld};
+    const Confidence how = {alpha, unobserved_weight};
     Sums sums = {};
     if (row == column)
-        sum_segment<true>(sums, segment, target, place, factors, offsets, ld, alpha, unobserved_weight);
+        sum_segment<true>(sums, segment, target, place, fixed, how);
     else
-        sum_segment<false>(sums, segment, target, place, factors, offsets, ld, alpha, unobserved_weight);
+        sum_segment<false>(sums, segment, target, place, fixed, how);
     if (DZ > 1) add_groups(sums, shared_memory<real>(), place);
     if (place.group != 0) return;
     store_tile(matrices + slot * rank * rank, sums, row + place.row, column + place.column, rank);

@@ -315,7 +315,7 @@ def _judge(
     values = _rankings.judge(
         recommended,
         rows,
-        *csr_arrays(relevant),
+        csr_arrays(relevant),
         n_items,
         np.array([kind for kind, _ in cuts], dtype=np.int32),
         np.array([k for _, k in cuts], dtype=np.int64),

@@ -411,7 +411,7 @@ def rating_scale(total: float, squares: float, nnz: int, biases: bool) -> float:
 
 
 class Terms(NamedTuple):
-    """What an update of stochastic gradient descent takes beside an entry; kernels take it in this order.
+    """What an update of stochastic gradient descent takes beside an entry.
 
     Attributes
     ----------
@@ -423,6 +423,8 @@ class Terms(NamedTuple):
         Learning rate and lambda of biases.
     root, bias_root : float
         AdaGrad and RPCS divide a step by the square root of this plus a sum of squared steps.
+    head_only : bool
+        RPCS updates only the heads of rows.
     """
 
     rate: float
@@ -432,3 +434,4 @@ class Terms(NamedTuple):
     bias_regularization: float
     root: float = 1.0
     bias_root: float = 1.0
+    head_only: bool = False

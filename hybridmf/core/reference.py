@@ -285,19 +285,19 @@ def _step(values: np.ndarray, row: int, step: Any, rate: float, squares: np.ndar
     values[row] += rate * step
 
 
-def _rpcs_step(values: np.ndarray, row: int, step: np.ndarray, terms: Terms, sums: np.ndarray, head_only: bool) -> None:
+def _rpcs_step(values: np.ndarray, row: int, step: np.ndarray, terms: Terms, sums: np.ndarray) -> None:
     """Head and tail of a row by one sum each, which count the step afterwards (Chin et al. 2015)."""
     for group, part in enumerate((slice(0, HEAD), slice(HEAD, None))):
-        if len(step[part]) and not (group and head_only):
+        if len(step[part]) and not (group and terms.head_only):
             values[row, part] += terms.rate / np.sqrt(terms.root + sums[row, group]) * step[part]
             sums[row, group] += np.mean(step[part] ** 2)
 
 
-def _move(factors: Factors, row: int, error: float, other: np.ndarray, terms: Terms, head_only: bool) -> None:
+def _move(factors: Factors, row: int, error: float, other: np.ndarray, terms: Terms) -> None:
     squares = factors.squares
     step = error * other - terms.regularization * factors.matrix[row]
     if squares is not None and squares.matrix.shape != factors.matrix.shape:
-        _rpcs_step(factors.matrix, row, step, terms, squares.matrix, head_only)
+        _rpcs_step(factors.matrix, row, step, terms, squares.matrix)
     else:
         _step(factors.matrix, row, step, terms.rate, None if squares is None else squares.matrix, terms.root)
     if factors.bias is not None:
@@ -319,7 +319,6 @@ def sgd_entries(
     state: State,
     terms: Terms,
     sums_width: int = 0,
-    head_only: bool = False,
 ) -> State:
     """Update entry by entry in the order given, both rows from their old values (MSGD eq. 3).
 
@@ -333,22 +332,20 @@ def sgd_entries(
         But for the mean, which is the state's.
     sums_width : int
         Sums of squares of a row: as many as factors (AdaGrad), 2 (RPCS) or 0.
-    head_only : bool
-        RPCS's first epoch.
     """
     state = _copied(state, sums_width)
     for user, item, rating in zip(users, items, np.asarray(ratings, dtype=np.float64), strict=True):
         error = _error(state, user, item, rating)
         old = state.user.matrix[user].copy()
-        _move(state.user, user, error, state.item.matrix[item], terms, head_only)
-        _move(state.item, item, error, old, terms, head_only)
+        _move(state.user, user, error, state.item.matrix[item], terms)
+        _move(state.item, item, error, old, terms)
     return state
 
 
-def msgd(matrix: Any, state: State, terms: Terms, sums_width: int = 0, head_only: bool = False) -> State:
+def msgd(matrix: Any, state: State, terms: Terms, sums_width: int = 0) -> State:
     """One epoch of MSGD (Alg. 1): each item walks its users in ascending order, then each user its items."""
     m, n = sp.coo_array(matrix).shape
-    return mcumsgd(matrix, state, terms, [0, m], [0, n], sums_width, head_only)
+    return mcumsgd(matrix, state, terms, [0, m], [0, n], sums_width)
 
 
 def mcumsgd(
@@ -358,7 +355,6 @@ def mcumsgd(
     user_bounds: Any,
     item_bounds: Any,
     sums_width: int = 0,
-    head_only: bool = False,
     order: str = "passes",
 ) -> State:
     """One epoch of MCUMSGD: in step l each range q of users meets range (q + l) mod p of items (Alg. 4).
@@ -383,7 +379,7 @@ def mcumsgd(
         for part in cycle:
             block = (part + step) % size
             users, items = slice(*user_bounds[part : part + 2]), slice(*item_bounds[block : block + 2])
-            _walk_block(matrix, state, side, (users, items), terms, head_only)
+            _walk_block(matrix, state, side, (users, items), terms)
     return state
 
 
@@ -393,7 +389,6 @@ def _walk_block(
     side: Side,
     block: tuple[slice, slice],
     terms: Terms,
-    head_only: bool,
 ) -> None:
     """Each row of a side walks its entries of a block in ascending order, the other side fixed."""
     coo, (users, items) = sp.coo_array(matrix), block
@@ -405,9 +400,9 @@ def _walk_block(
         user, item = rows[k], columns[k]
         error = _error(state, user, item, ratings[k])
         if side == "item":
-            _move(state.item, item, error, state.user.matrix[user], terms, head_only)
+            _move(state.item, item, error, state.user.matrix[user], terms)
         else:
-            _move(state.user, user, error, state.item.matrix[item], terms, head_only)
+            _move(state.user, user, error, state.item.matrix[item], terms)
 
 
 def philox(counter: Any, key: int) -> list[np.ndarray]:

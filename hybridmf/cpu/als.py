@@ -21,7 +21,7 @@ from ..data.slabs import Slabs
 from ..formats import BalsMatrix, tiled
 from ..native import _als
 from ..native.status import SINGULAR_PIVOT, check_status
-from ..native.systems import Rows, Systems, Tiles
+from ..native.systems import Rows, Systems, Tiles, Weights
 from ..plan.ordering import reordered
 from ..plan.row_forms import changes_basis, dual_up_to
 from ..plan.solver import Alternating
@@ -325,12 +325,12 @@ class HalfSweep:
     def _row_calls(
         self, out: np.ndarray, systems: Systems, rows: Rows, status: np.ndarray
     ) -> Iterator[Callable[[], None]]:
-        plan, threads = self.plan, self.plan.num_threads
+        plan = self.plan
         size = _als.workspace_size(plan.rank, out.itemsize)
         if plan.solver == "subspace":
             longest = int(self.degrees.max(initial=0))
             size = _als.subspace_workspace_size(plan.rank, plan.block_size, out.itemsize, longest)
-        workspace = workspaces(threads, size, out.dtype)
+        workspace = workspaces(plan.num_threads, size, out.dtype)
         order = self.order
         if plan.solver == "cholesky" and plan.assembly == "simd":
             n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # they come first in `order`
@@ -339,13 +339,13 @@ class HalfSweep:
         for batch in self._batches(order, self.degrees):
             common = (out, systems, rows, batch, status, workspace)
             if plan.solver == "cg":
-                yield partial(_als.cg_rows, *common, plan.cg_steps, _cg_forms_from(plan), threads)
+                yield partial(_als.cg_rows, *common, plan.cg_steps, _cg_forms_from(plan))
             elif plan.solver == NONNEGATIVE:
-                yield partial(_als.nonnegative_rows, *common, plan.factors, threads)
+                yield partial(_als.nonnegative_rows, *common, plan.factors)
             elif plan.solver == "subspace":
-                yield partial(_als.subspace_rows, *common, plan.block_size, threads)
+                yield partial(_als.subspace_rows, *common, plan.block_size)
             else:
-                yield partial(_als.cholesky_rows, *common, ASSEMBLY_CODES[plan.assembly], threads)
+                yield partial(_als.cholesky_rows, *common, ASSEMBLY_CODES[plan.assembly])
 
     def _long_row_calls(
         self,
@@ -361,8 +361,7 @@ class HalfSweep:
         ld = _als.padded_rank(self.plan.rank)
         sums = aligned_zeros((_als.SEGMENTS, (ld + 1) * ld), out.dtype)
         for segments in _als.long_row_waves(self.indptr, order):
-            common = (out, systems, rows, order, segments, status, sums, workspace)
-            yield partial(_als.cholesky_long_rows, *common, self.plan.num_threads)
+            yield partial(_als.cholesky_long_rows, out, systems, rows, order, segments, status, sums, workspace)
 
     def _bals_calls(self, out: np.ndarray, systems: Systems, status: np.ndarray) -> Iterator[Callable[[], None]]:
         plan, bals = self.plan, self.bals
@@ -383,7 +382,7 @@ class HalfSweep:
         size = _als.bals_workspace_size(plan.rank, out.itemsize, plan.tile_rows, plan.tile_cols)
         workspace = workspaces(plan.num_threads, size, out.dtype)
         for batch in self._batches(blocks, entries):
-            yield partial(_als.cholesky_bals, out, systems, tiles, batch, status, workspace, plan.num_threads)
+            yield partial(_als.cholesky_bals, out, systems, tiles, batch, status, workspace)
 
     def _batches(self, order: np.ndarray, entries: np.ndarray) -> Iterator[np.ndarray]:
         """Split `order` into batches of about ``plan.batch_flops`` each: Python handles Ctrl-C between two of them."""
@@ -556,10 +555,8 @@ def losses_of_rows(
         users,
         items,
         *csr,
-        *offsets,
-        objective.is_implicit,
-        objective.alpha,
-        objective.unobserved_weight,
+        offsets,
+        Weights(objective.is_implicit, objective.alpha, objective.unobserved_weight),
         num_threads,
     )
     return losses

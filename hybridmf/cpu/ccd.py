@@ -12,6 +12,7 @@ from ..core.objective import SIDES, Factors, Objective, Side, State, other_side,
 from ..core.sparse import transposed
 from ..core.validate import csr_arrays, make_csr
 from ..native import _ccd
+from ..native.residual_rows import Change, ResidualRows
 from ..plan.ccd import CcdMethod, non_finite
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
@@ -55,13 +56,13 @@ class _Half:
     """
 
     def __init__(self, side: Side, matrix: sp.csr_array, weights: sp.csr_array | None, objective: Objective) -> None:
-        self.indptr, self.indices, self.ratings = csr_arrays(matrix)
-        self.weights: np.ndarray = np.empty(0, dtype=matrix.dtype) if weights is None else weights.data
-        self.residual = aligned_zeros(self.ratings.shape, matrix.dtype)
-        self.degrees = np.diff(self.indptr)
+        indptr, indices, self.ratings = csr_arrays(matrix)
+        given: np.ndarray = np.empty(0, dtype=matrix.dtype) if weights is None else weights.data
+        residual = aligned_zeros(self.ratings.shape, matrix.dtype)
+        self.rows = ResidualRows(indptr, indices, residual, given, *_ccd.schedule(indptr))
+        self.degrees = np.diff(indptr)
         # of factors, and of biases if there are any
         self.ridges = objective.ridge(side, 1, 1 + objective.biases)[:, None] * objective.row_scale(side, self.degrees)
-        self.groups, self.segments = _ccd.schedule(self.indptr)
 
 
 class CpuCCD(Unconnected):
@@ -144,12 +145,12 @@ class CpuCCD(Unconnected):
         half, plan = self.halves[side], self.plan
         work = RESIDUAL_SLOWNESS * 2.0 * plan.nnz * rows.shape[1]
         pieces = max(1, int(np.ceil(work / plan.batch_flops)))
-        cuts = np.linspace(0, len(half.groups) - 1, pieces + 1).astype(np.int64)
-        segments = np.array_split(half.segments, pieces)
+        cuts = np.linspace(0, len(half.rows.groups) - 1, pieces + 1).astype(np.int64)
+        segments = np.array_split(half.rows.segments, pieces)
         for piece in range(pieces):
-            groups = half.groups[cuts[piece] : cuts[piece + 1] + 1]
-            csr = (half.indptr, half.indices, half.ratings)
-            _ccd.residual(rows, fixed, *csr, half.residual, groups, segments[piece], plan.num_threads)
+            groups = half.rows.groups[cuts[piece] : cuts[piece + 1] + 1]
+            part = half.rows._replace(groups=groups, segments=segments[piece])
+            _ccd.residual(rows, fixed, part, half.ratings, plan.num_threads)
 
     def _update_rank_one(self, columns: dict[Side, np.ndarray], pairs: dict[Side, np.ndarray], column: int) -> None:
         """Solve the coordinates of one column, items first: a factor in every inner iteration, biases once."""
@@ -162,9 +163,11 @@ class CpuCCD(Unconnected):
             # the first inner iteration adds the old product; the last one subtracts the new one: from the rows at once,
             # from the columns with the next factor
             first = inner == 0
-            self._update("item", column, columns, pairs, _ccd.CATCH_UP if first else _ccd.KEEP, pending, nothing)
+            change = Change(_ccd.CATCH_UP if first else _ccd.KEEP, pending, nothing)
+            self._update("item", column, columns, pairs, change)
             following = users[(column + 1) % len(users)] if inner == last else nothing
-            self._update("user", column, columns, pairs, _ccd.ADD_BACK if first else _ccd.KEEP, nothing, following)
+            change = Change(_ccd.ADD_BACK if first else _ccd.KEEP, nothing, following)
+            self._update("user", column, columns, pairs, change)
 
     def _update(
         self,
@@ -172,9 +175,7 @@ class CpuCCD(Unconnected):
         column: int,
         columns: dict[Side, np.ndarray],
         pairs: dict[Side, np.ndarray],
-        terms: int,
-        pending: np.ndarray,
-        following: np.ndarray,
+        change: Change,
     ) -> None:
         half, coordinates = self.halves[side], columns[side][column]
         is_factor = column >= len(self.biases)
@@ -184,19 +185,11 @@ class CpuCCD(Unconnected):
             coordinates,
             pairs[side],
             pairs[other_side(side)],
-            half.indptr,
-            half.indices,
-            half.residual,
-            half.weights,
+            half.rows,
+            change,
             half.ridges[0 if is_factor else 1] if solves else np.empty(0),
-            pending,
-            following,
-            half.groups,
-            half.segments,
-            self._workspace,
-            terms,
             self.method.nonnegative and is_factor,
-            self.plan.num_threads,
+            self._workspace,
         )
         finite = np.isfinite(coordinates)
         if not np.all(finite):
@@ -206,16 +199,16 @@ class CpuCCD(Unconnected):
     def objective_value(self) -> float:
         """The objective at the current factors, in float64; weighted, of errors in the type of the factors."""
         users, items = self.halves["user"], self.halves["item"]
-        if len(users.weights):
+        if len(users.rows.weights):
             self._compute_residuals("user")
-            error = users.residual.astype(np.float64)
+            error = users.rows.residual.astype(np.float64)
             penalty = self.objective.penalty
             return (
-                float(np.dot(users.weights * error, error))
+                float(np.dot(users.rows.weights * error, error))
                 + penalty("user", self.state.user.matrix, users.degrees, self.state.user.bias)
                 + penalty("item", self.state.item.matrix, items.degrees, self.state.item.bias)
             )
-        csr = (users.indptr, users.indices, users.ratings)
+        csr = (users.rows.indptr, users.rows.indices, users.ratings)
         return objective_value(self.objective, csr, self.state, users.degrees, items.degrees, self.plan.num_threads)
 
 

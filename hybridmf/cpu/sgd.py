@@ -16,6 +16,7 @@ from ..core.sparse import entry_rows
 from ..core.validate import csr_arrays
 from ..errors import ModelFileError
 from ..native import _sgd
+from ..native.updates import BothSides, EntryBlocks, EntryList, RowEntries, WorkingRows
 from ..plan.sgd import RISE, SgdMethod, diverged, terms_at
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
@@ -36,25 +37,22 @@ class Copies:
 
     Attributes
     ----------
-    matrix : float array, shape (n, ld)
-    bias : float array, shape (n,), or (0,) without biases
-    squares : float array, shape (n, ld) with AdaGrad, (n, 2) with RPCS, else (0, 0)
-        Sums of squared steps.
-    bias_squares : float array, shape (n,) or (0,)
+    rows : WorkingRows
     """
 
     def __init__(self, factors: Factors, sums_width: int, num_threads: int) -> None:
         self.rank, self.num_threads = factors.matrix.shape[1], num_threads
-        self.matrix = self._padded(factors.matrix)
         dtype, n = factors.matrix.dtype, len(factors)
         self.has_bias = factors.bias is not None
-        self.bias = np.empty(0, dtype) if factors.bias is None else factors.bias.copy()
-        self.squares, self.bias_squares, self.shared = np.empty((0, 0), dtype), np.empty(0, dtype), False
+        bias = np.empty(0, dtype) if factors.bias is None else factors.bias.copy()
+        squares, bias_squares, shared = np.empty((0, 0), dtype), np.empty(0, dtype), False
         if sums_width:
             sums = factors.squares or Factors(np.zeros((n, sums_width), dtype))
-            self.shared = sums_width != self.rank
-            self.squares = sums.matrix.copy() if self.shared else self._padded(sums.matrix)
-            self.bias_squares = np.zeros(len(self.bias), dtype) if sums.bias is None else sums.bias.copy()
+            shared = sums_width != self.rank
+            squares = sums.matrix.copy() if shared else self._padded(sums.matrix)
+            bias_squares = np.zeros(len(bias), dtype) if sums.bias is None else sums.bias.copy()
+        matrix = self._padded(factors.matrix)
+        self.rows = WorkingRows(matrix, bias, squares, bias_squares, self.rank if shared else 0)
 
     def _padded(self, matrix: np.ndarray) -> np.ndarray:
         line = CACHE_LINE // matrix.itemsize
@@ -71,30 +69,23 @@ class Copies:
 
     def is_finite(self) -> bool:
         """Whether no factor and no bias is infinite or NaN."""
-        return _sgd.all_finite(self.matrix, self.num_threads) and bool(np.isfinite(self.bias).all())
+        return _sgd.all_finite(self.rows.matrix, self.num_threads) and bool(np.isfinite(self.rows.bias).all())
 
     def factors(self) -> Factors:
         """Return the copies as factors of a state; the copies must not be used afterwards."""
-        squares = None
-        if len(self.squares):
-            sums = self.squares if self.shared else self._whole(self.squares)
-            squares = Factors(sums, self.bias_squares if self.has_bias else None)
-        return Factors(self._whole(self.matrix), self.bias if self.has_bias else None, squares)
+        rows, squares = self.rows, None
+        if len(rows.squares):
+            sums = rows.squares if rows.shared_rank else self._whole(rows.squares)
+            squares = Factors(sums, rows.bias_squares if self.has_bias else None)
+        return Factors(self._whole(rows.matrix), rows.bias if self.has_bias else None, squares)
 
 
 WorkingCopies = dict[Side, Copies]
 """Working copies of both sides."""
 
 
-def _arrays(work: WorkingCopies) -> tuple[np.ndarray, ...]:
-    """Working copies in the argument order of the kernels that update both sides."""
-    x, y = work["user"], work["item"]
-    return x.matrix, y.matrix, x.bias, y.bias, x.squares, y.squares, x.bias_squares, y.bias_squares
-
-
-def _sharing(work: WorkingCopies, epoch: int) -> dict[str, Any]:
-    """Arguments for the sums that rows share (RPCS): the first epoch updates only the heads of rows."""
-    return {"shared_rank": work["user"].rank, "head_only": epoch == 0} if work["user"].shared else {}
+def _both(work: WorkingCopies) -> BothSides:
+    return BothSides(work["user"].rows, work["item"].rows)
 
 
 class Schedule(Protocol):
@@ -135,33 +126,17 @@ class RowSweeps:
     def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         for side in SWEEP_ORDER:
-            yield from self.one_pass(side, work, terms, epoch)
+            yield from self.one_pass(side, work, terms)
 
-    def one_pass(self, side: Side, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
+    def one_pass(self, side: Side, work: WorkingCopies, terms: Terms) -> Iterator[float]:
         """Update the rows of a side; yield half of the loss, because an epoch processes every entry twice."""
-        moved, fixed = work[side], work[other_side(side)]
+        moved, fixed = work[side].rows, work[other_side(side)].rows
         indptr, columns, ratings = self.csr[side]
-        cuts = self.cuts[side]
+        entries, order, cuts = RowEntries(indptr[:-1], indptr[1:], columns, ratings), self.order[side], self.cuts[side]
         for pieces in np.array_split(np.arange(len(cuts) - 1), min(_calls(self.plan), len(cuts) - 1)):
             losses = np.zeros(len(pieces))
-            _sgd.rows(
-                moved.matrix,
-                fixed.matrix,
-                moved.bias,
-                fixed.bias,
-                moved.squares,
-                moved.bias_squares,
-                self.order[side],
-                cuts[pieces[0] : pieces[-1] + 2],
-                indptr[:-1],
-                indptr[1:],
-                columns,
-                ratings,
-                *terms,
-                losses,
-                self.plan.num_threads,
-                **_sharing(work, epoch),
-            )
+            part = cuts[pieces[0] : pieces[-1] + 2]
+            _sgd.rows(moved, fixed, entries, order, part, terms, losses, self.plan.num_threads)
             yield float(losses.sum()) / 2
 
 
@@ -178,17 +153,16 @@ class Stretches:
     def __init__(self, user_items: sp.csr_array, plan: Plan, method: SgdMethod) -> None:
         self.plan = plan
         order = method.rng().permutation(user_items.nnz)
-        self.users = entry_rows(user_items).astype(np.int32, copy=False)[order]
-        self.items, self.ratings = user_items.indices[order], user_items.data[order]
+        users = entry_rows(user_items).astype(np.int32, copy=False)[order]
+        self.entries = EntryList(users, user_items.indices[order], user_items.data[order])
 
     def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
-        n, calls, threads = len(self.users), _calls(self.plan), self.plan.num_threads
+        n, calls, threads = len(self.entries.users), _calls(self.plan), self.plan.num_threads
         for call in range(calls):
             part = slice(n * call // calls, n * (call + 1) // calls)
-            entries = (self.users[part], self.items[part], self.ratings[part])
             losses = np.zeros(threads)
-            _sgd.entries(*_arrays(work), *entries, *terms, losses, threads, **_sharing(work, epoch))  # type: ignore[arg-type, call-arg]
+            _sgd.entries(_both(work), EntryList(*(array[part] for array in self.entries)), terms, losses, threads)
             yield float(losses.sum())
 
 
@@ -205,10 +179,7 @@ class Blocks:
     ----------
     grid : int
         Rows and columns of the grid. Depends on the size of the problem alone, so that threads do not change results.
-    users, items, ratings : array, shape (nnz,)
-        Entries, block by block, in the order of their updates within each.
-    pointer : int64 array, shape (grid * grid + 1,)
-        First entry of block (p, q) at ``pointer[p * grid + q]``.
+    blocks : EntryBlocks
     """
 
     def __init__(self, user_items: sp.csr_array, plan: Plan, method: SgdMethod) -> None:
@@ -220,19 +191,10 @@ class Blocks:
         item_order, item_cuts = self._deal_rows(np.bincount(indices, minlength=user_items.shape[1]), rng)
         item_block = np.empty(user_items.shape[1], dtype=np.int32)
         item_block[item_order] = np.repeat(np.arange(self.grid, dtype=np.int32), np.diff(item_cuts))
-        self.users, self.items, self.ratings = np.empty_like(indices), np.empty_like(indices), np.empty_like(data)
-        self.pointer = _sgd.deal(
-            self.users,
-            self.items,
-            self.ratings,
-            indptr,
-            indices,
-            data,
-            user_order,
-            user_cuts,
-            item_block,
-            plan.num_threads,
-        )
+        entries = EntryList(np.empty_like(indices), np.empty_like(indices), np.empty_like(data))
+        threads = plan.num_threads
+        pointer = _sgd.deal(entries, indptr, indices, data, user_order, user_cuts, item_block, threads)
+        self.blocks = EntryBlocks(entries, pointer)
 
     def _deal_rows(self, degrees: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return rows in random order, and the bounds of parts with about equal numbers of entries."""
@@ -245,11 +207,9 @@ class Blocks:
         """Diagonals of the grid in the order of the epoch: (p, (p + shift) % grid) for all p."""
         return self.method.rng(epoch).permutation(self.grid)
 
-    def _call(self, kernel: Any, work: WorkingCopies, terms: Terms, epoch: int, *how: Any) -> float:
+    def _call(self, kernel: Any, work: WorkingCopies, terms: Terms, *how: Any) -> float:
         losses = np.zeros((self.grid, self.grid))
-        entries = (self.users, self.items, self.ratings)
-        sharing = _sharing(work, epoch)
-        kernel(*_arrays(work), *entries, *terms, self.pointer, *how, losses, self.plan.num_threads, **sharing)
+        kernel(_both(work), self.blocks, *how, terms, losses, self.plan.num_threads)
         return float(losses.sum())
 
 
@@ -259,7 +219,7 @@ class Diagonals(Blocks):
     def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""
         for shifts in np.array_split(self.shifts(epoch), min(_calls(self.plan), self.grid)):
-            yield self._call(_sgd.diagonals, work, terms, epoch, shifts)
+            yield self._call(_sgd.diagonals, work, terms, shifts)
 
 
 class FreeBlocks(Blocks):
@@ -278,7 +238,7 @@ class FreeBlocks(Blocks):
         quota = math.ceil(self.grid**2 / _calls(self.plan))
         while not self.seen.all():
             seed = int(rng.integers(2**63))
-            yield self._call(_sgd.free_blocks, work, terms, epoch, self.seen, quota, seed)
+            yield self._call(_sgd.free_blocks, work, terms, self.seen, quota, seed)
 
 
 def _schedule(user_items: sp.csr_array, item_users: sp.csr_array, plan: Plan, method: SgdMethod) -> Schedule:

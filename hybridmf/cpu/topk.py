@@ -18,6 +18,15 @@ class PackedItems:
     candidates : int64 array, optional
         Consider only these items.
     num_threads : int
+
+    Attributes
+    ----------
+    packed : float array
+        See `hybridmf.native._topk.pack`.
+    ids : int32 array, shape (n_items,)
+        In packed order.
+    block_norms : float64 array, shape (n_blocks,)
+        Largest norm of the items of each block, falling.
     """
 
     def __init__(self, items: np.ndarray, candidates: np.ndarray | None = None, num_threads: int = 1) -> None:
@@ -72,9 +81,7 @@ def top_k(
     if seen is not None:
         seen_ptr, seen_ids, _ = csr_arrays(seen)
     kept = min(n, len(items.ids))  # a longer heap would only hold gaps
-    ids, scores = _topk.top_k(
-        users, norms, items.packed, items.ids, items.block_norms, seen_ptr, seen_ids, kept, num_threads
-    )
+    ids, scores = _topk.top_k(users, norms, items, seen_ptr, seen_ids, kept, num_threads)
     if kept == n:
         return ids, scores
     gap = ((0, 0), (0, n - kept))

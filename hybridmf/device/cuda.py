@@ -22,6 +22,7 @@ import numpy as np
 
 from ..core.system import available_cores, parse_bytes
 from ..errors import DeviceError, DeviceMemoryError
+from .arguments import passed
 from .copier import Copier, CudaCopier
 
 logger = logging.getLogger("hybridmf")
@@ -65,7 +66,8 @@ class Resources:
 
 
 Kernel = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]
-"""``kernel(grid, block, arguments, shared_bytes)``; arguments are device arrays and NumPy scalars."""
+"""``kernel(grid, block, arguments, shared_bytes)``; arguments are device arrays, NumPy scalars, and tuples of these,
+which are C structs passed by value."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,10 @@ class Device(Protocol):
 
     def copier(self) -> Copier:
         """Copies to and from the device, concurrent with kernels."""
+
+
+def _address(array: Array) -> int:
+    return int(array.data.ptr)
 
 
 def parse_device(device: str) -> int:
@@ -516,7 +522,8 @@ class CudaDevice:
                     if function.max_dynamic_shared_size_bytes < shared_bytes:
                         function.max_dynamic_shared_size_bytes = shared_bytes
                     allowed = shared_bytes
-                function(grid, block, tuple(arguments), shared_mem=shared_bytes)
+                given = tuple(passed(argument, _address) for argument in arguments)
+                function(grid, block, given, shared_mem=shared_bytes)
 
         return launch
 

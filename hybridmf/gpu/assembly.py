@@ -142,7 +142,7 @@ class PublishedKernels(RowKernels):
         device, rank, (matrices, rhs) = self.device, self.rank, sums
         gram = None if systems.gram is None else systems.gram[:rank, :rank].copy()
         cholesky_any.complete(device, matrices, rhs, slots, gram, systems.ridge, systems.scale[rows])
-        arrays = (systems.solutions, systems.status, matrices, rhs, slots, rows)
+        arrays = (systems.solutions, systems.status, sums, slots, rows)
         if self.solver == "cg":
             cholesky_any.cg_solve(device, *arrays, self.cg_steps, self.solver_config)
         else:
@@ -164,7 +164,7 @@ class SegmentKernels(PublishedKernels):
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
         """See `RowKernels`."""
         if len(segments):
-            self.sum_segments(self.device, *sums, table, entries, segments, self.rank, self.config)
+            self.sum_segments(self.device, sums, table, entries, segments, self.config)
 
 
 def require_fit(config: Any, spec: DeviceSpec) -> None:
@@ -210,11 +210,10 @@ def check_factors(factors: Array, dtype: Any, rank: int) -> None:
         )
 
 
-def check_segments(
-    device: Device, matrices: Array, rhs: Array, factors: Array, entries: DeviceEntries, segments: Array, rank: int
-) -> int:
-    """Check the arguments of a kernel over segments; return the number of segments."""
-    dtype = entries.ratings.dtype
+def check_segments(device: Device, sums: Sums, factors: Array, entries: DeviceEntries, segments: Array) -> int:
+    """Check the arguments of a kernel over segments; return the rank."""
+    (matrices, rhs), dtype = sums, entries.ratings.dtype
+    rank = int(matrices.shape[-1])
     check("matrices", matrices, dtype, (None, rank, rank))
     check("rhs", rhs, dtype, (len(matrices), rank))
     check_factors(factors, dtype, rank)
@@ -227,4 +226,4 @@ def check_segments(
         check("offsets", entries.offsets, dtype, (len(factors),))
         arrays["offsets"] = entries.offsets
     check_not_host(device, **arrays)
-    return len(segments)
+    return rank

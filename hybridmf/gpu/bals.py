@@ -156,18 +156,12 @@ class BalsLocalConfig:
 
 def bals(
     device: Device,
-    matrices: Array,
-    rhs: Array,
+    sums: Sums,
     factors: Array,
     entries_of_tiles: DeviceEntries,
     tiles: BalsTiles,
-    first_block: int,
-    n_blocks: int,
-    rank: int,
-    tile_rows: int,
-    tile_cols: int,
-    config: BalsConfig | BalsLocalConfig | None = None,
-    variant: Variant = "chip",
+    blocks: RowBlocks,
+    config: BalsConfig | BalsLocalConfig | Variant = "chip",
     *,
     skip_vacant: bool = True,
 ) -> None:
@@ -176,45 +170,33 @@ def bals(
     Parameters
     ----------
     device : Device
-    matrices : float array, shape (n_batch, rank, rank)
-        Written: lower triangles of the rows of the blocks, from row ``first_block * tile_rows`` on; the last row block
-        of the matrix may be shorter.
-    rhs : float array, shape (n_batch, rank)
-        Written.
+    sums : tuple of float arrays (matrices, rhs), shapes (n_batch, rank, rank) and (n_batch, rank)
+        Written: of `matrices` the lower triangles of the rows of the blocks; the last row block of the matrix may be
+        shorter.
     factors : float array, shape (n_fixed, ld)
         As for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
     entries_of_tiles : DeviceEntries
         Offsets, implicit, alpha and unobserved_weight of the entries; indices and ratings are those of `tiles`.
     tiles : BalsTiles
-    first_block, n_blocks : int
+    blocks : RowBlocks
         The row blocks of the batch.
-    rank : int
-    tile_rows, tile_cols : int
-        The size of the tiles.
-    config : BalsConfig or BalsLocalConfig, optional
-        Of the class for `variant`.
-    variant : {"chip", "local"}
-        Sums in registers, or mapped to threads as in the paper, which keeps them in local memory.
+    config : BalsConfig or BalsLocalConfig, or {"chip", "local"}
+        Sums in registers, or mapped to threads as in the paper, which keeps them in local memory. A name stands for
+        the default configuration.
     skip_vacant : bool
-        Skip a vacant tile after one test. False, for the variant "local" only, measures the benefit (6.4).
+        Skip a vacant tile after one test. False, with sums in local memory only, measures the benefit (6.4).
 
     Raises
     ------
     TypeError
-        An array has the wrong dtype, shape or layout, or the configuration is for the other variant.
+        An array has the wrong dtype, shape or layout.
     ValueError
         The configuration is for another rank, dtype or tile, or does not fit on the device; or row blocks do not exist.
     """
-    rows = _check_tiles(device, matrices, rhs, factors, entries_of_tiles, tiles, first_block, n_blocks, rank)
-    require(
-        (tile_rows, tile_cols) == (tiles.tile_rows, tiles.tile_cols),
-        f"tile_rows={tile_rows} and tile_cols={tile_cols} are not those of tiles, {tiles.tile_rows} and "
-        f"{tiles.tile_cols}",
-    )
-    dtype = np.dtype(factors.dtype)
-    config = config or _bals_default(variant, rank, dtype.itemsize, device.spec, tile_rows, tile_cols)
-    if not isinstance(config, _bals_class(variant)):
-        raise TypeError(f"variant={variant!r} takes a {_bals_class(variant).__name__}, got {type(config).__name__}")
+    rank = _check_tiles(device, sums, factors, entries_of_tiles, tiles, blocks)
+    dtype, tile_rows, tile_cols = np.dtype(factors.dtype), tiles.tile_rows, tiles.tile_cols
+    if isinstance(config, str):
+        config = _bals_default(config, rank, dtype.itemsize, device.spec, tile_rows, tile_cols)
     require_match(config, rank, dtype)
     require_fit(config, device.spec)
     if isinstance(config, BalsConfig):
@@ -222,28 +204,28 @@ def bals(
             config.capacity >= min(tile_cols, tiles.shape[1]),
             f"capacity={config.capacity} factor rows cannot hold those of a tile of tile_cols={tile_cols}",
         )
-        grid = (n_blocks * ceil_div(tile_rows, config.rows), config.parts)
+        grid = (blocks.count * ceil_div(tile_rows, config.rows), config.parts)
     else:
         require(
             (config.tile_rows, config.tile_cols) == (tile_rows, tile_cols),
             f"config is for tiles of {config.tile_rows} x {config.tile_cols}, these are {tile_rows} x {tile_cols}",
         )
-        grid = (n_blocks, config.tiles)
-    require(skip_vacant or variant == "local", f'skip_vacant=False needs variant="local", got {variant!r}')
-    if not rows:
+        grid = (blocks.count, config.tiles)
+    require(skip_vacant or isinstance(config, BalsLocalConfig), 'skip_vacant=False needs config="local"')
+    if not len(blocks):
         return
     switches = {} if skip_vacant else {"SKIP_VACANT": False}
     kernel = get_kernel(device, "bals.cu", "bals", **config.constants, **entries_of_tiles.constants, **switches)
     offsets = tiles.values if entries_of_tiles.offsets is None else entries_of_tiles.offsets
     arrays = (tiles.values, tiles.tile_colidx, tiles.tile_ptr, tiles.seg_colidx, tiles.seg_ptr, offsets)
-    sizes = (np.int64(first_block), np.int64(tiles.shape[0]), np.int32(tiles.tiles_across), np.int32(tile_rows))
-    arguments = (matrices, rhs, factors, *arrays, *sizes, np.int32(factors.shape[1]), *entries_of_tiles.scalars)
+    sizes = (np.int64(blocks.first), np.int64(tiles.shape[0]), np.int32(tiles.tiles_across), np.int32(tile_rows))
+    arguments = (*sums, factors, *arrays, *sizes, np.int32(factors.shape[1]), *entries_of_tiles.scalars)
     kernel(grid, (config.threads,), arguments, config.shared_bytes)
 
 
 def _bals_class(variant: str) -> type[BalsConfig] | type[BalsLocalConfig]:
     if variant not in ("chip", "local"):
-        raise ValueError(f'variant must be "chip" or "local", got {variant!r}')
+        raise ValueError(f'config must be a configuration, "chip" or "local", got {variant!r}')
     return BalsConfig if variant == "chip" else BalsLocalConfig
 
 
@@ -256,26 +238,19 @@ def _bals_default(
 
 
 def _check_tiles(
-    device: Device,
-    matrices: Array,
-    rhs: Array,
-    factors: Array,
-    entries: DeviceEntries,
-    tiles: BalsTiles,
-    first_block: int,
-    n_blocks: int,
-    rank: int,
+    device: Device, sums: Sums, factors: Array, entries: DeviceEntries, tiles: BalsTiles, those: RowBlocks
 ) -> int:
-    """Check the arguments of `bals`; return the number of rows of the batch."""
+    """Check the arguments of `bals`; return the rank."""
     n_rows, n_cols = tiles.shape
     blocks = ceil_div(n_rows, tiles.tile_rows)
     require(
-        0 <= first_block <= first_block + n_blocks <= blocks,
-        f"first_block={first_block} and n_blocks={n_blocks} are not within the {blocks} row blocks there are",
+        0 <= those.first <= those.first + those.count <= blocks,
+        f"blocks.first={those.first} and blocks.count={those.count} are not within the {blocks} row blocks there are",
     )
-    batch = min((first_block + n_blocks) * tiles.tile_rows, n_rows) - first_block * tiles.tile_rows
-    rows = max(0, batch)
-    dtype = tiles.values.dtype
+    rows = RowBlocks.of(tiles, those.first, those.count).rows
+    require(those.rows == rows, f"blocks.rows={those.rows} is not the number of rows of these blocks, {rows}")
+    (matrices, rhs), dtype = sums, tiles.values.dtype
+    rank = int(matrices.shape[-1])
     check("matrices", matrices, dtype, (rows, rank, rank))
     check("rhs", rhs, dtype, (rows, rank))
     check_factors(factors, dtype, rank)
@@ -292,7 +267,7 @@ def _check_tiles(
         check("offsets", entries.offsets, dtype, (n_cols,))
         arrays["offsets"] = entries.offsets
     check_not_host(device, **arrays)
-    return rows
+    return rank
 
 
 @dataclass(frozen=True)
@@ -310,6 +285,12 @@ class RowBlocks:
     first: int
     count: int
     rows: int
+
+    @classmethod
+    def of(cls, tiles: BalsTiles, first: int, count: int) -> RowBlocks:
+        """Some row blocks of tiles, of which the last one may be shorter."""
+        n_rows, size = tiles.shape[0], tiles.tile_rows
+        return cls(first, count, max(0, min((first + count) * size, n_rows) - first * size))
 
     def __len__(self) -> int:
         return self.rows
@@ -331,11 +312,7 @@ class TileKernels(PublishedKernels):
 
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: RowBlocks) -> None:
         """See `RowKernels`."""
-        tiles = self.tiles
-        matrices, rhs = sums
-        blocks, size = (segments.first, segments.count), (tiles.tile_rows, tiles.tile_cols)
-        launched = (tiles, *blocks, self.rank, *size, self.config, self.variant)
-        bals(self.device, matrices, rhs, table, entries, *launched)
+        bals(self.device, sums, table, entries, self.tiles, segments, self.config or self.variant)
 
 
 def default_builds(

@@ -272,8 +272,8 @@ class Vectors:
     regressor: Array
 
     @property
-    def arrays(self) -> tuple[Array, Array, Array]:
-        """Kernel arguments."""
+    def struct(self) -> tuple[Array, Array, Array]:
+        """Kernel argument."""
         return self.subtracted, self.added, self.regressor
 
 
@@ -318,7 +318,7 @@ def rank_one(solved: Array, entries: CcdEntries, fixed: Vectors, own: Vectors, m
         check(name, array, real, (padded(n, real),))
     check_not_host(device, solved=solved, fixed=fixed.regressor)
     vectors, config = mode.vectors, entries.config
-    gathered, shared = fixed.arrays, vectors * config.tile * real.itemsize
+    gathered, shared = fixed.struct, vectors * config.tile * real.itemsize
     if not config.staged:
         packs = interleave(entries, fixed, vectors)
         gathered, shared = (packs, packs, packs), 0
@@ -345,7 +345,7 @@ def interleave(entries: CcdEntries, fixed: Vectors, vectors: int) -> Array:
     n, real = entries.n_fixed, entries.dtype
     packs = entries.device.empty((n + 1, 4 if vectors == 3 else vectors), real)
     grid = (ceil_div(n + 1, 256),)
-    entries.kernel("interleave", vectors)(grid, (256,), (packs, *fixed.arrays, np.int64(n)), 0)
+    entries.kernel("interleave", vectors)(grid, (256,), (packs, fixed.struct, np.int64(n)), 0)
     return packs
 
 

@@ -419,8 +419,7 @@ def cholesky_solve(
     device: Device,
     solutions: Array,
     status: Array,
-    matrices: Array,
-    rhs: Array,
+    sums: tuple[Array, ...],
     slots: Array,
     rows: Array,
     pivot_epsilon: float,
@@ -436,9 +435,8 @@ def cholesky_solve(
     status : int32 array, shape (n_out,)
         ``status[rows[k]]`` is 0; j + 1 if pivot j is at or below `pivot_epsilon` times its diagonal element;
         -1 if a pivot or the solution is infinite or NaN.
-    matrices : float array, shape (n_slots, rank, rank)
-        Lower triangles.
-    rhs : float array, shape (n_slots, rank)
+    sums : tuple of float arrays (matrices, rhs), shapes (n_slots, rank, rank) and (n_slots, rank)
+        Of `matrices` the lower triangles.
     slots : int64 array, shape (n + 1,)
     rows : int32 array, shape (n,)
         Distinct.
@@ -450,6 +448,7 @@ def cholesky_solve(
     TypeError
         An array has another dtype, shape, layout or device.
     """
+    matrices, rhs = sums
     n, rank = _check_batch(device, matrices, rhs, slots)
     dtype = matrices.dtype
     _check_results(device, solutions, status, rows, n, rank, dtype)
@@ -475,8 +474,7 @@ def cg_solve(
     device: Device,
     solutions: Array,
     status: Array,
-    matrices: Array,
-    rhs: Array,
+    sums: tuple[Array, ...],
     slots: Array,
     rows: Array,
     steps: int,
@@ -494,9 +492,8 @@ def cg_solve(
         system has no slots.
     status : int32 array, shape (n_out,)
         ``status[rows[k]]`` is 0; -1 if residual or solution became infinite or NaN; -2 for negative curvature.
-    matrices : float array, shape (n_slots, rank, rank)
-        Lower triangles.
-    rhs : float array, shape (n_slots, rank)
+    sums : tuple of float arrays (matrices, rhs), shapes (n_slots, rank, rank) and (n_slots, rank)
+        Of `matrices` the lower triangles.
     slots : int64 array, shape (n + 1,)
     rows : int32 array, shape (n,)
         Distinct.
@@ -508,6 +505,7 @@ def cg_solve(
     TypeError
         An array has another dtype, shape, layout or device.
     """
+    matrices, rhs = sums
     n, rank = _check_batch(device, matrices, rhs, slots)
     dtype = matrices.dtype
     _check_results(device, solutions, status, rows, n, rank, dtype)

@@ -66,7 +66,7 @@ def draw_rows(device: Device, table: Array, scales: Array, factors: DrawnFactors
     key = (np.uint32(factors.seed & LOW), np.uint32(factors.seed >> 32 & LOW))
     what = (np.uint32(factors.stream), *key, np.int32(factors.signed), np.int32(factors.biases))
     # without numbers of rows an arbitrary pointer, which is not read
-    kernel((blocks,), (THREADS,), (table, scales, scales if rows is None else rows, *where, *what), 0)
+    kernel((blocks,), (THREADS,), (table, scales, scales if rows is None else rows, where, what), 0)
 
 
 def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:

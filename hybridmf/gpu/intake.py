@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from ..core.validate import MAX_AXIS, check_axes, checked_pointer
 from ..device.cuda import Array, Device, gpu_of
 from ..errors import RatingsError
-from .matrix import DeviceMatrix, transpose
+from .matrix import DeviceMatrix
 
 FORMATS = {"csr": sp.csr_array, "csc": sp.csc_array, "coo": sp.coo_array}
 
@@ -50,7 +50,7 @@ def read_matrix(device: Device, matrix: Any, dtype: Any) -> DeviceMatrix | None:
         found = _compressed(device, first, second, data, shape, np.dtype(dtype))
         if found is None:
             return None
-        return _in_order(device, found if by_rows else transpose(device, found))
+        return _in_order(device, found if by_rows else found.transposed(device))
 
 
 def host_matrix(device: Device, matrix: Any) -> Any:

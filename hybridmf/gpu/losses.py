@@ -64,7 +64,7 @@ def segment_losses(
     kernel(
         (ceil_div(len(segments), WARPS_PER_BLOCK),),
         (32 * WARPS_PER_BLOCK,),
-        (out, users, items, *entries.arrays, offsets, segments, np.int64(len(segments)), *entries.scalars),
+        (out, users, items, entries.arrays, offsets, segments, np.int64(len(segments)), entries.scalars),
         0,
     )
     return device.download(out)

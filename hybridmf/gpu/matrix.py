@@ -80,37 +80,32 @@ class DeviceMatrix:
         ------
         DeviceMemoryError
         """
-        return transpose(device, self)
+        (n_rows, n_columns), nnz, real = self.shape, self.nnz, self.dtype
+        check("starts", self.starts, np.int64, (n_rows + 1,))
+        check("indices", self.indices, np.int32, (nnz,))
+        check("data", self.data, real, (nnz,))
+        check_not_host(device, starts=self.starts, indices=self.indices, data=self.data)
+        totals = device.zeros(n_columns, np.int64)
+        rows, values = device.empty(nnz, np.int32), device.empty(nnz, real)
+        bounds, counts = _counts(device, nnz, n_columns)
+        n_parts = len(bounds) - 1
+        sizes = (np.int32(n_parts), np.int32(n_columns))
 
+        def kernel(name: str) -> Any:
+            return get_kernel(device, "transpose.cu", name, REAL=real, THREADS=THREADS)
 
-def transpose(device: Device, matrix: DeviceMatrix) -> DeviceMatrix:
-    """See `DeviceMatrix.transposed`."""
-    (n_rows, n_columns), nnz, real = matrix.shape, matrix.nnz, matrix.dtype
-    check("starts", matrix.starts, np.int64, (n_rows + 1,))
-    check("indices", matrix.indices, np.int32, (nnz,))
-    check("data", matrix.data, real, (nnz,))
-    check_not_host(device, starts=matrix.starts, indices=matrix.indices, data=matrix.data)
-    totals = device.zeros(n_columns, np.int64)
-    rows, values = device.empty(nnz, np.int32), device.empty(nnz, real)
-    bounds, counts = _counts(device, nnz, n_columns)
-    n_parts = len(bounds) - 1
-    sizes = (np.int32(n_parts), np.int32(n_columns))
-
-    def kernel(name: str) -> Any:
-        return get_kernel(device, "transpose.cu", name, REAL=real, THREADS=THREADS)
-
-    warps = (ceil_div(n_parts, THREADS // 32),)
-    if nnz:
-        kernel("count_columns")(warps, (THREADS,), (counts, bounds, matrix.indices, *sizes), 0)
-        blocks = (min(ceil_div(n_columns, THREADS), 8 * device.spec.multiprocessors),)
-        kernel("column_places")(blocks, (THREADS,), (totals, counts, *sizes), 0)
-    indptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(device.download(totals))))
-    starts = device.upload(indptr)
-    if nnz:
-        given = (matrix.starts, matrix.indices, matrix.data)
-        arguments = (rows, values, counts, bounds, starts, *given, np.int64(n_rows), *sizes)
-        kernel("scatter_entries")(warps, (THREADS,), arguments, 0)
-    return DeviceMatrix((n_columns, n_rows), indptr, starts, rows, values, real)
+        warps = (ceil_div(n_parts, THREADS // 32),)
+        if nnz:
+            kernel("count_columns")(warps, (THREADS,), (counts, bounds, self.indices, *sizes), 0)
+            blocks = (min(ceil_div(n_columns, THREADS), 8 * device.spec.multiprocessors),)
+            kernel("column_places")(blocks, (THREADS,), (totals, counts, *sizes), 0)
+        indptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(device.download(totals))))
+        starts = device.upload(indptr)
+        if nnz:
+            given = (self.starts, self.indices, self.data)
+            arguments = (rows, values, counts, bounds, starts, *given, np.int64(n_rows), *sizes)
+            kernel("scatter_entries")(warps, (THREADS,), arguments, 0)
+        return DeviceMatrix((n_columns, n_rows), indptr, starts, rows, values, real)
 
 
 def _counts(device: Device, nnz: int, n_columns: int) -> tuple[Array, Array]:

@@ -22,7 +22,7 @@ from ..plan.assemblies import (
     tile_size,
 )
 from . import assembly
-from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
+from .assembly import COMPILED_RANKS, Sums, check_segments, require_fit, require_match
 from .launch import DeviceEntries, get_kernel
 
 
@@ -132,12 +132,10 @@ class MoAlsConfig:
 
 def mo_als(
     device: Device,
-    matrices: Array,
-    rhs: Array,
+    sums: Sums,
     factors: Array,
     entries: DeviceEntries,
     segments: Array,
-    rank: int,
     config: MoAlsConfig | None = None,
     *,
     read_only: bool = True,
@@ -147,7 +145,7 @@ def mo_als(
 
     Parameters
     ----------
-    device, matrices, rhs, factors, entries, segments, rank
+    device, sums, factors, entries, segments
         As for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
     config : MoAlsConfig, optional
     read_only : bool
@@ -162,7 +160,7 @@ def mo_als(
     ValueError
         The configuration is for another rank or dtype, or does not fit on the device.
     """
-    n_segments = check_segments(device, matrices, rhs, factors, entries, segments, rank)
+    rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
     dtype = np.dtype(factors.dtype)
     config = config or MoAlsConfig.default(rank, dtype.itemsize, device.spec, registers=registers)
     require_match(config, rank, dtype)
@@ -175,7 +173,7 @@ def mo_als(
         return
     switches = {"READ_ONLY": read_only, "REGISTERS": registers}
     kernel = get_kernel(device, "mo_als.cu", "mo_als", **config.constants, **entries.constants, **switches)
-    arguments = (matrices, rhs, factors, *entries.arrays, segments, np.int32(factors.shape[1]), *entries.scalars)
+    arguments = (*sums, factors, *entries.arrays, segments, np.int32(factors.shape[1]), *entries.scalars)
     kernel((n_segments, config.parts), (config.threads,), arguments, config.shared_bytes)
 
 

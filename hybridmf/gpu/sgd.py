@@ -79,8 +79,8 @@ class Rows:
     bias: Array | None = None
 
     @property
-    def arrays(self) -> tuple[Array, Array]:
-        """Kernel arguments; without biases an arbitrary pointer, which is not read."""
+    def struct(self) -> tuple[Array, Array]:
+        """Kernel argument; without biases an arbitrary pointer, which is not read."""
         return self.matrix, self.matrix if self.bias is None else self.bias
 
 
@@ -104,6 +104,11 @@ class Walk:
     begins: Array
     ends: Array
     first: int = 0
+
+    @property
+    def struct(self) -> tuple[Any, ...]:
+        """Kernel argument."""
+        return self.indices, self.ratings, self.begins, self.ends, np.int32(self.first)
 
     @classmethod
     def upload(cls, device: Device, matrix: sp.csr_array) -> Walk:
@@ -150,7 +155,7 @@ def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
 
 
 def scalars(terms: Terms, real: type) -> tuple[np.generic, ...]:
-    """Kernel arguments; a step multiplies updated factors by ``1 - gamma lambda``."""
+    """Kernel argument, the struct `Terms`; a step multiplies updated factors by ``1 - gamma lambda``."""
     keep = 1.0 - terms.rate * terms.regularization
     bias_keep = 1.0 - terms.bias_rate * terms.bias_regularization
     return tuple(map(real, (terms.rate, keep, terms.mean, terms.bias_rate, bias_keep)))
@@ -184,9 +189,8 @@ def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
 
 
 def _arguments(moved: Rows, losses: Array, fixed: Rows, walk: Walk, rows: Array, n: int, terms: Terms) -> tuple:
-    entries = (walk.indices, walk.ratings, rows, walk.begins, walk.ends)
     numbers = scalars(terms, walk.ratings.dtype.type)
-    return (*moved.arrays, losses, *fixed.arrays, *entries, np.int32(n), np.int32(walk.first), *numbers)
+    return moved.struct, losses, fixed.struct, walk.struct, rows, np.int32(n), numbers
 
 
 # ---------------------------------------------------------------------------------------------- MSGD
@@ -651,7 +655,7 @@ def batch_hogwild(
     float16, biases = stored == np.float16, held.bias is not None
     kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **config.constants(ld, float16, biases))
     sizes = (np.int64(len(runs)), np.int32(config.n_workers), np.int32(config.batch), np.int32(walk.first))
-    (held_matrix, held_bias), (walked_matrix, walked_bias) = held.arrays, walked.arrays
+    (held_matrix, held_bias), (walked_matrix, walked_bias) = held.struct, walked.struct
     arrays = (held_matrix, walked_matrix, held_bias, walked_bias, out, walk.indices, walk.ratings, runs)
     kernel((blocks,), (THREADS,), (*arrays, *sizes, *scalars(terms, np.float32)), 0)
     return out

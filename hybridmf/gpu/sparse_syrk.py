@@ -22,7 +22,7 @@ from ..plan.assemblies import (
     tuned,
 )
 from . import assembly
-from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
+from .assembly import COMPILED_RANKS, Sums, check_segments, require_fit, require_match
 from .launch import DeviceEntries, get_kernel
 
 
@@ -154,12 +154,10 @@ class SyrkConfig:
 
 def sparse_syrk(
     device: Device,
-    matrices: Array,
-    rhs: Array,
+    sums: Sums,
     factors: Array,
     entries: DeviceEntries,
     segments: Array,
-    rank: int,
     config: SyrkConfig | None = None,
 ) -> None:
     """Sums of each segment of entries by Gates' batched sparse-syrk (section V, fig. 9).
@@ -167,16 +165,13 @@ def sparse_syrk(
     Parameters
     ----------
     device : Device
-    matrices : float array, shape (n_slots, rank, rank)
-        Written: lower triangles; elements above the diagonal are undefined.
-    rhs : float array, shape (n_slots, rank)
-        Written.
+    sums : tuple of float arrays (matrices, rhs), shapes (n_slots, rank, rank) and (n_slots, rank)
+        Written; of `matrices` the lower triangles, elements above the diagonal are undefined.
     factors : float array, shape (n_fixed, ld)
         ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
     entries : DeviceEntries
     segments : int64 array, shape (n_segments, 3)
         Slot, begin and end of each segment; every slot once. Longest first is fastest.
-    rank : int
     config : SyrkConfig, optional
 
     Raises
@@ -186,7 +181,7 @@ def sparse_syrk(
     ValueError
         The configuration is for another rank or dtype, or does not fit on the device.
     """
-    n_segments = check_segments(device, matrices, rhs, factors, entries, segments, rank)
+    rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
     dtype = np.dtype(factors.dtype)
     config = config or SyrkConfig.default(rank, dtype.itemsize, device.spec)
     require_match(config, rank, dtype)
@@ -195,7 +190,7 @@ def sparse_syrk(
     if not n_segments:
         return
     kernel = get_kernel(device, "sparse_syrk.cu", "sparse_syrk", **config.constants, **entries.constants)
-    arguments = (matrices, rhs, factors, *entries.arrays, segments)
+    arguments = (*sums, factors, *entries.arrays, segments)
     sizes = (np.int32(rank), np.int32(factors.shape[1]))
     kernel((n_segments, config.tiles), (config.threads,), (*arguments, *sizes, *entries.scalars), config.shared_bytes)
 

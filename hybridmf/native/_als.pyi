@@ -3,7 +3,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridmf.native.systems import Rows, Systems, Tiles
+from hybridmf.native.systems import Rows, Systems, Tiles, Weights
 
 _Real = TypeVar("_Real", np.float32, np.float64)  # one type for all arrays of a call
 
@@ -35,7 +35,6 @@ def cholesky_rows(
     status: NDArray[np.int32],
     workspace: NDArray[_Real],
     assembly: int,
-    n_threads: int,
 ) -> None: ...
 def inverse_root(matrix: NDArray[np.float64], epsilon: float) -> NDArray[np.float64] | None: ...
 def panels(matrix: NDArray[_Real]) -> tuple[NDArray[_Real], NDArray[np.int64]]: ...
@@ -57,7 +56,6 @@ def cholesky_long_rows(
     status: NDArray[np.int32],
     partial: NDArray[_Real],
     workspace: NDArray[_Real],
-    n_threads: int,
 ) -> None: ...
 def cg_rows(
     out: NDArray[_Real],
@@ -68,7 +66,6 @@ def cg_rows(
     workspace: NDArray[_Real],
     n_steps: int,
     form_from: int,
-    n_threads: int,
 ) -> None: ...
 def nonnegative_rows(
     out: NDArray[_Real],
@@ -78,7 +75,6 @@ def nonnegative_rows(
     status: NDArray[np.int32],
     workspace: NDArray[_Real],
     bounded: int,
-    n_threads: int,
 ) -> None: ...
 def subspace_rows(
     out: NDArray[_Real],
@@ -88,7 +84,6 @@ def subspace_rows(
     status: NDArray[np.int32],
     workspace: NDArray[_Real],
     block: int,
-    n_threads: int,
 ) -> None: ...
 def cholesky_bals(
     out: NDArray[_Real],
@@ -97,7 +92,6 @@ def cholesky_bals(
     blocks: NDArray[np.int64],
     status: NDArray[np.int32],
     workspace: NDArray[_Real],
-    n_threads: int,
 ) -> None: ...
 def predict_pairs(
     user_factors: NDArray[_Real],
@@ -112,10 +106,7 @@ def row_losses(
     indptr: NDArray[np.int64],
     indices: NDArray[np.int32],
     ratings: NDArray[_Real],
-    row_offsets: NDArray[np.float64],
-    column_offsets: NDArray[np.float64],
-    implicit: bool,
-    alpha: float,
-    unobserved: float,
+    offsets: tuple[NDArray[np.float64], NDArray[np.float64]],
+    how: Weights,
     n_threads: int,
 ) -> NDArray[np.float64]: ...

@@ -57,7 +57,7 @@ from hybridmf.native.kernels cimport (
     hmf_kernel_table,
     hmf_kernels,
     hmf_kernels_named,
-    prefetch_rows,
+    hmf_rows,
     products,
     real,
     sum_rows,
@@ -205,6 +205,10 @@ cdef inline RowEntries _part(const Rows* rows, Py_ssize_t row, Py_ssize_t start,
 
 cdef inline RowEntries _entries(const Rows* rows, Py_ssize_t row) noexcept nogil:
     return _part(rows, row, rows.indptr[row], rows.indptr[row + 1] - rows.indptr[row])
+
+
+cdef inline hmf_rows _fixed_rows(const Systems* systems, const int32_t* columns, Py_ssize_t n) noexcept nogil:
+    return hmf_rows(n, systems.rank, systems.rank, systems.fixed, columns)
 
 
 cdef inline double _weight(Weights how, double rating) noexcept nogil:
@@ -419,6 +423,7 @@ cdef void _apply_system(
     cdef real sign = <real> (-1.0 if residual else 1.0)
     cdef real* target = weight + CG_CHUNK
     cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), j, k, n, start = 0
+    cdef hmf_rows fixed_rows
     memset(out, 0, ld * sizeof(real))
     if systems.gram != NULL:
         combine(table, rank, ld, <const real*> systems.gram, p, out)
@@ -432,9 +437,9 @@ cdef void _apply_system(
         if residual:
             for k in range(n):
                 target[k] = <real> _target_of(systems, entries, start + k, ratings)
-        apply_rows(table, n, rank, <const real*> systems.fixed, entries.columns + start,
-                   <const real*> weight if systems.how.implicit else NULL, <const real*> target if residual else NULL,
-                   sign, p, out)
+        fixed_rows = _fixed_rows(systems, entries.columns + start, n)
+        apply_rows(table, &fixed_rows, <const real*> weight if systems.how.implicit else NULL,
+                   <const real*> target if residual else NULL, sign, p, out)
         start += n
 
 
@@ -445,7 +450,7 @@ cdef void _form_system(
     """A and b of one row, by the kernels of the exact solver."""
     cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), i, j
     _start_system(systems, entries.scale, ld, a, b)
-    _simd_add(systems, entries, 0, rank, NULL, v, a, b)
+    _simd_add(systems, entries, _all_coordinates(systems), v, a, b)
     for i in range(rank):
         for j in range(i):
             a[i * ld + j] = a[j * ld + i]
@@ -523,30 +528,40 @@ cdef inline Py_ssize_t _simd_rows(Py_ssize_t ld, Py_ssize_t itemsize) noexcept n
     return max(32, min(512, SIMD_GATHER_BYTES // (ld * itemsize)))
 
 
+cdef struct Coordinates:
+    # those that take part, and what the model predicts already
+    Py_ssize_t first, width
+    const void* predicted       # (entries.n,) or NULL
+
+
+cdef inline Coordinates _all_coordinates(const Systems* systems) noexcept nogil:
+    return Coordinates(0, systems.rank, NULL)
+
+
 cdef void _simd_add(
-        const Systems* systems, const RowEntries* entries,
-        Py_ssize_t first, Py_ssize_t width,    # the coordinates that take part
-        const real* predicted,              # IN   (entries.n,) what the model predicts already, or NULL
+        const Systems* systems, const RowEntries* entries, Coordinates those,
         real* v,                            # scratch: gathered rows, then their roots and targets
         real* a, real* b) noexcept nogil:   # IN OUT
     """A += w y y^T, b += (t - w predicted) y."""
     # Confidences below the unobserved weight make negative weights: those rows take a second pass that subtracts.
-    if _simd_pass(systems, entries, first, width, predicted, <real> 1.0, v, a, b):
-        _simd_pass(systems, entries, first, width, predicted, <real> -1.0, v, a, b)
+    if _simd_pass(systems, entries, those, <real> 1.0, v, a, b):
+        _simd_pass(systems, entries, those, <real> -1.0, v, a, b)
 
 
 cdef Py_ssize_t _simd_pass(
-        const Systems* systems, const RowEntries* entries, Py_ssize_t first, Py_ssize_t width, const real* predicted,
-        real sign, real* v, real* a, real* b) noexcept nogil:
+        const Systems* systems, const RowEntries* entries, Coordinates those, real sign, real* v, real* a,
+        real* b) noexcept nogil:
     """`_simd_add` for the entries whose weight has the given sign; returns how many have the other."""
     cdef const hmf_kernel_table* table = systems.table
     cdef Weights how = systems.how
     cdef const int32_t* columns = entries.columns
     cdef const real* ratings = <const real*> entries.ratings
     cdef const real* offsets = <const real*> systems.offsets
-    cdef Py_ssize_t ld = _padded(width), chunk = _simd_rows(ld, sizeof(real)), start = 0, n, k, n_opposite = 0
+    cdef const real* predicted = <const real*> those.predicted
+    cdef Py_ssize_t ld = _padded(those.width), chunk = _simd_rows(ld, sizeof(real)), start = 0, n, k, n_opposite = 0
     cdef real* root = v + chunk * ld
     cdef real* target = root + chunk
+    cdef hmf_rows fixed_rows
     while start < entries.n:
         n = min(chunk, entries.n - start)
         if how.implicit:
@@ -557,8 +572,9 @@ cdef Py_ssize_t _simd_pass(
         if predicted != NULL:
             for k in range(n):
                 target[k] -= (sign * root[k] * root[k] if how.implicit else <real> 1.0) * predicted[start + k]
-        gather(table, n, width, ld, <const real*> systems.fixed + first, systems.rank, columns + start,
-               entries.n - start, <const real*> root if how.implicit else NULL, <const real*> target, v, b)
+        fixed_rows = hmf_rows(n, those.width, systems.rank, <const real*> systems.fixed + those.first, columns + start)
+        gather(table, &fixed_rows, entries.n - start, ld, <const real*> root if how.implicit else NULL,
+               <const real*> target, v, b)
         syrk_upper(table, n, ld, <const real*> v, sign, a)
         start += n
     return n_opposite
@@ -568,18 +584,18 @@ cdef int32_t _solve_padded(const Systems* systems, real* a, real* b, real* work,
     """Solve one system and store; work (4 * ld,)."""
     cdef real* x = work
     cdef Py_ssize_t code
-    _solve_side_by_side(systems.table, 1, systems.rank, &a, &b, <real> systems.epsilon, work + _padded(systems.rank),
-                        &x, &code)
+    _solve_side_by_side(systems, 1, systems.rank, &a, &b, work + _padded(systems.rank), &x, &code)
     return _store(<int32_t> code, systems.rank, <const real*> x, out)
 
 
-cdef void _solve_side_by_side(const hmf_kernel_table* table, int count, Py_ssize_t rank, real** a, real** b,
-                              real epsilon, real* work, real** x, Py_ssize_t* codes) noexcept nogil:
+cdef void _solve_side_by_side(const Systems* systems, int count, Py_ssize_t rank, real** a, real** b, real* work,
+                              real** x, Py_ssize_t* codes) noexcept nogil:
     """x[k] = a[k]^-1 b[k] by our Cholesky, or by LAPACK where systems are large; work (3 * ld * count,)."""
     cdef Py_ssize_t ld = _padded(rank), j
+    cdef real epsilon = <real> systems.epsilon
     cdef int k
     if rank <= _OWN_CHOLESKY_RANK:
-        cholesky(table, count, rank, ld, a, b, epsilon, work, x, codes)
+        cholesky(systems.table, count, rank, a, b, epsilon, work, x, codes)
         return
     for k in range(count):
         for j in range(rank):
@@ -609,7 +625,7 @@ cdef void _dual_group(const Systems* systems, const RowEntries* entries, const i
         b[k] = a[k] + ld * ld
         x[k] = b[k] + ld
         _start_dual(systems, &entries[k], n, ld, scratch, a[k], b[k], x[k] + ld)
-    _solve_side_by_side(systems.table, count, n, a, b, <real> systems.epsilon, work + HMF_SYSTEMS * size, x, codes)
+    _solve_side_by_side(systems, count, n, a, b, work + HMF_SYSTEMS * size, x, codes)
     for k in range(count):
         if codes[k] == 0:
             _finish_dual(systems, &entries[k], <const real*> x[k], x[k] + ld, scratch)
@@ -635,7 +651,7 @@ cdef void _start_dual(
     cdef const real* ratings = <const real*> entries.ratings
     cdef const real* offsets = <const real*> systems.offsets
     cdef Py_ssize_t rank = systems.rank, n = entries.n, k
-    cdef Py_ssize_t width = rank - (1 if systems.bias_square > 0 else 0)
+    cdef hmf_rows fixed_rows = _fixed_rows(systems, entries.columns, n)
     cdef real* rest = root + ld
     cdef real ridge = 1
     cdef bint any_rest = False
@@ -654,10 +670,11 @@ cdef void _start_dual(
             root[k] = 1
             b[k] = ratings[k] - (offsets[entries.columns[k]] if offsets != NULL else <real> 0.0)
     memset(root + n, 0, (ld - n) * sizeof(real))
-    products(table, n, size, width, rank, fixed, entries.columns, <const real*> root, <real> systems.bias_square, ridge,
-             ld, a)
+    fixed_rows.width -= systems.bias_square > 0     # the column of a bias takes no part
+    products(table, &fixed_rows, size, <const real*> root, <real> systems.bias_square, ridge, ld, a)
+    fixed_rows.width = rank
     if any_rest:
-        sum_rows(table, n, rank, rank, fixed, entries.columns, <const real*> rest, scratch)
+        sum_rows(table, &fixed_rows, <const real*> rest, scratch)
         for k in range(n):
             b[k] -= root[k] * dot(table, rank, fixed + entries.columns[k] * rank, <const real*> scratch)
 
@@ -675,7 +692,8 @@ cdef void _finish_dual(
         if systems.how.implicit:
             root[k] += rest[k]
         total += root[k]
-    sum_rows(systems.table, n, rank, rank, <const real*> systems.fixed, entries.columns, <const real*> root, x)
+    cdef hmf_rows fixed_rows = _fixed_rows(systems, entries.columns, n)
+    sum_rows(systems.table, &fixed_rows, <const real*> root, x)
     if systems.bias_square > 0:
         x[rank - 1] = <real> (systems.bias_square * total)
 
@@ -687,6 +705,7 @@ cdef void _prefetch_dual(const Systems* systems, const Rows* rows, const int64_t
     Consecutive rows of `order` lie anywhere in memory, and a short row is solved in the time of a few cache misses.
     """
     cdef Py_ssize_t k, row
+    cdef hmf_rows fixed_rows
     for k in range(HMF_SYSTEMS):
         if 3 * HMF_SYSTEMS + k < n_left:
             HMF_PREFETCH(rows.indptr + order[3 * HMF_SYSTEMS + k])
@@ -698,8 +717,12 @@ cdef void _prefetch_dual(const Systems* systems, const Rows* rows, const int64_t
         if HMF_SYSTEMS + k < n_left:
             row = order[HMF_SYSTEMS + k]
             if rows.indptr[row + 1] - rows.indptr[row] <= systems.dual_up_to:
-                prefetch_rows(systems.table, rows.indptr[row + 1] - rows.indptr[row], systems.rank, systems.rank,
-                              <const real*> systems.fixed, rows.indices + rows.indptr[row])
+                fixed_rows = _fixed_rows(systems, rows.indices + rows.indptr[row],
+                                         rows.indptr[row + 1] - rows.indptr[row])
+                if real is float:
+                    systems.table.prefetch_rows_f(&fixed_rows)
+                else:
+                    systems.table.prefetch_rows_d(&fixed_rows)
 
 
 cdef void _simd_group(
@@ -739,11 +762,10 @@ cdef void _simd_group(
         x[count] = b[count] + ld
         used[count] = row
         _start_system(systems, entries.scale, ld, a[count], b[count])
-        _simd_add(systems, &entries, 0, rank, NULL, v, a[count], b[count])
+        _simd_add(systems, &entries, _all_coordinates(systems), v, a[count], b[count])
         count += 1
     if count:
-        _solve_side_by_side(systems.table, count, rank, a, b, <real> systems.epsilon, work + HMF_SYSTEMS * system, x,
-                            codes)
+        _solve_side_by_side(systems, count, rank, a, b, work + HMF_SYSTEMS * system, x, codes)
     for k in range(count):
         status[used[k]] = _store(<int32_t> codes[k], rank, <const real*> x[k], out + used[k] * rank)
     if n_dual:
@@ -790,8 +812,8 @@ cdef int32_t _subspace_row(
                 b[j] = -dot(table, rank, gram_matrix + (first + j) * rank, <const real*> x)
             a[j * ld + j] += <real> (entries.scale * ridge[first + j])
             b[j] -= <real> (entries.scale * ridge[first + j] * x[first + j])
-        _simd_add(systems, entries, first, width, <const real*> predicted, step + 4 * ld, a, b)
-        cholesky(table, 1, width, ld, &a, &b, <real> systems.epsilon, step + ld, &step, &status)
+        _simd_add(systems, entries, Coordinates(first, width, predicted), step + 4 * ld, a, b)
+        cholesky(table, 1, width, &a, &b, <real> systems.epsilon, step + ld, &step, &status)
         if status != 0:
             return <int32_t> (status + first) if status > 0 else status
         for j in range(width):
@@ -825,13 +847,13 @@ def cholesky_rows(
         rows,                             # IN   `hybridmf.native.systems.Rows`
         const int64_t[::1] order,         # IN   rows to solve, in this order
         int32_t[::1] status,              # OUT  (n_rows,)
-        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize))
-        int assembly, int n_threads):
+        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize)); so many threads
+        int assembly):
     """Exact solution of each row in `order` that has entries; rows without entries are set to zero."""
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
     cdef Py_ssize_t n_rows = order.shape[0], position
-    n_threads = hmf_usable_threads(n_threads)
+    cdef int n_threads = hmf_usable_threads(<int> workspace.shape[0])
     if assembly == _SIMD:
         for position in prange((n_rows + HMF_SYSTEMS - 1) // HMF_SYSTEMS, nogil=True, schedule="dynamic",
                                chunksize=ROW_CHUNK // HMF_SYSTEMS, num_threads=n_threads):
@@ -873,13 +895,12 @@ def cholesky_long_rows(
         const int64_t[:, ::1] segments,   # IN   (n_segments, 3), one wave of long_row_waves
         int32_t[::1] status,
         real[:, ::1] partial,             # scratch (SEGMENTS, (ld + 1) * ld) sums of each segment
-        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize))
-        int n_threads):
+        real[:, ::1] workspace):          # scratch as in cholesky_rows
     """`cholesky_rows` in ``assembly="simd"`` for rows so long that threads share them; see LONG_ROW."""
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
     cdef Py_ssize_t n_segments = segments.shape[0], k, row
-    n_threads = hmf_usable_threads(n_threads)
+    cdef int n_threads = hmf_usable_threads(<int> workspace.shape[0])
     for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
         _add_segment(&its, &all_rows, order[segments[k, 0]], &segments[k, 0], &workspace[hmf_thread_id(), 0],
                      &partial[k, 0])
@@ -896,7 +917,7 @@ cdef void _add_segment(const Systems* systems, const Rows* rows, Py_ssize_t row,
     cdef Py_ssize_t ld = _padded(systems.rank)
     cdef RowEntries entries = _part(rows, row, segment[1], segment[2])
     memset(partial, 0, (ld + 1) * ld * sizeof(real))
-    _simd_add(systems, &entries, 0, systems.rank, NULL, work, partial, partial + ld * ld)
+    _simd_add(systems, &entries, _all_coordinates(systems), work, partial, partial + ld * ld)
 
 
 cdef int32_t _solve_segments(
@@ -934,7 +955,7 @@ def cg_rows(
         real[:, ::1] out,                 # IN OUT (n_rows, rank) warm start -> solution
         systems, rows, const int64_t[::1] order, int32_t[::1] status,
         real[:, ::1] workspace,           # as in cholesky_rows
-        int n_steps, Py_ssize_t form_from, int n_threads):
+        int n_steps, Py_ssize_t form_from):
     """`n_steps` conjugate gradient steps from `out` for each row in `order`; rows without entries are set to zero.
 
     Rows of `form_from` entries and more have their A formed; the Gram matrix is zero-padded.
@@ -942,7 +963,7 @@ def cg_rows(
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
     cdef Py_ssize_t position
-    n_threads = hmf_usable_threads(n_threads)
+    cdef int n_threads = hmf_usable_threads(<int> workspace.shape[0])
     for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
                            num_threads=n_threads):
         status[order[position]] = _cg_row(&its, &all_rows, order[position], n_steps, form_from,
@@ -962,7 +983,7 @@ def nonnegative_rows(
         real[:, ::1] out,                 # IN OUT (n_rows, rank) start, bounded coordinates >= 0 -> solution
         systems, rows, const int64_t[::1] order, int32_t[::1] status,
         real[:, ::1] workspace,           # as in cholesky_rows
-        Py_ssize_t bounded, int n_threads):
+        Py_ssize_t bounded):
     """Minimum of each row in `order`, with the first `bounded` coordinates >= 0; rows without entries are set to zero.
 
     The Gram matrix is zero-padded.
@@ -970,7 +991,7 @@ def nonnegative_rows(
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
     cdef Py_ssize_t position
-    n_threads = hmf_usable_threads(n_threads)
+    cdef int n_threads = hmf_usable_threads(<int> workspace.shape[0])
     for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
                            num_threads=n_threads):
         status[order[position]] = _nonnegative_row(&its, &all_rows, order[position], bounded,
@@ -1071,7 +1092,7 @@ cdef void _solve_free(
                     m += 1
             free_b[k] = b[j]
             k += 1
-    _solve_side_by_side(systems.table, 1, n, &work, &free_b, <real> systems.epsilon, solved + ld, &solved, &code)
+    _solve_side_by_side(systems, 1, n, &work, &free_b, solved + ld, &solved, &code)
     if code != 0:
         return
     k = 0
@@ -1100,12 +1121,12 @@ def subspace_rows(
         real[:, ::1] out,                 # IN OUT (n_rows, rank) start -> solution
         systems, rows, const int64_t[::1] order, int32_t[::1] status,
         real[:, ::1] workspace,           # scratch (n_threads, subspace_workspace_size(...))
-        Py_ssize_t block, int n_threads):
+        Py_ssize_t block):
     """One pass over the coordinate blocks of each row in `order`, from `out`; rows without entries are set to zero."""
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
     cdef Py_ssize_t position
-    n_threads = hmf_usable_threads(n_threads)
+    cdef int n_threads = hmf_usable_threads(<int> workspace.shape[0])
     for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
                            num_threads=n_threads):
         status[order[position]] = _subspace_or_zero(&its, &all_rows, order[position], block,
@@ -1175,6 +1196,14 @@ def panels(const real[:, ::1] matrix):
     return packed, spans
 
 
+cdef struct Panels:
+    # a matrix as `panels` packs it
+    const void* packed
+    const int64_t* spans
+    Py_ssize_t rank
+    Py_ssize_t n
+
+
 def times_panels(
         real[:, ::1] out,                    # OUT  (n_rows, rank), may be `rows`
         const real[:, ::1] rows,             # IN   (n_rows, rank)
@@ -1187,16 +1216,18 @@ def times_panels(
     n_threads = hmf_usable_threads(n_threads)
     cdef real[:, ::1] scratch = np.empty((n_threads, PRODUCT_ROWS * packed.shape[0] * HMF_PANEL),
                                          dtype=np.asarray(rows).dtype)
+    cdef Panels matrix = Panels(&packed[0, 0, 0], &spans[0, 0], rows.shape[1], packed.shape[0])
     for block in prange(n_blocks, nogil=True, schedule="static", num_threads=n_threads):
-        _times_panels(table, min(PRODUCT_ROWS, n_rows - block * PRODUCT_ROWS), rows.shape[1], packed.shape[0],
-                      &rows[block * PRODUCT_ROWS, 0], &packed[0, 0, 0], &spans[0, 0], &scratch[hmf_thread_id(), 0],
-                      &out[block * PRODUCT_ROWS, 0], &status[block * PRODUCT_ROWS])
+        _times_panels(table, &matrix, min(PRODUCT_ROWS, n_rows - block * PRODUCT_ROWS), &rows[block * PRODUCT_ROWS, 0],
+                      &scratch[hmf_thread_id(), 0], &out[block * PRODUCT_ROWS, 0], &status[block * PRODUCT_ROWS])
 
 
 cdef void _times_panels(
-        const hmf_kernel_table* table, Py_ssize_t n_rows, Py_ssize_t rank, Py_ssize_t n_panels, const real* rows,
-        const real* packed, const int64_t* spans, real* scratch, real* out, int32_t* status) noexcept nogil:
-    cdef Py_ssize_t panel, row, j, ld = n_panels * HMF_PANEL
+        const hmf_kernel_table* table, const Panels* matrix, Py_ssize_t n_rows, const real* rows, real* scratch,
+        real* out, int32_t* status) noexcept nogil:
+    cdef Py_ssize_t panel, row, j, rank = matrix.rank, n_panels = matrix.n, ld = n_panels * HMF_PANEL
+    cdef const real* packed = <const real*> matrix.packed
+    cdef const int64_t* spans = matrix.spans
     cdef bint finite
     for panel in range(n_panels):
         times_panel(table, n_rows, spans[2 * panel + 1] - spans[2 * panel], rows + spans[2 * panel], rank,
@@ -1225,13 +1256,12 @@ def cholesky_bals(
         tiles,                            # IN   `hybridmf.native.systems.Tiles`
         const int64_t[::1] blocks,        # IN   row blocks to solve, in this order
         int32_t[::1] status,              # OUT  (n_rows,)
-        real[:, ::1] workspace,           # scratch (n_threads, bals_workspace_size(...))
-        int n_threads):
+        real[:, ::1] workspace):          # scratch (n_threads, bals_workspace_size(...)); so many threads
     """`cholesky_rows` over BALS tiles: accumulators of a row block and one tile's rows stay in cache (BALS Alg. 2)."""
     cdef Systems its = _systems(systems, out)
     cdef Tiles all_tiles = _tiles(tiles, out, len(systems.fixed))
     cdef Py_ssize_t position
-    n_threads = hmf_usable_threads(n_threads)
+    cdef int n_threads = hmf_usable_threads(<int> workspace.shape[0])
     for position in prange(blocks.shape[0], nogil=True, schedule="dynamic", num_threads=n_threads):
         _bals_row_block(&its, &all_tiles, blocks[position], &workspace[hmf_thread_id(), 0], &status[0], &out[0, 0])
 
@@ -1270,7 +1300,7 @@ cdef void _bals_row_block(const Systems* systems, const Tiles* tiles, Py_ssize_t
             if segment[1] > segment[0]:
                 entries = RowEntries(tiles.seg_colidx + segment[0], tiles.values + segment[0] * tiles.itemsize,
                                      segment[1] - segment[0], tiles.scale[first + row])
-                _simd_add(&within, &entries, 0, rank, NULL, gathered, work + row * system,
+                _simd_add(&within, &entries, _all_coordinates(&within), gathered, work + row * system,
                           work + row * system + ld * ld)
     for row in range(n_rows):
         if _is_vacant_row(seg_ptr, row, n_rows, tiles.n_tile_cols):
@@ -1315,9 +1345,9 @@ def row_losses(
         const real[:, ::1] row_factors,      # IN   (n_rows, rank)
         const real[:, ::1] column_factors,   # IN   (n_columns, rank)
         const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,   # IN   CSR
-        const double[::1] row_offsets,       # IN   (n_rows,), or empty
-        const double[::1] column_offsets,    # IN   (n_columns,), or empty
-        bint implicit, double alpha, double unobserved, int n_threads):
+        offsets,                             # IN   of rows and columns: float64 (n_rows,) and (n_columns,), or empty
+        how,                                 # IN   `hybridmf.native.systems.Weights`
+        int n_threads):
     """Loss of the observed entries, row by row, in float64.
 
     Explicit: sum of (r - offsets - x.y)^2. Implicit: sum of c (p - x.y)^2 - unobserved (x.y)^2, what observed entries
@@ -1329,7 +1359,8 @@ def row_losses(
     """
     cdef const hmf_kernel_table* table = hmf_kernels()
     n_threads = hmf_usable_threads(n_threads)
-    cdef Weights how = Weights(implicit, alpha, unobserved)
+    cdef const double[::1] row_offsets = offsets[0], column_offsets = offsets[1]
+    cdef Weights weights = Weights(how.implicit, how.alpha, how.unobserved)
     cdef Py_ssize_t row, rank = row_factors.shape[1]
     out = np.zeros(indptr.shape[0] - 1)
     cdef double[::1] out_view = out
@@ -1338,20 +1369,21 @@ def row_losses(
     if ratings.shape[0] == 0:
         return out
     for row in prange(indptr.shape[0] - 1, nogil=True, schedule="dynamic", chunksize=64, num_threads=n_threads):
-        out_view[row] = _row_loss(table, how, rank, &row_factors[row, 0], &column_factors[0, 0],
-                                  &indices[0] + indptr[row], &ratings[0] + indptr[row],
-                                  indptr[row + 1] - indptr[row],
+        out_view[row] = _row_loss(table, weights, rank, &row_factors[row, 0], &column_factors[0, 0],
+                                  RowEntries(&indices[0] + indptr[row], &ratings[0] + indptr[row],
+                                             indptr[row + 1] - indptr[row], 0.0),
                                   row_offset[row] if row_offset != NULL else 0.0, column_offset)
     return out
 
 
 cdef double _row_loss(
         const hmf_kernel_table* table, Weights how, Py_ssize_t rank, const real* x, const real* column_factors,
-        const int32_t* columns, const real* ratings, Py_ssize_t n_entries, double row_offset,
-        const double* column_offset) noexcept nogil:
+        RowEntries entries, double row_offset, const double* column_offset) noexcept nogil:
+    cdef const int32_t* columns = entries.columns
+    cdef const real* ratings = <const real*> entries.ratings
     cdef double total = 0, score, error, confidence
     cdef Py_ssize_t k
-    for k in range(n_entries):
+    for k in range(entries.n):
         score = dot_exact(table, rank, x, column_factors + columns[k] * rank)
         if how.implicit:
             confidence = 1.0 + how.alpha * fabs(ratings[k])

@@ -35,15 +35,21 @@ from hybridmf.native.kernels cimport real
 
 
 cdef extern from "ccd_kernels.h" nogil:
+    ctypedef struct hmf_ccd_entries:
+        Py_ssize_t n
+        const int32_t* columns
+        const void* weights
+        void* e
+        void* kept
+
     ctypedef struct hmf_ccd_table:
         void (*residual_f)(Py_ssize_t n, Py_ssize_t rank, const float* x, const float* fixed, const int32_t* columns,
                            const float* ratings, float* out) noexcept nogil
         void (*residual_d)(Py_ssize_t n, Py_ssize_t rank, const double* x, const double* fixed, const int32_t* columns,
                            const double* ratings, double* out) noexcept nogil
-        void (*accumulate_f)(Py_ssize_t n, int terms, const int32_t* columns, const float* pairs, const float* weights,
-                             float p, float q, float* e, float* kept, double* sums) noexcept nogil
-        void (*accumulate_d)(Py_ssize_t n, int terms, const int32_t* columns, const double* pairs,
-                             const double* weights, double p, double q, double* e, double* kept,
+        void (*accumulate_f)(const hmf_ccd_entries* entries, int terms, const float* pairs, float p, float q,
+                             double* sums) noexcept nogil
+        void (*accumulate_d)(const hmf_ccd_entries* entries, int terms, const double* pairs, double p, double q,
                              double* sums) noexcept nogil
         void (*subtract_f)(Py_ssize_t n, float x, const float* b, float* e) noexcept nogil
         void (*subtract_d)(Py_ssize_t n, double x, const double* b, double* e) noexcept nogil
@@ -94,13 +100,12 @@ def schedule(const int64_t[::1] indptr):
 # ---------------------------------------------------------------------------------------------------- kernels, by type
 
 
-cdef inline void _accumulate(const hmf_ccd_table* table, Py_ssize_t n, int terms, const int32_t* columns,
-                             const real* pairs, const real* weights, real p, real q, real* e, real* kept,
-                             double* sums) noexcept nogil:
+cdef inline void _accumulate(const hmf_ccd_table* table, const hmf_ccd_entries* entries, int terms, const real* pairs,
+                             real p, real q, double* sums) noexcept nogil:
     if real is float:
-        table.accumulate_f(n, terms, columns, pairs, weights, p, q, e, kept, sums)
+        table.accumulate_f(entries, terms, pairs, p, q, sums)
     else:
-        table.accumulate_d(n, terms, columns, pairs, weights, p, q, e, kept, sums)
+        table.accumulate_d(entries, terms, pairs, p, q, sums)
 
 
 cdef inline void _subtract(const hmf_ccd_table* table, Py_ssize_t n, real x, const real* b, real* e) noexcept nogil:
@@ -122,33 +127,36 @@ cdef inline void _residual(const hmf_ccd_table* table, Py_ssize_t n, Py_ssize_t 
 
 
 def residual(
-        const real[:, ::1] rows,            # IN   (n_rows, rank)
+        const real[:, ::1] factors,         # IN   (n_rows, rank)
         const real[:, ::1] fixed,           # IN   (n_columns, rank)
-        const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,   # IN   CSR
-        real[::1] out,                      # OUT  (nnz,)
-        const int64_t[::1] groups, const int64_t[:, ::1] segments,   # IN   `schedule`, or a part of it
+        rows,                               # IN   `hybridmf.native.residual_rows.ResidualRows`; its residual OUT
+        const real[::1] ratings,            # IN   (nnz,)
         int n_threads):
-    """out = ratings - rows . fixed for the entries of the given groups and segments.
+    """residual = ratings - factors . fixed for the entries of the given groups and segments.
 
     Dot products in the type of the factors, by vectors of partial sums: within (rank / lanes + 6) 2^-24 |x| |y| in
     float32. Both orientations of a matrix get the same bits.
     """
     cdef const hmf_ccd_table* table = hmf_ccd_kernels()
+    cdef const int64_t[::1] indptr = rows.indptr, groups = rows.groups
+    cdef const int32_t[::1] indices = rows.indices
+    cdef const int64_t[:, ::1] segments = rows.segments
+    cdef real[::1] out = rows.residual
     cdef Py_ssize_t task, row, start, n_segments = segments.shape[0], n_groups = groups.shape[0] - 1
-    cdef Py_ssize_t rank = rows.shape[1]
+    cdef Py_ssize_t rank = factors.shape[1]
     n_threads = hmf_usable_threads(min(n_threads, n_segments + n_groups))
     if ratings.shape[0] == 0 or n_segments + n_groups == 0:
         return
     for task in prange(n_segments + n_groups, nogil=True, schedule="dynamic", num_threads=n_threads):
         if task < n_segments:
             row, start = segments[task, 0], segments[task, 1]
-            _residual(table, segments[task, 2] - start, rank, &rows[row, 0], &fixed[0, 0], &indices[0] + start,
+            _residual(table, segments[task, 2] - start, rank, &factors[row, 0], &fixed[0, 0], &indices[0] + start,
                       &ratings[0] + start, &out[0] + start)
         else:
             for row in range(groups[task - n_segments], groups[task - n_segments + 1]):
                 start = indptr[row]
                 if indptr[row + 1] - start <= _LONG_ROW:
-                    _residual(table, indptr[row + 1] - start, rank, &rows[row, 0], &fixed[0, 0], &indices[0] + start,
+                    _residual(table, indptr[row + 1] - start, rank, &factors[row, 0], &fixed[0, 0], &indices[0] + start,
                               &ratings[0] + start, &out[0] + start)
 
 
@@ -156,17 +164,23 @@ def residual(
 
 
 cdef struct Update:
-    # of one side; NULL where unused
+    # of one side; arrays are of the type of the factors, NULL where unused
     const hmf_ccd_table* table
     int terms               # KEEP, ADD_BACK or CATCH_UP
     bint nonnegative
-    bint subtract           # the new product from the residual, once the row is solved
     const int64_t* indptr
     const int32_t* columns
+    const void* weights     # (nnz,)
+    void* e                 # (nnz,) residual
     const double* ridge     # (n_rows,) lambda s; NULL: coordinates stay as they are
+    void* coordinates       # (n_rows,)
+    void* own               # (n_rows, 2) pairs of this side
+    const void* pairs       # (n_columns, 2) pairs of the other side
+    const void* pending     # (n_rows,)
+    const void* following   # (n_rows,) or NULL: the new product stays in the residual
 
 
-cdef inline double _solved(Update* how, double* sums, Py_ssize_t row, double old) noexcept nogil:
+cdef inline double _solved(const Update* how, double* sums, Py_ssize_t row, double old) noexcept nogil:
     """Minimizer over one coordinate; 0 where any value would do (no entry meets it, and no penalty)."""
     if how.ridge == NULL:
         return old
@@ -178,13 +192,13 @@ cdef inline double _solved(Update* how, double* sums, Py_ssize_t row, double old
     return sums[0] / curvature
 
 
-cdef inline void _store(
-        Update* how, Py_ssize_t row, real new,
-        real* coordinates, real* own, const real* following) noexcept nogil:   # OUT  (n_rows,), (n_rows, 2)
+cdef inline void _store(const Update* how, Py_ssize_t row, real new) noexcept nogil:
     """Keep a new coordinate, and set the pair that the other side will gather."""
-    if following != NULL:   # this product is pending there, and the next factor follows
+    cdef real* coordinates = <real*> how.coordinates
+    cdef real* own = <real*> how.own
+    if how.following != NULL:   # this product is pending there, and the next factor follows
         own[2 * row] = new
-        own[2 * row + 1] = following[row]
+        own[2 * row + 1] = (<const real*> how.following)[row]
     else:
         if how.terms != 0:   # adds back the product of the previous coordinate
             own[2 * row] = coordinates[row]
@@ -192,35 +206,47 @@ cdef inline void _store(
     coordinates[row] = new
 
 
-cdef void _update_row(
-        Update* how, Py_ssize_t row, const real* pairs, const real* weights, const real* pending,
-        const real* following, real* kept,
-        real* e, real* coordinates, real* own) noexcept nogil:   # IN OUT
+cdef inline hmf_ccd_entries _entries(const Update* how, Py_ssize_t start, Py_ssize_t n, real* kept) noexcept nogil:
+    """`n` entries from position `start` on."""
+    cdef const real* weights = <const real*> how.weights
+    if weights != NULL:
+        weights += start
+    return hmf_ccd_entries(n, how.columns + start, weights, <real*> how.e + start, kept)
+
+
+cdef inline void _sum_entries(const Update* how, Py_ssize_t row, const hmf_ccd_entries* entries, real old,
+                              double* sums) noexcept nogil:
+    """Change the residual of entries of a row whose coordinate is `old`, and add them to the row's sums."""
+    cdef const real* pending = <const real*> how.pending
+    _accumulate(how.table, entries, how.terms, <const real*> how.pairs, -pending[row] if pending != NULL else old, old,
+                sums)
+
+
+cdef void _update_row(const Update* how, Py_ssize_t row, real* kept) noexcept nogil:
     cdef Py_ssize_t start = how.indptr[row], n = how.indptr[row + 1] - start
+    cdef bint subtract = how.following != NULL
+    cdef hmf_ccd_entries entries = _entries(how, start, n, kept)
     cdef double sums[2]
-    cdef real new, old = coordinates[row]
+    cdef real new, old = (<real*> how.coordinates)[row]
     sums[0] = sums[1] = 0
-    _accumulate(how.table, n, how.terms, how.columns + start, pairs, weights + start if weights != NULL else NULL,
-                -pending[row] if pending != NULL else old, old, e + start, kept if how.subtract else NULL, sums)
+    if not subtract:
+        entries.kept = NULL
+    _sum_entries(how, row, &entries, old, sums)
     new = <real> _solved(how, sums, row, old)
-    _store(how, row, new, coordinates, own, following)
-    if how.subtract:
-        _subtract(how.table, n, new, <const real*> kept, e + start)
+    _store(how, row, new)
+    if subtract:
+        _subtract(how.table, n, new, <const real*> kept, <real*> entries.e)
 
 
 def update(
         real[::1] coordinates,              # IN OUT (n_rows,) of this factor
         real[:, ::1] own,                   # IN OUT (n_rows, 2) pairs of this side, which the other side gathers
         const real[:, ::1] pairs,           # IN   (n_columns, 2) pairs of the other side
-        const int64_t[::1] indptr, const int32_t[::1] indices,   # IN   CSR, one row for each coordinate
-        real[::1] e,                        # IN OUT (nnz,) residual
-        const real[::1] weights,            # IN   (nnz,) or empty
+        rows,                               # IN OUT `hybridmf.native.residual_rows.ResidualRows`
+        change,                             # IN   `hybridmf.native.residual_rows.Change`
         const double[::1] ridge,            # IN   (n_rows,) lambda s, or empty: coordinates stay as they are
-        const real[::1] pending,            # IN   (n_rows,) with CATCH_UP: coordinates of the product to subtract
-        const real[::1] following,          # IN   (n_rows,) coordinates of the next factor, or empty
-        const int64_t[::1] groups, const int64_t[:, ::1] segments,   # IN   `schedule`
-        real[:, ::1] workspace,             # scratch (n_threads, LONG_ROW)
-        int terms, bint nonnegative, int n_threads):
+        bint nonnegative,
+        real[:, ::1] workspace):            # scratch (n_threads, LONG_ROW); as many threads at most
     """Solve one factor's coordinates of one side, with the residual changed in the same pass.
 
     With pairs (a, b): CATCH_UP takes ``e <- e - pending a + coordinate b`` (a: what is pending there), ADD_BACK
@@ -228,36 +254,31 @@ def update(
     `following` marks the last update of a factor: ``e <- e - coordinate b``, and the pairs left in `own` are
     (coordinate, following); else they are (coordinate before the factor's turn, coordinate).
     """
-    cdef const hmf_ccd_table* table = hmf_ccd_kernels()
-    cdef Py_ssize_t task, row, k, n, start, n_segments = segments.shape[0], n_groups = groups.shape[0] - 1
+    cdef const int64_t[::1] indptr = rows.indptr, groups = rows.groups
+    cdef const int32_t[::1] indices = rows.indices
+    cdef const int64_t[:, ::1] segments = rows.segments
+    cdef real[::1] e = rows.residual
+    cdef const real[::1] weights = rows.weights, pending = change.pending, following = change.following
+    cdef Py_ssize_t task, row, k, n_segments = segments.shape[0], n_groups = groups.shape[0] - 1
     cdef double[:, ::1] sums = np.zeros((max(n_segments, 1), 2))
     cdef double total[2]
-    cdef real old
     # each of many short calls would have to wait for threads without work, too
-    n_threads = hmf_usable_threads(min(n_threads, n_segments + n_groups))
+    cdef int n_threads = hmf_usable_threads(<int> min(workspace.shape[0], n_segments + n_groups))
     if indices.shape[0] == 0:
         return
     cdef const double* ridge_ = &ridge[0] if ridge.shape[0] else NULL
-    cdef Update how = Update(table, terms, nonnegative, following.shape[0] > 0, &indptr[0], &indices[0], ridge_)
-    cdef real* e_ = &e[0]
-    cdef real* coordinates_ = &coordinates[0]
-    cdef real* own_ = &own[0, 0]
-    cdef const real* pairs_ = &pairs[0, 0]
     cdef const real* weights_ = &weights[0] if weights.shape[0] else NULL
     cdef const real* pending_ = &pending[0] if pending.shape[0] else NULL
     cdef const real* following_ = &following[0] if following.shape[0] else NULL
+    cdef Update how = Update(hmf_ccd_kernels(), change.terms, nonnegative, &indptr[0], &indices[0], weights_,
+                             &e[0], ridge_, &coordinates[0], &own[0, 0], &pairs[0, 0], pending_, following_)
     for task in prange(n_segments + n_groups, nogil=True, schedule="dynamic", num_threads=n_threads):
         if task < n_segments:
-            row, start = segments[task, 0], segments[task, 1]
-            old = coordinates_[row]
-            _accumulate(table, segments[task, 2] - start, terms, &indices[0] + start, pairs_,
-                        weights_ + start if weights_ != NULL else NULL,
-                        -pending_[row] if pending_ != NULL else old, old, e_ + start, NULL, &sums[task, 0])
+            _sum_segment(&how, &segments[task, 0], coordinates[segments[task, 0]], &sums[task, 0])
         else:
             for row in range(groups[task - n_segments], groups[task - n_segments + 1]):
                 if how.indptr[row + 1] - how.indptr[row] <= _LONG_ROW:
-                    _update_row(&how, row, pairs_, weights_, pending_, following_, &workspace[hmf_thread_id(), 0], e_,
-                                coordinates_, own_)
+                    _update_row(&how, row, &workspace[hmf_thread_id(), 0])
     if n_segments == 0:
         return
     total[0] = total[1] = 0
@@ -266,13 +287,22 @@ def update(
         total[0] += sums[k, 0]
         total[1] += sums[k, 1]
         if k + 1 == n_segments or segments[k + 1, 0] != row:
-            _store(&how, row, <real> _solved(&how, total, row, coordinates_[row]), coordinates_, own_, following_)
+            _store[real](&how, row, <real> _solved(&how, total, row, coordinates[row]))
             total[0] = total[1] = 0
-    if how.subtract:
+    if following_ != NULL:
         for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
-            start = segments[k, 1]
-            n = segments[k, 2] - start
-            # gathers again: keeping the coordinates of all long rows would take as much memory as the residual
-            _accumulate(table, n, 0, &indices[0] + start, pairs_, <const real*> NULL, <real> 0, <real> 0, e_ + start,
-                        &workspace[hmf_thread_id(), 0], &sums[k, 0])
-            _subtract(table, n, coordinates_[segments[k, 0]], <const real*> &workspace[hmf_thread_id(), 0], e_ + start)
+            _subtract_segment(&how, &segments[k, 0], coordinates[segments[k, 0]], &workspace[hmf_thread_id(), 0])
+
+
+cdef void _sum_segment(const Update* how, const int64_t* segment, real old, double* sums) noexcept nogil:
+    cdef hmf_ccd_entries entries = _entries[real](how, segment[1], segment[2] - segment[1], NULL)
+    _sum_entries(how, segment[0], &entries, old, sums)
+
+
+cdef void _subtract_segment(const Update* how, const int64_t* segment, real new, real* kept) noexcept nogil:
+    cdef hmf_ccd_entries entries = _entries(how, segment[1], segment[2] - segment[1], kept)
+    cdef double unused[2]
+    unused[0] = unused[1] = 0
+    # gathers again: keeping the coordinates of all long rows would take as much memory as the residual
+    _accumulate(how.table, &entries, 0, <const real*> how.pairs, <real> 0, <real> 0, unused)
+    _subtract(how.table, entries.n, new, <const real*> kept, <real*> entries.e)

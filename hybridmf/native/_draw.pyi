@@ -8,8 +8,7 @@ _Real = TypeVar("_Real", np.float32, np.float64)
 def draw_rows(
     out: NDArray[_Real],
     scales: NDArray[np.float32],
-    rows: NDArray[np.int64],
-    first: int,
+    rows: NDArray[np.int64] | int,
     key: int,
     side: int,
     signed: bool,

@@ -14,9 +14,7 @@ NOVELTY: int
 def judge(
     recommended: NDArray[Any],
     rows: NDArray[np.int64],
-    indptr: NDArray[np.int64],
-    indices: NDArray[np.int32],
-    data: NDArray[np.float32],
+    relevant: tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]],
     n_items: int,
     kinds: NDArray[np.int32],
     cuts: NDArray[np.int64],

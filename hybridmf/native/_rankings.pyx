@@ -83,23 +83,38 @@ cdef double _gain_of(id_t item, const int32_t* indices, const float* data, Py_ss
     return data[low] if low < n and indices[low] == item else 0.0
 
 
+cdef struct Metrics:
+    # what is asked for of each list
+    Py_ssize_t n                # ids of a list
+    Py_ssize_t n_items
+    Py_ssize_t n_metrics
+    const int32_t* kinds        # (n_metrics,)
+    const int64_t* cuts         # (n_metrics,)
+    const double* discounts     # (longest cut,) weight of each rank
+    const double* information   # (n_items,) for NOVELTY
+    Py_ssize_t n_shown
+    const int64_t* shown_cuts   # (n_shown,)
+    uint8_t* shown              # OUT  (n_shown, n_items)
+
+
 cdef double _metric(
-        int kind, Py_ssize_t cut,
-        const id_t* ids,                               # IN   (n,)
-        const double* gains, Py_ssize_t n,             # IN   (n,) gain at each rank
-        const double* ideal, Py_ssize_t n_relevant,    # IN   (n_relevant,) gains of the relevant items, falling
-        const double* discounts,                       # IN   (longest cut,) weight of each rank
-        const double* information) noexcept nogil:     # IN   (n_items,) of the items, for NOVELTY
+        const Metrics* asked, Py_ssize_t which,
+        const id_t* ids,                               # IN   (asked.n,)
+        const double* gains,                           # IN   (asked.n,) gain at each rank
+        const double* ideal, Py_ssize_t n_relevant     # IN   (n_relevant,) gains of the relevant items, falling
+        ) noexcept nogil:
+    cdef int kind = asked.kinds[which]
+    cdef Py_ssize_t cut = asked.cuts[which], n = asked.n
     cdef Py_ssize_t rank, hits = 0, shown = 0
     cdef double total = 0.0, best = 0.0
     cdef Py_ssize_t last = cut if cut < n else n
     for rank in range(last):
         if kind == _NDCG:
-            total += gains[rank] * discounts[rank]
+            total += gains[rank] * asked.discounts[rank]
         elif kind == _NOVELTY:
             if ids[rank] >= 0:
                 shown += 1
-                total += information[ids[rank]]
+                total += asked.information[ids[rank]]
         elif gains[rank] > 0:
             hits += 1
             total += hits / <double> (rank + 1)
@@ -118,48 +133,54 @@ cdef double _metric(
     if kind == _NOVELTY:
         return total / shown if shown else NAN
     for rank in range(cut if cut < n_relevant else n_relevant):
-        best += ideal[rank] * discounts[rank]
+        best += ideal[rank] * asked.discounts[rank]
     # Rounding may lift a ranking that is not ideal above one that is.
     return total / best if total < best else 1.0
 
 
+cdef struct Relevant:
+    # items of a user, with their gains
+    const int32_t* indices
+    const float* gains
+    Py_ssize_t n
+
+
+cdef struct Scratch:
+    double* gains               # (ids of a list,)
+    double* ideal               # (relevant items,)
+    int64_t* ids                # (ids of a list,)
+
+
 cdef bint _judge(
-        const id_t* ids, Py_ssize_t n, Py_ssize_t n_items,                       # IN   (n,)
-        const int32_t* indices, const float* data, Py_ssize_t n_relevant,        # IN   (n_relevant,)
-        const int32_t[::1] kinds, const int64_t[::1] cuts,                       # IN   (n_metrics,)
-        const double* discounts,                                                 # IN   (longest cut,)
-        const double* information,                                               # IN   (n_items,)
-        const int64_t[::1] shown_cuts, uint8_t[:, ::1] shown,      # IN (n_shown,)  OUT (n_shown, n_items)
-        double* gains, double* ideal, int64_t* scratch,                          # scratch (n,) (n_relevant,) (n,)
-        double* out, Py_ssize_t stride) noexcept nogil:                          # OUT  one value for each metric
+        const Metrics* asked, const id_t* ids, Relevant relevant, Scratch scratch,
+        double* out, Py_ssize_t stride) noexcept nogil:   # OUT  one value for each metric
     """One user's metrics; False if the list is no ranking."""
     cdef Py_ssize_t rank, k
     cdef bint sorted_already = True
-    if not _is_ranking(ids, n, n_items, scratch):
+    if not _is_ranking(ids, asked.n, asked.n_items, scratch.ids):
         return False
-    for rank in range(n):
-        gains[rank] = _gain_of(ids[rank], indices, data, n_relevant)
-    for k in range(n_relevant):
-        ideal[k] = data[k]
-        sorted_already &= data[k] <= data[k - 1 if k else 0]
+    for rank in range(asked.n):
+        scratch.gains[rank] = _gain_of(ids[rank], relevant.indices, relevant.gains, relevant.n)
+    for k in range(relevant.n):
+        scratch.ideal[k] = relevant.gains[k]
+        sorted_already &= relevant.gains[k] <= relevant.gains[k - 1 if k else 0]
     if not sorted_already:
-        qsort(ideal, n_relevant, sizeof(double), _descending)
-    for k in range(kinds.shape[0]):
+        qsort(scratch.ideal, relevant.n, sizeof(double), _descending)
+    for k in range(asked.n_metrics):
         out[k * stride] = NAN
-        if n_relevant or kinds[k] == _NOVELTY:
-            out[k * stride] = _metric(kinds[k], cuts[k], ids, gains, n, ideal, n_relevant, discounts, information)
-    for k in range(shown_cuts.shape[0]):
-        for rank in range(shown_cuts[k] if shown_cuts[k] < n else n):
+        if relevant.n or asked.kinds[k] == _NOVELTY:
+            out[k * stride] = _metric(asked, k, ids, scratch.gains, scratch.ideal, relevant.n)
+    for k in range(asked.n_shown):
+        for rank in range(min(asked.shown_cuts[k], asked.n)):
             # Threads may mark an item at the same time: all write the same byte, and most find it written.
-            if ids[rank] >= 0 and not shown[k, ids[rank]]:
-                shown[k, ids[rank]] = 1
+            if ids[rank] >= 0 and not asked.shown[k * asked.n_items + ids[rank]]:
+                asked.shown[k * asked.n_items + ids[rank]] = 1
     return True
 
 
-def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t[::1] indptr,
-          const int32_t[::1] indices, const float[::1] data, Py_ssize_t n_items, const int32_t[::1] kinds,
-          const int64_t[::1] cuts, const double[::1] discounts, const double[::1] information,
-          const int64_t[::1] shown_cuts, uint8_t[:, ::1] shown, int num_threads):
+def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, Py_ssize_t n_items,
+          const int32_t[::1] kinds, const int64_t[::1] cuts, const double[::1] discounts,
+          const double[::1] information, const int64_t[::1] shown_cuts, uint8_t[:, ::1] shown, int num_threads):
     """Metrics of each user's ranking.
 
     Parameters
@@ -168,7 +189,7 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t
         Item positions, best first; -1 for none.
     rows : int64 array, shape (n_users,)
         Each user's row of the matrix.
-    indptr, indices, data : CSR arrays
+    relevant : tuple of CSR arrays (indptr, indices, data)
         Relevant items and their gains, all positive; indices ascend within rows.
     n_items : int
     kinds : int32 array, shape (n_metrics,)
@@ -190,6 +211,9 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t
         NaN for users without a relevant item, and NOVELTY of empty lists. None if an id is out of range, or repeated
         for a user.
     """
+    cdef const int64_t[::1] indptr = relevant[0]
+    cdef const int32_t[::1] indices = relevant[1]
+    cdef const float[::1] data = relevant[2]
     cdef Py_ssize_t n_users = recommended.shape[0], n_columns = recommended.shape[1], user, row, thread
     cdef int n = 1 if n_users < FEW_USERS else hmf_usable_threads(num_threads)
     cdef int faults = 0
@@ -205,12 +229,19 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, const int64_t
     cdef const id_t* ids = &recommended[0, 0] if n_columns else NULL
     cdef const int32_t* items = &indices[0] if indices.shape[0] else NULL
     cdef const float* values = &data[0] if indices.shape[0] else NULL
+    cdef const int32_t* which = &kinds[0] if kinds.shape[0] else NULL
+    cdef const int64_t* ranks = &cuts[0] if cuts.shape[0] else NULL
     cdef const double* weights = &discounts[0] if discounts.shape[0] else NULL
     cdef const double* bits = &information[0] if information.shape[0] else NULL
+    cdef const int64_t* marked = &shown_cuts[0] if shown_cuts.shape[0] else NULL
+    cdef uint8_t* marks = &shown[0, 0] if shown.shape[0] and shown.shape[1] else NULL
+    cdef Metrics asked = Metrics(n_columns, n_items, kinds.shape[0], which, ranks, weights, bits, shown_cuts.shape[0],
+                                 marked, marks)
     for user in prange(n_users, nogil=True, schedule="dynamic", chunksize=256, num_threads=n):
         row = rows[user]
         thread = hmf_thread_id()
-        faults += not _judge(ids + user * n_columns, n_columns, n_items, items + indptr[row], values + indptr[row],
-                             indptr[row + 1] - indptr[row], kinds, cuts, weights, bits, shown_cuts, shown,
-                             &gains[thread, 0], &ideal[thread, 0], &scratch[thread, 0], &out_view[0, user], n_users)
+        faults += not _judge(&asked, ids + user * n_columns,
+                             Relevant(items + indptr[row], values + indptr[row], indptr[row + 1] - indptr[row]),
+                             Scratch(&gains[thread, 0], &ideal[thread, 0], &scratch[thread, 0]), &out_view[0, user],
+                             n_users)
     return None if faults else out

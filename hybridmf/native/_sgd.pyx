@@ -29,7 +29,7 @@ from hybridmf.native.kernels cimport hmf_kernels, real
 
 
 cdef extern from "kernels.h" nogil:
-    ctypedef struct sgd_terms "hmf_sgd_terms":
+    ctypedef struct hmf_sgd_terms:
         double rate
         double penalty
         double bias_rate
@@ -37,40 +37,40 @@ cdef extern from "kernels.h" nogil:
         double mean
         double root
         double bias_root
+        Py_ssize_t ld
         Py_ssize_t rank
         int head_only
 
+    ctypedef struct hmf_sgd_side:
+        void* rows
+        void* bias
+        void* squares
+        void* bias_squares
+
+    ctypedef struct hmf_sgd_entries:
+        Py_ssize_t n
+        const int32_t* users
+        const int32_t* items
+        const void* ratings
+
+    ctypedef struct hmf_sgd_row_entries:
+        const int64_t* starts
+        const int64_t* ends
+        const int32_t* columns
+        const void* ratings
+
+    ctypedef double (*entries_kernel "hmf_sgd_entries_kernel*")(
+        const hmf_sgd_entries* entries, const hmf_sgd_side* user, const hmf_sgd_side* item,
+        const hmf_sgd_terms* terms) noexcept nogil
+    ctypedef double (*rows_kernel "hmf_sgd_rows_kernel*")(
+        Py_ssize_t n, const int64_t* order, const hmf_sgd_row_entries* entries, const hmf_sgd_side* moved,
+        const hmf_sgd_side* fixed, const hmf_sgd_terms* terms) noexcept nogil
+
     ctypedef struct sgd_table "hmf_kernel_table":
-        double (*sgd_entries_f)(Py_ssize_t n, Py_ssize_t ld, const int32_t* users, const int32_t* items,
-                                const float* ratings, float* x, float* y, float* user_bias, float* item_bias,
-                                const sgd_terms* terms) noexcept nogil
-        double (*sgd_entries_d)(Py_ssize_t n, Py_ssize_t ld, const int32_t* users, const int32_t* items,
-                                const double* ratings, double* x, double* y, double* user_bias, double* item_bias,
-                                const sgd_terms* terms) noexcept nogil
-        double (*sgd_rows_f)(Py_ssize_t n, Py_ssize_t ld, const int64_t* order, const int64_t* starts,
-                             const int64_t* ends, const int32_t* columns, const float* ratings, float* moved,
-                             const float* fixed, float* moved_bias, const float* fixed_bias,
-                             const sgd_terms* terms) noexcept nogil
-        double (*sgd_rows_d)(Py_ssize_t n, Py_ssize_t ld, const int64_t* order, const int64_t* starts,
-                             const int64_t* ends, const int32_t* columns, const double* ratings, double* moved,
-                             const double* fixed, double* moved_bias, const double* fixed_bias,
-                             const sgd_terms* terms) noexcept nogil
-        double (*adagrad_entries_f)(Py_ssize_t n, Py_ssize_t ld, const int32_t* users, const int32_t* items,
-                                    const float* ratings, float* x, float* y, float* user_bias, float* item_bias,
-                                    float* x_squares, float* y_squares, float* user_bias_squares,
-                                    float* item_bias_squares, const sgd_terms* terms) noexcept nogil
-        double (*adagrad_entries_d)(Py_ssize_t n, Py_ssize_t ld, const int32_t* users, const int32_t* items,
-                                    const double* ratings, double* x, double* y, double* user_bias, double* item_bias,
-                                    double* x_squares, double* y_squares, double* user_bias_squares,
-                                    double* item_bias_squares, const sgd_terms* terms) noexcept nogil
-        double (*adagrad_rows_f)(Py_ssize_t n, Py_ssize_t ld, const int64_t* order, const int64_t* starts,
-                                 const int64_t* ends, const int32_t* columns, const float* ratings, float* moved,
-                                 const float* fixed, float* moved_bias, const float* fixed_bias, float* squares,
-                                 float* bias_squares, const sgd_terms* terms) noexcept nogil
-        double (*adagrad_rows_d)(Py_ssize_t n, Py_ssize_t ld, const int64_t* order, const int64_t* starts,
-                                 const int64_t* ends, const int32_t* columns, const double* ratings, double* moved,
-                                 const double* fixed, double* moved_bias, const double* fixed_bias, double* squares,
-                                 double* bias_squares, const sgd_terms* terms) noexcept nogil
+        entries_kernel sgd_entries_f
+        entries_kernel sgd_entries_d
+        rows_kernel sgd_rows_f
+        rows_kernel sgd_rows_d
 
 
 cdef extern from *:
@@ -105,15 +105,10 @@ cdef enum:
 cdef Py_ssize_t COPY_CHUNK = 1 << 16
 
 
-cdef struct Side:
-    # one side's working copies; NULL where there are none
-    void* rows
-    void* bias
-    void* squares
-    void* bias_squares
+# Arguments are those of `hybridmf.native.updates`, whose objects own the arrays that structs point to.
 
 
-cdef inline void* _rows(real[:, ::1] array) noexcept nogil:
+cdef inline void* _matrix(real[:, ::1] array) noexcept nogil:
     return &array[0, 0] if array.shape[0] and array.shape[1] else NULL
 
 
@@ -121,147 +116,132 @@ cdef inline void* _vector(real[::1] array) noexcept nogil:
     return &array[0] if array.shape[0] else NULL
 
 
-cdef inline double _entries(const sgd_terms* terms, Py_ssize_t ld, Side user, Side item, Py_ssize_t n,
-                            const int32_t* users, const int32_t* items, const real* ratings) noexcept nogil:
-    cdef const sgd_table* table = <const sgd_table*> hmf_kernels()
-    if n <= 0:
-        return 0.0
-    if user.squares:
-        if real is float:
-            return table.adagrad_entries_f(
-                n, ld, users, items, ratings, <float*> user.rows, <float*> item.rows, <float*> user.bias,
-                <float*> item.bias, <float*> user.squares, <float*> item.squares, <float*> user.bias_squares,
-                <float*> item.bias_squares, terms)
-        else:
-            return table.adagrad_entries_d(
-                n, ld, users, items, ratings, <double*> user.rows, <double*> item.rows, <double*> user.bias,
-                <double*> item.bias, <double*> user.squares, <double*> item.squares, <double*> user.bias_squares,
-                <double*> item.bias_squares, terms)
-    if real is float:
-        return table.sgd_entries_f(n, ld, users, items, ratings, <float*> user.rows, <float*> item.rows,
-                                   <float*> user.bias, <float*> item.bias, terms)
-    else:
-        return table.sgd_entries_d(n, ld, users, items, ratings, <double*> user.rows, <double*> item.rows,
-                                   <double*> user.bias, <double*> item.bias, terms)
+cdef hmf_sgd_side _side(given, const real[::1] ratings):
+    """The C struct of a `WorkingRows`; `ratings`: any array of its type."""
+    cdef real[:, ::1] matrix = given.matrix, squares = given.squares
+    cdef real[::1] bias = given.bias, bias_squares = given.bias_squares
+    return hmf_sgd_side(_matrix[real](matrix), _vector[real](bias), _matrix[real](squares), _vector[real](bias_squares))
+
+
+cdef hmf_sgd_terms _terms(given, rows):
+    """The C struct of a `hybridmf.core.objective.Terms`, for updates of these `WorkingRows`."""
+    return hmf_sgd_terms(given.rate, given.regularization, given.bias_rate, given.bias_regularization, given.mean,
+                         given.root, given.bias_root, rows.matrix.shape[1], rows.shared_rank, given.head_only)
 
 
 # ------------------------------------------------------------------------------------------------------------- MSGD
 
 
+cdef struct RowUpdates:
+    rows_kernel update
+    hmf_sgd_side moved
+    hmf_sgd_side fixed
+    hmf_sgd_row_entries entries
+    hmf_sgd_terms terms
+
+
+cdef RowUpdates _row_updates(moved, fixed, entries, terms, const real[::1] ratings):
+    cdef const sgd_table* table = <const sgd_table*> hmf_kernels()
+    cdef const int64_t[::1] starts = entries.starts, ends = entries.ends
+    cdef const int32_t[::1] columns = entries.columns
+    cdef rows_kernel update = table.sgd_rows_f if real is float else table.sgd_rows_d
+    return RowUpdates(update, _side[real](moved, ratings), _side[real](fixed, ratings),
+                      hmf_sgd_row_entries(&starts[0], &ends[0], &columns[0], &ratings[0]), _terms(terms, moved))
+
+
 def rows(
-        real[:, ::1] moved,                # IN OUT (n_rows, ld) factors of the side that moves
-        const real[:, ::1] fixed,          # IN     (n_fixed, ld)
-        real[::1] moved_bias,              # IN OUT (n_rows,), empty without biases
-        const real[::1] fixed_bias,        # IN     (n_fixed,) or empty
-        real[:, ::1] squares,              # IN OUT (n_rows, ld), empty without AdaGrad
-        real[::1] bias_squares,            # IN OUT (n_rows,) or empty
+        moved,                             # IN OUT `WorkingRows` of the side that moves
+        fixed,                             # IN     `WorkingRows`, whose sums of squares are not read
+        entries,                           # IN     `RowEntries` of the side that moves
         const int64_t[::1] order,          # IN     rows to move
         const int64_t[::1] cuts,           # IN     (n_pieces + 1,) pieces of `order`, each for one thread
-        const int64_t[::1] starts,         # IN     (n_rows,) entries starts[row] <= k < ends[row] of each row
-        const int64_t[::1] ends,           # IN     (n_rows,)
-        const int32_t[::1] columns,        # IN     (nnz,) rows of `fixed`
-        const real[::1] ratings,           # IN     (nnz,)
-        double rate,
-        double penalty,
-        double mean,
-        double bias_rate,
-        double bias_penalty,
-        double root,
-        double bias_root,
+        terms,                             # IN     `Terms`
         double[::1] losses,                # OUT    (n_pieces,) sums of squared errors, before each update
-        int n_threads,
-        Py_ssize_t shared_rank=0,          # IN     rank if `squares` is (n_rows, 2): RPCS; 0: as wide as the rows
-        bint head_only=False):             # IN     RPCS: the rows' heads alone move
+        int n_threads):
     """MSGD's half epoch: each row walks its entries in order. A row is one thread's, so that no split changes bits."""
-    cdef const sgd_table* table = <const sgd_table*> hmf_kernels()
-    cdef Py_ssize_t piece, n_pieces = cuts.shape[0] - 1, ld = moved.shape[1]
-    cdef real* own_bias = &moved_bias[0] if moved_bias.shape[0] else NULL
-    cdef const real* other_bias = &fixed_bias[0] if fixed_bias.shape[0] else NULL
-    cdef real* sums = &squares[0, 0] if squares.shape[0] else NULL
-    cdef real* bias_sums = &bias_squares[0] if bias_squares.shape[0] else NULL
-    cdef sgd_terms terms = sgd_terms(rate, penalty, bias_rate, bias_penalty, mean, root, bias_root, shared_rank,
-                                     head_only)
-    if n_pieces <= 0 or not columns.shape[0]:
+    cdef Py_ssize_t piece, n_pieces = cuts.shape[0] - 1
+    cdef RowUpdates its
+    if n_pieces <= 0 or not len(entries.columns):
         return
+    if entries.ratings.dtype == np.float32:
+        its = _row_updates[float](moved, fixed, entries, terms, entries.ratings)
+    else:
+        its = _row_updates[double](moved, fixed, entries, terms, entries.ratings)
     n_threads = hmf_usable_threads(n_threads)
     # the time of a piece depends on which factors are cached
     for piece in prange(n_pieces, nogil=True, schedule="dynamic", num_threads=n_threads):
-        losses[piece] = _rows_piece(
-            table, cuts[piece + 1] - cuts[piece], ld, &order[0] + cuts[piece], &starts[0], &ends[0], &columns[0],
-            &ratings[0], &moved[0, 0], &fixed[0, 0], own_bias, other_bias, sums, bias_sums, &terms)
-
-
-cdef inline double _rows_piece(const sgd_table* table, Py_ssize_t n, Py_ssize_t ld, const int64_t* order,
-                               const int64_t* starts, const int64_t* ends, const int32_t* columns,
-                               const real* ratings, real* moved, const real* fixed, real* moved_bias,
-                               const real* fixed_bias, real* squares, real* bias_squares,
-                               const sgd_terms* terms) noexcept nogil:
-    if squares != NULL:
-        if real is float:
-            return table.adagrad_rows_f(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,
-                                        fixed_bias, squares, bias_squares, terms)
-        else:
-            return table.adagrad_rows_d(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,
-                                        fixed_bias, squares, bias_squares, terms)
-    if real is float:
-        return table.sgd_rows_f(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias, fixed_bias,
-                                terms)
-    else:
-        return table.sgd_rows_d(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias, fixed_bias,
-                                terms)
+        losses[piece] = its.update(cuts[piece + 1] - cuts[piece], &order[0] + cuts[piece], &its.entries, &its.moved,
+                                   &its.fixed, &its.terms)
 
 
 # ---------------------------------------------------------------------------------------------------------- Hogwild!
 
 
+cdef struct EntryUpdates:
+    entries_kernel update
+    hmf_sgd_side user
+    hmf_sgd_side item
+    hmf_sgd_entries entries
+    Py_ssize_t itemsize         # of a rating
+    hmf_sgd_terms terms
+
+
+cdef EntryUpdates _typed_updates(sides, entries, terms, const real[::1] ratings):
+    cdef const sgd_table* table = <const sgd_table*> hmf_kernels()
+    cdef const int32_t[::1] users = entries.users, items = entries.items
+    cdef entries_kernel update = table.sgd_entries_f if real is float else table.sgd_entries_d
+    return EntryUpdates(update, _side[real](sides.user, ratings), _side[real](sides.item, ratings),
+                        hmf_sgd_entries(users.shape[0], &users[0], &items[0], &ratings[0]), sizeof(real),
+                        _terms(terms, sides.user))
+
+
+cdef EntryUpdates _entry_updates(sides, entries, terms):
+    if entries.ratings.dtype == np.float32:
+        return _typed_updates[float](sides, entries, terms, entries.ratings)
+    return _typed_updates[double](sides, entries, terms, entries.ratings)
+
+
+cdef inline double _update(const EntryUpdates* its, int64_t first, int64_t last) noexcept nogil:
+    """Update the entries from `first` to before `last`."""
+    cdef hmf_sgd_entries part = hmf_sgd_entries(last - first, its.entries.users + first, its.entries.items + first,
+                                                <const char*> its.entries.ratings + first * its.itemsize)
+    return its.update(&part, &its.user, &its.item, &its.terms)
+
+
 def entries(
-        real[:, ::1] x,                    # IN OUT (n_users, ld)
-        real[:, ::1] y,                    # IN OUT (n_items, ld)
-        real[::1] x_bias,                  # IN OUT (n_users,), empty without biases
-        real[::1] y_bias,                  # IN OUT (n_items,) or empty
-        real[:, ::1] x_squares,            # IN OUT (n_users, ld), empty without AdaGrad
-        real[:, ::1] y_squares,            # IN OUT (n_items, ld) or empty
-        real[::1] x_bias_squares,          # IN OUT (n_users,) or empty
-        real[::1] y_bias_squares,          # IN OUT (n_items,) or empty
-        const int32_t[::1] users,          # IN     (n,)
-        const int32_t[::1] items,          # IN     (n,)
-        const real[::1] ratings,           # IN     (n,)
-        double rate,
-        double penalty,
-        double mean,
-        double bias_rate,
-        double bias_penalty,
-        double root,
-        double bias_root,
+        sides,                             # IN OUT `BothSides`
+        entries,                           # IN     `EntryList`
+        terms,                             # IN     `Terms`
         double[::1] losses,                # OUT    (n_threads,) sums of squared errors, before each update
-        int n_threads,
-        Py_ssize_t shared_rank=0,          # IN     as for `rows`
-        bint head_only=False):
+        int n_threads):
     """Update entry by entry in the order they come; with several threads each takes a stretch, and they may collide."""
-    cdef Side user = Side(_rows(x), _vector(x_bias), _rows(x_squares), _vector(x_bias_squares))
-    cdef Side item = Side(_rows(y), _vector(y_bias), _rows(y_squares), _vector(y_bias_squares))
-    cdef sgd_terms terms = sgd_terms(rate, penalty, bias_rate, bias_penalty, mean, root, bias_root, shared_rank,
-                                     head_only)
-    cdef Py_ssize_t ld = x.shape[1]
-    cdef Py_ssize_t n = users.shape[0], stretch, first, last
+    cdef Py_ssize_t n = len(entries.users), stretch
     cdef int n_stretches
+    cdef EntryUpdates its
     if not n:
         return
+    its = _entry_updates(sides, entries, terms)
     n_threads = hmf_usable_threads(n_threads)
     n_stretches = n_threads
     for stretch in prange(n_stretches, nogil=True, schedule="static", chunksize=1, num_threads=n_threads):
-        first, last = n * stretch // n_stretches, n * (stretch + 1) // n_stretches
-        losses[stretch] = _entries(&terms, ld, user, item, last - first, &users[0] + first, &items[0] + first,
-                                   &ratings[0] + first)
+        losses[stretch] = _update(&its, n * stretch // n_stretches, n * (stretch + 1) // n_stretches)
 
 
 # ------------------------------------------------------------------------------------------------------------- blocks
 
 
+cdef struct Deal:
+    # entries by users, and where they go
+    const int64_t* indptr
+    const int32_t* indices
+    const int64_t* user_order
+    const int32_t* item_block
+    int32_t* users              # OUT
+    int32_t* items
+
+
 def deal(
-        int32_t[::1] users,                # OUT (nnz,) entries, block by block
-        int32_t[::1] items,                # OUT (nnz,)
-        real[::1] ratings,                 # OUT (nnz,)
+        out,                               # OUT `EntryList`, (nnz,): entries, block by block
         const int64_t[::1] indptr,         # IN  CSR
         const int32_t[::1] indices,
         const real[::1] data,
@@ -274,41 +254,45 @@ def deal(
     Inside a block TURNS users at a time take turns, each with its items in ascending order.
     """
     cdef Py_ssize_t grid = user_cuts.shape[0] - 1, p
+    cdef int32_t[::1] users = out.users, items = out.items
+    cdef real[::1] ratings = out.ratings
+    cdef Deal how
     counts_array = np.zeros((grid, grid), dtype=np.int64)
     cdef int64_t[:, ::1] counts = counts_array
+    pointer = np.zeros(grid * grid + 1, dtype=np.int64)
+    if not data.shape[0]:
+        return pointer
+    how = Deal(&indptr[0], &indices[0], &user_order[0], &item_block[0], &users[0], &items[0])
     n_threads = hmf_usable_threads(n_threads)
     for p in prange(grid, nogil=True, schedule="dynamic", num_threads=n_threads):
-        _count(indptr, indices, user_order, user_cuts[p], user_cuts[p + 1], item_block, counts[p])
-    pointer = np.zeros(grid * grid + 1, dtype=np.int64)
+        _count(&how, user_cuts[p], user_cuts[p + 1], &counts[p, 0])
     np.cumsum(counts_array.ravel(), out=pointer[1:])
     counts_array[:] = pointer[: grid * grid].reshape(grid, grid)  # now the position of each block's next entry
     for p in prange(grid, nogil=True, schedule="dynamic", num_threads=n_threads):
-        _deal_row(users, items, ratings, indptr, indices, data, user_order, user_cuts[p], user_cuts[p + 1], item_block,
-                  counts[p])
+        _deal_row(&how, user_cuts[p], user_cuts[p + 1], &data[0], &ratings[0], &counts[p, 0])
     return pointer
 
 
-cdef void _count(const int64_t[::1] indptr, const int32_t[::1] indices, const int64_t[::1] user_order, int64_t first,
-                 int64_t last, const int32_t[::1] item_block, int64_t[::1] counts) noexcept nogil:
+cdef void _count(const Deal* how, int64_t first, int64_t last, int64_t* counts) noexcept nogil:
     cdef int64_t at, k
     for at in range(first, last):
-        for k in range(indptr[user_order[at]], indptr[user_order[at] + 1]):
-            counts[item_block[indices[k]]] += 1
+        for k in range(how.indptr[how.user_order[at]], how.indptr[how.user_order[at] + 1]):
+            counts[how.item_block[how.indices[k]]] += 1
 
 
-cdef void _deal_row(int32_t[::1] users, int32_t[::1] items, real[::1] ratings, const int64_t[::1] indptr,
-                    const int32_t[::1] indices, const real[::1] data, const int64_t[::1] user_order, int64_t first,
-                    int64_t last, const int32_t[::1] item_block, int64_t[::1] cursor) noexcept nogil:
+cdef void _deal_row(const Deal* how, int64_t first, int64_t last, const real* data, real* ratings,
+                    int64_t* cursor) noexcept nogil:
     """The blocks of one row of the grid: TURNS users deal an entry each, until they have none left; others follow."""
     cdef int64_t[TURNS] user
     cdef int64_t[TURNS] entry
     cdef int64_t[TURNS] end
     cdef int dealing = 0, left, s
     cdef int64_t at = first, place
-    cdef int32_t block
+    cdef int32_t item, block
+    cdef const int64_t* indptr = how.indptr
     while True:
         while dealing < TURNS and at < last:
-            user[dealing] = user_order[at]
+            user[dealing] = how.user_order[at]
             entry[dealing], end[dealing] = indptr[user[dealing]], indptr[user[dealing] + 1]
             dealing += entry[dealing] < end[dealing]
             at += 1
@@ -316,165 +300,144 @@ cdef void _deal_row(int32_t[::1] users, int32_t[::1] items, real[::1] ratings, c
             return
         left = 0
         for s in range(dealing):
-            block = item_block[indices[entry[s]]]
+            item = how.indices[entry[s]]
+            block = how.item_block[item]
             place = cursor[block]
             cursor[block] = place + 1
-            users[place], items[place], ratings[place] = <int32_t> user[s], indices[entry[s]], data[entry[s]]
+            how.users[place], how.items[place], ratings[place] = <int32_t> user[s], item, data[entry[s]]
             user[left], entry[left], end[left] = user[s], entry[s] + 1, end[s]
             left += entry[left] < end[left]
         dealing = left
 
 
+cdef struct Diagonals:
+    # what workers share
+    const int64_t* pointer
+    const int64_t* shifts
+    int32_t n_steps
+    int32_t grid
+    int32_t* progress           # (grid,) steps that a row of the grid has done
+    int32_t* busy               # (grid,)
+    int32_t remaining           # blocks
+    double* losses
+
+
 def diagonals(
-        real[:, ::1] x,                    # IN OUT as for `entries`
-        real[:, ::1] y,
-        real[::1] x_bias,
-        real[::1] y_bias,
-        real[:, ::1] x_squares,
-        real[:, ::1] y_squares,
-        real[::1] x_bias_squares,
-        real[::1] y_bias_squares,
-        const int32_t[::1] users,
-        const int32_t[::1] items,
-        const real[::1] ratings,
-        double rate,
-        double penalty,
-        double mean,
-        double bias_rate,
-        double bias_penalty,
-        double root,
-        double bias_root,
-        const int64_t[::1] pointer,        # IN  (grid * grid + 1,) entries of block (p, q) from pointer[p * grid + q]
-        const int64_t[::1] shifts,         # IN  (n_steps,) distinct, of range(grid): step t visits all blocks
-                                           #     (p, (p + shifts[t]) % grid)
-        double[:, ::1] losses,             # OUT (grid, grid) sums of squared errors of the blocks visited
-        int n_threads,
-        Py_ssize_t shared_rank=0,          # IN     as for `rows`
-        bint head_only=False):
+        sides,                             # IN OUT `BothSides`
+        blocks,                            # IN     `EntryBlocks`
+        const int64_t[::1] shifts,         # IN     (n_steps,) distinct, of range(grid): step t visits all blocks
+                                           #        (p, (p + shifts[t]) % grid)
+        terms,                             # IN     `Terms`
+        double[:, ::1] losses,             # OUT    (grid, grid) sums of squared errors of the blocks visited
+        int n_threads):
     """Visit the blocks of some diagonals. The result is that of one diagonal after the other, for any threads."""
-    cdef Side user = Side(_rows(x), _vector(x_bias), _rows(x_squares), _vector(x_bias_squares))
-    cdef Side item = Side(_rows(y), _vector(y_bias), _rows(y_squares), _vector(y_bias_squares))
-    cdef sgd_terms terms = sgd_terms(rate, penalty, bias_rate, bias_penalty, mean, root, bias_root, shared_rank,
-                                     head_only)
-    cdef Py_ssize_t ld = x.shape[1]
-    cdef int32_t grid = <int32_t> losses.shape[0], worker
+    cdef const int64_t[::1] pointer = blocks.pointer
+    cdef int32_t grid = <int32_t> losses.shape[0], n_steps = <int32_t> shifts.shape[0], worker
     cdef int32_t[::1] progress = np.zeros(grid, dtype=np.int32)
     cdef int32_t[::1] busy = np.zeros(grid, dtype=np.int32)
-    cdef int32_t[::1] remaining = np.full(1, grid * shifts.shape[0], dtype=np.int32)
-    if not users.shape[0] or not shifts.shape[0]:
+    cdef EntryUpdates its
+    cdef Diagonals shared
+    if not len(blocks.entries.users) or not n_steps:
         return
+    its = _entry_updates(sides, blocks.entries, terms)
+    shared = Diagonals(&pointer[0], &shifts[0], n_steps, grid, &progress[0], &busy[0], grid * n_steps, &losses[0, 0])
     n_threads = hmf_usable_threads(n_threads)
     for worker in prange(n_threads, nogil=True, schedule="static", chunksize=1, num_threads=n_threads):
-        _visit_diagonals(&terms, ld, user, item, &users[0], &items[0], &ratings[0], &pointer[0], &shifts[0],
-                         <int32_t> shifts.shape[0], grid, grid * worker // n_threads, &progress[0], &busy[0],
-                         &remaining[0], &losses[0, 0])
+        _visit_diagonals(&its, &shared, grid * worker // n_threads)
 
 
-cdef void _visit_diagonals(const sgd_terms* terms, Py_ssize_t ld, Side user, Side item, const int32_t* users,
-                           const int32_t* items, const real* ratings, const int64_t* pointer, const int64_t* shifts,
-                           int32_t n_steps, int32_t grid, int32_t start, int32_t* progress, int32_t* busy,
-                           int32_t* remaining, double* losses) noexcept nogil:
+cdef void _visit_diagonals(const EntryUpdates* its, Diagonals* shared, int32_t start) noexcept nogil:
     """One worker: rows of the grid in turn, each as far as the rows it depends on have come."""
-    cdef int32_t turn, row, t, before
+    cdef int32_t turn, row, t, before, grid = shared.grid
+    cdef const int64_t* shifts = shared.shifts
+    cdef int32_t* progress = shared.progress
     cdef int64_t block
     cdef bint idle
-    while hmf_load(remaining) > 0:
+    while hmf_load(&shared.remaining) > 0:
         idle = True
         for turn in range(grid):
             row = (start + turn) % grid
             t = hmf_load(&progress[row])
-            if t >= n_steps:
+            if t >= shared.n_steps:
                 continue
             # the row that has this column in the previous step: a column has one block in each row
             before = <int32_t> ((row + shifts[t] - shifts[t - 1] + grid) % grid) if t else row
-            if hmf_load(&progress[before]) < t or not hmf_take(&busy[row]):
+            if hmf_load(&progress[before]) < t or not hmf_take(&shared.busy[row]):
                 continue
             if hmf_load(&progress[row]) == t:  # else another worker was faster
                 block = row * grid + (row + shifts[t]) % grid
-                losses[block] = _entries(terms, ld, user, item, pointer[block + 1] - pointer[block],
-                                         users + pointer[block], items + pointer[block], ratings + pointer[block])
+                shared.losses[block] = _update(its, shared.pointer[block], shared.pointer[block + 1])
                 hmf_store(&progress[row], t + 1)
-                hmf_add(remaining, -1)
+                hmf_add(&shared.remaining, -1)
                 idle = False
-            hmf_store(&busy[row], 0)
+            hmf_store(&shared.busy[row], 0)
         if idle:
             hmf_wait()
 
 
+cdef struct FreeBlocks:
+    # what workers share; `seen`, `busy` and `taken` are read and written under `lock`
+    const int64_t* pointer
+    int32_t grid
+    int32_t* seen
+    int32_t* busy               # (2 * grid,) rows of the grid, then columns
+    int32_t taken               # blocks
+    int32_t last                # stop at that many
+    int32_t lock
+    double* losses
+
+
 def free_blocks(
-        real[:, ::1] x,                    # IN OUT as for `entries`
-        real[:, ::1] y,
-        real[::1] x_bias,
-        real[::1] y_bias,
-        real[:, ::1] x_squares,
-        real[:, ::1] y_squares,
-        real[::1] x_bias_squares,
-        real[::1] y_bias_squares,
-        const int32_t[::1] users,
-        const int32_t[::1] items,
-        const real[::1] ratings,
-        double rate,
-        double penalty,
-        double mean,
-        double bias_rate,
-        double bias_penalty,
-        double root,
-        double bias_root,
-        const int64_t[::1] pointer,        # IN     as for `diagonals`
+        sides,                             # IN OUT `BothSides`
+        blocks,                            # IN     `EntryBlocks`
         int32_t[::1] seen,                 # IN OUT (grid * grid,) when this epoch took each block: 1, 2, ...; else 0
         int64_t quota,                     # blocks to visit
         uint64_t seed,
+        terms,                             # IN     `Terms`
         double[:, ::1] losses,             # OUT    (grid, grid) sums of squared errors of the blocks visited
-        int n_threads,
-        Py_ssize_t shared_rank=0,          # IN     as for `rows`
-        bint head_only=False):
+        int n_threads):
     """Visit up to `quota` blocks that were not seen, each when its row and its column are free."""
-    cdef Side user = Side(_rows(x), _vector(x_bias), _rows(x_squares), _vector(x_bias_squares))
-    cdef Side item = Side(_rows(y), _vector(y_bias), _rows(y_squares), _vector(y_bias_squares))
-    cdef sgd_terms terms = sgd_terms(rate, penalty, bias_rate, bias_penalty, mean, root, bias_root, shared_rank,
-                                     head_only)
-    cdef Py_ssize_t ld = x.shape[1]
-    cdef int32_t grid = <int32_t> losses.shape[0], worker
+    cdef const int64_t[::1] pointer = blocks.pointer
+    cdef int32_t grid = <int32_t> losses.shape[0], taken = <int32_t> np.count_nonzero(seen), worker
     cdef int32_t[::1] busy = np.zeros(2 * grid, dtype=np.int32)
-    cdef int32_t taken = <int32_t> np.count_nonzero(seen), last = min(taken + quota, grid * grid), lock = 0
-    if not users.shape[0]:
+    cdef EntryUpdates its
+    cdef FreeBlocks shared
+    if not len(blocks.entries.users):
         return
+    its = _entry_updates(sides, blocks.entries, terms)
+    shared = FreeBlocks(&pointer[0], grid, &seen[0], &busy[0], taken, min(taken + quota, grid * grid), 0,
+                        &losses[0, 0])
     n_threads = hmf_usable_threads(n_threads)
     for worker in prange(n_threads, nogil=True, schedule="static", chunksize=1, num_threads=n_threads):
-        _visit_free(&terms, ld, user, item, &users[0], &items[0], &ratings[0], &pointer[0], grid,
-                    seed + <uint64_t> worker, &seen[0], &busy[0], &taken, last, &lock, &losses[0, 0])
+        _visit_free(&its, &shared, seed + <uint64_t> worker)
 
 
-cdef void _visit_free(const sgd_terms* terms, Py_ssize_t ld, Side user, Side item, const int32_t* users,
-                      const int32_t* items, const real* ratings, const int64_t* pointer, int32_t grid, uint64_t seed,
-                      int32_t* seen, int32_t* busy, int32_t* taken, int32_t last, int32_t* lock,
-                      double* losses) noexcept nogil:
+cdef void _visit_free(const EntryUpdates* its, FreeBlocks* shared, uint64_t seed) noexcept nogil:
     """One worker: the table of blocks is looked at and changed under `lock`, entries are updated outside it."""
     cdef int64_t block
-    cdef int32_t row, column
+    cdef int32_t row, column, grid = shared.grid
     while True:
-        while not hmf_take(lock):
+        while not hmf_take(&shared.lock):
             hmf_wait()
-        if taken[0] >= last:
-            hmf_store(lock, 0)
+        if shared.taken >= shared.last:
+            hmf_store(&shared.lock, 0)
             return
         seed = seed * <uint64_t> 6364136223846793005 + <uint64_t> 1442695040888963407
-        block = _free_block(grid, seed >> 33, seen, busy)
+        block = _free_block(grid, seed >> 33, shared.seen, shared.busy)
         if block >= 0:
             row, column = <int32_t> (block // grid), <int32_t> (block % grid)
-            busy[row] = busy[grid + column] = 1
-            taken[0] += 1
-            seen[block] = taken[0]
-        hmf_store(lock, 0)
+            shared.busy[row] = shared.busy[grid + column] = 1
+            shared.taken += 1
+            shared.seen[block] = shared.taken
+        hmf_store(&shared.lock, 0)
         if block < 0:
             hmf_wait()
             continue
-        losses[block] = _entries(terms, ld, user, item, pointer[block + 1] - pointer[block], users + pointer[block],
-                                 items + pointer[block], ratings + pointer[block])
-        while not hmf_take(lock):
+        shared.losses[block] = _update(its, shared.pointer[block], shared.pointer[block + 1])
+        while not hmf_take(&shared.lock):
             hmf_wait()
-        busy[row] = busy[grid + column] = 0
-        hmf_store(lock, 0)
+        shared.busy[row] = shared.busy[grid + column] = 0
+        hmf_store(&shared.lock, 0)
 
 
 cdef inline int64_t _free_block(int32_t grid, uint64_t random, const int32_t* seen, const int32_t* busy) noexcept nogil:

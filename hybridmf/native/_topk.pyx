@@ -70,33 +70,56 @@ cdef bint _contains(const int32_t* items, Py_ssize_t n, int32_t item) noexcept n
     return low < n and items[low] == item
 
 
+cdef struct Search:
+    # what all batches share; arrays are of the type of the factors
+    const hmf_kernel_table* table
+    Py_ssize_t rank
+    const void* users           # (n_users, rank)
+    const double* user_norms    # (n_users,)
+    const void* packed          # see pack
+    const int32_t* item_ids     # (n_items,)
+    const double* block_norms   # (n_blocks,) largest norm of each block
+    Py_ssize_t n_items
+    const int64_t* seen_ptr     # (n_users + 1,), NULL: nothing is left out
+    const int32_t* seen
+    Py_ssize_t size             # items of each user
+    void* best                  # OUT  (n_users, size) scores
+    int32_t* ids                # OUT  (n_users, size)
+
+
 cdef void _offer(
-        const hmf_kernel_table* table,
-        const real* scores, const int32_t* block_ids, Py_ssize_t n_items,   # IN   a user's scores of a block
-        const int32_t* seen, Py_ssize_t n_seen,                             # IN   sorted items to leave out
-        real* best, int32_t* ids, Py_ssize_t size) noexcept nogil:          # IN OUT heap
+        const Search* search, Py_ssize_t user,
+        const real* scores, Py_ssize_t first, Py_ssize_t n_items) noexcept nogil:   # IN   the user's scores of a block
     """Let a block compete for a user's heap. Seen items are looked up only where they would enter."""
-    cdef Py_ssize_t i = first_at_least(table, n_items, scores, best[0], 0)
+    cdef real* best = <real*> search.best + user * search.size
+    cdef int32_t* ids = search.ids + user * search.size
+    cdef const int32_t* block_ids = search.item_ids + first
+    cdef const int32_t* seen = NULL
+    cdef Py_ssize_t n_seen = 0, i
+    if search.seen_ptr != NULL:
+        seen = search.seen + search.seen_ptr[user]
+        n_seen = search.seen_ptr[user + 1] - search.seen_ptr[user]
+    i = first_at_least(search.table, n_items, scores, best[0], 0)
     while i < n_items:
         if _worse(best[0], ids[0], scores[i], block_ids[i]) and not _contains(seen, n_seen, block_ids[i]):
-            _sift_down(best, ids, size, scores[i], block_ids[i])
-        i = first_at_least(table, n_items, scores, best[0], i + 1)
+            _sift_down(best, ids, search.size, scores[i], block_ids[i])
+        i = first_at_least(search.table, n_items, scores, best[0], i + 1)
 
 
 cdef void _batch(
-        const hmf_kernel_table* table, Py_ssize_t rank,
-        const real* users, const double* user_norms, Py_ssize_t n_users,    # IN   (n_users, rank), (n_users,)
-        const real* packed, const int32_t* item_ids, Py_ssize_t n_items,    # IN   see pack
-        const double* block_norms,                                          # IN   largest norm of each block
-        const int64_t* seen_ptr, const int32_t* seen,                       # IN   seen_ptr NULL: nothing is left out
-        Py_ssize_t size,
-        real* work, int32_t* active,                                        # scratch
-        real* best, int32_t* ids) noexcept nogil:                           # OUT  (n_users, size)
+        const Search* search, Py_ssize_t start, Py_ssize_t n_users,
+        real* work, int32_t* active) noexcept nogil:   # scratch
+    """The best items of `n_users` users from user `start` on."""
     cdef Py_ssize_t block = 0, first = 0, here, u, i, k, panel, n_active = n_users, n_left
+    cdef Py_ssize_t rank = search.rank, size = search.size, n_items = search.n_items
+    cdef const real* users = <const real*> search.users + start * rank
+    cdef const real* packed = <const real*> search.packed
+    cdef const double* user_norms = search.user_norms + start
+    cdef const double* block_norms = search.block_norms
+    cdef real* best = <real*> search.best + start * size
+    cdef int32_t* ids = search.ids + start * size
     cdef real* rows = work                      # users whose search goes on, contiguous
     cdef real* scores = work + n_users * rank
-    cdef const int32_t* user_seen = NULL
-    cdef Py_ssize_t n_seen = 0
     for i in range(n_users * size):
         best[i] = -INFINITY
         ids[i] = 0x7FFFFFFF
@@ -118,15 +141,10 @@ cdef void _batch(
             break
         here = min(BLOCK_ITEMS, n_items - first)
         for panel in range((here + HMF_PANEL - 1) // HMF_PANEL):
-            score(table, n_active, rank, <const real*> rows, rank, packed + (first + panel * HMF_PANEL) * rank,
+            score(search.table, n_active, rank, <const real*> rows, rank, packed + (first + panel * HMF_PANEL) * rank,
                   scores + panel * HMF_PANEL, BLOCK_ITEMS)
         for k in range(n_active):
-            u = active[k]
-            if seen_ptr != NULL:
-                user_seen = seen + seen_ptr[u]
-                n_seen = seen_ptr[u + 1] - seen_ptr[u]
-            _offer(table, <const real*> scores + k * BLOCK_ITEMS, item_ids + first, here, user_seen, n_seen,
-                   best + u * size, ids + u * size, size)
+            _offer(search, start + active[k], <const real*> scores + k * BLOCK_ITEMS, first, here)
         first += here
         block += 1
     for u in range(n_users):
@@ -165,9 +183,7 @@ def block_items():
 def top_k(
         const real[:, ::1] users,         # IN   (n_users, rank)
         const double[::1] user_norms,     # IN   (n_users,) norms, enlarged by the rounding of a score
-        const real[::1] packed,           # IN   see pack
-        const int32_t[::1] item_ids,      # IN   (n_items,) in packed order
-        const double[::1] block_norms,    # IN   (n_blocks,) largest item norm of each block, falling
+        items,                            # IN   `hybridmf.cpu.topk.PackedItems`
         const int64_t[::1] seen_ptr,      # IN   (n_users + 1,), or empty: nothing is left out
         const int32_t[::1] seen,          # IN   sorted items of each user to leave out
         Py_ssize_t n, int n_threads):
@@ -180,8 +196,11 @@ def top_k(
     scores : array, shape (n_users, n), dtype of the factors
         -inf where ids is -1.
     """
-    cdef Py_ssize_t n_users = users.shape[0], rank = users.shape[1], batch, start, here
-    cdef const hmf_kernel_table* table = hmf_kernels()
+    cdef const real[::1] packed = items.packed
+    cdef const int32_t[::1] item_ids = items.ids
+    cdef const double[::1] block_norms = items.block_norms
+    cdef Py_ssize_t n_users = users.shape[0], rank = users.shape[1], batch, start
+    cdef Search search
     n_threads = hmf_usable_threads(n_threads)
     # fewer users than threads x BATCH_USERS: smaller batches, so that every thread has one
     cdef Py_ssize_t per_batch = max(1, min(BATCH_USERS, (n_users + n_threads - 1) // n_threads))
@@ -195,11 +214,13 @@ def top_k(
     cdef real[:, ::1] work = np.empty((n_threads, per_batch * (rank + BLOCK_ITEMS)), dtype=dtype)
     cdef int32_t[:, ::1] active = np.empty((n_threads, per_batch), dtype=np.int32)
     cdef bint filtered = seen_ptr.shape[0] > 0 and seen.shape[0] > 0
+    cdef const int64_t* seen_ptr_ = &seen_ptr[0] if filtered else NULL
+    cdef const int32_t* seen_ = &seen[0] if filtered else NULL
+    search = Search(hmf_kernels(), rank, &users[0, 0], &user_norms[0], &packed[0], &item_ids[0], &block_norms[0],
+                    item_ids.shape[0], seen_ptr_, seen_, n, &scores_view[0, 0], &ids_view[0, 0])
     for batch in prange((n_users + per_batch - 1) // per_batch, nogil=True, schedule="dynamic",
                         num_threads=n_threads):
         start = batch * per_batch
-        here = min(per_batch, n_users - start)
-        _batch(table, rank, &users[start, 0], &user_norms[start], here, &packed[0], &item_ids[0], item_ids.shape[0],
-               &block_norms[0], &seen_ptr[start] if filtered else NULL, &seen[0] if filtered else NULL, n,
-               &work[hmf_thread_id(), 0], &active[hmf_thread_id(), 0], &scores_view[start, 0], &ids_view[start, 0])
+        _batch(&search, start, min(per_batch, n_users - start), &work[hmf_thread_id(), 0],
+               &active[hmf_thread_id(), 0])
     return ids, scores

@@ -108,9 +108,12 @@ HMF_INLINE void FN(load_quad)(const REAL *pairs, const int32_t *c, QUAD *a, QUAD
     *b = (QUAD){first[1], second[1], third[1], fourth[1]};
 }
 
-HMF_INLINE void FN(accumulate_block)(ptrdiff_t n, const int terms, const int weighted, const int32_t *columns,
-                                     const REAL *pairs, const REAL *weights, REAL p, REAL q, REAL *e, REAL *kept,
-                                     double *sums) {
+HMF_INLINE void FN(accumulate_block)(const hmf_ccd_entries entries, const int terms, const int weighted,
+                                     const REAL *pairs, REAL p, REAL q, double *sums) {
+    const ptrdiff_t n = entries.n;
+    const int32_t *const columns = entries.columns;
+    const REAL *const weights = entries.weights;
+    REAL *const e = entries.e, *const kept = entries.kept;
     VEC products = SPLAT((REAL)0), squares = SPLAT((REAL)0);
     const VEC ps = SPLAT(p), qs = SPLAT(q);
     ptrdiff_t k = 0;
@@ -159,28 +162,30 @@ HMF_INLINE void FN(accumulate_block)(ptrdiff_t n, const int terms, const int wei
     sums[1] += square;
 }
 
-HMF_INLINE void FN(accumulate_blocks)(ptrdiff_t n, const int terms, const int weighted, const int32_t *columns,
-                                      const REAL *pairs, const REAL *weights, REAL p, REAL q, REAL *e, REAL *kept,
-                                      double *sums) {
-    for (ptrdiff_t k = 0; k < n; k += CCD_BLOCK)
-        FN(accumulate_block)(n - k < CCD_BLOCK ? n - k : CCD_BLOCK, terms, weighted, columns + k, pairs,
-                             weighted ? weights + k : NULL, p, q, e + k, kept ? kept + k : NULL, sums);
+HMF_INLINE void FN(accumulate_blocks)(const hmf_ccd_entries *entries, const int terms, const int weighted,
+                                      const REAL *pairs, REAL p, REAL q, double *sums) {
+    const hmf_ccd_entries all = *entries;
+    for (ptrdiff_t k = 0; k < all.n; k += CCD_BLOCK) {
+        const hmf_ccd_entries block = {all.n - k < CCD_BLOCK ? all.n - k : CCD_BLOCK, all.columns + k,
+                                       weighted ? (const REAL *)all.weights + k : NULL, (REAL *)all.e + k,
+                                       all.kept ? (REAL *)all.kept + k : NULL};
+        FN(accumulate_block)(block, terms, weighted, pairs, p, q, sums);
+    }
 }
 
-static void FN(accumulate)(ptrdiff_t n, int terms, const int32_t *columns, const REAL *pairs, const REAL *weights,
-                           REAL p, REAL q, REAL *e, REAL *kept, double *sums) {
-    if (weights && terms == 2)
-        FN(accumulate_blocks)(n, 2, 1, columns, pairs, weights, p, q, e, kept, sums);
-    else if (weights && terms == 1)
-        FN(accumulate_blocks)(n, 1, 1, columns, pairs, weights, p, q, e, kept, sums);
-    else if (weights)
-        FN(accumulate_blocks)(n, 0, 1, columns, pairs, weights, p, q, e, kept, sums);
+static void FN(accumulate)(const hmf_ccd_entries *entries, int terms, const REAL *pairs, REAL p, REAL q, double *sums) {
+    if (entries->weights && terms == 2)
+        FN(accumulate_blocks)(entries, 2, 1, pairs, p, q, sums);
+    else if (entries->weights && terms == 1)
+        FN(accumulate_blocks)(entries, 1, 1, pairs, p, q, sums);
+    else if (entries->weights)
+        FN(accumulate_blocks)(entries, 0, 1, pairs, p, q, sums);
     else if (terms == 2)
-        FN(accumulate_blocks)(n, 2, 0, columns, pairs, weights, p, q, e, kept, sums);
+        FN(accumulate_blocks)(entries, 2, 0, pairs, p, q, sums);
     else if (terms == 1)
-        FN(accumulate_blocks)(n, 1, 0, columns, pairs, weights, p, q, e, kept, sums);
+        FN(accumulate_blocks)(entries, 1, 0, pairs, p, q, sums);
     else
-        FN(accumulate_blocks)(n, 0, 0, columns, pairs, weights, p, q, e, kept, sums);
+        FN(accumulate_blocks)(entries, 0, 0, pairs, p, q, sums);
 }
 
 static void FN(subtract)(ptrdiff_t n, REAL x, const REAL *b, REAL *e) {

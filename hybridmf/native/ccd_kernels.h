@@ -10,6 +10,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Entries of a row; arrays are of the type of the kernel that takes them. */
+typedef struct {
+    ptrdiff_t n;
+    const int32_t *columns;
+    const void *weights; /* NULL: 1 */
+    void *e;             /* residual */
+    void *kept;          /* b of each entry goes there, unless NULL */
+} hmf_ccd_entries;
+
 typedef struct {
     const char *name;
     /* out[k] = ratings[k] - x . (row columns[k] of fixed), in REAL: vectors of partial sums */
@@ -18,11 +27,10 @@ typedef struct {
     void (*residual_d)(ptrdiff_t n, ptrdiff_t rank, const double *x, const double *fixed, const int32_t *columns,
                        const double *ratings, double *out);
     /* e[k] += p a_k (terms >= 1), e[k] += q b_k (terms == 2), with (a_k, b_k) = pairs[columns[k]];
-     * sums[0] += w_k e[k] b_k and sums[1] += w_k b_k^2 (weights NULL: 1); kept[k] = b_k unless kept is NULL */
-    void (*accumulate_f)(ptrdiff_t n, int terms, const int32_t *columns, const float *pairs, const float *weights,
-                         float p, float q, float *e, float *kept, double *sums);
-    void (*accumulate_d)(ptrdiff_t n, int terms, const int32_t *columns, const double *pairs, const double *weights,
-                         double p, double q, double *e, double *kept, double *sums);
+     * sums[0] += w_k e[k] b_k and sums[1] += w_k b_k^2 */
+    void (*accumulate_f)(const hmf_ccd_entries *entries, int terms, const float *pairs, float p, float q, double *sums);
+    void (*accumulate_d)(const hmf_ccd_entries *entries, int terms, const double *pairs, double p, double q,
+                         double *sums);
     /* e[k] -= x b[k] */
     void (*subtract_f)(ptrdiff_t n, float x, const float *b, float *e);
     void (*subtract_d)(ptrdiff_t n, double x, const double *b, double *e);

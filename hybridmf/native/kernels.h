@@ -18,15 +18,50 @@ enum {
     HMF_SYSTEMS = 2 /* systems factored side by side; four bring no more than two */
 };
 
+/* Rows y_k = fixed + columns[k] * stride, k < n, of which `width` elements take part; of the type of the kernel. */
+typedef struct {
+    ptrdiff_t n, width, stride;
+    const void *fixed;
+    const int32_t *columns; /* (n,) */
+} hmf_rows;
+
 /* What all updates of an epoch of stochastic gradient descent share. */
 typedef struct {
     double rate, penalty;           /* of factors: learning rate, lambda */
     double bias_rate, bias_penalty; /* of biases */
     double mean;                    /* of the ratings */
     double root, bias_root;         /* added to sums of squared steps (AdaGrad, RPCS) below the square root */
+    ptrdiff_t ld;                   /* elements between rows */
     ptrdiff_t rank;                 /* of rows whose coordinates share sums (RPCS); 0: each has its own, or none */
     int head_only;                  /* RPCS: only the heads of rows move */
 } hmf_sgd_terms;
+
+/* Factors of one side. Arrays of this and the next structs are of the type of the kernel that takes them. */
+typedef struct {
+    void *rows, *bias;             /* (n, ld); (n,) or NULL */
+    void *squares, *bias_squares;  /* sums of squared steps: (n, ld), of RPCS (n, 2), or NULL; (n,) or NULL */
+} hmf_sgd_side;
+
+/* Entries in the order of their updates. */
+typedef struct {
+    ptrdiff_t n;
+    const int32_t *users, *items; /* (n,) */
+    const void *ratings;          /* (n,) */
+} hmf_sgd_entries;
+
+/* Entries starts[row] <= k < ends[row] of each row, in the order of its updates. */
+typedef struct {
+    const int64_t *starts, *ends; /* (n_rows,) */
+    const int32_t *columns;       /* (nnz,) rows of the fixed side */
+    const void *ratings;          /* (nnz,) */
+} hmf_sgd_row_entries;
+
+/* They update entries in their order, both rows moving, or n distinct rows of one side, the other side fixed; with sums
+ * of squares by AdaGrad or (terms->rank > 0) RPCS. They return the sum of squared errors. */
+typedef double hmf_sgd_entries_kernel(const hmf_sgd_entries *entries, const hmf_sgd_side *user,
+                                      const hmf_sgd_side *item, const hmf_sgd_terms *terms);
+typedef double hmf_sgd_rows_kernel(ptrdiff_t n, const int64_t *order, const hmf_sgd_row_entries *entries,
+                                   const hmf_sgd_side *moved, const hmf_sgd_side *fixed, const hmf_sgd_terms *terms);
 
 typedef struct {
     const char *name;
@@ -56,41 +91,35 @@ typedef struct {
                          float *target);
     ptrdiff_t (*weigh_d)(ptrdiff_t n, const double *ratings, double alpha, double unobserved, double sign,
                          double *root, double *target);
-    /* v[k] = root[k] * y_k (root NULL: 1), zero-padded to ld; b += target[k] * y_k; y_k: rank elements at fixed + columns[k] stride;
-     * columns is readable up to n_ahead for prefetching */
-    void (*gather_f)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const float *fixed, ptrdiff_t stride,
-                     const int32_t *columns, ptrdiff_t n_ahead, const float *root, const float *target, float *v,
-                     float *b);
-    void (*gather_d)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const double *fixed, ptrdiff_t stride,
-                     const int32_t *columns, ptrdiff_t n_ahead, const double *root, const double *target, double *v,
-                     double *b);
-    /* solve one or HMF_SYSTEMS systems whose upper parts are in a[s] (below finite; destroyed, as are b[s]); status[s] is 0, the
-     * order of the failing leading minor, or -1 for a pivot that is not finite; work (count * 3 * ld) */
-    void (*cholesky_f)(int count, ptrdiff_t rank, ptrdiff_t ld, float *const *a, float *const *b, float epsilon,
-                       float *work, float *const *x, ptrdiff_t *status);
-    void (*cholesky_d)(int count, ptrdiff_t rank, ptrdiff_t ld, double *const *a, double *const *b, double epsilon,
-                       double *work, double *const *x, ptrdiff_t *status);
-    /* a = S (Y Y^T + shift) S + ridge I, upper part, ld x ld, over y_k: width elements at fixed + columns[k] * stride; the
-     * first `size` rows are written, those from n on as rows of the unit matrix; root (ld,): S, zero from n on */
-    void (*products_f)(ptrdiff_t n, ptrdiff_t size, ptrdiff_t width, ptrdiff_t stride, const float *fixed,
-                       const int32_t *columns, const float *root, float shift, float ridge, ptrdiff_t ld, float *a);
-    void (*products_d)(ptrdiff_t n, ptrdiff_t size, ptrdiff_t width, ptrdiff_t stride, const double *fixed,
-                       const int32_t *columns, const double *root, double shift, double ridge, ptrdiff_t ld, double *a);
-    /* out = sum_k coefficient[k] y_k over the same y_k */
-    void (*sum_rows_f)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const float *fixed, const int32_t *columns,
-                       const float *coefficient, float *out);
-    void (*sum_rows_d)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const double *fixed, const int32_t *columns,
-                       const double *coefficient, double *out);
-    /* prefetches the same y_k */
-    void (*prefetch_rows_f)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const float *fixed, const int32_t *columns);
-    void (*prefetch_rows_d)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const double *fixed,
-                            const int32_t *columns);
-    /* out += sum_k (target[k] + sign weight[k] (y_k . p)) y_k over rows columns[k] of fixed; weight NULL: 1,
-     * target NULL: 0 */
-    void (*apply_f)(ptrdiff_t n, ptrdiff_t rank, const float *fixed, const int32_t *columns, const float *weight,
-                    const float *target, float sign, const float *p, float *out);
-    void (*apply_d)(ptrdiff_t n, ptrdiff_t rank, const double *fixed, const int32_t *columns, const double *weight,
-                    const double *target, double sign, const double *p, double *out);
+    /* v[k] = root[k] * y_k (root NULL: 1), zero-padded to ld; b += target[k] * y_k; columns of `rows` is readable up to
+     * n_ahead for prefetching */
+    void (*gather_f)(const hmf_rows *rows, ptrdiff_t n_ahead, ptrdiff_t ld, const float *root, const float *target,
+                     float *v, float *b);
+    void (*gather_d)(const hmf_rows *rows, ptrdiff_t n_ahead, ptrdiff_t ld, const double *root, const double *target,
+                     double *v, double *b);
+    /* solve one or HMF_SYSTEMS systems, ld x ld with ld the rank padded to a multiple of HMF_PAD, whose upper parts
+     * are in a[s] (below finite; destroyed, as are b[s]); status[s] is 0, the order of the failing leading minor, or
+     * -1 for a pivot that is not finite; work (count * 3 * ld) */
+    void (*cholesky_f)(int count, ptrdiff_t rank, float *const *a, float *const *b, float epsilon, float *work,
+                       float *const *x, ptrdiff_t *status);
+    void (*cholesky_d)(int count, ptrdiff_t rank, double *const *a, double *const *b, double epsilon, double *work,
+                       double *const *x, ptrdiff_t *status);
+    /* a = S (Y Y^T + shift) S + ridge I, upper part, ld x ld; the first `size` rows are written, those from n on as
+     * rows of the unit matrix; root (ld,): S, zero from n on */
+    void (*products_f)(const hmf_rows *rows, ptrdiff_t size, const float *root, float shift, float ridge, ptrdiff_t ld,
+                       float *a);
+    void (*products_d)(const hmf_rows *rows, ptrdiff_t size, const double *root, double shift, double ridge,
+                       ptrdiff_t ld, double *a);
+    /* out = sum_k coefficient[k] y_k */
+    void (*sum_rows_f)(const hmf_rows *rows, const float *coefficient, float *out);
+    void (*sum_rows_d)(const hmf_rows *rows, const double *coefficient, double *out);
+    void (*prefetch_rows_f)(const hmf_rows *rows);
+    void (*prefetch_rows_d)(const hmf_rows *rows);
+    /* out += sum_k (target[k] + sign weight[k] (y_k . p)) y_k; weight NULL: 1, target NULL: 0 */
+    void (*apply_f)(const hmf_rows *rows, const float *weight, const float *target, float sign, const float *p,
+                    float *out);
+    void (*apply_d)(const hmf_rows *rows, const double *weight, const double *target, double sign, const double *p,
+                    double *out);
     /* out += sum_k coefficient[k] * row k of a row-major n x rank matrix */
     void (*combine_f)(ptrdiff_t n, ptrdiff_t rank, const float *rows, const float *coefficient, float *out);
     void (*combine_d)(ptrdiff_t n, ptrdiff_t rank, const double *rows, const double *coefficient, double *out);
@@ -100,37 +129,9 @@ typedef struct {
     /* first i >= start with scores[i] >= threshold, or n */
     ptrdiff_t (*first_at_least_f)(ptrdiff_t n, const float *scores, float threshold, ptrdiff_t start);
     ptrdiff_t (*first_at_least_d)(ptrdiff_t n, const double *scores, double threshold, ptrdiff_t start);
-    /* stochastic gradient descent (sgd_impl.h): updates of entries in their order, both rows moving; of the entries
-     * of each row, the other side fixed; the same with sums of squares: of AdaGrad, or (terms->rank > 0) of RPCS. They
-     * return the sum of squared errors. */
-    double (*sgd_entries_f)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                            const float *ratings, float *x, float *y, float *user_bias, float *item_bias,
-                            const hmf_sgd_terms *terms);
-    double (*sgd_entries_d)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                            const double *ratings, double *x, double *y, double *user_bias, double *item_bias,
-                            const hmf_sgd_terms *terms);
-    double (*sgd_rows_f)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts, const int64_t *ends,
-                         const int32_t *columns, const float *ratings, float *moved, const float *fixed,
-                         float *moved_bias, const float *fixed_bias, const hmf_sgd_terms *terms);
-    double (*sgd_rows_d)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts, const int64_t *ends,
-                         const int32_t *columns, const double *ratings, double *moved, const double *fixed,
-                         double *moved_bias, const double *fixed_bias, const hmf_sgd_terms *terms);
-    double (*adagrad_entries_f)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                                const float *ratings, float *x, float *y, float *user_bias, float *item_bias,
-                                float *x_squares, float *y_squares, float *user_bias_squares,
-                                float *item_bias_squares, const hmf_sgd_terms *terms);
-    double (*adagrad_entries_d)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                                const double *ratings, double *x, double *y, double *user_bias, double *item_bias,
-                                double *x_squares, double *y_squares, double *user_bias_squares,
-                                double *item_bias_squares, const hmf_sgd_terms *terms);
-    double (*adagrad_rows_f)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
-                             const int64_t *ends, const int32_t *columns, const float *ratings, float *moved,
-                             const float *fixed, float *moved_bias, const float *fixed_bias, float *squares,
-                             float *bias_squares, const hmf_sgd_terms *terms);
-    double (*adagrad_rows_d)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
-                             const int64_t *ends, const int32_t *columns, const double *ratings, double *moved,
-                             const double *fixed, double *moved_bias, const double *fixed_bias, double *squares,
-                             double *bias_squares, const hmf_sgd_terms *terms);
+    /* stochastic gradient descent (sgd_impl.h) */
+    hmf_sgd_entries_kernel *sgd_entries_f, *sgd_entries_d;
+    hmf_sgd_rows_kernel *sgd_rows_f, *sgd_rows_d;
 } hmf_kernel_table;
 
 /* Best table of this processor, or the one HYBRIDMF_ISA names ("avx512", "avx2", "portable") if it can run here. */

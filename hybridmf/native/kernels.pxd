@@ -14,6 +14,13 @@ cdef extern from "kernels.h" nogil:
         HMF_PAD
         HMF_SYSTEMS
 
+    ctypedef struct hmf_rows:
+        Py_ssize_t n
+        Py_ssize_t width
+        Py_ssize_t stride
+        const void* fixed
+        const int32_t* columns
+
     ctypedef struct hmf_kernel_table:
         const char* name
         float (*dot_f)(Py_ssize_t n, const float* a, const float* b) noexcept nogil
@@ -35,35 +42,25 @@ cdef extern from "kernels.h" nogil:
                               float* root, float* target) noexcept nogil
         Py_ssize_t (*weigh_d)(Py_ssize_t n, const double* ratings, double alpha, double unobserved, double sign,
                               double* root, double* target) noexcept nogil
-        void (*gather_f)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const float* fixed, Py_ssize_t stride,
-                         const int32_t* columns, Py_ssize_t n_ahead, const float* root, const float* target,
-                         float* v, float* b) noexcept nogil
-        void (*gather_d)(Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld, const double* fixed, Py_ssize_t stride,
-                         const int32_t* columns, Py_ssize_t n_ahead, const double* root, const double* target,
-                         double* v, double* b) noexcept nogil
-        void (*cholesky_f)(int count, Py_ssize_t rank, Py_ssize_t ld, float** a, float** b, float epsilon,
-                           float* work, float** x, Py_ssize_t* status) noexcept nogil
-        void (*cholesky_d)(int count, Py_ssize_t rank, Py_ssize_t ld, double** a, double** b, double epsilon,
-                           double* work, double** x, Py_ssize_t* status) noexcept nogil
-        void (*products_f)(Py_ssize_t n, Py_ssize_t size, Py_ssize_t width, Py_ssize_t stride, const float* fixed,
-                           const int32_t* columns, const float* root, float shift, float ridge, Py_ssize_t ld,
-                           float* a) noexcept nogil
-        void (*sum_rows_f)(Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride, const float* fixed,
-                           const int32_t* columns, const float* coefficient, float* out) noexcept nogil
-        void (*prefetch_rows_f)(Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride, const float* fixed,
-                                const int32_t* columns) noexcept nogil
-        void (*apply_f)(Py_ssize_t n, Py_ssize_t rank, const float* fixed, const int32_t* columns,
-                        const float* weight, const float* target, float sign, const float* p,
+        void (*gather_f)(const hmf_rows* rows, Py_ssize_t n_ahead, Py_ssize_t ld, const float* root,
+                         const float* target, float* v, float* b) noexcept nogil
+        void (*cholesky_f)(int count, Py_ssize_t rank, float** a, float** b, float epsilon, float* work, float** x,
+                           Py_ssize_t* status) noexcept nogil
+        void (*products_f)(const hmf_rows* rows, Py_ssize_t size, const float* root, float shift, float ridge,
+                           Py_ssize_t ld, float* a) noexcept nogil
+        void (*sum_rows_f)(const hmf_rows* rows, const float* coefficient, float* out) noexcept nogil
+        void (*prefetch_rows_f)(const hmf_rows* rows) noexcept nogil
+        void (*apply_f)(const hmf_rows* rows, const float* weight, const float* target, float sign, const float* p,
                         float* out) noexcept nogil
-        void (*products_d)(Py_ssize_t n, Py_ssize_t size, Py_ssize_t width, Py_ssize_t stride, const double* fixed,
-                           const int32_t* columns, const double* root, double shift, double ridge, Py_ssize_t ld,
-                           double* a) noexcept nogil
-        void (*sum_rows_d)(Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride, const double* fixed,
-                           const int32_t* columns, const double* coefficient, double* out) noexcept nogil
-        void (*prefetch_rows_d)(Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride, const double* fixed,
-                                const int32_t* columns) noexcept nogil
-        void (*apply_d)(Py_ssize_t n, Py_ssize_t rank, const double* fixed, const int32_t* columns,
-                        const double* weight, const double* target, double sign, const double* p,
+        void (*gather_d)(const hmf_rows* rows, Py_ssize_t n_ahead, Py_ssize_t ld, const double* root,
+                         const double* target, double* v, double* b) noexcept nogil
+        void (*cholesky_d)(int count, Py_ssize_t rank, double** a, double** b, double epsilon, double* work, double** x,
+                           Py_ssize_t* status) noexcept nogil
+        void (*products_d)(const hmf_rows* rows, Py_ssize_t size, const double* root, double shift, double ridge,
+                           Py_ssize_t ld, double* a) noexcept nogil
+        void (*sum_rows_d)(const hmf_rows* rows, const double* coefficient, double* out) noexcept nogil
+        void (*prefetch_rows_d)(const hmf_rows* rows) noexcept nogil
+        void (*apply_d)(const hmf_rows* rows, const double* weight, const double* target, double sign, const double* p,
                         double* out) noexcept nogil
         void (*combine_f)(Py_ssize_t n, Py_ssize_t rank, const float* rows, const float* coefficient,
                           float* out) noexcept nogil
@@ -134,30 +131,28 @@ cdef inline Py_ssize_t weigh(const hmf_kernel_table* table, Py_ssize_t n, const 
         return table.weigh_d(n, ratings, alpha, unobserved, sign, root, target)
 
 
-cdef inline void gather(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t rank, Py_ssize_t ld,
-                        const real* fixed, Py_ssize_t stride, const int32_t* columns, Py_ssize_t n_ahead,
+cdef inline void gather(const hmf_kernel_table* table, const hmf_rows* rows, Py_ssize_t n_ahead, Py_ssize_t ld,
                         const real* root, const real* target, real* v, real* b) noexcept nogil:
     if real is float:
-        table.gather_f(n, rank, ld, fixed, stride, columns, n_ahead, root, target, v, b)
+        table.gather_f(rows, n_ahead, ld, root, target, v, b)
     else:
-        table.gather_d(n, rank, ld, fixed, stride, columns, n_ahead, root, target, v, b)
+        table.gather_d(rows, n_ahead, ld, root, target, v, b)
 
 
-cdef inline void cholesky(const hmf_kernel_table* table, int count, Py_ssize_t rank, Py_ssize_t ld, real** a, real** b,
-                          real epsilon, real* work, real** x, Py_ssize_t* status) noexcept nogil:
+cdef inline void cholesky(const hmf_kernel_table* table, int count, Py_ssize_t rank, real** a, real** b, real epsilon,
+                          real* work, real** x, Py_ssize_t* status) noexcept nogil:
     if real is float:
-        table.cholesky_f(count, rank, ld, a, b, epsilon, work, x, status)
+        table.cholesky_f(count, rank, a, b, epsilon, work, x, status)
     else:
-        table.cholesky_d(count, rank, ld, a, b, epsilon, work, x, status)
+        table.cholesky_d(count, rank, a, b, epsilon, work, x, status)
 
 
-cdef inline void apply_rows(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t rank, const real* fixed,
-                            const int32_t* columns, const real* weight, const real* target, real sign,
-                            const real* p, real* out) noexcept nogil:
+cdef inline void apply_rows(const hmf_kernel_table* table, const hmf_rows* rows, const real* weight,
+                            const real* target, real sign, const real* p, real* out) noexcept nogil:
     if real is float:
-        table.apply_f(n, rank, fixed, columns, weight, target, sign, p, out)
+        table.apply_f(rows, weight, target, sign, p, out)
     else:
-        table.apply_d(n, rank, fixed, columns, weight, target, sign, p, out)
+        table.apply_d(rows, weight, target, sign, p, out)
 
 
 cdef inline Py_ssize_t first_at_least(const hmf_kernel_table* table, Py_ssize_t n, const real* scores, real threshold,
@@ -176,27 +171,17 @@ cdef inline void combine(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t
         table.combine_d(n, rank, rows, coefficient, out)
 
 
-cdef inline void products(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t size, Py_ssize_t width,
-                          Py_ssize_t stride, const real* fixed, const int32_t* columns, const real* root, real shift,
-                          real ridge, Py_ssize_t ld, real* a) noexcept nogil:
+cdef inline void products(const hmf_kernel_table* table, const hmf_rows* rows, Py_ssize_t size, const real* root,
+                          real shift, real ridge, Py_ssize_t ld, real* a) noexcept nogil:
     if real is float:
-        table.products_f(n, size, width, stride, fixed, columns, root, shift, ridge, ld, a)
+        table.products_f(rows, size, root, shift, ridge, ld, a)
     else:
-        table.products_d(n, size, width, stride, fixed, columns, root, shift, ridge, ld, a)
+        table.products_d(rows, size, root, shift, ridge, ld, a)
 
 
-cdef inline void sum_rows(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride,
-                          const real* fixed, const int32_t* columns, const real* coefficient,
+cdef inline void sum_rows(const hmf_kernel_table* table, const hmf_rows* rows, const real* coefficient,
                           real* out) noexcept nogil:
     if real is float:
-        table.sum_rows_f(n, width, stride, fixed, columns, coefficient, out)
+        table.sum_rows_f(rows, coefficient, out)
     else:
-        table.sum_rows_d(n, width, stride, fixed, columns, coefficient, out)
-
-
-cdef inline void prefetch_rows(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t width, Py_ssize_t stride,
-                               const real* fixed, const int32_t* columns) noexcept nogil:
-    if real is float:
-        table.prefetch_rows_f(n, width, stride, fixed, columns)
-    else:
-        table.prefetch_rows_d(n, width, stride, fixed, columns)
+        table.sum_rows_d(rows, coefficient, out)

@@ -292,20 +292,23 @@ HMF_INLINE void FN(apply_few)(const int rows, ptrdiff_t rank, const REAL *const 
         for (int r = 0; r < rows; r++) out[j] += factor[r] * y[r][j];
 }
 
-static void FN(apply)(ptrdiff_t n, ptrdiff_t rank, const REAL *fixed, const int32_t *columns, const REAL *weight,
-                      const REAL *target, REAL sign, const REAL *p, REAL *out) {
+static void FN(apply)(const hmf_rows *rows, const REAL *weight, const REAL *target, REAL sign, const REAL *p,
+                      REAL *out) {
+    const ptrdiff_t n = rows->n, rank = rows->width, stride = rows->stride;
+    const REAL *const fixed = rows->fixed;
+    const int32_t *const columns = rows->columns;
     const REAL *y[HMF_TOGETHER];
     ptrdiff_t k = 0;
     for (; k + HMF_TOGETHER <= n; k += HMF_TOGETHER) {
         for (int r = 0; r < HMF_TOGETHER; r++) {
-            y[r] = fixed + columns[k + r] * rank;
+            y[r] = fixed + columns[k + r] * stride;
             if (k + r + HMF_AHEAD < n)
-                FN(prefetch_row)(fixed + columns[k + r + HMF_AHEAD] * rank, rank);
+                FN(prefetch_row)(fixed + columns[k + r + HMF_AHEAD] * stride, rank);
         }
         FN(apply_few)(HMF_TOGETHER, rank, y, weight ? weight + k : NULL, target ? target + k : NULL, sign, p, out);
     }
     for (; k < n; k++) {
-        y[0] = fixed + columns[k] * rank;
+        y[0] = fixed + columns[k] * stride;
         FN(apply_few)(1, rank, y, weight ? weight + k : NULL, target ? target + k : NULL, sign, p, out);
     }
 }
@@ -356,9 +359,11 @@ HMF_INLINE void FN(gather_few)(const int rows, ptrdiff_t rank, ptrdiff_t ld, con
         for (ptrdiff_t j = rank; j < ld; j++) v[r * ld + j] = 0;
 }
 
-static void FN(gather)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const REAL *fixed, ptrdiff_t stride,
-                       const int32_t *columns, ptrdiff_t n_ahead, const REAL *root, const REAL *target, REAL *v,
-                       REAL *b) {
+static void FN(gather)(const hmf_rows *rows, ptrdiff_t n_ahead, ptrdiff_t ld, const REAL *root, const REAL *target,
+                       REAL *v, REAL *b) {
+    const ptrdiff_t n = rows->n, rank = rows->width, stride = rows->stride;
+    const REAL *const fixed = rows->fixed;
+    const int32_t *const columns = rows->columns;
     const REAL *y[HMF_TOGETHER];
     ptrdiff_t k = 0;
     for (; k + HMF_TOGETHER <= n; k += HMF_TOGETHER) {
@@ -374,10 +379,7 @@ static void FN(gather)(ptrdiff_t n, ptrdiff_t rank, ptrdiff_t ld, const REAL *fi
     }
 }
 
-/* ---- inner products of a row's entries ------------------------------------------------------------------------
- *
- * Entries k = 0 .. n - 1 stand for rows y_k = fixed + columns[k] * stride, of which `width` elements take part.
- */
+/* ---- inner products of a row's entries ------------------------------------------------------------------------ */
 
 /* `total` of each of four vectors, by shuffles that they share. */
 HMF_INLINE void FN(four_totals)(const VEC *v, FOUR *out) {
@@ -419,8 +421,11 @@ HMF_INLINE void FN(products_tile)(const int rows, ptrdiff_t width, const REAL *c
 
 /* a = S (Y Y^T + shift) S + ridge I, upper part, row-major, ld x ld with ld >= n a multiple of HMF_PAD; the first `size`
  * rows are written, those from n on as rows of the unit matrix. root (ld,): S, zero from n on. */
-static void FN(products)(ptrdiff_t n, ptrdiff_t size, ptrdiff_t width, ptrdiff_t stride, const REAL *fixed,
-                         const int32_t *columns, const REAL *root, REAL shift, REAL ridge, ptrdiff_t ld, REAL *a) {
+static void FN(products)(const hmf_rows *given, ptrdiff_t size, const REAL *root, REAL shift, REAL ridge,
+                         ptrdiff_t ld, REAL *a) {
+    const ptrdiff_t n = given->n, width = given->width, stride = given->stride;
+    const REAL *const fixed = given->fixed;
+    const int32_t *const columns = given->columns;
     const REAL *y[HMF_PRODUCT_ROWS], *right[4];
     memset(a, 0, (size + HMF_BLOCK - 1) / HMF_BLOCK * HMF_BLOCK * ld * sizeof(REAL)); /* whole panels of `cholesky` */
     for (ptrdiff_t i0 = 0; i0 < n; i0 += HMF_PRODUCT_ROWS) {
@@ -446,8 +451,10 @@ static void FN(products)(ptrdiff_t n, ptrdiff_t size, ptrdiff_t width, ptrdiff_t
 }
 
 /* out = sum_k coefficient[k] y_k, `width` elements. */
-static void FN(sum_rows)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const REAL *fixed, const int32_t *columns,
-                         const REAL *coefficient, REAL *out) {
+static void FN(sum_rows)(const hmf_rows *rows, const REAL *coefficient, REAL *out) {
+    const ptrdiff_t n = rows->n, width = rows->width, stride = rows->stride;
+    const REAL *const fixed = rows->fixed;
+    const int32_t *const columns = rows->columns;
     enum { PART = 4 }; /* vectors of `out` in registers at a time */
     ptrdiff_t j = 0;
     for (; j + PART * LANES <= width; j += PART * LANES) {
@@ -464,8 +471,10 @@ static void FN(sum_rows)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const R
     }
 }
 
-static void FN(prefetch_rows)(ptrdiff_t n, ptrdiff_t width, ptrdiff_t stride, const REAL *fixed,
-                              const int32_t *columns) {
+static void FN(prefetch_rows)(const hmf_rows *rows) {
+    const ptrdiff_t n = rows->n, width = rows->width, stride = rows->stride;
+    const REAL *const fixed = rows->fixed;
+    const int32_t *const columns = rows->columns;
     for (ptrdiff_t k = 0; k < n; k++) FN(prefetch_row)(fixed + columns[k] * stride, width);
 }
 
@@ -546,8 +555,9 @@ static void FN(backward_block)(ptrdiff_t k0, ptrdiff_t ld, const REAL *a, const 
 
 /* Solve A x = b for each of `count` systems, in place; b, x (ld,), work (count * 3 * ld,). status[s]: 0, the order of
  * the first leading minor that is not positive to working precision, or -1 for a pivot that is not finite. */
-static void FN(cholesky)(int count, ptrdiff_t rank, ptrdiff_t ld, REAL *const *a, REAL *const *b, REAL epsilon,
-                         REAL *work, REAL *const *x, ptrdiff_t *status) {
+static void FN(cholesky)(int count, ptrdiff_t rank, REAL *const *a, REAL *const *b, REAL epsilon, REAL *work,
+                         REAL *const *x, ptrdiff_t *status) {
+    const ptrdiff_t ld = (rank + HMF_PAD - 1) / HMF_PAD * HMF_PAD;
     REAL u[HMF_SYSTEMS][HMF_BLOCK][HMF_BLOCK] HMF_ALIGNED, inverse[HMF_SYSTEMS][HMF_BLOCK];
     REAL *z[HMF_SYSTEMS], *inverses[HMF_SYSTEMS], *diagonal[HMF_SYSTEMS];
     const ptrdiff_t whole = (rank + HMF_BLOCK - 1) / HMF_BLOCK * HMF_BLOCK;

@@ -70,9 +70,13 @@ HMF_INLINE REAL FN(sgd_keep)(double rate, double penalty) { return (REAL)(1.0 - 
 
 /* ---- both rows of an entry ------------------------------------------------------------------------------------ */
 
-HMF_INLINE double FN(sgd_entries_of)(const int vectors, ptrdiff_t n, ptrdiff_t ld, const int32_t *users,
-                                     const int32_t *items, const REAL *ratings, REAL *x, REAL *y, REAL *user_bias,
-                                     REAL *item_bias, const hmf_sgd_terms *terms) {
+HMF_INLINE double FN(plain_entries_of)(const int vectors, const hmf_sgd_entries *entries, const hmf_sgd_side *user_side,
+                                       const hmf_sgd_side *item_side, const hmf_sgd_terms *terms) {
+    const ptrdiff_t n = entries->n, ld = terms->ld;
+    const int32_t *const users = entries->users, *const items = entries->items;
+    const REAL *const ratings = entries->ratings;
+    REAL *const x = user_side->rows, *const y = item_side->rows;
+    REAL *const user_bias = user_side->bias, *const item_bias = item_side->bias;
     const REAL rate = (REAL)terms->rate, keep = FN(sgd_keep)(terms->rate, terms->penalty), mean = (REAL)terms->mean;
     const REAL bias_rate = (REAL)terms->bias_rate, bias_keep = FN(sgd_keep)(terms->bias_rate, terms->bias_penalty);
     double loss = 0;
@@ -100,14 +104,12 @@ HMF_INLINE double FN(sgd_entries_of)(const int vectors, ptrdiff_t n, ptrdiff_t l
     return loss;
 }
 
-/* Entries (users[k], items[k], ratings[k]) in turn; x (n_users, ld), y (n_items, ld), biases NULL without. */
-static double FN(sgd_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                              const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias,
-                              const hmf_sgd_terms *terms) {
-#define HMF_WIDTH(vectors)                                                                                        \
-    case vectors:                                                                                                  \
-        return FN(sgd_entries_of)(vectors, n, ld, users, items, ratings, x, y, user_bias, item_bias, terms)
-    switch (ld / LANES) {
+static double FN(plain_entries)(const hmf_sgd_entries *entries, const hmf_sgd_side *user, const hmf_sgd_side *item,
+                                const hmf_sgd_terms *terms) {
+#define HMF_WIDTH(vectors) \
+    case vectors:          \
+        return FN(plain_entries_of)(vectors, entries, user, item, terms)
+    switch (terms->ld / LANES) {
         HMF_WIDTH(1);
         HMF_WIDTH(2);
         HMF_WIDTH(3);
@@ -119,15 +121,20 @@ static double FN(sgd_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, c
         HMF_WIDTH(16);
     }
 #undef HMF_WIDTH
-    return FN(sgd_entries_of)((int)(ld / LANES), n, ld, users, items, ratings, x, y, user_bias, item_bias, terms);
+    return FN(plain_entries_of)((int)(terms->ld / LANES), entries, user, item, terms);
 }
 
 /* ---- the rows of one side, the other side fixed (MSGD eqs. 15 and 16) ------------------------------------------ */
 
-HMF_INLINE double FN(sgd_rows_of)(const int vectors, ptrdiff_t n, ptrdiff_t ld, const int64_t *order,
-                                  const int64_t *starts, const int64_t *ends, const int32_t *columns,
-                                  const REAL *ratings, REAL *moved, const REAL *fixed, REAL *moved_bias,
-                                  const REAL *fixed_bias, const hmf_sgd_terms *terms) {
+HMF_INLINE double FN(plain_rows_of)(const int vectors, ptrdiff_t n, const int64_t *order,
+                                    const hmf_sgd_row_entries *entries, const hmf_sgd_side *moved_side,
+                                    const hmf_sgd_side *fixed_side, const hmf_sgd_terms *terms) {
+    const int64_t *const starts = entries->starts, *const ends = entries->ends;
+    const int32_t *const columns = entries->columns;
+    const REAL *const ratings = entries->ratings;
+    REAL *const moved = moved_side->rows, *const moved_bias = moved_side->bias;
+    const REAL *const fixed = fixed_side->rows, *const fixed_bias = fixed_side->bias;
+    const ptrdiff_t ld = terms->ld;
     const REAL rate = (REAL)terms->rate, keep = FN(sgd_keep)(terms->rate, terms->penalty), mean = (REAL)terms->mean;
     const REAL bias_rate = (REAL)terms->bias_rate, bias_keep = FN(sgd_keep)(terms->bias_rate, terms->bias_penalty);
     int64_t row[HMF_SGD_SLOTS], at[HMF_SGD_SLOTS], end[HMF_SGD_SLOTS];
@@ -176,16 +183,13 @@ HMF_INLINE double FN(sgd_rows_of)(const int vectors, ptrdiff_t n, ptrdiff_t ld, 
     }
 }
 
-/* Each row of `order` (n of them, distinct) walks its entries starts[row] <= k < ends[row] in their order. How rows
- * take turns changes no row's factors. moved (rows, ld), fixed (columns, ld). */
-static double FN(sgd_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts, const int64_t *ends,
-                           const int32_t *columns, const REAL *ratings, REAL *moved, const REAL *fixed,
-                           REAL *moved_bias, const REAL *fixed_bias, const hmf_sgd_terms *terms) {
-#define HMF_WIDTH(vectors)                                                                                            \
-    case vectors:                                                                                                     \
-        return FN(sgd_rows_of)(vectors, n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,      \
-                               fixed_bias, terms)
-    switch (ld / LANES) {
+/* How rows take turns changes no row's factors. */
+static double FN(plain_rows)(ptrdiff_t n, const int64_t *order, const hmf_sgd_row_entries *entries,
+                             const hmf_sgd_side *moved, const hmf_sgd_side *fixed, const hmf_sgd_terms *terms) {
+#define HMF_WIDTH(vectors) \
+    case vectors:          \
+        return FN(plain_rows_of)(vectors, n, order, entries, moved, fixed, terms)
+    switch (terms->ld / LANES) {
         HMF_WIDTH(1);
         HMF_WIDTH(2);
         HMF_WIDTH(3);
@@ -197,8 +201,7 @@ static double FN(sgd_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, cons
         HMF_WIDTH(16);
     }
 #undef HMF_WIDTH
-    return FN(sgd_rows_of)((int)(ld / LANES), n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias,
-                           fixed_bias, terms);
+    return FN(plain_rows_of)((int)(terms->ld / LANES), n, order, entries, moved, fixed, terms);
 }
 
 /* ---- AdaGrad: each coordinate divides by the root of a constant and its sum of squared steps -------------------- */
@@ -245,10 +248,15 @@ HMF_INLINE void FN(rpcs)(ptrdiff_t ld, REAL *a, const REAL *other, REAL *c, REAL
     if (tail > 0 && !head_only) c[1] += FN(total)(sums[1]) / tail;
 }
 
-static double FN(rpcs_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                               const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias,
-                               REAL *x_squares, REAL *y_squares, REAL *user_bias_squares, REAL *item_bias_squares,
-                               const hmf_sgd_terms *terms) {
+static double FN(rpcs_entries)(const hmf_sgd_entries *entries, const hmf_sgd_side *user_side,
+                               const hmf_sgd_side *item_side, const hmf_sgd_terms *terms) {
+    const ptrdiff_t n = entries->n, ld = terms->ld;
+    const int32_t *const users = entries->users, *const items = entries->items;
+    const REAL *const ratings = entries->ratings;
+    REAL *const x = user_side->rows, *const y = item_side->rows;
+    REAL *const x_squares = user_side->squares, *const y_squares = item_side->squares;
+    REAL *const user_bias = user_side->bias, *const item_bias = item_side->bias;
+    REAL *const user_bias_squares = user_side->bias_squares, *const item_bias_squares = item_side->bias_squares;
     REAL old[HMF_LARGEST_ROW] __attribute__((aligned(64)));
     double loss = 0;
     for (ptrdiff_t k = 0; k < n; k++) {
@@ -272,10 +280,16 @@ static double FN(rpcs_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, 
     return loss;
 }
 
-static double FN(rpcs_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
-                            const int64_t *ends, const int32_t *columns, const REAL *ratings, REAL *moved,
-                            const REAL *fixed, REAL *moved_bias, const REAL *fixed_bias, REAL *squares,
-                            REAL *bias_squares, const hmf_sgd_terms *terms) {
+static double FN(rpcs_rows)(ptrdiff_t n, const int64_t *order, const hmf_sgd_row_entries *entries,
+                            const hmf_sgd_side *moved_side, const hmf_sgd_side *fixed_side,
+                            const hmf_sgd_terms *terms) {
+    const int64_t *const starts = entries->starts, *const ends = entries->ends;
+    const int32_t *const columns = entries->columns;
+    const REAL *const ratings = entries->ratings;
+    REAL *const moved = moved_side->rows, *const moved_bias = moved_side->bias;
+    REAL *const squares = moved_side->squares, *const bias_squares = moved_side->bias_squares;
+    const REAL *const fixed = fixed_side->rows, *const fixed_bias = fixed_side->bias;
+    const ptrdiff_t ld = terms->ld;
     double loss = 0;
     for (ptrdiff_t i = 0; i < n; i++) {
         const int64_t row = order[i];
@@ -295,16 +309,15 @@ static double FN(rpcs_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, con
     return loss;
 }
 
-/* ---- both, by what the sums belong to: rank 0, the coordinates; else the rows, of so many coordinates -------------- */
-
-/* `sgd_entries` with sums of squares laid out as the factors and the biases they belong to */
-static double FN(adagrad_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *users, const int32_t *items,
-                                  const REAL *ratings, REAL *x, REAL *y, REAL *user_bias, REAL *item_bias,
-                                  REAL *x_squares, REAL *y_squares, REAL *user_bias_squares, REAL *item_bias_squares,
-                               const hmf_sgd_terms *terms) {
-    if (terms->rank)
-        return FN(rpcs_entries)(n, ld, users, items, ratings, x, y, user_bias, item_bias, x_squares, y_squares,
-                                user_bias_squares, item_bias_squares, terms);
+static double FN(adagrad_entries)(const hmf_sgd_entries *entries, const hmf_sgd_side *user_side,
+                                  const hmf_sgd_side *item_side, const hmf_sgd_terms *terms) {
+    const ptrdiff_t n = entries->n, ld = terms->ld;
+    const int32_t *const users = entries->users, *const items = entries->items;
+    const REAL *const ratings = entries->ratings;
+    REAL *const x = user_side->rows, *const y = item_side->rows;
+    REAL *const x_squares = user_side->squares, *const y_squares = item_side->squares;
+    REAL *const user_bias = user_side->bias, *const item_bias = item_side->bias;
+    REAL *const user_bias_squares = user_side->bias_squares, *const item_bias_squares = item_side->bias_squares;
     const REAL rate = (REAL)terms->rate, lambda = (REAL)terms->penalty, root = (REAL)terms->root;
     double loss = 0;
     for (ptrdiff_t k = 0; k < n; k++) {
@@ -334,14 +347,16 @@ static double FN(adagrad_entries)(ptrdiff_t n, ptrdiff_t ld, const int32_t *user
     return loss;
 }
 
-/* `sgd_rows` likewise */
-static double FN(adagrad_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, const int64_t *starts,
-                               const int64_t *ends, const int32_t *columns, const REAL *ratings, REAL *moved,
-                               const REAL *fixed, REAL *moved_bias, const REAL *fixed_bias, REAL *squares,
-                               REAL *bias_squares, const hmf_sgd_terms *terms) {
-    if (terms->rank)
-        return FN(rpcs_rows)(n, ld, order, starts, ends, columns, ratings, moved, fixed, moved_bias, fixed_bias,
-                             squares, bias_squares, terms);
+static double FN(adagrad_rows)(ptrdiff_t n, const int64_t *order, const hmf_sgd_row_entries *entries,
+                               const hmf_sgd_side *moved_side, const hmf_sgd_side *fixed_side,
+                               const hmf_sgd_terms *terms) {
+    const int64_t *const starts = entries->starts, *const ends = entries->ends;
+    const int32_t *const columns = entries->columns;
+    const REAL *const ratings = entries->ratings;
+    REAL *const moved = moved_side->rows, *const moved_bias = moved_side->bias;
+    REAL *const squares = moved_side->squares, *const bias_squares = moved_side->bias_squares;
+    const REAL *const fixed = fixed_side->rows, *const fixed_bias = fixed_side->bias;
+    const ptrdiff_t ld = terms->ld;
     const REAL rate = (REAL)terms->rate, lambda = (REAL)terms->penalty, root = (REAL)terms->root;
     double loss = 0;
     for (ptrdiff_t i = 0; i < n; i++) {
@@ -361,4 +376,18 @@ static double FN(adagrad_rows)(ptrdiff_t n, ptrdiff_t ld, const int64_t *order, 
         }
     }
     return loss;
+}
+
+/* ---- the kernels of the table ----------------------------------------------------------------------------------- */
+
+static double FN(sgd_entries)(const hmf_sgd_entries *entries, const hmf_sgd_side *user, const hmf_sgd_side *item,
+                              const hmf_sgd_terms *terms) {
+    if (!user->squares) return FN(plain_entries)(entries, user, item, terms);
+    return (terms->rank ? FN(rpcs_entries) : FN(adagrad_entries))(entries, user, item, terms);
+}
+
+static double FN(sgd_rows)(ptrdiff_t n, const int64_t *order, const hmf_sgd_row_entries *entries,
+                           const hmf_sgd_side *moved, const hmf_sgd_side *fixed, const hmf_sgd_terms *terms) {
+    if (!moved->squares) return FN(plain_rows)(n, order, entries, moved, fixed, terms);
+    return (terms->rank ? FN(rpcs_rows) : FN(adagrad_rows))(n, order, entries, moved, fixed, terms);
 }

@@ -44,6 +44,21 @@ class Systems(NamedTuple):
     epsilon: float
 
 
+class Weights(NamedTuple):
+    """How entries count.
+
+    Attributes
+    ----------
+    implicit : bool
+    alpha, unobserved : float
+        Confidence per unit of feedback, and of pairs without an entry.
+    """
+
+    implicit: bool
+    alpha: float
+    unobserved: float
+
+
 class Rows(NamedTuple):
     """All rows of the side that is solved, as CSR.
 

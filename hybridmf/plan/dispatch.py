@@ -217,7 +217,7 @@ def choose(request: Request) -> Plan:
 def _on_cpu(request: Request, why: str, on_gpu: Plan | None) -> Plan:
     """The CPU's plan, if a GPU was found but is not used."""
     found = () if on_gpu is None else (replace(request.estimate(on_gpu), why_not=memory_lacks(on_gpu)),)
-    return _cpu_instead(request, request.on_cpu(request.base), why, *found)
+    return _cpu_instead(request, request.on_cpu(request.base.changed(reason=why)), why, *found)
 
 
 def _cpu_instead(request: Request, plan: Plan, why: str, *found: Estimate, own: Estimate | None = None) -> Plan:

@@ -443,7 +443,8 @@ def terms_at(method: SgdMethod, objective: Objective, mean: float, epoch: int) -
     ridges = objective.regularization.user, objective.bias_regularization.user  # the same as of items
     if method.rate_schedule in GPU_RATE_SCHEDULES:
         return Terms(rate / c, ridges[0], mean, rate, ridges[1])
-    return Terms(math.sqrt(c) * rate, ridges[0], mean, c * rate, ridges[1], c**3, c**2)
+    head_only = method.rate_schedule == "rpcs" and epoch == 0
+    return Terms(math.sqrt(c) * rate, ridges[0], mean, c * rate, ridges[1], c**3, c**2, head_only)
 
 
 RISE = 2.0

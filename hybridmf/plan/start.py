@@ -104,9 +104,8 @@ class DrawnFactors(LazyFactors):
 
     def draw(self, out: np.ndarray) -> None:
         """Fill a matrix of shape (n, rank), whose rows may be longer, on the host."""
-        rows = np.empty(0, np.int64) if self.rows is None else self.rows
-        arguments = (self.first, self.seed, self.stream, self.signed, self.num_threads)
-        _draw.draw_rows(out, self.scales, rows, *arguments)
+        rows = self.first if self.rows is None else self.rows
+        _draw.draw_rows(out, self.scales, rows, self.seed, self.stream, self.signed, self.num_threads)
 
     def first_bias(self) -> np.ndarray | None:
         """Zeros of shape (n,) where there are biases."""

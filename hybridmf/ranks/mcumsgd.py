@@ -118,7 +118,7 @@ class Backend(Protocol):
     def arrived(self, arrays: Sequence[Array]) -> Any:
         """Working copy of a received range of items."""
 
-    def move(self, block: int, side: Side, work: dict[Side, Any], terms: Terms, epoch: int) -> Iterator[None]:
+    def move(self, block: int, side: Side, work: dict[Side, Any], terms: Terms) -> Iterator[None]:
         """Update the rows of a side from the ratings of a block; yields where it may be stopped."""
 
     def factors(self, work: Any) -> Factors:
@@ -180,7 +180,7 @@ class CpuBackend:
     def arrays(self, work: Copies) -> list[np.ndarray]:
         """Factors, biases and sums of squares."""
         self._items = work
-        return [getattr(work, name) for name in self._names()]
+        return [getattr(work.rows, name) for name in self._names()]
 
     def likes(self, rows: int) -> list[np.ndarray]:
         """See `Backend`."""
@@ -192,17 +192,18 @@ class CpuBackend:
         """See `Backend`."""
         work = copy.copy(self._items)
         assert work is not None
+        received: dict[str, Any] = {}
         for name, array in zip(self._names(), arrays, strict=True):
-            lined_up = aligned_zeros(array.shape, array.dtype)
-            lined_up[...] = array
-            setattr(work, name, lined_up)
+            received[name] = aligned_zeros(array.shape, array.dtype)
+            received[name][...] = array
+        work.rows = work.rows._replace(**received)
         return work
 
-    def move(self, block: int, side: Side, work: dict[Side, Copies], terms: Terms, epoch: int) -> Iterator[None]:
+    def move(self, block: int, side: Side, work: dict[Side, Copies], terms: Terms) -> Iterator[None]:
         """See `Backend`; yields after each kernel call."""
         sweeps = self.sweeps[block]
         if sweeps is not None:
-            for loss in sweeps.one_pass(side, work, terms, epoch):
+            for loss in sweeps.one_pass(side, work, terms):
                 self._losses.append(loss)
                 yield
 
@@ -325,7 +326,7 @@ class GpuBackend:
         """See `Backend`."""
         return Rows(*arrays)
 
-    def move(self, block: int, side: Side, work: dict[Side, Rows], terms: Terms, epoch: int) -> Iterator[None]:
+    def move(self, block: int, side: Side, work: dict[Side, Rows], terms: Terms) -> Iterator[None]:
         """See `Backend`; launches without waiting."""
         msgd = self.epochs[block]
         if msgd is not None:
@@ -490,7 +491,7 @@ class RankSGD:
         return max(self._user_steps()[-1], self.size if self.size > 1 else 0)
 
     def _move(self, block: int, side: Side, work: dict[Side, Any], terms: Terms) -> None:
-        for _ in self.backend.move(block, side, work, terms, self.epoch):
+        for _ in self.backend.move(block, side, work, terms):
             if self.communicator.cause:  # a pass may be long
                 raise CommunicatorError(self.communicator.cause)
 

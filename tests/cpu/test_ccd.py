@@ -21,6 +21,7 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceMemoryError, ModelFileError, NonFiniteError
 from hybridmf.formats import transpose
 from hybridmf.native import _als, _ccd
+from hybridmf.native.residual_rows import Change, ResidualRows
 from hybridmf.plan.als import ALS, for_fold_in
 from hybridmf.plan.ccd import CcdMethod
 from hybridmf.plan.machine import CpuRates, Machine
@@ -153,7 +154,7 @@ def test_long_rows_are_shared_by_threads(entries, side, name):
         matrix = matrix if side == "user" else transpose(matrix)
         weights = np.linspace(0.5, 2, matrix.nnz).astype(dtype)
         first = solver_of(matrix, ALL_OBJECTIVES[name], 2, threads=1, inner=2, weights=weights)
-        assert len(first.halves[side].segments) == (0 if entries <= _ccd.LONG_ROW else -(-entries // _ccd.SEGMENT))
+        assert len(first.halves[side].rows.segments) == (0 if entries <= _ccd.LONG_ROW else -(-entries // _ccd.SEGMENT))
         expected = reference.ccd(matrix, first.state, first.objective, 2, 2, weights=weights)
         state = run(first, 2)
         assert relative_error(state, expected) < tolerance
@@ -181,12 +182,10 @@ def test_each_instruction_set(name, dtype, objective, monkeypatch):
     catch_up = np.zeros(len(items.degrees), dtype=dtype)
     pairs = np.ascontiguousarray(np.column_stack([state.user.matrix[:, -1], state.user.matrix[:, 0]]))
     own, pending = np.zeros((len(catch_up), 2), dtype=dtype), np.ascontiguousarray(state.item.matrix[:, -1])
-    _ccd.update(
-        catch_up, own, pairs, items.indptr, items.indices, items.residual, items.weights, items.ridges[0], pending,
-        pending[:0], items.groups, items.segments, np.zeros((1, _ccd.LONG_ROW), dtype=dtype), _ccd.CATCH_UP, False, 1,
-    )  # fmt: skip
-    by_columns = sp.csr_array((items.residual, items.indices, items.indptr), shape=matrix.shape[::-1])
-    np.testing.assert_array_equal(transpose(as_csr(by_columns, dtype=dtype)).data, solver.halves["user"].residual)
+    change, workspace = Change(_ccd.CATCH_UP, pending, pending[:0]), np.zeros((1, _ccd.LONG_ROW), dtype=dtype)
+    _ccd.update(catch_up, own, pairs, items.rows, change, items.ridges[0], False, workspace)
+    by_columns = sp.csr_array((items.rows.residual, items.rows.indices, items.rows.indptr), shape=matrix.shape[::-1])
+    np.testing.assert_array_equal(transpose(as_csr(by_columns, dtype=dtype)).data, solver.halves["user"].rows.residual)
 
 
 @pytest.mark.parametrize("name", ["count", "biased, 0.3 n^0.5"])
@@ -200,7 +199,7 @@ def test_residual_is_carried_through_an_iteration(name):
         predicted = (state.user.matrix[rows].astype(np.float64) * state.item.matrix[matrix.indices]).sum(axis=1)
         if state.user.bias is not None:
             predicted += state.mean + state.user.bias[rows] + state.item.bias[matrix.indices]
-        np.testing.assert_allclose(solver.halves["user"].residual, matrix.data - predicted, atol=tolerance)
+        np.testing.assert_allclose(solver.halves["user"].rows.residual, matrix.data - predicted, atol=tolerance)
 
 
 def test_float32_error_is_that_of_sums_in_blocks():
@@ -213,10 +212,9 @@ def test_float32_error_is_that_of_sums_in_blocks():
     coordinates, own = np.zeros(1, np.float32), np.zeros((1, 2), np.float32)
     indptr, indices = np.array([0, entries]), np.arange(entries, dtype=np.int32)
     nothing = np.empty(0, np.float32)
-    _ccd.update(
-        coordinates, own, pairs, indptr, indices, e, nothing, np.zeros(1), nothing, nothing, *_ccd.schedule(indptr),
-        np.zeros((1, _ccd.LONG_ROW), np.float32), _ccd.KEEP, False, 1,
-    )  # fmt: skip
+    rows = ResidualRows(indptr, indices, e, nothing, *_ccd.schedule(indptr))
+    workspace = np.zeros((1, _ccd.LONG_ROW), np.float32)
+    _ccd.update(coordinates, own, pairs, rows, Change(_ccd.KEEP, nothing, nothing), np.zeros(1), False, workspace)
     wide = b.astype(np.float64)
     curvature = float(wide @ wide)
     bound = 8e-6 * (np.abs(wide) @ np.abs(e) + abs(wide @ e)) / curvature
@@ -690,8 +688,8 @@ def test_memory_is_what_the_plan_says(name):
     matrix = as_csr(planted(900, 300, 0.2), dtype=np.float32)
     solver = solver_of(matrix, ALL_OBJECTIVES[name], 4, threads=2)
     plan, halves = solver.plan, solver.halves.values()
-    assert sum(half.residual.nbytes for half in halves) == plan.bytes["residual"]
-    ratings = sum(half.ratings.nbytes + half.indices.nbytes + half.indptr.nbytes for half in halves)
+    assert sum(half.rows.residual.nbytes for half in halves) == plan.bytes["residual"]
+    ratings = sum(half.ratings.nbytes + half.rows.indices.nbytes + half.rows.indptr.nbytes for half in halves)
     assert ratings <= plan.bytes["ratings"] + 16
     assert solver._workspace.nbytes == plan.bytes["workspace"]
     vectors = sum(half.ridges.nbytes + 2 * 4 * len(half.degrees) for half in halves)

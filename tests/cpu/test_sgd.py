@@ -25,6 +25,7 @@ from hybridmf.cpu.sgd import Copies, CpuSGD, Diagonals, FreeBlocks, RowSweeps, S
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DivergedError, DuplicateEntriesError, ModelFileError, RatingsError
 from hybridmf.native import _als, _sgd
+from hybridmf.native.updates import BothSides, EntryBlocks, EntryList, RowEntries, WorkingRows
 from hybridmf.plan import sgd as plan_sgd
 from hybridmf.plan.sgd import SgdMethod, learning_rate_at, terms_at
 from support.ratings import planted
@@ -54,23 +55,23 @@ def sequence(solver: CpuSGD, epoch: int) -> tuple[np.ndarray, np.ndarray, np.nda
     """The entries of an epoch (the last one, of free blocks) in the order in which one thread updates them."""
     schedule = solver.schedule
     if isinstance(schedule, Stretches):
-        return schedule.users, schedule.items, schedule.ratings
+        return schedule.entries
     assert isinstance(schedule, (Diagonals, FreeBlocks))
     if isinstance(schedule, FreeBlocks):
         blocks = np.argsort(schedule.seen)
     else:
         rows = np.arange(schedule.grid)
         blocks = np.concatenate([rows * schedule.grid + (rows + s) % schedule.grid for s in schedule.shifts(epoch)])
-    order = np.concatenate([np.arange(*schedule.pointer[block : block + 2]) for block in blocks])
-    return schedule.users[order], schedule.items[order], schedule.ratings[order]
+    order = np.concatenate([np.arange(*schedule.blocks.pointer[block : block + 2]) for block in blocks])
+    users, items, ratings = schedule.blocks.entries
+    return users[order], items[order], ratings[order]
 
 
 def reference_epoch(solver: CpuSGD, matrix, state: State, epoch: int) -> State:
     terms = terms_at(solver.method, solver.objective, state.mean, epoch)
-    sums = solver.sums_width, epoch == 0
     if isinstance(solver.schedule, RowSweeps):
-        return reference.msgd(matrix, state, terms, *sums)
-    return reference.sgd_entries(*sequence(solver, epoch), state, terms, *sums)
+        return reference.msgd(matrix, state, terms, solver.sums_width)
+    return reference.sgd_entries(*sequence(solver, epoch), state, terms, solver.sums_width)
 
 
 def check_against_reference(matrix, method, rank, *, biases=False, epochs=2, threads=1, **changes) -> None:
@@ -198,10 +199,8 @@ def test_entries_of_a_sub_block():
     users, items, ratings = coo.row[inside].astype(np.int32), coo.col[inside].astype(np.int32), coo.data[inside]
     nothing = np.empty((0, 0))
     losses = np.zeros(1)
-    _sgd.entries(
-        x[20:45], y[8:30], none, none, nothing, nothing, none, none, users - 20, items - 8, ratings,
-        *PLAIN, losses, 1,
-    )  # fmt: skip
+    sides = BothSides(*(WorkingRows(rows, none, nothing, none) for rows in (x[20:45], y[8:30])))
+    _sgd.entries(sides, EntryList(users - 20, items - 8, ratings), PLAIN, losses, 1)
     expected = reference.sgd_entries(users, items, ratings, before, PLAIN)
     assert relative_error(State(Factors(x[:, :5]), Factors(y[:, :5])), expected) < 1e-12
     assert losses[0] > 0
@@ -221,10 +220,9 @@ def test_rows_of_a_sub_block():
     )
     order = np.arange(15, 50)
     losses = np.zeros(2)
-    _sgd.rows(
-        x, y, none, none, np.empty((0, 0)), none, order, np.array([0, 20, 35]), starts, ends,
-        matrix.indices, matrix.data, *PLAIN, losses, 2,
-    )  # fmt: skip
+    moved, fixed = (WorkingRows(rows, none, np.empty((0, 0)), none) for rows in (x, y))
+    entries = RowEntries(starts, ends, matrix.indices, matrix.data)
+    _sgd.rows(moved, fixed, entries, order, np.array([0, 20, 35]), PLAIN, losses, 2)
     for row in order:
         for k in range(starts[row], ends[row]):
             fixed = y[matrix.indices[k]]
@@ -236,12 +234,13 @@ def test_rows_of_a_sub_block():
 def test_kernels_take_no_entries():
     none, nothing, empty = np.empty(0), np.empty((0, 0)), np.empty(0, dtype=np.int32)
     x, losses, indptr = aligned_zeros((3, 8), np.float64), np.zeros((2, 2)), np.zeros(5, dtype=np.int64)
-    both = (x, x, none, none, nothing, nothing, none, none, empty, empty, none, *PLAIN)
-    _sgd.entries(*both, losses[0], 2)
-    _sgd.diagonals(*both, indptr, np.arange(2), losses, 2)
-    _sgd.free_blocks(*both, indptr, np.zeros(4, dtype=np.int32), 4, 0, losses, 2)
+    rows, entries = WorkingRows(x, none, nothing, none), EntryList(empty, empty, none)
+    both, blocks = BothSides(rows, rows), EntryBlocks(entries, indptr)
+    _sgd.entries(both, entries, PLAIN, losses[0], 2)
+    _sgd.diagonals(both, blocks, np.arange(2), PLAIN, losses, 2)
+    _sgd.free_blocks(both, blocks, np.zeros(4, dtype=np.int32), 4, 0, PLAIN, losses, 2)
     zeros = np.zeros(3, dtype=np.int64)
-    _sgd.rows(x, x, none, none, nothing, none, zeros, zeros[:1], zeros, zeros, empty, none, *PLAIN, none, 2)
+    _sgd.rows(rows, rows, RowEntries(zeros, zeros, empty, none), zeros, zeros[:1], PLAIN, none, 2)
     assert not losses.any()
 
 
@@ -269,20 +268,21 @@ def test_blocks_hold_every_entry_once_and_share_no_row(m, n, density, seed, thre
     dense[rng.integers(m), rng.integers(n)] = 1
     matrix = sp.csr_array(dense)
     schedule = solver_of(matrix, replace(method_of("blocks"), seed_bits=seed), 2, threads=threads).schedule
-    dealt = sp.coo_array((schedule.ratings, (schedule.users, schedule.items)), shape=(m, n))
+    users, items, ratings = schedule.blocks.entries
+    dealt = sp.coo_array((ratings, (users, items)), shape=(m, n))
     np.testing.assert_array_equal(dealt.toarray(), dense)
     assert dealt.nnz == matrix.nnz
     grid = schedule.grid
-    blocks = np.repeat(np.arange(grid**2), np.diff(schedule.pointer))
-    for rows, owner in ((schedule.users, blocks // grid), (schedule.items, blocks % grid)):
+    blocks = np.repeat(np.arange(grid**2), np.diff(schedule.blocks.pointer))
+    for rows, owner in ((users, blocks // grid), (items, blocks % grid)):
         assert len(np.unique(np.column_stack([rows, owner]), axis=0)) == len(np.unique(rows))
 
 
 def test_users_take_turns_within_a_block():
     """Consecutive updates of a block share no user while there are several: their chains of operations overlap."""
-    schedule = solver_of(planted(400, 50, 0.3), method_of("blocks"), 2).schedule
-    first = slice(*schedule.pointer[:2])
-    assert np.mean(np.diff(schedule.users[first]) == 0) < 0.2
+    blocks = solver_of(planted(400, 50, 0.3), method_of("blocks"), 2).schedule.blocks
+    first = slice(*blocks.pointer[:2])
+    assert np.mean(np.diff(blocks.entries.users[first]) == 0) < 0.2
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -311,7 +311,7 @@ def test_shuffles_depend_on_the_seed_and_the_epoch():
     assert not np.array_equal(schedule.shifts(0), schedule.shifts(1))
     np.testing.assert_array_equal(schedule.shifts(3), solver_of(planted(), method, 4).schedule.shifts(3))
     other = solver_of(planted(), replace(method, seed_bits=8), 4).schedule
-    assert not np.array_equal(schedule.users, other.users)
+    assert not np.array_equal(schedule.blocks.entries.users, other.blocks.entries.users)
     for kind in ("hogwild", "blocks"):
         fits = [hmf.SGD(**SMALL | {"random_state": seed}, schedule=kind).fit(planted()) for seed in (0, 0, 1)]
         np.testing.assert_array_equal(fits[0].user_factors, fits[1].user_factors)
@@ -330,6 +330,13 @@ def test_learning_rates():
     for rate_schedule, rate in plan_sgd.DEFAULT_RATES.items():
         method = SgdMethod.check("msgd", "mixed", rate_schedule, None, None, True)
         assert (method.learning_rate, method.decay) == (rate, plan_sgd.DEFAULT_DECAYS.get(rate_schedule, 0.0))
+
+
+def test_only_the_first_epoch_of_rpcs_moves_heads_alone():
+    objective = Objective.explicit(0.1, "none", False)
+    for rate_schedule, expected in (("rpcs", [True, False, False]), ("adagrad", [False, False, False])):
+        method = method_of("msgd", True, rate_schedule, 0.1)
+        assert [terms_at(method, objective, 0.0, epoch).head_only for epoch in range(3)] == expected
 
 
 @pytest.mark.parametrize(("schedule", "deterministic"), SCHEDULES)

@@ -94,7 +94,7 @@ def run(device, problem, launch, **options):
     matrices = device.empty((n_slots, rank, rank), problem.dtype)
     rhs = device.empty((n_slots, rank), problem.dtype)
     factors, segments = device.upload(problem.factors), device.upload(problem.segments)
-    launch(device, matrices, rhs, factors, problem.entries(device), segments, rank, **options)
+    launch(device, (matrices, rhs), factors, problem.entries(device), segments, **options)
     matrices, rhs = device.download(matrices), device.download(rhs)
     for slot, begin, end in problem.segments:
         entries = slice(begin, end)
@@ -236,8 +236,8 @@ def run_tiles(device, matrix, rank, tile_rows, tile_cols, kind="explicit", first
     rows = range(first_block * tile_rows, min((first_block + n_blocks) * tile_rows, matrix.shape[0]))
     matrices = device.empty((len(rows), rank, rank), matrix.dtype)
     rhs = device.empty((len(rows), rank), matrix.dtype)
-    arguments = device, matrices, rhs, device.upload(problem.factors), problem.entries(device), tiles
-    bals.bals(*arguments, first_block, n_blocks, rank, tile_rows, tile_cols, **options)
+    arguments = device.upload(problem.factors), problem.entries(device), tiles
+    bals.bals(device, (matrices, rhs), *arguments, bals.RowBlocks(first_block, n_blocks, len(rows)), **options)
     matrices, rhs = device.download(matrices), device.download(rhs)
     for slot, row in enumerate(rows):
         entries = slice(matrix.indptr[row], matrix.indptr[row + 1])
@@ -262,20 +262,20 @@ BALS_CASES = [
 )
 def test_bals_sums_rows(device, variant, rank, dtype, kind, tile):
     matrix = power_law(61, 50, 0.15, dtype=dtype)
-    run_tiles(device, matrix, rank, *tile, kind, variant=variant)
+    run_tiles(device, matrix, rank, *tile, kind, config=variant)
 
 
 @pytest.mark.parametrize("variant", ["chip", "local"])
 def test_bals_sums_batches_of_row_blocks(device, variant):
     matrix = power_law(61, 50, 0.15)
-    whole, rhs = run_tiles(device, matrix, 7, 16, 20, variant=variant)
+    whole, rhs = run_tiles(device, matrix, 7, 16, 20, config=variant)
     below = np.tril_indices(7)
     for first, count in ((0, 1), (1, 2), (3, 1)):
-        part, part_rhs = run_tiles(device, matrix, 7, 16, 20, first_block=first, n_blocks=count, variant=variant)
+        part, part_rhs = run_tiles(device, matrix, 7, 16, 20, first_block=first, n_blocks=count, config=variant)
         rows = slice(first * 16, (first + count) * 16)
         np.testing.assert_array_equal(part[:, below[0], below[1]], whole[rows][:, below[0], below[1]])
         np.testing.assert_array_equal(part_rhs, rhs[rows])
-    run_tiles(device, matrix, 7, 16, 20, first_block=4, n_blocks=0, variant=variant)
+    run_tiles(device, matrix, 7, 16, 20, first_block=4, n_blocks=0, config=variant)
 
 
 BALS_CONFIGS = [
@@ -303,19 +303,19 @@ BALS_LOCAL_CONFIGS = [
 @pytest.mark.parametrize("config", BALS_LOCAL_CONFIGS, ids=str)
 def test_bals_local_configurations_agree(device, config):
     matrix = power_law(45, 70, 0.2, dtype=np.float32 if config.itemsize == 4 else np.float64)
-    run_tiles(device, matrix, 20, 19, 12, "implicit", config=config, variant="local")
+    run_tiles(device, matrix, 20, 19, 12, "implicit", config=config)
 
 
 def test_bals_gives_the_same_without_passing_over_vacant_tiles(device):
     matrix = power_law(61, 50, 0.05)
     assert BalsMatrix.from_csr(matrix, 16, 10).statistics()["vacant_tiles"] > 0
     plain, all_tiles = (
-        run_tiles(device, matrix, 7, 16, 10, variant="local", skip_vacant=skip_vacant) for skip_vacant in (True, False)
+        run_tiles(device, matrix, 7, 16, 10, config="local", skip_vacant=skip_vacant) for skip_vacant in (True, False)
     )
     below = np.tril_indices(7)
     np.testing.assert_array_equal(plain[0][:, below[0], below[1]], all_tiles[0][:, below[0], below[1]])
     np.testing.assert_array_equal(plain[1], all_tiles[1])
-    with pytest.raises(ValueError, match="skip_vacant=False needs variant=\"local\", got 'chip'"):
+    with pytest.raises(ValueError, match='skip_vacant=False needs config="local"'):
         run_tiles(device, matrix, 7, 16, 10, skip_vacant=False)
 
 
@@ -336,14 +336,14 @@ def test_bals_of_large_systems(device, variant, rank, dtype, kind):
     tile = plan_assemblies.bals_tile_sizes(rank, np.dtype(dtype).itemsize, device.spec)
     if variant == "local":
         tile = tile[0], min(tile[1], 64)
-    run_tiles(device, matrix, rank, *tile, kind, variant=variant)
+    run_tiles(device, matrix, rank, *tile, kind, config=variant)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("variant", ["chip", "local"])
 def test_bals_with_the_paper_s_tiles_gives_the_same_bits_again(device, variant):
     matrix = power_law(3000, 2000, 0.05)
-    first, second = (run_tiles(device, matrix, 32, 256, 192, variant=variant) for _ in range(2))
+    first, second = (run_tiles(device, matrix, 32, 256, 192, config=variant) for _ in range(2))
     below = np.tril_indices(32)
     np.testing.assert_array_equal(first[0][:, below[0], below[1]], second[0][:, below[0], below[1]])
     np.testing.assert_array_equal(first[1], second[1])
@@ -451,17 +451,16 @@ def emulated():
 @pytest.mark.parametrize("launch", [sparse_syrk, mo_als])
 def test_arrays_that_kernels_cannot_read(launch):
     device, problem = emulated(), Problem(4, [2, 1], kind="offsets")
+    matrices, rhs = device.empty((2, 4, 4), np.float32), device.empty((2, 4), np.float32)
     good = {
-        "matrices": device.empty((2, 4, 4), np.float32),
-        "rhs": device.empty((2, 4), np.float32),
+        "sums": (matrices, rhs),
         "factors": problem.factors,
         "entries": problem.entries(device),
         "segments": problem.segments,
-        "rank": 4,
     }
     bad = {
-        "matrices must be float32": {"matrices": device.empty((2, 4, 5), np.float32)},
-        "rhs must be float32": {"rhs": device.empty((3, 4), np.float32)},
+        "matrices must be float32": {"sums": (device.empty((2, 4, 5), np.float32), rhs)},
+        "rhs must be float32": {"sums": (matrices, device.empty((3, 4), np.float32))},
         "factors must have rows of at least rank=4 columns": {"factors": problem.factors[:, :3].copy()},
         "and a multiple of 16 bytes; got 5 columns of float32": {"factors": problem.factors[:, :5].copy()},
         "factors must be float32": {"factors": problem.factors.astype(np.float64)},
@@ -496,43 +495,38 @@ def test_tiles_that_kernels_cannot_read():
     device, matrix = emulated(), power_law(20, 30, 0.1)
     good = {"rank": 4, "tile_rows": 8, "tile_cols": 10}
     for message, changes in {
-        r"first_block=2 and n_blocks=2 are not within the 3 row blocks": {"first_block": 2, "n_blocks": 2},
-        r"first_block=-1": {"first_block": -1, "n_blocks": 1},
+        r"blocks.first=2 and blocks.count=2 are not within the 3 row blocks": {"first_block": 2, "n_blocks": 2},
+        r"blocks.first=-1": {"first_block": -1, "n_blocks": 1},
         r"config is for rank 32": {"config": BALS},
         r"config is for tiles of 256 x 192, these are 8 x 10": {
             "config": replace(BALS_LOCAL, rank=4),
-            "variant": "local",
         },
         r"capacity=9 factor rows cannot hold those of a tile of tile_cols=10": {
             "config": BalsConfig(4, 4, tile=4, rows=1, part_tiles=1, capacity=9)
         },
-        r'variant must be "chip" or "local", got \'chips\'': {"variant": "chips"},
+        r'config must be a configuration, "chip" or "local", got \'chips\'': {"config": "chips"},
     }.items():
         with pytest.raises(ValueError, match=message):
             run_tiles(device, matrix, **(good | changes))
-    with pytest.raises(TypeError, match=r"variant='local' takes a BalsLocalConfig, got BalsConfig"):
-        run_tiles(device, matrix, **good, config=BALS, variant="local")
 
     problem = Problem(4, [1], n_fixed=30, kind="offsets")
     tiles = bals.upload_tiles(device, BalsMatrix.from_csr(matrix, 8, 10))
+    matrices, rhs = device.empty((20, 4, 4), np.float32), device.empty((20, 4), np.float32)
     arguments = {
-        "matrices": device.empty((20, 4, 4), np.float32),
-        "rhs": device.empty((20, 4), np.float32),
+        "sums": (matrices, rhs),
         "factors": problem.factors,
         "entries_of_tiles": problem.entries(device),
         "tiles": tiles,
-        "first_block": 0,
-        "n_blocks": 3,
-        **good,
+        "blocks": bals.RowBlocks.of(tiles, 0, 3),
     }
     bals.bals(device, **arguments)
-    with pytest.raises(ValueError, match=r"tile_rows=9 and tile_cols=10 are not those of tiles, 8 and 10"):
-        bals.bals(device, **(arguments | {"tile_rows": 9}))
+    with pytest.raises(ValueError, match=r"blocks.rows=24 is not the number of rows of these blocks, 20"):
+        bals.bals(device, **(arguments | {"blocks": bals.RowBlocks(0, 3, 24)}))
     with pytest.raises(ValueError, match=r"factors has 29 rows; tiles has 30 columns"):
         bals.bals(device, **(arguments | {"factors": problem.factors[:29]}))
     for name, changes in {
-        "matrices": {"matrices": arguments["matrices"][:19]},
-        "rhs": {"rhs": arguments["rhs"][:19]},
+        "matrices": {"sums": (matrices[:19], rhs)},
+        "rhs": {"sums": (matrices, rhs[:19])},
         "ratings": {"entries_of_tiles": replace(problem.entries(device), ratings=problem.ratings.astype(np.float64))},
         "offsets": {"entries_of_tiles": replace(problem.entries(device), offsets=problem.offsets[:29])},
         "tiles.tile_ptr": {"tiles": replace(tiles, tile_ptr=tiles.tile_ptr[1:])},

@@ -71,8 +71,9 @@ def solve(
     solutions = device.upload(np.full((n, rank), 7, dtype=rhs.dtype))
     status = device.upload(np.full(n, 99, dtype=np.int32))
     rows = np.arange(n, dtype=np.int32) if rows is None else rows
-    arrays = (device.upload(lower(matrices)), device.upload(rhs), device.upload(np.arange(n + 1)), device.upload(rows))
-    cholesky_any.cholesky_solve(device, solutions, status, *arrays, epsilon(rhs.dtype), config)
+    sums = (device.upload(lower(matrices)), device.upload(rhs))
+    slots, rows = device.upload(np.arange(n + 1)), device.upload(rows)
+    cholesky_any.cholesky_solve(device, solutions, status, sums, slots, rows, epsilon(rhs.dtype), config)
     return device.download(solutions), device.download(status)
 
 
@@ -216,7 +217,7 @@ def test_where_systems_are_and_where_solutions_go(device: Any, rank: int, dtype:
     solutions = device.upload(np.full((6, rank + 2), 7, dtype=dtype))
     status = device.upload(np.full(6, 99, dtype=np.int32))
     A, b, at, to = (device.upload(array) for array in (lower(matrices), rhs, slots, rows))
-    cholesky_any.cholesky_solve(device, solutions, status, A, b, at, to, epsilon(dtype))
+    cholesky_any.cholesky_solve(device, solutions, status, (A, b), at, to, epsilon(dtype))
     got, codes = device.download(solutions), device.download(status)
     assert codes.tolist() == [0, 99, 0, 99, 0, 0]
     assert (got[[1, 3]] == 7).all() and (got[:, rank:] == 7).all() and not got[0, :rank].any()
@@ -267,7 +268,9 @@ def test_complete_and_solve(device: Any) -> None:
     matrices, rhs, at = device.upload(lower(parts)), device.upload(sums), device.upload(slots)
     cholesky_any.complete(device, matrices, rhs, at, None, device.upload(ridge), device.upload(scale))
     solutions, status = device.zeros((2, rank), np.float32), device.zeros(2, np.int32)
-    cholesky_any.cholesky_solve(device, solutions, status, matrices, rhs, at, device.upload(rows), epsilon(np.float32))
+    cholesky_any.cholesky_solve(
+        device, solutions, status, (matrices, rhs), at, device.upload(rows), epsilon(np.float32)
+    )
     whole = np.stack([parts[3] + 1.5 * np.eye(rank), parts[:3].sum(axis=0) + np.eye(rank)]).astype(np.float32)
     b = np.stack([sums[3], sums[:3].sum(axis=0)])
     assert not device.download(status).any()
@@ -287,7 +290,7 @@ def cg(
     solutions, status = device.upload(start), device.upload(np.full(n, 99, dtype=np.int32))
     arrays = (lower(matrices), rhs, np.arange(n + 1), np.arange(n, dtype=np.int32))
     A, b, at, to = (device.upload(array) for array in arrays)
-    cholesky_any.cg_solve(device, solutions, status, A, b, at, to, steps, config)
+    cholesky_any.cg_solve(device, solutions, status, (A, b), at, to, steps, config)
     return device.download(solutions), device.download(status)
 
 
@@ -360,7 +363,7 @@ def test_cg_of_a_system_without_slots(device: Any) -> None:
     solutions, status = device.upload(np.repeat(start, 2, axis=0)), device.upload(np.full(2, 99, dtype=np.int32))
     arrays = (matrices, rhs, np.array([0, 0, 1]), np.array([1, 0], dtype=np.int32))
     A, b, at, to = (device.upload(array) for array in arrays)
-    cholesky_any.cg_solve(device, solutions, status, A, b, at, to, 3)
+    cholesky_any.cg_solve(device, solutions, status, (A, b), at, to, 3)
     got = device.download(solutions)
     assert not device.download(status).any() and not got[1].any()
     assert np.array_equal(got[:1], cg(device, matrices, rhs, start, 3)[0])
@@ -375,8 +378,8 @@ def test_empty_batches(device: Any) -> None:
     solutions, status = device.zeros((3, 9), np.float32), device.zeros(3, np.int32)
     ridge, scale = device.zeros(9, np.float32), device.empty(0, np.float32)
     cholesky_any.complete(device, matrices, rhs, slots, None, ridge, scale)
-    cholesky_any.cholesky_solve(device, solutions, status, matrices, rhs, slots, rows, 1e-6)
-    cholesky_any.cg_solve(device, solutions, status, matrices, rhs, slots, rows, 3)
+    cholesky_any.cholesky_solve(device, solutions, status, (matrices, rhs), slots, rows, 1e-6)
+    cholesky_any.cg_solve(device, solutions, status, (matrices, rhs), slots, rows, 3)
     assert not device.download(solutions).any() and not device.download(status).any()
 
 
@@ -411,7 +414,7 @@ def test_wrong_arguments(device: Any, name: str) -> None:
         with pytest.raises(TypeError, match=name):
             cholesky_any.complete(device, *(a[k] for k in ("matrices", "rhs", "slots", "gram", "ridge", "scale")))
         return
-    batch = {key: a[key] for key in ("solutions", "status", "matrices", "rhs", "slots", "rows")}
+    batch = {key: a[key] for key in ("solutions", "status", "slots", "rows")} | {"sums": (a["matrices"], a["rhs"])}
     with pytest.raises(TypeError, match=name):
         cholesky_any.cholesky_solve(device, pivot_epsilon=1e-6, **batch)
     with pytest.raises(TypeError, match=name):

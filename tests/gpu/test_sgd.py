@@ -82,7 +82,7 @@ class Pass:
             error = reference._error(state, *pair, float(coo.data[k]))
             loss[pair[side]] += error**2
             other = fixed.matrix[pair[1 - side]]
-            reference._move(moved, pair[side], error, other, self.terms, False)
+            reference._move(moved, pair[side], error, other, self.terms)
         return moved, loss
 
     def compare(self, moved: Rows, losses, side: int = 0, tasks=None) -> None:

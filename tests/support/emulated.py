@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridmf.device.arguments import passed
 from hybridmf.device.cuda import DeviceSpec, Resources
 from hybridmf.errors import DeviceMemoryError
 
@@ -255,6 +256,8 @@ class EmulatedDevice:
             for argument, size in zip(arguments, sizes, strict=True):
                 if isinstance(argument, np.ndarray):
                     value = np.array(argument.ctypes.data, dtype=np.uint64)
+                elif isinstance(argument, tuple):
+                    value = passed(argument, lambda array: array.ctypes.data)
                 else:
                     assert isinstance(argument, np.generic), f"{name}: {argument!r} is no NumPy scalar"
                     value = np.array(argument)
