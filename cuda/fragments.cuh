@@ -11,17 +11,13 @@
 #include "common.cuh"
 #include "tensor.cuh"
 
-// How V is represented. float32: two float16 parts (22 bits, 3 products) of values scaled by a power of two so that the
-// largest is near 2^15 and the low parts of values 2^18 times smaller are still normal numbers; where weights differ by
-// more, two tf32 parts (22 bits and float32's range at half the speed). bf16x3: two bf16 parts (error near 1e-5). Or one
-// part in a lower precision.
+// How V is represented. float32: a table of two float16 parts (22 bits, 3 products; split.cu, `accumulate_split` in
+// system.cuh), of which nothing is converted here; where rows of factors differ by more than these hold, two tf32 parts
+// (22 bits and float32's range at half the speed). bf16x3: two bf16 parts (error near 1e-5). Or one part in a lower precision.
 enum Precision { FLOAT32 = 0, BF16X3 = 1, TF32 = 2, BF16 = 3, FLOAT16 = 4, FLOAT32_WIDE = 5 };
 
 __host__ __device__ constexpr bool in_tf32(int precision) { return precision == TF32 || precision == FLOAT32_WIDE; }
-__host__ __device__ constexpr bool in_float16(int precision) { return precision == FLOAT32 || precision == FLOAT16; }
-__host__ __device__ constexpr bool in_two_parts(int precision) {
-    return precision == FLOAT32 || precision == FLOAT32_WIDE || precision == BF16X3;
-}
+__host__ __device__ constexpr bool in_two_parts(int precision) { return precision == FLOAT32_WIDE || precision == BF16X3; }
 
 constexpr int BLOCK = 16;       // rows and columns of a block
 constexpr int BLOCK_HALVES = 2; // a block is two m16n8 tiles side by side
@@ -111,12 +107,8 @@ template <int PRECISION> struct Fragment {
                 pair[0][k % 2][k / 2] = rounded;
             } else {  // register k: steps 2 (k / 2) and the next, half k % 2
                 const float first = raw.value[k / 2 * 2][k % 2], second = raw.value[k / 2 * 2 + 1][k % 2];
-                if constexpr (in_float16(PRECISION)) {
+                if constexpr (PRECISION == FLOAT16) {
                     part[0][k] = pack_float16(first, second);
-                    if constexpr (PARTS == 2) {
-                        const float2 high = unpack_float16(part[0][k]);
-                        part[PARTS - 1][k] = pack_float16(first - high.x, second - high.y);
-                    }
                 } else {
                     const unsigned high = pack_bf16(first, second);
                     part[0][k] = high;
@@ -138,7 +130,7 @@ __device__ __forceinline__ void multiply_part(float (&d)[BLOCK_HALVES][4], const
 #pragma unroll
     for (int half = 0; half < BLOCK_HALVES; half++) {
         if constexpr (in_tf32(PRECISION)) mma_tf32(d[half], a, b[half][0], b[half][1]);
-        else if constexpr (in_float16(PRECISION)) mma_float16(d[half], a, b[half][0], b[half][1]);
+        else if constexpr (PRECISION == FLOAT16) mma_float16(d[half], a, b[half][0], b[half][1]);
         else mma_bf16(d[half], a, b[half][0], b[half][1]);
     }
 }

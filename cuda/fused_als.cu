@@ -58,7 +58,7 @@ constexpr int TABLE_LD = SPLIT ? RANK16 : LD;          // floats from one row of
 constexpr int STAGE_STRIDE = SPLIT ? RANK16 + 4 : STRIDE;  // in a stage; 16 bytes more than 128 or 64 n, for `load_operand`
 constexpr int SLOTS = STAGES + 1;                      // chunks whose indices and weights are known
 constexpr int ROWS = product_rows(ARITHMETIC);         // entries of one product
-constexpr bool ROUNDED = ARITHMETIC == FLOAT32 || ARITHMETIC == FLOAT32_WIDE;
+constexpr bool ROUNDED = ARITHMETIC == FLOAT32_WIDE;
 
 struct ChunkEntries {
     union {

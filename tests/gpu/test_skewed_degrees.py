@@ -112,7 +112,10 @@ def test_the_bits_of_long_rows_are_those_of_a_fit_that_holds_all(name: str, gpu:
     """Solutions of slabs are written where they stay, and rows longer than other slabs have slabs of their own."""
     limit = {"one row": 38_500, "last rows": 90_000}[name]
     for kind in FITS:
-        streamed, whole = fitted(kind, skewed(name), gpu_memory_limit=limit), fitted(kind, skewed(name), row_form="primal")
+        streamed, whole = (
+            fitted(kind, skewed(name), gpu_memory_limit=limit),
+            fitted(kind, skewed(name), row_form="primal"),
+        )
         assert (streamed.plan_.streamed, whole.plan_.streamed) == ("host", "")
         np.testing.assert_array_equal(streamed.user_factors, whole.user_factors)
         np.testing.assert_array_equal(streamed.item_factors, whole.item_factors)
