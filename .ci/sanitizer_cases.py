@@ -107,10 +107,10 @@ def solve_systems(device: object, rng: np.random.Generator, rank: int, dtype: ty
     """A batch of positive definite systems through the general Cholesky."""
     factors = rng.standard_normal((n, rank + 5, rank))
     matrices = (factors.transpose(0, 2, 1) @ factors + np.eye(rank)).astype(dtype)
-    arrays = [device.upload(a) for a in (matrices, rng.standard_normal((n, rank)).astype(dtype))]
+    sums = tuple(device.upload(a) for a in (matrices, rng.standard_normal((n, rank)).astype(dtype)))
     slots, rows = device.upload(np.arange(n + 1)), device.upload(np.arange(n, dtype=np.int32))
     solutions, status = device.zeros((n, rank), dtype), device.zeros(n, np.int32)
-    cholesky_any.cholesky_solve(device, solutions, status, *arrays, slots, rows, 1e-6)
+    cholesky_any.cholesky_solve(device, solutions, status, sums, slots, rows, 1e-6)
     assert not device.download(status).any()
 
 

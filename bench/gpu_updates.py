@@ -69,7 +69,7 @@ def make_solver(model: hmf.SGD | hmf.CCD, data: Data) -> Solver:
     """The solver of a fit, before its first iteration."""
     objective: Objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
-    ratings = TrainingData.of(data.user, data.item, plan)
+    ratings = TrainingData.on_host(data.user, plan)
     state = model._initial_state(ratings, plan, objective)
     return model._solver(plan, objective, ratings, state, 0)
 

@@ -110,7 +110,7 @@ class Start:
         """Initial factors."""
         objective = self.model._objective()
         plan = make_plan(objective, self.model._settings(), self.data.user.shape, self.data.user.nnz)
-        return self.model._initial_state(TrainingData.of(self.data.user, self.data.item, plan), plan, objective)
+        return self.model._initial_state(TrainingData.on_host(self.data.user, plan), plan, objective)
 
     def solver(self, devices: Any, variant: Variant) -> Any:
         """The solver of a fit, before its first epoch."""
@@ -122,7 +122,7 @@ class Start:
             plan = model._standardized(plan, objective, data.user)
             options = {"long_row": variant.long_row, "beside": variant.beside}
             return MultiSGD(data.user, data.item, objective, plan, self.state, 0, **options)
-        solver = model._solver(plan, objective, TrainingData.of(data.user, data.item, plan), self.state, 0)
+        solver = model._solver(plan, objective, TrainingData.on_host(data.user, plan), self.state, 0)
         solver.epochs.beside = variant.beside
         return solver
 

@@ -93,7 +93,7 @@ def solvers(
     found, seconds = {}, {}
     for name, plan in chosen.items():
         data = (store, store.transposed()) if name == "disk" else (matrix, transposed)
-        ratings = TrainingData.of(*data, plan)
+        ratings = TrainingData.on_host(data[0], plan)
         state = model._initial_state(ratings, plan, model._objective())
         started = time.perf_counter()
         found[name] = model._solver(plan, model._objective(), ratings, state, 0)
@@ -204,7 +204,7 @@ def run_enforced(model: Any, arguments: tuple[Any, ...], plan: Plan, limit: int)
 
 def solver_from(model: Any, arguments: tuple[Any, ...], plan: Plan) -> Solver:
     """The solver of a plan for ratings in both orientations."""
-    ratings, objective = TrainingData.of(*arguments, plan), model._objective()
+    ratings, objective = TrainingData.on_host(arguments[0], plan), model._objective()
     return model._solver(plan, objective, ratings, model._initial_state(ratings, plan, objective), 0)
 
 

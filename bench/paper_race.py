@@ -77,7 +77,7 @@ def make_solver(model: Any, data: Split) -> Solver:
     """The solver of a fit, before its first iteration."""
     objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
-    ratings = TrainingData.of(data.user, data.item, plan)
+    ratings = TrainingData.on_host(data.user, plan)
     state = model._initial_state(ratings, plan, objective)
     solver: Solver = model._solver(plan, objective, ratings, state, 0)
     return solver

@@ -185,7 +185,7 @@ def together(device: Device) -> Iterator[list[Line]]:
 def gates_gflops(device: Device, sums: AssemblySample) -> float:
     """Rate of sparse-syrk by the rule, checked."""
     config = SyrkConfig.rule(FACTORS, 4, device.spec)
-    arrays = (*sums.outputs, sums.factors, sums.entries, sums.segments, FACTORS, config)
+    arrays = (sums.outputs, sums.factors, sums.entries, sums.segments, config)
     run = functools.partial(sparse_syrk, device, *arrays)
     return checked_gflops(device, sums, run, by_row=False)
 
@@ -213,9 +213,10 @@ def measure_tiles(recorder: Recorder, device: Device, sums: AssemblySample, prof
         more = {"build_s": time.perf_counter() - started, "reuse": matrix.nnz / max(1, len(matrix.tile_colidx))}
         tiles = bals.upload_tiles(device, matrix)
         for variant, config in configurations(device, rows, columns):
-            blocks = -(-len(sums.degrees) // rows)
-            arrays = (*sums.row_outputs, sums.factors, sums.entries, tiles, 0, blocks, FACTORS, rows, columns)
-            run = functools.partial(bals.bals, device, *arrays, config, variant)
+            blocks = bals.RowBlocks.of(tiles, 0, -(-len(sums.degrees) // rows))
+            run = functools.partial(
+                bals.bals, device, sums.row_outputs, sums.factors, sums.entries, tiles, blocks, config
+            )
             with recorder.case(f"tiles, {variant}, {rows} x {columns}"):
                 rate = checked_gflops(device, sums, run, by_row=True)
                 yield {

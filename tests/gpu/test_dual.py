@@ -108,8 +108,8 @@ def test_failures_name_the_row(device):
 @pytest.mark.parametrize("model", [hmf.ImplicitALS, hmf.ExplicitALS])
 def test_fits_and_fold_in_of_all_forms_agree(device, model, monkeypatch):
     serve_cuda(device, monkeypatch)
-    matrix = planted(24, 40, 0.2)
-    options = {"iterations": 3, "random_state": 0, "device": "cuda", "factors": 32}
+    matrix = planted(60, 80, 0.1)
+    options = {"iterations": 3, "random_state": 0, "device": "cuda", "factors": 32, "regularization": 0.1}
     forms = {form: model(row_form=form, **options).fit(matrix) for form in ("auto", "primal", "dual")}
     assert forms["dual"].plan_.dual_sides == forms["auto"].plan_.dual_sides == ("user", "item")
     assert forms["primal"].plan_.dual_sides == ()

@@ -271,8 +271,8 @@ def test_a_larger_fit_from_the_host(device, dtype):
     for kind in ("implicit", "biases"):
         options = {"factors": 64, "dtype": dtype, "iterations": 3}
         whole = fitted(kind, matrix, **options)
-        double = 2 if dtype == "float64" else 1
-        for limit, turns in ((1_800_000 * double, False), (600_000 * double, True)):
+        limits = (2_200_000, 600_000) if dtype == "float32" else (3_600_000, 1_200_000)
+        for limit, turns in zip(limits, (False, True), strict=True):
             model = fitted(kind, matrix, gpu_memory_limit=limit, **options)
             assert any(half.fixed_parts > 1 for half in model.plan_.scale.halves.values()) == turns
             if turns:

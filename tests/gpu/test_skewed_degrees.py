@@ -110,13 +110,13 @@ def test_memory_of_several_gpus_stays_within_the_plan(
 @pytest.mark.parametrize("name", ["one row", exhaustive("last rows")])
 def test_the_bits_of_long_rows_are_those_of_a_fit_that_holds_all(name: str, gpu: Any) -> None:
     """Solutions of slabs are written where they stay, and rows longer than other slabs have slabs of their own."""
-    limit = {"one row": 38_500, "last rows": 90_000}[name]
+    limits = {"one row": (57_800, 61_500), "last rows": (80_000, 80_000)}[name]
     for kind in FITS:
-        streamed, whole = (
-            fitted(kind, skewed(name), gpu_memory_limit=limit),
-            fitted(kind, skewed(name), row_form="primal"),
-        )
+        streamed = fitted(kind, skewed(name), gpu_memory_limit=limits[kind == "biases"])
+        whole = fitted(kind, skewed(name), row_form="primal")
         assert (streamed.plan_.streamed, whole.plan_.streamed) == ("host", "")
+        halves = streamed.plan_.scale.halves.values() if streamed.plan_.factors_on_host else ()
+        assert all(half.fixed_parts == 1 for half in halves)  # parts of rows would be added in another order
         np.testing.assert_array_equal(streamed.user_factors, whole.user_factors)
         np.testing.assert_array_equal(streamed.item_factors, whole.item_factors)
 
