@@ -296,11 +296,11 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
     methods : sequence of {"fused", "sparse_syrk", "mo_als", "bals"}
     implicit : bool
     """
-    import gpu
-
+    from hybridmf.gpu.fused import FusedKernels
     from hybridmf.gpu.launch import get_kernel
     from hybridmf.gpu.mo_als import MoAlsConfig
     from hybridmf.gpu.sparse_syrk import SyrkConfig
+    from hybridmf.plan.fused import FusedConfig
 
     entries = {"REAL": np.dtype(np.float32), "IMPLICIT": implicit, "HAS_OFFSETS": False}
     ranks, spec = sorted(ranks, reverse=True), device.spec  # the largest take longest
@@ -322,8 +322,8 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, configs))
     if "fused" in methods:
-        feedback = "implicit" if implicit else "explicit"
-        gpu.compile_ahead(device, {(rank, feedback, "float32", "cholesky") for rank in ranks})
+        for rank in ranks:
+            device.compile_ahead(FusedKernels(device, FusedConfig.default(rank, spec)).programs(implicit, False))
 
 
 def compile_bals(device: Any, configs: Iterable[Any]) -> None:

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
-import scipy.optimize
 import scipy.sparse as sp
 
 from ..core.validate import make_csr
@@ -96,10 +95,12 @@ def contributions(learned: Learned, row: sp.csr_array, item: int, N: int) -> Exp
 
 def _off_bounds(matrix: np.ndarray, right: np.ndarray, bounded: int) -> np.ndarray:
     """Coordinates of the solution that are not 0, where the first `bounded` are nonnegative."""
+    from scipy.optimize import lsq_linear  # here: few models are non-negative, and it takes longer than most fits
+
     root = scipy.linalg.cholesky(matrix, lower=True)
     least = np.where(np.arange(len(matrix)) < bounded, 0.0, -np.inf)
     target = scipy.linalg.solve_triangular(root, right, lower=True)
-    solved = scipy.optimize.lsq_linear(root.T, target, (least, np.inf), method="bvls", tol=1e-12)
+    solved = lsq_linear(root.T, target, (least, np.inf), method="bvls", tol=1e-12)
     moved: np.ndarray = (solved.active_mask == 0) | (np.arange(len(matrix)) >= bounded)
     return moved
 
