@@ -49,17 +49,17 @@ from support.ratings import planted
 MATRIX = planted(50, 30, 0.8)
 """As in gpu/test_stream.py: entries take more memory than all else."""
 
-LIMIT = 18_000
+LIMIT = 20_000
 """Too little for the share of MATRIX of one of two or four GPUs, enough for an eighth of it at a time."""
 
-HOST_LIMIT = 6_000
+HOST_LIMIT = 8_900
 """Too little for the share of the factors of MATRIX of one of two GPUs."""
 
 
 @pytest.fixture
 def store(tmp_path: Any) -> hmf.Store:
-    """MATRIX in slabs of at most 120 entries."""
-    return hmf.convert(MATRIX, tmp_path / "store", slab_bytes=960)
+    """MATRIX in slabs of at most 80 entries."""
+    return hmf.convert(MATRIX, tmp_path / "store", slab_bytes=640)
 
 
 def fitted(name: str, data: Any, devices: Any, **options: Any) -> Any:
@@ -151,7 +151,7 @@ def test_cpu_ranks_map_a_store(
 def test_cpu_ranks_over_a_store_name_the_row_that_fails(tmp_path: Any) -> None:
     one_entry = sp.csr_array(([1.0], ([0], [3])), shape=(1, 30))
     matrix = sp.vstack([MATRIX[:41], one_entry, MATRIX[42:]], format="csr")
-    store = hmf.convert(matrix, tmp_path / "store", slab_bytes=960)
+    store = hmf.convert(matrix, tmp_path / "store", slab_bytes=640)
     model = hmf.ExplicitALS(biases=False, factors=5, regularization=0.0, device=["cpu", "cpu"], random_state=0)
     with pytest.raises(NotPositiveDefiniteError, match="of user 41 are"):
         model.fit(store)
