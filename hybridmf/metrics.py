@@ -210,7 +210,7 @@ def novelty_at_k(recommended: Any, train: Any, k: int) -> np.ndarray:
     recommended : integer array, shape (n_users, n_columns)
         As for `precision_at_k`.
     train : CSR matrix, shape (n_users, n_items)
-        Its entries are the items that users have. An item that nobody has counts as one that a single user has.
+        Its entries are the items that users have. An item without users counts as one with a single user.
     k : int
         At least 1.
 

@@ -119,7 +119,7 @@ def test_estimates_do_not_tell_plans_apart():
 
 
 def test_a_fit_prices_only_what_can_win(monkeypatch):
-    """The plan of each device; the alternatives when somebody reads them, as if this process had done nothing since."""
+    """The plan of each device; the alternatives when they are read, as if this process had done nothing since."""
     priced, cost_of = [], dispatch._cost.cost_of
     monkeypatch.setattr(dispatch._cost, "cost_of", lambda *given: priced.append(given[0]) or cost_of(*given))
     plan = plan_of(hmf.ImplicitALS(64), H200, **NETFLIX)
