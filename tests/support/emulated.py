@@ -60,8 +60,8 @@ def _folder() -> Path:
     return folder
 
 
-def _command(optimization: str = "-O1") -> list[str]:
-    """The compiler: most kernels take it longer than they run, but -O0 saves it a tenth and takes them twice as long."""
+def _command(optimization: str = "-O0") -> list[str]:
+    """The compiler: most kernels take it longer than they run."""
     return [compiler() or "c++", "-std=c++17", optimization, "-fPIC", "-w"]
 
 

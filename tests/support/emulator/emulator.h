@@ -20,6 +20,9 @@
 #include <type_traits>
 #include <utility>
 
+#pragma GCC push_options
+#pragma GCC optimize("O2")  // kernels themselves take the compiler longer than they run
+
 #define __global__
 #define __device__
 #define __host__
@@ -197,3 +200,5 @@ void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
 }  // namespace emulator
+
+#pragma GCC pop_options
