@@ -309,7 +309,7 @@ class Store:
                 raise self._error(name, f"holds {dtype} of shape {shape}, expected a vector of {size}{wanted}")
             if not counted:  # there is nothing to map
                 return np.empty(0, dtype)
-            return np.memmap(self.path / name, dtype, "r", offset, shape)
+            return np.memmap(os.fspath(self.path / name), dtype, "r", offset, shape)  # of a Path, NumPy follows links
         except (OSError, ValueError) as error:
             if isinstance(error, StoreError):
                 raise

@@ -1,9 +1,9 @@
 """Every kernel of cuda/ compiled by NVRTC, which needs no GPU: no error, no spilled register, no stack frame.
 
-By default one configuration of each kernel is compiled for the H200 (sm_90). Exhaustive tests compile the usual ranks
-for the H200 with all its tables, solvers and kinds of feedback, and one configuration of each kernel for the other
-architectures; with ``HYBRIDMF_ALL_KERNELS=1`` every default configuration for all of them. `.ci/gpu`, which must run
-whenever a kernel changes, runs the exhaustive tests.
+By default one configuration of each kernel is compiled for the H200 (sm_90), in single precision. Exhaustive tests
+compile it in double precision, the usual ranks for the H200 with all its tables, solvers and kinds of feedback, and one
+configuration of each kernel for the other architectures; with ``HYBRIDMF_ALL_KERNELS=1`` every default configuration
+for all of them. `.ci/gpu`, which must run whenever a kernel changes, runs the exhaustive tests.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ PROGRAMS = programs()
 
 
 def usual_programs() -> set[Program]:
-    """One of each kernel for the H200; for the fused kernels, which differ most, both solvers of a small rank."""
+    """One of each kernel and type for the H200; of the fused kernels, which take longest, one of a small rank."""
     builds = one_of_each_kernel(build for build in builds_for(90, (64,)) if build[0] != "fused_als.cu")
     fused_builds = (build[2] for build in builds_of(fused, SPECS[90], (16,)) if build[0] == "fused_als.cu")
     usual = [each for each in fused_builds if each["ARITHMETIC"] == DEFAULT_PRECISION]
@@ -165,11 +165,15 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[dict[Program, Future[s
 # ------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(program, marks=() if program in USUAL else pytest.mark.exhaustive) for program in PROGRAMS],
-    ids=str,
-)
+def parameter(program: Program) -> Any:
+    usual = program in USUAL
+    every_run = usual and "REAL=double" not in program.constants
+    return pytest.param(
+        program, id=f"usual-{program}" if usual else str(program), marks=() if every_run else pytest.mark.exhaustive
+    )
+
+
+@pytest.mark.parametrize("program", map(parameter, PROGRAMS))
 def test_compiles_without_local_memory(program: Program, compiling: dict[Program, Future[str]]) -> None:
     log = compiling[program].result()
     report = resources_of(log)

@@ -308,8 +308,8 @@ def test_large_on_gpus(name: str, grid: tuple[int, int], gpus: Machine, request:
     """Enough rows for several batches, and for reductions beside assembly."""
     if "emulated" in request.node.name:
         pytest.skip("for GPUs")
-    matrix = planted(6000, 900, 0.03, seed=3)
     names = gpus(grid[0] * grid[1])
+    matrix = planted(6000, 900, 0.03, seed=3)
     solver = MultiALS(*changed(parts(name, names, matrix), batch_slots=3000), grids=both(grid))
     alone = GpuALS(open_device("cuda:0"), *parts(name, "cuda:0", matrix))
     ours, theirs = sweeps(solver, 3), sweeps(alone, 3)

@@ -10,10 +10,13 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
+import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -117,6 +120,30 @@ def _library(source: str, constants: tuple[str, ...]) -> Any:
 
 
 @functools.cache
+def _kernel(source: str, name: str, constants: tuple[str, ...]) -> tuple[Any, tuple[int, ...]]:
+    """The function that launches a kernel, and how many bytes each of its arguments has."""
+    library = _library(source, constants)
+    count = library[f"{name}_argument_count"]()
+    sizes = (ctypes.c_int * count)()
+    library[f"{name}_argument_sizes"](sizes)
+    return library[f"{name}_launch"], tuple(sizes)
+
+
+def _address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def _bytes_of(argument: Any) -> bytes:
+    """What a kernel is given: of arrays the address."""
+    if isinstance(argument, np.ndarray):
+        return _address(argument).to_bytes(8, sys.byteorder)
+    if isinstance(argument, tuple):
+        return passed(argument, _address).tobytes()
+    assert isinstance(argument, np.generic), f"{argument!r} is no NumPy scalar"
+    return argument.tobytes()
+
+
+@functools.cache
 def _linker() -> list[str]:
     """The fastest linker; what the emulator defines stays undefined in either case."""
     return ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
@@ -178,7 +205,7 @@ class EmulatedDevice:
         return isinstance(array, np.ndarray)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        size = math.prod(np.atleast_1d(shape).tolist()) * np.dtype(dtype).itemsize
         if self.limit is not None and size > self.limit:
             raise DeviceMemoryError(f"emulated: {size} bytes are more than {self.limit}")
         raw = np.empty(size + 256, dtype=np.uint8)  # as CUDA aligns
@@ -240,30 +267,24 @@ class EmulatedDevice:
         # all kernels of a file are compiled at once
         constants = tuple(constant for constant in constants if not constant.startswith("KERNEL="))
         with ONE_AT_A_TIME:
-            library = _library(source, constants)
-        count = library[f"{name}_argument_count"]()
-        start, sizes = library[f"{name}_launch"], (ctypes.c_int * count)()
-        library[f"{name}_argument_sizes"](sizes)
+            start, sizes = _kernel(source, name, constants)
+        places = (0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes))  # of arguments, one after another
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
             self.launches.append(name)
-            assert len(arguments) == count, f"{name} takes {count} arguments, got {len(arguments)}"
+            assert len(arguments) == len(sizes), f"{name} takes {len(sizes)} arguments, got {len(arguments)}"
             assert shared_bytes <= self.spec.shared_bytes, f"{name} wants {shared_bytes} bytes of shared memory"
-            assert int(np.prod(block)) <= 1024
-            if not np.prod(grid):
+            assert math.prod(block) <= 1024
+            if not math.prod(grid):
                 raise ValueError(f"{name}: empty grid {grid}")  # as CUDA would
-            holders = []
-            for argument, size in zip(arguments, sizes, strict=True):
-                if isinstance(argument, np.ndarray):
-                    value = np.array(argument.ctypes.data, dtype=np.uint64)
-                elif isinstance(argument, tuple):
-                    value = passed(argument, lambda array: array.ctypes.data)
-                else:
-                    assert isinstance(argument, np.generic), f"{name}: {argument!r} is no NumPy scalar"
-                    value = np.array(argument)
-                assert value.nbytes == size, f"{name}: argument of {value.nbytes} bytes where the kernel takes {size}"
-                holders.append(value)
-            pointers = (ctypes.c_void_p * count)(*(holder.ctypes.data for holder in holders))
+            passed_on = bytearray(places[-1])
+            for argument, size, place in zip(arguments, sizes, places, strict=False):
+                value = _bytes_of(argument)
+                assert len(value) == size, f"{name}: argument of {len(value)} bytes where the kernel takes {size}"
+                passed_on[place : place + size] = value
+            memory = np.frombuffer(passed_on, np.uint8)
+            first = memory.ctypes.data
+            pointers = (ctypes.c_void_p * len(sizes))(*(first + place for place in places[:-1]))
             three = ctypes.c_uint * 3
             with ONE_AT_A_TIME:
                 start(

@@ -441,6 +441,7 @@ class _Rendezvous:
     def _try(self, rank: int, address: Address, call: Callable[[socket.socket], Found]) -> Found:
         """Connect to a rank and `call` it; retry until that succeeds or the deadline has passed."""
         pause = 0.02
+        told: tuple[bool, BaseException] | None = None
         while True:
             reached = False
             connection: socket.socket | None = None
@@ -456,8 +457,11 @@ class _Rendezvous:
                     raise CommunicatorError(f"rank {rank} refused rank {self.rank}: {error}") from error
                 if not isinstance(error, (OSError, EOFError, ValueError)):
                     raise
+                # the deadline may have cut this attempt short
+                if told is None or reached != told[0] or not isinstance(error, TimeoutError):
+                    told = reached, error
                 if time.monotonic() + pause > self.deadline:
-                    raise CommunicatorError(self._why(rank, address, reached, error)) from error
+                    raise CommunicatorError(self._why(rank, address, *told)) from told[1]
                 logger.debug("rank %d tries again to reach rank %d: %s", self.rank, rank, error)
             time.sleep(pause)
             pause = min(1.0, 2 * pause)

@@ -113,6 +113,7 @@ def test_parameters_are_those_of_the_configuration(kernel: str) -> None:
     assert sorted(names) == sorted(field.name for field in dataclasses.fields(space.config))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", [kernel for kernel in SPACES if kernel != "fused"])  # which takes long
 def test_candidates_compile(kernel: str) -> None:
     facts = SPACES[kernel].facts(100 if kernel == "cholesky_any" else 48, 4)[0]

@@ -15,12 +15,88 @@ int linear = 0;
 dim3 thread_index, block_index, block_size, grid_size;
 void* dynamic = nullptr;
 
+// ---------------------------------------------------------------------------------------------- stacks
+
+#if defined(__x86_64__) && defined(__ELF__)
+#define OWN_SWITCH 1
+
+// Saves the caller's registers on its stack and the stack pointer in `left`, and returns on the stack `entered`.
+extern "C" void emulator_switch(void*** left, void** entered);
+asm(R"(
+    .text
+    .type emulator_switch, @function
+emulator_switch:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    ret
+    .size emulator_switch, . - emulator_switch
+)");
+
+#endif
+
 namespace {
 
 constexpr size_t STACK = 256 * 1024;
 
+void enter();  // where a fiber starts
+
+#if OWN_SWITCH
+
+// Where a suspended fiber goes on.
+struct Place {
+    void** top = nullptr;  // of the stack, on which the registers are
+};
+
+void switch_to(Place& left, Place& entered) { emulator_switch(&left.top, entered.top); }
+
+// As if `enter` had been called there: the stack pointer is 8 below a multiple of 16.
+void prepare(Place& place, char* stack) {
+    place.top = reinterpret_cast<void**>(stack + STACK) - 8;
+    std::fill(place.top, place.top + 8, nullptr);
+    place.top[6] = reinterpret_cast<void*>(enter);
+}
+
+#else
+
+struct Place {
+    jmp_buf registers;
+    char* stack = nullptr;  // until it is entered
+};
+
+// What swapcontext does, which calls the system for the signal mask each time.
+void switch_to(Place& left, Place& entered) {
+    if (_setjmp(left.registers)) return;
+    if (!entered.stack) _longjmp(entered.registers, 1);
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = entered.stack;
+    context.uc_stack.ss_size = STACK;
+    context.uc_link = nullptr;
+    entered.stack = nullptr;
+    makecontext(&context, enter, 0);
+    setcontext(&context);
+}
+
+void prepare(Place& place, char* stack) { place.stack = stack; }
+
+#endif
+
+// ---------------------------------------------------------------------------------------------- fibers
+
 struct Group {  // lanes of a warp that exchange values
-    int arrived = 0;
+    unsigned arrived = 0;
     unsigned generation = 0;
 };
 
@@ -32,16 +108,17 @@ struct Barrier {
 };
 
 struct Fiber {
-    jmp_buf place;                  // where it goes on
-    std::unique_ptr<char[]> stack;  // once it has begun
+    Place place;
+    std::unique_ptr<char[]> stack;
     dim3 thread;
     int linear = 0;
     bool done = false;
 };
 
-jmp_buf scheduler;
+Place caller;  // of `run`
 std::vector<Fiber> fibers;
 Fiber* current = nullptr;
+Fiber* last = nullptr;  // of this block
 int alive = 0;
 std::vector<Group> groups;
 std::unique_ptr<Slots[]> slots(new Slots[1024]);  // one for each group
@@ -49,38 +126,36 @@ Barrier barriers[16];
 void (*body)(void**) = nullptr;
 void** values = nullptr;
 
-void entry() {
+void go_on(Place& left, Fiber& fiber) {
+    current = &fiber;
+    linear = fiber.linear;
+    thread_index = fiber.thread;
+    switch_to(left, fiber.place);
+}
+
+void enter() {
     for (;;) {  // a round for each block
         body(values);
         current->done = true;
         alive--;
-        yield();
+        if (alive > 0) yield();
+        else switch_to(current->place, caller);
     }
-}
-
-// Runs a fiber until it yields.
-void resume(Fiber& fiber) {
-    current = &fiber;
-    linear = fiber.linear;
-    thread_index = fiber.thread;
-    if (_setjmp(scheduler)) return;
-    if (fiber.stack) _longjmp(fiber.place, 1);
-    fiber.stack.reset(new char[STACK]);
-    ucontext_t context;
-    getcontext(&context);
-    context.uc_stack.ss_sp = fiber.stack.get();
-    context.uc_stack.ss_size = STACK;
-    context.uc_link = nullptr;
-    makecontext(&context, entry, 0);
-    setcontext(&context);
 }
 
 void run_block(size_t shared_bytes, void* shared) {
     const int threads = block_size.x * block_size.y * block_size.z;
     std::memset(shared, 0xff, shared_bytes);
     dynamic = shared;
-    if (fibers.size() < size_t(threads)) fibers.resize(threads);
-    groups.assign(ceil(threads / 32.0) * 32, Group{});
+    for (int t = fibers.size(); t < threads; t++) {
+        Fiber fiber;
+        // stacks of the same alignment would take the same lines of the cache from each other
+        fiber.stack.reset(new char[STACK + t % 16 * 256]);
+        prepare(fiber.place, reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(fiber.stack.get() + t % 16 * 256) / 16 * 16));
+        fibers.push_back(std::move(fiber));
+    }
+    last = &fibers[threads - 1];
+    groups.assign((threads + 31) / 32 * 32, Group{});
     for (Barrier& b : barriers) b = Barrier{};
     alive = threads;
     for (int t = 0; t < threads; t++) {
@@ -89,15 +164,17 @@ void run_block(size_t shared_bytes, void* shared) {
         fiber.done = false;
         fiber.thread = {t % block_size.x, t / block_size.x % block_size.y, t / (block_size.x * block_size.y)};
     }
-    while (alive > 0)
-        for (int t = 0; t < threads; t++)
-            if (!fibers[t].done) resume(fibers[t]);
+    go_on(caller, fibers[0]);
 }
 
 }  // namespace
 
+// The threads go on in the order of their numbers.
 void yield() {
-    if (!_setjmp(current->place)) _longjmp(scheduler, 1);
+    Fiber* next = current;
+    do next = next == last ? fibers.data() : next + 1;
+    while (next->done);
+    if (next != current) go_on(current->place, *next);
 }
 
 void barrier(int id, int expected) {
@@ -116,7 +193,7 @@ void barrier(int id, int expected) {
     }
 }
 
-void exchange(unsigned mask, const void* value, size_t size, void* all) {
+const void* exchange(unsigned mask, const void* value, size_t size, void (*combine)(void*)) {
     const int lane = linear % 32;
     if (!(mask >> lane & 1)) { std::fprintf(stderr, "emulator: lane %d is not in mask %08x\n", lane, mask); std::abort(); }
     const int number = linear / 32 * 32 + __builtin_ctz(mask);
@@ -124,20 +201,19 @@ void exchange(unsigned mask, const void* value, size_t size, void* all) {
     const unsigned generation = g.generation;
     unsigned char* values = slots[number][generation & 1];
     std::memcpy(values + lane * size, value, size);
-    g.arrived++;
-    long spins = 0;
-    while (g.generation == generation) {
-        if (g.arrived == __builtin_popcount(mask)) {
-            g.arrived = 0;
-            g.generation++;
-            break;
-        }
-        yield();
-        if (++spins > 50000000L) { std::fprintf(stderr, "emulator: deadlock in a warp\n"); std::abort(); }
+    g.arrived |= 1u << lane;
+    if (g.arrived == mask) {
+        for (unsigned others = ~mask; others; others &= others - 1)
+            std::memset(values + __builtin_ctz(others) * size, 0, size);
+        if (combine) combine(values);
+        g.arrived = 0;
+        g.generation++;
     }
-    std::memcpy(all, values, 32 * size);
-    for (unsigned others = ~mask; others; others &= others - 1)
-        std::memset(static_cast<char*>(all) + __builtin_ctz(others) * size, 0, size);
+    for (long spins = 0; g.generation == generation; spins++) {
+        yield();
+        if (spins == 50000000L) { std::fprintf(stderr, "emulator: deadlock in a warp\n"); std::abort(); }
+    }
+    return values;
 }
 
 void run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void (*body_)(void**), void** values_) {
@@ -155,44 +231,77 @@ void run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void 
             }
 }
 
-struct Operands { unsigned a[4], b[2]; };
+// ---------------------------------------------------------------------------------------------- tensor cores
 
-void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
-    const int lane = linear % 32;
-    auto cut = [](unsigned bits) { return double(__uint_as_float(bits & 0xffffe000u)); };
-    for (int q = 0; q < 4; q++) {
-        const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
-        double sum = 0;
-        for (int k = 0; k < 8; k++)
-            sum += cut(all[row % 8 * 4 + k % 4].a[row / 8 + 2 * (k / 4)]) * cut(all[column * 4 + k % 4].b[k / 4]);
-        d[q] = float(d[q] + sum);
+float from_float16(unsigned bits) {
+    const unsigned magnitude = bits & 0x7fffu;
+    const float finite = __uint_as_float(magnitude << 13) * 0x1p112f;
+    const float value = magnitude < 0x7c00u ? finite : __uint_as_float(0x7f800000u | magnitude << 13);
+    return __uint_as_float(__float_as_uint(value) | (bits & 0x8000u) << 16);
+}
+
+unsigned to_float16(float value) {
+    const _Float16 half = _Float16(value);
+    uint16_t bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+
+unsigned fma_float16(unsigned a, unsigned b, unsigned c) {
+    const auto one = [](unsigned x, unsigned y, unsigned z) {
+        return to_float16(from_float16(x & 0xffffu) * from_float16(y & 0xffffu) + from_float16(z & 0xffffu));
+    };
+    return one(a, b, c) | one(a >> 16, b >> 16, c >> 16) << 16;
+}
+
+namespace {
+
+struct Product {  // a lane's part of one
+    unsigned a[4], b[2];
+    double sums[4];
+};
+
+enum Type { TF32, BF16, FLOAT16 };
+
+// Of the value number `k` in a register.
+template <Type TYPE> double operand(unsigned bits, int k) {
+    if (TYPE == TF32) return __uint_as_float(bits & 0xffffe000u);
+    bits = bits >> 16 * (k % 2) & 0xffffu;
+    return TYPE == BF16 ? __uint_as_float(bits << 16) : from_float16(bits);
+}
+
+// All of a warp's product A (16 x DEPTH) B (DEPTH x 8), by the lane that comes last.
+template <Type TYPE> void multiply(void* slots) {
+    constexpr int WIDTH = TYPE == TF32 ? 1 : 2, DEPTH = 8 * WIDTH;  // values in a register
+    Product* lanes = static_cast<Product*>(slots);
+    double B[DEPTH][8];
+    for (int k = 0; k < DEPTH; k++)
+        for (int column = 0; column < 8; column++)
+            B[k][column] = operand<TYPE>(lanes[column * 4 + k / WIDTH % 4].b[k / (DEPTH / 2)], k);
+    for (int row = 0; row < 16; row++) {
+        double sums[8] = {};
+        for (int k = 0; k < DEPTH; k++) {
+            const double a = operand<TYPE>(lanes[row % 8 * 4 + k / WIDTH % 4].a[row / 8 + 2 * (k / (DEPTH / 2))], k);
+            for (int column = 0; column < 8; column++) sums[column] += a * B[k][column];
+        }
+        for (int column = 0; column < 8; column++)
+            lanes[row % 8 * 4 + column / 2].sums[row / 8 * 2 + column % 2] = sums[column];
     }
 }
 
-// The value of each float16: a conversion is a call where the compiler may not assume that the processor has it.
-const struct Halves {
-    float values[1 << 16];
-    Halves() {
-        for (unsigned bits = 0; bits < 1 << 16; bits++) values[bits] = from_16bit(bits, false);
-    }
-} halves;
+template <Type TYPE> void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const Product mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {}};
+    const void* all = exchange(0xffffffffu, &mine, sizeof(mine), multiply<TYPE>);
+    const double* sums = static_cast<const Product*>(all)[linear % 32].sums;
+    for (int q = 0; q < 4; q++) d[q] = float(d[q] + sums[q]);
+}
+
+}  // namespace
+
+void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma<TF32>(d, a, b0, b1); }
 
 template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
-    const int lane = linear % 32;
-    auto half = [](unsigned bits, int k) {
-        bits = bits >> 16 * (k % 2) & 0xffffu;
-        return double(BF16 ? __uint_as_float(bits << 16) : halves.values[bits]);
-    };
-    for (int q = 0; q < 4; q++) {
-        const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
-        double sum = 0;
-        for (int k = 0; k < 16; k++)
-            sum += half(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)], k) *
-                   half(all[column * 4 + k % 8 / 2].b[k / 8], k);
-        d[q] = float(d[q] + sum);
-    }
+    mma<BF16 ? Type::BF16 : FLOAT16>(d, a, b0, b1);
 }
 
 template void mma_16bit<true>(float (&)[4], const unsigned (&)[4], unsigned, unsigned);

@@ -2,9 +2,9 @@
 // emulator.cpp runs the threads and is compiled once; kernels are linked with it.
 //
 // Each thread of a block is a fiber with a stack of its own; a fiber runs until it waits for others (barriers, warp
-// intrinsics). It is left and entered by _setjmp and _longjmp: swapcontext calls the system for the signal mask,
-// which took most of the time of a kernel with many barriers. Blocks run one after another, so __shared__ variables are
-// static. Dynamic shared memory starts as NaN.
+// intrinsics), then the next one goes on, by a few instructions on x86-64 and by _setjmp and _longjmp elsewhere: switches
+// took most of the time of a kernel with many barriers. Blocks run one after another, so __shared__ variables are static.
+// Dynamic shared memory starts as NaN.
 // Not emulated: races between threads that no barrier separates, bank conflicts, the rounding of tensor cores.
 #pragma once
 #define HYBRIDMF_EMULATE 1
@@ -19,6 +19,9 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
+
+#pragma GCC push_options
+#pragma GCC optimize("O2")  // kernels themselves take the compiler longer than they run
 
 #define __global__
 #define __device__
@@ -56,14 +59,13 @@ extern void* dynamic;
 void yield();  // until the other threads have run as well
 void barrier(int id, int expected);
 
-// Every lane of `mask` gives `size` bytes; all lanes' are put to `all`, those of other lanes are zeros.
-void exchange(unsigned mask, const void* value, size_t size, void* all);
+// Every lane of `mask` gives `size` bytes. Returns the values of all 32 lanes, zeros for those not in `mask`, which stay
+// until the lane's next exchange. The lane that comes last may combine the values.
+const void* exchange(unsigned mask, const void* value, size_t size, void (*combine)(void* values) = nullptr);
 
-template <class T> std::array<T, 32> exchange(unsigned mask, const T& value) {
+template <class T> const T* exchange(unsigned mask, const T& value) {
     static_assert(sizeof(T) <= 64);
-    std::array<T, 32> all;
-    exchange(mask, &value, sizeof(T), &all);
-    return all;
+    return static_cast<const T*>(exchange(mask, &value, sizeof(T)));
 }
 
 // Calls `body(values)` in every thread.
@@ -187,29 +189,16 @@ inline unsigned to_bf16(float value) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return bits >> 16 | 0x40;
     return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
 }
-inline unsigned to_float16(float value) {
-    _Float16 half = _Float16(value);
-    uint16_t bits;
-    std::memcpy(&bits, &half, 2);
-    return bits;
-}
-inline float from_16bit(unsigned bits, bool bf16) {
-    if (bf16) return __uint_as_float(bits << 16);
-    uint16_t narrow = uint16_t(bits);
-    _Float16 half;
-    std::memcpy(&half, &narrow, 2);
-    return float(half);
-}
+unsigned to_float16(float value);
+float from_float16(unsigned bits);
+inline float from_16bit(unsigned bits, bool bf16) { return bf16 ? __uint_as_float(bits << 16) : from_float16(bits); }
 
 // Of two pairs; the sum is rounded to float before it is rounded to float16.
-inline unsigned fma_float16(unsigned a, unsigned b, unsigned c) {
-    const auto one = [](unsigned x, unsigned y, unsigned z) {
-        return to_float16(from_16bit(x & 0xffffu, false) * from_16bit(y & 0xffffu, false) + from_16bit(z & 0xffffu, false));
-    };
-    return one(a, b, c) | one(a >> 16, b >> 16, c >> 16) << 16;
-}
+unsigned fma_float16(unsigned a, unsigned b, unsigned c);
 
 void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
 }  // namespace emulator
+
+#pragma GCC pop_options
