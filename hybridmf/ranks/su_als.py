@@ -330,11 +330,14 @@ class RankALS(Alternating):
         self._made.append(self.communicator.split(color))
         return self._made[-1]
 
-    def _entries_at_a_time(self, blocks: Mapping[Side, Block], scale: ScalePlan) -> int:
-        """Entries on this rank's GPU at a time: all of both orientations, or those of the longest waves or batches."""
+    def _entries_at_a_time(self, blocks: Mapping[Side, Block], scale: ScalePlan) -> dict[Side, int]:
+        """Entries on this rank's GPU in each half sweep: of both orientations, or of the longest waves or batches."""
         if scale.ratings == "device":
-            return sum(int(block.nnz) for block in blocks.values())
-        return SLAB_BUFFERS * max(self._most_entries(side, blocks[side], scale) for side in SIDES)
+            return dict.fromkeys(SIDES, sum(int(block.nnz) for block in blocks.values()))
+        loaded = {side: SLAB_BUFFERS * self._most_entries(side, blocks[side], scale) for side in SIDES}
+        if scale.factors == "device":  # both half sweeps share buffers
+            return dict.fromkeys(SIDES, max(loaded.values()))
+        return loaded
 
     def _most_entries(self, side: Side, block: Block, scale: ScalePlan) -> int:
         """Entries of this rank's longest wave or batch."""

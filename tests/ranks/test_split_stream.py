@@ -725,7 +725,7 @@ def test_a_rank_is_checked_by_its_own_grid() -> None:
         plan = ScalePlan(Problem(shape, 10**7, 64), H200, 2, 10**8, "host", "device", halves)
         plan = replace(plan, halves={side: priced(plan.problem, halves[side], "host", "device") for side in SIDES})
         with pytest.raises(DeviceMemoryError, match=r"rank 1 needs about .*fixed side 0.0 MiB") as raised:
-            check_rank(plan, layout, 1, 10**6)
+            check_rank(plan, layout, 1, dict.fromkeys(SIDES, 10**6))
         messages.append(str(raised.value).partition("the plan's")[0])
-        check_rank(replace(plan, memory=10**11), layout, 1, 10**6)
+        check_rank(replace(plan, memory=10**11), layout, 1, dict.fromkeys(SIDES, 10**6))
     assert len(set(messages)) == 1
