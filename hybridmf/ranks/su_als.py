@@ -27,7 +27,7 @@ from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.ranks import ScalePlan, check_rank
 from ..plan.solver import Alternating
 from ..plan.types import Plan
-from .batches import Ranges, batch_entries, batch_rows, bounded_batches, even_batches
+from .batches import BatchedRows, Ranges, batch_entries, batch_rows, bounded_batches, even_batches
 from .reduction import Reduction, make_reduction
 from .transport.communicator import Array, Communicator
 
@@ -126,32 +126,8 @@ class SplitWorker(Worker, Protocol):
     def gram(self, factors: Any, objective: Objective, plan: Plan) -> Array | None:
         """Weighted Gram matrix of this rank's rows, None for explicit feedback."""
 
-    def partial(
-        self,
-        side: Side,
-        block: Block,
-        objective: Objective,
-        plan: Plan,
-        names: np.ndarray,
-        degrees: np.ndarray,
-        batches: list[Ranges],
-        solved: list[Ranges],
-    ) -> Partial:
-        """See `Partial`.
-
-        Parameters
-        ----------
-        block : csr_array or ColumnSlabs
-            Entries of this rank.
-        names : int64 array, shape (n,)
-            Number of each row solved here, for error messages.
-        degrees : int64 array, shape (n,)
-            Entries of each of these rows on all ranks.
-        batches : list of list of (first, last)
-            Rows of `block` of each batch, range after range.
-        solved : list of list of (first, last)
-            Rows of `names` that are solved here in each batch, range after range.
-        """
+    def partial(self, side: Side, block: Block, objective: Objective, plan: Plan, rows: BatchedRows) -> Partial:
+        """See `Partial`; `block` has the entries of this rank."""
 
     def overlap(self) -> AbstractContextManager[Any]:
         """Overlap of the reduction of a batch with the assembly of the next one; see `Overlap`."""
@@ -362,14 +338,13 @@ class RankALS(Alternating):
         arguments = (side, block, self.objective, self.plan)
         if self.layout.grids[side].splits == 1:
             return self.worker.whole(*arguments, own)
-        batches, solved = self.batches[side], self._solved(side)
         degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
         if members is not None and reduction.everything_here is not None:
             counts = self._member_counts(side)
             own, degrees = members.allgatherv(own, counts), members.allgatherv(degrees, counts)
             if not reduction.everything_here:
                 own, degrees = own[:0], degrees[:0]
-        return self._split_worker.partial(*arguments, own, degrees, batches, solved)
+        return self._split_worker.partial(*arguments, BatchedRows(own, degrees, self.batches[side], self._solved(side)))
 
     def _member_counts(self, side: Side) -> list[int]:
         """Rows of `side` that each rank of this rank's group owns."""

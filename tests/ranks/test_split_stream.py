@@ -38,7 +38,7 @@ from hybridmf.plan.partitions import plan_scale, plan_streamed_ranks
 from hybridmf.plan.ranks import ScalePlan, check_rank
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, multi_als
-from hybridmf.ranks.batches import batch_entries, bounded_batches, even_batches
+from hybridmf.ranks.batches import BatchedRows, batch_entries, bounded_batches, even_batches
 from hybridmf.ranks.gpu_rank import BatchPieces, PartialRows, StreamedPartialRows
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.reduction import Reduction, RootReduction, TwoPhaseReduction
@@ -334,9 +334,8 @@ def test_nothing_of_the_block_is_on_the_device(gpus: Machine) -> None:
     batches = [[(0, 3), (12, 14)], [(3, 3), (14, 24)], [(3, 12), (24, 24)]]
     pipeline = gpu_rank.Pipeline(device, 1, np.float32)
     degrees = np.diff(MATRIX.indptr)
-    half = StreamedPartialRows(
-        device, "user", matrix, objective, plan, np.arange(24), degrees, batches, [[]] * 3, pipeline
-    )
+    rows = BatchedRows(np.arange(24), degrees, batches, [[]] * 3)
+    half = StreamedPartialRows(device, "user", matrix, objective, plan, rows, pipeline)
     assert pipeline.capacity == sizes_of_batches(half).max() < MATRIX.nnz
     with closing(half._at_hand()) as stream:
         for batch in stream:
