@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -143,17 +143,33 @@ class Overlap(Protocol):
         """Launches in this context wait for the mark, not for later launches; later launches wait for them."""
 
 
+@dataclass(frozen=True)
+class RankShare:
+    """The ratings of a rank.
+
+    Attributes
+    ----------
+    layout : RankLayout
+        The same on all ranks.
+    blocks : dict of side to csr_array, RangeSlabs or ColumnSlabs
+        `RankLayout.cut` of both orientations of the ratings, or slabs of the same rows, and with a split fixed side of
+        the same columns.
+    names : dict of side to int64 array, or None
+        Number of each own row in error messages; None: its position.
+    """
+
+    layout: RankLayout
+    blocks: Mapping[Side, Block]
+    names: Mapping[Side, np.ndarray] | None = None
+
+
 class RankALS(Alternating):
     """One rank of SU-ALS; every rank makes one, and all call its methods together.
 
     Parameters
     ----------
     communicator : Communicator
-    layout : RankLayout
-        The same on all ranks.
-    blocks : dict of side to csr_array, RangeSlabs or ColumnSlabs
-        `RankLayout.cut` of both orientations of the ratings, or slabs of the same rows, and with a split fixed side of
-        the same columns.
+    share : RankShare
     objective : Objective
     plan : Plan
         The same on all ranks, but for `num_threads` and `gpu`. Its `reduction` is one of `hybridmf.ranks.reduction`.
@@ -161,8 +177,6 @@ class RankALS(Alternating):
         Initial factors of the rows this rank owns, on the host.
     worker : Worker
         The device of this rank.
-    names : dict of side to int64 array, optional
-        Number of each own row in error messages. Default: its position.
     topology : sequence of int, optional
         Socket of each rank, for ``reduction="two_phase"``.
 
@@ -175,16 +189,14 @@ class RankALS(Alternating):
     def __init__(
         self,
         communicator: Communicator,
-        layout: RankLayout,
-        blocks: Mapping[Side, Block],
+        share: RankShare,
         objective: Objective,
         plan: Plan,
         state: State,
         worker: Worker,
-        *,
-        names: Mapping[Side, np.ndarray] | None = None,
         topology: list[int] | None = None,
     ) -> None:
+        layout, blocks = share.layout, share.blocks
         self.communicator, self.layout, self.objective, self.plan = communicator, layout, objective, plan
         self.worker, self.mean = worker, state.mean
         self.rank = communicator.rank
@@ -204,7 +216,7 @@ class RankALS(Alternating):
             if plan.scale is not None:
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
-            self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
+            self.halves = {side: self._half(side, blocks[side], share.names) for side in SIDES}
             self.gathers_ahead = self._all_agree(
                 worker.gathers_ahead and has_room_for_both(plan) and plan.frozen is None
             )
