@@ -41,13 +41,14 @@ from hybridmf.gpu.bals import BalsLocalConfig
 from hybridmf.gpu.half import Pieces
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
-from hybridmf.gpu.tuning import plots as tune_plots
 from hybridmf.gpu.tuning.trials import Part, Sample, handful, random_table, relative, row_entries
 from hybridmf.gpu.tuning.tune import event_times, stamp, tune
 from hybridmf.plan import tables
 from hybridmf.plan.assemblies import BalsConfig
 from hybridmf.plan.fused import table_width
 from hybridmf.plan.tables import Entry, Table
+from hybridmf.plots import new_figure
+from hybridmf.tools import tuning_plots
 
 FILE = "tuning"
 PAGE = ROOT / "docs" / "evidence" / "tuning.md"
@@ -329,7 +330,7 @@ def cloud_table(lines: Sequence[dict[str, Any]]) -> str:
             continue
         ratio = max(map(score, group)) / score(chosen)
         rates = (f"{chosen['gflops'][side]:,.0f}" for side in ("user", "item"))
-        text = tune_plots.config_text(chosen["config"])
+        text = tuning_plots.config_text(chosen["config"])
         rows.append(f"| {f} | {len(group)} | {dropped} | {text} | {' | '.join(rates)} | {ratio:.1f} x |")
     return "\n".join(rows)
 
@@ -408,7 +409,7 @@ def heat_maps(lines: Iterable[Line]) -> dict[str, Any]:
 def _heat_map(name: str, lines: list[Line]) -> Any:
     orders = list(dict.fromkeys(line["order"] for line in lines))
     rates = [line["gflops"] for line in lines]
-    figure = tune_plots.make_figure(5.2 * len(orders), 4.2)
+    figure = new_figure(5.2 * len(orders), 4.2)
     image = None
     for axes, order in zip(np.atleast_1d(figure.subplots(1, len(orders))), orders, strict=True):
         group = [line for line in lines if line["order"] == order]
@@ -439,10 +440,10 @@ def report(lines: Sequence[dict[str, Any]]) -> None:
     lines = latest([line for line in lines if line.get("kernel") in (None, "sparse_syrk")])
     page = PAGE.read_text(encoding="utf-8")
     for name, table, figures in (
-        ("cloud", cloud_table, tune_plots.clouds),
+        ("cloud", cloud_table, tuning_plots.clouds),
         ("tiles", tile_table, heat_maps),
     ):
-        drawn = tune_plots.save_all({name: small(figure) for name, figure in figures(lines).items()}, FIGURES)
+        drawn = tuning_plots.save_all({name: small(figure) for name, figure in figures(lines).items()}, FIGURES)
         machine = sorted({line["gpu"]["name"] for line in lines})
         measured = f"Measured on {', '.join(machine)}.\n\n{table(lines)}\n\n{figure_links(drawn)}"
         page = filled(page, name, measured if drawn else "Not measured yet.")

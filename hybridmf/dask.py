@@ -302,8 +302,7 @@ def _rank_ratings(request: _Request, chunks: list[Chunk], labels: Any, store: st
         dtype=dtype,
         drop_zeros=implicit,
         duplicates=request.duplicates,
-        user_ids=user_ids,
-        item_ids=item_ids,
+        labels=(user_ids, item_ids),
     )
 
 

@@ -59,7 +59,7 @@ from .data.readers import (
     row_mask,
 )
 from .data.splits import WAYS, entries_of_users, fold_of_entries, last_of_each_user, latest_entries, random_entries
-from .data.text import find_layout, read_fields, read_text, text_separator
+from .data.text import TextOptions, find_layout, read_fields, read_text, text_separator
 from .data.transforms import Transforms
 from .errors import DuplicateEntriesError, RatingsError
 
@@ -376,7 +376,8 @@ class Ratings(Transforms):
                 read_lists(list_layout(name, head, separator, header, columns, encoding, comment)), duplicates
             )
         separator = text_separator(format, separator)
-        layout = find_layout(name, head, separator, header, columns, encoding, comment, timestamp, where or ())
+        options = TextOptions(separator, header, columns, encoding, comment, timestamp, where or ())
+        layout = find_layout(name, head, options)
         entries = read_text(layout, show_progress)
         if where is not None:
             names, n_fields = layout.columns.names, layout.n_fields

@@ -80,13 +80,14 @@ def _run_tuning(
     lines: str | None, plot: str | None,
 ) -> None:  # fmt: skip
     from ..device.cuda import open_device
-    from ..gpu.tuning import plots as tune_plots
     from ..gpu.tuning import tune as tuner
     from ..plan import tables
+    from ..plots import new_figure
+    from ..tools.tuning_plots import clouds, save_all
 
     ranks = _ranks(factors)
     if plot is not None:
-        tune_plots.make_figure(1, 1)  # matplotlib may be missing: say so before minutes of work
+        new_figure(1, 1)  # matplotlib may be missing: say so before minutes of work
     try:
         device = open_device()
     except DeviceError as error:
@@ -110,7 +111,7 @@ def _run_tuning(
                 out.writelines(json.dumps(line) + "\n" for line in records)
     click.echo(f"kept in {path}")
     if plot is not None:
-        for figure in tune_plots.save_all(tune_plots.clouds(measured), Path(plot)):
+        for figure in save_all(clouds(measured), Path(plot)):
             click.echo(f"drawn: {figure}")
 
 

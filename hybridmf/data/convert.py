@@ -79,6 +79,7 @@ from .store import UNFINISHED, Store, file_checksum
 from .text import (
     BLOCK_CHARS,
     BLOCK_RECORDS,
+    TextOptions,
     find_layout,
     integer_chunks,
     lines_of,
@@ -643,7 +644,7 @@ def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[
     separator = text_separator(format, options["separator"])
 
     def text() -> _Reader:
-        layout = find_layout(path, head, separator, *as_text)
+        layout = find_layout(path, head, TextOptions(separator, *as_text))
         readers = _text_readers(layout, limit)
         return replace(next(readers), others=readers)
 

@@ -22,7 +22,7 @@ from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 from .columns import AUTO, Columns, check_distinct_names, resolve_columns
 from .labels import MAX_VALUE, Entries, as_times, factorize
 from .lines import numbered_lines
-from .text import find_layout, text_separator
+from .text import TextOptions, find_layout, text_separator
 
 logger = logging.getLogger("hybridmf")
 
@@ -457,7 +457,8 @@ def file_columns(
         return parquet_layout(path, columns)
     if format in ("npz", "mtx", "lists"):
         return None
-    return find_layout(path, head, text_separator(format, separator), header, columns, encoding, comment).columns
+    options = TextOptions(text_separator(format, separator), header, columns, encoding, comment)
+    return find_layout(path, head, options).columns
 
 
 @contextlib.contextmanager

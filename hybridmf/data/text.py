@@ -20,7 +20,7 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,19 +66,37 @@ NOTHING: Chunk = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0))
 # --------------------------------------------------------------------------------------------------------------- layout
 
 
-def find_layout(
-    path: str,
-    head: bytes,
-    separator: str | None,
-    header: bool | str,
-    selectors: tuple[int | str, int | str, int | str | None],
-    encoding: str | None,
-    comment: str | None,
-    timestamp: int | str | None = None,
-    others: Iterable[int | str] = (),
-) -> TextLayout:
-    """Detect separator, header and columns from the first lines; `others` are further columns that are named."""
-    codec = text_encoding(path, head, encoding)
+@dataclass(frozen=True)
+class TextOptions:
+    """Options of a text file with a rating on each line.
+
+    Attributes
+    ----------
+    separator : str or None
+        None: detected.
+    header : bool or "auto"
+    selectors : (int or str, int or str, int or str or None)
+        Columns of user, item and value.
+    encoding, comment : str or None
+    timestamp : int, str or None
+        Column of times.
+    others : iterable of int or str
+        Further columns that are named.
+    """
+
+    separator: str | None
+    header: bool | str
+    selectors: tuple[int | str, int | str, int | str | None]
+    encoding: str | None
+    comment: str | None
+    timestamp: int | str | None = None
+    others: Iterable[int | str] = ()
+
+
+def find_layout(path: str, head: bytes, options: TextOptions) -> TextLayout:
+    """Detect separator, header and columns from the first lines."""
+    separator, comment, selectors, timestamp = options.separator, options.comment, options.selectors, options.timestamp
+    codec = text_encoding(path, head, options.encoding)
     check_text_options(separator, comment)
     lines = first_lines(path, codec, comment)
     found = separator is None
@@ -86,7 +104,7 @@ def find_layout(
     rows = _sample(lines, separator)
     n_fields = _usual_width(rows)[0]
     first = [field.strip() for field in rows[0]]
-    has_header = _has_header(rows, n_fields, header, selectors, (timestamp, *others))
+    has_header = _has_header(rows, n_fields, options.header, selectors, (timestamp, *options.others))
     if has_header and len(first) != n_fields:
         raise RatingsError(f"{path}: the header has {len(first)} fields, {first}, but the lines below have {n_fields}")
     columns = resolve_columns(path, first if has_header else None, n_fields, *selectors, timestamp=timestamp)

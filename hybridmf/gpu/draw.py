@@ -32,7 +32,7 @@ def drawn_table(device: Device, factors: DrawnFactors, width: int) -> Array:
     -------
     float array, shape (n, width)
     """
-    table = device.empty((len(factors), width), factors.dtype)
+    table = device.empty((len(factors), width), factors.drawing.dtype)
     scales = device.upload(factors.scales)
     rows = None if factors.rows is None else device.upload(factors.rows)
     with device.active():
@@ -50,8 +50,8 @@ def draw_rows(device: Device, table: Array, scales: Array, factors: DrawnFactors
     factors : DrawnFactors
     rows : int64 array, shape (n,), or None
     """
-    n, width = table.shape
-    check("table", table, factors.dtype, (len(factors), None))
+    (n, width), how = table.shape, factors.drawing
+    check("table", table, how.dtype, (len(factors), None))
     check("scales", scales, np.float32, (n,))
     check_not_host(device, table=table, scales=scales)
     if rows is not None:
@@ -60,11 +60,11 @@ def draw_rows(device: Device, table: Array, scales: Array, factors: DrawnFactors
     if not table.size:
         return
     blocks = min(ceil_div(n * ceil_div(width, QUAD), THREADS), BLOCKS_PER_SM * device.spec.multiprocessors)
-    constants = {"REAL": factors.dtype, "HAS_ROWS": rows is not None, "THREADS": THREADS}
+    constants = {"REAL": how.dtype, "HAS_ROWS": rows is not None, "THREADS": THREADS}
     kernel = get_kernel(device, "draw.cu", "draw_rows", **constants)
-    where = (np.int64(n), np.int64(factors.first), np.int32(width), np.int32(factors.rank))
-    key = (np.uint32(factors.seed & LOW), np.uint32(factors.seed >> 32 & LOW))
-    what = (np.uint32(factors.stream), *key, np.int32(factors.signed), np.int32(factors.biases))
+    where = (np.int64(n), np.int64(factors.first), np.int32(width), np.int32(how.rank))
+    key = (np.uint32(how.seed & LOW), np.uint32(how.seed >> 32 & LOW))
+    what = (np.uint32(how.stream), *key, np.int32(how.signed), np.int32(how.biases))
     # without numbers of rows an arbitrary pointer, which is not read
     kernel((blocks,), (THREADS,), (table, scales, scales if rows is None else rows, where, what), 0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,7 @@ class DualRows:
         if not entries.implicit:
             failed = self.device.zeros(1, np.int32)  # of a basis, which explicit feedback does not need
             for size, rows in self.parts:
-                self._launch(size, systems.solutions, systems, table, entries, indptr, rows, failed, epsilon)
+                self._launch(size, rows, systems, table, entries, indptr, failed, epsilon)
             return
         assert systems.gram is not None
         inverse, failed = inverse_root(self.device, systems.gram, systems.ridge, epsilon)
@@ -135,23 +135,23 @@ class DualRows:
             for start in range(0, len(rows), ROWS_AT_ONCE):
                 some = rows[start : start + ROWS_AT_ONCE]
                 solutions = self.device.empty((len(some), table.shape[1]), np.float32)
-                self._launch(size, solutions, systems, there, entries, indptr, some, failed, epsilon)
+                apart = replace(systems, solutions=solutions)
+                self._launch(size, some, apart, there, entries, indptr, failed, epsilon)
                 systems.solutions[some] = self.device.matmul(solutions, inverse)
 
     def _launch(
         self,
         size: int,
-        solutions: Array,
+        rows: Array,
         systems: Systems,
         table: Array,
         entries: DeviceEntries,
         indptr: Array,
-        rows: Array,
         failed: Array,
         epsilon: float,
     ) -> None:
         """Launch dual_rows for rows with at most `size` entries; `solutions` are those of all rows, or of `rows`."""
-        device, objective, n = self.device, self.objective, len(systems.scale)
+        device, objective, n, solutions = self.device, self.objective, len(systems.scale), systems.solutions
         width = table_width(self.rank, np.float32)
         check("table", table, np.float32, (None, width))
         check("solutions", solutions, np.float32, (len(rows) if entries.implicit else n, width))

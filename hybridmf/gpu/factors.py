@@ -186,8 +186,9 @@ def to_device(device: Device, factors: Factors, width: int) -> DeviceFactors:
     if isinstance(factors, DeviceFactors) and factors.device is device and factors.table.shape[1] == width:
         return factors
     if isinstance(factors, DrawnFactors):
-        zeros = device.zeros(len(factors), factors.dtype) if factors.biases else None
-        return DeviceFactors(device, drawn_table(device, factors, width), factors.rank, zeros)
+        how = factors.drawing
+        zeros = device.zeros(len(factors), how.dtype) if how.biases else None
+        return DeviceFactors(device, drawn_table(device, factors, width), how.rank, zeros)
     table = np.empty((len(factors), width), dtype=factors.matrix.dtype)
     fill_table(table, factors)
     bias = None if factors.bias is None else device.upload(factors.bias)
@@ -469,10 +470,11 @@ def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> H
     if isinstance(factors, HostFactors) and factors.table.shape[1] == width:
         return factors
     if isinstance(factors, DrawnFactors):  # into the table: there may be no room for a copy
-        table = _host_table((len(factors), width), factors.dtype, tables)
-        factors.draw(table[:, : factors.rank])
-        pad_table(table, factors.rank, factors.biases)
-        return HostFactors(table, factors.rank, factors.first_bias(), tables=tables)
+        how = factors.drawing
+        table = _host_table((len(factors), width), how.dtype, tables)
+        factors.draw(table[:, : how.rank])
+        pad_table(table, how.rank, how.biases)
+        return HostFactors(table, how.rank, factors.first_bias(), tables=tables)
     given = factors.on_host()
     table = _host_table((len(given), width), given.matrix.dtype, tables)
     fill_table(table, given)

@@ -42,7 +42,7 @@ from . import files as _io
 from .early_stopping import EarlyStopping, check_early_stopping
 from .estimator import check_is_fitted, numeric_matrix
 from .learned import Learned, pattern, summary_of
-from .loop import FitLoop, Observers, Record, check_validation
+from .loop import FitLoop, Observers, Progress, Record, check_validation
 from .prepared import PreparedRatings, prepared_for
 from .serving import ServingMixin
 from .stopwatch import Stopwatch
@@ -238,20 +238,18 @@ class FactorModel(ServingMixin):
         solved = objective if weights is None else in_units(objective, unit)
         solver = self._solver(_seeded(plan, seed_bits), solved, ratings, state, completed)
         with closing(solver):  # ends threads and connections of ranks, however the fit ends
-            writer = None
+            progress = Progress(completed, list(resumed.summary["history"]) if resumed else [])
             if where is not None:
                 writer = checkpoints.Writer(where, {"data": data, "seed_bits": seed_bits}, completed)
+                progress = replace(progress, writer=writer)
             loop = FitLoop(
                 self,
                 solver,
                 self._learner(user_items, matrix, objective, plan, ratings, weighted=weights is not None),
                 _columns(user_items, matrix.shape),
-                replace(observers, validation=held_out),
+                replace(observers, validation=held_out, unit=unit),
                 stopwatch,
-                unit=unit,
-                writer=writer,
-                completed=completed,
-                history=list(resumed.summary["history"]) if resumed else None,
+                progress,
             )
             del state, resumed, init  # frees the initial factors after the first sweep
             stopwatch.lap("set up")
@@ -312,9 +310,9 @@ class FactorModel(ServingMixin):
         init: Init,
     ) -> State:
         """Initial state for ratings of these degrees, this mean and this scale."""
-        start = replace(self._start(objective, scale), signed=init.signed)
+        start = replace(self._start(objective, scale), signed=init.signed, num_threads=plan.num_threads)
         counts = (degrees["user"], degrees["item"])
-        drawn = initial_state(*counts, plan.factors, plan.dtype, objective, mean, seed, start, plan.num_threads)
+        drawn = initial_state(*counts, plan.factors, plan.dtype, objective, mean, seed, start)
         return init.placed(drawn, degrees, self._sides_read(plan.frozen), plan.frozen)
 
     def _init(self, shape: tuple[int, int], labels: Labels | None = None, frozen: Side | None = None) -> Init:

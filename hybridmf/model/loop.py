@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -87,6 +87,8 @@ class Observers:
         Compute the objective even without observers.
     early_stopping : EarlyStopping or None
         Needs `validation`.
+    unit : float
+        What the objective of the solver is multiplied by in records.
 
     Raises
     ------
@@ -99,6 +101,7 @@ class Observers:
     show_progress: bool = False
     track_objective: bool = False
     early_stopping: EarlyStopping | None = None
+    unit: float = 1.0
 
     def __post_init__(self) -> None:
         check_bool("show_progress", self.show_progress)
@@ -117,6 +120,25 @@ class Observers:
         return self.track_objective or self.show_progress or self.need_model
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Completed part of a fit that continues, and where it is saved.
+
+    Attributes
+    ----------
+    completed : int
+        Iterations of the checkpoint that the fit resumes from.
+    history : list of dict
+        Records of these iterations.
+    writer : Writer or None
+        Writer of checkpoints, on the first rank.
+    """
+
+    completed: int = 0
+    history: list[Record] = field(default_factory=list)
+    writer: checkpoints.Writer | None = None
+
+
 class FitLoop:
     """One fit in progress.
 
@@ -131,15 +153,9 @@ class FitLoop:
     observers : Observers
         Only those of the first rank are used.
     stopwatch : Stopwatch
-    unit : float
-        What the objective of the solver is multiplied by in records.
-    ranks : Ranks
-    writer : Writer, optional
-        Writer of checkpoints, on the first rank.
-    completed : int
-        Iterations of the checkpoint that the fit resumes from.
-    history : list of dict
-        Records of these iterations.
+    progress : Progress
+    ranks : Ranks, optional
+        Default: one process.
     """
 
     def __init__(
@@ -150,24 +166,20 @@ class FitLoop:
         columns: Any,
         observers: Observers,
         stopwatch: Stopwatch,
-        *,
-        unit: float = 1.0,
+        progress: Progress,
         ranks: Ranks | None = None,
-        writer: checkpoints.Writer | None = None,
-        completed: int = 0,
-        history: list[Record] | None = None,
     ) -> None:
         self.model, self.solver, self.learn, self.columns = model, solver, learn, columns
-        self.observers, self.stopwatch, self.writer, self.unit = observers, stopwatch, writer, unit
+        self.observers, self.stopwatch = observers, stopwatch
+        self.completed, self.history, self.writer = progress.completed, progress.history, progress.writer
         self.ranks: Ranks = OneProcess() if ranks is None else ranks
-        self.completed, self.history = completed, [] if history is None else history
         self.learned: Learned | None = None
         rule = observers.early_stopping
         self.watch = None if rule is None else Watch(rule)
         self.updated = -1  # last iteration whose final factors are in the model; the same on all ranks
         agreed = self.ranks.agreed
         self.needs_model, self.needs_objective = agreed(observers.need_model), agreed(observers.need_objective)
-        self.saves, self.calls_back = agreed(writer is not None), agreed(observers.callback is not None)
+        self.saves, self.calls_back = agreed(self.writer is not None), agreed(observers.callback is not None)
 
     def run(self, iterations: int) -> None:
         """Iterate until `iterations` are complete or the callback stops the fit."""
@@ -205,7 +217,7 @@ class FitLoop:
         if self._model_is_needed():
             self._complete_model()
         if self.needs_objective:
-            record["objective"] = self.unit * self.solver.objective_value()
+            record["objective"] = self.observers.unit * self.solver.objective_value()
         if self.observers.validation is not None:
             record |= self._validate(self.observers.validation)
         if self.observers.need_objective:

@@ -11,11 +11,14 @@ import scipy.sparse as sp
 
 from ..core.objective import Side
 from ..core.sparse import take_rows
-from ..core.validate import check_choice, check_ids, from_triplets
+from ..core.validate import MAX_N, check_bool, check_choice, check_ids, check_int, from_triplets
 from ..data.align import UNKNOWN
 from ..data.labels import look_up
 from ..errors import RatingsError, UnknownLabelError
 from .learned import Learned
+
+COLD_USERS = ("popular", "mask")
+"""Values of ``cold_users=`` of `recommend`."""
 
 
 def positions_of(learned: Learned, side: Side, name: str, given: Any, by_label: bool) -> np.ndarray:
@@ -175,40 +178,60 @@ class Candidates:
         return Candidates(self.shared, allowed, denied)
 
 
-def read_candidates(
-    learned: Learned,
-    items: Any,
-    filter_items: Any,
-    by_label: bool,
-    n_users: int,
-    rows_of: Callable[[str, Any], sp.csr_array],
-) -> Candidates:
-    """Candidates from the arguments `items` and `filter_items`.
+@dataclass(frozen=True)
+class Asked:
+    """Arguments of a recommendation that do not name users.
 
-    Parameters
+    Attributes
     ----------
-    learned : Learned
-    items, filter_items : vector of items for all users; list of such vectors, or matrix, for each; or None
+    N : int
+    filter_liked : bool
+        Exclude the items that the user has seen.
+    filter_items, items : vector of items for all users; list of such vectors, or matrix, for each; or None
+    cold_users : {"popular", "mask"}
     by_label : bool
         Whether items are labels.
-    n_users : int
-        Number of users asked for.
-    rows_of : callable
-        Function of an argument's name and a matrix: the rows of the users.
     """
-    shared: np.ndarray | None = None
-    lists: dict[str, sp.csr_array | None] = {"items": None, "filter_items": None}
-    for name, given in (("items", items), ("filter_items", filter_items)):
-        if given is None:
-            continue
-        if sp.issparse(given) or hasattr(given, "user_items"):
-            lists[name] = rows_of(name, given)
-        elif _are_several(given) or (isinstance(given, np.ndarray) and given.ndim == 2):
-            lists[name] = _lists(learned, name, given, by_label, n_users)
-        else:
-            shared = np.full(len(learned.state.item), name != "items") if shared is None else shared
-            shared[positions_of(learned, "item", name, given, by_label)] = name == "items"
-    return Candidates(shared, lists["items"], lists["filter_items"])
+
+    N: int
+    filter_liked: bool
+    filter_items: Any
+    items: Any
+    cold_users: str
+    by_label: bool
+
+    @classmethod
+    def check(cls, N: Any, filter_liked: Any, filter_items: Any, items: Any, cold_users: Any, labels: Any) -> Asked:
+        """Read the arguments, except `filter_items` and `items`, which depend on the model.
+
+        Raises
+        ------
+        TypeError, ValueError
+        """
+        return cls(
+            check_int("N", N, 1, MAX_N),
+            check_bool("filter_already_liked_items", filter_liked),
+            filter_items,
+            items,
+            check_choice("cold_users", cold_users, COLD_USERS),
+            check_bool("labels", labels),
+        )
+
+    def candidates(self, learned: Learned, n_users: int, rows_of: Callable[[str, Any], sp.csr_array]) -> Candidates:
+        """Candidates of users; `rows_of` is a function of an argument's name and a matrix: the rows of the users."""
+        shared: np.ndarray | None = None
+        lists: dict[str, sp.csr_array | None] = {"items": None, "filter_items": None}
+        for name, given in (("items", self.items), ("filter_items", self.filter_items)):
+            if given is None:
+                continue
+            if sp.issparse(given) or hasattr(given, "user_items"):
+                lists[name] = rows_of(name, given)
+            elif _are_several(given) or (isinstance(given, np.ndarray) and given.ndim == 2):
+                lists[name] = _lists(learned, name, given, self.by_label, n_users)
+            else:
+                shared = np.full(len(learned.state.item), name != "items") if shared is None else shared
+                shared[positions_of(learned, "item", name, given, self.by_label)] = name == "items"
+        return Candidates(shared, lists["items"], lists["filter_items"])
 
 
 def _lists(learned: Learned, name: str, given: Any, by_label: bool, n_users: int) -> sp.csr_array:

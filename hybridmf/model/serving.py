@@ -45,14 +45,11 @@ from .estimator import Estimator, check_columns, check_is_fitted, numeric_matrix
 from .explain import Explanation, contributions, training_row
 from .learned import Learned, pattern
 from .ranking import blank_mask, fold_in, neighbours, rank
-from .requests import History, is_history, is_single, labelled, positions_of, read_candidates, read_history
+from .requests import Asked, History, is_history, is_single, labelled, positions_of, read_history
 from .tables import Request, file_format, to_file, to_frame
 from .updates import check_positions, extended_labels, replace_rows, turned, updated_axis, updated_counts
 
 logger = logging.getLogger("hybridmf")
-
-COLD_USERS = ("popular", "mask")
-"""Values of ``cold_users=`` of `recommend`."""
 
 
 class ServingMixin(Estimator):
@@ -255,8 +252,9 @@ class ServingMixin(Estimator):
             N results for each user do not fit in memory.
         """
         check_is_fitted(self)
-        learned = self._learned
-        by_label, user_items = check_bool("labels", labels), as_ratings(user_items)
+        learned, user_items = self._learned, as_ratings(user_items)
+        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
+        by_label = asked.by_label
         recalculated = check_bool("recalculate_user", recalculate_user)
         if recalculated and user_items is None:
             raise ValueError("recalculate_user=True computes factors of rows of user_items; pass user_items")
@@ -264,23 +262,19 @@ class ServingMixin(Estimator):
             users = check_ids("userid", userid, 2**31 - 1, "2**31 - 1")
         else:
             users = positions_of(learned, "user", "userid", userid, by_label)
-        N = check_int("N", N, 1, MAX_N)
-        liked = check_bool("filter_already_liked_items", filter_already_liked_items)
-        check_choice("cold_users", cold_users, COLD_USERS)
-        candidates = read_candidates(
-            learned, items, filter_items, by_label, len(users), partial(_rows_of_users, learned, users)
-        )
+        candidates = asked.candidates(learned, len(users), partial(_rows_of_users, learned, users))
         rows = None
         if user_items is not None:
             rows = _rows_of_users(learned, users, "user_items", user_items)  # validated even if unused
-        elif liked:
+        elif asked.filter_liked:
             rows = _seen_in_training(learned, users)
         if recalculated:
             assert rows is not None
             factors = fold_in(learned, "user", without_zeros(rows) if learned.objective.is_implicit else rows)
         else:
             factors = learned.state.user.take(users)
-        ids, scores = rank(learned, factors, N, rows if liked else None, candidates, cold_users)
+        seen = rows if asked.filter_liked else None
+        ids, scores = rank(learned, factors, asked.N, seen, candidates, asked.cold_users)
         found = labelled(learned, "item", ids) if by_label else ids
         return (found[0], scores[0]) if is_single(userid, by_label) else (found, scores)
 
@@ -326,13 +320,12 @@ class ServingMixin(Estimator):
         NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, MemoryBudgetError
         """
         check_is_fitted(self)
-        learned, by_label = self._learned, check_bool("labels", labels)
+        learned = self._learned
+        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
         kind = check_kind("backend", backend, kind_of(userid), learned.frame_kind)
-        users = None if userid is None else positions_of(learned, "user", "userid", userid, by_label)
-        request = _request(
-            learned, users, user_items, N, filter_already_liked_items, filter_items, items, cold_users, by_label
-        )
-        return to_frame(request, by_label, kind, check_bool("show_progress", show_progress))
+        users = None if userid is None else positions_of(learned, "user", "userid", userid, asked.by_label)
+        request = _request(learned, users, user_items, asked)
+        return to_frame(request, asked.by_label, kind, check_bool("show_progress", show_progress))
 
     def recommend_all(
         self,
@@ -370,20 +363,15 @@ class ServingMixin(Estimator):
         NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, OSError, MemoryBudgetError
         """
         check_is_fitted(self)
-        learned, by_label, shown = (
-            self._learned,
-            check_bool("labels", labels),
-            check_bool("show_progress", show_progress),
-        )
+        learned, shown = self._learned, check_bool("show_progress", show_progress)
+        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
         kind = None if path is not None else check_kind("backend", backend, learned.frame_kind)
         if path is not None:
             file_format(path)
-        request = _request(
-            learned, None, user_items, N, filter_already_liked_items, filter_items, items, cold_users, by_label
-        )
+        request = _request(learned, None, user_items, asked)
         if kind is not None:
-            return to_frame(request, by_label, kind, shown)
-        to_file(request, by_label, path, shown)
+            return to_frame(request, asked.by_label, kind, shown)
+        to_file(request, asked.by_label, path, shown)
         return None
 
     def recommend_new(
@@ -428,21 +416,17 @@ class ServingMixin(Estimator):
         """
         check_is_fitted(self)
         learned = self._learned
-        N = check_int("N", N, 1, MAX_N)
-        liked = check_bool("filter_already_liked_items", filter_already_liked_items)
-        check_choice("cold_users", cold_users, COLD_USERS)
-        by_label = check_bool("labels", labels)
+        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
         if is_history(rows):
-            history = read_history(learned, rows, by_label, unknown)
+            history = read_history(learned, rows, asked.by_label, unknown)
         else:
             history = History(self._new_rows(rows, "rows", unknown=unknown), single=False)
         n_rows = history.matrix.shape[0]
-        candidates = read_candidates(
-            learned, items, filter_items, by_label, n_rows, partial(_rows_of_strangers, learned, n_rows)
-        )
+        candidates = asked.candidates(learned, n_rows, partial(_rows_of_strangers, learned, n_rows))
         factors = fold_in(learned, "user", history.matrix)
-        ids, scores = rank(learned, factors, N, history.matrix if liked else None, candidates, cold_users)
-        found = labelled(learned, "item", ids) if by_label else ids
+        seen = history.matrix if asked.filter_liked else None
+        ids, scores = rank(learned, factors, asked.N, seen, candidates, asked.cold_users)
+        found = labelled(learned, "item", ids) if asked.by_label else ids
         return (found[0], scores[0]) if history.single else (found, scores)
 
     def similar_items(
@@ -900,30 +884,17 @@ class ServingMixin(Estimator):
         return "ndcg@10" if self._learned.objective.is_implicit else "rmse"
 
 
-def _request(
-    learned: Learned,
-    users: np.ndarray | None,
-    user_items: Any,
-    N: int,
-    filter_already_liked_items: bool,
-    filter_items: Any,
-    items: Any,
-    cold_users: str,
-    by_label: bool,
-) -> Request:
+def _request(learned: Learned, users: np.ndarray | None, user_items: Any, asked: Asked) -> Request:
     """Checked arguments of a table; `users` None means all."""
-    N = check_int("N", N, 1, MAX_N)
-    liked = check_bool("filter_already_liked_items", filter_already_liked_items)
-    check_choice("cold_users", cold_users, COLD_USERS)
     users = np.arange(learned.shape[0]) if users is None else users
     rows_of = partial(_rows_of_users, learned, users)
-    candidates = read_candidates(learned, items, filter_items, by_label, len(users), rows_of)
+    candidates = asked.candidates(learned, len(users), rows_of)
     seen: Any = None
     if user_items is not None:
         seen = rows_of("user_items", user_items)
-    elif liked:
+    elif asked.filter_liked:
         seen = learned.seen if learned.seen is not None else _seen_in_training(learned, users)
-    return Request(learned, users, N, seen if liked else None, candidates, cold_users)
+    return Request(learned, users, asked.N, seen if asked.filter_liked else None, candidates, asked.cold_users)
 
 
 def _rows_of_users(learned: Learned, users: np.ndarray, name: str, given: Any) -> sp.csr_array:

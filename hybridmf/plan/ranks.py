@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ..core.objective import SIDES, Side
@@ -138,7 +139,7 @@ class ScalePlan:
         return "\n".join(lines)
 
 
-def check_rank(plan: ScalePlan, layout: RankLayout, rank: int, entries: int) -> None:
+def check_rank(plan: ScalePlan, layout: RankLayout, rank: int, entries: Mapping[Side, int]) -> None:
     """Raise before the transfer if the ratings of a rank do not fit on its GPU.
 
     A plan is made from sizes. Ranges of rows have equal cost, so one rank may have more entries than another.
@@ -148,8 +149,8 @@ def check_rank(plan: ScalePlan, layout: RankLayout, rank: int, entries: int) -> 
     plan : ScalePlan
     layout : RankLayout
     rank : int
-    entries : int
-        Entries on the rank's GPU at a time.
+    entries : dict of side to int
+        Entries on the rank's GPU at a time in each half sweep.
 
     Raises
     ------
@@ -161,7 +162,7 @@ def check_rank(plan: ScalePlan, layout: RankLayout, rank: int, entries: int) -> 
         half = replace(planned, batches=max(planned.batches, grid.groups))
         if planned.fixed_parts == 1:
             half = replace(half, parts=grid.splits, splits=grid.splits)
-        share = Share(-(-(last - first) // half.fixed_parts), counts[side], sum(counts.values()), entries)
+        share = Share(-(-(last - first) // half.fixed_parts), counts[side], sum(counts.values()), entries[side])
         sizes = half_bytes(plan.problem, half, plan.ratings, plan.factors, share)
         if sum(sizes.values()) <= plan.memory:
             continue

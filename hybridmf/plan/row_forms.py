@@ -16,16 +16,13 @@ if TYPE_CHECKING:
     from .types import Plan
 
 DUAL_SHARE = 0.5
-"""Entries per factor up to which "auto" takes the dual form.
+"""Entries per factor up to which "auto" takes the dual form, on the CPU and on a GPU.
 
 Time of the primal over the dual form of a row with 0.25 / 0.5 / 0.75 f entries, explicit, AVX2, one thread: 2.6 / 1.6 /
 0.6 at f = 32, 2.8 / 1.5 / 0.8 at 64, 3.5 / 1.3 / 0.9 at 128, 4.4 / 2.0 / 1.2 at 256."""
 
 GPU_SIZES = (2, 4, 8, 16, 32, 48, 64)
 """Most entries of a row by the programs of cuda/dual_rows.cu; a row takes the smallest that holds its entries."""
-
-GPU_DUAL_SHARE = 0.5
-"""`DUAL_SHARE` on a GPU."""
 
 GPU_DUAL_RANK = 32
 """Rank from which "auto" takes the dual form on a GPU: smaller systems are one or two blocks in either form."""
@@ -142,4 +139,4 @@ def _pays(plan: Plan, side: Side) -> bool:
 
 def _share(plan: Plan) -> int:
     """Entries of the longest row that "auto" solves in the dual form."""
-    return int((DUAL_SHARE if plan.gpu is None else GPU_DUAL_SHARE) * plan.rank)
+    return int(DUAL_SHARE * plan.rank)

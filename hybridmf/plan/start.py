@@ -26,15 +26,51 @@ class Start:
         Whether elements are uniform between ``-a`` and ``a``, or between 0 and ``a``.
     sides : tuple of {"user", "item"}
         The sides that are drawn; the other one is zero.
+    num_threads : int
+        Threads that draw on the host.
     """
 
     length: float = 1.0
     signed: bool = False
     sides: tuple[Side, ...] = SIDES
+    num_threads: int = 1
 
     def scale(self, rank: int) -> float:
         """The largest absolute value ``a`` of an element: ``rank a^2 / 3`` is the mean square of a row's length."""
         return self.length * math.sqrt(3 / rank)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Generator and layout of the drawn factors of a side.
+
+    Attributes
+    ----------
+    rank : int
+    dtype : float32 or float64
+        Numbers are drawn in float32 and converted.
+    side : {"user", "item"}
+    seed : int
+        64 bits.
+    signed : bool
+    biases : bool
+        Whether there are biases, which are zeros.
+    num_threads : int
+        Threads that draw on the host.
+    """
+
+    rank: int
+    dtype: np.dtype
+    side: Side
+    seed: int
+    signed: bool
+    biases: bool
+    num_threads: int
+
+    @property
+    def stream(self) -> int:
+        """Number of the side in the counter of the generator."""
+        return SIDES.index(self.side)
 
 
 class DrawnFactors(LazyFactors):
@@ -46,56 +82,23 @@ class DrawnFactors(LazyFactors):
     ----------
     scales : float32 array, shape (n,)
         The largest absolute value in each row; 0 for a row of zeros.
-    rank : int
-    dtype : float32 or float64
-        Numbers are drawn in float32 and converted.
-    side : {"user", "item"}
-    seed : int
-        64 bits.
-    signed : bool
-    biases : bool
-        Whether there are biases, which are zeros.
-    num_threads : int
+    drawing : Drawing
     first : int
         Number of the first row.
     rows : int64 array, shape (n,), optional
         Number of each row. Default: consecutive ones.
     """
 
-    def __init__(
-        self,
-        scales: np.ndarray,
-        rank: int,
-        dtype: Any,
-        side: Side,
-        seed: int,
-        signed: bool,
-        biases: bool,
-        num_threads: int,
-        first: int = 0,
-        rows: np.ndarray | None = None,
-    ) -> None:
-        self.keep(scales=scales, rank=rank, dtype=np.dtype(dtype), side=side, seed=seed, signed=signed, biases=biases)
-        self.keep(num_threads=num_threads, first=first, rows=rows)
+    def __init__(self, scales: np.ndarray, drawing: Drawing, first: int = 0, rows: np.ndarray | None = None) -> None:
+        self.keep(scales=scales, drawing=drawing, first=first, rows=rows)
 
     scales: np.ndarray
-    rank: int
-    dtype: np.dtype
-    side: Side
-    seed: int
-    signed: bool
-    biases: bool
-    num_threads: int
+    drawing: Drawing
     first: int
     rows: np.ndarray | None
 
     def __len__(self) -> int:
         return len(self.scales)
-
-    @property
-    def stream(self) -> int:
-        """Number of the side in the counter of the generator."""
-        return SIDES.index(self.side)
 
     @property
     def is_zero(self) -> bool:
@@ -104,32 +107,29 @@ class DrawnFactors(LazyFactors):
 
     def draw(self, out: np.ndarray) -> None:
         """Fill a matrix of shape (n, rank), whose rows may be longer, on the host."""
-        rows = self.first if self.rows is None else self.rows
-        _draw.draw_rows(out, self.scales, rows, self.seed, self.stream, self.signed, self.num_threads)
+        rows, how = self.first if self.rows is None else self.rows, self.drawing
+        _draw.draw_rows(out, self.scales, rows, how.seed, how.stream, how.signed, how.num_threads)
 
     def first_bias(self) -> np.ndarray | None:
         """Zeros of shape (n,) where there are biases."""
-        return np.zeros(len(self), self.dtype) if self.biases else None
+        return np.zeros(len(self), self.drawing.dtype) if self.drawing.biases else None
 
     def part(self, rows: slice) -> DrawnFactors:
         """Some consecutive rows, not drawn yet."""
         first, last, _ = rows.indices(len(self))
         names = None if self.rows is None else self.rows[first:last]
-        return self._with(self.scales[first:last], self.first + first, names)
+        return DrawnFactors(self.scales[first:last], self.drawing, self.first + first, names)
 
     def reordered(self, rows: np.ndarray) -> DrawnFactors:
         """All rows in the given order, not drawn yet."""
         numbers = rows + self.first if self.rows is None else self.rows[rows]
-        return self._with(self.scales[rows], 0, numbers.astype(np.int64))
-
-    def _with(self, scales: np.ndarray, first: int, rows: np.ndarray | None) -> DrawnFactors:
-        what = (self.rank, self.dtype, self.side, self.seed, self.signed, self.biases, self.num_threads)
-        return DrawnFactors(scales, *what, first, rows)
+        return DrawnFactors(self.scales[rows], self.drawing, 0, numbers.astype(np.int64))
 
     def _brought(self) -> Factors:
+        shape, dtype = (len(self), self.drawing.rank), self.drawing.dtype
         if self.is_zero:
-            return Factors(np.zeros((len(self), self.rank), self.dtype), self.first_bias())
-        matrix = np.empty((len(self), self.rank), self.dtype)
+            return Factors(np.zeros(shape, dtype), self.first_bias())
+        matrix = np.empty(shape, dtype)
         self.draw(matrix)
         return Factors(matrix, self.first_bias())
 
@@ -143,7 +143,6 @@ def initial_state(
     mean: float,
     seed: int,
     start: Start | None = None,
-    num_threads: int = 1,
 ) -> State:
     """Random factors that every backend starts from; rows without entries are zero.
 
@@ -159,15 +158,14 @@ def initial_state(
     seed : int
         64 bits.
     start : Start, optional
-    num_threads : int
-        Threads that draw on the host.
     """
     start = start or Start()
     scale = np.float32(start.scale(rank))
 
     def drawn(side: Side, degrees: Sequence[int] | np.ndarray) -> DrawnFactors:
         scales = np.where(np.asarray(degrees) != 0, scale if side in start.sides else np.float32(0), np.float32(0))
-        return DrawnFactors(scales, rank, dtype, side, seed, start.signed, objective.biases, num_threads)
+        how = Drawing(rank, np.dtype(dtype), side, seed, start.signed, objective.biases, start.num_threads)
+        return DrawnFactors(scales, how)
 
     return State(drawn("user", user_degrees), drawn("item", item_degrees), mean if objective.biases else 0.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -15,6 +16,28 @@ MORE_BATCHES, BATCH_BYTES = 4, 128 << 20
 
 Ranges: TypeAlias = "list[tuple[int, int]]"
 """Ranges of rows: the first row and the one after the last."""
+
+
+@dataclass(frozen=True)
+class BatchedRows:
+    """Rows of a side that a group of ranks sums batch by batch, as one of its ranks has them.
+
+    Attributes
+    ----------
+    names : int64 array, shape (n,)
+        Number of each row solved here, for error messages.
+    degrees : int64 array, shape (n,)
+        Entries of each of these rows on all ranks.
+    batches : list of list of (first, last)
+        Rows of the rank's block of entries in each batch, range after range.
+    solved : list of list of (first, last)
+        Rows of `names` that are solved here in each batch, range after range.
+    """
+
+    names: np.ndarray
+    degrees: np.ndarray
+    batches: list[Ranges]
+    solved: list[Ranges]
 
 
 def batch_rows(plan: Plan, splits: int, rows: int) -> int:

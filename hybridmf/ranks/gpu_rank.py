@@ -25,7 +25,7 @@ from ..gpu.stream import Pipeline, StreamedHalf, Transfers
 from ..plan.fused import BLOCK
 from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
-from .batches import Ranges, batch_entries
+from .batches import BatchedRows, Ranges, batch_entries
 from .group import open_rank
 from .su_als import Block, Owned, Then, degrees_of
 from .transport.communicator import Communicator
@@ -100,22 +100,12 @@ class GpuWorker:
         half.check(solved if then is None else then(solved), status)
         return solved
 
-    def partial(
-        self,
-        side: Side,
-        block: Block,
-        objective: Objective,
-        plan: Plan,
-        names: np.ndarray,
-        degrees: np.ndarray,
-        batches: list[Ranges],
-        solved: list[Ranges],
-    ) -> PartialRows:
+    def partial(self, side: Side, block: Block, objective: Objective, plan: Plan, rows: BatchedRows) -> PartialRows:
         """Half sweep over entries on the device, or over entries streamed batch by batch if the plan says so."""
         assert not isinstance(block, RangeSlabs)
         if isinstance(block, ColumnSlabs) and plan.streamed == "host":
             block = block.load()
-        arguments = (side, block, objective, plan, names, degrees, batches, solved)
+        arguments = (side, block, objective, plan, rows)
         if plan.resident or not plan.streamed:
             return PartialRows(self.device, *arguments)
         half = StreamedPartialRows(self.device, *arguments, self.half_sweeps.entries(plan, block.dtype))
@@ -246,7 +236,7 @@ class PartialRows(HalfSweep):
     Parameters
     ----------
     device : Device
-    side, block, objective, plan, names, degrees, batches, solved
+    side, block, objective, plan, rows
         See `hybridmf.ranks.su_als.SplitWorker.partial`.
 
     Raises
@@ -264,10 +254,7 @@ class PartialRows(HalfSweep):
         block: sp.csr_array | ColumnSlabs,
         objective: Objective,
         plan: Plan,
-        names: np.ndarray,
-        degrees: np.ndarray,
-        batches: list[Ranges],
-        solved: list[Ranges],
+        rows: BatchedRows,
     ) -> None:
         if plan.assembly == "bals":
             raise ValueError(
@@ -276,14 +263,14 @@ class PartialRows(HalfSweep):
             )
         # the rows summed here are not the rows solved here: batches identify them
         nothing = csr_of(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, block.dtype), block.shape[1])
-        super().__init__(device, side, nothing, objective, plan, names)
+        super().__init__(device, side, nothing, objective, plan, rows.names)
         self._take(block)
-        self.scale = device.upload(objective.row_scale(side, degrees).astype(self.dtype))
-        self.degrees, self.row_batches, self.n_entries = degrees, batches, int(block.nnz)
+        self.scale = device.upload(objective.row_scale(side, rows.degrees).astype(self.dtype))
+        self.degrees, self.row_batches, self.n_entries = rows.degrees, rows.batches, int(block.nnz)
         self.offsets = np.concatenate(([0], np.cumsum(degrees_of(block))))
         cut = functools.partial(BatchPieces.make, device, longest=plan.segment, slots=plan.batch_slots)
-        self._cuts = [cut(*self._places(batch)) for batch in range(len(batches))]
-        self._to_solve = [self._filled(ranges) for ranges in solved]
+        self._cuts = [cut(*self._places(batch)) for batch in range(len(rows.batches))]
+        self._to_solve = [self._filled(ranges) for ranges in rows.solved]
         # of the current half sweep
         self._operand: Any = None
         self._entries_at_hand: Any = None
@@ -366,7 +353,7 @@ class StreamedPartialRows(PartialRows):
 
     Parameters
     ----------
-    device, side, block, objective, plan, names, degrees, batches, solved
+    device, side, block, objective, plan, rows
         As for `PartialRows`.
     pipeline : Pipeline
         Loads the entries.
@@ -384,17 +371,14 @@ class StreamedPartialRows(PartialRows):
         block: sp.csr_array | ColumnSlabs,
         objective: Objective,
         plan: Plan,
-        names: np.ndarray,
-        degrees: np.ndarray,
-        batches: list[Ranges],
-        solved: list[Ranges],
+        rows: BatchedRows,
         pipeline: Pipeline,
     ) -> None:
-        super().__init__(device, side, block, objective, plan, names, degrees, batches, solved)
-        self.pipeline, self.transfers = pipeline, batch_transfers(block, batches)
+        super().__init__(device, side, block, objective, plan, rows)
+        self.pipeline, self.transfers = pipeline, batch_transfers(block, rows.batches)
         self.following: Transfers | None = None
         self._stream: Generator[int, None, None] | None = None
-        pipeline.reserve(int(batch_entries(batches, np.diff(self.offsets)).max(initial=0)))
+        pipeline.reserve(int(batch_entries(rows.batches, np.diff(self.offsets)).max(initial=0)))
         if isinstance(block, sp.csr_array):
             pipeline.copier.pin(block.indices)
             pipeline.copier.pin(block.data)

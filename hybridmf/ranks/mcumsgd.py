@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -373,12 +374,8 @@ class RankSGD:
         Initial factors of all users and items, equal on all ranks.
     completed : int
         Completed epochs that led to `state`.
-    device : Device, optional
-        This rank's GPU; None: the CPU.
-    long_row : int, optional
-        For a GPU; see `GpuBackend`.
-    beside : bool
-        For a GPU; see `hybridmf.gpu.sgd.Msgd`.
+    make_backend : callable
+        Maps ``(blocks, objective, plan)`` to this rank's device. Default: the CPU.
     agreed : bool
         Skip the check that all ranks have the same arguments.
 
@@ -406,9 +403,7 @@ class RankSGD:
         state: State,
         completed: int = 0,
         *,
-        device: Device | None = None,
-        long_row: int | None = None,
-        beside: bool = True,
+        make_backend: Callable[[list[GridBlock], Objective, Plan], Backend] = CpuBackend,
         agreed: bool = False,
     ) -> None:
         assert isinstance(plan.method, SgdMethod)
@@ -426,10 +421,7 @@ class RankSGD:
             "user": np.diff(user_items.indptr)[slice(*self.bounds.range_of("user", self.rank))],
             "item": item_degrees[slice(*self.bounds.range_of("item", self.rank))],
         }
-        if device is None:
-            self.backend = CpuBackend(blocks, objective, plan)
-        else:
-            self.backend = GpuBackend(device, blocks, objective, plan, long_row, beside)
+        self.backend = make_backend(blocks, objective, plan)
         with self.backend.active():
             self.factors: dict[Side, Factors] = {
                 side: self.backend.hold(state.side(side).part(slice(*self.bounds.range_of(side, self.rank))))
@@ -546,7 +538,7 @@ class MultiSGD:
     completed : int
         Completed epochs that led to `state`.
     long_row, beside
-        See `RankSGD`.
+        For GPUs; see `GpuBackend`.
 
     Raises
     ------
@@ -573,6 +565,9 @@ class MultiSGD:
         def make(control: LocalCommunicator, opened: Callable[[Communicator], None]) -> RankSGD:
             communicator, device = open_rank(plan.devices[control.rank], control)
             opened(communicator)
+            make_backend: Callable[..., Backend] = CpuBackend
+            if device is not None:
+                make_backend = partial(GpuBackend, device, long_row=long_row, beside=beside)
             return RankSGD(
                 communicator,
                 user_items,
@@ -580,9 +575,7 @@ class MultiSGD:
                 own_plan,
                 state,
                 completed,
-                device=device,
-                long_row=long_row,
-                beside=beside,
+                make_backend=make_backend,
                 agreed=True,  # all ranks get the same objects
             )
 

@@ -19,7 +19,7 @@ from . import gpu_rank
 from .cpu_rank import CpuWorker
 from .group import RankGroup
 from .joined import JoinedFactors
-from .su_als import Block, RankALS, Worker, rank_plan
+from .su_als import Block, RankALS, RankShare, Worker, rank_plan
 from .transport.communicator import Communicator, LocalCommunicator
 from .transport.threads import RankThreads
 
@@ -85,17 +85,10 @@ class MultiALS(Alternating):
             opened(communicator)
             rank = control.rank
             own = {side: inward[side].part(slice(*self.layout.own(side, rank))) for side in SIDES}
-            return RankALS(
-                communicator,
-                self.layout,
-                {side: block_of(self.layout, side, rank, matrices[side], plan) for side in SIDES},
-                objective,
-                rank_plan(plan),
-                State(own["user"], own["item"], state.mean),
-                worker,
-                names={side: self._names(side, rank) for side in SIDES},
-                topology=known_topology,
-            )
+            blocks = {side: block_of(self.layout, side, rank, matrices[side], plan) for side in SIDES}
+            share = RankShare(self.layout, blocks, {side: self._names(side, rank) for side in SIDES})
+            first = State(own["user"], own["item"], state.mean)
+            return RankALS(communicator, share, objective, rank_plan(plan), first, worker, known_topology)
 
         self.ranks: list[RankALS] = []
         try:

@@ -161,7 +161,8 @@ class SharedEntries:
         Drop entries that are 0, or whose duplicates add up to 0.
     duplicates : {"error", "sum", "mean", "max"}
         How to treat a pair that occurs more than once, on the same or on different ranks.
-    user_ids, item_ids : array, optional
+    labels : (array or None, array or None)
+        Of users and items.
     """
 
     slab: int | None = None
@@ -176,10 +177,9 @@ class SharedEntries:
         dtype: Any = np.float32,
         drop_zeros: bool = False,
         duplicates: str = "error",
-        user_ids: np.ndarray | None = None,
-        item_ids: np.ndarray | None = None,
+        labels: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
     ) -> None:
-        self.shape, self.user_ids, self.item_ids = shape, user_ids, item_ids
+        self.shape, (self.user_ids, self.item_ids) = shape, labels
         self.dtype, self.drop_zeros, self.duplicates = dtype, drop_zeros, duplicates
         self._at: dict[Side, np.ndarray] = {"user": users, "item": items}
         self._values = np.asarray(values, dtype=np.float64)

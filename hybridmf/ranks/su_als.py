@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -27,7 +27,7 @@ from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.ranks import ScalePlan, check_rank
 from ..plan.solver import Alternating
 from ..plan.types import Plan
-from .batches import Ranges, batch_entries, batch_rows, bounded_batches, even_batches
+from .batches import BatchedRows, Ranges, batch_entries, batch_rows, bounded_batches, even_batches
 from .reduction import Reduction, make_reduction
 from .transport.communicator import Array, Communicator
 
@@ -126,32 +126,8 @@ class SplitWorker(Worker, Protocol):
     def gram(self, factors: Any, objective: Objective, plan: Plan) -> Array | None:
         """Weighted Gram matrix of this rank's rows, None for explicit feedback."""
 
-    def partial(
-        self,
-        side: Side,
-        block: Block,
-        objective: Objective,
-        plan: Plan,
-        names: np.ndarray,
-        degrees: np.ndarray,
-        batches: list[Ranges],
-        solved: list[Ranges],
-    ) -> Partial:
-        """See `Partial`.
-
-        Parameters
-        ----------
-        block : csr_array or ColumnSlabs
-            Entries of this rank.
-        names : int64 array, shape (n,)
-            Number of each row solved here, for error messages.
-        degrees : int64 array, shape (n,)
-            Entries of each of these rows on all ranks.
-        batches : list of list of (first, last)
-            Rows of `block` of each batch, range after range.
-        solved : list of list of (first, last)
-            Rows of `names` that are solved here in each batch, range after range.
-        """
+    def partial(self, side: Side, block: Block, objective: Objective, plan: Plan, rows: BatchedRows) -> Partial:
+        """See `Partial`; `block` has the entries of this rank."""
 
     def overlap(self) -> AbstractContextManager[Any]:
         """Overlap of the reduction of a batch with the assembly of the next one; see `Overlap`."""
@@ -167,17 +143,33 @@ class Overlap(Protocol):
         """Launches in this context wait for the mark, not for later launches; later launches wait for them."""
 
 
+@dataclass(frozen=True)
+class RankShare:
+    """The ratings of a rank.
+
+    Attributes
+    ----------
+    layout : RankLayout
+        The same on all ranks.
+    blocks : dict of side to csr_array, RangeSlabs or ColumnSlabs
+        `RankLayout.cut` of both orientations of the ratings, or slabs of the same rows, and with a split fixed side of
+        the same columns.
+    names : dict of side to int64 array, or None
+        Number of each own row in error messages; None: its position.
+    """
+
+    layout: RankLayout
+    blocks: Mapping[Side, Block]
+    names: Mapping[Side, np.ndarray] | None = None
+
+
 class RankALS(Alternating):
     """One rank of SU-ALS; every rank makes one, and all call its methods together.
 
     Parameters
     ----------
     communicator : Communicator
-    layout : RankLayout
-        The same on all ranks.
-    blocks : dict of side to csr_array, RangeSlabs or ColumnSlabs
-        `RankLayout.cut` of both orientations of the ratings, or slabs of the same rows, and with a split fixed side of
-        the same columns.
+    share : RankShare
     objective : Objective
     plan : Plan
         The same on all ranks, but for `num_threads` and `gpu`. Its `reduction` is one of `hybridmf.ranks.reduction`.
@@ -185,8 +177,6 @@ class RankALS(Alternating):
         Initial factors of the rows this rank owns, on the host.
     worker : Worker
         The device of this rank.
-    names : dict of side to int64 array, optional
-        Number of each own row in error messages. Default: its position.
     topology : sequence of int, optional
         Socket of each rank, for ``reduction="two_phase"``.
 
@@ -199,16 +189,14 @@ class RankALS(Alternating):
     def __init__(
         self,
         communicator: Communicator,
-        layout: RankLayout,
-        blocks: Mapping[Side, Block],
+        share: RankShare,
         objective: Objective,
         plan: Plan,
         state: State,
         worker: Worker,
-        *,
-        names: Mapping[Side, np.ndarray] | None = None,
         topology: list[int] | None = None,
     ) -> None:
+        layout, blocks = share.layout, share.blocks
         self.communicator, self.layout, self.objective, self.plan = communicator, layout, objective, plan
         self.worker, self.mean = worker, state.mean
         self.rank = communicator.rank
@@ -228,7 +216,7 @@ class RankALS(Alternating):
             if plan.scale is not None:
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
-            self.halves = {side: self._half(side, blocks[side], names) for side in SIDES}
+            self.halves = {side: self._half(side, blocks[side], share.names) for side in SIDES}
             self.gathers_ahead = self._all_agree(
                 worker.gathers_ahead and has_room_for_both(plan) and plan.frozen is None
             )
@@ -330,11 +318,14 @@ class RankALS(Alternating):
         self._made.append(self.communicator.split(color))
         return self._made[-1]
 
-    def _entries_at_a_time(self, blocks: Mapping[Side, Block], scale: ScalePlan) -> int:
-        """Entries on this rank's GPU at a time: all of both orientations, or those of the longest waves or batches."""
+    def _entries_at_a_time(self, blocks: Mapping[Side, Block], scale: ScalePlan) -> dict[Side, int]:
+        """Entries on this rank's GPU in each half sweep: of both orientations, or of the longest waves or batches."""
         if scale.ratings == "device":
-            return sum(int(block.nnz) for block in blocks.values())
-        return SLAB_BUFFERS * max(self._most_entries(side, blocks[side], scale) for side in SIDES)
+            return dict.fromkeys(SIDES, sum(int(block.nnz) for block in blocks.values()))
+        loaded = {side: SLAB_BUFFERS * self._most_entries(side, blocks[side], scale) for side in SIDES}
+        if scale.factors == "device":  # both half sweeps share buffers
+            return dict.fromkeys(SIDES, max(loaded.values()))
+        return loaded
 
     def _most_entries(self, side: Side, block: Block, scale: ScalePlan) -> int:
         """Entries of this rank's longest wave or batch."""
@@ -359,14 +350,13 @@ class RankALS(Alternating):
         arguments = (side, block, self.objective, self.plan)
         if self.layout.grids[side].splits == 1:
             return self.worker.whole(*arguments, own)
-        batches, solved = self.batches[side], self._solved(side)
         degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
         if members is not None and reduction.everything_here is not None:
             counts = self._member_counts(side)
             own, degrees = members.allgatherv(own, counts), members.allgatherv(degrees, counts)
             if not reduction.everything_here:
                 own, degrees = own[:0], degrees[:0]
-        return self._split_worker.partial(*arguments, own, degrees, batches, solved)
+        return self._split_worker.partial(*arguments, BatchedRows(own, degrees, self.batches[side], self._solved(side)))
 
     def _member_counts(self, side: Side) -> list[int]:
         """Rows of `side` that each rank of this rank's group owns."""

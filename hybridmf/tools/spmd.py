@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -24,7 +24,7 @@ from ..model import checkpoint as checkpoints
 from ..model import files as _io
 from ..model.base import FactorModel, check_labels, log_empty_rows
 from ..model.learned import Learned
-from ..model.loop import Callback, FitLoop, Observers, Record, check_validation
+from ..model.loop import Callback, FitLoop, Observers, Progress, Record, check_validation
 from ..model.stopwatch import Stopwatch
 from ..plan.grid import RankLayout
 from ..plan.make import check_memory, make_plan
@@ -33,7 +33,7 @@ from ..plan.start import DrawnFactors
 from ..plan.types import DegreeFacts, Plan
 from ..ranks.cpu_rank import CpuWorker
 from ..ranks.shares import RankBlocks, RankRatings
-from ..ranks.su_als import RankALS, Worker
+from ..ranks.su_als import RankALS, RankShare, Worker
 from ..ranks.transport.communicator import Communicator, gather
 
 logger = logging.getLogger("hybridmf")
@@ -100,12 +100,7 @@ def fit_rank(
             communicator,
             observers if first else Observers(),
             stopwatch,
-            device=device,
-            num_threads=num_threads,
-            validation=validation if first else None,
-            checkpoint=checkpoint,
-            resume_from=resume_from,
-            unknown=unknown,
+            _Options(device, num_threads, validation if first else None, checkpoint, resume_from, unknown),
         )
         with fit:
             fit.run()
@@ -160,6 +155,17 @@ class _Together:
         return None if matrix is None else Factors(matrix, bias)
 
 
+class _Options(NamedTuple):
+    """Arguments of `fit_rank` that set up the part of a rank."""
+
+    device: str
+    num_threads: int | None
+    validation: Any
+    checkpoint: Any
+    resume_from: str | os.PathLike[str] | None
+    unknown: str
+
+
 class _Fit:
     """One rank's part of a fit."""
 
@@ -170,13 +176,7 @@ class _Fit:
         communicator: Communicator,
         observers: Observers,
         stopwatch: Stopwatch,
-        *,
-        device: str,
-        num_threads: int | None,
-        validation: Any,
-        checkpoint: Any,
-        resume_from: Any,
-        unknown: str,
+        options: _Options,
     ) -> None:
         self.model, self.ratings, self.communicator = model, ratings, communicator
         self.first = communicator.rank == 0
@@ -185,10 +185,10 @@ class _Fit:
         labels = (ratings.user_ids, ratings.item_ids)
         check_labels(labels)
         self.init = model._init(ratings.shape, labels)
-        held_out = check_validation(validation, labels, ratings.shape, self.objective, unknown)
+        held_out = check_validation(options.validation, labels, ratings.shape, self.objective, options.unknown)
         degrees = ratings.degrees(communicator)
         stopwatch.lap("check")
-        self.plan = self._plan(device, num_threads, degrees)
+        self.plan = self._plan(options, degrees)
         stopwatch.lap("plan")
         streamed = bool(self.plan.streamed)
         self.cut = RankBlocks(communicator, ratings, degrees, self.plan.grids, self.plan.row_cost, streamed)
@@ -200,13 +200,14 @@ class _Fit:
         stopwatch.lap("convert")
         self.history: list[Record] = []
         self.writer: checkpoints.Writer | None = None
-        state = self._start(checkpoint, resume_from)
+        state = self._start(options.checkpoint, options.resume_from)
         if self.first:
             logger.info("plan:\n%s", self.plan)
             log_empty_rows(self.cut.degrees["user"], self.cut.degrees["item"])
         own = State(self._own("user", state), self._own("item", state), state.mean)
-        self.moves, worker = _worker(self.plan, device, communicator)
-        self.solver = RankALS(self.moves, self.cut.layout, self.cut.blocks, self.objective, self.plan, own, worker)
+        self.moves, worker = _worker(self.plan, options.device, communicator)
+        share = RankShare(self.cut.layout, self.cut.blocks)
+        self.solver = RankALS(self.moves, share, self.objective, self.plan, own, worker)
         self.ranks = _Together(communicator, self.moves, self.cut.layout)
         self.observers = replace(observers, validation=held_out, seen=self._seen(held_out))
         stopwatch.lap("set up")
@@ -235,17 +236,15 @@ class _Fit:
             columns,
             self.observers,
             self.stopwatch,
-            ranks=self.ranks,
-            writer=self.writer,
-            completed=self.completed,
-            history=self.history,
+            Progress(self.completed, self.history, self.writer),
+            self.ranks,
         ).run(self.iterations)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
-    def _plan(self, device: str, num_threads: int | None, degrees: Mapping[Side, np.ndarray]) -> Plan:
+    def _plan(self, options: _Options, degrees: Mapping[Side, np.ndarray]) -> Plan:
         """The plan of this rank, alike on all: what depends on a machine is agreed on."""
-        size, settings = self.communicator.size, self.model._settings()
+        size, device, settings = self.communicator.size, options.device, self.model._settings()
         if settings.method is not None:
             raise ValueError(
                 f"model: {type(self.model).__name__} is not served by ranks; fit ImplicitALS or ExplicitALS"
@@ -260,7 +259,7 @@ class _Fit:
             if settings.reorder not in ("auto", "none"):
                 raise ValueError(f"reorder={settings.reorder!r} is not served by ranks; use reorder='none'")
             plan = plan.changed(reorder="none")
-        threads = plan.num_threads if num_threads is None else num_threads
+        threads = plan.num_threads if options.num_threads is None else options.num_threads
         plan = plan.changed(devices=(device,) * size if size > 1 else (), num_threads=threads)
         if plan.gpu is None:
             plan = plan.changed(bytes=rank_bytes(plan, size))

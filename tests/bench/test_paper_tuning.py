@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 from hybridmf._version import __version__
-from hybridmf.gpu.tuning import plots as tune_plots
 from hybridmf.gpu.tuning import tune
 from hybridmf.gpu.tuning.trials import Sample
 from hybridmf.plan import tables
 from hybridmf.plan.tables import Entry
+from hybridmf.tools import tuning_plots
 from support.checkout import ROOT
 from support.devices import serve_cuda
 from support.tuning import H200, OTHER, SAMPLE, SYRK, cloud_line, entry, table
@@ -54,9 +54,9 @@ def test_heat_maps_have_a_cell_for_each_tile(paper: Any, tmp_path: Path) -> None
     assert (heights, widths) == ([256, 768], [144, 160, 176])
     np.testing.assert_array_equal(grid, [[400, 912], [416, np.nan], [432, 944]])
     pytest.importorskip("matplotlib")
-    paths = tune_plots.save_all(paper.heat_maps(lines), tmp_path / "figures")
+    paths = tuning_plots.save_all(paper.heat_maps(lines), tmp_path / "figures")
     assert [path.name for path in paths] == ["tiles-chip-ml-1m-32.svg"]
-    assert paths[0].read_text() == tune_plots.save_all(paper.heat_maps(lines), tmp_path)[0].read_text()
+    assert paths[0].read_text() == tuning_plots.save_all(paper.heat_maps(lines), tmp_path)[0].read_text()
 
 
 def test_the_page_is_made_from_the_lines(paper: Any, tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ ODD_VALUES = (
 
 
 def layout_of(path, separator=None, header="auto", comment="#"):
-    return text.find_layout(str(path), read_head(str(path)), separator, header, ("auto",) * 3, None, comment)
+    return text.find_layout(
+        str(path), read_head(str(path)), text.TextOptions(separator, header, ("auto",) * 3, None, comment)
+    )
 
 
 def outcome(read, layout):

@@ -88,7 +88,7 @@ def test_regular_integer_files_take_the_fast_path(tmp_path, monkeypatch):
 def test_both_paths_agree(tmp_path, separator, pairs):
     text = "".join(separator.join([str(u), str(i), repr(v)]) + "\n" for (u, i), v in pairs.items())
     path = write(tmp_path, text, "pairs.txt")
-    layout = _text.find_layout(str(path), text.encode(), separator, False, (0, 1, 2), None, "#")
+    layout = _text.find_layout(str(path), text.encode(), _text.TextOptions(separator, False, (0, 1, 2), None, "#"))
     fast = _text._join(_text.integer_chunks(layout))
     (users, user_ids), (items, item_ids), values = _text._read_records(layout)
     if "+" not in text and not re.search(r"(^|\W)-?0\d", text):

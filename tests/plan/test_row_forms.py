@@ -8,7 +8,7 @@ import pytest
 
 import hybridmf as hmf
 from hybridmf.plan.cost import cost_of
-from hybridmf.plan.row_forms import DUAL_SHARE, GPU_DUAL_SHARE, GPU_SIZES, dual_up_to
+from hybridmf.plan.row_forms import DUAL_SHARE, GPU_SIZES, dual_up_to
 from support.cost_model import H200, built_in, plan_of
 
 SHOP = {"shape": (100_000, 60_000), "nnz": 800_000}
@@ -58,7 +58,7 @@ def test_memory_counts_the_fixed_side_in_another_basis() -> None:
 def test_a_gpu_has_the_dual_form_where_it_holds_everything() -> None:
     auto = plan_of(hmf.ImplicitALS(64, device="cuda"), H200, **SHOP)
     assert auto.dual_sides == ("user", "item")
-    assert dual_up_to(auto, "user") == int(GPU_DUAL_SHARE * 64)
+    assert dual_up_to(auto, "user") == int(DUAL_SHARE * 64)
     dual = plan_of(hmf.ImplicitALS(100, device="cuda", row_form="dual"), H200, **SHOP)
     assert dual_up_to(dual, "item") == GPU_SIZES[-1]
     primal = plan_of(hmf.ImplicitALS(64, device="cuda", row_form="primal"), H200, **SHOP)

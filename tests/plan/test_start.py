@@ -46,7 +46,7 @@ def test_the_kernel_draws_the_bits_of_its_twin(isa: str, signed: bool, rank: int
 
 def start(threads: int = 1, signed: bool = False, dtype: type = np.float32) -> DrawnFactors:
     objective = Objective.explicit(0.1, "count", True)
-    state = initial_state(DEGREES, DEGREES, 33, dtype, objective, 3.0, KEY, Start(0.7, signed), threads)
+    state = initial_state(DEGREES, DEGREES, 33, dtype, objective, 3.0, KEY, Start(0.7, signed, num_threads=threads))
     assert state.mean == 3.0 and isinstance(state.user, DrawnFactors)
     assert not np.array_equal(state.user.matrix, state.item.matrix)
     return state.user
@@ -99,7 +99,7 @@ def test_als_draws_the_users_alone(monkeypatch: pytest.MonkeyPatch, solver: str)
     """Items are solved first: what the first half sweep overwrites is not drawn."""
     drawn: list[str] = []
     original = DrawnFactors.draw
-    monkeypatch.setattr(DrawnFactors, "draw", lambda self, out: drawn.append(self.side) or original(self, out))
+    monkeypatch.setattr(DrawnFactors, "draw", lambda self, out: drawn.append(self.drawing.side) or original(self, out))
     matrix = hmf.datasets.synthetic("ml-1m", scale=0.01).user_items
     hmf.ImplicitALS(4, iterations=2, solver=solver, device="cpu", random_state=0).fit(matrix)
     assert drawn == ["user"]

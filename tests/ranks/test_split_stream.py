@@ -38,7 +38,7 @@ from hybridmf.plan.partitions import plan_scale, plan_streamed_ranks
 from hybridmf.plan.ranks import ScalePlan, check_rank
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, multi_als
-from hybridmf.ranks.batches import batch_entries, bounded_batches, even_batches
+from hybridmf.ranks.batches import BatchedRows, batch_entries, bounded_batches, even_batches
 from hybridmf.ranks.gpu_rank import BatchPieces, PartialRows, StreamedPartialRows
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.reduction import Reduction, RootReduction, TwoPhaseReduction
@@ -334,9 +334,8 @@ def test_nothing_of_the_block_is_on_the_device(gpus: Machine) -> None:
     batches = [[(0, 3), (12, 14)], [(3, 3), (14, 24)], [(3, 12), (24, 24)]]
     pipeline = gpu_rank.Pipeline(device, 1, np.float32)
     degrees = np.diff(MATRIX.indptr)
-    half = StreamedPartialRows(
-        device, "user", matrix, objective, plan, np.arange(24), degrees, batches, [[]] * 3, pipeline
-    )
+    rows = BatchedRows(np.arange(24), degrees, batches, [[]] * 3)
+    half = StreamedPartialRows(device, "user", matrix, objective, plan, rows, pipeline)
     assert pipeline.capacity == sizes_of_batches(half).max() < MATRIX.nnz
     with closing(half._at_hand()) as stream:
         for batch in stream:
@@ -725,7 +724,7 @@ def test_a_rank_is_checked_by_its_own_grid() -> None:
         plan = ScalePlan(Problem(shape, 10**7, 64), H200, 2, 10**8, "host", "device", halves)
         plan = replace(plan, halves={side: priced(plan.problem, halves[side], "host", "device") for side in SIDES})
         with pytest.raises(DeviceMemoryError, match=r"rank 1 needs about .*fixed side 0.0 MiB") as raised:
-            check_rank(plan, layout, 1, 10**6)
+            check_rank(plan, layout, 1, dict.fromkeys(SIDES, 10**6))
         messages.append(str(raised.value).partition("the plan's")[0])
-        check_rank(replace(plan, memory=10**11), layout, 1, 10**6)
+        check_rank(replace(plan, memory=10**11), layout, 1, dict.fromkeys(SIDES, 10**6))
     assert len(set(messages)) == 1

@@ -35,7 +35,7 @@ from hybridmf.ranks.batches import BATCH_BYTES, batch_rows
 from hybridmf.ranks.cpu_rank import CpuWorker
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.reduction import make_reduction
-from hybridmf.ranks.su_als import RankALS
+from hybridmf.ranks.su_als import RankALS, RankShare
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
 from support.ranks import assert_close, both, sweeps
@@ -212,7 +212,8 @@ def rank_of(comm: Any, layout: RankLayout, matrix: sp.csr_array, columns: int | 
     if columns is not None:
         blocks["user"] = blocks["user"][:, :columns]
     plan = plan.changed(**changes)
-    return RankALS(comm, layout, blocks, model._objective(), plan, State(own["user"], own["item"]), CpuWorker())
+    share, start = RankShare(layout, blocks), State(own["user"], own["item"])
+    return RankALS(comm, share, model._objective(), plan, start, CpuWorker())
 
 
 def layout_of(matrix: sp.csr_array, grid: tuple[int, int]) -> RankLayout:

@@ -377,6 +377,15 @@ def test_a_rank_with_more_than_its_share_is_refused_before_it_begins(gpus: Machi
     assert multi(rows, names, gpu_memory_limit=limit - 1).plan.streamed == "host"
 
 
+def test_offloaded_half_sweeps_are_charged_their_own_buffers(gpus: Machine) -> None:
+    """Waves of the long item rows are longer than those of users, which have buffers of their own."""
+    rows, names, limit = planted(3000, 6, 0.5), gpus(2), 91_000
+    plan = hmf.plan(rows, MODELS["explicit"](device=names, gpu_memory_limit=limit))
+    assert plan.scale is not None and plan.scale.factors == "host"
+    assert plan.scale.slab("item") > 1.5 * plan.scale.slab("user")
+    multi(rows, names, plan.scale, gpu_memory_limit=limit).close()
+
+
 def test_a_row_longer_than_a_wave_is_refused_before_it_begins(gpus: Machine) -> None:
     one_has_all = sp.vstack([sp.csr_array(np.ones((1, 2000), np.float32)), sp.eye_array(50, 2000)], format="csr")
     with pytest.raises(

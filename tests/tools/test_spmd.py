@@ -161,9 +161,9 @@ def test_pairs_that_several_ranks_have_are_merged(rule):
     merged = {"sum": 2 * values + 1, "mean": values + 0.5, "max": values + 1}[rule]
     expected = KINDS["biases"](iterations=2).fit(sp.csr_array((merged, (users, items)), shape=(3, 2)))
     assert_close(fit(2, lambda: KINDS["biases"](iterations=2), share=share), expected)
-    ids = {"user_ids": np.array(["a", "b", "c"]), "item_ids": np.array(["x", "y"])}
+    labels = (np.array(["a", "b", "c"]), np.array(["x", "y"]))
     with pytest.raises(DuplicateEntriesError, match=r"user '[ab]', item '[xy]' more than once .*duplicates=\"sum\""):
-        fit(2, KINDS["biases"], share=lambda *_: SharedEntries(users, items, values, (3, 2), **ids))
+        fit(2, KINDS["biases"], share=lambda *_: SharedEntries(users, items, values, (3, 2), labels=labels))
 
 
 def test_zeros_are_no_implicit_feedback():
@@ -269,7 +269,7 @@ def test_labels_that_cannot_be_stored_fail_before_training(tmp_path):
     ids = np.empty(60, dtype=object)
     ids[:] = [("u", k) for k in range(60)]
     with pytest.raises(TypeError, match="user_ids holds labels of type tuple"):
-        fit(2, KINDS["explicit"], share=lambda *a: entries(*a, user_ids=ids), checkpoint=tmp_path)
+        fit(2, KINDS["explicit"], share=lambda *a: entries(*a, labels=(ids, None)), checkpoint=tmp_path)
 
 
 def test_seeds_that_are_no_integers_are_drawn_once():

@@ -8,25 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from ..plots import new_figure
+
 Line = dict[str, Any]
 
 COLORS = ("#c03a2b", "#2c6fad", "#3a8f4d", "#b8860b", "#7a4fa3", "#2aa198", "#d0689a", "#5b5b5b")
 MARKERS = "oDs^vP*X"
-
-
-def make_figure(width: float, height: float) -> Any:
-    """An empty figure.
-
-    Raises
-    ------
-    ImportError
-        matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "hybridmf[plot]"') from error
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def clouds(lines: Iterable[Line]) -> dict[str, Any]:
@@ -50,7 +37,7 @@ def clouds(lines: Iterable[Line]) -> dict[str, Any]:
 
 def _cloud(name: str, lines: list[Line]) -> Any:
     parts = list(lines[0]["gflops"])
-    figure = make_figure(5.5 * len(parts), 4.5)
+    figure = new_figure(5.5 * len(parts), 4.5)
     configs: dict[str, list[Line]] = {}
     for line in sorted(lines, key=lambda line: line["factors"]):
         configs.setdefault(config_text(line["config"]), []).append(line)
