@@ -28,13 +28,12 @@
 #ifndef RESIDENT
 #define RESIDENT 1
 #endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1  // blocks of a multiprocessor that registers must suffice for
+#ifndef FREE_SWEEPS
+#define FREE_SWEEPS 4
 #endif
 
 constexpr int NON_FINITE = -1;
 constexpr int MOST_SWEEPS = 1000;
-constexpr int FREE_SWEEPS = 4;
 constexpr int PANEL = 8;                                       // rows of U that are computed together
 constexpr int THREADS = WARPS * WARP;
 constexpr int STRIDE = RESIDENT ? RANK | 1 : RANK;             // odd: rows and columns meet 32 banks
@@ -80,12 +79,15 @@ struct System {
         n_free = free + PADDED;
     }
 
-    __device__ __forceinline__ real& at(int row, int column) const { return matrix[row * int64(STRIDE) + column]; }
+    __device__ __forceinline__ real& at(int row, int column) const { return matrix[row * STRIDE + column]; }
     // Element of the symmetric matrix.
     __device__ __forceinline__ real element(int i, int j) const { return i >= j ? at(i, j) : at(j, i); }
 };
 
 __device__ __forceinline__ bool is_finite(real value) { return value <= LARGEST && value >= -LARGEST; }
+
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
 
 __device__ __forceinline__ real magnitude(real value) { return value < 0 ? -value : value; }
 
@@ -149,7 +151,11 @@ __device__ __forceinline__ void compute_gradient(const System& system) {
     for (int i = threadIdx.x; i < RANK; i += THREADS) {
         real sum = 0;
 #pragma unroll 4
-        for (int j = 0; j < RANK; j++) sum += system.element(i, j) * system.x[j];
+        for (int j = 0; j < i / WARP * WARP; j++) sum += system.at(i, j) * system.x[j];
+#pragma unroll 4
+        for (int j = i / WARP * WARP; j < min(RANK, (i / WARP + 1) * WARP); j++) sum += system.element(i, j) * system.x[j];
+#pragma unroll 4
+        for (int j = (i / WARP + 1) * WARP; j < RANK; j++) sum += system.at(j, i) * system.x[j];
         system.gradient[i] = sum - system.b[i];
     }
     __syncthreads();
@@ -169,19 +175,20 @@ __device__ __forceinline__ void move_coordinates(const System& system, int first
     real x = exists ? system.x[j] : real(0), gradient = exists ? system.gradient[j] : real(0);
     const real inverse = exists ? system.inverse[j] : real(0), curvature = exists ? system.at(j, j) : real(0);
     const real least = j < bounded ? real(0) : -LARGEST, begun = x;
+    real between[WARP];  // elements of A between coordinate j and the others
+#pragma unroll
+    for (int k = 0; k < WARP; k++)
+        between[k] = exists && (RANK % WARP == 0 || first + k < RANK) ? system.element(j, first + k) : real(0);
     const real term = exists ? max(magnitude(system.b[j]), curvature * magnitude(x)) : real(0);
     moves.largest = max(moves.largest, term);
-#pragma unroll 8
+#pragma unroll
     for (int k = 0; k < WARP; k++) {
         if (RANK % WARP != 0 && first + k >= RANK) break;
-        const real target = x - gradient * inverse, next = target > least ? target : least;
-        const real step = __shfl_sync(FULL_WARP, next - x, k);
-        gradient += step * (exists ? system.element(j, first + k) : real(0));
-        if (lane == k) {
-            x = next;
-            moves.finite = moves.finite && is_finite(target);
-        }
+        const real next = larger(x - gradient * inverse, least);
+        gradient += __shfl_sync(FULL_WARP, next - x, k) * between[k];
+        if (lane == k) x = next;
     }
+    moves.finite = moves.finite && is_finite(x) && is_finite(gradient);  // a gradient that is not finite stays so
     moves.moved = max(moves.moved, magnitude(x - begun) * curvature);
     system.step[lane] = x - begun;
     if (exists) {
@@ -194,12 +201,15 @@ __device__ __forceinline__ void move_coordinates(const System& system, int first
 __device__ __forceinline__ void follow(const System& system, int first) {
     for (int i = threadIdx.x; i < RANK; i += THREADS) {
         if (i >= first && i < first + WARP) continue;
-        const real* const source = i < first ? &system.at(first, i) : &system.at(i, first);
-        const int64 stride = i < first ? STRIDE : 1;
         real sum = 0;
-#pragma unroll 8
-        for (int k = 0; k < WARP; k++)
-            if (RANK % WARP == 0 || first + k < RANK) sum += source[k * stride] * system.step[k];
+        if (i > first) {  // then all 32 coordinates exist
+#pragma unroll
+            for (int k = 0; k < WARP; k++) sum += system.at(i, first + k) * system.step[k];
+        } else {
+#pragma unroll
+            for (int k = 0; k < WARP; k++)
+                if (RANK % WARP == 0 || first + k < RANK) sum += system.at(first + k, i) * system.step[k];
+        }
         system.gradient[i] += sum;
     }
 }
@@ -232,13 +242,13 @@ __device__ __forceinline__ void reduce_column(const System& system, real (&colum
     }
     if (i > n) return;
     const real* const above = i == n ? system.solved : system.matrix + i;
-    const int64 stride = i == n ? 1 : STRIDE;
-#pragma unroll 2
+    const int stride = i == n ? 1 : STRIDE;
+#pragma unroll 4
     for (int k = 0; k < p; k++) {
         const real value = above[k * stride];
 #pragma unroll
-        for (int r = 0; r < PANEL; r++)
-            if (p + r < n) column[r] -= system.at(k, p + r) * value;
+        for (int r = 0; r < PANEL; r++)  // rows beyond n are not used
+            if (RESIDENT || p + r < n) column[r] -= system.at(k, p + r) * value;
     }
 }
 
@@ -260,7 +270,7 @@ __device__ __forceinline__ bool factor_columns(const System& system, real (&colu
         const int own = system.free[p + r];
         const real pivot = __shfl_sync(FULL_WARP, column[r], r);
         const bool good = is_finite(pivot) && pivot > epsilon * system.at(own, own);
-        const real root = good ? real(1) / sqrt(pivot) : real(0);
+        const real root = good ? real(rsqrt(pivot)) : real(0);
         positive = positive && good;
         if (lane == 0) system.root[p + r] = root;
         column[r] *= root;
@@ -389,7 +399,7 @@ __device__ __forceinline__ bool descend(const System& system, int bounded, real 
     return !__syncthreads_or(!moves.finite);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 nonnegative(real* solutions, int* __restrict__ status, real* sums, const real* rhs, const int64* __restrict__ slots,
             const int* __restrict__ rows, const real* __restrict__ gram, const real* __restrict__ ridge,
             const real* __restrict__ scale, int64 ld, int bounded, real epsilon) {
