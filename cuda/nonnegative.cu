@@ -28,6 +28,9 @@
 #ifndef RESIDENT
 #define RESIDENT 1
 #endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 1  // blocks of a multiprocessor that registers must suffice for
+#endif
 #ifndef FREE_SWEEPS
 #define FREE_SWEEPS 4
 #endif
@@ -399,7 +402,7 @@ __device__ __forceinline__ bool descend(const System& system, int bounded, real 
     return !__syncthreads_or(!moves.finite);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 nonnegative(real* solutions, int* __restrict__ status, real* sums, const real* rhs, const int64* __restrict__ slots,
             const int* __restrict__ rows, const real* __restrict__ gram, const real* __restrict__ ridge,
             const real* __restrict__ scale, int64 ld, int bounded, real epsilon) {
