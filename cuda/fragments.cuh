@@ -26,6 +26,10 @@ struct Tile {
     float value[BLOCK_HALVES][4]; // [half][q]: row g + 8 (q / 2), column 8 half + 2 t + q % 2
 };
 
+// Row and column, inside a block, of element q of a half of a tile.
+__device__ __forceinline__ int tile_row(int lane, int q) { return lane / 4 + 8 * (q / 2); }
+__device__ __forceinline__ int tile_column(int lane, int half, int q) { return 8 * half + lane % 4 * 2 + q % 2; }
+
 // ---------------------------------------------------------------------------------------------- conversions
 
 // Two floats rounded to bf16, `first` in the low half.

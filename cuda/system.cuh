@@ -172,10 +172,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     return value + __shfl_xor_sync(FULL_WARP, value, 2);
 }
 
-// Row and column, inside a block, of element q of a half of a tile.
-__device__ __forceinline__ int tile_row(int lane, int q) { return lane / 4 + 8 * (q / 2); }
-__device__ __forceinline__ int tile_column(int lane, int half, int q) { return 8 * half + lane % 4 * 2 + q % 2; }
-
 // ---------------------------------------------------------------------------------------------- accumulation
 
 // What the entries of one product weigh, for the k = t + 4 step of a thread: both factors of A get the root of the outer

@@ -150,8 +150,8 @@ class ImplicitALS(_ALS):
         do not contain these arrays.
     nonnegative : bool
         Constrain all factors to be nonnegative; biases may be negative. Each row is the exact minimum under the
-        constraint, by coordinate descent on its normal equations, also in `transform` and other fold-in. On the CPU,
-        with ``solver="cholesky"`` and ``assembly="simd"`` (or "auto"); `init` must be nonnegative.
+        constraint, by coordinate descent on its normal equations, also in `transform` and other fold-in. Needs
+        ``solver="cholesky"``, an assembly other than "rank1", "blas3" and "bals", and a nonnegative `init`.
     block_size : int
         Coordinates in each block of ``solver="subspace"``. With ``block_size >= factors`` the solver is exact.
     balance : bool

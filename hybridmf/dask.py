@@ -19,12 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from .core.objective import Side
 from .core.validate import check_choice
 from .data.align import UNKNOWN
 from .data.labels import factorize, label_table
 from .data.readers import frame_entries
 from .data.store import Store
 from .errors import CommunicatorError, RatingsError
+from .model.base import fit_settings
 from .model.loop import Callback, Observers
 from .model.stopwatch import Stopwatch
 from .ranks.shares import RankRatings, SharedEntries, StoredRatings
@@ -352,6 +354,8 @@ def fit(
     checkpoint: Any = None,
     resume_from: str | os.PathLike[str] | None = None,
     unknown: str = "error",
+    freeze: Side | None = None,
+    weights: None = None,
     track_objective: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
@@ -387,6 +391,10 @@ def fit(
         Checkpoint to continue from, which may come from a fit on other devices.
     unknown : {"error", "drop"}
         As for ``fit`` of a model.
+    freeze : {"user", "item"}, optional
+        As for ``fit`` of a model; the factors that `init` gives are sent to all workers.
+    weights : None
+        Not available on a cluster; values ``(w - 1) / alpha`` have the confidence ``w``, if all are above 1.
     track_objective : bool
         Record the objective of each iteration in ``history_``, even without observers.
     timeout : float
@@ -410,6 +418,12 @@ def fit(
     check_choice("duplicates", duplicates, MERGE_RULES)
     check_timeout(timeout)
     check_model(model)
+    fit_settings(model, freeze)
+    if weights is not None:
+        raise ValueError(
+            "weights are not available on a cluster, whose workers have parts of the ratings; give values (w - 1) / "
+            "alpha, whose confidence 1 + alpha |r| is w, or use hybridmf.scale.fit, where each rank has all of them"
+        )
     Observers(callback=callback, track_objective=track_objective)  # rejects other types before data are sent
     check_choice("unknown", unknown, UNKNOWN)
     client = _client() if client is None else client
@@ -431,7 +445,7 @@ def fit(
     else:
         chunks = _chunks(client, addresses, ratings, user, item, value)
         labels = _labels(client, addresses, chunks)
-    options = {"checkpoint": checkpoint, "resume_from": resume_from, "unknown": unknown}
+    options = {"checkpoint": checkpoint, "resume_from": resume_from, "unknown": unknown, "freeze": freeze}
     held_out = None if validation is None else client.scatter(validation, workers=[addresses[0]], hash=False)
     observers = {"validation": held_out, "callback": callback, "track_objective": track_objective}
     job = uuid.uuid4().hex

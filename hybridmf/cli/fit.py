@@ -12,12 +12,15 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import click
+import numpy as np
+import scipy.sparse as sp
 from click.core import ParameterSource
 
 from ..als import ExplicitALS, ImplicitALS
 from ..ccd import CCD
 from ..compare import BASELINES
 from ..core import validate as _validate
+from ..core.objective import SIDES, Side
 from ..core.table import format_table
 from ..data.splits import WAYS
 from ..data.store import Store
@@ -25,7 +28,9 @@ from ..errors import MemoryBudgetError
 from ..metrics import Evaluation, PopularityRecommender, evaluate
 from ..model.checkpoint import Checkpoint, has_checkpoints
 from ..model.early_stopping import EarlyStopping
+from ..model.load import load
 from ..plan.sgd import ORDERINGS, ORDERS, RATE_SCHEDULES, SCHEDULES
+from ..plan.start import STARTS
 from ..plan.types import ASSEMBLIES, DTYPES, PRECISIONS, REDUCTIONS, REORDERINGS, ROW_FORMS, SOLVERS
 from ..plots import save, training
 from ..ratings import Ratings, split
@@ -113,8 +118,18 @@ HYPERPARAMETERS = (
     help="Fixed order of the blocks of --schedule blocks (sgd).  [default: --deterministic]",
 )  # fmt: skip
 @click.option("--inner-iterations", type=int, help="Updates of each coordinate (ccd).  [default: 1]")
-@click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (als on the CPU, ccd).")
+@click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (als, ccd).")
 @click.option("--assembly", metavar="|".join(ASSEMBLIES), help="Kernels that build the equations.  [default: auto]")
+@click.option(
+    "--init", metavar="MODEL|nonnegative|signed",
+    help="Initial factors: those of a saved model, by label, or random ones.  [default: nonnegative]",
+)  # fmt: skip
+@click.option(
+    "--freeze", type=click.Choice(SIDES), help="Keep the factors that --init MODEL has of this side; solve the other."
+)
+@click.option(
+    "--weights", metavar="COLUMN", help="Confidence of each rating, in place of 1 + alpha x value (implicit only)."
+)
 @click.option(
     "--balance", is_flag=True, default=None, help="Change basis before each sweep: fewer sweeps to the minimum."
 )
@@ -169,6 +184,9 @@ def command(
     split_by: str,
     patience: int | None,
     metric: str | None,
+    init: str | None,
+    freeze: Side | None,
+    weights: str | None,
     where: tuple[str, ...],
     plot: str | None,
     as_json: bool,
@@ -184,12 +202,18 @@ def command(
     that "hybridmf convert" made, which is read slab by slab with --test-size 0 and loaded into memory otherwise. The
     model file is written only if all went well.
     """
-    refuse_overwriting(output, ratings_file, test_file)
-    refuse_overwriting(plot, ratings_file, test_file, output)
+    init_file = init if init not in STARTS else None
+    refuse_overwriting(output, ratings_file, test_file, init_file)
+    refuse_overwriting(plot, ratings_file, test_file, output, init_file)
     quiet = quiet or as_json
     say = _silent if quiet else click.echo
     saving = _checkpoint_options(checkpoint, checkpoint_every, resume)
     model = _make_model(kind, method, {name: options.pop(name) for name in HYPERPARAMETERS}, seed)
+    if freeze is not None and init_file is None:
+        raise click.UsageError(f"--freeze {freeze} keeps the factors of a model: name it with --init MODEL")
+    if weights is not None and (kind != "implicit" or os.path.isdir(ratings_file)):
+        raise click.UsageError("--weights names a column of a file of ratings for --model implicit; leave it out")
+    model.init = init if init_file is None else load(init_file)
     test_size = _test_size(test_file, test_size)
     share = _share_of(validation)
     watching = _early_stopping(validation, patience, metric)
@@ -218,7 +242,10 @@ def command(
         say(f"Going on from {checkpoint}.\n" if "resume_from" in saving else f"No checkpoint in {checkpoint} yet.\n")
     if plot is not None:
         watching["callback"] = _record_objective
-    model.fit(train, show_progress=not quiet, **saving, **watching)
+    if weights is not None:
+        given = read_ratings(ratings_file, where, show_progress=not quiet, **options | {"value_column": weights})
+        watching["weights"] = _weights_of(given, train, weights)
+    model.fit(train, show_progress=not quiet, freeze=freeze, **saving, **watching)
     if not as_json:
         click.echo(_training_summary(model))
     found = None if test is None else _evaluations(kind, model, train, test)
@@ -234,6 +261,17 @@ def command(
         "" if train is ratings else f", trained on {train.nnz:,} of {ratings.nnz:,} ratings (--test-size 0 takes all)"
     )
     click.echo(f"Saved {output} ({file_size(output)}){whole}.")
+
+
+def _weights_of(given: Ratings, train: Ratings, column: str) -> Ratings:
+    """The weights of the ratings that are trained on, not of those held out."""
+    least = given.user_items.data.min(initial=np.inf)
+    if not least > 0:
+        raise click.UsageError(f"--weights {column}: weights must be > 0, got {least:g}")
+    pattern = train.user_items.copy()
+    pattern.data = (pattern.data != 0).astype(np.float32)
+    kept = sp.csr_array(given.user_items.multiply(pattern))
+    return Ratings.from_matrix(kept, user_ids=given.user_ids, item_ids=given.item_ids)
 
 
 def _record_objective(_: Any, __: dict[str, float]) -> None:

@@ -15,8 +15,10 @@ import numpy as np
 
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import require
+from ..plan.types import NONNEGATIVE
 from . import cholesky_any
 from .launch import DeviceEntries, check, check_not_host
+from .nonnegative import nonnegative_solve
 
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 """Ranks whose default builds the tests compile."""
@@ -50,12 +52,14 @@ class Systems:
     Attributes
     ----------
     solutions : float array, shape (n_rows, width)
-        Written; read as warm start by conjugate gradients.
+        Written; read as warm start by all solvers but Cholesky.
     status : int32 array, shape (n_rows,)
         Written for the rows that are solved.
     gram : float array, shape (rank16, rank16), or None
     ridge : float array, shape (rank,)
     scale : float array, shape (n_rows,)
+    bounded : int
+        Coordinates that may not be negative, the first ones; read by the nonnegative solver alone.
     """
 
     solutions: Array
@@ -63,6 +67,7 @@ class Systems:
     gram: Array | None
     ridge: Array
     scale: Array
+    bounded: int = 0
 
 
 Sums: TypeAlias = "tuple[Array, ...]"
@@ -105,14 +110,14 @@ class RowKernels:
 
 @dataclass(frozen=True)
 class PublishedKernels(RowKernels):
-    """Base of the published assemblies: sums are matrices and right-hand sides, which `cholesky_any` solves.
+    """Base of the published assemblies: sums are matrices and right-hand sides, solved by a kernel for any rank.
 
     Attributes
     ----------
     device : Device
     rank : int
     dtype : dtype
-    solver : {"cholesky", "cg"}
+    solver : {"cholesky", "cg", "nonnegative"}
     epsilon : float
         Pivots at or below this part of their diagonal element count as rounding errors.
     cg_steps : int
@@ -140,9 +145,13 @@ class PublishedKernels(RowKernels):
         if not len(rows):
             return
         device, rank, (matrices, rhs) = self.device, self.rank, sums
+        arrays = (systems.solutions, systems.status, sums, slots, rows)
+        if self.solver == NONNEGATIVE:
+            terms = (systems.gram, systems.ridge, systems.scale)
+            nonnegative_solve(device, *arrays, terms, systems.bounded, self.epsilon, self.solver_config)
+            return
         gram = None if systems.gram is None else systems.gram[:rank, :rank].copy()
         cholesky_any.complete(device, matrices, rhs, slots, gram, systems.ridge, systems.scale[rows])
-        arrays = (systems.solutions, systems.status, sums, slots, rows)
         if self.solver == "cg":
             cholesky_any.cg_solve(device, *arrays, self.cg_steps, self.solver_config)
         else:

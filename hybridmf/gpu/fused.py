@@ -12,8 +12,10 @@ import numpy as np
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import BLOCK, FusedConfig
+from ..plan.types import NONNEGATIVE
 from .assembly import RowKernels, Sums, Systems
 from .launch import DeviceEntries, check, check_not_host, get_kernel, program
+from .nonnegative import NonnegativeConfig, nonnegative_solve
 
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
@@ -61,7 +63,8 @@ def build_constants(
     config: FusedConfig, precision: str, solver: str, implicit: bool = False, offsets: bool = False
 ) -> dict[str, Any]:
     """Compile-time constants of the kernels."""
-    codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES[solver]}
+    # a solver of its own file needs no code here
+    codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES.get(solver, 0)}
     return config.constants | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets} | codes
 
 
@@ -69,7 +72,9 @@ def builds(
     config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
 ) -> list[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of all programs for a kind of entries, the slowest to compile first."""
-    if config.solved_by_sums(solver):
+    if solver == NONNEGATIVE:
+        names, sums = ["assemble_segments"], [NonnegativeConfig.of_tiles(config.rank).build]
+    elif config.solved_by_sums(solver):
         names, sums = ["assemble_segments"], [("cholesky_sums.cu", "cholesky_sums", sums_constants(config))]
     else:
         names, sums = ["solve_partials", "assemble_segments"], []
@@ -137,7 +142,7 @@ class FusedKernels(RowKernels):
     config : FusedConfig
     precision : str
         A key of `PRECISION_CODES`.
-    solver : {"cholesky", "cg"}
+    solver : {"cholesky", "cg", "nonnegative"}
     epsilon : float
         Pivots at or below this part of their diagonal element count as rounding errors.
     cg_steps : int
@@ -223,6 +228,10 @@ class FusedKernels(RowKernels):
         check("slots", slots, np.int64, (len(rows) + 1,))
         check("rows", rows, np.int32, (None,))
         check_not_host(device, partials=partials, slots=slots, rows=rows)
+        if self.solver == NONNEGATIVE:
+            arrays, terms = (systems.solutions, systems.status), (systems.gram, systems.ridge, systems.scale)
+            nonnegative_solve(device, *arrays, sums, slots, rows, terms, systems.bounded, self.epsilon)
+            return
         if config.solved_by_sums(self.solver):
             self._solve_sums(systems, partials, slots, rows)
             return

@@ -20,7 +20,6 @@ from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from ..formats import tiled
 from ..native.status import SINGULAR_PIVOT, check_status
-from ..plan import fused as plan_fused
 from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
@@ -405,7 +404,7 @@ class HalfSweep(GpuHalf):
 
     def _sums_apart(self) -> bool:
         """Whether the sums of all rows, not only of long ones, go through global memory before they are solved."""
-        return self.plan.assembly != "fused" or self.plan.rank >= plan_fused.SOLVED_APART
+        return self.plan.solved_apart
 
     def _upload(self, array: np.ndarray) -> Array:
         """Copy an array of a batch to the device."""
@@ -478,7 +477,7 @@ class HalfSweep(GpuHalf):
                 solutions[:, plan.factors] = start.device_bias
             if not self.degrees.all():
                 solutions[device.upload(np.flatnonzero(self.degrees == 0))] = 0
-        return Systems(solutions, status, gram, self.ridge, self.scale)
+        return Systems(solutions, status, gram, self.ridge, self.scale, plan.factors)
 
     def _results(self) -> tuple[Array, Array]:
         """Allocate solutions and the status of each row; zeros."""

@@ -191,11 +191,9 @@ class FactorModel(ServingMixin):
             Raised during the work; the model keeps the factors of the last completed half sweep.
         """
         stopwatch = Stopwatch()
-        frozen: Side | None = None if freeze is None else check_choice("freeze", freeze, SIDES)
-        objective, settings = self._objective(), replace(self._settings(), frozen=frozen)
-        iterations = check_int("iterations", self.iterations, 1)
-        if frozen is not None and self._is_exact():
-            iterations, settings = 1, replace(settings, iterations=1)
+        objective = self._objective()
+        settings, iterations = fit_settings(self, freeze)
+        frozen = settings.frozen
         observers = Observers(
             callback=callback, show_progress=show_progress, early_stopping=check_early_stopping(early_stopping)
         )
@@ -208,23 +206,24 @@ class FactorModel(ServingMixin):
         matrix = self._check_matrix(user_items) if source is None else source.user_items
         check_nonempty(matrix, "user_items")
         init = self._init(matrix.shape, labels_of(user_items), frozen)
-        entries, unit = matrix, 1.0
+        entries: Any = matrix
+        unit: float | None = None
         if weights is not None:
             entries, unit = weighted_entries(matrix, labels_of(user_items), weights, objective)
             source = None  # what it holds on a GPU are the values that the weights replace
         stopwatch.lap("check")
         held = NOTHING if source is None else source.held
-        plan = plan_for(entries, objective if weights is None else in_units(objective, unit), settings, held)
+        plan = plan_for(entries, objective if unit is None else in_units(objective, unit), settings, held)
         check_memory(plan)
         stopwatch.lap("plan")
         held_out = check_validation(validation, labels_of(user_items), matrix.shape, objective, unknown)
         where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from)
         data = ""
         if where or resume_from is not None:
-            data = fingerprint.fingerprint(entries) + ("" if weights is None else f"-{unit!r}")
+            data = data_identity(fingerprint.fingerprint(entries), unit)
         resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.offloaded)
-        if resumed and frozen is not None:
-            _check_frozen(resumed.state, init, frozen)
+        if resumed:
+            check_frozen(resumed.state, init, frozen)
         stopwatch.lap("check")
 
         logger.info("plan:\n%s", plan)
@@ -235,7 +234,7 @@ class FactorModel(ServingMixin):
         state = resumed.state if resumed else self._initial_state(ratings, plan, objective, init)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
-        solved = objective if weights is None else in_units(objective, unit)
+        solved = objective if unit is None else in_units(objective, unit)
         solver = self._solver(_seeded(plan, seed_bits), solved, ratings, state, completed)
         with closing(solver):  # ends threads and connections of ranks, however the fit ends
             progress = Progress(completed, list(resumed.summary["history"]) if resumed else [])
@@ -247,7 +246,7 @@ class FactorModel(ServingMixin):
                 solver,
                 self._learner(user_items, matrix, objective, plan, ratings, weighted=weights is not None),
                 _columns(user_items, matrix.shape),
-                replace(observers, validation=held_out, unit=unit),
+                replace(observers, validation=held_out, unit=unit or 1.0),
                 stopwatch,
                 progress,
             )
@@ -399,9 +398,28 @@ class FactorModel(ServingMixin):
         return self
 
 
-def _check_frozen(state: State, init: Init, frozen: Side) -> None:
+def fit_settings(model: Any, freeze: Any) -> tuple[Settings, int]:
+    """Settings and iterations of a fit that keeps one side, if any; one iteration if that finds the minimum.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    frozen: Side | None = None if freeze is None else check_choice("freeze", freeze, SIDES)
+    settings, iterations = replace(model._settings(), frozen=frozen), check_int("iterations", model.iterations, 1)
+    if frozen is not None and model._is_exact():
+        return replace(settings, iterations=1), 1
+    return settings, iterations
+
+
+def data_identity(fingerprint: str, unit: float | None) -> str:
+    """What a checkpoint says of its ratings: their fingerprint, and the unit of their weights."""
+    return fingerprint if unit is None else f"{fingerprint}-{unit!r}"
+
+
+def check_frozen(state: State, init: Init, frozen: Side | None) -> None:
     """Refuse to resume from a checkpoint whose frozen factors are not those of `init`."""
-    if not np.array_equal(state.side(frozen).matrix, init.given[frozen].matrix):
+    if frozen is not None and not np.array_equal(state.side(frozen).matrix, init.given[frozen].matrix):
         raise ValueError(
             f"resume_from holds other {frozen} factors than init, and freeze={frozen!r} keeps those of init; resume "
             "with the init of that run, or start a new one"

@@ -39,6 +39,8 @@ from .types import (
 TILE_ENTRY = 1.2e-8
 """Seconds of one core to put an entry into a BALS tile (bench/layouts.py)."""
 
+NONNEGATIVE_ASSEMBLIES = ("simd", "fused", "sparse_syrk", "mo_als")
+
 NONNEGATIVE_ROW = 3.0
 """Time of a non-negative row after its sums, in Cholesky solutions: it takes 10 to 17 microseconds longer than one at
 f = 64 in float32 (3000 x 1500 synthetic ratings, one core, AVX2)."""
@@ -64,7 +66,7 @@ class AlsMethod:
         solver = {
             "cg": f"cg, {plan.cg_steps} steps",
             "subspace": f"subspace, {plan.block_size} coordinates at a time",
-            NONNEGATIVE: "non-negative, by coordinate descent",
+            NONNEGATIVE: f"non-negative, by coordinate descent, assembly {plan.assembly_name}",
         }.get(plan.solver, f"{plan.solver}, assembly {plan.assembly_name}")
         if plan.tile_rows:
             solver += f" with tiles of {plan.tile_rows} x {plan.tile_cols}"
@@ -86,7 +88,7 @@ class AlsMethod:
                 "balance=False"
             )
         if base.solver == NONNEGATIVE:
-            _check_nonnegative(base, settings)
+            _check_nonnegative(base)
         if base.streamed:
             if base.reorder not in ("auto", "none"):
                 raise ValueError(
@@ -106,9 +108,7 @@ class AlsMethod:
     ) -> dispatch.Request:
         """Request of the fit for the dispatcher."""
         cpu_only = ""
-        if plan.solver == NONNEGATIVE:
-            cpu_only = "nonnegative=True is the CPU's"
-        elif plan.solver not in GPU_SOLVERS:
+        if plan.solver not in (*GPU_SOLVERS, NONNEGATIVE):
             cpu_only = f"solver={plan.solver!r} is the CPU's"
         elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
             cpu_only = f"assembly={plan.assembly!r} is the CPU's"
@@ -195,7 +195,7 @@ class AlsMethod:
             for size in problem.table_bytes
         )
         steps = plan.cg_steps if plan.solver == "cg" else 0
-        seconds += rows * rates.row_seconds(f, itemsize, plan.assembly, steps)
+        seconds += rows * rates.row_seconds(f, itemsize, plan.assembly, steps, plan.solver == NONNEGATIVE)
         if plan.feedback == "implicit":
             seconds += rates.gram_seconds(rows, rows, f, itemsize)
         return max(seconds + gpu_idle(plan, rates), copies_beside(plan, machine))
@@ -208,26 +208,21 @@ class AlsMethod:
             return plan.rank / 3
         f, itemsize = plan.rank, plan.problem.itemsize
         assembly = fused_or_published(f, itemsize)
-        return H200.gpu.row_seconds(f, itemsize, assembly) / H200.gpu.entry_seconds(f, itemsize, 0, 0, assembly)
+        row = H200.gpu.row_seconds(f, itemsize, assembly, nonnegative=plan.solver == NONNEGATIVE)
+        return row / H200.gpu.entry_seconds(f, itemsize, 0, 0, assembly)
 
 
 ALS = AlsMethod()
 
 
-def _check_nonnegative(plan: Plan, settings: Settings) -> None:
+def _check_nonnegative(plan: Plan) -> None:
     """Refuse what a fit of non-negative factors does not have."""
-    devices = settings.device if isinstance(settings.device, tuple) else (settings.device,)
-    if any(device not in ("cpu", "auto") for device in devices):
-        raise ValueError(
-            f'nonnegative=True runs on the CPU only, got device={settings.device!r}; use device="cpu" or "auto", or '
-            "CCD(nonnegative=True) for explicit ratings on a GPU"
-        )
     if plan.balance:
         raise ValueError("balance=True leads to negative factors; with nonnegative=True use balance=False")
-    if plan.assembly_name not in ("auto", "simd") or plan.precision != "float32":
+    if plan.assembly not in ("auto", *NONNEGATIVE_ASSEMBLIES):
         raise ValueError(
-            f'nonnegative=True needs assembly="simd" and precision="float32", got assembly={plan.assembly_name!r} and '
-            f"precision={plan.precision!r}"
+            f"nonnegative=True forms its systems by one of {', '.join(NONNEGATIVE_ASSEMBLIES)}, got "
+            f'assembly={plan.assembly_name!r}; use assembly="auto"'
         )
 
 

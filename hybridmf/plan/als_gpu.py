@@ -18,7 +18,7 @@ from .memory import tile_pointers
 from .partitions import plan_host_ranks
 from .ranks import ScalePlan
 from .row_forms import changes_basis, check_row_form, dual_sides, side_sizes
-from .types import GPU_ASSEMBLIES, GPU_SOLVERS, Plan, Settings
+from .types import GPU_ASSEMBLIES, GPU_SOLVERS, NONNEGATIVE, Plan, Settings
 
 GPU_SEGMENT = 16384
 """Entries above which the published assemblies split a row (fused kernels: `hybridmf.plan.fused.SEGMENT`)."""
@@ -107,7 +107,7 @@ def _folder_for_factors(plan: Plan) -> str:
 
 def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
     """Choose kernels and record free memory; the location of the ratings is decided later."""
-    if plan.solver not in GPU_SOLVERS:
+    if plan.solver not in (*GPU_SOLVERS, NONNEGATIVE):
         raise ValueError(f"solver={plan.solver!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_SOLVERS)}")
     limit = settings.gpu_memory_limit
     if limit is not None:
@@ -207,8 +207,7 @@ def _most_slots(plan: Plan, rows: int) -> int:
     """Upper bound on the systems and segments of a number of rows of a side."""
     # a row has one slot, and one more for each segment; rows solved in one kernel need slots only if they are long
     cuts = plan.nnz // plan.segment
-    at_once = plan.assembly == "fused" and plan.rank < fused.SOLVED_APART
-    return cuts + (cuts if at_once else rows) + 1
+    return cuts + (rows if plan.solved_apart else cuts) + 1
 
 
 def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
@@ -260,6 +259,7 @@ def gpu_problem(plan: Plan) -> Problem:
         longest=plan.problem.longest,
         implicit=plan.feedback == "implicit",
         cg_steps=plan.cg_steps if plan.solver == "cg" else 0,
+        nonnegative=plan.solver == NONNEGATIVE,
         assembly=plan.assembly,
         precision=plan.precision,
         l2_bytes=plan.gpu.l2_bytes,
@@ -274,6 +274,6 @@ def host_problem(plan: Plan) -> Problem:
         sums=slot_bytes(plan),
         segment=plan.segment,
         biases=plan.rank > plan.factors,
-        on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
+        on_chip=not plan.solved_apart,
         batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
     )

@@ -78,7 +78,7 @@ class FusedConfig:
     @classmethod
     def default(cls, rank: int, spec: DeviceSpec, precision: str = "float32", solver: str = "cholesky") -> FusedConfig:
         """The tuned configuration for a device, else that of `rule`."""
-        facts = {"rank": rank, "precision": precision, "solver": solver}
+        facts = {"rank": rank, "precision": precision, "solver": "cg" if solver == "cg" else "cholesky"}
         found = tables.best(cls, "fused", spec, facts, given={"rank": rank}, block=BLOCK)
         if found is not None and found.shared_bytes(solver) <= spec.shared_bytes:
             return found
@@ -119,7 +119,7 @@ class FusedConfig:
         """Dynamic shared memory of a block."""
         chunk, stride, blocks = (16 if self.warps == 1 else 8) * self.warps, self.rank16 + 8, self.rank16 // BLOCK
         packed = BLOCK * (blocks * stride - BLOCK * (blocks * (blocks - 1) // 2))
-        staged = max(self.stages * chunk * stride, packed if solver == "cholesky" else self.rank16 * stride)
+        staged = max(self.stages * chunk * stride, self.rank16 * stride if solver == "cg" else packed)
         return 4 * self.teams * (staged + 2 * self.rank16 + 16 + 3 * (self.stages + 1) * chunk)
 
     @property

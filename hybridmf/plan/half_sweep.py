@@ -86,6 +86,8 @@ class Problem:
         Whether the Gram matrix of the fixed side is added to each system.
     cg_steps : int
         Steps of the approximate solver, which has a warm start; 0: exact.
+    nonnegative : bool
+        Whether factors are nonnegative, for which the solver has a warm start, too.
     assembly : str
         Kernels of a GPU; "": the fused kernels if they support the problem.
     precision : str
@@ -109,6 +111,7 @@ class Problem:
     biases: bool = False
     implicit: bool = False
     cg_steps: int = 0
+    nonnegative: bool = False
     assembly: str = ""
     precision: str = "float32"
     l2_bytes: int = 60 << 20
@@ -331,7 +334,7 @@ def half_bytes(
     return {
         "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.fixed_parts > 1 else 1),
         "operands": share.fixed * problem.operand_bytes,
-        "solutions": solved * (1 if on_device else 3 if problem.cg_steps else 2),
+        "solutions": solved * (1 if on_device else 3 if problem.cg_steps or problem.nonnegative else 2),
         "factors": share.own * width if on_device else 0,
         "ratings": share.entries * problem.entry_bytes,
         "rows": share.own * (ROW_BYTES + problem.itemsize) + pieces,
@@ -349,7 +352,7 @@ def half_seconds(
     table = fixed / (grid.splits if half.resident else half.parts) * width
     kernels = problem.kernels
     entry = rates.entry_seconds(rank, itemsize, table, problem.l2_bytes, kernels, problem.precision)
-    row = rates.row_seconds(rank, itemsize, kernels, problem.cg_steps)
+    row = rates.row_seconds(rank, itemsize, kernels, problem.cg_steps, problem.nonnegative)
     seconds = {"assembly": problem.nnz / gpus * entry, "solve": min(rows, problem.nnz) / gpus * row}
     if problem.implicit:
         seconds["gram"] = rates.gram_seconds(fixed / gpus, rows / gpus, rank, itemsize) + rates.gram

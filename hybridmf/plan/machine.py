@@ -33,6 +33,9 @@ logger = logging.getLogger("hybridmf")
 FORMAT = 4
 """Format version of the file; incremented whenever its meaning changes."""
 
+NONNEGATIVE_GPU_ROW = 6.0
+"""Time of a non-negative row on a GPU, in Cholesky solutions."""
+
 Curve = tuple[tuple[float, float], ...]
 """A rate per second at a few numbers of factors, rising: ``((32, 8e10), (64, 1.1e11))``; see `seconds_at`."""
 
@@ -293,13 +296,17 @@ class GpuRates:
         gathered = self.cached_bytes if table_bytes <= l2_bytes else self.gather_bytes
         return max(products, rank * itemsize / gathered)
 
-    def row_seconds(self, rank: int, itemsize: int, assembly: str = "fused", cg_steps: int = 0) -> float:
-        """Seconds to solve the system of a row, exactly or by steps of CG."""
+    def row_seconds(
+        self, rank: int, itemsize: int, assembly: str = "fused", cg_steps: int = 0, nonnegative: bool = False
+    ) -> float:
+        """Seconds to solve the system of a row, exactly, by steps of CG, or for nonnegative factors."""
         wider = self._wider(itemsize)
         row = seconds_at(self.solve, solve_flops, rank) * wider
         if cg_steps:  # solved exactly if the steps cost more than the factorization
             row = min(row, (cg_steps + 1) * (2 * rank * rank / self.cg + self.cg_step) * wider)
-        if assembly != "fused":  # systems go through memory
+        if nonnegative:
+            row *= NONNEGATIVE_GPU_ROW
+        if assembly != "fused" or nonnegative:  # systems go through memory
             row += 2 * rank * (rank + 1) * itemsize / self.gather_bytes
         return row
 

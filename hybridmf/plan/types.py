@@ -19,7 +19,7 @@ from ..core.validate import MAX_FACTORS, check_bool, check_choice, check_int, ch
 from ..data.store import StoreMatrix
 from ..device.cuda import DeviceSpec
 from ..native import _als
-from .fused import table_width
+from .fused import SOLVED_APART, table_width
 from .grid import Grid
 from .half_sweep import Place
 from .machine import CpuRates, Machine
@@ -557,6 +557,11 @@ class Plan:
     def uses_blas(self) -> bool:
         """Whether assembly and Gram matrix use the published algorithms, which call BLAS."""
         return self.assembly in ("rank1", "blas3")
+
+    @property
+    def solved_apart(self) -> bool:
+        """Whether sums of all rows, not only of long ones, go through a GPU's memory before they are solved."""
+        return self.assembly != "fused" or self.rank >= SOLVED_APART or self.solver == NONNEGATIVE
 
     @property
     def flops_per_iteration(self) -> float:

@@ -37,12 +37,18 @@ class RankRatings(Protocol):
         Labels, if the first rank has them.
     slab : int or None
         Entries of the largest slab, if the ratings are in a store.
+    unit : float or None
+        Unit of the confidences if values stand for weights; see `hybridmf.model.weights.weighted_entries`.
+    total : float
+        Sum of the values before they stood for weights, if they do.
     """
 
     shape: tuple[int, int]
     user_ids: np.ndarray | None
     item_ids: np.ndarray | None
     slab: int | None
+    unit: float | None
+    total: float
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
         """Entries of each row of both sides on all ranks, for even shares; repeated pairs may count twice."""
@@ -79,14 +85,22 @@ class WholeRatings:
     matrix : csr_array, shape (n_users, n_items)
         Canonical.
     user_ids, item_ids : array, optional
+    unit : float, optional
+    total : float
     """
 
     slab: int | None = None
 
     def __init__(
-        self, matrix: sp.csr_array, user_ids: np.ndarray | None = None, item_ids: np.ndarray | None = None
+        self,
+        matrix: sp.csr_array,
+        user_ids: np.ndarray | None = None,
+        item_ids: np.ndarray | None = None,
+        unit: float | None = None,
+        total: float = 0.0,
     ) -> None:
         self.shape: tuple[int, int] = matrix.shape
+        self.unit, self.total = unit, total
         self.user_ids, self.item_ids = user_ids, item_ids
         self._matrices: dict[Side, sp.csr_array] = {"user": matrix, "item": transposed(matrix)}
 
@@ -110,6 +124,8 @@ class StoredRatings:
     drop_zeros : bool
         Leave out explicit zeros.
     """
+
+    unit: float | None = None
 
     def __init__(self, store: Store, dtype: Any, drop_zeros: bool) -> None:
         users = StoreMatrix(store, "user", dtype, drop_zeros)
@@ -166,6 +182,8 @@ class SharedEntries:
     """
 
     slab: int | None = None
+    unit: float | None = None
+    total: float = 0.0
 
     def __init__(
         self,

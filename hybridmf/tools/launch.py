@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from ..core.objective import Side
 from ..core.validate import as_csr
 from ..data.store import Store
 from ..errors import DeviceError
+from ..model.learned import summary_of
 from ..model.loop import Callback
 from ..model.stopwatch import Stopwatch
+from ..model.weights import weighted_entries
 from ..ranks.shares import RankRatings, StoredRatings, WholeRatings
 from ..ranks.transport.communicator import TIMEOUT, Communicator
 from ..ranks.transport.sockets import SocketCommunicator, local_rank
-from ..ratings import Ratings
+from ..ratings import Ratings, as_ratings
 from .spmd import check_model, fit_rank
 
 logger = logging.getLogger("hybridmf")
@@ -35,6 +38,8 @@ def fit(
     checkpoint: Any = None,
     resume_from: str | os.PathLike[str] | None = None,
     unknown: str = "error",
+    freeze: Side | None = None,
+    weights: Any = None,
     track_objective: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
@@ -59,6 +64,10 @@ def fit(
         Show a progress bar on the first rank.
     checkpoint, resume_from, unknown
         As for ``fit`` of a model; the first rank writes and reads.
+    freeze : {"user", "item"}, optional
+        As for ``fit`` of a model; all ranks need the factors that `init` gives.
+    weights : path, Ratings or matrix, optional
+        As for ``fit`` of a model; every rank needs all of them, and of the ratings, which cannot be a store.
     track_objective : bool
         Record the objective of each iteration in ``history_``, even without observers.
     timeout : float
@@ -82,7 +91,7 @@ def fit(
     ranks = SocketCommunicator.from_environment(timeout=timeout) if communicator is None else communicator
     try:
         device = _device(model, ranks)
-        share = _share(model, ratings)
+        share = _share(model, ratings, weights)
         return fit_rank(
             model,
             share,
@@ -94,6 +103,7 @@ def fit(
             checkpoint=checkpoint,
             resume_from=resume_from,
             unknown=unknown,
+            freeze=freeze,
             track_objective=track_objective,
             stopwatch=stopwatch,
         )
@@ -105,18 +115,27 @@ def fit(
             ranks.close()
 
 
-def _share(model: Any, ratings: Any) -> RankRatings:
+def _share(model: Any, ratings: Any, weights: Any = None) -> RankRatings:
     """The ratings of this rank."""
-    settings, implicit = model._settings(), model._objective().is_implicit
+    settings, objective = model._settings(), model._objective()
+    implicit = objective.is_implicit
     if isinstance(ratings, (str, os.PathLike)):
         ratings = Store.open(ratings) if Path(ratings).is_dir() else Ratings.from_file(os.fspath(ratings))
     if isinstance(ratings, Store):
+        if weights is not None:
+            raise TypeError("weights need ratings in memory, and a store is read slab by slab; fit store.to_ratings()")
         return StoredRatings(ratings, settings.dtype, implicit)
     if not sp.issparse(ratings) and not isinstance(ratings, Ratings):
         kind = type(ratings).__name__
         raise TypeError(f"ratings must be the path of a store or file, a Store, Ratings or a sparse matrix, got {kind}")
     labels = (ratings.user_ids, ratings.item_ids) if isinstance(ratings, Ratings) else (None, None)
-    return WholeRatings(as_csr(ratings, name="ratings", dtype=settings.dtype, drop_zeros=implicit), *labels)
+    matrix = as_csr(ratings, name="ratings", dtype=settings.dtype, drop_zeros=implicit)
+    if weights is None:
+        return WholeRatings(matrix, *labels)
+    if isinstance(weights, (str, os.PathLike)):
+        weights = Ratings.from_file(os.fspath(weights))
+    entries, unit = weighted_entries(matrix, labels, as_ratings(weights), objective)
+    return WholeRatings(entries, *labels, unit, summary_of(matrix).total)
 
 
 def _device(model: Any, ranks: Communicator) -> str:

@@ -18,14 +18,15 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State
-from ..core.validate import check_int, seed_of
+from ..core.validate import seed_of
 from ..errors import CommunicatorError, RatingsError
 from ..model import checkpoint as checkpoints
 from ..model import files as _io
-from ..model.base import FactorModel, check_labels, log_empty_rows
+from ..model.base import FactorModel, check_frozen, check_labels, data_identity, fit_settings, log_empty_rows
 from ..model.learned import Learned
 from ..model.loop import Callback, FitLoop, Observers, Progress, Record, check_validation
 from ..model.stopwatch import Stopwatch
+from ..model.weights import in_units
 from ..plan.grid import RankLayout
 from ..plan.make import check_memory, make_plan
 from ..plan.memory import rank_bytes
@@ -52,6 +53,7 @@ def fit_rank(
     checkpoint: Any = None,
     resume_from: str | os.PathLike[str] | None = None,
     unknown: str = "error",
+    freeze: Side | None = None,
     track_objective: bool = False,
     stopwatch: Stopwatch | None = None,
 ) -> Any:
@@ -71,6 +73,8 @@ def fit_rank(
         Threads of this rank. Default: the parameter of the model.
     validation, callback, show_progress, checkpoint, resume_from, unknown
         As for ``fit`` of a model. Only those of the first rank are used.
+    freeze : {"user", "item"}, optional
+        As for ``fit`` of a model.
     track_objective : bool
         Record the objective of each iteration in ``history_``.
     stopwatch : Stopwatch, optional
@@ -100,7 +104,7 @@ def fit_rank(
             communicator,
             observers if first else Observers(),
             stopwatch,
-            _Options(device, num_threads, validation if first else None, checkpoint, resume_from, unknown),
+            _Options(device, num_threads, validation if first else None, checkpoint, resume_from, unknown, freeze),
         )
         with fit:
             fit.run()
@@ -164,6 +168,7 @@ class _Options(NamedTuple):
     checkpoint: Any
     resume_from: str | os.PathLike[str] | None
     unknown: str
+    freeze: Side | None
 
 
 class _Fit:
@@ -181,10 +186,10 @@ class _Fit:
         self.model, self.ratings, self.communicator = model, ratings, communicator
         self.first = communicator.rank == 0
         self.objective: Objective = model._objective()
-        self.iterations = check_int("iterations", model.iterations, 1)
+        self.settings, self.iterations = fit_settings(model, options.freeze)
         labels = (ratings.user_ids, ratings.item_ids)
         check_labels(labels)
-        self.init = model._init(ratings.shape, labels)
+        self.init = model._init(ratings.shape, labels, self.settings.frozen)
         held_out = check_validation(options.validation, labels, ratings.shape, self.objective, options.unknown)
         degrees = ratings.degrees(communicator)
         stopwatch.lap("check")
@@ -206,10 +211,11 @@ class _Fit:
             log_empty_rows(self.cut.degrees["user"], self.cut.degrees["item"])
         own = State(self._own("user", state), self._own("item", state), state.mean)
         self.moves, worker = _worker(self.plan, options.device, communicator)
+        solved = self.objective if ratings.unit is None else in_units(self.objective, ratings.unit)
         share = RankShare(self.cut.layout, self.cut.blocks)
-        self.solver = RankALS(self.moves, share, self.objective, self.plan, own, worker)
+        self.solver = RankALS(self.moves, share, solved, self.plan, own, worker)
         self.ranks = _Together(communicator, self.moves, self.cut.layout)
-        self.observers = replace(observers, validation=held_out, seen=self._seen(held_out))
+        self.observers = replace(observers, validation=held_out, unit=ratings.unit or 1.0, seen=self._seen(held_out))
         stopwatch.lap("set up")
         self.stopwatch = stopwatch
 
@@ -244,7 +250,7 @@ class _Fit:
 
     def _plan(self, options: _Options, degrees: Mapping[Side, np.ndarray]) -> Plan:
         """The plan of this rank, alike on all: what depends on a machine is agreed on."""
-        size, device, settings = self.communicator.size, options.device, self.model._settings()
+        size, device, settings = self.communicator.size, options.device, self.settings
         if settings.method is not None:
             raise ValueError(
                 f"model: {type(self.model).__name__} is not served by ranks; fit ImplicitALS or ExplicitALS"
@@ -286,12 +292,15 @@ class _Fit:
     def _start(self, checkpoint: Any, resume_from: Any) -> State:
         """Initial state: drawn factors, or those of the checkpoint read by the first rank."""
         communicator = self.communicator
-        data = self.cut.fingerprint(communicator) if checkpoint is not None or resume_from is not None else ""
+        data = ""
+        if checkpoint is not None or resume_from is not None:
+            data = data_identity(self.cut.fingerprint(communicator), self.ratings.unit)
         resumed = None
         if self.first and checkpoint is not None:
             where = checkpoints.prepare(checkpoint, resume_from)
         if self.first and resume_from is not None:
             resumed = checkpoints.read(resume_from, self.model, data)
+            check_frozen(resumed.state, self.init, self.settings.frozen)
             self.history = list(resumed.summary["history"])
         completed = np.array([int(resumed.summary["n_iter"]) if resumed else 0], dtype=np.int64)
         self.completed = int(communicator.broadcast(completed)[0])
@@ -352,7 +361,7 @@ class _Fit:
             self.objective,
             self.plan,
             seen=None,
-            total=self.cut.total,
+            total=self.cut.total if self.ratings.unit is None else self.ratings.total,
             user_ids=self.ratings.user_ids,
             item_ids=self.ratings.item_ids,
             params=_io.jsonable(self.model.get_params(deep=False)),

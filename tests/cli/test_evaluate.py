@@ -102,7 +102,42 @@ def test_every_estimator_and_its_parameters(parts, options, cls, parameters):
 
 def test_every_parameter_has_an_option():
     parameters = {name for cls in MODELS.values() for name in inspect.signature(cls).parameters}
-    assert parameters - set(HYPERPARAMETERS) == {"init", "random_state"}  # arrays; --seed
+    assert parameters - set(HYPERPARAMETERS) == {"init", "random_state"}  # --init MODEL, --seed
+
+
+def test_fit_keeps_a_side_of_a_model(parts):
+    fit(parts, "--test-size", 0, name="first")
+    fit(parts, "--test-size", 0, "--init", parts / "first", "--freeze", "item", "--regularization", 2.0)
+    first, second = hmf.load(parts / "first"), hmf.load(parts / "m.safetensors")
+    np.testing.assert_array_equal(second.item_factors, first.item_factors)
+    assert second.n_iter_ == 1 and not np.allclose(second.user_factors, first.user_factors)
+    fit(parts, "--test-size", 0, "--init", "signed", "--iterations", 1)
+    assert hmf.load(parts / "m.safetensors").init == "signed"
+    command = ("fit", parts / "train.csv", "-o", parts / "x", "--freeze", "item")
+    for options in ((), ("--init", "signed")):
+        assert "--freeze item keeps the factors of a model: name it with --init MODEL" in refuse(*command, *options)
+    assert "there is no model file" in refuse(*command, "--init", parts / "nothing")
+    assert "the output" in refuse("fit", parts / "train.csv", "-o", parts / "first", "--init", parts / "first")
+
+
+def test_fit_has_weights_of_a_column(parts):
+    frame = pd.read_csv(parts / "train.csv")
+    frame["sure"] = np.random.default_rng(0).uniform(0.5, 3, len(frame)).round(3)
+    frame.to_csv(parts / "train.csv", index=False)
+    ratings, weights = (hmf.Ratings.from_frame(frame, value=name) for name in ("value", "sure"))
+    model = hmf.ImplicitALS(3, iterations=4, random_state=0)
+    for share in (0, 0.2):
+        fit(parts, "--model", "implicit", "--test-size", share, "--weights", "sure")
+        train, of_train = (hmf.split(each, share, random_state=0)[0] if share else each for each in (ratings, weights))
+        model.fit(train, weights=of_train)
+        found = hmf.load(parts / "m.safetensors").user_factors
+        np.testing.assert_allclose(found, model.user_factors, rtol=1e-5, atol=1e-7)
+    command = ("fit", parts / "train.csv", "-o", parts / "x", "--weights")
+    assert "--weights names a column of a file of ratings for --model implicit" in refuse(*command, "sure")
+    assert "no column 'surely'" in refuse(*command, "surely", "--model", "implicit")
+    frame["sure"] -= 1
+    frame.to_csv(parts / "train.csv", index=False)
+    assert "--weights sure: weights must be > 0, got -0." in refuse(*command, "sure", "--model", "implicit")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from hybridmf.gpu import (
     losses,
     matrix,
     mo_als,
+    nonnegative,
     rows,
     sgd,
     sparse_syrk,
@@ -48,7 +49,23 @@ ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
 USUAL_RANKS = (16, 64, 100, 128)
 DEFAULT_PRECISION = fused.PRECISION_CODES["float32"]
 
-MODULES = (fused, gram, sparse_syrk, mo_als, bals, cholesky_any, topk, losses, rows, matrix, draw, dual, ccd, sgd)
+MODULES = (
+    fused,
+    gram,
+    sparse_syrk,
+    mo_als,
+    bals,
+    cholesky_any,
+    nonnegative,
+    topk,
+    losses,
+    rows,
+    matrix,
+    draw,
+    dual,
+    ccd,
+    sgd,
+)
 
 
 def excused_bytes(program: Program) -> float:

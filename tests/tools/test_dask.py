@@ -105,6 +105,16 @@ def test_workers_measure_what_one_process_measures_and_stop_together(client, mak
     assert list(model.timings_) == list(expected.timings_) and min(model.timings_.values()) >= 0
 
 
+def test_workers_keep_a_side(client):
+    ratings = hmf.Ratings.from_frame(frame())
+    trained = hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(ratings)
+    options = {"regularization": 2.0, "init": (None, trained.item_factors), "biases": False}
+    expected = hmf.ExplicitALS(**SMALL | options).fit(ratings, freeze="item")
+    found = hmf_dask.fit(hmf.ExplicitALS(**SMALL | options), partitioned(frame()), freeze="item")
+    assert_close(found, expected)
+    np.testing.assert_array_equal(found.item_factors, trained.item_factors)
+
+
 def test_an_array_of_triplets(client):
     triplets = planted().tocoo()
     rows = np.column_stack((triplets.coords[0] * 10, triplets.coords[1], triplets.data)).astype(np.float64)
@@ -232,6 +242,8 @@ def test_the_first_cause_comes_out_as_it_was_raised(client):
         (ValueError, "timeout must be a finite number", None, {"timeout": 0}),
         (TypeError, "timeout must be a number of seconds, got '9'", None, {"timeout": "9"}),
         (TypeError, "client must be a distributed.Client of the cluster, got 'here'", None, {"client": "here"}),
+        (ValueError, r"freeze must be one of 'user', 'item'", None, {"freeze": "both"}),
+        (ValueError, r"weights are not available on a cluster.*\(w - 1\) / alpha", None, {"weights": frame()}),
         (RatingsError, "columns user, item, value; got shape", dask_array.ones(3), {}),
         (RatingsError, "columns user, item, value; got a block of", dask_array.ones((4, 2)), {}),
         (RatingsError, "must be whole numbers", dask_array.ones((4, 3)) / 2, {}),

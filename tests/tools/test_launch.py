@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 
 import hybridmf as hmf
 from hybridmf.errors import DeviceError
@@ -128,6 +129,65 @@ def test_what_ranks_may_be_given(tmp_path):
     for model in (None, "als", hmf.ExplicitALS):
         with pytest.raises(TypeError, match="model must be an estimator"):
             hmf.scale.fit(model, planted(), Single())
+
+
+@pytest.mark.parametrize("frozen", ["user", "item"])
+def test_ranks_keep_a_side(frozen, tmp_path):
+    """As one process does, and one after the other: a run of theirs resumes with the same factors alone."""
+    trained = hmf.ImplicitALS(**SMALL, alpha=3.0, iterations=2).fit(planted())
+
+    def model(init=trained, **options):
+        return hmf.ImplicitALS(**SMALL | options, alpha=3.0, regularization=5.0, iterations=4, init=init)
+
+    def of_ranks(make, **options):
+        return run_ranks(2, lambda c: hmf.scale.fit(make(), planted(), c, freeze=frozen, **options), timeout=30)[0]
+
+    for options, iterations in (({}, 1), ({"solver": "cg"}, 4)):
+        expected = model(**options).fit(planted(), freeze=frozen)
+        found = of_ranks(lambda options=options: model(**options), checkpoint=tmp_path / str(iterations))
+        assert found.n_iter_ == expected.n_iter_ == iterations
+        for side in ("user", "item"):
+            ours, theirs = (one._learned.state.side(side).matrix for one in (found, expected))
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+        kept = found._learned.state.side(frozen).matrix
+        np.testing.assert_array_equal(kept, trained._learned.state.side(frozen).matrix)
+    other = hmf.ImplicitALS(**SMALL, iterations=1).fit(planted())
+    with pytest.raises(ValueError, match=f"resume_from holds other {frozen} factors than init"):
+        of_ranks(lambda: model(other), checkpoint=tmp_path / "1", resume_from=tmp_path / "1")
+    with pytest.raises(ValueError, match=f"freeze='{frozen}' keeps the {frozen} factors that init gives"):
+        of_ranks(lambda: model(None))
+
+
+def test_ranks_have_weights(tmp_path):
+    plays, rng = planted(), np.random.default_rng(0)
+    weights = sp.csr_array((rng.uniform(0.05, 4, plays.nnz).astype("f4"), plays.indices, plays.indptr), plays.shape)
+    labelled = hmf.Ratings.from_matrix(weights, item_ids=[f"i{k}" for k in range(40)])
+    ratings = hmf.Ratings.from_matrix(plays, item_ids=[f"i{k}" for k in range(40)])
+
+    def model(**options):
+        return hmf.ImplicitALS(**SMALL, regularization=0.3, iterations=3, **options)
+
+    expected = model().fit(plays, weights=weights, callback=lambda *_: None)
+    for given, beside in ((plays, weights), (ratings, labelled)):
+        found = run_ranks(
+            2, lambda c, g=given, w=beside: hmf.scale.fit(model(), g, c, weights=w, track_objective=True), timeout=30
+        )[0]
+        np.testing.assert_allclose(found.user_factors, expected.user_factors, rtol=1e-4, atol=1e-6)
+        assert found.history_[-1]["objective"] == pytest.approx(expected.history_[-1]["objective"], rel=1e-5)
+        assert found.objective(plays) == pytest.approx(expected.objective(plays), rel=1e-5)
+    for path, matrix in (("plays.csv", plays), ("weights.csv", weights)):
+        triplets = matrix.tocoo()
+        lines = (f"{u},{i},{v}" for u, i, v in zip(*triplets.coords, triplets.data, strict=True))
+        (tmp_path / path).write_text("\n".join(lines) + "\n")
+    found = hmf.scale.fit(model(), tmp_path / "plays.csv", Single(), weights=tmp_path / "weights.csv")
+    files = (hmf.Ratings.from_file(tmp_path / name) for name in ("plays.csv", "weights.csv"))
+    expected = model().fit(next(files), weights=next(files))
+    np.testing.assert_allclose(found.user_factors, expected.user_factors, rtol=1e-4, atol=1e-6)
+    store = hmf.convert(ratings, tmp_path / "store")
+    with pytest.raises(TypeError, match=r"weights need ratings in memory.*fit store.to_ratings\(\)"):
+        hmf.scale.fit(model(), store, Single(), weights=weights)
+    with pytest.raises(ValueError, match="which only ImplicitALS has"):
+        hmf.scale.fit(hmf.ExplicitALS(**SMALL), plays, Single(), weights=weights)
 
 
 def test_devices_of_ranks(monkeypatch):

@@ -1,0 +1,192 @@
+"""Launches of cuda/nonnegative.cu: rows of nonnegative factors from the sums that any assembly leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..core.system import ceil_div, round_up
+from ..device.cuda import Array, Device, DeviceSpec
+from ..plan.assemblies import WARP, require
+from ..plan.fused import BLOCK, partial_floats
+from ..plan.fused import MAX_RANK as MAX_TILED_RANK
+from .launch import check, check_not_host, get_kernel
+
+MAX_WARPS = 8
+
+COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
+
+
+@dataclass(frozen=True)
+class NonnegativeConfig:
+    """Compile-time choices of cuda/nonnegative.cu.
+
+    Attributes
+    ----------
+    rank : int
+    itemsize : int
+        4 (float32) or 8 (float64).
+    tiles : bool
+        Sums are tiles of the fused kernels; otherwise matrices and right-hand sides.
+    resident : bool
+        Keep the matrix in shared memory; otherwise work in the sums.
+    warps : int
+        Warps of a block, which solves one system.
+    """
+
+    rank: int
+    itemsize: int
+    tiles: bool
+    resident: bool
+    warps: int
+
+    def __post_init__(self) -> None:
+        require(1 <= self.warps <= WARP, f"warps must be in 1 ... {WARP}, got {self.warps}")
+        require(self.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {self.itemsize}")
+        require(
+            not self.tiles or (self.resident and self.itemsize == 4 and self.rank <= MAX_TILED_RANK),
+            f"tiles need resident=True, itemsize=4 and a rank of at most {MAX_TILED_RANK}, got {self}",
+        )
+
+    @classmethod
+    def of_tiles(cls, rank: int) -> NonnegativeConfig:
+        """The choice for sums of the fused kernels; all GPUs that have these have the shared memory."""
+        return cls(rank, 4, True, True, ceil_div(rank, WARP))
+
+    @classmethod
+    def of_matrices(cls, rank: int, itemsize: int, spec: DeviceSpec) -> NonnegativeConfig:
+        """The choice for other sums, resident if shared memory suffices.
+
+        Raises
+        ------
+        ValueError
+            Not even the vectors of a system fit in shared memory.
+        """
+        warps = min(MAX_WARPS, ceil_div(rank, WARP))
+        for resident in (True, False):
+            config = cls(rank, itemsize, False, resident, warps)
+            if config.shared_bytes <= spec.shared_bytes:
+                return config
+        raise ValueError(
+            f"nonnegative systems of rank {rank} need {config.shared_bytes} bytes of shared memory, {spec.name} has "
+            f"{spec.shared_bytes} for a block; use fewer factors or device='cpu'"
+        )
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * WARP
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the kernel asserts the same number."""
+        padded = round_up(self.rank, WARP)
+        matrix = self.rank * (self.rank | 1) if self.resident else 0
+        return (6 * padded + WARP + matrix) * self.itemsize + 4 * (padded + 4)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time constants of the kernel."""
+        return {
+            "RANK": self.rank,
+            "REAL": np.dtype(f"f{self.itemsize}"),
+            "TILES": self.tiles,
+            "RESIDENT": self.resident,
+            "WARPS": self.warps,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+    @property
+    def build(self) -> tuple[str, str, dict[str, Any]]:
+        """``(file, kernel, constants)``."""
+        return "nonnegative.cu", "nonnegative", self.constants
+
+
+def nonnegative_solve(
+    device: Device,
+    solutions: Array,
+    status: Array,
+    sums: tuple[Array, ...],
+    slots: Array,
+    rows: Array,
+    terms: tuple[Array | None, Array, Array],
+    bounded: int,
+    epsilon: float,
+    config: NonnegativeConfig | None = None,
+) -> None:
+    """Minimum of each row with its first `bounded` coordinates at or above 0; the sums are destroyed.
+
+    Parameters
+    ----------
+    device : Device
+    solutions : float array, shape (n_out, ld), ld >= rank
+        ``solutions[rows[k], :rank]`` is the start, which meets the bounds, and is overwritten; zeros where the status
+        is not 0, or where a system has no slots.
+    status : int32 array, shape (n_out,)
+        ``status[rows[k]]`` is 0, or -1 if something is infinite or NaN.
+    sums : tuple of float arrays
+        Matrices (n_slots, rank, rank), of which the lower triangles count, and right-hand sides (n_slots, rank); or one
+        array, partial sums of the fused kernels.
+    slots : int64 array, shape (n + 1,)
+        System k is the sum of ``slots[k] ... slots[k + 1] - 1``, in this order.
+    rows : int32 array, shape (n,)
+        Distinct.
+    terms : tuple (gram, ridge, scale)
+        Added to the sums: float arrays of shapes (rank16, rank16), or None, (rank,) and (n_out,): ``scale[row] ridge``
+        to the diagonal.
+    bounded : int
+    epsilon : float
+        As for `cholesky_any.cholesky_solve`; a sweep that moves no component of the gradient by more than 4 times this
+        part of the largest term is the last.
+    config : NonnegativeConfig, optional
+
+    Raises
+    ------
+    TypeError
+        An array has another dtype, shape, layout or device.
+    ValueError
+        See `NonnegativeConfig.of_matrices`.
+    """
+    gram, ridge, scale = terms
+    rank, dtype = len(ridge), sums[0].dtype
+    tiled = len(sums) == 1
+    check("sums", sums[0], dtype, (None, partial_floats(rank)) if tiled else (None, rank, rank))
+    if not tiled:
+        check("rhs", sums[1], dtype, (len(sums[0]), rank))
+    check("slots", slots, np.int64, (len(rows) + 1,))
+    check("rows", rows, np.int32, (None,))
+    check("solutions", solutions, dtype, (len(scale), None))
+    check("status", status, np.int32, (len(scale),))
+    check("ridge", ridge, dtype, (None,))
+    check("scale", scale, dtype, (None,))
+    check_not_host(device, sums=sums[0], rhs=sums[-1], slots=slots, rows=rows, solutions=solutions, status=status)
+    check_not_host(device, ridge=ridge, scale=scale)
+    if gram is not None:
+        check("gram", gram, dtype, (round_up(rank, BLOCK),) * 2)
+        check_not_host(device, gram=gram)
+    if solutions.shape[1] < rank:
+        raise TypeError(f"solutions must have at least {rank} columns, got {solutions.shape[1]}")
+    if not len(rows):
+        return
+    if config is None:
+        of_matrices = NonnegativeConfig.of_matrices
+        config = NonnegativeConfig.of_tiles(rank) if tiled else of_matrices(rank, dtype.itemsize, device.spec)
+    file, name, constants = config.build
+    arrays = (solutions, status, sums[0], sums[-1], slots, rows, np.uint64(0) if gram is None else gram, ridge, scale)
+    scalars = (np.int64(solutions.shape[1]), np.int32(bounded), dtype.type(epsilon))
+    kernel = get_kernel(device, file, name, **constants)
+    kernel((len(rows),), (config.threads,), (*arrays, *scalars), config.shared_bytes)
+
+
+def default_builds(
+    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """``(file, kernel, constants)`` of every default configuration on a device, for a test that compiles them all."""
+    for rank in ranks:
+        if rank <= MAX_TILED_RANK and spec.capability >= (8, 0):
+            yield NonnegativeConfig.of_tiles(rank).build
+        for itemsize in (4, 8):
+            yield NonnegativeConfig.of_matrices(rank, itemsize, spec).build
