@@ -27,7 +27,6 @@ from .solver import frozen_text
 from .types import (
     CPU_ASSEMBLIES,
     GPU_ASSEMBLIES,
-    GPU_SOLVERS,
     NONNEGATIVE,
     PRECISIONS,
     SOLVERS,
@@ -108,8 +107,8 @@ class AlsMethod:
         cpu_only = ""
         if plan.solver == NONNEGATIVE:
             cpu_only = "nonnegative=True is the CPU's"
-        elif plan.solver not in GPU_SOLVERS:
-            cpu_only = f"solver={plan.solver!r} is the CPU's"
+        elif plan.solver == "subspace" and plan.streamed:
+            cpu_only = "a store with solver='subspace' is the CPU's"
         elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
             cpu_only = f"assembly={plan.assembly!r} is the CPU's"
         return dispatch.Request(
@@ -241,8 +240,8 @@ def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
     ways = [("simd", solver, "float32") for solver in SOLVERS]
     ways += [(assembly, "cholesky", "float32") for assembly in CPU_ASSEMBLIES[1:]]
     if spec is not None:
-        ways += [("fused", solver, precision) for solver in GPU_SOLVERS for precision in PRECISIONS]
-        ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in GPU_SOLVERS]
+        ways += [("fused", solver, precision) for solver in SOLVERS for precision in PRECISIONS]
+        ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in SOLVERS]
     for assembly, solver, precision in dict.fromkeys(ways):
         yield plan.changed(assembly=assembly, variant="", solver=solver, precision=precision)
 
@@ -252,8 +251,8 @@ def for_fold_in(plan: Plan) -> Plan:
     # few rows cannot share tiles; sparse_syrk supports any rank, dtype and weight
     without_tiles = "simd" if plan.gpu is None else "sparse_syrk"
     solver = NONNEGATIVE if plan.solver == NONNEGATIVE else "cholesky"
-    if plan.method != ALS:
-        exact = plan.changed(method=ALS, solver="cholesky", assembly=without_tiles, precision="float32")
+    if plan.method != ALS or (plan.gpu is not None and plan.solver == "subspace"):
+        exact = plan.changed(method=ALS, solver="cholesky", assembly=without_tiles, precision="float32", reorder="none")
         slots = 0 if plan.gpu is None else max(1, BATCH_BYTES // slot_bytes(exact))
         return exact.changed(segment=GPU_SEGMENT, batch_slots=slots)
     assembly = without_tiles if plan.assembly == "bals" else plan.assembly
