@@ -61,6 +61,6 @@ def programs(plan: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
 
 def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(file, kernel, constants) of all builds."""
-    for real, itemsize in (("float", 4), ("double", 8)):
+    for itemsize in (4, 8):
         for lanes in (1, 2, 4, 8, 16, 32):
             yield "predictions.cu", "add_products", product_constants(lanes * 16 // itemsize, f"f{itemsize}")

@@ -200,5 +200,5 @@ def default_builds(
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """See `hybridmf.gpu.assembly.default_builds`."""
     yield from assembly.default_builds("sparse_syrk", lambda rank, size: SyrkConfig.default(rank, size, spec), ranks)
-    constants = SyrkConfig.default(32, 8, spec).constants | {"REAL": np.dtype("f8"), "IMPLICIT": True, "HAS_OFFSETS": False}
-    yield "sparse_syrk.cu", "sparse_syrk", constants | {"RESIDUAL": True}
+    residual = {"REAL": np.dtype("f8"), "IMPLICIT": True, "HAS_OFFSETS": False, "RESIDUAL": True}
+    yield "sparse_syrk.cu", "sparse_syrk", SyrkConfig.default(32, 8, spec).constants | residual

@@ -1,9 +1,9 @@
 """iALS++ on a GPU (Rendle, Krichene, Zhang and Koren 2021, Alg. 2): blocks of coordinates solved one after another.
 
-The systems of a block of d coordinates are those of a model of d factors, with predictions in place of ratings: the
-kernels of the exact solver sum and solve them, for the change of the solution. What they lack are a right-hand side that
-does not come from entries, ``-(G x + lambda s x)`` at the coordinates of the block, and predictions of all entries, which
-`add_products` (cuda/predictions.cu) brings up to date after each block.
+The systems of a block of d coordinates are those of a model of d factors whose ratings are residuals: the kernels of
+the exact solver sum and solve them, for the change of the solution. Two things are added. A part of the right-hand
+sides does not come from entries: ``-(G x + lambda s x)`` at the coordinates of the block. And `add_products`
+(cuda/predictions.cu) brings the predictions of all entries up to date after each block.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .launch import DeviceEntries
 from .matrix import DeviceMatrix
 from .predictions import add_products
 from .rows import RowRange, read_range, widen_range
+
 
 @dataclass(frozen=True)
 class FixedBlock:
