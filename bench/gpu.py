@@ -8,7 +8,8 @@ Tasks: "als", full iterations (item half sweep, user half sweep, Gram matrices i
 their train RMSE or objective after a few iterations, and the set-up before; "cholesky", factorization and solve of
 systems in global memory, beside torch if it is installed; "syrk" and "bals", the published assemblies of the users'
 normal equations, rows and columns as they come and by degree; "topk", top 10 with filter from factors on the device;
-"precision", the error of a half sweep against float64 and what it does to RMSE and objective.
+"precision", the error of a half sweep against float64 and what it does to RMSE and objective; "subspace", iALS++ beside
+the exact solver with many factors, in seconds to equal objective.
 
 A handful of rows is compared with float64 NumPy on the same data before anything is timed, and a wrong answer is not
 reported: its case is named at the end and the exit code is 1. Times are CUDA events, the median of five after a
@@ -41,7 +42,7 @@ import click
 import numpy as np
 import scipy.sparse as sp
 from common import ROOT, median, record
-from gpu_data import GPU_SHAPES, synthetic_gpu
+from gpu_data import GPU_SHAPES, synthetic_gpu, tasteful_gpu
 
 from hybridmf.core.objective import SIDES, Factors, Objective, Side, other_side
 from hybridmf.core.validate import csr_arrays, make_csr
@@ -49,6 +50,7 @@ from hybridmf.device.cuda import CudaDevice, open_device
 from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix, reorder, transpose
 from hybridmf.gpu import bals, cholesky_any
+from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.factors import DeviceFactors, to_device
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.gpu.launch import DeviceEntries
@@ -1079,6 +1081,69 @@ def measure_precision(
     session.report(Row("precision", label, sweeps.data.name, rank, times, *work, error=rms, more=more))
 
 
+# ------------------------------------------------------------------------------------------ subspaces
+
+TASTES = Objective.implicit(0.1, "none", 3.0, 0.1)
+"""Objective of the subspace task, on data with tastes."""
+
+SUBSPACE_CASES = {"quick": [("ml-20m", 256), ("ml-20m", 512), ("msd", 256)]}
+SUBSPACE_CASES["full"] = [*SUBSPACE_CASES["quick"], ("msd", 512), ("netflix", 256)]
+
+EXACT_ITERATIONS = 6
+"""Iterations of the exact solver, whose objectives the subspace solver has to reach."""
+
+BLOCK_SIZES = (32, 64)
+
+
+def run_subspace(session: Session, profile: str, shape: str | None) -> None:
+    """Seconds to the objectives of the exact solver."""
+    for name, cases in itertools.groupby(SUBSPACE_CASES[profile], key=lambda case: case[0]):
+        if shape not in (None, name):
+            continue
+        user = tasteful_gpu(name)
+        data = Data(name, user, transpose(user))
+        for _, factors in cases:
+            with session.case(f"subspace, {name}, {factors}"):
+                measure_subspace(session, data, factors)
+        release(session.device)
+
+
+def measure_subspace(session: Session, data: Data, factors: int) -> None:
+    """The exact solver, then subspaces of each size until they are below its last objective."""
+    exact_ms, goals = path_of(session.device, data, factors, lambda values: len(values) < EXACT_ITERATIONS)
+    rank = {"nnz": data.nnz, "objectives": goals}
+    session.report(Row("subspace", "implicit exact", data.name, factors, exact_ms[1:], more=rank))
+    for size in BLOCK_SIZES:
+        options = {"solver": "subspace", "block_size": size}
+        ms, values = path_of(
+            session.device, data, factors, lambda values: values[-1] > goals[-1] and len(values) < 40, **options
+        )
+        reached = [next((k for k, value in enumerate(values, 1) if value <= goal), 0) for goal in goals]
+        one, exact = median(ms[1:]), median(exact_ms[1:])
+        times = [(k + 1) * exact / (steps * one) if steps else 0.0 for k, steps in enumerate(reached)]
+        more = {"nnz": data.nnz, "objectives": values, "iterations_to": reached, "times_faster_to": times}
+        name = f"implicit subspaces of {size}"
+        session.report(Row("subspace", name, data.name, factors, ms[1:], rival="exact", rival_ms=exact, more=more))
+
+
+def path_of(
+    device: Any, data: Data, factors: int, goes_on: Callable[[list[float]], bool], **options: Any
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of each iteration, the first of which compiles, and the objectives after them."""
+    asked = {"factors": factors, "device": "cuda", "dtype": "float32", "num_threads": None, "reorder": "none"}
+    plan = make_plan(TASTES, Settings.check(**(asked | options)), data.user.shape, data.nnz)
+    degrees = np.diff(data.user.indptr), np.diff(data.item.indptr)
+    solver = GpuALS(
+        device, data.user, data.item, TASTES, plan, initial_state(*degrees, factors, np.float32, TASTES, 0.0, 0)
+    )
+    ms: list[float] = []
+    values: list[float] = []
+    while not values or goes_on(values):
+        ms += wall_ms(device, lambda: [solver.update(side) for side in ("item", "user")], 1)
+        values.append(solver.objective_value())
+    return ms, values
+
+
 # ------------------------------------------------------------------------------------------ command line
 
 TASKS: dict[str, Callable[[Session, str, str | None], None]] = {
@@ -1088,6 +1153,7 @@ TASKS: dict[str, Callable[[Session, str, str | None], None]] = {
     "cholesky": run_cholesky,
     "syrk": run_syrk,
     "bals": run_bals,
+    "subspace": run_subspace,
 }
 
 

@@ -46,6 +46,32 @@ def synthetic_gpu(shape: str, *, seed: int = 0, rank: int = 8, implicit: bool = 
     return _valued(cp, random, keys, m, n, rank, implicit)
 
 
+def tasteful_gpu(shape: str, *, seed: int = 0, groups: int = 20, favourites: int = 4) -> Any:
+    """Counts with tastes: items are in groups, and four in five of a user's entries fall into the user's favourites.
+
+    Degrees as in `synthetic_gpu`; pairs drawn twice are merged. Ratings alone say nothing about who sees what, and an
+    implicit objective of theirs is near its best after two iterations.
+    """
+    import cupy as cp
+
+    m, n, nnz, sigma, exponent, shift = GPU_SHAPES[shape]
+    rng = np.random.default_rng(seed)
+    random = cp.random.default_rng(seed)
+    activity = rng.lognormal(0.0, sigma, m)
+    users = _repeat(cp, rng.multinomial(int(1.12 * nnz), activity / activity.sum()))
+    liked, size = cp.asarray(rng.integers(0, groups, (m, favourites))), n // groups
+    choice = (random.random(len(users)) * favourites).astype(cp.int64)
+    anywhere = (random.random(len(users)) * groups).astype(cp.int64)
+    group = cp.where(random.random(len(users)) < 0.8, liked[users, choice], anywhere)
+    del choice, anywhere
+    popularity = 1.0 / (np.arange(size) + shift / groups) ** exponent
+    edges = cp.asarray(np.cumsum(popularity / popularity.sum()))
+    within = cp.minimum(cp.searchsorted(edges, random.random(len(users))), size - 1)
+    keys = cp.unique(users * n + cp.asarray(rng.permutation(n))[group * size + within])
+    del users, group, within
+    return _valued(cp, random, keys, m, n, 8, True)
+
+
 def _valued(cp: Any, random: Any, keys: Any, m: int, n: int, rank: int, implicit: bool) -> Any:
     """CSR of pairs ``user * n + item``, ascending, with planted values."""
     import scipy.sparse as sp

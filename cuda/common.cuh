@@ -1,6 +1,7 @@
 // common.cuh - what every kernel shares; spliced in front of each .cu file by hybridmf/gpu/launch.py.
 // constants: REAL          float or double, the type of factors and arithmetic
 //            IMPLICIT      1: confidences of implicit feedback, 0: explicit ratings
+//            RESIDUAL      1: systems for changes of the solution; each entry has an offset of its own, its prediction
 // Only helpers stand here: weights of entries, warp reductions, asynchronous copies, matrix fragments.
 // HYBRIDMF_EMULATE is set where tests run this text on the CPU, one thread of a block after the other.
 #pragma once
@@ -10,6 +11,9 @@
 #endif
 #ifndef IMPLICIT
 #define IMPLICIT 0
+#endif
+#ifndef RESIDUAL
+#define RESIDUAL 0
 #endif
 
 using real = REAL;
@@ -42,13 +46,14 @@ template <int BEGIN, int END, class Body> __device__ __forceinline__ void static
 // Weight of y y^T in A_u beyond the Gram matrix, and of y in b_u, of one entry (`Objective` in Python).
 struct EntryWeight {
     real outer;   // explicit: 1; implicit: c - unobserved_weight
-    real linear;  // explicit: r - offset; implicit: c p
+    real linear;  // explicit: r - offset; implicit: c p, with RESIDUAL less outer times the offset
 };
 
 __device__ __forceinline__ EntryWeight entry_weight(real rating, real offset, real alpha, real unobserved_weight) {
     if (IMPLICIT) {
-        const real confidence = real(1) + alpha * (rating < 0 ? -rating : rating);
-        return {confidence - unobserved_weight, rating > 0 ? confidence : real(0)};
+        const real confidence = real(1) + alpha * (rating < 0 ? -rating : rating), outer = confidence - unobserved_weight;
+        const real target = rating > 0 ? confidence : real(0);
+        return {outer, RESIDUAL ? target - outer * offset : target};
     }
     return {real(1), rating - offset};
 }

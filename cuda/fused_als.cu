@@ -4,6 +4,7 @@
 // block : TEAMS teams (WARPS 1) or one team (WARPS 2 or 4); which warp holds which part of A: system.cuh
 // shapes: factors (n_fixed, LD), or with ARITHMETIC 0 their float16 parts (n_fixed, 2 RANK16) of split.cu  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
 //         indptr (n_out + 1,)  rows (n_rows,): what to solve  segments (n_segments, 3): slot, begin, end
+//         with RESIDUAL: offsets (nnz,), and `solve_rows` adds to b[u] what it finds in solutions
 //         partials (n_slots, PARTIAL): tiles of A as the threads hold them, then b
 // shared: TEAMS * TEAM_FLOATS * 4 bytes: STAGES chunks of CHUNK entries on their way, or the Cholesky factor
 // traffic: nnz (4 RANK + 8) bytes read, 4 LD n_rows written   flops: nnz RANK (RANK + 1) + n_rows (RANK^3 / 3 + 2 RANK^2)
@@ -113,7 +114,8 @@ struct Stream {
     __device__ __forceinline__ Entry load(int chunk) const {
         const int at = chunk * CHUNK + warp * ENTRIES_PER_WARP + lane;
         if (lane >= ENTRIES_PER_WARP || at >= count) return {-1, 0, 0};
-        return {__ldg(in.indices + begin + at), __ldg(in.ratings + begin + at), 0};
+        const int64 entry = begin + at;
+        return {__ldg(in.indices + entry), __ldg(in.ratings + entry), RESIDUAL ? __ldg(in.offsets + entry) : 0.0f};
     }
 
     // Powers of two by which outer and linear weights of these entries are at most 1, for this warp, in shared memory:
@@ -127,17 +129,18 @@ struct Stream {
     }
 
     __device__ __forceinline__ void set_scales() const {
-        float most = 0;
+        EntryWeight most = {};
         for (int at = lane; at < count; at += WARP) {
             const float rating = __ldg(in.ratings + begin + at);
-            const float offset = HAS_OFFSETS ? __ldg(in.offsets + __ldg(in.indices + begin + at)) : 0.0f;
-            most = fmaxf(most, fabsf(rating - offset));
+            float offset = 0;
+            if (HAS_OFFSETS || RESIDUAL) offset = __ldg(in.offsets + (RESIDUAL ? begin + at : __ldg(in.indices + begin + at)));
+            const EntryWeight w = entry_weight(rating, offset, in.alpha, in.unobserved_weight);
+            most = {fmaxf(most.outer, w.outer), fmaxf(most.linear, fabsf(w.linear))};
         }
-        most = warp_largest(most);
-        const EntryWeight w = entry_weight(most, 0, in.alpha, in.unobserved_weight);
+        const float outer = IMPLICIT ? warp_largest(most.outer) : 1.0f, linear = warp_largest(most.linear);
         if (lane == 0) {
-            scales()[0] = IMPLICIT ? scale_of(w.outer) : 1.0f;
-            scales()[1] = scale_of(w.linear);
+            scales()[0] = IMPLICIT ? scale_of(outer) : 1.0f;
+            scales()[1] = scale_of(linear);
         }
         __syncwarp();
     }
@@ -268,7 +271,7 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
                                        const float* gram, const float* ridge, float scale, float epsilon, int cg_steps, int warp,
                                        int lane) {
     lane = fresh(lane);
-    complete(mine, memory, gram, ridge, scale, warp, lane);
+    complete(mine, memory, gram, ridge, scale, RESIDUAL ? solutions + row * LD : nullptr, warp, lane);
     team_sync();
     lane = fresh(lane);
     int failed;

@@ -4,7 +4,7 @@
 // grid  : (segment, tile): lower NB x NB tiles of a matrix, row by row; diagonal tiles also sum the right-hand side
 // block : DX x DY threads hold one tile, NB / DX x NB / DY sums each, in registers; DZ such groups share the entries
 // shapes: matrices (n_slots, rank, rank)  rhs (n_slots, rank)  factors (n_fixed, ld)  segments (n_segments, 3): slot,
-//         begin, end; indices, ratings (nnz,)  offsets (n_fixed,)
+//         begin, end; indices, ratings (nnz,)  offsets (n_fixed,), with RESIDUAL (nnz,)
 // shared: STAGES times KB entries: PANELS x NB factors (2 panels where rank > NB) and two weights each; at the end the
 //         groups' sums, DZ / 2 x (NB x NB + NB or a little more)
 // traffic: nnz * 8 bytes and NB (diagonal) or 2 NB factors an entry and tile     flops: 2 NB^2 an entry and tile
@@ -169,8 +169,11 @@ __device__ __forceinline__ void fetch_weights(RawWeights& raw, const Segment& se
         const int entry = first + int(threadIdx.x) + w * THREADS;
         const bool valid = entry < segment.count;
         raw.rating[w] = valid ? __ldg(segment.ratings + segment.begin + entry) : real(0);
-        raw.offset[w] =
-            HAS_OFFSETS && valid ? __ldg(offsets + __ldg(segment.indices + segment.begin + entry)) : real(0);
+        raw.offset[w] = 0;
+        if ((HAS_OFFSETS || RESIDUAL) && valid) {
+            const int64 at = segment.begin + entry;
+            raw.offset[w] = __ldg(offsets + (RESIDUAL ? at : __ldg(segment.indices + at)));
+        }
     }
 }
 
@@ -332,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_syrk
         const real* __restrict__ factors,     // IN  (n_fixed, ld)
         const int* __restrict__ indices,      // IN  (nnz,)
         const real* __restrict__ ratings,     // IN  (nnz,)
-        const real* __restrict__ offsets,     // IN  (n_fixed,), not read without HAS_OFFSETS
+        const real* __restrict__ offsets,     // IN  (n_fixed,) with HAS_OFFSETS, (nnz,) with RESIDUAL, else not read
         const int64* __restrict__ segments,   // IN  (n_segments, 3)
         int rank, int ld, real alpha, real unobserved_weight) {
     const int64 slot = segments[int64(blockIdx.x) * 3], begin = segments[int64(blockIdx.x) * 3 + 1];

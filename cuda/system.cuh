@@ -331,9 +331,11 @@ __device__ __forceinline__ void accumulate_split(Holding& mine, const unsigned s
 }
 
 // Adds the Gram matrix (RANK16 x RANK16, or none) and ridge * scale to A, 1 to the padded diagonal; leaves b and the
-// diagonal of A in shared memory. Rows and columns from RANK on become those of the identity.
+// diagonal of A in shared memory. Rows and columns from RANK on become those of the identity. With RESIDUAL, `beside` is
+// a part of b.
 __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory, const float* __restrict__ gram,
-                                         const float* __restrict__ ridge, float scale, int warp, int lane) {
+                                         const float* __restrict__ ridge, float scale, const float* beside, int warp,
+                                         int lane) {
     if (warp == 0 && lane == 0) *memory.failed = 0;
     with_role(warp, [&](auto role) {
         constexpr int ROLE = decltype(role)::value;
@@ -367,7 +369,7 @@ __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory
             for (int half = 0; half < BLOCK_HALVES; half++) {
                 const float sum = quad_sum(mine.rhs[place][half]);
                 const int r = i * BLOCK + 8 * half + lane / 4;
-                if (lane % 4 == 0) memory.rhs[r] = r < RANK ? sum : 0.0f;
+                if (lane % 4 == 0) memory.rhs[r] = r >= RANK ? 0.0f : RESIDUAL ? sum + beside[r] : sum;
             }
         });
     });

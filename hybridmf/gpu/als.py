@@ -21,6 +21,7 @@ from .half import HalfSweep, objective_value
 from .matrix import DeviceMatrix
 from .offloaded import HostHalf
 from .stream import Pipeline, StreamedHalf, slabs_of
+from .subspace import SubspaceHalf
 
 
 class HalfSweeps:
@@ -64,7 +65,8 @@ class HalfSweeps:
         if plan.offloaded:
             return HostHalf(device, side, slabs_of(block, side, plan), objective, plan, self.copiers, names, tables)
         if isinstance(block, sp.csr_array | DeviceMatrix) and not plan.streamed:
-            return HalfSweep(device, side, block, objective, plan, names)
+            kind = SubspaceHalf if plan.solver == "subspace" else HalfSweep
+            return kind(device, side, block, objective, plan, names)
         slabs = slabs_of(block, side, plan)
         pipeline = None if plan.resident else self.entries(plan, slabs.dtype)
         half = StreamedHalf(device, side, slabs, objective, plan, pipeline, names)

@@ -52,7 +52,8 @@ class Systems:
     Attributes
     ----------
     solutions : float array, shape (n_rows, width)
-        Written; read as warm start by all solvers but Cholesky.
+        Written; read as warm start by all solvers but Cholesky, and as part of the right-hand sides if entries have
+        predictions.
     status : int32 array, shape (n_rows,)
         Written for the rows that are solved.
     gram : float array, shape (rank16, rank16), or None
@@ -145,6 +146,8 @@ class PublishedKernels(RowKernels):
         if not len(rows):
             return
         device, rank, (matrices, rhs) = self.device, self.rank, sums
+        if entries.predicted is not None:
+            rhs[slots[:-1]] += systems.solutions[rows, :rank]
         arrays = (systems.solutions, systems.status, sums, slots, rows)
         if self.solver == NONNEGATIVE:
             terms = (systems.gram, systems.ridge, systems.scale)
@@ -234,5 +237,8 @@ def check_segments(device: Device, sums: Sums, factors: Array, entries: DeviceEn
     if entries.offsets is not None:
         check("offsets", entries.offsets, dtype, (len(factors),))
         arrays["offsets"] = entries.offsets
+    if entries.predicted is not None:
+        check("predicted", entries.predicted, dtype, (len(entries.indices),))
+        arrays["predicted"] = entries.predicted
     check_not_host(device, **arrays)
     return rank

@@ -60,16 +60,22 @@ def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
 
 
 def build_constants(
-    config: FusedConfig, precision: str, solver: str, implicit: bool = False, offsets: bool = False
+    config: FusedConfig,
+    precision: str,
+    solver: str,
+    implicit: bool = False,
+    offsets: bool = False,
+    residual: bool = False,
 ) -> dict[str, Any]:
     """Compile-time constants of the kernels."""
     # a solver of its own file needs no code here
     codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES.get(solver, 0)}
+    codes |= {"RESIDUAL": True} if residual else {}
     return config.constants | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets} | codes
 
 
 def builds(
-    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
+    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool, residual: bool = False
 ) -> list[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of all programs for a kind of entries, the slowest to compile first."""
     if solver == NONNEGATIVE:
@@ -81,25 +87,28 @@ def builds(
         names = names if config.solved_apart else ["solve_rows", *names]
     splitting = [("split.cu", "split_table", split_constants(config))] if precision == "float32" else []
     # each in a program of its own, so that they are compiled side by side
-    return [_build(name, config, precision, solver, implicit, offsets) for name in names] + sums + splitting
+    kind = (precision, solver, implicit, offsets, residual)
+    return [_build(name, config, *kind) for name in names] + sums + splitting
 
 
 def _build(
-    name: str, config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
+    name: str, config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool, residual: bool
 ) -> tuple[str, str, dict[str, Any]]:
     """``(file, kernel, constants)`` of one kernel of cuda/fused_als.cu."""
     if name == "assemble_segments":
         config = config.assembling(precision)
     # sums are solved alike, whatever they are sums of: one program for all
-    kind = ("float32", solver, False, False) if name == "solve_partials" else (precision, solver, implicit, offsets)
+    kind: tuple[Any, ...] = ("float32", solver)
+    if name != "solve_partials":
+        kind = (precision, solver, implicit, offsets, residual)
     return "fused_als.cu", name, build_constants(config, *kind) | {"KERNEL": KERNEL_CODES[name]}
 
 
 @functools.cache
 def _programs(
-    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool
+    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool, residual: bool
 ) -> dict[str, tuple[str, str, tuple[str, ...]]]:  # cached: threads of ranks wait for each other while one formats it
-    found = builds(config, precision, solver, implicit, offsets)
+    found = builds(config, precision, solver, implicit, offsets, residual)
     return {name: program(file, name, **constants) for file, name, constants in found}
 
 
@@ -126,6 +135,9 @@ def _check_entries(device: Device, config: FusedConfig, precision: str, table: A
     if entries.offsets is not None:
         check("offsets", entries.offsets, np.float32, (len(table),))
         check_not_host(device, offsets=entries.offsets)
+    if entries.predicted is not None:
+        check("predicted", entries.predicted, np.float32, (len(entries.indices),))
+        check_not_host(device, predicted=entries.predicted)
 
 
 def _gram_pointer(systems: Systems) -> Any:
@@ -228,6 +240,9 @@ class FusedKernels(RowKernels):
         check("slots", slots, np.int64, (len(rows) + 1,))
         check("rows", rows, np.int32, (None,))
         check_not_host(device, partials=partials, slots=slots, rows=rows)
+        if entries.predicted is not None:
+            rhs = partials[:, config.partial_floats - config.rank16 :]
+            rhs[slots[:-1], : config.rank] += systems.solutions[rows, : config.rank]
         if self.solver == NONNEGATIVE:
             arrays, terms = (systems.solutions, systems.status), (systems.gram, systems.ridge, systems.scale)
             nonnegative_solve(device, *arrays, sums, slots, rows, terms, systems.bounded, self.epsilon)
@@ -321,14 +336,12 @@ class FusedKernels(RowKernels):
         )
 
     def _kernel(self, name: str, entries: DeviceEntries) -> Any:
-        return self.device.kernel(*self._programs(entries.implicit, entries.offsets is not None)[name])
+        kind = (entries.implicit, entries.offsets is not None, entries.predicted is not None)
+        return self.device.kernel(*_programs(self.config, self.precision, self.solver, *kind)[name])
 
-    def _programs(self, implicit: bool, offsets: bool) -> dict[str, tuple[str, str, tuple[str, ...]]]:
-        return _programs(self.config, self.precision, self.solver, implicit, offsets)
-
-    def programs(self, implicit: bool, offsets: bool) -> list[tuple[str, str, tuple[str, ...]]]:
+    def programs(self, implicit: bool, offsets: bool, residual: bool = False) -> list[tuple[str, str, tuple[str, ...]]]:
         """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
-        return list(self._programs(implicit, offsets).values())
+        return list(_programs(self.config, self.precision, self.solver, implicit, offsets, residual).values())
 
 
 # ---------------------------------------------------------------------------------------------------- builds
@@ -356,6 +369,8 @@ def default_builds(
                     constants = build_constants(config, precision, solver, implicit, offsets)
                     yield "fused_als.cu", "assemble_segments", constants
         config = FusedConfig.default(rank, spec)
+        for implicit in (False, True) if rank in (32, 64) else ():
+            yield from builds(config, "float32", "cholesky", implicit, False, residual=True)
         if config.solved_by_sums("cholesky"):
             yield "cholesky_sums.cu", "cholesky_sums", sums_constants(config)
         yield "split.cu", "split_table", split_constants(config)

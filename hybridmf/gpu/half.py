@@ -20,16 +20,18 @@ from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from ..formats import tiled
 from ..native.status import SINGULAR_PIVOT, check_status
+from ..plan.als_gpu import PREDICTED_ROWS
 from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
-from . import bals, draw, dual, fused, losses, matrix, rows
+from . import bals, draw, dual, fused, losses, matrix, predictions, rows
 from .assembly import RowKernels, SegmentKernels, Systems
 from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .launch import DeviceEntries, program
 from .matrix import DeviceMatrix
 from .mo_als import mo_als
+from .rows import RowRange
 from .sparse_syrk import sparse_syrk
 
 logger = logging.getLogger("hybridmf")
@@ -42,9 +44,6 @@ SEGMENT_SUMS: dict[str, Callable[..., None]] = {
     "mo_als_plain": functools.partial(mo_als, registers=False, read_only=False),
 }
 """The published kernels that sum segments of rows, by the plan's name."""
-
-LOSS_ROWS = 2048
-"""Entries whose losses one warp sums."""
 
 Launched: TypeAlias = "tuple[Any, Array]"
 """New factors and the status of each row, which may not be complete yet."""
@@ -391,6 +390,7 @@ class HalfSweep(GpuHalf):
         self.long = Pieces.cut(held.indptr, order[:n_long], plan.segment)
         self.short = device.upload(order[n_long:].astype(np.int32))
         self.tiles = None
+        self._configs: dict[int, FusedConfig] = {}
         self.batches: Batches
         if plan.assembly == "bals":
             assert held.host is not None  # the plan keeps it there for this assembly
@@ -422,7 +422,16 @@ class HalfSweep(GpuHalf):
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
         # made on first use: the device is idle until the first sums are launched
         systems = functools.cache(functools.partial(self._systems, start, gram))
-        entries, (kernels, operand) = self._entries(fixed, mean), self.prepared(fixed)
+        entries = self._entries(fixed, mean)
+        yield from self._solve(self.prepared(fixed), entries, systems)
+        self.dual.solve(systems(), fixed.table, entries, self.indptr, self.epsilon)
+        yield self._unpack(systems().solutions), systems().status
+
+    def _solve(
+        self, prepared: tuple[RowKernels, Array], entries: DeviceEntries, systems: Callable[[], Systems]
+    ) -> Iterator[None]:
+        """Launch the solution of all rows that are not solved in the dual form."""
+        kernels, operand = prepared
         for batch in self.batches:
             with self.batches.fitting(batch):
                 sums = kernels.empty(len(batch.segments))
@@ -433,8 +442,6 @@ class HalfSweep(GpuHalf):
             yield None
         if len(self.short):
             kernels.solve_rows(systems(), operand, entries, self.indptr, self.short)
-        self.dual.solve(systems(), fixed.table, entries, self.indptr, self.epsilon)
-        yield self._unpack(systems().solutions), systems().status
 
     def prepared(self, fixed: GpuFactors) -> tuple[RowKernels, Array]:
         """The kernels for these factors, and the factors as they read them."""
@@ -443,29 +450,35 @@ class HalfSweep(GpuHalf):
 
     def kernels_for(self, fixed: GpuFactors) -> RowKernels:
         """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""
+        if self.plan.assembly == "fused" and self.plan.precision == "float32":
+            fixed.find_range()
+        return self._kernels(self.plan.rank, fixed.range)
+
+    def _kernels(self, rank: int, known: RowRange | None) -> RowKernels:
+        """The kernels for systems of an order, and for factors whose range is known where it is needed."""
         plan, device = self.plan, self.device
         if plan.assembly != "fused":
-            method = (device, plan.rank, self.dtype, plan.solver, self.epsilon, plan.cg_steps)
+            method = (device, rank, self.dtype, linear_solver(plan), self.epsilon, plan.cg_steps)
             if self.tiles is not None:
                 local = plan.variant == "local"
                 return bals.TileKernels(*method, tiles=self.tiles, variant="local" if local else "chip")
             return SegmentKernels(*method, sum_segments=SEGMENT_SUMS[plan.assembly_name])
         precision, largest = plan.precision, 1.0
         if precision == "float32":
-            fixed.find_range()
-            rows = fixed.range
-            assert rows is not None
-            largest = rows.largest
-            if largest > fused.WIDEST * rows.least:
+            assert known is not None
+            largest = known.largest
+            if largest > fused.WIDEST * known.least:
                 precision = "float32_wide"
-        kernels = fused.FusedKernels(device, self._config, precision, plan.solver, self.epsilon, plan.cg_steps, largest)
+        solver, config = linear_solver(plan), self._config(rank)
+        kernels = fused.FusedKernels(device, config, precision, solver, self.epsilon, plan.cg_steps, largest)
         if precision != plan.precision:  # known only now, from the range of the factors
-            device.compile_ahead(kernels.programs(plan.feedback == "implicit", self.objective.biases))
+            device.compile_ahead(kernels.programs(*kind_of_entries(plan)))
         return kernels
 
-    @functools.cached_property
-    def _config(self) -> FusedConfig:
-        return FusedConfig.default(self.plan.rank, self.device.spec, self.plan.precision, self.plan.solver)
+    def _config(self, rank: int) -> FusedConfig:
+        if rank not in self._configs:
+            self._configs[rank] = fused_config(self.device, self.plan, rank)
+        return self._configs[rank]
 
     def _systems(self, start: DeviceFactors | None, gram: Array | None) -> Systems:
         """Allocate the systems, with solutions filled with the warm start of the iterative solvers."""
@@ -515,6 +528,22 @@ class HalfSweep(GpuHalf):
         return segment_losses(self, users, items, mean, loss_segments(self))
 
 
+def linear_solver(plan: Plan) -> str:
+    """Solver of the systems of a plan."""
+    return "cg" if plan.solver == "cg" else "cholesky"
+
+
+def kind_of_entries(plan: Plan) -> tuple[bool, bool, bool]:
+    """Whether entries are implicit feedback, and whether they have offsets by column, or predictions."""
+    residual = plan.solver == "subspace"
+    return plan.feedback == "implicit", plan.rank > plan.factors and not residual, residual
+
+
+def fused_config(device: Device, plan: Plan, rank: int) -> FusedConfig:
+    """Configuration of the fused kernels for systems of an order."""
+    return FusedConfig.default(rank, device.spec, plan.precision, linear_solver(plan))
+
+
 def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[str, str, tuple[str, ...]]]:
     """Arguments of `Device.kernel` for the kernels of this library that a fit of a plan needs first.
 
@@ -522,16 +551,21 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
     """
     if plan.assembly != "fused":
         return []
-    config = FusedConfig.default(plan.rank, device.spec, plan.precision, plan.solver)
+    configs = [fused_config(device, plan, rank) for rank in sorted({last - first for first, last in plan.blocks})]
     precisions = ["float32", "float32_wide"] if wide and plan.precision == "float32" else [plan.precision]
-    kernels = [fused.FusedKernels(device, config, precision, plan.solver) for precision in precisions]
+    kernels = [
+        fused.FusedKernels(device, config, precision, linear_solver(plan))
+        for precision in precisions
+        for config in reversed(configs)
+    ]
     common = {"REAL": np.dtype(plan.dtype)}
     implicit, biased = plan.feedback == "implicit", plan.rank > plan.factors
     longest = max(dual_up_to(plan, side) for side in SIDES)
-    solving = [each for one in kernels for each in one.programs(implicit, biased)]
+    solving = [each for one in kernels for each in one.programs(*kind_of_entries(plan))]
     return [
         *dict.fromkeys(solving),
         *dual.programs(plan.rank, longest, implicit, biased),
+        *(predictions.programs(plan) if plan.solver == "subspace" else ()),
         *([program("gram.cu", "gram", REAL=np.dtype(plan.dtype))] if implicit else []),
         program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
         program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
@@ -553,7 +587,7 @@ def loss_segments(half: HalfSweep) -> Array:
 
 def row_segments(device: Device, indptr: np.ndarray) -> Array:
     """Segments of the rows of `indptr`: (row, begin, end)."""
-    pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), LOSS_ROWS)
+    pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), PREDICTED_ROWS)
     owners = np.repeat(pieces.rows, np.diff(pieces.slots))
     return device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
 

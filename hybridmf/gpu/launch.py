@@ -106,6 +106,9 @@ class DeviceEntries:
     implicit : bool
     alpha, unobserved_weight : float
         For implicit feedback.
+    predicted : float array, shape (nnz,), or None
+        Predictions, of which `offsets` are a part already: systems are then those of changes of the solutions, and what
+        their right-hand sides have beside the sums over entries is found in place of the solutions.
     """
 
     indices: Array
@@ -114,16 +117,19 @@ class DeviceEntries:
     implicit: bool = False
     alpha: float = 1.0
     unobserved_weight: float = 1.0
+    predicted: Array | None = None
 
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of kernels."""
-        return {"REAL": self.ratings.dtype, "IMPLICIT": self.implicit, "HAS_OFFSETS": self.offsets is not None}
+        kind = {"REAL": self.ratings.dtype, "IMPLICIT": self.implicit, "HAS_OFFSETS": self.offsets is not None}
+        return kind if self.predicted is None else kind | {"RESIDUAL": True}
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
-        """Kernel arguments ``indices, ratings, offsets``; without offsets an arbitrary pointer, which is not read."""
-        return self.indices, self.ratings, self.ratings if self.offsets is None else self.offsets
+        """Kernel arguments ``indices, ratings, offsets``, the last one of columns or of entries, or not read."""
+        offsets = self.offsets if self.predicted is None else self.predicted
+        return self.indices, self.ratings, self.ratings if offsets is None else offsets
 
     @property
     def scalars(self) -> tuple[np.generic, np.generic]:

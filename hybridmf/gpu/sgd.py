@@ -18,12 +18,13 @@ from ..core.system import ceil_div
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..plan import tables
+from ..plan.als_gpu import PREDICTED_ROWS
 from ..plan.sgd import LONG_ROW, MOST_RANGES, RISE, RUN, SgdMethod, diverged, range_count, stored_width, terms_at
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
 from . import losses
 from .factors import DeviceFactors, to_device
-from .half import LOSS_ROWS, Pieces
+from .half import Pieces
 from .launch import DeviceEntries, check, check_not_host, get_kernel
 from .rows import read_range, widen_range
 
@@ -846,7 +847,7 @@ class TrainingLoss:
     def _cut(self) -> Array:
         if self._segments is None:
             indptr = np.asarray(self.indptr, dtype=np.int64)
-            pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), LOSS_ROWS)
+            pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), PREDICTED_ROWS)
             owners = np.repeat(pieces.rows, np.diff(pieces.slots))
             self._segments = self.device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
         return self._segments

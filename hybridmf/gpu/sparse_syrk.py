@@ -199,4 +199,6 @@ def default_builds(
     spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """See `hybridmf.gpu.assembly.default_builds`."""
-    return assembly.default_builds("sparse_syrk", lambda rank, size: SyrkConfig.default(rank, size, spec), ranks)
+    yield from assembly.default_builds("sparse_syrk", lambda rank, size: SyrkConfig.default(rank, size, spec), ranks)
+    residual = {"REAL": np.dtype("f8"), "IMPLICIT": True, "HAS_OFFSETS": False, "RESIDUAL": True}
+    yield "sparse_syrk.cu", "sparse_syrk", SyrkConfig.default(32, 8, spec).constants | residual

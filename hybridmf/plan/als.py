@@ -21,13 +21,12 @@ from .cost import (
     memory_floor,
 )
 from .half_sweep import BATCH_BYTES, fused_or_published
-from .machine import H200, CpuRates, Machine, rate_at, seconds_at, solve_flops, system_flops
+from .machine import H200, CpuRates, GpuRates, Machine, rate_at, seconds_at, solve_flops, system_flops
 from .row_forms import dual_up_to, side_seconds, side_sizes
 from .solver import frozen_text
 from .types import (
     CPU_ASSEMBLIES,
     GPU_ASSEMBLIES,
-    GPU_SOLVERS,
     NONNEGATIVE,
     PRECISIONS,
     SOLVERS,
@@ -44,6 +43,13 @@ NONNEGATIVE_ASSEMBLIES = ("simd", "fused", "sparse_syrk", "mo_als")
 NONNEGATIVE_ROW = 3.0
 """Time of a non-negative row after its sums, in Cholesky solutions: it takes 10 to 17 microseconds longer than one at
 f = 64 in float32 (3000 x 1500 synthetic ratings, one core, AVX2)."""
+
+BLOCK_LAUNCHES = 30
+"""Kernels of a block of coordinates on a GPU, most of them small."""
+
+PREDICTED_SHARE = 0.75
+"""Rate at which predictions read factors on a GPU, as a share of that of gathers from memory, also if a cache has them:
+3.8 to 4.3 TB/s on an H200 (ML-20M's shape, 32 to 512 columns)."""
 
 REGIONS = 4.0
 """Parallel regions of an iteration on the CPU."""
@@ -108,8 +114,8 @@ class AlsMethod:
     ) -> dispatch.Request:
         """Request of the fit for the dispatcher."""
         cpu_only = ""
-        if plan.solver not in (*GPU_SOLVERS, NONNEGATIVE):
-            cpu_only = f"solver={plan.solver!r} is the CPU's"
+        if plan.solver == "subspace" and plan.streamed:
+            cpu_only = "a store with solver='subspace' is the CPU's"
         elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
             cpu_only = f"assembly={plan.assembly!r} is the CPU's"
         return dispatch.Request(
@@ -190,6 +196,8 @@ class AlsMethod:
         rates, problem = machine.gpu, plan.problem
         assert plan.gpu is not None
         f, itemsize, rows, cache = plan.rank, problem.itemsize, problem.filled_rows, plan.gpu.l2_bytes
+        if plan.solver == "subspace":
+            return self._gpu_blocks(plan, rates) + gpu_idle(plan, rates)
         seconds = sum(
             plan.nnz * rates.entry_seconds(f, itemsize, size, cache, plan.assembly, plan.precision)
             for size in problem.table_bytes
@@ -199,6 +207,21 @@ class AlsMethod:
         if plan.feedback == "implicit":
             seconds += rates.gram_seconds(rows, rows, f, itemsize)
         return max(seconds + gpu_idle(plan, rates), copies_beside(plan, machine))
+
+    def _gpu_blocks(self, plan: Plan, rates: GpuRates) -> float:
+        """Seconds of iALS++ on a GPU: predictions at the start and after each block, and the systems of each block."""
+        assert plan.gpu is not None
+        problem, cache, widths = plan.problem, plan.gpu.l2_bytes, [last - first for first, last in plan.blocks]
+        f, itemsize, rows = plan.rank, problem.itemsize, problem.filled_rows
+        kernels = plan.assembly, plan.precision
+        seconds = BLOCK_LAUNCHES * 2 * len(widths) * rates.launch
+        if plan.feedback == "implicit":  # its products with solutions are as many as those of a Gram matrix
+            seconds += rates.gram_seconds(2 * rows, 0, f, itemsize)
+        seconds += 2 * plan.nnz * (2 * f - widths[-1]) * itemsize / (PREDICTED_SHARE * rates.gather_bytes)
+        for size in problem.table_bytes:
+            for width in widths:
+                seconds += plan.nnz * rates.entry_seconds(width, itemsize, size * width / f, cache, *kernels)
+        return seconds + rows * sum(rates.row_seconds(width, itemsize, plan.assembly) for width in widths)
 
     def row_cost(self, plan: Plan) -> float:
         """From built-in constants, so that all ranks agree; 0 for approximate solvers, whose rows cost little."""
@@ -236,8 +259,8 @@ def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
     ways = [("simd", solver, "float32") for solver in SOLVERS]
     ways += [(assembly, "cholesky", "float32") for assembly in CPU_ASSEMBLIES[1:]]
     if spec is not None:
-        ways += [("fused", solver, precision) for solver in GPU_SOLVERS for precision in PRECISIONS]
-        ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in GPU_SOLVERS]
+        ways += [("fused", solver, precision) for solver in SOLVERS for precision in PRECISIONS]
+        ways += [(assembly, solver, "float32") for assembly in GPU_ASSEMBLIES[1:] for solver in ("cholesky", "cg")]
     for assembly, solver, precision in dict.fromkeys(ways):
         yield plan.changed(assembly=assembly, variant="", solver=solver, precision=precision)
 
@@ -247,8 +270,8 @@ def for_fold_in(plan: Plan) -> Plan:
     # few rows cannot share tiles; sparse_syrk supports any rank, dtype and weight
     without_tiles = "simd" if plan.gpu is None else "sparse_syrk"
     solver = NONNEGATIVE if plan.solver == NONNEGATIVE else "cholesky"
-    if plan.method != ALS:
-        exact = plan.changed(method=ALS, solver="cholesky", assembly=without_tiles, precision="float32")
+    if plan.method != ALS or (plan.gpu is not None and plan.solver == "subspace"):
+        exact = plan.changed(method=ALS, solver="cholesky", assembly=without_tiles, precision="float32", reorder="none")
         slots = 0 if plan.gpu is None else max(1, BATCH_BYTES // slot_bytes(exact))
         return exact.changed(segment=GPU_SEGMENT, batch_slots=slots)
     assembly = without_tiles if plan.assembly == "bals" else plan.assembly

@@ -18,10 +18,13 @@ from .memory import tile_pointers
 from .partitions import plan_host_ranks
 from .ranks import ScalePlan
 from .row_forms import changes_basis, check_row_form, dual_sides, side_sizes
-from .types import GPU_ASSEMBLIES, GPU_SOLVERS, NONNEGATIVE, Plan, Settings
+from .types import GPU_ASSEMBLIES, NONNEGATIVE, Plan, Settings
 
 GPU_SEGMENT = 16384
 """Entries above which the published assemblies split a row (fused kernels: `hybridmf.plan.fused.SEGMENT`)."""
+
+SUBSPACE_ASSEMBLIES = ("fused", "sparse_syrk")
+"""Assemblies that sum the systems of iALS++: those that "auto" chooses from."""
 
 HOST_BATCH_BYTES = 256 << 20
 """`BATCH_BYTES` for offloaded factors, where memory is better used for more rows, which save loads of factors."""
@@ -34,6 +37,10 @@ STREAM_SLAB = 16 << 20
 kernels end before others start, which costs 0.25 ms on an H200."""
 
 
+PREDICTED_ROWS = 2048
+"""Entries of a row that one warp sums losses or predictions of."""
+
+
 def gpu_segment(assembly: str) -> int:
     """Entries above which a row is split."""
     return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
@@ -41,9 +48,8 @@ def gpu_segment(assembly: str) -> int:
 
 def slot_bytes(plan: Plan) -> int:
     """Bytes of one system, or of the partial sums of one segment of a row."""
-    if plan.assembly == "fused":
-        return 4 * fused.partial_floats(plan.rank)
-    return (plan.rank + 1) * plan.rank * plan.problem.itemsize
+    rank = plan.system_rank
+    return 4 * fused.partial_floats(rank) if plan.assembly == "fused" else (rank + 1) * rank * plan.problem.itemsize
 
 
 def _gpu_reordering(asked: str, assembly: str) -> str:
@@ -68,6 +74,9 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
     if plan.streamed:
         check_row_form(plan, objective)
         return _gpu_stored(plan, whole, spec)
+    if plan.solver == "subspace":
+        check_row_form(plan, objective)
+        return whole
     dual = plan.changed(dual_sides=dual_sides(plan, objective))
     dual = _with_batches(dual, _gpu_fixed_bytes(dual), spec)
     if plan.row_form == "dual" or not dispatch.memory_lacks(dual):
@@ -107,13 +116,14 @@ def _folder_for_factors(plan: Plan) -> str:
 
 def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
     """Choose kernels and record free memory; the location of the ratings is decided later."""
-    if plan.solver not in (*GPU_SOLVERS, NONNEGATIVE):
-        raise ValueError(f"solver={plan.solver!r} runs on the CPU only; on a GPU use one of {', '.join(GPU_SOLVERS)}")
+    if plan.solver == "subspace":
+        _check_subspace(plan)
     limit = settings.gpu_memory_limit
     if limit is not None:
         spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
     plan = plan.changed(device=f"cuda:{spec.index}", gpu=spec)
-    why_not = fused.supports(plan.rank, plan.dtype, spec, objective.unobserved_weight if objective.is_implicit else 0.0)
+    unobserved = objective.unobserved_weight if objective.is_implicit else 0.0
+    why_not = fused.supports(plan.system_rank, plan.dtype, spec, unobserved)
     assembly, notes = plan.assembly, []
     if assembly == "auto":
         assembly = "sparse_syrk" if why_not else "fused"
@@ -147,6 +157,23 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
         segment=gpu_segment(assembly),
         notes=tuple(notes),
     )
+
+
+def _check_subspace(plan: Plan) -> None:
+    """Raise if a GPU does not have the subspace solver for a plan."""
+    elsewhere = 'use solver="cholesky" or "cg"'
+    if len(plan.devices) > 1:
+        raise ValueError(f"solver='subspace' runs on one GPU, and device names {len(plan.devices)}; {elsewhere}")
+    if plan.streamed:
+        raise ValueError(
+            "solver='subspace' needs all ratings in the memory of the GPU, and a store is read slab by slab; fit "
+            f'store.to_ratings(), or {elsewhere} or device="cpu"'
+        )
+    if plan.assembly not in ("auto", *SUBSPACE_ASSEMBLIES):
+        raise ValueError(
+            f"assembly={plan.assembly_name!r} cannot solve for blocks of coordinates; with solver='subspace' on a GPU "
+            f'use assembly="auto", or one of {", ".join(SUBSPACE_ASSEMBLIES)}'
+        )
 
 
 def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
@@ -224,15 +251,29 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
         "factors": (m + n + max(m, n)) * width * itemsize,
     }
     if plan.assembly == "fused":
-        sizes["operands"] = max(m, n) * fused.operand_bytes(plan.rank, plan.precision)
+        sizes["operands"] = max(m, n) * fused.operand_bytes(plan.system_rank, plan.precision)
     changing = [side_sizes(plan, side) for side in SIDES if changes_basis(plan, side)]
     if changing:
         sizes["basis"] = max(fixed + 2 * min(rows, ROWS_AT_ONCE) for rows, fixed in changing) * width * itemsize
+    if plan.solver == "subspace":
+        sizes |= _subspace_bytes(plan)
     if not plan.tile_rows:
         sizes["ratings"] += sum(_most_slots(plan, rows) for rows in (m, n)) * PIECE_BYTES
     else:
         sizes["tiles"] = 2 * nnz * (8 + itemsize) + 8 * (tile_pointers(m, n, plan) + tile_pointers(n, m, plan))
     return sizes
+
+
+def _subspace_bytes(plan: Plan) -> dict[str, int]:
+    """Memory by purpose of iALS++ beside that of the exact solver of systems of the size of a block."""
+    m, n, itemsize = plan.n_users, plan.n_items, plan.problem.itemsize
+    widths = [fused.table_width(last - first, plan.dtype) for first, last in plan.blocks]
+    return {
+        # of each entry; (row, begin, end) of pieces of rows
+        "predictions": plan.nnz * itemsize + 24 * (m + n + plan.nnz // PREDICTED_ROWS),
+        # the fixed side by blocks, changes of the solutions, and what they are computed from
+        "blocks": max(m, n) * (sum(widths) + 3 * widths[0]) * itemsize,
+    }
 
 
 def with_scale(plan: Plan, scale: ScalePlan) -> Plan:

@@ -40,8 +40,6 @@ MO-ALS without register accumulators (fig. 7), without the read-only cache (fig.
 
 ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1], *VARIANTS)
 
-GPU_SOLVERS = ("cholesky", "cg")
-
 SOLVERS = ("cholesky", "cg", "subspace")
 
 NONNEGATIVE = "nonnegative"
@@ -384,7 +382,7 @@ class Plan:
     n_users, n_items, nnz, factors : int
         Sizes of the problem.
     rank : int
-        Order of the systems that are solved: `factors`, plus one for a bias.
+        Columns of the systems: `factors`, plus one for a bias.
     solver, assembly, reorder, precision, dtype : str
         The choices made; never "auto".
     cg_steps, block_size, num_threads : int
@@ -493,6 +491,17 @@ class Plan:
         return replace(self, **parts, **values)
 
     @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """First column, and the one behind the last, of the coordinates that are solved for together."""
+        size = self.system_rank
+        return [(first, min(first + size, self.rank)) for first in range(0, self.rank, size)]
+
+    @property
+    def system_rank(self) -> int:
+        """Order of the largest systems: `rank`, or the size of a block of coordinates if that is smaller."""
+        return min(self.rank, self.block_size) if self.solver == "subspace" else self.rank
+
+    @property
     def factors_on_host(self) -> bool:
         """Whether factors are in host memory, and on a GPU only while they are used."""
         return self.factors_on == "host"
@@ -561,7 +570,7 @@ class Plan:
     @property
     def solved_apart(self) -> bool:
         """Whether sums of all rows, not only of long ones, go through a GPU's memory before they are solved."""
-        return self.assembly != "fused" or self.rank >= SOLVED_APART or self.solver == NONNEGATIVE
+        return self.assembly != "fused" or self.system_rank >= SOLVED_APART or self.solver == NONNEGATIVE
 
     @property
     def flops_per_iteration(self) -> float:

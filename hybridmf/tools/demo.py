@@ -18,7 +18,7 @@ from ..core.table import format_table
 from ..core.validate import check_int
 from ..errors import DeviceError
 from ..metrics import PopularityRecommender, evaluate
-from ..plan.types import CPU_ASSEMBLIES, GPU_ASSEMBLIES, GPU_SOLVERS
+from ..plan.types import CPU_ASSEMBLIES, GPU_ASSEMBLIES
 from ..ratings import Ratings, split
 from .preview import plan
 
@@ -454,11 +454,11 @@ def _report_seconds(
     seconds: dict[tuple[str, str], tuple[float, float]] = {}
     rows = []
     for assembly, solver in METHODS:
-        if not any(_serves(device, assembly, solver) for device in devices):
+        if not any(_serves(device, assembly) for device in devices):
             continue
         cells = [assembly, solver]
         for device in devices:
-            if not _serves(device, assembly, solver):
+            if not _serves(device, assembly):
                 cells += ["-", "-"]
                 continue
             pair = tuple(
@@ -478,11 +478,9 @@ def _report_seconds(
     return seconds
 
 
-def _serves(device: str, assembly: str, solver: str) -> bool:
-    """Whether a device supports a method."""
-    if device == "cpu":
-        return assembly in ("auto", *CPU_ASSEMBLIES)
-    return assembly in ("auto", *GPU_ASSEMBLIES) and solver in GPU_SOLVERS
+def _serves(device: str, assembly: str) -> bool:
+    """Whether a device supports an assembly."""
+    return assembly in ("auto", *(CPU_ASSEMBLIES if device == "cpu" else GPU_ASSEMBLIES))
 
 
 def _why_no_gpu(train: Ratings) -> str | None:

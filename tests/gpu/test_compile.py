@@ -31,6 +31,7 @@ from hybridmf.gpu import (
     matrix,
     mo_als,
     nonnegative,
+    predictions,
     rows,
     sgd,
     sparse_syrk,
@@ -49,23 +50,10 @@ ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
 USUAL_RANKS = (16, 64, 100, 128)
 DEFAULT_PRECISION = fused.PRECISION_CODES["float32"]
 
+WITHOUT_SPEC = (rows, predictions, matrix, draw, gram)
 MODULES = (
-    fused,
-    gram,
-    sparse_syrk,
-    mo_als,
-    bals,
-    cholesky_any,
-    nonnegative,
-    topk,
-    losses,
-    rows,
-    matrix,
-    draw,
-    dual,
-    ccd,
-    sgd,
-)
+    fused, sparse_syrk, mo_als, bals, cholesky_any, nonnegative, topk, losses, *WITHOUT_SPEC, dual, ccd, sgd,
+)  # fmt: skip
 
 
 def excused_bytes(program: Program) -> float:
@@ -89,7 +77,7 @@ products. What avoids them was 20 % slower at rank 100 (four warps a row instead
 
 def builds_of(module: Any, spec: DeviceSpec, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of a module's launchers on a device; ranks None stands for all it knows."""
-    if module in (rows, matrix, draw, gram):
+    if module in WITHOUT_SPEC:
         return module.default_builds()
     chosen = {} if ranks is None else {"ranks": tuple(rank for rank in ranks if rank in module.COMPILED_RANKS)}
     return module.default_builds(**chosen) if module is losses else module.default_builds(spec, **chosen)

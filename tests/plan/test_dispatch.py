@@ -75,7 +75,7 @@ def test_what_is_compiled_need_not_be_noted(tmp_path, monkeypatch, caplog):
 def test_every_way_is_estimated():
     plan = plan_of(hmf.ImplicitALS(64), H200, **NETFLIX)
     ways = {(one.device, one.assembly, one.solver, one.precision) for one in plan.estimates}
-    assert len(ways) == len(plan.estimates) == 3 + 3 + 2 * 5 + 3 * 2
+    assert len(ways) == len(plan.estimates) == 3 + 3 + 3 * 5 + 3 * 2
     assert {one.assembly for one in plan.estimates if one.device == "cpu"} == {"simd", "rank1", "blas3", "bals"}
     assert {one.precision for one in plan.estimates if one.device != "cpu"} == {
         "float32", "bf16x3", "tf32", "bf16", "float16",

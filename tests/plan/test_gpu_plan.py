@@ -21,6 +21,7 @@ from hybridmf.plan import fused as plan_fused
 from hybridmf.plan.als import for_fold_in
 from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.types import Plan, Settings
+from support.devices import plan_of
 from support.emulated import EmulatedDevice
 from support.fake_cupy import Machine
 from support.messages import says
@@ -126,15 +127,52 @@ def test_plan_of_other_precisions(plan_on: Callable[..., Plan], precision: str) 
 
 
 def test_plan_refuses_what_only_cpus_do(plan_on: Callable[..., Plan]) -> None:
-    with pytest.raises(
-        ValueError, match=says("solver='subspace' runs on the CPU only; on a GPU use one of cholesky, cg")
-    ):
-        plan_on(solver="subspace")
     for assembly in ("simd", "rank1", "blas3"):
         message = says(f"assembly={assembly!r} runs on the CPU only; on a GPU use one of fused, sparse_syrk, mo_als")
         with pytest.raises(ValueError, match=message):
             plan_on(assembly=assembly)
     assert plan_on(solver="cg", assembly="mo_als").solver == "cg"
+
+
+def test_plan_of_blocks_of_coordinates(plan_on: Callable[..., Plan]) -> None:
+    plan = plan_on(factors=256, solver="subspace", block_size=48, objective=IMPLICIT)
+    assert (plan.assembly, plan.rank, plan.system_rank, len(plan.blocks)) == ("fused", 256, 48, 6)
+    assert plan.blocks[0] == (0, 48) and plan.blocks[-1] == (240, 256)
+    assert "subspace, 48 coordinates at a time" in str(plan)
+    assert plan.bytes["batch"] == plan.batch_slots * 4 * plan_fused.partial_floats(48)
+    assert plan.bytes["predictions"] > 4 * plan.nnz
+    assert plan.bytes["blocks"] > 480_189 * 256 * 4
+    assert plan_on(factors=64, solver="subspace", block_size=300).blocks == [(0, 64)]
+    assert plan_on(factors=256, solver="subspace", block_size=129).assembly == "sparse_syrk"
+    folded = for_fold_in(plan)
+    assert (folded.solver, folded.assembly, folded.system_rank) == ("cholesky", "sparse_syrk", 256)
+    assert folded.segment == als_gpu.GPU_SEGMENT and folded.batch_slots < plan.batch_slots
+    with pytest.raises(DeviceMemoryError, match=says("the fit needs about", "predictions", "use fewer factors")):
+        check_memory(plan_on(factors=256, solver="subspace", gpu_memory_limit="2GB"))
+
+
+def test_plan_refuses_blocks_of_coordinates_where_gpus_have_none(plan_on: Callable[..., Plan]) -> None:
+    for assembly in ("mo_als", "bals"):
+        message = says(f"assembly={assembly!r} cannot solve for blocks of coordinates", 'use assembly="auto"')
+        with pytest.raises(ValueError, match=message):
+            plan_on(solver="subspace", assembly=assembly)
+    with pytest.raises(ValueError, match=says('row_form="dual" does not apply', "solver='subspace'")):
+        plan_on(solver="subspace", row_form="dual")
+    with pytest.raises(ValueError, match=says("solver='subspace' runs on one GPU, and device names 2")):
+        plan_on(solver="subspace", device=["cuda:0", "cuda:1"])
+    with pytest.raises(ValueError, match=says("a store is read slab by slab", "fit store.to_ratings()")):
+        plan_of(200 * GIB, slab=10**6, solver="subspace")
+
+
+def test_blocks_of_coordinates_are_priced(plan_on: Callable[..., Plan]) -> None:
+    """They pay with many factors, and on a GPU."""
+
+    def seconds(**options: Any) -> float:
+        return plan_on(objective=IMPLICIT, **options).estimates[0].seconds_per_iteration
+
+    for factors, times in ((256, 1.5), (512, 4.0)):
+        assert times * seconds(factors=factors, solver="subspace", block_size=64) < seconds(factors=factors)
+    assert plan_on(device="auto", factors=256, solver="subspace").device == "cuda:0"
 
 
 def test_plan_text_of_a_gpu(plan_on: Callable[..., Plan]) -> None:
@@ -202,12 +240,11 @@ def test_auto_takes_a_gpu_for_large_work(plan_on: Callable[..., Plan]) -> None:
     ("options", "reason"),
     [
         ({"size": ((100, 50), 1000)}, "of them set-up (H200 was found)"),
-        ({"solver": "subspace"}, "solver='subspace' is the CPU's (H200 was found)"),
         ({"assembly": "blas3"}, "assembly='blas3' is the CPU's (H200 was found)"),
         ({"gpu_memory_limit": "5MB"}, "4.8 MiB are free (ratings"),
         ({"gpu_memory_limit": "1GB", "assembly": "bals"}, "953.7 MiB are free (ratings"),
     ],
-    ids=["small", "solver", "assembly", "memory", "memory for tiles"],
+    ids=["small", "assembly", "memory", "memory for tiles"],
 )
 def test_auto_takes_the_cpu_where_it_serves_better(
     plan_on: Callable[..., Plan], options: dict, reason: str, caplog: pytest.LogCaptureFixture

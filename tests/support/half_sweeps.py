@@ -11,6 +11,7 @@ from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
+from hybridmf.gpu.als import HalfSweeps
 from hybridmf.gpu.factors import to_device
 from hybridmf.gpu.half import HalfSweep
 from hybridmf.plan.als_gpu import gpu_plan
@@ -97,7 +98,8 @@ def plan_on(device, objective: Objective, matrix, rank: int, dtype="float32", **
     given = {name: getattr(base, name) for name in SETTINGS if hasattr(base, name)}
     settings = Settings.check(**(given | {"device": "cuda", "iterations": 1, "factors": rank} | wanted))
     chosen = {
-        name: getattr(settings, name) for name in ("assembly", "precision", "solver", "cg_steps", "reorder", "row_form")
+        name: getattr(settings, name)
+        for name in ("assembly", "precision", "solver", "cg_steps", "block_size", "reorder", "row_form")
     }
     return gpu_plan(base.changed(**chosen), settings, objective, device.spec).changed(**changes)
 
@@ -113,7 +115,7 @@ class Problem:
 
     def half(self, device, **changes) -> HalfSweep:
         plan = plan_on(device, self.objective, self.matrix, self.rank, self.dtype, **changes)
-        return HalfSweep(device, "user", self.matrix, self.objective, plan)
+        return HalfSweeps(device).make("user", self.matrix, self.objective, plan)
 
     def solve(self, device, start: Factors | None = None, **changes) -> Factors:
         half = self.half(device, **changes)

@@ -143,7 +143,7 @@ def test_demo_has_a_gpu_column_where_there_is_one(monkeypatch):
         ["bals", "cholesky", *cpu, *cuda],
         ["auto", "cholesky", *cpu, *cuda],
         ["auto", "cg", *cpu, *cuda],
-        ["auto", "subspace", *cpu, *none],
+        ["auto", "subspace", *cpu, *cuda],
     ]
     assert set(seconds.values()) == {(0.25, 0.25)}
 

@@ -1,0 +1,66 @@
+"""Launch of cuda/predictions.cu: predictions of entries, brought up to date after a change of the solved side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..core.system import ceil_div
+from ..device.cuda import Array, Device
+from ..plan.fused import table_width
+from ..plan.types import Plan
+from .launch import check, check_not_host, get_kernel, program
+
+WARPS_PER_BLOCK = 8
+
+
+def product_constants(width: int, dtype: Any) -> dict[str, Any]:
+    """Compile-time constants of cuda/predictions.cu for rows of a width."""
+    pieces = ceil_div(width * np.dtype(dtype).itemsize, 16)
+    return {"REAL": np.dtype(dtype), "LANES": min(32, 1 << (pieces - 1).bit_length())}
+
+
+def add_products(
+    device: Device, predicted: Array, fixed: Array, solved: Array, indices: Array, segments: Array
+) -> None:
+    """Launch add_products: ``predicted[e] += fixed[indices[e]] . solved[row]`` for all entries e of segments of rows.
+
+    Parameters
+    ----------
+    device : Device
+    predicted : float array, shape (nnz,)
+    fixed, solved : float arrays, shape (n_fixed, width) and (n_rows, width)
+        Rows are whole pieces of 16 bytes.
+    indices : int32 array, shape (nnz,)
+    segments : int64 array, shape (n_segments, 3)
+        (row, begin, end).
+    """
+    if not len(segments):
+        return
+    dtype, width = fixed.dtype, fixed.shape[1]
+    check("predicted", predicted, dtype, (len(indices),))
+    check("fixed", fixed, dtype, (None, table_width(width, dtype)))
+    check("solved", solved, dtype, (None, width))
+    check("indices", indices, np.int32, (None,))
+    check("segments", segments, np.int64, (None, 3))
+    check_not_host(device, predicted=predicted, fixed=fixed, solved=solved, indices=indices, segments=segments)
+    kernel = get_kernel(device, "predictions.cu", "add_products", **product_constants(width, dtype))
+    sizes = (np.int64(len(segments)), np.int32(width))
+    grid = (ceil_div(len(segments), WARPS_PER_BLOCK),)
+    kernel(grid, (32 * WARPS_PER_BLOCK,), (predicted, fixed, solved, indices, segments, *sizes), 0)
+
+
+def programs(plan: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Source, kernel and constants of the programs of cuda/predictions.cu for a plan."""
+    widths = [plan.rank, *(last - first for first, last in plan.blocks)]
+    constants = [product_constants(table_width(width, plan.dtype), plan.dtype) for width in widths]
+    return list(dict.fromkeys(program("predictions.cu", "add_products", **one) for one in constants))
+
+
+def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file, kernel, constants) of all builds."""
+    for itemsize in (4, 8):
+        for lanes in (1, 2, 4, 8, 16, 32):
+            yield "predictions.cu", "add_products", product_constants(lanes * 16 // itemsize, f"f{itemsize}")

@@ -1,0 +1,145 @@
+"""iALS++ on a GPU (Rendle, Krichene, Zhang and Koren 2021, Alg. 2): blocks of coordinates solved one after another.
+
+The systems of a block of d coordinates are those of a model of d factors whose ratings are residuals: the kernels of
+the exact solver sum and solve them, for the change of the solution. Two things are added. A part of the right-hand
+sides does not come from entries: ``-(G x + lambda s x)`` at the coordinates of the block. And `add_products`
+(cuda/predictions.cu) brings the predictions of all entries up to date after each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import Objective, Side
+from ..core.system import round_up
+from ..device.cuda import Array, Device
+from ..plan.fused import BLOCK, table_width
+from ..plan.types import Plan
+from .assembly import Systems
+from .factors import DeviceFactors, weighted_gram
+from .half import HalfSweep, Launches, row_segments
+from .launch import DeviceEntries
+from .matrix import DeviceMatrix
+from .predictions import add_products
+from .rows import RowRange, read_range, widen_range
+
+
+@dataclass(frozen=True)
+class FixedBlock:
+    """Columns ``first ... last - 1`` of the fixed side.
+
+    Attributes
+    ----------
+    first, last : int
+    table : float array, shape (n_fixed, width)
+    range : RowRange or None
+        Range of the table's rows, if kernels need it.
+    """
+
+    first: int
+    last: int
+    table: Array
+    range: RowRange | None
+
+    @property
+    def columns(self) -> slice:
+        """The columns."""
+        return slice(self.first, self.last)
+
+    @property
+    def rank(self) -> int:
+        """Number of columns."""
+        return self.last - self.first
+
+
+class SubspaceHalf(HalfSweep):
+    """One half of a sweep by iALS++: each row is minimized over one block of coordinates after the other.
+
+    Parameters
+    ----------
+    device, side, matrix, objective, plan, names
+        As for `HalfSweep`.
+    """
+
+    one_thread = False
+
+    def __init__(
+        self,
+        device: Device,
+        side: Side,
+        matrix: sp.csr_array | DeviceMatrix,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None = None,
+    ) -> None:
+        super().__init__(device, side, matrix, objective, plan, names)
+        self.segments = row_segments(device, np.append(0, np.cumsum(self.degrees)))
+
+    def launches(
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None = None,
+        gram: Array | None = None,
+    ) -> Launches:
+        """See `GpuHalf.launches`; reads the ranges of the blocks of the fixed side back to the host."""
+        if gram is None:
+            gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
+        whole = self._systems(start, gram)
+        entries = self._predicted(fixed, mean, whole.solutions)
+        for block in self._fixed_blocks(fixed.table):
+            systems = self._systems_of(block, whole)
+            kernels = self._kernels(block.rank, block.range)
+
+            def of_block(systems: Systems = systems) -> Systems:
+                return systems
+
+            yield from self._solve((kernels, kernels.operand(block.table)), entries, of_block)
+            whole.solutions[:, block.columns] += systems.solutions[:, : block.rank]
+            later = systems.status + (systems.status > 0) * np.int32(block.first)
+            whole.status[...] += (whole.status == 0) * later
+            if block.last < self.plan.rank:
+                changes = systems.solutions
+                add_products(self.device, entries.predicted, block.table, changes, self.indices, self.segments)
+        yield self._unpack(whole.solutions), whole.status
+
+    def _predicted(self, fixed: DeviceFactors, mean: float, solutions: Array) -> DeviceEntries:
+        """The entries with predictions by the current solutions."""
+        entries = self._entries(fixed, mean)
+        predicted = self.device.zeros(len(self.indices), self.dtype)
+        if entries.offsets is not None:
+            predicted += entries.offsets[self.indices]
+        add_products(self.device, predicted, fixed.table, solutions, self.indices, self.segments)
+        return replace(entries, offsets=None, predicted=predicted)
+
+    def _fixed_blocks(self, table: Array) -> list[FixedBlock]:
+        """Copies of the columns of each block, and their ranges, read back together."""
+        device, bounds, tables = self.device, self.plan.blocks, []
+        for first, last in bounds:
+            part = device.zeros((len(table), table_width(last - first, self.dtype)), self.dtype)
+            part[:, : last - first] = table[:, first:last]
+            tables.append(part)
+        ranges: Sequence[RowRange | None] = [None] * len(bounds)
+        if self.plan.assembly == "fused" and self.plan.precision == "float32":
+            found = device.zeros((len(bounds), 3), np.uint32)
+            for k, part in enumerate(tables):
+                widen_range(device, found[k], part)
+            ranges = [read_range(one)[0] for one in device.download(found)]
+        parts = zip(bounds, tables, ranges, strict=True)
+        return [FixedBlock(first, last, part, known) for (first, last), part, known in parts]
+
+    def _systems_of(self, block: FixedBlock, whole: Systems) -> Systems:
+        """The systems of a block, with what entries do not add to right-hand sides in place of solutions."""
+        device, solutions, ridge = self.device, whole.solutions, self.ridge[block.columns]
+        beside = device.zeros((len(self), block.table.shape[1]), self.dtype)
+        beside[:, : block.rank] = self.scale[:, None] * solutions[:, block.columns] * -ridge
+        gram = None
+        if whole.gram is not None:
+            beside[:, : block.rank] -= device.matmul(solutions, whole.gram[: self.width, block.columns])
+            gram = device.zeros((round_up(block.rank, BLOCK),) * 2, self.dtype)
+            gram[: block.rank, : block.rank] = whole.gram[block.columns, block.columns]
+        return Systems(beside, device.zeros(len(self), np.int32), gram, ridge, self.scale)
