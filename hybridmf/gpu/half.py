@@ -530,7 +530,7 @@ class HalfSweep(GpuHalf):
 
 def linear_solver(plan: Plan) -> str:
     """Solver of the systems of a plan."""
-    return "cg" if plan.solver == "cg" else "cholesky"
+    return "cholesky" if plan.solver == "subspace" else plan.solver
 
 
 def kind_of_entries(plan: Plan) -> tuple[bool, bool, bool]:
