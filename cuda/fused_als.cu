@@ -2,7 +2,8 @@
 //                A[u] = G + sum_e w_e y_e y_e^T + scale_u ridge,  b[u] = sum_e c_e y_e  (weights: entry_weight)
 // grid  : as many blocks as fit on the device; teams of WARPS warps take rows from a counter, longest rows first
 // block : TEAMS teams (WARPS 1) or one team (WARPS 2 or 4); which warp holds which part of A: system.cuh
-// shapes: factors (n_fixed, LD), or with ARITHMETIC 0 their float16 parts (n_fixed, 2 RANK16) of split.cu  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
+// shapes: factors (n_fixed, LD), or what split.cu makes of them: float16 parts (n_fixed, 2 RANK16) for float32, bf16
+//         (n_fixed, RANK16) for bf16  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
 //         indptr (n_out + 1,)  rows (n_rows,): what to solve  segments (n_segments, 3): slot, begin, end
 //         partials (n_slots, PARTIAL): tiles of A as the threads hold them, then b
 // shared: TEAMS * TEAM_FLOATS * 4 bytes: STAGES chunks of CHUNK entries on their way, or the Cholesky factor
@@ -46,16 +47,18 @@ static_assert(LD % 4 == 0 && LD >= RANK && LD <= RANK16, "rows are copied in pie
 static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps synchronizes its whole block");
 static_assert(STAGES >= 2, "one chunk is computed while the next ones arrive");
 
-constexpr int ENTRIES_PER_WARP = WARPS == 1 ? 16 : 8;  // of a chunk, fetched by one warp
+constexpr bool SPLIT = ARITHMETIC == FLOAT32;          // the table holds float16 parts: see split.cu
+constexpr bool NARROW = ARITHMETIC == BF16;            // the table holds bf16
+constexpr int ENTRIES_PER_WARP = (WARPS == 1 ? 16 : 8) * (NARROW ? 2 : 1);  // of a chunk, fetched by one warp
 constexpr int CHUNK = ENTRIES_PER_WARP * WARPS;
-constexpr int PIECES = (ARITHMETIC == FLOAT32 ? RANK16 : LD) / 4;     // of 16 bytes in a row of the table
-constexpr int LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // that copy one row
+constexpr int TABLE_LD = NARROW ? RANK16 / 2 : SPLIT ? RANK16 : LD;  // floats from one row of the table to the next
+constexpr int PIECES = TABLE_LD / 4;                   // of 16 bytes in a row of the table
+constexpr int LANES = PIECES <= 2 ? 2 : PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // that copy one row
 constexpr int ENTRIES_PER_COPY = WARP / LANES;
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
-constexpr bool SPLIT = ARITHMETIC == FLOAT32;          // the table holds float16 parts: see split.cu
-constexpr int TABLE_LD = SPLIT ? RANK16 : LD;          // floats from one row of the table to the next
-constexpr int STAGE_STRIDE = SPLIT ? RANK16 + 4 : STRIDE;  // in a stage; 16 bytes more than 128 or 64 n, for `load_operand`
+// In a stage; with `load_operand`, an odd number of 16 bytes.
+constexpr int STAGE_STRIDE = NARROW || SPLIT ? TABLE_LD + 4 : STRIDE;
 constexpr int SLOTS = STAGES + 1;                      // chunks whose indices and weights are known
 constexpr int ROWS = product_rows(ARITHMETIC);         // entries of one product
 constexpr bool ROUNDED = ARITHMETIC == FLOAT32_WIDE;
@@ -66,11 +69,15 @@ struct ChunkEntries {
         struct {
             unsigned short outer[2][CHUNK], linear[2][CHUNK];  // SPLIT: float16 parts, scaled
         };
+        struct {
+            float narrow_outer[CHUNK];  // NARROW
+            unsigned short narrow_linear[2][CHUNK];  // bf16 parts
+        };
     };
     int index[CHUNK];  // row of the factors, -1 beyond the last entry
 };
 
-constexpr int SOLVING = SOLVER == 0 ? PACKED : RANK16 * STRIDE;  // the factor, or A for conjugate gradients
+constexpr int SOLVING = SOLVER == 0 ? PACKED : PRODUCT_FLOATS;
 constexpr int STAGED = STAGES * CHUNK * STAGE_STRIDE > SOLVING ? STAGES * CHUNK * STAGE_STRIDE : SOLVING;
 constexpr int TEAM_FLOATS = STAGED + TEAM_VECTORS + SLOTS * CHUNK * 3;
 
@@ -162,6 +169,12 @@ struct Stream {
                 slot.outer[1][at] = low & 0xffffu;
                 slot.linear[0][at] = high >> 16;
                 slot.linear[1][at] = low >> 16;
+            } else if constexpr (NARROW) {
+                const float linear = valid ? w.linear : 0.0f;
+                const unsigned high = pack_bf16(linear, 0), low = pack_bf16(linear - __uint_as_float(high << 16), 0);
+                slot.narrow_outer[at] = w.outer;
+                slot.narrow_linear[0][at] = high;
+                slot.narrow_linear[1][at] = low;
             } else {
                 slot.weight[at] = make_float2(IMPLICIT ? sqrtf(w.outer) : 1.0f, valid ? w.linear : 0.0f);
             }
@@ -195,6 +208,9 @@ struct Stream {
             const SplitWeights weights{{slot.outer[0] + k, slot.outer[1] + k}, {slot.linear[0] + k, slot.linear[1] + k}};
             const unsigned short* parts = reinterpret_cast<const unsigned short*>(rows);
             accumulate_split<IMPLICIT>(mine, parts, 2 * STAGE_STRIDE, weights, warp, lane);
+        } else if constexpr (NARROW) {
+            const NarrowWeights weights{slot.narrow_outer + k, {slot.narrow_linear[0] + k, slot.narrow_linear[1] + k}};
+            accumulate_narrow<IMPLICIT>(mine, reinterpret_cast<const unsigned short*>(rows), 2 * STAGE_STRIDE, weights, warp, lane);
         } else {
             StepWeights<ROWS> steps;
 #pragma unroll
@@ -226,8 +242,9 @@ struct Stream {
             issue(chunk + STAGES - 1, chunks);
             const float* stage = memory.staged + chunk % STAGES * CHUNK * STAGE_STRIDE;
             const ChunkEntries& slot = slots[chunk % SLOTS];
+            const int end = NARROW ? min(CHUNK, count - chunk * CHUNK) : CHUNK;
 #pragma unroll 1
-            for (int k = 0; k < CHUNK; k += ROWS) multiply(mine, stage + k * STAGE_STRIDE, slot, k);
+            for (int k = 0; k < end; k += ROWS) multiply(mine, stage + k * STAGE_STRIDE, slot, k);
         }
         if constexpr (SPLIT) {
             const float unscale = 1.0f / in.table_scale, of_tiles = unscale * unscale / scales()[0];

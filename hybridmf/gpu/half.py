@@ -20,8 +20,7 @@ from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from ..formats import tiled
 from ..native.status import SINGULAR_PIVOT, check_status
-from ..plan import fused as plan_fused
-from ..plan.fused import FusedConfig, table_width
+from ..plan.fused import FusedConfig, solved_apart, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
 from . import bals, draw, dual, fused, losses, matrix, rows
@@ -405,7 +404,7 @@ class HalfSweep(GpuHalf):
 
     def _sums_apart(self) -> bool:
         """Whether the sums of all rows, not only of long ones, go through global memory before they are solved."""
-        return self.plan.assembly != "fused" or self.plan.rank >= plan_fused.SOLVED_APART
+        return self.plan.assembly != "fused" or solved_apart(self.plan.rank, self.plan.solver)
 
     def _upload(self, array: np.ndarray) -> Array:
         """Copy an array of a batch to the device."""

@@ -207,7 +207,7 @@ def _most_slots(plan: Plan, rows: int) -> int:
     """Upper bound on the systems and segments of a number of rows of a side."""
     # a row has one slot, and one more for each segment; rows solved in one kernel need slots only if they are long
     cuts = plan.nnz // plan.segment
-    at_once = plan.assembly == "fused" and plan.rank < fused.SOLVED_APART
+    at_once = plan.assembly == "fused" and not fused.solved_apart(plan.rank, plan.solver)
     return cuts + (cuts if at_once else rows) + 1
 
 
@@ -274,6 +274,6 @@ def host_problem(plan: Plan) -> Problem:
         sums=slot_bytes(plan),
         segment=plan.segment,
         biases=plan.rank > plan.factors,
-        on_chip=plan.assembly == "fused" and plan.rank < fused.SOLVED_APART,
+        on_chip=plan.assembly == "fused" and not fused.solved_apart(plan.rank, plan.solver),
         batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
     )
