@@ -21,10 +21,9 @@ SEGMENT = 4096
 
 SOLVED_APART = 97
 """Rank from which all rows are assembled by one kernel and factored by another: the code of both does not fit in the
-instruction cache together; that of conjugate gradients does. The sums go through global memory, 30 KB a row, and still an iteration took less in trials
-on Netflix's shape on an H200 (f = 100: 83 ms and not 94; f = 128: 130 and not 146). To measure it again, set this to
-129 and run ``bench/gpu.py --task als``."""
-
+instruction cache together; that of conjugate gradients does. The sums go through global memory, 30 KB a row, and still
+an iteration took less in trials on Netflix's shape on an H200 (f = 100: 83 ms and not 94; f = 128: 130 and not 146). To
+measure it again, set this to 129 and run ``bench/gpu.py --task als``."""
 
 OPERAND_BYTES = {"float32": 4, "bf16": 2}
 """Bytes of an element in the form that products read, made of the factors once a half sweep; without: the factors."""
