@@ -77,14 +77,15 @@ struct ChunkEntries {
     int index[CHUNK];  // row of the factors, -1 beyond the last entry
 };
 
-constexpr int SOLVING = SOLVER == 0 ? PACKED : PRODUCT_FLOATS;
-constexpr int STAGED = STAGES * CHUNK * STAGE_STRIDE > SOLVING ? STAGES * CHUNK * STAGE_STRIDE : SOLVING;
+constexpr int STAGES_FLOATS = STAGES * CHUNK * STAGE_STRIDE;
+// The factor takes the place of the entries; the entries of the next row arrive beside conjugate gradients.
+constexpr int STAGED = SOLVER == 1 ? STAGES_FLOATS + PRODUCT_FLOATS : STAGES_FLOATS > PACKED ? STAGES_FLOATS : PACKED;
 constexpr int TEAM_FLOATS = STAGED + TEAM_VECTORS + SLOTS * CHUNK * 3;
 
 __device__ __forceinline__ TeamMemory team_memory(int team) {
     float* base = shared_memory<float>() + team * TEAM_FLOATS;
     float* vectors = base + STAGED;
-    return {base, vectors, vectors + RANK16, reinterpret_cast<int*>(vectors + 2 * RANK16)};
+    return {base, vectors, vectors + RANK16, reinterpret_cast<int*>(vectors + 2 * RANK16), base + STAGES_FLOATS};
 }
 
 __device__ __forceinline__ ChunkEntries* team_entries(int team) {
@@ -223,17 +224,27 @@ struct Stream {
         }
     }
 
-    __device__ __forceinline__ void run(Holding& mine) {
+    // Asks for the first entries.
+    __device__ __forceinline__ void open() {
+        arriving = load(0);
+        next = load(1);
+    }
+
+    // Asks for the factors of the first entries; nothing of the row before is needed any more, but its sums.
+    __device__ __forceinline__ void fill() {
         const int chunks = (count + CHUNK - 1) / CHUNK;
         if constexpr (SPLIT) set_scales();
-        arriving = load(0);
         load_offset(arriving);
-        next = load(1);
 #pragma unroll 1
         for (int chunk = 0; chunk < STAGES; chunk++) prepare(chunk);
-        team_sync();
+        __syncwarp();  // each warp fetches entries of its own
 #pragma unroll 1
         for (int chunk = 0; chunk < STAGES - 1; chunk++) issue(chunk, chunks);
+    }
+
+    // Sums of the entries, after `fill`.
+    __device__ __forceinline__ void run(Holding& mine) {
+        const int chunks = (count + CHUNK - 1) / CHUNK;
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
             copy_wait<STAGES - 2>();
@@ -257,7 +268,7 @@ struct Stream {
 #pragma unroll
                 for (int half = 0; half < BLOCK_HALVES; half++) mine.rhs[b][half] *= unscale / scales()[1];
         }
-        team_sync();  // the buffers become the Cholesky factor
+        team_sync();  // the buffers become the Cholesky factor, or take the entries of the next row
     }
 };
 
@@ -281,17 +292,27 @@ struct Queue {
     }
 };
 
+// Solves what `mine` holds. `meanwhile` is called once, when the buffers of entries are free; by conjugate gradients only.
+template <class Body>
 __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* status, int64 row, const TeamMemory& memory,
                                        const float* gram, const float* ridge, float scale, float epsilon, int cg_steps, int warp,
-                                       int lane) {
+                                       int lane, Body&& meanwhile) {
     lane = fresh(lane);
-    complete(mine, memory, gram, ridge, scale, warp, lane);
-    team_sync();
-    lane = fresh(lane);
-    int failed;
-    if constexpr (SOLVER == 0) failed = cholesky_solve(mine, memory, epsilon, warp, lane);
-    else failed = conjugate_gradient(mine, memory, solutions + row * LD, cg_steps, warp, lane);
-    store_solution(solutions + row * LD, status + row, LD, memory, failed, warp, lane);
+    if constexpr (SOLVER == 0) {
+        complete(mine, memory, gram, ridge, scale, warp, lane);
+        team_sync();
+        lane = fresh(lane);
+        const int failed = cholesky_solve(mine, memory, epsilon, warp, lane);
+        store_solution(solutions + row * LD, status + row, LD, memory, failed, warp, lane);
+    } else {
+        const int chief = int(row % WARPS);
+        Elements x;
+        if (warp == chief) load_elements(x, solutions + row * LD, lane);
+        complete(mine, memory, gram, ridge, scale, warp, lane);
+        team_sync();
+        conjugate_gradient(mine, memory, x, cg_steps, chief, warp, lane, meanwhile);
+        store_solution(solutions + row * LD, status + row, LD, memory, *memory.failed, warp, lane);
+    }
 }
 
 #if !SOLVED_APART && (KERNEL == 0 || KERNEL == 1)
@@ -308,18 +329,50 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
     const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, table_scale};
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
-    while (true) {
+    auto take = [&] {  // a row, -1 after the last one
         const int position = queue.take(warp, lane);
-        if (position >= n_rows) break;
+        if (position >= n_rows) return -1;
         queue.ask(warp, lane);
-        lane = fresh(lane);
-        const int row = rows[position];
+        return rows[position];
+    };
+    if constexpr (SOLVER == 0) {
+        for (int row = take(); row >= 0; row = take()) {
+            lane = fresh(lane);
+            Holding mine;
+            clear(mine);
+            Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}, {}};
+            stream.open();
+            stream.fill();
+            stream.run(mine);
+            finish(mine, solutions, status, row, memory, gram, ridge, scale[row], epsilon, cg_steps, warp, lane, [] {});
+            team_sync();  // the solution has been read
+        }
+        return;
+    }
+    // What a row needs first is asked for two rows and one row before, its entries while the row before is solved: one load
+    // depends on the other, and a short row takes hardly longer than each.
+    int row = take(), next = take();
+    if (row < 0) return;
+    Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}, {}};
+    stream.open();
+    stream.fill();
+    while (true) {
+        const int64 begin = next < 0 ? 0 : indptr[next], end = next < 0 ? 0 : indptr[next + 1];
+        const float penalty = scale[row];
+        const int later = take();
         Holding mine;
         clear(mine);
-        Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}, {}};
         stream.run(mine);
-        finish(mine, solutions, status, row, memory, gram, ridge, scale[row], epsilon, cg_steps, warp, lane);
+        stream.begin = begin;
+        stream.count = int(end - begin);
+        stream.open();
+        finish(mine, solutions, status, row, memory, gram, ridge, penalty, epsilon, cg_steps, warp, lane, [&] {
+            if (next >= 0) stream.fill();
+        });
+        if (next < 0) break;
         team_sync();  // the solution has been read
+        row = next;
+        next = later;
     }
 }
 #endif
@@ -347,6 +400,8 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
         Holding mine;
         clear(mine);
         Stream stream{in, memory, team_entries(team), segment[1], int(segment[2] - segment[1]), warp, lane, {}, {}};
+        stream.open();
+        stream.fill();
         stream.run(mine);
         float* partial = partials + segment[0] * PARTIAL;
         with_role(warp, [&](auto role) {
@@ -411,7 +466,7 @@ solve_partials(float* solutions, int* status, const float* partials, const int64
                 });
             });
         }
-        finish(mine, solutions, status, row, memory, gram, ridge, scale[row], epsilon, cg_steps, warp, lane);
+        finish(mine, solutions, status, row, memory, gram, ridge, scale[row], epsilon, cg_steps, warp, lane, [] {});
         team_sync();
     }
 }

@@ -6,8 +6,8 @@
 // The factorization is blocked, right-looking: one warp factors the block on the diagonal and, in its other lanes,
 // inverts the factor; then L21 = A21 L11^-T and A22 -= L21 L21^T are products on tensor cores, and the substitutions
 // products with the inverses. Only the 16 columns of a block are eliminated one after the other.
-// shared (floats of a team): staged: entries on their way, then the factor by panels of 16 columns, packed (or parts of a
-//                            product, for conjugate gradients); rhs, diagonal: RANK16 each; failed
+// shared (floats of a team): staged: entries on their way, then the factor by panels of 16 columns, packed;
+//                            rhs, diagonal: RANK16 each; failed; sums, for conjugate gradients
 // Failure goes to `status`: 0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
 #include "fragments.cuh"
 
@@ -120,6 +120,7 @@ struct TeamMemory {
     float* rhs;       // (RANK16,) right-hand side, then the solution
     float* diagonal;  // (RANK16,) of A before elimination
     int* failed;      // leading minor that is not positive definite, or 0
+    float* sums;      // (WARPS + 1, RANK16) parts of a product, for conjugate gradients
 };
 
 constexpr int TEAM_VECTORS = 2 * RANK16 + 16;  // floats beside the staged ones; 16 keep the next team aligned
@@ -757,25 +758,32 @@ __device__ __forceinline__ void collect(Elements& product, const float* sums, in
     }
 }
 
-// `steps` conjugate gradient steps on A x = b from x = start, with the blocks of A where the products left them; x is left
-// in memory.rhs. Stops early where the residual has fallen by 1e-10 (squared 1e-20) or is about to underflow, as the CPU
-// does. All warps multiply; one has the vectors, so that only two barriers are in a step. Returns 0, NON_FINITE or
-// NEGATIVE_CURVATURE, to the first warp.
-__device__ __forceinline__ int conjugate_gradient(Holding& mine, const TeamMemory& memory, const float* start, int steps,
-                                                  int warp, int lane) {
+// Where conjugate gradients start.
+__device__ __forceinline__ void load_elements(Elements& x, const float* start, int lane) {
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; e++) x[e] = e * WARP + lane < RANK ? start[e * WARP + lane] : 0.0f;
+}
+
+// `steps` conjugate gradient steps on A x = b from x, which warp `chief` has, with the blocks of A where the products left
+// them; x is left in memory.rhs. Stops early where the residual has fallen by 1e-10 (squared 1e-20) or is about to
+// underflow, as the CPU does. All warps multiply; one has the vectors, so that only two barriers are in a step: another one
+// for each row, as it works more than the others of its part of the multiprocessor. `meanwhile` is called once, by all
+// warps. Failure, NON_FINITE or NEGATIVE_CURVATURE, is left in memory.failed.
+template <class Body>
+__device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemory& memory, const Elements& x, int steps, int chief,
+                                                   int warp, int lane, Body&& meanwhile) {
     float* const direction = memory.diagonal;  // (RANK16,)
-    float* const sums = memory.staged;
+    float* const sums = memory.sums;
     int* const going_on = memory.failed + 1;
-    Elements x, r, p;
+    Elements r, p;
     double square = 0, first = 0;
     int status = 0;
-    if (warp == 0) {
+    if (warp == chief) {
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
             const int k = e * WARP + lane;
-            x[e] = k < RANK ? start[k] : 0.0f;
             r[e] = k < RANK ? memory.rhs[k] : 0.0f;
-            if (k < RANK16) direction[k] = x[e];
+            if (k < RANK16) direction[k] = memory.rhs[k] = x[e];
         }
         if (lane == 0) *going_on = 1;
     }
@@ -784,8 +792,9 @@ __device__ __forceinline__ int conjugate_gradient(Holding& mine, const TeamMemor
         team_sync();
         if (!*going_on) break;
         multiply_vector(mine, direction, sums, warp, lane);
+        if (step < 0) meanwhile();
         team_sync();
-        if (warp != 0) continue;
+        if (warp != chief) continue;
         Elements product;
         collect(product, sums, lane);
         float ratio = 0;
@@ -802,7 +811,7 @@ __device__ __forceinline__ int conjugate_gradient(Holding& mine, const TeamMemor
                 const float length = float(square / curvature);
 #pragma unroll
                 for (int e = 0; e < ELEMENTS; e++) {
-                    x[e] += length * p[e];
+                    if (e * WARP + lane < RANK16) memory.rhs[e * WARP + lane] += length * p[e];
                     r[e] -= length * product[e];
                 }
                 const double next = dot(r, r);
@@ -820,13 +829,8 @@ __device__ __forceinline__ int conjugate_gradient(Holding& mine, const TeamMemor
         const bool ends = status != 0 || step + 1 == steps || square <= 1e-20 * first || square <= 1e-60;
         if (lane == 0 && ends) *going_on = 0;
     }
-    if (warp == 0) {
-#pragma unroll
-        for (int e = 0; e < ELEMENTS; e++)
-            if (e * WARP + lane < RANK16) memory.rhs[e * WARP + lane] = x[e];
-        __syncwarp();
-    }
-    return status;
+    if (warp == chief && lane == 0) *memory.failed = status;
+    team_sync();
 }
 
 // ---------------------------------------------------------------------------------------------- storing

@@ -96,7 +96,7 @@ class FusedConfig:
     def rule(cls, rank: int, precision: str = "float32", solver: str = "cholesky") -> FusedConfig:
         """The configuration for a rank without a tuned one."""
         blocks = ceil_div(rank, BLOCK)
-        if rank >= SOLVED_APART and solver == "cg":
+        if rank >= SOLVED_APART and solver == "cg" and precision in OPERAND_BYTES:
             return cls._summing(rank, precision)
         warps, teams, stages, blocks_per_sm = {
             1: (1, 4, 4, 6),
@@ -134,7 +134,8 @@ class FusedConfig:
         """Dynamic shared memory of a block."""
         chunk, stride, blocks = (16 if self.warps == 1 else 8) * self.warps, self.rank16 + 8, self.rank16 // BLOCK
         packed = BLOCK * (blocks * stride - BLOCK * (blocks * (blocks - 1) // 2))
-        staged = max(self.stages * chunk * stride, packed if solver == "cholesky" else (self.warps + 1) * self.rank16)
+        staged = self.stages * chunk * stride
+        staged = max(staged, packed) if solver == "cholesky" else staged + (self.warps + 1) * self.rank16
         entries = (self.stages + 1) * chunk * (2 if precision == "bf16" else 1)  # in rows of half the bytes
         return 4 * self.teams * (staged + 2 * self.rank16 + 16 + 3 * entries)
 
