@@ -742,6 +742,17 @@ __device__ __forceinline__ double dot(const Elements& u, const Elements& v) {
     return warp_sum(sum);
 }
 
+// a / b for b > 0, of a float's range and to its last bits, though a and b are not: a division of doubles takes hundreds of
+// cycles, for which the other warps wait.
+__device__ __forceinline__ float quotient(double a, double b) {
+#ifdef HYBRIDMF_EMULATE
+    return float(a / b);
+#else
+    const double scale = __hiloint2double((2046 - (__double2hiint(b) >> 20)) << 20, 0);  // brings b to 1 ... 2
+    return __fdividef(float(a * scale), float(b * scale));
+#endif
+}
+
 // The product of which `multiply_vector` left the parts.
 __device__ __forceinline__ void collect(Elements& product, const float* sums, int lane) {
 #pragma unroll
@@ -808,7 +819,7 @@ __device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemo
             if (curvature <= 0) {
                 status = NEGATIVE_CURVATURE;
             } else {
-                const float length = float(square / curvature);
+                const float length = quotient(square, curvature);
 #pragma unroll
                 for (int e = 0; e < ELEMENTS; e++) {
                     if (e * WARP + lane < RANK16) memory.rhs[e * WARP + lane] += length * p[e];
@@ -816,7 +827,7 @@ __device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemo
                 }
                 const double next = dot(r, r);
                 if (!isfinite(next)) status = NON_FINITE;
-                ratio = float(next / square);
+                ratio = quotient(next, square);
                 square = next;
             }
         }
