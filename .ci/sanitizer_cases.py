@@ -31,10 +31,11 @@ def main() -> None:
     matrix = ratings()
     cases = [
         *itertools.product((7, 33, 64, 100), ("fused",), ("cholesky", "cg"), ("float32",)),
-        *itertools.product((33,), ("fused",), ("cholesky",), ("bf16x3", "tf32", "float16")),
+        *itertools.product((33,), ("fused",), ("cholesky",), ("bf16x3", "tf32", "bf16", "float16")),
         *itertools.product((20,), ("sparse_syrk", "mo_als", "bals"), ("cholesky", "cg"), ("float32",)),
         (70, "sparse_syrk", "cholesky", "float32"),
         (120, "fused", "cholesky", "float32"),
+        (100, "fused", "cg", "bf16"),
         (140, "auto", "cholesky", "float32"),
     ]
     for rank, assembly, solver, precision in cases:

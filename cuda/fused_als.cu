@@ -2,7 +2,8 @@
 //                A[u] = G + sum_e w_e y_e y_e^T + scale_u ridge,  b[u] = sum_e c_e y_e  (weights: entry_weight)
 // grid  : as many blocks as fit on the device; teams of WARPS warps take rows from a counter, longest rows first
 // block : TEAMS teams (WARPS 1) or one team (WARPS 2 or 4); which warp holds which part of A: system.cuh
-// shapes: factors (n_fixed, LD), or with ARITHMETIC 0 their float16 parts (n_fixed, 2 RANK16) of split.cu  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
+// shapes: factors (n_fixed, LD), or what split.cu makes of them: float16 parts (n_fixed, 2 RANK16) for float32, bf16
+//         (n_fixed, RANK16) for bf16  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
 //         indptr (n_out + 1,)  rows (n_rows,): what to solve  segments (n_segments, 3): slot, begin, end
 //         with RESIDUAL: offsets (nnz,), and `solve_rows` adds to b[u] what it finds in solutions
 //         partials (n_slots, PARTIAL): tiles of A as the threads hold them, then b
@@ -47,16 +48,18 @@ static_assert(LD % 4 == 0 && LD >= RANK && LD <= RANK16, "rows are copied in pie
 static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps synchronizes its whole block");
 static_assert(STAGES >= 2, "one chunk is computed while the next ones arrive");
 
-constexpr int ENTRIES_PER_WARP = WARPS == 1 ? 16 : 8;  // of a chunk, fetched by one warp
+constexpr bool SPLIT = ARITHMETIC == FLOAT32;          // the table holds float16 parts: see split.cu
+constexpr bool NARROW = ARITHMETIC == BF16;            // the table holds bf16
+constexpr int ENTRIES_PER_WARP = (WARPS == 1 ? 16 : 8) * (NARROW ? 2 : 1);  // of a chunk, fetched by one warp
 constexpr int CHUNK = ENTRIES_PER_WARP * WARPS;
-constexpr int PIECES = (ARITHMETIC == FLOAT32 ? RANK16 : LD) / 4;     // of 16 bytes in a row of the table
-constexpr int LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // that copy one row
+constexpr int TABLE_LD = NARROW ? RANK16 / 2 : SPLIT ? RANK16 : LD;  // floats from one row of the table to the next
+constexpr int PIECES = TABLE_LD / 4;                   // of 16 bytes in a row of the table
+constexpr int LANES = PIECES <= 2 ? 2 : PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // that copy one row
 constexpr int ENTRIES_PER_COPY = WARP / LANES;
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
-constexpr bool SPLIT = ARITHMETIC == FLOAT32;          // the table holds float16 parts: see split.cu
-constexpr int TABLE_LD = SPLIT ? RANK16 : LD;          // floats from one row of the table to the next
-constexpr int STAGE_STRIDE = SPLIT ? RANK16 + 4 : STRIDE;  // in a stage; 16 bytes more than 128 or 64 n, for `load_operand`
+// In a stage; with `load_operand`, an odd number of 16 bytes.
+constexpr int STAGE_STRIDE = NARROW || SPLIT ? TABLE_LD + 4 : STRIDE;
 constexpr int SLOTS = STAGES + 1;                      // chunks whose indices and weights are known
 constexpr int ROWS = product_rows(ARITHMETIC);         // entries of one product
 constexpr bool ROUNDED = ARITHMETIC == FLOAT32_WIDE;
@@ -67,18 +70,23 @@ struct ChunkEntries {
         struct {
             unsigned short outer[2][CHUNK], linear[2][CHUNK];  // SPLIT: float16 parts, scaled
         };
+        struct {
+            float narrow_outer[CHUNK];  // NARROW
+            unsigned short narrow_linear[2][CHUNK];  // bf16 parts
+        };
     };
     int index[CHUNK];  // row of the factors, -1 beyond the last entry
 };
 
-constexpr int SOLVING = SOLVER == 0 ? PACKED : RANK16 * STRIDE;  // the factor, or A for conjugate gradients
-constexpr int STAGED = STAGES * CHUNK * STAGE_STRIDE > SOLVING ? STAGES * CHUNK * STAGE_STRIDE : SOLVING;
+constexpr int STAGES_FLOATS = STAGES * CHUNK * STAGE_STRIDE;
+// The factor takes the place of the entries; the entries of the next row arrive beside conjugate gradients.
+constexpr int STAGED = SOLVER == 1 ? STAGES_FLOATS + PRODUCT_FLOATS : STAGES_FLOATS > PACKED ? STAGES_FLOATS : PACKED;
 constexpr int TEAM_FLOATS = STAGED + TEAM_VECTORS + SLOTS * CHUNK * 3;
 
 __device__ __forceinline__ TeamMemory team_memory(int team) {
     float* base = shared_memory<float>() + team * TEAM_FLOATS;
     float* vectors = base + STAGED;
-    return {base, vectors, vectors + RANK16, reinterpret_cast<int*>(vectors + 2 * RANK16)};
+    return {base, vectors, vectors + RANK16, reinterpret_cast<int*>(vectors + 2 * RANK16), base + STAGES_FLOATS};
 }
 
 __device__ __forceinline__ ChunkEntries* team_entries(int team) {
@@ -165,6 +173,12 @@ struct Stream {
                 slot.outer[1][at] = low & 0xffffu;
                 slot.linear[0][at] = high >> 16;
                 slot.linear[1][at] = low >> 16;
+            } else if constexpr (NARROW) {
+                const float linear = valid ? w.linear : 0.0f;
+                const unsigned high = pack_bf16(linear, 0), low = pack_bf16(linear - __uint_as_float(high << 16), 0);
+                slot.narrow_outer[at] = w.outer;
+                slot.narrow_linear[0][at] = high;
+                slot.narrow_linear[1][at] = low;
             } else {
                 slot.weight[at] = make_float2(IMPLICIT ? sqrtf(w.outer) : 1.0f, valid ? w.linear : 0.0f);
             }
@@ -198,6 +212,9 @@ struct Stream {
             const SplitWeights weights{{slot.outer[0] + k, slot.outer[1] + k}, {slot.linear[0] + k, slot.linear[1] + k}};
             const unsigned short* parts = reinterpret_cast<const unsigned short*>(rows);
             accumulate_split<IMPLICIT>(mine, parts, 2 * STAGE_STRIDE, weights, warp, lane);
+        } else if constexpr (NARROW) {
+            const NarrowWeights weights{slot.narrow_outer + k, {slot.narrow_linear[0] + k, slot.narrow_linear[1] + k}};
+            accumulate_narrow<IMPLICIT>(mine, reinterpret_cast<const unsigned short*>(rows), 2 * STAGE_STRIDE, weights, warp, lane);
         } else {
             StepWeights<ROWS> steps;
 #pragma unroll
@@ -210,17 +227,27 @@ struct Stream {
         }
     }
 
-    __device__ __forceinline__ void run(Holding& mine) {
+    // Asks for the first entries.
+    __device__ __forceinline__ void open() {
+        arriving = load(0);
+        next = load(1);
+    }
+
+    // Asks for the factors of the first entries; nothing of the row before is needed any more, but its sums.
+    __device__ __forceinline__ void fill() {
         const int chunks = (count + CHUNK - 1) / CHUNK;
         if constexpr (SPLIT) set_scales();
-        arriving = load(0);
         load_offset(arriving);
-        next = load(1);
 #pragma unroll 1
         for (int chunk = 0; chunk < STAGES; chunk++) prepare(chunk);
-        team_sync();
+        __syncwarp();  // each warp fetches entries of its own
 #pragma unroll 1
         for (int chunk = 0; chunk < STAGES - 1; chunk++) issue(chunk, chunks);
+    }
+
+    // Sums of the entries, after `fill`.
+    __device__ __forceinline__ void run(Holding& mine) {
+        const int chunks = (count + CHUNK - 1) / CHUNK;
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
             copy_wait<STAGES - 2>();
@@ -229,8 +256,9 @@ struct Stream {
             issue(chunk + STAGES - 1, chunks);
             const float* stage = memory.staged + chunk % STAGES * CHUNK * STAGE_STRIDE;
             const ChunkEntries& slot = slots[chunk % SLOTS];
+            const int end = NARROW ? min(CHUNK, count - chunk * CHUNK) : CHUNK;
 #pragma unroll 1
-            for (int k = 0; k < CHUNK; k += ROWS) multiply(mine, stage + k * STAGE_STRIDE, slot, k);
+            for (int k = 0; k < end; k += ROWS) multiply(mine, stage + k * STAGE_STRIDE, slot, k);
         }
         if constexpr (SPLIT) {
             const float unscale = 1.0f / in.table_scale, of_tiles = unscale * unscale / scales()[0];
@@ -243,7 +271,7 @@ struct Stream {
 #pragma unroll
                 for (int half = 0; half < BLOCK_HALVES; half++) mine.rhs[b][half] *= unscale / scales()[1];
         }
-        team_sync();  // the buffers become the Cholesky factor
+        team_sync();  // the buffers become the Cholesky factor, or take the entries of the next row
     }
 };
 
@@ -267,17 +295,28 @@ struct Queue {
     }
 };
 
+// Solves what `mine` holds. `meanwhile` is called once, when the buffers of entries are free; by conjugate gradients only.
+template <class Body>
 __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* status, int64 row, const TeamMemory& memory,
                                        const float* gram, const float* ridge, float scale, float epsilon, int cg_steps, int warp,
-                                       int lane) {
+                                       int lane, Body&& meanwhile) {
     lane = fresh(lane);
-    complete(mine, memory, gram, ridge, scale, RESIDUAL ? solutions + row * LD : nullptr, warp, lane);
-    team_sync();
-    lane = fresh(lane);
-    int failed;
-    if constexpr (SOLVER == 0) failed = cholesky_solve(mine, memory, epsilon, warp, lane);
-    else failed = conjugate_gradient(mine, memory, solutions + row * LD, cg_steps, warp, lane);
-    store_solution(solutions + row * LD, status + row, LD, memory, failed, warp, lane);
+    const float* given = RESIDUAL ? solutions + row * LD : nullptr;
+    if constexpr (SOLVER == 0) {
+        complete(mine, memory, gram, ridge, scale, given, warp, lane);
+        team_sync();
+        lane = fresh(lane);
+        const int failed = cholesky_solve(mine, memory, epsilon, warp, lane);
+        store_solution(solutions + row * LD, status + row, LD, memory, failed, warp, lane);
+    } else {
+        const int chief = int(row % WARPS);
+        Elements x;
+        if (warp == chief) load_elements(x, solutions + row * LD, lane);
+        complete(mine, memory, gram, ridge, scale, given, warp, lane);
+        team_sync();
+        conjugate_gradient(mine, memory, x, cg_steps, chief, warp, lane, meanwhile);
+        store_solution(solutions + row * LD, status + row, LD, memory, *memory.failed, warp, lane);
+    }
 }
 
 #if !SOLVED_APART && (KERNEL == 0 || KERNEL == 1)
@@ -294,18 +333,50 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
     const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, table_scale};
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
-    while (true) {
+    auto take = [&] {  // a row, -1 after the last one
         const int position = queue.take(warp, lane);
-        if (position >= n_rows) break;
+        if (position >= n_rows) return -1;
         queue.ask(warp, lane);
-        lane = fresh(lane);
-        const int row = rows[position];
+        return rows[position];
+    };
+    if constexpr (SOLVER == 0) {
+        for (int row = take(); row >= 0; row = take()) {
+            lane = fresh(lane);
+            Holding mine;
+            clear(mine);
+            Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}, {}};
+            stream.open();
+            stream.fill();
+            stream.run(mine);
+            finish(mine, solutions, status, row, memory, gram, ridge, scale[row], epsilon, cg_steps, warp, lane, [] {});
+            team_sync();  // the solution has been read
+        }
+        return;
+    }
+    // What a row needs first is asked for two rows and one row before, its entries while the row before is solved: one load
+    // depends on the other, and a short row takes hardly longer than each.
+    int row = take(), next = take();
+    if (row < 0) return;
+    Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}, {}};
+    stream.open();
+    stream.fill();
+    while (true) {
+        const int64 begin = next < 0 ? 0 : indptr[next], end = next < 0 ? 0 : indptr[next + 1];
+        const float penalty = scale[row];
+        const int later = take();
         Holding mine;
         clear(mine);
-        Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}, {}};
         stream.run(mine);
-        finish(mine, solutions, status, row, memory, gram, ridge, scale[row], epsilon, cg_steps, warp, lane);
+        stream.begin = begin;
+        stream.count = int(end - begin);
+        stream.open();
+        finish(mine, solutions, status, row, memory, gram, ridge, penalty, epsilon, cg_steps, warp, lane, [&] {
+            if (next >= 0) stream.fill();
+        });
+        if (next < 0) break;
         team_sync();  // the solution has been read
+        row = next;
+        next = later;
     }
 }
 #endif
@@ -333,6 +404,8 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
         Holding mine;
         clear(mine);
         Stream stream{in, memory, team_entries(team), segment[1], int(segment[2] - segment[1]), warp, lane, {}, {}};
+        stream.open();
+        stream.fill();
         stream.run(mine);
         float* partial = partials + segment[0] * PARTIAL;
         with_role(warp, [&](auto role) {
@@ -397,7 +470,7 @@ solve_partials(float* solutions, int* status, const float* partials, const int64
                 });
             });
         }
-        finish(mine, solutions, status, row, memory, gram, ridge, scale[row], epsilon, cg_steps, warp, lane);
+        finish(mine, solutions, status, row, memory, gram, ridge, scale[row], epsilon, cg_steps, warp, lane, [] {});
         team_sync();
     }
 }

@@ -1,7 +1,8 @@
-// split.cu - a table of factors as two float16 parts, scale * value = high + low to 22 bits
+// split.cu - a table of factors as two float16 parts, scale * value = high + low to 22 bits, or rounded to bf16
 // grid  : blocks of THREADS threads    shapes: parts (n_rows, RANK16 + RANK16) float16: high parts of a row, then low ones,
-//         zeros from LD on  table (n_rows, LD)  scale: a power of two that brings the largest value near 2^14
-// traffic: 8 bytes an element
+//         or (n_rows, RANK16) bf16; zeros from LD on  table (n_rows, LD)  scale: a power of two that brings the largest
+//         value near 2^14; of float16 parts only
+// traffic: 8 bytes an element, or 6
 // Done once a half sweep, so that no row is converted each time that it is gathered. A part of a value 2^18 times smaller
 // than the largest is still a normal number.
 #include "fragments.cuh"
@@ -12,6 +13,9 @@
 #ifndef LD
 #define LD RANK16
 #endif
+#ifndef NARROW
+#define NARROW 0                  // 1: bf16
+#endif
 
 constexpr int PAIRS = RANK16 / 2;
 
@@ -21,6 +25,10 @@ extern "C" __global__ void split_table(unsigned* __restrict__ parts, const float
         const int pair = int(k % PAIRS);
         float2 value = make_float2(0, 0);
         if (2 * pair < LD) value = *reinterpret_cast<const float2*>(table + row * LD + 2 * pair);
+        if constexpr (NARROW) {
+            parts[k] = pack_bf16(value.x, value.y);
+            continue;
+        }
         value.x *= scale;
         value.y *= scale;
         const unsigned high = pack_float16(value.x, value.y);

@@ -6,8 +6,8 @@
 // The factorization is blocked, right-looking: one warp factors the block on the diagonal and, in its other lanes,
 // inverts the factor; then L21 = A21 L11^-T and A22 -= L21 L21^T are products on tensor cores, and the substitutions
 // products with the inverses. Only the 16 columns of a block are eliminated one after the other.
-// shared (floats of a team): staged: entries on their way, then the factor by panels of 16 columns, packed (or A
-//                            itself for conjugate gradients); rhs, diagonal: RANK16 each; failed
+// shared (floats of a team): staged: entries on their way, then the factor by panels of 16 columns, packed;
+//                            rhs, diagonal: RANK16 each; failed; sums, for conjugate gradients
 // Failure goes to `status`: 0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
 #include "fragments.cuh"
 
@@ -120,6 +120,7 @@ struct TeamMemory {
     float* rhs;       // (RANK16,) right-hand side, then the solution
     float* diagonal;  // (RANK16,) of A before elimination
     int* failed;      // leading minor that is not positive definite, or 0
+    float* sums;      // (WARPS + 1, RANK16) parts of a product, for conjugate gradients
 };
 
 constexpr int TEAM_VECTORS = 2 * RANK16 + 16;  // floats beside the staged ones; 16 keep the next team aligned
@@ -325,6 +326,71 @@ __device__ __forceinline__ void accumulate_split(Holding& mine, const unsigned s
 #pragma unroll
                         for (int q = 0; q < 4; q++) mine.tiles[place].value[half][q] += sum[k - BEGIN][half][q];
                 });
+            });
+        });
+    });
+}
+
+// What 16 entries weigh beside a table of bf16: outer weights, and c as bf16 parts (high, low).
+struct NarrowWeights {
+    const float* outer;
+    const unsigned short* linear[2];
+};
+
+// high + low <- weight * value for two values in bf16.
+__device__ __forceinline__ void weigh(unsigned& high, unsigned& low, unsigned value, float2 weight) {
+    const float first = weight.x * __uint_as_float(value << 16), second = weight.y * __uint_as_float(value & 0xffff0000u);
+    high = pack_bf16(first, second);
+    low = pack_bf16(first - __uint_as_float(high << 16), second - __uint_as_float(high & 0xffff0000u));
+}
+
+// A += V^T W V and b += V^T c over 16 rows of V in bf16 in shared memory, `stride` values from row to row. V is the same on
+// both sides and in b; W V is in two parts, so that A stays positive definite.
+template <bool WEIGHTED>
+__device__ __forceinline__ void accumulate_narrow(Holding& mine, const unsigned short* rows, int stride,
+                                                  const NarrowWeights& weights, int warp, int lane) {
+    constexpr int PARTS = WEIGHTED ? 2 : 1;
+    const int group = lane / 4, pair = lane % 4 * 2;
+    unsigned linear[2];  // columns 0 and 1 are the parts of c
+    float2 outer[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        linear[k] = group < 2 ? SplitWeights::pair(group ? weights.linear[1] : weights.linear[0], pair + 8 * k) : 0u;
+        if constexpr (WEIGHTED) outer[k] = *reinterpret_cast<const float2*>(weights.outer + pair + 8 * k);
+    }
+    with_role(warp, [&](auto role) {
+        constexpr int ROLE = decltype(role)::value;
+        unsigned own[Holding::ROWS][PARTS][4], plain[Holding::ROWS][4];
+        for_rows<ROLE>([&](auto row) {
+            constexpr int i = decltype(row)::value, place = row_slot(i);
+            load_operand<false>(plain[place], rows + i * BLOCK, stride, lane);
+            float sum[4] = {};
+            mma_bf16(sum, plain[place], linear[0], linear[1]);
+            mine.rhs[place][0] += sum[0] + sum[1];
+            mine.rhs[place][1] += sum[2] + sum[3];
+#pragma unroll
+            for (int q = 0; q < 4; q++) {
+                if constexpr (WEIGHTED) weigh(own[place][0][q], own[place][PARTS - 1][q], plain[place][q], outer[q / 2]);
+                else own[place][0][q] = plain[place][q];
+            }
+        });
+        static_for<0, last_row(ROLE) + 1>([&](auto column) {
+            constexpr int j = decltype(column)::value;
+            unsigned operand[4];
+            if constexpr (owner(j) == ROLE) {  // what a lane holds of rows it also needs of columns
+#pragma unroll
+                for (int q = 0; q < 4; q++) operand[q] = copy_of(plain[row_slot(j)][q % 2 * 2 + q / 2], lane);
+            } else {
+                load_operand<true>(operand, rows + j * BLOCK, stride, lane);
+            }
+            for_rows<ROLE, j>([&](auto row) {
+                constexpr int i = decltype(row)::value;
+                Tile& tile = mine.tiles[tile_slot(i, j)];
+#pragma unroll
+                for (int part = PARTS - 1; part >= 0; part--)
+#pragma unroll
+                    for (int half = 0; half < BLOCK_HALVES; half++)
+                        mma_bf16(tile.value[half], own[row_slot(i)][part], operand[2 * half], operand[2 * half + 1]);
             });
         });
     });
@@ -606,112 +672,174 @@ __device__ __forceinline__ int cholesky_solve(Holding& mine, const TeamMemory& m
 
 // ---------------------------------------------------------------------------------------------- conjugate gradients
 
-// Sum over the team, the same bits in every thread; `scratch` holds WARPS values.
-__device__ __forceinline__ double team_sum(double value, double* scratch, int warp, int lane) {
-    value = warp_sum(value);
-    if constexpr (WARPS > 1) {
-        __syncthreads();  // the scratch of the sum before has been read
-        if (lane == 0) scratch[warp] = value;
-        __syncthreads();
-        value = 0;
-        for (int k = 0; k < WARPS; k++) value += scratch[k];
-    }
-    return value;
+// Adds up two values over the lanes that differ in bit DISTANCE: lanes without it get the sum of `first`, the others
+// that of `second`. So n values cost n - 1 shuffles and not n log n.
+template <int DISTANCE> __device__ __forceinline__ float halve(float first, float second, int lane) {
+    const bool upper = lane & DISTANCE;
+    return (upper ? second : first) + __shfl_xor_sync(FULL_WARP, upper ? first : second, DISTANCE);
 }
 
-// `steps` conjugate gradient steps on A x = b from x = start, with the rows of A in registers; x is left in
-// memory.rhs. Stops early where the residual has fallen by 1e-10 (squared 1e-20) or is about to underflow, as the CPU
-// does. Returns 0, NON_FINITE or NEGATIVE_CURVATURE.
-__device__ __forceinline__ int conjugate_gradient(Holding& mine, const TeamMemory& memory, const float* start, int steps,
-                                                  int warp, int lane) {
-    constexpr int ROWS = ceil_div(RANK16, TEAM);
+constexpr int PRODUCT_FLOATS = (WARPS + 1) * RANK16;  // row sums, then the column sums of each warp
+
+// Parts of A vector: each block left of the diagonal is also its mirror image. `sums` is as PRODUCT_FLOATS says.
+__device__ __forceinline__ void multiply_vector(const Holding& mine, const float* vector, float* sums, int warp, int lane) {
+    const int group = lane / 4, pair = lane % 4 * 2;
     with_role(warp, [&](auto role) {
-        for_tiles<decltype(role)::value>(mine.tiles, [&](Tile& tile, auto row, auto column) {
-            constexpr int i = decltype(row)::value, j = decltype(column)::value;
+        constexpr int ROLE = decltype(role)::value;
+        float along[Holding::ROWS][2] = {}, at_row[Holding::ROWS][2];
+        for_rows<ROLE>([&](auto row) {
+            constexpr int i = decltype(row)::value, place = row_slot(i);
+            at_row[place][0] = vector[i * BLOCK + group];
+            at_row[place][1] = vector[i * BLOCK + 8 + group];
+        });
+        static_for<0, last_row(ROLE) + 1>([&](auto column) {
+            constexpr int j = decltype(column)::value;
+            float down[BLOCK_HALVES][2] = {}, at_column[BLOCK_HALVES][2];
 #pragma unroll
-            for (int half = 0; half < BLOCK_HALVES; half++)
+            for (int half = 0; half < BLOCK_HALVES; half++) {
+                const float2 both = *reinterpret_cast<const float2*>(vector + j * BLOCK + 8 * half + pair);
+                at_column[half][0] = both.x;
+                at_column[half][1] = both.y;
+            }
+            for_rows<ROLE, j>([&](auto row) {
+                constexpr int i = decltype(row)::value, place = row_slot(i);
+                const Tile& tile = mine.tiles[tile_slot(i, j)];
 #pragma unroll
-                for (int q = 0; q < 4; q++) {
-                    const int r = i * BLOCK + tile_row(lane, q), c = j * BLOCK + tile_column(lane, half, q);
-                    memory.staged[c * STRIDE + r] = tile.value[half][q];
-                    if constexpr (i != j) memory.staged[r * STRIDE + c] = tile.value[half][q];
-                }
+                for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+                    for (int q = 0; q < 4; q++) {
+                        along[place][q / 2] += tile.value[half][q] * at_column[half][q % 2];
+                        if constexpr (i != j) down[half][q % 2] += tile.value[half][q] * at_row[place][q / 2];
+                    }
+            });
+            if constexpr (j < last_row(ROLE)) {
+                const float first = halve<16>(down[0][0], down[1][0], lane), second = halve<16>(down[0][1], down[1][1], lane);
+                float sum = halve<8>(first, second, lane);
+                sum += __shfl_xor_sync(FULL_WARP, sum, 4);
+                const int place = 8 * (lane / 16) + pair + lane / 8 % 2;
+                if (lane % 8 < 4) sums[(1 + ROLE) * RANK16 + j * BLOCK + place] = sum;
+            }
+        });
+        for_rows<ROLE>([&](auto row) {
+            constexpr int i = decltype(row)::value, place = row_slot(i);
+            float sum = halve<1>(along[place][0], along[place][1], lane);
+            sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+            if (lane % 4 < 2) sums[i * BLOCK + 8 * (lane % 2) + group] = sum;
         });
     });
-    team_sync();
-    const int thread = warp * WARP + lane;
-    float a[ROWS][RANK16], x[ROWS], r[ROWS], p[ROWS], ap[ROWS];
+}
+
+// Vectors of conjugate gradients, in one warp: element 32 e + lane of each.
+constexpr int ELEMENTS = ceil_div(RANK16, WARP);
+using Elements = float[ELEMENTS];
+
+__device__ __forceinline__ double dot(const Elements& u, const Elements& v) {
+    double sum = 0;
 #pragma unroll
-    for (int s = 0; s < ROWS; s++) {
-        const int row = s * TEAM + thread;
-        const bool valid = row < RANK16;
+    for (int e = 0; e < ELEMENTS; e++) sum += double(u[e]) * double(v[e]);
+    return warp_sum(sum);
+}
+
+// a / b for b > 0, of a float's range and to its last bits, though a and b are not: a division of doubles takes hundreds of
+// cycles, for which the other warps wait.
+__device__ __forceinline__ float quotient(double a, double b) {
+#ifdef HYBRIDMF_EMULATE
+    return float(a / b);
+#else
+    const double scale = __hiloint2double((2046 - (__double2hiint(b) >> 20)) << 20, 0);  // brings b to 1 ... 2
+    return __fdividef(float(a * scale), float(b * scale));
+#endif
+}
+
+// The product of which `multiply_vector` left the parts.
+__device__ __forceinline__ void collect(Elements& product, const float* sums, int lane) {
 #pragma unroll
-        for (int k = 0; k < RANK16; k++) a[s][k] = valid ? memory.staged[k * STRIDE + row] : 0.0f;
-        r[s] = valid ? memory.rhs[row] : 0.0f;
-        x[s] = row < RANK ? start[row] : 0.0f;
+    for (int e = 0; e < ELEMENTS; e++) {
+        const int k = e * WARP + lane;
+        product[e] = 0;
+        if (k < RANK16) {
+            product[e] = sums[k];
+            static_for<0, WARPS>([&](auto role) {
+                constexpr int ROLE = decltype(role)::value;
+                if (k < last_row(ROLE) * BLOCK) product[e] += sums[(1 + ROLE) * RANK16 + k];
+            });
+        }
     }
-    float* direction = memory.diagonal;  // (RANK16,); b and the diagonal have been read
-    double* scratch = reinterpret_cast<double*>(memory.failed);  // WARPS doubles in 16 floats
-    auto apply = [&](const float (&vector)[ROWS]) {  // ap = A vector
+}
+
+// Where conjugate gradients start.
+__device__ __forceinline__ void load_elements(Elements& x, const float* start, int lane) {
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; e++) x[e] = e * WARP + lane < RANK ? start[e * WARP + lane] : 0.0f;
+}
+
+// `steps` conjugate gradient steps on A x = b from x, which warp `chief` has, with the blocks of A where the products left
+// them; x is left in memory.rhs. Stops early where the residual has fallen by 1e-10 (squared 1e-20) or is about to
+// underflow, as the CPU does. All warps multiply; one has the vectors, so that only two barriers are in a step: another one
+// for each row, as it works more than the others of its part of the multiprocessor. `meanwhile` is called once, by all
+// warps. Failure, NON_FINITE or NEGATIVE_CURVATURE, is left in memory.failed.
+template <class Body>
+__device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemory& memory, const Elements& x, int steps, int chief,
+                                                   int warp, int lane, Body&& meanwhile) {
+    float* const direction = memory.diagonal;  // (RANK16,)
+    float* const sums = memory.sums;
+    int* const going_on = memory.failed + 1;
+    Elements r, p;
+    double square = 0, first = 0;
+    int status = 0;
+    if (warp == chief) {
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) {
+            const int k = e * WARP + lane;
+            r[e] = k < RANK ? memory.rhs[k] : 0.0f;
+            if (k < RANK16) direction[k] = memory.rhs[k] = x[e];
+        }
+        if (lane == 0) *going_on = 1;
+    }
+#pragma unroll 1
+    for (int step = -1; true; step++) {  // -1: the first residual
         team_sync();
-#pragma unroll
-        for (int s = 0; s < ROWS; s++)
-            if (s * TEAM + thread < RANK16) direction[s * TEAM + thread] = vector[s];
+        if (!*going_on) break;
+        multiply_vector(mine, direction, sums, warp, lane);
+        if (step < 0) meanwhile();
         team_sync();
+        if (warp != chief) continue;
+        Elements product;
+        collect(product, sums, lane);
+        float ratio = 0;
+        if (step < 0) {
 #pragma unroll
-        for (int s = 0; s < ROWS; s++) ap[s] = 0;
+            for (int e = 0; e < ELEMENTS; e++) r[e] -= product[e];
+            first = square = dot(r, r);
+            if (!isfinite(square)) status = NON_FINITE;
+        } else {
+            const double curvature = dot(p, product);
+            if (curvature <= 0) {
+                status = NEGATIVE_CURVATURE;
+            } else {
+                const float length = quotient(square, curvature);
 #pragma unroll
-        for (int k = 0; k < RANK16; k += 4) {
-            const float4 v = *reinterpret_cast<const float4*>(direction + k);
-#pragma unroll
-            for (int s = 0; s < ROWS; s++) {
-                ap[s] += a[s][k] * v.x;
-                ap[s] += a[s][k + 1] * v.y;
-                ap[s] += a[s][k + 2] * v.z;
-                ap[s] += a[s][k + 3] * v.w;
+                for (int e = 0; e < ELEMENTS; e++) {
+                    if (e * WARP + lane < RANK16) memory.rhs[e * WARP + lane] += length * p[e];
+                    r[e] -= length * product[e];
+                }
+                const double next = dot(r, r);
+                if (!isfinite(next)) status = NON_FINITE;
+                ratio = quotient(next, square);
+                square = next;
             }
         }
-    };
-    auto dot = [&](const float (&u)[ROWS], const float (&v)[ROWS]) {
-        double sum = 0;
 #pragma unroll
-        for (int s = 0; s < ROWS; s++) sum += double(u[s]) * double(v[s]);
-        return team_sum(sum, scratch, warp, lane);
-    };
-    apply(x);
-#pragma unroll
-    for (int s = 0; s < ROWS; s++) p[s] = r[s] -= ap[s];
-    double rr = dot(r, r);
-    const double first = rr;
-    int status = isfinite(rr) ? 0 : NON_FINITE;
-#pragma unroll 1
-    for (int step = 0; step < steps && status == 0; step++) {
-        if (rr <= 1e-20 * first || rr <= 1e-60) break;  // 1e-60: squares of float32 about to underflow
-        apply(p);
-        const double curvature = dot(p, ap);
-        if (curvature <= 0) {
-            status = NEGATIVE_CURVATURE;
-            break;
+        for (int e = 0; e < ELEMENTS; e++) {
+            p[e] = step < 0 ? r[e] : r[e] + ratio * p[e];
+            if (e * WARP + lane < RANK16) direction[e * WARP + lane] = p[e];
         }
-        const float length = float(rr / curvature);
-#pragma unroll
-        for (int s = 0; s < ROWS; s++) {
-            x[s] += length * p[s];
-            r[s] -= length * ap[s];
-        }
-        const double next = dot(r, r);
-        if (!isfinite(next)) status = NON_FINITE;
-        const float ratio = float(next / rr);
-#pragma unroll
-        for (int s = 0; s < ROWS; s++) p[s] = r[s] + ratio * p[s];
-        rr = next;
+        // 1e-60: squares of float32 about to underflow
+        const bool ends = status != 0 || step + 1 == steps || square <= 1e-20 * first || square <= 1e-60;
+        if (lane == 0 && ends) *going_on = 0;
     }
+    if (warp == chief && lane == 0) *memory.failed = status;
     team_sync();
-#pragma unroll
-    for (int s = 0; s < ROWS; s++)
-        if (s * TEAM + thread < RANK16) memory.rhs[s * TEAM + thread] = x[s];
-    team_sync();
-    return status;
 }
 
 // ---------------------------------------------------------------------------------------------- storing

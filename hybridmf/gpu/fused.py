@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
-from ..plan.fused import BLOCK, FusedConfig
+from ..plan.fused import BLOCK, OPERAND_BYTES, FusedConfig, operand_bytes, solved_apart
 from ..plan.types import NONNEGATIVE
 from .assembly import RowKernels, Sums, Systems
 from .launch import DeviceEntries, check, check_not_host, get_kernel, program
@@ -31,9 +31,9 @@ LARGEST_PART = 2.0**14
 SPLIT_THREADS = 256
 
 
-def split_constants(config: FusedConfig) -> dict[str, Any]:
+def split_constants(config: FusedConfig, precision: str) -> dict[str, Any]:
     """Compile-time constants of cuda/split.cu."""
-    return {"RANK16": config.rank16, "LD": config.width}
+    return {"RANK16": config.rank16, "LD": config.width, "NARROW": precision == "bf16"}
 
 
 SUMS_WARPS = 4
@@ -70,6 +70,7 @@ def build_constants(
     """Compile-time constants of the kernels."""
     # a solver of its own file needs no code here
     codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES.get(solver, 0)}
+    codes["SOLVED_APART"] = solved_apart(config.rank, solver)
     codes |= {"RESIDUAL": True} if residual else {}
     return config.constants | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets} | codes
 
@@ -84,8 +85,8 @@ def builds(
         names, sums = ["assemble_segments"], [("cholesky_sums.cu", "cholesky_sums", sums_constants(config))]
     else:
         names, sums = ["solve_partials", "assemble_segments"], []
-        names = names if config.solved_apart else ["solve_rows", *names]
-    splitting = [("split.cu", "split_table", split_constants(config))] if precision == "float32" else []
+        names = names if solved_apart(config.rank, solver) else ["solve_rows", *names]
+    splitting = [("split.cu", "split_table", split_constants(config, precision))] if precision in OPERAND_BYTES else []
     # each in a program of its own, so that they are compiled side by side
     kind = (precision, solver, implicit, offsets, residual)
     return [_build(name, config, *kind) for name in names] + sums + splitting
@@ -96,7 +97,7 @@ def _build(
 ) -> tuple[str, str, dict[str, Any]]:
     """``(file, kernel, constants)`` of one kernel of cuda/fused_als.cu."""
     if name == "assemble_segments":
-        config = config.assembling(precision)
+        config = config.assembling(precision, solver)
     # sums are solved alike, whatever they are sums of: one program for all
     kind: tuple[Any, ...] = ("float32", solver)
     if name != "solve_partials":
@@ -125,8 +126,8 @@ def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> Non
 
 
 def _check_entries(device: Device, config: FusedConfig, precision: str, table: Array, entries: DeviceEntries) -> None:
-    if precision == "float32":
-        check("table", table, np.uint32, (None, config.rank16))
+    if precision in OPERAND_BYTES:
+        check("table", table, np.uint32, (None, operand_bytes(config.rank, precision) // 4))
     else:
         check("table", table, np.float32, (None, config.width))
     check("indices", entries.indices, np.int32, (None,))
@@ -178,16 +179,16 @@ class FusedKernels(RowKernels):
         return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / self.largest)), -60, 60))
 
     def operand(self, table: Array) -> Array:
-        """Float16 parts of the factors if the precision is float32 (cuda/split.cu), uint32 of shape (n, rank16)."""
-        if self.precision != "float32":
+        """What cuda/split.cu makes of the factors, uint32 of shape (n, bytes / 4): float16 parts for float32, bf16."""
+        if self.precision not in OPERAND_BYTES:
             return table
         device, config = self.device, self.config
         check("table", table, np.float32, (None, config.width))
         check_not_host(device, table=table)
-        parts = device.empty((len(table), config.rank16), np.uint32)
+        parts = device.empty((len(table), operand_bytes(config.rank, self.precision) // 4), np.uint32)
         if len(table):
-            kernel = get_kernel(device, "split.cu", "split_table", **split_constants(config))
-            blocks = min(ceil_div(parts.size // 2, SPLIT_THREADS), 16 * device.spec.multiprocessors)
+            kernel = get_kernel(device, "split.cu", "split_table", **split_constants(config, self.precision))
+            blocks = min(ceil_div(len(table) * config.rank16 // 2, SPLIT_THREADS), 16 * device.spec.multiprocessors)
             kernel((blocks,), (SPLIT_THREADS,), (parts, table, np.int64(len(table)), np.float32(self.table_scale)), 0)
         return parts
 
@@ -201,7 +202,7 @@ class FusedKernels(RowKernels):
         Parameters
         ----------
         sums : (float32 array, shape (n_slots, partial_floats),)
-        table : array, shape (n_fixed, width) or (n_fixed, rank16)
+        table : array, shape (n_fixed, columns)
             The result of `operand`.
         entries : DeviceEntries
         segments : int64 array, shape (n_segments, 3)
@@ -209,7 +210,7 @@ class FusedKernels(RowKernels):
         """
         if not len(segments):
             return
-        device, config, (partials,) = self.device, self.config.assembling(self.precision), sums
+        device, config, (partials,) = self.device, self.config.assembling(self.precision, self.solver), sums
         _check_entries(device, config, self.precision, table, entries)
         check("partials", partials, np.float32, (None, config.partial_floats))
         check("segments", segments, np.int64, (None, 3))
@@ -227,7 +228,7 @@ class FusedKernels(RowKernels):
                 *entries.scalars,
                 np.float32(self.table_scale),
             ),
-            config.shared_bytes(self.solver),
+            config.shared_bytes(self.solver, self.precision),
         )
 
     def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
@@ -267,7 +268,7 @@ class FusedKernels(RowKernels):
                 np.float32(self.epsilon),
                 np.int32(self.cg_steps),
             ),
-            config.shared_bytes(self.solver),
+            config.shared_bytes(self.solver, self.precision),
         )
 
     def _solve_sums(self, systems: Systems, partials: Array, slots: Array, rows: Array) -> None:
@@ -332,7 +333,7 @@ class FusedKernels(RowKernels):
                 np.float32(self.epsilon),
                 np.int32(self.cg_steps),
             ),
-            config.shared_bytes(self.solver),
+            config.shared_bytes(self.solver, self.precision),
         )
 
     def _kernel(self, name: str, entries: DeviceEntries) -> Any:
@@ -363,7 +364,7 @@ def default_builds(
             for precision in precisions:
                 for solver in solvers:
                     config = FusedConfig.default(rank, spec, precision, solver)
-                    if config.assembling(precision) != config:  # kernels with warps of their own
+                    if config.assembling(precision, solver) != config:  # kernels with warps of their own
                         yield from builds(config, precision, solver, implicit, offsets)
                         continue
                     constants = build_constants(config, precision, solver, implicit, offsets)
@@ -373,4 +374,5 @@ def default_builds(
             yield from builds(config, "float32", "cholesky", implicit, False, residual=True)
         if config.solved_by_sums("cholesky"):
             yield "cholesky_sums.cu", "cholesky_sums", sums_constants(config)
-        yield "split.cu", "split_table", split_constants(config)
+        for precision in OPERAND_BYTES:
+            yield "split.cu", "split_table", split_constants(config, precision)

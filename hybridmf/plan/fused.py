@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,18 @@ SEGMENT = 4096
 """Entries above which a row is split: its sums are 9 KB (f = 64) for the 1 MB of factors that 4,096 entries gather."""
 
 SOLVED_APART = 97
-"""Rank from which all rows are assembled by one kernel and solved by another: the code of both does not fit in the
-instruction cache together. The sums go through global memory, 30 KB a row, and still an iteration took less in trials
-on Netflix's shape on an H200 (f = 100: 83 ms and not 94; f = 128: 130 and not 146). To measure it again, set this to
-129 and run ``bench/gpu.py --task als``."""
+"""Rank from which all rows are assembled by one kernel and factored by another: the code of both does not fit in the
+instruction cache together; that of conjugate gradients does. The sums go through global memory, 30 KB a row, and still
+an iteration took less in trials on Netflix's shape on an H200 (f = 100: 83 ms and not 94; f = 128: 130 and not 146). To
+measure it again, set this to 129 and run ``bench/gpu.py --task als``."""
+
+OPERAND_BYTES = {"float32": 4, "bf16": 2}
+"""Bytes of an element in the form that products read, made of the factors once a half sweep; without: the factors."""
+
+
+def solved_apart(rank: int, solver: str) -> bool:
+    """Whether one kernel assembles rows of any length and another one solves them."""
+    return rank >= SOLVED_APART and solver != "cg"
 
 
 def partial_floats(rank: int) -> int:
@@ -80,14 +88,16 @@ class FusedConfig:
         """The tuned configuration for a device, else that of `rule`."""
         facts = {"rank": rank, "precision": precision, "solver": "cg" if solver == "cg" else "cholesky"}
         found = tables.best(cls, "fused", spec, facts, given={"rank": rank}, block=BLOCK)
-        if found is not None and found.shared_bytes(solver) <= spec.shared_bytes:
+        if found is not None and found.shared_bytes(solver, precision) <= spec.shared_bytes:
             return found
-        return cls.rule(rank)
+        return cls.rule(rank, precision, solver)
 
     @classmethod
-    def rule(cls, rank: int) -> FusedConfig:
+    def rule(cls, rank: int, precision: str = "float32", solver: str = "cholesky") -> FusedConfig:
         """The configuration for a rank without a tuned one."""
         blocks = ceil_div(rank, BLOCK)
+        if rank >= SOLVED_APART and solver == "cg" and precision in OPERAND_BYTES:
+            return cls._summing(rank, precision)
         warps, teams, stages, blocks_per_sm = {
             1: (1, 4, 4, 6),
             2: (1, 4, 3, 4),
@@ -99,6 +109,11 @@ class FusedConfig:
             8: (4, 1, 3, 2),
         }[blocks]
         return cls(rank, warps, teams, stages, blocks_per_sm)
+
+    @classmethod
+    def _summing(cls, rank: int, precision: str) -> FusedConfig:
+        """The configuration that adds up the sums of the largest ranks fastest."""
+        return cls(rank, 4, 1, 3, 4 if precision == "bf16" and rank <= 112 else 3)
 
     @property
     def rank16(self) -> int:
@@ -115,29 +130,26 @@ class FusedConfig:
         """Threads of a block."""
         return 32 * self.warps * self.teams
 
-    def shared_bytes(self, solver: str = "cholesky") -> int:
+    def shared_bytes(self, solver: str = "cholesky", precision: str = "float32") -> int:
         """Dynamic shared memory of a block."""
         chunk, stride, blocks = (16 if self.warps == 1 else 8) * self.warps, self.rank16 + 8, self.rank16 // BLOCK
         packed = BLOCK * (blocks * stride - BLOCK * (blocks * (blocks - 1) // 2))
-        staged = max(self.stages * chunk * stride, self.rank16 * stride if solver == "cg" else packed)
-        return 4 * self.teams * (staged + 2 * self.rank16 + 16 + 3 * (self.stages + 1) * chunk)
+        staged = self.stages * chunk * stride
+        staged = staged + (self.warps + 1) * self.rank16 if solver == "cg" else max(staged, packed)
+        entries = (self.stages + 1) * chunk * (2 if precision == "bf16" else 1)  # in rows of half the bytes
+        return 4 * self.teams * (staged + 2 * self.rank16 + 16 + 3 * entries)
 
-    @property
-    def solved_apart(self) -> bool:
-        """Whether rows of any length are assembled by one kernel and solved by another."""
-        return self.rank >= SOLVED_APART
-
-    def assembling(self, precision: str) -> FusedConfig:
+    def assembling(self, precision: str, solver: str) -> FusedConfig:
         """The configuration of the kernel that leaves sums: where another one solves, each has warps of its own."""
-        if not self.solved_apart or precision != "float32":
+        if not solved_apart(self.rank, solver) or precision not in OPERAND_BYTES:
             return self
         # 38.6 ms against 46.8 for two warps (rank 100), 48.6 against 52.1 for two blocks (rank 128): both sides of
         # Netflix's shape on an H200; to solve, two warps are 1.6 times as fast (rank 100)
-        return replace(self, warps=4, teams=1, stages=3, blocks_per_sm=3)
+        return self._summing(self.rank, precision)
 
     def solved_by_sums(self, solver: str) -> bool:
         """Whether cuda/cholesky_sums.cu solves: for the largest systems, where four warps share one."""
-        return self.solved_apart and solver == "cholesky" and self.rank16 == MAX_RANK
+        return solved_apart(self.rank, solver) and self.rank16 == MAX_RANK
 
     @property
     def partial_floats(self) -> int:
@@ -154,7 +166,6 @@ class FusedConfig:
             "TEAMS": self.teams,
             "STAGES": self.stages,
             "BLOCKS_PER_SM": self.blocks_per_sm,
-            "SOLVED_APART": self.solved_apart,
         }
 
 
@@ -175,7 +186,7 @@ def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float =
 
 def operand_bytes(rank: int, precision: str) -> int:
     """Bytes of a row of the fixed side in the form that products read, beside its factors; 0 if they read these."""
-    return 4 * round_up(rank, BLOCK) if precision == "float32" else 0
+    return OPERAND_BYTES.get(precision, 0) * round_up(rank, BLOCK)
 
 
 def table_width(rank: int, dtype: Any) -> int:

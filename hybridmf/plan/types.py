@@ -19,7 +19,7 @@ from ..core.validate import MAX_FACTORS, check_bool, check_choice, check_int, ch
 from ..data.store import StoreMatrix
 from ..device.cuda import DeviceSpec
 from ..native import _als
-from .fused import SOLVED_APART, table_width
+from .fused import solved_apart, table_width
 from .grid import Grid
 from .half_sweep import Place
 from .machine import CpuRates, Machine
@@ -570,7 +570,7 @@ class Plan:
     @property
     def solved_apart(self) -> bool:
         """Whether sums of all rows, not only of long ones, go through a GPU's memory before they are solved."""
-        return self.assembly != "fused" or self.system_rank >= SOLVED_APART or self.solver == NONNEGATIVE
+        return self.assembly != "fused" or self.solver == NONNEGATIVE or solved_apart(self.system_rank, self.solver)
 
     @property
     def flops_per_iteration(self) -> float:

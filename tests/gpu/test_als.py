@@ -182,12 +182,13 @@ def test_negative_and_zero_feedback(device):
 
 
 @pytest.mark.parametrize(
-    ("assembly", "name"),
-    [("fused", "explicit"), ("fused", "explicit-biases"), ("fused", "implicit"), ("sparse_syrk", "implicit")],
-)
+    ("assembly", "name", "rank"),
+    [("fused", "explicit", RANK), ("fused", "explicit-biases", RANK), ("fused", "implicit", RANK),
+     ("fused", "explicit", 100), exhaustive("fused", "implicit", 70), ("sparse_syrk", "implicit", RANK)],
+)  # fmt: skip
 @pytest.mark.parametrize("warm", [False, True])
-def test_cg_is_textbook_conjugate_gradients(device, assembly, name, warm):
-    rank = RANK - OBJECTIVES[name].biases
+def test_cg_is_textbook_conjugate_gradients(device, assembly, name, rank, warm):
+    rank -= OBJECTIVES[name].biases
     problem = Problem(planted(), OBJECTIVES[name], rank)
     start = random_factors(60, rank, np.float32, problem.objective.biases, seed=5)
     for steps in (1, 3, 8):

@@ -231,7 +231,7 @@ def _fused_rule(facts: Facts, spec: DeviceSpec) -> FusedConfig:
     why_not = plan_fused.supports(facts["rank"], "float32", spec)
     if why_not:
         raise ValueError(why_not)
-    return FusedConfig.rule(facts["rank"])
+    return FusedConfig.rule(**facts)
 
 
 def _fused_registers(facts: Facts, config: FusedConfig) -> int:
@@ -321,7 +321,7 @@ SPACES = {
         _fused_facts, FusedConfig, _fused_rule, given=("rank",), weight=4.0, block=plan_fused.BLOCK,
         parameters={"warps": (1, 2, 4), "teams": (1, 2, 4, 8), "stages": (2, 3, 4, 5, 6)},
         blocks=(1.0, 0.8, 0.6, 0.4), registers=_fused_registers, family=("warps", "teams"),
-        shared=lambda facts, config: config.shared_bytes(facts["solver"]),
+        shared=lambda facts, config: config.shared_bytes(facts["solver"], facts["precision"]),
         # a warp multiplies 16 x 16 blocks: its square patch of blocks determines the reuse
         work=lambda config: (config.rank16 / plan_fused.BLOCK / config.warps**0.5, 1.0),
         builds=_fused_builds, trial=partial(trials.als_trial, assembly="fused", timed="all"),
