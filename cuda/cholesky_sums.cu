@@ -1,4 +1,4 @@
-// cholesky_sums.cu - A[u] x[u] = b[u] for rows u whose sums `assemble_segments` has left in global memory, rank 113 to
+// cholesky_sums.cu - A[u] x[u] = b[u] for rows u whose sums `assemble_segments` has left in global memory, rank 97 to
 //                    128; A[u] = G + sums + scale_u ridge
 // grid  : any number of blocks, which take systems in turn     block : 4 warps, one system at a time
 // shapes: partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle as the lanes of a warp hold them, then b
@@ -8,12 +8,12 @@
 // traffic: PARTIAL floats a slot read, LD floats a row written     flops: n_rows (RANK^3 / 3 + 2 RANK^2)
 // limits: 7 or 8 blocks in a row of A; sm_80 or later
 //
-// A system is a chain of dependent steps (each block on the diagonal takes some 2,500 cycles, of which the others wait),
-// so throughput is the number of systems on a multiprocessor: the triangle stays in registers, 72 a thread, and shared
+// A system is a chain of dependent steps (the blocks on the diagonal take half of its time, of which the others wait), so
+// throughput is the number of systems on a multiprocessor: the triangle stays in registers, 72 a thread, and shared
 // memory holds no more of the factor than one panel. Right-looking: with panel p solved, A22 -= L21 L21^T. A warp owns
 // rows w and BLOCKS - 1 - w of blocks, so that all have about as many. Which row and column a slot of registers holds
-// depends on the warp at run time; one text serves all warps. 65,536 systems of rank 128 took 5.5 ms on an H200 where
-// `solve_partials` took 8.0; of rank 112 and less that one is as fast (4.1 ms, two warps a system).
+// depends on the warp at run time; one text serves all warps. 65,536 systems of rank 128 / 100 take 4.1 / 3.5 ms on an
+// H200.
 #include "system.cuh"
 
 #ifndef LD
@@ -60,52 +60,71 @@ __device__ __forceinline__ Place place_of(int warp, int slot) {
 
 __device__ __forceinline__ int owner_of(int row) { return row < WARPS ? row : BLOCKS - 1 - row; }
 
+// Calls body(Index<s>{}, i, j) for each slot of a warp that holds a block.
+template <class Body> __device__ __forceinline__ void for_slots(int warp, Body&& body) {
+    static_for<0, SLOTS>([&](auto slot) {
+        const Place at = place_of(warp, decltype(slot)::value);
+        if (BLOCKS == 2 * WARPS || at.i >= 0) body(slot, at.i, at.j);
+    });
+}
+
 // The sums of a system, with the Gram matrix and the ridge; leaves b and the diagonal of A in shared memory. Rows and
-// columns from RANK on become those of the identity.
+// columns from RANK on become those of the identity. No load waits for another: a system is 37 KB from far away.
 __device__ __forceinline__ void load_system(Tile (&tiles)[SLOTS], const SystemMemory& memory, const float* __restrict__ partials,
                                             int64 begin, int64 end, const float* __restrict__ gram,
                                             const float* __restrict__ ridge, float scale, int warp, int lane) {
     const int thread = warp * WARP + lane;
+    const float* first = partials + begin * PARTIAL + lane;
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++) {
+        const Place at = place_of(warp, s);
+        const int tile = BLOCKS < 2 * WARPS && at.i < 0 ? 0 : at.i * (at.i + 1) / 2 + at.j;
+#pragma unroll
+        for (int k = 0; k < 8; k++) tiles[s].value[k / 4][k % 4] = first[tile * TILE_FLOATS + k * WARP];
+    }
     if (thread < RANK16) {
         float sum = 0;
         for (int64 k = begin; k < end; k++) sum += partials[k * PARTIAL + TILE_COUNT * TILE_FLOATS + thread];
         memory.rhs()[thread] = thread < RANK ? sum : 0.0f;
+        memory.diagonal()[thread] = thread < RANK ? ridge[thread] * scale : 0.0f;
     }
     if (thread == 0) *memory.failed() = 0;
+    for (int64 more = begin + 1; more < end; more++)
+        for_slots(warp, [&](auto slot, int i, int j) {
+            const float* source = partials + more * PARTIAL + (i * (i + 1) / 2 + j) * TILE_FLOATS + lane;
 #pragma unroll
-    for (int s = 0; s < SLOTS; s++) {
-        const Place at = place_of(warp, s);
-        const int offset = (at.i * (at.i + 1) / 2 + at.j) * TILE_FLOATS + lane;
+            for (int k = 0; k < 8; k++) tiles[decltype(slot)::value].value[k / 4][k % 4] += source[k * WARP];
+        });
+    if (gram != nullptr)
 #pragma unroll
-        for (int k = 0; k < 8; k++) tiles[s].value[k / 4][k % 4] = 0;
-        if (at.i < 0) continue;
-        for (int64 slot = begin; slot < end; slot++)
+        for (int s = 0; s < SLOTS; s++) {
+            const Place at = place_of(warp, s);
+            const int i = BLOCKS < 2 * WARPS && at.i < 0 ? 0 : at.i;
+            const float* corner = gram + (i * BLOCK + lane / 4) * RANK16 + at.j * BLOCK + lane % 4 * 2;
 #pragma unroll
-            for (int k = 0; k < 8; k++) tiles[s].value[k / 4][k % 4] += partials[slot * PARTIAL + offset + k * WARP];
-    }
+            for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-    for (int s = 0; s < SLOTS; s++) {
-        const Place at = place_of(warp, s);
-        if (at.i < 0) continue;
-#pragma unroll
-        for (int half = 0; half < BLOCK_HALVES; half++)
-#pragma unroll
-            for (int q = 0; q < 4; q += 2) {
-                const int r = at.i * BLOCK + tile_row(lane, q), c = at.j * BLOCK + tile_column(lane, half, q);
-                if (gram != nullptr) {
-                    const float2 pair = *reinterpret_cast<const float2*>(gram + r * RANK16 + c);
+                for (int q = 0; q < 4; q += 2) {
+                    const float2 pair = __ldg(reinterpret_cast<const float2*>(corner + 4 * q * RANK16 + 8 * half));
                     tiles[s].value[half][q] += pair.x;
                     tiles[s].value[half][q + 1] += pair.y;
                 }
+        }
+    __syncthreads();  // the ridge stands on the diagonal
+    for_slots(warp, [&](auto slot, int i, int j) {
+        Tile& tile = tiles[decltype(slot)::value];
+        if (i != j && (RANK % BLOCK == 0 || i != BLOCKS - 1)) return;
 #pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    float& element = tiles[s].value[half][q + k];
-                    if (r == c + k && r < RANK) element += ridge[r] * scale;
-                    if (RANK % BLOCK != 0 && (r >= RANK || c + k >= RANK)) element = r == c + k;
-                    if (r == c + k) memory.diagonal()[r] = element;
-                }
+        for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) {
+                const int r = i * BLOCK + tile_row(lane, q), c = j * BLOCK + tile_column(lane, half, q);
+                float& element = tile.value[half][q];
+                if (r == c) element += memory.diagonal()[r];
+                if (RANK % BLOCK != 0 && (r >= RANK || c >= RANK)) element = r == c;
+                if (r == c) memory.diagonal()[r] = element;
             }
-    }
+    });
 }
 
 // Factors block p on the diagonal and carries the right-hand side through it: y = W b.
@@ -229,28 +248,43 @@ __device__ __forceinline__ void update(Tile (&tiles)[SLOTS], const SystemMemory&
     }
 }
 
-// x_p = W_p^T b_p, then b_j -= L_pj^T x_p for the blocks left of it: all are in the registers of one warp.
-__device__ __forceinline__ void substitute_back(const Tile (&tiles)[SLOTS], const SystemMemory& memory, int p, int warp, int lane) {
+// L^T x = b from the last block on, x in place of b. Block p of L^T x has parts from the blocks below it, each in the
+// registers of its warp: these become, once x of their row is known, a lane's part of their column's sums, and the sums
+// over lanes and warps are formed when their turn comes.
+__device__ __forceinline__ void substitute_back(Tile (&tiles)[SLOTS], const SystemMemory& memory, int warp, int lane) {
+    float* sums = memory.base;  // (WARPS, BLOCK), where the panels were
     const int c = lane % BLOCK, part = lane / BLOCK;
-    const float value = memory.rhs()[p * BLOCK + c];
-    const float* column = memory.inverse(p) + part * (BLOCK / 2) * INVERSE_STRIDE + c;
-    float x = 0;
-#pragma unroll
-    for (int n = 0; n < BLOCK / 2; n++) x += column[n * INVERSE_STRIDE] * __shfl_sync(FULL_WARP, value, n + part * (BLOCK / 2));
-    x += __shfl_xor_sync(FULL_WARP, x, BLOCK);
-    __syncwarp();  // all have read b
-    if (part == 0) memory.rhs()[p * BLOCK + c] = x;
-    const float low = __shfl_sync(FULL_WARP, x, lane / 4), high = __shfl_sync(FULL_WARP, x, lane / 4 + 8);
     const bool second_half = lane & 16, odd = lane & 8;
+#pragma unroll 1
+    for (int p = BLOCKS - 1;; p--) {
+        if (warp == owner_of(p)) {
+            float value = memory.rhs()[p * BLOCK + c];
+            if (p < BLOCKS - 1)
 #pragma unroll
-    for (int s = 0; s < SLOTS; s++) {
-        const Place at = place_of(warp, s);
-        if (at.i != p || at.j >= p) continue;
-        float sum[BLOCK_HALVES][2];  // of columns 8 half + 2 t and the next, over rows g and g + 8
+                for (int w = 0; w < WARPS; w++) value -= sums[w * BLOCK + c];
+            const float* column = memory.inverse(p) + part * (BLOCK / 2) * INVERSE_STRIDE + c;
+            float x = 0;
 #pragma unroll
-        for (int half = 0; half < BLOCK_HALVES; half++)
+            for (int n = 0; n < BLOCK / 2; n++)
+                x += column[n * INVERSE_STRIDE] * __shfl_sync(FULL_WARP, value, n + part * (BLOCK / 2));
+            x += __shfl_xor_sync(FULL_WARP, x, BLOCK);
+            __syncwarp();  // all have read b
+            if (part == 0) memory.rhs()[p * BLOCK + c] = x;
+        }
+        __syncthreads();
+        if (p == 0) break;
+        const float low = memory.rhs()[p * BLOCK + lane / 4], high = memory.rhs()[p * BLOCK + lane / 4 + 8];
+        float sum[BLOCK_HALVES][2] = {};  // of columns 8 half + 2 t and the next, over rows g and g + 8
+        for_slots(warp, [&](auto slot, int i, int j) {
+            float(&value)[BLOCK_HALVES][4] = tiles[decltype(slot)::value].value;
 #pragma unroll
-            for (int k = 0; k < 2; k++) sum[half][k] = tiles[s].value[half][k] * low + tiles[s].value[half][2 + k] * high;
+            for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    if (i == p && j < p) value[half][k] = value[half][k] * low + value[half][2 + k] * high;
+                    if (i >= p && j == p - 1) sum[half][k] += value[half][k];
+                }
+        });
         // over the eight g: each step halves the columns that a lane keeps
         float kept[2];
 #pragma unroll
@@ -261,7 +295,8 @@ __device__ __forceinline__ void substitute_back(const Tile (&tiles)[SLOTS], cons
         const float given = __shfl_xor_sync(FULL_WARP, odd ? kept[0] : kept[1], 8);
         float total = (odd ? kept[1] : kept[0]) + given;
         total += __shfl_xor_sync(FULL_WARP, total, 4);
-        if (!(lane & 4)) memory.rhs()[at.j * BLOCK + (second_half ? 8 : 0) + lane % 4 * 2 + (odd ? 1 : 0)] -= total;
+        if (!(lane & 4)) sums[warp * BLOCK + (second_half ? 8 : 0) + lane % 4 * 2 + (odd ? 1 : 0)] = total;
+        __syncthreads();
     }
 }
 
@@ -286,11 +321,7 @@ cholesky_sums(float* solutions, int* status, const float* partials, const int64*
             __syncthreads();
             update(tiles, memory, p, warp, lane);
         }
-#pragma unroll 1
-        for (int p = BLOCKS - 1; p >= 0; p--) {
-            if (warp == owner_of(p)) substitute_back(tiles, memory, p, warp, lane);
-            __syncthreads();
-        }
+        substitute_back(tiles, memory, warp, lane);
         const TeamMemory solved{memory.base, memory.rhs(), memory.diagonal(), memory.failed()};
         store_solution(solutions + int64(row) * LD, status + row, LD, solved, *memory.failed(), warp, lane);
         __syncthreads();  // the solution has been read

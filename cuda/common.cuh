@@ -110,7 +110,8 @@ __device__ __forceinline__ void copy_async_16(void* target, const void* source, 
     emulator::copy_16(target, source, valid);
 #elif HAS_ASYNC_COPY
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(target));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(valid ? 16 : 0)
+    asm volatile("{ .reg .pred skip;\n setp.eq.b32 skip, %2, 0;\n cp.async.cg.shared.global [%0], [%1], 16, skip; }" ::"r"(address),
+                 "l"(source), "r"(int(valid))
                  : "memory");
 #else
     *static_cast<float4*>(target) = valid ? *static_cast<const float4*>(source) : make_float4(0, 0, 0, 0);

@@ -42,7 +42,7 @@
 #define KERNEL 0                  // 1 solve_rows, 2 assemble_segments, 3 solve_partials: only this one; 0: all
 #endif
 
-#define SOLVED_BY_SUMS (SOLVED_APART && SOLVER == 0 && RANK > 112)  // by cholesky_sums.cu
+#define SOLVED_BY_SUMS (SOLVED_APART && SOLVER == 0)  // by cholesky_sums.cu
 
 static_assert(LD % 4 == 0 && LD >= RANK && LD <= RANK16, "rows are copied in pieces of 16 bytes");
 static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps synchronizes its whole block");
@@ -56,6 +56,7 @@ constexpr int TABLE_LD = NARROW ? RANK16 / 2 : SPLIT ? RANK16 : LD;  // floats f
 constexpr int PIECES = TABLE_LD / 4;                   // of 16 bytes in a row of the table
 constexpr int LANES = PIECES <= 2 ? 2 : PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // that copy one row
 constexpr int ENTRIES_PER_COPY = WARP / LANES;
+constexpr int COPIES = ENTRIES_PER_WARP / ENTRIES_PER_COPY;
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
 // In a stage; with `load_operand`, an odd number of 16 bytes.
@@ -195,12 +196,15 @@ struct Stream {
             const int first = warp * ENTRIES_PER_WARP + lane / LANES, piece = lane % LANES;
             const int* index = slots[chunk % SLOTS].index + first;
             float* stage = memory.staged + (chunk % STAGES * CHUNK + first) * STAGE_STRIDE + 4 * piece;
-            const float* source = in.factors + 4 * piece;
+            const char* source = reinterpret_cast<const char*>(in.factors + 4 * piece);
+            int row[COPIES];  // all before the first copy, which the compiler does not move loads across
+#pragma unroll
+            for (int k = 0; k < COPIES; k++) row[k] = index[k * ENTRIES_PER_COPY];
             if (piece < PIECES)
 #pragma unroll
-                for (int k = 0; k < ENTRIES_PER_WARP; k += ENTRIES_PER_COPY) {
-                    const int row = index[k];
-                    copy_async_16(stage + k * STAGE_STRIDE, source + int64(row < 0 ? 0 : row) * TABLE_LD, row >= 0);
+                for (int k = 0; k < COPIES; k++) {
+                    const char* from = source + unsigned(row[k]) * (TABLE_LD * 4ull);  // not read where the row is -1
+                    copy_async_16(stage + k * ENTRIES_PER_COPY * STAGE_STRIDE, from, row[k] >= 0);
                 }
         }
         copy_commit();

@@ -27,7 +27,7 @@ static_assert(RANK >= 1 && RANK <= 128, "larger systems do not fit in the regist
 static_assert(WARPS == 1 || ((WARPS == 2 || WARPS == 4) && BLOCKS >= 5), "teams have 1 warp, or 2 or 4 of at least 5 x 5 blocks");
 
 constexpr int GROUP = 2;                       // tiles of a column whose rounded products are under way together
-constexpr int SPLIT_GROUP = 4;                 // the same where both operands are float16 parts, of two columns
+constexpr int SPLIT_GROUP = 4;                 // the same where both operands are float16 parts, of a row
 
 constexpr int NON_FINITE = -1;
 constexpr int NEGATIVE_CURVATURE = -2;
@@ -261,72 +261,73 @@ struct SplitWeights {
 // high + low <- weight * (high + low), to 22 bits: what rounds off the product of the high parts goes to the low one.
 __device__ __forceinline__ void weigh(unsigned& high, unsigned& low, unsigned weight_high, unsigned weight_low) {
     const unsigned product = multiply_float16(weight_high, high);
-    const unsigned lost = multiply_add_float16(weight_high, high, product ^ 0x80008000u);
+    const unsigned lost = multiply_add_float16(weight_high, high, negate_float16(product));
     low = multiply_add_float16(weight_low, high, multiply_add_float16(weight_high, low, lost));
     high = product;
 }
 
 // A += V^T W V and b += V^T c over 16 rows of V in shared memory, RANK16 high parts and then RANK16 low parts each,
-// `stride` values from row to row. Weights are multiplied with one operand; right-hand sides are products, too.
+// `stride` values from row to row. A block is loaded once, as operand of columns; the operand of rows, which alone is
+// weighted, is made from it in registers. Right-hand sides are products, too.
 template <bool WEIGHTED>
 __device__ __forceinline__ void accumulate_split(Holding& mine, const unsigned short* rows, int stride,
                                                  const SplitWeights& weights, int warp, int lane) {
     const int group = lane / 4, pair = lane % 4 * 2;
-    unsigned linear[2];  // columns 0 and 1 are the parts of c
+    unsigned linear[2], outer[2][2];  // of entries k and k + 8; columns 0 and 1 of `linear` are the parts of c
 #pragma unroll
-    for (int k = 0; k < 2; k++)
+    for (int k = 0; k < 2; k++) {
         linear[k] = group < 2 ? SplitWeights::pair(group ? weights.linear[1] : weights.linear[0], pair + 8 * k) : 0u;
+#pragma unroll
+        for (int part = 0; part < 2; part++) outer[part][k] = WEIGHTED ? SplitWeights::pair(weights.outer[part], pair + 8 * k) : 0u;
+    }
     with_role(warp, [&](auto role) {
         constexpr int ROLE = decltype(role)::value;
-        unsigned own[Holding::ROWS][2][4];
-        for_rows<ROLE>([&](auto row) {
-            constexpr int i = decltype(row)::value, place = row_slot(i);
-            unsigned(&part)[2][4] = own[place];
-            load_operand<false>(part[0], rows + i * BLOCK, stride, lane);
-            load_operand<false>(part[1], rows + RANK16 + i * BLOCK, stride, lane);
-            float sum[4] = {};
-            mma_float16(sum, part[1], group == 0 ? linear[0] : 0u, group == 0 ? linear[1] : 0u);
-            mma_float16(sum, part[0], linear[0], linear[1]);
-            mine.rhs[place][0] += sum[0] + sum[1];
-            mine.rhs[place][1] += sum[2] + sum[3];
-            if constexpr (WEIGHTED)
+        unsigned columns[BLOCKS][2][4];
+        static_for<0, last_row(ROLE) + 1>([&](auto row) {
+            constexpr int i = decltype(row)::value;
 #pragma unroll
-                for (int q = 0; q < 4; q++)
-                    weigh(part[0][q], part[1][q], SplitWeights::pair(weights.outer[0], pair + q / 2 * 8),
-                          SplitWeights::pair(weights.outer[1], pair + q / 2 * 8));
-        });
-        static_for<0, ceil_div(last_row(ROLE) + 1, 2)>([&](auto pair_of_columns) {
-            constexpr int J = 2 * decltype(pair_of_columns)::value, FIRST = rows_from(ROLE, J);
-            constexpr int COUNT = FIRST + (J + 1 <= last_row(ROLE) ? rows_from(ROLE, J + 1) : 0);
-            unsigned part[2][2][4];  // of two columns of blocks: more products are under way than of one
-            static_for<0, (COUNT > FIRST ? 2 : 1)>([&](auto next) {
-                constexpr int c = decltype(next)::value;
-                load_operand<true>(part[c][0], rows + (J + c) * BLOCK, stride, lane);
-                load_operand<true>(part[c][1], rows + RANK16 + (J + c) * BLOCK, stride, lane);
-            });
-            static_for<0, ceil_div(COUNT, SPLIT_GROUP)>([&](auto group_index) {
-                constexpr int BEGIN = decltype(group_index)::value * SPLIT_GROUP;
-                constexpr int SIZE = COUNT - BEGIN < SPLIT_GROUP ? COUNT - BEGIN : SPLIT_GROUP;
-                float sum[SIZE][BLOCK_HALVES][4] = {};
-                static_for<0, PASSES>([&](auto pass) {  // low x high, high x low, high x high
-                    constexpr int A = decltype(pass)::value == 0, B = decltype(pass)::value == 1;
+            for (int part = 0; part < 2; part++)
+                load_operand<true>(columns[i][part], rows + part * RANK16 + i * BLOCK, stride, lane);
+            if constexpr (owner(i) == ROLE) {
+                unsigned own[2][4];
+#pragma unroll
+                for (int part = 0; part < 2; part++)
+                    if constexpr (WEIGHTED) {
+#pragma unroll
+                        for (int q = 0; q < 4; q++) own[part][q] = columns[i][part][q % 2 * 2 + q / 2];
+                    } else {  // one load instead of four moves: mma wants its operands in neighbouring registers
+                        load_operand<false>(own[part], rows + part * RANK16 + i * BLOCK, stride, lane);
+                    }
+                float sum[4] = {};
+                mma_float16(sum, own[1], group == 0 ? linear[0] : 0u, group == 0 ? linear[1] : 0u);
+                mma_float16(sum, own[0], linear[0], linear[1]);
+                mine.rhs[row_slot(i)][0] += sum[0] + sum[1];
+                mine.rhs[row_slot(i)][1] += sum[2] + sum[3];
+                if constexpr (WEIGHTED)
+#pragma unroll
+                    for (int q = 0; q < 4; q++) weigh(own[0][q], own[1][q], outer[0][q / 2], outer[1][q / 2]);
+                static_for<0, ceil_div(i + 1, SPLIT_GROUP)>([&](auto group_index) {
+                    constexpr int BEGIN = decltype(group_index)::value * SPLIT_GROUP;
+                    constexpr int SIZE = i + 1 - BEGIN < SPLIT_GROUP ? i + 1 - BEGIN : SPLIT_GROUP;
+                    float sum[SIZE][BLOCK_HALVES][4] = {};
+                    static_for<0, PASSES>([&](auto pass) {  // low x high, high x low, high x high
+                        constexpr int A = decltype(pass)::value == 0, B = decltype(pass)::value == 1;
+                        static_for<0, SIZE>([&](auto index) {
+                            constexpr int k = decltype(index)::value;
+                            const unsigned(&column)[4] = columns[BEGIN + k][B];
+#pragma unroll
+                            for (int half = 0; half < BLOCK_HALVES; half++)
+                                mma_float16(sum[k][half], own[A], column[2 * half], column[2 * half + 1]);
+                        });
+                    });
                     static_for<0, SIZE>([&](auto index) {
-                        constexpr int k = BEGIN + decltype(index)::value, c = k >= FIRST;
-                        constexpr int place = row_slot(row_after(ROLE, J + c, c ? k - FIRST : k));
+                        constexpr int k = decltype(index)::value;
+                        Tile& tile = mine.tiles[tile_slot(i, BEGIN + k)];
 #pragma unroll
-                        for (int half = 0; half < BLOCK_HALVES; half++)
-                            mma_float16(sum[k - BEGIN][half], own[place][A], part[c][B][2 * half], part[c][B][2 * half + 1]);
+                        for (int q = 0; q < 8; q++) tile.value[q / 4][q % 4] += sum[k][q / 4][q % 4];
                     });
                 });
-                static_for<0, SIZE>([&](auto index) {
-                    constexpr int k = BEGIN + decltype(index)::value, c = k >= FIRST;
-                    constexpr int place = tile_slot(row_after(ROLE, J + c, c ? k - FIRST : k), J + c);
-#pragma unroll
-                    for (int half = 0; half < BLOCK_HALVES; half++)
-#pragma unroll
-                        for (int q = 0; q < 4; q++) mine.tiles[place].value[half][q] += sum[k - BEGIN][half][q];
-                });
-            });
+            }
         });
     });
 }
@@ -461,17 +462,21 @@ __device__ __forceinline__ void factor_diagonal(float* block, int stride, const 
     float a[BLOCK];
 #pragma unroll
     for (int c = 0; c < BLOCK; c++) a[c] = lane < BLOCK ? block[c * stride + lane] : (lane == BLOCK + c ? 1.0f : 0.0f);
-    int failed = 0;
+    float pivot = 0;  // of column `lane`
 #pragma unroll
     for (int j = 0; j < BLOCK; j++) {
-        const float d = __shfl_sync(FULL_WARP, a[j], j);
-        // a pivot that is all cancellation means a singular matrix; one that is no number, an overflow before
-        const bool finite = isfinite(d), good = finite && d > epsilon * diagonal[j];
-        if (!good && !failed) failed = finite ? first + j + 1 : NON_FINITE;
-        a[j] *= good ? reciprocal_root(d) : 0.0f;
+        if (lane == j) pivot = a[j];
+        a[j] *= reciprocal_root(__shfl_sync(FULL_WARP, a[j], j));
 #pragma unroll
         for (int c = j + 1; c < BLOCK; c++) a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
     }
+    // Pivots are checked here, not in the chain of steps above: nobody uses what follows a bad one. A pivot that is all
+    // cancellation means a singular matrix; one that is no number, an overflow before.
+    const bool finite = isfinite(pivot);
+    const unsigned bad = __ballot_sync(FULL_WARP, lane < BLOCK && !(finite && pivot > epsilon * diagonal[lane]));
+    const int column = __ffs(bad) - 1;
+    int failed = 0;
+    if (bad) failed = __shfl_sync(FULL_WARP, finite, column) ? first + column + 1 : NON_FINITE;
     __syncwarp();
     if (lane >= BLOCK)
 #pragma unroll

@@ -65,6 +65,17 @@ __device__ __forceinline__ unsigned multiply_add_float16(unsigned a, unsigned b,
 #endif
 }
 
+// The pair with its signs changed.
+__device__ __forceinline__ unsigned negate_float16(unsigned a) {
+#if defined(HYBRIDMF_EMULATE) || !HAS_ASYNC_COPY
+    return a ^ 0x80008000u;
+#else
+    unsigned negative;
+    asm("neg.f16x2 %0, %1;" : "=r"(negative) : "r"(a));  // which becomes part of the instruction that reads it
+    return negative;
+#endif
+}
+
 // The operand of 16 rows k and 16 columns m of 16-bit values in shared memory, `stride` values from row to row, read down
 // the columns: AS_COLUMNS for B, (k, m = 8 half + g) in r[2 half] for k = 2 t, 2 t + 1 and in r[2 half + 1] for k + 8; else
 // for A, in r[half] and r[2 + half]. Rows start at multiples of 16 bytes.

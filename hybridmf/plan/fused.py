@@ -102,7 +102,7 @@ class FusedConfig:
             1: (1, 4, 4, 6),
             2: (1, 4, 3, 4),
             3: (1, 4, 3, 3),
-            4: (1, 4, 3, 2),
+            4: (1, 4, 4, 2),
             5: (2, 1, 4, 4),
             6: (4, 1, 3, 2),
             7: (2, 1, 4, 4),
@@ -144,12 +144,12 @@ class FusedConfig:
         if not solved_apart(self.rank, solver) or precision not in OPERAND_BYTES:
             return self
         # 38.6 ms against 46.8 for two warps (rank 100), 48.6 against 52.1 for two blocks (rank 128): both sides of
-        # Netflix's shape on an H200; to solve, two warps are 1.6 times as fast (rank 100)
+        # Netflix's shape on an H200
         return self._summing(self.rank, precision)
 
     def solved_by_sums(self, solver: str) -> bool:
-        """Whether cuda/cholesky_sums.cu solves: for the largest systems, where four warps share one."""
-        return solved_apart(self.rank, solver) and self.rank16 == MAX_RANK
+        """Whether cuda/cholesky_sums.cu solves, where four warps share a system."""
+        return solver == "cholesky" and solved_apart(self.rank, solver)
 
     @property
     def partial_floats(self) -> int:
