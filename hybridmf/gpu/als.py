@@ -65,8 +65,8 @@ class HalfSweeps:
         if plan.offloaded:
             return HostHalf(device, side, slabs_of(block, side, plan), objective, plan, self.copiers, names, tables)
         if isinstance(block, sp.csr_array | DeviceMatrix) and not plan.streamed:
-            half = SubspaceHalf if plan.solver == "subspace" else HalfSweep
-            return half(device, side, block, objective, plan, names)
+            kind = SubspaceHalf if plan.solver == "subspace" else HalfSweep
+            return kind(device, side, block, objective, plan, names)
         slabs = slabs_of(block, side, plan)
         pipeline = None if plan.resident else self.entries(plan, slabs.dtype)
         half = StreamedHalf(device, side, slabs, objective, plan, pipeline, names)
