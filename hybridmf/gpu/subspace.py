@@ -8,6 +8,7 @@ sides does not come from entries: ``-(G x + lambda s x)`` at the coordinates of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -92,18 +93,13 @@ class SubspaceHalf(HalfSweep):
         whole = self._systems(start, gram)
         entries = self._predicted(fixed, mean, whole.solutions)
         for block in self._fixed_blocks(fixed.table):
-            systems = self._systems_of(block, whole)
+            systems = functools.cache(functools.partial(self._systems_of, block, whole))
             kernels = self._kernels(block.rank, block.range)
-
-            def of_block(systems: Systems = systems) -> Systems:
-                return systems
-
-            yield from self._solve((kernels, kernels.operand(block.table)), entries, of_block)
-            whole.solutions[:, block.columns] += systems.solutions[:, : block.rank]
-            later = systems.status + (systems.status > 0) * np.int32(block.first)
-            whole.status[...] += (whole.status == 0) * later
+            yield from self._solve((kernels, kernels.operand(block.table)), entries, systems)
+            changes, status = systems().solutions, systems().status
+            whole.solutions[:, block.columns] += changes[:, : block.rank]
+            whole.status[...] += (whole.status == 0) * (status + (status > 0) * np.int32(block.first))
             if block.last < self.plan.rank:
-                changes = systems.solutions
                 add_products(self.device, entries.predicted, block.table, changes, self.indices, self.segments)
         yield self._unpack(whole.solutions), whole.status
 

@@ -47,10 +47,6 @@ f = 64 in float32 (3000 x 1500 synthetic ratings, one core, AVX2)."""
 BLOCK_LAUNCHES = 30
 """Kernels of a block of coordinates on a GPU, most of them small."""
 
-PREDICTED_SHARE = 0.75
-"""Rate at which predictions read factors on a GPU, as a share of that of gathers from memory, also if a cache has them:
-3.8 to 4.3 TB/s on an H200 (ML-20M's shape, 32 to 512 columns)."""
-
 REGIONS = 4.0
 """Parallel regions of an iteration on the CPU."""
 
@@ -217,7 +213,7 @@ class AlsMethod:
         seconds = BLOCK_LAUNCHES * 2 * len(widths) * rates.launch
         if plan.feedback == "implicit":  # its products with solutions are as many as those of a Gram matrix
             seconds += rates.gram_seconds(2 * rows, 0, f, itemsize)
-        seconds += 2 * plan.nnz * (2 * f - widths[-1]) * itemsize / (PREDICTED_SHARE * rates.gather_bytes)
+        seconds += 2 * plan.nnz * (2 * f - widths[-1]) * itemsize / rates.gather_bytes
         for size in problem.table_bytes:
             for width in widths:
                 seconds += plan.nnz * rates.entry_seconds(width, itemsize, size * width / f, cache, *kernels)
