@@ -124,6 +124,7 @@ def extensions() -> list[Extension]:
             Extension("hybridmf.native._sgd", ["hybridmf/native/_sgd.pyx"], **with_kernels),
             Extension("hybridmf.native._topk", ["hybridmf/native/_topk.pyx"], **with_kernels),
         ],
+        nthreads=os.cpu_count() or 1,
         # Cython looks at time stamps only, so C with and without checks lies in different folders.
         build_dir="build/cython-debug" if DEBUG else "build/cython",
         compiler_directives={
@@ -139,10 +140,11 @@ def extensions() -> list[Extension]:
     )
 
 
-setup(
-    # cuda/ is carried as data of a "package" that has no __init__.py; an editable install reads it where it is.
-    packages=[*find_packages(include=["hybridmf", "hybridmf.*"]), "hybridmf.cuda"],
-    package_dir={"hybridmf.cuda": "cuda"},
-    ext_modules=extensions(),
-    cmdclass={"build_ext": BuildExt},
-)
+if __name__ == "__main__":  # not in the processes that Cython may start, which import this file
+    setup(
+        # cuda/ is carried as data of a "package" that has no __init__.py; an editable install reads it where it is.
+        packages=[*find_packages(include=["hybridmf", "hybridmf.*"]), "hybridmf.cuda"],
+        package_dir={"hybridmf.cuda": "cuda"},
+        ext_modules=extensions(),
+        cmdclass={"build_ext": BuildExt},
+    )

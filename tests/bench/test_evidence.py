@@ -189,6 +189,7 @@ def check_bals_lines(lines, device):
     assert {line["order"] for line in lines if line["task"] == "vacancies"} == {"given", "by degree"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_bals_script_on_a_gpu(bench, undrawn, device, tmp_path, monkeypatch):
     script = bench["bals"]
@@ -254,6 +255,7 @@ def test_gates_script(bench, tmp_path, monkeypatch):
     check_render(script, tmp_path, "gates.md")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_gates_script_on_a_gpu(bench, undrawn, device, tmp_path, monkeypatch):
     script = bench["gates"]
@@ -304,6 +306,7 @@ def test_cumf_script_on_the_cpu(bench, tmp_path, monkeypatch):
     check_render(script, tmp_path, "cumf.md")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_cumf_script_on_a_gpu(bench, undrawn, device, tmp_path, monkeypatch):
     script = bench["cumf"]
@@ -328,6 +331,7 @@ def test_msgd_script_on_the_cpu(bench, tmp_path, monkeypatch):
     check_render(script, tmp_path, "msgd.md")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_msgd_script_on_a_gpu(bench, undrawn, device, tmp_path, monkeypatch):
     script = bench["msgd"]

@@ -722,6 +722,7 @@ def test_biases_on_movielens_100k(data_dir):
     assert ccd.objective(train) == pytest.approx(als.objective(train), rel=2e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.realdata
 def test_movielens_1m(data_dir):
     """f = 32, lambda = 0.065 x entries, 15 iterations: the documented setting. Measured: test RMSE 0.844."""

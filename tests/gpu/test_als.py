@@ -664,14 +664,18 @@ def test_factors_move_to_the_device_that_asks(device):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"factors": 5}, {"factors": 6, "solver": "cg"}, {"factors": 3, "precision": "bf16x3"}, {"factors": 120}],
-    ids=["short rows", "cg", "bf16x3", "solved apart"],
+    ("kind", "options"),
+    [
+        (hmf.ImplicitALS, {"factors": 5}),
+        (hmf.ExplicitALS, {"factors": 5}),
+        (hmf.ImplicitALS, {"factors": 6, "solver": "cg"}),
+        (hmf.ImplicitALS, {"factors": 3, "precision": "bf16x3"}),
+        exhaustive(hmf.ExplicitALS, {"factors": 3, "precision": "bf16x3"}),
+        (hmf.ImplicitALS, {"factors": 120}),  # which are solved apart
+        exhaustive(hmf.ExplicitALS, {"factors": 120}),
+    ],
 )
-@pytest.mark.parametrize("kind", [hmf.ImplicitALS, hmf.ExplicitALS])
 def test_the_compiler_knows_ahead_what_a_fit_launches(gpu, monkeypatch, kind, options):
-    if "solver" in options and kind is hmf.ExplicitALS:
-        pytest.skip("one solver of conjugate gradients is enough")
     ahead, used = [], []
     compile_ahead, kernel = gpu.compile_ahead, gpu.kernel
     monkeypatch.setattr(gpu, "compile_ahead", lambda programs: compile_ahead(ahead.extend(programs) or ahead))

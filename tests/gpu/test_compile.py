@@ -178,7 +178,7 @@ def parameter(program: Program) -> Any:
     )
 
 
-@pytest.mark.parametrize("program", map(parameter, PROGRAMS))
+@pytest.mark.parametrize("program", [parameter(program) for program in PROGRAMS])
 def test_compiles_without_local_memory(program: Program, compiling: dict[Program, Future[str]]) -> None:
     log = compiling[program].result()
     report = resources_of(log)

@@ -75,7 +75,7 @@ def small_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("explicit", {"dtype": "float64", "assembly": "sparse_syrk", "gpu_memory_limit": 9_000}),
         ("biases", {"balance": True}),
         exhaustive("implicit", {"solver": "cg"}),
-        ("biases", {"gpu_memory_limit": TURNS_LIMIT, "solver": "cg"}),
+        exhaustive("biases", {"gpu_memory_limit": TURNS_LIMIT, "solver": "cg"}),
     ],
 )
 def test_the_bits_are_those_of_factors_on_the_host(kind, options, gpu, folder, monkeypatch):

@@ -295,6 +295,7 @@ def test_movielens_100k_is_predicted_better_with_biases(data_dir):
     assert hmf.evaluate(biased, test, metrics=("rmse",))["rmse"] <= 0.899
 
 
+@pytest.mark.exhaustive
 @pytest.mark.realdata
 def test_movielens_1m_with_biases(data_dir):
     """RMSE of the best model without biases at its default scaling; and a top ten that popularity does not reach."""

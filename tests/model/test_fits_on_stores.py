@@ -175,10 +175,11 @@ def test_plan_and_compare_take_a_store(store):
 def test_a_fit_on_a_store_holds_no_more_than_a_few_slabs(tmp_path):
     matrix = as_csr(planted(1000, 600, 0.7))
     store = hmf.convert(matrix, tmp_path / "store", slab_bytes="32KiB")
-    fitted("explicit", store, num_threads=1)
-    tracemalloc.start()
+    options = {"num_threads": 1, "iterations": 1}
+    fitted("explicit", store, **options)
+    tracemalloc.start()  # which makes a fit ten times as slow
     try:
-        fitted("explicit", store, num_threads=1)
+        fitted("explicit", store, **options)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
