@@ -4,7 +4,7 @@ A fenced ``python`` block is executed, page by page from top to bottom, in a fol
 line that says only "prints" is what the block above it prints; numbers may differ by one in the last digit shown
 (other processors and BLAS libraries round differently), and "..." stands for anything. A block directly under
 ``<!-- not run: reason -->`` is left alone; one under ``<!-- new process -->`` has only the files of those above it. On
-the pages of COMMAND_PAGES the ``hybridmf`` lines of ``bash`` blocks run as well. data.md is run by data/test_ratings.py.
+the pages of COMMAND_PAGES the ``hybridmf`` lines of ``bash`` blocks run as well. data/test_ratings.py runs data.md.
 """
 
 from __future__ import annotations
