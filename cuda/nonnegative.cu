@@ -128,9 +128,12 @@ __device__ __forceinline__ void load(const System& system, const real* sums, con
                                      const real* ridge, real scale) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
 #if TILES
-    int i = 0, j = warp;  // the tile
-    for (int t = warp; t < TILE_COUNT; t += WARPS, j += WARPS) {
-        while (j > i) j -= ++i;
+#pragma unroll 1
+    for (int t = warp; t < TILE_COUNT; t += WARPS) {
+        int i = 0;  // the tile's row and column
+#pragma unroll
+        for (int row = 1; row < TILE_ROWS; row++) i += t >= row * (row + 1) / 2;
+        const int j = t - i * (i + 1) / 2;
 #pragma unroll
         for (int k = 0; k < TILE_FLOATS / WARP; k++) {
             const real sum = sum_slots(sums + t * TILE_FLOATS + k * WARP + lane, n_slots, MATRIX);
@@ -153,11 +156,11 @@ __device__ __forceinline__ void load(const System& system, const real* sums, con
 __device__ __forceinline__ void compute_gradient(const System& system) {
     for (int i = threadIdx.x; i < RANK; i += THREADS) {
         real sum = 0;
-#pragma unroll 4
+#pragma unroll 8
         for (int j = 0; j < i / WARP * WARP; j++) sum += system.at(i, j) * system.x[j];
 #pragma unroll 4
         for (int j = i / WARP * WARP; j < min(RANK, (i / WARP + 1) * WARP); j++) sum += system.element(i, j) * system.x[j];
-#pragma unroll 4
+#pragma unroll 8
         for (int j = (i / WARP + 1) * WARP; j < RANK; j++) sum += system.at(j, i) * system.x[j];
         system.gradient[i] = sum - system.b[i];
     }
@@ -186,7 +189,7 @@ __device__ __forceinline__ void move_coordinates(const System& system, int first
     moves.largest = max(moves.largest, term);
 #pragma unroll
     for (int k = 0; k < WARP; k++) {
-        if (RANK % WARP != 0 && first + k >= RANK) break;
+        if (RANK % WARP != 0 && k % 8 == 0 && first + k >= RANK) break;  // others take no step
         const real next = larger(x - gradient * inverse, least);
         gradient += __shfl_sync(FULL_WARP, next - x, k) * between[k];
         if (lane == k) x = next;
@@ -204,16 +207,16 @@ __device__ __forceinline__ void move_coordinates(const System& system, int first
 __device__ __forceinline__ void follow(const System& system, int first) {
     for (int i = threadIdx.x; i < RANK; i += THREADS) {
         if (i >= first && i < first + WARP) continue;
-        real sum = 0;
+        real sum[4] = {};  // shorter chains
         if (i > first) {  // then all 32 coordinates exist
 #pragma unroll
-            for (int k = 0; k < WARP; k++) sum += system.at(i, first + k) * system.step[k];
+            for (int k = 0; k < WARP; k++) sum[k % 4] += system.at(i, first + k) * system.step[k];
         } else {
 #pragma unroll
             for (int k = 0; k < WARP; k++)
-                if (RANK % WARP == 0 || first + k < RANK) sum += system.at(first + k, i) * system.step[k];
+                if (RANK % WARP == 0 || first + k < RANK) sum[k % 4] += system.at(first + k, i) * system.step[k];
         }
-        system.gradient[i] += sum;
+        system.gradient[i] += (sum[0] + sum[1]) + (sum[2] + sum[3]);
     }
 }
 

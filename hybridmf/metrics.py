@@ -643,6 +643,8 @@ def _measure(
 
 def _adapted(model: Any, test: Any, train: Any) -> Any:
     """The model; one that does not know its users and items gets those of the ratings."""
+    if not isinstance(model, np.ndarray) and hasattr(model, "__dlpack__"):
+        model = np.from_dlpack(model)
     if isinstance(model, (np.ndarray, list, tuple)):
         return ReadyLists(model, _with_shape("test", test) if train is None else _with_shape("train", train))
     known = isinstance(model, (type, PopularityRecommender)) or _has(model, "n_users")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..core.system import ceil_div, round_up
 from ..device.cuda import Array, Device, DeviceSpec
-from ..plan.assemblies import WARP, require
+from ..plan.assemblies import REGISTERS, RESERVED, WARP, require
 from ..plan.fused import BLOCK, partial_floats
 from ..plan.fused import MAX_RANK as MAX_TILED_RANK
 from .launch import check, check_not_host, get_kernel
 
 MAX_WARPS = 8
+
+THREAD_REGISTERS = {4: 96, 8: 192}
+"""Registers that a thread gets at least, by the bytes of a number: what the kernel needs without spilling."""
+
+SHARED_BYTES_PER_SM = 228 << 10
+"""Shared memory of a multiprocessor of an H200; other GPUs hold fewer blocks."""
 
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
@@ -35,6 +41,8 @@ class NonnegativeConfig:
         Keep the matrix in shared memory; otherwise work in the sums.
     warps : int
         Warps of a block, which solves one system.
+    blocks_per_sm : int
+        Blocks of a multiprocessor that registers suffice for.
     """
 
     rank: int
@@ -42,6 +50,7 @@ class NonnegativeConfig:
     tiles: bool
     resident: bool
     warps: int
+    blocks_per_sm: int = 1
 
     def __post_init__(self) -> None:
         require(1 <= self.warps <= WARP, f"warps must be in 1 ... {WARP}, got {self.warps}")
@@ -54,7 +63,7 @@ class NonnegativeConfig:
     @classmethod
     def of_tiles(cls, rank: int) -> NonnegativeConfig:
         """The choice for sums of the fused kernels; all GPUs that have these have the shared memory."""
-        return cls(rank, 4, True, True, ceil_div(rank, WARP))
+        return cls(rank, 4, True, True, ceil_div(rank, WARP))._crowded()
 
     @classmethod
     def of_matrices(cls, rank: int, itemsize: int, spec: DeviceSpec) -> NonnegativeConfig:
@@ -69,11 +78,17 @@ class NonnegativeConfig:
         for resident in (True, False):
             config = cls(rank, itemsize, False, resident, warps)
             if config.shared_bytes <= spec.shared_bytes:
-                return config
+                return config._crowded()
         raise ValueError(
             f"nonnegative systems of rank {rank} need {config.shared_bytes} bytes of shared memory, {spec.name} has "
             f"{spec.shared_bytes} for a block; use fewer factors or device='cpu'"
         )
+
+    def _crowded(self) -> NonnegativeConfig:
+        """As many blocks on a multiprocessor as shared memory and registers allow."""
+        in_memory = SHARED_BYTES_PER_SM // (self.shared_bytes + RESERVED)
+        in_registers = REGISTERS // (self.threads * THREAD_REGISTERS[self.itemsize])
+        return replace(self, blocks_per_sm=max(1, min(in_memory, in_registers)))
 
     @property
     def threads(self) -> int:
@@ -96,6 +111,7 @@ class NonnegativeConfig:
             "TILES": self.tiles,
             "RESIDENT": self.resident,
             "WARPS": self.warps,
+            "MIN_BLOCKS": self.blocks_per_sm,
             "SHARED_BYTES": self.shared_bytes,
         }
 

@@ -85,9 +85,9 @@ class History:
 
 def is_history(rows: Any) -> bool:
     """Whether `rows` are items of one user, or of several users, and not a matrix."""
-    if isinstance(rows, (list, tuple, set, frozenset, Mapping, str)):
+    if isinstance(rows, (list, tuple, set, frozenset, range, Mapping, str)):
         return True
-    return (isinstance(rows, np.ndarray) and rows.ndim == 1) or hasattr(rows, "to_list")  # a Series
+    return (getattr(rows, "ndim", 2) == 1 and not sp.issparse(rows)) or hasattr(rows, "to_list")  # a Series
 
 
 def read_history(learned: Learned, rows: Any, by_label: bool, unknown: str) -> History:
@@ -143,7 +143,8 @@ def _entries(learned: Learned, history: Any, by_label: bool, unknown: str) -> tu
             "rows are items without ratings, and this model was fitted on explicit feedback; pass a mapping "
             "{item: rating} for each user, or a matrix"
         )
-    items = list(history)
+    tensor = hasattr(history, "__dlpack__") and not isinstance(history, np.ndarray)
+    items = np.from_dlpack(history).tolist() if tensor else list(history)
     values = np.asarray(list(history.values()) if weighted else np.ones(len(items)))
     if by_label and unknown == "drop" and learned.item_ids is not None:
         table = learned.label_table("item")

@@ -75,17 +75,56 @@ def test_the_quickstart_gives_the_same_with_both():
         np.testing.assert_allclose(found[1], theirs[1], rtol=0.01, atol=0.005)
 
 
+def same_lists(pairs):
+    """Lists of both libraries; items whose scores differ by less than rounding may swap."""
+    for theirs, found in pairs:
+        np.testing.assert_allclose(found[1], theirs[1], atol=0.01)
+        rows = zip(np.atleast_2d(theirs[0]), np.atleast_2d(found[0]), strict=True)
+        assert np.mean([np.isin(ours, of_theirs).mean() for of_theirs, ours in rows]) > 0.95
+
+
+def tutorial(library):
+    """The calls of implicit's tutorial: BM25 weights, one user with what is known, similar items, a batch of users."""
+    artist_user = library.nearest_neighbours.bm25_weight(PLAYS.T, K1=100, B=0.8)
+    user_plays = artist_user.T.tocsr()
+    model = library.als.AlternatingLeastSquares(factors=8, regularization=0.05, alpha=2.0, random_state=1)
+    model.fit(user_plays)
+    one = model.recommend(12, user_plays[12], N=10, filter_already_liked_items=False)
+    return one, model.similar_items(25), model.recommend(np.arange(100), user_plays[np.arange(100)])
+
+
 def test_the_tutorial_gives_the_same_with_both():
-    """implicit's tutorial: BM25 weights, recommendations for a batch, similar items."""
-    found = []
-    for library in (implicit, ported):
-        artist_user = library.nearest_neighbours.bm25_weight(PLAYS.T, K1=100, B=0.8)
-        user_plays = artist_user.T.tocsr()
-        model = library.als.AlternatingLeastSquares(factors=8, regularization=0.05, alpha=2.0, random_state=1)
-        model.fit(user_plays, show_progress=False)
-        found.append(model.recommend(np.arange(20), user_plays[np.arange(20)], N=5))
-    np.testing.assert_allclose(found[0][1], found[1][1], atol=0.01)
-    assert np.mean(found[0][0] == found[1][0]) > 0.9  # ties within rounding may swap
+    same_lists(zip(tutorial(implicit), tutorial(ported), strict=True))
+
+
+def films(library):
+    """The calls of examples/movielens.py: likes with weights, all similar items of a batch, most popular first."""
+    ratings = PLAYS.T.tocsr()
+    ratings.data[ratings.data < 2] = 0
+    ratings.eliminate_zeros()
+    ratings.data = np.ones(len(ratings.data))
+    model = library.als.AlternatingLeastSquares(random_state=1, factors=16)
+    ratings = (library.nearest_neighbours.bm25_weight(ratings, B=0.9) * 5).tocsr()
+    user_ratings = ratings.T.tocsr()
+    model.fit(user_ratings)
+    most_popular = sorted(np.arange(ratings.shape[0]), key=lambda film: -np.ediff1d(ratings.indptr)[film])
+    return [model.similar_items(most_popular[start : start + 30], 11) for start in range(0, len(most_popular), 30)]
+
+
+def artists(library):
+    """The calls of examples/lastfm.py: float32 by name, an attribute of approximate models, users in batches."""
+    model = library.als.AlternatingLeastSquares(factors=12, dtype=np.float32, random_state=1)
+    plays = library.nearest_neighbours.bm25_weight(PLAYS.T.tocsr(), K1=100, B=0.8)
+    model.approximate_similar_items = False
+    user_plays = plays.tocsr().T.tocsr()
+    model.fit(user_plays)
+    batches = (np.arange(start, start + 40) for start in range(0, 120, 40))
+    return [model.recommend(batch, user_plays[batch], filter_already_liked_items=True) for batch in batches]
+
+
+@pytest.mark.parametrize("example", [films, artists])
+def test_the_examples_give_the_same_with_both(example):
+    same_lists(zip(example(implicit), example(ported), strict=True))
 
 
 def test_weights_are_those_of_implicit():

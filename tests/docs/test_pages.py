@@ -3,8 +3,8 @@
 A fenced ``python`` block is executed, page by page from top to bottom, in a folder of its own. A ``text`` block under a
 line that says only "prints" is what the block above it prints; numbers may differ by one in the last digit shown
 (other processors and BLAS libraries round differently), and "..." stands for anything. A block directly under
-``<!-- not run: reason -->`` is left alone. On the pages of COMMAND_PAGES the ``hybridmf`` lines of ``bash`` blocks run
-as well. data.md is run by data/test_ratings.py.
+``<!-- not run: reason -->`` is left alone; one under ``<!-- new process -->`` has only the files of those above it. On
+the pages of COMMAND_PAGES the ``hybridmf`` lines of ``bash`` blocks run as well. data/test_ratings.py runs data.md.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import contextlib
 import importlib
 import inspect
 import io
+import os
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from support.checkout import ROOT
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.exists()]
 RUN_ELSEWHERE = ("data.md",)
 COMMAND_PAGES = ("quickstart.md",)
+NEW_PROCESS = "<!-- new process -->"
 LEFT_OUT = re.compile(r"<!-- not run: \S.* -->")
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
 
@@ -158,6 +162,13 @@ def test_same_output_refuses(printed: str, shown: str) -> None:
 
 def run(block: Block, page: str, namespace: dict[str, object]) -> str:
     """Execute a block and return what it printed; tracebacks name the page and its line."""
+    if block.above.strip() == NEW_PROCESS:
+        path = os.pathsep.join([str(Path(hmf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, "-c", block.text], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        )
+        assert not done.returncode, f"{page} line {block.line}: {done.stderr}"
+        return done.stdout
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         if block.language == "python":

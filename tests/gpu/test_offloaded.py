@@ -95,6 +95,7 @@ def factors_after(solver: Any, sweeps: int = 1) -> list[np.ndarray]:
         ("implicit", {"solver": "cg"}),
         ("explicit", {"assembly": "sparse_syrk"}),
         ("biases", {"assembly": "mo_als", "solver": "cg", "regularization_scaling": "none"}),
+        ("biases", {"nonnegative": True, "segment": 17}),
     ],
 )
 def test_the_bits_are_those_of_a_fit_that_holds_all(kind, options, gpu):
@@ -206,6 +207,7 @@ def test_more_parts_than_the_kernels_add_at_a_time(device, monkeypatch):
         ("explicit", {"segment": 17, "buffers": 1}),
         ("biases", {"balance": True}),
         ("implicit", {"solver": "cg"}),
+        ("implicit", {"nonnegative": True}),
     ],
 )
 def test_parts_change_rounding_only_and_reruns_nothing(kind, options, gpu):
@@ -491,6 +493,7 @@ def test_a_host_without_room_is_named(monkeypatch):
         ("explicit", {}, 3),
         ("biases", {"solver": "cg"}, 3),
         ("implicit", {"assembly": "sparse_syrk"}, 3),
+        ("biases", {"nonnegative": True}, 3),
         exhaustive("biases", {"solver": "cg"}, 1),
         exhaustive("implicit", {"assembly": "sparse_syrk"}, 1),
     ],

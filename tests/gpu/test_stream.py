@@ -67,6 +67,7 @@ METHODS = [
     ("biases", {"balance": True}),
     ("implicit", {"solver": "cg"}),
     ("explicit", {"assembly": "sparse_syrk"}),
+    ("implicit", {"nonnegative": True}),
 ]
 
 

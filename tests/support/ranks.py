@@ -49,6 +49,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "biases": lambda **more: hmf.ExplicitALS(factors=RANK - 1, biases=True, **more),
     "implicit": lambda **more: hmf.ImplicitALS(factors=RANK, alpha=3.0, regularization=0.1, **more),
     "implicit cg": lambda **more: hmf.ImplicitALS(factors=RANK, alpha=3.0, regularization=0.1, solver="cg", **more),
+    "nonnegative": lambda **more: hmf.ExplicitALS(factors=RANK - 1, nonnegative=True, **more),
 }
 
 Machine = Callable[[int], list[str]]

@@ -43,19 +43,33 @@ def test_factors_of_a_file_leave_through_dlpack(model, tmp_path):
     np.testing.assert_array_equal(shared, model.item_factors)
 
 
+class Tensor:
+    """What another library's array offers."""
+
+    def __init__(self, array):
+        self._array, self.ndim = np.asarray(array), np.ndim(array)
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+def test_histories_and_lists_come_in_through_dlpack(model):
+    ids, _ = model.recommend(np.arange(300), N=4)
+    test = hmf.Ratings(PLAYS, model.user_ids, model.item_ids)
+    found, expected = (hmf.evaluate(each, test, metrics=("recall@4", "ndcg@2")) for each in (Tensor(ids), ids))
+    assert found == expected
+    if model._learned.objective.is_implicit:
+        expected = model.recommend_new([8, 2, 40], N=3)
+        for history in (Tensor([8, 2, 40]), np.array([8, 2, 40]), {8, 2, 40}):
+            np.testing.assert_array_equal(model.recommend_new(history, N=3)[0], expected[0])
+        some = model.recommend_new(range(2, 8, 3), N=3)
+        np.testing.assert_array_equal(some[0], model.recommend_new([2, 5], N=3)[0])
+
+
 def test_factors_come_in_through_dlpack(model):
-    class Tensor:
-        """What another library's array offers."""
-
-        def __init__(self, array):
-            self._array = array
-
-        def __dlpack__(self, **options):
-            return self._array.__dlpack__(**options)
-
-        def __dlpack_device__(self):
-            return self._array.__dlpack_device__()
-
     users, items = (np.from_dlpack(Tensor(each)) for each in (model.user_factors, model.item_factors))
     again = hmf.ImplicitALS(factors=8, iterations=1, init=(users, items), device="cpu").fit(PLAYS)
     same = hmf.ImplicitALS(factors=8, iterations=1, init=(model.user_factors, None), device="cpu").fit(PLAYS)
