@@ -25,7 +25,7 @@ from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
 from . import bals, draw, dual, fused, losses, matrix, rows
-from .assembly import RowKernels, SegmentKernels, Systems
+from .assembly import Cleared, RowKernels, SegmentKernels, Systems
 from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .launch import DeviceEntries, program
@@ -422,8 +422,9 @@ class HalfSweep(GpuHalf):
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
         # made on first use: the device is idle until the first sums are launched
-        systems = functools.cache(functools.partial(self._systems, start, gram))
-        entries, (kernels, operand) = self._entries(fixed, mean), self.prepared(fixed)
+        cleared = Cleared(self.device, len(self))
+        systems = functools.cache(functools.partial(self._systems, start, gram, cleared))
+        entries, (kernels, operand) = self._entries(fixed, mean), self.prepared(fixed, cleared)
         for batch in self.batches:
             with self.batches.fitting(batch):
                 sums = kernels.empty(len(batch.segments))
@@ -435,14 +436,14 @@ class HalfSweep(GpuHalf):
         if len(self.short):
             kernels.solve_rows(systems(), operand, entries, self.indptr, self.short)
         self.dual.solve(systems(), fixed.table, entries, self.indptr, self.epsilon)
-        yield self._unpack(systems().solutions), systems().status
+        yield self._unpack(systems().solutions, cleared), systems().status
 
-    def prepared(self, fixed: GpuFactors) -> tuple[RowKernels, Array]:
+    def prepared(self, fixed: GpuFactors, cleared: Cleared | None = None) -> tuple[RowKernels, Array]:
         """The kernels for these factors, and the factors as they read them."""
-        kernels = self.kernels_for(fixed)
+        kernels = self.kernels_for(fixed, cleared)
         return kernels, kernels.operand(fixed.table)
 
-    def kernels_for(self, fixed: GpuFactors) -> RowKernels:
+    def kernels_for(self, fixed: GpuFactors, cleared: Cleared | None = None) -> RowKernels:
         """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""
         plan, device = self.plan, self.device
         if plan.assembly != "fused":
@@ -459,7 +460,8 @@ class HalfSweep(GpuHalf):
             largest = rows.largest
             if largest > fused.WIDEST * rows.least:
                 precision = "float32_wide"
-        kernels = fused.FusedKernels(device, self._config, precision, plan.solver, self.epsilon, plan.cg_steps, largest)
+        options = (precision, plan.solver, self.epsilon, plan.cg_steps, largest, cleared)
+        kernels = fused.FusedKernels(device, self._config, *options)
         if precision != plan.precision:  # known only now, from the range of the factors
             device.compile_ahead(kernels.programs(plan.feedback == "implicit", self.objective.biases))
         return kernels
@@ -468,21 +470,27 @@ class HalfSweep(GpuHalf):
     def _config(self) -> FusedConfig:
         return FusedConfig.default(self.plan.rank, self.device.spec, self.plan.precision, self.plan.solver)
 
-    def _systems(self, start: DeviceFactors | None, gram: Array | None) -> Systems:
+    def _systems(self, start: DeviceFactors | None, gram: Array | None, cleared: Cleared | None = None) -> Systems:
         """Allocate the systems, with solutions filled with the warm start of the iterative solvers."""
         plan, device = self.plan, self.device
-        solutions, status = self._results()
+        solutions, status = self._results(cleared or Cleared(device, len(self)))
         if plan.solver != "cholesky" and start is not None:
             solutions[...] = start.table
             if start.device_bias is not None:
                 solutions[:, plan.factors] = start.device_bias
-            if not self.degrees.all():
-                solutions[device.upload(np.flatnonzero(self.degrees == 0))] = 0
+            if self._empty_rows is not None:
+                solutions[self._empty_rows] = 0
         return Systems(solutions, status, gram, self.ridge, self.scale)
 
-    def _results(self) -> tuple[Array, Array]:
-        """Allocate solutions and the status of each row; zeros."""
-        return self.device.zeros((len(self), self.width), self.dtype), self.device.zeros(len(self), np.int32)
+    @functools.cached_property
+    def _empty_rows(self) -> Array | None:
+        """Rows without entries; None if there are none."""
+        empty = np.flatnonzero(self.degrees == 0)
+        return self.device.upload(empty) if len(empty) else None
+
+    def _results(self, cleared: Cleared) -> tuple[Array, Array]:
+        """Solutions and the status of each row; zeros."""
+        return self.device.zeros((len(self), self.width), self.dtype), cleared.status
 
     def _entries(self, fixed: DeviceFactors, mean: float) -> DeviceEntries:
         offsets = None
@@ -497,14 +505,14 @@ class HalfSweep(GpuHalf):
             self.objective.unobserved_weight,
         )
 
-    def _unpack(self, solutions: Array) -> DeviceFactors:
+    def _unpack(self, solutions: Array, cleared: Cleared | None = None) -> DeviceFactors:
         """Convert solutions to factors; the last coordinate of a biased model becomes its bias."""
         factors = self.plan.factors
         if not self.objective.biases:
-            return DeviceFactors(self.device, solutions, factors, None)
+            return DeviceFactors(self.device, solutions, factors, None, cleared=cleared)
         bias = solutions[:, factors].copy()
         solutions[:, factors] = 1
-        return DeviceFactors(self.device, solutions, factors, bias)
+        return DeviceFactors(self.device, solutions, factors, bias, cleared=cleared)
 
     @property
     def epsilon(self) -> float:
