@@ -81,10 +81,8 @@ def uploaded(
     data : float32 or float64 array, shape (nnz,)
     """
     starts, columns, values = (device.upload(array) for array in (indptr, indices, data))
-    if _positions(columns, shape[1]) is None or _numbers(values, data.dtype) is None:
-        return None
     found = DeviceMatrix(shape, indptr, starts, columns, values, data.dtype)
-    return found if _ascends(found) else None
+    return found if found.is_canonical(device) else None
 
 
 def read_triplets(
