@@ -14,6 +14,7 @@ import scipy.sparse as sp
 
 from ..core.sparse import ValueSummary
 from ..core.validate import MAX_AXIS, as_csr, check_threads, checked_pointer
+from ..ratings import Ratings
 from .learned import pattern
 
 LATE_ENTRIES = 1 << 22
@@ -112,7 +113,8 @@ def late_matrix(given: Any, name: str, dtype: Any, drop_zeros: bool) -> LateMatr
     RatingsError
         `indptr` is corrupt; `LateMatrix.checked` raises for everything else.
     """
-    given = getattr(given, "user_items", given)
+    if isinstance(given, Ratings):
+        given = given.user_items
     if not sp.issparse(given) or given.format != "csr" or max(given.shape) > MAX_AXIS:
         return None
     arrays = given.indices, given.data
