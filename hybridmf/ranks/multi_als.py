@@ -95,6 +95,7 @@ class MultiALS(Alternating):
                 worker,
                 names={side: self._names(side, rank) for side in SIDES},
                 topology=known_topology,
+                one_matrix=not any(isinstance(matrix, StoreMatrix) for matrix in matrices.values()),
             )
 
         self.ranks: list[RankALS] = []

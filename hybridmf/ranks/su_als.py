@@ -189,6 +189,8 @@ class RankALS(Alternating):
         Number of each own row in error messages. Default: its position.
     topology : sequence of int, optional
         Socket of each rank, for ``reduction="two_phase"``.
+    one_matrix : bool
+        Whether the blocks of all ranks were cut from the same ratings in memory, so that nothing needs to be compared.
 
     Raises
     ------
@@ -208,6 +210,7 @@ class RankALS(Alternating):
         *,
         names: Mapping[Side, np.ndarray] | None = None,
         topology: list[int] | None = None,
+        one_matrix: bool = False,
     ) -> None:
         self.communicator, self.layout, self.objective, self.plan = communicator, layout, objective, plan
         self.worker, self.mean = worker, state.mean
@@ -220,7 +223,8 @@ class RankALS(Alternating):
                 'without ranks on one GPU, device="cuda:0", does that'
             )
         with worker.active():
-            self._check_alike(blocks)
+            if not one_matrix:
+                self._check_alike(blocks)
             self._split_communicators(topology)
             self.degrees = {side: self._whole_degrees(side, blocks[side]) for side in SIDES}
             self._pieces = {side: self._pieces_of(side) for side in SIDES}

@@ -121,6 +121,12 @@ def operations(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def test_ranks_of_one_matrix_do_not_compare_their_blocks(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over all entries, in one thread for each rank, take longer than a few iterations."""
+    monkeypatch.setattr(RankALS, "_check_alike", None)
+    MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2))).close()
+
+
 SOLVING = ["split_table", "clear", "assemble_segments", "clear", "solve_partials", "solve_rows", "row_range", "copy"]
 SUMMING = ["split_table", "clear", "clear", "assemble_segments", "add_pieces", "solve_partials", "row_range", "copy"]
 
