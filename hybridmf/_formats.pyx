@@ -142,7 +142,7 @@ def is_canonical(const int64_t[::1] indptr, const int32_t[::1] indices, const va
 
 def has_zeros(const value_t[::1] data, num_threads=None):
     """Whether a float32 or float64 array, shape (n,), has a zero, in one parallel pass."""
-    cdef Py_ssize_t n = data.shape[0], block, k
+    cdef Py_ssize_t n = data.shape[0], block
     cdef int32_t zeros = 0
     cdef int threads = _threads(num_threads, n)
     for block in prange((n + ZEROS_BLOCK - 1) // ZEROS_BLOCK, nogil=True, schedule="static", num_threads=threads):
