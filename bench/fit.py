@@ -24,7 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,7 @@ def rival_fits(case: Case, matrix: sp.csr_array, threads: int, gpu: bool) -> Ite
         if rivals.installed("implicit"):
             yield "implicit, cpu (3 CG steps)", lambda: _implicit(case, matrix, threads, use_gpu=False)
             if gpu and _implicit_has_gpu():
+                _implicit(replace(case, iterations=1), matrix, threads, use_gpu=True)  # starts CUDA and its libraries
                 yield "implicit, gpu (3 CG steps)", lambda: _implicit(case, matrix, threads, use_gpu=True)
         if rivals.installed("irspack"):
             yield (

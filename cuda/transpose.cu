@@ -7,9 +7,13 @@
 //   grid  : any number of blocks         block : THREADS, a thread a column
 // scatter_entries
 //   grid  : as count_columns             block : THREADS, a warp a part
+// count_faults
+//   grid  : any number of blocks         block : THREADS, a thread an entry, and a row
+//   result: added to faults, which is 0 at first: entries whose column is not in 0 ... n_columns - 1 or whose value is not
+//           finite, and entries whose column does not exceed that of the entry before them in their row
 // shapes: indptr (n_rows + 1,)  indices, values (nnz,)  bounds (n_parts + 1,): first entry of each part
 //         counts (n_parts, n_columns), zeros at first: entries of each column in a part, then its next free place in the
-//         column  totals (n_columns,)  starts (n_columns + 1,)  rows, out_values (nnz,)
+//         column  totals (n_columns,)  faults (1,)  starts (n_columns + 1,)  rows, out_values (nnz,)
 // traffic: indices twice and values once in, rows and values once out; counts four times
 // limits: a column has at most 2^31 - 1 entries
 #include "common.cuh"
@@ -88,4 +92,25 @@ scatter_entries(int* __restrict__ rows, real* __restrict__ out_values, int* coun
         if (exists && (alike & ~before) == 1u << lane) part.counts[column] += __popc(alike);
         __syncwarp();
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+count_faults(unsigned long long* __restrict__ faults, const int64* __restrict__ indptr, const int* __restrict__ indices,
+             const real* __restrict__ values, int64 n_rows, int64 nnz, int n_columns) {
+    const int64 first = int64(blockIdx.x) * THREADS + threadIdx.x, step = int64(gridDim.x) * THREADS;
+    int64 found = 0;
+#pragma unroll 4
+    for (int64 k = first; k < nnz; k += step) {
+        const int column = indices[k];
+        found += column < 0 || column >= n_columns;
+        found += !isfinite(values[k]);
+        found += k > 0 && column <= indices[k - 1];
+    }
+    // from the end of a row to the next one that has entries, columns may fall
+    for (int64 row = first; row < n_rows; row += step) {
+        const int64 begin = indptr[row];
+        if (begin > 0 && begin < indptr[row + 1]) found -= indices[begin] <= indices[begin - 1];
+    }
+    found = warp_sum(found);
+    if (threadIdx.x % WARP == 0 && found) atomicAdd(faults, static_cast<unsigned long long>(found));  // modulo 2^64
 }

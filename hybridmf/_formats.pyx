@@ -69,6 +69,7 @@ def max_threads():
 
 # ---------------------------------------------------------------------------------------------------------- copies
 
+cdef Py_ssize_t ZEROS_BLOCK = 1 << 16  # values looked at before the next block
 cdef Py_ssize_t COPY_BYTES = 1 << 20   # of one memcpy, a few hundred pages
 
 
@@ -137,6 +138,24 @@ def is_canonical(const int64_t[::1] indptr, const int32_t[::1] indices, const va
         faults |= _row_faults(&indices[0] + indptr[row], &data[0] + indptr[row], indptr[row + 1] - indptr[row],
                               <int32_t> n_cols)
     return faults == 0
+
+
+def has_zeros(const value_t[::1] data, num_threads=None):
+    """Whether a float32 or float64 array, shape (n,), has a zero, in one parallel pass."""
+    cdef Py_ssize_t n = data.shape[0], block
+    cdef int32_t zeros = 0
+    cdef int threads = _threads(num_threads, n)
+    for block in prange((n + ZEROS_BLOCK - 1) // ZEROS_BLOCK, nogil=True, schedule="static", num_threads=threads):
+        zeros |= _zeros(&data[block * ZEROS_BLOCK], _min(ZEROS_BLOCK, n - block * ZEROS_BLOCK))
+    return zeros != 0
+
+
+cdef inline int32_t _zeros(const value_t* data, Py_ssize_t n) noexcept nogil:
+    cdef int32_t zeros = 0
+    cdef Py_ssize_t k
+    for k in range(n):
+        zeros |= data[k] == 0
+    return zeros
 
 
 def row_order_status(const int64_t[::1] indptr, const int32_t[::1] indices, num_threads=None):

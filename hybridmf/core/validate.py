@@ -706,7 +706,7 @@ def _finite_values(data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, na
 def _assemble(
     indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, shape: tuple[int, int], drop_zeros: bool
 ) -> sp.csr_array:
-    if drop_zeros and not np.all(data):
+    if drop_zeros and _formats.has_zeros(data):
         keep = data != 0
         counts = np.concatenate(([0], np.cumsum(keep)))[indptr]
         indptr, indices, data = counts.astype(np.int64), indices[keep], data[keep]

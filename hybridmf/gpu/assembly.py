@@ -7,6 +7,7 @@ invalid ones, so that a tuner can enumerate them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -43,6 +44,43 @@ def default_builds(
             if tuple(constants.values()) not in seen:
                 seen.add(tuple(constants.values()))
                 yield f"{name}.cu", name, constants
+
+
+class Cleared:
+    """Memory of a half sweep that starts as zeros, cleared by one operation at first use.
+
+    Parameters
+    ----------
+    device : Device
+    n_rows : int
+        Rows that the half sweep solves.
+    """
+
+    FOUND, HEAD = 3, 64
+
+    def __init__(self, device: Device, n_rows: int) -> None:
+        self.device, self.n_rows, self._used = device, n_rows, self.FOUND
+
+    @functools.cached_property
+    def _memory(self) -> Array:
+        return self.device.zeros(self.HEAD + self.n_rows, np.int32)
+
+    @property
+    def status(self) -> Array:
+        """Status of each row, int32."""
+        return self._memory[self.HEAD :]
+
+    @property
+    def found(self) -> Array:
+        """Result of `hybridmf.gpu.rows.widen_range`, uint32 of shape (3,)."""
+        return self._memory[: self.FOUND].view(np.uint32)
+
+    def counter(self) -> Array:
+        """Counter of the work that a launch hands out, int32 of shape (1,); another one at each call."""
+        if self._used == self.HEAD:
+            return self.device.zeros(1, np.int32)
+        self._used += 1
+        return self._memory[self._used - 1 : self._used]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ..plan.fused import BLOCK, table_width
 from ..plan.start import DrawnFactors
 from ..plan.types import Plan
 from . import losses
+from .assembly import Cleared
 from .draw import drawn_table
 from .gram import gram_sum
 from .rows import RowRange, read_range, widen_range
@@ -95,15 +96,24 @@ class DeviceFactors(GpuFactors):
     table, factors, range
         See `GpuFactors`.
     device_bias : float array, shape (n,), or None
+    cleared : Cleared, optional
+        Of the half sweep that solved the factors, for its check.
     """
 
     def __init__(
-        self, device: Device, table: Array, factors: int, device_bias: Array | None, range: RowRange | None = None
+        self,
+        device: Device,
+        table: Array,
+        factors: int,
+        device_bias: Array | None,
+        range: RowRange | None = None,
+        cleared: Cleared | None = None,
     ) -> None:
-        self.keep(device=device, table=table, factors=factors, device_bias=device_bias, range=range)
+        self.keep(device=device, table=table, factors=factors, device_bias=device_bias, range=range, cleared=cleared)
 
     device: Device
     device_bias: Array | None
+    cleared: Cleared | None
 
     @property
     def arrays(self) -> list[Array]:
@@ -129,7 +139,9 @@ class DeviceFactors(GpuFactors):
 
     def begin_check(self, status: Array | None) -> Callable[[], np.ndarray]:
         """Launch the check of `failed`; `finish_check` waits for it, but not for later launches."""
-        found = self.device.zeros(3, np.uint32)
+        cleared = self.cleared
+        found = self.device.zeros(3, np.uint32) if cleared is None else cleared.found
+        self.keep(cleared=None)
         if self.has_range:
             widen_range(self.device, found, self.table, status)
         elif status is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import BLOCK, OPERAND_BYTES, FusedConfig, operand_bytes, solved_apart
 from ..plan.types import NONNEGATIVE
-from .assembly import RowKernels, Sums, Systems
+from .assembly import Cleared, RowKernels, Sums, Systems
 from .launch import DeviceEntries, check, check_not_host, get_kernel, program
 from .nonnegative import NonnegativeConfig, nonnegative_solve
 
@@ -161,6 +161,8 @@ class FusedKernels(RowKernels):
     cg_steps : int
     largest : float
         Largest absolute value of the factors; read only if the precision is float32.
+    cleared : Cleared or None
+        Counters of the half sweep.
     """
 
     device: Device
@@ -170,6 +172,10 @@ class FusedKernels(RowKernels):
     epsilon: float = 0.0
     cg_steps: int = 1
     largest: float = 1.0
+    cleared: Cleared | None = field(default=None, compare=False)
+
+    def _counter(self) -> Array:
+        return self.device.zeros(1, np.int32) if self.cleared is None else self.cleared.counter()
 
     @property
     def table_scale(self) -> float:
@@ -223,7 +229,7 @@ class FusedKernels(RowKernels):
                 table,
                 *entries.arrays,
                 segments,
-                device.zeros(1, np.int32),
+                self._counter(),
                 np.int32(len(segments)),
                 *entries.scalars,
                 np.float32(self.table_scale),
@@ -263,7 +269,7 @@ class FusedKernels(RowKernels):
                 _gram_pointer(systems),
                 systems.ridge,
                 systems.scale,
-                device.zeros(1, np.int32),
+                self._counter(),
                 np.int32(len(rows)),
                 np.float32(self.epsilon),
                 np.int32(self.cg_steps),
@@ -326,7 +332,7 @@ class FusedKernels(RowKernels):
                 _gram_pointer(systems),
                 systems.ridge,
                 systems.scale,
-                device.zeros(1, np.int32),
+                self._counter(),
                 np.int32(len(rows)),
                 *entries.scalars,
                 np.float32(self.table_scale),

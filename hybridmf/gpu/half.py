@@ -25,7 +25,7 @@ from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
 from . import bals, draw, dual, fused, losses, matrix, predictions, rows
-from .assembly import RowKernels, SegmentKernels, Systems
+from .assembly import Cleared, RowKernels, SegmentKernels, Systems
 from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .launch import DeviceEntries, program
@@ -421,11 +421,12 @@ class HalfSweep(GpuHalf):
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
         # made on first use: the device is idle until the first sums are launched
-        systems = functools.cache(functools.partial(self._systems, start, gram))
+        cleared = Cleared(self.device, len(self))
+        systems = functools.cache(functools.partial(self._systems, start, gram, cleared))
         entries = self._entries(fixed, mean)
-        yield from self._solve(self.prepared(fixed), entries, systems)
+        yield from self._solve(self.prepared(fixed, cleared), entries, systems)
         self.dual.solve(systems(), fixed.table, entries, self.indptr, self.epsilon)
-        yield self._unpack(systems().solutions), systems().status
+        yield self._unpack(systems().solutions, cleared), systems().status
 
     def _solve(
         self, prepared: tuple[RowKernels, Array], entries: DeviceEntries, systems: Callable[[], Systems]
@@ -443,18 +444,18 @@ class HalfSweep(GpuHalf):
         if len(self.short):
             kernels.solve_rows(systems(), operand, entries, self.indptr, self.short)
 
-    def prepared(self, fixed: GpuFactors) -> tuple[RowKernels, Array]:
+    def prepared(self, fixed: GpuFactors, cleared: Cleared | None = None) -> tuple[RowKernels, Array]:
         """The kernels for these factors, and the factors as they read them."""
-        kernels = self.kernels_for(fixed)
+        kernels = self.kernels_for(fixed, cleared)
         return kernels, kernels.operand(fixed.table)
 
-    def kernels_for(self, fixed: GpuFactors) -> RowKernels:
+    def kernels_for(self, fixed: GpuFactors, cleared: Cleared | None = None) -> RowKernels:
         """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""
         if self.plan.assembly == "fused" and self.plan.precision == "float32":
             fixed.find_range()
-        return self._kernels(self.plan.rank, fixed.range)
+        return self._row_kernels(self.plan.rank, fixed.range, cleared)
 
-    def _kernels(self, rank: int, known: RowRange | None) -> RowKernels:
+    def _row_kernels(self, rank: int, known: RowRange | None, cleared: Cleared | None = None) -> RowKernels:
         """The kernels for systems of an order, and for factors whose range is known where it is needed."""
         plan, device = self.plan, self.device
         if plan.assembly != "fused":
@@ -469,8 +470,8 @@ class HalfSweep(GpuHalf):
             largest = known.largest
             if largest > fused.WIDEST * known.least:
                 precision = "float32_wide"
-        solver, config = linear_solver(plan), self._config(rank)
-        kernels = fused.FusedKernels(device, config, precision, solver, self.epsilon, plan.cg_steps, largest)
+        options = (precision, linear_solver(plan), self.epsilon, plan.cg_steps, largest, cleared)
+        kernels = fused.FusedKernels(device, self._config(rank), *options)
         if precision != plan.precision:  # known only now, from the range of the factors
             device.compile_ahead(kernels.programs(*kind_of_entries(plan)))
         return kernels
@@ -480,21 +481,27 @@ class HalfSweep(GpuHalf):
             self._configs[rank] = fused_config(self.device, self.plan, rank)
         return self._configs[rank]
 
-    def _systems(self, start: DeviceFactors | None, gram: Array | None) -> Systems:
+    def _systems(self, start: DeviceFactors | None, gram: Array | None, cleared: Cleared | None = None) -> Systems:
         """Allocate the systems, with solutions filled with the warm start of the iterative solvers."""
         plan, device = self.plan, self.device
-        solutions, status = self._results()
+        solutions, status = self._results(cleared or Cleared(device, len(self)))
         if plan.solver != "cholesky" and start is not None:
             solutions[...] = start.table
             if start.device_bias is not None:
                 solutions[:, plan.factors] = start.device_bias
-            if not self.degrees.all():
-                solutions[device.upload(np.flatnonzero(self.degrees == 0))] = 0
+            if self._empty_rows is not None:
+                solutions[self._empty_rows] = 0
         return Systems(solutions, status, gram, self.ridge, self.scale, plan.factors)
 
-    def _results(self) -> tuple[Array, Array]:
-        """Allocate solutions and the status of each row; zeros."""
-        return self.device.zeros((len(self), self.width), self.dtype), self.device.zeros(len(self), np.int32)
+    @functools.cached_property
+    def _empty_rows(self) -> Array | None:
+        """Rows without entries; None if there are none."""
+        empty = np.flatnonzero(self.degrees == 0)
+        return self.device.upload(empty) if len(empty) else None
+
+    def _results(self, cleared: Cleared) -> tuple[Array, Array]:
+        """Solutions and the status of each row; zeros."""
+        return self.device.zeros((len(self), self.width), self.dtype), cleared.status
 
     def _entries(self, fixed: DeviceFactors, mean: float) -> DeviceEntries:
         offsets = None
@@ -509,14 +516,14 @@ class HalfSweep(GpuHalf):
             self.objective.unobserved_weight,
         )
 
-    def _unpack(self, solutions: Array) -> DeviceFactors:
+    def _unpack(self, solutions: Array, cleared: Cleared | None = None) -> DeviceFactors:
         """Convert solutions to factors; the last coordinate of a biased model becomes its bias."""
         factors = self.plan.factors
         if not self.objective.biases:
-            return DeviceFactors(self.device, solutions, factors, None)
+            return DeviceFactors(self.device, solutions, factors, None, cleared=cleared)
         bias = solutions[:, factors].copy()
         solutions[:, factors] = 1
-        return DeviceFactors(self.device, solutions, factors, bias)
+        return DeviceFactors(self.device, solutions, factors, bias, cleared=cleared)
 
     @property
     def epsilon(self) -> float:

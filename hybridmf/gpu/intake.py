@@ -67,6 +67,24 @@ def host_array(device: Device, array: Any) -> np.ndarray:
     return device.download(device.adopt(array))
 
 
+def uploaded(
+    device: Device, shape: tuple[int, int], indptr: np.ndarray, indices: np.ndarray, data: np.ndarray
+) -> DeviceMatrix | None:
+    """Copy of the CSR arrays of a matrix on the host; None unless they are canonical.
+
+    Parameters
+    ----------
+    shape : (n_users, n_items)
+    indptr : int64 array, shape (n_users + 1,)
+        Checked.
+    indices : int32 array, shape (nnz,)
+    data : float32 or float64 array, shape (nnz,)
+    """
+    starts, columns, values = (device.upload(array) for array in (indptr, indices, data))
+    found = DeviceMatrix(shape, indptr, starts, columns, values, data.dtype)
+    return found if found.is_canonical(device) else None
+
+
 def read_triplets(
     device: Device, rows: Any, columns: Any, values: Any, shape: tuple[int | None, int | None], dtype: Any
 ) -> DeviceMatrix | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +12,15 @@ import scipy.sparse as sp
 
 from ..core.system import ceil_div
 from ..core.validate import csr_arrays
-from ..device.cuda import Array, Device
+from ..device.cuda import Array, Device, Kernel
 from ..errors import DeviceMemoryError
 from .launch import check, check_not_host, get_kernel
 
 THREADS = 256
 WARPS_PER_SM = 32
 """Parts of a transposition for each multiprocessor, if there is memory for their counts."""
+
+BLOCKS_PER_SM = 8
 
 LEAST_PART = 1024
 """Minimum entries of a part of a transposition."""
@@ -73,6 +76,26 @@ class DeviceMatrix:
         """Number of entries."""
         return int(self.indptr[-1])
 
+    def is_canonical(self, device: Device) -> bool:
+        """Whether columns are in range and ascend strictly in each row, and values are finite; `indptr` is sound."""
+        n_rows, nnz = self.shape[0], self.nnz
+        if not nnz:
+            return True
+        faults = device.zeros(1, np.uint64)
+        kernel = self._kernel(device, "count_faults")
+        blocks = (min(ceil_div(max(nnz, n_rows), THREADS), BLOCKS_PER_SM * device.spec.multiprocessors),)
+        sizes = (np.int64(n_rows), np.int64(nnz), np.int32(self.shape[1]))
+        kernel(blocks, (THREADS,), (faults, self.starts, self.indices, self.data, *sizes), 0)
+        return not device.download(faults)[0]
+
+    def _kernel(self, device: Device, name: str) -> Kernel:
+        """A kernel of cuda/transpose.cu; the arrays are checked for all of them."""
+        check("starts", self.starts, np.int64, (self.shape[0] + 1,))
+        check("indices", self.indices, np.int32, (self.nnz,))
+        check("data", self.data, self.dtype, (self.nnz,))
+        check_not_host(device, starts=self.starts, indices=self.indices, data=self.data)
+        return get_kernel(device, "transpose.cu", name, REAL=self.dtype, THREADS=THREADS)
+
     def transposed(self, device: Device) -> DeviceMatrix:
         """The transpose, with the arrays of `hybridmf.formats.transpose`.
 
@@ -81,18 +104,12 @@ class DeviceMatrix:
         DeviceMemoryError
         """
         (n_rows, n_columns), nnz, real = self.shape, self.nnz, self.dtype
-        check("starts", self.starts, np.int64, (n_rows + 1,))
-        check("indices", self.indices, np.int32, (nnz,))
-        check("data", self.data, real, (nnz,))
-        check_not_host(device, starts=self.starts, indices=self.indices, data=self.data)
+        kernel = functools.partial(self._kernel, device)
         totals = device.zeros(n_columns, np.int64)
         rows, values = device.empty(nnz, np.int32), device.empty(nnz, real)
         bounds, counts = _counts(device, nnz, n_columns)
         n_parts = len(bounds) - 1
         sizes = (np.int32(n_parts), np.int32(n_columns))
-
-        def kernel(name: str) -> Any:
-            return get_kernel(device, "transpose.cu", name, REAL=real, THREADS=THREADS)
 
         warps = (ceil_div(n_parts, THREADS // 32),)
         if nnz:
@@ -129,6 +146,6 @@ def _counts(device: Device, nnz: int, n_columns: int) -> tuple[Array, Array]:
 
 def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(file, kernel, constants) of all builds."""
-    for kernel in ("count_columns", "column_places", "scatter_entries"):
+    for kernel in ("count_columns", "column_places", "scatter_entries", "count_faults"):
         for real in ("float", "double"):
             yield "transpose.cu", kernel, {"REAL": real, "THREADS": THREADS}

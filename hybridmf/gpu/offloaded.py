@@ -32,7 +32,7 @@ from ..device.cuda import Array, Device
 from ..plan.fused import table_width
 from ..plan.half_sweep import slots_at_once
 from ..plan.types import Plan
-from .assembly import RowKernels, Sums
+from .assembly import Cleared, RowKernels, Sums
 from .factors import Copiers, DeviceFactors, HostFactors, HostTables, padded_gram, weighted_gram
 from .gram import gram_sum
 from .half import Batch, Launches, loss_segments, segment_losses
@@ -143,9 +143,9 @@ class PartedSlab(HostSlab):
             kernels.solve(systems, sums, batch.slots, batch.rows, self._entries_without_part())
         yield self._unpack(systems.solutions), systems.status
 
-    def prepared(self, fixed: Any) -> tuple[RowKernels, Any]:
+    def prepared(self, fixed: Any, cleared: Cleared | None = None) -> tuple[RowKernels, Any]:
         """See `SlabHalf`; parts of the fixed side are prepared one by one."""
-        return (self.kernels_for(fixed), None) if self.shared is None else self.shared
+        return (self.kernels_for(fixed, cleared), None) if self.shared is None else self.shared
 
     def parts_of(self, fixed: PartedFactors) -> Iterator[DeviceFactors]:
         """Yield each part of the fixed side; meanwhile the slab's indices count from its first row."""
@@ -238,7 +238,8 @@ class HostHalf(StreamedHalf):
     def launches(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Launches:
         """Launch slab after slab; solutions are copied to the host. See `GpuHalf.launches`."""
         device, n = self.device, len(self.degrees)
-        status, found = device.zeros(n, np.int32), device.zeros(3, np.uint32)
+        cleared = Cleared(device, n)
+        status, found = cleared.status, cleared.found
         table = self.tables.take()
         bias = np.zeros(n, table.dtype) if self.objective.biases else None
         solved = HostFactors(table, self.plan.factors, bias, tables=self.tables)
@@ -246,7 +247,7 @@ class HostHalf(StreamedHalf):
         gram = self._gram(fixed)
         if self.fixed_parts > 1 and self.plan.assembly == "fused":
             fixed.find_range()  # on the host; faster on the device if the fixed side is there as a whole
-        with closing(drain), self._lent(fixed) as side, self._kernels(side), self._streaming() as slabs:
+        with closing(drain), self._lent(fixed) as side, self._kernels(side, cleared), self._streaming() as slabs:
             if self.fixed_parts == 1:
                 gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
             for rows, slab in slabs:

@@ -32,7 +32,7 @@ from ..device.copier import Copier
 from ..device.cuda import Array, Device
 from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.types import Plan
-from .assembly import RowKernels
+from .assembly import Cleared, RowKernels
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .half import GpuHalf, HalfSweep, Launches
 from .matrix import DeviceMatrix
@@ -288,7 +288,7 @@ class SlabHalf(HalfSweep):
         """Set the rows of the result, zeros, for the next solve to write; without a table it allocates one."""
         self._lent = table, status
 
-    def _results(self) -> tuple[Array, Array]:
+    def _results(self, cleared: Cleared) -> tuple[Array, Array]:
         assert self._lent is not None
         table, status = self._lent
         if table is None:
@@ -308,9 +308,9 @@ class SlabHalf(HalfSweep):
         finally:
             self._lent = None  # references would keep the whole table alive
 
-    def prepared(self, fixed: GpuFactors) -> tuple[RowKernels, Array]:
+    def prepared(self, fixed: GpuFactors, cleared: Cleared | None = None) -> tuple[RowKernels, Array]:
         """See `HalfSweep`; the same for all slabs of a half sweep."""
-        return super().prepared(fixed) if self.shared is None else self.shared
+        return super().prepared(fixed, cleared) if self.shared is None else self.shared
 
 
 class StreamedHalf(GpuHalf):
@@ -404,8 +404,9 @@ class StreamedHalf(GpuHalf):
         gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
         table = device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
-        status = device.zeros(n, np.int32)
-        with self._kernels(fixed), closing(self.entries()) as slabs:  # stops the thread after a failure
+        cleared = Cleared(device, n)
+        status = cleared.status
+        with self._kernels(fixed, cleared), closing(self.entries()) as slabs:  # stops the thread after a failure
             for rows, part in slabs:
                 part.lend_results(table[rows], status[rows])
                 *_, launched = part.launches(fixed, mean, None if start is None else start.part(rows), gram)
@@ -414,12 +415,12 @@ class StreamedHalf(GpuHalf):
                 if bias is not None:
                     bias[rows] = solved.device_bias
                 yield None
-        yield DeviceFactors(device, table, plan.factors, bias), status
+        yield DeviceFactors(device, table, plan.factors, bias, cleared=cleared), status
 
     @contextmanager
-    def _kernels(self, fixed: Any) -> Iterator[None]:
+    def _kernels(self, fixed: Any, cleared: Cleared) -> Iterator[None]:
         """Let all slabs use what the first has prepared."""
-        shared = self.parts[0].prepared(fixed) if self.parts else None
+        shared = self.parts[0].prepared(fixed, cleared) if self.parts else None
         for part in self.parts:
             part.shared = shared
         try:

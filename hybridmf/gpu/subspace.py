@@ -94,7 +94,7 @@ class SubspaceHalf(HalfSweep):
         entries = self._predicted(fixed, mean, whole.solutions)
         for block in self._fixed_blocks(fixed.table):
             systems = functools.cache(functools.partial(self._systems_of, block, whole))
-            kernels = self._kernels(block.rank, block.range)
+            kernels = self._row_kernels(block.rank, block.range)
             yield from self._solve((kernels, kernels.operand(block.table)), entries, systems)
             changes, status = systems().solutions, systems().status
             whole.solutions[:, block.columns] += changes[:, : block.rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -32,6 +33,7 @@ from ..data.align import Labels, labels_of
 from ..data.store import Store, StoreMatrix
 from ..errors import DeviceError
 from ..plan import dispatch
+from ..plan.als import ALS
 from ..plan.make import NOTHING, check_memory, make_plan, plan_for
 from ..plan.solver import Solver
 from ..plan.start import Init, Start, check_init, initial_state
@@ -41,6 +43,7 @@ from . import checkpoint as checkpoints
 from . import files as _io
 from .early_stopping import EarlyStopping, check_early_stopping
 from .estimator import check_is_fitted, numeric_matrix
+from .late import LateMatrix, late_matrix
 from .learned import Learned, pattern, summary_of
 from .loop import FitLoop, Observers, Progress, Record, check_validation
 from .prepared import PreparedRatings, prepared_for
@@ -107,6 +110,13 @@ class FactorModel(ServingMixin):
             plain = without_mask(matrix, name)
             matrix = numeric_matrix(self, plain, name)
         return as_csr(matrix, name=name, dtype=self._settings().dtype, drop_zeros=self._objective().is_implicit)
+
+    def _late_matrix(self, matrix: Any) -> LateMatrix | None:
+        """Training data for a GPU that a thread checks, if they are large; None for other ones."""
+        settings = self._settings()
+        if settings.device == "cpu" or (settings.method or ALS).kind != "als":
+            return None
+        return late_matrix(matrix, "user_items", settings.dtype, self._objective().is_implicit)
 
     # ------------------------------------------------------------------------------------------------ fit
 
@@ -203,7 +213,11 @@ class FactorModel(ServingMixin):
         user_items, validation = as_ratings(user_items if source is None else source), as_ratings(validation)
         weights = as_ratings(weights)
         check_labels(labels_of(user_items))
-        matrix = self._check_matrix(user_items) if source is None else source.user_items
+        plain = source is None and weights is None and checkpoint is None and resume_from is None
+        late = self._late_matrix(user_items) if plain else None
+        matrix: Any = late
+        if late is None:
+            matrix = self._check_matrix(user_items) if source is None else source.user_items
         check_nonempty(matrix, "user_items")
         init = self._init(matrix.shape, labels_of(user_items), frozen)
         entries: Any = matrix
@@ -216,6 +230,8 @@ class FactorModel(ServingMixin):
         plan = plan_for(entries, objective if unit is None else in_units(objective, unit), settings, held)
         check_memory(plan)
         stopwatch.lap("plan")
+        if late is not None and not plan.ratings_on_device:
+            entries = matrix = late.checked
         held_out = check_validation(validation, labels_of(user_items), matrix.shape, objective, unknown)
         where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from)
         data = ""
@@ -265,11 +281,10 @@ class FactorModel(ServingMixin):
     ) -> Callable[[State], Learned]:
         """Function from a state to `Learned`, for a fit on `given`, validated as `matrix`."""
         user_ids, item_ids = labels_of(given) or (None, None)
-        return partial(
+        learn = partial(
             Learned,
             objective,
             plan,
-            seen=pattern(matrix) if ratings.seen is None else ratings.seen,
             total=summary_of(matrix).total if weighted else ratings.values.total,
             user_ids=user_ids,
             item_ids=item_ids,
@@ -277,8 +292,15 @@ class FactorModel(ServingMixin):
             item_counts=ratings.degrees["item"],
             value_range=None if objective.is_implicit else ratings.values.value_range,
             frame_kind=getattr(given, "frame_kind", None),
-            values=None if weighted or isinstance(matrix, StoreMatrix) else matrix.data,
         )
+
+        @functools.cache
+        def kept() -> dict[str, Any]:  # by the first half sweep a late check of the matrix is done, or nearly
+            seen = getattr(matrix, "seen", None) if ratings.seen is None else ratings.seen
+            values = None if weighted or isinstance(matrix, StoreMatrix) else matrix.data
+            return {"seen": pattern(matrix) if seen is None else seen, "values": values}
+
+        return lambda state: learn(state, **kept())
 
     def _seed_bits(self, kept: int | None) -> int | None:
         """Seed of random numbers in iterations: from a checkpoint, else by `random_state`; None if none are drawn."""

@@ -14,6 +14,7 @@ from ..core.objective import Objective, Side
 from ..core.sparse import ValueSummary, transposed
 from ..data.store import StoreMatrix
 from ..plan.types import Plan
+from .late import LateMatrix
 from .learned import scale_of_values, summary_of
 from .prepared import PreparedRatings
 
@@ -40,8 +41,16 @@ class TrainingData:
     seen: Any = None
 
     @classmethod
-    def for_als(cls, matrix: sp.csr_array | StoreMatrix, plan: Plan, source: PreparedRatings | None) -> TrainingData:
-        """Both orientations for ALS, on the GPU if the plan has them there; its kernels are compiled meanwhile."""
+    def for_als(
+        cls, matrix: sp.csr_array | StoreMatrix | LateMatrix, plan: Plan, source: PreparedRatings | None
+    ) -> TrainingData:
+        """Both orientations for ALS, on the GPU if the plan has them there; its kernels are compiled meanwhile.
+
+        Raises
+        ------
+        RatingsError, DuplicateEntriesError
+            Of a matrix whose check is late.
+        """
         if plan.gpu is None:
             return cls.on_host(matrix, plan, source)
         from ..device.cuda import open_device
@@ -76,6 +85,7 @@ class TrainingData:
         cls, device: Any, matrix: Any, plan: Plan, source: PreparedRatings | None, values: ValueSummary | StoreMatrix
     ) -> TrainingData:
         """Both orientations on the GPU of the plan; unless they are there, one is uploaded and the other made there."""
+        from ..gpu.intake import uploaded
         from ..gpu.matrix import DeviceMatrix
 
         seen, held = (None, None) if source is None else (source.seen, source.on_device(plan.device))
@@ -84,6 +94,12 @@ class TrainingData:
         if source is not None:
             log_detour(source, plan)
         with device.active():
+            if isinstance(matrix, LateMatrix):
+                found = uploaded(device, matrix.shape, matrix.indptr, *matrix.unchecked)
+                if found is not None:
+                    return cls(found, found.transposed(device), values, seen)
+                matrix = matrix.checked  # raises, or has them sorted
+                values = summary_of(matrix, plan.num_threads)
             user_items = DeviceMatrix.of(device, matrix)
             return cls(user_items, user_items.transposed(device), values, seen)
 
@@ -117,6 +133,8 @@ class TrainingData:
 
 
 def _values_of(matrix: Any, plan: Plan, source: PreparedRatings | None) -> ValueSummary | StoreMatrix:
+    if isinstance(matrix, LateMatrix):
+        return matrix.values
     return summary_of(matrix, plan.num_threads) if source is None else source.values
 
 

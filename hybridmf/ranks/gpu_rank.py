@@ -18,6 +18,7 @@ from ..core.system import ceil_div, round_up
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..device.cuda import Array, CudaDevice, Device, open_device
 from ..gpu.als import HalfSweeps
+from ..gpu.assembly import Cleared
 from ..gpu.factors import DeviceFactors, GpuFactors, weighted_gram
 from ..gpu.half import HalfSweep, row_segments, segment_losses
 from ..gpu.rows import add_pieces
@@ -274,7 +275,7 @@ class PartialRows(HalfSweep):
         # of the current half sweep
         self._operand: Any = None
         self._entries_at_hand: Any = None
-        self._under_way: Any = None  # systems, kernels
+        self._under_way: Any = None  # systems, kernels, memory of zeros
 
     def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
         """Copy the entries to the device."""
@@ -304,12 +305,13 @@ class PartialRows(HalfSweep):
     def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
         """Start a half sweep."""
         self._entries_at_hand = self._entries(fixed, mean)
-        kernels, self._operand = self.prepared(fixed)
-        self._under_way = self._systems(start, gram), kernels
+        cleared = Cleared(self.device, len(self.degrees))
+        kernels, self._operand = self.prepared(fixed, cleared)
+        self._under_way = self._systems(start, gram, cleared), kernels, cleared
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
         """Sums over this rank's entries of a batch; zeros for rows without any."""
-        cut, (_, kernels) = self._cuts[batch], self._under_way
+        cut, (_, kernels, _) = self._cuts[batch], self._under_way
         sums = kernels.empty(cut.n_slots, whole=True)
         kernels.assemble(sums, self._operand, self._entries_at_hand, cut.segments)
         return tuple(cut.add_up(self.device, each) for each in sums)
@@ -318,7 +320,7 @@ class PartialRows(HalfSweep):
         """Complete and solve the systems of a batch."""
         to_solve = self._to_solve[batch]
         if to_solve is not None:
-            systems, kernels = self._under_way
+            systems, kernels, _ = self._under_way
             kernels.solve(systems, sums, *to_solve, self._entries_at_hand)
 
     def close(self) -> None:
@@ -327,8 +329,8 @@ class PartialRows(HalfSweep):
 
     def result(self, then: Then | None = None) -> DeviceFactors:
         """Return the factors of the rows solved here."""
-        (systems, _), self._under_way = self._under_way, None
-        solved = self._unpack(systems.solutions)
+        (systems, _, cleared), self._under_way = self._under_way, None
+        solved = self._unpack(systems.solutions, cleared)
         self.check(solved if then is None else then(solved), systems.status)
         return solved
 

@@ -88,7 +88,10 @@ class MultiALS(Alternating):
             blocks = {side: block_of(self.layout, side, rank, matrices[side], plan) for side in SIDES}
             share = RankShare(self.layout, blocks, {side: self._names(side, rank) for side in SIDES})
             first = State(own["user"], own["item"], state.mean)
-            return RankALS(communicator, share, objective, rank_plan(plan), first, worker, known_topology)
+            in_memory = not any(isinstance(matrix, StoreMatrix) for matrix in matrices.values())
+            return RankALS(
+                communicator, share, objective, rank_plan(plan), first, worker, known_topology, one_matrix=in_memory
+            )
 
         self.ranks: list[RankALS] = []
         try:

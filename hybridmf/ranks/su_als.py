@@ -179,6 +179,8 @@ class RankALS(Alternating):
         The device of this rank.
     topology : sequence of int, optional
         Socket of each rank, for ``reduction="two_phase"``.
+    one_matrix : bool
+        Whether the blocks of all ranks were cut from the same ratings in memory, so that nothing needs to be compared.
 
     Raises
     ------
@@ -195,6 +197,7 @@ class RankALS(Alternating):
         state: State,
         worker: Worker,
         topology: list[int] | None = None,
+        one_matrix: bool = False,
     ) -> None:
         layout, blocks = share.layout, share.blocks
         self.communicator, self.layout, self.objective, self.plan = communicator, layout, objective, plan
@@ -208,7 +211,8 @@ class RankALS(Alternating):
                 'without ranks on one GPU, device="cuda:0", does that'
             )
         with worker.active():
-            self._check_alike(blocks)
+            if not one_matrix:
+                self._check_alike(blocks)
             self._split_communicators(topology)
             self.degrees = {side: self._whole_degrees(side, blocks[side]) for side in SIDES}
             self._pieces = {side: self._pieces_of(side) for side in SIDES}

@@ -293,3 +293,15 @@ def test_thread_counts_are_judged(threads):
     if not isinstance(threads, (bool, float)):
         with pytest.raises(ValueError, match="num_threads must be >= 1"):
             _formats.transpose(*_validate.csr_arrays(_validate.as_csr(big_matrix())), 700, threads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_has_zeros_finds_one_wherever_it_is(dtype):
+    data = np.full(200_000, np.nan, dtype)
+    assert not _formats.has_zeros(data) and not _formats.has_zeros(data[:0])
+    for at in (0, 65_535, 65_536, 199_999):
+        for zero in (0.0, -0.0):
+            data[at] = zero
+            assert _formats.has_zeros(data, 2)
+            data[at] = 5e-324 if dtype == "float64" else 1e-45
+            assert not _formats.has_zeros(data, 2)

@@ -71,3 +71,28 @@ def test_arguments_are_checked(device: Device) -> None:
     broken = DeviceMatrix((1, 3), matrix.indptr, matrix.starts, device.zeros(2, np.int64), matrix.data, matrix.dtype)
     with pytest.raises(TypeError, match="indices must be int32"):
         broken.transposed(device)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_faults_are_found_wherever_they_are(dtype: str, device: Device) -> None:
+    matrix = random_csr((900, 60), 9 * LEAST_PART, dtype)
+    indptr, last = matrix.indptr, matrix.nnz - 1
+
+    def canonical(part: str | None = None, at: int = 0, value: float = 0) -> bool:
+        held = DeviceMatrix.of(device, matrix)
+        if part is not None:
+            getattr(held, part)[at] = value
+        return held.is_canonical(device)
+
+    assert canonical()
+    for at in (0, 1, 4000, last):
+        for value in (np.nan, np.inf, -np.inf):
+            assert not canonical("data", at, value)
+        for value in (-1, 60, np.iinfo(np.int32).min, np.iinfo(np.int32).max):
+            assert not canonical("indices", at, value)
+    for row in (0, 450, 899):  # its second entry repeats the first, then falls
+        first = int(matrix.indices[indptr[row]])
+        assert not canonical("indices", indptr[row] + 1, first)
+        assert not canonical("indices", indptr[row] + 1, max(first - 1, 0))
+    empty = random_csr((5, 3), 0, dtype)
+    assert DeviceMatrix.of(device, empty).is_canonical(device)

@@ -19,6 +19,7 @@ from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.rows import row_range
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import check_memory
+from hybridmf.plan.solver import SWEEP_ORDER
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, su_als
 from hybridmf.ranks.gpu_rank import BatchPieces, sockets
@@ -88,6 +89,67 @@ def test_the_first_step_ends_with_sums_under_way(gpus: Machine, request: pytest.
         assert [name for name in device.launches if name != "row_range"] == {
             "fused": ["split_table", "assemble_segments"]
         }.get(assembly, [assembly])
+
+
+def operations(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Launches, copies and waits of an emulated device from here on, in order."""
+    found: list[str] = []
+    device.launches = found
+
+    def noted(method: str, *names: str) -> None:
+        original = getattr(device, method)
+
+        def call(*arguments: Any) -> Any:
+            found.extend(names)
+            return original(*arguments)
+
+        monkeypatch.setattr(device, method, call)
+
+    for method in ("upload", "download"):
+        noted(method, method, "wait")
+    noted("zeros", "clear")
+    noted("matmul", "matmul")
+    noted("synchronize", "wait")
+    original = device.begin_download
+
+    def begin_download(array: Any) -> Any:
+        found.append("copy")
+        arrive = original(array)
+        return lambda: (found.append("wait"), arrive())[1]
+
+    monkeypatch.setattr(device, "begin_download", begin_download)
+    return found
+
+
+def test_ranks_of_one_matrix_do_not_compare_their_blocks(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over all entries, in one thread for each rank, take longer than a few iterations."""
+    monkeypatch.setattr(RankALS, "_check_alike", None)
+    MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2))).close()
+
+
+SOLVING = ["split_table", "clear", "assemble_segments", "clear", "solve_partials", "solve_rows", "row_range", "copy"]
+SUMMING = ["split_table", "clear", "clear", "assemble_segments", "add_pieces", "solve_partials", "row_range", "copy"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("grid", "expected"), [((1, 2), SOLVING), ((2, 1), SUMMING)])
+def test_operations_of_a_half_sweep(
+    name: str, grid: tuple[int, int], expected: list[str], gpus: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One wait, at the end; one operation clears status, counters and the range. Collectives are not counted."""
+    names = gpus(2)
+    device: Any = group.open_device(names[0])
+    if device.spec.name != "emulated":
+        pytest.skip("only an emulated device tells what was launched")
+    solver = MultiALS(*changed(parts(name, names, SMALL), segment=7), grids=both(grid))
+    sweeps(solver, 2)
+    found = operations(device, monkeypatch)
+    for side in SWEEP_ORDER:
+        found.clear()
+        solver.update(side)
+        gram = ["gram", "clear"] if "implicit" in name else []
+        assert found == [*gram, *expected, "wait"]
+    solver.close()
 
 
 def test_what_is_gathered_ahead_has_the_range_of_all_rows(gpus: Machine) -> None:

@@ -30,7 +30,7 @@ from ...plan.fused import table_width
 from ...plan.make import make_plan
 from ...plan.types import Settings
 from .. import ccd, sgd, topk
-from ..assembly import RowKernels
+from ..assembly import Cleared, RowKernels
 from ..factors import DeviceFactors, GpuFactors
 from ..half import HalfSweep
 
@@ -198,9 +198,9 @@ class TrialHalf(HalfSweep):
     changes: Mapping[str, Any] = MappingProxyType({})
     """Fields of the kernels."""
 
-    def kernels_for(self, fixed: GpuFactors) -> RowKernels:
+    def kernels_for(self, fixed: GpuFactors, cleared: Cleared | None = None) -> RowKernels:
         """See `HalfSweep`."""
-        kernels: Any = super().kernels_for(fixed)
+        kernels: Any = super().kernels_for(fixed, cleared)
         return replace(kernels, **self.changes)
 
     def assemble(self, fixed: DeviceFactors) -> None:
