@@ -51,8 +51,8 @@ DECENTRALIZED_THREADS = 256
 BATCH = 32
 """Runs that a worker takes at a time, by the rule: 256 entries, as in cuMF_SGD."""
 
-ROUNDS = 2000
-"""Minimum runs of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer workers
+WORKER_ENTRIES = 16_000
+"""Minimum entries of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer workers
 on small problems limit that effect."""
 
 RANGES_PER_SM = 2
@@ -591,9 +591,9 @@ class HogwildConfig:
         workers = blocks_per_sm * spec.multiprocessors * THREADS // group_size(ld, itemsize)
         return cls(blocks_per_sm, workers, run, batch)
 
-    def limited(self, n_runs: int) -> HogwildConfig:
-        """Limit the workers if there are few runs."""
-        return replace(self, n_workers=max(1, min(self.n_workers, n_runs // ROUNDS)))
+    def limited(self, nnz: int) -> HogwildConfig:
+        """Limit the workers if there are few entries."""
+        return replace(self, n_workers=max(1, min(self.n_workers, nnz // WORKER_ENTRIES)))
 
     def constants(self, ld: int, float16: bool, biases: bool) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
@@ -690,7 +690,7 @@ class BatchHogwild:
         shape = (stored_width(plan.factors, self.stored), self.stored.itemsize)
         config = config or HogwildConfig.default(device.spec, *shape, plan.rank > plan.factors)
         self.runs = device.upload(make_runs(matrix.indptr, method.rng(), config.run))
-        self.config = config.limited(len(self.runs))
+        self.config = config.limited(matrix.nnz)
 
     def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
         """See `Epochs`."""

@@ -381,9 +381,9 @@ def test_workers_of_a_device(device):
     """Few on small problems; as many as a device holds on large ones."""
     spec = replace(device.spec, multiprocessors=132)
     most = HogwildConfig.rule(spec, 128, 2, False)
-    assert most.limited(99_000_000 // plan_sgd.RUN) == most == HogwildConfig(5, 5 * 132 * 8)
+    assert most.limited(99_000_000) == most == HogwildConfig(5, 5 * 132 * 8)
     assert HogwildConfig.rule(spec, 128, 4, True).limited(10**9) == HogwildConfig(4, 4 * 132 * 4)
-    assert HogwildConfig.rule(spec, 32, 2, False).limited(125_000).n_workers == 125_000 // sgd.ROUNDS
+    assert HogwildConfig.rule(spec, 32, 2, False).limited(10**6).n_workers == 10**6 // sgd.WORKER_ENTRIES
     assert HogwildConfig.rule(spec, 32, 2, False).limited(3).n_workers == 1
 
 
@@ -652,7 +652,7 @@ def test_a_state_is_never_written_to(device):
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_batch_hogwild_learns(device, precision, tall, monkeypatch):
     """Rows of the larger side are held; several workers, blocks one after the other where emulated."""
-    monkeypatch.setattr(sgd, "ROUNDS", 4)
+    monkeypatch.setattr(sgd, "WORKER_ENTRIES", 32)
     matrix = as_csr(SMALL if tall else sp.csr_array(SMALL.T), dtype="float32")
     solver = solver_on(device, matrix, method_of("batch_hogwild"), biases=True, precision=precision)
     assert solver.epochs.held == ("user" if tall else "item")
