@@ -52,8 +52,8 @@ BATCH = 32
 """Runs that a worker takes at a time, by the rule: 256 entries, as in cuMF_SGD."""
 
 WORKER_ENTRIES = 16_000
-"""Minimum entries of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer workers
-on small problems limit that effect."""
+"""Minimum entries of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer
+workers on small problems limit that effect."""
 
 RANGES_PER_SM = 2
 """Blocks per multiprocessor in a decentralized pass, each with one range of updated rows."""

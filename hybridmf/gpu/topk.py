@@ -49,14 +49,14 @@ CHUNK = 128
 LARGEST_GRID_Y = 65535
 
 BYTE_GROUPS = 2048
-"""Minimum groups for products of int8 factors, which take half the time of float16 ones and leave more groups to screen."""
+"""Minimum groups for products of int8 factors: half the time of float16 ones, and more groups to screen."""
 
 BYTE_RANK = 64
 """Minimum rank for them: below, moving the maxima of groups takes as long as the products."""
 
-BYTE_RESIDUAL = 0.16
-"""Largest rounding error of an item in int8 for them, of its norm over the square root of the rank: as much as scores of
-random factors spread. Normal factors have 0.1 at rank 128."""
+BYTE_RESIDUAL = 0.12
+"""Largest rounding error of an item in int8 for them, of its norm over the square root of the rank, which is how much
+scores of random factors spread. Normal factors have 0.1 at rank 128."""
 
 HEAD_SHARE = 8
 """An eighth of the groups, those of largest norm, are scored before users are pruned."""
@@ -177,7 +177,7 @@ class PackedItems:
     halves : float16 bits as uint16, shape (n_groups, rank rounded up to 16 / 8, 32, 8), or None
         Scaled items; None if tensor cores cannot be used, and whole rows of scores are computed.
     operands : uint16 array
-        Items as group_max multiplies them: `halves`, or int8 factors in the same order, shape (n_groups, padded / 16, 32, 8).
+        Items as group_max multiplies them: `halves`, or int8 factors, shape (n_groups, padded / 16, 32, 8).
     groups : float32 array, shape (n_groups, 2), or None
         Largest norm of a group, and largest norm of the rounding errors of an item in `operands`; both scaled.
     steps : float32 array, shape (n_groups, 2), or None
@@ -535,9 +535,8 @@ def _bound_groups(packed: PackedItems, users: Array, seen: _Seen | None, wanted:
     )
     operands = device.empty((n_users, config.row_bytes // 2), np.uint16)
     sizes = _int32(n_users, n_groups, packed.rank, config.padded, config.in_bytes)
-    _launch_rows(
-        device, "prepare_users", n_users, (operands, bounds.users, bounds.limits, users, *sizes), _constants(packed.dtype)
-    )
+    prepared = (operands, bounds.users, bounds.limits, users, *sizes)
+    _launch_rows(device, "prepare_users", n_users, prepared, _constants(packed.dtype))
     if seen is not None:
         marked = (bounds.words, seen.ptr, seen.ids, packed.positions, *_int32(n_users, n_groups))
         _launch_rows(device, "mark_seen", n_users, marked, _constants(packed.dtype))
