@@ -166,14 +166,20 @@ def group_size(ld: int, itemsize: int) -> int:
     return min(32, 1 << (ld * itemsize // 16 - 1).bit_length())
 
 
-def _check_rows(device: Device, moved: Rows, fixed: Rows, real: Any) -> None:
+def _check_rows(device: Device, moved: Rows, fixed: Rows, real: Any, read: Any = None) -> None:
     ld, stored = moved.matrix.shape[1], moved.matrix.dtype
-    for name, rows in (("moved", moved), ("fixed", fixed)):
-        check(name, rows.matrix, stored, (None, ld))
+    for name, rows, dtype in (("moved", moved, stored), ("fixed", fixed, stored if read is None else read)):
+        check(name, rows.matrix, dtype, (None, ld))
         check_not_host(device, **{name: rows.matrix})
         if rows.bias is not None:
             check(f"{name}.bias", rows.bias, real, (len(rows.matrix),))
             check_not_host(device, **{f"{name}.bias": rows.bias})
+
+
+def read_dtype(moved: Rows, fixed: Rows) -> np.dtype:
+    """The dtype that rows of the fixed side may have: that of the moved ones, or float16 instead of float32."""
+    narrow = fixed.matrix.dtype == np.float16 and moved.matrix.dtype == np.float32
+    return np.dtype(np.float16 if narrow else moved.matrix.dtype)
 
 
 def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
@@ -210,6 +216,8 @@ class BlockedConfig:
         Warps that prepare chunks for the warp that updates the row.
     slots : int
         Chunks in shared memory at a time.
+    read_size : int, optional
+        Size of an element of the fixed side; 2: float16, while what is updated is float32. Default: `itemsize`.
 
     Raises
     ------
@@ -222,8 +230,16 @@ class BlockedConfig:
     chunk: int
     helpers: int
     slots: int
+    read_size: int = 0
 
     def __post_init__(self) -> None:
+        if not self.read_size:
+            object.__setattr__(self, "read_size", self.itemsize)
+        if self.read_size != self.itemsize and (self.itemsize, self.read_size, self.chunk) != (4, 2, 16):
+            raise ValueError(
+                f"read_size must be itemsize, or 2 with itemsize 4 and chunk 16; got {self.read_size} with "
+                f"{self.itemsize} and {self.chunk}"
+            )
         if self.chunk not in (4, 8, 16) or not 1 <= self.helpers <= 31:
             raise ValueError(f"chunk must be 4, 8 or 16 and helpers 1 to 31, got {self.chunk} and {self.helpers}")
         if self.slots < self.helpers + 3:
@@ -233,24 +249,27 @@ class BlockedConfig:
             )
 
     @classmethod
-    def default(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
+    def default(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
         """The tuned choice for a device, or that of the rule."""
-        found = tables.best(cls, "msgd", spec, {"ld": ld, "itemsize": itemsize})
-        fits = found is not None and found.shared_bytes <= spec.shared_bytes
-        return found if found is not None and fits else cls.rule(ld, itemsize, spec)
+        if read_size in (0, itemsize):
+            found = tables.best(cls, "msgd", spec, {"ld": ld, "itemsize": itemsize})
+            if found is not None and found.shared_bytes <= spec.shared_bytes:
+                return found
+        return cls.rule(ld, itemsize, spec, read_size)
 
     @classmethod
-    def rule(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
+    def rule(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
         """Two blocks per multiprocessor if they hide memory latency, otherwise the fastest configuration that fits."""
-        pairs = [cls(ld, itemsize, 16, 5, slots) for slots in (14, 10)]
+        pairs = [cls(ld, itemsize, 16, 5, slots, read_size) for slots in (14, 10)]
         fits = [pair for pair in pairs if 2 * pair.shared_bytes <= spec.shared_bytes]
-        return fits[0] if fits else cls.fastest(ld, itemsize, spec)
+        return fits[0] if fits else cls.fastest(ld, itemsize, spec, read_size)
 
     @classmethod
-    def fastest(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
+    def fastest(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
         """The configuration with the lowest latency for a row that has a multiprocessor to itself."""
-        sizes = ((16, 7, 18), (16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4))
-        configs = [cls(ld, itemsize, *size) for size in sizes]
+        sizes = [(16, 7, 18), (16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4)]
+        chunked = sizes if read_size in (0, itemsize) else [size for size in sizes if size[0] == 16]
+        configs = [cls(ld, itemsize, *size, read_size) for size in chunked]
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
 
     @property
@@ -261,6 +280,8 @@ class BlockedConfig:
     @property
     def stride(self) -> int:
         """Elements between two rows in shared memory: STRIDE of the kernel."""
+        if self.read_size != self.itemsize:
+            return self.ld + (96 - self.ld % 64) % 64
         tensor = self.chunk == 16 and self.itemsize == 4
         return self.ld + ((48 - self.ld % 32) % 32 if tensor else 16 // self.itemsize)
 
@@ -268,7 +289,7 @@ class BlockedConfig:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the kernel asserts the same number."""
         chunk, size = self.chunk, self.itemsize
-        slot = chunk * (self.stride + chunk + 16 // size + 1) * size + 16
+        slot = chunk * (self.stride * self.read_size + (chunk + 16 // size + 1) * size) + 16
         rest = (chunk * (32 + 16 // size + 7) + 2) * size
         return self.slots * ceil_div(slot, 16) * 16 + ceil_div(rest, 16) * 16
 
@@ -276,7 +297,8 @@ class BlockedConfig:
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of msgd.cu, without dtypes and biases."""
         sizes = {"CHUNK": self.chunk, "HELPERS": self.helpers, "CHUNK_SLOTS": self.slots}
-        return {"LD": self.ld, **sizes, "SHARED_BYTES": self.shared_bytes}
+        fixed16 = self.read_size != self.itemsize
+        return {"LD": self.ld, "FIXED16": fixed16, **sizes, "SHARED_BYTES": self.shared_bytes}
 
 
 def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms) -> Array:
@@ -287,6 +309,7 @@ def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Arr
     moved : Rows
         In and out.
     fixed : Rows
+        Float16 beside float32 `moved` is allowed, in rows of equal width.
     walk : Walk
         By the updated rows.
     tasks : int32 array, shape (n_tasks,)
@@ -298,7 +321,7 @@ def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Arr
     float64 array, shape (n_tasks,)
         Sum of squared errors of each row, each error before its update.
     """
-    _check_rows(device, moved, fixed, moved.matrix.dtype)
+    _check_rows(device, moved, fixed, moved.matrix.dtype, read_dtype(moved, fixed))
     _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
     out = device.empty(len(tasks), np.float64)
     MsgdKernels(device).centralized(moved, fixed, walk, tasks, terms, out)
@@ -315,7 +338,7 @@ def blocked(
     config: BlockedConfig | None = None,
 ) -> Array:
     """Like `centralized`, with one block per row and several entries at a time: ours, for long rows."""
-    _check_rows(device, moved, fixed, moved.matrix.dtype)
+    _check_rows(device, moved, fixed, moved.matrix.dtype, read_dtype(moved, fixed))
     _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
     out = device.empty(len(tasks), np.float64)
     MsgdKernels(device, config).blocked(moved, fixed, walk, tasks, terms, out)
@@ -367,14 +390,14 @@ class MsgdKernels:
         self.device, self._config, self._fastest = device, config, fastest
         self._kernels: dict[str, Kernel] = {}
 
-    def _found(self, name: str, rows: Rows) -> tuple[Kernel, BlockedConfig]:
-        dtype, ld = rows.matrix.dtype, rows.matrix.shape[1]
+    def _found(self, name: str, moved: Rows, fixed: Rows) -> tuple[Kernel, BlockedConfig]:
+        dtype, ld = moved.matrix.dtype, moved.matrix.shape[1]
         if self._config is None:
             choose = BlockedConfig.fastest if self._fastest else BlockedConfig.default
-            self._config = choose(ld, dtype.itemsize, self.device.spec)
+            self._config = choose(ld, dtype.itemsize, self.device.spec, fixed.matrix.dtype.itemsize)
         if name not in self._kernels:
             # equal constants for all kernels, so that a model compiles the file once
-            constants = {"REAL": dtype, "HAS_BIASES": rows.bias is not None} | self._config.constants
+            constants = {"REAL": dtype, "HAS_BIASES": moved.bias is not None} | self._config.constants
             self._kernels[name] = get_kernel(self.device, "msgd.cu", name, **constants)
         return self._kernels[name], self._config
 
@@ -382,21 +405,21 @@ class MsgdKernels:
         """Sums of squared errors go to `out`, shape (n_tasks,)."""
         if not len(tasks):
             return
-        kernel, config = self._found("centralized", moved)
-        grid = ceil_div(len(tasks) * group_size(config.ld, config.itemsize), THREADS)
+        kernel, config = self._found("centralized", moved, fixed)
+        grid = ceil_div(len(tasks) * group_size(config.ld, config.read_size), THREADS)
         kernel((grid,), (THREADS,), _arguments(moved, out, fixed, walk, tasks, len(tasks), terms), 0)
 
     def blocked(self, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms, out: Array) -> None:
         """Sums of squared errors go to `out`, shape (n_tasks,)."""
         if not len(tasks):
             return
-        kernel, config = self._found("blocked", moved)
+        kernel, config = self._found("blocked", moved, fixed)
         arguments = _arguments(moved, out, fixed, walk, tasks, len(tasks), terms)
         kernel((len(tasks),), (32 * (config.helpers + 1),), arguments, config.shared_bytes)
 
     def decentralized(self, moved: Rows, fixed: Rows, walk: Walk, bounds: Array, terms: Terms, out: Array) -> None:
         """Sums of squared errors go to `out`, shape (n_ranges,)."""
-        kernel, _ = self._found("decentralized", moved)
+        kernel, _ = self._found("decentralized", moved, fixed)
         arguments = _arguments(moved, out, fixed, walk, bounds, len(walk.begins), terms)
         kernel((len(out),), (DECENTRALIZED_THREADS,), arguments, 0)
 
@@ -412,6 +435,9 @@ class Epochs(Protocol):
     """The epochs of a schedule."""
 
     stored: np.dtype
+    """Of the rows that move."""
+    read: np.dtype
+    """Of rows as a kernel reads them from the fixed side; their widths are whole pieces of it."""
     walks: dict[Side, Walk]
 
     def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
@@ -443,6 +469,9 @@ class Msgd:
     ranks : int
         GPUs that share an epoch. With several, each has a block of the ratings, and its longest row decides the time of
         a step, so that the longest rows get a multiprocessor to themselves (`ALONE`).
+    read : dtype, optional
+        Float16: each pass reads a copy of the fixed side in float16, and "mixed" is the only ordering. Default: the
+        dtype of the ratings.
     """
 
     def __init__(
@@ -454,10 +483,12 @@ class Msgd:
         long_row: int | None = None,
         beside: bool = True,
         ranks: int = 1,
+        read: Any = None,
     ) -> None:
         self.device, self.layouts, self.beside = device, LAYOUTS[ordering], beside
         long_row = LONG_ROW if long_row is None else long_row
         self.stored = matrices["user"].dtype
+        self.read = self.stored if read is None else np.dtype(read)
         self.walks = {side: Walk.upload(device, matrices[side]) for side in SIDES if side in self.layouts.values()}
         self.ranges: dict[Side, list[Walk]] = {}
         self.long: dict[Side, Array] = {}
@@ -475,7 +506,7 @@ class Msgd:
             self.long[side], self.short[side] = device.upload(order[:n_long]), device.upload(order[n_long:])
             longest = np.count_nonzero(degrees[order[:n_long]] >= ALONE * degrees.max(initial=0))
             self.alone[side] = int(longest) if ranks > 1 else 0
-            row_bytes, l2_bytes = stored_width(factors, self.stored) * self.stored.itemsize, device.spec.l2_bytes
+            row_bytes, l2_bytes = stored_width(factors, self.read) * self.read.itemsize, device.spec.l2_bytes
             count = range_count(
                 matrices[side].shape, matrices[side].nnz, row_bytes, l2_bytes, max(1, MOST_RANGES // ranks)
             )
@@ -509,6 +540,8 @@ class Msgd:
             walk, bounds = self.walks[self.layouts[side]], self.bounds[side]
             self._kernels.decentralized(moved, fixed, walk, bounds, terms, losses)
             return
+        if self.read != self.stored:
+            fixed = Rows(fixed.matrix.astype(self.read), fixed.bias)
         groups, begun = self._groups(side), self.device.record()
         beside = len(groups) - 1 if self.beside else 0
         try:
@@ -683,7 +716,7 @@ class BatchHogwild:
         config: HogwildConfig | None = None,
     ) -> None:
         self.device = device
-        self.stored = np.dtype(plan.precision)
+        self.stored = self.read = np.dtype(plan.precision)
         self.held: Side = "user" if plan.n_users >= plan.n_items else "item"
         matrix = matrices[self.held]
         self.walks = {self.held: Walk.upload(device, matrix)}
@@ -735,7 +768,9 @@ class GpuSGD(Unconnected):
         self.indptr = {side: csr_arrays(matrix)[0] for side, matrix in matrices.items()}
         self.epochs: Epochs
         if self.method.schedule == "msgd":
-            self.epochs = Msgd(device, matrices, self.method.ordering, plan.factors)
+            self.epochs = Msgd(
+                device, matrices, self.method.ordering, plan.factors, read="f2" if plan.precision == "float16" else None
+            )
         else:
             self.epochs = BatchHogwild(device, matrices, plan, self.method)
         # with biases, serving and fold-in expect a constant 1 beside the factors
@@ -779,7 +814,7 @@ class GpuSGD(Unconnected):
         raise diverged(what, self.method, self.epoch)
 
     def _copy(self, side: Side) -> Rows:
-        return working_rows(self.tables[side], self.plan.factors, self.epochs.stored)
+        return working_rows(self.tables[side], self.plan.factors, self.epochs.stored, self.epochs.read)
 
     def _table(self, rows: Rows) -> DeviceFactors:
         return table_of(self.device, rows, self.plan, self.tables["user"].table.dtype)
@@ -796,9 +831,9 @@ class GpuSGD(Unconnected):
         return penalty(side, self.tables[side], self.objective, np.diff(self.indptr[side]))
 
 
-def working_rows(table: DeviceFactors, factors: int, stored: Any) -> Rows:
-    """Working copy of the factors of a side, in the dtype of an epoch and padded."""
-    width = stored_width(factors, stored)
+def working_rows(table: DeviceFactors, factors: int, stored: Any, read: Any = None) -> Rows:
+    """Working copy of the factors of a side, in the dtype of an epoch and padded to whole pieces of `read`."""
+    width = stored_width(factors, stored if read is None else read)
     if table.device_bias is None and table.table.shape[1] == width:
         return Rows(table.table.astype(stored))
     matrix = table.device.zeros((len(table), width), stored)
@@ -910,6 +945,10 @@ def default_builds(
                 fastest = BlockedConfig.fastest(ld, real.itemsize, spec)
                 if fastest != config and real == np.float32 and not biases:  # for several GPUs; the code is the same
                     yield "msgd.cu", "blocked", {"REAL": real, "HAS_BIASES": biases} | fastest.constants
+                if real == np.float32 and spec.capability >= (8, 0):
+                    narrow = BlockedConfig.default(stored_width(factors, np.float16), real.itemsize, spec, 2)
+                    for kernel in ("centralized", "blocked"):
+                        yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | narrow.constants
             for stored in (np.dtype(np.float16), np.dtype(np.float32)):
                 ld = stored_width(factors, stored)
                 chosen = HogwildConfig.default(spec, ld, stored.itemsize, biases)

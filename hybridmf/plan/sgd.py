@@ -261,7 +261,7 @@ class SgdMethod:
                 f"order={self.order!r} is the order in which items travel between several devices, got "
                 f'device={settings.device!r}; use a list such as device=["cuda:0", "cuda:1"], or order="passes"'
             )
-        why_not = "" if spec is None else self._why_not_gpu(base)
+        why_not = "" if spec is None else self._why_not_gpu(base, spec)
         if why_not and settings.device != "auto":
             raise ValueError(f'{why_not}; use device="cpu" or device="auto" for it, or change the parameter')
         return dispatch.choose(
@@ -287,7 +287,7 @@ class SgdMethod:
         if devices[0] == "cpu":
             plan = self._cpu_plan(base, first)
         else:
-            why_not = self._why_not_gpu(base)
+            why_not = self._why_not_gpu(base, None)
             if why_not:
                 raise ValueError(f"{why_not}; use CPU ranks (device={['cpu'] * len(devices)!r}) for it, or change it")
             specs = [spec for spec in (dispatch.find_gpu(name)[0] for name in devices) if spec is not None]
@@ -307,8 +307,8 @@ class SgdMethod:
         travelling = 2 * -(-n // ranks) * width
         return {"ratings": shared["ratings"] // ranks + tables, "factors": shared["factors"] // ranks + travelling}
 
-    def _why_not_gpu(self, base: Plan) -> str:
-        """Setting that a GPU does not support; empty if it supports all."""
+    def _why_not_gpu(self, base: Plan, spec: DeviceSpec | None) -> str:
+        """Setting that a GPU, or several (None), do not support; empty if all are supported."""
         if self.schedule not in GPU_SCHEDULES:
             return f"schedule={self.schedule!r} runs on the CPU only"
         if self.rate_schedule not in GPU_RATE_SCHEDULES:
@@ -318,7 +318,20 @@ class SgdMethod:
         if self.schedule == "batch_hogwild" and base.dtype != "float32":
             return f"dtype={base.dtype!r} is not for schedule='batch_hogwild', which computes in float32"
         if self.schedule == "msgd" and base.precision != "float32":
-            return f"precision={base.precision!r} is for schedule='batch_hogwild'"
+            return self._why_not_float16(base, spec)
+        return ""
+
+    def _why_not_float16(self, base: Plan, spec: DeviceSpec | None) -> str:
+        """Setting with which MSGD does not read the fixed side in float16."""
+        asked = f"precision={base.precision!r} with schedule='msgd'"
+        if spec is None:
+            return f"{asked} is for one device"
+        if self.ordering != "mixed":
+            return f"{asked} needs ordering='mixed', got {self.ordering!r}"
+        if base.dtype != "float32":
+            return f"{asked} needs dtype='float32', got {base.dtype!r}"
+        if spec.capability < (8, 0):
+            return f"{asked} needs a GPU of compute capability 8.0, got {spec.capability[0]}.{spec.capability[1]}"
         return ""
 
     def _gpu_plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
@@ -338,6 +351,7 @@ class SgdMethod:
             # by one side's rows; and its runs, which are shuffled on the host
             runs = 16 * (nnz // RUN + max(m, n))
             return {"ratings": nnz * (4 + itemsize) + max(m, n) * 8 + runs, "factors": (copies + 1) * rows}
+        copies += plan.precision == "float16"  # that which a pass reads
         layouts = 1 if self.ordering in ("user", "item") else 2
         tables = (m + n) * (8 + 4 + 8) + self._range_bytes(plan)
         return {"ratings": layouts * nnz * (4 + itemsize) + tables, "factors": copies * rows}

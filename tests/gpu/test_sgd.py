@@ -54,7 +54,8 @@ class Pass:
     def __init__(self, device, matrix, rank: int, dtype=np.float32, biases=False, seed=0) -> None:
         self.device, self.matrix, self.rank = device, as_csr(matrix, dtype=dtype), rank
         rng = np.random.default_rng(seed)
-        self.dtype, self.terms = np.dtype(dtype), TERMS._replace(mean=TERMS.mean if biases else 0.0)
+        self.read = self.dtype = np.dtype(dtype)
+        self.terms = TERMS._replace(mean=TERMS.mean if biases else 0.0)
         self.factors = [self._draw(rng, n, biases) for n in matrix.shape]
         self.walk = Walk.upload(device, self.matrix)
 
@@ -63,7 +64,7 @@ class Pass:
         return Factors((rng.standard_normal((n, self.rank)) / np.sqrt(self.rank)).astype(self.dtype), bias)
 
     def rows(self, factors: Factors) -> Rows:
-        padded = np.zeros((len(factors), stored_width(self.rank, self.dtype)), dtype=self.dtype)
+        padded = np.zeros((len(factors), stored_width(self.rank, self.read)), dtype=self.dtype)
         padded[:, : self.rank] = factors.matrix
         return Rows(self.device.upload(padded), None if factors.bias is None else self.device.upload(factors.bias))
 
@@ -108,10 +109,17 @@ def longest_first(matrix) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- MSGD kernels
 
 
-def check_walk(device, kernel, rank, dtype=np.float32, biases=False, lengths=LENGTHS, n_columns=80, **options) -> None:
+def check_walk(
+    device, kernel, rank, dtype=np.float32, biases=False, lengths=LENGTHS, n_columns=80, read=None, **options
+) -> None:
     """A kernel that walks the rows it moves."""
     problem = Pass(device, rows_of(lengths, n_columns), rank, dtype, biases)
+    if read is not None:
+        problem.read = np.dtype(read)
+        problem.factors[1].matrix[...] = problem.factors[1].matrix.astype(read)
     moved, fixed = map(problem.rows, problem.factors)
+    if read is not None:
+        fixed = Rows(fixed.matrix.astype(read), fixed.bias)
     before = device.download(fixed.matrix)
     tasks = longest_first(problem.matrix)
     losses = kernel(device, moved, fixed, problem.walk, device.upload(tasks), problem.terms, **options)
@@ -130,6 +138,29 @@ def test_rows_walk_their_entries(device, kernel, dtype, biases):
 @pytest.mark.parametrize("rank", [1, 33, exhaustive(100)])
 def test_every_width(device, kernel, rank):
     check_walk(device, kernel, rank, lengths=(0, 1, 17, 33, 9))
+
+
+@pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("rank", [7, 33, exhaustive(100)])
+def test_fixed_rows_in_float16(device, kernel, rank, biases):
+    """The same updates of float32 rows from a float16 table."""
+    check_walk(device, kernel, rank, biases=biases, read=np.float16)
+
+
+@pytest.mark.parametrize(("helpers", "slots"), [(1, 4), (3, 8)])
+def test_chunks_of_fixed_rows_in_float16(device, helpers, slots):
+    config = BlockedConfig(stored_width(20, np.float16), 4, 16, helpers, slots, 2)
+    lengths = (1, 16, 48, 49, 70, 190)
+    check_walk(device, sgd.blocked, 20, lengths=lengths, n_columns=200, read=np.float16, config=config)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
+@pytest.mark.parametrize("rank", [1, 8, 16, 32, 64, 100, 128, 200, 256, 400, 512])
+def test_every_width_of_fixed_rows_in_float16(device, kernel, rank, biases):
+    check_walk(device, kernel, rank, biases=biases, read=np.float16)
 
 
 @on_a_gpu
@@ -623,7 +654,12 @@ def test_objective(device, ordering):
 
 @pytest.mark.parametrize(
     ("schedule", "ordering", "precision"),
-    [("msgd", "mixed", "float32"), ("msgd", "crossed", "float32"), ("batch_hogwild", "mixed", "float16")],
+    [
+        ("msgd", "mixed", "float32"),
+        ("msgd", "mixed", "float16"),
+        ("msgd", "crossed", "float32"),
+        ("batch_hogwild", "mixed", "float16"),
+    ],
 )
 def test_reruns_and_resumed_runs_have_the_same_bits(device, schedule, ordering, precision):
     """Batch-Hogwild only where nothing meets: with one worker."""
