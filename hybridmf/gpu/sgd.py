@@ -260,11 +260,9 @@ class BlockedConfig:
     @classmethod
     def default(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
         """The tuned choice for a device, or that of the rule."""
-        if read_size in (0, itemsize):
-            found = tables.best(cls, "msgd", spec, {"ld": ld, "itemsize": itemsize})
-            if found is not None and found.shared_bytes <= spec.shared_bytes:
-                return found
-        return cls.rule(ld, itemsize, spec, read_size)
+        found = tables.best(cls, "msgd", spec, {"ld": ld, "itemsize": itemsize, "read_size": read_size or itemsize})
+        fits = found is not None and found.shared_bytes <= spec.shared_bytes
+        return found if found is not None and fits else cls.rule(ld, itemsize, spec, read_size)
 
     @classmethod
     def rule(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:

@@ -100,21 +100,16 @@ class GroupMaxConfig:
             raise ValueError(f"tile_groups must be 1, 2, 4 or 8: octets end with a tile; got {self.tile_groups}")
 
     @classmethod
-    def default(cls, padded: int, spec: DeviceSpec) -> GroupMaxConfig:
+    def default(cls, padded: int, spec: DeviceSpec, in_bytes: bool = False) -> GroupMaxConfig:
         """The tuned choice for a device, or that of the rule."""
-        found = tables.best(cls, "top_k", spec, {"padded": padded})
-        return found if found is not None and found.fits(spec) else cls.rule(padded)
+        found = tables.best(cls, "top_k", spec, {"padded": padded, "in_bytes": in_bytes})
+        return found if found is not None and found.fits(spec) else cls.rule(padded, in_bytes)
 
     @classmethod
-    def rule(cls, padded: int) -> GroupMaxConfig:
+    def rule(cls, padded: int, in_bytes: bool = False) -> GroupMaxConfig:
         """The choice without a tuned table entry: as many users as registers hold."""
-        return cls(padded, 64 if padded <= 128 else 32 if padded <= 256 else 16, 2 if padded <= 128 else 1)
-
-    @classmethod
-    def of_bytes(cls, rank: int) -> GroupMaxConfig:
-        """The choice for int8 factors."""
-        padded = round_up(rank, 32)
-        return cls(padded, 64 if padded <= 256 else 32, 2, True)
+        row = padded if in_bytes else 2 * padded
+        return cls(padded, 64 if row <= 256 else 32 if row <= 512 else 16, 2 if row <= 256 else 1, in_bytes)
 
     @property
     def threads(self) -> int:
@@ -248,7 +243,7 @@ class PackedItems:
         device = self.device
         self.halves = device.empty((self.n_groups * GROUP, self.padded), np.uint16)
         self.groups, self.steps = (device.empty((self.n_groups, 2), np.float32) for _ in range(2))
-        wide = GroupMaxConfig.of_bytes(max(self.rank, 1))
+        wide = GroupMaxConfig.default(round_up(max(self.rank, 1), 32), device.spec, True)
         if self._may_use_bytes(wide) if in_bytes is None else in_bytes:
             self.operands = device.empty((self.n_groups * GROUP, wide.padded // 2), np.uint16)
             self._round(items, wide)
@@ -407,8 +402,8 @@ def default_builds(
     for padded in sorted({round_up(rank, 16) for rank in ranks}):
         yield SOURCE, "group_max", GroupMaxConfig.default(padded, spec).constants
     if spec.capability >= (8, 0):
-        for rank in ranks:
-            yield SOURCE, "group_max", GroupMaxConfig.of_bytes(rank).constants
+        for padded in sorted({round_up(rank, 32) for rank in ranks}):
+            yield SOURCE, "group_max", GroupMaxConfig.default(padded, spec, True).constants
     packing = ("row_norms", "pack_panels", "prepare_items")
     serving = ("prepare_users", "mark_seen", "score_rows", "drop_seen", "sort_rows")
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
