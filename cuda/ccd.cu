@@ -3,10 +3,10 @@
 //                    z  = sum e C[fixed] / (penalty + sum C[fixed]^2) of every row (nonnegative: 0 if that is less)
 // source: Yu, Hsieh, Si, Dhillon 2012 (CCD++); Nisa et al. 2017 (loop fusion, long rows split); tiles: ours
 // grid  : blocks of equal work, each takes `parts`: consecutive pieces of one tile. A piece is what a row has in a tile
-//         of the fixed side, at most a segment of it: a warp's, or, if short, one of SHORT_GROUP lanes
+//         of the fixed side, at most a segment of it: a warp's, or, if one step of 8 or 16 lanes reads it, theirs
 // shapes: rows of this side and columns of both sides (n,): padded with zeros to 16 bytes
 //         indices, ratings, residuals (4 n_quads,)  pieces (n_pieces, 4): first quad, quads, row, slot (-1: whole row)
-//         parts (n_parts, 4): tile, first piece, end, short?  first_part (blocks + 1,)  partials (n_slots, 2)
+//         parts (n_parts, 4): tile, first piece, end, lanes of a piece  first_part (blocks + 1,)  partials (n_slots, 2)
 //         split (n_split, 4): row, first slot, slots, 0     tables (n, ld), ld a multiple of 16 bytes
 // shared: STAGED: VECTORS * TILE * sizeof(real): this tile of P, Q and C
 // traffic: a pass reads an index and reads and writes a residual: nnz (2 + 2 sizeof(real)) bytes STAGED, with 4 in place
@@ -48,10 +48,12 @@
 constexpr bool UPDATES = VECTORS > 1;
 constexpr int QUAD = 4;                                  // entries a lane reads at a time
 constexpr int UNROLL = 2;                                // quads of a step
-constexpr int SHORT_GROUP = 8;                           // lanes of a short piece, which is one step
 constexpr int WARPS = THREADS / WARP;
 constexpr int CHUNK = 16 / int(sizeof(real));
 constexpr int PACK = VECTORS == 3 ? 4 : VECTORS;         // elements of a pack, the fourth is not used
+
+// Lanes that share a piece: those that read it in one step, if they are fewer than a warp.
+__device__ __forceinline__ int lanes_of(int quads) { return quads <= UNROLL * 8 ? 8 : quads <= UNROLL * 16 ? 16 : WARP; }
 
 static_assert(TILE % CHUNK == 0 && TILE <= 65536, "tiles are copied 16 bytes at a time and have 16-bit indices");
 
@@ -282,8 +284,10 @@ rank_one(real* solved, real* residuals, Sums* partials, const real* subtracted, 
             stage(staged, fixed, int64(tile) * (TILE - CHUNK), n_fixed);
             __syncthreads();
         }
-        if (part.w)
-            pass.run<SHORT_GROUP>(part.y, part.z);
+        if (part.w == 8)
+            pass.run<8>(part.y, part.z);
+        else if (part.w == 16)
+            pass.run<16>(part.y, part.z);
         else
             pass.run<WARP>(part.y, part.z);
     }
@@ -346,7 +350,7 @@ place(FixedIndex* indices, real* ratings, const int* raw_indices, const real* ra
     if (piece >= n_pieces) return;
     const int64 target = int64(pieces[piece].x) * QUAD, begin = sources[3 * piece], base = sources[3 * piece + 2];
     const int quads = pieces[piece].y, length = int(sources[3 * piece + 1]);
-    const int group = quads > UNROLL * SHORT_GROUP ? WARP : SHORT_GROUP;  // quads that lanes read together
+    const int group = lanes_of(quads);  // quads that lanes read together
     for (int at = threadIdx.x % WARP; at < quads * QUAD; at += WARP) {
         const int before = at / QUAD / group * group;
         const int together = quads - before < group ? quads - before : group;

@@ -52,6 +52,9 @@
 #ifndef HAS_BIASES
 #define HAS_BIASES 0
 #endif
+#ifndef FIXED16
+#define FIXED16 0        // 1: the fixed side's rows are float16, for `centralized` and `blocked` with CHUNK 16
+#endif
 #ifndef CHUNK
 #define CHUNK 16         // entries that `blocked` solves at a time
 #endif
@@ -64,34 +67,113 @@
 
 constexpr int THREADS = 256;         // of a block of `decentralized`
 constexpr int WALK_THREADS = 128;    // and of `centralized`
-using Shared_row = Row<GROUP>;  // centralized: as few lanes as can hold a row
 using Warp_row = Row<WARP>;     // others: a warp holds it
+
+#if FIXED16
+using fixed_value = unsigned short;
+static_assert(sizeof(real) == 4 && LD % 8 == 0 && CHUNK == 16, "rows of whole pieces in float16, too; one kind of product");
+
+// The part of a row of either side that each of as few lanes as can hold a fixed one holds: pieces of 8 columns.
+struct Shared_row {
+    static constexpr int SIZE = power_of_two(LD / 8) < WARP ? power_of_two(LD / 8) : WARP;
+    static constexpr int PIECES = ceil_div(LD / 8, SIZE), OWNED = 8 * PIECES;
+    static constexpr bool ALL_LANES = LD / 8 % SIZE == 0;
+    struct Raw { int4 piece[PIECES]; };
+
+    __device__ static __forceinline__ bool has(int piece, int lane) { return ALL_LANES || piece * SIZE + lane < LD / 8; }
+
+    __device__ static __forceinline__ Raw load(const fixed_value* row, int lane) {
+        Raw raw;
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            raw.piece[p] = int4{0, 0, 0, 0};
+            if (has(p, lane)) raw.piece[p] = __ldg(reinterpret_cast<const int4*>(row) + p * SIZE + lane);
+        }
+        return raw;
+    }
+
+    __device__ static __forceinline__ void values_of(real (&values)[OWNED], const Raw& raw) {
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const unsigned pairs[4] = {unsigned(raw.piece[p].x), unsigned(raw.piece[p].y), unsigned(raw.piece[p].z),
+                                       unsigned(raw.piece[p].w)};
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float2 pair = from_halves(pairs[k]);
+                values[8 * p + 2 * k] = pair.x;
+                values[8 * p + 2 * k + 1] = pair.y;
+            }
+        }
+    }
+
+    // Of the moved side.
+    __device__ static __forceinline__ void read(real (&values)[OWNED], const real* row, int lane) {
+#pragma unroll
+        for (int k = 0; k < OWNED; k += 4) {
+            int4 piece = {0, 0, 0, 0};
+            if (has(k / 8, lane)) piece = reinterpret_cast<const int4*>(row)[(k / 8 * SIZE + lane) * 2 + k % 8 / 4];
+            memcpy(values + k, &piece, sizeof(piece));
+        }
+    }
+
+    __device__ static __forceinline__ void write(real* row, const real (&values)[OWNED], int lane) {
+#pragma unroll
+        for (int k = 0; k < OWNED; k += 4)
+            if (has(k / 8, lane)) memcpy(row + (k / 8 * SIZE + lane) * 8 + k % 8, values + k, 16);
+    }
+
+    __device__ static __forceinline__ real dot(const real (&a)[OWNED], const real (&b)[OWNED]) {
+        real sums[2] = {0, 0};
+#pragma unroll
+        for (int k = 0; k < OWNED; k++) sums[k % 2] += a[k] * b[k];
+        real sum = sums[0] + sums[1];
+#pragma unroll
+        for (int distance = SIZE / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+        return sum;
+    }
+};
+#else
+using fixed_value = stored;
+struct Shared_row : Row<GROUP> {  // centralized: as few lanes as can hold a row
+    static constexpr int SIZE = GROUP;
+
+    __device__ static __forceinline__ void read(real (&values)[OWNED], const stored* row, int lane) {
+        values_of(values, load<THIS_WARP>(row, lane));
+    }
+    __device__ static __forceinline__ void write(stored* row, const real (&values)[OWNED], int lane) {
+        store(row, raw_of(values), lane);
+    }
+};
+#endif
+constexpr int TEAM = Shared_row::SIZE;  // lanes of a row in `centralized`
+
+struct FixedFactors { const fixed_value* rows; const real* bias; };
 
 // Rows that are on their way at a time: enough bytes in flight, and registers left for 24 warps in the usual cases.
 constexpr int RING = Shared_row::PIECES <= 4 ? 8 / Shared_row::PIECES : 2;
-constexpr bool SIMPLE = Shared_row::PIECES == 1 && GROUP >= 8 && sizeof(real) == 4;
+constexpr bool SIMPLE = Shared_row::OWNED <= (FIXED16 ? 8 : 4) && TEAM >= 8 && sizeof(real) == 4;
 constexpr int BLOCKS_PER_SM = SIMPLE ? (Shared_row::ALL_LANES ? 6 : 5) : Shared_row::PIECES <= 4 ? 4 : 2;
 
 // ---------------------------------------------------------------------------------------------- centralized
 
 extern "C" __global__ void __launch_bounds__(WALK_THREADS, BLOCKS_PER_SM)
 centralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, int n_tasks, Terms terms) {
-    const int lane = threadIdx.x % GROUP;
-    const int64 task = (int64(blockIdx.x) * WALK_THREADS + threadIdx.x) / GROUP;
+    const int lane = threadIdx.x % TEAM;
+    const int64 task = (int64(blockIdx.x) * WALK_THREADS + threadIdx.x) / TEAM;
     const bool mine = task < n_tasks;
     const int64 row = tasks[mine ? task : 0];
     const int64 begin = walk.begins[row];
     const int count = mine ? int(walk.ends[row] - begin) : 0;
-    const int rounds = most_of_groups<GROUP>(ceil_div(count, RING));
+    const int rounds = most_of_groups<TEAM>(ceil_div(count, RING));
 
     real v[Shared_row::OWNED], u[Shared_row::OWNED];
-    Shared_row::values_of(v, Shared_row::load<THIS_WARP>(moved.rows + row * LD, lane));
+    Shared_row::read(v, moved.rows + row * LD, lane);
     real bias = HAS_BIASES ? moved.bias[row] : real(0);
     double loss = 0;
 
     // Places past the end stand for row `first`, whose updates do not count.
-    Spread<int, RING, GROUP> index, next_index;
-    Spread<real, RING, GROUP> rating, next_rating;
+    Spread<int, RING, TEAM> index, next_index;
+    Spread<real, RING, TEAM> rating, next_rating;
     index.load(walk.indices + begin, count, lane, walk.first);
     next_index.load(walk.indices + begin + RING, count - RING, lane, walk.first);
     rating.load(walk.ratings + begin, count, lane, real(0));
@@ -101,7 +183,7 @@ centralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const 
 
     for (int round = 0; round < rounds; round++) {
         const int done = round * RING;
-        Spread<real, RING, GROUP> target;
+        Spread<real, RING, TEAM> target;
 #pragma unroll
         for (int s = 0; s < target.SLOTS; s++)
             target.slot[s] = rating.slot[s] - terms.mean - (HAS_BIASES ? fixed.bias[index.slot[s] - walk.first] : real(0));
@@ -126,7 +208,7 @@ centralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const 
         rating = next_rating;
     }
     if (!mine) return;
-    Shared_row::store(moved.rows + row * LD, Shared_row::raw_of(v), lane);
+    Shared_row::write(moved.rows + row * LD, v, lane);
     if (lane == 0) {
         if (HAS_BIASES) moved.bias[row] = bias;
         losses[task] = loss;
@@ -137,14 +219,15 @@ centralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const 
 
 constexpr bool TENSOR = CHUNK == 16 && sizeof(real) == 4 && HAS_ASYNC_COPY;
 // Of staged rows. A quarter of a warp reads two neighbouring ones for tensor cores: they lie in different banks.
-constexpr int STRIDE = LD + (CHUNK == 16 && sizeof(real) == 4 ? (48 - LD % 32) % 32 : VECTOR);
+constexpr int STRIDE = LD + (FIXED16 ? (96 - LD % 64) % 64 : CHUNK == 16 && sizeof(real) == 4 ? (48 - LD % 32) % 32 : VECTOR);
+constexpr int FIXED_VECTOR = 16 / int(sizeof(fixed_value)), FIXED_VECTORS = LD / FIXED_VECTOR;  // pieces of a fixed row
 static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= 16, "a lane computes an error");
 // A helper wants the slot of its next chunk before it prepares one; the walking warp wants the next chunk before it frees a
 // slot.
 static_assert(CHUNK_SLOTS >= HELPERS + 2, "or walker and helpers would wait for each other");
 
 struct alignas(16) Slot {  // a chunk in shared memory
-    real rows[CHUNK][STRIDE];
+    fixed_value rows[CHUNK][STRIDE];
     real inverse[CHUNK][CHUNK + VECTOR];  // first M, then (1 + M)^-1; lanes read rows, each in other banks
     real targets[CHUNK];                  // rating - mean - bias of the fixed row
     Gate prepared, walked;                // opened for each chunk that is here
@@ -251,6 +334,38 @@ struct Tensor_product {  // chunks of 16
     }
 };
 
+// Of rows in float16, whose products are exact; sums in float32.
+struct Half_product {
+    __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
+        const int g = lane / 4, t = lane % 4;  // as mma.sync counts
+        float sums[2][4] = {};
+#pragma unroll 4
+        for (int first = 0; first < FIXED_VECTORS; first += 4) {  // 32 columns, in an order that suits the reads
+            int4 upper = {0, 0, 0, 0}, lower = {0, 0, 0, 0};     // rows g and g + 8
+            if (FIXED_VECTORS % 4 == 0 || first + t < FIXED_VECTORS) {
+                upper = *reinterpret_cast<const int4*>(&slot.rows[g][(first + t) * FIXED_VECTOR]);
+                lower = *reinterpret_cast<const int4*>(&slot.rows[8 + g][(first + t) * FIXED_VECTOR]);
+            }
+            multiply(sums, {unsigned(upper.x), unsigned(lower.x), unsigned(upper.y), unsigned(lower.y)});
+            multiply(sums, {unsigned(upper.z), unsigned(lower.z), unsigned(upper.w), unsigned(lower.w)});
+        }
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) {
+                const int j = g + 8 * (q / 2), l = 8 * n + 2 * t + q % 2;
+                slot.inverse[j][l] = coupling.of(j, l, sums[n][q]);
+            }
+    }
+
+    // A row's columns are the same in both operands: the second one needs no loads of its own.
+    __device__ static __forceinline__ void multiply(float (&sums)[2][4], const unsigned (&rows)[4]) {
+        mma_float16(sums[0], rows, rows[0], rows[2]);
+        mma_float16(sums[1], rows, rows[1], rows[3]);
+    }
+};
+
 // For float64, short chunks and GPUs without tf32: all of M, and what is below its diagonal counts.
 struct Plain_product {
     static constexpr int SIDE = 4;                          // a lane computes SIDE x SIDE products
@@ -336,20 +451,21 @@ struct Helper {
     }
 
     __device__ __forceinline__ void copy(int chunk, int index) const {
-        real* target = &work.slots[chunk % CHUNK_SLOTS].rows[0][0];
+        fixed_value* target = &work.slots[chunk % CHUNK_SLOTS].rows[0][0];
         const int valid = left(chunk);
 #pragma unroll 8
-        for (int base = 0; base < CHUNK * VECTORS; base += WARP) {
-            const int at = base + lane, j = at / VECTORS, piece = at % VECTORS;
+        for (int base = 0; base < CHUNK * FIXED_VECTORS; base += WARP) {
+            const int at = base + lane, j = at / FIXED_VECTORS, piece = at % FIXED_VECTORS * FIXED_VECTOR;
             const int64 row = __shfl_sync(FULL_WARP, index, j % WARP);
-            if (CHUNK * VECTORS % WARP == 0 || j < CHUNK)
-                copy_async_16(target + j * STRIDE + piece * VECTOR, fixed.rows + row * LD + piece * VECTOR, j < valid);
+            if (CHUNK * FIXED_VECTORS % WARP == 0 || j < CHUNK)
+                copy_async_16(target + j * STRIDE + piece, fixed.rows + row * LD + piece, j < valid);
         }
     }
 
     __device__ __forceinline__ void prepare(Slot& slot, int chunk) const {
         const Coupling coupling{work, left(chunk)};
-        if constexpr (TENSOR) Tensor_product::run(slot, coupling, lane);
+        if constexpr (FIXED16) Half_product::run(slot, coupling, lane);
+        else if constexpr (TENSOR) Tensor_product::run(slot, coupling, lane);
         else Plain_product::run(slot, coupling, lane);
         __syncwarp();
         invert(slot.inverse, lane);
@@ -393,9 +509,16 @@ struct Walker {
     real v[OWNED], kept[KEEPS ? CHUNK : 1][OWNED];
     double loss, last_error;  // of the entries of this lane, all but the last chunk's; there
 
-    __device__ __forceinline__ void load(real (&u)[OWNED], const real* place) const {
+    __device__ __forceinline__ void load(real (&u)[OWNED], const fixed_value* place) const {
 #pragma unroll
         for (int p = 0; p < Warp_row::PIECES; p++) {
+#if FIXED16
+            int2 pairs = {0, 0};
+            if (Warp_row::has(p, lane)) pairs = *reinterpret_cast<const int2*>(place + (p * WARP + lane) * VECTOR);
+            const float2 low = from_halves(pairs.x), high = from_halves(pairs.y);
+            u[4 * p] = low.x, u[4 * p + 1] = low.y, u[4 * p + 2] = high.x, u[4 * p + 3] = high.y;
+            continue;
+#endif
             int4 piece = {0, 0, 0, 0};
             if (Warp_row::has(p, lane)) piece = *reinterpret_cast<const int4*>(place + (p * WARP + lane) * VECTOR);
             unpack(u + p * VECTOR, piece);
@@ -542,6 +665,7 @@ blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int*
 
 // ---------------------------------------------------------------------------------------------- decentralized
 
+#if !FIXED16
 constexpr int WARPS = THREADS / WARP;
 constexpr int LIST = 1024;  // entries a block finds at a time
 
@@ -637,3 +761,4 @@ decentralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, cons
         losses[blockIdx.x] = loss;
     }
 }
+#endif

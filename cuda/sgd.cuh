@@ -27,7 +27,6 @@ static_assert(!FLOAT16 || sizeof(real) == 4, "float16 is computed with in float3
 
 // Arguments of the kernels.
 struct Factors { stored* rows; real* bias; };  // (n, LD), (n,): rows that move; without biases nothing reads `bias`
-struct FixedFactors { const stored* rows; const real* bias; };
 struct Walk {
     const int* indices;                // (nnz,) rows of the other side, ascending in each row
     const real* ratings;               // (nnz,)

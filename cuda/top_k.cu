@@ -2,38 +2,49 @@
 //
 // n <= KEPT <= 128, rank <= 512: no users x items matrix. Items lie in groups of 32 by falling norm, and
 //   mark_seen    words[u][g]: which items of group g user u has seen
-//   group_max    words[u][g] becomes the largest score of an unseen item of g: float16 tensor cores, float32 sums
+//   group_max    words[u][g] becomes the largest score of an unseen item of g, by tensor cores: of int8 factors (BYTES), whose
+//                sums are exact integers, or of float16 ones with float32 sums
 //   prune        after the groups of largest norm: the first group that |x| |y| keeps below a user's n-th best
-//   select_best  scores the groups again, exactly, that can hold one of the n best, and sorts what survives
-// Rounding is bounded, not estimated. Both sides are scaled by powers of 2, what float16 loses of each row is measured,
-// and by Cauchy-Schwarz a score differs from its approximation by at most
-//   slack = |x - x16| |y| + |x16| |y - y16| + (sums on tensor cores, rounding of the exact score) |x| |y|,
-// some 5e-4 |x| |y| at rank 128. If the maxima of n groups, less slack, reach t, then so does the n-th best score; a
-// group whose maximum plus slack is below t holds none of the best. The score a caller sees is one chain of fused
-// multiply-adds in `real` over the factors in order: answers do not depend on batch, group, pruning or tensor cores.
+//   select_best  of the groups that can hold one of the n best, by falling bounds: float16 items times x in float32; what can
+//                still be among the best is scored exactly, and sorted
+// Rounding is bounded, not estimated. Both sides are scaled, what int8 or float16 loses of each row is measured, and by
+// Cauchy-Schwarz a score differs from its approximation by at most
+//   slack = |x - x~| |y| + |x~| |y - y~| + (rounding of the sums and of the exact score) |x| |y|,
+// some 5e-4 |x| |y| in float16 and 1.6e-2 |x| |y| in int8 at rank 128, where scores of random factors spread by 0.09 |x| |y|.
+// If the maxima of n groups, less slack, reach t, then so does the n-th best score; a group whose maximum plus slack is below t
+// holds none of the best. An item of such a group is screened by |x| |y - y16| + 2 rank eps |x| |y|, for plain float32 sums.
+// With BYTES nothing depends on how tensor cores round: 8-bit products and their sums are below 2^24, and exact. For float16
+// sums, whose rounding NVIDIA does not specify, TENSOR_ERROR leaves 2.7 times Turing's truncation. The score a caller sees
+// is one chain of fused multiply-adds in `real` over the factors in order: answers do not depend on batch, group, pruning
+// or tensor cores.
 //
 // Otherwise: score_rows writes the same chains for a batch of users, drop_seen removes what they have seen, sort_rows
 // finds the n-th best by radix selection and sorts what is not behind it.
 //
-// shapes : users (n_users, rank)  panels (n_groups, vectors, 32, VECTOR)  user_halves (n_users, PADDED)
-//          item_halves (32 n_groups, PADDED)  words (n_users, n_groups)  groups (n_groups, 2): largest norm, residual
-//          user_bounds (n_users, 4): norm, by_norm, by_residual of UserBound, exponent
+// shapes : users (n_users, rank)  panels (n_groups, vectors, 32, VECTOR)  user_operands (n_users, ROW)
+//          item_operands (n_groups, ROW / 8, 32, 8), item_halves the same in float16  words (n_users, n_groups)
+//          groups (n_groups, 2): largest norm, and residual of the operands
+//          steps (n_groups, 2): what 1 in the operands stands for, and residual of the halves
+//          user_bounds (n_users, 4): norm, by_norm, by_residual of UserBound, 256 exponent + multiplier
 //          item_ids, ascending_ids (n_items,)  positions (all items,): packed place or -1
 //          seen_ptr (n_users + 1,), seen_ids ascending in each row
 //          n_groups is a multiple of OCTET; n_items are packed, and what follows them is zero and never chosen
-// flops  : 64 PADDED n_groups a user in float16; select_best scores some 1.3 n groups a user again
-// traffic: words are moved five times, 20 n_groups bytes a user; a group scored again is 128 rank bytes
-// floor  : H200, rank 128, n 10, estimated. 17,770 items: float16 11 ns a user (400 TFLOP/s by mma.sync),
-//          groups scored again 23 ns (213 KB from L2 at 9 TB/s). 384,546: 246 ns and 107 ns (450 KB at 4.2 TB/s)
+// flops  : 64 PADDED n_groups a user; select_best screens some n groups a user (float16) or 2 n (int8)
+// traffic: words are moved five times, 20 n_groups bytes a user; a screened group is 64 rank bytes
+// floor  : H200, rank 128, n 10, estimated. 384,546 items: float16 246 ns a user (400 TFLOP/s by mma.sync), int8 123; words 60
+//          (4 TB/s), groups screened again 25 and 45 ns
 #include "common.cuh"
 
 #ifndef PADDED
-#define PADDED 64            // of group_max: the rank rounded up to 16
+#define PADDED 64            // of group_max: the rank rounded up to 16; to 32 with BYTES
+#endif
+#ifndef BYTES
+#define BYTES 0              // of group_max: 1 for int8, 0 for float16
 #endif
 #ifndef KEPT
 #define KEPT 32              // of prune and select_best: n at most
 #endif
-// A warp keeps the factors of its users in PADDED * USERS_PER_WARP / 64 registers; its scores take as many as users.
+// A warp keeps the factors of its users in ROW * USERS_PER_WARP / 64 registers; its scores take as many as users.
 #ifndef USERS_PER_WARP
 #define USERS_PER_WARP (PADDED <= 128 ? 64 : PADDED <= 256 ? 32 : 16)
 #endif
@@ -42,6 +53,7 @@
 #endif
 
 using half_bits = unsigned short;  // a float16
+using operand_bits = unsigned short;  // a float16, or two int8
 
 constexpr int GROUP = WARP;        // items: a lane each where scores are exact
 constexpr int OCTET = 8;           // groups whose words are moved together: 32 bytes of each user
@@ -54,7 +66,8 @@ struct alignas(16) Vector {
     real value[VECTOR];
 };
 
-static_assert(PADDED % 16 == 0 && PADDED <= 512, "more do not fit in registers");
+constexpr int ROW = BYTES ? PADDED / 2 : PADDED;  // operand_bits of a row
+static_assert(ROW % 16 == 0 && PADDED <= 512, "whole steps of tensor cores; more do not fit in registers");
 static_assert(USERS_PER_WARP == 16 || USERS_PER_WARP == 32 || USERS_PER_WARP == 64, "see fold_quads");
 static_assert(OCTET % TILE_GROUPS == 0, "octets end with a tile");
 static_assert(KEPT >= 32 && KEPT <= 128 && (KEPT & (KEPT - 1)) == 0, "lists are sorted in powers of 2");
@@ -76,6 +89,7 @@ constexpr double COMPARISON_ERROR = 1.0 / (1 << 20);  // of bounds and threshold
 constexpr float SMALLEST = 7.9e-31f;               // 2^-100, more than all that underflows in scaled float32
 constexpr int LARGEST_EXPONENT = 1000;             // scales stay within double
 constexpr int NO_ITEM = 0x7fffffff;
+constexpr int MOST_BYTE = 127;                     // largest int8 of an operand
 
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
@@ -101,7 +115,11 @@ __device__ __forceinline__ float from_half(half_bits bits) {
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------- rows as float16
+__device__ __forceinline__ float2 from_half_pair(unsigned pair) {
+    return {from_half(half_bits(pair & 0xffffu)), from_half(half_bits(pair >> 16))};
+}
+
+// ---------------------------------------------------------------------------------------------- rows as operands
 
 // Exponent e such that a row whose largest factor this is, divided by 2^e, lies in [-1, 1].
 __device__ __forceinline__ int exponent_of(double largest) {
@@ -121,23 +139,37 @@ __device__ __forceinline__ double largest_of(const real* row, int rank, int lane
 }
 
 struct RowSize {
-    float norm, residual;  // of the scaled row, and of what float16 loses of it; not below the truth
+    float norm, residual;  // of the scaled row, and of what its rounding loses; not below the truth
 };
 
-// halves (padded,) <- row * scale; in float64, since squares of small factors underflow in float32
-__device__ __forceinline__ RowSize round_row(half_bits* halves, const real* row, int rank, int padded, double scale,
-                                             int lane) {
+// round(k, value) stores factor k of row * scale and returns what is stored; in float64, since squares of small factors
+// underflow in float32
+template <class Round>
+__device__ __forceinline__ RowSize round_row(const real* row, int rank, int padded, double scale, int lane, Round round) {
     double norm = 0, residual = 0;
     for (int k = lane; k < padded; k += WARP) {
-        const double value = k < rank ? double(row[k]) * scale : 0.0;
-        const half_bits half = to_half(float(value));
-        const double lost = value - double(from_half(half));
-        halves[k] = half;
+        const double value = k < rank ? double(row[k]) * scale : 0.0, lost = value - round(k, value);
         norm += value * value;
         residual += lost * lost;
     }
     constexpr double UP = 1.0 + COMPARISON_ERROR;
     return {float(sqrt(warp_sum(norm)) * UP), float(sqrt(warp_sum(residual)) * UP)};
+}
+
+__device__ __forceinline__ double round_to_half(half_bits* target, double value) {
+    *target = to_half(float(value));
+    return double(from_half(*target));
+}
+
+__device__ __forceinline__ double round_to_byte(signed char* target, double value) {
+    const double nearest = max(-double(MOST_BYTE), min(double(MOST_BYTE), rint(value)));
+    *target = (signed char)(nearest);
+    return nearest;
+}
+
+// Place of factor k of an item in operands or halves: pieces of 16 bytes, those of the items of a group side by side.
+template <int PER_PIECE> __device__ __forceinline__ int64 packed_place(int place, int padded, int k) {
+    return ((int64(place / GROUP) * (padded / PER_PIECE) + k / PER_PIECE) * GROUP + place % GROUP) * PER_PIECE + k % PER_PIECE;
 }
 
 // norms[r] = |rows[r]|
@@ -169,47 +201,74 @@ extern "C" __global__ void pack_panels(real* __restrict__ panels, const real* __
     reinterpret_cast<Vector*>(panels)[piece] = packed;
 }
 
-// Rows of item_halves <- items[order] * scale; groups: the largest norm and residual of each group. A warp a group.
+// item_halves <- items[order] * scale; bytes <- the same in steps of each group, if `byte_row`, the padded rank, is not 0. groups,
+// steps: see the top. A warp a group.
 extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
-prepare_items(half_bits* __restrict__ item_halves, float2* __restrict__ groups, const real* __restrict__ items,
-              const int* __restrict__ order, int n_items, int n_groups, int rank, int padded, double scale) {
+prepare_items(half_bits* __restrict__ item_halves, signed char* __restrict__ bytes, float2* __restrict__ groups,
+              float2* __restrict__ steps, const real* __restrict__ items, const int* __restrict__ order, int n_items,
+              int n_groups, int rank, int padded, int byte_row, double scale) {
     const int lane = threadIdx.x % WARP, group = blockIdx.x * ROW_WARPS + threadIdx.x / WARP;
     if (group >= n_groups) return;
-    float2 largest = {0, 0};
-    for (int place = group * GROUP; place < (group + 1) * GROUP; place++) {
-        half_bits* halves = item_halves + int64(place) * padded;
-        if (place < n_items) {
-            const RowSize size = round_row(halves, items + int64(order[place]) * rank, rank, padded, scale, lane);
-            largest.x = fmaxf(largest.x, size.norm);
-            largest.y = fmaxf(largest.y, size.residual);
-        } else {
-            for (int k = lane; k < padded; k += WARP) halves[k] = 0;
-        }
+    const int begin = group * GROUP, end = min(begin + GROUP, n_items);
+    double factor = 0;  // the largest one
+    for (int place = begin; byte_row && place < end; place++)
+        factor = max(factor, largest_of(items + int64(order[place]) * rank, rank, lane));
+    const float step = fmaxf(float(factor * scale / MOST_BYTE), SMALLEST);
+    const double inverse = 1.0 / step;
+    float norm = 0, lost_by_halves = 0, lost_by_bytes = 0;
+    for (int place = begin; place < begin + GROUP; place++) {
+        const real* row = place < n_items ? items + int64(order[place]) * rank : items;
+        const int length = place < n_items ? rank : 0;
+        const RowSize size = round_row(row, length, padded, scale, lane, [&](int k, double value) {
+            return round_to_half(item_halves + packed_place<8>(place, padded, k), value);
+        });
+        norm = fmaxf(norm, size.norm);
+        lost_by_halves = fmaxf(lost_by_halves, size.residual);
+        if (!byte_row) continue;
+        const RowSize coarse = round_row(row, length, byte_row, scale, lane, [&](int k, double value) {
+            return double(step) * round_to_byte(bytes + packed_place<16>(place, byte_row, k), value * inverse);
+        });
+        lost_by_bytes = fmaxf(lost_by_bytes, coarse.residual);
     }
-    if (lane == 0) groups[group] = largest;
+    if (lane != 0) return;
+    groups[group] = {norm, byte_row ? lost_by_bytes : lost_by_halves};
+    steps[group] = {byte_row ? step : 1.0f, lost_by_halves};
 }
 
-// Rows of user_halves <- users, each scaled by its own power of 2; their bounds; limits: all groups, none where x = 0.
+// Rows of user_operands <- users, each scaled by its own power of 2 and, for int8, a whole number; their bounds; limits: all
+// groups, none where x = 0.
 extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
-prepare_users(half_bits* __restrict__ user_halves, float4* __restrict__ user_bounds, int* __restrict__ limits,
-              const real* __restrict__ users, int n_users, int n_groups, int rank, int padded) {
+prepare_users(operand_bits* __restrict__ user_operands, float4* __restrict__ user_bounds, int* __restrict__ limits,
+              const real* __restrict__ users, int n_users, int n_groups, int rank, int padded, int bytes) {
     const int lane = threadIdx.x % WARP, user = blockIdx.x * ROW_WARPS + threadIdx.x / WARP;
     if (user >= n_users) return;
     const real* factors = users + int64(user) * rank;
-    const int exponent = exponent_of(largest_of(factors, rank, lane));
-    const RowSize size =
-        round_row(user_halves + int64(user) * padded, factors, rank, padded, ldexp(1.0, -exponent), lane);
+    const double largest = largest_of(factors, rank, lane);
+    const int exponent = exponent_of(largest);
+    const double scale = ldexp(1.0, -exponent), least = double(MOST_BYTE) / 254;
+    const int multiplier = bytes ? max(1, int(MOST_BYTE / max(largest * scale, least))) : 1;  // largest * scale is 1/2 to 1
+    RowSize size;
+    if (bytes) {
+        signed char* row = reinterpret_cast<signed char*>(user_operands) + int64(user) * padded;
+        size = round_row(factors, rank, padded, scale * multiplier, lane,
+                         [&](int k, double value) { return round_to_byte(row + k, value); });
+    } else {
+        half_bits* row = user_operands + int64(user) * padded;
+        size = round_row(factors, rank, padded, scale, lane,
+                         [&](int k, double value) { return round_to_half(row + k, value); });
+    }
     if (lane != 0) return;
-    const float norm = size.norm + size.residual;  // bounds |x| and |x16|
-    const float relative = float(padded * TENSOR_ERROR + rank * Arithmetic<real>::EPSILON + 2 * COMPARISON_ERROR);
-    user_bounds[user] = {norm, size.residual + norm * relative, norm + norm * relative, float(exponent)};
+    const float norm = size.norm + size.residual;  // bounds |x| and |x~|
+    const double sums = bytes ? 0.0 : padded * TENSOR_ERROR;
+    const float relative = float(sums + rank * Arithmetic<real>::EPSILON + 2 * COMPARISON_ERROR);
+    user_bounds[user] = {norm, size.residual + norm * relative, norm + norm * relative, float(256 * exponent + multiplier)};
     limits[user] = norm > 0 ? n_groups : 0;
 }
 
 // ---------------------------------------------------------------------------------------------- bounds
 
 struct UserBound {
-    float norm;      // |x| and |x16| are at most this; 0: a user without factors
+    float norm;      // |x| and |x~| are at most this; 0: a user without factors
     float by_norm;   // slack of a group: by_norm * its largest norm + by_residual * its largest residual + least
     float by_residual;
     float least;     // what underflows
@@ -223,6 +282,11 @@ struct UserBound {
     __device__ __forceinline__ float slack(float norm_of_group, float residual_of_group) const {
         return by_norm * norm_of_group + by_residual * residual_of_group + least;
     }
+    // Of an item of a group in float16 times x in float32, against the exact score.
+    __device__ __forceinline__ float doubt(float norm_of_group, float half_residual, int rank) const {
+        const float relative = float(rank * (Arithmetic<float>::EPSILON + Arithmetic<real>::EPSILON) + 2 * COMPARISON_ERROR);
+        return norm * (1 + relative) * half_residual + norm * relative * norm_of_group + least;
+    }
     // Whether |x| |y| keeps all of a group below a threshold.
     __device__ __forceinline__ bool excludes(float norm_of_group, float threshold) const {
         return (norm + by_norm) * norm_of_group + least < threshold;
@@ -230,7 +294,8 @@ struct UserBound {
 };
 
 __device__ __forceinline__ UserBound user_bound(float4 stored, int rank, double item_scale) {
-    const double user_scale = ldexp(1.0, -int(stored.w));
+    const int scaling = int(stored.w);  // 256 exponent + multiplier
+    const double user_scale = ldexp(double(scaling & 255), -(scaling >> 8));
     const float least = float(rank * Arithmetic<real>::LEAST * user_scale * item_scale) + SMALLEST;
     return {stored.x, stored.y, stored.z, least, user_scale, item_scale};
 }
@@ -243,15 +308,6 @@ __device__ __forceinline__ float4 bounds_of(const float* best, const float2* gro
     const float4 high = reinterpret_cast<const float4*>(groups + first)[1];
     return {value.x + side * user.slack(low.x, low.y), value.y + side * user.slack(low.z, low.w),
             value.z + side * user.slack(high.x, high.y), value.w + side * user.slack(high.z, high.w)};
-}
-
-// Which of four groups may hold a score that reaches a threshold, as bits. A group without an unseen item is -inf.
-__device__ __forceinline__ unsigned hopeful_groups(const float* best, const float2* groups, int first,
-                                                   const UserBound& user, float threshold) {
-    const float4 above = bounds_of(best, groups, first, user, 1.0f);
-    const float wanted = fmaxf(threshold, -Arithmetic<float>::LARGEST);
-    return unsigned(above.x >= wanted) | unsigned(above.y >= wanted) << 1 | unsigned(above.z >= wanted) << 2 |
-           unsigned(above.w >= wanted) << 3;
 }
 
 constexpr int STREAMS = KEPT / 8;  // a lane keeps the largest bound of so many shares of the groups
@@ -327,7 +383,7 @@ mark_seen(unsigned* __restrict__ words, const int64* __restrict__ seen_ptr, cons
 // ---------------------------------------------------------------------------------------------- tensor cores
 
 // Four 8 x 8 matrices of float16 from shared memory; lane l gives row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(unsigned (&matrices)[4], const half_bits* row) {
+__device__ __forceinline__ void load_matrices(unsigned (&matrices)[4], const operand_bits* row) {
 #if defined(HYBRIDMF_EMULATE)
     const auto rows = emulator::exchange(FULL_WARP, row);
     const int lane = threadIdx.x % WARP;
@@ -342,7 +398,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&matrices)[4], const hal
 }
 
 // d += A B of 16 users, 8 items and 16 factors; Turing takes 8 factors at a time.
-__device__ __forceinline__ void multiply_halves(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+__device__ __forceinline__ void multiply_operands(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if defined(HYBRIDMF_EMULATE)
     emulator::mma_16bit<false>(d, a, b0, b1);
 #elif HAS_ASYNC_COPY
@@ -359,22 +415,36 @@ __device__ __forceinline__ void multiply_halves(float (&d)[4], const unsigned (&
 #endif
 }
 
+// The same of int8 and 32 factors, exactly.
+__device__ __forceinline__ void multiply_operands(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if defined(HYBRIDMF_EMULATE)
+    emulator::mma_8bit(d, a, b0, b1);
+#elif HAS_ASYNC_COPY
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
 // ---------------------------------------------------------------------------------------------- group_max
 
 constexpr int M_TILES = USERS_PER_WARP / 16;
 constexpr int N_PAIRS = GROUP / 16;               // pairs of m16n8 tiles side by side
-constexpr int K_STEPS = PADDED / 16;
+constexpr int K_STEPS = ROW / 16;
 constexpr int LANE_ROWS = 2 * M_TILES;            // rows of users that a lane holds scores of: 16 m + 8 h + lane / 4
-constexpr int ITEM_PITCH = PADDED + 8;            // halves; an odd number of 16-byte pieces: 8 rows meet all banks
+constexpr int ITEM_PITCH = ROW + 8;               // operand_bits; an odd number of 16-byte pieces: 8 rows meet all banks
 constexpr int TILE = TILE_GROUPS * GROUP * ITEM_PITCH;
 constexpr int TRAY_PITCH = 12;                    // words of a user's octet; rows start in banks 0, 12, 24, 4, ...
 constexpr int TRAY = USERS_PER_WARP * TRAY_PITCH;
 
 using UserFragments = unsigned[M_TILES][K_STEPS][4];
-using Scores = float[M_TILES][2 * N_PAIRS][4];
+template <bool IN_BYTES> struct SumType { using type = float; };
+template <> struct SumType<true> { using type = int; };
+using Sum = SumType<BYTES>::type;
+using Scores = Sum[M_TILES][2 * N_PAIRS][4];
 
 // The A operands of a warp's users, straight from global memory, once a block.
-__device__ __forceinline__ void load_users(UserFragments& fragments, const half_bits* user_halves, int first_user,
+__device__ __forceinline__ void load_users(UserFragments& fragments, const operand_bits* user_operands, int first_user,
                                            int n_users, int lane) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
@@ -383,19 +453,21 @@ __device__ __forceinline__ void load_users(UserFragments& fragments, const half_
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 const int user = first_user + 16 * m + 8 * (r % 2) + lane / 4;
-                const int factor = 16 * k + 8 * (r / 2) + 2 * (lane % 4);
+                const int column = 16 * k + 8 * (r / 2) + 2 * (lane % 4);
                 fragments[m][k][r] = user < n_users ? *reinterpret_cast<const unsigned*>(
-                                                          user_halves + int64(user) * PADDED + factor)
+                                                          user_operands + int64(user) * ROW + column)
                                                     : 0u;
             }
 }
 
-__device__ __forceinline__ void load_tile(half_bits* tile, const half_bits* item_halves, int first_group) {
-    constexpr int PIECES = PADDED / 8;  // of 16 bytes in a row
-    const half_bits* source = item_halves + int64(first_group) * GROUP * PADDED;
+__device__ __forceinline__ void load_tile(operand_bits* tile, const operand_bits* item_operands, int first_group) {
+    constexpr int PIECES = ROW / 8;  // of 16 bytes in a row
+    const operand_bits* source = item_operands + int64(first_group) * GROUP * ROW;
 #pragma unroll 4
-    for (int piece = threadIdx.x; piece < TILE_GROUPS * GROUP * PIECES; piece += WARPS * WARP)
-        copy_async_16(tile + piece / PIECES * ITEM_PITCH + piece % PIECES * 8, source + piece * 8, true);
+    for (int piece = threadIdx.x; piece < TILE_GROUPS * GROUP * PIECES; piece += WARPS * WARP) {
+        const int row = piece / (GROUP * PIECES) * GROUP + piece % GROUP;
+        copy_async_16(tile + row * ITEM_PITCH + piece / GROUP % PIECES * 8, source + piece * 8, true);
+    }
 }
 
 // A warp's words of an octet, to its tray or back.
@@ -421,13 +493,13 @@ __device__ __forceinline__ void store_words(unsigned* words, const unsigned* tra
 }
 
 // The B operands of a group for one step of factors; `corner` is this lane's row of the group's first items.
-__device__ __forceinline__ void load_items(unsigned (&fragments)[N_PAIRS][4], const half_bits* corner, int k) {
+__device__ __forceinline__ void load_items(unsigned (&fragments)[N_PAIRS][4], const operand_bits* corner, int k) {
 #pragma unroll
     for (int pair = 0; pair < N_PAIRS; pair++)
         load_matrices(fragments[pair], corner + pair * 16 * ITEM_PITCH + k * 16);
 }
 
-__device__ __forceinline__ void score_group(Scores& scores, const UserFragments& users, const half_bits* group,
+__device__ __forceinline__ void score_group(Scores& scores, const UserFragments& users, const operand_bits* group,
                                             int lane) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++)
@@ -446,24 +518,29 @@ __device__ __forceinline__ void score_group(Scores& scores, const UserFragments&
         for (int m = 0; m < M_TILES; m++)
 #pragma unroll
             for (int n = 0; n < 2 * N_PAIRS; n++)
-                multiply_halves(scores[m][n], users[m][k], items[k % 2][n / 2][n % 2 * 2],
+                multiply_operands(scores[m][n], users[m][k], items[k % 2][n / 2][n % 2 * 2],
                                 items[k % 2][n / 2][n % 2 * 2 + 1]);
     }
 }
 
-// Largest of this lane's scores in each of its rows; MASKED: without those whose bit is set in the row's word.
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ int larger(int a, int b) { return max(a, b); }
+
+// Largest of this lane's scores in each of its rows, times `step`; MASKED: without those whose bit is set in the row's word.
 template <bool MASKED>
 __device__ __forceinline__ void largest_of_rows(float (&largest)[LANE_ROWS], const Scores& scores,
-                                                const unsigned (&left_out)[LANE_ROWS]) {
+                                                const unsigned (&left_out)[LANE_ROWS], float step) {
+    const Sum none = BYTES ? Sum(int(0x80000000)) : Sum(negative_infinity());
 #pragma unroll
     for (int row = 0; row < LANE_ROWS; row++) {
-        largest[row] = negative_infinity();
+        Sum most = none;
 #pragma unroll
         for (int n = 0; n < 2 * N_PAIRS; n++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
                 if (!MASKED || !(left_out[row] >> (8 * n + c) & 1))
-                    largest[row] = fmaxf(largest[row], scores[row / 2][n][row % 2 * 2 + c]);
+                    most = larger(most, scores[row / 2][n][row % 2 * 2 + c]);
+        largest[row] = !BYTES ? float(most) : MASKED && most == none ? negative_infinity() : float(most) * step;
     }
 }
 
@@ -500,8 +577,8 @@ __device__ __forceinline__ void store_largest(unsigned* slot, float (&largest)[L
 }
 
 // A group's scores, and their largest into the tray in place of the words; `beyond`: bits of items that do not exist.
-__device__ __forceinline__ void score_into_tray(unsigned* slot, const UserFragments& users, const half_bits* group,
-                                                bool filtered, unsigned beyond, int lane) {
+__device__ __forceinline__ void score_into_tray(unsigned* slot, const UserFragments& users, const operand_bits* group,
+                                                float step, bool filtered, unsigned beyond, int lane) {
     Scores scores;
     score_group(scores, users, group, lane);
     unsigned left_out[LANE_ROWS], any = 0;
@@ -512,8 +589,8 @@ __device__ __forceinline__ void score_into_tray(unsigned* slot, const UserFragme
         left_out[row] = (seen | beyond) >> 2 * (lane % 4);
     }
     float largest[LANE_ROWS];
-    if (__any_sync(FULL_WARP, any)) largest_of_rows<true>(largest, scores, left_out);
-    else largest_of_rows<false>(largest, scores, left_out);
+    if (__any_sync(FULL_WARP, any)) largest_of_rows<true>(largest, scores, left_out, step);
+    else largest_of_rows<false>(largest, scores, left_out, step);
     store_largest(slot, largest, lane);
 }
 
@@ -528,12 +605,16 @@ __device__ __forceinline__ int needed_groups(const int* limits, int first_user, 
     return round_up(needed, OCTET);
 }
 
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM (BYTES && (ROW / 64.0 + 1) * USERS_PER_WARP <= 128 ? 3 : 2)  // by registers of users and scores
+#endif
+
 // words[u][g], first_group <= g < last_group (multiples of OCTET): bits of seen items -> largest score of the others.
 // grid (ceil(n_users / BLOCK_USERS), ceil(groups / chunk)), chunk a multiple of OCTET; groups beyond the limit of a
-// warp's users are left as they are. shared: 2 tiles of halves, 2 trays of words a warp.
-extern "C" __global__ void __launch_bounds__(WARPS * WARP, 2)
-group_max(unsigned* words, const half_bits* __restrict__ user_halves, const half_bits* __restrict__ item_halves,
-          const int* __restrict__ limits, int n_users, int n_items, int n_groups, int first_group, int last_group,
+// warp's users are left as they are. shared: 2 tiles of items, 2 trays of words a warp.
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS_PER_SM)
+group_max(unsigned* words, const operand_bits* __restrict__ user_operands, const operand_bits* __restrict__ item_operands,
+          const float2* __restrict__ steps, const int* __restrict__ limits, int n_users, int n_items, int n_groups, int first_group, int last_group,
           int chunk, int filtered) {
     __shared__ int ends[WARPS];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -547,18 +628,18 @@ group_max(unsigned* words, const half_bits* __restrict__ user_halves, const half
     for (int w = 0; w < WARPS; w++) block_end = max(block_end, ends[w]);
     if (block_end == begin) return;
 
-    half_bits* tiles = shared_memory<half_bits>();
+    operand_bits* tiles = shared_memory<operand_bits>();
     unsigned* trays = reinterpret_cast<unsigned*>(tiles + 2 * TILE) + warp * 2 * TRAY;
     UserFragments users;
-    load_tile(tiles, item_halves, begin);
+    load_tile(tiles, item_operands, begin);
     if (filtered && begin < end) load_words(trays, words, first_user, n_users, n_groups, begin, lane);
     copy_commit();
-    load_users(users, user_halves, first_user, n_users, lane);
+    load_users(users, user_operands, first_user, n_users, lane);
 
     for (int first = begin, turn = 0; first < block_end; first += TILE_GROUPS, turn ^= 1) {
         copy_wait<0>();
         __syncthreads();  // this tile has arrived, and nobody reads the other one any more
-        if (first + TILE_GROUPS < block_end) load_tile(tiles + (turn ^ 1) * TILE, item_halves, first + TILE_GROUPS);
+        if (first + TILE_GROUPS < block_end) load_tile(tiles + (turn ^ 1) * TILE, item_operands, first + TILE_GROUPS);
         const int octet = (first - begin) / OCTET % 2;
         if (filtered && first % OCTET == 0 && first + OCTET < end)
             load_words(trays + (octet ^ 1) * TRAY, words, first_user, n_users, n_groups, first + OCTET, lane);
@@ -569,7 +650,8 @@ group_max(unsigned* words, const half_bits* __restrict__ user_halves, const half
         for (int g = 0; g < TILE_GROUPS; g++) {
             const int real_items = n_items - (first + g) * GROUP;
             const unsigned beyond = real_items >= GROUP ? 0u : real_items <= 0 ? ~0u : ~0u << real_items;
-            score_into_tray(tray + (first + g) % OCTET, users, tiles + turn * TILE + g * GROUP * ITEM_PITCH, filtered,
+            const float step = BYTES ? steps[first + g].x : 1.0f;
+            score_into_tray(tray + (first + g) % OCTET, users, tiles + turn * TILE + g * GROUP * ITEM_PITCH, step, filtered,
                             beyond, lane);
         }
         if ((first + TILE_GROUPS) % OCTET == 0) {
@@ -600,18 +682,19 @@ prune(int* __restrict__ limits, const float* __restrict__ best, const float4* __
 
 // ---------------------------------------------------------------------------------------------- lists
 
-__device__ __forceinline__ bool ranks_before(real score_a, int id_a, real score_b, int id_b) {
+template <class Score>
+__device__ __forceinline__ bool ranks_before(Score score_a, int id_a, Score score_b, int id_b) {
     return score_a > score_b || (score_a == score_b && id_a < id_b);
 }
 
 // Best first: a bitonic sort of a power of 2 of pairs by the lanes of a warp, or by the threads of a block.
-template <bool BY_BLOCK> __device__ __forceinline__ void sort_pairs(real* scores, int* ids, int size) {
+template <bool BY_BLOCK, class Score> __device__ __forceinline__ void sort_pairs(Score* scores, int* ids, int size) {
     const int thread = BY_BLOCK ? threadIdx.x : threadIdx.x % WARP, threads = BY_BLOCK ? blockDim.x : WARP;
     for (int run = 2; run <= size; run *= 2)
         for (int stride = run / 2; stride > 0; stride /= 2) {
             for (int k = thread; k < size / 2; k += threads) {
                 const int a = 2 * k - (k & (stride - 1)), b = a + stride;
-                const real score_a = scores[a], score_b = scores[b];
+                const Score score_a = scores[a], score_b = scores[b];
                 const int id_a = ids[a], id_b = ids[b];
                 if (ranks_before(score_b, id_b, score_a, id_a) == ((a & run) == 0)) {
                     scores[a] = score_b, scores[b] = score_a;
@@ -623,30 +706,18 @@ template <bool BY_BLOCK> __device__ __forceinline__ void sort_pairs(real* scores
         }
 }
 
-constexpr int CAPACITY = 4 * KEPT;  // room for n and for the survivors of a group at any time
+constexpr int CAPACITY = 4 * KEPT;  // room for n and for 32 more at any time
+constexpr int QUEUE = 256;          // for groups; a step of their search adds up to 128
 
-struct List {  // of a warp: what may be among a user's best
-    real* scores;
-    int* ids;
-    int count;
-    const int* seen;
-    int n_seen;
-
-    // Sorts, drops what was seen, keeps n.
-    __device__ __forceinline__ void shrink(int n, int lane) {
-        int size = WARP, left = 0;
-        while (size < count) size *= 2;
-        __syncwarp();
-        for (int k = lane; k < size; k += WARP) {
-            const bool stays = k < count && !contains(seen, n_seen, ids[k]);
-            if (!stays) scores[k] = negative_infinity(), ids[k] = NO_ITEM;
-            left += __popc(__ballot_sync(FULL_WARP, stays));
-        }
-        __syncwarp();
-        sort_pairs<false>(scores, ids, size);
-        count = min(n, left);
-    }
-};
+// Fills a list up to a power of 2 and sorts it.
+template <class Score> __device__ __forceinline__ void sort_list(Score* scores, int* ids, int count, int lane) {
+    int size = WARP;
+    while (size < count) size *= 2;
+    __syncwarp();
+    for (int k = count + lane; k < size; k += WARP) scores[k] = negative_infinity(), ids[k] = NO_ITEM;
+    __syncwarp();
+    sort_pairs<false>(scores, ids, size);
+}
 
 // A lane's item of a panel times x: one chain of multiply-adds over the factors, which are zero beyond the rank.
 __device__ __forceinline__ real exact_score(const Vector* panel, const Vector* x, int vectors, int lane) {
@@ -680,73 +751,189 @@ __device__ __forceinline__ void fill_gap(int* ids, real* scores, int count, int 
     for (int k = count + thread; k < n; k += threads) ids[k] = -1, scores[k] = negative_infinity();
 }
 
-// ids, scores (n_users, n), -1 and -inf where fewer are left. A warp a user; shared, each: Vector x[vectors],
-// real[CAPACITY], int[CAPACITY].
-extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP, 6)
+// A warp's workspace in shared memory.
+struct Desk {
+    Vector* x;          // [vectors], zero beyond the rank
+    float* scaled;      // [padded] x as bounds have it, in float32
+    real* scores;       // [CAPACITY] of the list of what may be among the best
+    int* ids;
+    float* bounds;      // [QUEUE] of groups that may hold one of the best
+    int* groups;
+    int* pending;       // [2 * WARP] places of items that await their exact score
+};
+
+__device__ __forceinline__ Desk desk_of(int warp, int vectors, int padded) {
+    const int bytes = vectors * int(sizeof(Vector)) + padded * 4 + CAPACITY * (int(sizeof(real)) + 4) + QUEUE * 8 + 2 * WARP * 4;
+    Desk desk;
+    desk.x = reinterpret_cast<Vector*>(shared_memory<char>() + warp * bytes);
+    desk.scaled = reinterpret_cast<float*>(desk.x + vectors);
+    desk.scores = reinterpret_cast<real*>(desk.scaled + padded);
+    desk.ids = reinterpret_cast<int*>(desk.scores + CAPACITY);
+    desk.bounds = reinterpret_cast<float*>(desk.ids + CAPACITY);
+    desk.groups = reinterpret_cast<int*>(desk.bounds + QUEUE);
+    desk.pending = desk.groups + QUEUE;
+    return desk;
+}
+
+struct Packed {  // the items
+    const Vector* panels;
+    const int4* halves;
+    const int* ids;
+    const float2 *groups, *steps;
+    int n_items, vectors, pieces;  // pieces: of 16 bytes of a float16 item
+};
+
+struct Selection {  // of a warp: the best of a user so far
+    Desk desk;
+    Packed items;
+    UserBound bound;
+    const int* seen;
+    int n_seen, wanted, rank, lane;
+    float threshold;            // one of the n best reaches it
+    int listed = 0, queued = 0, pending = 0;
+    bool ranked = false;        // whether the list was sorted before
+
+    // A lane's item of a group, in float16, times x.
+    __device__ __forceinline__ float approximate(int group) const {
+        const int4* item = items.halves + int64(group) * items.pieces * GROUP + lane;
+        float sums[2] = {0, 0};
+#pragma unroll 8
+        for (int p = 0; p < items.pieces; p++) {
+            const int4 piece = __ldg(item + p * GROUP);
+            const float4 low = reinterpret_cast<const float4*>(desk.scaled)[2 * p];
+            const float4 high = reinterpret_cast<const float4*>(desk.scaled)[2 * p + 1];
+            const float2 a = from_half_pair(piece.x), b = from_half_pair(piece.y);
+            const float2 c = from_half_pair(piece.z), d = from_half_pair(piece.w);
+            sums[0] = multiply_add(a.x, low.x, multiply_add(a.y, low.y, multiply_add(b.x, low.z, multiply_add(b.y, low.w, sums[0]))));
+            sums[1] = multiply_add(c.x, high.x, multiply_add(c.y, high.y, multiply_add(d.x, high.z, multiply_add(d.y, high.w, sums[1]))));
+        }
+        return sums[0] + sums[1];
+    }
+
+    // Sorts the list and keeps n.
+    __device__ __forceinline__ void rank_list() {
+        sort_list(desk.scores, desk.ids, listed, lane);
+        listed = min(listed, wanted);
+        ranked = true;
+        if (listed == wanted) threshold = fmaxf(threshold, bound.scaled(desk.scores[wanted - 1]));
+        __syncwarp();
+    }
+
+    // Scores the pending items exactly, up to a warp's lanes, and lists those that can be among the best.
+    __device__ __forceinline__ void settle() {
+        __syncwarp();
+        const int count = min(pending, WARP);
+        pending -= count;
+        const bool mine = lane < count;
+        const int place = desk.pending[pending + (mine ? lane : 0)], id = items.ids[place];
+        const Vector* panel = items.panels + int64(place / GROUP) * items.vectors * GROUP;
+        const real score = exact_score(panel, desk.x, items.vectors, place % GROUP);
+        const bool survives = mine && bound.scaled(score) >= threshold && !contains(seen, n_seen, id);
+        const unsigned survivors = __ballot_sync(FULL_WARP, survives);
+        if (survives) {
+            const int slot = listed + __popc(survivors & ((1u << lane) - 1));
+            desk.scores[slot] = score;
+            desk.ids[slot] = id;
+        }
+        listed += __popc(survivors);
+        __syncwarp();
+    }
+
+    // Items of a group that can be among the best.
+    __device__ __forceinline__ void screen(int group) {
+        const float doubt = bound.doubt(items.groups[group].x, items.steps[group].y, rank);
+        const int place = group * GROUP + lane;
+        const bool hopeful = place < items.n_items && approximate(group) + doubt >= fmaxf(threshold, -Arithmetic<float>::LARGEST);
+        const unsigned lanes = __ballot_sync(FULL_WARP, hopeful);
+        if (hopeful) desk.pending[pending + __popc(lanes & ((1u << lane) - 1))] = place;
+        pending += __popc(lanes);
+    }
+
+    // Screens the queued groups by falling bounds, until one holds none of the best. Those among the first n groups are
+    // scored exactly at once, for a better threshold; `last`: so is what is left. One text of each step: registers.
+    __device__ __forceinline__ void empty_queue(bool last) {
+        sort_list(desk.bounds, desk.groups, queued, lane);
+        for (int k = 0;; k++) {
+            const bool more = k < queued && desk.bounds[k] >= threshold, ends = last && !more;
+            if (more) screen(desk.groups[k]);
+            const int awaited = ends || (!ranked && k + 1 >= wanted) ? 0 : WARP;
+            for (bool settles = true; settles;) {
+                settles = pending > awaited;
+                if (settles) settle();
+                if (listed > CAPACITY - WARP || (!ranked && listed >= wanted) || (ends && !settles)) rank_list();
+            }
+            if (!more) break;
+        }
+        queued = 0;
+        __syncwarp();
+    }
+
+    // Queues those of four groups of each lane that can reach the threshold. A group without an unseen item is -inf.
+    __device__ __forceinline__ void enqueue(const float* best, int first, bool valid) {
+        float above[4] = {negative_infinity(), negative_infinity(), negative_infinity(), negative_infinity()};
+        if (valid) {
+            const float4 bounds = bounds_of(best, items.groups, first, bound, 1.0f);
+            above[0] = bounds.x, above[1] = bounds.y, above[2] = bounds.z, above[3] = bounds.w;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const bool hopeful = above[k] >= fmaxf(threshold, -Arithmetic<float>::LARGEST);
+            const unsigned lanes = __ballot_sync(FULL_WARP, hopeful);
+            if (hopeful) {
+                const int slot = queued + __popc(lanes & ((1u << lane) - 1));
+                desk.bounds[slot] = above[k];
+                desk.groups[slot] = first + k;
+            }
+            queued += __popc(lanes);
+        }
+    }
+};
+
+#ifndef SELECT_BLOCKS
+#define SELECT_BLOCKS (KEPT > 32 || sizeof(real) > 4 ? 5 : 6)  // on a multiprocessor, by registers
+#endif
+// ids, scores (n_users, n), -1 and -inf where fewer are left. A warp a user; shared, each: see Desk.
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP, SELECT_BLOCKS)
 select_best(int* __restrict__ ids, real* __restrict__ scores, const real* __restrict__ users,
             const float4* __restrict__ user_bounds, const float* __restrict__ best, const int* __restrict__ limits,
-            const real* __restrict__ panels, const int* __restrict__ item_ids, const int* __restrict__ ascending_ids,
-            const float2* __restrict__ groups, const int64* __restrict__ seen_ptr, const int* __restrict__ seen_ids,
-            int n_users, int n_items, int n_groups, int n, int rank, int filtered, double item_scale) {
+            const real* __restrict__ panels, const half_bits* __restrict__ item_halves, const int* __restrict__ item_ids,
+            const int* __restrict__ ascending_ids, const float2* __restrict__ groups, const float2* __restrict__ steps,
+            const int64* __restrict__ seen_ptr, const int* __restrict__ seen_ids, int n_users, int n_items, int n_groups, int n,
+            int rank, int padded, int filtered, double item_scale) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, user = blockIdx.x * ROW_WARPS + warp;
     if (user >= n_users) return;
-    const int vectors = ceil_div(rank, VECTOR);
-    Vector* x = shared_memory<Vector>() + warp * (vectors + CAPACITY * (sizeof(real) + sizeof(int)) / sizeof(Vector));
-    List list;
-    list.scores = reinterpret_cast<real*>(x + vectors);
-    list.ids = reinterpret_cast<int*>(list.scores + CAPACITY);
-    list.count = 0;
-    list.seen = filtered ? seen_ids + seen_ptr[user] : nullptr;
-    list.n_seen = filtered ? int(seen_ptr[user + 1] - seen_ptr[user]) : 0;
+    const int vectors = ceil_div(rank, VECTOR), wanted = min(n, n_items);
+    const int* seen = filtered ? seen_ids + seen_ptr[user] : nullptr;
+    const int n_seen = filtered ? int(seen_ptr[user + 1] - seen_ptr[user]) : 0;
     int* row_ids = ids + int64(user) * n;
     real* row_scores = scores + int64(user) * n;
-    const int wanted = min(n, n_items);
-
     const UserBound bound = user_bound(user_bounds[user], rank, item_scale);
     if (bound.norm == 0) {
-        const int count = lowest_items(row_ids, row_scores, ascending_ids, n_items, n, list.seen, list.n_seen, lane);
+        const int count = lowest_items(row_ids, row_scores, ascending_ids, n_items, n, seen, n_seen, lane);
         fill_gap(row_ids, row_scores, count, n, lane, WARP);
         return;
     }
+    const Desk desk = desk_of(warp, vectors, padded);
     for (int k = lane; k < vectors * VECTOR; k += WARP)
-        reinterpret_cast<real*>(x)[k] = k < rank ? users[int64(user) * rank + k] : real(0);
+        reinterpret_cast<real*>(desk.x)[k] = k < rank ? users[int64(user) * rank + k] : real(0);
+    for (int k = lane; k < padded; k += WARP)
+        desk.scaled[k] = k < rank ? float(users[int64(user) * rank + k] * bound.user_scale) : 0.0f;
     __syncwarp();
 
     const float* row = best + int64(user) * n_groups;
     const int n_scored = round_up(limits[user], OCTET);  // what group_max has computed
-    float threshold = reached_by(wanted, row, groups, n_scored, bound, lane);
+    const Packed items = {reinterpret_cast<const Vector*>(panels), reinterpret_cast<const int4*>(item_halves), item_ids, groups,
+                          steps, n_items, vectors, padded / 8};
+    // a score that overflows is not below what the n best reach
+    const float reached = fminf(reached_by(wanted, row, groups, n_scored, bound, lane), bound.scaled(Arithmetic<real>::LARGEST));
+    Selection chosen = {desk, items, bound, seen, n_seen, wanted, rank, lane, reached};
     for (int base = 0; base < n_scored; base += 4 * WARP) {
-        const int first = base + 4 * lane;
-        const unsigned hopeful = first < n_scored ? hopeful_groups(row, groups, first, bound, threshold) : 0;
-        unsigned lanes = __ballot_sync(FULL_WARP, hopeful != 0);
-        while (lanes) {
-            const int source = __ffs(lanes) - 1;
-            lanes &= lanes - 1;
-            unsigned chosen = __shfl_sync(FULL_WARP, hopeful, source);
-            while (chosen) {
-                const int group = base + 4 * source + __ffs(chosen) - 1;
-                chosen &= chosen - 1;
-                const int place = group * GROUP + lane;
-                const Vector* panel = reinterpret_cast<const Vector*>(panels) + int64(group) * vectors * GROUP;
-                const real score = exact_score(panel, x, vectors, lane);
-                const bool survives = place < n_items && bound.scaled(score) >= threshold;
-                const unsigned survivors = __ballot_sync(FULL_WARP, survives);
-                if (survives) {
-                    const int slot = list.count + __popc(survivors & ((1u << lane) - 1));
-                    list.scores[slot] = score;
-                    list.ids[slot] = item_ids[place];
-                }
-                list.count += __popc(survivors);
-                if (list.count <= CAPACITY - WARP) continue;
-                list.shrink(wanted, lane);
-                if (list.count == wanted) threshold = fmaxf(threshold, bound.scaled(list.scores[wanted - 1]));
-                __syncwarp();
-            }
-        }
+        const bool last = base + 4 * WARP >= n_scored;
+        chosen.enqueue(row, base + 4 * lane, base + 4 * lane < n_scored);
+        if (last || chosen.queued > QUEUE - 4 * WARP) chosen.empty_queue(last);
     }
-    list.shrink(wanted, lane);
-    for (int k = lane; k < list.count; k += WARP) row_ids[k] = list.ids[k], row_scores[k] = list.scores[k];
-    fill_gap(row_ids, row_scores, list.count, n, lane, WARP);
+    for (int k = lane; k < chosen.listed; k += WARP) row_ids[k] = desk.ids[k], row_scores[k] = desk.scores[k];
+    fill_gap(row_ids, row_scores, chosen.listed, n, lane, WARP);
 }
 
 // ---------------------------------------------------------------------------------------------- whole rows of scores

@@ -81,7 +81,8 @@ class SGD(FactorModel):
         on each: a rank owns a part of the users, and the items move from rank to rank (MCUMSGD, MSGD Alg. 4). The
         factors depend on the number of devices, since it determines where each row starts, as they depend on a seed.
     precision : {"float32", "float16"}
-        Storage of factors on the GPU under "batch_hogwild"; arithmetic is in float32.
+        "float16", on a GPU: storage of factors under "batch_hogwild"; under "msgd" with the ordering "mixed", a copy of
+        the fixed side that each pass reads, while what it updates stays in float32. Arithmetic is in float32.
     deterministic : bool
         For "blocks": visit blocks by shuffled diagonals of the grid (DSGD, Gemulla et al. 2011), each block after its
         predecessors in its row and column. The grid depends on the data and `factors` only, so the factors are the

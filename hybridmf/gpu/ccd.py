@@ -25,8 +25,8 @@ from . import losses
 from .factors import DeviceFactors, to_device
 from .launch import check, check_not_host, get_kernel
 
-SHORT_QUADS = 16
-"""Quads of a short piece at most: eight lanes read it in one step."""
+LANES = ((16, 8), (32, 16))
+"""Quads of a short piece at most, and the lanes that read it in one step; a warp shares each longer piece."""
 
 MAX_QUADS = (1 << 31) - 1
 
@@ -44,7 +44,7 @@ WARPS_PER_BLOCK = 8
 
 @dataclass(frozen=True)
 class PieceLayout:
-    """Pieces of rows in memory order: by tile, long pieces first within a tile.
+    """Pieces of rows in memory order: by tile, longest first within a tile.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ class PieceLayout:
                 'use device="cpu", or fewer entries'
             )
         slots, split, n_slots = _slots(rows, len(counts))
-        order = np.lexsort((-quads, quads <= SHORT_QUADS, tiles))
+        order = np.lexsort((-quads, tiles))
         ends = np.cumsum(quads[order])
         pieces = np.column_stack((ends - quads[order], quads[order], rows[order], slots[order]))
         sources = np.column_stack((first, lengths))[order]
@@ -115,7 +115,7 @@ class PieceLayout:
         Returns
         -------
         parts : int32 array, shape (n_parts, 4)
-            Tile, first piece, end, whether short: all pieces of a part are in one tile, and all short or all long.
+            Tile, first piece, end, lanes that share a piece: all pieces of a part are in one tile and of one kind.
         first_part : int32 array, shape (n_blocks + 1,)
         """
         n = len(self.pieces)
@@ -123,13 +123,18 @@ class PieceLayout:
         blocks = max(1, min(blocks, n))
         cuts = np.searchsorted(work, work[-1] * np.arange(1, blocks) / blocks) if n else np.zeros(0, dtype=np.int64)
         cuts = np.concatenate(([0], cuts, [n]))
-        short = self.pieces[:, 1] <= SHORT_QUADS
-        changes = 1 + np.flatnonzero((np.diff(self.tiles) != 0) | (np.diff(short) != 0))
+        lanes = lanes_of(self.pieces[:, 1])
+        changes = 1 + np.flatnonzero((np.diff(self.tiles) != 0) | (np.diff(lanes) != 0))
         breaks = np.unique(np.concatenate((cuts, changes)))
         begins, ends = breaks[:-1], breaks[1:]
-        parts = np.column_stack((self.tiles[begins], begins, ends, short[begins]))
+        parts = np.column_stack((self.tiles[begins], begins, ends, lanes[begins]))
         first_part = np.searchsorted(breaks, cuts)
         return np.ascontiguousarray(parts, dtype=np.int32), first_part.astype(np.int32)
+
+
+def lanes_of(quads: np.ndarray) -> np.ndarray:
+    """Lanes that share a piece of so many quads; `lanes_of` in cuda/ccd.cu."""
+    return np.select([quads <= most for most, _ in LANES], [lanes for _, lanes in LANES], 32)
 
 
 def _slots(rows: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray, int]:

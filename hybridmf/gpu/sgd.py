@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -19,7 +20,24 @@ from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..plan import tables
 from ..plan.als_gpu import PREDICTED_ROWS
-from ..plan.sgd import LONG_ROW, MOST_RANGES, RISE, RUN, SgdMethod, diverged, range_count, stored_width, terms_at
+from ..plan.sgd import (
+    LONG_ROW,
+    MOST_RANGES,
+    OWNER_THREADS,
+    RISE,
+    RUN,
+    WORKER_ENTRIES,
+    SgdMethod,
+    blocks_own_rows,
+    diverged,
+    group_size,
+    owned_row_bytes,
+    owned_row_fits,
+    owned_rows_of_block,
+    range_count,
+    stored_width,
+    terms_at,
+)
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
 from . import losses
@@ -51,10 +69,6 @@ DECENTRALIZED_THREADS = 256
 
 BATCH = 32
 """Runs that a worker takes at a time, by the rule: 256 entries, as in cuMF_SGD."""
-
-ROUNDS = 2000
-"""Minimum runs of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer workers
-on small problems limit that effect."""
 
 RANGES_PER_SM = 2
 """Blocks per multiprocessor in a decentralized pass, each with one range of updated rows."""
@@ -162,19 +176,20 @@ def scalars(terms: Terms, real: type) -> tuple[np.generic, ...]:
     return tuple(map(real, (terms.rate, keep, terms.mean, terms.bias_rate, bias_keep)))
 
 
-def group_size(ld: int, itemsize: int) -> int:
-    """Lanes that share a row: GROUP of cuda/sgd.cuh."""
-    return min(32, 1 << (ld * itemsize // 16 - 1).bit_length())
-
-
-def _check_rows(device: Device, moved: Rows, fixed: Rows, real: Any) -> None:
+def _check_rows(device: Device, moved: Rows, fixed: Rows, real: Any, read: Any = None) -> None:
     ld, stored = moved.matrix.shape[1], moved.matrix.dtype
-    for name, rows in (("moved", moved), ("fixed", fixed)):
-        check(name, rows.matrix, stored, (None, ld))
+    for name, rows, dtype in (("moved", moved, stored), ("fixed", fixed, stored if read is None else read)):
+        check(name, rows.matrix, dtype, (None, ld))
         check_not_host(device, **{name: rows.matrix})
         if rows.bias is not None:
             check(f"{name}.bias", rows.bias, real, (len(rows.matrix),))
             check_not_host(device, **{f"{name}.bias": rows.bias})
+
+
+def read_dtype(moved: Rows, fixed: Rows) -> np.dtype:
+    """The dtype that rows of the fixed side may have: that of the moved ones, or float16 instead of float32."""
+    narrow = fixed.matrix.dtype == np.float16 and moved.matrix.dtype == np.float32
+    return np.dtype(np.float16 if narrow else moved.matrix.dtype)
 
 
 def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
@@ -211,6 +226,8 @@ class BlockedConfig:
         Warps that prepare chunks for the warp that updates the row.
     slots : int
         Chunks in shared memory at a time.
+    read_size : int, optional
+        Size of an element of the fixed side; 2: float16, while what is updated is float32. Default: `itemsize`.
 
     Raises
     ------
@@ -223,8 +240,16 @@ class BlockedConfig:
     chunk: int
     helpers: int
     slots: int
+    read_size: int = 0
 
     def __post_init__(self) -> None:
+        if not self.read_size:
+            object.__setattr__(self, "read_size", self.itemsize)
+        if self.read_size != self.itemsize and (self.itemsize, self.read_size, self.chunk) != (4, 2, 16):
+            raise ValueError(
+                f"read_size must be itemsize, or 2 with itemsize 4 and chunk 16; got {self.read_size} with "
+                f"{self.itemsize} and {self.chunk}"
+            )
         if self.chunk not in (4, 8, 16) or not 1 <= self.helpers <= 31:
             raise ValueError(f"chunk must be 4, 8 or 16 and helpers 1 to 31, got {self.chunk} and {self.helpers}")
         if self.slots < self.helpers + 3:
@@ -234,24 +259,25 @@ class BlockedConfig:
             )
 
     @classmethod
-    def default(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
+    def default(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
         """The tuned choice for a device, or that of the rule."""
-        found = tables.best(cls, "msgd", spec, {"ld": ld, "itemsize": itemsize})
+        found = tables.best(cls, "msgd", spec, {"ld": ld, "itemsize": itemsize, "read_size": read_size or itemsize})
         fits = found is not None and found.shared_bytes <= spec.shared_bytes
-        return found if found is not None and fits else cls.rule(ld, itemsize, spec)
+        return found if found is not None and fits else cls.rule(ld, itemsize, spec, read_size)
 
     @classmethod
-    def rule(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
+    def rule(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
         """Two blocks per multiprocessor if they hide memory latency, otherwise the fastest configuration that fits."""
-        pairs = [cls(ld, itemsize, 16, 5, slots) for slots in (14, 10)]
+        pairs = [cls(ld, itemsize, 16, 5, slots, read_size) for slots in (14, 10)]
         fits = [pair for pair in pairs if 2 * pair.shared_bytes <= spec.shared_bytes]
-        return fits[0] if fits else cls.fastest(ld, itemsize, spec)
+        return fits[0] if fits else cls.fastest(ld, itemsize, spec, read_size)
 
     @classmethod
-    def fastest(cls, ld: int, itemsize: int, spec: DeviceSpec) -> BlockedConfig:
+    def fastest(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
         """The configuration with the lowest latency for a row that has a multiprocessor to itself."""
-        sizes = ((16, 7, 18), (16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4))
-        configs = [cls(ld, itemsize, *size) for size in sizes]
+        sizes = [(16, 7, 18), (16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4)]
+        chunked = sizes if read_size in (0, itemsize) else [size for size in sizes if size[0] == 16]
+        configs = [cls(ld, itemsize, *size, read_size) for size in chunked]
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
 
     @property
@@ -262,6 +288,8 @@ class BlockedConfig:
     @property
     def stride(self) -> int:
         """Elements between two rows in shared memory: STRIDE of the kernel."""
+        if self.read_size != self.itemsize:
+            return self.ld + (96 - self.ld % 64) % 64
         tensor = self.chunk == 16 and self.itemsize == 4
         return self.ld + ((48 - self.ld % 32) % 32 if tensor else 16 // self.itemsize)
 
@@ -269,7 +297,7 @@ class BlockedConfig:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the kernel asserts the same number."""
         chunk, size = self.chunk, self.itemsize
-        slot = chunk * (self.stride + chunk + 16 // size + 1) * size + 16
+        slot = chunk * (self.stride * self.read_size + (chunk + 16 // size + 1) * size) + 16
         rest = (chunk * (32 + 16 // size + 7) + 2) * size
         return self.slots * ceil_div(slot, 16) * 16 + ceil_div(rest, 16) * 16
 
@@ -277,7 +305,8 @@ class BlockedConfig:
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of msgd.cu, without dtypes and biases."""
         sizes = {"CHUNK": self.chunk, "HELPERS": self.helpers, "CHUNK_SLOTS": self.slots}
-        return {"LD": self.ld, **sizes, "SHARED_BYTES": self.shared_bytes}
+        fixed16 = self.read_size != self.itemsize
+        return {"LD": self.ld, "FIXED16": fixed16, **sizes, "SHARED_BYTES": self.shared_bytes}
 
 
 def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms) -> Array:
@@ -288,6 +317,7 @@ def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Arr
     moved : Rows
         In and out.
     fixed : Rows
+        Float16 beside float32 `moved` is allowed, in rows of equal width.
     walk : Walk
         By the updated rows.
     tasks : int32 array, shape (n_tasks,)
@@ -299,7 +329,7 @@ def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Arr
     float64 array, shape (n_tasks,)
         Sum of squared errors of each row, each error before its update.
     """
-    _check_rows(device, moved, fixed, moved.matrix.dtype)
+    _check_rows(device, moved, fixed, moved.matrix.dtype, read_dtype(moved, fixed))
     _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
     out = device.empty(len(tasks), np.float64)
     MsgdKernels(device).centralized(moved, fixed, walk, tasks, terms, out)
@@ -316,7 +346,7 @@ def blocked(
     config: BlockedConfig | None = None,
 ) -> Array:
     """Like `centralized`, with one block per row and several entries at a time: ours, for long rows."""
-    _check_rows(device, moved, fixed, moved.matrix.dtype)
+    _check_rows(device, moved, fixed, moved.matrix.dtype, read_dtype(moved, fixed))
     _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
     out = device.empty(len(tasks), np.float64)
     MsgdKernels(device, config).blocked(moved, fixed, walk, tasks, terms, out)
@@ -368,14 +398,14 @@ class MsgdKernels:
         self.device, self._config, self._fastest = device, config, fastest
         self._kernels: dict[str, Kernel] = {}
 
-    def _found(self, name: str, rows: Rows) -> tuple[Kernel, BlockedConfig]:
-        dtype, ld = rows.matrix.dtype, rows.matrix.shape[1]
+    def _found(self, name: str, moved: Rows, fixed: Rows) -> tuple[Kernel, BlockedConfig]:
+        dtype, ld = moved.matrix.dtype, moved.matrix.shape[1]
         if self._config is None:
             choose = BlockedConfig.fastest if self._fastest else BlockedConfig.default
-            self._config = choose(ld, dtype.itemsize, self.device.spec)
+            self._config = choose(ld, dtype.itemsize, self.device.spec, fixed.matrix.dtype.itemsize)
         if name not in self._kernels:
             # equal constants for all kernels, so that a model compiles the file once
-            constants = {"REAL": dtype, "HAS_BIASES": rows.bias is not None} | self._config.constants
+            constants = {"REAL": dtype, "HAS_BIASES": moved.bias is not None} | self._config.constants
             self._kernels[name] = get_kernel(self.device, "msgd.cu", name, **constants)
         return self._kernels[name], self._config
 
@@ -383,21 +413,21 @@ class MsgdKernels:
         """Sums of squared errors go to `out`, shape (n_tasks,)."""
         if not len(tasks):
             return
-        kernel, config = self._found("centralized", moved)
-        grid = ceil_div(len(tasks) * group_size(config.ld, config.itemsize), THREADS)
+        kernel, config = self._found("centralized", moved, fixed)
+        grid = ceil_div(len(tasks) * group_size(config.ld, config.read_size), THREADS)
         kernel((grid,), (THREADS,), _arguments(moved, out, fixed, walk, tasks, len(tasks), terms), 0)
 
     def blocked(self, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms, out: Array) -> None:
         """Sums of squared errors go to `out`, shape (n_tasks,)."""
         if not len(tasks):
             return
-        kernel, config = self._found("blocked", moved)
+        kernel, config = self._found("blocked", moved, fixed)
         arguments = _arguments(moved, out, fixed, walk, tasks, len(tasks), terms)
         kernel((len(tasks),), (32 * (config.helpers + 1),), arguments, config.shared_bytes)
 
     def decentralized(self, moved: Rows, fixed: Rows, walk: Walk, bounds: Array, terms: Terms, out: Array) -> None:
         """Sums of squared errors go to `out`, shape (n_ranges,)."""
-        kernel, _ = self._found("decentralized", moved)
+        kernel, _ = self._found("decentralized", moved, fixed)
         arguments = _arguments(moved, out, fixed, walk, bounds, len(walk.begins), terms)
         kernel((len(out),), (DECENTRALIZED_THREADS,), arguments, 0)
 
@@ -413,6 +443,9 @@ class Epochs(Protocol):
     """The epochs of a schedule."""
 
     stored: np.dtype
+    """Of the rows that move."""
+    read: np.dtype
+    """Of rows as a kernel reads them from the fixed side; their widths are whole pieces of it."""
     walks: dict[Side, Walk]
 
     def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
@@ -444,6 +477,9 @@ class Msgd:
     ranks : int
         GPUs that share an epoch. With several, each has a block of the ratings, and its longest row decides the time of
         a step, so that the longest rows get a multiprocessor to themselves (`ALONE`).
+    read : dtype, optional
+        Float16: each pass reads a copy of the fixed side in float16, and "mixed" is the only ordering. Default: the
+        dtype of the ratings.
     """
 
     def __init__(
@@ -455,10 +491,12 @@ class Msgd:
         long_row: int | None = None,
         beside: bool = True,
         ranks: int = 1,
+        read: Any = None,
     ) -> None:
         self.device, self.layouts, self.beside = device, LAYOUTS[ordering], beside
         long_row = LONG_ROW if long_row is None else long_row
         self.stored = matrices["user"].dtype
+        self.read = self.stored if read is None else np.dtype(read)
         self.walks = {side: Walk.upload(device, matrices[side]) for side in SIDES if side in self.layouts.values()}
         self.ranges: dict[Side, list[Walk]] = {}
         self.long: dict[Side, Array] = {}
@@ -476,7 +514,7 @@ class Msgd:
             self.long[side], self.short[side] = device.upload(order[:n_long]), device.upload(order[n_long:])
             longest = np.count_nonzero(degrees[order[:n_long]] >= ALONE * degrees.max(initial=0))
             self.alone[side] = int(longest) if ranks > 1 else 0
-            row_bytes, l2_bytes = stored_width(factors, self.stored) * self.stored.itemsize, device.spec.l2_bytes
+            row_bytes, l2_bytes = stored_width(factors, self.read) * self.read.itemsize, device.spec.l2_bytes
             count = range_count(
                 matrices[side].shape, matrices[side].nnz, row_bytes, l2_bytes, max(1, MOST_RANGES // ranks)
             )
@@ -510,6 +548,8 @@ class Msgd:
             walk, bounds = self.walks[self.layouts[side]], self.bounds[side]
             self._kernels.decentralized(moved, fixed, walk, bounds, terms, losses)
             return
+        if self.read != self.stored:
+            fixed = Rows(fixed.matrix.astype(self.read), fixed.bias)
         groups, begun = self._groups(side), self.device.record()
         beside = len(groups) - 1 if self.beside else 0
         try:
@@ -592,9 +632,9 @@ class HogwildConfig:
         workers = blocks_per_sm * spec.multiprocessors * THREADS // group_size(ld, itemsize)
         return cls(blocks_per_sm, workers, run, batch)
 
-    def limited(self, n_runs: int) -> HogwildConfig:
-        """Limit the workers if there are few runs."""
-        return replace(self, n_workers=max(1, min(self.n_workers, n_runs // ROUNDS)))
+    def limited(self, nnz: int) -> HogwildConfig:
+        """Limit the workers if there are few entries."""
+        return replace(self, n_workers=max(1, min(self.n_workers, nnz // WORKER_ENTRIES)))
 
     def constants(self, ld: int, float16: bool, biases: bool) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
@@ -662,8 +702,123 @@ def batch_hogwild(
     return out
 
 
+@dataclass(frozen=True)
+class OwnedEntries:
+    """Entries by the block that owns their column, each block's in a shuffled order of the rows: for `owned_rows`.
+
+    Attributes
+    ----------
+    held : int32 array, shape (nnz,)
+        Row of each entry.
+    owned : uint16 array, shape (nnz,)
+        Column of each entry, counted among those of its block.
+    ratings : float32 array, shape (nnz,)
+    begins : int64 array, shape (n_blocks + 1,)
+        Bounds of the entries of each block.
+    columns : int32 array, shape (n_columns,)
+        By block.
+    first_column : int32 array, shape (n_blocks + 1,)
+    most : int
+        Columns of a block at most.
+    """
+
+    held: Array
+    owned: Array
+    ratings: Array
+    begins: Array
+    columns: Array
+    first_column: Array
+    most: int
+
+    @classmethod
+    def of(
+        cls, device: Device, matrix: sp.csr_array, walk: Walk, blocks: int, most: int, rng: np.random.Generator
+    ) -> OwnedEntries:
+        """Divide the columns of a matrix, whose entries `walk` has, among blocks with at most `most` columns each."""
+        (n_rows, n_columns), indptr = matrix.shape, csr_arrays(matrix)[0]
+        degrees = np.bincount(csr_arrays(matrix)[1], minlength=n_columns)
+        owner = divide(degrees, blocks, most)
+        columns = np.argsort(owner, kind="stable")
+        first = np.searchsorted(owner[columns], np.arange(blocks + 1))
+        local = np.empty(n_columns, dtype=np.int64)
+        local[columns] = np.arange(n_columns) - first[owner[columns]]
+        # one order of the rows, which each block starts elsewhere
+        turn, start = (device.upload(a) for a in (rng.permutation(n_rows), rng.integers(0, n_rows, blocks)))
+        rows = device.upload(np.repeat(np.arange(n_rows, dtype=np.int32), np.diff(indptr)))
+        owners = device.upload(owner)[walk.indices]
+        order = (owners * n_rows + (turn[rows] + start[owners]) % n_rows).argsort()
+        begins = np.concatenate(([0], np.cumsum(np.bincount(owner, degrees, blocks)))).astype(np.int64)
+        return cls(
+            rows[order],
+            device.upload(local.astype(np.uint16))[walk.indices][order],
+            walk.ratings[order],
+            device.upload(begins),
+            device.upload(columns.astype(np.int32)),
+            device.upload(first.astype(np.int32)),
+            int(np.diff(first).max()),
+        )
+
+
+def divide(degrees: np.ndarray, blocks: int, most: int) -> np.ndarray:
+    """Block of each column: the one with the fewest entries so far takes the next longest, at most `most` of them."""
+    owner, counts = np.empty(len(degrees), dtype=np.int64), [0] * blocks
+    least = [(0, block) for block in range(blocks)]
+    for column in np.argsort(-degrees, kind="stable").tolist():
+        entries, block = heapq.heappop(least)
+        owner[column] = block
+        counts[block] += 1
+        if counts[block] < most:
+            heapq.heappush(least, (entries + int(degrees[column]), block))
+    return owner
+
+
+def owned_rows(device: Device, held: Rows, owned: Rows, entries: OwnedEntries, terms: Terms) -> Array:
+    """One epoch over `entries`, lock-free; each block has its rows of `owned` in shared memory.
+
+    Parameters
+    ----------
+    held, owned : Rows
+        In and out; float16 or float32, without biases.
+    entries : OwnedEntries
+    terms : Terms
+
+    Returns
+    -------
+    float64 array, shape (n_blocks,)
+        Sums of squared errors.
+    """
+    _check_rows(device, held, owned, np.float32)
+    nnz, blocks = len(entries.held), len(entries.begins) - 1
+    for name, dtype, n in (
+        *(("held", np.int32, nnz), ("owned", np.uint16, nnz), ("ratings", np.float32, nnz)),
+        *(("begins", np.int64, blocks + 1), ("columns", np.int32, len(owned.matrix))),
+        ("first_column", np.int32, blocks + 1),
+    ):
+        check(name, getattr(entries, name), dtype, (n,))
+        check_not_host(device, **{name: getattr(entries, name)})
+    assert held.bias is None and owned.bias is None
+    ld, stored = held.matrix.shape[1], held.matrix.dtype
+    out = device.empty(blocks, np.float64)
+    kernel = get_kernel(device, "owned_rows.cu", "owned_rows", **owned_rows_constants(ld, stored.itemsize))
+    arrays = (entries.held, entries.owned, entries.ratings, entries.begins, entries.columns, entries.first_column)
+    numbers = scalars(terms, np.float32)[:3]
+    shared_bytes = entries.most * owned_row_bytes(ld, stored.itemsize)
+    kernel((blocks,), (OWNER_THREADS,), (held.matrix, owned.matrix, out, *arrays, *numbers), shared_bytes)
+    return out
+
+
+def owned_rows_constants(ld: int, itemsize: int) -> dict[str, Any]:
+    """Compile-time constants of owned_rows.cu."""
+    ahead = 4 // ceil_div(ld * itemsize, 512)
+    sizes = {"LD": ld, "THREADS": OWNER_THREADS, "AHEAD": ahead}
+    return {"REAL": np.dtype(np.float32), "FLOAT16": itemsize == 2} | sizes
+
+
 class BatchHogwild:
     """Batch-Hogwild (cuMF_SGD): runs of entries, shuffled once; a row of the larger side stays in registers for a run.
+
+    Where the rows of the smaller side fit into the shared memory of all multiprocessors, each of these owns some
+    (`plan.sgd.blocks_own_rows`).
 
     Parameters
     ----------
@@ -684,18 +839,26 @@ class BatchHogwild:
         config: HogwildConfig | None = None,
     ) -> None:
         self.device = device
-        self.stored = np.dtype(plan.precision)
+        self.stored = self.read = np.dtype(plan.precision)
         self.held: Side = "user" if plan.n_users >= plan.n_items else "item"
         matrix = matrices[self.held]
         self.walks = {self.held: Walk.upload(device, matrix)}
         shape = (stored_width(plan.factors, self.stored), self.stored.itemsize)
+        self.entries: OwnedEntries | None = None
+        if config is None and blocks_own_rows(plan, device.spec):
+            most = owned_rows_of_block(*shape, device.spec)
+            blocks = device.spec.multiprocessors
+            self.entries = OwnedEntries.of(device, matrix, self.walks[self.held], blocks, most, method.rng())
+            return
         config = config or HogwildConfig.default(device.spec, *shape, plan.rank > plan.factors)
         self.runs = device.upload(make_runs(matrix.indptr, method.rng(), config.run))
-        self.config = config.limited(len(self.runs))
+        self.config = config.limited(matrix.nnz)
 
     def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
         """See `Epochs`."""
         held, walked = work[self.held], work[other_side(self.held)]
+        if self.entries is not None:
+            return owned_rows(self.device, held, walked, self.entries, terms).sum(keepdims=True)
         walk = self.walks[self.held]
         return batch_hogwild(self.device, held, walked, walk, self.runs, terms, self.config).sum(keepdims=True)
 
@@ -736,7 +899,9 @@ class GpuSGD(Unconnected):
         self.indptr = {side: csr_arrays(matrix)[0] for side, matrix in matrices.items()}
         self.epochs: Epochs
         if self.method.schedule == "msgd":
-            self.epochs = Msgd(device, matrices, self.method.ordering, plan.factors)
+            self.epochs = Msgd(
+                device, matrices, self.method.ordering, plan.factors, read="f2" if plan.precision == "float16" else None
+            )
         else:
             self.epochs = BatchHogwild(device, matrices, plan, self.method)
         # with biases, serving and fold-in expect a constant 1 beside the factors
@@ -780,7 +945,7 @@ class GpuSGD(Unconnected):
         raise diverged(what, self.method, self.epoch)
 
     def _copy(self, side: Side) -> Rows:
-        return working_rows(self.tables[side], self.plan.factors, self.epochs.stored)
+        return working_rows(self.tables[side], self.plan.factors, self.epochs.stored, self.epochs.read)
 
     def _table(self, rows: Rows) -> DeviceFactors:
         return table_of(self.device, rows, self.plan, self.tables["user"].table.dtype)
@@ -797,9 +962,9 @@ class GpuSGD(Unconnected):
         return penalty(side, self.tables[side], self.objective, np.diff(self.indptr[side]))
 
 
-def working_rows(table: DeviceFactors, factors: int, stored: Any) -> Rows:
-    """Working copy of the factors of a side, in the dtype of an epoch and padded."""
-    width = stored_width(factors, stored)
+def working_rows(table: DeviceFactors, factors: int, stored: Any, read: Any = None) -> Rows:
+    """Working copy of the factors of a side, in the dtype of an epoch and padded to whole pieces of `read`."""
+    width = stored_width(factors, stored if read is None else read)
     if table.device_bias is None and table.table.shape[1] == width:
         return Rows(table.table.astype(stored))
     matrix = table.device.zeros((len(table), width), stored)
@@ -911,8 +1076,14 @@ def default_builds(
                 fastest = BlockedConfig.fastest(ld, real.itemsize, spec)
                 if fastest != config and real == np.float32 and not biases:  # for several GPUs; the code is the same
                     yield "msgd.cu", "blocked", {"REAL": real, "HAS_BIASES": biases} | fastest.constants
+                if real == np.float32 and spec.capability >= (8, 0):
+                    narrow = BlockedConfig.default(stored_width(factors, np.float16), real.itemsize, spec, 2)
+                    for kernel in ("centralized", "blocked"):
+                        yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | narrow.constants
             for stored in (np.dtype(np.float16), np.dtype(np.float32)):
                 ld = stored_width(factors, stored)
                 chosen = HogwildConfig.default(spec, ld, stored.itemsize, biases)
                 constants = chosen.constants(ld, stored.itemsize == 2, biases)
                 yield "batch_hogwild.cu", "batch_hogwild", constants
+                if not biases and owned_row_fits(ld, stored.itemsize):
+                    yield "owned_rows.cu", "owned_rows", owned_rows_constants(ld, stored.itemsize)

@@ -22,6 +22,9 @@ SOURCE = "top_k.cu"
 GROUP, OCTET, ROW_WARPS, WARPS = 32, 8, 4, 4
 """As in cuda/top_k.cu: items of a group, groups of an octet, warps of a block (one row each; of group_max)."""
 
+QUEUE = 256
+"""Groups that a warp of select_best sorts at a time, as in cuda/top_k.cu."""
+
 LIST_SIZES = (32, 128)
 """Compiled values of KEPT; longer lists are selected from whole rows of scores."""
 
@@ -45,6 +48,16 @@ CHUNK = 128
 
 LARGEST_GRID_Y = 65535
 
+BYTE_GROUPS = 2048
+"""Minimum groups for products of int8 factors: half the time of float16 ones, and more groups to screen."""
+
+BYTE_RANK = 64
+"""Minimum rank for them: below, moving the maxima of groups takes as long as the products."""
+
+BYTE_RESIDUAL = 0.12
+"""Largest rounding error of an item in int8 for them, of its norm over the square root of the rank, which is how much
+scores of random factors spread. Normal factors have 0.1 at rank 128."""
+
 HEAD_SHARE = 8
 """An eighth of the groups, those of largest norm, are scored before users are pruned."""
 
@@ -61,11 +74,13 @@ class GroupMaxConfig:
     Attributes
     ----------
     padded : int
-        The rank rounded up to 16.
+        The rank rounded up to 16; to 32 for int8.
     users_per_warp : {16, 32, 64}
         Users whose factors a warp keeps in registers.
     tile_groups : {1, 2, 4, 8}
         Groups that are copied to shared memory together.
+    in_bytes : bool
+        Products of int8 factors instead of float16 ones.
 
     Raises
     ------
@@ -76,6 +91,7 @@ class GroupMaxConfig:
     padded: int
     users_per_warp: int
     tile_groups: int
+    in_bytes: bool = False
 
     def __post_init__(self) -> None:
         if self.users_per_warp not in (16, 32, 64):
@@ -84,20 +100,26 @@ class GroupMaxConfig:
             raise ValueError(f"tile_groups must be 1, 2, 4 or 8: octets end with a tile; got {self.tile_groups}")
 
     @classmethod
-    def default(cls, padded: int, spec: DeviceSpec) -> GroupMaxConfig:
+    def default(cls, padded: int, spec: DeviceSpec, in_bytes: bool = False) -> GroupMaxConfig:
         """The tuned choice for a device, or that of the rule."""
-        found = tables.best(cls, "top_k", spec, {"padded": padded})
-        return found if found is not None and found.fits(spec) else cls.rule(padded)
+        found = tables.best(cls, "top_k", spec, {"padded": padded, "in_bytes": in_bytes})
+        return found if found is not None and found.fits(spec) else cls.rule(padded, in_bytes)
 
     @classmethod
-    def rule(cls, padded: int) -> GroupMaxConfig:
+    def rule(cls, padded: int, in_bytes: bool = False) -> GroupMaxConfig:
         """The choice without a tuned table entry: as many users as registers hold."""
-        return cls(padded, 64 if padded <= 128 else 32 if padded <= 256 else 16, 2 if padded <= 128 else 1)
+        row = padded if in_bytes else 2 * padded
+        return cls(padded, 64 if row <= 256 else 32 if row <= 512 else 16, 2 if row <= 256 else 1, in_bytes)
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
         return 32 * WARPS
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of factors."""
+        return self.padded * (1 if self.in_bytes else 2)
 
     @property
     def block_users(self) -> int:
@@ -107,7 +129,7 @@ class GroupMaxConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: two tiles of items, and two trays of words per warp."""
-        tile = self.tile_groups * GROUP * (self.padded + 8) * 2
+        tile = self.tile_groups * GROUP * (self.row_bytes + 16)
         tray = self.users_per_warp * 12 * 4
         return 2 * tile + 2 * WARPS * tray
 
@@ -116,6 +138,7 @@ class GroupMaxConfig:
         """Compile-time constants of the kernel."""
         return {
             "PADDED": self.padded,
+            "BYTES": self.in_bytes,
             "USERS_PER_WARP": self.users_per_warp,
             "TILE_GROUPS": self.tile_groups,
         }
@@ -135,6 +158,8 @@ class PackedItems:
         On the host or on the device.
     candidates : int64 array, ascending, optional
         Consider only these items.
+    in_bytes : bool, optional
+        Whether group_max multiplies int8 factors, or float16 ones; the result is the same. Default: what is faster.
 
     Attributes
     ----------
@@ -144,10 +169,14 @@ class PackedItems:
         Groups of 32 items, the last ones empty: a multiple of 8.
     panels : float array, shape (n_groups, rank rounded up to 16 bytes, 32)
         Factors for exact scores.
-    halves : float16 bits as uint16, shape (32 n_groups, padded), or None
-        Scaled items for tensor cores; None if these cannot be used, and whole rows of scores are computed.
+    halves : float16 bits as uint16, shape (n_groups, rank rounded up to 16 / 8, 32, 8), or None
+        Scaled items; None if tensor cores cannot be used, and whole rows of scores are computed.
+    operands : uint16 array
+        Items as group_max multiplies them: `halves`, or int8 factors, shape (n_groups, padded / 16, 32, 8).
     groups : float32 array, shape (n_groups, 2), or None
-        Largest norm of a group, and largest norm of the float16 rounding errors of an item; both scaled.
+        Largest norm of a group, and largest norm of the rounding errors of an item in `operands`; both scaled.
+    steps : float32 array, shape (n_groups, 2), or None
+        Value of 1 in the operands of a group, and largest norm of the rounding errors of an item in `halves`.
     ids, ascending : int32 arrays, shape (n_items,)
         Items in packed order; the same in ascending order.
     positions : int32 array, shape (all items,)
@@ -160,7 +189,9 @@ class PackedItems:
     DeviceMemoryError
     """
 
-    def __init__(self, device: Device, items: Array, candidates: np.ndarray | None = None) -> None:
+    def __init__(
+        self, device: Device, items: Array, candidates: np.ndarray | None = None, in_bytes: bool | None = None
+    ) -> None:
         if len(items.shape) != 2 or items.dtype not in (np.float32, np.float64):
             raise TypeError(
                 f"items must be float32 or float64, shape (n_items, rank); got {items.dtype}, {items.shape}"
@@ -186,9 +217,11 @@ class PackedItems:
         self.ascending = device.upload(kept.astype(np.int32))
         self.panels = self._pack_panels(on_device)
         self.halves: Array = None
+        self.operands: Array = None
         self.groups: Array = None
+        self.steps: Array = None
         if self.config.fits(device.spec):
-            self.halves, self.groups = self._prepare(on_device)
+            self._prepare(on_device, in_bytes)
 
     @property
     def vectors(self) -> int:
@@ -205,14 +238,44 @@ class PackedItems:
             kernel((ceil_div(pieces, 256),), (256,), arguments, 0)
         return panels
 
-    def _prepare(self, items: Array) -> tuple[Array, Array]:
-        halves = self.device.empty((self.n_groups * GROUP, self.config.padded), np.uint16)
-        groups = self.device.empty((self.n_groups, 2), np.float32)
+    def _prepare(self, items: Array, in_bytes: bool | None) -> None:
+        """Round the items, to int8 too if that is asked for or promises to be faster."""
+        device = self.device
+        self.halves = device.empty((self.n_groups * GROUP, self.padded), np.uint16)
+        self.groups, self.steps = (device.empty((self.n_groups, 2), np.float32) for _ in range(2))
+        wide = GroupMaxConfig.default(round_up(max(self.rank, 1), 32), device.spec, True)
+        if self._may_use_bytes(wide) if in_bytes is None else in_bytes:
+            self.operands = device.empty((self.n_groups * GROUP, wide.padded // 2), np.uint16)
+            self._round(items, wide)
+            if in_bytes or self._bytes_suffice():
+                self.config = wide
+                return
+        self.operands = self.halves
+        self._round(items, self.config)
+
+    @property
+    def padded(self) -> int:
+        """Factors of a row of `halves`."""
+        return round_up(max(self.rank, 1), 16)
+
+    def _may_use_bytes(self, config: GroupMaxConfig) -> bool:
+        spec = self.device.spec
+        # a GPU of compute capability 10 has hardly any units for int8
+        fast = spec.capability >= (8, 0) and spec.capability[0] != 10
+        return fast and self.n_groups >= BYTE_GROUPS and self.rank >= BYTE_RANK and config.fits(spec)
+
+    def _bytes_suffice(self) -> bool:
+        """Whether int8 tells scores apart, by the errors of half of the groups."""
+        norms, errors = self.device.download(self.groups).T
+        return bool(np.median(errors[norms > 0] / norms[norms > 0]) * math.sqrt(self.rank) <= BYTE_RESIDUAL)
+
+    def _round(self, items: Array, config: GroupMaxConfig) -> None:
         if self.n_groups:
-            sizes = _int32(self.n_items, self.n_groups, self.rank, self.config.padded)
-            arguments = (halves, groups, items, self.ids, *sizes, np.float64(self.scale))
+            byte_row = config.padded if config.in_bytes else 0
+            sizes = _int32(self.n_items, self.n_groups, self.rank, self.padded, byte_row)
+            rows = (self.halves, self.operands, self.groups, self.steps, items, self.ids)
+            arguments = (*rows, *sizes, np.float64(self.scale))
             _launch_rows(self.device, "prepare_items", self.n_groups, arguments, _constants(self.dtype))
-        return halves, groups
 
 
 def top_k(
@@ -338,6 +401,9 @@ def default_builds(
     """(file, kernel, constants) of the builds for usual ranks."""
     for padded in sorted({round_up(rank, 16) for rank in ranks}):
         yield SOURCE, "group_max", GroupMaxConfig.default(padded, spec).constants
+    if spec.capability >= (8, 0):
+        for padded in sorted({round_up(rank, 32) for rank in ranks}):
+            yield SOURCE, "group_max", GroupMaxConfig.default(padded, spec, True).constants
     packing = ("row_norms", "pack_panels", "prepare_items")
     serving = ("prepare_users", "mark_seen", "score_rows", "drop_seen", "sort_rows")
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
@@ -368,7 +434,7 @@ def _bytes_per_user(packed: PackedItems, n: int) -> int:
     """Workspace and results of one user."""
     result = n * (4 + packed.dtype.itemsize)
     if _by_groups(packed, n):
-        return result + packed.n_groups * 4 + packed.config.padded * 2 + 16 + 4
+        return result + packed.n_groups * 4 + packed.config.row_bytes + 16 + 4
     size, in_shared = _sorted_list(packed, n)
     pairs = 0 if in_shared else size * (4 + packed.dtype.itemsize)
     return result + packed.n_groups * GROUP * packed.dtype.itemsize + pairs
@@ -462,35 +528,34 @@ def _bound_groups(packed: PackedItems, users: Array, seen: _Seen | None, wanted:
         device.empty((n_users, 4), np.float32),
         device.empty((n_users,), np.int32),
     )
-    halves = device.empty((n_users, config.padded), np.uint16)
-    sizes = _int32(n_users, n_groups, packed.rank, config.padded)
-    _launch_rows(
-        device, "prepare_users", n_users, (halves, bounds.users, bounds.limits, users, *sizes), _constants(packed.dtype)
-    )
+    operands = device.empty((n_users, config.row_bytes // 2), np.uint16)
+    sizes = _int32(n_users, n_groups, packed.rank, config.padded, config.in_bytes)
+    prepared = (operands, bounds.users, bounds.limits, users, *sizes)
+    _launch_rows(device, "prepare_users", n_users, prepared, _constants(packed.dtype))
     if seen is not None:
         marked = (bounds.words, seen.ptr, seen.ids, packed.positions, *_int32(n_users, n_groups))
         _launch_rows(device, "mark_seen", n_users, marked, _constants(packed.dtype))
     head = _head_groups(n_groups, wanted)
-    _group_max(packed, bounds, halves, 0, head, seen is not None)
+    _group_max(packed, bounds, operands, 0, head, seen is not None)
     if head < n_groups:
         tables = (bounds.limits, bounds.words, bounds.users, packed.groups)
         sizes = _int32(n_users, n_groups, head, wanted, packed.rank)
         _launch_rows(device, "prune", n_users, (*tables, *sizes, np.float64(packed.scale)), constants)
-        _group_max(packed, bounds, halves, head, n_groups, seen is not None)
+        _group_max(packed, bounds, operands, head, n_groups, seen is not None)
     return bounds
 
 
 def _best_by_groups(packed: PackedItems, users: Array, seen: _Seen | None, ids: Array, scores: Array) -> None:
-    """Exact scores of the groups that can have one of the best items; see cuda/top_k.cu."""
+    """Exact scores of the items that can be among the best; see cuda/top_k.cu."""
     n_users, n = ids.shape
     wanted = min(n, packed.n_items)
     bounds, constants = _bound_groups(packed, users, seen, wanted), _list_constants(packed, wanted)
     left_out = (packed.positions, packed.positions) if seen is None else (seen.ptr, seen.ids)  # else not read
     arrays = (ids, scores, users, bounds.users, bounds.words, bounds.limits)
-    tables = (packed.panels, packed.ids, packed.ascending, packed.groups, *left_out)
-    sizes = _int32(n_users, packed.n_items, packed.n_groups, n, packed.rank, seen is not None)
-    list_bytes = 4 * constants["KEPT"] * (packed.dtype.itemsize + 4)
-    shared_bytes = ROW_WARPS * (16 * packed.vectors + list_bytes)
+    tables = (packed.panels, packed.halves, packed.ids, packed.ascending, packed.groups, packed.steps, *left_out)
+    sizes = _int32(n_users, packed.n_items, packed.n_groups, n, packed.rank, packed.padded, seen is not None)
+    lists = 4 * constants["KEPT"] * (packed.dtype.itemsize + 4) + QUEUE * (4 + 4) + 2 * GROUP * 4
+    shared_bytes = ROW_WARPS * (16 * packed.vectors + 4 * packed.padded + lists)
     arguments = (*arrays, *tables, *sizes, np.float64(packed.scale))
     _launch_rows(packed.device, "select_best", n_users, arguments, constants, shared_bytes)
 
@@ -501,7 +566,7 @@ def _head_groups(n_groups: int, n: int) -> int:
     return head if n_groups >= 128 and 2 * head <= n_groups else n_groups
 
 
-def _group_max(packed: PackedItems, bounds: _Bounds, halves: Array, first: int, last: int, filtered: bool) -> None:
+def _group_max(packed: PackedItems, bounds: _Bounds, operands: Array, first: int, last: int, filtered: bool) -> None:
     """Largest score of an unseen item in each of the groups from `first` to `last`."""
     device, config = packed.device, packed.config
     n_users, n_groups = bounds.words.shape
@@ -514,7 +579,7 @@ def _group_max(packed: PackedItems, bounds: _Bounds, halves: Array, first: int, 
         (tiles, ceil_div(last - first, chunk)),
         (32 * WARPS,),
         (
-            *(bounds.words, halves, packed.halves, bounds.limits),
+            *(bounds.words, operands, packed.operands, packed.steps, bounds.limits),
             *_int32(n_users, packed.n_items, n_groups, first, last, chunk, filtered),
         ),
         config.shared_bytes,

@@ -631,7 +631,8 @@ def test_schedules_choose_their_device(monkeypatch, caplog):
         ({"schedule": "blocks"}, "schedule='blocks' runs on the CPU only"),
         ({"rate_schedule": "adagrad"}, "rate_schedule='adagrad' runs on the CPU only"),
         ({"factors": 1000}, "factors=1000 runs on the CPU only"),
-        ({"precision": "float16"}, "precision='float16' is for schedule='batch_hogwild'"),
+        ({"precision": "float16", "ordering": "user"}, "needs ordering='mixed', got 'user'"),
+        ({"precision": "float16", "dtype": "float64"}, "needs dtype='float32', got 'float64'"),
     ):
         plan = plan_on(GPU, monkeypatch, **asked)
         assert (plan.device, plan.precision) == ("cpu", "float32")
@@ -639,6 +640,11 @@ def test_schedules_choose_their_device(monkeypatch, caplog):
         assert why in caplog.text
         with pytest.raises(ValueError, match='use device="cpu" or device="auto"'):
             plan_on(GPU, monkeypatch, **asked, device="cuda")
+    assert plan_on(GPU, monkeypatch, precision="float16", nnz=100_000_000).precision == "float16"
+    older = replace(GPU, capability=(7, 5))
+    assert "compute capability 8.0, got 7.5" in plan_on(older, monkeypatch, precision="float16").reason
+    with pytest.raises(ValueError, match="precision='float16' with schedule='msgd' is for one device"):
+        plan_on(GPU, monkeypatch, precision="float16", device=["cuda:0", "cuda:1"])
     assert "on the GPU, " in plan_on(GPU, monkeypatch, shape=(100, 100), nnz=1000).reason
     full = replace(GPU, free_bytes=1 << 20)
     assert "are free" in plan_on(full, monkeypatch).reason

@@ -457,9 +457,9 @@ def test_blocks_divide_the_pieces(blocks):
     assert np.array_equal(
         np.concatenate([np.arange(begin, end) for _, begin, end, _ in parts]), np.arange(len(layout.pieces))
     )
-    for tile, begin, end, short in parts:
+    for tile, begin, end, lanes in parts:
         assert np.all(layout.tiles[begin:end] == tile)
-        assert np.all((layout.pieces[begin:end, 1] <= ccd.SHORT_QUADS) == short)
+        assert np.all(ccd.lanes_of(layout.pieces[begin:end, 1]) == lanes)
     if blocks == 7:
         work = [layout.pieces[parts[a, 1] : parts[b - 1, 2], 1].sum() for a, b in pairwise(first_part)]
         assert max(work) < 1.2 * layout.n_quads / blocks

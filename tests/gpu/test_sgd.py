@@ -54,7 +54,8 @@ class Pass:
     def __init__(self, device, matrix, rank: int, dtype=np.float32, biases=False, seed=0) -> None:
         self.device, self.matrix, self.rank = device, as_csr(matrix, dtype=dtype), rank
         rng = np.random.default_rng(seed)
-        self.dtype, self.terms = np.dtype(dtype), TERMS._replace(mean=TERMS.mean if biases else 0.0)
+        self.read = self.dtype = np.dtype(dtype)
+        self.terms = TERMS._replace(mean=TERMS.mean if biases else 0.0)
         self.factors = [self._draw(rng, n, biases) for n in matrix.shape]
         self.walk = Walk.upload(device, self.matrix)
 
@@ -63,7 +64,7 @@ class Pass:
         return Factors((rng.standard_normal((n, self.rank)) / np.sqrt(self.rank)).astype(self.dtype), bias)
 
     def rows(self, factors: Factors) -> Rows:
-        padded = np.zeros((len(factors), stored_width(self.rank, self.dtype)), dtype=self.dtype)
+        padded = np.zeros((len(factors), stored_width(self.rank, self.read)), dtype=self.dtype)
         padded[:, : self.rank] = factors.matrix
         return Rows(self.device.upload(padded), None if factors.bias is None else self.device.upload(factors.bias))
 
@@ -108,10 +109,17 @@ def longest_first(matrix) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- MSGD kernels
 
 
-def check_walk(device, kernel, rank, dtype=np.float32, biases=False, lengths=LENGTHS, n_columns=80, **options) -> None:
+def check_walk(
+    device, kernel, rank, dtype=np.float32, biases=False, lengths=LENGTHS, n_columns=80, read=None, **options
+) -> None:
     """A kernel that walks the rows it moves."""
     problem = Pass(device, rows_of(lengths, n_columns), rank, dtype, biases)
+    if read is not None:
+        problem.read = np.dtype(read)
+        problem.factors[1].matrix[...] = problem.factors[1].matrix.astype(read)
     moved, fixed = map(problem.rows, problem.factors)
+    if read is not None:
+        fixed = Rows(fixed.matrix.astype(read), fixed.bias)
     before = device.download(fixed.matrix)
     tasks = longest_first(problem.matrix)
     losses = kernel(device, moved, fixed, problem.walk, device.upload(tasks), problem.terms, **options)
@@ -130,6 +138,29 @@ def test_rows_walk_their_entries(device, kernel, dtype, biases):
 @pytest.mark.parametrize("rank", [1, 33, exhaustive(100)])
 def test_every_width(device, kernel, rank):
     check_walk(device, kernel, rank, lengths=(0, 1, 17, 33, 9))
+
+
+@pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("rank", [7, 33, exhaustive(100)])
+def test_fixed_rows_in_float16(device, kernel, rank, biases):
+    """The same updates of float32 rows from a float16 table."""
+    check_walk(device, kernel, rank, biases=biases, read=np.float16)
+
+
+@pytest.mark.parametrize(("helpers", "slots"), [(1, 4), (3, 8)])
+def test_chunks_of_fixed_rows_in_float16(device, helpers, slots):
+    config = BlockedConfig(stored_width(20, np.float16), 4, 16, helpers, slots, 2)
+    lengths = (1, 16, 48, 49, 70, 190)
+    check_walk(device, sgd.blocked, 20, lengths=lengths, n_columns=200, read=np.float16, config=config)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
+@pytest.mark.parametrize("rank", [1, 8, 16, 32, 64, 100, 128, 200, 256, 400, 512])
+def test_every_width_of_fixed_rows_in_float16(device, kernel, rank, biases):
+    check_walk(device, kernel, rank, biases=biases, read=np.float16)
 
 
 @on_a_gpu
@@ -381,10 +412,66 @@ def test_workers_of_a_device(device):
     """Few on small problems; as many as a device holds on large ones."""
     spec = replace(device.spec, multiprocessors=132)
     most = HogwildConfig.rule(spec, 128, 2, False)
-    assert most.limited(99_000_000 // plan_sgd.RUN) == most == HogwildConfig(5, 5 * 132 * 8)
+    assert most.limited(99_000_000) == most == HogwildConfig(5, 5 * 132 * 8)
     assert HogwildConfig.rule(spec, 128, 4, True).limited(10**9) == HogwildConfig(4, 4 * 132 * 4)
-    assert HogwildConfig.rule(spec, 32, 2, False).limited(125_000).n_workers == 125_000 // sgd.ROUNDS
+    assert HogwildConfig.rule(spec, 32, 2, False).limited(10**6).n_workers == 10**6 // sgd.WORKER_ENTRIES
     assert HogwildConfig.rule(spec, 32, 2, False).limited(3).n_workers == 1
+
+
+# ---------------------------------------------------------------------------------------------------- owned rows
+
+
+@pytest.mark.parametrize(("stored", "rank"), [(np.float32, 125), (np.float16, 250)])
+def test_owned_rows_take_every_entry(device, stored, rank, monkeypatch):
+    """One block and one walker, a warp: the reference, entry by entry in the block's order."""
+    monkeypatch.setattr(sgd, "OWNER_THREADS", 32)
+    matrix = as_csr(rows_of(LENGTHS, 80), dtype=np.float32)
+    problem = Pass(device, matrix, rank)
+    problem.read = np.dtype(stored)
+    users, items = (Rows(problem.rows(factors).matrix.astype(stored)) for factors in problem.factors)
+    entries = sgd.OwnedEntries.of(device, matrix, problem.walk, 1, 80, np.random.default_rng(0))
+    losses = device.download(sgd.owned_rows(device, users, items, entries, TERMS._replace(mean=0.0)))
+    order = [device.download(array) for array in (entries.held, entries.owned, entries.ratings)]
+    columns = device.download(entries.columns)
+    assert sorted(zip(order[0], columns[order[1]], order[2], strict=True)) == sorted(
+        zip(*(part.tolist() for part in (matrix.tocoo().row, matrix.tocoo().col, matrix.data)), strict=True)
+    )
+    assert not np.array_equal(order[0], np.sort(order[0]))
+    x, y = (factors.matrix.astype(stored).astype(float) for factors in problem.factors)
+    loss, keep = 0.0, 1 - TERMS.rate * TERMS.regularization
+    for user, item, rating in zip(order[0], columns[order[1]], order[2], strict=True):
+        error = rating - x[user] @ y[item]
+        loss += error**2
+        step = TERMS.rate * error
+        x[user], y[item] = keep * x[user] + step * y[item], keep * y[item] + step * x[user]
+    tolerance = 1e-5 if stored == np.float32 else 5e-3
+    assert losses.sum() == pytest.approx(loss, rel=tolerance)
+    found = [device.download(rows.matrix)[:, :rank].astype(float) for rows in (users, items)]
+    for ours, expected in zip(found, (x, y), strict=True):
+        assert np.abs(ours - expected).max() < tolerance * np.abs(expected).max()
+
+
+def test_columns_are_divided():
+    degrees = np.array([100, 1, 50, 50, 0, 3, 2])
+    owner = sgd.divide(degrees, 3, 3)
+    assert len(set(owner[[0, 2, 3]])) == 3
+    assert np.bincount(owner, degrees, 3)[owner[0]] == 100 or max(np.bincount(owner)) == 3
+    assert max(np.bincount(owner)) <= 3
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_owned_rows_learn(device, precision, monkeypatch):
+    monkeypatch.setattr(plan_sgd, "WORKER_ENTRIES", 0)
+    monkeypatch.setattr(sgd, "OWNER_THREADS", 32)
+    matrix = as_csr(planted(60, 40, 0.4), dtype="float32")
+    solver = solver_on(device, matrix, method_of("batch_hogwild"), 32, precision=precision)
+    assert solver.epochs.entries is not None
+    start = solver.objective_value()
+    run(solver, 8)
+    assert solver.objective_value() < 0.6 * start
+    assert solver_on(device, matrix, method_of("batch_hogwild"), 2, precision=precision).epochs.entries is None
+    biased = solver_on(device, matrix, method_of("batch_hogwild"), 32, biases=True, precision=precision)
+    assert biased.epochs.entries is None
 
 
 # ---------------------------------------------------------------------------------------------------- passes
@@ -623,7 +710,12 @@ def test_objective(device, ordering):
 
 @pytest.mark.parametrize(
     ("schedule", "ordering", "precision"),
-    [("msgd", "mixed", "float32"), ("msgd", "crossed", "float32"), ("batch_hogwild", "mixed", "float16")],
+    [
+        ("msgd", "mixed", "float32"),
+        ("msgd", "mixed", "float16"),
+        ("msgd", "crossed", "float32"),
+        ("batch_hogwild", "mixed", "float16"),
+    ],
 )
 def test_reruns_and_resumed_runs_have_the_same_bits(device, schedule, ordering, precision):
     """Batch-Hogwild only where nothing meets: with one worker."""
@@ -652,7 +744,8 @@ def test_a_state_is_never_written_to(device):
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_batch_hogwild_learns(device, precision, tall, monkeypatch):
     """Rows of the larger side are held; several workers, blocks one after the other where emulated."""
-    monkeypatch.setattr(sgd, "ROUNDS", 4)
+    monkeypatch.setattr(plan_sgd, "WORKER_ENTRIES", 32)
+    monkeypatch.setattr(sgd, "WORKER_ENTRIES", 32)
     matrix = as_csr(SMALL if tall else sp.csr_array(SMALL.T), dtype="float32")
     solver = solver_on(device, matrix, method_of("batch_hogwild"), biases=True, precision=precision)
     assert solver.epochs.held == ("user" if tall else "item")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,32 @@ def test_ranks(device, rank):
     check_close(top_k(device, users, items, 10, seen=seen), users, items, seen)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("rank", "of_users", "of_items"), [(7, 1.0, 1.0), (40, 1e-18, 1e-18), (7, 1e18, 1e15)])
+def test_products_of_bytes_change_nothing(device, rank, of_users, of_items, dtype):
+    users = (real_factors(70, rank, 0, np.float64) * of_users).astype(dtype)
+    items = (real_factors(700, rank, 1, np.float64) * of_items).astype(dtype)
+    users[3], items[100:164], items[5] = 0, 0, 1e4 * items[5]
+    items[:, 2] *= 30  # one factor outweighs the others: little is left of them in a byte
+    seen = random_seen(70, 700, 2)
+    for n in (1, 10, 60):
+        found = [top_k(device, users, PackedItems(device, items, in_bytes=b), n, seen=seen) for b in (False, True)]
+        check_equal(*found)
+        check_equal(found[0], tuple(part[:, :n] for part in top_k(device, users, items, 150, seen=seen)))
+
+
+def test_bytes_where_they_pay(device, monkeypatch):
+    """Many groups, whose factors are of like size."""
+    monkeypatch.setattr(topk, "BYTE_GROUPS", 8)
+    items = real_factors(300, 64, 0)
+    assert PackedItems(device, items).config.in_bytes
+    assert not PackedItems(device, items[:, :40].copy()).config.in_bytes
+    items[:, 0] = 100.0
+    assert not PackedItems(device, items).config.in_bytes
+    monkeypatch.setattr(device, "spec", replace(device.spec, capability=(7, 5)))
+    assert not PackedItems(device, real_factors(300, 64, 0)).config.in_bytes
+
+
 @pytest.mark.parametrize("rank", [8, 16, 31, 32, 63, 64, 65, 127, 144, 200, 256, 257, 512, 520])
 def test_more_ranks_and_users(device, rank):
     if device.spec.name == "emulated":
@@ -104,7 +131,7 @@ def test_tiles_of_larger_ranks(device, users_per_warp, monkeypatch):
     users, items = real_factors(70, 7, 0), real_factors(300, 7, 1)
     seen = random_seen(70, 300, 2)
     expected = top_k(device, users, items, 10, seen=seen)
-    chosen = classmethod(lambda cls, padded, spec: cls(padded, users_per_warp, 1))
+    chosen = classmethod(lambda cls, padded, spec, in_bytes=False: cls(padded, users_per_warp, 1, in_bytes))
     monkeypatch.setattr(topk.GroupMaxConfig, "default", chosen)
     check_equal(top_k(device, users, items, 10, seen=seen), expected)
     check_close(expected, users, items, seen)
@@ -250,14 +277,15 @@ def test_candidates(device):
         check_equal(found, top_k(device, users, PackedItems(device, items, candidates), n, seen=seen))
 
 
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_bounds_hold_and_prune(device, dtype):
+def test_bounds_hold_and_prune(device, dtype, in_bytes):
     """The largest score of each group lies within its slack, and most groups are pruned where norms fall."""
     rank, n = 12, 10
     users, items = real_factors(20, rank, 0, dtype), real_factors(4500, rank, 1, dtype, spread=1.5)
     users[3] = 0
     seen = random_seen(20, 4500, 2, 0.02)
-    packed = PackedItems(device, items)
+    packed = PackedItems(device, items, in_bytes=in_bytes)
     rows = topk._Seen(device.upload(seen.indptr.astype(np.int64)), device.upload(seen.indices))
     bounds = topk._bound_groups(packed, device.upload(users), rows, n)
     words, stored, limits = (device.download(array) for array in (bounds.words, bounds.users, bounds.limits))
@@ -266,14 +294,16 @@ def test_bounds_hold_and_prune(device, dtype):
     order, groups = device.download(packed.ids), device.download(packed.groups)
     scores = np.where(seen.toarray(), -np.inf, users.astype(np.float64) @ items.astype(np.float64).T)[:, order]
     scores = np.pad(scores, ((0, 0), (0, packed.n_groups * 32 - 4500)), constant_values=-np.inf)
-    largest = scores.reshape(20, -1, 32).max(axis=2) * np.ldexp(1.0, -stored[:, 3:].astype(int)) * packed.scale
+    scaling = stored[:, 3:].astype(int)  # 256 exponent + multiplier
+    largest = scores.reshape(20, -1, 32).max(axis=2) * np.ldexp(scaling & 255, -(scaling >> 8)) * packed.scale
     slack = stored[:, 1:2] * groups[:, 0] + stored[:, 2:3] * groups[:, 1]
     there = np.arange(packed.n_groups) < limits[:, None]
     approximate = words.view(np.float32)
     np.testing.assert_array_equal(np.isneginf(approximate[there]), np.isneginf(largest[there]))
     finite = there & np.isfinite(largest)
     assert (np.abs(approximate - largest)[finite] <= slack[finite]).all()
-    assert np.median(slack[finite] / (stored[:, :1] * groups[:, 0])[finite]) < 2e-3  # or nothing would be left out
+    relative = np.median(slack[finite] / (stored[:, :1] * groups[:, 0])[finite])
+    assert relative < (0.03 if in_bytes else 2e-3)  # or nothing would be left out
     found = top_k(device, users, packed, n, seen=seen)
     check_close(found, users, items, seen)
     check_equal(found, top_k(device, users, packed, n, seen=seen))

@@ -310,9 +310,10 @@ def _ccd_builds(facts: Facts, config: StagedConfig, spec: DeviceSpec, implicit: 
 
 
 def _topk_facts(factors: int, itemsize: int) -> list[Facts]:
-    """Products are float16 for every dtype of factors."""
-    padded = round_up(factors, 16)
-    return [{"padded": padded}] if padded <= topk.LARGEST_PADDED and itemsize == 4 else []
+    """Products are float16 or int8 for every dtype of factors."""
+    if round_up(factors, 16) > topk.LARGEST_PADDED or itemsize != 4:
+        return []
+    return [{"padded": round_up(factors, 32 if in_bytes else 16), "in_bytes": in_bytes} for in_bytes in (False, True)]
 
 
 # fmt: off
@@ -373,8 +374,11 @@ SPACES = {
         trial=partial(trials.als_trial, assembly="sparse_syrk", timed="solve", solver="cg"),
     ),
     "msgd": Space(
-        lambda factors, size: [{"ld": plan_sgd.stored_width(factors, f"f{size}"), "itemsize": size}],
-        BlockedConfig, lambda facts, spec: BlockedConfig.rule(**facts, spec=spec), given=("ld", "itemsize"),
+        lambda factors, size: [
+            {"ld": plan_sgd.stored_width(factors, f"f{size}"), "itemsize": size, "read_size": size}
+        ],
+        BlockedConfig, lambda facts, spec: BlockedConfig.rule(**facts, spec=spec),
+        given=("ld", "itemsize", "read_size"),
         weight=0.5, least_threads=0,  # a block is one long row, of which there are few
         parameters={
             "chunk": (8, 16), "helpers": (3, 5, 7),
@@ -391,9 +395,9 @@ SPACES = {
         builds=_ccd_builds, trial=trials.ccd_trial,
     ),
     "top_k": Space(
-        _topk_facts, GroupMaxConfig, lambda facts, spec: GroupMaxConfig.rule(facts["padded"]), given=("padded",),
+        _topk_facts, GroupMaxConfig, lambda facts, spec: GroupMaxConfig.rule(**facts), given=("padded", "in_bytes"),
         parameters={"users_per_warp": (16, 32, 64), "tile_groups": (1, 2, 4, 8)}, family=("users_per_warp",),
-        registers=lambda facts, config: config.users_per_warp * config.padded // (2 * WARP) + 95,
+        registers=lambda facts, config: config.users_per_warp * config.row_bytes // (4 * WARP) + 95,
         shared=lambda facts, config: config.shared_bytes + RESERVED,
         work=lambda config: (config.users_per_warp / 16, 1.0), weight=0.5,
         builds=lambda facts, config, *_: [("top_k.cu", "group_max", config.constants)], trial=trials.topk_trial,

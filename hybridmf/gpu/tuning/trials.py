@@ -395,7 +395,7 @@ def topk_trial(device: Device, sample: Sample, facts: Facts, n_users: int = 6553
     users = random_table(min(n_users, rows), rank, rank, np.float32, 0)
     norms = np.random.default_rng(0).lognormal(0.0, 0.5, n_items).astype(np.float32)
     items = random_table(n_items, rank, rank, np.float32, 1) * norms[:, None]
-    on_device, packed = device.upload(users), topk.PackedItems(device, items)
+    on_device, packed = device.upload(users), topk.PackedItems(device, items, in_bytes=facts["in_bytes"])
     found: list[Array] = []
 
     def launch(config: Any) -> None:

@@ -91,8 +91,8 @@ def test_kernels_that_do_not_serve_have_no_facts(kernel: str, factors: int, item
     ("kernel", "facts", "message"),
     [
         ("fused", {"rank": 8, "precision": "float32", "solver": "cg"}, "below 8.0"),
-        ("msgd", {"ld": 8192, "itemsize": 8}, "shared memory"),
-        ("top_k", {"padded": 512}, "shared memory"),
+        ("msgd", {"ld": 8192, "itemsize": 8, "read_size": 8}, "shared memory"),
+        ("top_k", {"padded": 512, "in_bytes": False}, "shared memory"),
     ],
 )
 def test_devices_that_cannot_run_a_kernel(kernel: str, facts: dict[str, Any], message: str) -> None:

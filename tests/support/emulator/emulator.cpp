@@ -307,4 +307,16 @@ template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsig
 template void mma_16bit<true>(float (&)[4], const unsigned (&)[4], unsigned, unsigned);
 template void mma_16bit<false>(float (&)[4], const unsigned (&)[4], unsigned, unsigned);
 
+void mma_8bit(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const int lane = linear % 32;
+    const auto byte = [](unsigned bits, int k) { return int(static_cast<signed char>(bits >> 8 * (k % 4))); };
+    for (int q = 0; q < 4; q++) {
+        const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
+        for (int k = 0; k < 32; k++)
+            d[q] += byte(all[row % 8 * 4 + k % 16 / 4].a[row / 8 + 2 * (k / 16)], k) *
+                    byte(all[column * 4 + k % 16 / 4].b[k / 16], k);
+    }
+}
+
 }  // namespace emulator

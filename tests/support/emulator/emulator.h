@@ -198,6 +198,7 @@ unsigned fma_float16(unsigned a, unsigned b, unsigned c);
 
 void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+void mma_8bit(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
 }  // namespace emulator
 
