@@ -1,13 +1,13 @@
 """What the defaults of `ImplicitALS` are worth beside popularity and a small search, on real sets.
 
-    python bench/defaults.py --data FOLDER            MovieLens 100K and 1M and Last.fm 2K in FOLDER/ml-100k, FOLDER/ml-1m
-                                                      and FOLDER/lastfm-2k: 15 minutes on one core
-    python bench/defaults.py --data FOLDER --set ml-100k --trials 5 --factors 16
+    python bench/defaults.py --data FOLDER            MovieLens 100K and 1M and Last.fm 2K in ml-100k, ml-1m and
+                                                      lastfm-2k of FOLDER: 15 minutes on one core
+    python bench/defaults.py --data FOLDER --set "ml-100k likes" --trials 5 --factors 16
     python bench/defaults.py --report                 the tables of docs/tuning.md from the lines measured last
 
 A fifth of the entries is the test part, a tenth of the rest the validation part; fits see neither. The search draws
-settings from a fixed seed and keeps the one with the best NDCG@10 on the validation part. Measures are of the test part:
-Recall@20 and NDCG@10 among the items that a user has neither in the training nor in the validation part.
+settings from a fixed seed and keeps the one with the best NDCG@10 on the validation part. Recall@20 and NDCG@10 are
+those of the test part, among the items that a user has neither in the training nor in the validation part.
 
 The path is the default with other values of `regularization`. The search draws alpha, the unobserved weight, nu (as
 Rendle et al. 2022) and lambda; on sets without values alpha is 0, because there it does what the other two do.
@@ -101,7 +101,8 @@ def draws(parts: Parts, trials: int) -> Iterator[Row]:
         nu = float(rng.choice((0.0, 0.5, 1.0)))
         # s of a row with as many entries as the mean: penalties of all nu are alike in size
         usual = ((nnz / users + weight * items) * (nnz / items + weight * users)) ** (nu / 2)
-        options = {"regularization": penalty / usual, "unobserved_weight": weight, "alpha": 0 if parts.binary else alpha}
+        alpha = 0.0 if parts.binary else alpha
+        options = {"regularization": penalty / usual, "unobserved_weight": weight, "alpha": alpha}
         options = {name: float(f"{value:.2g}") for name, value in options.items()}
         yield options | ({"regularization_scaling": nu, "count_unobserved": True} if nu else {})
 
@@ -130,7 +131,8 @@ def report(lines: dict[str, Row]) -> None:
     print("| --- " * 5 + "|")
     for name, line in lines.items():
         best = max(line["search"], key=lambda row: row["validation"])
-        shown = [f"{row['recall@20']:.3f} / {row['ndcg@10']:.3f}" for row in (line["popularity"], line["path"][0], best)]
+        rows = (line["popularity"], line["path"][0], best)
+        shown = [f"{row['recall@20']:.3f} / {row['ndcg@10']:.3f}" for row in rows]
         print(f"| {name} | " + " | ".join([*shown, settings_of(best)]) + " |")
     print("\nNDCG@10 by `regularization`\n\n| set | " + " | ".join(f"{value:g}" for value in PATH) + " |")
     print("| --- " * (len(PATH) + 1) + "|")
