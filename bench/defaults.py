@@ -1,7 +1,7 @@
 """What the defaults of `ImplicitALS` are worth beside popularity and a small search, on real sets.
 
     python bench/defaults.py --data FOLDER            MovieLens 100K and 1M and Last.fm 2K in ml-100k, ml-1m and
-                                                      lastfm-2k of FOLDER: 15 minutes on one core
+                                                      lastfm-2k of FOLDER: 10 minutes on one core
     python bench/defaults.py --data FOLDER --set "ml-100k likes" --trials 5 --factors 16
     python bench/defaults.py --report                 the tables of docs/tuning.md from the lines measured last
 
@@ -9,7 +9,8 @@ A fifth of the entries is the test part, a tenth of the rest the validation part
 settings from a fixed seed and keeps the one with the best NDCG@10 on the validation part. Recall@20 and NDCG@10 are
 those of the test part, among the items that a user has neither in the training nor in the validation part.
 
-The path is the default with other values of `regularization`. The search draws alpha, the unobserved weight, nu (as
+The path is the default with other values of `regularization`. Candidates are settings that could be defaults, with c the
+mean confidence 1 + alpha |r| of the entries, at several ranks. The search draws alpha, the unobserved weight, nu (as
 Rendle et al. 2022) and lambda; on sets without values alpha is 0, because there it does what the other two do.
 """
 
@@ -31,6 +32,9 @@ Row = dict[str, Any]
 
 PATH = (0.01, 0.1, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Values of `regularization`, that of the default among them, with all else as by default."""
+
+RANKS = (16, 64, 128)
+"""Ranks at which candidates are compared."""
 
 METRICS = ("recall@20", "ndcg@10")
 
@@ -107,12 +111,29 @@ def draws(parts: Parts, trials: int) -> Iterator[Row]:
         yield options | ({"regularization_scaling": nu, "count_unobserved": True} if nu else {})
 
 
+def candidates(parts: Parts) -> dict[str, Row]:
+    """Settings that could be defaults."""
+    confidence = 1 + float(np.abs(parts.train.user_items.data).mean())
+    scaled = {"unobserved_weight": 0.1, "regularization_scaling": "count", "count_unobserved": True}
+    return {
+        "default": {},
+        "lambda = 10": {"regularization": 10.0},
+        "lambda = 5 c": {"regularization": 5 * confidence},
+        "scaled, lambda = c / 100": scaled | {"regularization": confidence / 100},
+    }
+
+
 def measured(parts: Parts, factors: int, iterations: int, trials: int) -> Row:
-    """Popularity, the path and the search."""
+    """Popularity, the path, the candidates and the search."""
     popular = hmf.metrics.PopularityRecommender().fit(parts.train)
     return {
         "popularity": parts.measures(popular),
         "path": [fitted(parts, {"regularization": value}, factors, iterations) for value in PATH],
+        "candidates": [
+            {"name": name, "factors": rank} | fitted(parts, options, rank, iterations)
+            for rank in RANKS
+            for name, options in candidates(parts).items()
+        ],
         "search": [fitted(parts, options, factors, iterations) for options in draws(parts, trials)],
     }
 
@@ -138,6 +159,15 @@ def report(lines: dict[str, Row]) -> None:
     print("| --- " * (len(PATH) + 1) + "|")
     for name, line in lines.items():
         print(f"| {name} | " + " | ".join(f"{row['ndcg@10']:.3f}" for row in line["path"]) + " |")
+    print("\nNDCG@10 of candidates at each rank\n")
+    names = list(dict.fromkeys(row["name"] for line in lines.values() for row in line["candidates"]))
+    print("| set | " + " | ".join(names) + " |")
+    print("| --- " * (len(names) + 1) + "|")
+    for set_name, line in lines.items():
+        cells = [
+            ", ".join(f"{row['ndcg@10']:.3f}" for row in line["candidates"] if row["name"] == name) for name in names
+        ]
+        print(f"| {set_name} | " + " | ".join(cells) + " |")
 
 
 def newest() -> dict[str, Row]:
