@@ -9,9 +9,9 @@ A fifth of the entries is the test part, a tenth of the rest the validation part
 settings from a fixed seed and keeps the one with the best NDCG@10 on the validation part. Recall@20 and NDCG@10 are
 those of the test part, among the items that a user has neither in the training nor in the validation part.
 
-The path is the default with other values of `regularization`. Candidates are settings that could be defaults, with c the
-mean confidence 1 + alpha |r| of the entries, at several ranks. The search draws alpha, the unobserved weight, nu (as
-Rendle et al. 2022) and lambda; on sets without values alpha is 0, because there it does what the other two do.
+The path is the default with other values of `regularization`. Candidates are settings that could be defaults, at
+several ranks; c is the mean confidence 1 + alpha |r| of the entries. The search draws alpha, the unobserved weight, nu
+(as Rendle et al. 2022) and lambda; on sets without values alpha is 0, because there it does what the others do.
 """
 
 from __future__ import annotations
