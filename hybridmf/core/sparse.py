@@ -104,20 +104,25 @@ class RowColumns:
 
     def with_columns(self, added: np.ndarray) -> RowColumns:
         """All rows with more columns, the same for each; `added` ascends."""
-        own, starts = self.matrix(), np.arange(len(self) + 1, dtype=np.int64) * self.n_columns
-        both = (np.repeat(starts[:-1], np.diff(own.indptr)) + own.indices, np.add.outer(starts[:-1], added).ravel())
+        pointer, columns = self._gathered()
+        starts = np.arange(len(self) + 1, dtype=np.int64) * self.n_columns
+        both = (np.repeat(starts[:-1], np.diff(pointer)) + columns, np.add.outer(starts[:-1], added).ravel())
         cells = np.unique(np.concatenate(both))
         bounds = np.searchsorted(cells, starts)
         return RowColumns(bounds[:-1], bounds[1:], (cells % self.n_columns).astype(np.int32), self.n_columns)
 
     def matrix(self) -> sp.csr_array:
         """A matrix of int8 ones, shape (n, n_columns); columns of rows that lie one after the other are not copied."""
-        pointer = np.concatenate(([0], np.cumsum(self.last - self.first)))
-        if np.array_equal(self.first[1:], self.last[:-1]):
-            columns = self.columns[self.first[0] : self.last[-1]] if len(self) else self.columns[:0]
-        else:
-            columns = self.columns[np.arange(pointer[-1]) + np.repeat(self.first - pointer[:-1], np.diff(pointer))]
+        pointer, columns = self._gathered()
         return make_csr(pointer, columns, np.ones(len(columns), dtype=np.int8), (len(self), self.n_columns))
+
+    def _gathered(self) -> tuple[np.ndarray, np.ndarray]:
+        """indptr and indices of `matrix`."""
+        pointer = np.zeros(len(self) + 1, dtype=np.int64)
+        np.cumsum(self.last - self.first, out=pointer[1:])
+        if np.array_equal(self.first[1:], self.last[:-1]):
+            return pointer, self.columns[self.first[0] : self.last[-1]] if len(self) else self.columns[:0]
+        return pointer, self.columns[np.arange(pointer[-1]) + np.repeat(self.first - pointer[:-1], np.diff(pointer))]
 
 
 def transposed(matrix: sp.csr_array, num_threads: int | None = None) -> sp.csr_array:
