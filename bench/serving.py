@@ -132,29 +132,31 @@ import hybridmf as hmf
 def memory():
     lines = open("/proc/self/smaps_rollup").read().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines[1:]}
-    return sizes["Pss"], sizes["Private_Clean"] + sizes["Private_Dirty"]
+    return sizes["Pss"]
 
 path, how = sys.argv[1:]
 hmf.ImplicitALS  # what an import takes is no part of the model
-if how != "none":
+forked, loaded = how.startswith("forked"), not how.endswith("nothing")
+if loaded:
     model = hmf.load(path, mapped=how == "mapped")
     model.recommend(0)
-    if how == "forked":
-        gc.freeze()
-        for _ in range(2):
-            if not os.fork():
-                model.recommend(1)
-                break
-print("ready", flush=True)
+if forked:
+    gc.freeze()
+    for _ in range(2):
+        if not os.fork():
+            break
+if loaded:
+    model.recommend(1)
+os.write(1, b"ready\\n")  # in one piece: forked processes share the pipe
 os.read(0, 1)  # a byte for each of them; nothing once the script has ended
-print(*memory(), flush=True)
+os.write(1, b"%d\\n" % memory())
 os.read(0, 1)
 """
 
 
-def _together(path: Path, how: str) -> list[list[int]]:
-    """(proportional, private) KiB of three processes that serve at the same time."""
-    count = 1 if how == "forked" else 3
+def _together(path: Path, how: str) -> list[int]:
+    """KiB of three processes that serve at the same time, each with its share of the pages that several have."""
+    count = 1 if how.startswith("forked") else 3
     command = [sys.executable, "-c", SERVE, str(path), how]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(count)]
@@ -168,7 +170,7 @@ def _together(path: Path, how: str) -> list[list[int]]:
         for process in processes:
             process.stdin.write("\n" * lines)
             process.stdin.flush()
-        sizes = [[int(size) for size in p.stdout.readline().split()] for p in processes for _ in range(lines)]
+        sizes = [int(process.stdout.readline()) for process in processes for _ in range(lines)]
     finally:
         timer.cancel()
         for process in processes:
@@ -182,9 +184,9 @@ def memory(model: hmf.ImplicitALS, path: Path) -> None:
     if not os.path.exists("/proc/self/smaps_rollup"):
         return
     print(f"\nmodel file {path.stat().st_size / 2**20:.1f} MiB; MiB of three processes, without that of the import\n")
-    nothing = sum(proportional for proportional, _ in _together(path, "none"))
+    nothing = {how: sum(_together(path, how)) for how in ("nothing", "forked nothing")}
     for how in ("read", "mapped", "forked"):
-        together = (sum(proportional for proportional, _ in _together(path, how)) - nothing) / 1024
+        together = (sum(_together(path, how)) - nothing["forked nothing" if how == "forked" else "nothing"]) / 1024
         print(f"{how:8} {together:8.1f}")
         line = {"benchmark": "serving", "task": "memory", "how": how, "processes": 3, "mib": round(together, 1)}
         record("serving", line | {"file_mib": round(path.stat().st_size / 2**20, 1)})

@@ -56,7 +56,8 @@ class CpuEngine:
     def gram(self, side: Side, fixed: Factors, objective: Objective) -> als.WeightedGram:
         """Weighted Gram matrix, computed as in the fit, so that training rows get their training factors."""
         plan = for_fold_in(self.plan)
-        return als.WeightedGram(side, fixed.matrix, objective, plan.num_threads, blas=plan.uses_blas)
+        threads = threads_for(fixed.matrix.size * plan.rank, len(fixed), self._threads)
+        return als.WeightedGram(side, fixed.matrix, objective, threads, blas=plan.uses_blas)
 
     def fold_in(
         self,
