@@ -39,8 +39,19 @@ html_css_files = ["site.css"]
 html_copy_source = False
 
 CHAPTERS: dict[str, tuple[str, ...]] = {
-    "Start": ("quickstart", "choosing", "porting"),
-    "User guide": ("data", "methods", "sgd", "evaluation", "compare", "dispatch", "gpu", "bals-format", "cli"),
+    "Start": ("quickstart", "choosing", "porting", "tuning"),
+    "User guide": (
+        "data",
+        "methods",
+        "sgd",
+        "serving",
+        "evaluation",
+        "compare",
+        "dispatch",
+        "gpu",
+        "bals-format",
+        "cli",
+    ),
     "Scale": ("several-gpus", "store", "planner", "checkpoints", "cluster", "transports"),
     "Measurements": ("performance", "systems", "evidence/index"),
     "Reference": ("api",),

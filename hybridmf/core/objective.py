@@ -259,6 +259,8 @@ class Factors:
         """Which of `rows` (default: all), by place, have zero factors and no bias: nothing was learned of them."""
         first = self.matrix[:, 0] if rows is None else self.matrix[rows, 0]
         suspects = np.flatnonzero(first == 0)  # few, or none: the other columns are read for these only
+        if not len(suspects):
+            return suspects
         where = suspects if rows is None else rows[suspects]
         blank = ~self.matrix[where].any(axis=1)
         if self.bias is not None:
@@ -308,9 +310,13 @@ def scoring_rows(factors: Factors, side: Side, mean: float) -> np.ndarray:
     matrix, bias = factors.matrix, factors.bias
     if bias is None:
         return matrix
-    ones = np.ones(len(matrix), dtype=matrix.dtype)
-    pair = (bias + matrix.dtype.type(mean), ones) if side == "user" else (ones, bias)
-    return np.column_stack((matrix, *pair))
+    rows = np.ones((len(matrix), matrix.shape[1] + 2), dtype=matrix.dtype)
+    rows[:, :-2] = matrix
+    if side == "user":
+        rows[:, -2] = bias + matrix.dtype.type(mean)
+    else:
+        rows[:, -1] = bias
+    return rows
 
 
 class LazyFactors(Factors):

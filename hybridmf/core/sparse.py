@@ -60,6 +60,71 @@ def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
     return make_csr(pointer, matrix.indices[entries], matrix.data[entries], (len(rows), matrix.shape[1]))
 
 
+@dataclass(frozen=True)
+class RowColumns:
+    """Columns of the entries of some rows of a canonical matrix, where they are: no entry is copied.
+
+    Attributes
+    ----------
+    first, last : int64 arrays, shape (n,)
+        Where the columns of each row begin and end.
+    columns : int32 array
+        Ascending within a row.
+    n_columns : int
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    columns: np.ndarray
+    n_columns: int
+
+    @classmethod
+    def of(cls, matrix: sp.csr_array, rows: np.ndarray | None = None) -> RowColumns:
+        """Those of the rows at integer positions >= 0, repeats included; default: of all rows."""
+        indptr, indices = matrix.indptr, matrix.indices
+        first, last = (indptr[:-1], indptr[1:]) if rows is None else (indptr[rows], indptr[rows + 1])
+        return cls(first.astype(np.int64, copy=False), last.astype(np.int64, copy=False), indices, matrix.shape[1])
+
+    @classmethod
+    def none(cls, n_rows: int, n_columns: int) -> RowColumns:
+        """Rows without entries."""
+        return cls(np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64), np.empty(0, np.int32), n_columns)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def n_entries(self) -> int:
+        """Entries of all rows."""
+        return int(np.sum(self.last - self.first))
+
+    def take(self, rows: np.ndarray) -> RowColumns:
+        """Some of the rows."""
+        return RowColumns(self.first[rows], self.last[rows], self.columns, self.n_columns)
+
+    def with_columns(self, added: np.ndarray) -> RowColumns:
+        """All rows with more columns, the same for each; `added` ascends."""
+        pointer, columns = self._gathered()
+        starts = np.arange(len(self) + 1, dtype=np.int64) * self.n_columns
+        both = (np.repeat(starts[:-1], np.diff(pointer)) + columns, np.add.outer(starts[:-1], added).ravel())
+        cells = np.unique(np.concatenate(both))
+        bounds = np.searchsorted(cells, starts)
+        return RowColumns(bounds[:-1], bounds[1:], (cells % self.n_columns).astype(np.int32), self.n_columns)
+
+    def matrix(self) -> sp.csr_array:
+        """A matrix of int8 ones, shape (n, n_columns); columns of rows that lie one after the other are not copied."""
+        pointer, columns = self._gathered()
+        return make_csr(pointer, columns, np.ones(len(columns), dtype=np.int8), (len(self), self.n_columns))
+
+    def _gathered(self) -> tuple[np.ndarray, np.ndarray]:
+        """indptr and indices of `matrix`."""
+        pointer = np.zeros(len(self) + 1, dtype=np.int64)
+        np.cumsum(self.last - self.first, out=pointer[1:])
+        if np.array_equal(self.first[1:], self.last[:-1]):
+            return pointer, self.columns[self.first[0] : self.last[-1]] if len(self) else self.columns[:0]
+        return pointer, self.columns[np.arange(pointer[-1]) + np.repeat(self.first - pointer[:-1], np.diff(pointer))]
+
+
 def transposed(matrix: sp.csr_array, num_threads: int | None = None) -> sp.csr_array:
     """The transpose of a canonical matrix that was checked already; `hybridmf.formats.transpose` checks."""
     arrays = _formats.transpose(*csr_arrays(matrix), matrix.shape[1], num_threads)

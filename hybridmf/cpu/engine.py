@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State
+from ..core.sparse import RowColumns
 from ..core.validate import csr_arrays
 from ..plan.als import for_fold_in
+from ..plan.threads import threads_for
 from ..plan.types import Plan
 from . import als, topk
 
 
 class CpuEngine:
-    """The CPU as `hybridmf.model.engine.Engine`."""
+    """The CPU as `hybridmf.model.engine.Engine`.
+
+    Parameters
+    ----------
+    plan : Plan
+        Of the fit, on any device.
+    """
 
     name = "cpu"
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self._fitted_by, self._threads = plan, plan.num_threads
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan as one for the CPU; top-N, which takes microseconds, does without."""
+        if self._fitted_by.device == "cpu":
+            return self._fitted_by
+        without = {"gpu": None, "assembly": "simd", "variant": "", "reorder": "none", "tile_rows": 0, "tile_cols": 0}
+        return self._fitted_by.changed(device="cpu", **without)
 
     def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
         """Pack items for the score kernel."""
-        return topk.PackedItems(items, candidates, self.plan.num_threads)
+        return topk.PackedItems(items, candidates, self._threads)
 
     def top_k(
         self,
         users: np.ndarray,
         packed: topk.PackedItems,
         n: int,
-        seen: sp.csr_array | None = None,
+        seen: RowColumns | None = None,
         candidates: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """See `hybridmf.cpu.topk.top_k`."""
-        return topk.top_k(users, packed, n, seen=seen, candidates=candidates, num_threads=self.plan.num_threads)
+        return topk.top_k(users, packed, n, seen=seen, candidates=candidates, num_threads=self._threads)
 
     def gram(self, side: Side, fixed: Factors, objective: Objective) -> als.WeightedGram:
         """Weighted Gram matrix, computed as in the fit, so that training rows get their training factors."""
         plan = for_fold_in(self.plan)
-        return als.WeightedGram(side, fixed.matrix, objective, plan.num_threads, blas=plan.uses_blas)
+        threads = threads_for(fixed.matrix.size * plan.rank, len(fixed), self._threads)
+        return als.WeightedGram(side, fixed.matrix, objective, threads, blas=plan.uses_blas)
 
     def fold_in(
         self,
@@ -50,7 +69,10 @@ class CpuEngine:
         gram: als.WeightedGram,
     ) -> Factors:
         """Exact factors of new rows."""
-        return als.HalfSweep(side, matrix, objective, for_fold_in(self.plan)).solve(fixed, mean, gram=gram)
+        n, rank = matrix.shape[0], self.plan.rank
+        threads = threads_for(matrix.nnz * rank**2 + n * rank**3 / 6, n, self._threads)
+        plan = for_fold_in(self.plan).changed(num_threads=threads)
+        return als.HalfSweep(side, matrix, objective, plan).solve(fixed, mean, gram=gram)
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         """The objective in float64."""

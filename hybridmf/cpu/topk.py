@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import scipy.sparse as sp
 
-from ..core.validate import csr_arrays
+from ..core.sparse import RowColumns
 from ..native import _topk
+from ..plan.threads import threads_for
+
+NOTHING = RowColumns(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32), 0)
+"""No items to exclude."""
 
 
 class PackedItems:
@@ -32,12 +35,13 @@ class PackedItems:
     def __init__(self, items: np.ndarray, candidates: np.ndarray | None = None, num_threads: int = 1) -> None:
         self.items = np.ascontiguousarray(items)
         positions = np.arange(len(items)) if candidates is None else np.asarray(candidates, dtype=np.int64)
-        norms = _norms(self.items if candidates is None else self.items[positions])
+        norms = _topk.norms(self.items if candidates is None else self.items[positions])
         order = np.argsort(-norms, kind="stable")
         positions = np.ascontiguousarray(positions[order], dtype=np.int64)
         self.ids = positions.astype(np.int32)
         self.block_norms = np.ascontiguousarray(norms[order][:: _topk.block_items()])
-        self.packed = _topk.pack(self.items, positions, num_threads)
+        n, rank = len(positions), self.items.shape[1]
+        self.packed = _topk.pack(self.items, positions, threads_for(n * rank, n, num_threads))
 
 
 def top_k(
@@ -45,7 +49,7 @@ def top_k(
     items: np.ndarray | PackedItems,
     n: int,
     *,
-    seen: sp.csr_array | None = None,
+    seen: RowColumns | None = None,
     candidates: np.ndarray | None = None,
     num_threads: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -56,11 +60,12 @@ def top_k(
     users : float array, shape (n_users, rank)
     items : float array, shape (n_items, rank), or PackedItems
     n : int
-    seen : csr_array, shape (n_users, n_items), optional
-        Pairs to exclude, explicit zeros included.
+    seen : RowColumns of n_users rows, optional
+        Items of each user to exclude.
     candidates : int64 array, ascending, optional
         Consider only these items.
     num_threads : int
+        At most so many; a user is the work of one thread, and little work that of the thread that calls.
 
     Returns
     -------
@@ -74,24 +79,10 @@ def top_k(
     elif not isinstance(items, PackedItems):
         items = PackedItems(items, None, num_threads)
     users = np.ascontiguousarray(users, dtype=items.items.dtype)
-    # A computed score exceeds |x| |y| at most by rounding: rank multiply-adds, each within one unit of eps.
-    margin = 1.0 + 2.0 * users.shape[1] * float(np.finfo(users.dtype).eps)
-    norms = _norms(users) * margin
-    seen_ptr, seen_ids = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-    if seen is not None:
-        seen_ptr, seen_ids, _ = csr_arrays(seen)
     kept = min(n, len(items.ids))  # a longer heap would only hold gaps
-    ids, scores = _topk.top_k(users, norms, items, seen_ptr, seen_ids, kept, num_threads)
+    threads = threads_for(len(users) * items.packed.size, len(users), num_threads)
+    ids, scores = _topk.top_k(users, items, NOTHING if seen is None else seen, kept, threads)
     if kept == n:
         return ids, scores
     gap = ((0, 0), (0, n - kept))
     return np.pad(ids, gap, constant_values=-1), np.pad(scores, gap, constant_values=-np.inf)
-
-
-def _norms(rows: np.ndarray) -> np.ndarray:
-    """Lengths of rows in float64, scaled so that squares of tiny or huge factors neither underflow nor overflow."""
-    largest = float(np.abs(rows).max(initial=0))
-    if largest == 0:
-        return np.zeros(len(rows))
-    scaled = rows / np.float64(largest)
-    return np.sqrt(np.einsum("ij,ij->i", scaled, scaled)) * largest

@@ -374,6 +374,8 @@ def look_up(side: str, labels: Any, ids: np.ndarray | None, table: dict[Any, int
     if ids is None:
         positions = check_ids("labels", labels, count, f"n_{side}s")
         return int(positions[0]) if scalar else positions
+    if scalar and labels in table:
+        return table[labels]
     wanted = np.fromiter([labels], dtype=object, count=1) if scalar else as_vector("labels", labels)
     positions = _find(table, wanted)
     unknown = np.flatnonzero(positions < 0)
@@ -383,7 +385,7 @@ def look_up(side: str, labels: Any, ids: np.ndarray | None, table: dict[Any, int
             f"unknown {side} label {label_of(wanted, unknown[0])}{more}; there are {count} {side} labels of type "
             f"{label_kind(ids)}, such as {', '.join(map(repr, ids[:3].tolist()))}"
         )
-    return int(positions[0]) if scalar else positions
+    return positions
 
 
 def storable(name: str, labels: np.ndarray) -> np.ndarray:

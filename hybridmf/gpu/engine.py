@@ -6,6 +6,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State
+from ..core.sparse import RowColumns
 from ..device.cuda import Array, Device
 from ..plan import fused
 from ..plan.als import for_fold_in
@@ -31,11 +32,12 @@ class GpuEngine:
         users: np.ndarray,
         packed: topk.PackedItems,
         n: int,
-        seen: sp.csr_array | None = None,
+        seen: RowColumns | None = None,
         candidates: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """See `hybridmf.gpu.topk.top_k`."""
-        return topk.top_k(self.device, users, packed, n, seen=seen, candidates=candidates)
+        matrix = None if seen is None else seen.matrix()
+        return topk.top_k(self.device, users, packed, n, seen=matrix, candidates=candidates)
 
     def _table(self, factors: Factors) -> tables.DeviceFactors:
         width = fused.table_width(self.plan.rank, factors.matrix.dtype)

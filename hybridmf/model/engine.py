@@ -9,6 +9,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State
+from ..core.sparse import RowColumns
 from ..errors import DeviceError
 from ..plan.types import Plan
 
@@ -27,9 +28,9 @@ class Engine(Protocol):
         """Items, shape (n_items, rank), in the layout of `top_k`; computed once. Default `candidates`: all items."""
 
     def top_k(
-        self, users: np.ndarray, packed: Any, n: int, seen: sp.csr_array | None, candidates: np.ndarray | None
+        self, users: np.ndarray, packed: Any, n: int, seen: RowColumns | None, candidates: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and scores, shape (n_users, n), of the `n` best items; -1 and -inf if fewer are left."""
+        """Ids and scores, shape (n_users, n), of the `n` best items but those `seen`; -1 and -inf if fewer are left."""
 
     def gram(self, side: Side, fixed: Factors, objective: Objective) -> Any:
         """The part of `fold_in` of rows of `side` that depends on the fixed side only."""
@@ -57,7 +58,7 @@ def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
     from ..cpu.engine import CpuEngine
 
     if plan.gpu is None or plan.offloaded:
-        return CpuEngine(plan if plan.device == "cpu" else on_cpu(plan))
+        return CpuEngine(plan)
     if scores >= GPU_SCORES:
         from ..device.cuda import open_device
         from ..gpu.engine import GpuEngine
@@ -66,9 +67,4 @@ def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
             return GpuEngine(open_device(plan.device), plan)
         except DeviceError as error:
             logger.warning("%s; the CPU serves the model instead", error)
-    return CpuEngine(on_cpu(plan))
-
-
-def on_cpu(plan: Plan) -> Plan:
-    """Plan for serving on the CPU a model fitted on a GPU."""
-    return plan.changed(device="cpu", gpu=None, assembly="simd", variant="", reorder="none", tile_rows=0, tile_cols=0)
+    return CpuEngine(plan)

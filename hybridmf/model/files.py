@@ -50,8 +50,8 @@ TENSORS = frozenset(
 DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "int32": "I32", "uint8": "U8"}
 """Names of dtypes in NumPy and in safetensors."""
 
-LARGE = frozenset(["user_factors", "item_factors"])
-"""Tensors that may be larger than memory."""
+LARGE = frozenset(["user_factors", "item_factors", "seen_indices"])
+"""Tensors that can be mapped: they may be larger than memory, and processes share them."""
 
 CHECKED_ROWS = 65536
 """Rows of a tensor that are checked at a time."""
@@ -247,7 +247,7 @@ class ModelFile:
     ----------
     path : path-like
     mapped : bool
-        Map factors from the file instead of reading them; the file must not change while they are used.
+        Map the tensors of `LARGE` from the file instead of reading them; it must not change while they are used.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, mapped: bool = False) -> None:
@@ -310,7 +310,7 @@ class ModelFile:
         shape, begin = tuple(found["shape"]), 8 + size + found["data_offsets"][0]
         if 0 in shape:  # nothing cannot be mapped
             return np.zeros(shape, dtype)
-        return np.memmap(self.path, dtype, "r", begin, shape)
+        return np.asarray(np.memmap(self.path, dtype, "r", begin, shape))
 
     def _check_sums(self, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
         if "checksums" not in metadata:  # written before there were any
@@ -409,7 +409,9 @@ class ModelFile:
         indptr, indices = tensors["seen_indptr"], tensors["seen_indices"]
         shape = (len(self.state.user), len(self.state.item))
         self._require(_is_canonical(indptr, indices, shape), "the record of what users have seen is inconsistent")
-        return make_csr(indptr.astype(np.int64), indices.astype(np.int32), np.ones(len(indices), np.int8), shape)
+        return make_csr(
+            indptr.astype(np.int64), indices.astype(np.int32, copy=False), np.ones(len(indices), np.int8), shape
+        )
 
     def _item_counts(self, tensors: dict[str, np.ndarray]) -> np.ndarray | None:
         """Training entries of each item; if the file has no counts, computed from the items seen by users."""

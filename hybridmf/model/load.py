@@ -7,6 +7,7 @@ from typing import Any
 
 from ..als import ExplicitALS, ImplicitALS
 from ..ccd import CCD
+from ..core.validate import check_bool
 from ..errors import ModelFileError
 from ..sgd import SGD
 from .base import FactorModel
@@ -16,12 +17,15 @@ ESTIMATORS: dict[str, type[FactorModel]] = {cls.__name__: cls for cls in (CCD, S
 """The classes of models that files hold."""
 
 
-def load(path: str | os.PathLike[str]) -> Any:
+def load(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
     """Read a model that ``model.save(path)`` wrote.
 
     Parameters
     ----------
     path : path-like
+    mapped : bool
+        Map factors and seen items from the file in place of reading them: processes that map one file share its memory.
+        The file must not be written to; `save` replaces it, which leaves the mapped one as it is.
 
     Returns
     -------
@@ -34,7 +38,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     ModelFileError
         Truncated, altered, of another format, or from a newer version.
     """
-    content = ModelFile(path)
+    content = ModelFile(path, mapped=check_bool("mapped", mapped))
     if content.model not in ESTIMATORS:
         raise ModelFileError(
             f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf knows "

@@ -13,10 +13,11 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Side, other_side, scoring_rows
-from ..core.sparse import entries_in, entry_rows, keep_entries, take_rows
+from ..core.sparse import RowColumns, entries_in, entry_rows, keep_entries
 from ..core.validate import from_triplets
 from ..native import _als
 from ..plan.memory import check_answer
+from ..plan.threads import threads_for
 from .engine import Engine, engine_for
 from .learned import Learned
 from .popularity import rank_by_count
@@ -26,7 +27,7 @@ logger = logging.getLogger("hybridmf")
 
 
 def rank(
-    learned: Learned, users: Factors, N: int, seen: sp.csr_array | None, candidates: Candidates, cold_users: str
+    learned: Learned, users: Factors, N: int, seen: RowColumns | None, candidates: Candidates, cold_users: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """The N best items of each row of `users`; see `ServingMixin.recommend`.
 
@@ -36,8 +37,8 @@ def rank(
     users : Factors
         Of users of the model, or folded in.
     N : int
-    seen : csr_array, shape (len(users), n_items), or None
-        Entries to exclude.
+    seen : RowColumns of len(users) rows, or None
+        Items to exclude.
     candidates : Candidates
     cold_users : {"popular", "mask"}
 
@@ -53,9 +54,16 @@ def rank(
     if candidates.allowed is not None:
         return _rank_lists(learned, users, N, seen, candidates, cold_users)
     if candidates.denied is not None:
-        seen = candidates.denied if seen is None else _union(seen, candidates.denied)
-    n_items, allowed = len(learned.state.item), candidates.shared
+        denied = candidates.denied
+        seen = RowColumns.of(denied if seen is None else _union(seen.matrix(), denied))
+    n_items, allowed, chosen = len(learned.state.item), candidates.shared, None
     n_allowed = n_items if allowed is None else int(np.count_nonzero(allowed))
+    if allowed is not None:
+        excluded = RowColumns.none(len(users), n_items) if seen is None else seen
+        if excluded.n_entries + len(users) * (n_items - n_allowed) <= n_allowed:
+            seen = excluded.with_columns(np.flatnonzero(~allowed))  # a few items: quicker than to pack all others
+        else:
+            chosen = _with_factors(learned, allowed)
     check_answer(len(users), N, n_allowed, learned.state.item.matrix.itemsize)
     engine = engine_for(learned.plan, float(len(users)) * n_items * learned.plan.rank)
     ids, scores = engine.top_k(
@@ -63,11 +71,11 @@ def rank(
         _packed_items(learned, engine),
         N,
         seen,
-        None if allowed is None else _with_factors(learned, allowed),
+        chosen,
     )
     cold = users.blank_rows()
     if len(cold):
-        _rank_cold(learned, ids, scores, cold, None if seen is None else take_rows(seen, cold), allowed, cold_users)
+        _rank_cold(learned, ids, scores, cold, None if seen is None else seen.take(cold).matrix(), allowed, cold_users)
     return ids, scores
 
 
@@ -79,20 +87,21 @@ def _union(left: sp.csr_array, right: sp.csr_array) -> sp.csr_array:
 
 
 def _rank_lists(
-    learned: Learned, users: Factors, N: int, seen: sp.csr_array | None, candidates: Candidates, cold_users: str
+    learned: Learned, users: Factors, N: int, seen: RowColumns | None, candidates: Candidates, cold_users: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """`rank` among a list of candidates for each user, whose scores alone are computed, on the CPU."""
     assert candidates.allowed is not None
     pairs = candidates.allowed
     dtype, longest = learned.state.item.matrix.dtype, int(np.diff(pairs.indptr).max(initial=0))
     check_answer(len(users), N, longest, dtype.itemsize)
-    for excluded in (seen, candidates.denied):
+    for excluded in (None if seen is None else seen.matrix(), candidates.denied):
         if excluded is not None:
             pairs = keep_entries(pairs, ~entries_in(pairs, excluded))
     rows, items = entry_rows(pairs), pairs.indices.astype(np.int64)
     scored = _scoring_items(learned)
     user_rows = scoring_rows(users, "user", learned.state.mean)
-    scores = _als.predict_pairs(user_rows, scored, rows, items, learned.plan.num_threads).astype(dtype)
+    threads = threads_for(len(rows) * scored.shape[1], len(rows), learned.plan.num_threads)
+    scores = _als.predict_pairs(user_rows, scored, rows, items, threads).astype(dtype)
     shown = ~_blank_items(learned)[items]
     by_count = np.zeros(len(users), dtype=bool)
     if cold_users == "mask" or learned.state.user.bias is None:

@@ -41,9 +41,7 @@ def positions_of(learned: Learned, side: Side, name: str, given: Any, by_label: 
 
 def is_single(given: Any, by_label: bool) -> bool:
     """Whether one id was given and not a vector of them."""
-    if by_label and isinstance(given, (str, bytes)):
-        return True
-    return np.ndim(given) == 0
+    return isinstance(given, int) or (by_label and isinstance(given, (str, bytes))) or np.ndim(given) == 0
 
 
 def labelled(learned: Learned, side: Side, found: np.ndarray) -> np.ndarray:

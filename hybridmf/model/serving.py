@@ -16,7 +16,7 @@ import scipy.sparse as sp
 
 from ..core.frames import check_kind, kind_of
 from ..core.objective import Side, scoring_rows
-from ..core.sparse import keep_entries, take_rows, transposed, without_zeros
+from ..core.sparse import RowColumns, keep_entries, transposed, without_zeros
 from ..core.system import available_memory
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
@@ -38,6 +38,7 @@ from ..data.labels import look_up
 from ..data.store import Store, StoredSeen
 from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError
 from ..native import _als
+from ..plan.threads import threads_for
 from ..plan.types import Plan
 from ..ratings import Ratings, as_ratings
 from .engine import engine_for
@@ -263,17 +264,17 @@ class ServingMixin(Estimator):
         else:
             users = positions_of(learned, "user", "userid", userid, by_label)
         candidates = asked.candidates(learned, len(users), partial(_rows_of_users, learned, users))
-        rows = None
+        rows, seen = None, None
         if user_items is not None:
             rows = _rows_of_users(learned, users, "user_items", user_items)  # validated even if unused
+            seen = RowColumns.of(rows) if asked.filter_liked else None
         elif asked.filter_liked:
-            rows = _seen_in_training(learned, users)
+            seen = _seen_in_training(learned, users)
         if recalculated:
             assert rows is not None
             factors = fold_in(learned, "user", without_zeros(rows) if learned.objective.is_implicit else rows)
         else:
             factors = learned.state.user.take(users)
-        seen = rows if asked.filter_liked else None
         ids, scores = rank(learned, factors, asked.N, seen, candidates, asked.cold_users)
         found = labelled(learned, "item", ids) if by_label else ids
         return (found[0], scores[0]) if is_single(userid, by_label) else (found, scores)
@@ -424,7 +425,7 @@ class ServingMixin(Estimator):
         n_rows = history.matrix.shape[0]
         candidates = asked.candidates(learned, n_rows, partial(_rows_of_strangers, learned, n_rows))
         factors = fold_in(learned, "user", history.matrix)
-        seen = history.matrix if asked.filter_liked else None
+        seen = RowColumns.of(history.matrix) if asked.filter_liked else None
         ids, scores = rank(learned, factors, asked.N, seen, candidates, asked.cold_users)
         found = labelled(learned, "item", ids) if asked.by_label else ids
         return (found[0], scores[0]) if history.single else (found, scores)
@@ -617,7 +618,8 @@ class ServingMixin(Estimator):
             raise ValueError(f"users has {len(user_ids)} ids and items has {len(item_ids)}; expected as many of each")
         user_ids, item_ids = (np.ascontiguousarray(ids) for ids in np.broadcast_arrays(user_ids, item_ids))
         state = self._learned.state
-        values = _als.predict_pairs(state.user.matrix, state.item.matrix, user_ids, item_ids, self.plan_.num_threads)
+        threads = threads_for(len(user_ids) * self.plan_.factors, len(user_ids), self.plan_.num_threads)
+        values = _als.predict_pairs(state.user.matrix, state.item.matrix, user_ids, item_ids, threads)
         if state.user.bias is not None and state.item.bias is not None:
             values += state.mean + state.user.bias[user_ids] + state.item.bias[item_ids]
         if limits is not None:
@@ -893,7 +895,7 @@ def _request(learned: Learned, users: np.ndarray | None, user_items: Any, asked:
     if user_items is not None:
         seen = rows_of("user_items", user_items)
     elif asked.filter_liked:
-        seen = learned.seen if learned.seen is not None else _seen_in_training(learned, users)
+        seen = _all_seen(learned)
     return Request(learned, users, asked.N, seen if asked.filter_liked else None, candidates, asked.cold_users)
 
 
@@ -926,18 +928,29 @@ def seen_by(learned: Learned, users: np.ndarray, user_items: Any = None) -> sp.c
     TypeError, ValueError, UnknownLabelError
     """
     if user_items is None:
-        return _seen_in_training(learned, users)
+        return _seen_in_training(learned, users).matrix()
     return _rows_of_users(learned, users, "user_items", as_ratings(user_items))
 
 
-def _seen_in_training(learned: Learned, users: np.ndarray) -> sp.csr_array:
+def _seen_in_training(learned: Learned, users: np.ndarray) -> RowColumns:
+    seen = _all_seen(learned)
+    return RowColumns.of(seen.take_rows(users)) if isinstance(seen, StoredSeen) else RowColumns.of(seen, users)
+
+
+def _all_seen(learned: Learned) -> sp.csr_array | StoredSeen:
+    """What users have seen in the training.
+
+    Raises
+    ------
+    ValueError
+        The model does not have it.
+    """
     if learned.seen is None:
         raise ValueError(
             "this model was saved without what its users have seen: pass user_items, "
             "or filter_already_liked_items=False"
         )
-    seen = learned.seen
-    return seen.take_rows(users) if isinstance(seen, StoredSeen) else take_rows(seen, users)
+    return learned.seen
 
 
 def _hide_every_fifth(matrix: sp.csr_array) -> tuple[sp.csr_array, sp.csr_array]:

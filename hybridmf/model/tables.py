@@ -13,7 +13,7 @@ import scipy.sparse as sp
 from ..core.files import write_atomically
 from ..core.frames import make_frame
 from ..core.progress import progress_bar
-from ..core.sparse import take_rows
+from ..core.sparse import RowColumns
 from ..core.validate import check_path
 from ..data.store import StoredSeen
 from .learned import Learned
@@ -68,11 +68,11 @@ class Request:
 
     def _block(self, start: int, stop: int) -> Block:
         learned, users = self.learned, self.users[start:stop]
-        seen = self.seen
-        if isinstance(seen, StoredSeen):
-            seen = seen.take_rows(users)
-        elif seen is not None:
-            seen = take_rows(seen, users if seen is learned.seen else np.arange(start, stop))
+        seen: RowColumns | None = None
+        if isinstance(self.seen, StoredSeen):
+            seen = RowColumns.of(self.seen.take_rows(users))
+        elif self.seen is not None:
+            seen = RowColumns.of(self.seen, users if self.seen is learned.seen else np.arange(start, stop))
         factors = learned.state.user.take(users)
         candidates = self.candidates.of_users(start, stop)
         ids, scores = rank(learned, factors, self.N, seen, candidates, self.cold_users)

@@ -10,14 +10,21 @@ class _PackedItems(Protocol):
     ids: NDArray[np.int32]  # (n_items,) in packed order
     block_norms: NDArray[np.float64]  # (n_blocks,) largest norm of the items of each block, falling
 
+class _Seen(Protocol):
+    @property
+    def first(self) -> NDArray[np.int64]: ...  # (n_users,) where the items of each user to leave out begin
+    @property
+    def last(self) -> NDArray[np.int64]: ...  # (n_users,) and end
+    @property
+    def columns(self) -> NDArray[np.int32]: ...  # empty: nothing is left out
+
 def pack(items: NDArray[_Real], order: NDArray[np.int64], n_threads: int) -> NDArray[_Real]: ...
+def norms(rows: NDArray[_Real]) -> NDArray[np.float64]: ...
 def block_items() -> int: ...
 def top_k(
     users: NDArray[_Real],
-    user_norms: NDArray[np.float64],
     items: _PackedItems,
-    seen_ptr: NDArray[np.int64],
-    seen: NDArray[np.int32],
+    seen: _Seen,
     n: int,
     n_threads: int,
 ) -> tuple[NDArray[np.int32], NDArray[_Real]]: ...

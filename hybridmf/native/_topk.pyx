@@ -12,15 +12,16 @@ Parallel over batches of users, dynamic because they are pruned at different poi
 import numpy as np
 
 from cython.parallel cimport prange
-from libc.math cimport INFINITY
+from libc.float cimport DBL_EPSILON, FLT_EPSILON
+from libc.math cimport INFINITY, fabs, sqrt
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
 from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
 from hybridmf.native.kernels cimport HMF_PANEL, first_at_least, hmf_kernel_table, hmf_kernels, real, score
 
-cdef Py_ssize_t BATCH_USERS = 48     # a multiple of every table's score tile; 48 users share each block
 cdef enum:
+    BATCH_USERS = 48                 # a multiple of every table's score tile; 48 users share each block
     BLOCK_ITEMS = 256                # 64 KB packed at f = 64, and the scores of a batch 48 KB
 
 
@@ -75,12 +76,12 @@ cdef struct Search:
     const hmf_kernel_table* table
     Py_ssize_t rank
     const void* users           # (n_users, rank)
-    const double* user_norms    # (n_users,)
     const void* packed          # see pack
     const int32_t* item_ids     # (n_items,)
     const double* block_norms   # (n_blocks,) largest norm of each block
     Py_ssize_t n_items
-    const int64_t* seen_ptr     # (n_users + 1,), NULL: nothing is left out
+    const int64_t* seen_first   # (n_users,) where the seen items of each user begin; NULL: nothing is left out
+    const int64_t* seen_last    # (n_users,) and end
     const int32_t* seen
     Py_ssize_t size             # items of each user
     void* best                  # OUT  (n_users, size) scores
@@ -96,14 +97,28 @@ cdef void _offer(
     cdef const int32_t* block_ids = search.item_ids + first
     cdef const int32_t* seen = NULL
     cdef Py_ssize_t n_seen = 0, i
-    if search.seen_ptr != NULL:
-        seen = search.seen + search.seen_ptr[user]
-        n_seen = search.seen_ptr[user + 1] - search.seen_ptr[user]
+    if search.seen_first != NULL:
+        seen = search.seen + search.seen_first[user]
+        n_seen = search.seen_last[user] - search.seen_first[user]
     i = first_at_least(search.table, n_items, scores, best[0], 0)
     while i < n_items:
         if _worse(best[0], ids[0], scores[i], block_ids[i]) and not _contains(seen, n_seen, block_ids[i]):
             _sift_down(best, ids, search.size, scores[i], block_ids[i])
         i = first_at_least(search.table, n_items, scores, best[0], i + 1)
+
+
+cdef double _norm(const real* row, Py_ssize_t rank) noexcept nogil:
+    """Length of a row in float64, scaled so that squares of tiny or huge factors neither underflow nor overflow."""
+    cdef double largest = 0, total = 0, scaled
+    cdef Py_ssize_t k
+    for k in range(rank):
+        largest = max(largest, fabs(row[k]))
+    if largest == 0:
+        return 0
+    for k in range(rank):
+        scaled = row[k] / largest
+        total += scaled * scaled
+    return sqrt(total) * largest
 
 
 cdef void _batch(
@@ -114,7 +129,7 @@ cdef void _batch(
     cdef Py_ssize_t rank = search.rank, size = search.size, n_items = search.n_items
     cdef const real* users = <const real*> search.users + start * rank
     cdef const real* packed = <const real*> search.packed
-    cdef const double* user_norms = search.user_norms + start
+    cdef double user_norms[BATCH_USERS]
     cdef const double* block_norms = search.block_norms
     cdef real* best = <real*> search.best + start * size
     cdef int32_t* ids = search.ids + start * size
@@ -124,8 +139,11 @@ cdef void _batch(
         best[i] = -INFINITY
         ids[i] = 0x7FFFFFFF
     memcpy(rows, users, n_users * rank * sizeof(real))
+    # A computed score exceeds |x| |y| at most by rounding: rank multiply-adds, each within one unit of eps.
+    cdef double margin = 1 + 2 * rank * (FLT_EPSILON if real is float else DBL_EPSILON)
     for u in range(n_users):
         active[u] = <int32_t> u
+        user_norms[u] = _norm(users + u * rank, rank) * margin
     while first < n_items:
         n_left = 0
         for k in range(n_active):
@@ -175,6 +193,16 @@ def pack(const real[:, ::1] items, const int64_t[::1] order, int n_threads):
     return out
 
 
+def norms(const real[:, ::1] rows):
+    """Lengths of rows, float64."""
+    cdef Py_ssize_t i
+    out = np.empty(rows.shape[0])
+    cdef double[::1] out_view = out
+    for i in range(rows.shape[0]):
+        out_view[i] = _norm(&rows[i, 0], rows.shape[1])
+    return out
+
+
 def block_items():
     """Items of one block; `block_norms` has one element for each."""
     return BLOCK_ITEMS
@@ -182,10 +210,8 @@ def block_items():
 
 def top_k(
         const real[:, ::1] users,         # IN   (n_users, rank)
-        const double[::1] user_norms,     # IN   (n_users,) norms, enlarged by the rounding of a score
         items,                            # IN   `hybridmf.cpu.topk.PackedItems`
-        const int64_t[::1] seen_ptr,      # IN   (n_users + 1,), or empty: nothing is left out
-        const int32_t[::1] seen,          # IN   sorted items of each user to leave out
+        seen,                             # IN   `hybridmf.core.sparse.RowColumns`: items of each user to leave out
         Py_ssize_t n, int n_threads):
     """The `n` best items of each user.
 
@@ -205,19 +231,22 @@ def top_k(
     # fewer users than threads x BATCH_USERS: smaller batches, so that every thread has one
     cdef Py_ssize_t per_batch = max(1, min(BATCH_USERS, (n_users + n_threads - 1) // n_threads))
     dtype = np.asarray(users).dtype
-    ids = np.full((n_users, n), -1, dtype=np.int32)
-    scores = np.full((n_users, n), -np.inf, dtype=dtype)
-    if n_users == 0 or n == 0 or item_ids.shape[0] == 0:
+    ids, scores = np.empty((n_users, n), dtype=np.int32), np.empty((n_users, n), dtype=dtype)
+    if n_users == 0 or n == 0:
         return ids, scores
     cdef int32_t[:, ::1] ids_view = ids
     cdef real[:, ::1] scores_view = scores
     cdef real[:, ::1] work = np.empty((n_threads, per_batch * (rank + BLOCK_ITEMS)), dtype=dtype)
     cdef int32_t[:, ::1] active = np.empty((n_threads, per_batch), dtype=np.int32)
-    cdef bint filtered = seen_ptr.shape[0] > 0 and seen.shape[0] > 0
-    cdef const int64_t* seen_ptr_ = &seen_ptr[0] if filtered else NULL
-    cdef const int32_t* seen_ = &seen[0] if filtered else NULL
-    search = Search(hmf_kernels(), rank, &users[0, 0], &user_norms[0], &packed[0], &item_ids[0], &block_norms[0],
-                    item_ids.shape[0], seen_ptr_, seen_, n, &scores_view[0, 0], &ids_view[0, 0])
+    cdef const int32_t[::1] columns = seen.columns
+    cdef const int64_t[::1] first = seen.first, last = seen.last
+    cdef const int64_t* first_ = NULL
+    cdef const int64_t* last_ = NULL
+    cdef const int32_t* columns_ = NULL
+    if columns.shape[0]:
+        first_, last_, columns_ = &first[0], &last[0], &columns[0]
+    search = Search(hmf_kernels(), rank, &users[0, 0], &packed[0], &item_ids[0], &block_norms[0], item_ids.shape[0],
+                    first_, last_, columns_, n, &scores_view[0, 0], &ids_view[0, 0])
     for batch in prange((n_users + per_batch - 1) // per_batch, nogil=True, schedule="dynamic",
                         num_threads=n_threads):
         start = batch * per_batch

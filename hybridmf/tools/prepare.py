@@ -9,6 +9,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..als import ExplicitALS, ImplicitALS
+from ..core.sparse import RowColumns
 from ..device import cuda
 from ..gpu.engine import GpuEngine
 from ..gpu.half import programs_of
@@ -47,5 +48,5 @@ def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> Non
                 device.kernel(*program)
             engine = GpuEngine(device, model.plan_)
             items = engine.pack(model.item_factors)
-            engine.top_k(model.user_factors, items, 10, seen=model._learned.seen_matrix())
+            engine.top_k(model.user_factors, items, 10, seen=RowColumns.of(model._learned.seen_matrix()))
         say(f"{rank} factors: {time.perf_counter() - started:.1f} s")

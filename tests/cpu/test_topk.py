@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.core import reference
-from hybridmf.cpu.topk import top_k
-from hybridmf.native import _als
+from hybridmf.core.sparse import RowColumns
+from hybridmf.cpu.topk import PackedItems, top_k
+from hybridmf.native import _als, _topk
+from hybridmf.plan.threads import WORK_OF_A_THREAD, threads_for
 
 
 def integer_factors(rows: int, rank: int, seed: int, dtype=np.float32) -> np.ndarray:
@@ -28,7 +30,8 @@ def test_top_k_is_the_stable_sort(n_users, n_items, rank, n, seed, filtered, sub
     users, items = integer_factors(n_users, rank, seed, dtype), integer_factors(n_items, rank, seed + 1, dtype)
     seen = sp.csr_array((rng.random((n_users, n_items)) < 0.3).astype(np.int8)) if filtered else None
     candidates = np.flatnonzero(rng.random(n_items) < 0.5) if subset else None
-    ids, scores = top_k(users, items, n, seen=seen, candidates=candidates, num_threads=threads)
+    excluded = None if seen is None else RowColumns.of(seen)
+    ids, scores = top_k(users, items, n, seen=excluded, candidates=candidates, num_threads=threads)
     left_out = np.zeros((n_users, n_items)) if seen is None else seen.toarray()
     if candidates is not None:
         left_out[:, np.setdiff1d(np.arange(n_items), candidates)] = 1
@@ -88,10 +91,47 @@ def test_tiny_and_huge_factors_are_not_pruned(scale):
 
 def test_nothing_left_and_no_users():
     users, items = integer_factors(3, 4, 0), integer_factors(5, 4, 1)
-    ids, scores = top_k(users, items, 2, seen=sp.csr_array(np.ones((3, 5), np.int8)))
+    ids, scores = top_k(users, items, 2, seen=RowColumns.of(sp.csr_array(np.ones((3, 5), np.int8))))
     assert (ids == -1).all()
     assert np.isneginf(scores).all()
     ids, scores = top_k(users, items, 2, candidates=np.empty(0, dtype=np.int64))
     assert (ids == -1).all()
     ids, scores = top_k(users[:0], items, 2)
     assert ids.shape == scores.shape == (0, 2)
+
+
+def test_seen_items_of_some_rows_of_a_matrix():
+    users, items = integer_factors(30, 6, 0), integer_factors(300, 6, 1)
+    seen = sp.csr_array(np.random.default_rng(2).random((30, 300)) < 0.2, dtype=np.int8)
+    rows = np.array([7, 29, 7, 0])
+    found = top_k(users[rows], items, 20, seen=RowColumns.of(seen, rows))
+    expected = reference.top_k(users[rows] @ items.T, 20, sp.coo_array(seen[rows]))
+    np.testing.assert_array_equal(found[0], expected[0])
+
+
+# ------------------------------------------------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize(
+    ("work", "parts", "wanted", "threads"),
+    [
+        (0, 0, 8, 1),
+        (WORK_OF_A_THREAD - 1, 1000, 8, 1),
+        (3 * WORK_OF_A_THREAD, 1000, 8, 3),
+        (1e15, 1000, 8, 8),
+        (1e15, 5, 8, 5),
+        (1e15, 1, 8, 1),
+        (1e15, 1000, 1, 1),
+    ],
+)
+def test_threads_follow_the_work(work, parts, wanted, threads):
+    assert threads_for(work, parts, wanted) == threads
+
+
+def test_few_users_are_served_by_the_calling_thread(monkeypatch):
+    asked, kernel = [], _topk.top_k
+    monkeypatch.setattr(_topk, "top_k", lambda *given: (asked.append(given[-1]), kernel(*given))[1])
+    items = PackedItems(integer_factors(5000, 64, 1), None, 8)
+    for n_users in (1, 2, 12, 1000):
+        top_k(integer_factors(n_users, 64, 0), items, 3, num_threads=8)
+    assert asked == [1, 1, 1, 8]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.core import reference
+from hybridmf.core.sparse import RowColumns
 from hybridmf.cpu import topk as cpu
 from hybridmf.errors import DeviceMemoryError
 from hybridmf.gpu import topk
@@ -75,7 +76,8 @@ def test_top_k_is_the_stable_sort_and_the_cpus(device, n_users, n_items, rank, n
     if candidates is not None:
         left_out[:, np.setdiff1d(np.arange(n_items), candidates)] = 1
     check_equal(found, reference.top_k(users @ items.T, n, sp.coo_array(left_out)))
-    check_equal(found, cpu.top_k(users, items, n, seen=seen, candidates=candidates))
+    excluded = None if seen is None else RowColumns.of(seen)
+    check_equal(found, cpu.top_k(users, items, n, seen=excluded, candidates=candidates))
     assert found[0].dtype == np.int32
     assert found[1].dtype == dtype
 
@@ -202,7 +204,7 @@ def test_zero_factors(device):
         check_close(top_k(device, users, items, n, seen=seen), users, items, seen)
         check_equal(
             top_k(device, users[[0, 2]], items, n, seen=seen[[0, 2]], candidates=candidates),
-            cpu.top_k(users[[0, 2]], items, n, seen=seen[[0, 2]], candidates=candidates),
+            cpu.top_k(users[[0, 2]], items, n, seen=RowColumns.of(seen, np.array([0, 2])), candidates=candidates),
         )
 
 

@@ -12,6 +12,7 @@ import threadpoolctl
 
 import hybridmf as hmf
 from hybridmf.errors import RatingsError, UnknownLabelError
+from hybridmf.native import _topk
 from support.messages import says
 from support.ratings import planted
 from support.served_models import EMPTY_ITEM, EMPTY_USER, KINDS, N_ITEMS, M, fitted, labelled, make
@@ -268,3 +269,16 @@ def test_the_mean_of_items_as_a_baseline():
     assert hmf.evaluate(baseline.fit(train), test, train=train, metrics=("ndcg@5", "auc", "rmse"))["auc"] > 0
     with pytest.raises(ValueError, match="rank_by must be one of 'count', 'mean'"):
         hmf.metrics.PopularityRecommender(rank_by="stars").fit(rows)
+
+
+def test_a_short_deny_list_packs_no_items_anew(monkeypatch):
+    """Packing takes longer than all else of a request; a long list is worth it."""
+    model, packed = fitted("implicit"), []
+    model.recommend(0)
+    make = _topk.pack
+    monkeypatch.setattr(_topk, "pack", lambda *given: (packed.append(1), make(*given))[1])
+    ids, _ = model.recommend(0, N=N_ITEMS, filter_items=[3, 5])
+    assert not packed and not {3, 5} & set(ids.tolist())
+    model.recommend(0, filter_items=np.arange(N_ITEMS - 3))
+    assert packed
+    np.testing.assert_array_equal(model.recommend(np.arange(M), N=N_ITEMS, filter_items=[3, 5])[0][0], ids)

@@ -25,6 +25,7 @@ from sklearn.exceptions import NotFittedError
 
 import hybridmf as hmf
 from hybridmf.core import files as _files
+from hybridmf.device.mapped import file_behind
 from hybridmf.errors import DeviceError, ModelFileError
 from hybridmf.model import checkpoint as checkpoints
 from support.messages import says
@@ -706,3 +707,31 @@ def test_a_model_that_asks_for_a_gpu_can_be_used_without_one(tmp_path):
     except DeviceError:
         pytest.fail("the file is whole and every method of a fitted model runs on the CPU")
     assert model.recommend(0)[0].shape == (10,)
+
+
+# -------------------------------------------------------------------------------------------------------------- mapped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mapped_model_is_the_model(kind, tmp_path):
+    path = tmp_path / "model"
+    fitted(kind).save(path)
+    read, mapped = hmf.load(path), hmf.load(path, mapped=True)
+    state = mapped._learned.state
+    for array in (state.user.matrix, state.item.matrix, mapped._learned.seen.indices):
+        assert file_behind(array) is not None and type(array) is np.ndarray
+    assert_equal_models(read, mapped)
+    np.testing.assert_array_equal(mapped.recommend(np.arange(M))[0], read.recommend(np.arange(M))[0])
+    np.testing.assert_array_equal(mapped.transform(planted()), read.transform(planted()))
+
+
+def test_a_mapped_model_outlives_its_file_and_takes_updates(tmp_path):
+    path = tmp_path / "model"
+    fitted().save(path)
+    mapped = hmf.load(path, mapped=True)
+    before = mapped.recommend(np.arange(M))
+    fitted("implicit").save(path)  # another model replaces the file
+    np.testing.assert_array_equal(mapped.recommend(np.arange(M))[0], before[0])
+    assert mapped.partial_fit_users([M], np.ones((1, N_ITEMS))).n_users == M + 1
+    with pytest.raises(TypeError, match=says("mapped must be True or False, got 'r'")):
+        hmf.load(path, mapped="r")

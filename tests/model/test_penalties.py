@@ -164,3 +164,12 @@ def test_a_strong_penalty_is_reported_as_given(caplog):
 def test_bad_values_are_refused(model, error, message):
     with pytest.raises(error, match=message):
         model.fit(RATINGS)
+
+
+def test_alpha_is_redundant_beside_the_weight_of_unobserved_pairs():
+    """The conversion of docs/tuning.md, on data without values."""
+    clicks = hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.03, seed=0).binarize()
+    settings = {"factors": 3, "iterations": 3, "dtype": "float64", "random_state": 0}
+    one = hmf.ImplicitALS(alpha=3.0, unobserved_weight=0.4, regularization=2.0, **settings).fit(clicks)
+    other = hmf.ImplicitALS(alpha=0.0, unobserved_weight=0.1, regularization=0.5, **settings).fit(clicks)
+    np.testing.assert_allclose(one.item_factors, other.item_factors, rtol=1e-6)

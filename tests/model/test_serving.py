@@ -268,3 +268,34 @@ def test_a_forked_child_can_use_what_its_parent_used():
     script = FORK.format(path=[str(ROOT)])
     command = [sys.executable, "-W", "ignore", "-c", script]
     assert subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE, text=True).stdout == "[]\n"
+
+
+THREADS = """
+import os, sys
+sys.path[:0] = {path}
+import numpy as np
+import hybridmf as hmf
+
+model = hmf.load(sys.argv[1])
+count = lambda: len(os.listdir("/proc/self/task"))
+before = count()
+model.recommend(3)
+model.recommend(3, items=[1, 2, 3], filter_already_liked_items=False)
+model.recommend(3, filter_items=[1, 2, 3])
+model.recommend_new([1, 2, 3])
+model.similar_items(3)
+model.predict(3, 4)
+few = count()
+model.recommend(np.arange(model.n_users))
+print(model.plan_.num_threads, few - before, count() - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="the system does not list threads")
+def test_requests_for_one_user_start_no_threads(tmp_path):
+    ratings = hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.2, seed=0)
+    path = tmp_path / "model.safetensors"
+    hmf.ImplicitALS(factors=32, iterations=1, num_threads=4, random_state=0).fit(ratings).save(path)
+    command = [sys.executable, "-W", "ignore", "-c", THREADS.format(path=[str(ROOT)]), str(path)]
+    done = subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "4 0 3\n"

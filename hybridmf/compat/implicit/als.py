@@ -20,6 +20,7 @@ import scipy.sparse as sp
 
 from ...als import ImplicitALS
 from ...core.objective import Factors, Objective, Side
+from ...core.sparse import RowColumns
 from ...core.validate import as_csr, check_bool, check_int
 from ...errors import RatingsError
 from ...formats import transpose
@@ -359,7 +360,8 @@ class AlternatingLeastSquares:
             return engine.pack(_normalized(served.factors) if normalized else np.ascontiguousarray(served.factors))
 
         packed = served.cached((engine.name, normalized), pack)
-        ids, scores = engine.top_k(np.ascontiguousarray(queries), packed, N, seen, allowed)
+        excluded = None if seen is None else RowColumns.of(seen)
+        ids, scores = engine.top_k(np.ascontiguousarray(queries), packed, N, excluded, allowed)
         pool = np.arange(len(served.factors)) if allowed is None or not shortened else allowed
         for row in np.flatnonzero((ids < 0).any(axis=1)):
             missing = ids[row] < 0

@@ -1,0 +1,14 @@
+"""Threads of work that a fitted model is asked for: as many as it pays for."""
+
+from __future__ import annotations
+
+WORK_OF_A_THREAD = 1 << 22
+"""Multiply-adds from which a thread of its own pays: 0.2 to 0.5 ms.
+
+A thread of the pool starts within 5 to 50 microseconds on an idle machine, and after a time slice of the scheduler,
+milliseconds, where all cores are busy; its spinning costs as much processor time as the work of both."""
+
+
+def threads_for(work: float, parts: int, num_threads: int) -> int:
+    """Threads for `work` multiply-adds in `parts` that threads can share, at most `num_threads`."""
+    return max(1, min(num_threads, parts, int(work / WORK_OF_A_THREAD)))
