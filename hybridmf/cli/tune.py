@@ -80,7 +80,7 @@ def _run_tuning(
     lines: str | None, plot: str | None,
 ) -> None:  # fmt: skip
     from ..device.cuda import open_device
-    from ..gpu.tuning import tune as tuner
+    from ..gpu.tuning.tune import Tuner, stamp, table_of
     from ..plan import tables
     from ..plots import new_figure
     from ..tools.tuning_plots import clouds, save_all
@@ -97,14 +97,15 @@ def _run_tuning(
     gpu = tables.Gpu.of(device.spec)
     path = tables.user_file(device.spec) if output is None else Path(output)
     there = tables.stored(path, gpu)
-    jobs = tuner.tune(device, kernels or None, ranks, dtype=dtype, budget=budget, most=most, table=there)
+    tuner = Tuner(device, budget=budget, most=most, table=there)
+    jobs = tuner.run(kernels or None, ranks, dtype=dtype)
     tables.store(tables.Table(gpu), path)  # a place that cannot be written is told at once
     click.echo(f"{device.spec}: drawing ratings, then {budget:g} s", err=True)
     measured: list[dict[str, Any]] = []
     for job in jobs:
         click.echo(job.summary())
-        tables.store(tuner.table_of(device, [job]), path)
-        records = [line | tuner.stamp(device) for line in job.lines()]
+        tables.store(table_of(device, [job]), path)
+        records = [line | stamp(device) for line in job.lines()]
         measured += records
         if lines is not None:
             with open(lines, "a", encoding="utf-8") as out:

@@ -103,8 +103,8 @@ class AlsMethod:
 
     def _request(
         self, plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None
-    ) -> dispatch.Request:
-        """Request of the fit for the dispatcher."""
+    ) -> dispatch.PlanRequest:
+        """The fit as the dispatcher plans it."""
         cpu_only = ""
         if plan.solver == NONNEGATIVE:
             cpu_only = "nonnegative=True is the CPU's"
@@ -112,7 +112,7 @@ class AlsMethod:
             cpu_only = f"solver={plan.solver!r} is the CPU's"
         elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
             cpu_only = f"assembly={plan.assembly!r} is the CPU's"
-        return dispatch.Request(
+        return dispatch.PlanRequest(
             plan,
             settings,
             spec,
