@@ -241,7 +241,7 @@ def measure(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, P
         row = rows[user]
         thread = hmf_thread_id()
         faults += not _measure(&asked, ids + user * n_columns,
-                             Relevant(items + indptr[row], values + indptr[row], indptr[row + 1] - indptr[row]),
-                             Scratch(&gains[thread, 0], &ideal[thread, 0], &scratch[thread, 0]), &out_view[0, user],
-                             n_users)
+                               Relevant(items + indptr[row], values + indptr[row], indptr[row + 1] - indptr[row]),
+                               Scratch(&gains[thread, 0], &ideal[thread, 0], &scratch[thread, 0]),
+                               &out_view[0, user], n_users)
     return None if faults else out
