@@ -42,7 +42,7 @@ from hybridmf.gpu.half import Pieces
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
 from hybridmf.gpu.tuning.trials import Part, Sample, handful, random_table, relative, row_entries
-from hybridmf.gpu.tuning.tune import event_times, stamp, tune
+from hybridmf.gpu.tuning.tune import Tuner, event_times, stamp
 from hybridmf.plan import tables
 from hybridmf.plan.assemblies import BalsConfig
 from hybridmf.plan.fused import table_width
@@ -148,7 +148,7 @@ def run_clouds(recorder: Recorder, device: Device, profile: str) -> None:
             continue
         share = min(CLOUD_SECONDS[profile], recorder.seconds_left / (len(ranks) - place))
         with recorder.case(f"cloud, f = {rank}"):
-            (job,) = tune(device, ["sparse_syrk"], [rank], budget=share, sample=sample)
+            (job,) = Tuner(device, budget=share).run(["sparse_syrk"], [rank], sample=sample)
             click.echo(job.summary())
             with together(device) as lines:
                 lines += [line | {"sample": sample.name, "run": run} for line in job.lines()]

@@ -19,7 +19,7 @@ _public, _, _names = lazy_loader.attach_stub(__name__, __file__)
 __all__ = ["__version__", *_names]
 
 _MODULES = ("als", "ann", "ccd", "compat", "dask", "ratings", "sgd")
-"""Public modules that are no public names: what they hold is, and Dask need not be installed."""
+"""Public modules that are not imported with the package: their contents are public, and Dask is optional."""
 
 
 def __dir__() -> list[str]:

@@ -38,7 +38,7 @@ METRICS = {"explicit": "rmse", "implicit": "ndcg@10"}
 FEEDBACK = tuple(METRICS)
 
 BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular items"}
-"""What `PopularityRecommender` predicts, and what it recommends."""
+"""Predictions and recommendations of `PopularityRecommender`."""
 
 TOLERANCE = 1e-3
 """Relative difference of the objective beyond which two devices disagree: rounding over some iterations is far less."""
@@ -178,7 +178,7 @@ def _bounds(name: str, interval: Interval | None) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the methods have to beat: `PopularityRecommender` on the same ratings.
+    """The baseline of the methods: `PopularityRecommender` on the same ratings.
 
     Attributes
     ----------

@@ -221,7 +221,7 @@ def published_degrees(shape: str, scale: float, rng: np.random.Generator) -> tup
 
 
 def _weights(users: np.ndarray, items: np.ndarray) -> np.ndarray:
-    """Weights with which items get their degrees, though nobody takes one twice; shape (n,).
+    """Weights with which items get their degrees if no user has an item twice; shape (n,).
 
     A user who draws until d items are distinct has item c with probability ``1 - exp(-t_d w_c)``, where t_d makes these
     sum up to d. Users of like degree are taken together; t and w are found in turn.

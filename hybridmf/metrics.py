@@ -138,7 +138,7 @@ def precision_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     ValueError
         Shapes disagree, an item position is out of range, a user is recommended an item twice, or k < 1.
     """
-    return _judged(recommended, relevant, k, _rankings.PRECISION)
+    return _per_user(recommended, relevant, k, _rankings.PRECISION)
 
 
 def recall_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
@@ -146,7 +146,7 @@ def recall_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
 
     Equals ``ir_measures.R@k``. Parameters, result and errors as for `precision_at_k`.
     """
-    return _judged(recommended, relevant, k, _rankings.RECALL)
+    return _per_user(recommended, relevant, k, _rankings.RECALL)
 
 
 def map_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
@@ -156,7 +156,7 @@ def map_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     more than k of them the best possible value is k / n_relevant. Some libraries divide by min(k, n_relevant) instead.
     Parameters, result and errors as for `precision_at_k`.
     """
-    return _judged(recommended, relevant, k, _rankings.AVERAGE_PRECISION)
+    return _per_user(recommended, relevant, k, _rankings.AVERAGE_PRECISION)
 
 
 def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") -> np.ndarray:
@@ -183,7 +183,7 @@ def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") ->
         As for `precision_at_k`; also for an unknown `gains`.
     """
     check_choice("gains", gains, ("binary", "value"))
-    return _judged(recommended, relevant, k, _rankings.NDCG, gains)
+    return _per_user(recommended, relevant, k, _rankings.NDCG, gains)
 
 
 def mrr_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
@@ -191,7 +191,7 @@ def mrr_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
 
     Equals ``ir_measures.RR@k``; its mean over users is the MRR. Parameters, result and errors as for `precision_at_k`.
     """
-    return _judged(recommended, relevant, k, _rankings.RECIPROCAL_RANK)
+    return _per_user(recommended, relevant, k, _rankings.RECIPROCAL_RANK)
 
 
 def hit_rate_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
@@ -199,7 +199,7 @@ def hit_rate_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
 
     Equals ``ir_measures.Success@k``. Parameters, result and errors as for `precision_at_k`.
     """
-    return _judged(recommended, relevant, k, _rankings.HIT_RATE)
+    return _per_user(recommended, relevant, k, _rankings.HIT_RATE)
 
 
 def novelty_at_k(recommended: Any, train: Any, k: int) -> np.ndarray:
@@ -229,7 +229,7 @@ def novelty_at_k(recommended: Any, train: Any, k: int) -> np.ndarray:
     recommended = _as_rankings(recommended, train.shape[0], k)
     information = _information(count_items(train), train.shape[0])
     everybody = np.arange(train.shape[0])
-    return _judge(recommended, everybody, train, [(_rankings.NOVELTY, k)], information)[0]
+    return _ranking_values(recommended, everybody, train, [(_rankings.NOVELTY, k)], information)[0]
 
 
 def coverage_at_k(recommended: Any, n_items: int, k: int) -> float:
@@ -259,7 +259,7 @@ def coverage_at_k(recommended: Any, n_items: int, k: int) -> float:
     n_users = len(recommended)
     nothing = sp.csr_array((n_users, n_items), dtype=np.float32)
     shown = np.zeros((1, n_items), dtype=np.uint8)
-    _judge(_as_rankings(recommended, n_users, k), np.arange(n_users), nothing, [], None, [k], shown)
+    _ranking_values(_as_rankings(recommended, n_users, k), np.arange(n_users), nothing, [], None, [k], shown)
     return float(shown.mean())
 
 
@@ -286,17 +286,17 @@ def mean_over_users(values: Any) -> float:
     return float(values.mean())
 
 
-def _judged(recommended: Any, relevant: Any, k: int, kind: int, gains: str = "binary") -> np.ndarray:
+def _per_user(recommended: Any, relevant: Any, k: int, kind: int, gains: str = "binary") -> np.ndarray:
     k = check_int("k", k, 1)
     relevant = as_csr(relevant, name="relevant")
     relevant = keep_entries(relevant, relevant.data > 0)
     if gains == "binary":
         relevant = as_ones(relevant, np.float32)
     recommended = _as_rankings(recommended, relevant.shape[0], k)
-    return _judge(recommended, np.arange(relevant.shape[0]), relevant, [(kind, k)])[0]
+    return _ranking_values(recommended, np.arange(relevant.shape[0]), relevant, [(kind, k)])[0]
 
 
-def _judge(
+def _ranking_values(
     recommended: np.ndarray,
     rows: np.ndarray,
     relevant: sp.csr_array,
@@ -312,7 +312,7 @@ def _judge(
     n_items = relevant.shape[1]
     longest = max(recommended.shape[1], n_items)
     discounts = _discounts(np.arange(min(longest, max((k for _, k in cuts), default=0))))
-    values = _rankings.judge(
+    values = _rankings.measure(
         recommended,
         rows,
         csr_arrays(relevant),
@@ -811,7 +811,7 @@ def _evaluate_rankings(
         ids, _ = model.recommend(block, user_items=rows, N=longest, filter_already_liked_items=True)
         lists = _as_rankings(ids, len(block), longest)
         values.append(
-            _judge(lists, block, relevant, list(wanted.values()), information, list(of_lists.values()), shown)
+            _ranking_values(lists, block, relevant, list(wanted.values()), information, list(of_lists.values()), shown)
         )
     covered = dict(zip(of_lists, shown.mean(axis=1).tolist(), strict=True))
     return covered, dict(zip(wanted, np.concatenate(values, axis=1), strict=True))

@@ -1,6 +1,6 @@
 """The command line: ``hybridmf demo | compare | fit | evaluate | recommend | similar | info | tune | convert``.
 
-A module a command; `options`, `sources` and `report` are what they share. Commands are thin: they turn options into
+A module a command; they share `options`, `sources` and `report`. Commands are thin: they turn options into
 calls of the library and results into text. A command's module, and NumPy and SciPy with it, is imported when the
 command runs. Exit codes: 0, 2 for the user's mistakes (one line on stderr; ``--debug`` shows the traceback), 130
 after Ctrl-C.
@@ -24,7 +24,7 @@ COMMANDS = {
     "info": "Describe this installation, a model, a file of ratings or a store.",
     "recommend": "Recommend items to users of a trained model.",
     "similar": "Find the items, or users, that are most similar to others by the cosine of their factors.",
-    "tune": "Measure this machine and keep what is found in the user's cache directory.",
+    "tune": "Measure this machine and keep the results in the user's cache directory.",
 }
 """First sentence of each command's help: the group shows it without importing the command."""
 

@@ -119,7 +119,7 @@ def command(
 
 
 def _source(name: str, where: tuple[str, ...], options: dict[str, Any], quiet: bool) -> str | Ratings:
-    """Name of what is drawn; ratings of a file or a store."""
+    """Name of a shape to draw, or ratings of a file or store."""
     if name == "demo" or name in SHAPES:
         if where:
             raise click.UsageError(f"--where filters rows of a file, and {name} is drawn from a seed; leave it out")

@@ -437,7 +437,7 @@ def _report(model: Model, train: Any, found: dict[str, Evaluation] | str | None,
 
 
 def _checkpoint_options(folder: str | None, every: int | None, resume: bool) -> dict[str, Any]:
-    """What `fit` is told about checkpoints; judged before a large file is read.
+    """Options of `fit` about checkpoints, checked before a large file is read.
 
     A first run has nothing to resume from: the same command serves it and every one after an interruption.
     """

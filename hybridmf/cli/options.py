@@ -1,4 +1,4 @@
-"""What commands share: errors in one line, --debug, and paths that are judged before any work is done."""
+"""Shared by the commands: errors in one line, --debug, and paths that are checked before any work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from ..errors import HybridMFError
 
 USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
-"""What the library raises for input it cannot use; anything else is a bug and keeps its traceback."""
+"""Exceptions of the library for unusable input; any other exception is a bug and keeps its traceback."""
 
 DEBUG = "hybridmf.debug"
 

@@ -1,4 +1,4 @@
-"""What commands print and write: facts in two columns, labels, text that is complete or not there."""
+"""Output of commands: facts in two columns, labels, files that are complete or absent."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def with_output(path: str | None, write: Callable[[TextIO], Any]) -> None:
     """Let `write` fill standard output, or a file that appears only once it is complete."""
     if path is None:
         write(sys.stdout)
-        sys.stdout.flush()  # here, where a reader who has gone away ends the command quietly
+        sys.stdout.flush()  # here, where a closed pipe ends the command quietly
         return
 
     def write_text(stream: BinaryIO) -> None:

@@ -1,4 +1,4 @@
-"""Where ratings come from: a file, and the options that say how it is read; or a store, which needs none."""
+"""Sources of ratings: a file with the options for reading it, or a store, which needs none."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def open_store(path: str) -> Store:
 
 
 def refuse_reading_options(why: str) -> None:
-    """Refuse what was given of `ratings_options` to the command that runs, because nothing is left for it to say."""
+    """Refuse options of `ratings_options` that would have no effect in the running command."""
     context = click.get_current_context()
     names = inspect.signature(reading_arguments).parameters
     for option in context.command.params:

@@ -41,14 +41,14 @@ from .options import check_folder, debug_option, examples, output_option
 @click.option("--plot", type=click.Path(file_okay=False), help="Folder for plots of them (needs matplotlib).")
 @debug_option
 def command(calibrate: bool, compile_only: bool, **options: Any) -> None:
-    """Measure this machine and keep what is found in the user's cache directory.
+    """Measure this machine and keep the results in the user's cache directory.
 
     Finds the fastest configuration of each kernel on this machine's GPU, for all fits that follow: each is compiled,
-    its answer checked, and timed. What is found is kept even if the command is interrupted.
+    its answer checked, and timed. Results are kept even if the command is interrupted.
 
     With --calibrate: the rates of cores, GPU and links by which plans pick the device and the partition of each fit.
 
-    With --compile: nothing is measured. Fits and recommendations with these numbers of factors find their kernels on
+    With --compile, nothing is measured. Fits and recommendations with these numbers of factors find their kernels on
     disk, in CuPy's cache (CUPY_CACHE_DIR), as on a fresh machine or in the image of a container.
     """
     if calibrate and compile_only:
@@ -80,7 +80,7 @@ def _run_tuning(
     lines: str | None, plot: str | None,
 ) -> None:  # fmt: skip
     from ..device.cuda import open_device
-    from ..gpu.tuning import tune as tuner
+    from ..gpu.tuning.tune import Tuner, stamp, table_of
     from ..plan import tables
     from ..plots import new_figure
     from ..tools.tuning_plots import clouds, save_all
@@ -97,14 +97,15 @@ def _run_tuning(
     gpu = tables.Gpu.of(device.spec)
     path = tables.user_file(device.spec) if output is None else Path(output)
     there = tables.stored(path, gpu)
-    jobs = tuner.tune(device, kernels or None, ranks, dtype=dtype, budget=budget, most=most, table=there)
-    tables.store(tables.Table(gpu), path)  # a place that cannot be written is told at once
+    tuner = Tuner(device, budget=budget, most=most, table=there)
+    jobs = tuner.run(kernels or None, ranks, dtype=dtype)
+    tables.store(tables.Table(gpu), path)  # fails before the work if the file cannot be written
     click.echo(f"{device.spec}: drawing ratings, then {budget:g} s", err=True)
     measured: list[dict[str, Any]] = []
     for job in jobs:
         click.echo(job.summary())
-        tables.store(tuner.table_of(device, [job]), path)
-        records = [line | tuner.stamp(device) for line in job.lines()]
+        tables.store(table_of(device, [job]), path)
+        records = [line | stamp(device) for line in job.lines()]
         measured += records
         if lines is not None:
             with open(lines, "a", encoding="utf-8") as out:

@@ -24,7 +24,7 @@ from .store import Store
 logger = logging.getLogger("hybridmf")
 
 UNKNOWN = ("error", "drop")
-"""What ``unknown=`` may say."""
+"""Values of ``unknown=``."""
 
 EXAMPLES = 3
 """Labels that a message shows."""
@@ -105,7 +105,7 @@ def align(
 def align_rows(
     matrix: sp.csr_array, given: Any, users: np.ndarray, want: Labels, n_users: int, name: str = "user_items"
 ) -> sp.csr_array:
-    """What some users have seen, row by row in the order of `users`.
+    """Items that some users have seen, row by row in the order of `users`.
 
     Parameters
     ----------

@@ -294,7 +294,7 @@ class _Folder:
         return False
 
     def begin(self, identity: dict[str, Any] | None) -> None:
-        """Remove what was there of ours, and record that a conversion has begun."""
+        """Remove files of earlier conversions, and record that this one has begun."""
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
         _write(path / UNFINISHED, b"{}")
@@ -316,7 +316,7 @@ class _Folder:
             return None
 
     def enter(self, stage: str, **found: Any) -> None:
-        """Record that a stage is complete, with what it found."""
+        """Record that a stage is complete, with its results."""
         self.state |= {"stage": stage} | found
         _write(self.path / UNFINISHED, json.dumps(self.state).encode())
 
@@ -376,7 +376,7 @@ class _Folder:
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest, and remove what only the conversion needed."""
-        for entry in sorted(self.path.iterdir()):  # what was written before an interruption
+        for entry in sorted(self.path.iterdir()):  # files written before an interruption
             if _OURS.fullmatch(entry.name) and entry.suffix == ".npy" and entry.name not in self.files:
                 self.files[entry.name] = {"bytes": entry.stat().st_size, "crc32": file_checksum(entry)}
         manifest = {"format": FORMAT, "version": VERSION, "dtype": "float32"} | manifest | {"files": self.files}
@@ -521,7 +521,7 @@ class _Ids:
         raise NotImplementedError
 
     def lookup(self) -> np.ndarray:
-        """What `positions` needs."""
+        """Arrays that `positions` needs."""
         raise NotImplementedError
 
     kind = "codes"
@@ -652,7 +652,7 @@ def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[
 
 
 def _text_readers(layout: TextLayout, limit: int) -> Iterator[_Reader]:
-    """Readers to try one after the other; the last one reads everything, or says what is wrong."""
+    """Readers to try one after the other; the last one reads everything, or raises the error."""
     where = functools.partial(lines_of, layout)
     size = min(BLOCK_CHARS, limit // 32)
     readers: list[Any] = [(integer_chunks, record_chunks, max(1, min(BLOCK_RECORDS, limit // 256)))]
@@ -815,7 +815,7 @@ class _Streamed:
         }
 
     def _write_raw(self, reader: _Reader) -> int | None:
-        """Number of entries; None if the source is not what the reader is for."""
+        """Number of entries; None if the reader does not support the source."""
         count, work = 0, self.folder.work
         with contextlib.ExitStack() as stack:
             users, items, values = (

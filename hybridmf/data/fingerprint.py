@@ -23,7 +23,7 @@ Piece = tuple[int, int, int, int]
 
 
 def piece_of_fingerprint(rows: sp.csr_array) -> Piece:
-    """What consecutive rows add to the fingerprint of their matrix; columns are those of the whole matrix."""
+    """Part of consecutive rows in the fingerprint of their matrix; columns are those of the whole matrix."""
     columns, values = rows.indices.astype(np.int32, copy=False), rows.data
     return len(columns), values.itemsize, _crc32(columns), _crc32(values)
 

@@ -296,7 +296,7 @@ def joined_axis(
 
 
 def factorize(name: str, ids: np.ndarray | list[Any], unit: str) -> tuple[np.ndarray, np.ndarray]:
-    """(position of each id, sorted unique labels); `unit` is what the source calls an entry."""
+    """(position of each id, sorted unique labels); `unit` is the name of an entry in the source."""
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
         return factorize_integers(ids)
     return factorize_objects(name, ids if isinstance(ids, list) else ids.tolist(), unit)

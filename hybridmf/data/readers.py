@@ -109,7 +109,7 @@ def _frame_column(source: str, table: Any, column: Any, first_row: int = 0) -> A
 
 def _frame_ids(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray | list[Any]:
     series = _frame_column(source, table, column, first_row)
-    # As a list, strings cost what they are long; a NumPy array pads each one to the longest.
+    # Strings in a list take their own length; a NumPy array pads each one to the longest.
     return series.to_numpy() if series.dtype.is_integer() else series.to_list()
 
 

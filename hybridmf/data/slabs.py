@@ -153,7 +153,7 @@ class RangeSlabs:
         return RangeSlabs(self.source, self.first, self.last, entries, rows)
 
     def matrix(self, slab: int) -> sp.csr_array:
-        """Rows of a slab; what the source converts as it reads is kept for the next slab of it."""
+        """Rows of a slab; entries that the source converts as it reads are kept for its next slab."""
         number = int(self._slab_of[slab])
         if self._at_hand is None or self._at_hand[0] != number:
             self._at_hand = None  # two at a time would be too many
@@ -166,7 +166,7 @@ class RangeSlabs:
         self._at_hand = None
 
     def prefetch(self, slab: int) -> None:
-        """Have the source read ahead what it does not read anyway."""
+        """Have the source read ahead, unless it does so anyway."""
         if slab < len(self._slab_of) and (not slab or self._slab_of[slab] != self._slab_of[slab - 1]):
             self.source.prefetch(int(self._slab_of[slab]))
 

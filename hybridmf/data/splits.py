@@ -12,7 +12,7 @@ from ..core.validate import check_int, check_real
 from ..errors import RatingsError
 
 WAYS = ("random", "user", "time", "last")
-"""What ``by=`` of `hybridmf.split` may say."""
+"""Values of ``by=`` of `hybridmf.split`."""
 
 
 def random_entries(nnz: int, test_size: float | int, rng: np.random.Generator) -> np.ndarray:

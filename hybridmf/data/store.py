@@ -104,7 +104,7 @@ class Slab:
         Raises
         ------
         StoreError
-            A file differs from what was written; checked at its first read.
+            A file has changed since it was written; checked at its first read.
         """
         return self.store._slab_matrix(self)
 
@@ -276,7 +276,7 @@ class Store:
             return False
 
     def _check_content(self, name: str) -> None:
-        """Compare a file with its checksum: once, and again if it was written to since. Kernels trust what it holds."""
+        """Compare a file with its checksum, again after each change; kernels do not check its values."""
         path, entry = self.path / name, self._manifest["files"][name]
         try:
             status = os.stat(path)
@@ -324,7 +324,7 @@ class Store:
             for array, dtype in ARRAYS.items()
         )
         if slab.number not in self._sound[slab.side]:
-            # kernels trust what they are given
+            # kernels do not check their input
             if not self._fits_degrees(slab, indptr, values) or not _formats.is_canonical(
                 indptr, indices, values, shape[1]
             ):
@@ -574,7 +574,7 @@ class StoreMatrix:
 
 
 class StoredSeen:
-    """What users have seen, read from a store when it is asked for; serves as `Learned.seen`.
+    """Items that users have seen, read from a store on demand; serves as `Learned.seen`.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ from .lines import Lines, line_blocks
 logger = logging.getLogger("hybridmf")
 
 SEPARATORS = ("::", "\t", ",", ";", "|", " ")
-"""What a text file is tried with, in this order, when no separator is given; a blank means any run of white space."""
+"""Separators tried in this order if none is given; a blank means any run of white space."""
 
 BLOCK_CHARS = 1 << 24
 """Text parsed at a time on the fast path: bounds memory for files of any size."""
@@ -362,7 +362,7 @@ def _read_regular(layout: TextLayout) -> Any:
 
 
 def _read_integers(layout: TextLayout) -> Any:
-    """What `_read_regular` returns, by numpy.loadtxt; None as soon as anything is out of the ordinary."""
+    """The result of `_read_regular`, by numpy.loadtxt; None at the first irregularity."""
     numeric = _join(integer_chunks(layout)) if layout.integer_ids else None
     return None if numeric is None else _with_integer_labels(numeric)
 

@@ -97,7 +97,7 @@ class FactorModel(ServingMixin):
     # ------------------------------------------------------------------------------------------------ input
 
     def _source(self, given: Any) -> PreparedRatings | None:
-        """What a fit starts from if its ratings are prepared, or on a GPU; None for other ratings."""
+        """Prepared ratings of a fit, if it gets these or ratings on a GPU; None for other ratings."""
         return prepared_for(given, self._settings().dtype, self._objective().is_implicit)
 
     def _check_matrix(self, matrix: Any, name: str = "user_items") -> sp.csr_array | StoreMatrix:
@@ -224,7 +224,7 @@ class FactorModel(ServingMixin):
         unit: float | None = None
         if weights is not None:
             entries, unit = weighted_entries(matrix, labels_of(user_items), weights, objective)
-            source = None  # what it holds on a GPU are the values that the weights replace
+            source = None  # its values on a GPU are those that the weights replace
         stopwatch.lap("check")
         held = NOTHING if source is None else source.held
         plan = plan_for(entries, objective if unit is None else in_units(objective, unit), settings, held)

@@ -97,7 +97,7 @@ class Estimator:
     fit: Callable[..., Any]
 
     def _factors_of(self, user_items: Any) -> np.ndarray:
-        """What `transform` returns, as an array."""
+        """The result of `transform` as an array."""
         raise NotImplementedError
 
     def transform(self, user_items: Any) -> Any:

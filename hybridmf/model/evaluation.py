@@ -1,4 +1,4 @@
-"""What `hybridmf.evaluate` returns: metrics, their values for each user, and bootstrap intervals over users."""
+"""Results of `hybridmf.evaluate`: metrics, their values for each user, and bootstrap intervals over users."""
 
 from __future__ import annotations
 

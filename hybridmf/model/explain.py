@@ -106,7 +106,7 @@ def _off_bounds(matrix: np.ndarray, right: np.ndarray, bounded: int) -> np.ndarr
 
 
 def _features(learned: Learned, items: np.ndarray) -> np.ndarray:
-    """What a user's unknowns are multiplied by: factors of items, and 1 for the user's bias."""
+    """Coefficients of a user's unknowns: factors of items, and 1 for the user's bias."""
     rows: np.ndarray = learned.state.item.matrix[items].astype(np.float64)
     return rows if learned.state.item.bias is None else np.column_stack((rows, np.ones(len(rows))))
 

@@ -164,7 +164,7 @@ def _encode_values(values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _decode_values(tensors: dict[str, np.ndarray], nnz: int) -> np.ndarray | None:
-    """What `_encode_values` encoded; None if there is nothing.
+    """The values that `_encode_values` encoded; None if there are none.
 
     Raises
     ------
@@ -346,7 +346,7 @@ class ModelFile:
         self._require(records, "history is not a list of records")
 
     def objective(self, by_params: Objective) -> Objective:
-        """The objective of the fit: `by_params`, with what was derived from the training ratings."""
+        """The objective of the fit: `by_params`, with the values derived from the training ratings."""
         objective = replace(by_params, added=self.summary.get("unobserved", by_params.added))
         found = self.summary.get("bias_regularization")  # files of earlier versions have none
         if found is None or self.params.get("bias_regularization") is not None:

@@ -66,7 +66,7 @@ class Learned:
         return vars(self) | {"derived": {}}
 
     def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """What `compute` returns, computed at first use."""
+        """The result of `compute`, computed at first use."""
         if key not in self.derived:
             self.derived[key] = compute()
         return self.derived[key]

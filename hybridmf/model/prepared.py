@@ -273,7 +273,7 @@ def place_of(given: Any) -> str | None:
 
 
 def prepared_for(given: Any, dtype: str, drop_zeros: bool) -> PreparedRatings | None:
-    """What a fit starts from if its ratings are prepared, or on a GPU; None for other ratings.
+    """Prepared ratings of a fit, if it gets these or ratings on a GPU; None for other ratings.
 
     Raises
     ------

@@ -60,7 +60,7 @@ class ServingMixin(Estimator):
     _learned: Learned  # set by fit and load
     n_features_in_: int
 
-    # ------------------------------------------------------------------------------------------- what was learned
+    # --------------------------------------------------------------------------------------------- learned state
 
     def __sklearn_is_fitted__(self) -> bool:
         return "_learned" in vars(self)
@@ -482,7 +482,7 @@ class ServingMixin(Estimator):
     def explain(
         self, userid: Any, itemid: Any, user_items: Any = None, N: int = 10, *, labels: bool = False
     ) -> Explanation:
-        """What of a user's history speaks for an item: the score as a sum over the entries of the user.
+        """Explain a recommendation: the score of an item as a sum over the entries of the user.
 
         Given the item factors, the factors of a user are a linear function of the user's entries, and so is each score
         (Hu, Koren and Volinsky 2008, section 5).

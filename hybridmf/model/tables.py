@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What is recommended to whom.
+    """Users, and the items that may be recommended to them.
 
     Attributes
     ----------

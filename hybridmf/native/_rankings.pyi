@@ -11,7 +11,7 @@ RECIPROCAL_RANK: int
 HIT_RATE: int
 NOVELTY: int
 
-def judge(
+def measure(
     recommended: NDArray[Any],
     rows: NDArray[np.int64],
     relevant: tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]],

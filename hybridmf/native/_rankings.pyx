@@ -151,7 +151,7 @@ cdef struct Scratch:
     int64_t* ids                # (ids of a list,)
 
 
-cdef bint _judge(
+cdef bint _measure(
         const Metrics* asked, const id_t* ids, Relevant relevant, Scratch scratch,
         double* out, Py_ssize_t stride) noexcept nogil:   # OUT  one value for each metric
     """One user's metrics; False if the list is no ranking."""
@@ -178,9 +178,9 @@ cdef bint _judge(
     return True
 
 
-def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, Py_ssize_t n_items,
-          const int32_t[::1] kinds, const int64_t[::1] cuts, const double[::1] discounts,
-          const double[::1] information, const int64_t[::1] shown_cuts, uint8_t[:, ::1] shown, int num_threads):
+def measure(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, Py_ssize_t n_items,
+            const int32_t[::1] kinds, const int64_t[::1] cuts, const double[::1] discounts,
+            const double[::1] information, const int64_t[::1] shown_cuts, uint8_t[:, ::1] shown, int num_threads):
     """Metrics of each user's ranking.
 
     Parameters
@@ -240,8 +240,8 @@ def judge(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, Py_
     for user in prange(n_users, nogil=True, schedule="dynamic", chunksize=256, num_threads=n):
         row = rows[user]
         thread = hmf_thread_id()
-        faults += not _judge(&asked, ids + user * n_columns,
-                             Relevant(items + indptr[row], values + indptr[row], indptr[row + 1] - indptr[row]),
-                             Scratch(&gains[thread, 0], &ideal[thread, 0], &scratch[thread, 0]), &out_view[0, user],
-                             n_users)
+        faults += not _measure(&asked, ids + user * n_columns,
+                               Relevant(items + indptr[row], values + indptr[row], indptr[row + 1] - indptr[row]),
+                               Scratch(&gains[thread, 0], &ideal[thread, 0], &scratch[thread, 0]),
+                               &out_view[0, user], n_users)
     return None if faults else out

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Systems(NamedTuple):
-    """What the systems of a half sweep have in common.
+    """Parts that all systems of a half sweep share.
 
     Attributes
     ----------

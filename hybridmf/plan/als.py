@@ -107,14 +107,14 @@ class AlsMethod:
 
     def _request(
         self, plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None
-    ) -> dispatch.Request:
-        """Request of the fit for the dispatcher."""
+    ) -> dispatch.PlanRequest:
+        """The fit as the dispatcher plans it."""
         cpu_only = ""
         if plan.solver == "subspace" and plan.streamed:
             cpu_only = "a store with solver='subspace' is the CPU's"
         elif plan.assembly not in ("auto", *GPU_ASSEMBLIES):
             cpu_only = f"assembly={plan.assembly!r} is the CPU's"
-        return dispatch.Request(
+        return dispatch.PlanRequest(
             plan,
             settings,
             spec,

@@ -79,7 +79,7 @@ class CcdMethod:
             )
         base = base.changed(precision="float32", reorder="none")
         return dispatch.choose(
-            dispatch.Request(
+            dispatch.PlanRequest(
                 base,
                 settings,
                 spec,

@@ -143,7 +143,7 @@ Build = Callable[["Plan"], "Plan"]
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """A fit to plan, and functions that plan it for either device; it can be pickled.
 
     Attributes
@@ -182,7 +182,7 @@ class Request:
         return estimate(plan, self.settings.iterations, self.machine, self.process)
 
 
-def choose(request: Request) -> Plan:
+def choose(request: PlanRequest) -> Plan:
     """The plan for the requested device or, with "auto", for the one with the shortest predicted time.
 
     Only plans that it may return are priced; the alternatives are when `Plan.estimates` is read.
@@ -214,20 +214,20 @@ def choose(request: Request) -> Plan:
     return _faster(request, on_cpu, on_gpu)
 
 
-def _on_cpu(request: Request, why: str, on_gpu: Plan | None) -> Plan:
+def _on_cpu(request: PlanRequest, why: str, on_gpu: Plan | None) -> Plan:
     """The CPU's plan, if a GPU was found but is not used."""
     found = () if on_gpu is None else (replace(request.estimate(on_gpu), why_not=memory_lacks(on_gpu)),)
     return _cpu_instead(request, request.on_cpu(request.base.changed(reason=why)), why, *found)
 
 
-def _cpu_instead(request: Request, plan: Plan, why: str, *found: Estimate, own: Estimate | None = None) -> Plan:
+def _cpu_instead(request: PlanRequest, plan: Plan, why: str, *found: Estimate, own: Estimate | None = None) -> Plan:
     """The CPU's plan with the reason why the GPU that was found is not used; estimates as for `_with_estimates`."""
     assert request.spec is not None
     logger.info("device='auto' chose the CPU: %s", why)
     return _with_estimates(plan.changed(reason=f"{why} ({request.spec.name} was found)"), request, *found, own=own)
 
 
-def _faster(request: Request, on_cpu: Plan, on_gpu: Plan) -> Plan:
+def _faster(request: PlanRequest, on_cpu: Plan, on_gpu: Plan) -> Plan:
     """The plan with the shorter predicted time."""
     iterations = request.settings.iterations
     cpu, gpu = request.estimate(on_cpu), request.estimate(on_gpu)
@@ -251,14 +251,14 @@ def memory_lacks(plan: Plan) -> str:
     )
 
 
-def _with_estimates(plan: Plan, request: Request, *rejected: Estimate, own: Estimate | None = None) -> Plan:
+def _with_estimates(plan: Plan, request: PlanRequest, *rejected: Estimate, own: Estimate | None = None) -> Plan:
     """`plan` with its `own` estimate and that of the other device, and the alternatives to estimate on request."""
     found = (replace(own or request.estimate(plan), chosen=True), *rejected)
     alternatives = None if request.others is None else functools.partial(with_alternatives, found, request)
     return plan.changed(decisive=found, alternatives=alternatives)
 
 
-def with_alternatives(found: tuple[Estimate, ...], request: Request) -> tuple[Estimate, ...]:
+def with_alternatives(found: tuple[Estimate, ...], request: PlanRequest) -> tuple[Estimate, ...]:
     """Estimates of a plan and of its alternatives, the plan's first."""
     assert request.others is not None
     others = (one for other in request.others() for one in _estimates_of(other, request))
@@ -272,7 +272,7 @@ def _rank(one: Estimate) -> tuple[bool, bool, bool, float]:
     return not one.chosen, not one.asked, not one.feasible, one.total_seconds
 
 
-def _estimates_of(other: Plan, request: Request) -> Iterable[Estimate]:
+def _estimates_of(other: Plan, request: PlanRequest) -> Iterable[Estimate]:
     """Estimates of one alternative on each device that supports it."""
     base, wanted = request.base, request.settings.device
     asked = (other.solver, other.precision) == (base.solver, base.precision)

@@ -265,7 +265,7 @@ class SgdMethod:
         if why_not and settings.device != "auto":
             raise ValueError(f'{why_not}; use device="cpu" or device="auto" for it, or change the parameter')
         return dispatch.choose(
-            dispatch.Request(
+            dispatch.PlanRequest(
                 base,
                 settings,
                 spec,

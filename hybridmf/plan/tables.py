@@ -172,7 +172,7 @@ def read_table(path: Path) -> Table:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also what is no UTF-8
+    except ValueError as error:  # also for text that is not UTF-8
         raise ValueError(f"no JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"no table of {FORMAT}")

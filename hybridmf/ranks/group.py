@@ -32,7 +32,7 @@ class Rank(Protocol):
     """A rank, with the methods that end it."""
 
     def close(self) -> None:
-        """Release what the rank holds; called on all ranks together. Its communicator stays open."""
+        """Release the memory of the rank; called on all ranks together. Its communicator stays open."""
 
     def stop(self) -> None:
         """Stop background work of the rank after a failure of another one."""

@@ -1,1 +1,1 @@
-"""What is built on models: plans before a fit, calibration, the demo, fits by several processes."""
+"""Tools built on models: plans before a fit, calibration, the demo, fits by several processes."""

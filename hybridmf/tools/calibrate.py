@@ -104,7 +104,7 @@ class Fit:
     iteration : float
         Of all but the first of each fit.
     setup : float
-        Around the iterations, and what the first iteration takes longer than the others.
+        Around the iterations, and the additional time of the first iteration.
     before : float
         Before the first iteration of the first fit.
     """

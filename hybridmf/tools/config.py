@@ -1,4 +1,4 @@
-"""What this installation can do: versions, threads, instruction set, BLAS, GPU."""
+"""Properties of this installation: versions, threads, instruction set, BLAS, GPU."""
 
 from __future__ import annotations
 

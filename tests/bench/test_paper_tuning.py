@@ -241,7 +241,7 @@ def test_the_script_measures_both_and_the_page_takes_its_lines(
     serve_cuda(device, monkeypatch)
     tiny_papers(paper, monkeypatch)
     monkeypatch.setattr(Sample, "draw", lambda *_: SAMPLE)
-    monkeypatch.setattr(paper, "tune", functools.partial(tune.tune, most=1))
+    monkeypatch.setattr(paper, "Tuner", functools.partial(tune.Tuner, most=1))
     monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
     paper.report([])
     done = CliRunner().invoke(paper.main, ["--budget", "600"], catch_exceptions=False)

@@ -114,7 +114,7 @@ def test_a_fit_launches_what_was_found(gpu: Any, monkeypatch: pytest.MonkeyPatch
     times = ((ruled, 2.0), (tuned, 1.0))
     job.measurements = [Measurement(one, values(one), "timed", ms={"user": ms}) for one, ms in times]
     job.winner = job.measurements[1]
-    monkeypatch.setattr(tune, "tune", lambda *_, **__: iter([job]))
+    monkeypatch.setattr(tune.Tuner, "run", lambda *_, **__: iter([job]))
     assert invoke("--factors", "5").exit_code == 0
     by_table, after = fit()
     (build,), _ = SPACES["sparse_syrk"].programs(job.facts, tuned, gpu.spec)
@@ -131,7 +131,7 @@ def test_what_was_found_before_an_interruption_is_kept(gpu: Any, monkeypatch: py
         yield job
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tune, "tune", interrupted)
+    monkeypatch.setattr(tune.Tuner, "run", interrupted)
     assert invoke().exit_code == 130
     assert len(tables.read_table(tables.user_file(gpu.spec)).entries) == 1
 

@@ -37,7 +37,7 @@ FIRST_LENGTH = 0.01
 
 @dataclass
 class _Served:
-    """Factors of one side, and what was computed of them."""
+    """Factors of one side, and values computed from them."""
 
     factors: np.ndarray
     derived: dict[Any, Any] = field(default_factory=dict)
@@ -374,7 +374,7 @@ class AlternatingLeastSquares:
     def explain(
         self, userid: int, user_items: Any, itemid: int, user_weights: Any = None, N: int = 10
     ) -> tuple[float, list[tuple[int, float]], Any]:
-        """Score of an item for a user as a sum over what the user has (Hu, Koren and Volinsky 2008, section 5).
+        """Score of an item for a user as a sum over the items of the user (Hu, Koren and Volinsky 2008, section 5).
 
         Parameters
         ----------

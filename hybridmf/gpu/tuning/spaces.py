@@ -30,13 +30,14 @@ from ...plan import sgd as plan_sgd
 from ...plan.assemblies import OTHER_REGISTERS, REGISTERS, RESERVED, WARP, BalsConfig, lower_tiles
 from ...plan.ccd_gpu import CcdConfig, StagedConfig
 from ...plan.fused import FusedConfig
+from ...plan.tables import Facts
 from .. import cholesky_any, fused, topk
 from ..cholesky_any import CgConfig, CholeskyConfig
 from ..sgd import BlockedConfig
 from ..sparse_syrk import SyrkConfig
 from ..topk import GroupMaxConfig
 from . import trials
-from .trials import Facts, Sample, Trial
+from .trials import Sample, Trial
 
 Build: TypeAlias = "tuple[str, str, dict[str, Any]]"
 """(file, kernel, constants)"""

@@ -28,13 +28,12 @@ from ...plan import ccd_gpu
 from ...plan.als_gpu import gpu_plan
 from ...plan.fused import table_width
 from ...plan.make import make_plan
+from ...plan.tables import Facts
 from ...plan.types import Settings
 from .. import ccd, sgd, topk
 from ..assembly import Cleared, RowKernels
 from ..factors import DeviceFactors, GpuFactors
 from ..half import HalfSweep
-
-Facts = dict[str, Any]
 
 RESIDUAL_TOLERANCE = {"float32": 3e-5, "bf16": 2e-2}
 """Tolerated |Ax - b| / (|A| |x| + |b|); a millionth of it in float64."""

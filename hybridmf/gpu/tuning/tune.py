@@ -28,10 +28,10 @@ from ...core.system import available_cores
 from ...core.validate import check_choice, check_int, check_real
 from ...device.cuda import CudaDevice, Device, Resources
 from ...errors import DeviceError, DeviceMemoryError
-from ...plan.tables import LEAST_MEASURED, Entry, Gpu, Table, known
+from ...plan.tables import LEAST_MEASURED, Entry, Facts, Gpu, Table, known
 from ..launch import program
 from .spaces import SPACES, Build, Space
-from .trials import Facts, Part, Sample, Trial
+from .trials import Part, Sample, Trial
 
 FACTORS = (32, 64, 100, 128)
 BUDGET = 300.0
@@ -238,60 +238,6 @@ def make_jobs(kernels: Sequence[str] | None, factors: Sequence[int], itemsize: i
     return [job for turn in itertools.zip_longest(*of_kernels) for job in turn if job is not None]
 
 
-def tune(
-    device: Device,
-    kernels: Sequence[str] | None = None,
-    factors: Sequence[int] = FACTORS,
-    *,
-    dtype: str = "float32",
-    budget: float = BUDGET,
-    sample: Sample | None = None,
-    most: int | None = None,
-    num_threads: int | None = None,
-    timer: Timer = event_times,
-    table: Table | None = None,
-) -> Iterator[Job]:
-    """Tune kernels on a device; yield each job once it is done, so that its results are not lost.
-
-    Parameters
-    ----------
-    device : Device
-    kernels : sequence of str, optional
-        Keys of `spaces.SPACES`; default: all.
-    factors : sequence of int
-        Ranks.
-    dtype : {"float32", "float64"}
-        Dtype of factors; kernels without support for it are left out.
-    budget : float
-        Seconds, from the drawing of ratings; the last job may take slightly longer.
-    sample : Sample, optional
-        Ratings; default: `Sample.draw()`.
-    most : int, optional
-        Maximum configurations of a job, beside those of the rule and of tables.
-    num_threads : int, optional
-        Compilations at a time; default: all cores.
-    timer : callable
-        Replaces `event_times` in tests.
-    table : Table, optional
-        Destination of the results, if fits do not read it: its configurations are timed, too.
-
-    Raises
-    ------
-    ValueError
-        An unknown kernel, or an invalid rank or budget.
-    DeviceError
-        The device failed; jobs already yielded stay valid.
-    """
-    for kernel in kernels or ():
-        check_choice("kernel", kernel, tuple(SPACES))
-    factors = [check_int("factors", f, 1) for f in factors]
-    itemsize = {"float32": 4, "float64": 8}[check_choice("dtype", dtype, ("float32", "float64"))]
-    budget = check_real("budget", budget, 0.0, strict=True)
-    most = None if most is None else check_int("most", most, 1)
-    run = _Run(device, timer, most, table, budget, num_threads or available_cores())
-    return run.work_through(make_jobs(kernels, factors, itemsize), sample)
-
-
 def table_of(device: Device, jobs: Sequence[Job]) -> Table:
     """Make the tuned table from the winners of jobs."""
     entries = (job.entry for job in jobs)
@@ -309,19 +255,81 @@ def stamp(device: Device) -> dict[str, Any]:
     return {"gpu": gpu, "versions": {"hybridmf": __version__}, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
 
 
-class _Run:
-    """A run of the tuner; see `tune`."""
+class Tuner:
+    """One run of the tuner on a device.
+
+    Parameters
+    ----------
+    device : Device
+    budget : float
+        Seconds, from the drawing of ratings; the last job may take slightly longer.
+    most : int, optional
+        Maximum configurations of a job, beside those of the rule and of tables.
+    num_threads : int, optional
+        Compilations at a time; default: all cores.
+    timer : callable
+        Replaces `event_times` in tests.
+    table : Table, optional
+        Destination of the results, if fits do not read it: its configurations are timed, too.
+
+    Raises
+    ------
+    ValueError
+        An invalid budget or maximum.
+    """
 
     def __init__(
-        self, device: Device, timer: Timer, most: int | None, table: Table | None, budget: float, threads: int
+        self,
+        device: Device,
+        *,
+        budget: float = BUDGET,
+        most: int | None = None,
+        num_threads: int | None = None,
+        timer: Timer = event_times,
+        table: Table | None = None,
     ) -> None:
-        self.device, self.timer, self.most, self.table, self.budget = device, timer, most, table, budget
-        self.pool = ThreadPoolExecutor(threads)
+        self.device, self.timer, self.table = device, timer, table
+        self.budget = check_real("budget", budget, 0.0, strict=True)
+        self.most = None if most is None else check_int("most", most, 1)
+        self.pool = ThreadPoolExecutor(num_threads or available_cores())
         self.end = math.inf
         self.prepared: dict[str, tuple[dict[Future[Resources], Any], list[Any]]] = {}
 
-    def work_through(self, jobs: list[Job], sample: Sample | None) -> Iterator[Job]:
-        """Run the jobs within the budget."""
+    def run(
+        self,
+        kernels: Sequence[str] | None = None,
+        factors: Sequence[int] = FACTORS,
+        *,
+        dtype: str = "float32",
+        sample: Sample | None = None,
+    ) -> Iterator[Job]:
+        """Tune kernels; yield each job once it is done, so that its results are not lost.
+
+        Parameters
+        ----------
+        kernels : sequence of str, optional
+            Keys of `spaces.SPACES`; default: all.
+        factors : sequence of int
+            Ranks.
+        dtype : {"float32", "float64"}
+            Dtype of factors; kernels without support for it are left out.
+        sample : Sample, optional
+            Ratings; default: `Sample.draw()`.
+
+        Raises
+        ------
+        ValueError
+            An unknown kernel or dtype, or an invalid rank.
+        DeviceError
+            The device failed; jobs already yielded stay valid.
+        """
+        for kernel in kernels or ():
+            check_choice("kernel", kernel, tuple(SPACES))
+        factors = [check_int("factors", f, 1) for f in factors]
+        itemsize = {"float32": 4, "float64": 8}[check_choice("dtype", dtype, ("float32", "float64"))]
+        return self._work_through(make_jobs(kernels, factors, itemsize), sample)
+
+    def _work_through(self, jobs: list[Job], sample: Sample | None) -> Iterator[Job]:
         sample = sample or Sample.draw()
         self.end = time.monotonic() + self.budget
         try:

@@ -56,7 +56,7 @@ def test_trials_know_right_answers_from_wrong_ones(kernel: str, device: Any) -> 
 
 
 def test_a_job_on_the_emulated_device(device: Any) -> None:
-    (job,) = tune.tune(device, ["sparse_syrk"], [5], sample=SAMPLE, most=2, num_threads=2)
+    (job,) = tune.Tuner(device, most=2, num_threads=2).run(["sparse_syrk"], [5], sample=SAMPLE)
     assert [one.status for one in job.measurements] == ["timed", "timed"]
     assert job.winner in job.measurements
     assert table_of(device, [job]).gpu == Gpu.of(device.spec)
@@ -72,7 +72,7 @@ def test_msgd_needs_a_row_to_check() -> None:
 @pytest.mark.parametrize("kernel", SPACES)
 def test_every_kernel_is_tuned_on_a_gpu(device: Any, kernel: str) -> None:
     sample = Sample.draw(3000, 500, 60_000)
-    jobs = list(tune.tune(device, [kernel], [100 if kernel == "cholesky_any" else 32], sample=sample, most=3))
+    jobs = list(tune.Tuner(device, most=3).run([kernel], [100 if kernel == "cholesky_any" else 32], sample=sample))
     assert jobs
     for job in jobs:
         assert job.winner is not None, job.summary()

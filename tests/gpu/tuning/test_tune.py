@@ -88,7 +88,8 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> Any:
         def timer(_: Any, part: Part, repeats: int) -> list[float]:
             return [ms[int(part.flops)]] * repeats
 
-        jobs = list(tune.tune(device, ["sparse_syrk"], [64], sample=SAMPLE, timer=timer, num_threads=1, most=most))
+        tuner = tune.Tuner(device, timer=timer, num_threads=1, most=most)
+        jobs = list(tuner.run(["sparse_syrk"], [64], sample=SAMPLE))
         assert len(jobs) == 1
         return jobs[0]
 
@@ -162,7 +163,7 @@ def test_memory_that_does_not_suffice_skips_a_job(acted: Any, monkeypatch: pytes
         raise DeviceMemoryError("out of memory")
 
     tried(monkeypatch, "bals", full)
-    (job,) = tune.tune(emulated.EmulatedDevice(), ["bals"], [4], sample=SAMPLE, most=1)
+    (job,) = tune.Tuner(emulated.EmulatedDevice(), most=1).run(["bals"], [4], sample=SAMPLE)
     assert job.reason == "not tuned: out of memory"
 
 
@@ -238,7 +239,7 @@ def timetable(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
         monkeypatch.setattr(Acted, "resources", lambda *_: Resources(64, 0))
         timing: Any = {"timer": clock.timer(1.0), "budget": budget, "num_threads": 1}
-        return list(tune.tune(Acted(), kernels, ranks, sample=SAMPLE, **timing))
+        return list(tune.Tuner(Acted(), **timing).run(kernels, ranks, sample=SAMPLE))
 
     return run
 
@@ -282,7 +283,7 @@ def test_the_next_rule_is_compiled_ahead_of_other_configurations(monkeypatch: py
     monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": Part(lambda: None)})
     monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
     timer = Clock(monkeypatch).timer(1.0)
-    list(tune.tune(Watched(), ["sparse_syrk", "bals"], [16], sample=SAMPLE, timer=timer, num_threads=1, most=3))
+    list(tune.Tuner(Watched(), timer=timer, num_threads=1, most=3).run(["sparse_syrk", "bals"], [16], sample=SAMPLE))
     assert compiled[:4] == ["sparse_syrk", "bals", "sparse_syrk", "sparse_syrk"]
 
 
@@ -300,7 +301,7 @@ def test_the_slow_are_timed_once() -> None:
         counted.append(repeats)
         return [9.0] * repeats
 
-    run = tune._Run(Acted(), timer, None, None, 1.0, 1)
+    run = tune.Tuner(Acted(), timer=timer, num_threads=1)
     one = Measurement(SPACES["sparse_syrk"].rule(FACTS, H200), {}, "timed")
     run._time(one, ActedTrial().parts(one.config), 1.0)
     assert counted == [1, 1] and one.ms == {"user": 9.0, "item": 9.0}
@@ -338,5 +339,6 @@ def test_kernels_take_turns_and_their_usual_kinds_come_first() -> None:
     ],
 )
 def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
+    limits = {name: changes[name] for name in ("budget", "most") if name in changes}
     with pytest.raises(ValueError, match=message):
-        tune.tune(emulated.EmulatedDevice(), **changes)
+        tune.Tuner(emulated.EmulatedDevice(), **limits).run(**{} if limits else changes)
