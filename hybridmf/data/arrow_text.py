@@ -47,10 +47,13 @@ class _Irregular(Exception):
 _DECLINED = (_Irregular, OSError, EOFError, zlib.error)  # the latter for damaged gzip files
 
 
-def integer_chunks(layout: TextLayout, size: int = BLOCK_BYTES) -> Iterator[TimedChunk | None]:
-    """Users, items (int64) and values (float64) of `size` bytes after others; None to decline."""
+def integer_chunks(layout: TextLayout, size: int = BLOCK_BYTES, *, narrow: bool = False) -> Iterator[TimedChunk | None]:
+    """Users, items (int64) and values (float64) of `size` bytes after others; None to decline.
+
+    `narrow`: users and items are int32 as long as all fit, which takes less time to parse.
+    """
     try:
-        for table in _tables(layout, size, integers=True):
+        for table in _tables(layout, size, integers=True, narrow=narrow):
             users, items = (table[place].to_numpy() for place in (layout.user, layout.item))
             yield users, items, _values(table, layout), *_times(table, layout)
     except _DECLINED:
@@ -103,7 +106,7 @@ def _codes(column: Any, table: dict[str, int]) -> np.ndarray:
 # -------------------------------------------------------------------------------------------------------------- blocks
 
 
-def _tables(layout: TextLayout, size: int, *, integers: bool) -> Iterator[dict[int, Any]]:
+def _tables(layout: TextLayout, size: int, *, integers: bool, narrow: bool = False) -> Iterator[dict[int, Any]]:
     """Columns of users, items, values and times, by their places, of each block of whole lines below the header."""
     if layout.encoding != "utf-8-sig" or os.path.getsize(layout.path) < SMALLEST:
         raise _Irregular
@@ -118,7 +121,12 @@ def _tables(layout: TextLayout, size: int, *, integers: bool) -> Iterator[dict[i
                 content, delimiter = _one_byte_delimiter(content, layout.separator)
                 if integers and not spelled_plainly(content, delimiter):
                     raise _Irregular
-                yield _parse(content, delimiter, layout, integers)
+                table = _parse(content, delimiter, layout, "int32") if narrow else None
+                narrow = table is not None
+                table = table or _parse(content, delimiter, layout, "int64" if integers else "labels")
+                if table is None:
+                    raise _Irregular
+                yield table
 
 
 def _blocks(stream: Any, size: int) -> Iterator[bytes]:
@@ -194,13 +202,14 @@ def _blank_of(block: bytes) -> bytes:
     return blank
 
 
-def _parse(block: bytes, delimiter: bytes, layout: TextLayout, integers: bool) -> dict[int, Any]:
+def _parse(block: bytes, delimiter: bytes, layout: TextLayout, kind: str) -> dict[int, Any] | None:
+    """The columns of a block, with ids of a kind ("int32", "int64", "labels"); None if they are of another."""
     try:
         import pyarrow as pa
         from pyarrow import csv as arrow_csv
     except ImportError as error:
         raise _Irregular from error
-    ids = pa.int64() if integers else pa.dictionary(pa.int32(), pa.string())
+    ids = pa.dictionary(pa.int32(), pa.string()) if kind == "labels" else getattr(pa, kind)()
     kinds = {layout.user: ids, layout.item: ids, layout.value: pa.float64()}
     if layout.times:
         kinds[layout.columns.time] = pa.timestamp("ns") if layout.times == "dates" else pa.float64()
@@ -217,6 +226,6 @@ def _parse(block: bytes, delimiter: bytes, layout: TextLayout, integers: bool) -
                 strings_can_be_null=False,
             ),
         )
-    except pa.ArrowException as error:
-        raise _Irregular from error
+    except pa.ArrowException:
+        return None
     return dict(zip(used, table.unify_dictionaries().columns, strict=True))

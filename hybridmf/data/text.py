@@ -352,7 +352,7 @@ def read_fields(layout: TextLayout, place: int) -> np.ndarray:
 
 def _read_regular(layout: TextLayout) -> Any:
     """`Columnar`, with times as a fourth element if the layout says so, through pyarrow; None where that declines."""
-    numeric = _join(arrow_text.integer_chunks(layout)) if layout.integer_ids else None
+    numeric = _join(arrow_text.integer_chunks(layout, narrow=True)) if layout.integer_ids else None
     if numeric is not None:
         return _with_integer_labels(numeric)
     user_table: dict[str, int] = {}

@@ -200,3 +200,12 @@ def test_conversions_of_little_memory_do_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setattr(arrow_text, "_parse", None)
     store = hmf.convert(path, tmp_path / "store", memory_limit="64MiB")
     assert np.array_equal(expected.user_items.toarray(), store.to_ratings().user_items.toarray())
+
+
+def test_narrow_ids_widen_where_they_have_to(tmp_path):
+    layout = layout_of(write(tmp_path, "3,4,1\n5,6,2\n2147483648,20,5\n7,-8,1\n"))
+    chunks = [chunk for chunk in arrow_text.integer_chunks(layout, 8, narrow=True) if chunk is not None]
+    kinds = [users.dtype for users, *_ in chunks]
+    assert kinds[0] == np.int32 and kinds[-1] == np.int64
+    assert np.concatenate([users for users, *_ in chunks]).tolist() == [3, 5, 2147483648, 7]
+    assert np.concatenate([items for _, items, *_ in chunks]).tolist() == [4, 6, 20, -8]
