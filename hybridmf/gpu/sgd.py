@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,24 +19,7 @@ from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..plan import tables
 from ..plan.als_gpu import PREDICTED_ROWS
-from ..plan.sgd import (
-    LONG_ROW,
-    MOST_RANGES,
-    OWNER_THREADS,
-    RISE,
-    RUN,
-    WORKER_ENTRIES,
-    SgdMethod,
-    blocks_own_rows,
-    diverged,
-    group_size,
-    owned_row_bytes,
-    owned_row_fits,
-    owned_rows_of_block,
-    range_count,
-    stored_width,
-    terms_at,
-)
+from ..plan.sgd import LONG_ROW, MOST_RANGES, RISE, RUN, SgdMethod, diverged, range_count, stored_width, terms_at
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
 from . import losses
@@ -69,6 +51,10 @@ DECENTRALIZED_THREADS = 256
 
 BATCH = 32
 """Runs that a worker takes at a time, by the rule: 256 entries, as in cuMF_SGD."""
+
+WORKER_ENTRIES = 16_000
+"""Minimum entries of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer
+workers on small problems limit that effect."""
 
 RANGES_PER_SM = 2
 """Blocks per multiprocessor in a decentralized pass, each with one range of updated rows."""
@@ -174,6 +160,11 @@ def scalars(terms: Terms, real: type) -> tuple[np.generic, ...]:
     keep = 1.0 - terms.rate * terms.regularization
     bias_keep = 1.0 - terms.bias_rate * terms.bias_regularization
     return tuple(map(real, (terms.rate, keep, terms.mean, terms.bias_rate, bias_keep)))
+
+
+def group_size(ld: int, itemsize: int) -> int:
+    """Lanes that share a row: GROUP of cuda/sgd.cuh."""
+    return min(32, 1 << (ld * itemsize // 16 - 1).bit_length())
 
 
 def _check_rows(device: Device, moved: Rows, fixed: Rows, real: Any, read: Any = None) -> None:
@@ -702,123 +693,8 @@ def batch_hogwild(
     return out
 
 
-@dataclass(frozen=True)
-class OwnedEntries:
-    """Entries by the block that owns their column, each block's in a shuffled order of the rows: for `owned_rows`.
-
-    Attributes
-    ----------
-    held : int32 array, shape (nnz,)
-        Row of each entry.
-    owned : uint16 array, shape (nnz,)
-        Column of each entry, counted among those of its block.
-    ratings : float32 array, shape (nnz,)
-    begins : int64 array, shape (n_blocks + 1,)
-        Bounds of the entries of each block.
-    columns : int32 array, shape (n_columns,)
-        By block.
-    first_column : int32 array, shape (n_blocks + 1,)
-    most : int
-        Columns of a block at most.
-    """
-
-    held: Array
-    owned: Array
-    ratings: Array
-    begins: Array
-    columns: Array
-    first_column: Array
-    most: int
-
-    @classmethod
-    def of(
-        cls, device: Device, matrix: sp.csr_array, walk: Walk, blocks: int, most: int, rng: np.random.Generator
-    ) -> OwnedEntries:
-        """Divide the columns of a matrix, whose entries `walk` has, among blocks with at most `most` columns each."""
-        (n_rows, n_columns), indptr = matrix.shape, csr_arrays(matrix)[0]
-        degrees = np.bincount(csr_arrays(matrix)[1], minlength=n_columns)
-        owner = divide(degrees, blocks, most)
-        columns = np.argsort(owner, kind="stable")
-        first = np.searchsorted(owner[columns], np.arange(blocks + 1))
-        local = np.empty(n_columns, dtype=np.int64)
-        local[columns] = np.arange(n_columns) - first[owner[columns]]
-        # one order of the rows, which each block starts elsewhere
-        turn, start = (device.upload(a) for a in (rng.permutation(n_rows), rng.integers(0, n_rows, blocks)))
-        rows = device.upload(np.repeat(np.arange(n_rows, dtype=np.int32), np.diff(indptr)))
-        owners = device.upload(owner)[walk.indices]
-        order = (owners * n_rows + (turn[rows] + start[owners]) % n_rows).argsort()
-        begins = np.concatenate(([0], np.cumsum(np.bincount(owner, degrees, blocks)))).astype(np.int64)
-        return cls(
-            rows[order],
-            device.upload(local.astype(np.uint16))[walk.indices][order],
-            walk.ratings[order],
-            device.upload(begins),
-            device.upload(columns.astype(np.int32)),
-            device.upload(first.astype(np.int32)),
-            int(np.diff(first).max()),
-        )
-
-
-def divide(degrees: np.ndarray, blocks: int, most: int) -> np.ndarray:
-    """Block of each column: the one with the fewest entries so far takes the next longest, at most `most` of them."""
-    owner, counts = np.empty(len(degrees), dtype=np.int64), [0] * blocks
-    least = [(0, block) for block in range(blocks)]
-    for column in np.argsort(-degrees, kind="stable").tolist():
-        entries, block = heapq.heappop(least)
-        owner[column] = block
-        counts[block] += 1
-        if counts[block] < most:
-            heapq.heappush(least, (entries + int(degrees[column]), block))
-    return owner
-
-
-def owned_rows(device: Device, held: Rows, owned: Rows, entries: OwnedEntries, terms: Terms) -> Array:
-    """One epoch over `entries`, lock-free; each block has its rows of `owned` in shared memory.
-
-    Parameters
-    ----------
-    held, owned : Rows
-        In and out; float16 or float32, without biases.
-    entries : OwnedEntries
-    terms : Terms
-
-    Returns
-    -------
-    float64 array, shape (n_blocks,)
-        Sums of squared errors.
-    """
-    _check_rows(device, held, owned, np.float32)
-    nnz, blocks = len(entries.held), len(entries.begins) - 1
-    for name, dtype, n in (
-        *(("held", np.int32, nnz), ("owned", np.uint16, nnz), ("ratings", np.float32, nnz)),
-        *(("begins", np.int64, blocks + 1), ("columns", np.int32, len(owned.matrix))),
-        ("first_column", np.int32, blocks + 1),
-    ):
-        check(name, getattr(entries, name), dtype, (n,))
-        check_not_host(device, **{name: getattr(entries, name)})
-    assert held.bias is None and owned.bias is None
-    ld, stored = held.matrix.shape[1], held.matrix.dtype
-    out = device.empty(blocks, np.float64)
-    kernel = get_kernel(device, "owned_rows.cu", "owned_rows", **owned_rows_constants(ld, stored.itemsize))
-    arrays = (entries.held, entries.owned, entries.ratings, entries.begins, entries.columns, entries.first_column)
-    numbers = scalars(terms, np.float32)[:3]
-    shared_bytes = entries.most * owned_row_bytes(ld, stored.itemsize)
-    kernel((blocks,), (OWNER_THREADS,), (held.matrix, owned.matrix, out, *arrays, *numbers), shared_bytes)
-    return out
-
-
-def owned_rows_constants(ld: int, itemsize: int) -> dict[str, Any]:
-    """Compile-time constants of owned_rows.cu."""
-    ahead = 4 // ceil_div(ld * itemsize, 512)
-    sizes = {"LD": ld, "THREADS": OWNER_THREADS, "AHEAD": ahead}
-    return {"REAL": np.dtype(np.float32), "FLOAT16": itemsize == 2} | sizes
-
-
 class BatchHogwild:
     """Batch-Hogwild (cuMF_SGD): runs of entries, shuffled once; a row of the larger side stays in registers for a run.
-
-    Where the rows of the smaller side fit into the shared memory of all multiprocessors, each of these owns some
-    (`plan.sgd.blocks_own_rows`).
 
     Parameters
     ----------
@@ -844,12 +720,6 @@ class BatchHogwild:
         matrix = matrices[self.held]
         self.walks = {self.held: Walk.upload(device, matrix)}
         shape = (stored_width(plan.factors, self.stored), self.stored.itemsize)
-        self.entries: OwnedEntries | None = None
-        if config is None and blocks_own_rows(plan, device.spec):
-            most = owned_rows_of_block(*shape, device.spec)
-            blocks = device.spec.multiprocessors
-            self.entries = OwnedEntries.of(device, matrix, self.walks[self.held], blocks, most, method.rng())
-            return
         config = config or HogwildConfig.default(device.spec, *shape, plan.rank > plan.factors)
         self.runs = device.upload(make_runs(matrix.indptr, method.rng(), config.run))
         self.config = config.limited(matrix.nnz)
@@ -857,8 +727,6 @@ class BatchHogwild:
     def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
         """See `Epochs`."""
         held, walked = work[self.held], work[other_side(self.held)]
-        if self.entries is not None:
-            return owned_rows(self.device, held, walked, self.entries, terms).sum(keepdims=True)
         walk = self.walks[self.held]
         return batch_hogwild(self.device, held, walked, walk, self.runs, terms, self.config).sum(keepdims=True)
 
@@ -1085,5 +953,3 @@ def default_builds(
                 chosen = HogwildConfig.default(spec, ld, stored.itemsize, biases)
                 constants = chosen.constants(ld, stored.itemsize == 2, biases)
                 yield "batch_hogwild.cu", "batch_hogwild", constants
-                if not biases and owned_row_fits(ld, stored.itemsize):
-                    yield "owned_rows.cu", "owned_rows", owned_rows_constants(ld, stored.itemsize)

@@ -350,8 +350,6 @@ class SgdMethod:
         if self.schedule == "batch_hogwild":
             # by one side's rows; and its runs, which are shuffled on the host
             runs = 16 * (nnz // RUN + max(m, n))
-            if plan.gpu is not None and blocks_own_rows(plan, plan.gpu):
-                runs = nnz * 48  # the order of entries, while they are sorted, and their copies
             return {"ratings": nnz * (4 + itemsize) + max(m, n) * 8 + runs, "factors": (copies + 1) * rows}
         copies += plan.precision == "float16"  # that which a pass reads
         layouts = 1 if self.ordering in ("user", "item") else 2
@@ -497,49 +495,6 @@ RUN = 8
 otherwise; see cuda/batch_hogwild.cu. An epoch of Netflix's shape, f = 128 in float16, took 21.8 ms on an H200; in
 trials 20.0 with 16 and 17.1 with 32, at the same train RMSE. But 32 spills registers at other widths: it wants fewer
 blocks on a multiprocessor there, which is for `hybridmf tune` to find."""
-
-
-WORKER_ENTRIES = 16_000
-"""Minimum entries of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer
-workers on small problems limit that effect."""
-
-OWNER_THREADS = 512
-"""Threads of a block of cuda/owned_rows.cu, which has a multiprocessor for itself."""
-
-
-def group_size(ld: int, itemsize: int) -> int:
-    """Lanes that share a row: GROUP of cuda/sgd.cuh."""
-    return min(32, 1 << (ld * itemsize // 16 - 1).bit_length())
-
-
-def owned_row_bytes(ld: int, itemsize: int) -> int:
-    """Shared memory of a row in cuda/owned_rows.cu: all pieces of its lanes, in float32."""
-    lanes = group_size(ld, itemsize)
-    return ceil_div(ld * itemsize, 16 * lanes) * lanes * 16 * 4 // itemsize
-
-
-def owned_row_fits(ld: int, itemsize: int) -> bool:
-    """Whether lanes hold a row in few enough registers."""
-    return group_size(ld, itemsize) >= 4 and ld * itemsize <= 1024
-
-
-def owned_rows_of_block(ld: int, itemsize: int, spec: DeviceSpec) -> int:
-    """Rows that a multiprocessor can own."""
-    return min(1 << 16, (spec.shared_bytes - 1024) // owned_row_bytes(ld, itemsize))
-
-
-def blocks_own_rows(plan: Plan, spec: DeviceSpec) -> bool:
-    """Whether each multiprocessor owns rows of the smaller side in batch-Hogwild; see cuda/owned_rows.cu.
-
-    With biases, more rows than fit, or too few entries for each walker, runs of all columns are shuffled.
-    """
-    stored = np.dtype(plan.precision)
-    shape = stored_width(plan.factors, stored), stored.itemsize
-    if plan.rank > plan.factors or not owned_row_fits(*shape):
-        return False
-    walkers = spec.multiprocessors * OWNER_THREADS // group_size(*shape)
-    most, smaller = owned_rows_of_block(*shape, spec), min(plan.n_users, plan.n_items)
-    return smaller <= spec.multiprocessors * most and plan.nnz >= walkers * WORKER_ENTRIES
 
 
 def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int, most: int = MOST_RANGES) -> int:

@@ -418,62 +418,6 @@ def test_workers_of_a_device(device):
     assert HogwildConfig.rule(spec, 32, 2, False).limited(3).n_workers == 1
 
 
-# ---------------------------------------------------------------------------------------------------- owned rows
-
-
-@pytest.mark.parametrize(("stored", "rank"), [(np.float32, 125), (np.float16, 250)])
-def test_owned_rows_take_every_entry(device, stored, rank, monkeypatch):
-    """One block and one walker, a warp: the reference, entry by entry in the block's order."""
-    monkeypatch.setattr(sgd, "OWNER_THREADS", 32)
-    matrix = as_csr(rows_of(LENGTHS, 80), dtype=np.float32)
-    problem = Pass(device, matrix, rank)
-    problem.read = np.dtype(stored)
-    users, items = (Rows(problem.rows(factors).matrix.astype(stored)) for factors in problem.factors)
-    entries = sgd.OwnedEntries.of(device, matrix, problem.walk, 1, 80, np.random.default_rng(0))
-    losses = device.download(sgd.owned_rows(device, users, items, entries, TERMS._replace(mean=0.0)))
-    order = [device.download(array) for array in (entries.held, entries.owned, entries.ratings)]
-    columns = device.download(entries.columns)
-    assert sorted(zip(order[0], columns[order[1]], order[2], strict=True)) == sorted(
-        zip(*(part.tolist() for part in (matrix.tocoo().row, matrix.tocoo().col, matrix.data)), strict=True)
-    )
-    assert not np.array_equal(order[0], np.sort(order[0]))
-    x, y = (factors.matrix.astype(stored).astype(float) for factors in problem.factors)
-    loss, keep = 0.0, 1 - TERMS.rate * TERMS.regularization
-    for user, item, rating in zip(order[0], columns[order[1]], order[2], strict=True):
-        error = rating - x[user] @ y[item]
-        loss += error**2
-        step = TERMS.rate * error
-        x[user], y[item] = keep * x[user] + step * y[item], keep * y[item] + step * x[user]
-    tolerance = 1e-5 if stored == np.float32 else 5e-3
-    assert losses.sum() == pytest.approx(loss, rel=tolerance)
-    found = [device.download(rows.matrix)[:, :rank].astype(float) for rows in (users, items)]
-    for ours, expected in zip(found, (x, y), strict=True):
-        assert np.abs(ours - expected).max() < tolerance * np.abs(expected).max()
-
-
-def test_columns_are_divided():
-    degrees = np.array([100, 1, 50, 50, 0, 3, 2])
-    owner = sgd.divide(degrees, 3, 3)
-    assert len(set(owner[[0, 2, 3]])) == 3
-    assert np.bincount(owner, degrees, 3)[owner[0]] == 100 or max(np.bincount(owner)) == 3
-    assert max(np.bincount(owner)) <= 3
-
-
-@pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_owned_rows_learn(device, precision, monkeypatch):
-    monkeypatch.setattr(plan_sgd, "WORKER_ENTRIES", 0)
-    monkeypatch.setattr(sgd, "OWNER_THREADS", 32)
-    matrix = as_csr(planted(60, 40, 0.4), dtype="float32")
-    solver = solver_on(device, matrix, method_of("batch_hogwild"), 32, precision=precision)
-    assert solver.epochs.entries is not None
-    start = solver.objective_value()
-    run(solver, 8)
-    assert solver.objective_value() < 0.6 * start
-    assert solver_on(device, matrix, method_of("batch_hogwild"), 2, precision=precision).epochs.entries is None
-    biased = solver_on(device, matrix, method_of("batch_hogwild"), 32, biases=True, precision=precision)
-    assert biased.epochs.entries is None
-
-
 # ---------------------------------------------------------------------------------------------------- passes
 
 
@@ -744,7 +688,6 @@ def test_a_state_is_never_written_to(device):
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_batch_hogwild_learns(device, precision, tall, monkeypatch):
     """Rows of the larger side are held; several workers, blocks one after the other where emulated."""
-    monkeypatch.setattr(plan_sgd, "WORKER_ENTRIES", 32)
     monkeypatch.setattr(sgd, "WORKER_ENTRIES", 32)
     matrix = as_csr(SMALL if tall else sp.csr_array(SMALL.T), dtype="float32")
     solver = solver_on(device, matrix, method_of("batch_hogwild"), biases=True, precision=precision)
