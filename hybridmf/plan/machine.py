@@ -33,8 +33,9 @@ logger = logging.getLogger("hybridmf")
 FORMAT = 4
 """Format version of the file; incremented whenever its meaning changes."""
 
-NONNEGATIVE_GPU_ROW = 6.0
-"""Time of a non-negative row on a GPU, in Cholesky solutions."""
+NONNEGATIVE_GPU_ROW = 4.0
+"""Time of a non-negative row on a GPU, in Cholesky solutions: 3 to 4 times theirs at ranks 32 to 128 from a start near
+the solution (32,768 systems on an H200), 6 to 24 times from afar, as in the first iteration."""
 
 Curve = tuple[tuple[float, float], ...]
 """A rate per second at a few numbers of factors, rising: ``((32, 8e10), (64, 1.1e11))``; see `seconds_at`."""
