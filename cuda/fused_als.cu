@@ -305,12 +305,11 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
         const int failed = cholesky_solve(mine, memory, epsilon, warp, lane);
         store_solution(solutions + row * LD, status + row, LD, memory, failed, warp, lane);
     } else {
-        const int chief = int(row % WARPS);
         Elements x;
-        if (warp == chief) load_elements(x, solutions + row * LD, lane);
+        if (warp == 0) load_elements(x, solutions + row * LD, lane);
         complete(mine, memory, gram, ridge, scale, warp, lane);
         team_sync();
-        conjugate_gradient(mine, memory, x, cg_steps, chief, warp, lane, meanwhile);
+        conjugate_gradient(mine, memory, x, cg_steps, warp, lane, meanwhile);
         store_solution(solutions + row * LD, status + row, LD, memory, *memory.failed, warp, lane);
     }
 }
