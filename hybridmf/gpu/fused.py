@@ -347,6 +347,8 @@ def default_builds(
                         continue
                     constants = build_constants(config, precision, solver, implicit, offsets)
                     yield "fused_als.cu", "assemble_segments", constants
+        if solved_apart(rank, "cholesky"):  # but not by conjugate gradients
+            yield from builds(FusedConfig.default(rank, spec, "bf16", "cg"), "bf16", "cg", False, False)
         config = FusedConfig.default(rank, spec)
         if config.solved_by_sums("cholesky"):
             yield "cholesky_sums.cu", "cholesky_sums", sums_constants(config)
