@@ -1,4 +1,4 @@
-// fused_als.cu - A[u] x[u] = b[u] assembled and, up to rank 96, solved without leaving the chip, for rows u of a side:
+// fused_als.cu - A[u] x[u] = b[u] assembled and, up to rank 96 or by CG, solved without leaving the chip, for rows u of a side:
 //                A[u] = G + sum_e w_e y_e y_e^T + scale_u ridge,  b[u] = sum_e c_e y_e  (weights: entry_weight)
 // grid  : as many blocks as fit on the device; teams of WARPS warps take rows from a counter, longest rows first
 // block : TEAMS teams (WARPS 1) or one team (WARPS 2 or 4); which warp holds which part of A: system.cuh
@@ -313,12 +313,11 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
         const int failed = cholesky_solve(mine, memory, epsilon, warp, lane);
         store_solution(solutions + row * LD, status + row, LD, memory, failed, warp, lane);
     } else {
-        const int chief = int(row % WARPS);
         Elements x;
-        if (warp == chief) load_elements(x, solutions + row * LD, lane);
+        if (warp == 0) load_elements(x, solutions + row * LD, lane);
         complete(mine, memory, gram, ridge, scale, given, warp, lane);
         team_sync();
-        conjugate_gradient(mine, memory, x, cg_steps, chief, warp, lane, meanwhile);
+        conjugate_gradient(mine, memory, x, cg_steps, warp, lane, meanwhile);
         store_solution(solutions + row * LD, status + row, LD, memory, *memory.failed, warp, lane);
     }
 }

@@ -778,13 +778,12 @@ __device__ __forceinline__ void load_elements(Elements& x, const float* start, i
     for (int e = 0; e < ELEMENTS; e++) x[e] = e * WARP + lane < RANK ? start[e * WARP + lane] : 0.0f;
 }
 
-// `steps` conjugate gradient steps on A x = b from x, which warp `chief` has, with the blocks of A where the products left
+// `steps` conjugate gradient steps on A x = b from x, which the first warp has, with the blocks of A where the products left
 // them; x is left in memory.rhs. Stops early where the residual has fallen by 1e-10 (squared 1e-20) or is about to
-// underflow, as the CPU does. All warps multiply; one has the vectors, so that only two barriers are in a step: another one
-// for each row, as it works more than the others of its part of the multiprocessor. `meanwhile` is called once, by all
-// warps. Failure, NON_FINITE or NEGATIVE_CURVATURE, is left in memory.failed.
+// underflow, as the CPU does. All warps multiply; the first one has the vectors, so that only two barriers are in a step.
+// `meanwhile` is called once, by all warps. Failure, NON_FINITE or NEGATIVE_CURVATURE, is left in memory.failed.
 template <class Body>
-__device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemory& memory, const Elements& x, int steps, int chief,
+__device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemory& memory, const Elements& x, int steps,
                                                    int warp, int lane, Body&& meanwhile) {
     float* const direction = memory.diagonal;  // (RANK16,)
     float* const sums = memory.sums;
@@ -792,7 +791,7 @@ __device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemo
     Elements r, p;
     double square = 0, first = 0;
     int status = 0;
-    if (warp == chief) {
+    if (warp == 0) {
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
             const int k = e * WARP + lane;
@@ -808,7 +807,7 @@ __device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemo
         multiply_vector(mine, direction, sums, warp, lane);
         if (step < 0) meanwhile();
         team_sync();
-        if (warp != chief) continue;
+        if (warp != 0) continue;
         Elements product;
         collect(product, sums, lane);
         float ratio = 0;
@@ -843,7 +842,7 @@ __device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemo
         const bool ends = status != 0 || step + 1 == steps || square <= 1e-20 * first || square <= 1e-60;
         if (lane == 0 && ends) *going_on = 0;
     }
-    if (warp == chief && lane == 0) *memory.failed = status;
+    if (warp == 0 && lane == 0) *memory.failed = status;
     team_sync();
 }
 

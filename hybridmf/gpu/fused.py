@@ -375,6 +375,8 @@ def default_builds(
                         continue
                     constants = build_constants(config, precision, solver, implicit, offsets)
                     yield "fused_als.cu", "assemble_segments", constants
+        if solved_apart(rank, "cholesky"):  # but not by conjugate gradients
+            yield from builds(FusedConfig.default(rank, spec, "bf16", "cg"), "bf16", "cg", False, False)
         config = FusedConfig.default(rank, spec)
         for implicit in (False, True) if rank in (32, 64) else ():
             yield from builds(config, "float32", "cholesky", implicit, False, residual=True)

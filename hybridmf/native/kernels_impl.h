@@ -19,6 +19,7 @@
 enum {
     HMF_AHEAD = 8,    /* entries between a prefetch and its use: about the latency of L3 at rank 64 */
     HMF_TOGETHER = 4, /* rows that share a pass over a vector in apply, combine and gather */
+    HMF_WIDE = 8,     /* vectors of `out` in registers in apply */
     HMF_BLOCK = 8     /* rows of a Cholesky panel; every table's syrk tiles divide it */
 };
 
@@ -130,6 +131,20 @@ HMF_INLINE REAL FN(total)(VEC v) {
     FOUR sum;
     FN(quarter)(v, &sum);
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+/* `total` of each of four vectors, by shuffles that they share. */
+HMF_INLINE void FN(four_totals)(const VEC *v, FOUR *out) {
+    FOUR part[4], pair[2];
+    if (LANES < 4) {
+        for (int c = 0; c < 4; c++) (*out)[c] = FN(total)(v[c]);
+        return;
+    }
+    for (int c = 0; c < 4; c++) FN(quarter)(v[c], &part[c]);
+    for (int c = 0; c < 2; c++)
+        pair[c] = HMF_SHUFFLE(part[2 * c], part[2 * c + 1], 0, 4, 1, 5) +
+                  HMF_SHUFFLE(part[2 * c], part[2 * c + 1], 2, 6, 3, 7);
+    *out = HMF_SHUFFLE(pair[0], pair[1], 0, 1, 4, 5) + HMF_SHUFFLE(pair[0], pair[1], 2, 3, 6, 7);
 }
 
 static REAL FN(dot)(ptrdiff_t n, const REAL *a, const REAL *b) {
@@ -292,13 +307,53 @@ HMF_INLINE void FN(apply_few)(const int rows, ptrdiff_t rank, const REAL *const 
         for (int r = 0; r < rows; r++) out[j] += factor[r] * y[r][j];
 }
 
+/* The same for all rows of width `vectors` * LANES: `out` stays in registers, and four inner products share shuffles. */
+HMF_INLINE void FN(apply_width)(const int vectors, const hmf_rows *rows, const REAL *weight, const REAL *target, REAL sign,
+                                const REAL *p, REAL *out) {
+    const ptrdiff_t n = rows->n, stride = rows->stride;
+    const REAL *const fixed = rows->fixed;
+    const int32_t *const columns = rows->columns;
+    VEC total[HMF_WIDE];
+    HMF_UNROLL
+    for (int v = 0; v < vectors; v++) total[v] = *(const VEC *)(out + v * LANES);
+    for (ptrdiff_t k = 0; k + HMF_TOGETHER <= n; k += HMF_TOGETHER) {
+        const REAL *y[HMF_TOGETHER];
+        VEC sum[HMF_TOGETHER];
+        for (int r = 0; r < HMF_TOGETHER; r++) {
+            y[r] = fixed + columns[k + r] * stride;
+            if (k + r + HMF_AHEAD < n)
+                FN(prefetch_row)(fixed + columns[k + r + HMF_AHEAD] * stride, vectors * LANES);
+            sum[r] = SPLAT(0);
+        }
+        HMF_UNROLL
+        for (int v = 0; v < vectors; v++) {
+            const VEC part = *(const VEC *)(p + v * LANES);
+            for (int r = 0; r < HMF_TOGETHER; r++) sum[r] += part * *(const VEC *)(y[r] + v * LANES);
+        }
+        FOUR factor;
+        FN(four_totals)(sum, &factor);
+        factor *= sign;
+        if (weight) factor *= *(const FOUR *)(weight + k);
+        if (target) factor += *(const FOUR *)(target + k);
+        HMF_UNROLL
+        for (int v = 0; v < vectors; v++)
+            for (int r = 0; r < HMF_TOGETHER; r++) total[v] += SPLAT(factor[r]) * *(const VEC *)(y[r] + v * LANES);
+    }
+    HMF_UNROLL
+    for (int v = 0; v < vectors; v++) *(VEC *)(out + v * LANES) = total[v];
+}
+
 static void FN(apply)(const hmf_rows *rows, const REAL *weight, const REAL *target, REAL sign, const REAL *p,
                       REAL *out) {
     const ptrdiff_t n = rows->n, rank = rows->width, stride = rows->stride;
     const REAL *const fixed = rows->fixed;
     const int32_t *const columns = rows->columns;
     const REAL *y[HMF_TOGETHER];
-    ptrdiff_t k = 0;
+    ptrdiff_t k = n / HMF_TOGETHER * HMF_TOGETHER;
+    if (rank == 2 * LANES) FN(apply_width)(2, rows, weight, target, sign, p, out);
+    else if (rank == 4 * LANES) FN(apply_width)(4, rows, weight, target, sign, p, out);
+    else if (rank == HMF_WIDE * LANES) FN(apply_width)(HMF_WIDE, rows, weight, target, sign, p, out);
+    else k = 0;
     for (; k + HMF_TOGETHER <= n; k += HMF_TOGETHER) {
         for (int r = 0; r < HMF_TOGETHER; r++) {
             y[r] = fixed + columns[k + r] * stride;
@@ -380,20 +435,6 @@ static void FN(gather)(const hmf_rows *rows, ptrdiff_t n_ahead, ptrdiff_t ld, co
 }
 
 /* ---- inner products of a row's entries ------------------------------------------------------------------------ */
-
-/* `total` of each of four vectors, by shuffles that they share. */
-HMF_INLINE void FN(four_totals)(const VEC *v, FOUR *out) {
-    FOUR part[4], pair[2];
-    if (LANES < 4) {
-        for (int c = 0; c < 4; c++) (*out)[c] = FN(total)(v[c]);
-        return;
-    }
-    for (int c = 0; c < 4; c++) FN(quarter)(v[c], &part[c]);
-    for (int c = 0; c < 2; c++)
-        pair[c] = HMF_SHUFFLE(part[2 * c], part[2 * c + 1], 0, 4, 1, 5) +
-                  HMF_SHUFFLE(part[2 * c], part[2 * c + 1], 2, 6, 3, 7);
-    *out = HMF_SHUFFLE(pair[0], pair[1], 0, 1, 4, 5) + HMF_SHUFFLE(pair[0], pair[1], 2, 3, 6, 7);
-}
 
 /* rows x 4 inner products, from element (i0, j0) of a on. Pointers beyond the last entry repeat it. */
 HMF_INLINE void FN(products_tile)(const int rows, ptrdiff_t width, const REAL *const *left, const REAL *const *right,

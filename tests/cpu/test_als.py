@@ -221,10 +221,10 @@ def test_negative_feedback_is_a_confident_dislike():
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("forms", [0, 100])
-def test_cg_is_textbook_conjugate_gradients(name, steps, warm, forms, monkeypatch):
+@pytest.mark.parametrize("rank", [6, 32])
+def test_cg_is_textbook_conjugate_gradients(name, steps, warm, forms, rank, monkeypatch):
     monkeypatch.setattr("hybridmf.cpu.als.CG_FORMS_PER_STEP", forms)  # A never formed; formed for rows beyond the rank
-    objective, rank = OBJECTIVES[name], 6
-    matrix = planted()
+    objective, matrix = OBJECTIVES[name], planted()
     width = rank + objective.biases
     start = random_factors(60, rank, np.float64, objective.biases, seed=5) if warm else None
     solved, _ = solve(matrix, objective, rank, "float64", solver="cg", cg_steps=steps, start=start)
@@ -240,7 +240,7 @@ def test_cg_is_textbook_conjugate_gradients(name, steps, warm, forms, monkeypatc
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("rank", [1, 8, 19])
+@pytest.mark.parametrize("rank", [1, 8, 16, 19, 64])
 def test_cg_with_and_without_the_matrix_of_a_row(name, rank, monkeypatch):
     solved = []
     for forms in (0, 100):
