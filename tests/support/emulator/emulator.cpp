@@ -261,18 +261,19 @@ struct Product {  // a lane's part of one
     double sums[4];
 };
 
-enum Type { TF32, BF16, FLOAT16 };
+enum Type { TF32, BF16, FLOAT16, INT8 };
 
 // Of the value number `k` in a register.
 template <Type TYPE> double operand(unsigned bits, int k) {
     if (TYPE == TF32) return __uint_as_float(bits & 0xffffe000u);
+    if (TYPE == INT8) return static_cast<signed char>(bits >> 8 * (k % 4));
     bits = bits >> 16 * (k % 2) & 0xffffu;
     return TYPE == BF16 ? __uint_as_float(bits << 16) : from_float16(bits);
 }
 
 // All of a warp's product A (16 x DEPTH) B (DEPTH x 8), by the lane that comes last.
 template <Type TYPE> void multiply(void* slots) {
-    constexpr int WIDTH = TYPE == TF32 ? 1 : 2, DEPTH = 8 * WIDTH;  // values in a register
+    constexpr int WIDTH = TYPE == TF32 ? 1 : TYPE == INT8 ? 4 : 2, DEPTH = 8 * WIDTH;  // values in a register
     Product* lanes = static_cast<Product*>(slots);
     double B[DEPTH][8];
     for (int k = 0; k < DEPTH; k++)
@@ -289,11 +290,11 @@ template <Type TYPE> void multiply(void* slots) {
     }
 }
 
-template <Type TYPE> void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+template <Type TYPE, class Sum> void mma(Sum (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const Product mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {}};
     const void* all = exchange(0xffffffffu, &mine, sizeof(mine), multiply<TYPE>);
     const double* sums = static_cast<const Product*>(all)[linear % 32].sums;
-    for (int q = 0; q < 4; q++) d[q] = float(d[q] + sums[q]);
+    for (int q = 0; q < 4; q++) d[q] = Sum(d[q] + sums[q]);
 }
 
 }  // namespace
@@ -307,16 +308,6 @@ template <bool BF16> void mma_16bit(float (&d)[4], const unsigned (&a)[4], unsig
 template void mma_16bit<true>(float (&)[4], const unsigned (&)[4], unsigned, unsigned);
 template void mma_16bit<false>(float (&)[4], const unsigned (&)[4], unsigned, unsigned);
 
-void mma_8bit(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const auto all = exchange(0xffffffffu, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
-    const int lane = linear % 32;
-    const auto byte = [](unsigned bits, int k) { return int(static_cast<signed char>(bits >> 8 * (k % 4))); };
-    for (int q = 0; q < 4; q++) {
-        const int row = lane / 4 + 8 * (q / 2), column = 2 * (lane % 4) + q % 2;
-        for (int k = 0; k < 32; k++)
-            d[q] += byte(all[row % 8 * 4 + k % 16 / 4].a[row / 8 + 2 * (k / 16)], k) *
-                    byte(all[column * 4 + k % 16 / 4].b[k / 16], k);
-    }
-}
+void mma_8bit(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma<INT8>(d, a, b0, b1); }
 
 }  // namespace emulator
