@@ -450,6 +450,7 @@ ALS_CASES = {
         *implicit_cases("netflix", 128, 850.0, "float32", "bf16x3"),
         *implicit_cases("netflix", 32, None, "float32"),
         *implicit_cases("msd", 64, 219.0, "float32"),
+        *implicit_cases("msd", 128, 324.0, "float32"),
         *both_forms("shop", "implicit", 128),
     ],
 }
