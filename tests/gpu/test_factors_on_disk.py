@@ -518,6 +518,7 @@ def test_copies_between_files_and_a_gpu_arrive_whole(device, folder, monkeypatch
     table[...] = np.random.default_rng(0).standard_normal(table.shape).astype(np.float32)
     copier = device.copier()
     on_device = device.zeros(table.size, np.float32)
+    copier.after(device.record())  # not before the zeros
     copier.copy(on_device, table.reshape(-1))
     copier.synchronize()
     np.testing.assert_array_equal(device.download(on_device), table.reshape(-1))

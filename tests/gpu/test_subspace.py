@@ -79,15 +79,21 @@ def test_large_blocks(device, name, rank, block, dtype):
     check(device, rank, name, dtype, block, matrix)
 
 
-@pytest.mark.parametrize("precision", ["bf16x3", exhaustive("tf32"), exhaustive("bf16"), exhaustive("float16")])
-def test_other_precisions_are_of_changes_alone(device, precision):
-    """Predictions are in float32: a few passes over the same rows end where exact products do."""
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [("bf16x3", 1e-4), exhaustive("tf32", 1e-4), exhaustive("bf16", 5e-3), exhaustive("float16", 1e-4)],
+)
+def test_other_precisions_are_of_changes_alone(device, precision, tolerance):
+    """Predictions are in float32: a few passes over the same rows end where exact products do.
+
+    Or, in bf16, where those of the rounded factors do, which its kernels read.
+    """
     problem = Problem(rows_of(LENGTHS, 60), OBJECTIVES["implicit"], 8)
     solved = random_factors(len(LENGTHS), 8, "float32", seed=5)
     for _ in range(12):
         solved = problem.solve(device, start=solved, solver="subspace", block_size=8, precision=precision)
     expected = joined(problem.exact())
-    assert np.abs(joined(solved) - expected).max() < 1e-4 * np.abs(expected).max()
+    assert np.abs(joined(solved) - expected).max() < tolerance * np.abs(expected).max()
 
 
 def test_a_block_whose_factors_have_a_wide_range(device):
