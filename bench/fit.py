@@ -38,6 +38,7 @@ from paper_common import figure
 
 import hybridmf as hmf
 from hybridmf.core.objective import Factors, State
+from hybridmf.core.sparse import RowColumns
 from hybridmf.core.validate import csr_arrays
 from hybridmf.cpu.als import objective_value
 from hybridmf.cpu.topk import top_k
@@ -122,7 +123,8 @@ class _Ranked:
 
     def recommend(self, userid: Any, user_items: Any = None, N: int = 10, **options: Any) -> Any:
         threads = hmf.config()["threads"]
-        return top_k(self.users[userid], self.items, N, seen=self.seen[userid], num_threads=threads)
+        seen = RowColumns.of(self.seen[userid])
+        return top_k(self.users[userid], self.items, N, seen=seen, num_threads=threads)
 
 
 # ------------------------------------------------------------------------------------------------------------ our fits

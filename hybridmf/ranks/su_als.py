@@ -180,7 +180,7 @@ class RankALS(Alternating):
     topology : sequence of int, optional
         Socket of each rank, for ``reduction="two_phase"``.
     one_matrix : bool
-        Whether the blocks of all ranks were cut from the same ratings in memory, so that nothing needs to be compared.
+        Whether the blocks of all ranks were cut from the same ratings in memory: their entries are not compared then.
 
     Raises
     ------
@@ -211,8 +211,7 @@ class RankALS(Alternating):
                 'without ranks on one GPU, device="cuda:0", does that'
             )
         with worker.active():
-            if not one_matrix:
-                self._check_alike(blocks)
+            self._check_alike(blocks, one_matrix)
             self._split_communicators(topology)
             self.degrees = {side: self._whole_degrees(side, blocks[side]) for side in SIDES}
             self._pieces = {side: self._pieces_of(side) for side in SIDES}
@@ -233,7 +232,7 @@ class RankALS(Alternating):
 
     # ------------------------------------------------------------------------------------------------ set-up
 
-    def _check_alike(self, blocks: Mapping[Side, Block]) -> None:
+    def _check_alike(self, blocks: Mapping[Side, Block], one_matrix: bool) -> None:
         """Check that all ranks have the same plan, and blocks of the same ratings in both orientations."""
         for side in SIDES:
             rows = sum(last - first for first, last in self.layout.ranges(side, self.rank))
@@ -250,6 +249,8 @@ class RankALS(Alternating):
             raise CommunicatorError(
                 f"rank {int(others[0])} has another layout, objective or plan than rank 0; give all ranks the same"
             )
+        if one_matrix:
+            return
         sums = np.stack([self._checksum(side, blocks[side]) for side in SIDES])
         users, items = self.communicator.allreduce(sums)
         if not np.array_equal(users, items):

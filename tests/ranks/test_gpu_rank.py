@@ -123,7 +123,7 @@ def operations(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_ranks_of_one_matrix_do_not_compare_their_blocks(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over all entries, in one thread for each rank, take longer than a few iterations."""
-    monkeypatch.setattr(RankALS, "_check_alike", None)
+    monkeypatch.setattr(RankALS, "_checksum", None)
     MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2))).close()
 
 
@@ -131,7 +131,7 @@ SOLVING = ["split_table", "clear", "assemble_segments", "clear", "solve_partials
 SUMMING = ["split_table", "clear", "clear", "assemble_segments", "add_pieces", "solve_partials", "row_range", "copy"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "nonnegative"])
 @pytest.mark.parametrize(("grid", "expected"), [((1, 2), SOLVING), ((2, 1), SUMMING)])
 def test_operations_of_a_half_sweep(
     name: str, grid: tuple[int, int], expected: list[str], gpus: Machine, monkeypatch: pytest.MonkeyPatch
