@@ -22,7 +22,7 @@ from .cost import (
 )
 from .half_sweep import BATCH_BYTES, fused_or_published
 from .machine import H200, CpuRates, GpuRates, Machine, rate_at, seconds_at, solve_flops, system_flops
-from .row_forms import dual_up_to, side_seconds, side_sizes
+from .row_forms import dual_up_to, short_rows, side_seconds, side_sizes
 from .solver import frozen_text
 from .types import (
     CPU_ASSEMBLIES,
@@ -194,12 +194,15 @@ class AlsMethod:
         f, itemsize, rows, cache = plan.rank, problem.itemsize, problem.filled_rows, plan.gpu.l2_bytes
         if plan.solver == "subspace":
             return self._gpu_blocks(plan, rates) + gpu_idle(plan, rates)
-        seconds = sum(
-            plan.nnz * rates.entry_seconds(f, itemsize, size, cache, plan.assembly, plan.precision)
-            for size in problem.table_bytes
-        )
         steps = plan.cg_steps if plan.solver == "cg" else 0
-        seconds += rows * rates.row_seconds(f, itemsize, plan.assembly, steps, plan.solver == NONNEGATIVE)
+        row = rates.row_seconds(f, itemsize, plan.assembly, steps, plan.solver == NONNEGATIVE)
+        seconds, filled = 0.0, rows / sum(side_sizes(plan, side)[0] for side in SIDES)
+        for side, size in zip(SIDES[::-1], problem.table_bytes, strict=True):
+            entry = rates.entry_seconds(f, itemsize, size, cache, plan.assembly, plan.precision)
+            solved = filled * side_sizes(plan, side)[0]
+            short, entries, squares, _ = short_rows(dual_up_to(plan, side), plan.nnz / solved)
+            seconds += (plan.nnz - solved * entries) * entry + solved * (1 - short) * row
+            seconds += solved * (short * rates.dual_row + squares * rates.dual_pair * (f + 128))
         if plan.feedback == "implicit":
             seconds += rates.gram_seconds(rows, rows, f, itemsize)
         return max(seconds + gpu_idle(plan, rates), copies_beside(plan, machine))

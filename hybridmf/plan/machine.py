@@ -189,6 +189,8 @@ class GpuRates:
         Flop/s of conjugate gradients, 2 f^2 a row and pass.
     cg_step : float
         Seconds per row for the reductions over threads in a CG step, independent of f.
+    dual_row, dual_pair : float
+        Seconds for a row in the dual form: fixed, and for each pair of its n entries times f + 128.
     published : dict of str to Curve
         Flop/s of the other assemblies.
     precision : dict of str to float
@@ -230,10 +232,12 @@ class GpuRates:
     """
 
     multiprocessors: int = 132
-    assembly: Curve = ((32, 3.0e13), (64, 4.8e13), (100, 4.6e13), (128, 5.5e13))
-    solve: Curve = ((32, 3.5e12), (64, 6.4e12), (100, 5.6e12), (128, 5.3e12), (256, 1.46e13), (512, 1.8e13))
-    cg: float = 3.4e12
-    cg_step: float = 1.0e-9
+    assembly: Curve = ((32, 3.8e13), (64, 6.9e13), (100, 5.8e13), (128, 7.4e13))
+    solve: Curve = ((32, 3.5e12), (64, 6.2e12), (100, 6.8e12), (128, 1.2e13), (256, 1.46e13), (512, 1.8e13))
+    cg: float = 1.6e13
+    cg_step: float = 7.0e-10
+    dual_row: float = 2.2e-9
+    dual_pair: float = 2.6e-14
     published: dict[str, Curve] = field(
         default_factory=lambda: {
             "sparse_syrk": ((32, 1.69e13), (64, 1.78e13), (256, 4.2e13)),
@@ -242,7 +246,7 @@ class GpuRates:
         }
     )
     precision: dict[str, float] = field(
-        default_factory=lambda: {"float32": 1.0, "bf16x3": 0.82, "tf32": 0.63, "bf16": 0.54, "float16": 0.54}
+        default_factory=lambda: {"float32": 1.0, "bf16x3": 1.08, "tf32": 0.79, "bf16": 0.44, "float16": 0.67}
     )
     float64: float = 2.5
     sgd: dict[str, Curve] = field(
@@ -341,6 +345,8 @@ class GpuRates:
             assembly=times(self.assembly),
             solve=times(self.solve),
             cg=self.cg * share,
+            dual_row=self.dual_row / share,
+            dual_pair=self.dual_pair / share,
             published=curves(self.published),
             sgd=curves(self.sgd),
             ccd=self.ccd * share,
