@@ -526,6 +526,27 @@ class ServingMixin(Estimator):
 
     # ------------------------------------------------------------------------------------------------ vectors
 
+    def to_torch(self) -> tuple[Any, Any]:
+        """Factors as PyTorch tensors on the CPU that share their memory with the model.
+
+        Returns
+        -------
+        user_factors, item_factors : torch.Tensor, shapes (n_users, factors) and (n_items, factors)
+            In the dtype of the computation. Writing to them changes the model: ``clone()`` them to train on.
+
+        Raises
+        ------
+        NotFittedError
+        ImportError
+            PyTorch is not installed.
+        """
+        check_is_fitted(self)
+        try:
+            import torch
+        except ImportError as error:
+            raise ImportError("to_torch needs PyTorch: pip install torch") from error
+        return torch.from_dlpack(self.user_factors_), torch.from_dlpack(self.item_factors_)
+
     def export_items(self, *, labels: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Vectors for an index of maximal inner products: their products with those of `export_users` are the scores.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from sklearn.exceptions import NotFittedError
 
 import hybridmf as hmf
 from hybridmf import ann
@@ -150,3 +152,14 @@ def test_indexes_of_other_libraries_find_nearly_all(model, library, make, monkey
     monkeypatch.setitem(sys.modules, f"{library}.index", None)
     with pytest.raises(ImportError, match=r'pip install "hybridmf\[ann\]"'):
         make(model)
+
+
+def test_factors_for_pytorch_share_their_memory(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_dlpack=np.from_dlpack))
+    users, items = model.to_torch()
+    assert np.shares_memory(users, model.user_factors_) and np.shares_memory(items, model.item_factors_)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match="pip install torch"):
+        model.to_torch()
+    with pytest.raises(NotFittedError):
+        hmf.ImplicitALS().to_torch()
