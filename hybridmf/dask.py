@@ -497,7 +497,8 @@ def _labels(client: Any, addresses: Sequence[str], chunks: list[Any]) -> Any:
     """Labels of all users and items, on all workers."""
     parts = client.gather([client.submit(_labels_of, chunk, pure=False) for chunk in chunks])
     merged = tuple(_merged(name, [part[k] for part in parts]) for k, name in enumerate(("user", "item")))
-    return client.scatter([merged], workers=list(addresses), broadcast=True)[0]
+    # A key of its own: one made of the content would be that of an earlier fit's labels, which may be on the way out.
+    return client.scatter([merged], workers=list(addresses), broadcast=True, hash=False)[0]
 
 
 def _by_worker(client: Any, addresses: Sequence[str], chunks: list[Any]) -> list[list[Any]]:

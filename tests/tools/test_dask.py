@@ -231,6 +231,14 @@ def test_the_first_cause_comes_out_as_it_was_raised(client):
     assert hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=1), partitioned(table)).n_iter_ == 1
 
 
+def test_labels_of_one_fit_are_not_those_of_another(client):
+    """Dask may be releasing the labels of the fit before when the next one sends equal ones."""
+    addresses = list(client.nthreads())
+    chunks = [client.submit(hmf_dask._chunk_of_frame, frame(), "auto", "auto", "auto", pure=False)]
+    first, second = (hmf_dask._labels(client, addresses, chunks) for _ in range(2))
+    assert first.key != second.key
+
+
 @pytest.mark.parametrize(
     ("error", "match", "given", "options"),
     [
