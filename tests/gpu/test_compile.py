@@ -12,12 +12,10 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from hybridmf.core.system import available_cores
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.gpu import (
     bals,
@@ -160,16 +158,6 @@ def usual_programs() -> set[Program]:
 USUAL = usual_programs()
 
 
-@pytest.fixture(scope="module")
-def compiling(request: pytest.FixtureRequest) -> Iterator[dict[Program, Future[str]]]:
-    """Compilations of the programs of the selected tests, under way on all cores."""
-    calls = [getattr(item, "callspec", None) for item in request.session.items]
-    selected = [call.params["program"] for call in calls if call is not None and "program" in call.params]
-    with ThreadPoolExecutor(available_cores()) as executor:
-        yield {program: executor.submit(compile_program, program) for program in selected}
-        executor.shutdown(cancel_futures=True)
-
-
 # ------------------------------------------------------------------------------------------------------------- tests
 
 
@@ -182,8 +170,8 @@ def parameter(program: Program) -> Any:
 
 
 @pytest.mark.parametrize("program", [parameter(program) for program in PROGRAMS])
-def test_compiles_without_local_memory(program: Program, compiling: dict[Program, Future[str]]) -> None:
-    log = compiling[program].result()
+def test_compiles_without_local_memory(program: Program) -> None:
+    log = compile_program(program)
     report = resources_of(log)
     assert report, f"no resource report in the log:\n{log}"
     allowed = excused_bytes(program)

@@ -43,10 +43,10 @@ from support.marks import exhaustive
 from support.ratings import planted
 
 
-@pytest.fixture
-def store(tmp_path) -> hmf.Store:
-    """MATRIX in slabs of at most 120 entries."""
-    return hmf.convert(MATRIX, tmp_path / "store", slab_bytes=960)
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> hmf.Store:
+    """MATRIX in slabs of at most 120 entries; no test changes it."""
+    return hmf.convert(MATRIX, tmp_path_factory.mktemp("store") / "store", slab_bytes=960)
 
 
 def in_memory(host: GpuALS, data: Any = MATRIX) -> GpuALS:
@@ -297,8 +297,9 @@ def test_a_system_that_cannot_be_solved_is_named_by_its_row(gpu):
         assert host.inward["item"] is before and no_threads()
 
 
-def test_an_altered_slab_leaves_the_half_sweep_before_it(gpu, store, monkeypatch):
+def test_an_altered_slab_leaves_the_half_sweep_before_it(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(system, "available_memory", lambda: 10_000)
+    store = hmf.convert(MATRIX, tmp_path / "store", slab_bytes=960)
     path = store.path / "user-000003.values.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

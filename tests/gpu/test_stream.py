@@ -38,10 +38,10 @@ LIMIT = 14_000
 """Too little for the entries of MATRIX, enough for a few small slabs of them."""
 
 
-@pytest.fixture
-def store(tmp_path) -> hmf.Store:
-    """MATRIX in slabs of at most 120 entries."""
-    return hmf.convert(MATRIX, tmp_path / "store", slab_bytes=960)
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> hmf.Store:
+    """MATRIX in slabs of at most 120 entries; no test changes it."""
+    return hmf.convert(MATRIX, tmp_path_factory.mktemp("store") / "store", slab_bytes=960)
 
 
 def fitted(kind: str, data: Any, **options: Any) -> Any:
@@ -111,8 +111,9 @@ def test_slabs_without_entries(gpu, tmp_path):
     assert_same_fit(model, fitted("implicit", matrix))
 
 
-def test_an_altered_slab_ends_the_fit_and_leaves_no_thread(gpu, store, monkeypatch):
+def test_an_altered_slab_ends_the_fit_and_leaves_no_thread(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(system, "available_memory", lambda: 1000)
+    store = hmf.convert(MATRIX, tmp_path / "store", slab_bytes=960)
     path = store.path / "user-000003.values.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

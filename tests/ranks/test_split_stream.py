@@ -57,10 +57,10 @@ MANY_USERS = planted(600, 8, 0.3)
 LIMIT = 57_000
 
 
-@pytest.fixture
-def store(tmp_path: Any) -> hmf.Store:
-    """MATRIX in slabs of at most 20 entries."""
-    return hmf.convert(MATRIX, tmp_path / "store", slab_bytes=160)
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: Any) -> hmf.Store:
+    """MATRIX in slabs of at most 20 entries; no test changes it."""
+    return hmf.convert(MATRIX, tmp_path_factory.mktemp("store") / "store", slab_bytes=160)
 
 
 def partition(

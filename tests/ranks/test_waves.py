@@ -56,10 +56,10 @@ HOST_LIMIT = 8_900
 """Too little for the share of the factors of MATRIX of one of two GPUs."""
 
 
-@pytest.fixture
-def store(tmp_path: Any) -> hmf.Store:
-    """MATRIX in slabs of at most 80 entries."""
-    return hmf.convert(MATRIX, tmp_path / "store", slab_bytes=640)
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: Any) -> hmf.Store:
+    """MATRIX in slabs of at most 80 entries; no test changes it."""
+    return hmf.convert(MATRIX, tmp_path_factory.mktemp("store") / "store", slab_bytes=640)
 
 
 def fitted(name: str, data: Any, devices: Any, **options: Any) -> Any:
@@ -396,10 +396,11 @@ def test_a_row_longer_than_a_wave_is_refused_before_it_begins(gpus: Machine) -> 
 
 def test_what_fails_on_a_rank_ends_all_loaders(
     gpus: Machine,
-    store: hmf.Store,
+    tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(system, "available_memory", lambda: 1000)
+    store = hmf.convert(MATRIX, tmp_path / "store", slab_bytes=640)
     path = store.path / "user-000003.values.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -45,7 +45,7 @@ class Resources:
 
 
 def compile_program(program: Program) -> str:
-    """The log of a compilation; raises on errors. NVRTC works outside Python's lock, so threads compile in parallel."""
+    """The log of a compilation; raises on errors."""
     nvrtc, source = needs_nvrtc(), source_text(program.file).encode()
     status, handle = nvrtc.nvrtcCreateProgram(source, program.file.encode(), 0, [], [])
     assert not int(status), f"NVRTC: {status.name}"

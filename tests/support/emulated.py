@@ -36,8 +36,7 @@ WRAPPER = """
 extern "C" void KERNEL_launch(const unsigned* grid, const unsigned* block, unsigned long shared, void** values) {
     emulator::run(grid, block, shared, emulator::thread<KERNEL>, values);
 }
-extern "C" int KERNEL_argument_count() { return int(emulator::count(KERNEL)); }
-extern "C" void KERNEL_argument_sizes(int* sizes) { emulator::sizes_of(KERNEL, sizes); }
+extern "C" const auto KERNEL_sizes = emulator::sizes_of(KERNEL);
 """
 
 KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\(")
@@ -123,10 +122,9 @@ def _library(source: str, constants: tuple[str, ...]) -> Any:
 def _kernel(source: str, name: str, constants: tuple[str, ...]) -> tuple[Any, tuple[int, ...]]:
     """The function that launches a kernel, and how many bytes each of its arguments has."""
     library = _library(source, constants)
-    count = library[f"{name}_argument_count"]()
-    sizes = (ctypes.c_int * count)()
-    library[f"{name}_argument_sizes"](sizes)
-    return library[f"{name}_launch"], tuple(sizes)
+    count = ctypes.c_int.in_dll(library, f"{name}_sizes").value
+    sizes = (ctypes.c_int * (1 + count)).in_dll(library, f"{name}_sizes")
+    return library[f"{name}_launch"], tuple(sizes[1:])
 
 
 def _address(array: np.ndarray) -> int:

@@ -291,12 +291,14 @@ def test_without_a_client_one_is_asked_for(monkeypatch):
 
 
 class Hanging(hmf.ExplicitALS):
-    """Sleeps on one of the workers before it begins."""
+    """Waits on one of the workers, before it begins, until the fit has failed."""
 
     def _objective(self, spread=1.0):
         with contextlib.suppress(ValueError):  # not on a worker
             if distributed.get_worker().address == self.__dict__.get("victim"):
-                time.sleep(4)
+                deadline = time.monotonic() + 60
+                while time.monotonic() < deadline and not any(inbox.cause for inbox in hmf_dask._inboxes.values()):
+                    time.sleep(0.01)
         return super()._objective(spread)
 
 

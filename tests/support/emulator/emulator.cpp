@@ -216,6 +216,15 @@ const void* exchange(unsigned mask, const void* value, size_t size, void (*combi
     return values;
 }
 
+void copy_16(void* target, const void* source, bool valid) {
+    if (reinterpret_cast<uintptr_t>(target) % 16 || (valid && reinterpret_cast<uintptr_t>(source) % 16)) {
+        std::fprintf(stderr, "emulator: misaligned 16-byte copy\n");
+        std::abort();
+    }
+    if (valid) std::memcpy(target, source, 16);
+    else std::memset(target, 0, 16);
+}
+
 void run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void (*body_)(void**), void** values_) {
     grid_size = {grid[0], grid[1], grid[2]};
     block_size = {block[0], block[1], block[2]};
@@ -232,6 +241,14 @@ void run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void 
 }
 
 // ---------------------------------------------------------------------------------------------- tensor cores
+
+unsigned to_bf16(float value) {
+    unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return bits >> 16 | 0x40;
+    return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+
+float from_16bit(unsigned bits, bool bf16) { return bf16 ? __uint_as_float(bits << 16) : from_float16(bits); }
 
 float from_float16(unsigned bits) {
     const unsigned magnitude = bits & 0x7fffu;
@@ -311,3 +328,28 @@ template void mma_16bit<false>(float (&)[4], const unsigned (&)[4], unsigned, un
 void mma_8bit(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { mma<INT8>(d, a, b0, b1); }
 
 }  // namespace emulator
+
+// ---------------------------------------------------------------------------------------------- warp intrinsics
+
+EMULATOR_INSTANCES()
+
+void __syncthreads() { emulator::barrier(0, 0); }
+void __syncwarp(unsigned mask) { emulator::exchange<int>(mask, 0); }
+
+int __syncthreads_or(int value) {
+    static int result;
+    emulator::barrier(0, 0);
+    result = 0;
+    emulator::barrier(0, 0);
+    result |= value;
+    emulator::barrier(0, 0);
+    return result;
+}
+
+unsigned __ballot_sync(unsigned mask, int predicate) {
+    const auto all = emulator::exchange(mask, predicate);
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++)
+        if ((mask >> lane & 1) && all[lane]) bits |= 1u << lane;
+    return bits;
+}

@@ -1,5 +1,6 @@
 // emulator.h - just enough CUDA to run the kernels of cuda/ on a CPU, for tests of their logic where there is no GPU.
-// emulator.cpp runs the threads and is compiled once; kernels are linked with it.
+// emulator.cpp runs the threads and is compiled once, with optimization; kernels are linked with it. They are compiled
+// without, which takes longer than to run them: what they call often is declared here and defined there.
 //
 // Each thread of a block is a fiber with a stack of its own; a fiber runs until it waits for others (barriers, warp
 // intrinsics), then the next one goes on, by a few instructions on x86-64 and by _setjmp and _longjmp elsewhere: switches
@@ -19,9 +20,6 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
-
-#pragma GCC push_options
-#pragma GCC optimize("O2")  // kernels themselves take the compiler longer than they run
 
 #define __global__
 #define __device__
@@ -78,20 +76,13 @@ void call(void (*)(Arguments...), void** values, std::index_sequence<I...>) {
 
 template <class... Arguments> constexpr auto places(void (*)(Arguments...)) { return std::index_sequence_for<Arguments...>{}; }
 template <auto kernel> void thread(void** values) { call<kernel>(kernel, values, places(kernel)); }
-template <class... Arguments> constexpr size_t count(void (*)(Arguments...)) { return sizeof...(Arguments); }
-template <class... Arguments> void sizes_of(void (*)(Arguments...), int* sizes) {
-    size_t k = 0;
-    ((sizes[k++] = int(sizeof(Arguments))), ...);
+
+// How many arguments a kernel has, then the bytes of each.
+template <class... Arguments> constexpr std::array<int, sizeof...(Arguments) + 1> sizes_of(void (*)(Arguments...)) {
+    return {int(sizeof...(Arguments)), int(sizeof(Arguments))...};
 }
 
-inline void copy_16(void* target, const void* source, bool valid) {
-    if (reinterpret_cast<uintptr_t>(target) % 16 || (valid && reinterpret_cast<uintptr_t>(source) % 16)) {
-        std::fprintf(stderr, "emulator: misaligned 16-byte copy\n");
-        std::abort();
-    }
-    if (valid) std::memcpy(target, source, 16);
-    else std::memset(target, 0, 16);
-}
+void copy_16(void* target, const void* source, bool valid);
 
 }  // namespace emulator
 
@@ -102,19 +93,11 @@ inline void copy_16(void* target, const void* source, bool valid) {
 
 template <class T> T* shared_memory() { return static_cast<T*>(emulator::dynamic); }
 
-inline void __syncthreads() { emulator::barrier(0, 0); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { emulator::exchange<int>(mask, 0); }
+void __syncthreads();
+void __syncwarp(unsigned mask = 0xffffffffu);
 inline void __threadfence() {}
 inline void __threadfence_block() {}
-inline int __syncthreads_or(int value) {
-    static int result;
-    emulator::barrier(0, 0);
-    result = 0;
-    emulator::barrier(0, 0);
-    result |= value;
-    emulator::barrier(0, 0);
-    return result;
-}
+int __syncthreads_or(int value);
 
 template <class T> T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
     const int base = emulator::linear % 32 / width * width;
@@ -133,13 +116,6 @@ template <class T> T __shfl_up_sync(unsigned mask, T value, int distance, int wi
     const auto all = emulator::exchange(mask, value);
     return lane % width >= distance ? all[lane - distance] : value;
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
-    const auto all = emulator::exchange(mask, predicate);
-    unsigned bits = 0;
-    for (int lane = 0; lane < 32; lane++)
-        if ((mask >> lane & 1) && all[lane]) bits |= 1u << lane;
-    return bits;
-}
 template <class T> unsigned __match_any_sync(unsigned mask, T value) {
     const auto all = emulator::exchange(mask, value);
     unsigned bits = 0;
@@ -147,12 +123,28 @@ template <class T> unsigned __match_any_sync(unsigned mask, T value) {
         if ((mask >> lane & 1) && all[lane] == value) bits |= 1u << lane;
     return bits;
 }
+unsigned __ballot_sync(unsigned mask, int predicate);
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 inline int __clz(int value) { return value ? __builtin_clz(value) : 32; }
 inline unsigned __brev(unsigned v) { unsigned r = 0; for (int k = 0; k < 32; k++) r |= (v >> k & 1) << (31 - k); return r; }
+
+// What emulator.cpp has of the templates above.
+#define EMULATOR_SHUFFLES(EXTERN, T)                           \
+    EXTERN template T __shfl_sync(unsigned, T, int, int);      \
+    EXTERN template T __shfl_xor_sync(unsigned, T, int, int);  \
+    EXTERN template T __shfl_down_sync(unsigned, T, int, int); \
+    EXTERN template T __shfl_up_sync(unsigned, T, int, int);
+#define EMULATOR_INSTANCES(EXTERN)        \
+    EMULATOR_SHUFFLES(EXTERN, bool)       \
+    EMULATOR_SHUFFLES(EXTERN, int)        \
+    EMULATOR_SHUFFLES(EXTERN, unsigned)   \
+    EMULATOR_SHUFFLES(EXTERN, long long)  \
+    EMULATOR_SHUFFLES(EXTERN, float)      \
+    EMULATOR_SHUFFLES(EXTERN, double)
+EMULATOR_INSTANCES(extern)
 
 template <class T> T __ldg(const T* pointer) { return *pointer; }
 template <class T> T __ldcs(const T* pointer) { return *pointer; }
@@ -184,14 +176,10 @@ using std::isnan;
 // ---------------------------------------------------------------------------------------------- tensor cores
 namespace emulator {
 
-inline unsigned to_bf16(float value) {
-    unsigned bits = __float_as_uint(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return bits >> 16 | 0x40;
-    return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-}
+unsigned to_bf16(float value);
 unsigned to_float16(float value);
 float from_float16(unsigned bits);
-inline float from_16bit(unsigned bits, bool bf16) { return bf16 ? __uint_as_float(bits << 16) : from_float16(bits); }
+float from_16bit(unsigned bits, bool bf16);
 
 // Of two pairs; the sum is rounded to float before it is rounded to float16.
 unsigned fma_float16(unsigned a, unsigned b, unsigned c);
@@ -202,4 +190,3 @@ void mma_8bit(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
 }  // namespace emulator
 
-#pragma GCC pop_options
