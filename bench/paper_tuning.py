@@ -41,7 +41,7 @@ from hybridmf.gpu.bals import BalsLocalConfig
 from hybridmf.gpu.half import Pieces
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
-from hybridmf.gpu.tuning.trials import Part, Sample, handful, random_table, relative, row_entries
+from hybridmf.gpu.tuning.trials import Sample, TimedRun, handful, random_table, relative, row_entries
 from hybridmf.gpu.tuning.tune import Tuner, event_times, stamp
 from hybridmf.plan import tables
 from hybridmf.plan.assemblies import BalsConfig
@@ -199,7 +199,7 @@ def checked_gflops(device: Device, sums: AssemblySample, run: Any, *, by_row: bo
     error = sums.error(outputs, by_row)
     if not error <= TOLERANCE:
         raise RuntimeError(f"error {error:.2e} is beyond {TOLERANCE:.0e}: not measured")
-    return sums.flops / median(event_times(device, Part(run), REPEATS)) / 1e6
+    return sums.flops / median(event_times(device, TimedRun(run), REPEATS)) / 1e6
 
 
 def measure_tiles(recorder: Recorder, device: Device, sums: AssemblySample, profile: str) -> Iterator[dict[str, Any]]:

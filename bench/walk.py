@@ -32,7 +32,7 @@ from hybridmf.device.cuda import Array, Device, DeviceSpec, open_device
 from hybridmf.errors import DeviceError
 from hybridmf.gpu import sgd
 from hybridmf.gpu.launch import get_kernel
-from hybridmf.gpu.sgd import BlockedConfig, Rows, Walk
+from hybridmf.gpu.sgd import BlockedConfig, FactorRows, Walk
 
 USERS = 480_189
 LONGEST = 230_000
@@ -57,7 +57,7 @@ class Problem:
     device: Device
     lengths: np.ndarray
     start: np.ndarray
-    fixed: Rows
+    fixed: FactorRows
     walk: Walk
 
     @classmethod
@@ -66,7 +66,7 @@ class Problem:
         lengths, indices, ratings = draw_entries(count, users, longest)
         bounds = device.upload(np.concatenate(([0], np.cumsum(lengths))))
         walk = Walk(device.upload(indices), device.upload(ratings), bounds[:-1], bounds[1:])
-        fixed = Rows(device.upload(random_rows(users, factors)))
+        fixed = FactorRows(device.upload(random_rows(users, factors)))
         return cls(device, lengths, random_rows(count, factors), fixed, walk)
 
     @functools.cached_property
@@ -74,11 +74,11 @@ class Problem:
         """All rows."""
         return self.device.upload(np.arange(len(self.lengths), dtype=np.int32))
 
-    def moved(self) -> Rows:
+    def moved(self) -> FactorRows:
         """The rows as they are before the walk."""
-        return Rows(self.device.upload(self.start))
+        return FactorRows(self.device.upload(self.start))
 
-    def move(self, rows: Rows, config: BlockedConfig | None) -> Array:
+    def move(self, rows: FactorRows, config: BlockedConfig | None) -> Array:
         """Walk all rows, by `centralized` where there is no configuration; the losses."""
         arguments = (self.device, rows, self.fixed, self.walk, self.tasks, TERMS)
         return sgd.blocked(*arguments, config) if config else sgd.centralized(*arguments)

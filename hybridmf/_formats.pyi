@@ -52,8 +52,7 @@ def build_bals(
     indices: NDArray[np.int32],
     data: NDArray[Any],
     n_cols: int,
-    tile_rows: int,
-    tile_cols: int,
+    tile: tuple[int, int],
     seg_ptr: NDArray[Any],
     tile_ptr: NDArray[Any],
     num_threads: int | None = ...,
@@ -64,10 +63,8 @@ def bals_to_csr(
     tile_colidx: NDArray[np.int32],
     seg_ptr: NDArray[Any],
     tile_ptr: NDArray[Any],
-    n_rows: int,
-    n_cols: int,
-    tile_rows: int,
-    tile_cols: int,
+    shape: tuple[int, int],
+    tile: tuple[int, int],
     num_threads: int | None = ...,
 ) -> _CSR: ...
 def bals_vacancies(seg_ptr: NDArray[Any], tile_ptr: NDArray[Any], n_rows: int, tile_rows: int) -> tuple[int, int]: ...

@@ -509,94 +509,78 @@ cdef inline Py_ssize_t _tile_of(int32_t column, Division by) noexcept nogil:
     return <Py_ssize_t> ((<uint64_t> column * by.multiplier) >> by.shift)
 
 
+cdef struct RowBlock:
+    # consecutive rows of a CSR matrix whose columns are cut into tiles
+    const int64_t* indptr       # (n_rows + 1,) of the block's rows
+    const int32_t* indices      # (nnz,) of the matrix
+    Py_ssize_t n_rows
+    Py_ssize_t n_tile_cols
+    Division tile_cols
+
+
+cdef struct Loaded:
+    # columns loaded by a row block
+    int64_t stamp               # differs between the row blocks of a thread
+    int64_t* slot               # IN OUT (n_cols,) stamp << 32 | local index
+
+
+cdef struct TileColumns:
+    int32_t* seg_colidx         # OUT (nnz,)
+    int32_t* first_seen         # OUT (nnz,) distinct columns of each tile, from where its entries start
+
+
 cdef void _segment_starts(
-        const int64_t* indptr, const int32_t* indices,   # IN   CSR
-        Py_ssize_t row_start, Py_ssize_t n_rows,         # row block
-        Py_ssize_t n_tile_cols, Division tile_cols,
+        RowBlock block,
         offset_t* starts) noexcept nogil:                # OUT  (n_tile_cols * n_rows,)
     """Alg. 1, step 1 for one row block: count, then turn the counts into starts by a running sum.
 
     No branch on the tile: short runs of a row in a tile would mispredict it at every other entry.
     """
-    cdef Py_ssize_t local, k, s
+    cdef Py_ssize_t n_segments = block.n_tile_cols * block.n_rows, local, k, s
     cdef offset_t start, count
-    memset(starts, 0, n_tile_cols * n_rows * sizeof(offset_t))
-    for local in range(n_rows):
-        for k in range(indptr[row_start + local], indptr[row_start + local + 1]):
-            starts[_tile_of(indices[k], tile_cols) * n_rows + local] += 1
-    start = <offset_t> indptr[row_start]
-    for s in range(n_tile_cols * n_rows):
+    memset(starts, 0, n_segments * sizeof(offset_t))
+    for local in range(block.n_rows):
+        for k in range(block.indptr[local], block.indptr[local + 1]):
+            starts[_tile_of(block.indices[k], block.tile_cols) * block.n_rows + local] += 1
+    start = <offset_t> block.indptr[0]
+    for s in range(n_segments):
         count = starts[s]
         starts[s] = start
         start += count
 
 
 cdef void _fill_row_block(
-        const int64_t* indptr, const int32_t* indices, const value_t* data,   # IN   CSR
-        Py_ssize_t row_start, Py_ssize_t n_rows,
-        Py_ssize_t n_tile_cols, Division tile_cols,
-        offset_t* next_slot,          # IN OUT (n_tile_cols * n_rows,) start of each segment -> its end
-        offset_t* tile_start,         # scratch (n_tile_cols,)
-        int64_t stamp,                # IN     marks `slot` entries of this row block; differs between row blocks
-        int64_t* slot,                # IN OUT (n_cols,) stamp << 32 | local index of a column loaded in this row block
-        value_t* values, int32_t* seg_colidx,         # OUT (nnz,)
-        int32_t* first_seen,          # OUT    (nnz,) distinct columns of each tile, from where its entries start
-        offset_t* n_distinct) noexcept nogil:         # OUT (n_tile_cols,)
+        RowBlock block, const value_t* data,             # IN
+        offset_t* next_slot,                             # IN OUT (n_tile_cols * n_rows,) start of a segment -> its end
+        offset_t* tile_start,                            # scratch (n_tile_cols,)
+        Loaded loaded,
+        value_t* values, TileColumns columns,            # OUT (nnz,)
+        offset_t* n_distinct) noexcept nogil:            # OUT (n_tile_cols,)
     """Alg. 1, steps 2 and 3 for one row block: a column's first appearance in its tile gives it its local index."""
-    cdef Py_ssize_t local, k, t
+    cdef Py_ssize_t n_rows = block.n_rows, local, k, t
     cdef int64_t seen, index
     cdef int32_t column
     cdef bint is_new
     cdef offset_t out
-    for t in range(n_tile_cols):
+    for t in range(block.n_tile_cols):
         tile_start[t] = next_slot[t * n_rows]
-    memset(n_distinct, 0, n_tile_cols * sizeof(offset_t))
+    memset(n_distinct, 0, block.n_tile_cols * sizeof(offset_t))
     for local in range(n_rows):
-        for k in range(indptr[row_start + local], indptr[row_start + local + 1]):
-            column = indices[k]
-            t = _tile_of(column, tile_cols)
+        for k in range(block.indptr[local], block.indptr[local + 1]):
+            column = block.indices[k]
+            t = _tile_of(column, block.tile_cols)
             out = next_slot[t * n_rows + local]
             next_slot[t * n_rows + local] = out + 1
-            seen = slot[column]
+            seen = loaded.slot[column]
             # Selected, not branched on. The column is always written behind those loaded so far: where it is not new,
             # fewer columns than entries were seen, so the place is the tile's, and the next new column overwrites it.
-            is_new = (seen >> 32) != stamp
+            is_new = (seen >> 32) != loaded.stamp
             index = n_distinct[t] if is_new else seen & LOCAL_INDEX
-            slot[column] = (stamp << 32) | index
-            first_seen[tile_start[t] + n_distinct[t]] = column
+            loaded.slot[column] = (loaded.stamp << 32) | index
+            columns.first_seen[tile_start[t] + n_distinct[t]] = column
             n_distinct[t] += is_new
-            seg_colidx[out] = <int32_t> index
+            columns.seg_colidx[out] = <int32_t> index
             values[out] = data[k]
-
-
-cdef void _build_row_blocks(
-        const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data,   # IN   CSR, sorted
-        Py_ssize_t tile_rows, Py_ssize_t tile_cols, Py_ssize_t n_tile_cols,
-        value_t[::1] values,          # OUT (nnz,)
-        int32_t[::1] seg_colidx,      # OUT (nnz,)
-        int32_t[::1] first_seen,      # OUT (nnz,) scratch: tile_colidx with gaps
-        offset_t[::1] tile_ptr,       # OUT (n_tiles + 1,) distinct columns of tile t at t + 1
-        offset_t[::1] seg_ptr,        # OUT (n_rows * n_tile_cols + 1,)
-        int64_t[:, ::1] slot,         # scratch (n_threads, n_cols), zeroed
-        offset_t[:, ::1] tile_start,  # scratch (n_threads, n_tile_cols)
-        int n_threads) noexcept nogil:
-    cdef Py_ssize_t n_rows = indptr.shape[0] - 1
-    cdef Py_ssize_t n_blocks = (n_rows + tile_rows - 1) // tile_rows
-    cdef Py_ssize_t block, row_start, rows_here
-    cdef Division by = _division(<uint64_t> tile_cols)
-    cdef offset_t* segments
-    seg_ptr[0] = 0
-    tile_ptr[0] = 0
-    # dynamic: after reordering the first row blocks hold most of the entries
-    for block in prange(n_blocks, schedule="dynamic", num_threads=n_threads):
-        row_start = block * tile_rows
-        rows_here = _min(tile_rows, n_rows - row_start)
-        # element s + 1 holds the start of segment s first and, once its entries are placed, its end
-        segments = &seg_ptr[row_start * n_tile_cols + 1]
-        _segment_starts(&indptr[0], &indices[0], row_start, rows_here, n_tile_cols, by, segments)
-        _fill_row_block(&indptr[0], &indices[0], &data[0], row_start, rows_here, n_tile_cols, by, segments,
-                        &tile_start[hmf_thread_id(), 0], block + 1, &slot[hmf_thread_id(), 0],
-                        &values[0], &seg_colidx[0], &first_seen[0], &tile_ptr[block * n_tile_cols + 1])
 
 
 cdef void _running_sum(offset_t[::1] counts) noexcept nogil:
@@ -623,14 +607,14 @@ cdef void _compact_columns(
 
 
 def build_bals(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data, Py_ssize_t n_cols,
-               Py_ssize_t tile_rows, Py_ssize_t tile_cols, offset_t[::1] seg_ptr, offset_t[::1] tile_ptr,
-               num_threads=None):
+               tile, offset_t[::1] seg_ptr, offset_t[::1] tile_ptr, num_threads=None):
     """BALS arrays of a CSR matrix whose rows are sorted and without duplicates (BALS Alg. 1), in O(nnz + segments).
 
     Parameters
     ----------
     indptr, indices, data : CSR arrays
-    n_cols, tile_rows, tile_cols : int
+    n_cols : int
+    tile : (tile_rows, tile_cols)
     seg_ptr : int32 or int64 array, shape (n_rows * n_tile_cols + 1,), written
     tile_ptr : the same dtype, shape (n_row_blocks * n_tile_cols + 1,), written
     num_threads : int, optional
@@ -641,24 +625,40 @@ def build_bals(const int64_t[::1] indptr, const int32_t[::1] indices, const valu
     seg_colidx : int32 array, shape (nnz,)
     tile_colidx : int32 array, shape (tile_ptr[-1],)
     """
+    cdef Py_ssize_t tile_rows = tile[0], tile_cols = tile[1]
     cdef Py_ssize_t nnz = indices.shape[0], n_rows = indptr.shape[0] - 1
     cdef Py_ssize_t n_tile_cols = (n_cols + tile_cols - 1) // tile_cols
+    cdef Py_ssize_t n_blocks = (n_rows + tile_rows - 1) // tile_rows, block, first, thread
     cdef int n = _threads(num_threads, nnz)
+    cdef Division by = _division(<uint64_t> tile_cols)
+    cdef RowBlock rows
+    cdef offset_t* segments
     values = np.empty(nnz, dtype=np.asarray(data).dtype)
     seg_colidx = np.empty(nnz, dtype=np.int32)
     if nnz == 0:
         np.asarray(seg_ptr)[:] = 0
         np.asarray(tile_ptr)[:] = 0
         return values, seg_colidx, np.empty(0, dtype=np.int32)
-    first_seen = np.empty(nnz, dtype=np.int32)
+    first_seen = np.empty(nnz, dtype=np.int32)   # tile_colidx with gaps
     cdef value_t[::1] values_view = values
     cdef int32_t[::1] seg_colidx_view = seg_colidx
     cdef int32_t[::1] first_seen_view = first_seen
     cdef int64_t[:, ::1] slot = np.zeros((n, n_cols), dtype=np.int64)
     cdef offset_t[:, ::1] tile_start = np.empty((n, n_tile_cols), dtype=np.asarray(seg_ptr).dtype)
+    seg_ptr[0] = 0
+    tile_ptr[0] = 0
     with nogil:
-        _build_row_blocks(indptr, indices, data, tile_rows, tile_cols, n_tile_cols, values_view,
-                          seg_colidx_view, first_seen_view, tile_ptr, seg_ptr, slot, tile_start, n)
+        # dynamic: after reordering the first row blocks hold most of the entries
+        for block in prange(n_blocks, schedule="dynamic", num_threads=n):
+            first = block * tile_rows
+            thread = hmf_thread_id()
+            rows = RowBlock(&indptr[first], &indices[0], _min(tile_rows, n_rows - first), n_tile_cols, by)
+            # element s + 1 holds the start of segment s first and, once its entries are placed, its end
+            segments = &seg_ptr[first * n_tile_cols + 1]
+            _segment_starts(rows, segments)
+            _fill_row_block(rows, &data[0], segments, &tile_start[thread, 0], Loaded(block + 1, &slot[thread, 0]),
+                            &values_view[0], TileColumns(&seg_colidx_view[0], &first_seen_view[0]),
+                            &tile_ptr[block * n_tile_cols + 1])
         _running_sum(tile_ptr)
     tile_colidx = np.empty(tile_ptr[tile_ptr.shape[0] - 1], dtype=np.int32)
     cdef int32_t[::1] tile_colidx_view = tile_colidx
@@ -668,9 +668,12 @@ def build_bals(const int64_t[::1] indptr, const int32_t[::1] indices, const valu
 
 
 def bals_to_csr(const value_t[::1] values, const int32_t[::1] seg_colidx, const int32_t[::1] tile_colidx,
-                const offset_t[::1] seg_ptr, const offset_t[::1] tile_ptr, Py_ssize_t n_rows, Py_ssize_t n_cols,
-                Py_ssize_t tile_rows, Py_ssize_t tile_cols, num_threads=None):
-    """CSR arrays (indptr int64, indices int32, data) of BALS arrays; the inverse of `build_bals`."""
+                const offset_t[::1] seg_ptr, const offset_t[::1] tile_ptr, shape, tile, num_threads=None):
+    """CSR arrays (indptr int64, indices int32, data) of BALS arrays; the inverse of `build_bals`.
+
+    `shape`: (n_rows, n_cols); `tile`: (tile_rows, tile_cols).
+    """
+    cdef Py_ssize_t n_rows = shape[0], n_cols = shape[1], tile_rows = tile[0], tile_cols = tile[1]
     cdef Py_ssize_t n_tile_cols = (n_cols + tile_cols - 1) // tile_cols
     cdef Py_ssize_t n_blocks = (n_rows + tile_rows - 1) // tile_rows
     cdef Py_ssize_t block, local, t, k, row_start, rows_here, s, out

@@ -32,7 +32,7 @@ from .model.stopwatch import Stopwatch
 from .ranks.shares import RankRatings, SharedEntries, StoredRatings
 from .ranks.transport.communicator import TIMEOUT
 from .ranks.transport.messages import MessageCommunicator, Transport, check_timeout
-from .tools.spmd import check_model, fit_rank
+from .tools.spmd import RankOptions, check_model, fit_rank
 
 try:
     import distributed
@@ -276,19 +276,18 @@ def _positions(ids: np.ndarray, labels: np.ndarray, codes: np.ndarray) -> np.nda
 
 
 @dataclass(frozen=True)
-class _Request:
+class _FitRequest:
     """Arguments of a fit that all ranks share."""
 
     job: str
     addresses: tuple[str, ...]
     model: Any
-    device: str
     timeout: float
     duplicates: str
-    options: dict[str, Any]
+    options: RankOptions
 
 
-def _rank_ratings(request: _Request, chunks: list[Chunk], labels: Any, store: str | None) -> RankRatings:
+def _rank_ratings(request: _FitRequest, chunks: list[Chunk], labels: Any, store: str | None) -> RankRatings:
     model = request.model
     dtype, implicit = model._settings().dtype, model._objective().is_implicit
     if store is not None:
@@ -309,7 +308,13 @@ def _rank_ratings(request: _Request, chunks: list[Chunk], labels: Any, store: st
 
 
 def _run_rank(
-    request: _Request, rank: int, chunks: list[Chunk], labels: Any, store: str | None, observers: dict[str, Any]
+    request: _FitRequest,
+    rank: int,
+    chunks: list[Chunk],
+    labels: Any,
+    store: str | None,
+    observers: Observers,
+    validation: Any,
 ) -> Any:
     """The task of one worker."""
     stopwatch = Stopwatch()
@@ -319,16 +324,8 @@ def _run_rank(
     threads = worker.state.nthreads if request.model.num_threads is None else None
     try:
         ratings = _rank_ratings(request, chunks, labels, store)
-        return fit_rank(
-            request.model,
-            ratings,
-            communicator,
-            device=request.device,
-            num_threads=threads,
-            stopwatch=stopwatch,
-            **request.options,
-            **observers,
-        )
+        options = request.options._replace(num_threads=threads, validation=validation)
+        return fit_rank(request.model, ratings, communicator, options, observers, stopwatch)
     except BaseException as error:
         communicator.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
         raise
@@ -424,7 +421,7 @@ def fit(
             "weights are not available on a cluster, whose workers have parts of the ratings; give values (w - 1) / "
             "alpha, whose confidence 1 + alpha |r| is w, or use hybridmf.scale.fit, where each rank has all of them"
         )
-    Observers(callback=callback, track_objective=track_objective)  # rejects other types before data are sent
+    observers = Observers(callback=callback, track_objective=track_objective)
     check_choice("unknown", unknown, UNKNOWN)
     client = _client() if client is None else client
     if not isinstance(client, distributed.Client):
@@ -445,16 +442,16 @@ def fit(
     else:
         chunks = _chunks(client, addresses, ratings, user, item, value)
         labels = _labels(client, addresses, chunks)
-    options = {"checkpoint": checkpoint, "resume_from": resume_from, "unknown": unknown, "freeze": freeze}
+    options = RankOptions(checkpoint=checkpoint, resume_from=resume_from, unknown=unknown, freeze=freeze)
     held_out = None if validation is None else client.scatter(validation, workers=[addresses[0]], hash=False)
-    observers = {"validation": held_out, "callback": callback, "track_objective": track_objective}
     job = uuid.uuid4().hex
     with distributed.MultiLock([f"hybridmf {address}" for address in addresses], client=client):
-        device = _device(client, addresses, model)
-        request = _Request(job, addresses, model, device, timeout, duplicates, options)
+        options = options._replace(device=_device(client, addresses, model))
+        request = _FitRequest(job, addresses, model, timeout, duplicates, options)
         stopwatch.lap("check")
         with _inboxes_on(client, addresses, job):
-            fitted = _run(client, request, _by_worker(client, addresses, chunks), labels, store, observers)
+            by_worker = _by_worker(client, addresses, chunks)
+            fitted = _run(client, request, by_worker, labels, store, observers, held_out)
     model.__dict__.update(fitted.__dict__)
     stopwatch.lap("finish")
     stopwatch.split("finish", fitted.timings_)
@@ -543,11 +540,12 @@ def _inboxes_on(client: Any, addresses: Sequence[str], job: str) -> Iterator[Non
 
 def _run(
     client: Any,
-    request: _Request,
+    request: _FitRequest,
     chunks: list[list[Any]],
     labels: Any,
     store: str | None,
-    observers: dict[str, Any],
+    observers: Observers,
+    held_out: Any,
 ) -> Any:
     """Run all ranks; the first failure stops them."""
     futures = [
@@ -558,7 +556,8 @@ def _run(
             chunks[rank],
             labels,
             store,
-            {} if rank else observers,
+            Observers() if rank else observers,
+            None if rank else held_out,
             workers=[address],
             allow_other_workers=False,
             pure=False,
@@ -599,7 +598,7 @@ def _watch(client: Any, addresses: Sequence[str], futures: list[Any]) -> str:
         time.sleep(CHECK_SECONDS / 10)
 
 
-def _stop(client: Any, request: _Request, futures: list[Any], cause: str) -> None:
+def _stop(client: Any, request: _FitRequest, futures: list[Any], cause: str) -> None:
     """Stop the remaining ranks, and wait up to `PATIENCE` seconds for them."""
     there = client.nthreads()
     alive = [address for address in request.addresses if address in there]
@@ -611,9 +610,9 @@ def _stop(client: Any, request: _Request, futures: list[Any], cause: str) -> Non
         time.sleep(CHECK_SECONDS / 10)
 
 
-def _lost(request: _Request, lost: str) -> str:
+def _lost(request: _FitRequest, lost: str) -> str:
     way_out = "start the fit again"
-    if request.options["checkpoint"] is not None:
+    if request.options.checkpoint is not None:
         way_out = "start it again with resume_from= the folder of the checkpoints"
     return f"{lost}; all ranks have stopped: {way_out}"
 

@@ -326,9 +326,8 @@ class BalsMatrix:
             self.tile_colidx,
             self.seg_ptr,
             self.tile_ptr,
-            *self.shape,
-            self.tile_rows,
-            self.tile_cols,
+            self.shape,
+            (self.tile_rows, self.tile_cols),
             check_threads(num_threads),
         )
         return make_csr(*arrays, self.shape)
@@ -353,7 +352,7 @@ def tiled(csr: sp.csr_array, tile_rows: int, tile_cols: int, num_threads: int) -
     seg_ptr = np.empty(n_rows * n_tile_cols + 1, dtype=offsets)
     tile_ptr = np.empty(n_blocks * n_tile_cols + 1, dtype=offsets)
     values, seg_colidx, tile_colidx = _formats.build_bals(
-        *csr_arrays(csr), n_cols, tile_rows, tile_cols, seg_ptr, tile_ptr, num_threads
+        *csr_arrays(csr), n_cols, (tile_rows, tile_cols), seg_ptr, tile_ptr, num_threads
     )
     made = object.__new__(BalsMatrix)  # validation, which these arrays do not need, takes as long as building them
     for name, array in zip(_BALS_DTYPES, (values, tile_colidx, tile_ptr, seg_colidx, seg_ptr), strict=True):

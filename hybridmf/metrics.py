@@ -35,6 +35,7 @@ from .model.learned import count_items
 from .model.popularity import PopularityRecommender as PopularityRecommender
 from .model.recommenders import OtherModel, ReadyLists
 from .native import _rankings
+from .native.rankings import RankingMetrics
 from .ratings import as_ratings
 
 BLOCK_USERS = 16_384
@@ -312,10 +313,7 @@ def _ranking_values(
     n_items = relevant.shape[1]
     longest = max(recommended.shape[1], n_items)
     discounts = _discounts(np.arange(min(longest, max((k for _, k in cuts), default=0))))
-    values = _rankings.measure(
-        recommended,
-        rows,
-        csr_arrays(relevant),
+    metrics = RankingMetrics(
         n_items,
         np.array([kind for kind, _ in cuts], dtype=np.int32),
         np.array([k for _, k in cuts], dtype=np.int64),
@@ -323,8 +321,8 @@ def _ranking_values(
         np.empty(0) if information is None else information,
         np.array(shown_cuts, dtype=np.int64),
         np.empty((0, n_items), dtype=np.uint8) if shown is None else shown,
-        check_threads(None),
     )
+    values = _rankings.measure(recommended, rows, csr_arrays(relevant), metrics, check_threads(None))
     if values is None:
         raise _no_ranking(recommended, n_items)
     return values

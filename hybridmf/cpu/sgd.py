@@ -16,7 +16,7 @@ from ..core.sparse import entry_rows
 from ..core.validate import csr_arrays
 from ..errors import ModelFileError
 from ..native import _sgd
-from ..native.updates import BothSides, EntryBlocks, EntryList, RowEntries, WorkingRows
+from ..native.updates import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
 from ..plan.sgd import RISE, SgdMethod, diverged, terms_at
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
@@ -132,7 +132,7 @@ class RowSweeps:
         """Update the rows of a side; yield half of the loss, because an epoch processes every entry twice."""
         moved, fixed = work[side].rows, work[other_side(side)].rows
         indptr, columns, ratings = self.csr[side]
-        entries, order, cuts = RowEntries(indptr[:-1], indptr[1:], columns, ratings), self.order[side], self.cuts[side]
+        entries, order, cuts = UpdateRows(indptr[:-1], indptr[1:], columns, ratings), self.order[side], self.cuts[side]
         for pieces in np.array_split(np.arange(len(cuts) - 1), min(_calls(self.plan), len(cuts) - 1)):
             losses = np.zeros(len(pieces))
             part = cuts[pieces[0] : pieces[-1] + 2]

@@ -93,7 +93,7 @@ def resolve_columns(
     ValueError, TypeError
         Arguments that cannot be used.
     """
-    table = _Table(source, None if names is None else tuple(names), n_fields, by_place)
+    table = _NamedColumns(source, None if names is None else tuple(names), n_fields, by_place)
     given = {"user": user, "item": item, "value": value}
     places = {role: table.place(role, given[role]) for role in given if not _is_auto(given[role])}
     _check_distinct(places)
@@ -143,7 +143,7 @@ def _check_distinct(places: dict[str, int | None]) -> None:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _NamedColumns:
     source: str
     names: tuple[Any, ...] | None
     n_fields: int

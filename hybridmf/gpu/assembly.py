@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ..plan.types import NONNEGATIVE
 from . import cholesky_any
 from .launch import DeviceEntries, check, check_not_host
 from .nonnegative import nonnegative_solve
+from .systems import SideSystems, Sums
 
 COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 """Ranks whose default builds the tests compile."""
@@ -83,36 +84,6 @@ class Cleared:
         return self._memory[self._used - 1 : self._used]
 
 
-@dataclass(frozen=True)
-class Systems:
-    """The systems of one side without their sums: solutions, status, Gram matrix and regularization.
-
-    Attributes
-    ----------
-    solutions : float array, shape (n_rows, width)
-        Written; read as warm start by all solvers but Cholesky, and as part of the right-hand sides if entries have
-        predictions.
-    status : int32 array, shape (n_rows,)
-        Written for the rows that are solved.
-    gram : float array, shape (rank16, rank16), or None
-    ridge : float array, shape (rank,)
-    scale : float array, shape (n_rows,)
-    bounded : int
-        Coordinates that may not be negative, the first ones; read by the nonnegative solver alone.
-    """
-
-    solutions: Array
-    status: Array
-    gram: Array | None
-    ridge: Array
-    scale: Array
-    bounded: int = 0
-
-
-Sums: TypeAlias = "tuple[Array, ...]"
-"""Sums of segments of rows; first axis: slots."""
-
-
 class RowKernels:
     """The kernels of an assembly, as called by a half sweep; methods launch and do not wait."""
 
@@ -138,11 +109,13 @@ class RowKernels:
         """
         raise NotImplementedError
 
-    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
+    def solve(self, systems: SideSystems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """Complete and solve the systems of `rows`, row k from the sums of ``slots[k] ... slots[k + 1] - 1``."""
         raise NotImplementedError
 
-    def solve_rows(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array) -> None:
+    def solve_rows(
+        self, systems: SideSystems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array
+    ) -> None:
         """Assemble and solve `rows` in one kernel; only if sums stay on the chip."""
         raise NotImplementedError
 
@@ -179,18 +152,17 @@ class PublishedKernels(RowKernels):
         matrices = (device.zeros if whole else device.empty)((n_slots, rank, rank), self.dtype)
         return matrices, device.empty((n_slots, rank), self.dtype)
 
-    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
+    def solve(self, systems: SideSystems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """See `RowKernels`."""
         if not len(rows):
             return
         device, rank, (matrices, rhs) = self.device, self.rank, sums
         if entries.predicted is not None:
             rhs[slots[:-1]] += systems.solutions[rows, :rank]
-        arrays = (systems.solutions, systems.status, sums, slots, rows)
         if self.solver == NONNEGATIVE:
-            terms = (systems.gram, systems.ridge, systems.scale)
-            nonnegative_solve(device, *arrays, terms, systems.bounded, self.epsilon, self.solver_config)
+            nonnegative_solve(device, systems, sums, slots, rows, self.epsilon, self.solver_config)
             return
+        arrays = (systems.solutions, systems.status, sums, slots, rows)
         gram = None if systems.gram is None else systems.gram[:rank, :rank].copy()
         cholesky_any.complete(device, matrices, rhs, slots, gram, systems.ridge, systems.scale[rows])
         if self.solver == "cg":

@@ -23,8 +23,9 @@ from ..plan.assemblies import (
     require_square_tile,
 )
 from . import assembly
-from .assembly import COMPILED_RANKS, PublishedKernels, Sums, check_factors, require_fit, require_match
+from .assembly import COMPILED_RANKS, PublishedKernels, check_factors, require_fit, require_match
 from .launch import DeviceEntries, check, check_not_host, get_kernel
+from .systems import Sums
 
 Variant = Literal["chip", "local"]
 

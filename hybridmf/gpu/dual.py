@@ -14,8 +14,8 @@ from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.als_gpu import ROWS_AT_ONCE
 from ..plan.fused import BLOCK, table_width
 from ..plan.row_forms import GPU_SIZES
-from .assembly import Systems
 from .launch import DeviceEntries, check, check_not_host, get_kernel, program
+from .systems import SideSystems
 
 TEAMS = 4
 """Warps of a block, each with a row of its own."""
@@ -109,12 +109,12 @@ class DualRows:
         ]
         return cls(device, objective, side, rank, parts[::-1])
 
-    def solve(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, epsilon: float) -> None:
+    def solve(self, systems: SideSystems, table: Array, entries: DeviceEntries, indptr: Array, epsilon: float) -> None:
         """Solve all rows.
 
         Parameters
         ----------
-        systems : Systems
+        systems : SideSystems
         table : float32 array, shape (n_fixed, width)
         entries : DeviceEntries
         indptr : int64 array, shape (n_rows + 1,)
@@ -143,7 +143,7 @@ class DualRows:
         self,
         size: int,
         rows: Array,
-        systems: Systems,
+        systems: SideSystems,
         table: Array,
         entries: DeviceEntries,
         indptr: Array,

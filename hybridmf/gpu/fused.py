@@ -13,9 +13,10 @@ from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import BLOCK, OPERAND_BYTES, FusedConfig, operand_bytes, solved_apart
 from ..plan.types import NONNEGATIVE
-from .assembly import Cleared, RowKernels, Sums, Systems
+from .assembly import Cleared, RowKernels
 from .launch import DeviceEntries, check, check_not_host, get_kernel, program
 from .nonnegative import NonnegativeConfig, nonnegative_solve
+from .systems import SideSystems, Sums
 
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
@@ -113,7 +114,7 @@ def _programs(
     return {name: program(file, name, **constants) for file, name, constants in found}
 
 
-def _check_systems(device: Device, config: FusedConfig, systems: Systems) -> None:
+def _check_systems(device: Device, config: FusedConfig, systems: SideSystems) -> None:
     n_rows = len(systems.scale)
     check("solutions", systems.solutions, np.float32, (n_rows, config.width))
     check("status", systems.status, np.int32, (n_rows,))
@@ -141,7 +142,7 @@ def _check_entries(device: Device, config: FusedConfig, precision: str, table: A
         check_not_host(device, predicted=entries.predicted)
 
 
-def _gram_pointer(systems: Systems) -> Any:
+def _gram_pointer(systems: SideSystems) -> Any:
     return np.uint64(0) if systems.gram is None else systems.gram
 
 
@@ -237,7 +238,7 @@ class FusedKernels(RowKernels):
             config.shared_bytes(self.solver, self.precision),
         )
 
-    def solve(self, systems: Systems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
+    def solve(self, systems: SideSystems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """Launch solve_partials: solve rows, row k from ``partials[slots[k] : slots[k + 1]]``."""
         if not len(rows):
             return
@@ -251,8 +252,7 @@ class FusedKernels(RowKernels):
             rhs = partials[:, config.partial_floats - config.rank16 :]
             rhs[slots[:-1], : config.rank] += systems.solutions[rows, : config.rank]
         if self.solver == NONNEGATIVE:
-            arrays, terms = (systems.solutions, systems.status), (systems.gram, systems.ridge, systems.scale)
-            nonnegative_solve(device, *arrays, sums, slots, rows, terms, systems.bounded, self.epsilon)
+            nonnegative_solve(device, systems, sums, slots, rows, self.epsilon)
             return
         if config.solved_by_sums(self.solver):
             self._solve_sums(systems, partials, slots, rows)
@@ -277,7 +277,7 @@ class FusedKernels(RowKernels):
             config.shared_bytes(self.solver, self.precision),
         )
 
-    def _solve_sums(self, systems: Systems, partials: Array, slots: Array, rows: Array) -> None:
+    def _solve_sums(self, systems: SideSystems, partials: Array, slots: Array, rows: Array) -> None:
         """Launch cholesky_sums; arguments as checked by `solve`."""
         device, config = self.device, self.config
         kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_sums", **sums_constants(config))
@@ -299,12 +299,14 @@ class FusedKernels(RowKernels):
             sums_shared_bytes(config),
         )
 
-    def solve_rows(self, systems: Systems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array) -> None:
+    def solve_rows(
+        self, systems: SideSystems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array
+    ) -> None:
         """Launch solve_rows: solve the systems of `rows`, each assembled by one team.
 
         Parameters
         ----------
-        systems : Systems
+        systems : SideSystems
         table, entries
             As for `assemble`.
         indptr : int64 array, shape (n_rows + 1,)

@@ -7,21 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..core.system import ceil_div, round_up
+from ..core.system import ceil_div
 from ..device.cuda import Array, Device
+from ..plan.gram import gram_rows, gram_sides
 from .launch import check, check_not_host, get_kernel
 
-TILE = 64
 THREADS = 256
-
-BLOCKS = 1056
-"""Blocks of threads among which a table is divided: eight on each multiprocessor of an H200."""
-
-PIECE_ROWS = (256, 4096)
-"""Least and most rows of a piece; their products are added in the table's type, and pieces in float64."""
-
-SUMS_BYTES = 64 << 20
-"""Most memory of the sums of all pieces, which plans do not count."""
 
 
 def gram_sum(device: Device, table: Array) -> Array:
@@ -33,10 +24,8 @@ def gram_sum(device: Device, table: Array) -> Array:
     table : float array, shape (n_rows, width)
     """
     n, width = table.shape
-    side = round_up(width, TILE)
-    tiles = side // TILE * (side // TILE + 1) // 2
-    rows = int(np.clip(ceil_div(n * tiles, BLOCKS), *PIECE_ROWS))
-    rows = max(rows, ceil_div(n, max(1, SUMS_BYTES // (side * side * table.dtype.itemsize))))
+    side, tiles = gram_sides(width)
+    rows = gram_rows(n, width, table.dtype.itemsize)
     check("table", table, table.dtype, (None, None))
     check_not_host(device, table=table)
     pieces = ceil_div(n, rows)

@@ -25,7 +25,7 @@ from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
 from . import bals, draw, dual, fused, losses, matrix, predictions, rows
-from .assembly import Cleared, RowKernels, SegmentKernels, Systems
+from .assembly import Cleared, RowKernels, SegmentKernels
 from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .launch import DeviceEntries, program
@@ -33,6 +33,7 @@ from .matrix import DeviceMatrix
 from .mo_als import mo_als
 from .rows import RowRange
 from .sparse_syrk import sparse_syrk
+from .systems import SideSystems
 
 logger = logging.getLogger("hybridmf")
 
@@ -429,7 +430,7 @@ class HalfSweep(GpuHalf):
         yield self._unpack(systems().solutions, cleared), systems().status
 
     def _solve(
-        self, prepared: tuple[RowKernels, Array], entries: DeviceEntries, systems: Callable[[], Systems]
+        self, prepared: tuple[RowKernels, Array], entries: DeviceEntries, systems: Callable[[], SideSystems]
     ) -> Iterator[None]:
         """Launch the solution of all rows that are not solved in the dual form."""
         kernels, operand = prepared
@@ -481,7 +482,7 @@ class HalfSweep(GpuHalf):
             self._configs[rank] = fused_config(self.device, self.plan, rank)
         return self._configs[rank]
 
-    def _systems(self, start: DeviceFactors | None, gram: Array | None, cleared: Cleared | None = None) -> Systems:
+    def _systems(self, start: DeviceFactors | None, gram: Array | None, cleared: Cleared | None = None) -> SideSystems:
         """Allocate the systems, with solutions filled with the warm start of the iterative solvers."""
         plan, device = self.plan, self.device
         solutions, status = self._results(cleared or Cleared(device, len(self)))
@@ -491,7 +492,7 @@ class HalfSweep(GpuHalf):
                 solutions[:, plan.factors] = start.device_bias
             if self._empty_rows is not None:
                 solutions[self._empty_rows] = 0
-        return Systems(solutions, status, gram, self.ridge, self.scale, plan.factors)
+        return SideSystems(solutions, status, gram, self.ridge, self.scale, plan.factors)
 
     @functools.cached_property
     def _empty_rows(self) -> Array | None:

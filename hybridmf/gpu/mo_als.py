@@ -22,8 +22,9 @@ from ..plan.assemblies import (
     tile_size,
 )
 from . import assembly
-from .assembly import COMPILED_RANKS, Sums, check_segments, require_fit, require_match
+from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
 from .launch import DeviceEntries, get_kernel
+from .systems import Sums
 
 
 @dataclass(frozen=True)

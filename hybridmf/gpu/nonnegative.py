@@ -14,6 +14,7 @@ from ..plan.assemblies import REGISTERS, RESERVED, WARP, require
 from ..plan.fused import BLOCK, partial_floats
 from ..plan.fused import MAX_RANK as MAX_TILED_RANK
 from .launch import check, check_not_host, get_kernel
+from .systems import SideSystems, Sums
 
 MAX_WARPS = 8
 
@@ -123,13 +124,10 @@ class NonnegativeConfig:
 
 def nonnegative_solve(
     device: Device,
-    solutions: Array,
-    status: Array,
-    sums: tuple[Array, ...],
+    systems: SideSystems,
+    sums: Sums,
     slots: Array,
     rows: Array,
-    terms: tuple[Array | None, Array, Array],
-    bounded: int,
     epsilon: float,
     config: NonnegativeConfig | None = None,
 ) -> None:
@@ -138,22 +136,17 @@ def nonnegative_solve(
     Parameters
     ----------
     device : Device
-    solutions : float array, shape (n_out, ld), ld >= rank
+    systems : SideSystems
         ``solutions[rows[k], :rank]`` is the start, which meets the bounds, and is overwritten; zeros where the status
-        is not 0, or where a system has no slots.
-    status : int32 array, shape (n_out,)
-        ``status[rows[k]]`` is 0, or -1 if something is infinite or NaN.
-    sums : tuple of float arrays
+        is not 0, or where a system has no slots. ``status[rows[k]]`` is 0, or -1 if something is infinite or NaN.
+        Gram matrix and ``scale[row] ridge`` on the diagonal are added to the sums.
+    sums : Sums
         Matrices (n_slots, rank, rank), of which the lower triangles count, and right-hand sides (n_slots, rank); or one
         array, partial sums of the fused kernels.
     slots : int64 array, shape (n + 1,)
         System k is the sum of ``slots[k] ... slots[k + 1] - 1``, in this order.
     rows : int32 array, shape (n,)
         Distinct.
-    terms : tuple (gram, ridge, scale)
-        Added to the sums: float arrays of shapes (rank16, rank16), or None, (rank,) and (n_out,): ``scale[row] ridge``
-        to the diagonal.
-    bounded : int
     epsilon : float
         As for `cholesky_any.cholesky_solve`; a sweep that moves no component of the gradient by more than 4 times this
         part of the largest term is the last.
@@ -166,7 +159,8 @@ def nonnegative_solve(
     ValueError
         See `NonnegativeConfig.of_matrices`.
     """
-    gram, ridge, scale = terms
+    solutions, status, gram = systems.solutions, systems.status, systems.gram
+    ridge, scale = systems.ridge, systems.scale
     rank, dtype = len(ridge), sums[0].dtype
     tiled = len(sums) == 1
     check("sums", sums[0], dtype, (None, partial_floats(rank)) if tiled else (None, rank, rank))
@@ -192,7 +186,7 @@ def nonnegative_solve(
         config = NonnegativeConfig.of_tiles(rank) if tiled else of_matrices(rank, dtype.itemsize, device.spec)
     file, name, constants = config.build
     arrays = (solutions, status, sums[0], sums[-1], slots, rows, np.uint64(0) if gram is None else gram, ridge, scale)
-    scalars = (np.int64(solutions.shape[1]), np.int32(bounded), dtype.type(epsilon))
+    scalars = (np.int64(solutions.shape[1]), np.int32(systems.bounded), dtype.type(epsilon))
     kernel = get_kernel(device, file, name, **constants)
     kernel((len(rows),), (config.threads,), (*arrays, *scalars), config.shared_bytes)
 

@@ -32,13 +32,14 @@ from ..device.cuda import Array, Device
 from ..plan.fused import table_width
 from ..plan.half_sweep import slots_at_once
 from ..plan.types import Plan
-from .assembly import Cleared, RowKernels, Sums
+from .assembly import Cleared, RowKernels
 from .factors import Copiers, DeviceFactors, HostFactors, HostTables, padded_gram, weighted_gram
 from .gram import gram_sum
 from .half import Batch, Launches, loss_segments, segment_losses
 from .launch import DeviceEntries
 from .rows import RowRange, clip_segments, widen_range
 from .stream import Loader, Pipeline, SlabHalf, StreamedHalf, Transfers
+from .systems import Sums
 
 
 class Drain:

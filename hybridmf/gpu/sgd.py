@@ -66,7 +66,7 @@ COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
 
 @dataclass(frozen=True)
-class Rows:
+class FactorRows:
     """Working copy of the factors of one side.
 
     Attributes
@@ -97,7 +97,7 @@ class Walk:
     begins, ends : int64 array, shape (n_rows,)
         Bounds of the entries of each row: all, or those in a range of columns.
     first : int
-        Column of row 0 of the other side's `Rows`; 0 if `Rows` has all columns.
+        Column of row 0 of the other side's `FactorRows`; 0 if `FactorRows` has all columns.
     """
 
     indices: Array
@@ -167,7 +167,7 @@ def group_size(ld: int, itemsize: int) -> int:
     return min(32, 1 << (ld * itemsize // 16 - 1).bit_length())
 
 
-def _check_rows(device: Device, moved: Rows, fixed: Rows, real: Any, read: Any = None) -> None:
+def _check_rows(device: Device, moved: FactorRows, fixed: FactorRows, real: Any, read: Any = None) -> None:
     ld, stored = moved.matrix.shape[1], moved.matrix.dtype
     for name, rows, dtype in (("moved", moved, stored), ("fixed", fixed, stored if read is None else read)):
         check(name, rows.matrix, dtype, (None, ld))
@@ -177,7 +177,7 @@ def _check_rows(device: Device, moved: Rows, fixed: Rows, real: Any, read: Any =
             check_not_host(device, **{f"{name}.bias": rows.bias})
 
 
-def read_dtype(moved: Rows, fixed: Rows) -> np.dtype:
+def read_dtype(moved: FactorRows, fixed: FactorRows) -> np.dtype:
     """The dtype that rows of the fixed side may have: that of the moved ones, or float16 instead of float32."""
     narrow = fixed.matrix.dtype == np.float16 and moved.matrix.dtype == np.float32
     return np.dtype(np.float16 if narrow else moved.matrix.dtype)
@@ -195,7 +195,9 @@ def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
     check_not_host(device, indices=walk.indices, ratings=walk.ratings, begins=walk.begins, ends=walk.ends, **tasks)
 
 
-def _arguments(moved: Rows, losses: Array, fixed: Rows, walk: Walk, rows: Array, n: int, terms: Terms) -> tuple:
+def _arguments(
+    moved: FactorRows, losses: Array, fixed: FactorRows, walk: Walk, rows: Array, n: int, terms: Terms
+) -> tuple:
     numbers = scalars(terms, walk.ratings.dtype.type)
     return moved.struct, losses, fixed.struct, walk.struct, rows, np.int32(n), numbers
 
@@ -300,14 +302,14 @@ class BlockedConfig:
         return {"LD": self.ld, "FIXED16": fixed16, **sizes, "SHARED_BYTES": self.shared_bytes}
 
 
-def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms) -> Array:
+def centralized(device: Device, moved: FactorRows, fixed: FactorRows, walk: Walk, tasks: Array, terms: Terms) -> Array:
     """Update each row of `tasks` from its entries, one group of lanes per row (MSGD Alg. 3).
 
     Parameters
     ----------
-    moved : Rows
+    moved : FactorRows
         In and out.
-    fixed : Rows
+    fixed : FactorRows
         Float16 beside float32 `moved` is allowed, in rows of equal width.
     walk : Walk
         By the updated rows.
@@ -329,8 +331,8 @@ def centralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, tasks: Arr
 
 def blocked(
     device: Device,
-    moved: Rows,
-    fixed: Rows,
+    moved: FactorRows,
+    fixed: FactorRows,
     walk: Walk,
     tasks: Array,
     terms: Terms,
@@ -344,14 +346,16 @@ def blocked(
     return out
 
 
-def decentralized(device: Device, moved: Rows, fixed: Rows, walk: Walk, bounds: Array, terms: Terms) -> Array:
+def decentralized(
+    device: Device, moved: FactorRows, fixed: FactorRows, walk: Walk, bounds: Array, terms: Terms
+) -> Array:
     """Blocks own ranges of updated rows, and process all rows of the fixed side in ascending order (MSGD Alg. 2).
 
     Parameters
     ----------
-    moved : Rows
+    moved : FactorRows
         In and out.
-    fixed : Rows
+    fixed : FactorRows
     walk : Walk
         By the fixed rows.
     bounds : int32 array, shape (n_ranges + 1,)
@@ -389,7 +393,7 @@ class MsgdKernels:
         self.device, self._config, self._fastest = device, config, fastest
         self._kernels: dict[str, Kernel] = {}
 
-    def _found(self, name: str, moved: Rows, fixed: Rows) -> tuple[Kernel, BlockedConfig]:
+    def _found(self, name: str, moved: FactorRows, fixed: FactorRows) -> tuple[Kernel, BlockedConfig]:
         dtype, ld = moved.matrix.dtype, moved.matrix.shape[1]
         if self._config is None:
             choose = BlockedConfig.fastest if self._fastest else BlockedConfig.default
@@ -400,7 +404,9 @@ class MsgdKernels:
             self._kernels[name] = get_kernel(self.device, "msgd.cu", name, **constants)
         return self._kernels[name], self._config
 
-    def centralized(self, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms, out: Array) -> None:
+    def centralized(
+        self, moved: FactorRows, fixed: FactorRows, walk: Walk, tasks: Array, terms: Terms, out: Array
+    ) -> None:
         """Sums of squared errors go to `out`, shape (n_tasks,)."""
         if not len(tasks):
             return
@@ -408,7 +414,7 @@ class MsgdKernels:
         grid = ceil_div(len(tasks) * group_size(config.ld, config.read_size), THREADS)
         kernel((grid,), (THREADS,), _arguments(moved, out, fixed, walk, tasks, len(tasks), terms), 0)
 
-    def blocked(self, moved: Rows, fixed: Rows, walk: Walk, tasks: Array, terms: Terms, out: Array) -> None:
+    def blocked(self, moved: FactorRows, fixed: FactorRows, walk: Walk, tasks: Array, terms: Terms, out: Array) -> None:
         """Sums of squared errors go to `out`, shape (n_tasks,)."""
         if not len(tasks):
             return
@@ -416,7 +422,9 @@ class MsgdKernels:
         arguments = _arguments(moved, out, fixed, walk, tasks, len(tasks), terms)
         kernel((len(tasks),), (32 * (config.helpers + 1),), arguments, config.shared_bytes)
 
-    def decentralized(self, moved: Rows, fixed: Rows, walk: Walk, bounds: Array, terms: Terms, out: Array) -> None:
+    def decentralized(
+        self, moved: FactorRows, fixed: FactorRows, walk: Walk, bounds: Array, terms: Terms, out: Array
+    ) -> None:
         """Sums of squared errors go to `out`, shape (n_ranges,)."""
         kernel, _ = self._found("decentralized", moved, fixed)
         arguments = _arguments(moved, out, fixed, walk, bounds, len(walk.begins), terms)
@@ -439,7 +447,7 @@ class Epochs(Protocol):
     """Of rows as a kernel reads them from the fixed side; their widths are whole pieces of it."""
     walks: dict[Side, Walk]
 
-    def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
+    def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
         """Launch one epoch on `work`, in place, without waiting.
 
         Returns
@@ -517,7 +525,7 @@ class Msgd:
         self._kernels = MsgdKernels(device)
         self._fastest = MsgdKernels(device, fastest=True)
 
-    def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
+    def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
         """See `Epochs`; adds half of each pass's loss, because an epoch processes every entry twice."""
         counts = {side: self.n_losses(side) for side in SWEEP_ORDER}
         losses, first = self.device.empty(sum(counts.values()), np.float64), 0
@@ -532,7 +540,7 @@ class Msgd:
             return len(self.bounds[side]) - 1
         return len(self.ranges[side]) * (len(self.long[side]) + len(self.short[side]))
 
-    def launch_pass(self, side: Side, moved: Rows, fixed: Rows, terms: Terms, losses: Array) -> None:
+    def launch_pass(self, side: Side, moved: FactorRows, fixed: FactorRows, terms: Terms, losses: Array) -> None:
         """Update all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,)."""
         _check_rows(self.device, moved, fixed, self.stored)
         if side in self.bounds:
@@ -540,7 +548,7 @@ class Msgd:
             self._kernels.decentralized(moved, fixed, walk, bounds, terms, losses)
             return
         if self.read != self.stored:
-            fixed = Rows(fixed.matrix.astype(self.read), fixed.bias)
+            fixed = FactorRows(fixed.matrix.astype(self.read), fixed.bias)
         groups, begun = self._groups(side), self.device.record()
         beside = len(groups) - 1 if self.beside else 0
         try:
@@ -657,13 +665,13 @@ def make_runs(indptr: np.ndarray, rng: np.random.Generator | None = None, longes
 
 
 def batch_hogwild(
-    device: Device, held: Rows, walked: Rows, walk: Walk, runs: Array, terms: Terms, config: HogwildConfig
+    device: Device, held: FactorRows, walked: FactorRows, walk: Walk, runs: Array, terms: Terms, config: HogwildConfig
 ) -> Array:
     """One epoch over the entries of `runs`, lock-free.
 
     Parameters
     ----------
-    held, walked : Rows
+    held, walked : FactorRows
         In and out; float16 or float32, biases in float32.
     walk : Walk
         By the rows of `held`; begins and ends are not read.
@@ -724,7 +732,7 @@ class BatchHogwild:
         self.runs = device.upload(make_runs(matrix.indptr, method.rng(), config.run))
         self.config = config.limited(matrix.nnz)
 
-    def run(self, work: dict[Side, Rows], terms: Terms) -> Array:
+    def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
         """See `Epochs`."""
         held, walked = work[self.held], work[other_side(self.held)]
         walk = self.walks[self.held]
@@ -812,10 +820,10 @@ class GpuSGD(Unconnected):
     def _fail(self, what: str) -> None:
         raise diverged(what, self.method, self.epoch)
 
-    def _copy(self, side: Side) -> Rows:
+    def _copy(self, side: Side) -> FactorRows:
         return working_rows(self.tables[side], self.plan.factors, self.epochs.stored, self.epochs.read)
 
-    def _table(self, rows: Rows) -> DeviceFactors:
+    def _table(self, rows: FactorRows) -> DeviceFactors:
         return table_of(self.device, rows, self.plan, self.tables["user"].table.dtype)
 
     def objective_value(self) -> float:
@@ -830,17 +838,17 @@ class GpuSGD(Unconnected):
         return penalty(side, self.tables[side], self.objective, np.diff(self.indptr[side]))
 
 
-def working_rows(table: DeviceFactors, factors: int, stored: Any, read: Any = None) -> Rows:
+def working_rows(table: DeviceFactors, factors: int, stored: Any, read: Any = None) -> FactorRows:
     """Working copy of the factors of a side, in the dtype of an epoch and padded to whole pieces of `read`."""
     width = stored_width(factors, stored if read is None else read)
     if table.device_bias is None and table.table.shape[1] == width:
-        return Rows(table.table.astype(stored))
+        return FactorRows(table.table.astype(stored))
     matrix = table.device.zeros((len(table), width), stored)
     matrix[:, :factors] = table.table[:, :factors]
-    return Rows(matrix, None if table.device_bias is None else table.device_bias.copy())
+    return FactorRows(matrix, None if table.device_bias is None else table.device_bias.copy())
 
 
-def table_of(device: Device, rows: Rows, plan: Plan, dtype: Any) -> DeviceFactors:
+def table_of(device: Device, rows: FactorRows, plan: Plan, dtype: Any) -> DeviceFactors:
     """Convert a working copy to the factors of a state, in float32 or float64."""
     factors, width = plan.factors, stored_width(plan.rank, dtype)
     if rows.bias is None and rows.matrix.shape[1] == width:

@@ -20,13 +20,13 @@ from ..core.system import round_up
 from ..device.cuda import Array, Device
 from ..plan.fused import BLOCK, table_width
 from ..plan.types import Plan
-from .assembly import Systems
 from .factors import DeviceFactors, weighted_gram
 from .half import HalfSweep, Launches, row_segments
 from .launch import DeviceEntries
 from .matrix import DeviceMatrix
 from .predictions import add_products
 from .rows import RowRange, read_range, widen_range
+from .systems import SideSystems
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class SubspaceHalf(HalfSweep):
         parts = zip(bounds, tables, ranges, strict=True)
         return [FixedBlock(first, last, part, known) for (first, last), part, known in parts]
 
-    def _systems_of(self, block: FixedBlock, whole: Systems) -> Systems:
+    def _systems_of(self, block: FixedBlock, whole: SideSystems) -> SideSystems:
         """The systems of a block, with what entries do not add to right-hand sides in place of solutions."""
         device, solutions, ridge = self.device, whole.solutions, self.ridge[block.columns]
         beside = device.zeros((len(self), block.table.shape[1]), self.dtype)
@@ -138,4 +138,4 @@ class SubspaceHalf(HalfSweep):
             beside[:, : block.rank] -= device.matmul(solutions, whole.gram[: self.width, block.columns])
             gram = device.zeros((round_up(block.rank, BLOCK),) * 2, self.dtype)
             gram[: block.rank, : block.rank] = whole.gram[block.columns, block.columns]
-        return Systems(beside, device.zeros(len(self), np.int32), gram, ridge, self.scale)
+        return SideSystems(beside, device.zeros(len(self), np.int32), gram, ridge, self.scale)

@@ -501,7 +501,7 @@ def _row_norms(device: Device, rows: Array) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Bounds:
+class _ScoreBounds:
     """Bounds of the scores of a batch of users.
 
     Attributes
@@ -519,11 +519,11 @@ class _Bounds:
     limits: Array
 
 
-def _bound_groups(packed: PackedItems, users: Array, seen: _Seen | None, wanted: int) -> _Bounds:
+def _bound_groups(packed: PackedItems, users: Array, seen: _Seen | None, wanted: int) -> _ScoreBounds:
     """Largest score of each group by tensor cores; with many groups, users are pruned after the first ones."""
     device, config, n_groups = packed.device, packed.config, packed.n_groups
     n_users, constants = users.shape[0], _list_constants(packed, wanted)
-    bounds = _Bounds(
+    bounds = _ScoreBounds(
         device.empty((n_users, n_groups), np.uint32),
         device.empty((n_users, 4), np.float32),
         device.empty((n_users,), np.int32),
@@ -566,7 +566,9 @@ def _head_groups(n_groups: int, n: int) -> int:
     return head if n_groups >= 128 and 2 * head <= n_groups else n_groups
 
 
-def _group_max(packed: PackedItems, bounds: _Bounds, operands: Array, first: int, last: int, filtered: bool) -> None:
+def _group_max(
+    packed: PackedItems, bounds: _ScoreBounds, operands: Array, first: int, last: int, filtered: bool
+) -> None:
     """Largest score of an unseen item in each of the groups from `first` to `last`."""
     device, config = packed.device, packed.config
     n_users, n_groups = bounds.words.shape

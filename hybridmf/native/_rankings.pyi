@@ -3,6 +3,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .rankings import RankingMetrics
+
 PRECISION: int
 RECALL: int
 AVERAGE_PRECISION: int
@@ -15,12 +17,6 @@ def measure(
     recommended: NDArray[Any],
     rows: NDArray[np.int64],
     relevant: tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]],
-    n_items: int,
-    kinds: NDArray[np.int32],
-    cuts: NDArray[np.int64],
-    discounts: NDArray[np.float64],
-    information: NDArray[np.float64],
-    shown_cuts: NDArray[np.int64],
-    shown: NDArray[np.uint8],
+    metrics: RankingMetrics,
     num_threads: int,
 ) -> NDArray[np.float64] | None: ...

@@ -178,9 +178,7 @@ cdef bint _measure(
     return True
 
 
-def measure(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, Py_ssize_t n_items,
-            const int32_t[::1] kinds, const int64_t[::1] cuts, const double[::1] discounts,
-            const double[::1] information, const int64_t[::1] shown_cuts, uint8_t[:, ::1] shown, int num_threads):
+def measure(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, metrics, int num_threads):
     """Metrics of each user's ranking.
 
     Parameters
@@ -191,18 +189,7 @@ def measure(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, P
         Each user's row of the matrix.
     relevant : tuple of CSR arrays (indptr, indices, data)
         Relevant items and their gains, all positive; indices ascend within rows.
-    n_items : int
-    kinds : int32 array, shape (n_metrics,)
-        PRECISION, RECALL, AVERAGE_PRECISION, NDCG, RECIPROCAL_RANK, HIT_RATE or NOVELTY.
-    cuts : int64 array, shape (n_metrics,)
-        Ranks that count, at least 1.
-    discounts : float64 array, shape (max(n_columns, longest row),) or up to the longest cut
-        Weights of the ranks.
-    information : float64 array, shape (n_items,), or empty without NOVELTY
-        Averaged by NOVELTY over the items of a list.
-    shown_cuts : int64 array, shape (n_shown,)
-    shown : uint8 array, shape (n_shown, n_items)
-        Row k gets a 1 at each item among the first ``shown_cuts[k]`` of some user; other elements stay.
+    metrics : hybridmf.native.rankings.RankingMetrics
     num_threads : int
 
     Returns
@@ -214,6 +201,13 @@ def measure(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, P
     cdef const int64_t[::1] indptr = relevant[0]
     cdef const int32_t[::1] indices = relevant[1]
     cdef const float[::1] data = relevant[2]
+    cdef Py_ssize_t n_items = metrics.n_items
+    cdef const int32_t[::1] kinds = metrics.kinds
+    cdef const int64_t[::1] cuts = metrics.cuts
+    cdef const double[::1] discounts = metrics.discounts
+    cdef const double[::1] information = metrics.information
+    cdef const int64_t[::1] shown_cuts = metrics.shown_cuts
+    cdef uint8_t[:, ::1] shown = metrics.shown
     cdef Py_ssize_t n_users = recommended.shape[0], n_columns = recommended.shape[1], user, row, thread
     cdef int n = 1 if n_users < FEW_USERS else hmf_usable_threads(num_threads)
     cdef int faults = 0

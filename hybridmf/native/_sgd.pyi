@@ -4,14 +4,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridmf.core.objective import Terms
-from hybridmf.native.updates import BothSides, EntryBlocks, EntryList, RowEntries, WorkingRows
+from hybridmf.native.updates import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
 
 _Real = TypeVar("_Real", np.float32, np.float64)  # one type for all arrays of a call
 
 def rows(
     moved: WorkingRows,
     fixed: WorkingRows,
-    entries: RowEntries,
+    entries: UpdateRows,
     order: NDArray[np.int64],
     cuts: NDArray[np.int64],
     terms: Terms,

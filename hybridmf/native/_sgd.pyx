@@ -152,7 +152,7 @@ cdef RowUpdates _row_updates(moved, fixed, entries, terms, const real[::1] ratin
 def rows(
         moved,                             # IN OUT `WorkingRows` of the side that moves
         fixed,                             # IN     `WorkingRows`, whose sums of squares are not read
-        entries,                           # IN     `RowEntries` of the side that moves
+        entries,                           # IN     `UpdateRows` of the side that moves
         const int64_t[::1] order,          # IN     rows to move
         const int64_t[::1] cuts,           # IN     (n_pieces + 1,) pieces of `order`, each for one thread
         terms,                             # IN     `Terms`

@@ -64,7 +64,7 @@ class EntryBlocks(NamedTuple):
     pointer: np.ndarray
 
 
-class RowEntries(NamedTuple):
+class UpdateRows(NamedTuple):
     """Entries of each row of the side that is updated, starts[row] <= k < ends[row], in the order of its updates.
 
     Attributes

@@ -11,7 +11,7 @@ from ..core.objective import SIDES, Objective
 from ..core.scratch import find_room
 from ..core.system import mib
 from ..device.cuda import DeviceSpec
-from . import assemblies, dispatch, fused
+from . import assemblies, dispatch, fused, gram
 from . import machine as machines
 from .half_sweep import BATCH_BYTES, PIECE_BYTES, SLAB_BUFFERS, Place, Problem, slots_at_once
 from .memory import tile_pointers
@@ -227,7 +227,16 @@ def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
     # BALS assembles whole blocks of rows; the others sum all segments of a row together
     least = plan.tile_rows or max(1, -(-max(plan.problem.longest) // plan.segment))
     slots = int(np.clip(left // each, least, max(least, most)))
-    return plan.changed(batch_slots=slots, bytes=sizes | {"batch": slots * each})
+    return plan.changed(batch_slots=slots, bytes=sizes | {"batch": max(slots * each, _gram_excess(plan))})
+
+
+def _gram_excess(plan: Plan) -> int:
+    """Bytes by which the sums of the Gram matrix exceed the new factors, which take their memory before any batch."""
+    if plan.feedback == "explicit":
+        return 0
+    rows, itemsize = max(plan.n_users, plan.n_items), plan.problem.itemsize
+    width = fused.table_width(plan.rank, plan.dtype)
+    return max(0, gram.gram_bytes(rows, width, itemsize) - rows * width * itemsize)
 
 
 def _most_slots(plan: Plan, rows: int) -> int:

@@ -14,7 +14,8 @@ A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 c
     nnz/(p q) (4 + i)  entries, times the number of buffers (a fit: SLAB_BUFFERS); or the GPU's share of the ratings in
                        both orientations
     systems            a batch; or, if parts take turns, the systems of the whole row part and those summed before they
-                       are added; or, if sums are reduced over GPUs, the systems of all rows
+                       are added; or, if sums are reduced over GPUs, the systems of all rows; more if the sums of the
+                       Gram matrix, which are freed before solutions and systems, are larger than both
     (m + n)/GPUs w i   the GPU's share of both sides, if factors stay on the GPUs
 
 Ratings and factors that do not stay on GPUs are in host memory, or on disk if they do not fit there: first the factors
@@ -29,7 +30,7 @@ from typing import Literal
 
 from ..core.objective import Side
 from ..core.system import round_up
-from . import fused
+from . import fused, gram
 from .grid import Grid
 from .machine import H200, Machine
 
@@ -330,11 +331,15 @@ def half_bytes(
     if half.fixed_parts > 1:
         systems += slots(problem, half) * problem.system_bytes
         pieces += at_once * PIECE_BYTES
+    solved *= 1 if on_device else 3 if problem.cg_steps or problem.nonnegative else 2
+    if problem.implicit:
+        sums = gram.gram_bytes(share.fixed, problem.row_bytes // problem.itemsize, problem.itemsize)
+        systems = max(systems, sums if half.fixed == "split" else sums - solved)
     own_is_part = on_device and grid.groups == 1 and half.fixed_parts == 1
     return {
         "fixed side": 0 if own_is_part else share.fixed * width * (half.buffers if half.fixed_parts > 1 else 1),
         "operands": share.fixed * problem.operand_bytes,
-        "solutions": solved * (1 if on_device else 3 if problem.cg_steps or problem.nonnegative else 2),
+        "solutions": solved,
         "factors": share.own * width if on_device else 0,
         "ratings": share.entries * problem.entry_bytes,
         "rows": share.own * (ROW_BYTES + problem.itemsize) + pieces,

@@ -173,7 +173,7 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
     )
     kernels = Kernels(
         method=settings.method or ALS,
-        solver=settings.solver,
+        solver=settings.planned_solver,
         cg_steps=settings.cg_steps,
         block_size=min(settings.block_size, rank),
         assembly=assembly,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ..core.objective import SIDES, Side
@@ -53,13 +53,12 @@ def _best_half(
 ) -> HalfPlan | None:
     """The fastest half sweep with the fewest turns, since parts that stay on a GPU are not loaded again (cuMF 4.3)."""
     resident = factors == "device"
-    loads = SLAB_BUFFERS if resident else 2
     for candidates in _turns(gpus, 0 if resident else sum(problem.shape) - problem.rows(side)):
         halves = [
             fewest_batches(
                 problem,
                 machine,
-                HalfPlan(side, parts, 1, gpus, loads=loads, resident=resident),
+                HalfPlan(side, parts, 1, gpus, resident=resident),
                 ratings,
                 factors,
                 memory,
@@ -76,8 +75,9 @@ def _best_served(
 ) -> HalfPlan | None:
     """The fastest half sweep supported by fits in which each GPU solves its own rows."""
     if factors == "device":
-        half = HalfPlan(side, 1, 1, gpus, loads=SLAB_BUFFERS, splits=1, resident=True)
-        return fewest_batches(problem, machine, half, ratings, factors, memory)
+        return fewest_batches(
+            problem, machine, HalfPlan(side, 1, 1, gpus, splits=1, resident=True), ratings, factors, memory
+        )
     if ratings == "device" or (factors == "disk" and gpus > 1):
         return None
     return _fastest_turns(problem, machine, gpus, side, ratings, factors, memory, 1)
@@ -115,12 +115,11 @@ def plan_scale(
     machine = machine or machines.machine()
     memory = GPU_BYTES if memory is None else memory
     host = HOST_BYTES if host_bytes is None else host_bytes
-    best = _best_served if model_parallel_only else _best_half
-    plan = _fastest(problem, gpus, memory, machine, host, best)
+    plan = _fastest(problem, gpus, memory, machine, host, model_parallel_only)
     if plan is not None:
         return plan
     needed = memory
-    while (found := _fastest(problem, gpus, needed, machine, host, best)) is None:
+    while (found := _fastest(problem, gpus, needed, machine, host, model_parallel_only)) is None:
         needed *= 2
     raise MemoryBudgetError(
         f"{problem.shape[0]:,} x {problem.shape[1]:,} with {problem.nnz:,} entries and {problem.factors} factors does "
@@ -130,7 +129,7 @@ def plan_scale(
 
 
 def _fastest(
-    problem: Problem, gpus: int, memory: int, machine: Machine, host: int, best: Callable[..., HalfPlan | None]
+    problem: Problem, gpus: int, memory: int, machine: Machine, host: int, model_parallel_only: bool
 ) -> ScalePlan | None:
     usable = int(memory * (1 - HEADROOM))
     loaded, tables = 2 * problem.nnz * problem.entry_bytes, 2 * sum(problem.shape) * problem.row_bytes
@@ -138,7 +137,13 @@ def _fastest(
     factors_on: tuple[Place, Place] = ("device", "host" if tables <= host else "disk")
     beside = tables if tables <= host else 0
     ratings_on: tuple[Place, Place] = ("device", "host" if loaded + beside <= host else "disk")
+    best = _best_served if model_parallel_only else _best_half
     for ratings, factors in itertools.product(ratings_on, factors_on):
+        if factors == "device" and ratings != "device":
+            most, one = max(1, problem.nnz), model_parallel_only
+            streamed = plan_streamed_ranks(problem, gpus, usable, ratings, most, machine, model_parallel_only=one)
+            plans += [streamed] if streamed is not None else []
+            continue
         found = {side: best(problem, machine, gpus, side, ratings, factors, usable) for side in SIDES}
         halves = {side: half for side, half in found.items() if half is not None}
         if len(halves) == len(SIDES):

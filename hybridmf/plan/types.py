@@ -128,81 +128,70 @@ class Method(Protocol):
         """Cost of solving a row beyond that of its entries, in entries; ranks get ranges of equal cost."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Validated hyperparameters of the computation; `Objective` has those of the problem."""
+    """Hyperparameters of the computation; `Objective` has those of the problem.
+
+    `check` validates each but `method` and `frozen`, which are valid already; the plan validates combinations.
+    """
 
     factors: int
-    solver: str
-    cg_steps: int
-    assembly: str
-    reorder: str
-    precision: str
     dtype: str
     num_threads: int
     device: str | tuple[str, ...]
-    block_size: int
-    balance: bool
-    row_form: str
-    reduction: str
-    gpu_memory_limit: int | None
-    iterations: int
+    iterations: int = 15
+    precision: str = "float32"
+    gpu_memory_limit: int | None = None
+    solver: str = "cholesky"
+    cg_steps: int = 3
+    assembly: str = "auto"
+    reorder: str = "none"
+    block_size: int = 32
+    balance: bool = False
+    row_form: str = "auto"
+    reduction: str = "auto"
+    nonnegative: bool = False
     method: Method | None = None
     frozen: Side | None = None
 
     @classmethod
-    def check(
-        cls,
-        *,
-        factors: Any,
-        dtype: Any,
-        num_threads: Any,
-        device: Any,
-        iterations: Any = 15,
-        precision: Any = "float32",
-        gpu_memory_limit: Any = None,
-        solver: Any = "cholesky",
-        cg_steps: Any = 3,
-        assembly: Any = "auto",
-        reorder: Any = "none",
-        block_size: Any = 32,
-        balance: Any = False,
-        row_form: Any = "auto",
-        reduction: Any = "auto",
-        nonnegative: Any = False,
-        method: Method | None = None,
-        frozen: Side | None = None,
-    ) -> Settings:
-        """Validate each hyperparameter; the plan validates combinations. `method` and `frozen` are valid already."""
-        solver = check_choice("solver", solver, SOLVERS)
-        if check_bool("nonnegative", nonnegative):
-            if solver != "cholesky":
-                raise ValueError(
-                    f'nonnegative=True has a solver of its own, for the exact minimum; use solver="cholesky" (the '
-                    f"default) in place of solver={solver!r}"
-                )
-            solver = NONNEGATIVE
+    def check(cls, **given: Any) -> Settings:
+        """Validate hyperparameters as a user gives them: with None, text for bytes, or a list of devices."""
+        asked: Any = cls(**given)
+        solver = check_choice("solver", asked.solver, SOLVERS)
+        if check_bool("nonnegative", asked.nonnegative) and solver != "cholesky":
+            raise ValueError(
+                f'nonnegative=True has a solver of its own, for the exact minimum; use solver="cholesky" (the '
+                f"default) in place of solver={solver!r}"
+            )
+        reorder, limit = asked.reorder, asked.gpu_memory_limit
         if isinstance(reorder, (bool, np.bool_)):
             reorder = "both" if reorder else "none"
         return cls(
-            factors=check_int("factors", factors, 1, MAX_FACTORS),
+            factors=check_int("factors", asked.factors, 1, MAX_FACTORS),
+            dtype=check_dtype(asked.dtype),
+            num_threads=check_threads(asked.num_threads),
+            device=check_device(asked.device),
+            iterations=check_int("iterations", asked.iterations, 1),
+            precision=check_choice("precision", asked.precision, PRECISIONS),
+            gpu_memory_limit=None if limit is None else parse_bytes("gpu_memory_limit", limit),
             solver=solver,
-            cg_steps=check_int("cg_steps", cg_steps, 1, MAX_CG_STEPS),
-            assembly=check_choice("assembly", assembly, ASSEMBLIES),
+            cg_steps=check_int("cg_steps", asked.cg_steps, 1, MAX_CG_STEPS),
+            assembly=check_choice("assembly", asked.assembly, ASSEMBLIES),
             reorder=check_choice("reorder", reorder, REORDERINGS),
-            precision=check_choice("precision", precision, PRECISIONS),
-            dtype=check_dtype(dtype),
-            num_threads=check_threads(num_threads),
-            device=check_device(device),
-            block_size=check_int("block_size", block_size, 1, MAX_FACTORS),
-            balance=check_bool("balance", balance),
-            row_form=check_choice("row_form", row_form, ROW_FORMS),
-            reduction=check_choice("reduction", reduction, REDUCTIONS),
-            gpu_memory_limit=None if gpu_memory_limit is None else parse_bytes("gpu_memory_limit", gpu_memory_limit),
-            iterations=check_int("iterations", iterations, 1),
-            method=method,
-            frozen=frozen,
+            block_size=check_int("block_size", asked.block_size, 1, MAX_FACTORS),
+            balance=check_bool("balance", asked.balance),
+            row_form=check_choice("row_form", asked.row_form, ROW_FORMS),
+            reduction=check_choice("reduction", asked.reduction, REDUCTIONS),
+            nonnegative=bool(asked.nonnegative),
+            method=asked.method,
+            frozen=asked.frozen,
         )
+
+    @property
+    def planned_solver(self) -> str:
+        """The solver of a plan: that of nonnegative factors is one of its own."""
+        return NONNEGATIVE if self.nonnegative else self.solver
 
 
 def check_dtype(dtype: Any) -> str:
@@ -342,19 +331,19 @@ class Prediction:
         return sum(self.bytes.values())
 
 
-class _Part(Generic[T]):
+class _PlanAttribute(Generic[T]):
     """A public attribute of a plan, stored in one of its parts."""
 
     def __init__(self, read: Callable[[Plan], T]) -> None:
         self.read = read
 
     @overload
-    def __get__(self, plan: None, owner: type[Plan]) -> _Part[T]: ...
+    def __get__(self, plan: None, owner: type[Plan]) -> _PlanAttribute[T]: ...
 
     @overload
     def __get__(self, plan: Plan, owner: type[Plan]) -> T: ...
 
-    def __get__(self, plan: Plan | None, owner: type[Plan]) -> _Part[T] | T:
+    def __get__(self, plan: Plan | None, owner: type[Plan]) -> _PlanAttribute[T] | T:
         return self if plan is None else self.read(plan)
 
 
@@ -436,49 +425,49 @@ class Plan:
     estimate: Prediction = field(default_factory=Prediction)
     notes: tuple[str, ...] = ()
 
-    n_users = _Part(lambda plan: plan.problem.n_users)
-    n_items = _Part(lambda plan: plan.problem.n_items)
-    nnz = _Part(lambda plan: plan.problem.nnz)
-    factors = _Part(lambda plan: plan.problem.factors)
-    rank = _Part(lambda plan: plan.problem.rank)
-    feedback = _Part(lambda plan: plan.problem.feedback)
-    dtype = _Part(lambda plan: plan.problem.dtype)
-    facts = _Part(lambda plan: plan.problem.facts)
-    device = _Part(lambda plan: plan.placement.device)
-    device_name = _Part(lambda plan: plan.placement.device_name)
-    reason = _Part(lambda plan: plan.placement.reason)
-    devices = _Part(lambda plan: plan.placement.devices)
-    reduction = _Part(lambda plan: plan.placement.reduction)
-    gpu = _Part(lambda plan: plan.placement.gpu)
-    num_threads = _Part(lambda plan: plan.placement.num_threads)
-    streamed = _Part(lambda plan: plan.placement.streamed)
-    slab = _Part(lambda plan: plan.placement.slab)
-    resident = _Part(lambda plan: plan.placement.resident)
-    scale = _Part(lambda plan: plan.placement.scale)
-    grids = _Part(lambda plan: plan.placement.grids)
-    factors_on = _Part(lambda plan: plan.placement.factors_on)
-    scratch = _Part(lambda plan: plan.placement.scratch)
-    method = _Part(lambda plan: plan.kernels.method)
-    solver = _Part(lambda plan: plan.kernels.solver)
-    cg_steps = _Part(lambda plan: plan.kernels.cg_steps)
-    block_size = _Part(lambda plan: plan.kernels.block_size)
-    assembly = _Part(lambda plan: plan.kernels.assembly)
-    variant = _Part(lambda plan: plan.kernels.variant)
-    reorder = _Part(lambda plan: plan.kernels.reorder)
-    precision = _Part(lambda plan: plan.kernels.precision)
-    balance = _Part(lambda plan: plan.kernels.balance)
-    frozen = _Part(lambda plan: plan.kernels.frozen)
-    row_form = _Part(lambda plan: plan.kernels.row_form)
-    dual_sides = _Part(lambda plan: plan.kernels.dual_sides)
-    instruction_set = _Part(lambda plan: plan.kernels.instruction_set)
-    tile_rows = _Part(lambda plan: plan.kernels.tile_rows)
-    tile_cols = _Part(lambda plan: plan.kernels.tile_cols)
-    batch_flops = _Part(lambda plan: plan.kernels.batch_flops)
-    segment = _Part(lambda plan: plan.kernels.segment)
-    batch_slots = _Part(lambda plan: plan.kernels.batch_slots)
-    bytes = _Part(lambda plan: plan.estimate.bytes)
-    total_bytes = _Part(lambda plan: plan.estimate.total_bytes)
-    estimates = _Part(lambda plan: plan.estimate.estimates)
+    n_users = _PlanAttribute(lambda plan: plan.problem.n_users)
+    n_items = _PlanAttribute(lambda plan: plan.problem.n_items)
+    nnz = _PlanAttribute(lambda plan: plan.problem.nnz)
+    factors = _PlanAttribute(lambda plan: plan.problem.factors)
+    rank = _PlanAttribute(lambda plan: plan.problem.rank)
+    feedback = _PlanAttribute(lambda plan: plan.problem.feedback)
+    dtype = _PlanAttribute(lambda plan: plan.problem.dtype)
+    facts = _PlanAttribute(lambda plan: plan.problem.facts)
+    device = _PlanAttribute(lambda plan: plan.placement.device)
+    device_name = _PlanAttribute(lambda plan: plan.placement.device_name)
+    reason = _PlanAttribute(lambda plan: plan.placement.reason)
+    devices = _PlanAttribute(lambda plan: plan.placement.devices)
+    reduction = _PlanAttribute(lambda plan: plan.placement.reduction)
+    gpu = _PlanAttribute(lambda plan: plan.placement.gpu)
+    num_threads = _PlanAttribute(lambda plan: plan.placement.num_threads)
+    streamed = _PlanAttribute(lambda plan: plan.placement.streamed)
+    slab = _PlanAttribute(lambda plan: plan.placement.slab)
+    resident = _PlanAttribute(lambda plan: plan.placement.resident)
+    scale = _PlanAttribute(lambda plan: plan.placement.scale)
+    grids = _PlanAttribute(lambda plan: plan.placement.grids)
+    factors_on = _PlanAttribute(lambda plan: plan.placement.factors_on)
+    scratch = _PlanAttribute(lambda plan: plan.placement.scratch)
+    method = _PlanAttribute(lambda plan: plan.kernels.method)
+    solver = _PlanAttribute(lambda plan: plan.kernels.solver)
+    cg_steps = _PlanAttribute(lambda plan: plan.kernels.cg_steps)
+    block_size = _PlanAttribute(lambda plan: plan.kernels.block_size)
+    assembly = _PlanAttribute(lambda plan: plan.kernels.assembly)
+    variant = _PlanAttribute(lambda plan: plan.kernels.variant)
+    reorder = _PlanAttribute(lambda plan: plan.kernels.reorder)
+    precision = _PlanAttribute(lambda plan: plan.kernels.precision)
+    balance = _PlanAttribute(lambda plan: plan.kernels.balance)
+    frozen = _PlanAttribute(lambda plan: plan.kernels.frozen)
+    row_form = _PlanAttribute(lambda plan: plan.kernels.row_form)
+    dual_sides = _PlanAttribute(lambda plan: plan.kernels.dual_sides)
+    instruction_set = _PlanAttribute(lambda plan: plan.kernels.instruction_set)
+    tile_rows = _PlanAttribute(lambda plan: plan.kernels.tile_rows)
+    tile_cols = _PlanAttribute(lambda plan: plan.kernels.tile_cols)
+    batch_flops = _PlanAttribute(lambda plan: plan.kernels.batch_flops)
+    segment = _PlanAttribute(lambda plan: plan.kernels.segment)
+    batch_slots = _PlanAttribute(lambda plan: plan.kernels.batch_slots)
+    bytes = _PlanAttribute(lambda plan: plan.estimate.bytes)
+    total_bytes = _PlanAttribute(lambda plan: plan.estimate.total_bytes)
+    estimates = _PlanAttribute(lambda plan: plan.estimate.estimates)
 
     def changed(self, **values: Any) -> Plan:
         """Copy of the plan with other values of public attributes, each set in its part."""

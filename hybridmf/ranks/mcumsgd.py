@@ -42,7 +42,7 @@ from ..device.cuda import Device
 from ..errors import CommunicatorError
 from ..gpu import sgd as gpu_sgd
 from ..gpu.factors import DeviceFactors, to_device
-from ..gpu.sgd import Msgd, Rows, TrainingLoss
+from ..gpu.sgd import FactorRows, Msgd, TrainingLoss
 from ..plan.partition import even_bounds
 from ..plan.sgd import LONG_ROW, RISE, SgdMethod, diverged, stored_width, terms_at
 from ..plan.types import BATCH_FLOPS, Plan
@@ -308,12 +308,12 @@ class GpuBackend:
         """Copy the factors to a table on the device."""
         return to_device(self.device, factors, stored_width(self.plan.rank, self.dtype))
 
-    def copies(self, factors: Factors) -> Rows:
+    def copies(self, factors: Factors) -> FactorRows:
         """See `Backend`."""
         assert isinstance(factors, DeviceFactors)
         return gpu_sgd.working_rows(factors, self.plan.factors, self.dtype)
 
-    def arrays(self, work: Rows) -> list[Array]:
+    def arrays(self, work: FactorRows) -> list[Array]:
         """Factors and biases."""
         return [work.matrix] if work.bias is None else [work.matrix, work.bias]
 
@@ -323,11 +323,11 @@ class GpuBackend:
         likes = [np.empty((rows, width), dtype=self.dtype)]
         return likes + [np.empty(rows, dtype=self.dtype)] * self.objective.biases
 
-    def arrived(self, arrays: Sequence[Array]) -> Rows:
+    def arrived(self, arrays: Sequence[Array]) -> FactorRows:
         """See `Backend`."""
-        return Rows(*arrays)
+        return FactorRows(*arrays)
 
-    def move(self, block: int, side: Side, work: dict[Side, Rows], terms: Terms) -> Iterator[None]:
+    def move(self, block: int, side: Side, work: dict[Side, FactorRows], terms: Terms) -> Iterator[None]:
         """See `Backend`; launches without waiting."""
         msgd = self.epochs[block]
         if msgd is not None:
@@ -335,7 +335,7 @@ class GpuBackend:
             msgd.launch_pass(side, work[side], work[other_side(side)], terms, sums)
             yield
 
-    def factors(self, work: Rows) -> DeviceFactors:
+    def factors(self, work: FactorRows) -> DeviceFactors:
         """See `Backend`."""
         return gpu_sgd.table_of(self.device, work, self.plan, self.dtype)
 

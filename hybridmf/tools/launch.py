@@ -15,14 +15,14 @@ from ..core.validate import as_csr
 from ..data.store import Store
 from ..errors import DeviceError
 from ..model.learned import summary_of
-from ..model.loop import Callback
+from ..model.loop import Callback, Observers
 from ..model.stopwatch import Stopwatch
 from ..model.weights import weighted_entries
 from ..ranks.shares import RankRatings, StoredRatings, WholeRatings
 from ..ranks.transport.communicator import TIMEOUT, Communicator
 from ..ranks.transport.sockets import SocketCommunicator, local_rank
 from ..ratings import Ratings, as_ratings
-from .spmd import check_model, fit_rank
+from .spmd import RankOptions, check_model, fit_rank
 
 logger = logging.getLogger("hybridmf")
 
@@ -92,21 +92,9 @@ def fit(
     try:
         device = _device(model, ranks)
         share = _share(model, ratings, weights)
-        return fit_rank(
-            model,
-            share,
-            ranks,
-            device=device,
-            validation=validation,
-            callback=callback,
-            show_progress=show_progress,
-            checkpoint=checkpoint,
-            resume_from=resume_from,
-            unknown=unknown,
-            freeze=freeze,
-            track_objective=track_objective,
-            stopwatch=stopwatch,
-        )
+        options = RankOptions(device, None, validation, checkpoint, resume_from, unknown, freeze)
+        observers = Observers(callback=callback, show_progress=show_progress, track_objective=track_objective)
+        return fit_rank(model, share, ranks, options, observers, stopwatch)
     except BaseException as error:
         ranks.abort(f"rank {ranks.rank} failed: {type(error).__name__}: {error}")
         raise

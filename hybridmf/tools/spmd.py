@@ -24,7 +24,7 @@ from ..model import checkpoint as checkpoints
 from ..model import files as _io
 from ..model.base import FactorModel, check_frozen, check_labels, data_identity, fit_settings, log_empty_rows
 from ..model.learned import Learned
-from ..model.loop import Callback, FitLoop, Observers, Progress, Record, check_validation
+from ..model.loop import FitLoop, Observers, Progress, Record, check_validation
 from ..model.stopwatch import Stopwatch
 from ..model.weights import in_units
 from ..plan.grid import RankLayout
@@ -40,21 +40,36 @@ from ..ranks.transport.communicator import Communicator, gather
 logger = logging.getLogger("hybridmf")
 
 
+class RankOptions(NamedTuple):
+    """Set-up of a rank's part of a fit.
+
+    Attributes
+    ----------
+    device : {"cpu", "cuda:N"}
+        Device of this rank.
+    num_threads : int, optional
+        Threads of this rank. Default: the parameter of the model.
+    validation, checkpoint, resume_from, unknown
+        As for ``fit`` of a model. Only those of the first rank are used.
+    freeze : {"user", "item"}, optional
+        As for ``fit`` of a model.
+    """
+
+    device: str = "cpu"
+    num_threads: int | None = None
+    validation: Any = None
+    checkpoint: Any = None
+    resume_from: str | os.PathLike[str] | None = None
+    unknown: str = "error"
+    freeze: Side | None = None
+
+
 def fit_rank(
     model: Any,
     ratings: RankRatings,
     communicator: Communicator,
-    *,
-    device: str = "cpu",
-    num_threads: int | None = None,
-    validation: Any = None,
-    callback: Callback | None = None,
-    show_progress: bool = False,
-    checkpoint: Any = None,
-    resume_from: str | os.PathLike[str] | None = None,
-    unknown: str = "error",
-    freeze: Side | None = None,
-    track_objective: bool = False,
+    options: RankOptions | None = None,
+    observers: Observers | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> Any:
     """Fit a model together with the other ranks; all ranks call it with the same arguments.
@@ -67,16 +82,9 @@ def fit_rank(
         The ratings of this rank.
     communicator : Communicator
         Communicator for NumPy arrays.
-    device : {"cpu", "cuda:N"}
-        Device of this rank.
-    num_threads : int, optional
-        Threads of this rank. Default: the parameter of the model.
-    validation, callback, show_progress, checkpoint, resume_from, unknown
-        As for ``fit`` of a model. Only those of the first rank are used.
-    freeze : {"user", "item"}, optional
-        As for ``fit`` of a model.
-    track_objective : bool
-        Record the objective of each iteration in ``history_``.
+    options : RankOptions, optional
+    observers : Observers, optional
+        Callback, progress bar and recorded objective; only those of the first rank are used.
     stopwatch : Stopwatch, optional
         A running stopwatch, if the fit has an earlier part.
 
@@ -97,15 +105,10 @@ def fit_rank(
     stopwatch = Stopwatch() if stopwatch is None else stopwatch
     first = communicator.rank == 0
     try:
-        observers = Observers(callback=callback, show_progress=show_progress, track_objective=track_objective)
-        fit = _Fit(
-            model,
-            ratings,
-            communicator,
-            observers if first else Observers(),
-            stopwatch,
-            _Options(device, num_threads, validation if first else None, checkpoint, resume_from, unknown, freeze),
-        )
+        options = options or RankOptions()
+        if not first:
+            observers, options = None, options._replace(validation=None)
+        fit = _RankFit(model, ratings, communicator, observers or Observers(), stopwatch, options)
         with fit:
             fit.run()
     except BaseException as error:
@@ -159,19 +162,7 @@ class _Together:
         return None if matrix is None else Factors(matrix, bias)
 
 
-class _Options(NamedTuple):
-    """Arguments of `fit_rank` that set up the part of a rank."""
-
-    device: str
-    num_threads: int | None
-    validation: Any
-    checkpoint: Any
-    resume_from: str | os.PathLike[str] | None
-    unknown: str
-    freeze: Side | None
-
-
-class _Fit:
+class _RankFit:
     """One rank's part of a fit."""
 
     def __init__(
@@ -181,7 +172,7 @@ class _Fit:
         communicator: Communicator,
         observers: Observers,
         stopwatch: Stopwatch,
-        options: _Options,
+        options: RankOptions,
     ) -> None:
         self.model, self.ratings, self.communicator = model, ratings, communicator
         self.first = communicator.rank == 0
@@ -219,7 +210,7 @@ class _Fit:
         stopwatch.lap("set up")
         self.stopwatch = stopwatch
 
-    def __enter__(self) -> _Fit:
+    def __enter__(self) -> _RankFit:
         return self
 
     def __exit__(
@@ -248,7 +239,7 @@ class _Fit:
 
     # ------------------------------------------------------------------------------------------------ set-up
 
-    def _plan(self, options: _Options, degrees: Mapping[Side, np.ndarray]) -> Plan:
+    def _plan(self, options: RankOptions, degrees: Mapping[Side, np.ndarray]) -> Plan:
         """The plan of this rank, alike on all: what depends on a machine is agreed on."""
         size, device, settings = self.communicator.size, options.device, self.settings
         if settings.method is not None:

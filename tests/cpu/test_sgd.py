@@ -25,7 +25,7 @@ from hybridmf.cpu.sgd import Copies, CpuSGD, Diagonals, FreeBlocks, RowSweeps, S
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DivergedError, DuplicateEntriesError, ModelFileError, RatingsError
 from hybridmf.native import _als, _sgd
-from hybridmf.native.updates import BothSides, EntryBlocks, EntryList, RowEntries, WorkingRows
+from hybridmf.native.updates import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
 from hybridmf.plan import sgd as plan_sgd
 from hybridmf.plan.sgd import SgdMethod, learning_rate_at, terms_at
 from support.ratings import planted
@@ -221,7 +221,7 @@ def test_rows_of_a_sub_block():
     order = np.arange(15, 50)
     losses = np.zeros(2)
     moved, fixed = (WorkingRows(rows, none, np.empty((0, 0)), none) for rows in (x, y))
-    entries = RowEntries(starts, ends, matrix.indices, matrix.data)
+    entries = UpdateRows(starts, ends, matrix.indices, matrix.data)
     _sgd.rows(moved, fixed, entries, order, np.array([0, 20, 35]), PLAIN, losses, 2)
     for row in order:
         for k in range(starts[row], ends[row]):
@@ -240,7 +240,7 @@ def test_kernels_take_no_entries():
     _sgd.diagonals(both, blocks, np.arange(2), PLAIN, losses, 2)
     _sgd.free_blocks(both, blocks, np.zeros(4, dtype=np.int32), 4, 0, PLAIN, losses, 2)
     zeros = np.zeros(3, dtype=np.int64)
-    _sgd.rows(rows, rows, RowEntries(zeros, zeros, empty, none), zeros, zeros[:1], PLAIN, none, 2)
+    _sgd.rows(rows, rows, UpdateRows(zeros, zeros, empty, none), zeros, zeros[:1], PLAIN, none, 2)
     assert not losses.any()
 
 

@@ -22,6 +22,7 @@ from hybridmf.gpu.gram import gram_sum
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
+from hybridmf.plan import gram as plan_gram
 from hybridmf.plan.fused import FusedConfig, table_width
 from hybridmf.plan.start import initial_state
 from support.devices import limit_memory, on_a_gpu
@@ -164,7 +165,7 @@ def test_rows_are_cut_into_segments_and_batches():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gram_matrix(device, monkeypatch, rows, width, dtype):
     """Several pieces and tiles, ends of both, and no more memory than allowed."""
-    monkeypatch.setattr("hybridmf.gpu.gram.SUMS_BYTES", 1 << 20)
+    monkeypatch.setattr(plan_gram, "SUMS_BYTES", 1 << 20)
     table = np.random.default_rng(2).standard_normal((rows, width)).astype(dtype)
     found = device.download(gram_sum(device, device.upload(table)))
     exact = table.T.astype(np.float64) @ table.astype(np.float64)

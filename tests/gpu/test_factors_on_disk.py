@@ -44,6 +44,8 @@ from support.half_sweeps import FITS
 from support.host_factors import HOST_LIMIT, MATRIX, TURNS_LIMIT, assert_same_fit, fitted, no_threads, solver
 from support.marks import exhaustive
 
+pytestmark = pytest.mark.usefixtures("tiny_gpu")
+
 FREE = 4_000
 """Bytes of memory that the host is said to have: the factors of MATRIX, twice, are 5,120."""
 

@@ -13,6 +13,7 @@ from hybridmf.core.objective import Factors
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import NonFiniteError
 from hybridmf.gpu.nonnegative import NonnegativeConfig, nonnegative_solve
+from hybridmf.gpu.systems import SideSystems
 from support.devices import SPECS
 from support.half_sweeps import OBJECTIVES, Problem, dense_system, joined, plan_for
 from support.marks import exhaustive, mostly_exhaustive
@@ -104,11 +105,12 @@ def test_matrices_that_do_not_fit_in_shared_memory(device, rank, dtype, warps):
     found = []
     for resident in (True, False):
         solutions, status = device.zeros((3, rank + 3), dtype), device.zeros(3, np.int32)
-        terms = (None, device.upload(np.full(rank, 0.1, dtype)), device.upload(np.ones(3, dtype)))
+        terms = (None, device.upload(np.full(rank, 0.1, dtype)), device.upload(np.ones(3, dtype)), rank - 1)
+        systems = SideSystems(solutions, status, *terms)
         slots, rows = device.upload(np.arange(4)), device.upload(np.arange(3, dtype=np.int32))
         config = NonnegativeConfig(rank, matrices.dtype.itemsize, False, resident, warps)
         sums = (device.upload(matrices.copy()), device.upload(rhs))
-        nonnegative_solve(device, solutions, status, sums, slots, rows, terms, rank - 1, 1e-15, config)
+        nonnegative_solve(device, systems, sums, slots, rows, 1e-15, config)
         found.append(device.download(solutions))
         assert not device.download(status).any()
     np.testing.assert_array_equal(*found)

@@ -24,7 +24,9 @@ from hybridmf.gpu.factors import Copiers, HostFactors, HostTables, range_on_host
 from hybridmf.gpu.offloaded import Drain, HostHalf, part_bounds
 from hybridmf.gpu.rows import row_range
 from hybridmf.model.engine import engine_for
+from hybridmf.plan import gram
 from hybridmf.plan.cost import cost_of
+from hybridmf.plan.gram import gram_bytes
 from hybridmf.plan.machine import Machine
 from hybridmf.plan.make import check_memory
 from support.devices import NETFLIX, Tracked, on_a_gpu, plan_of
@@ -41,6 +43,8 @@ from support.host_factors import (
 )
 from support.marks import exhaustive
 from support.ratings import planted
+
+pytestmark = pytest.mark.usefixtures("tiny_gpu")
 
 
 @pytest.fixture(scope="module")
@@ -502,6 +506,7 @@ def test_a_host_without_room_is_named(monkeypatch):
 def test_memory_stays_within_the_plan(kind, options, parts, gpu, monkeypatch):
     if gpu.spec.name != "emulated":
         pytest.skip("the pool of a GPU keeps what was given back")
+    monkeypatch.setattr(gram, "gram_bytes", gram_bytes)
     tracked = Tracked(gpu, monkeypatch)
     host = solver(kind, gpu, parts, 8, planted(400, 300, 0.02, seed=3), **options)
     factors_after(host)

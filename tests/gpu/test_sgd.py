@@ -23,7 +23,7 @@ from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd
 from hybridmf.gpu.factors import DeviceFactors
-from hybridmf.gpu.sgd import BlockedConfig, GpuSGD, HogwildConfig, Rows, Walk, even_ranges, make_runs
+from hybridmf.gpu.sgd import BlockedConfig, FactorRows, GpuSGD, HogwildConfig, Walk, even_ranges, make_runs
 from hybridmf.plan import sgd as plan_sgd
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import SgdMethod, stored_width, terms_at
@@ -63,10 +63,12 @@ class Pass:
         bias = 0.1 * rng.standard_normal(n).astype(self.dtype) if biases else None
         return Factors((rng.standard_normal((n, self.rank)) / np.sqrt(self.rank)).astype(self.dtype), bias)
 
-    def rows(self, factors: Factors) -> Rows:
+    def rows(self, factors: Factors) -> FactorRows:
         padded = np.zeros((len(factors), stored_width(self.rank, self.read)), dtype=self.dtype)
         padded[:, : self.rank] = factors.matrix
-        return Rows(self.device.upload(padded), None if factors.bias is None else self.device.upload(factors.bias))
+        return FactorRows(
+            self.device.upload(padded), None if factors.bias is None else self.device.upload(factors.bias)
+        )
 
     def expected(self, side: int = 0) -> tuple[Factors, np.ndarray]:
         """Rows (0) or columns (1) moved by the reference, and each one's sum of squared errors."""
@@ -86,7 +88,7 @@ class Pass:
             reference._move(moved, pair[side], error, other, self.terms)
         return moved, loss
 
-    def compare(self, moved: Rows, losses, side: int = 0, tasks=None) -> None:
+    def compare(self, moved: FactorRows, losses, side: int = 0, tasks=None) -> None:
         """Factors, biases, zeros of the padding and losses."""
         expected, loss = self.expected(side)
         matrix = self.device.download(moved.matrix)
@@ -119,7 +121,7 @@ def check_walk(
         problem.factors[1].matrix[...] = problem.factors[1].matrix.astype(read)
     moved, fixed = map(problem.rows, problem.factors)
     if read is not None:
-        fixed = Rows(fixed.matrix.astype(read), fixed.bias)
+        fixed = FactorRows(fixed.matrix.astype(read), fixed.bias)
     before = device.download(fixed.matrix)
     tasks = longest_first(problem.matrix)
     losses = kernel(device, moved, fixed, problem.walk, device.upload(tasks), problem.terms, **options)
@@ -304,7 +306,7 @@ def hogwild_epoch(
     for factors in problem.factors:
         padded = np.zeros((len(factors), width), dtype=stored)
         padded[:, :rank] = factors.matrix
-        rows.append(Rows(device.upload(padded), None if factors.bias is None else device.upload(factors.bias)))
+        rows.append(FactorRows(device.upload(padded), None if factors.bias is None else device.upload(factors.bias)))
     blocks = HogwildConfig.blocks_for(width, np.dtype(stored).itemsize, biases)
     config = HogwildConfig(blocks, workers, longest, batch)
     walk = replace(problem.walk, indices=device.upload(problem.matrix.indices + np.int32(first)), first=first)
@@ -317,7 +319,7 @@ def hogwild_epoch(
     return ours, expected, loss, (problem, users, items, ratings)
 
 
-def downloaded(device, rows: Rows, rank: int) -> Factors:
+def downloaded(device, rows: FactorRows, rank: int) -> Factors:
     matrix = device.download(rows.matrix)
     assert not matrix[:, rank:].any()
     return Factors(matrix[:, :rank].astype(np.float32), None if rows.bias is None else device.download(rows.bias))

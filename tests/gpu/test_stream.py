@@ -31,6 +31,8 @@ from support.host_factors import assert_same_fit
 from support.marks import exhaustive
 from support.ratings import planted
 
+pytestmark = pytest.mark.usefixtures("tiny_gpu")
+
 MATRIX = planted(50, 30, 0.8)
 """Entries take more memory than all else, so that there is a limit only streaming keeps."""
 

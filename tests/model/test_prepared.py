@@ -100,7 +100,7 @@ def test_ratings_are_checked_and_transposed_once(monkeypatch: pytest.MonkeyPatch
     ids=str,
 )
 def test_fits_that_read_ratings_elsewhere_start_from_the_host(
-    options: dict[str, Any], gpu: Any, ratings_matrix: sp.csr_array, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], gpu: Any, tiny_gpu: None, ratings_matrix: sp.csr_array, caplog: pytest.LogCaptureFixture
 ) -> None:
     prepared = hmf.PreparedRatings(ratings_matrix, device="cuda")
     options = {"device": "cuda"} | options

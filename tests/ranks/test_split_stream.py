@@ -28,6 +28,7 @@ from hybridmf.errors import (
 )
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
+from hybridmf.model.loop import Observers
 from hybridmf.plan import als_ranks
 from hybridmf.plan.als_gpu import slot_bytes
 from hybridmf.plan.grid import Grid, RankLayout
@@ -48,6 +49,8 @@ from hybridmf.tools import spmd
 from support.marks import exhaustive
 from support.ranks import MODELS, Machine, assert_close, both, changed, entries, no_loaders, parts, sweeps, workers_on
 from support.ratings import planted
+
+pytestmark = pytest.mark.usefixtures("tiny_gpu")
 
 MATRIX = planted(24, 16, 0.4)
 
@@ -622,7 +625,8 @@ def test_ranks_that_plan_other_batches_are_told_why(gpus: Machine, monkeypatch: 
 
     def run(communicator: Any) -> Any:
         model = hmf.ExplicitALS(biases=False, factors=7, device="cpu")
-        return spmd.fit_rank(model, entries(MANY_USERS, communicator.rank, 2), communicator, device="cuda:0")
+        share = entries(MANY_USERS, communicator.rank, 2)
+        return spmd.fit_rank(model, share, communicator, spmd.RankOptions("cuda:0"))
 
     with pytest.raises(CommunicatorError, match=r"rank 1 plans batches of \[0, \d+\] entries and rank 0 .*_limit"):
         run_ranks(2, run, timeout=30)
@@ -649,8 +653,8 @@ def test_ranks_of_processes_stream_their_entries(
         if share != "entries":
             shares = StoredRatings(store, np.float32, drop_zeros=False)
             monkeypatch.setattr(shares, "block", None)  # nobody may bring a whole share into memory
-        where = {"device": "cuda:0", "checkpoint": tmp_path / "c", "track_objective": True}
-        return spmd.fit_rank(model, shares, communicator, **where)
+        options = spmd.RankOptions("cuda:0", checkpoint=tmp_path / "c")
+        return spmd.fit_rank(model, shares, communicator, options, Observers(track_objective=True))
 
     model = run_ranks(2, run, timeout=60)[0]
     assert model.plan_.streamed == ("host" if share == "entries" else "disk")

@@ -27,6 +27,7 @@ from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.offloaded import HostHalf
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.model.learned import scale_of
+from hybridmf.model.loop import Observers
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.half_sweep import SLAB_BUFFERS, HalfPlan, Problem, priced
@@ -45,6 +46,8 @@ from support.marks import exhaustive
 from support.ranks import MODELS, Machine, entries, no_loaders, workers_on
 from support.ranks import parts as solver_parts
 from support.ratings import planted
+
+pytestmark = pytest.mark.usefixtures("tiny_gpu")
 
 MATRIX = planted(50, 30, 0.8)
 """As in gpu/test_stream.py: entries take more memory than all else."""
@@ -469,7 +472,8 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
         ratings = StoredRatings(store, np.float32, drop_zeros=False)
         monkeypatch.setattr(ratings, "block", None)  # nobody may bring a whole share into memory
         model = MODELS["explicit"](**options, **limited)
-        return spmd.fit_rank(model, ratings, communicator, device=device, checkpoint=tmp_path, track_objective=True)
+        rank_options = spmd.RankOptions(device, checkpoint=tmp_path)
+        return spmd.fit_rank(model, ratings, communicator, rank_options, Observers(track_objective=True))
 
     model = run_ranks(2, run, timeout=60)[0]
     assert model.plan_.streamed == "disk" and no_loaders()
@@ -502,7 +506,7 @@ def test_ranks_on_gpus_with_room_have_their_part_of_a_store_on_them(
     def run(communicator: Any) -> Any:
         ratings = StoredRatings(store, np.float32, drop_zeros=False)
         model = MODELS["explicit"](device="cpu", random_state=0, iterations=1)
-        return spmd.fit_rank(model, ratings, communicator, device="cuda:0")
+        return spmd.fit_rank(model, ratings, communicator, spmd.RankOptions("cuda:0"))
 
     assert run_ranks(2, run, timeout=60)[0].plan_.streamed == ""
     assert kinds == [sp.csr_array] * 4
@@ -536,7 +540,7 @@ def test_ranks_on_gpus_look_at_their_memory_first(gpus: Machine) -> None:
 
     def run(communicator: Any) -> None:
         model = MODELS["explicit"](device="cpu", gpu_memory_limit=2000)
-        spmd.fit_rank(model, entries(MATRIX, communicator.rank, 2), communicator, device="cuda:0")
+        spmd.fit_rank(model, entries(MATRIX, communicator.rank, 2), communicator, spmd.RankOptions("cuda:0"))
 
     with pytest.raises(DeviceMemoryError, match=r"the fit needs about .* are free"):
         run_ranks(2, run, timeout=30)

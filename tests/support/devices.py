@@ -79,7 +79,7 @@ def plan_of(free: int, slab: int | None = None, facts: DegreeFacts | None = None
         objective, Settings.check(factors=64, dtype="float32", num_threads=1, device="cpu"), *NETFLIX, slab=slab
     )
     base = base.changed(assembly=settings.assembly, reorder="none" if slab else settings.reorder, facts=facts)
-    return gpu_plan(base.changed(solver=settings.solver, notes=()), settings, objective, spec)
+    return gpu_plan(base.changed(solver=settings.planned_solver, notes=()), settings, objective, spec)
 
 
 class Tracked:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 
 import hybridmf as hmf
@@ -88,7 +86,7 @@ SMALL = planted(24, 16, 0.4)
 """What whole fits here are of; user 12 and item 5 have no entries."""
 
 
-SETTINGS = tuple(inspect.signature(Settings.check).parameters)
+SETTINGS = tuple(Settings.__dataclass_fields__)
 
 
 def plan_on(device, objective: Objective, matrix, rank: int, dtype="float32", **changes):
@@ -99,9 +97,10 @@ def plan_on(device, objective: Objective, matrix, rank: int, dtype="float32", **
     settings = Settings.check(**(given | {"device": "cuda", "iterations": 1, "factors": rank} | wanted))
     chosen = {
         name: getattr(settings, name)
-        for name in ("assembly", "precision", "solver", "cg_steps", "block_size", "reorder", "row_form")
+        for name in ("assembly", "precision", "cg_steps", "block_size", "reorder", "row_form")
     }
-    return gpu_plan(base.changed(**chosen), settings, objective, device.spec).changed(**changes)
+    base = base.changed(**chosen, solver=settings.planned_solver)
+    return gpu_plan(base, settings, objective, device.spec).changed(**changes)
 
 
 class Problem:

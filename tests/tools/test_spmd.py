@@ -15,6 +15,7 @@ from hybridmf.cpu.als import HalfSweep
 from hybridmf.data import fingerprint
 from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileError, NonFiniteError, RatingsError
 from hybridmf.model import checkpoint as checkpoints
+from hybridmf.model.loop import Observers
 from hybridmf.plan.grid import Grid, RankLayout
 from hybridmf.plan.types import DegreeFacts
 from hybridmf.ranks.shares import RankBlocks, SharedEntries, StoredRatings, WholeRatings, check_same_data, exchange
@@ -34,10 +35,11 @@ KINDS = {
 }
 
 
-def fit(size: int, make, matrix=None, share=entries, **options):
+def fit(size: int, make, matrix=None, share=entries, track_objective=False, **options):
     """The model of the first rank."""
     matrix = planted() if matrix is None else matrix
-    models = run_ranks(size, lambda c: spmd.fit_rank(make(), share(matrix, c.rank, size), c, **options), timeout=30)
+    given = (spmd.RankOptions(**options), Observers(track_objective=track_objective))
+    models = run_ranks(size, lambda c: spmd.fit_rank(make(), share(matrix, c.rank, size), c, *given), timeout=30)
     assert all(model is None for model in models[1:])
     return models[0]
 
@@ -298,7 +300,8 @@ def test_ranks_on_gpus(kind, size, tmp_path):
     def run(communicator):
         share, device = entries(matrix, communicator.rank, size), f"cuda:{communicator.rank}"
         model = KINDS[kind](device="cuda", factors=8, iterations=3)
-        return spmd.fit_rank(model, share, communicator, device=device, checkpoint=tmp_path, track_objective=True)
+        options = spmd.RankOptions(device, checkpoint=tmp_path)
+        return spmd.fit_rank(model, share, communicator, options, Observers(track_objective=True))
 
     model = run_ranks(size, run, timeout=120)[0]
     expected = KINDS[kind](factors=8, iterations=3).fit(matrix)

@@ -1,7 +1,8 @@
 """Trials of the tuner: a kernel runs on drawn ratings as in a fit, and its results are checked before it is timed.
 
 `Trial` is the same for all kernels. A function for each family of kernels puts data on the device and returns the
-`Work` that differs: how to launch a configuration, and the error of its results against float64 NumPy on a few rows.
+`KernelRun` that differs: how to launch a configuration, and the error of its results against float64 NumPy on a few
+rows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ KEPT_HALVES = 6
 
 
 @dataclass(frozen=True)
-class Part:
+class TimedRun:
     """A timed run.
 
     Attributes
@@ -65,7 +66,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelRun:
     """A run of a kernel over data on the device, for any configuration.
 
     Attributes
@@ -96,7 +97,7 @@ class Work:
 class Trial:
     """The work of a kernel, and the tolerated error of its results."""
 
-    works: Sequence[Work]
+    works: Sequence[KernelRun]
     tolerance: float
 
     def error(self, config: Any) -> float:
@@ -109,9 +110,11 @@ class Trial:
             errors.append(work.error())
         return float(np.max(errors))  # NaN stays
 
-    def parts(self, config: Any) -> dict[str, Part]:
+    def parts(self, config: Any) -> dict[str, TimedRun]:
         """Runs to time with a configuration, by name."""
-        return {work.name: Part(functools.partial(work.launch, config), work.reset, work.flops) for work in self.works}
+        return {
+            work.name: TimedRun(functools.partial(work.launch, config), work.reset, work.flops) for work in self.works
+        }
 
 
 # ---------------------------------------------------------------------------------------------------- data
@@ -236,7 +239,7 @@ def als_trial(
         row_form="primal",
     )
 
-    def work(side: Side) -> Work:
+    def work(side: Side) -> KernelRun:
         matrix = in_dtype(sample.by_degree[side], itemsize) if assembly == "bals" else sample.side(side, itemsize)
         base = make_plan(objective, settings, matrix.shape, matrix.nnz)
         plan = gpu_plan(base.changed(assembly=assembly, precision=precision), settings, objective, device.spec)
@@ -286,7 +289,7 @@ def als_trial(
         rows = len(half(None).first_batch(fixed)[3]) if timed == "solve" else np.count_nonzero(degrees)
         sums = 0.0 if timed == "solve" else float(matrix.nnz) * rank * (rank + 1)
         each = 2.0 * (steps + 1) * rank**2 if solver == "cg" else rank**3 / 3 + 2 * rank**2
-        return Work(side, launch, error, sums + (0 if timed == "sums" else rows * each), reset, check)
+        return KernelRun(side, launch, error, sums + (0 if timed == "sums" else rows * each), reset, check)
 
     return Trial([work(side) for side in SIDES], RESIDUAL_TOLERANCE[precision] * (1 if itemsize == 4 else 1e-6))
 
@@ -304,8 +307,8 @@ def msgd_trial(device: Device, sample: Sample, facts: Facts) -> Trial:
     if not len(checked):
         raise ValueError("the sample has no item with 1 to 600 entries to check the kernel msgd with")
     items, users = (random_table(n, ld, ld, f"f{itemsize}", seed) for seed, n in enumerate(matrix.shape))
-    start, fixed = device.upload(items), sgd.Rows(device.upload(users))
-    moved, walk = sgd.Rows(device.upload(items)), sgd.Walk.upload(device, matrix)
+    start, fixed = device.upload(items), sgd.FactorRows(device.upload(users))
+    moved, walk = sgd.FactorRows(device.upload(items)), sgd.Walk.upload(device, matrix)
     terms = Terms(rate, REGULARIZATION, 0.0, rate, REGULARIZATION)
     tasks = {"timed": order[:TIMED_ROWS], "checked": checked}
     uploaded = {name: device.upload(rows.astype(np.int32)) for name, rows in tasks.items()}
@@ -328,7 +331,7 @@ def msgd_trial(device: Device, sample: Sample, facts: Facts) -> Trial:
         return float(np.max([relative(v, updated(row)) for row, v in found.items()]))
 
     flops = 8.0 * ld * float(degrees[tasks["timed"]].sum())
-    work = Work("item", launch, error, flops, reset, functools.partial(launch, rows="checked"))
+    work = KernelRun("item", launch, error, flops, reset, functools.partial(launch, rows="checked"))
     return Trial([work], 2e-4 if itemsize == 4 else 1e-10)
 
 
@@ -381,7 +384,7 @@ def ccd_trial(device: Device, sample: Sample, facts: Facts) -> Trial:
             errors.append(abs(found[row] - float(e @ new) / scale) / max(size, 1e-30))
         return float(np.max(errors))
 
-    work = Work(side, launch, error, 10.0 * float(matrix.nnz), reset)
+    work = KernelRun(side, launch, error, 10.0 * float(matrix.nnz), reset)
     return Trial([work], 1e-4 if dtype.itemsize == 4 else 1e-12)
 
 
@@ -411,4 +414,4 @@ def topk_trial(device: Device, sample: Sample, facts: Facts, n_users: int = 6553
             errors.append(wrong.max() / np.abs(exact).max())
         return float(np.max(errors))
 
-    return Trial([Work("users", launch, error, 2.0 * len(users) * n_items * rank)], 1e-5)
+    return Trial([KernelRun("users", launch, error, 2.0 * len(users) * n_items * rank)], 1e-5)

@@ -31,7 +31,7 @@ from ...errors import DeviceError, DeviceMemoryError
 from ...plan.tables import LEAST_MEASURED, Entry, Facts, Gpu, Table, known
 from ..launch import program
 from .spaces import SPACES, Build, Space
-from .trials import Part, Sample, Trial
+from .trials import Sample, TimedRun, Trial
 
 FACTORS = (32, 64, 100, 128)
 BUDGET = 300.0
@@ -50,11 +50,11 @@ FEWEST = 4
 """Configurations beside the rule's and the tables' that a job times even beyond its share."""
 
 
-Timer = Callable[[Device, Part, int], list[float]]
+Timer = Callable[[Device, TimedRun, int], list[float]]
 """``(device, part, repeats)`` to milliseconds."""
 
 
-def event_times(device: Device, part: Part, repeats: int) -> list[float]:
+def event_times(device: Device, part: TimedRun, repeats: int) -> list[float]:
     """Milliseconds of each of `repeats` runs, by CUDA events, or by the clock on an emulated device."""
     if not isinstance(device, CudaDevice):
         return [_wall_ms(device, part) for _ in range(repeats)]
@@ -75,7 +75,7 @@ def event_times(device: Device, part: Part, repeats: int) -> list[float]:
         return [float(cupy.cuda.get_elapsed_time(start, end)) for start, end in marks[1:]]
 
 
-def _wall_ms(device: Device, part: Part) -> float:
+def _wall_ms(device: Device, part: TimedRun) -> float:
     if part.prepare is not None:
         part.prepare()
     device.synchronize()
@@ -121,7 +121,7 @@ class Measurement:
             return math.inf
         return math.exp(statistics.fmean(math.log(max(value, 1e-9)) for value in self.ms.values()))
 
-    def set_times(self, parts: dict[str, Part], times: dict[str, list[float]]) -> None:
+    def set_times(self, parts: dict[str, TimedRun], times: dict[str, list[float]]) -> None:
         """Set the medians of the times of each part."""
         self.ms = {name: statistics.median(values) for name, values in times.items()}
         self.gflops = {name: part.flops / max(self.ms[name], 1e-9) / 1e6 for name, part in parts.items()}
@@ -449,7 +449,7 @@ class Tuner:
             one.reason = _short(problem)
             self._require_device(job, problem)
 
-    def _time(self, one: Measurement, parts: dict[str, Part], best: float) -> None:
+    def _time(self, one: Measurement, parts: dict[str, TimedRun], best: float) -> None:
         times = {name: self.timer(self.device, part, 1) for name, part in parts.items()}
         one.set_times(parts, times)
         if one.score < HOPELESS * best:

@@ -14,7 +14,7 @@ from hybridmf.device.cuda import Resources
 from hybridmf.errors import DeviceError, DeviceMemoryError
 from hybridmf.gpu.tuning import spaces, tune
 from hybridmf.gpu.tuning.spaces import SPACES
-from hybridmf.gpu.tuning.trials import Part
+from hybridmf.gpu.tuning.trials import TimedRun
 from hybridmf.gpu.tuning.tune import Measurement, make_jobs, table_of
 from hybridmf.plan import tables
 from hybridmf.plan.tables import Entry
@@ -53,8 +53,8 @@ class ActedTrial:
     def __init__(self, wrong: tuple[int, ...] = (), raises: tuple[int, ...] = (), device: Acted | None = None) -> None:
         self.wrong, self.raises, self.device = wrong, raises, device
 
-    def parts(self, config: Any) -> dict[str, Part]:
-        run = Part(lambda: None, flops=float(config.kb))
+    def parts(self, config: Any) -> dict[str, TimedRun]:
+        run = TimedRun(lambda: None, flops=float(config.kb))
         return {"user": run, "item": run}
 
     def error(self, config: Any) -> float:
@@ -85,7 +85,7 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(spaces.Space, "candidates", lambda self, facts, spec: others)
         tried(monkeypatch, "sparse_syrk", lambda *_: ActedTrial(device=device, **trial))
 
-        def timer(_: Any, part: Part, repeats: int) -> list[float]:
+        def timer(_: Any, part: TimedRun, repeats: int) -> list[float]:
             return [ms[int(part.flops)]] * repeats
 
         tuner = tune.Tuner(device, timer=timer, num_threads=1, most=most)
@@ -220,7 +220,7 @@ class Clock:
     def timer(self, seconds: float) -> Any:
         """A `tune.Timer` under which each part takes so many seconds and as many milliseconds."""
 
-        def run(_: Any, part: Part, repeats: int) -> list[float]:
+        def run(_: Any, part: TimedRun, repeats: int) -> list[float]:
             self.now += seconds
             return [seconds] * repeats
 
@@ -235,7 +235,7 @@ def timetable(monkeypatch: pytest.MonkeyPatch) -> Any:
         clock = Clock(monkeypatch)
         for kernel in kernels:
             tried(monkeypatch, kernel, lambda *_: ActedTrial())
-        monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": Part(lambda: None)})
+        monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": TimedRun(lambda: None)})
         monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
         monkeypatch.setattr(Acted, "resources", lambda *_: Resources(64, 0))
         timing: Any = {"timer": clock.timer(1.0), "budget": budget, "num_threads": 1}
@@ -280,7 +280,7 @@ def test_the_next_rule_is_compiled_ahead_of_other_configurations(monkeypatch: py
 
     for kernel in ("sparse_syrk", "bals"):
         tried(monkeypatch, kernel, lambda *_: ActedTrial())
-    monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": Part(lambda: None)})
+    monkeypatch.setattr(ActedTrial, "parts", lambda *_: {"user": TimedRun(lambda: None)})
     monkeypatch.setattr(ActedTrial, "error", lambda *_: 0.0)
     timer = Clock(monkeypatch).timer(1.0)
     list(tune.Tuner(Watched(), timer=timer, num_threads=1, most=3).run(["sparse_syrk", "bals"], [16], sample=SAMPLE))
@@ -297,7 +297,7 @@ def test_what_was_timed_alone_is_not_kept(timetable: Any) -> None:
 def test_the_slow_are_timed_once() -> None:
     counted: list[int] = []
 
-    def timer(_: Any, part: Part, repeats: int) -> list[float]:
+    def timer(_: Any, part: TimedRun, repeats: int) -> list[float]:
         counted.append(repeats)
         return [9.0] * repeats
 
