@@ -228,10 +228,18 @@ def _matches(column: Any, fields: np.ndarray, wanted: Any) -> np.ndarray:
         fields = _numbers_if_possible(fields)
     if fields.dtype.kind in "iuf":  # the command line passes numbers as text
         values = [value for value in map(_number_of, values) if value is not None]
+    if fields.dtype.kind in "iu":  # compared as integers: float64 would merge ids from 2**53 on
+        limits = np.iinfo(fields.dtype)
+        whole = [int(value) for value in values if value == value // 1 and limits.min <= value <= limits.max]
+        return np.isin(fields, np.array(whole, dtype=fields.dtype))
     return np.isin(fields, np.array(values, dtype=fields.dtype if fields.dtype.kind in "OU" else None))
 
 
-def _number_of(value: Any) -> float | None:
+def _number_of(value: Any) -> int | float | None:
+    """A number, or a text that is one; integers stay exact."""
+    if isinstance(value, (int, np.integer, str)):
+        with contextlib.suppress(ValueError):  # a text such as "2.5"
+            return int(value)
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -239,12 +247,18 @@ def _number_of(value: Any) -> float | None:
 
 
 def _numbers_if_possible(fields: np.ndarray) -> np.ndarray:
+    """Texts of numbers as int64 where all are such integers, else as float64; other columns as they are."""
     if fields.dtype.kind != "O":
         return fields
     try:
-        return fields.astype(np.float64)
+        numbers = fields.astype(np.float64)
     except (TypeError, ValueError):
         return fields
+    try:
+        integers = fields.astype(np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return numbers
+    return integers if np.array_equal(integers, numbers) else numbers
 
 
 def parquet_layout(path: str, columns: Selectors) -> Columns:

@@ -222,6 +222,23 @@ def test_filters_of_numbers_come_before_other_checks(tmp_path):
         read(tmp_path, "user,item,kind\na,x,p\na,x,q\nb,x,q\na,x,p\n", value=None, where={"kind": "p"})
 
 
+@pytest.mark.parametrize("kind", [int, str])
+def test_row_filters_compare_large_integers_exactly(tmp_path, kind):
+    first = 2**60 + 1
+    frame = pd.DataFrame({"user": [kind(first + k) for k in range(3)], "item": list("xyz")})
+    frame.to_csv(tmp_path / "log.csv", index=False)
+    wanted = [first + 1, str(first + 1), [float(2**62), first + 1, 1.5], lambda users: users == kind(first + 1)]
+    for where in wanted[: 4 if kind is int else 3]:
+        found = hmf.Ratings.from_frame(frame, where={"user": where})
+        assert found.user_ids.tolist() == [kind(first + 1)]
+        if not callable(where):
+            found = hmf.Ratings.from_file(tmp_path / "log.csv", where={"user": where})
+            assert found.user_ids.tolist() == [first + 1]
+    for where in ("2.0", 2, 2.0):
+        counts = frame.assign(rating=[1, 2, 3])
+        assert hmf.Ratings.from_frame(counts, where={"rating": where}).item_ids.tolist() == ["y"]
+
+
 @pytest.mark.parametrize(
     ("where", "kind", "parts"),
     [
