@@ -40,6 +40,7 @@ from .data.labels import (
     as_vector,
     axis_sizes,
     joined_axis,
+    joined_times,
     label_array,
     label_kind,
     label_table,
@@ -418,7 +419,7 @@ class Ratings(Transforms):
         entries = Entries(np.concatenate(rows), np.concatenate(columns), values, user_ids, item_ids, (n_users, n_items))
         times = [part.timestamps for part in given if part.timestamps is not None]
         if len(times) == len(given):
-            entries.times = np.concatenate(times)
+            entries.times = joined_times(times)
         ratings = _from_entries(entries, check_choice("duplicates", duplicates, MERGE_RULES))
         ratings.frame_kind = given[0].frame_kind
         return ratings

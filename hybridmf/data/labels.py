@@ -138,18 +138,48 @@ def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
     TypeError
         Neither numbers nor times.
     RatingsError
-        A missing or infinite time.
+        A missing or infinite time, or one beyond int64.
     """
     times = as_vector(name, given)
     if times.dtype.kind not in "iufM":
-        raise TypeError(f"{name} must be numbers or datetime64, got dtype {times.dtype}")
+        raise TypeError(
+            f"{name} must be numbers or datetime64, got dtype {times.dtype}; dates are converted by "
+            "numpy.array(..., dtype='datetime64[us]') or pandas.to_datetime(..., utc=True).tz_localize(None)"
+        )
     bad = np.flatnonzero(~np.isfinite(times))
     if bad.size:
         raise RatingsError(f"{name} has no time at entry {bad[0]} ({times[bad[0]]}); remove or fill such entries")
+    if times.dtype.kind == "u" and len(times) and times.max() >= 2**63:
+        raise RatingsError(f"{name} has {times.max()} at entry {times.argmax()}; integers must be below 2**63")
     if times.dtype.kind == "f" and len(times) and np.all(times == np.floor(times)) and np.abs(times).max() < 2**63:
         return times.astype(np.int64)
     kinds = {"i": np.int64, "u": np.int64, "f": np.float64}
     return times.astype(kinds[times.dtype.kind], copy=False) if times.dtype.kind in kinds else times
+
+
+def joined_times(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Times of several parts, as `as_times` gives them, one after another.
+
+    Raises
+    ------
+    RatingsError
+        Numbers in one part and dates in another, or dates that no unit of datetime64 can hold together.
+    """
+    dates = [part.dtype.kind == "M" for part in parts]
+    if any(dates) and not all(dates):
+        raise RatingsError(
+            f"timestamps are dates in part {dates.index(True)} and numbers in part {dates.index(False)}; convert one "
+            "of them"
+        )
+    times = np.concatenate(parts)
+    if all(dates):
+        for k, part in enumerate(parts):
+            if not np.array_equal(part.astype(times.dtype).astype(part.dtype), part):  # wraps around silently
+                raise RatingsError(
+                    f"timestamps of part {k} go beyond {times.dtype}, the unit of another part; give all parts one "
+                    "unit, such as datetime64[us]"
+                )
+    return times
 
 
 # ------------------------------------------------------------------------------------------------- labels and positions

@@ -22,7 +22,7 @@ from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 from .columns import AUTO, Columns, check_distinct_names, resolve_columns
 from .labels import MAX_VALUE, Entries, as_times, factorize
 from .lines import numbered_lines
-from .text import TextOptions, find_layout, text_separator
+from .text import TextOptions, find_layout, parse_dates, parse_times, text_separator
 
 logger = logging.getLogger("hybridmf")
 
@@ -136,13 +136,25 @@ def _frame_times(source: str, table: Any, column: Any, required: bool) -> np.nda
         series = _frame_column(source, table, column)
         given = series.to_numpy()
         if given.dtype.kind in "OU":
-            given = given.astype("datetime64[ns]")
+            given = _times_of_objects(given.tolist())
         return as_times(given, f"column {column!r} of {source}")
     except (RatingsError, TypeError, ValueError) as error:
+        if required and not isinstance(error, (RatingsError, TypeError)):
+            raise RatingsError(
+                f"column {column!r} of {source} is neither numbers nor dates as 2026-11-23T12:00:00 ({error}); "
+                "timestamp=None leaves it out"
+            ) from error
         if required:
             raise
         logger.info("column %r of %s is not kept as times: %s", column, source, error)
         return None
+
+
+def _times_of_objects(given: list[Any]) -> np.ndarray:
+    """Times from text, numbers or objects of datetime."""
+    if all(isinstance(time, str) for time in given):
+        return parse_times(given)
+    return np.asarray(given) if all(isinstance(time, (int, float)) for time in given) else parse_dates(given)
 
 
 def read_parquet(path: str, columns: Selectors, timestamp: Any = None, where: Where | None = None) -> Entries:
