@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -208,13 +208,31 @@ def _fits_array(label: str) -> bool:
 
 def label_array(name: str, labels: Iterable[Any] | None, count: int) -> np.ndarray | None:
     """Labels as a vector of length `count` without repeats; None stays None."""
-    return None if labels is None else _distinct(name, as_vector(name, labels), count)
+    return None if labels is None else _distinct(name, _label_vector(name, labels), count)
+
+
+def _label_vector(name: str, labels: Iterable[Any]) -> np.ndarray:
+    """Labels by position as a vector; a mapping or a set, whose order says nothing of positions, is refused."""
+    if isinstance(labels, (Mapping, set, frozenset)):
+        raise TypeError(
+            f"{name} must be a sequence with the label of each position in order, got a {type(labels).__name__}; of a "
+            f"mapping from labels to positions: sorted({name}, key={name}.get)"
+        )
+    return as_vector(name, labels)
 
 
 def _distinct(name: str, labels: np.ndarray, count: int) -> np.ndarray:
     if len(labels) != count:
         raise ValueError(f"{name} has {len(labels)} labels; expected one for each of {count} positions")
-    if len(set(labels.tolist())) != count:
+    plain = labels.tolist()
+    try:
+        unique = set(plain)
+    except TypeError as error:
+        raise TypeError(f"{name} has labels that cannot be used as dictionary keys ({error})") from error
+    if labels.dtype.kind in "fMO" and any(map(_is_missing, unique)):
+        place = next(k for k, label in enumerate(plain) if _is_missing(label))
+        raise ValueError(f"{name} has no label ({plain[place]}) at position {place}; each position needs one")
+    if len(unique) != count:
         raise ValueError(f"{name} has repeated labels; each position needs a label of its own")
     return labels
 
@@ -258,14 +276,14 @@ def resolve(
 def _resolve_positions(
     name: str, ids: np.ndarray, ids_name: str, labels: Iterable[Any] | None, size: int | None
 ) -> tuple[np.ndarray, np.ndarray | None, int]:
-    known = None if labels is None else as_vector(ids_name, labels)
+    known = None if labels is None else _label_vector(ids_name, labels)
     if size is None:
         size = _largest(name, ids) + 1 if known is None else len(known)
     return ids, label_array(ids_name, known, size), size
 
 
 def _known_labels(name: str, labels: Iterable[Any]) -> np.ndarray:
-    vector = as_vector(name, labels)
+    vector = _label_vector(name, labels)
     return _distinct(name, vector, len(vector))
 
 
