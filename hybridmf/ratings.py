@@ -40,6 +40,7 @@ from .data.labels import (
     as_vector,
     axis_sizes,
     joined_axis,
+    joined_times,
     label_array,
     label_kind,
     label_table,
@@ -70,7 +71,7 @@ class Ratings(Transforms):
     Parameters
     ----------
     user_items : sparse or dense matrix, shape (n_users, n_items)
-        Validated and copied to canonical CSR, float32.
+        Validated and copied to canonical CSR, float32. Ratings or a store keep their labels, unless others are given.
     user_ids : sequence, shape (n_users,), optional
         Label of each row; None if rows are identified by position.
     item_ids : sequence, shape (n_items,), optional
@@ -98,10 +99,14 @@ class Ratings(Transforms):
 
     def __init__(self, user_items: Any, user_ids: Iterable[Any] | None = None, item_ids: Iterable[Any] | None = None):
         self.user_items: sp.csr_array = as_csr(user_items, name="user_items")
+        given = getattr(user_items, "ratings", user_items) if hasattr(user_items, "user_items") else None
+        user_ids = getattr(given, "user_ids", None) if user_ids is None else user_ids
+        item_ids = getattr(given, "item_ids", None) if item_ids is None else item_ids
         self.user_ids = label_array("user_ids", user_ids, self.n_users)
         self.item_ids = label_array("item_ids", item_ids, self.n_items)
-        self.timestamps: np.ndarray | None = None
-        self.frame_kind: str | None = None
+        same = user_items if isinstance(user_items, Ratings) else None
+        self.timestamps: np.ndarray | None = None if same is None else same.timestamps
+        self.frame_kind: str | None = getattr(given, "frame_kind", None)
 
     @classmethod
     def _checked(
@@ -215,6 +220,9 @@ class Ratings(Transforms):
         DuplicateEntriesError
             A repeated pair under ``duplicates="error"``; the message names its labels.
         """
+        check_choice("duplicates", duplicates, MERGE_RULES)
+        if hasattr(matrix, "user_items"):  # has labels of its own, and no pair twice
+            return cls(matrix, user_ids, item_ids)
         try:
             return cls(as_csr(matrix, name="matrix", duplicates=duplicates), user_ids, item_ids)
         except DuplicateEntriesError:
@@ -418,7 +426,7 @@ class Ratings(Transforms):
         entries = Entries(np.concatenate(rows), np.concatenate(columns), values, user_ids, item_ids, (n_users, n_items))
         times = [part.timestamps for part in given if part.timestamps is not None]
         if len(times) == len(given):
-            entries.times = np.concatenate(times)
+            entries.times = joined_times(times)
         ratings = _from_entries(entries, check_choice("duplicates", duplicates, MERGE_RULES))
         ratings.frame_kind = given[0].frame_kind
         return ratings

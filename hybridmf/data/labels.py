@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -138,18 +138,48 @@ def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
     TypeError
         Neither numbers nor times.
     RatingsError
-        A missing or infinite time.
+        A missing or infinite time, or one beyond int64.
     """
     times = as_vector(name, given)
     if times.dtype.kind not in "iufM":
-        raise TypeError(f"{name} must be numbers or datetime64, got dtype {times.dtype}")
+        raise TypeError(
+            f"{name} must be numbers or datetime64, got dtype {times.dtype}; dates are converted by "
+            "numpy.array(..., dtype='datetime64[us]') or pandas.to_datetime(..., utc=True).tz_localize(None)"
+        )
     bad = np.flatnonzero(~np.isfinite(times))
     if bad.size:
         raise RatingsError(f"{name} has no time at entry {bad[0]} ({times[bad[0]]}); remove or fill such entries")
+    if times.dtype.kind == "u" and len(times) and times.max() >= 2**63:
+        raise RatingsError(f"{name} has {times.max()} at entry {times.argmax()}; integers must be below 2**63")
     if times.dtype.kind == "f" and len(times) and np.all(times == np.floor(times)) and np.abs(times).max() < 2**63:
         return times.astype(np.int64)
     kinds = {"i": np.int64, "u": np.int64, "f": np.float64}
     return times.astype(kinds[times.dtype.kind], copy=False) if times.dtype.kind in kinds else times
+
+
+def joined_times(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Times of several parts, as `as_times` gives them, one after another.
+
+    Raises
+    ------
+    RatingsError
+        Numbers in one part and dates in another, or dates that no unit of datetime64 can hold together.
+    """
+    dates = [part.dtype.kind == "M" for part in parts]
+    if any(dates) and not all(dates):
+        raise RatingsError(
+            f"timestamps are dates in part {dates.index(True)} and numbers in part {dates.index(False)}; convert one "
+            "of them"
+        )
+    times = np.concatenate(parts)
+    if all(dates):
+        for k, part in enumerate(parts):
+            if not np.array_equal(part.astype(times.dtype).astype(part.dtype), part):  # wraps around silently
+                raise RatingsError(
+                    f"timestamps of part {k} go beyond {times.dtype}, the unit of another part; give all parts one "
+                    "unit, such as datetime64[us]"
+                )
+    return times
 
 
 # ------------------------------------------------------------------------------------------------- labels and positions
@@ -178,13 +208,31 @@ def _fits_array(label: str) -> bool:
 
 def label_array(name: str, labels: Iterable[Any] | None, count: int) -> np.ndarray | None:
     """Labels as a vector of length `count` without repeats; None stays None."""
-    return None if labels is None else _distinct(name, as_vector(name, labels), count)
+    return None if labels is None else _distinct(name, _label_vector(name, labels), count)
+
+
+def _label_vector(name: str, labels: Iterable[Any]) -> np.ndarray:
+    """Labels by position as a vector; a mapping or a set, whose order says nothing of positions, is refused."""
+    if isinstance(labels, (Mapping, set, frozenset)):
+        raise TypeError(
+            f"{name} must be a sequence with the label of each position in order, got a {type(labels).__name__}; of a "
+            f"mapping from labels to positions: sorted({name}, key={name}.get)"
+        )
+    return as_vector(name, labels)
 
 
 def _distinct(name: str, labels: np.ndarray, count: int) -> np.ndarray:
     if len(labels) != count:
         raise ValueError(f"{name} has {len(labels)} labels; expected one for each of {count} positions")
-    if len(set(labels.tolist())) != count:
+    plain = labels.tolist()
+    try:
+        unique = set(plain)
+    except TypeError as error:
+        raise TypeError(f"{name} has labels that cannot be used as dictionary keys ({error})") from error
+    if labels.dtype.kind in "fMO" and any(map(_is_missing, unique)):
+        place = next(k for k, label in enumerate(plain) if _is_missing(label))
+        raise ValueError(f"{name} has no label ({plain[place]}) at position {place}; each position needs one")
+    if len(unique) != count:
         raise ValueError(f"{name} has repeated labels; each position needs a label of its own")
     return labels
 
@@ -228,14 +276,14 @@ def resolve(
 def _resolve_positions(
     name: str, ids: np.ndarray, ids_name: str, labels: Iterable[Any] | None, size: int | None
 ) -> tuple[np.ndarray, np.ndarray | None, int]:
-    known = None if labels is None else as_vector(ids_name, labels)
+    known = None if labels is None else _label_vector(ids_name, labels)
     if size is None:
         size = _largest(name, ids) + 1 if known is None else len(known)
     return ids, label_array(ids_name, known, size), size
 
 
 def _known_labels(name: str, labels: Iterable[Any]) -> np.ndarray:
-    vector = as_vector(name, labels)
+    vector = _label_vector(name, labels)
     return _distinct(name, vector, len(vector))
 
 

@@ -22,7 +22,7 @@ from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 from .columns import AUTO, Columns, check_distinct_names, resolve_columns
 from .labels import MAX_VALUE, Entries, as_times, factorize
 from .lines import numbered_lines
-from .text import TextOptions, find_layout, text_separator
+from .text import TextOptions, find_layout, parse_dates, parse_times, text_separator
 
 logger = logging.getLogger("hybridmf")
 
@@ -136,13 +136,25 @@ def _frame_times(source: str, table: Any, column: Any, required: bool) -> np.nda
         series = _frame_column(source, table, column)
         given = series.to_numpy()
         if given.dtype.kind in "OU":
-            given = given.astype("datetime64[ns]")
+            given = _times_of_objects(given.tolist())
         return as_times(given, f"column {column!r} of {source}")
     except (RatingsError, TypeError, ValueError) as error:
+        if required and not isinstance(error, (RatingsError, TypeError)):
+            raise RatingsError(
+                f"column {column!r} of {source} is neither numbers nor dates as 2026-11-23T12:00:00 ({error}); "
+                "timestamp=None leaves it out"
+            ) from error
         if required:
             raise
         logger.info("column %r of %s is not kept as times: %s", column, source, error)
         return None
+
+
+def _times_of_objects(given: list[Any]) -> np.ndarray:
+    """Times from text, numbers or objects of datetime."""
+    if all(isinstance(time, str) for time in given):
+        return parse_times(given)
+    return np.asarray(given) if all(isinstance(time, (int, float)) for time in given) else parse_dates(given)
 
 
 def read_parquet(path: str, columns: Selectors, timestamp: Any = None, where: Where | None = None) -> Entries:
@@ -228,10 +240,18 @@ def _matches(column: Any, fields: np.ndarray, wanted: Any) -> np.ndarray:
         fields = _numbers_if_possible(fields)
     if fields.dtype.kind in "iuf":  # the command line passes numbers as text
         values = [value for value in map(_number_of, values) if value is not None]
+    if fields.dtype.kind in "iu":  # compared as integers: float64 would merge ids from 2**53 on
+        limits = np.iinfo(fields.dtype)
+        whole = [int(value) for value in values if value == value // 1 and limits.min <= value <= limits.max]
+        return np.isin(fields, np.array(whole, dtype=fields.dtype))
     return np.isin(fields, np.array(values, dtype=fields.dtype if fields.dtype.kind in "OU" else None))
 
 
-def _number_of(value: Any) -> float | None:
+def _number_of(value: Any) -> int | float | None:
+    """A number, or a text that is one; integers stay exact."""
+    if isinstance(value, (int, np.integer, str)):
+        with contextlib.suppress(ValueError):  # a text such as "2.5"
+            return int(value)
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -239,12 +259,18 @@ def _number_of(value: Any) -> float | None:
 
 
 def _numbers_if_possible(fields: np.ndarray) -> np.ndarray:
+    """Texts of numbers as int64 where all are such integers, else as float64; other columns as they are."""
     if fields.dtype.kind != "O":
         return fields
     try:
-        return fields.astype(np.float64)
+        numbers = fields.astype(np.float64)
     except (TypeError, ValueError):
         return fields
+    try:
+        integers = fields.astype(np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return numbers
+    return integers if np.array_equal(integers, numbers) else numbers
 
 
 def parquet_layout(path: str, columns: Selectors) -> Columns:

@@ -143,9 +143,21 @@ def parse_times(fields: list[str]) -> np.ndarray:
     numbers = [_number(field) for field in fields]
     if None not in numbers:
         return as_times(np.array(numbers, dtype=np.float64))
+    return as_times(parse_dates(fields))
+
+
+def parse_dates(dates: Any) -> np.ndarray:
+    """Text in ISO 8601, or datetime objects, as datetime64: in nanoseconds, or microseconds for years beyond 1678-2261.
+
+    Raises
+    ------
+    ValueError
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a time zone, which NumPy applies
-        return as_times(np.array(fields, dtype="datetime64[ns]"))
+        coarse = np.array(dates, dtype="datetime64[us]")
+        fine = np.array(dates, dtype="datetime64[ns]")  # wraps around silently
+    return fine if np.array_equal(fine.astype(coarse.dtype), coarse, equal_nan=True) else coarse
 
 
 def text_separator(format: str, separator: str | None) -> str | None:

@@ -77,7 +77,7 @@ class Transforms:
 
         Users without labels are numbered anew.
         """
-        positions = np.atleast_1d(np.arange(len(self))[_axis_key(rows)])
+        positions = np.ascontiguousarray(np.atleast_1d(np.arange(len(self))[_axis_key(rows)]))
         entries = _entries_of_rows(self.user_items, positions)
         times = None if self.timestamps is None else self.timestamps[entries]
         ids = None if self.user_ids is None else self.user_ids[positions]

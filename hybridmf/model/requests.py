@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,10 @@ def positions_of(learned: Learned, side: Side, name: str, given: Any, by_label: 
 
 def is_single(given: Any, by_label: bool) -> bool:
     """Whether one id was given and not a vector of them."""
-    return isinstance(given, int) or (by_label and isinstance(given, (str, bytes))) or np.ndim(given) == 0
+    if isinstance(given, int) or (by_label and isinstance(given, (str, bytes))):
+        return True
+    several = isinstance(given, Iterable) and not hasattr(given, "__array__")  # sets and generators have no dimensions
+    return not several and np.ndim(given) == 0
 
 
 def labelled(learned: Learned, side: Side, found: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import scipy.sparse as sp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridmf import PreparedRatings
 from hybridmf.errors import DuplicateEntriesError, HybridMFError, MemoryBudgetError, RatingsError, UnknownLabelError
 from hybridmf.ratings import Ratings, split
 from support.checkout import ROOT
@@ -89,6 +90,16 @@ def test_long_labels_are_not_padded():
         ),
         ({"users": ["a"], "items": [0], "user_ids": ["b", "b"]}, ValueError, "user_ids has repeated labels"),
         ({"users": [0], "items": [0], "user_ids": ["a", "b"], "shape": (1, 1)}, ValueError, "user_ids has 2 labels"),
+        ({"users": [0], "items": [0], "user_ids": {"a": 0}}, TypeError, "must be a sequence.* in order, got a dict"),
+        ({"users": [0], "items": [0], "user_ids": {"a"}}, TypeError, "must be a sequence.* in order, got a set"),
+        ({"users": ["a"], "items": [0], "user_ids": {"a": 0}}, TypeError, "must be a sequence.* in order, got a dict"),
+        (
+            {"users": [0], "items": [0], "user_ids": [["a"]]},
+            TypeError,
+            "user_ids has labels that cannot be used as dict",
+        ),
+        ({"users": [0], "items": [0], "user_ids": [None]}, ValueError, r"user_ids has no label \(None\) at position 0"),
+        ({"users": [0, 1], "items": [0, 0], "user_ids": [1.0, np.nan]}, ValueError, r"no label \(nan\) at position 1"),
         ({"users": ["a", None], "items": [0, 1]}, RatingsError, r"users has no id \(None\) at entry 1"),
         ({"users": ["a", float("nan")], "items": [0, 1]}, RatingsError, r"users has no id \(nan\) at entry 1"),
         ({"users": ["a", 1], "items": [0, 1]}, TypeError, r"no order \(int, str\)"),
@@ -101,6 +112,15 @@ def test_long_labels_are_not_padded():
 def test_from_coo_refuses(arguments, error, words):
     with pytest.raises(error, match=words):
         Ratings.from_coo(**arguments)
+
+
+def test_ratings_of_ratings_keep_labels():
+    ratings = Ratings.from_coo(["b", "a"], ["x", "y"], [1, 2], timestamps=[5, 6])
+    for again in (Ratings(ratings), Ratings.from_matrix(ratings)):
+        assert triplets(again) == triplets(ratings) and again.timestamps.tolist() == [6, 5]
+    renamed = Ratings.from_matrix(ratings, user_ids=["c", "d"])
+    assert triplets(renamed) == {("c", "y"): 2, ("d", "x"): 1}
+    assert Ratings(PreparedRatings(ratings)).user_ids.tolist() == ["a", "b"]
 
 
 def test_pandas_na_is_a_missing_label():

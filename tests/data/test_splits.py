@@ -121,6 +121,54 @@ def test_fast_and_slow_readers_keep_the_same_dates(tmp_path, monkeypatch, form):
     np.testing.assert_array_equal(fast, slow)
 
 
+def test_dates_beyond_nanoseconds_keep_their_order(tmp_path):
+    dates = ["2020-01-01T00:00:00.5", "9999-12-31", "1500-01-01"]  # datetime64[ns] wraps around from 1677 and 2262 on
+    frame = pd.DataFrame({"user": list("abc"), "item": list("xyz"), "date": dates})
+    frame.to_csv(tmp_path / "r.csv", index=False)
+    objects = frame.assign(date=np.array(dates, "datetime64[us]").astype(object))
+    for ratings in (
+        hmf.Ratings.from_file(tmp_path / "r.csv"),
+        hmf.Ratings.from_frame(frame),
+        hmf.Ratings.from_frame(objects),
+    ):
+        assert ratings.timestamps.astype("datetime64[ms]").tolist() == objects["date"].tolist()
+        assert triplets(hmf.split(ratings, 1, by="time")[1]) == {("b", "y"): 1}
+
+
+@pytest.mark.parametrize("given", [["978300760", "978300761.5"], np.array([978300760, 978300761.5], object)])
+def test_numbers_in_columns_of_objects_are_numbers(given):
+    frame = pd.DataFrame({"user": list("ab"), "item": list("xy"), "timestamp": given})
+    assert hmf.Ratings.from_frame(frame).timestamps.tolist() == [978300760, 978300761.5]
+
+
+def test_times_that_no_array_holds_are_refused():
+    large = np.array([1, 2**63], np.uint64)
+    with pytest.raises(RatingsError, match=says("timestamps has 9223372036854775808 at entry 1", "below 2**63")):
+        hmf.Ratings.from_coo([0, 1], [0, 1], timestamps=large)
+    with pytest.raises(TypeError, match=says("timestamps must be numbers or datetime64", "pandas.to_datetime")):
+        hmf.Ratings.from_coo([0, 1], [0, 1], timestamps=[pd.Timestamp("2020-01-01", tz="UTC")] * 2)
+    frame = pd.DataFrame({"user": list("ab"), "item": list("xy"), "when": ["2020-01-01", "soon"]})
+    with pytest.raises(
+        RatingsError, match=says("column 'when' of frame is neither numbers nor dates", "timestamp=None")
+    ):
+        hmf.Ratings.from_frame(frame, value=None, timestamp="when")
+
+
+def test_times_of_parts_are_joined_or_refused():
+    number, second, late, fine = (
+        hmf.Ratings.from_coo([0], [k], timestamps=np.array([time], dtype))
+        for k, (time, dtype) in enumerate(
+            [(5, "i8"), ("2020", "datetime64[s]"), ("9000", "datetime64[s]"), ("2021", "datetime64[ns]")]
+        )
+    )
+    joined = hmf.Ratings.concat([second, fine]).timestamps
+    assert joined.astype("datetime64[Y]").astype(str).tolist() == ["2020", "2021"]
+    with pytest.raises(RatingsError, match=says("timestamps are dates in part 1 and numbers in part 0")):
+        hmf.Ratings.concat([number, second])
+    with pytest.raises(RatingsError, match=says("timestamps of part 0 go beyond datetime64[ns]", "datetime64[us]")):
+        hmf.Ratings.concat([late, fine])
+
+
 def test_dates_are_times(tmp_path):
     dates = "user,item,date\na,x,2024-01-02\nb,y,2024-01-03T10:00:00\n"
     ratings = read(tmp_path, dates)
@@ -220,6 +268,23 @@ def test_filters_of_numbers_come_before_other_checks(tmp_path):
         assert triplets(read(tmp_path, whole, where=where, value="seconds")) == {("a", "x"): 30, ("b", "x"): 9}
     with pytest.raises(DuplicateEntriesError, match="lines 2 and 5"):
         read(tmp_path, "user,item,kind\na,x,p\na,x,q\nb,x,q\na,x,p\n", value=None, where={"kind": "p"})
+
+
+@pytest.mark.parametrize("kind", [int, str])
+def test_row_filters_compare_large_integers_exactly(tmp_path, kind):
+    first = 2**60 + 1
+    frame = pd.DataFrame({"user": [kind(first + k) for k in range(3)], "item": list("xyz")})
+    frame.to_csv(tmp_path / "log.csv", index=False)
+    wanted = [first + 1, str(first + 1), [float(2**62), first + 1, 1.5], lambda users: users == kind(first + 1)]
+    for where in wanted[: 4 if kind is int else 3]:
+        found = hmf.Ratings.from_frame(frame, where={"user": where})
+        assert found.user_ids.tolist() == [kind(first + 1)]
+        if not callable(where):
+            found = hmf.Ratings.from_file(tmp_path / "log.csv", where={"user": where})
+            assert found.user_ids.tolist() == [first + 1]
+    for where in ("2.0", 2, 2.0):
+        counts = frame.assign(rating=[1, 2, 3])
+        assert hmf.Ratings.from_frame(counts, where={"rating": where}).item_ids.tolist() == ["y"]
 
 
 @pytest.mark.parametrize(

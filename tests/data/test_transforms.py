@@ -34,6 +34,7 @@ def test_len_and_rows():
         assert part.timestamps.tolist() == [40, 10, 30]
         assert_canonical(part.user_items)
     assert ratings[1:].user_ids.tolist() == ["b", "c"]
+    assert triplets(ratings[::-2]) == triplets(ratings[[2, 0]])
     assert ratings[-1].user_ids.tolist() == ["c"] and ratings[range(2)].n_users == 2
     assert ratings[[True, False, True]].user_ids.tolist() == ["a", "c"]
     assert hmf.Ratings(planted())[[3, 3]].nnz == 2 * planted()[[3]].nnz

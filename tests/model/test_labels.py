@@ -58,6 +58,8 @@ def test_labels_in_and_out(model):
     np.testing.assert_array_equal(values, scores)
     one, _ = model.recommend("u5", labels=True, **by_label)
     np.testing.assert_array_equal(one, found[0])
+    for several in (dict.fromkeys(["u5"]), iter(["u5"]), {"u5"}):
+        np.testing.assert_array_equal(model.recommend(several, labels=True, **by_label)[0], found[:1])
     rows = labelled(planted(M, N_ITEMS, seed=3))
     again, _ = model.recommend("u5", rows, labels=True, recalculate_user=True)
     np.testing.assert_array_equal(again, model.recommend_new(rows, labels=True)[0][5])
