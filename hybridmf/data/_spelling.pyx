@@ -45,6 +45,22 @@ cdef uint8_t _no_fault(
     return no_fault
 
 
+cdef uint8_t _paired(
+        const uint8_t* text,      # IN   (n + 2,)
+        Py_ssize_t n,
+        uint8_t byte) noexcept nogil:
+    """0 if at one of the n places from the second on `byte` has it on both sides, or on neither."""
+    cdef uint8_t no_fault = 255
+    cdef Py_ssize_t k
+    for k in range(1, n + 1):
+        no_fault = _either(no_fault, (text[k] ^ byte) | ((text[k - 1] == byte) ^ (text[k + 1] == byte)))
+    return no_fault
+
+
+# The ends of a block are looked at apart: a block with line ends around it would be a copy, whose new pages take three
+# times as long as the scan.
+
+
 def spelled_plainly(bytes block, bytes delimiter):
     """Whether no field begins like 007, -0, 0x7 or +7, or is beside white space: such ids are labels, not numbers.
 
@@ -59,11 +75,38 @@ def spelled_plainly(bytes block, bytes delimiter):
     -------
     bool
     """
-    cdef bytes padded = b"\n" + block + b"\n\n"   # line ends stand for what is outside
-    cdef const uint8_t* text = padded
+    cdef Py_ssize_t n = len(block)
+    cdef const uint8_t* text = block
+    cdef bytes begin = b"\n" + block[:3] + b"\n\n\n", end = block[max(n - 3, 0):] + b"\n\n\n"
+    cdef const uint8_t* first = begin
+    cdef const uint8_t* last = end
     cdef uint8_t between = delimiter[0]
-    cdef Py_ssize_t n = len(padded) - 3
     cdef uint8_t no_fault
     with nogil:
-        no_fault = _no_fault(text, n, between)
+        no_fault = _either(_no_fault(first, 1, between), _no_fault(last, min(n, 3), between))
+        no_fault = _either(no_fault, _no_fault(text, n - 3, between))
+    return no_fault != 0
+
+
+def only_in_pairs(bytes block, bytes byte):
+    """Whether no `byte` stands alone, or beside more than one other.
+
+    Parameters
+    ----------
+    block, byte : bytes
+
+    Returns
+    -------
+    bool
+    """
+    cdef Py_ssize_t n = len(block)
+    cdef const uint8_t* text = block
+    cdef bytes begin = b"\n" + block[:2] + b"\n", end = block[max(n - 2, 0):] + b"\n"
+    cdef const uint8_t* first = begin
+    cdef const uint8_t* last = end
+    cdef uint8_t wanted = byte[0]
+    cdef uint8_t no_fault
+    with nogil:
+        no_fault = _either(_paired(first, 1, wanted), _paired(last, min(n - 1, 1), wanted))
+        no_fault = _either(no_fault, _paired(text, n - 2, wanted))
     return no_fault != 0

@@ -17,17 +17,18 @@ import numpy as np
 
 from ..core.files import open_bytes
 from . import lines
-from ._spelling import spelled_plainly
+from ._labels import LabelTable
+from ._spelling import only_in_pairs, spelled_plainly
 from .labels import MAX_VALUE
 from .layout import TextLayout, TimedChunk
 
-BLOCK_BYTES = 1 << 24
-"""Text parsed at a time: bounds memory whatever the file's size."""
+BLOCK_BYTES = 1 << 23
+"""Text parsed at a time: bounds memory whatever the file's size. Twice as much takes a tenth longer, for new pages."""
 
 MEMORY = 256 << 20
 """Memory limit of a conversion from which pyarrow reads: its library, its pool and its blocks take about 100 MiB."""
 
-TASK_BYTES = 1 << 21
+TASK_BYTES = 1 << 20
 """Text that one thread parses at a time."""
 
 SMALLEST = 1 << 20
@@ -65,11 +66,13 @@ def label_chunks(
 ) -> Iterator[TimedChunk | None]:
     """Codes (int32) of users and items and values (float64) of `size` bytes after others; None to decline.
 
-    The tables get the code of each new label: labels count in the order of their first appearance.
+    The tables, empty at first, get the code of each new label: labels count in the order of their first appearance.
     """
+    user_coder, item_coder = LabelTable(), LabelTable()
     try:
         for table in _tables(layout, size, integers=False):
-            users, items = _codes(table[layout.user], user_table), _codes(table[layout.item], item_table)
+            users = _codes(table[layout.user], user_coder, user_table)
+            items = _codes(table[layout.item], item_coder, item_table)
             yield users, items, _values(table, layout), *_times(table, layout)
     except _DECLINED:
         yield None
@@ -89,18 +92,26 @@ def _times(table: dict[int, Any], layout: TextLayout) -> tuple[np.ndarray, ...]:
 
 def _numbers(column: Any) -> np.ndarray:
     numbers: np.ndarray = column.to_numpy()
-    if not np.all(np.abs(numbers) <= MAX_VALUE):
+    if not max(-numbers.min(initial=0), numbers.max(initial=0)) <= MAX_VALUE:  # NaN is not
         raise _Irregular
     return numbers
 
 
-def _codes(column: Any, table: dict[str, int]) -> np.ndarray:
-    """Codes of a column whose chunks share a dictionary."""
-    labels = column.chunk(0).dictionary.to_pylist()
-    if "" in labels or list(map(str.strip, labels)) != labels:
+def _codes(column: Any, coder: LabelTable, table: dict[str, int]) -> np.ndarray:
+    """Codes of a column of strings; the new ones of the coder enter the table."""
+    codes = np.concatenate([coder.codes(*text_of(chunk)) for chunk in column.chunks])
+    added = coder.labels(len(table))
+    if "" in added or list(map(str.strip, added)) != added:
         raise _Irregular
-    codes = np.fromiter((table.setdefault(label, len(table)) for label in labels), np.int32, len(labels))
-    return codes[np.concatenate([chunk.indices.to_numpy() for chunk in column.chunks])]
+    table.update(zip(added, range(len(table), len(coder)), strict=True))
+    return codes
+
+
+def text_of(strings: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Where each string of an Arrow array starts in the text of all, and this text."""
+    _, bounds, text = strings.buffers()
+    first, kind = strings.offset, np.int32 if strings.type == "string" else np.int64
+    return np.frombuffer(bounds, kind)[first : first + len(strings) + 1], np.frombuffer(text or b" ", np.uint8)
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks
@@ -118,12 +129,12 @@ def _tables(layout: TextLayout, size: int, *, integers: bool, narrow: bool = Fal
             header = header and not start
             content = block[start:]
             if content and not content.isspace():
-                content, delimiter = _one_byte_delimiter(content, layout.separator)
+                content, delimiter, apart = _one_byte_delimiter(content, layout.separator)
                 if integers and not spelled_plainly(content, delimiter):
                     raise _Irregular
-                table = _parse(content, delimiter, layout, "int32") if narrow else None
+                table = _parse(content, delimiter, apart, layout, "int32") if narrow else None
                 narrow = table is not None
-                table = table or _parse(content, delimiter, layout, "int64" if integers else "labels")
+                table = table or _parse(content, delimiter, apart, layout, "int64" if integers else "labels")
                 if table is None:
                     raise _Irregular
                 yield table
@@ -176,14 +187,16 @@ def _below_header(block: bytes, separator: str) -> int:
     return 0
 
 
-def _one_byte_delimiter(block: bytes, separator: str) -> tuple[bytes, bytes]:
-    """The block with one byte between fields, and that byte."""
+def _one_byte_delimiter(block: bytes, separator: str) -> tuple[bytes, bytes, int]:
+    """The block with one byte between fields, that byte, and how often it stands between two fields."""
     mark = separator.encode(errors="surrogatepass")
     if separator == " ":
-        return block, _blank_of(block)
+        return block, _blank_of(block), 1
+    if len(mark) == 2 and mark[:1] == mark[1:] and only_in_pairs(block, mark[:1]):
+        return block, mark[:1], 2  # an empty field between two others
     if (_UNIT if len(mark) > 1 else b'"') in block or (len(separator) == 1 < len(mark)):
         raise _Irregular
-    return (block.replace(mark, _UNIT), _UNIT) if len(mark) > 1 else (block, mark)
+    return (block.replace(mark, _UNIT), _UNIT, 1) if len(mark) > 1 else (block, mark, 1)
 
 
 def _blank_of(block: bytes) -> bytes:
@@ -202,22 +215,26 @@ def _blank_of(block: bytes) -> bytes:
     return blank
 
 
-def _parse(block: bytes, delimiter: bytes, layout: TextLayout, kind: str) -> dict[int, Any] | None:
-    """The columns of a block, with ids of a kind ("int32", "int64", "labels"); None if they are of another."""
+def _parse(block: bytes, delimiter: bytes, apart: int, layout: TextLayout, kind: str) -> dict[int, Any] | None:
+    """The columns of a block, with ids of a kind ("int32", "int64", "labels"); None if they are of another.
+
+    `apart`: delimiters between two fields.
+    """
     try:
         import pyarrow as pa
         from pyarrow import csv as arrow_csv
     except ImportError as error:
         raise _Irregular from error
-    ids = pa.dictionary(pa.int32(), pa.string()) if kind == "labels" else getattr(pa, kind)()
+    ids = pa.string() if kind == "labels" else getattr(pa, kind)()
     kinds = {layout.user: ids, layout.item: ids, layout.value: pa.float64()}
     if layout.times:
         kinds[layout.columns.time] = pa.timestamp("ns") if layout.times == "dates" else pa.float64()
-    used = {place: str(place) for place in range(layout.n_fields) if place in kinds}
+    used = {place: str(place * apart) for place in range(layout.n_fields) if place in kinds}
+    n_columns = (layout.n_fields - 1) * apart + 1
     try:
         table = arrow_csv.read_csv(
             pa.py_buffer(block),
-            arrow_csv.ReadOptions(column_names=list(map(str, range(layout.n_fields))), block_size=TASK_BYTES),
+            arrow_csv.ReadOptions(column_names=list(map(str, range(n_columns))), block_size=TASK_BYTES),
             arrow_csv.ParseOptions(delimiter=delimiter.decode(), quote_char=False),
             arrow_csv.ConvertOptions(
                 column_types={name: kinds[place] for place, name in used.items()},
@@ -228,4 +245,4 @@ def _parse(block: bytes, delimiter: bytes, layout: TextLayout, kind: str) -> dic
         )
     except pa.ArrowException:
         return None
-    return dict(zip(used, table.unify_dictionaries().columns, strict=True))
+    return dict(zip(used, table.columns, strict=True))

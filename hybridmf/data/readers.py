@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.io
 import scipy.sparse as sp
 
 from ..core.files import open_bytes, read_head, reading, sniff_format
@@ -460,6 +459,8 @@ def _mmread(stream: Any) -> Any:
 
     Its reader goes back in the stream when it is destroyed, and ends the process if the stream is closed by then.
     """
+    import scipy.io  # takes a tenth of the import of all that a fit needs
+
     try:
         return scipy.io.mmread(stream)
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gzip
 import importlib
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 import hybridmf as hmf
 from hybridmf.core.files import read_head
 from hybridmf.data import arrow_text, text
+from hybridmf.data._labels import LabelTable
+from hybridmf.data._spelling import only_in_pairs
 from hybridmf.errors import RatingsError
 from support.reading import assert_canonical, read, triplets, write
 
@@ -209,3 +212,35 @@ def test_narrow_ids_widen_where_they_have_to(tmp_path):
     assert kinds[0] == np.int32 and kinds[-1] == np.int64
     assert np.concatenate([users for users, *_ in chunks]).tolist() == [3, 5, 2147483648, 7]
     assert np.concatenate([items for _, items, *_ in chunks]).tolist() == [4, 6, 20, -8]
+
+
+@MANY
+@given(st.lists(st.lists(st.text("ab\0é", max_size=20) | st.integers(0, 3000).map(str)), max_size=4), st.data())
+def test_labels_get_the_codes_of_a_dictionary(blocks, data):
+    coder, table = LabelTable(), {}
+    for block in [*blocks, list(map(str, range(2000)))]:
+        encoded = [label.encode() for label in ["skipped", *block]]
+        kind = data.draw(st.sampled_from([np.int32, np.int64]))
+        bounds = np.cumsum([0, *map(len, encoded)], dtype=kind)[1:]
+        codes = coder.codes(bounds, np.frombuffer(b"".join(encoded), np.uint8))
+        assert codes.tolist() == [table.setdefault(label, len(table)) for label in block]
+        assert len(coder) == len(table)
+    assert coder.labels() == list(table) and coder.labels(1500) == list(table)[1500:]
+
+
+@MANY
+@given(st.text(":a\n", max_size=40))
+def test_bytes_that_stand_in_pairs(words):
+    expected = all(len(colons) == 2 for colons in re.findall(":+", words))
+    assert only_in_pairs(words.encode(), b":") == expected
+
+
+@pytest.mark.parametrize("title", ["Heat", "Star Wars: IV", "x:"])
+def test_doubled_separators_are_not_copied_where_fields_have_none_of_them(tmp_path, title, monkeypatch):
+    layout = layout_of(write(tmp_path, f"3::4::1::{title}\n1::20::5::Up\n"))
+    found = []
+    monkeypatch.setattr(arrow_text, "_parse", lambda block, delimiter, *rest: found.append(delimiter))
+    assert text._read_regular(layout) is None
+    assert set(found) == {b"\x1f" if ":" in title else b":"}
+    monkeypatch.undo()
+    assert outcome(text._read_regular, layout) == outcome(text._read_any, layout)

@@ -96,7 +96,8 @@ ML_100K = (
 
 
 def test_a_fit_takes_no_heavy_library(tmp_path):
-    heavy = ("sklearn", "pandas", "joblib", "pyarrow", "narwhals", "dask", "cupy", "scipy.stats", "scipy.optimize")
+    heavy = ("sklearn", "pandas", "joblib", "pyarrow", "narwhals", "dask", "cupy")
+    heavy += ("scipy.io", "scipy.stats", "scipy.optimize")
     code = (
         f"{ML_100K}model.fit(matrix).recommend(0); hybridmf.evaluate(model, matrix, metrics='ndcg@10')\n"
         f"repr(model), model.transform(matrix), model.predict(0, 1), model.save('m.safetensors')\n"
