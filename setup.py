@@ -116,7 +116,6 @@ def extensions() -> list[Extension]:
         [
             Extension("hybridmf._openmp", ["hybridmf/_openmp.pyx"]),
             Extension("hybridmf._formats", ["hybridmf/_formats.pyx"]),
-            Extension("hybridmf.data._labels", ["hybridmf/data/_labels.pyx"]),
             Extension("hybridmf.data._spelling", ["hybridmf/data/_spelling.pyx"]),
             Extension("hybridmf.native._als", ["hybridmf/native/_als.pyx"], **with_kernels),
             Extension("hybridmf.native._ccd", ["hybridmf/native/_ccd.pyx"], **with_kernels),

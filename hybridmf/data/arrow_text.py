@@ -17,7 +17,6 @@ import numpy as np
 
 from ..core.files import open_bytes
 from . import lines
-from ._labels import LabelTable
 from ._spelling import only_in_pairs, spelled_plainly
 from .labels import MAX_VALUE
 from .layout import TextLayout, TimedChunk
@@ -68,11 +67,10 @@ def label_chunks(
 
     The tables, empty at first, get the code of each new label: labels count in the order of their first appearance.
     """
-    user_coder, item_coder = LabelTable(), LabelTable()
+    users_so_far, items_so_far = _Labels(user_table), _Labels(item_table)
     try:
         for table in _tables(layout, size, integers=False):
-            users = _codes(table[layout.user], user_coder, user_table)
-            items = _codes(table[layout.item], item_coder, item_table)
+            users, items = users_so_far.codes(table[layout.user]), items_so_far.codes(table[layout.item])
             yield users, items, _values(table, layout), *_times(table, layout)
     except _DECLINED:
         yield None
@@ -97,21 +95,31 @@ def _numbers(column: Any) -> np.ndarray:
     return numbers
 
 
-def _codes(column: Any, coder: LabelTable, table: dict[str, int]) -> np.ndarray:
-    """Codes of a column of strings; the new ones of the coder enter the table."""
-    codes = np.concatenate([coder.codes(*text_of(chunk)) for chunk in column.chunks])
-    added = coder.labels(len(table))
-    if "" in added or list(map(str.strip, added)) != added:
-        raise _Irregular
-    table.update(zip(added, range(len(table), len(coder)), strict=True))
-    return codes
+class _Labels:
+    """Labels of the blocks so far, in the order of first appearance; new ones enter the table."""
 
+    def __init__(self, table: dict[str, int]) -> None:
+        self.table = table
+        self.known: Any = None
 
-def text_of(strings: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Where each string of an Arrow array starts in the text of all, and this text."""
-    _, bounds, text = strings.buffers()
-    first, kind = strings.offset, np.int32 if strings.type == "string" else np.int64
-    return np.frombuffer(bounds, kind)[first : first + len(strings) + 1], np.frombuffer(text or b" ", np.uint8)
+    def codes(self, column: Any) -> np.ndarray:
+        """Codes (int32) of a column of strings."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        known = pa.array([], column.type) if self.known is None else self.known
+        codes = pc.index_in(column, value_set=known)
+        if codes.null_count:
+            new = pc.unique(column.filter(pc.is_null(codes)))
+            added = new.to_pylist()
+            if "" in added or list(map(str.strip, added)) != added:
+                raise _Irregular
+            self.table.update(zip(added, range(len(known), len(known) + len(new)), strict=True))
+            known = pa.concat_arrays([known, new])
+            codes = pc.index_in(column, value_set=known)
+        self.known = known
+        found: np.ndarray = codes.to_numpy()
+        return found
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks
