@@ -99,7 +99,7 @@ def _numbers(column: Any) -> np.ndarray:
 
 def _codes(column: Any, coder: LabelTable, table: dict[str, int]) -> np.ndarray:
     """Codes of a column of strings; the new ones of the coder enter the table."""
-    codes = np.concatenate([coder.codes(*text_of(chunk)) for chunk in column.chunks])
+    codes = _coded(column, coder)
     added = coder.labels(len(table))
     if "" in added or list(map(str.strip, added)) != added:
         raise _Irregular
@@ -107,11 +107,30 @@ def _codes(column: Any, coder: LabelTable, table: dict[str, int]) -> np.ndarray:
     return codes
 
 
-def text_of(strings: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Where each string of an Arrow array starts in the text of all, and this text."""
-    _, bounds, text = strings.buffers()
-    first, kind = strings.offset, np.int32 if strings.type == "string" else np.int64
-    return np.frombuffer(bounds, kind)[first : first + len(strings) + 1], np.frombuffer(text or b" ", np.uint8)
+def _coded(column: Any, coder: LabelTable) -> np.ndarray:
+    """Codes of the strings of an Arrow column."""
+    codes = [np.empty(0, np.int32)]
+    for chunk in filter(len, column.chunks):
+        _, bounds, text = chunk.buffers()
+        starts = np.frombuffer(bounds, np.int32 if chunk.type == "string" else np.int64)
+        starts = starts[chunk.offset : chunk.offset + len(chunk) + 1]
+        codes.append(coder.codes(starts, np.frombuffer(text or b" ", np.uint8)))
+    return np.concatenate(codes)
+
+
+def coded_strings(series: Any) -> tuple[np.ndarray, list[str]] | None:
+    """Codes (int32) of the strings of a narwhals series without nulls, and the labels in order of first appearance.
+
+    None without pyarrow, or where it does not take these strings.
+    """
+    try:
+        import pyarrow as pa
+
+        column = pa.chunked_array([series.to_arrow().cast(pa.large_string())])
+    except (ImportError, ValueError, TypeError, NotImplementedError):  # ValueError: surrogates without their pair
+        return None
+    coder = LabelTable()
+    return _coded(column, coder), coder.labels()
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks
