@@ -548,7 +548,8 @@ class Ratings(Transforms):
 
 
 def _from_entries(entries: Entries, duplicates: str) -> Ratings:
-    ratings = Ratings(entries.to_matrix(duplicates), entries.user_ids, entries.item_ids)
+    ratings = Ratings._checked(entries.to_matrix(duplicates))
+    ratings.user_ids, ratings.item_ids = entries.user_ids, entries.item_ids  # distinct in all entries
     ratings.timestamps = entries.times_of(duplicates)
     return ratings
 

@@ -122,6 +122,20 @@ class _Labels:
         return found
 
 
+def coded_strings(series: Any) -> tuple[np.ndarray, list[str]] | None:
+    """Codes (int32) of the strings of a narwhals series without nulls, and the labels in order of first appearance.
+
+    None without pyarrow, or where it does not take these strings.
+    """
+    try:
+        import pyarrow as pa
+
+        encoded = series.to_arrow().cast(pa.large_string()).dictionary_encode()
+    except (ImportError, ValueError, TypeError, NotImplementedError):  # ValueError: surrogates without their pair
+        return None
+    return encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
+
+
 # -------------------------------------------------------------------------------------------------------------- blocks
 
 

@@ -18,6 +18,7 @@ from ..core.system import available_memory
 from ..core.triplets import frame_names
 from ..core.validate import ROW_BYTES, check_int
 from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
+from . import arrow_text
 from .columns import AUTO, Columns, check_distinct_names, resolve_columns
 from .labels import MAX_VALUE, Entries, as_times, factorize
 from .lines import numbered_lines
@@ -30,6 +31,9 @@ Labels = dict[str, np.ndarray]
 
 NPZ_ARRAYS = ("user_ids", "item_ids", "timestamps", "indptr", "indices", "data", "row", "col", "coords", "offsets")
 """Arrays that are loaded of an archive; the others are left where they are."""
+
+MANY_STRINGS = 1 << 16
+"""Strings from which importing pyarrow pays off."""
 
 Selectors = tuple[Any, Any, Any]
 """``user=``, ``item=`` and ``value=``; see `_columns.resolve_columns`."""
@@ -63,8 +67,8 @@ def frame_entries(
         fields = {column: eager.get_column(name).to_numpy() for column, name in filters.items()}
         mask = row_mask(source, where, fields)
         eager, rows, source = eager.filter(mask.tolist()), np.flatnonzero(mask), f"{source} (rows that where= keeps)"
-    users, user_ids = factorize(f"column {taken[0]!r} of {source}", _frame_ids(source, eager, taken[0]), "row")
-    items, item_ids = factorize(f"column {taken[1]!r} of {source}", _frame_ids(source, eager, taken[1]), "row")
+    users, user_ids = _coded_column(source, eager, taken[0])
+    items, item_ids = _coded_column(source, eager, taken[1])
     values = np.ones(len(users), np.float32) if len(taken) == 2 else _frame_values(source, eager, taken[2])
     times = None if time is None else _frame_times(source, eager, time, required=timestamp != AUTO)
 
@@ -104,6 +108,19 @@ def _frame_column(source: str, table: Any, column: Any, first_row: int = 0) -> A
         row = first_row + int(np.flatnonzero(series.is_null().to_numpy())[0])
         raise RatingsError(f"column {column!r} of {source} is null at row {row}; remove or fill such rows")
     return series
+
+
+def _coded_column(source: str, table: Any, column: Any) -> tuple[np.ndarray, np.ndarray]:
+    """`factorize` for a column; many strings without a Python object for each of them."""
+    import narwhals as nw
+
+    name, series = f"column {column!r} of {source}", _frame_column(source, table, column)
+    if len(series) >= MANY_STRINGS and series.dtype == nw.String:
+        coded = arrow_text.coded_strings(series)
+        if coded is not None:
+            positions, labels = factorize(name, coded[1], "row")
+            return positions[coded[0]], labels
+    return factorize(name, _frame_ids(source, table, column), "row")
 
 
 def _frame_ids(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray | list[Any]:

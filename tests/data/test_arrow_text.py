@@ -8,13 +8,16 @@ import importlib
 import re
 
 import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core.files import read_head
-from hybridmf.data import arrow_text, text
+from hybridmf.data import arrow_text, readers, text
 from hybridmf.data._spelling import only_in_pairs
 from hybridmf.errors import RatingsError
 from support.reading import assert_canonical, read, triplets, write
@@ -216,11 +219,10 @@ def test_narrow_ids_widen_where_they_have_to(tmp_path):
 @MANY
 @given(st.lists(st.lists(st.text("ab\0é", min_size=1, max_size=20)), max_size=4))
 def test_labels_get_the_codes_of_a_dictionary(blocks):
-    pyarrow = pytest.importorskip("pyarrow")
     expected, table = {}, {}
     labels = arrow_text._Labels(table)
     for block in blocks:
-        codes = labels.codes(pyarrow.chunked_array([block[:3], block[3:]], pyarrow.string()))
+        codes = labels.codes(pa.chunked_array([block[:3], block[3:]], pa.string()))
         assert codes.tolist() == [expected.setdefault(label, len(expected)) for label in block]
         assert list(table.items()) == list(expected.items())
 
@@ -241,3 +243,30 @@ def test_doubled_separators_are_not_copied_where_fields_have_none_of_them(tmp_pa
     assert set(found) == {b"\x1f" if ":" in title else b":"}
     monkeypatch.undo()
     assert outcome(text._read_regular, layout) == outcome(text._read_any, layout)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda columns: pd.DataFrame(columns),
+        lambda columns: pd.DataFrame(columns, dtype=object),
+        lambda columns: pl.DataFrame(columns).slice(1),
+        lambda columns: pa.concat_tables([pa.table(columns).slice(2, 2), pa.table(columns).slice(5)]),
+    ],
+    ids=["pandas", "objects", "polars", "pyarrow"],
+)
+def test_frames_of_many_strings_give_the_ratings_of_their_lists(make, monkeypatch):
+    words = ["b", "é", "", "a\0", "10", "9", "b" * 300, "z"]
+    frame = make({"user": words, "item": words[::-1], "rating": np.arange(1.0, 9)})
+    expected = hmf.Ratings.from_frame(frame)
+    monkeypatch.setattr(readers, "MANY_STRINGS", 0)
+    monkeypatch.setattr(readers, "_frame_ids", None)
+    found = hmf.Ratings.from_frame(frame)
+    assert triplets(found) == triplets(expected)
+    assert found.user_ids.tolist() == expected.user_ids.tolist() and found.user_ids.dtype == expected.user_ids.dtype
+
+
+def test_strings_that_are_not_unicode_are_labels_too(monkeypatch):
+    monkeypatch.setattr(readers, "MANY_STRINGS", 0)
+    frame = pd.DataFrame({"user": ["\ud800", "a"], "item": ["x", "y"], "rating": [1.0, 2.0]}, dtype=object)
+    assert triplets(hmf.Ratings.from_frame(frame)) == {("\ud800", "x"): 1, ("a", "y"): 2}
