@@ -62,6 +62,31 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+def left_out(config: pytest.Config) -> str:
+    """Why tests that need a GPU are left out, unless they are asked for: over a thousand, each to be set up in vain."""
+    if "gpu" in config.getoption("markexpr"):
+        return ""
+    try:
+        device_count()
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say what is left out."""
+    why = left_out(config)
+    return f"tests that need a GPU are left out (-m gpu selects them): {why}" if why else ""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that need a GPU where there is none."""
+    if left_out(config):
+        chosen = [item for item in items if item.get_closest_marker("gpu") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu") is not None])
+        items[:] = chosen
+
+
 def pytest_collection_finish() -> None:
     """Leave the thousands of collected tests out of later collections of garbage: each took 0.1 s."""
     gc.collect()

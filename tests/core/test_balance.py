@@ -100,7 +100,7 @@ def test_rows_count_as_the_penalty_counts_them():
 
 def test_backends_agree(backend):
     fits = [
-        hmf.ExplicitALS(5, biases=False, balance=True, iterations=4, random_state=0, device=on).fit(SMALL)
+        hmf.ExplicitALS(7, biases=False, balance=True, iterations=4, random_state=0, device=on).fit(SMALL)
         for on in ("cpu", backend)
     ]
     np.testing.assert_allclose(fits[1].user_factors, fits[0].user_factors, atol=2e-4)

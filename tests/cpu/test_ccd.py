@@ -105,9 +105,15 @@ def row_of_entries(entries: int, dtype) -> sp.csr_array:
 
 
 @pytest.mark.parametrize("name", ALL_OBJECTIVES)
-@pytest.mark.parametrize("inner", [1, 2, 5])
-@pytest.mark.parametrize("nonnegative", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("inner", "nonnegative", "weighted"),
+    [
+        *((2, nonnegative, weighted) for nonnegative in (False, True) for weighted in (False, True)),
+        *((1, False, False), (5, True, True)),
+        *(exhaustive(1, *each) for each in ((False, True), (True, False), (True, True))),
+        *(exhaustive(5, *each) for each in ((False, False), (False, True), (True, False))),
+    ],
+)
 def test_fit_is_the_references(name, inner, nonnegative, weighted):
     objective = ALL_OBJECTIVES[name]
     # without a penalty some coordinates are quotients of tiny numbers; where the mean is taken off, residuals and hence
@@ -285,8 +291,8 @@ def test_minimum_is_that_of_als(seed, scaling, lambda_b):
     options = {"factors": 2, "regularization": 0.2, "regularization_scaling": scaling, "dtype": "float64",
                "biases": lambda_b is not None, "bias_regularization": lambda_b, "random_state": seed, "device": "cpu",
                "num_threads": 1}  # fmt: skip
-    ccd = hmf.CCD(iterations=1000, **options).fit(dense)
-    als = hmf.ExplicitALS(iterations=1000, **options).fit(dense)
+    ccd = hmf.CCD(iterations=400, **options).fit(dense)
+    als = hmf.ExplicitALS(iterations=400, **options).fit(dense)
     assert ccd.objective(dense) == pytest.approx(als.objective(dense), rel=1e-8)
     pairs = np.indices(dense.shape).reshape(2, -1)
     np.testing.assert_allclose(ccd.predict(*pairs), als.predict(*pairs), atol=1e-4)
@@ -297,7 +303,7 @@ def test_solution_is_stationary(biases):
     """At a minimum, ALS has nothing left to do."""
     matrix = planted(density=0.5)
     model = hmf.CCD(
-        factors=3, regularization=0.2, biases=biases, bias_regularization=0.1, iterations=2000, dtype="float64",
+        factors=3, regularization=0.2, biases=biases, bias_regularization=0.1, iterations=700, dtype="float64",
         random_state=0, device="cpu", num_threads=1,
     ).fit(matrix)  # fmt: skip
     state = model._learned.state
@@ -327,7 +333,7 @@ def test_nonnegative_minimum_has_no_better_neighbour():
     """Projected gradients vanish: inside they are zero, at zero they point outside."""
     dense = np.abs(np.random.default_rng(3).normal(size=(8, 6))) + 0.1
     model = hmf.CCD(
-        factors=2, regularization=0.05, nonnegative=True, iterations=4000, dtype="float64", random_state=1,
+        factors=2, regularization=0.05, nonnegative=True, iterations=1500, dtype="float64", random_state=1,
         device="cpu", num_threads=1,
     ).fit(dense)  # fmt: skip
     X, Y = model.user_factors_, model.item_factors_

@@ -252,9 +252,9 @@ def test_approximate_solvers_begin_with_the_last_factors(device):
 
 
 def test_a_fit_in_turns_under_a_limit(gpu, store):
-    whole = fitted("explicit", MATRIX)
-    for data in (MATRIX, store):
-        model = fitted("explicit", data, gpu_memory_limit=TURNS_LIMIT)
+    for data, iterations in ((MATRIX, 2), (store, 1)):
+        whole = fitted("explicit", MATRIX, iterations=iterations)
+        model = fitted("explicit", data, iterations=iterations, gpu_memory_limit=TURNS_LIMIT)
         assert model.plan_.scale.halves["item"].fixed_parts > 1
         np.testing.assert_allclose(model.user_factors, whole.user_factors, rtol=1e-3, atol=1e-3)
         objectives = [[record["objective"] for record in each.history_] for each in (model, whole)]

@@ -108,7 +108,7 @@ def test_a_block_whose_factors_have_a_wide_range(device):
 
 def fit_on(device, monkeypatch, where: str, cls, **options):
     serve_cuda(device, monkeypatch)
-    common = {"solver": "subspace", "block_size": 3, "iterations": 3, "random_state": 0, "device": where}
+    common = {"solver": "subspace", "block_size": 4, "iterations": 3, "random_state": 0, "device": where}
     return cls(**(common | options)).fit(SMALL, callback=lambda model, record: None)
 
 

@@ -23,6 +23,7 @@ from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import launch, spmd
 from support.communicators import over_sockets
+from support.marks import exhaustive
 from support.ratings import planted
 
 SMALL = {"factors": 3, "iterations": 4, "random_state": 0, "device": "cpu", "num_threads": 1}
@@ -49,8 +50,10 @@ def measured(model: Any) -> list[dict[str, float]]:
 # -------------------------------------------------------------------------------------------------------- observers
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [*((kind, 3) for kind in KINDS), ("explicit", 1), exhaustive("biases", 1), exhaustive("implicit", 1)],
+)
 def test_ranks_measure_what_one_process_measures(kind, size, tmp_path):
     expected = measured(KINDS[kind]().fit(TRAIN, validation=TEST))
     metric = "ndcg@10" if kind == "implicit" else "rmse"

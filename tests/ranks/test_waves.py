@@ -130,8 +130,13 @@ CPU_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", CPU_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        *(("explicit", 2), ("implicit", 3), ("cg float64", 2)),
+        *(exhaustive(*each) for each in (("explicit", 3), ("implicit", 2), ("cg float64", 3))),
+    ],
+)
 def test_cpu_ranks_map_a_store(
     kind: str, ranks: int, store: hmf.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -314,13 +319,13 @@ def test_factors_stay_on_the_host(name: str, gpus: Machine, store: hmf.Store, mo
 
 
 def test_parts_of_a_fixed_side_take_turns(gpus: Machine) -> None:
-    """cuMF 4.4: one partition with p parts in turns, on four, two and one GPU; and what a fit plans by itself."""
+    """cuMF 4.4: one partition with p parts in turns, on four GPUs and on one; and sums over two of them."""
     names, problem = gpus(4), Problem(MATRIX.shape, MATRIX.nnz, 7)
     partition = plan_scale(problem, 4, 4_000, model_parallel_only=True)
     assert partition.factors == partition.ratings == "host"
     assert partition.halves["item"].fixed_parts > 1 and partition.halves["item"].grid == Grid(1, 4)
     factors = []
-    for count in (4, 2, 1):
+    for count in (4, 1):
         moved = replace(partition, memory=10_000).on(count)
         assert {side: half.parts for side, half in moved.halves.items()} == {
             side: half.parts for side, half in partition.halves.items()
