@@ -41,7 +41,7 @@ from hybridmf.gpu.bals import BalsLocalConfig
 from hybridmf.gpu.half import Pieces
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
-from hybridmf.gpu.tuning.trials import Sample, TimedRun, handful, random_table, relative, row_entries
+from hybridmf.gpu.tuning.trials import Sample, TimedRun, handful, random_table, row_entries
 from hybridmf.gpu.tuning.tune import Tuner, event_times, stamp
 from hybridmf.plan import tables
 from hybridmf.plan.assemblies import BalsConfig
@@ -82,6 +82,11 @@ SEGMENT = 2048
 
 
 # ---------------------------------------------------------------------------------------------------- data
+
+
+def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Largest difference, relative to the largest element."""
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 
 
 class AssemblySample:

@@ -15,8 +15,7 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
-from ..plan import tables
-from ..plan.assemblies import REGISTERS, RESERVED, WARP, require
+from ..plan.assemblies import REGISTERS, RESERVED, WARP, require, tuned
 from .launch import check, check_not_host, get_kernel
 
 MAX_RANK = 2048
@@ -108,9 +107,7 @@ class CholeskyConfig:
         ValueError
             As for `rule`.
         """
-        found = tables.best(cls, "cholesky_any", spec, {"rank": rank, "itemsize": itemsize})
-        fits = found is not None and found.shared_bytes <= spec.shared_bytes
-        return found if found is not None and fits else cls.rule(rank, itemsize, spec)
+        return tuned(cls, "cholesky_any", rank, itemsize, spec) or cls.rule(rank, itemsize, spec)
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
@@ -245,9 +242,7 @@ class CgConfig:
         ValueError
             As for `rule`.
         """
-        found = tables.best(cls, "cg_any", spec, {"rank": rank, "itemsize": itemsize})
-        fits = found is not None and found.shared_bytes <= spec.shared_bytes
-        return found if found is not None and fits else cls.rule(rank, itemsize, spec)
+        return tuned(cls, "cg_any", rank, itemsize, spec) or cls.rule(rank, itemsize, spec)
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:

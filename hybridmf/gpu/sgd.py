@@ -252,13 +252,6 @@ class BlockedConfig:
             )
 
     @classmethod
-    def default(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
-        """The tuned choice for a device, or that of the rule."""
-        found = tables.best(cls, "msgd", spec, {"ld": ld, "itemsize": itemsize, "read_size": read_size or itemsize})
-        fits = found is not None and found.shared_bytes <= spec.shared_bytes
-        return found if found is not None and fits else cls.rule(ld, itemsize, spec, read_size)
-
-    @classmethod
     def rule(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
         """Two blocks per multiprocessor if they hide memory latency, otherwise the fastest configuration that fits."""
         pairs = [cls(ld, itemsize, 16, 5, slots, read_size) for slots in (14, 10)]
@@ -396,7 +389,7 @@ class MsgdKernels:
     def _found(self, name: str, moved: FactorRows, fixed: FactorRows) -> tuple[Kernel, BlockedConfig]:
         dtype, ld = moved.matrix.dtype, moved.matrix.shape[1]
         if self._config is None:
-            choose = BlockedConfig.fastest if self._fastest else BlockedConfig.default
+            choose = BlockedConfig.fastest if self._fastest else BlockedConfig.rule
             self._config = choose(ld, dtype.itemsize, self.device.spec, fixed.matrix.dtype.itemsize)
         if name not in self._kernels:
             # equal constants for all kernels, so that a model compiles the file once
@@ -946,14 +939,14 @@ def default_builds(
         for biases in (False, True):
             for real in (np.dtype(np.float32), np.dtype(np.float64)):
                 ld = stored_width(factors, real)
-                config = BlockedConfig.default(ld, real.itemsize, spec)
+                config = BlockedConfig.rule(ld, real.itemsize, spec)
                 for kernel in ("centralized", "blocked", "decentralized"):
                     yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | config.constants
                 fastest = BlockedConfig.fastest(ld, real.itemsize, spec)
                 if fastest != config and real == np.float32 and not biases:  # for several GPUs; the code is the same
                     yield "msgd.cu", "blocked", {"REAL": real, "HAS_BIASES": biases} | fastest.constants
                 if real == np.float32 and spec.capability >= (8, 0):
-                    narrow = BlockedConfig.default(stored_width(factors, np.float16), real.itemsize, spec, 2)
+                    narrow = BlockedConfig.rule(stored_width(factors, np.float16), real.itemsize, spec, 2)
                     for kernel in ("centralized", "blocked"):
                         yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | narrow.constants
             for stored in (np.dtype(np.float16), np.dtype(np.float32)):

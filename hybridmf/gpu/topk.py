@@ -14,7 +14,6 @@ from ..core.system import ceil_div
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec
 from ..errors import DeviceMemoryError
-from ..plan import tables
 from .launch import check, check_not_host, get_kernel
 
 SOURCE = "top_k.cu"
@@ -100,14 +99,8 @@ class GroupMaxConfig:
             raise ValueError(f"tile_groups must be 1, 2, 4 or 8: octets end with a tile; got {self.tile_groups}")
 
     @classmethod
-    def default(cls, padded: int, spec: DeviceSpec, in_bytes: bool = False) -> GroupMaxConfig:
-        """The tuned choice for a device, or that of the rule."""
-        found = tables.best(cls, "top_k", spec, {"padded": padded, "in_bytes": in_bytes})
-        return found if found is not None and found.fits(spec) else cls.rule(padded, in_bytes)
-
-    @classmethod
     def rule(cls, padded: int, in_bytes: bool = False) -> GroupMaxConfig:
-        """The choice without a tuned table entry: as many users as registers hold."""
+        """As many users as registers hold."""
         row = padded if in_bytes else 2 * padded
         return cls(padded, 64 if row <= 256 else 32 if row <= 512 else 16, 2 if row <= 256 else 1, in_bytes)
 
@@ -199,7 +192,7 @@ class PackedItems:
         self.device, self.items = device, items
         self.dtype = np.dtype(items.dtype)
         self.rank = int(items.shape[1])
-        self.config = GroupMaxConfig.default(round_up(max(self.rank, 1), 16), device.spec)
+        self.config = GroupMaxConfig.rule(round_up(max(self.rank, 1), 16))
         on_device = items if device.owns(items) else device.upload(items)
         check("items", on_device, self.dtype, (None, None))
         norms = _row_norms(device, on_device)
@@ -243,7 +236,7 @@ class PackedItems:
         device = self.device
         self.halves = device.empty((self.n_groups * GROUP, self.padded), np.uint16)
         self.groups, self.steps = (device.empty((self.n_groups, 2), np.float32) for _ in range(2))
-        wide = GroupMaxConfig.default(round_up(max(self.rank, 1), 32), device.spec, True)
+        wide = GroupMaxConfig.rule(round_up(max(self.rank, 1), 32), True)
         if self._may_use_bytes(wide) if in_bytes is None else in_bytes:
             self.operands = device.empty((self.n_groups * GROUP, wide.padded // 2), np.uint16)
             self._round(items, wide)
@@ -400,10 +393,10 @@ def default_builds(
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(file, kernel, constants) of the builds for usual ranks."""
     for padded in sorted({round_up(rank, 16) for rank in ranks}):
-        yield SOURCE, "group_max", GroupMaxConfig.default(padded, spec).constants
+        yield SOURCE, "group_max", GroupMaxConfig.rule(padded).constants
     if spec.capability >= (8, 0):
         for padded in sorted({round_up(rank, 32) for rank in ranks}):
-            yield SOURCE, "group_max", GroupMaxConfig.default(padded, spec, True).constants
+            yield SOURCE, "group_max", GroupMaxConfig.rule(padded, True).constants
     packing = ("row_norms", "pack_panels", "prepare_items")
     serving = ("prepare_users", "mark_seen", "score_rows", "drop_seen", "sort_rows")
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):

@@ -10,7 +10,6 @@ import numpy as np
 from ..core.objective import SIDES, Side, other_side
 from ..core.system import ceil_div
 from ..device.cuda import DeviceSpec
-from . import tables
 from .fused import table_width
 
 QUAD = 4
@@ -20,8 +19,8 @@ SEGMENT = 2048
 """Entries above which a piece is split; a multiple of the 128 that a warp reads together."""
 
 STAGED_THREADS = {4: 1024, 8: 512}
-"""Threads of a block that has a multiprocessor for itself, by bytes of a number, where no tuned table says otherwise:
-as many as registers serve without spilling. In float32, 1,024 were 7 % faster than 768 in a trial on an H200."""
+"""Threads of a block that has a multiprocessor for itself, by bytes of a number: as many as registers serve without
+spilling. In float32, 1,024 were 7 % faster than 768 in a trial on an H200."""
 
 MEAN_PIECE = 32
 """Entries a row must have in a tile, on average, for tiles to pay: each piece takes 16 bytes, and 8 for its sums."""
@@ -34,38 +33,6 @@ CHUNK_ENTRIES = 1 << 24
 
 VECTORS: dict[Side, int] = {"item": 2, "user": 3}
 """Vectors of the other side that the pass of each side gathers; see cuda/ccd.cu."""
-
-
-@dataclass(frozen=True)
-class StagedConfig:
-    """Tuned parameters of passes with vectors in shared memory.
-
-    Attributes
-    ----------
-    threads : int
-        Of a block, which has a multiprocessor for itself.
-    segment : int
-        Entries above which a piece is split.
-
-    Raises
-    ------
-    ValueError
-        The kernels do not support the combination.
-    """
-
-    threads: int
-    segment: int
-
-    @classmethod
-    def rule(cls, dtype: Any) -> StagedConfig:
-        """The configuration without a tuned one."""
-        return cls(STAGED_THREADS[np.dtype(dtype).itemsize], SEGMENT)
-
-    def __post_init__(self) -> None:
-        if self.threads % 32 or not 32 <= self.threads <= 1024:
-            raise ValueError(f"threads must be a multiple of 32 of at most 1024, got {self.threads}")
-        if self.segment < 128 or self.segment % 128:
-            raise ValueError(f"segment must be a multiple of the 128 entries a warp reads together, got {self.segment}")
 
 
 @dataclass(frozen=True)
@@ -99,21 +66,19 @@ class CcdConfig:
 
         Tiles as large as shared memory takes; none where rows would have only a few entries in each.
         """
-        facts = {"itemsize": np.dtype(dtype).itemsize, "vectors": vectors}
-        staged = tables.best(StagedConfig, "ccd", spec, facts, given={}) or StagedConfig.rule(dtype)
-        config = cls.staged_as(staged, n_fixed, vectors, dtype, spec)
+        config = cls._staged(n_fixed, vectors, dtype, spec)
         if config.n_tiles == 1 or nnz >= MEAN_PIECE * n_rows * config.n_tiles:
             return config
         # several times what runs at once: the first to end takes the next
         return cls(False, 16, 1, SEGMENT, 8 * spec.multiprocessors, 256)
 
     @classmethod
-    def staged_as(cls, staged: StagedConfig, n_fixed: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
+    def _staged(cls, n_fixed: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
         """With vectors in shared memory, tiles as large as fit."""
         itemsize = np.dtype(dtype).itemsize
         tile = min(spec.shared_bytes // (16 * vectors) * (16 // itemsize), MAX_TILE)
         n_tiles = ceil_div(n_fixed, tile - 16 // itemsize)
-        return cls(True, tile, n_tiles, staged.segment, spec.multiprocessors, staged.threads)
+        return cls(True, tile, n_tiles, SEGMENT, spec.multiprocessors, STAGED_THREADS[itemsize])
 
     def constants(self, vectors: int, dtype: Any) -> dict[str, Any]:
         """Compile-time constants of a pass that gathers `vectors` vectors."""

@@ -221,11 +221,11 @@ def test_steps_that_overshoot(device):
 
 def test_blocked_configs_fit(device):
     """The longest chunks on an H200, shorter ones where shared memory is small."""
-    chosen = [BlockedConfig.default(ld, 4, device.spec) for ld in (32, 128, 512)]
+    chosen = [BlockedConfig.rule(ld, 4, device.spec) for ld in (32, 128, 512)]
     assert all(config.shared_bytes <= device.spec.shared_bytes for config in chosen)
     small = replace(device.spec, shared_bytes=64 * 1024)
-    assert BlockedConfig.default(128, 4, small).shared_bytes <= 64 * 1024
-    assert BlockedConfig.default(128, 4, replace(small, shared_bytes=1)).chunk == 4
+    assert BlockedConfig.rule(128, 4, small).shared_bytes <= 64 * 1024
+    assert BlockedConfig.rule(128, 4, replace(small, shared_bytes=1)).chunk == 4
 
 
 @pytest.mark.parametrize("biases", [False, True])

@@ -134,8 +134,8 @@ def test_tiles_of_larger_ranks(device, users_per_warp, monkeypatch):
     users, items = real_factors(70, 7, 0), real_factors(300, 7, 1)
     seen = random_seen(70, 300, 2)
     expected = top_k(device, users, items, 10, seen=seen)
-    chosen = classmethod(lambda cls, padded, spec, in_bytes=False: cls(padded, users_per_warp, 1, in_bytes))
-    monkeypatch.setattr(topk.GroupMaxConfig, "default", chosen)
+    chosen = classmethod(lambda cls, padded, in_bytes=False: cls(padded, users_per_warp, 1, in_bytes))
+    monkeypatch.setattr(topk.GroupMaxConfig, "rule", chosen)
     check_equal(top_k(device, users, items, 10, seen=seen), expected)
     check_close(expected, users, items, seen)
 

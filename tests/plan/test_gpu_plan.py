@@ -19,6 +19,7 @@ from hybridmf.errors import DeviceError, DeviceMemoryError
 from hybridmf.plan import als_gpu
 from hybridmf.plan import fused as plan_fused
 from hybridmf.plan.als import for_fold_in
+from hybridmf.plan.gram import gram_bytes
 from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.types import Plan, Settings
 from support.devices import plan_of
@@ -57,6 +58,14 @@ def plan_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
         return make_plan(objective, settings, *size)
 
     return make
+
+
+def test_sums_of_the_gram_matrix_are_planned(plan_on: Callable[..., Plan]) -> None:
+    """They take the memory of the new factors and of the first batch, before either is there; here they need more."""
+    small, width = ((50, 30), 1116), 8
+    plan = plan_on(factors=7, size=small, objective=IMPLICIT)
+    assert plan.bytes["batch"] + 50 * width * 4 == gram_bytes(50, width, 4) == 64 * 64 * 4
+    assert plan.bytes["batch"] > plan_on(factors=7, size=small).bytes["batch"]
 
 
 def test_plan_of_our_kernels(plan_on: Callable[..., Plan]) -> None:

@@ -215,6 +215,15 @@ def test_what_stays_on_the_gpus_may_not_fit_on_fewer() -> None:
         plan.on(1)
 
 
+def test_both_half_sweeps_are_charged_the_buffers_that_they_share() -> None:
+    """Streamed ratings need buffers for the longer slab of either side, here that of a long item."""
+    problem = Problem((50_000_000, 100_000), 20_000_000_000, 64, longest=(0, 2_000_000_000))
+    plan = plan_scale(problem, 4, 40 * 10**9)
+    assert (plan.ratings, plan.factors) == ("host", "device")
+    user, item = (plan.halves[side] for side in SIDES)
+    assert user.bytes["ratings"] == item.bytes["ratings"] and plan.bytes_per_gpu <= plan.memory
+
+
 def test_published_sizes() -> None:
     """What anybody would do: replicate items, split users where they are many, stream what does not fit."""
     netflix, hugewiki = plan_scale(NETFLIX, 4), plan_scale(HUGEWIKI, 4)

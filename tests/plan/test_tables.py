@@ -8,20 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, TilesConfig
-from hybridmf.gpu.sgd import BlockedConfig, HogwildConfig
+from hybridmf.gpu.sgd import HogwildConfig
 from hybridmf.gpu.sparse_syrk import SyrkConfig
 from hybridmf.gpu.topk import GroupMaxConfig
 from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan import tables
 from hybridmf.plan.assemblies import BalsConfig
-from hybridmf.plan.ccd_gpu import CcdConfig, StagedConfig
 from hybridmf.plan.fused import FusedConfig
 from hybridmf.plan.tables import Entry, Gpu, Table
 from support.tuning import H200, OTHER, SYRK, entry, table
@@ -232,12 +230,8 @@ def test_every_kernel_takes_its_table() -> None:
         "bals": BalsConfig.default(64, 4, H200),
         "cholesky_any": CholeskyConfig.default(100, 4, H200),
         "cg_any": CgConfig.default(64, 4, H200),
-        "msgd": BlockedConfig.default(64, 4, H200),
-        "top_k": GroupMaxConfig.default(64, H200),
     }
-    assert found == {kernel: one for kernel, (_, one) in chosen.items() if kernel != "ccd"}
-    staged = CcdConfig.choose(1000, 1000, 10**6, 2, np.float32, H200)
-    assert StagedConfig(staged.threads, staged.segment) == chosen["ccd"][1]
+    assert found == {kernel: one for kernel, (_, one) in chosen.items()}
     assert plan_assemblies.bals_tile_sizes(64, 4, H200) == chosen["bals"][1].matrix_tile
     for kernel, (facts, one) in chosen.items():  # and what the tuner makes of an entry
         assert SPACES[kernel].named(facts, SPACES[kernel].values(one)) == one
@@ -297,8 +291,6 @@ def test_neighbours_of_what_ships_run_the_program_that_was_timed(monkeypatch: py
         (TilesConfig(64, 4, 2), {"teams": 33}, "teams must be in 1 ... 32"),
         (CgConfig(64, 4, 2, True, 2), {"warps": 3}, "warps must be a power of two"),
         (CgConfig(64, 4, 2, True, 2), {"itemsize": 2}, "itemsize must be 4"),
-        (StagedConfig(768, 2048), {"threads": 1000}, "threads must be a multiple of 32"),
-        (StagedConfig(768, 2048), {"segment": 100}, "segment must be a multiple of the 128"),
         (GroupMaxConfig(64, 64, 2), {"users_per_warp": 8}, "users_per_warp must be 16, 32 or 64"),
         (GroupMaxConfig(64, 64, 2), {"tile_groups": 3}, "tile_groups must be 1, 2, 4 or 8"),
     ],

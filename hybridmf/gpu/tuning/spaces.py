@@ -26,16 +26,12 @@ import numpy as np
 from ...core.system import ceil_div, round_up
 from ...device.cuda import Device, DeviceSpec
 from ...plan import fused as plan_fused
-from ...plan import sgd as plan_sgd
 from ...plan.assemblies import OTHER_REGISTERS, REGISTERS, RESERVED, WARP, BalsConfig, lower_tiles
-from ...plan.ccd_gpu import CcdConfig, StagedConfig
 from ...plan.fused import FusedConfig
 from ...plan.tables import Facts
-from .. import cholesky_any, fused, topk
+from .. import cholesky_any, fused
 from ..cholesky_any import CgConfig, CholeskyConfig
-from ..sgd import BlockedConfig
 from ..sparse_syrk import SyrkConfig
-from ..topk import GroupMaxConfig
 from . import trials
 from .trials import Sample, Trial
 
@@ -108,8 +104,6 @@ class Space:
         Share of the time budget: higher for kernels with long compilations or tiles to build.
     block : int
         Ranks with equal numbers of blocks of this size may share a table entry.
-    least_threads : int
-        On a multiprocessor.
     """
 
     facts: Callable[[int, int], list[Facts]]
@@ -126,7 +120,6 @@ class Space:
     family: tuple[str, ...] = ()
     weight: float = 1.0
     block: int = 8
-    least_threads: int = LEAST_THREADS
 
     def programs(self, facts: Facts, config: Any, spec: DeviceSpec) -> tuple[list[Build], list[Build]]:
         """Programs that a trial runs, and those for other kinds of entries, in which a winner must not spill either."""
@@ -157,7 +150,7 @@ class Space:
         blocks = self._resident(facts, config, spec)
         threads = config.threads * min(blocks, getattr(config, "blocks_per_sm", blocks))
         reuse, useful = self.work(config)
-        if threads < self.least_threads or reuse < LEAST_REUSE or useful <= LEAST_USEFUL:
+        if threads < LEAST_THREADS or reuse < LEAST_REUSE or useful <= LEAST_USEFUL:
             return 0.0
         return useful * min(1.0, max(threads, 1) / BUSY_THREADS) * reuse / (1.0 + reuse)
 
@@ -225,7 +218,9 @@ FUSED_KINDS = (("float32", "cholesky"), ("float32", "cg"), ("bf16", "cholesky"))
 def _fused_facts(factors: int, itemsize: int) -> list[Facts]:
     if factors > plan_fused.MAX_RANK or itemsize != 4:
         return []
-    return [{"rank": factors, "precision": precision, "solver": solver} for precision, solver in FUSED_KINDS]
+    # where another kernel solves, `FusedConfig.assembling` decides
+    kinds = [kind for kind in FUSED_KINDS if not plan_fused.solved_apart(factors, kind[1])]
+    return [{"rank": factors, "precision": precision, "solver": solver} for precision, solver in kinds]
 
 
 def _fused_rule(facts: Facts, spec: DeviceSpec) -> FusedConfig:
@@ -298,25 +293,6 @@ def _cholesky_registers(facts: Facts, config: CholeskyConfig) -> int:
     return 64 if config.systems else config.tile_rows * config.tile_columns * config.itemsize // 4 + 40
 
 
-def _msgd_builds(facts: Facts, config: BlockedConfig, spec: DeviceSpec, implicit: bool, offsets: bool) -> list[Build]:
-    constants = {"REAL": np.dtype(f"f{facts['itemsize']}"), "HAS_BIASES": offsets} | config.constants
-    return [("msgd.cu", kernel, constants) for kernel in ("blocked", "centralized")]
-
-
-def _ccd_builds(facts: Facts, config: StagedConfig, spec: DeviceSpec, implicit: bool, offsets: bool) -> list[Build]:
-    vectors = 1 if offsets else facts["vectors"]  # 1: biases, and further inner iterations
-    real = np.dtype(f"f{facts['itemsize']}")
-    tiles = CcdConfig.staged_as(config, 1, facts["vectors"], real, spec)
-    return [("ccd.cu", "rank_one", tiles.constants(vectors, real))]
-
-
-def _topk_facts(factors: int, itemsize: int) -> list[Facts]:
-    """Products are float16 or int8 for every dtype of factors."""
-    if round_up(factors, 16) > topk.LARGEST_PADDED or itemsize != 4:
-        return []
-    return [{"padded": round_up(factors, 32 if in_bytes else 16), "in_bytes": in_bytes} for in_bytes in (False, True)]
-
-
 # fmt: off
 SPACES = {
     "fused": Space(
@@ -373,35 +349,6 @@ SPACES = {
         blocks=(1.0, 0.75, 0.5, 0.25), registers=lambda facts, config: 64,
         builds=lambda facts, config, *_: [("cg_any.cu", "cg", config.constants)],
         trial=partial(trials.als_trial, assembly="sparse_syrk", timed="solve", solver="cg"),
-    ),
-    "msgd": Space(
-        lambda factors, size: [
-            {"ld": plan_sgd.stored_width(factors, f"f{size}"), "itemsize": size, "read_size": size}
-        ],
-        BlockedConfig, lambda facts, spec: BlockedConfig.rule(**facts, spec=spec),
-        given=("ld", "itemsize", "read_size"),
-        weight=0.5, least_threads=0,  # a block is one long row, of which there are few
-        parameters={
-            "chunk": (8, 16), "helpers": (3, 5, 7),
-            "slots": lambda at, spec: (2 * at["helpers"], 2 * at["helpers"] + 4),
-        },
-        work=lambda config: (config.chunk / 4, 1.0), family=("chunk",),
-        builds=_msgd_builds, trial=trials.msgd_trial,
-    ),
-    "ccd": Space(  # the kernels do not depend on the rank; vectors: 2 in the items' pass, 3 in the users'
-        lambda factors, itemsize: [{"itemsize": itemsize, "vectors": vectors} for vectors in (2, 3)],
-        StagedConfig, lambda facts, spec: StagedConfig.rule(f"f{facts['itemsize']}"), given=(), weight=3.0,
-        parameters={"threads": (256, 512, 640, 768, 896, 1024), "segment": (2048, 1024, 4096)}, family=("threads",),
-        shared=lambda facts, config: 0,  # tiles are as large as shared memory
-        builds=_ccd_builds, trial=trials.ccd_trial,
-    ),
-    "top_k": Space(
-        _topk_facts, GroupMaxConfig, lambda facts, spec: GroupMaxConfig.rule(**facts), given=("padded", "in_bytes"),
-        parameters={"users_per_warp": (16, 32, 64), "tile_groups": (1, 2, 4, 8)}, family=("users_per_warp",),
-        registers=lambda facts, config: config.users_per_warp * config.row_bytes // (4 * WARP) + 95,
-        shared=lambda facts, config: config.shared_bytes + RESERVED,
-        work=lambda config: (config.users_per_warp / 16, 1.0), weight=0.5,
-        builds=lambda facts, config, *_: [("top_k.cu", "group_max", config.constants)], trial=trials.topk_trial,
     ),
 }
 """By name of the kernel in tuned tables and on the command line, in the order of tuning."""

@@ -15,7 +15,6 @@ from hybridmf.gpu.fused import FusedKernels
 from hybridmf.gpu.launch import constant_texts, program
 from hybridmf.gpu.tuning import spaces
 from hybridmf.gpu.tuning.spaces import SPACES
-from hybridmf.plan.ccd_gpu import StagedConfig
 from hybridmf.plan.fused import FusedConfig
 from support import compiler, emulated
 from support.tuning import GIB, H200, SAMPLE
@@ -51,7 +50,7 @@ def test_candidates_satisfy_the_limits_of_the_hardware(
             assert space.shared(facts, one) <= spec.shared_bytes
             resident = space._resident(facts, one, spec)
             assert one.threads <= 1024 and getattr(one, "blocks_per_sm", 1) <= resident
-            assert space.least_threads <= one.threads * resident <= threads
+            assert spaces.LEAST_THREADS <= one.threads * resident <= threads
             reuse, useful = space.work(one)
             assert reuse >= spaces.LEAST_REUSE and useful > spaces.LEAST_USEFUL
 
@@ -74,14 +73,13 @@ def test_correctness_constraints_of_the_paper() -> None:
 
 
 def test_known_good_candidates_are_among_them() -> None:
-    """What was faster in trials: a fifth block on a multiprocessor, and more threads for two vectors."""
+    """What was faster in trials: a fifth block on a multiprocessor."""
     facts = {"rank": 32, "precision": "bf16", "solver": "cholesky"}
     assert FusedConfig(32, 1, 4, 3, 5) in SPACES["fused"].candidates(facts, H200)
-    assert StagedConfig(1024, 2048) in SPACES["ccd"].candidates({"itemsize": 4, "vectors": 2}, H200)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "factors", "itemsize"), [("fused", 129, 4), ("fused", 64, 8), ("cholesky_any", 64, 4), ("top_k", 600, 4)]
+    ("kernel", "factors", "itemsize"), [("fused", 129, 4), ("fused", 64, 8), ("cholesky_any", 64, 4)]
 )
 def test_kernels_that_do_not_serve_have_no_facts(kernel: str, factors: int, itemsize: int) -> None:
     assert SPACES[kernel].facts(factors, itemsize) == []
@@ -91,8 +89,7 @@ def test_kernels_that_do_not_serve_have_no_facts(kernel: str, factors: int, item
     ("kernel", "facts", "message"),
     [
         ("fused", {"rank": 8, "precision": "float32", "solver": "cg"}, "below 8.0"),
-        ("msgd", {"ld": 8192, "itemsize": 8, "read_size": 8}, "shared memory"),
-        ("top_k", {"padded": 512, "in_bytes": False}, "shared memory"),
+        ("bals", {"rank": 4096, "itemsize": 8}, "shared memory"),
     ],
 )
 def test_devices_that_cannot_run_a_kernel(kernel: str, facts: dict[str, Any], message: str) -> None:
@@ -102,7 +99,7 @@ def test_devices_that_cannot_run_a_kernel(kernel: str, facts: dict[str, Any], me
 
 def test_what_is_tuned() -> None:
     """The kernels that "auto" chooses, Gates' sparse-syrk and BALS; facts of no others."""
-    assert list(SPACES) == ["fused", "sparse_syrk", "bals", "cholesky_any", "cg_any", "msgd", "ccd", "top_k"]
+    assert list(SPACES) == ["fused", "sparse_syrk", "bals", "cholesky_any", "cg_any"]
 
 
 @pytest.mark.parametrize("kernel", SPACES)
@@ -124,7 +121,7 @@ def test_candidates_compile(kernel: str) -> None:
         assert name in {each.function for each in compiler.resources_of(log)}
 
 
-@pytest.mark.parametrize("kernel", ["sparse_syrk", "bals", "cg_any", "ccd"])
+@pytest.mark.parametrize("kernel", ["sparse_syrk", "bals", "cg_any"])
 def test_builds_are_what_is_launched(kernel: str, no_tables: Path) -> None:
     """A program that a trial compiles once more, alone, would be compiled in the timed part."""
     if emulated.compiler() is None:
@@ -136,6 +133,12 @@ def test_builds_are_what_is_launched(kernel: str, no_tables: Path) -> None:
     space.trial(device, SAMPLE, facts).error(one)
     built = {program(file, name, **constants) for file, name, constants in space.programs(facts, one, device.spec)[0]}
     assert {asked for asked in device.asked if asked[1] in {name for _, name, _ in built}} == built
+
+
+def test_a_configuration_that_decides_nothing_is_not_tuned() -> None:
+    """From rank 97 on, exact systems are summed and solved by kernels of their own."""
+    tuned = [facts["solver"] for factors in (96, 97) for facts in SPACES["fused"].facts(factors, 4)]
+    assert tuned == ["cholesky", "cg", "cholesky", "cg"]
 
 
 def test_programs_of_the_fused_kernels_are_those_of_a_fit() -> None:
