@@ -117,7 +117,7 @@ class ImplicitALS(_ALS):
     unobserved_weight : float
         Confidence of pairs without an entry, >= 0.
     count_unobserved : bool
-        Count all pairs of a row in s, each as `unobserved_weight`, beside its entries: the factor of a user is
+        Also count all pairs of a row in s, each with `unobserved_weight`: the factor of a user is
         ``(n_u + unobserved_weight n_items) ** nu``, with nu = 1 for "count" (the
         frequency scaling of Rendle, Krichene, Zhang and Koren 2022).
     cg_steps : int
@@ -159,8 +159,8 @@ class ImplicitALS(_ALS):
         Before each iteration, change to the basis with the smallest penalty at the same predictions. The objective
         approaches its minimum in a few iterations instead of tens. The early iterations then differ from those of the
         published algorithms.
-    row_form : {"auto", "primal", "dual"}
-        Form of the exact solution of rows with fewer entries than factors, on the CPU. "primal" solves `factors`
+    row_form : {"auto", "primal", "dual"} Form of the exact solution of rows with fewer entries than factors. "primal"
+    solves `factors`
         equations, "dual" one for each entry: the same solution at a fraction of the work. "auto" chooses for each row
         by its number of entries. "dual", for comparison, takes the dual form for all rows with at most as many entries
         as factors, and raises an error where it does not apply: with ``regularization=0``, other solvers and

@@ -406,7 +406,7 @@ def test_read_only_arrays_are_fine_and_never_written_to():
         assert model.recommend(0, user_items=sp.csr_array(matrix))[0].shape == (10,)
 
 
-def test_the_input_is_left_as_it_was():
+def test_the_input_is_unchanged():
     shuffled = unsorted_copy(planted())
     before = [array.copy() for array in (shuffled.data, shuffled.indices, shuffled.indptr)]
     hmf.ExplicitALS(biases=False, factors=2, iterations=1, device="cpu").fit(shuffled)

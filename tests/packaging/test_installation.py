@@ -154,7 +154,7 @@ def test_functions_named_like_modules_stay_functions(tmp_path):
     assert run_python("-c", code, cwd=tmp_path).stdout.split() == ["function", "function"]
 
 
-def test_gpu_stand_ins_are_seen(tmp_path):
+def test_gpu_stand_ins_are_detected(tmp_path):
     (tmp_path / "cupy.py").write_text("raise SystemExit('cupy was imported')")
     code = "try:\n    import cupy\nexcept Exception:\n    pass\nimport hybridmf"
     result = run_python("-c", code, path=tmp_path, cwd=tmp_path)

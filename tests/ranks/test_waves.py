@@ -364,7 +364,7 @@ def test_the_plan_says_what_is_streamed(gpus: Machine, store: hmf.Store) -> None
         hmf.plan(store, model)
 
 
-def test_a_rank_with_more_than_its_share_is_refused_before_it_begins(gpus: Machine) -> None:
+def test_a_rank_with_more_than_its_share_is_refused_before_the_fit(gpus: Machine) -> None:
     """Rows are shared by cost: half of the users have next to no entries, and one rank has nearly all entries."""
     rows = sp.vstack([planted(50, 30, 0.9), sp.eye_array(80, 30)], format="csr")
     names = gpus(2)
@@ -386,7 +386,7 @@ def test_offloaded_half_sweeps_are_charged_their_own_buffers(gpus: Machine) -> N
     multi(rows, names, plan.scale, gpu_memory_limit=limit).close()
 
 
-def test_a_row_longer_than_a_wave_is_refused_before_it_begins(gpus: Machine) -> None:
+def test_a_row_longer_than_a_wave_is_refused_before_the_fit(gpus: Machine) -> None:
     one_has_all = sp.vstack([sp.csr_array(np.ones((1, 2000), np.float32)), sp.eye_array(50, 2000)], format="csr")
     with pytest.raises(
         DeviceMemoryError, match=r"rank . needs about .* ratings 0.0 .*: use fewer factors, or more GPUs"
@@ -394,7 +394,7 @@ def test_a_row_longer_than_a_wave_is_refused_before_it_begins(gpus: Machine) -> 
         multi(one_has_all, gpus(2), gpu_memory_limit=150_000)
 
 
-def test_what_fails_on_a_rank_ends_all_loaders(
+def test_a_failure_of_a_rank_ends_all_loaders(
     gpus: Machine,
     store: hmf.Store,
     monkeypatch: pytest.MonkeyPatch,
@@ -482,7 +482,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
     assert resumed.n_iter_ == 3
 
 
-def test_ranks_on_gpus_with_room_have_their_part_of_a_store_on_them(
+def test_ranks_on_large_gpus_keep_their_part_of_a_store(
     store: hmf.Store, gpus: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On any grid: only what is streamed has to be model parallel."""
@@ -508,7 +508,7 @@ def test_ranks_on_gpus_with_room_have_their_part_of_a_store_on_them(
 
 
 @pytest.mark.parametrize("share", ["entries", "store"])
-def test_ranks_of_processes_look_at_their_memory_first(
+def test_ranks_of_processes_check_their_memory_first(
     share: str, store: hmf.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank that has no room says so as a single fit does; the others hear of it."""
@@ -530,7 +530,7 @@ def test_ranks_of_processes_look_at_their_memory_first(
     assert isinstance(causes[0], CommunicatorError) and "the fit needs about" in str(causes[0])
 
 
-def test_ranks_on_gpus_look_at_their_memory_first(gpus: Machine) -> None:
+def test_ranks_on_gpus_check_their_memory_first(gpus: Machine) -> None:
     gpus(2)
 
     def run(communicator: Any) -> None:
