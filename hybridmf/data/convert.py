@@ -138,8 +138,8 @@ def convert(
     path : path-like
         Folder of the store; created if it does not exist.
     slab_bytes : int or str
-        Size of a slab, such as "64MiB"; a fit has two slabs in memory at a time. A single row with more entries is a
-        slab of its own.
+        Size of a slab, such as "64MiB"; a fit holds a few slabs in memory at a time. A single row with more
+        entries is a slab of its own.
     memory_limit : int or str
         Memory for entries during the conversion, in addition to the labels; at least 1 MiB. Slabs are made smaller if
         sorting them would exceed it.

@@ -103,7 +103,7 @@ def _used(positions: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray, np
 
 
 def first_repeat(pairs: np.ndarray) -> tuple[int, int]:
-    """Places of the first entry that repeats a pair (second), and of the entry that it repeats (first)."""
+    """Places of the two entries of the first pair that repeats: the earlier entry and its repetition."""
     order = np.argsort(pairs, kind="stable")
     again = np.flatnonzero(pairs[order[1:]] == pairs[order[:-1]])
     place = again[np.argmin(order[again + 1])]

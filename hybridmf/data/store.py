@@ -395,7 +395,7 @@ class _Summary:
 
     @classmethod
     def of(cls, values: np.ndarray) -> _Summary:
-        """`_ends` of values, in pieces: all magnitudes at once would need memory."""
+        """The summary of values, in pieces: all magnitudes at once would need memory."""
         pieces = []
         for start in range(0, len(values), SUMMED):
             piece = values[start : start + SUMMED]

@@ -30,7 +30,7 @@ BENCH = ROOT / "bench"
 
 STAMPED = {"bench", "task", "shape", "scale", "size", "nnz", "device", "machine", "versions", "commit",
            "sources_sha256", "date"}  # fmt: skip
-"""What every line says of itself."""
+"""Fields of every line."""
 
 # ---------------------------------------------------------------------------------------------------- degrees
 
@@ -285,7 +285,7 @@ MSGD_KEYS = {
 
 
 def run_script(script, folder, keys, *options):
-    """The lines of a run, each of which says what it must."""
+    """The lines of a run, each with its required fields."""
     done = CliRunner().invoke(script.main, list(options), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     lines = lines_of(folder, script.NAME)

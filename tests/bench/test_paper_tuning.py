@@ -130,7 +130,7 @@ def rank_lines(rank: int, user: float, item: float, **changes: Any) -> list[dict
 def test_winners_of_a_run_ship(paper: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tables.SHIPPED / "h200.json"
     before = entry(facts={"rank": 8, "itemsize": 4}, **OTHER)
-    beaten = entry(facts={"rank": 16, "itemsize": 4}, **OTHER)  # gains 1.5, and the run below does not know it
+    beaten = entry(facts={"rank": 16, "itemsize": 4}, **OTHER)  # gains 1.5, and is not part of the run below
     tables.store(table([before, beaten]), path)
     tables.store(table([], replace(H200, name="NVIDIA H20", multiprocessors=78)), tables.SHIPPED / "a.json")
     none = rank_lines(56, 0.5, 0.5)

@@ -1,4 +1,4 @@
-"""`hybridmf fit`: what it reports and saves, what it refuses, checkpoints, stores."""
+"""`hybridmf fit`: reports, saved files, invalid options, checkpoints, stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hybridmf tune`: what it keeps, interruptions, mistakes."""
+"""`hybridmf tune`: stored results, interruptions, errors."""
 
 from __future__ import annotations
 

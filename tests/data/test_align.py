@@ -143,7 +143,7 @@ def test_unknown_lists_its_values():
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("side", ["user", "item"])
 def test_labels_on_one_side_only_are_refused(kind, side):
-    """Positions of another matrix mean the same only where somebody says so, by passing a plain matrix."""
+    """Positions of another matrix mean the same only if the caller passes a plain matrix."""
     labels = {"user_ids": USERS, "item_ids": ITEMS}
     del labels[f"{side}_ids"]
     half = hmf.Ratings.from_matrix(TEST.user_items, **labels)
@@ -285,7 +285,7 @@ def test_a_store_is_matched_by_label(tmp_path):
     )
 
 
-# -------------------------------------------------------------------------------------------------- what is no model
+# -------------------------------------------------------------------------------------------- objects that are no model
 
 
 class Half:

@@ -204,7 +204,7 @@ SMALL = {"factors": 2, "iterations": 1, "num_threads": 1, "device": "cpu"}
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_an_array_of_entries_is_no_matrix(width):
     array = entries()[:, :width]
-    assert hmf.Ratings(sp.csr_array(array)).n_items == width  # what is meant can be passed
+    assert hmf.Ratings(sp.csr_array(array)).n_items == width  # the intended argument can be passed
     model = hmf.ExplicitALS(**SMALL).fit(planted(20, width, 0.9))
     for call in (
         hmf.ExplicitALS(**SMALL).fit, hmf.ImplicitALS(**SMALL).fit,

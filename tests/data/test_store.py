@@ -266,7 +266,7 @@ PATHS = [
 
 @functools.cache
 def small_store(zeros: int) -> tuple[Path, str, hmf.Ratings]:
-    """A store, what its manifest says, and its ratings."""
+    """A store, its manifest, and its ratings."""
     matrix = as_csr(planted()).copy()
     matrix.data[: 2 * zeros : 2] = 0
     ratings = hmf.Ratings.from_matrix(matrix, user_ids=[f"u{k}" for k in range(60)])

@@ -372,7 +372,7 @@ def test_a_small_download_waits_for_no_large_copy(machine: Machine) -> None:
 
 
 def test_work_beside_other_work(machine: Machine) -> None:
-    """It begins behind what was launched before; who waits for its mark waits for all of it."""
+    """It starts after earlier launches; waiting for its mark waits for all of it."""
     module = machine()
     device, first = open_device(), module.streams[0]
     for _ in range(2):
@@ -568,7 +568,7 @@ def test_parts_of_one_array_are_page_locked_beside_each_other(machine: Machine, 
     assert len(locked) == 3 and "cannot be page-locked" in caplog.text
     for k, part in enumerate(parts):
         target = device.zeros(len(part), np.int32)
-        copiers[k].copy(target, part)  # what is not in whole pages goes through buffers
+        copiers[k].copy(target, part)  # partial pages go through buffers
         np.testing.assert_array_equal(target, part)
     del copiers
     gc.collect()

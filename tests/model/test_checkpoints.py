@@ -1,4 +1,4 @@
-"""Checkpoints: written beside the training, whatever becomes of disk or process; resumed to the same factors."""
+"""Checkpoints: written during the training, despite failures of disk or process; resumed to the same factors."""
 
 from __future__ import annotations
 
@@ -492,7 +492,7 @@ def test_any_altered_byte_is_noticed(tmp_path):
             hmf.load(path)
         except ModelFileError:
             continue
-        # the only bytes that say nothing are the blanks that align the tensors
+        # the only bytes without meaning are the blanks that align the tensors
         pytest.fail(f"byte {position} of {len(content)}: {content[position]} became {altered[position]}")
 
 

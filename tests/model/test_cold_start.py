@@ -1,4 +1,4 @@
-"""Users and items without training entries: what is recommended to them, and that it is never a matter of position."""
+"""Users and items without training entries: their recommendations, which never depend on positions."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_evaluate_counts_cold_users_and_leaves_them_out_on_request(kind, caplog)
 
 
 class Foreign:
-    """A model that does not say who is cold."""
+    """A model without `cold_users_`."""
 
     n_users, n_items = M, N_ITEMS
 

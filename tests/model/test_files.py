@@ -1,4 +1,4 @@
-"""Model files: what is written comes back bit for bit, nothing damaged or foreign gets in."""
+"""Model files: a saved model is read back bit for bit, damaged and foreign files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans, devices and configuration: what is decided before any work, and why."""
+"""Plans, devices and configuration: decisions before any work, and their reasons."""
 
 from __future__ import annotations
 

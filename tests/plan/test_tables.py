@@ -1,4 +1,4 @@
-"""Tables of tuned configurations: their order, their files, what is wrong with them."""
+"""Tables of tuned configurations: their order, their files, invalid tables."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def test_a_half_sweep_against_float64(name: str, gpus: Machine) -> None:
 def test_the_bits_of_a_store_are_those_of_its_ratings(
     name: str, grids: dict[Side, Grid], place: Any, gpus: Machine, store: hmf.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StoreMatrix, "load", None)  # nobody may want all of it
+    monkeypatch.setattr(StoreMatrix, "load", None)  # no code may request all of it
     arguments = changed(parts(name, gpus(grids["user"].size), MATRIX), segment=17, batch_slots=60)
     there = MultiALS(*arguments, grids=grids)
     users, (*_, objective, plan, state) = StoreMatrix(store), streamed(arguments, grids, place=place)
@@ -648,7 +648,7 @@ def test_ranks_of_processes_stream_their_entries(
         shares: Any = entries(matrix, communicator.rank, 2)
         if share != "entries":
             shares = StoredRatings(store, np.float32, drop_zeros=False)
-            monkeypatch.setattr(shares, "block", None)  # nobody may bring a whole share into memory
+            monkeypatch.setattr(shares, "block", None)  # no code may bring a whole share into memory
         where = {"device": "cuda:0", "checkpoint": tmp_path / "c", "track_objective": True}
         return spmd.fit_rank(model, shares, communicator, **where)
 

@@ -134,7 +134,7 @@ def test_cpu_ranks_map_a_store(
 ) -> None:
     cls, given = CPU_KINDS[kind]
     options = {"factors": 5, "iterations": 3, "random_state": 0} | given
-    monkeypatch.setattr(StoreMatrix, "load", None)  # nobody may want all of it
+    monkeypatch.setattr(StoreMatrix, "load", None)  # no code may request all of it
     seen: list[Any] = []
     model = cls(device=["cpu"] * ranks, **options)
     model.fit(store, callback=lambda model, record: seen.append(record["objective"]), checkpoint=tmp_path / "c")
@@ -165,7 +165,7 @@ def ways(store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[An
     limited = {"gpu_memory_limit": LIMIT}
     yield MATRIX, limited, ("host", False)
     with monkeypatch.context() as patched:
-        patched.setattr(StoreMatrix, "load", None)  # nobody may want all of it
+        patched.setattr(StoreMatrix, "load", None)  # no code may request all of it
         yield store, {}, ("disk", True)
         yield store, limited, ("host", False)
         patched.setattr(system, "available_memory", lambda: 1000)
@@ -466,7 +466,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
 
     def run(communicator: Any) -> Any:
         ratings = StoredRatings(store, np.float32, drop_zeros=False)
-        monkeypatch.setattr(ratings, "block", None)  # nobody may bring a whole share into memory
+        monkeypatch.setattr(ratings, "block", None)  # no code may bring a whole share into memory
         model = MODELS["explicit"](**options, **limited)
         return spmd.fit_rank(model, ratings, communicator, device=device, checkpoint=tmp_path, track_objective=True)
 
@@ -511,7 +511,7 @@ def test_ranks_on_large_gpus_keep_their_part_of_a_store(
 def test_ranks_of_processes_check_their_memory_first(
     share: str, store: hmf.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank that has no room says so as a single fit does; the others hear of it."""
+    """A rank without memory raises the error of a single fit; the others receive its cause."""
     free = {"hybridmf rank 1": 1000}
     monkeypatch.setattr(system, "available_memory", lambda: free.get(threading.current_thread().name, 10**9))
     causes: dict[int, Exception] = {}

@@ -96,7 +96,7 @@ def test_products_of_exported_vectors_are_the_scores(model):
 
 
 def exact_search(model):
-    """A search that misses nothing, and finds less than it is asked for."""
+    """A search that misses nothing, and returns fewer results than requested."""
     vectors, _ = model.export_items(labels=False)
 
     def search(queries, k):

@@ -66,7 +66,7 @@ TRUE_GPU = replace(
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine whose fits take exactly what the cost model says, with constants of ours and small problems."""
+    """A machine whose fits take exactly the predicted time, with given constants and small problems."""
     machine = Machine(cpu=TRUE_CPU, gpu=TRUE_GPU)
     spec: list[DeviceSpec | None] = [H200]
     monkeypatch.setattr(dispatch, "find_gpu", lambda device: (None if device == "cpu" else spec[0], "simulated"))

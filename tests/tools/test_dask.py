@@ -325,7 +325,7 @@ def test_gpus_are_dealt_out_by_the_cluster(client):
 
 
 def test_a_lost_worker_stops_all_and_the_fit_resumes(client, tmp_path):
-    """Killed in the middle of a long fit; the other rank stops at once, and a new run goes on from the checkpoint."""
+    """Killed in the middle of a long fit; the other rank stops at once, and a new run continues from the checkpoint."""
     table = frame(planted(300, 200))
     pids = client.run(os.getpid)
     victim = pids[sorted(pids)[1]]

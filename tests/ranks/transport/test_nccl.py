@@ -147,7 +147,7 @@ def test_nccl_is_aborted_without_the_interpreters_lock(fake, monkeypatch):
     references = sys.getrefcount(comm)
     nccl._abort(comm)
     assert aborted == [1234]
-    assert sys.getrefcount(comm) == references + 1  # else CuPy would give back what is gone
+    assert sys.getrefcount(comm) == references + 1  # else CuPy would free memory that is gone
 
 
 def test_numpy_arrays_go_by_the_control(fake):
@@ -255,7 +255,7 @@ def test_abort_and_close(fake):
     assert "destroy" not in fake.calls
     aborts = fake.calls.count("abort")
     forgotten = NcclCommunicator(Single(), 0)
-    del forgotten  # it waits for nobody, and its watch ends by itself
+    del forgotten  # it waits for no rank, and its watch ends by itself
     assert fake.calls.count("abort") == aborts + 1
 
 

@@ -100,7 +100,7 @@ def test_ranks_do_not_wait_for_a_rank_that_does_not_read(monkeypatch):
 def test_a_connection_that_ends_stops_all():
     def rank(communicator):
         communicator.barrier()
-        if communicator.rank == 1:  # as the system does for a process that was killed, which says nothing itself
+        if communicator.rank == 1:  # as the system does for a process that was killed
             communicator.transport._closed = True
             for connection in communicator.transport.peers.values():
                 connection.shutdown(socket.SHUT_RDWR)
@@ -359,7 +359,7 @@ def test_the_number_of_strangers_is_bounded(monkeypatch, caplog):
         crowd = [meeting.stranger() for _ in range(12)]
         assert all(everything(stranger) == b"" for stranger in crowd[:8])
         wait_until(lambda: len(meeting.acceptor.pending) == 4)
-        meeting.rank()  # the oldest goes for it, too
+        meeting.rank()  # the oldest is dropped for it, too
     refusals = [record for record in caplog.records if "too many connections" in record.getMessage()]
     assert [record.levelname for record in refusals] == ["WARNING"] * 2 + ["DEBUG"] * 7
     assert "further connections that are refused are logged at level DEBUG" in caplog.text
