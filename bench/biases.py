@@ -1,14 +1,14 @@
-"""What biases, their penalty and clipping are worth: RMSE on held-out ratings, each method tuned alike.
+"""Gains of biases, their penalty and clipping: RMSE on held-out ratings, each method tuned in the same way.
 
     python bench/biases.py --data FOLDER              MovieLens 100K and 1M in FOLDER/ml-100k and FOLDER/ml-1m,
                                                       sparse subsamples of 1M, synthetic shapes: 30 minutes on one core
     python bench/biases.py --set filmtrust-like       one of them
     python bench/biases.py --report                   the tables of docs/choosing.md from the lines measured last
 
-A tenth of the entries is held out, and each method takes the rank and the lambda that are best for it on these entries:
-that flatters all alike, by less than the differences shown. "baseline" is mu + b_u + b_i with both damped by 5
-entries, and "residuals" is `ExplicitALS` without biases on what the baseline leaves. Ranking counts a held-out rating
-of 4 or 5 as relevant.
+A tenth of the entries is held out, and each method uses its best rank and lambda on these entries. This bias is the
+same for all methods and smaller than the differences shown. "baseline" is mu + b_u + b_i with both damped by 5 entries,
+and "residuals" is `ExplicitALS` without biases on what the baseline leaves. Ranking counts a held-out rating of 4 or 5
+as relevant.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ SETS: dict[str, Any] = {
 
 
 class HeldOut:
-    """Training and held-out entries of a set, and what methods are measured by."""
+    """Training and held-out entries of a set, and the measures of methods."""
 
     def __init__(self, matrix: sp.csr_array) -> None:
         self.train, self.test = hmf.split(matrix, test_size=0.1, random_state=0)
@@ -141,7 +141,7 @@ class HeldOut:
 
 
 def damped_baseline(matrix: sp.csr_array) -> tuple[float, np.ndarray, np.ndarray]:
-    """mu, b_u and b_i: means of what the others leave, over five entries more than there are."""
+    """mu, b_u and b_i: sums of the residuals of the others, divided by the number of entries plus five."""
     users, items = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), matrix.indices
     mean, user_bias, item_bias = float(matrix.data.mean()), np.zeros(matrix.shape[0]), np.zeros(matrix.shape[1])
     for _ in range(5):

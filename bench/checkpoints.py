@@ -1,8 +1,8 @@
-"""What a checkpoint after every iteration costs a fit, on the CPU or on a GPU.
+"""Cost of a checkpoint after every iteration, on the CPU or on a GPU.
 
     python bench/checkpoints.py                                      CPU, ML-10M shape, under 2 minutes on 2 cores
     python bench/checkpoints.py --device cuda --shape netflix --factors 100 --iterations 30
-    python bench/checkpoints.py --folder SCRATCH                     on the disk that is to be measured
+    python bench/checkpoints.py --folder SCRATCH                     on the disk to measure
 
 Fits with and without checkpoints run in turn in one process, from the same data and initial factors; their factors must
 be the same bits, and so must those of the last file. Seconds of an iteration are the median over rounds of a fit's mean
@@ -31,7 +31,7 @@ CLASSES = {"explicit": hmf.ExplicitALS, "implicit": hmf.ImplicitALS}
 
 
 class TimedWriter(checkpoints.Writer):
-    """Times what the fit's thread does for checkpoints and counts the files."""
+    """Times the work of the fit's thread for checkpoints and counts the files."""
 
     newest: TimedWriter
 
@@ -56,7 +56,7 @@ class TimedWriter(checkpoints.Writer):
 
 
 def draw(shape: str, feedback: str, device: str) -> sp.csr_array:
-    """Ratings of a published shape, drawn where the fit is to run."""
+    """Ratings of a published shape, drawn on the device of the fit."""
     if device == "cpu":
         return synthetic(shape) if feedback == "explicit" else synthetic_counts(shape)
     from gpu_data import synthetic_gpu

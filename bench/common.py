@@ -1,4 +1,4 @@
-"""What every benchmark shares: seeded data in published shapes, timing of alternatives side by side, JSON lines."""
+"""Code shared by all benchmarks: seeded data in published shapes, timing of alternatives side by side, JSON lines."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def synthetic(shape: str, *, seed: int = 0) -> sp.csr_array:
 def synthetic_counts(shape: str, *, seed: int = 0) -> sp.csr_array:
     """Implicit feedback of a published shape, float32.
 
-    With tastes: ratings alone say nothing about who sees what, and an implicit objective of theirs is near its best
-    after two iterations.
+    With tastes: without them, the pairs are independent of the ratings, and the implicit objective is close to its
+    minimum after two iterations.
     """
     return datasets.synthetic(shape, feedback="implicit", seed=seed).user_items
 

@@ -1,4 +1,4 @@
-"""What the defaults of `ImplicitALS` are worth beside popularity and a small search, on real sets.
+"""The defaults of `ImplicitALS` compared with popularity and a small search, on real sets.
 
     python bench/defaults.py --data FOLDER            MovieLens 100K and 1M and Last.fm 2K in ml-100k, ml-1m and
                                                       lastfm-2k of FOLDER: 10 minutes on one core
@@ -11,7 +11,7 @@ those of the test part, among the items that a user has neither in the training 
 
 The path is the default with other values of `regularization`. Candidates are settings that could be defaults, at
 several ranks; c is the mean confidence 1 + alpha |r| of the entries. The search draws alpha, the unobserved weight, nu
-(as Rendle et al. 2022) and lambda; on sets without values alpha is 0, because there it does what the others do.
+(as Rendle et al. 2022) and lambda; on sets without values alpha is 0, because it is redundant there.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Parts:
         self.binary = bool(np.all(ratings.user_items.data == 1))
 
     def measures(self, model: Any) -> Row:
-        """Measures of the test part, and the one of the validation part that chooses."""
+        """Measures of the test part, and the measure of the validation part that selects."""
         test = hmf.evaluate(model, self.test, train=self.known, metrics=METRICS)
         chosen_by = hmf.evaluate(model, self.validation, train=self.train, metrics="ndcg@10")["ndcg@10"]
         return {name: round(test[name], 4) for name in METRICS} | {"validation": round(chosen_by, 4)}
@@ -142,7 +142,7 @@ def measured(parts: Parts, factors: int, iterations: int, trials: int) -> Row:
 
 
 def settings_of(row: Row) -> str:
-    """What a row changes of the defaults."""
+    """The parameters of a row that differ from the defaults."""
     return ", ".join(f"{name}={value}" for name, value in row.items() if name not in (*METRICS, "validation"))
 
 

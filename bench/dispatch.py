@@ -1,8 +1,8 @@
-"""How well the cost model predicts fits, and how often device="auto" would pick the measured best.
+"""Accuracy of the cost model's predictions for fits, and how often device="auto" selects the measured best.
 
     python bench/dispatch.py                     the grid on all devices: under 5 minutes on 16 cores and a GPU
     python bench/dispatch.py --profile quick     fewer and smaller cases: under 3 minutes on 2 cores
-    python bench/dispatch.py --report            what the lines of bench/results/dispatch.jsonl say; measures nothing
+    python bench/dispatch.py --report            tables from bench/results/dispatch.jsonl; measures nothing
 
 Each case is a fit of its own on each device, several times where it is short. Of each part the fastest counts: of all
 iterations but the first, of first iterations, and of what is around them. Threads of a shared machine wait for others
@@ -11,7 +11,7 @@ compiled and loaded; what that adds is recorded. One measurement stands for fits
 and that many iterations. Predictions are those of constants measured at the start of the run (`tools.calibrate`),
 which are recorded, and of the built-in ones.
 
-The choice is right where the device predicted to be done first is the measured best, or within 10 % of it.
+The choice is right if the device with the shortest prediction is the measured best, or within 10 % of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hybridmf.plan.machine import Machine
 from hybridmf.tools.calibrate import calibrate, time_fits
 
 ITERATIONS = (1, 5, 15, 50)
-"""What one measurement stands for."""
+"""Numbers of iterations that one measurement represents."""
 
 MEASURED, MEASURED_LONG = 4, 2
 """Iterations of each measured fit; where one is predicted to take more than LONG seconds."""

@@ -1,4 +1,4 @@
-"""Whole fits, by part: what a user waits from a matrix, or from a file, to a model that recommends.
+"""Whole fits, by part: the time from a matrix, or from a file, to a model that recommends.
 
     python bench/fit.py                               every case with up to 5e7 entries, without CPU fits of large ones
     python bench/fit.py --profile full                all cases, on every device
@@ -10,7 +10,7 @@ A case is a shape, a feedback, a rank and a number of iterations (`CASES`). For 
 these account for, the first recommendation, and the time of `evaluate`. "cold" fits run in a process of their own, with
 an empty folder of compiled kernels: import, read (from a CSV file), fit, first recommendation. A "search" fits several
 lambdas, each from the matrix, and all from one `PreparedRatings`, which it makes. Rivals fit the same matrix. All
-factors are judged alike: the objective of `hybridmf` (docs/methods.md), NDCG@10 of up to 20,000 users or the RMSE of
+factors are evaluated alike: the objective of `hybridmf` (docs/methods.md), NDCG@10 of up to 20,000 users or the RMSE of
 held-out entries.
 """
 

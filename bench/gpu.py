@@ -1,4 +1,4 @@
-"""ALS on one GPU: whole iterations, batched Cholesky, published assemblies, top-K, and what each precision costs.
+"""ALS on one GPU: whole iterations, batched Cholesky, published assemblies, top-K, and the errors of each precision.
 
     python bench/gpu.py                                    quick: the figures of docs/performance.md, under 4 minutes
     python bench/gpu.py --profile full                     more ranks, shapes and precisions
@@ -8,7 +8,7 @@ Tasks: "als", full iterations (item half sweep, user half sweep, Gram matrices i
 their train RMSE or objective after a few iterations, and the set-up before; "cholesky", factorization and solve of
 systems in global memory, beside torch if it is installed; "syrk" and "bals", the published assemblies of the users'
 normal equations, rows and columns as they come and by degree; "topk", top 10 with filter from factors on the device;
-"precision", the error of a half sweep against float64 and what it does to RMSE and objective; "subspace", iALS++ beside
+"precision", the error of a half sweep against float64 and its effect on RMSE and objective; "subspace", iALS++ beside
 the exact solver with many factors, in seconds to equal objective.
 
 A handful of rows is compared with float64 NumPy on the same data before anything is timed, and a wrong answer is not
@@ -142,7 +142,7 @@ def gpu_stamp(device: Any) -> dict[str, Any]:
 
 
 def release(device: Any) -> None:
-    """Give back device memory that is kept for reuse: torch has an allocator of its own."""
+    """Release cached device memory, since torch has its own allocator."""
     xp = array_module(device)
     if xp is not np:
         xp.get_default_memory_pool().free_all_blocks()
@@ -210,9 +210,9 @@ class Row:
     rival : str
     rival_ms : float or None
     error : float or None
-        What the check before found.
+        Error found by the preceding check.
     more : dict
-        Whatever else is worth a place in the line.
+        Further fields of the line.
     """
 
     task: str
@@ -244,7 +244,7 @@ class Row:
         return self.floor_ms / self.ms if self.floor_ms else None
 
     def line(self) -> dict[str, Any]:
-        """What goes into the results."""
+        """Fields for the results."""
         return {
             "bench": "gpu", "task": self.task, "name": self.name, "shape": self.shape, "factors": self.factors,
             "ms": self.ms, "spread": [min(self.times), max(self.times)], "repeats": len(self.times),
@@ -303,12 +303,12 @@ class Data:
 
 
 class WrongAnswerError(Exception):
-    """What a check found is beyond its tolerance."""
+    """An error found by a check exceeds its tolerance."""
 
 
 @dataclass
 class Session:
-    """What the tasks share: the device, drawn data, rows, failures."""
+    """State shared by the tasks: the device, drawn data, rows, failures."""
 
     device: Any
     repeats: int = 5
@@ -350,7 +350,7 @@ class Session:
 
     @functools.cached_property
     def stamp(self) -> dict[str, Any]:
-        """What every line says of GPU and kernels."""
+        """Fields of every line about GPU and kernels."""
         return gpu_stamp(self.device)
 
     def require(self, error: float, tolerance: float) -> float:

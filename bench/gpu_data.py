@@ -49,8 +49,8 @@ def synthetic_gpu(shape: str, *, seed: int = 0, rank: int = 8, implicit: bool = 
 def tasteful_gpu(shape: str, *, seed: int = 0, groups: int = 20, favourites: int = 4) -> Any:
     """Counts with tastes: items are in groups, and four in five of a user's entries fall into the user's favourites.
 
-    Degrees as in `synthetic_gpu`; pairs drawn twice are merged. Ratings alone say nothing about who sees what, and an
-    implicit objective of theirs is near its best after two iterations.
+    Degrees as in `synthetic_gpu`; pairs drawn twice are merged. Without tastes, the pairs are independent of the
+    ratings, and the implicit objective is close to its minimum after two iterations.
     """
     import cupy as cp
 

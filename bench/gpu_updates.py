@@ -1,4 +1,4 @@
-"""SGD and CCD++ on one GPU: epochs of batch-Hogwild and MSGD, outer iterations of CCD++, and what they reach.
+"""SGD and CCD++ on one GPU: epochs of batch-Hogwild and MSGD, outer iterations of CCD++, and the RMSE they reach.
 
     python bench/gpu_updates.py                    quick: the figures of docs/performance.md, about 2 minutes on an H200
     python bench/gpu_updates.py --profile full     more ranks, both precisions, all orderings

@@ -1,4 +1,4 @@
-"""Layouts: building them, beside SciPy, and what the degree order and BALS tiles are worth to the exact solver.
+"""Layouts: building them, compared with SciPy, and the speed-up of the exact solver from degree order and BALS tiles.
 
     python bench/layouts.py                          building: ML-20M shape, 2 threads (under 2 minutes)
     python bench/layouts.py --task reorder           the rule of reorder="auto": all shapes and ranks (about 5 minutes)
@@ -122,7 +122,7 @@ def run_reorder(shape: str, ranks: tuple[int, ...], threads: int, repeats: int) 
 
 
 def explicit_model(f: int, threads: int, **options: Any) -> hmf.ExplicitALS:
-    """ALS-WR; which feedback makes no difference to what an order is worth."""
+    """ALS-WR; the speed-up from an order does not depend on the feedback."""
     return hmf.ExplicitALS(
         f, biases=False, regularization=0.05, regularization_scaling="count", num_threads=threads, device="cpu",
         random_state=0, **options,

@@ -1,4 +1,4 @@
-"""What it costs to keep ratings or factors outside of the memory they are worked on in: milliseconds an iteration.
+"""Cost of ratings or factors outside of the device's memory: milliseconds per iteration.
 
     python bench/out_of_core.py                        on a GPU, Netflix's shape: about 2 minutes on an H200
     python bench/out_of_core.py --away factors         factors on the host or in files, MSD's shape: a minute on an H200
@@ -72,7 +72,7 @@ def data_of(feedback: str, shape: str, device: str) -> Any:
 
 
 def plans(model: Any, store: StoreMatrix) -> dict[str, Plan]:
-    """What each alternative runs by; the choices that memory would force are made by hand."""
+    """The plan of each alternative, with the choices that limited memory would force."""
     objective, settings = model._objective(), model._settings()
     memory = make_plan(objective, settings, store.shape, store.nnz)
     disk = make_plan(objective, settings, store.shape, store.nnz, slab=store.largest_slab)
@@ -175,13 +175,13 @@ def limits_of(matrix: Any, plan: Plan) -> dict[str, int]:
 
 
 def limited_plan(model: Any, matrix: Any, limit: int | None) -> Plan:
-    """What a fit runs by on a GPU of so much memory."""
+    """The plan of a fit on a GPU with this much memory."""
     model.set_params(gpu_memory_limit=limit)
     return make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
 
 
 def disk_plan(model: Any, matrix: Any, limit: int, folder: str) -> Plan:
-    """The same where the host has no room for the factors, and `folder` has."""
+    """The same if the factors exceed host memory and fit in `folder`."""
     needed, measured = limited_plan(model, matrix, limit).host_bytes, system.available_memory
     with environment(SCRATCH_DIR, folder):
         try:

@@ -54,7 +54,7 @@ PUBLISHED_TILE = (256, 384)
 """The best that the paper found after reordering (section 6.5)."""
 
 TILES = ((256, 192), (256, 384), (1280, 192), (1280, 384))
-"""Tiles that vacancies are counted for; the paper does not say which ones its table 3 has."""
+"""Tiles for which vacancies are counted; the paper does not state those of its table 3."""
 
 ORDERS = ("given", "by degree")
 
@@ -123,7 +123,7 @@ GPU_ASSEMBLIES = {"fused": "ours (fused)", "bals": "BALS", "sparse_syrk": "Gates
 
 @dataclass
 class Bench:
-    """What all tasks need."""
+    """State of all tasks."""
 
     recorder: Recorder
     threads: int

@@ -1,4 +1,4 @@
-"""What the scripts that measure the papers' evidence again share: data, lines, and pages rendered from the lines alone.
+"""Code shared by the scripts that repeat the papers' measurements: data, lines, and pages rendered from lines.
 
 A script measures and appends JSON lines to bench/results/<name>.jsonl (`note`); with ``--render`` it measures nothing
 and writes tables between the markers ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` of docs/evidence/<page>.md, and
@@ -88,7 +88,7 @@ class Drawn:
 
     @property
     def line(self) -> Line:
-        """What every measurement says of its data."""
+        """Fields of every measurement about its data."""
         return {"shape": self.name, "scale": self.scale, "size": list(self.user.shape), "nnz": self.nnz}
 
 

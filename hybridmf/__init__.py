@@ -1,8 +1,7 @@
 """hybridmf: matrix factorization of sparse user x item ratings for recommenders.
 
 Alternating least squares for explicit and implicit feedback, stochastic gradient descent and CCD++ on multicore CPUs
-and GPUs, and what a recommender needs around them: ratings with labels, recommendations, fold-in, metrics, files, and
-comparisons of methods and devices.
+and GPUs; labelled ratings, recommendations, fold-in, metrics, files, and comparisons of methods and devices.
 
 Public names are imported on first use (SPEC 1); ``__init__.pyi`` lists them.
 """

@@ -117,7 +117,7 @@ class ImplicitALS(_ALS):
     unobserved_weight : float
         Confidence of pairs without an entry, >= 0.
     count_unobserved : bool
-        Count all pairs of a row in s, each as `unobserved_weight`, beside its entries: the factor of a user is
+        Also count all pairs of a row in s, each with `unobserved_weight`: the factor of a user is
         ``(n_u + unobserved_weight n_items) ** nu``, with nu = 1 for "count" (the
         frequency scaling of Rendle, Krichene, Zhang and Koren 2022).
     cg_steps : int
@@ -160,12 +160,12 @@ class ImplicitALS(_ALS):
         approaches its minimum in a few iterations instead of tens. The early iterations then differ from those of the
         published algorithms.
     row_form : {"auto", "primal", "dual"}
-        Form of the exact solution of rows with fewer entries than factors, on the CPU. "primal" solves `factors`
-        equations, "dual" one for each entry: the same solution at a fraction of the work. "auto" chooses for each row
-        by its number of entries. "dual", for comparison, takes the dual form for all rows with at most as many entries
-        as factors, and raises an error where it does not apply: with ``regularization=0``, other solvers and
-        assemblies, ``bias_regularization=0``, on a GPU, and for implicit feedback with `regularization_scaling` or
-        ``unobserved_weight > 1``.
+        Form of the exact solution of rows with fewer entries than factors. "primal" solves `factors` equations, "dual"
+        one for each entry: the same solution at a fraction of the work. "auto" chooses for each row by its number of
+        entries. "dual", for comparison, takes the dual form for all rows with at most as many entries as factors (on a
+        GPU, and at most 64). It raises an error where the dual form does not apply: with ``regularization=0`` or
+        ``bias_regularization=0``, other solvers, assemblies other than "simd" and "fused", implicit feedback with
+        `regularization_scaling` or ``unobserved_weight > 1``, and GPUs that do not hold all ratings and factors.
     reduction : {"auto", "parallel", "two_phase", "root"}
         How several GPUs reduce partial sums when the plan splits the fixed side over them (cuMF 4.2): in parallel,
         first within sockets and then across them, or on one GPU, which then solves. "auto" is "parallel". The other

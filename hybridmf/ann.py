@@ -1,8 +1,8 @@
 """Approximate top-N by indexes of other libraries, faiss and usearch (extra ``ann``), over the inner products.
 
 Up to a hundred thousand items, exact `recommend` takes less time than an index (docs/interop.md has figures); indexes
-are for more items, and for systems that have one anyway. Vectors go into the index as they are: one more column that
-makes all lengths equal is for indexes that know L2 alone.
+suit more items, and systems that already use one. The index receives the vectors unchanged; an additional column that
+makes all norms equal is needed only by indexes that support only L2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 class AnnIndex:
     """Recommendations of a fitted model through an index of its item vectors.
 
-    Made by `faiss_index` or `usearch_index`; or by hand, for another library, from ``model.export_items()``.
+    `faiss_index` and `usearch_index` create it; for other libraries, build it from ``model.export_items()``.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class AnnIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The N items with the highest scores among those that the index finds.
 
-        The index is asked for as many items more as the user has seen; those are then left out.
+        The search requests N items plus the number of seen items, and then removes the seen ones.
 
         Parameters
         ----------
@@ -63,7 +63,7 @@ class AnnIndex:
         Returns
         -------
         ids : int32 array, shape (N,) for one user, (n, N) for several
-            -1 if fewer than N items are found; for users without factors none is.
+            -1 if fewer than N items are found, and for users without factors.
         scores : float32 array, same shape
 
         Raises
@@ -80,7 +80,7 @@ class AnnIndex:
         queries = self._model.export_users(users)
         warm = np.flatnonzero(~self._model.cold_users_[users])
         more = np.zeros(len(users), dtype=np.int64) if seen is None else np.diff(seen.indptr)
-        # users with about as many seen items ask together: one with thousands does not slow down all
+        # users with similar numbers of seen items form a group, so that one with thousands does not slow down all
         asked = np.minimum(N + 2 ** np.ceil(np.log2(more + 1)).astype(np.int64) - 1, len(self._positions))
         for k in np.unique(asked[warm]):
             rows = warm[asked[warm] == k]
@@ -127,9 +127,9 @@ def faiss_index(
     ----------
     model : fitted estimator
     neighbors, construction, search : int
-        faiss's M, efConstruction and efSearch: more find more, and take longer.
+        faiss's M, efConstruction and efSearch: larger values have a higher recall and take longer.
     num_threads : int, optional
-        Default: faiss's own. faiss has one number of threads for the whole process, which this sets.
+        Default: that of faiss. faiss has one number of threads for the whole process, which this sets.
 
     Returns
     -------
@@ -173,7 +173,7 @@ def usearch_index(
     ----------
     model : fitted estimator
     neighbors, construction, search : int
-        usearch's connectivity, expansion_add and expansion_search: more find more, and take longer.
+        usearch's connectivity, expansion_add and expansion_search: larger values have a higher recall and take longer.
     num_threads : int
         0: all cores.
 

@@ -487,7 +487,7 @@ def _named(models: Any, feedback: str) -> dict[str, FactorModel]:
             raise ValueError(f"two models are called {name!r}; pass a dict that names them")
         named[name] = model
     if not named:
-        raise ValueError("models is empty; pass an estimator, a list or dict of them, or None for the usual ones")
+        raise ValueError("models is empty; pass an estimator, a list or dict of them, or None for the default ones")
     return named
 
 
@@ -536,7 +536,7 @@ def _feedback_of(models: Any, feedback: str | None) -> str:
     listed = _listed(models)
     kinds = {model._objective().feedback for model in listed if isinstance(model, FactorModel)}
     if len(kinds) > 1:
-        raise ValueError("models of explicit and of implicit feedback minimize different sums; compare them apart")
+        raise ValueError("models of explicit and of implicit feedback minimize different sums; compare them separately")
     return kinds.pop() if kinds else "explicit"
 
 

@@ -1,4 +1,4 @@
-"""Fits on the workers of a Dask cluster: each worker is a rank, and ranks talk over Dask's own connections.
+"""Fits on the workers of a Dask cluster: each worker is a rank, and ranks use Dask's own connections.
 
 One task is pinned to each worker and occupies it until the end of the fit. A lock over all workers prevents a deadlock
 of two fits that hold half of the workers each. XGBoost uses the same scheme on Dask.
@@ -486,7 +486,7 @@ def _chunks(client: Any, addresses: Sequence[str], ratings: Any, user: Any, item
         return [client.submit(_chunk_of_array, part, **where) for part in parts]
     raise TypeError(
         f"ratings must be a Dask DataFrame, a Dask array or the path of a store, got {type(ratings).__name__}; "
-        "fit what is in memory with model.fit, or bring it to the cluster with dask.dataframe.from_pandas"
+        "fit ratings in memory with model.fit, or bring it to the cluster with dask.dataframe.from_pandas"
     )
 
 
@@ -494,7 +494,7 @@ def _labels(client: Any, addresses: Sequence[str], chunks: list[Any]) -> Any:
     """Labels of all users and items, on all workers."""
     parts = client.gather([client.submit(_labels_of, chunk, pure=False) for chunk in chunks])
     merged = tuple(_merged(name, [part[k] for part in parts]) for k, name in enumerate(("user", "item")))
-    # A key of its own: one made of the content would be that of an earlier fit's labels, which may be on the way out.
+    # A unique key: one derived from the content could equal that of an earlier fit's labels, just being released.
     return client.scatter([merged], workers=list(addresses), broadcast=True, hash=False)[0]
 
 

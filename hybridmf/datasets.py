@@ -33,19 +33,19 @@ SHAPES: dict[str, tuple[int, int, int]] = {
 rows are the films, Yahoo! Song); MovieLens README (1M); Massa and Avesani 2007 (Epinions)."""
 
 FITTED_SIGMA = {"users": 1.1, "items": 1.6}
-"""Spread of the logarithm of a side's degrees of which nothing but the mean is published."""
+"""Standard deviation of the logarithm of a side's degrees if only their mean is published."""
 
 QUANTILES = 3000
-"""Places at which a distribution of degrees is fitted."""
+"""Number of points at which a distribution of degrees is fitted."""
 
 DENSE = 8
 """Rows with more than 1 / DENSE of all columns are drawn without replacement; drawing again would take many rounds."""
 
 GROUPS = 24
-"""Groups of users of like degree for whom the same share of an item's popularity is lost to repetition."""
+"""Groups of users of similar degree, for whom repetition reduces an item's popularity by the same share."""
 
 ROUNDS = 20
-"""Times at most that pairs drawn twice are drawn again; most shapes need half as many."""
+"""Maximum number of rounds that redraw repeated pairs; most shapes need half as many."""
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ PUBLISHED: dict[str, Published] = {
         Degrees(shortest=10, longest=4_400), Degrees(longest=110_479), source="Taste Profile subset of the MSD"
     ),
 }
-"""Of shapes that are not here nothing but the sizes is published."""
+"""For other shapes, only the sizes are published."""
 
 PIECE = 1 << 20
-"""Entries whose scores are computed at a time: the gathered tastes of 100 million would take gigabytes."""
+"""Entries scored at a time; the gathered tastes of 100 million entries would take gigabytes."""
 
 
 def shape_of(name: object, scale: object = 1.0) -> tuple[int, int, int]:
-    """Users, items and entries of a shape, each side scaled alike so that the density stays.
+    """Users, items and entries of a shape; both sides are scaled equally, which keeps the density.
 
     Raises
     ------
@@ -150,11 +150,10 @@ def synthetic(
 ) -> Ratings:
     """Ratings 1 to 5, or counts, of a published shape.
 
-    Users' degrees are log-normal and items' popularity falls like Zipf's law, or both are fitted to what is published
-    of the shape. Explicit ratings have rank 8 plus noise.
-    Implicit feedback has tastes: each item belongs to one of 20 groups, four in five of a user's entries fall into 4
-    groups the user likes, and counts follow a power law. Pairs that are drawn twice are merged, so that somewhat fewer
-    entries than published are left.
+    Users' degrees are log-normal and items' popularity follows Zipf's law, or both are fitted to the published
+    properties of the shape. Explicit ratings have rank 8 plus noise. Implicit feedback has tastes: each item belongs to
+    one of 20 groups, four in five of a user's entries fall into 4 groups the user likes, and counts follow a power law.
+    Repeated pairs are merged, so there are somewhat fewer entries than published.
 
     Parameters
     ----------
@@ -166,8 +165,9 @@ def synthetic(
     seed : int
     degrees : {"common", "published"}
         "common": one distribution for all shapes. "published": log-normal degrees of users and popularity of items that
-        have the shape's published mean and longest (`PUBLISHED`), pairs drawn twice drawn again, so that the entries
-        are those published within a per cent; implicit feedback then has no tastes, its counts follow the same law.
+        have the shape's published mean and maximum (`PUBLISHED`). Repeated pairs are redrawn, so that the number of
+        entries is within a per cent of the published one. Implicit feedback then has no tastes; its counts follow the
+        same law.
 
     Returns
     -------
@@ -240,7 +240,7 @@ def _weights(users: np.ndarray, items: np.ndarray) -> np.ndarray:
 
 
 def _scaled(facts: Degrees, scale: float) -> Degrees:
-    """The facts of a matrix with sides `scale` times as long and as dense: so are its rows."""
+    """Published properties for a matrix whose sides and rows are `scale` times as long, with the same density."""
 
     def times(value: int | None) -> int | None:
         return None if value is None else max(1, round(value * scale))
@@ -335,7 +335,7 @@ def _bisect(is_below: Any, low: float, high: float) -> float:
 
 
 def draw_pairs(xp: Any, random: Any, users: np.ndarray, items: np.ndarray) -> Any:
-    """Distinct (user, item) pairs: as many for each user as asked for, items by their weights.
+    """Distinct (user, item) pairs: the requested number for each user, items by their weights.
 
     Parameters
     ----------
@@ -351,7 +351,7 @@ def draw_pairs(xp: Any, random: Any, users: np.ndarray, items: np.ndarray) -> An
     Returns
     -------
     int64 array of `xp`, shape (nnz,)
-        ``user * n + item``, ascending; a few in a thousand fewer than asked for.
+        ``user * n + item``, ascending; a few in a thousand fewer than requested.
     """
     n = len(items)
     wanted = xp.asarray(np.minimum(users, np.count_nonzero(items)))

@@ -39,10 +39,11 @@ from .native.rankings import RankingMetrics
 from .ratings import as_ratings
 
 BLOCK_USERS = 16_384
-"""Users in each call of `recommend` of a model that may hold the scores of all its items for each of them."""
+"""Users in each call of `recommend` of a model that may store the scores of all items for each user."""
 
 BLOCK_RESULTS = 1 << 25
-"""Results, of 8 to 12 bytes, in each call of a model that holds no more for a user, so that its engine has all work."""
+"""Results (8 to 12 bytes each) in each call of a model that stores nothing else per user; its engine gets all work at
+once."""
 
 BLOCK_ENTRIES = 1 << 22
 """Entries in each call of `predict`, at some 40 bytes each."""
@@ -535,7 +536,7 @@ def evaluate(
         `item_bias_` (for ``auc``). Optional attributes are `n_users` and `n_items`, its labels `user_ids_` and
         `item_ids_`, and `cold_users_`, the mask of users without training entries. A model without `n_users`, such as
         one of the library `implicit`, has the users and items of `train`, which its
-        ``recommend(users, rows_of_train, N=, filter_already_liked_items=True)`` leaves out. An array has item
+        ``recommend(users, rows_of_train, N=, filter_already_liked_items=True)`` excludes. An array has item
         positions of each user, best first, -1 for none, in the positions of `train`, else of `test`; they are taken as
         they are, with items of `train`.
     test : Ratings or sparse matrix, shape (n_users, n_items)
@@ -640,7 +641,7 @@ def _measure(
 
 
 def _adapted(model: Any, test: Any, train: Any) -> Any:
-    """The model; one that does not know its users and items gets those of the ratings."""
+    """The model; with the users and items of the ratings if it has none of its own."""
     if not isinstance(model, np.ndarray) and hasattr(model, "__dlpack__"):
         model = np.from_dlpack(model)
     if isinstance(model, (np.ndarray, list, tuple)):
@@ -650,7 +651,7 @@ def _adapted(model: Any, test: Any, train: Any) -> Any:
         return model
     if train is None:
         raise ValueError(
-            f"{type(model).__name__} does not say which items its users have seen: pass train=, the matrix that it was "
+            f"{type(model).__name__} does not store the items seen by its users: pass train=, the matrix that it was "
             "fitted on; its items are left out"
         )
     return OtherModel(model, _with_shape("train", train))

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 COLORS = ("#2c6fad", "#c03a2b", "#3a8f4d", "#b8860b", "#7a4fa3", "#5b5b5b")
 
 POINTS = 1_000
-"""Ranks of a curve of `degrees`: neighbours on a logarithmic axis cannot be told apart anyway."""
+"""Ranks of a curve of `degrees`; on a logarithmic axis, more are indistinguishable."""
 
 CELLS = 400
-"""Rows and columns of an image of `occupancy` at most; a cell stands for several tiles where there are more."""
+"""Maximum number of rows and columns of an image of `occupancy`; a cell may cover several tiles."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -66,7 +66,7 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     ending = os.path.splitext(path)[1].lower().removeprefix(".")
     if ending not in canvas.get_supported_filetypes():
         known = ", ".join(f".{each}" for each in sorted(canvas.get_supported_filetypes()))
-        raise ValueError(f"{os.fspath(path)} does not end like a picture; endings: {known}")
+        raise ValueError(f"{os.fspath(path)} has no ending of a picture format; endings: {known}")
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> None:
@@ -120,7 +120,7 @@ def training(model: Any, *, metric: str | None = None, ax: Any = None) -> Axes:
     if metric is not None and metric not in recorded:
         raise ValueError(f"metric {metric!r} is not in history_, which has {', '.join(recorded) or 'no metric'}")
     ax = _axes(ax)
-    kept = [record for record in history if "objective" in record]  # a resumed fit may have earlier ones without
+    kept = [record for record in history if "objective" in record]  # records from before a resume may lack it
     iterations = [record["iteration"] for record in kept]
     ax.plot(iterations, [record["objective"] for record in kept], color=COLORS[0], marker=".", label="objective")
     ax.set_xlabel("iteration")
@@ -132,7 +132,7 @@ def training(model: Any, *, metric: str | None = None, ax: Any = None) -> Axes:
         metric = recorded[-1]
     if metric is not None:
         lines[1:1] = _metric_beside(ax, metric, kept, model.n_iter_)
-    # above the axes: the curves leave no corner free for certain
+    # above the axes, since curves may cross every corner
     ax.legend(lines, [line.get_label() for line in lines], loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     return ax
 

@@ -87,7 +87,7 @@ class Ratings(Transforms):
         Time of each entry, in the order of ``user_items.data``: int64, float64 or datetime64. Kept by `from_coo`,
         `from_frame` and `from_file`.
     frame_kind : {"pandas", "polars", "pyarrow"} or None
-        Library of the data frame that the ratings came from; tables are returned in it.
+        Library of the data frame that the ratings came from; tables are returned as its frames.
 
     Raises
     ------
@@ -112,7 +112,7 @@ class Ratings(Transforms):
     def _checked(
         cls, user_items: sp.csr_array, user_ids: Iterable[Any] | None = None, item_ids: Iterable[Any] | None = None
     ) -> Ratings:
-        """Ratings of a canonical float32 matrix whose arrays only the library holds, which is not checked again."""
+        """Wrap a canonical float32 matrix without validation; no other code holds its arrays."""
         ratings = cls.__new__(cls)
         ratings.user_items, ratings.timestamps, ratings.frame_kind = frozen_csr(user_items), None, None
         ratings.user_ids = label_array("user_ids", user_ids, ratings.n_users)
@@ -145,7 +145,7 @@ class Ratings(Transforms):
         users, items : array, shape (nnz,)
             Integers are positions, counted from 0. Strings and objects are labels: they get positions in sorted
             order (or in the order of `user_ids` / `item_ids`, where given). Integer ids that are labels, such as
-            MovieLens ids, go in as an object array, or through `from_frame`.
+            MovieLens ids, are passed as an object array, or through `from_frame`.
         values : real array, shape (nnz,), optional
             None: every entry is 1.
         shape : (n_users, n_items), optional
@@ -258,10 +258,10 @@ class Ratings(Transforms):
             What to do with a pair that occurs more than once.
         timestamp : str, int or None
             Column of times (numbers, dates, or text in ISO 8601), kept as `timestamps`. "auto" takes the only column
-            with a name of times, if its values can be used; None keeps none.
+            with a time-like name, if its values can be used; None keeps none.
         where : mapping, optional
             Row filters, such as ``{"behavior": "play"}``: for each column a value, a collection of values, or a
-            function of the column as an array that returns a mask. Other rows are left out before anything is checked.
+            function of the column as an array that returns a mask. Other rows are dropped before validation.
 
         Returns
         -------
@@ -333,12 +333,12 @@ class Ratings(Transforms):
             Lines of text that start with this string are skipped; None skips no lines.
         timestamp : int, str or None
             Column of times (numbers, or dates in ISO 8601) of text and Parquet, kept as `timestamps`. "auto" takes the
-            only column with a name of times, and without a header the fourth of four columns if it holds Unix times, as
+            only column with a time-like name, or without a header the fourth of four columns if it holds Unix times, as
             in the files of MovieLens. None keeps none.
         where : mapping, optional
             Row filters of text and Parquet, such as ``{"behavior": "play"}``: for each column, by name or number, a
-            value, a collection of values, or a function of the column as an array that returns a mask. Ids without a
-            row that is kept disappear.
+            value, a collection of values, or a function of the column as an array that returns a mask. Ids that occur
+            only in other rows are dropped.
         show_progress : bool
             Draw a progress bar while text is read, if that takes longer than a second.
 
@@ -401,7 +401,7 @@ class Ratings(Transforms):
         Parameters
         ----------
         parts : iterable of Ratings
-            A side has labels in all of them, or in none: then positions mean the same in all.
+            All have labels of a side, or none has; without labels, positions must have the same meaning in all.
         duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs in several parts.
 
@@ -530,7 +530,7 @@ class Ratings(Transforms):
         user_ids: np.ndarray | None = None,
         item_ids: np.ndarray | None = None,
     ) -> Ratings:
-        """Ratings of a canonical matrix that only the library holds; labels by default those of these ratings."""
+        """New ratings of a canonical matrix; by default with the labels of these ratings."""
         ratings = Ratings(
             frozen_csr(matrix),
             self.user_ids if user_ids is None else user_ids,
@@ -555,7 +555,7 @@ def _from_entries(entries: Entries, duplicates: str) -> Ratings:
 
 
 def _from_saved(matrix: Any, labels: dict[str, np.ndarray], duplicates: str) -> Ratings:
-    """Ratings of a matrix that was read from a file, with labels and times as far as the file has them."""
+    """Ratings of a matrix that was read from a file, with its labels and times, if any."""
     times = labels.pop("timestamps", None)
     ratings = Ratings.from_matrix(matrix, duplicates=duplicates, **labels)
     if times is not None:
@@ -566,7 +566,7 @@ def _from_saved(matrix: Any, labels: dict[str, np.ndarray], duplicates: str) -> 
 
 
 def _refuse_columns(path: str, format: str, timestamp: Any, where: Any) -> None:
-    """Refuse arguments that name columns of a file that has none."""
+    """Reject column arguments for a file without columns."""
     for argument, value in (("timestamp", None if timestamp == AUTO else timestamp), ("where", where)):
         if value is not None:
             raise ValueError(
@@ -586,14 +586,14 @@ def split(
     ----------
     ratings : Ratings, data frame (as for `Ratings.from_frame`), or matrix of shape (n_users, n_items)
     test_size : float or int
-        Share, 0 < test_size < 1, or number (at least 1) of what is held out: see `by`.
+        Share, 0 < test_size < 1, or number (at least 1) to hold out; `by` defines of what.
     random_state : None, int, Generator or RandomState
         The same seed gives the same split.
     by : {"random", "user", "time", "last"}
-        "random" draws entries. "user" draws users and holds out all of their entries: `recommend_new` serves them from
-        a part of these. "time" holds out the latest entries of all. "last" holds out the last entries of each user: a
-        number, or a share rounded down; at least one stays, and users with too few entries for the number keep all. The
-        last two need `timestamps`.
+        "random" draws entries. "user" draws users and holds out all of their entries; `recommend_new` serves them from
+        a part of these entries. "time" holds out the latest entries of the matrix. "last" holds out the last entries of
+        each user: a number, or a share rounded down. Each user keeps at least one entry, and users with too few entries
+        for the number keep all. "time" and "last" need `timestamps`.
 
     Returns
     -------

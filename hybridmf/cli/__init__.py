@@ -1,6 +1,6 @@
 """The command line: ``hybridmf demo | compare | fit | evaluate | recommend | similar | info | tune | convert``.
 
-A module a command; they share `options`, `sources` and `report`. Commands are thin: they turn options into
+One module per command; they share `options`, `sources` and `report`. Commands are thin: they turn options into
 calls of the library and results into text. A command's module, and NumPy and SciPy with it, is imported when the
 command runs. Exit codes: 0, 2 for the user's mistakes (one line on stderr; ``--debug`` shows the traceback), 130
 after Ctrl-C.
@@ -18,8 +18,8 @@ from .options import Commands, debug_option, examples
 COMMANDS = {
     "compare": "Compare methods and devices on the same ratings, from the same initial factors.",
     "convert": "Convert ratings to another format and print statistics.",
-    "demo": "Train on invented film ratings and show what comes out.",
-    "evaluate": "Evaluate a trained model on ratings that it has not seen.",
+    "demo": "Train on generated film ratings and report the results.",
+    "evaluate": "Evaluate a trained model on held-out ratings.",
     "fit": "Train a model on a file of ratings and save it.",
     "info": "Describe this installation, a model, a file of ratings or a store.",
     "recommend": "Recommend items to users of a trained model.",

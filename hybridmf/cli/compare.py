@@ -80,12 +80,12 @@ def command(
 
     \b
     als                exact alternating least squares
-    als-cg             the same with 3 conjugate gradient steps a row
+    als-cg             the same with 3 conjugate gradient steps per row
     als-subspace       the same, 32 coordinates at a time (implicit)
     sgd-blocks         stochastic gradient descent, blocks without conflicts (CPU)
-    sgd-hogwild        the same without looking out for conflicts (CPU)
+    sgd-hogwild        the same without synchronization (CPU)
     sgd-msgd           the same, items and users in turn
-    sgd-batch-hogwild  runs of ratings without looking out (GPU)
+    sgd-batch-hogwild  runs of ratings without synchronization (GPU)
     ccd                cyclic coordinate descent, CCD++
     """  # noqa: D301 (click wants the backspace itself before a paragraph that keeps its lines)
     refuse_overwriting(json_file, ratings)

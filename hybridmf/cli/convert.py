@@ -1,4 +1,4 @@
-"""``hybridmf convert``: ratings in another format, and what BALS tiles would save on them."""
+"""``hybridmf convert``: ratings in another format, and statistics of BALS tiles."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ def command(
 ) -> None:
     """Convert ratings to another format and print statistics.
 
-    RATINGS is a file, as for "hybridmf fit", or a store. A folder as OUT becomes a store, from which ALS is fitted
-    slab by slab: text, MatrixMarket and Parquet files, and stores, may be larger than memory, and a conversion that
-    was stopped goes on when it is started again. npz and csv keep the labels of users and items; mtx has positions
-    only (its rows are the users in sorted order).
-    The statistics tell what BALS tiles would save on these ratings, as they are and reordered by degree.
+    RATINGS is a file, as for "hybridmf fit", or a store. A folder as OUT becomes a store, from which ALS is fitted slab
+    by slab: text, MatrixMarket and Parquet files, and stores, may be larger than memory, and a stopped conversion
+    continues when it is started again. npz and csv keep the labels of users and items; mtx has positions only (its rows
+    are the users in sorted order). The statistics show the savings of BALS tiles on these ratings, as read and
+    reordered by degree.
     """
     refuse_overwriting(out, ratings_file)
     refuse_overwriting(plot, ratings_file)
     target = target or _format_of(out)
     if out is None and target != "bals-stats":
-        raise click.UsageError("name a file OUT to write, or say --to bals-stats for statistics only")
+        raise click.UsageError("give a file OUT to write, or --to bals-stats for statistics only")
     if plot is not None and target == "store":
         raise click.UsageError("--plot needs the ratings in memory, and a conversion to a store does not; leave it out")
     if target == "store":
@@ -106,7 +106,7 @@ def command(
 
 
 def _column_facts(path: str, options: dict[str, Any]) -> dict[str, str]:
-    """Which column was taken for what; empty for a store and for files without columns."""
+    """The columns in use; empty for a store and for files without columns."""
     columns = None if os.path.isdir(path) else columns_text(path, **options)
     return {} if columns is None else {"columns": columns}
 
@@ -120,7 +120,7 @@ def _format_of(out: str | None) -> str:
     for ending, target in endings.items():
         if out.lower().endswith(ending):
             return target
-    raise click.UsageError(f"the ending of {out} says no format; choose one of {', '.join(endings)}, or say --to")
+    raise click.UsageError(f"the ending of {out} selects no format; choose one of {', '.join(endings)}, or give --to")
 
 
 def bals_statistics(

@@ -13,7 +13,7 @@ from .options import debug_option, examples
 @click.option("--quick", is_flag=True, help="Fewer people and films.")
 @debug_option
 def command(seed: int, quick: bool) -> None:
-    """Train on invented film ratings and show what comes out.
+    """Train on generated film ratings and report the results.
 
     The data are generated with planted taste, so the report can say whether the models found it: held-out accuracy
     against a baseline, recommendations with titles, and the speed of each method on this machine.

@@ -55,7 +55,7 @@ def command(
     plot: str | None,
     **options: Any,
 ) -> None:
-    """Evaluate a trained model on ratings that it has not seen.
+    """Evaluate a trained model on held-out ratings.
 
     Metrics come with their 95 % intervals, by the bootstrap over users; the difference to the baseline is paired.
 

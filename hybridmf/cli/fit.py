@@ -74,7 +74,7 @@ HYPERPARAMETERS = (
     ),
 )
 @click.argument("ratings_file", metavar="RATINGS", type=click.Path(exists=True))
-@output_option("Where the model goes (safetensors).", required=True)
+@output_option("Model file (safetensors).", required=True)
 @click.option(
     "--model", "kind", type=click.Choice(list(METRICS)), default="explicit", show_default=True,
     help="explicit: values are ratings to predict. implicit: values are counts or likes, items are ranked.",
@@ -90,13 +90,13 @@ HYPERPARAMETERS = (
 )  # fmt: skip
 @click.option(
     "--regularization-scaling", type=PairType("none", "count"), metavar="none|count|POWER[,...]",
-    help="What lambda of a row is multiplied by: 1, its ratings, or a power of their number; or users,items.",
+    help="Factor of lambda for a row: 1, its number of ratings, or a power of it; or users,items.",
 )  # fmt: skip
 @click.option("--alpha", type=float, help="Confidence per unit of feedback (implicit only).  [default: 1]")
 @click.option("--unobserved-weight", type=float, help="Confidence of all other pairs (implicit only).  [default: 1]")
 @click.option(
     "--count-unobserved", is_flag=True, default=None,
-    help="Scaling counts all other pairs of a row, too, each as its weight (implicit only).",
+    help="Scaling also counts all other pairs of a row, with their weight (implicit only).",
 )  # fmt: skip
 @click.option("--biases/--no-biases", default=None, help="User and item biases (explicit only).  [default: --biases]")
 @click.option(
@@ -125,7 +125,7 @@ HYPERPARAMETERS = (
     help="Initial factors: those of a saved model, by label, or random ones.  [default: nonnegative]",
 )  # fmt: skip
 @click.option(
-    "--freeze", type=click.Choice(SIDES), help="Keep the factors that --init MODEL has of this side; solve the other."
+    "--freeze", type=click.Choice(SIDES), help="Keep the factors of this side from --init MODEL; solve the other."
 )
 @click.option(
     "--weights", metavar="COLUMN", help="Confidence of each rating, in place of 1 + alpha x value (implicit only)."
@@ -157,7 +157,7 @@ HYPERPARAMETERS = (
 )  # fmt: skip
 @click.option(
     "--split-by", type=click.Choice(WAYS), default="random", show_default=True,
-    help="What is held out: any ratings, all of some users, the latest, or the last of each user.",
+    help="Ratings to hold out: any ratings, all of some users, the latest, or the last of each user.",
 )  # fmt: skip
 @click.option(
     "--patience", type=int, metavar="N", help="Stop after N iterations without a better --validation; keep the best."
@@ -200,7 +200,7 @@ def command(
 
     RATINGS is delimited text (CSV, TSV, "::" and others, also gzipped), MatrixMarket, .npz or Parquet; or a store
     that "hybridmf convert" made, which is read slab by slab with --test-size 0 and loaded into memory otherwise. The
-    model file is written only if all went well.
+    model file is written only on success.
     """
     init_file = init if init not in STARTS else None
     refuse_overwriting(output, ratings_file, test_file, init_file)
@@ -283,7 +283,7 @@ def _silent(_: str) -> None:
 
 
 def _make_model(kind: str, method: str, given: dict[str, Any], seed: int) -> Model:
-    """Make the estimator; its options are judged here, before a large file is read."""
+    """Make the estimator; its options are validated here, before a large file is read."""
     if (kind, method) not in MODELS:
         raise click.UsageError(
             f"--method {method} is for explicit ratings; leave out --model {kind}, or take --method als"
@@ -311,7 +311,9 @@ def _test_size(test_file: str | None, test_size: float) -> float | int:
     source = click.get_current_context().get_parameter_source("test_size")
     if test_file is not None:
         if source is not ParameterSource.DEFAULT:
-            raise click.UsageError("--test FILE and --test-size both say what to evaluate on; choose one of them")
+            raise click.UsageError(
+                "--test FILE and --test-size both select the ratings to evaluate on; choose one of them"
+            )
         return 0
     return share_or_number("--test-size", test_size)
 
@@ -370,11 +372,11 @@ def _save(model: Any, output: str) -> None:
 
 
 def _save_what_fits(model: Any, output: str) -> None:
-    """Save a model; without what users have seen where a store has more of that than memory."""
+    """Save a model; without seen items if those of a store exceed the memory."""
     try:
         model.save(output)
     except MemoryBudgetError as error:
-        click.echo(f"Saved without what users have seen: {error}", err=True)
+        click.echo(f"Saved without seen items: {error}", err=True)
         model.save(output, include_seen=False)
 
 
@@ -394,7 +396,7 @@ def _evaluations(kind: str, model: Any, train: Any, test: Ratings) -> dict[str, 
         return {
             name: evaluate(each, test, train=seen, metrics=METRICS[kind], unknown="drop") for name, each in both.items()
         }
-    except ValueError as error:  # a test part nothing can be measured with is no reason to lose the model
+    except ValueError as error:  # keep the model even if the test part cannot be evaluated
         return f"Not evaluated: {error}"
 
 
@@ -439,7 +441,7 @@ def _report(model: Model, train: Any, found: dict[str, Evaluation] | str | None,
 def _checkpoint_options(folder: str | None, every: int | None, resume: bool) -> dict[str, Any]:
     """Options of `fit` about checkpoints, checked before a large file is read.
 
-    A first run has nothing to resume from: the same command serves it and every one after an interruption.
+    The same command starts a run, without a checkpoint, and continues it after an interruption.
     """
     if folder is None:
         if resume or every is not None:

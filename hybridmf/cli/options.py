@@ -57,14 +57,14 @@ def examples(*lines: str) -> str:
 
 
 def check_folder(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
-    """Refuse an output path that cannot work before any work is done for it."""
+    """Reject an unusable output path before any work."""
     if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
         raise click.BadParameter(f"the folder {os.path.dirname(path)!r} does not exist")
     return path
 
 
 def check_folder_above(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """`check_folder` of what may be a folder itself."""
+    """`check_folder` of a path that may be a folder itself."""
     check_folder(ctx, parameter, None if path is None else path.rstrip("/" + os.sep))
     return path
 
@@ -85,7 +85,7 @@ def refuse_overwriting(output: str | None, *inputs: str | None) -> None:
 
 
 def output_option(text: str, *, required: bool = False) -> Callable[..., Any]:
-    """``-o FILE``, judged at once; commands write it only when all went well."""
+    """``-o FILE``, validated immediately; commands write it only on success."""
     kind = click.Path(dir_okay=False, writable=True)
     return click.option("-o", "--output", type=kind, callback=check_folder, required=required, help=text)
 
@@ -101,7 +101,7 @@ def check_plot(context: click.Context, parameter: click.Parameter, path: str | N
 
 
 def plot_option(text: str) -> Callable[..., Any]:
-    """``--plot FILE``, judged at once."""
+    """``--plot FILE``, validated immediately."""
     kind = click.Path(dir_okay=False, writable=True)
     return click.option("--plot", type=kind, callback=check_plot, help=f"{text} (needs matplotlib).")
 

@@ -25,7 +25,7 @@ from .sources import existing_file, read_ratings, spelled_separator
 from .titles import read_titles, warn_if_strangers
 
 BLOCK_USERS = 8_192
-"""Users `recommend` asks the model for at a time, so that --all-users needs no list of everything."""
+"""Users in each call of `recommend` of the model, so that --all needs no list of all results."""
 
 Recommendations = Iterator[tuple[Any, list[tuple[Any, float]]]]
 """(user label, [(item label, score), ...]) of one user after the other."""
@@ -78,9 +78,9 @@ def command(
     already rated are left out.
     """
     if bool(users) == all_users:
-        raise click.UsageError("say for whom: either --user LABEL (once or more) or --all-users")
+        raise click.UsageError("give either --user LABEL (once or more) or --all")
     if include_seen and ratings_file:
-        raise click.UsageError("--include-seen leaves nothing out, so --ratings has no use; choose one of them")
+        raise click.UsageError("--include-seen excludes nothing, so --ratings has no effect; choose one of them")
     refuse_overwriting(output, model_file, ratings_file, titles_file)
     if as_json and layout not in (None, "json"):
         raise click.UsageError(f"--json and --format {layout} contradict each other; choose one of them")
@@ -113,7 +113,7 @@ def find_rows(model: Any, side: Side, labels: Iterable[str]) -> np.ndarray:
     if unknown:
         what = f"{side}s" if ids is not None else f"{side}s by position (it has no labels)"
         some = ", ".join(map(str, names[:3]))
-        raise ValueError(f"unknown {side} {', '.join(unknown)}; the model knows {len(names):,} {what}, such as {some}")
+        raise ValueError(f"unknown {side} {', '.join(unknown)}; the model has {len(names):,} {what}, such as {some}")
     return np.array([table[label] for label in labels], dtype=np.int64)
 
 

@@ -51,7 +51,7 @@ def command(
     Items and users go by the labels of the ratings file, or by positions from 0 where that had none.
     """
     if bool(items) == bool(users):
-        raise click.UsageError("say what to find neighbours of: either --item LABEL or --user LABEL, once or more")
+        raise click.UsageError("give either --item LABEL or --user LABEL, once or more")
     if users and titles_file:
         raise click.UsageError("--titles are those of items, and --user finds users; leave them out")
     refuse_overwriting(output, model_file, titles_file)

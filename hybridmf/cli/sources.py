@@ -90,7 +90,7 @@ def row_filters(given: tuple[str, ...]) -> dict[int | str, list[str]] | None:
 
 
 def columns_text(path: str, **options: Any) -> str | None:
-    """Which column of a file `read_ratings` takes for what; None where the file has no columns."""
+    """The columns of a file that `read_ratings` uses; None if the file has no columns."""
     arguments = reading_arguments(**options)
     selectors = tuple(arguments.pop(name) for name in ("user", "item", "value"))
     del arguments["duplicates"]
@@ -138,7 +138,7 @@ def reading_arguments(
 
 
 def spelled_separator(text: str | None) -> str | None:
-    """Let a separator that is hard to type in a shell be spelled out."""
+    """Translate names of separators that are hard to type in a shell."""
     return {"tab": "\t", "\\t": "\t", "space": " "}.get(text, text) if text else None
 
 

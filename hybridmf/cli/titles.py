@@ -16,7 +16,7 @@ TITLE_SEPARATORS = ("::", "\t", "|", ";", ",")
 
 
 def read_titles(path: str, separator: str | None = None, encoding: str | None = None) -> dict[str, str]:
-    """Titles by item id from text whose first two fields are id and title; a header does no harm.
+    """Titles by item id from text whose first two fields are id and title; a header is allowed.
 
     Parameters
     ----------
@@ -45,14 +45,14 @@ def read_titles(path: str, separator: str | None = None, encoding: str | None = 
     if separator is None:
         present = [mark for mark in TITLE_SEPARATORS if mark in lines[0]]
         if not present:
-            raise ValueError(f"{path} has no separator between id and title in its first line; say --titles-separator")
+            raise ValueError(f"{path} has no separator between id and title in its first line; give --titles-separator")
         separator = min(present, key=lines[0].index)
     titles = {}
     for number, row in enumerate(_split_lines(lines, separator, path), 1):
         if len(row) < 2:
             raise ValueError(
                 f"{path}: entry {number} ({row[0][:60]!r}) has no title after the separator {separator!r}; "
-                "say --titles-separator"
+                "give --titles-separator"
             )
         titles[row[0].strip()] = row[1].strip()
     return titles
@@ -85,7 +85,7 @@ def _decode(path: str, encoding: str | None) -> str:
 
 
 def warn_if_strangers(titles: dict[str, str], model: Any, path: str) -> None:
-    """Say on stderr if no title is one of an item of the model."""
+    """Warn on stderr if the file has no title of an item of the model."""
     names = names_of(model.item_ids_, model.n_items)
     if not any(str(name) in titles for name in names):
         click.echo(

@@ -23,11 +23,11 @@ from .options import check_folder, debug_option, examples, output_option
     ),
 )
 @click.option(
-    "--calibrate", is_flag=True, help="Measure this machine for the cost model instead; a minute or two with a GPU."
+    "--calibrate", is_flag=True, help="Measure this machine for the cost model instead; one or two minutes with a GPU."
 )
 @click.option(
     "--compile", "compile_only", is_flag=True,
-    help="Compile the kernels of ALS for --factors instead, once per machine, so that no fit waits for it.",
+    help="Compile the kernels of ALS for --factors instead, once per machine, so that no fit compiles them.",
 )  # fmt: skip
 @click.option(
     "--kernel", "kernels", multiple=True, metavar="NAME", help="Only this kernel; repeatable.  [default: all]"
@@ -36,7 +36,7 @@ from .options import check_folder, debug_option, examples, output_option
 @click.option("--dtype", metavar="|".join(DTYPES), default="float32", show_default=True)
 @click.option("--budget", type=float, default=300.0, show_default=True, help="Seconds for all kernels together.")
 @click.option("--most", type=int, help="Configurations of each kernel and rank.  [default: as the budget allows]")
-@output_option("Table of the fastest (JSON).  [default: where fits look for it, in the user's cache folder]")
+@output_option("Table of the fastest (JSON).  [default: the user's cache folder, from which fits read it]")
 @click.option("--lines", type=click.Path(dir_okay=False), callback=check_folder, help="Append all measurements there.")
 @click.option("--plot", type=click.Path(file_okay=False), help="Folder for plots of them (needs matplotlib).")
 @debug_option

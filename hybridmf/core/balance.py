@@ -1,19 +1,19 @@
-"""The change of basis that leaves every prediction as it is and makes the penalty least."""
+"""The change of basis that keeps all predictions and minimizes the penalty."""
 
 from __future__ import annotations
 
 import numpy as np
 
 LEAST = 1e-10
-"""Eigenvalues below this part of the largest count as this part: what lies there is rounding, not factors."""
+"""Eigenvalues below this fraction of the largest are rounding errors and are raised to it."""
 
 
 def balancing(user_gram: np.ndarray, item_gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices G and H with ``G H^T = I`` such that ``X G`` and ``Y H`` have the least penalty of all such pairs.
+    """Matrices G and H with ``G H^T = I`` such that ``X G`` and ``Y H`` have the smallest penalty of all such pairs.
 
-    ``X Y^T`` is what the data see, so any basis serves; ALS moves from one to another slowly, since each half sweep
-    keeps the other side's. The penalty ``tr(A S) + tr(B S^-1)``, ``S = G G^T``, is convex in S, and least at the
-    geometric mean ``S = A^-1/2 (A^1/2 B A^1/2)^1/2 A^-1/2``.
+    The data determine only ``X Y^T``, so the basis is free; ALS changes it slowly, since each half sweep keeps that of
+    the other side. The penalty ``tr(A S) + tr(B S^-1)``, ``S = G G^T``, is convex in S, and least at the geometric mean
+    ``S = A^-1/2 (A^1/2 B A^1/2)^1/2 A^-1/2``.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Where this user's measurements of this machine are kept."""
+"""The folder of this user's measurements of this machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def cache_dir() -> Path:
     Returns
     -------
     Path
-        What HYBRIDMF_CACHE_DIR names ("~" is the home folder), else ``hybridmf`` in the user's cache folder
+        HYBRIDMF_CACHE_DIR ("~" is the home folder) if set, else ``hybridmf`` in the user's cache folder
         (``~/.cache`` on Linux).
     """
     named = os.environ.get(CACHE_DIR, "").strip()
-    # unlike pathlib's, it leaves a user nobody knows as it is
+    # unlike pathlib's, it leaves an unknown user unchanged
     return Path(os.path.expanduser(named)) if named else Path(platformdirs.user_cache_dir("hybridmf", appauthor=False))

@@ -1,4 +1,4 @@
-"""What the columns of public data sets are called."""
+"""Names of columns in public data sets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROLES: dict[str, str] = {
     **dict.fromkeys(_spellings(_USER_NOUNS, _KEYS + " name"), "user"),
     **dict.fromkeys(("uid", "steamid", "authorsteamid", "reviewprofilename", "usersha1"), "user"),
 }
-"""What a column holds by its name in lower case without anything but letters and digits.
+"""Role of a column by its name in lower case, with only letters and digits.
 
 The spellings are those of MovieLens, goodbooks, Goodreads, Book-Crossing, Last.fm, Million Song, Amazon, Steam, Yelp,
 Netflix, Gowalla, MyAnimeList, BeerAdvocate, RetailRocket, KuaiRec and others; "row" is the number of a row.

@@ -1,9 +1,9 @@
 """Detect formats of files, open them through gzip, explain their errors, and replace files atomically.
 
 A file that is being written has a temporary name, ``PREFIX HOST-RANDOM.tmp``, and its writer holds an advisory lock on
-it. The system releases the lock when the process ends, however it ends: a temporary file whose lock can be taken has no
-owner, and the next writer in the folder removes it. A lock may be invisible to other machines of a network file system,
-so a file of another host, or one that cannot be locked, is removed only after a day without a write.
+it. The system releases the lock when the process ends, even if it is killed: a temporary file whose lock can be taken
+has no owner, and the next writer in the folder removes it. A lock may be invisible to other machines of a network file
+system, so a file of another host, or one that cannot be locked, is removed only after a day without a write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ except ImportError:  # Windows
 logger = logging.getLogger("hybridmf")
 
 FORMATS = ("auto", "text", "csv", "tsv", "lists", "mtx", "npz", "parquet")
-"""What ``Ratings.from_file(format=)`` may say."""
+"""Values of ``Ratings.from_file(format=)``."""
 
 TEMPORARY = ".hybridmf-"
 """First letters of temporary files."""
@@ -46,7 +46,7 @@ ABANDONED = 24 * 3600.0
 """Seconds without a write after which a temporary file of unknown ownership is an orphan."""
 
 READ_BYTES = 1 << 17
-"""Bytes that are asked of the system at a time."""
+"""Bytes read from the system at a time."""
 
 HEAD_BYTES = 4096
 """Bytes at the start of a file from which its format and encoding are detected."""
@@ -201,7 +201,7 @@ def _write_and_rename(path: Path, content: bytes | Callable[[BinaryIO], Any], pr
                 file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)  # while the lock is held: without it the file would look abandoned
+            os.replace(temporary, path)  # while the lock is held: an unlocked file counts as abandoned
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -221,7 +221,7 @@ def _new_temporary(folder: Path, prefix: str) -> tuple[Path, int]:
             lock(handle)
             if _is_at(handle, path):
                 return path, handle
-        os.close(handle)  # another process took it for abandoned before it was locked, and removes it
+        os.close(handle)  # another process found it unlocked, and removes it as abandoned
 
 
 def lock(handle: int) -> bool:
@@ -245,7 +245,7 @@ def lock(handle: int) -> bool:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether an open file is the one at a path."""
+    """Whether a path still leads to an open file."""
     try:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:
@@ -290,7 +290,7 @@ def _remove_orphan(path: Path, ours: bool, abandoned: float) -> None:
         locked = lock(handle)  # fails while it is written
         if ((locked and ours) or unused) and _is_at(handle, path):
             path.unlink()
-            logger.info("%s: a write that was killed had left it; removed", path)
+            logger.info("%s: removed the file of a killed process", path)
     finally:
         os.close(handle)
 

@@ -1,4 +1,4 @@
-"""Data frames that the library makes: of the kind that came in, through narwhals."""
+"""Data frames returned by the library, of the same kind as its input, through narwhals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from .validate import check_choice
 
 KINDS = ("pandas", "polars", "pyarrow")
-"""Libraries whose frames are made, the first one that is installed by default."""
+"""Libraries of returned frames; by default, the first one that is installed."""
 
 
 def kind_of(given: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""What a model minimizes, and the factors it minimizes over; shared by the backends: each weight is decided once."""
+"""The objective of a model and its factors, shared by the backends, so that each weight is decided once."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Objective:
         return {name: float(np.max(getattr(self, name))) for name in names}
 
     def check_finite_in(self, dtype: np.dtype) -> None:
-        """Refuse a weight that is infinite in the type of the computation.
+        """Reject a weight that is infinite in the type of the computation.
 
         Raises
         ------
@@ -241,7 +241,7 @@ class Factors:
     matrix : float array, shape (n, rank), C order
     bias : float array, shape (n,), or None
     squares : Factors or None
-        AdaGrad's sums of squared steps of each coordinate, while a fit goes on.
+        AdaGrad's sums of squared steps of each coordinate, during a fit.
     """
 
     matrix: np.ndarray
@@ -252,11 +252,11 @@ class Factors:
         return len(self.matrix)
 
     def on_host(self) -> Factors:
-        """The factors as NumPy arrays; other backends keep theirs on a device until they are read."""
+        """The factors as NumPy arrays; factors of other backends stay on a device until they are read."""
         return self
 
     def blank_rows(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Which of `rows` (default: all), by place, have zero factors and no bias: nothing was learned of them."""
+        """Which of `rows` (default: all), by place, have zero factors and no bias, that is, no training entries."""
         first = self.matrix[:, 0] if rows is None else self.matrix[rows, 0]
         suspects = np.flatnonzero(first == 0)  # few, or none: the other columns are read for these only
         if not len(suspects):
@@ -269,7 +269,7 @@ class Factors:
 
     @property
     def arrays(self) -> list[Any]:
-        """Arrays that the factors are made of, where they are; first axis: rows."""
+        """Arrays of the factors in their present memory; first axis: rows."""
         return [self.matrix] if self.bias is None else [self.matrix, self.bias]
 
     def with_arrays(self, arrays: Sequence[Any]) -> Factors:
@@ -345,10 +345,10 @@ class LazyFactors(Factors):
         return host
 
     def wait_by(self, release: Callable[[], bool]) -> None:
-        """Take what waits until others have let go of older factors: where there is no room for more beside them."""
+        """Wait until no other code holds older factors, if there is no memory for new ones beside them."""
 
     def let_go(self) -> None:
-        """Forget arrays that `on_host` has made, where they take room that new factors may need."""
+        """Drop arrays that `on_host` has created, if new factors may need their memory."""
 
     @property
     def matrix(self) -> np.ndarray:
@@ -391,7 +391,7 @@ class State:
 def rating_scale(total: float, squares: float, nnz: int, biases: bool) -> float:
     """Root mean square of ratings: about their mean where a model has biases and ratings differ, else about zero.
 
-    Ratings divided by it are standardized: whatever their unit, factors of a length of about 1 explain them. Learning
+    Ratings divided by it are standardized: in any unit, factors with a norm of about 1 explain them. Learning
     rates of `SGD` and initial factors refer to it.
 
     Parameters
@@ -417,7 +417,7 @@ def rating_scale(total: float, squares: float, nnz: int, biases: bool) -> float:
 
 
 class Terms(NamedTuple):
-    """What an update of stochastic gradient descent takes beside an entry.
+    """Parameters of an update of stochastic gradient descent, apart from its entry.
 
     Attributes
     ----------

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 LONG = 1.0
-"""Seconds after which reading a file is worth a bar."""
+"""Seconds after which reading a file shows a bar."""
 
 
 def progress_bar(total: int, shown: bool, **options: Any) -> tqdm:
@@ -21,9 +21,9 @@ def progress_bar(total: int, shown: bool, **options: Any) -> tqdm:
     Parameters
     ----------
     total : int
-        Iterations, or what the option `unit` says.
+        Number of iterations, or of units given by the option `unit`.
     shown : bool
-        Whether one is asked for.
+        Whether a bar is requested.
     **options
         As for `tqdm.tqdm`.
     """

@@ -1,6 +1,6 @@
-"""The plain float64 twins of every kernel, as short as the formulas: what the tests compare with.
+"""Plain float64 versions of all kernels, as short as the formulas, for comparison in tests.
 
-Nothing here is fast, and nothing here imports a compiled module.
+The code is slow and imports no compiled module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Files for arrays that have no room in memory: without a name from the start, so that nothing is left of them.
+"""Files for arrays that exceed the memory. They are unlinked at once, so the system deletes them with the process.
 
-Their space is reserved as they are made, so that a full disk is an error then, and never the end of the process later,
-when a page of them is written to. The system keeps in memory what it has room for.
+Their space is reserved on creation, so that a full disk raises an error and does not end the process later, when a page
+is written. The system caches as much of them as fits in memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .system import mib
 SCRATCH_DIR = "HYBRIDMF_SCRATCH_DIR"
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-"""File systems whose files are memory, which is what there was too little of."""
+"""File systems that keep files in memory, and are therefore unsuitable."""
 
 _ZEROS = 8 << 20
 """Bytes written at a time where the system cannot reserve space."""
 
 _mapped: dict[int, tuple[int, int]] = {}
-"""Of each array of `mapped` that is alive: where its memory begins, how long it is, and the descriptor of its file."""
+"""Start and length of the memory, and file descriptor, of each living array of `mapped`."""
 
 
 def scratch_folders(beside: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def scratch_folders(beside: str | os.PathLike[str] | None = None) -> tuple[str, 
     Returns
     -------
     tuple of str
-        What HYBRIDMF_SCRATCH_DIR names ("~" is the home folder), and nothing else; else `beside` and the system's
+        Only HYBRIDMF_SCRATCH_DIR ("~" is the home folder) if it is set; else `beside` and the system's
         folder for temporary files.
     """
     named = os.environ.get(SCRATCH_DIR)
@@ -131,13 +131,13 @@ def mapped(shape: tuple[int, ...], dtype: Any, folder: str) -> np.ndarray:
 
 
 def _reserve(handle: int, size: int) -> None:
-    """Have the disk keep room for a whole file; it is zeros."""
+    """Reserve disk space for a whole file of zeros."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(handle, 0, size)
             return
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that does not know how
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system without this feature
                 raise
     for start in range(0, size, _ZEROS):
         rest = memoryview(bytes(min(_ZEROS, size - start)))
@@ -151,10 +151,10 @@ def _refusal(error: Exception, folder: str, size: int) -> OSError:
     try:
         free = f"{mib(shutil.disk_usage(folder).free)} are free"
     except OSError:
-        free = "it cannot be looked at"
+        free = "it cannot be inspected"
     way_out = f"set {SCRATCH_DIR} to a folder on a disk with more room, use fewer factors, or a host with more memory"
     if code in (errno.EMFILE, errno.ENFILE):
-        way_out = "raise the limit of open files (ulimit -n), or let go of models and of factors that callbacks keep"
+        way_out = "raise the limit of open files (ulimit -n), or delete models and factors that callbacks keep"
     return OSError(
         code, f"a file of {mib(size)} for factors cannot be made ({os.strerror(code)}; {free}): {way_out}", folder
     )
@@ -173,7 +173,7 @@ def scratch_file(array: np.ndarray) -> tuple[int, int] | None:
     array : ndarray, C order
     """
     first = array.ctypes.data
-    # copied at once: to walk over it makes objects, and the collector may then remove the array of a cycle from it
+    # copied at once: iteration creates objects, and the garbage collector may then remove an array of a cycle from it
     for start, (size, handle) in _mapped.copy().items():
         if start <= first and first + array.nbytes <= start + size:
             return handle, first - start

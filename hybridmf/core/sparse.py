@@ -62,7 +62,7 @@ def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
 
 @dataclass(frozen=True)
 class RowColumns:
-    """Columns of the entries of some rows of a canonical matrix, where they are: no entry is copied.
+    """Columns of the entries of some rows of a canonical matrix, as views: no entry is copied.
 
     Attributes
     ----------

@@ -35,7 +35,7 @@ _CGROUP_FILES = (
 
 
 def _cgroup_memory(folder: str) -> int | None:
-    """What is left of the limit of one control group (v2 or v1), None without a limit; cached files make way."""
+    """Memory left in one control group (v2 or v1), including cached files; None without a limit."""
     for limit, usage, cache in _CGROUP_FILES:
         words = system_words(f"{folder}/{limit}") + system_words(f"{folder}/{usage}")
         if len(words) == 2 and words[0].isdecimal():  # not "max"
@@ -46,7 +46,7 @@ def _cgroup_memory(folder: str) -> int | None:
 
 
 def mib(size: int) -> str:
-    """A number of bytes as messages have it."""
+    """A number of bytes as text for messages."""
     return f"{size / 2**20:,.1f} MiB"
 
 

@@ -12,17 +12,17 @@ from ..errors import RatingsError
 from .column_names import role_of
 
 CHANCE = 10.0
-"""Repeated pairs that independent columns would have on average, from which having hardly any is no coincidence."""
+"""Expected repeated pairs of independent columns from which almost none is no coincidence."""
 
 SMALL_RATING = 100
 """Largest value taken for a rating; ids of real data exceed it."""
 
 FEW_ROWS = 20
-"""Rows below which large ids in an array decide nothing."""
+"""Rows below which large ids in an array are no evidence."""
 
 
 def refuse_triplets(matrix: Any, name: str) -> None:
-    """Refuse a frame or dense array whose columns are users, items and values; see `named_like_entries`, `are_entries`.
+    """Reject a frame or dense array whose columns are users, items and values; see `named_like_entries`, `are_entries`.
 
     Raises
     ------

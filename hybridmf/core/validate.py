@@ -39,13 +39,13 @@ ROW_BYTES = 64
 """Memory of a row or column while entries are counted."""
 
 MAX_N = MAX_AXIS
-"""Most results that can be asked for (``N``): more than there can be positions is a slip of the keyboard."""
+"""Largest number of results (``N``): one that exceeds the number of positions is a typing error."""
 
 MAX_THREADS = 4096
 """Most threads; each has a workspace."""
 
 MERGE_RULES = ("error", "sum", "mean", "first", "last", "max")
-"""What ``duplicates=`` may say."""
+"""Values of ``duplicates=``."""
 
 MERGE_HINT = 'Merge them with duplicates="sum", "mean", "first", "last" or "max"'
 

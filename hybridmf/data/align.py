@@ -30,7 +30,7 @@ EXAMPLES = 3
 """Labels that a message shows."""
 
 IN_ORDER: Any = object()
-"""In place of the labels that an axis is brought to: its rows or columns stay where they are."""
+"""In place of the labels of an axis: its rows or columns keep their order."""
 
 Labels = tuple[Any, Any]
 """Labels of users and of items; None, or `IN_ORDER`, for either."""
@@ -54,21 +54,21 @@ def align(
     ----------
     matrix : csr_array, shape (n_users, n_items)
     have : (user labels, item labels), or None
-        Those of `matrix`; None where it is a plain matrix, which is in positions already.
+        Labels of `matrix`; None for a plain matrix, which uses positions.
     want : (user labels, item labels)
-        Those to bring it to.
+        Labels of the result.
     name : str
         Argument name for messages.
     unknown : {"error", "drop"} or None
-        What becomes of entries of users and items that `want` does not have; None is "error" where the caller offers
-        no choice.
+        Treatment of entries of users and items that `want` does not have; None is "error" where the caller offers no
+        choice.
     owner : str
         Whose labels `want` are, for messages.
 
     Returns
     -------
     matrix : csr_array
-        The same one where all positions agree; else with a row or column for each label of `want`.
+        The same object if all positions agree; else with a row or column for each label of `want`.
     dropped : int
         Entries left out.
 
@@ -146,7 +146,7 @@ def positions_in(side: Side, have: Any, want: Any, counts: tuple[int, int], name
     Raises
     ------
     RatingsError
-        Only one of the two has labels, or neither has and their numbers of rows differ.
+        Only one of the two has labels, or neither has labels and their numbers of rows differ.
     """
     places = _places(SIDES.index(side), have, want, counts[0], name, owner)
     if places is not None:
@@ -160,7 +160,7 @@ def positions_in(side: Side, have: Any, want: Any, counts: tuple[int, int], name
 
 
 def _places(axis: int, have: Any, want: Any, count: int, name: str, owner: str) -> np.ndarray | None:
-    """Position in `want` of each label of an axis, -1 for unknown ones; None where nothing has to move."""
+    """Position in `want` of each label of an axis, -1 for unknown ones; None if all positions agree."""
     if want is IN_ORDER or have is want or _are_positions(have, want):
         return None
     if have is None or want is None:
@@ -172,7 +172,7 @@ def _places(axis: int, have: Any, want: Any, count: int, name: str, owner: str) 
 
 
 def _are_positions(have: Any, want: Any) -> bool:
-    """Whether one of the two has positions, and the labels of the other are 0, 1, 2, ...: the positions as well."""
+    """Whether one of the two has positions, and the labels of the other are 0, 1, 2, ..., equal to the positions."""
     if (have is None) == (want is None):
         return False
     labels = want if have is None else have

@@ -1,7 +1,7 @@
 """Regular delimited text through pyarrow's multi-threaded CSV reader, where pyarrow is installed.
 
-Both readers here yield what those of `text` yield, or decline: None, as soon as a block holds anything that the two
-could take differently. `text` then reads the file from its beginning, so that results and messages are its own.
+Both readers here yield the same as those of `text`, or decline with None as soon as a block has content that the two
+could read differently. `text` then reads the file from its beginning, so results and messages are always its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PLAIN_NAME = re.compile(r'"[^"]*"|[^"]*')
 
 
 class _Irregular(Exception):
-    """The other readers could take the text differently."""
+    """The other readers could read the text differently."""
 
 
 _DECLINED = (_Irregular, OSError, EOFError, zlib.error)  # the latter for damaged gzip files
@@ -171,12 +171,12 @@ def _blocks(stream: Any, size: int) -> Iterator[bytes]:
 
 
 def _longest_line() -> int:
-    """Bytes of a line that both the csv module and `lines` certainly accept."""
+    """Bytes of a line that both the csv module and `lines` always accept."""
     return min(csv.field_size_limit(), lines.MAX_LINE)
 
 
 def _check_block(block: bytes, layout: TextLayout) -> None:
-    """Refuse what makes lines that are no entries, or that other readers refuse."""
+    """Reject text whose lines are no entries, or that other readers reject."""
     if b"\0" in block or (layout.comment and layout.comment.encode(errors="surrogatepass") in block):
         raise _Irregular
     if not block.isascii():

@@ -1,7 +1,7 @@
 """Which column holds the users, the items and the values: by the names of a header, else by place.
 
 One rule for text, Parquet, Arrow and data frames: arguments come first, then recognized names in any order, then
-places. What stays ambiguous is refused by name. Nothing here depends on how a file is parsed.
+places. Ambiguous columns raise an error that names them. The rule does not depend on how a file is parsed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import RatingsError
 logger = logging.getLogger("hybridmf")
 
 AUTO = "auto"
-"""Of an argument that names a column: decide by the header."""
+"""Value of an argument that names a column: the header decides."""
 
 DEFAULT_PLACES = {"user": 0, "item": 1, "value": 2}
 """Columns of a file whose header has no recognized name, or that has no header."""
@@ -67,7 +67,7 @@ def resolve_columns(
     Parameters
     ----------
     source : str
-        What messages call the table.
+        Name of the table in messages.
     names : sequence or None
         Names of all columns; None without a header.
     n_fields : int
@@ -76,20 +76,20 @@ def resolve_columns(
         A number counted from 0 or a name overrides everything. "auto" takes the column with a recognized name
         (`core.column_names.ROLES`) in any place. `value` may be None: every entry is 1.
     timestamp : "auto", int, str or None
-        Column of times. "auto" takes the only free column with a name of times, else none.
+        Column of times. "auto" takes the only free column with a time-like name, else none.
     by_place : bool
-        Without a recognized name take columns 0, 1 and 2. A column there that is named as something else is refused.
-        False refuses columns that no name decides.
+        Without a recognized name, take columns 0, 1 and 2; a column there whose name has another meaning is an error.
+        False: a column that no name identifies is an error.
 
     Returns
     -------
     Columns
-        `value` is None where nothing is left that could be one: two columns, or all others are times.
+        `value` is None if no column is left for values: there are two columns, or all others are times.
 
     Raises
     ------
     RatingsError
-        A column that is not there, two that could be meant, or none; the message names them and the arguments to pass.
+        A missing column, two candidates, or none; the message names them and the arguments to pass.
     ValueError, TypeError
         Arguments that cannot be used.
     """
@@ -117,7 +117,7 @@ def resolve_columns(
 
 
 def check_distinct_names(source: str, names: Iterable[Any]) -> None:
-    """Refuse columns that share a name, of tables that are read by name.
+    """Reject duplicate column names in tables that are read by name.
 
     Raises
     ------
@@ -190,7 +190,7 @@ class _NamedColumns:
         return free[0] if free else None
 
     def times(self, places: dict[str, int | None]) -> int | None:
-        """The only free column with a name of times; None if there are several or none."""
+        """The only free column with a time-like name; None if there are several or none."""
         free = [k for k, role in enumerate(self.roles) if role == "time" and k not in places.values()]
         return free[0] if len(free) == 1 else None
 
@@ -216,7 +216,7 @@ class _NamedColumns:
         return place
 
     def find_value(self, places: dict[str, int | None]) -> int | None:
-        """Column of values; None if nothing is left that could be one."""
+        """Column of values; None if no column is left for them."""
         named = self.named("value", places)
         if named is not None:
             return named

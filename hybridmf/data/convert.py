@@ -127,26 +127,26 @@ def convert(
     """Write ratings as a store, which a fit can read without holding it in memory.
 
     Delimited text, MatrixMarket (general coordinates) and Parquet files, and other stores, may be larger than memory:
-    labels are held, entries are not. Other files, and matrices, are in memory as a whole. A conversion that was killed
-    goes on where it stopped when it is called again with the same arguments. It needs up to 48 bytes of disk an entry
-    while it works, 16 when it is done.
+    labels are held, entries are not. Other files, and matrices, are in memory as a whole. A killed conversion continues
+    when it is called again with the same arguments. It needs up to 48 bytes of disk per entry; the complete store takes
+    16.
 
     Parameters
     ----------
     source : path-like, Store, Ratings, or sparse or dense matrix of shape (n_users, n_items)
         The path of a file, or of the folder of a store.
     path : path-like
-        Folder of the store; made if it does not exist.
+        Folder of the store; created if it does not exist.
     slab_bytes : int or str
-        Size of a slab, such as "64MiB": what a fit has in memory at a time, twice. A single row with more entries
-        is a slab of its own.
+        Size of a slab, such as "64MiB"; a fit holds a few slabs in memory at a time. A single row with more
+        entries is a slab of its own.
     memory_limit : int or str
-        Memory for entries while converting, beside the labels; at least 1 MiB. Slabs are made smaller where they
-        could not be sorted in it.
+        Memory for entries during the conversion, in addition to the labels; at least 1 MiB. Slabs are made smaller if
+        sorting them would exceed it.
     overwrite : bool
-        Replace a store that is there, which is removed before the new one is made; otherwise that is an error.
+        Replace an existing store, which is removed first; otherwise an existing store is an error.
     format, separator, header, user, item, value, duplicates, encoding, comment
-        How a file is read, as for `Ratings.from_file`; `duplicates` is for matrices too.
+        Options for reading a file, as for `Ratings.from_file`; `duplicates` also applies to matrices.
 
     Returns
     -------
@@ -155,13 +155,13 @@ def convert(
     Raises
     ------
     RatingsError, DuplicateEntriesError, TypeError
-        As for `Ratings.from_file`; nothing is left behind.
+        As for `Ratings.from_file`; no files remain.
     FileExistsError
         The folder is not empty, or holds a store and `overwrite` is False.
     BlockingIOError
-        Another conversion into the folder is at work; it is not disturbed.
+        Another conversion into the folder is running; it continues undisturbed.
     OSError
-        The disk is full, for example; nothing is left behind.
+        For example, the disk is full; no files remain.
     """
     check_choice("format", format, FORMATS)
     check_choice("duplicates", duplicates, MERGE_RULES)
@@ -195,7 +195,7 @@ def convert(
 
 
 def _refuse_itself(source: Any, path: Path) -> None:
-    """Refuse to replace the source: `overwrite` removes the old store before it reads the source."""
+    """Raise if the store would replace its source: `overwrite` removes the old store before the source is read."""
     if isinstance(source, Store) and path.exists() and path.samefile(source.path):
         raise ValueError(
             f"path {str(path)!r} is the store that is converted; give another folder, or convert source.to_ratings()"
@@ -221,7 +221,8 @@ def _in_memory(source: Any, options: dict[str, Any]) -> Ratings:
 # ---------------------------------------------------------------------------------------------------- the folder
 
 _write = functools.partial(write_atomically, clean=False)
-"""Into a folder that `_Folder.alone` has cleaned: to list it for each of its many files takes time."""
+"""`write_atomically` without cleaning: `_Folder.alone` has cleaned the folder once, since listing it per file is
+slow."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error codes of a full disk, an exhausted quota, and a file that is too large."""
@@ -229,13 +230,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder until the end, or until the process ends; whether others are kept out, which not all systems do."""
+    """Lock a folder until the end of the context or process; yields whether the system supports that."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             locked = lock(handle)
         except BlockingIOError:
-            text = "another conversion into this folder is at work; wait for it, or give another folder"
+            text = "another conversion into this folder is running; wait for it, or give another folder"
             raise BlockingIOError(errno.EWOULDBLOCK, text, str(folder)) from None
         yield locked
     finally:
@@ -252,7 +253,7 @@ class _Folder:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Make the folder, and keep other conversions out of it until this one ends; what stays empty goes again."""
+        """Create the folder and lock it against other conversions until this one ends; remove it if it stays empty."""
         path = self.path
         if path.exists() and not path.is_dir():
             raise FileExistsError(errno.EEXIST, "a store is a folder, and there is a file of that name", str(path))
@@ -264,12 +265,12 @@ class _Folder:
                 remove_orphans(path, abandoned=0.0 if locked else ABANDONED)
                 yield
         finally:
-            with contextlib.suppress(OSError):  # it has become a store, or will when this is called again
+            with contextlib.suppress(OSError):  # it is a store now, or will be after the next call
                 for each in made:
                     each.rmdir()
 
     def check_target(self, overwrite: bool, identity: dict[str, Any] | None) -> bool:
-        """Refuse folders with other files; return whether they hold an unfinished conversion of the same source."""
+        """Reject folders with other files; return whether there is an unfinished conversion of the same source."""
         path = self.path
         finished = (path / MANIFEST).exists()
         if finished and not overwrite:
@@ -288,13 +289,13 @@ class _Folder:
         if not unfinished or finished:
             return False
         if identity is not None and self._read_state() == identity:
-            logger.info("%s: going on with a conversion that stopped after stage %r", path, self.state["stage"])
+            logger.info("%s: continuing a conversion that stopped after stage %r", path, self.state["stage"])
             return True
-        logger.info("%s: an unfinished conversion of something else is removed", path)
+        logger.info("%s: removed an unfinished conversion of another source", path)
         return False
 
     def begin(self, identity: dict[str, Any] | None) -> None:
-        """Remove files of earlier conversions, and record that this one has begun."""
+        """Remove files of earlier conversions, and record the start of this one."""
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
         _write(path / UNFINISHED, b"{}")
@@ -375,7 +376,7 @@ class _Folder:
         return sp.csr_array((values, indices, indptr), shape=(len(indptr) - 1, n_fixed))
 
     def finish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, and remove what only the conversion needed."""
+        """Write the manifest, and remove the work files."""
         for entry in sorted(self.path.iterdir()):  # files written before an interruption
             if _OURS.fullmatch(entry.name) and entry.suffix == ".npy" and entry.name not in self.files:
                 self.files[entry.name] = {"bytes": entry.stat().st_size, "crc32": file_checksum(entry)}
@@ -496,9 +497,9 @@ class _Reader:
     where : callable
         Describes where two entries are in the source.
     source : str
-        What messages call it.
+        Name of the source in messages.
     others : iterator of _Reader
-        For a source that turns out not to be what this one is for, to be tried in turn.
+        Readers to try in turn if this one does not support the source.
     """
 
     chunks: Iterator[Chunk | None]
@@ -514,7 +515,7 @@ class _Ids:
     dtype: Any = np.int32
 
     def see(self, ids: np.ndarray) -> None:
-        """Take notice of a chunk."""
+        """Record the ids of a chunk."""
 
     def labels(self) -> np.ndarray | None:
         """Label of each position."""
@@ -603,7 +604,7 @@ class _Positions(_Ids):
 
 
 def _reader_of(source: Any, options: dict[str, Any], limit: int) -> Callable[[], _Reader] | None:
-    """How to read a file or a store in chunks; None for what has to be, or is, in memory as a whole."""
+    """How to read a file or a store in chunks; None for sources that are held in memory as a whole."""
     if isinstance(source, Store):
         return lambda: _stored(source, limit)
     return _reader_of_file(source, options, limit) if isinstance(source, str) else None

@@ -103,7 +103,7 @@ def _used(positions: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray, np
 
 
 def first_repeat(pairs: np.ndarray) -> tuple[int, int]:
-    """Places of the first entry that repeats a pair, and, before it, of the one that it repeats."""
+    """Places of the two entries of the first pair that repeats: the earlier entry and its repetition."""
     order = np.argsort(pairs, kind="stable")
     again = np.flatnonzero(pairs[order[1:]] == pairs[order[:-1]])
     place = again[np.argmin(order[again + 1])]
@@ -294,7 +294,7 @@ def _largest(name: str, ids: np.ndarray) -> int:
             f"{name} has {largest} at entry {int(ids.argmax())}; integers are positions here, at most "
             f"{MAX_POSITION - 1}. If they are labels, pass {name}.astype(object)"
         )
-    return max(largest, -1)  # a negative position is from_triplets' to report
+    return max(largest, -1)  # from_triplets reports negative positions
 
 
 def _known_codes(name: str, ids: np.ndarray, ids_name: str, labels: np.ndarray) -> np.ndarray:

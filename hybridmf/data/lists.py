@@ -66,7 +66,7 @@ def list_layout(
     Raises
     ------
     ValueError, TypeError
-        Columns, which such a file does not have; options of text that cannot be used.
+        Columns, which such a file does not have; invalid options of text.
     RatingsError
         Nothing but blank lines and comments.
     """

@@ -10,8 +10,8 @@
     files                      {name: {"bytes": n, "crc32": "8 hexadecimal digits"}}
     checksum                   CRC-32 of all of that
 
-A checksum shows that a manifest is as it was written, not that it was written well, and kernels trust what a store says
-of itself. So `check_manifest` accepts no other field, file, type, range or size than a conversion writes.
+A checksum shows that a manifest is unchanged, not that it is valid, and kernels do not validate stores. So
+`check_manifest` accepts only the fields, files, types, ranges and sizes that a conversion writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADER = 128
 MAX_VALUE = float(np.finfo(np.float32).max)
 
 ROUNDING = 1e-9
-"""By which sums over the same entries in another order may differ, relative to entries x largest value."""
+"""Tolerance of sums over the same entries in another order, relative to entries x largest value."""
 
 KINDS = {"all", "nonzero"}
 FIELDS = {"format", "version", "dtype", "shape", "nnz", "zeros", "bounds", "sums", "magnitudes", "files", "checksum"}
@@ -120,7 +120,7 @@ def _check_range(found: Any, magnitudes: list[float]) -> None:
 
 
 def _check_files(manifest: dict[str, Any]) -> None:
-    """All files that the other fields ask for, of the size they imply, and no others."""
+    """Exactly the files that the other fields imply, with the implied sizes."""
     files, shape = manifest["files"], dict(zip(SIDES, manifest["shape"], strict=True))
     _keys("files", files, set(_sizes(manifest)), LABELS)
     for name, entry in files.items():

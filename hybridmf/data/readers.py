@@ -51,7 +51,7 @@ def frame_entries(
     timestamp: Any = None,
     where: Where | None = None,
 ) -> Entries:
-    """Entries of any frame narwhals knows; `source` is what messages call it. See `Ratings.from_frame`."""
+    """Entries of any frame that narwhals supports; `source` is its name in messages. See `Ratings.from_frame`."""
     import narwhals as nw
 
     table, names = _frame(frame, source)
@@ -80,7 +80,7 @@ def frame_entries(
 
 
 def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
-    """A frame as narwhals sees it, and the names of its columns.
+    """A frame as a narwhals frame, and the names of its columns.
 
     Raises
     ------
@@ -360,7 +360,7 @@ def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
 
 
 def _check_npz_memory(path: str) -> None:
-    """Refuse arrays that, by their headers, do not fit into memory; what cannot be read is left to the reader."""
+    """Reject arrays that, by their headers, exceed the memory; the reader reports unreadable archives."""
     try:
         sizes = _npz_sizes(path)
     except Exception:  # a damaged archive, which fails again, and is explained, when it is loaded
@@ -429,7 +429,7 @@ def _sizes_of(path: str) -> list[int]:
 
 
 def check_market_rows(path: str, header: MarketHeader) -> None:
-    """Refuse a header whose rows and columns, though empty, are too many to be counted in memory.
+    """Reject a header with more rows and columns, even empty ones, than can be counted in memory.
 
     Raises
     ------
@@ -472,9 +472,9 @@ def read_matrix_market(path: str, head: bytes) -> tuple[Any, Labels]:
 
 
 def _mmread(stream: Any) -> Any:
-    """`scipy.io.mmread` whose errors hold on to nothing.
+    """`scipy.io.mmread` whose errors keep no reference to its reader.
 
-    Its reader goes back in the stream when it is destroyed, and ends the process if the stream is closed by then.
+    The reader seeks in the stream when it is destroyed, and ends the process if the stream is closed by then.
     """
     import scipy.io  # takes a tenth of the import of all that a fit needs
 

@@ -1,4 +1,4 @@
-"""Ratings cut into slabs of consecutive rows: what solvers read that do not hold all ratings at once."""
+"""Ratings cut into slabs of consecutive rows, for solvers that do not hold all ratings at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Slabs(Protocol):
         """Rows of a slab, canonical; its arrays may be mapped from a file and cannot be written to."""
 
     def prefetch(self, slab: int) -> None:
-        """Have the system read a slab ahead, if it lies in a file."""
+        """Let the system read a slab ahead, if it is in a file."""
 
 
 def slab_bounds(degrees: np.ndarray, entries: int, rows: int | None = None) -> np.ndarray:
@@ -166,7 +166,7 @@ class RangeSlabs:
         self._at_hand = None
 
     def prefetch(self, slab: int) -> None:
-        """Have the source read ahead, unless it does so anyway."""
+        """Let the source read ahead, unless it does so anyway."""
         if slab < len(self._slab_of) and (not slab or self._slab_of[slab] != self._slab_of[slab - 1]):
             self.source.prefetch(int(self._slab_of[slab]))
 

@@ -32,7 +32,7 @@ def entries_of_users(matrix: sp.csr_array, test_size: float | int, rng: np.rando
 
 
 def latest_entries(times: np.ndarray, test_size: float | int) -> np.ndarray:
-    """The latest entries of all; of equal times, those that come later in the matrix."""
+    """The latest entries of the matrix; of equal times, those that come later in the matrix."""
     mask = np.zeros(len(times), dtype=bool)
     mask[np.argsort(times, kind="stable")[len(times) - _number(len(times), test_size, "entries") :]] = True
     return mask

@@ -11,8 +11,8 @@
       user-degrees-nonzero.npy, item-degrees-nonzero.npy      the same without explicit zeros, where there are any
       user_ids.npy, item_ids.npy       labels, as model files have them: int64, uint64, or a JSON list as bytes
 
-Everything is plain .npy. `hybridmf.data.convert` writes it. `hybridmf.data.manifest` says what a manifest must hold;
-what files hold is compared with it, and with each other, when they are read for the first time.
+All arrays are plain .npy files. `hybridmf.data.convert` writes them. `hybridmf.data.manifest` defines the manifest. The
+contents of files are compared with it, and with each other, when they are first read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CHUNK = 1 << 22
 """Bytes read at a time to check a file."""
 
 PARSING = threading.Lock()
-"""Held while NumPy reads the header of an array."""
+"""Lock for NumPy's parser of array headers."""
 
 AGAIN = "convert the ratings again (hybridmf convert RATINGS STORE --overwrite)"
 
@@ -112,7 +112,7 @@ class Slab:
 class Store:
     """Ratings in a folder; `Store.open` reads what `convert` wrote. Estimators take it in place of `Ratings`.
 
-    Nothing of the size of the ratings is held in memory: slabs are memory-mapped on demand.
+    No array of the size of the ratings is held in memory: slabs are memory-mapped on demand.
 
     Attributes
     ----------
@@ -130,9 +130,9 @@ class Store:
         self.nnz = int(manifest["nnz"])
         self._bounds = {side: np.array(manifest["bounds"][side], dtype=np.int64) for side in SIDES}
         self._entries = {side: entries_of_slabs(manifest, side) for side in SIDES}
-        self._checked: dict[str, tuple[int, int]] = {}  # files whose checksum was right: their size and time then
-        self._sound: dict[Side, dict[int, _Summary]] = {side: {} for side in SIDES}  # slabs whose arrays fit together
-        self._counted: set[str] = set()  # files of degrees that fit the sizes of slabs
+        self._checked: dict[str, tuple[int, int]] = {}  # size and time of files at the time of their validation
+        self._sound: dict[Side, dict[int, _Summary]] = {side: {} for side in SIDES}  # slabs whose arrays are consistent
+        self._counted: set[str] = set()  # files of degrees that are consistent with the sizes of slabs
         self._layouts: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}  # of arrays that were mapped before
 
     @classmethod
@@ -147,14 +147,14 @@ class Store:
         """
         folder = Path(check_path("path", path))
         if not folder.exists():
-            raise FileNotFoundError(errno.ENOENT, "there is no such store; hybridmf convert makes one", str(path))
+            raise FileNotFoundError(errno.ENOENT, "there is no such store; hybridmf convert creates one", str(path))
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "a store is a folder, this is a file", str(path))
         if not (folder / MANIFEST).exists():
             if (folder / UNFINISHED).exists():
                 raise StoreError(
-                    f"{str(path)!r} is an unfinished conversion; run the same hybridmf convert again, which goes on "
-                    "where it stopped, or delete the folder"
+                    f"{str(path)!r} is an unfinished conversion; run the same hybridmf convert again to continue "
+                    "it, or delete the folder"
                 )
             raise StoreError(
                 f"{str(path)!r} is a directory, but no store (no {MANIFEST}): hybridmf convert makes stores"
@@ -240,7 +240,7 @@ class Store:
 
     @property
     def user_items(self) -> sp.csr_array:
-        """All ratings as one matrix in memory, shape (n_users, n_items), made anew: for what cannot read slabs.
+        """All ratings as a new matrix in memory, shape (n_users, n_items), for code that cannot read slabs.
 
         Raises
         ------
@@ -257,7 +257,7 @@ class Store:
         return frozen_csr(StoreMatrix(self).load())
 
     def to_ratings(self) -> Ratings:
-        """All ratings in memory, with their labels; the same as `Ratings.from_file` of what was converted."""
+        """All ratings in memory, with their labels, as `Ratings.from_file` would read them from the source."""
         return Ratings(self.user_items, self.user_ids, self.item_ids)
 
     # ------------------------------------------------------------------------------------------------ files
@@ -395,7 +395,7 @@ class _Summary:
 
     @classmethod
     def of(cls, values: np.ndarray) -> _Summary:
-        """Of values; some at a time, for all of their magnitudes would need memory."""
+        """The summary of values, in pieces: all magnitudes at once would need memory."""
         pieces = []
         for start in range(0, len(values), SUMMED):
             piece = values[start : start + SUMMED]
@@ -474,7 +474,7 @@ def _size_problem(size: int, written: int) -> str:
 
 
 class StoreMatrix:
-    """One orientation of a store as a fit reads it: `hybridmf.data.slabs.Slabs`, and what a matrix is asked for.
+    """One orientation of a store for a fit: `hybridmf.data.slabs.Slabs`, with the interface of a matrix.
 
     Parameters
     ----------
@@ -484,7 +484,7 @@ class StoreMatrix:
     dtype : dtype
         float32 or float64; values are converted as they are read.
     drop_zeros : bool
-        Leave out explicit zeros.
+        Drop explicit zeros.
     """
 
     def __init__(self, store: Store, side: Side = "user", dtype: Any = np.float32, drop_zeros: bool = False) -> None:
@@ -593,7 +593,7 @@ class StoredSeen:
         return StoreMatrix(Store.open(path), side, dtype, drop_zeros)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the store, which is opened again at first need: a model is of use where it is not."""
+        """Without the store, which is opened again at first need: a model can be used without it."""
         return {name: value for name, value in self.__dict__.items() if name != "_matrix"}
 
     def take_rows(self, rows: np.ndarray) -> sp.csr_array:
@@ -620,7 +620,7 @@ class StoredSeen:
         needed, free = 10 * self.nnz, available_memory()
         if free is not None and needed > free:
             raise MemoryBudgetError(
-                f"what users have seen takes {needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; "
+                f"the seen items take {needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; "
                 "save the model with include_seen=False, and give score users="
             )
         return _stacked_pattern(list(self._matrix.matrices()), self.shape[1])

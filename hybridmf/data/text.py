@@ -166,7 +166,7 @@ def text_separator(format: str, separator: str | None) -> str | None:
 
 
 def check_text_options(separator: Any, comment: Any) -> None:
-    """Refuse a separator or a beginning of comments that is no text."""
+    """Reject a separator or a comment prefix that is no text."""
     if separator is not None:
         _check_separator(separator)
     if comment is not None and not isinstance(comment, str):
@@ -218,7 +218,7 @@ def _split_lines(lines: Iterable[str], separator: str) -> Iterator[list[str]]:
 
 
 def _sample(lines: list[str], separator: str) -> list[list[str]]:
-    """Return the records of the first lines, up to one that the csv module refuses."""
+    """Return the records of the first lines, up to the first that the csv module rejects."""
     rows: list[list[str]] = []
     with contextlib.suppress(csv.Error):
         rows.extend(_split_lines(lines, separator))
@@ -259,7 +259,7 @@ def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> st
 
 
 def _value_place(first: list[str], value: int | str | None) -> int | None:
-    """Column in which values are expected; None where there are none, or a name that is not known yet says it."""
+    """Column in which values are expected; None without values, or if an unresolved name gives it."""
     if value != AUTO:
         return value if isinstance(value, int) else None
     roles = [role_of(name.strip()) for name in first]
@@ -333,7 +333,7 @@ def _read_columns(layout: TextLayout) -> tuple[Columnar, np.ndarray | None]:
         found = _read_regular(numbers) or _read_regular(dates) or _read_integers(numbers)
         if found is not None:
             return found[:3], as_times(found[3])
-    # irregular times do not slow the rest down
+    # irregular times do not slow down the other columns
     columns = _read_regular(layout) or _read_integers(layout)
     if columns is not None:
         return columns, _parsed_times(layout, place, [row[place].strip() for _, row in _records(layout)])
@@ -380,7 +380,7 @@ def _read_integers(layout: TextLayout) -> Any:
 
 
 def _read_any(layout: TextLayout) -> Columnar:
-    """Users, items and values, whatever the file holds."""
+    """Users, items and values, for regular and irregular files."""
     return _read_integers(layout) or _read_records(layout)
 
 
@@ -428,7 +428,7 @@ def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[Time
     odd = re.compile(rf"(?:\n|{separator})[ \t]*(?:-?0[0-9]|-0(?![0-9.]))")
     header = layout.header
     for block in _blocks(layout, size):
-        if "+" in block or odd.search("\n" + block):  # loadtxt would make integers of what `INTEGER` refuses
+        if "+" in block or odd.search("\n" + block):  # loadtxt would parse text that `INTEGER` rejects as integers
             yield None
             return
         lines = _block_lines(block, layout)

@@ -1,4 +1,4 @@
-"""Methods of `Ratings` that make other ratings of them, and the views that scikit-learn splits."""
+"""Methods of `Ratings` that return new ratings, and the views that scikit-learn splits."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Transforms:
         return self._of(checked, self.timestamps)
 
     def binarize(self: Self, threshold: float | None = None) -> Self:
-        """Entries of at least `threshold` (default: more than 0) with the value 1; the others are left out."""
+        """Entries of at least `threshold` (default: more than 0) with the value 1; all others are dropped."""
         data = self.user_items.data
         # as float32, like the values
         mask = data > 0 if threshold is None else data >= np.float32(check_real("threshold", threshold))
@@ -217,7 +217,7 @@ class Transforms:
     def _rarity(self) -> np.ndarray:
         """Inverse frequency of the item of each entry."""
         counts = np.bincount(self.user_items.indices, minlength=self.user_items.shape[1])
-        rarity = np.maximum(np.log(max(1, len(self))) - np.log1p(counts), 0.0)  # a negative one would say dislike
+        rarity = np.maximum(np.log(max(1, len(self))) - np.log1p(counts), 0.0)  # a negative one would mean dislike
         return np.asarray(rarity[self.user_items.indices])
 
     # ---------------------------------------------------------------------------------------------------- export

@@ -1,1 +1,1 @@
-"""One GPU: what it is, its memory, and copies between it and the host."""
+"""One GPU: its properties, its memory, and copies between it and the host."""

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def passed(argument: Any, address: Callable[[Any], int]) -> Any:
-    """What a launch takes for an argument: of a tuple, the bytes of the C struct with its elements.
+    """The form of an argument that a launch accepts: for a tuple, the bytes of the C struct with its elements.
 
     Parameters
     ----------

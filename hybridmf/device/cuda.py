@@ -44,7 +44,7 @@ DLPACK_CUDA = (2, 13)
 """Kinds of devices in DLPack: kDLCUDA and kDLCUDAManaged."""
 
 LONG_COMPILATION = 0.5
-"""Seconds after which a fit that waits for the compiler says so."""
+"""Seconds of waiting for the compiler after which a fit logs it."""
 
 Array = Any
 """An array on a device; `ndarray` of CuPy, or of NumPy where the device is emulated."""
@@ -319,7 +319,7 @@ class CudaDevice:
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"cuda:{self.index} is out of memory: {' '.join(str(error).split())}; "
-                f"use fewer factors, another GPU, or free what other programs hold"
+                f"use fewer factors, another GPU, or free memory of other programs"
             ) from error
         except cupy.cuda.runtime.CUDARuntimeError as error:
             if "MemoryAllocation" in str(error):

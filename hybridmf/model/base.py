@@ -169,16 +169,14 @@ class FactorModel(ServingMixin):
             Stop when a metric of `validation` has not improved for some iterations (an integer: that many; True: 3),
             and restore the factors of the best iteration, also if all iterations were run. ``n_iter_`` is then the best
             iteration, and ``history_`` has all of them. Checkpoints hold the last iteration, not the best; a resumed
-            fit looks for the best one among its own.
+            fit selects the best of its own iterations.
         freeze : {"user", "item"}, optional
-            Keep the factors (and biases) of one side as `init` gives them, and solve the other side only: one iteration
-            of an exact solver, which is then all that runs. Rows of the frozen side without entries keep theirs, too.
-            ALS and CCD.
+            Keep the factors (and biases) of one side from `init`, and solve only the other side; an exact solver then
+            runs a single iteration. Rows of the frozen side without entries also keep their factors. For ALS and CCD.
         weights : Ratings, or sparse or dense matrix, shape (n_users, n_items), optional
-            Confidence c > 0 of each entry of `user_items`, in place of ``1 + alpha |r|`` (`ImplicitALS` only): the
-            signs of `user_items` say what is preferred, these numbers how surely. Labelled ones are aligned by label.
-            Weights belong to the fit: `transform` and other fold-in, and ``objective(matrix)``, use
-            ``1 + alpha |r|``.
+            Confidence c > 0 of each entry of `user_items`, in place of ``1 + alpha |r|`` (`ImplicitALS` only); the
+            signs of `user_items` remain the preferences. Labelled weights are aligned by label. Only the fit uses them:
+            `transform` and other fold-in, and ``objective(matrix)``, use ``1 + alpha |r|``.
 
         Returns
         -------
@@ -435,12 +433,12 @@ def fit_settings(model: Any, freeze: Any) -> tuple[Settings, int]:
 
 
 def data_identity(fingerprint: str, unit: float | None) -> str:
-    """What a checkpoint says of its ratings: their fingerprint, and the unit of their weights."""
+    """Fields of a checkpoint about the ratings: their fingerprint, and the unit of their weights."""
     return fingerprint if unit is None else f"{fingerprint}-{unit!r}"
 
 
 def check_frozen(state: State, init: Init, frozen: Side | None) -> None:
-    """Refuse to resume from a checkpoint whose frozen factors are not those of `init`."""
+    """Raise an error if the frozen factors of a checkpoint differ from those of `init`."""
     if frozen is not None and not np.array_equal(state.side(frozen).matrix, init.given[frozen].matrix):
         raise ValueError(
             f"resume_from holds other {frozen} factors than init, and freeze={frozen!r} keeps those of init; resume "
@@ -449,7 +447,7 @@ def check_frozen(state: State, init: Init, frozen: Side | None) -> None:
 
 
 def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
-    """Log a warning if factors have shrunk to nothing relative to the scale of the `nnz` ratings."""
+    """Log a warning if factors have shrunk to zero relative to the scale of the `nnz` ratings."""
     objective, zeros = learned.objective, not learned.total
     users, items = (_root_mean_square(side.matrix) for side in (learned.state.user, learned.state.item))
     strength = math.sqrt(math.prod(objective.regularization))  # predictions depend on the product
@@ -458,7 +456,7 @@ def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
     degree = nnz / math.sqrt(max(1, learned.shape[0] * learned.shape[1]))
     usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - sum(objective.scaling) / 2)
     logger.warning(
-        "the factors have shrunk to nothing: they add less than %g %% of the ratings' scale (%.3g) to predictions. "
+        "the factors have shrunk to zero: they add less than %g %% of the ratings' scale (%.3g) to predictions. "
         "regularization=%s is too strong for ratings of this scale; try regularization=%.1g",
         100 * COLLAPSED,
         scale,

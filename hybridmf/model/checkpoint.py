@@ -282,7 +282,7 @@ class Writer:
         except (OSError, MemoryError) as error:
             self._failed = True
             logger.warning(
-                "the checkpoint of iteration %d could not be written to %r (%s: %s); training goes on, %s; "
+                "the checkpoint of iteration %d could not be written to %r (%s: %s); training continues, %s; "
                 "the next iteration tries again",
                 snapshot.iteration,
                 str(self.checkpoint.folder),
@@ -308,7 +308,7 @@ class Writer:
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
             logger.warning(
-                "checkpoint folder %r was removed during the fit, with what was in it: made again", str(folder)
+                "checkpoint folder %r was removed during the fit, with its files; created again", str(folder)
             )
         tensors = state_tensors(snapshot.state.on_host(), resumable=True) | lasting
         newest = folder / _file_name(snapshot.iteration)
@@ -388,7 +388,9 @@ def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = 
     content = _newest(Path(path), mapped) if Path(path).is_dir() else ModelFile(path, mapped=mapped)
     name = str(content.path)
     if "data" not in content.summary:
-        raise ModelFileError(f"{name!r} is a saved model, not a checkpoint; pass what checkpoint= wrote")
+        raise ModelFileError(
+            f"{name!r} is a saved model, not a checkpoint; pass a file or folder that checkpoint= wrote"
+        )
     if content.model != type(model).__name__:
         raise ModelFileError(f"{name!r} is a checkpoint of {content.model}, not of {type(model).__name__}")
     ours = jsonable(model.get_params(deep=False))
@@ -409,12 +411,12 @@ def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = 
 
 
 def _warn_of_too_many(content: ModelFile, iterations: int) -> None:
-    """Log a warning if a checkpoint has more iterations than the fit requests; with equal counts it was complete."""
+    """Log a warning if a checkpoint has more iterations than the fit requests."""
     completed = int(content.summary["n_iter"])
     if completed > iterations:
         logger.warning(
-            "%r has %d iterations behind it and iterations=%d counts them in: nothing is trained, the model is that of "
-            "the checkpoint; set iterations to more than %d to go on, or resume from an earlier checkpoint",
+            "%r already has %d iterations and iterations=%d includes them: fit returns the model of the checkpoint "
+            "without training; set iterations to more than %d to continue, or resume from an earlier checkpoint",
             str(content.path),
             completed,
             iterations,
@@ -432,6 +434,6 @@ def _newest(directory: Path, mapped: bool) -> ModelFile:
             return ModelFile(each.path, mapped=mapped)
         except ModelFileError as error:
             problem = error
-            logger.warning("checkpoint passed over: %s", error)
+            logger.warning("skipped checkpoint: %s", error)
     assert problem is not None
     raise problem

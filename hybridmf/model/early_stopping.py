@@ -1,4 +1,4 @@
-"""When a fit has stopped to improve on held-out entries, and the factors of its best iteration."""
+"""Early stopping: when a fit no longer improves on held-out entries, restore the factors of the best iteration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METRICS = re.compile(r"rmse|mae|(?:ndcg|precision|recall|map|mrr|hit_rate)@[1-9]
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Stop a fit when a metric of the validation set has stopped to improve, and restore the best factors.
+    """Stop a fit when a metric of the validation set no longer improves, and restore the best factors.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class EarlyStopping:
         ``"mae"``. Default: RMSE for
         explicit and NDCG@10 for implicit feedback.
     min_delta : float
-        Least improvement that counts.
+        Smallest improvement that counts.
 
     Raises
     ------
@@ -96,7 +96,7 @@ class Watch:
     learned: Learned | None = None
 
     def see(self, iteration: int, value: float, learned: Learned) -> bool:
-        """Take note of an iteration; whether the fit has to stop after it."""
+        """Record an iteration and return whether the fit has to stop after it."""
         gain = self.value - value if self.metric in LOWER_IS_BETTER else value - self.value
         if not self.iteration or gain > self.rule.min_delta:
             self.iteration, self.value = iteration, value
@@ -105,7 +105,7 @@ class Watch:
 
 
 def _apart(state: State) -> State:
-    """A state whose arrays nothing else writes or waits for: a copy of factors that a GPU or files hold."""
+    """A state whose arrays no other code changes: factors on a GPU or in files are copied."""
     return replace(state, user=_factors_apart(state.user), item=_factors_apart(state.item))
 
 

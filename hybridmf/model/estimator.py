@@ -1,8 +1,7 @@
 """scikit-learn's protocol of estimators, without importing scikit-learn, which takes longer than most fits.
 
-Parameters, cloning and pickling need none of it. All else that scikit-learn's base classes offer (metadata routing,
-HTML representations, output containers) is theirs: an estimator borrows it once the program has imported scikit-learn,
-as a program that uses it does.
+Parameters, cloning and pickling need none of it. Other features of scikit-learn's base classes (metadata routing, HTML
+representations, output containers) are delegated to these classes once the program has imported scikit-learn.
 """
 
 from __future__ import annotations

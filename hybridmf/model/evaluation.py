@@ -10,8 +10,8 @@ import numpy as np
 from ..core.validate import check_int, check_real
 
 GROUPS = 10_000
-"""Users up to which each is resampled by itself. More are put into this many groups at random, whose sums are
-resampled: the spread of the result is the same, and its cost does not grow with the users."""
+"""Maximum number of users that are resampled one by one. More users are divided at random into this many groups, whose
+sums are resampled: the distribution of the result is the same, and the cost does not grow with the number of users."""
 
 RESAMPLES = 1_000
 
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 class Evaluation(dict[str, float]):
-    """Metrics by name, as returned by `evaluate`: a dict with what is behind the values.
+    """Metrics by name, as returned by `evaluate`: a dict with further attributes.
 
     Attributes
     ----------
@@ -93,8 +93,8 @@ class Evaluation(dict[str, float]):
     ) -> Interval:
         """A metric minus that of another model, with its confidence interval by the paired bootstrap.
 
-        Each resample draws users, and takes the values of both evaluations for them, so what makes a user easy or hard
-        for both cancels out. If the interval does not contain 0, the models differ at this level.
+        Each resample draws users and takes the values of both evaluations for them, so properties of a user that affect
+        both cancel out. If the interval does not contain 0, the models differ at this level.
 
         Parameters
         ----------

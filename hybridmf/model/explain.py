@@ -14,7 +14,7 @@ from .learned import Learned
 
 
 class Explanation(NamedTuple):
-    """Score of an item for a user, and what each item of the user's history contributes to it.
+    """Score of an item for a user, and the contribution of each item of the user's history.
 
     Attributes
     ----------

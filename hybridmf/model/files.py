@@ -396,7 +396,7 @@ class ModelFile:
             if twin is not None and sums is not None:
                 shapes = {twin.shape, *([(len(twin), 2)] if twin.ndim == 2 else [])}  # RPCS: two sums a row
                 alike = sums.shape in shapes and twin.dtype == sums.dtype and bool(np.all(sums >= 0))
-            self._require(alike, f"{name} does not fit what it belongs to")
+            self._require(alike, f"{name} does not match its factors or biases")
         widths = {tensors[f"{side}_squares"].shape[1] for side in ("user", "item")}
         self._require(len(widths) == 1, "user_squares does not fit item_squares")
         return {
@@ -408,7 +408,7 @@ class ModelFile:
             return None
         indptr, indices = tensors["seen_indptr"], tensors["seen_indices"]
         shape = (len(self.state.user), len(self.state.item))
-        self._require(_is_canonical(indptr, indices, shape), "the record of what users have seen is inconsistent")
+        self._require(_is_canonical(indptr, indices, shape), "the seen items are inconsistent")
         return make_csr(
             indptr.astype(np.int64), indices.astype(np.int32, copy=False), np.ones(len(indices), np.int8), shape
         )
@@ -422,7 +422,7 @@ class ModelFile:
         shape = (len(self.state.item),)
         sound = counts.shape == shape and counts.dtype == np.int64 and bool(np.all(counts >= 0))
         sound = sound and (counted is None or np.array_equal(counts, counted))
-        self._require(sound, "item_counts contradicts what it counts")
+        self._require(sound, "item_counts contradicts the seen items")
         return counts
 
     def _labels(self, name: str, tensors: dict[str, np.ndarray], count: int) -> np.ndarray | None:

@@ -44,8 +44,8 @@ class Learned:
     values : array, shape (nnz,), or None
         Values of the training entries, in the order of `seen`; None for a store, and for files of earlier versions.
     derived : dict
-        What serving has computed of the other attributes. A copy starts without, so nothing outlives its factors, also
-        where another thread replaces the result of a fit while a call goes on.
+        Values that serving derived from the other attributes. A copy starts empty, so derived values never outlive
+        their factors, even if another thread replaces the result of a fit during a call.
     """
 
     objective: Objective

@@ -24,8 +24,8 @@ def load(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
     ----------
     path : path-like
     mapped : bool
-        Map factors and seen items from the file in place of reading them: processes that map one file share its memory.
-        The file must not be written to; `save` replaces it, which leaves the mapped one as it is.
+        Map factors and seen items from the file instead of reading them: processes that map one file share its memory.
+        The file must not be modified in place; `save` replaces it, which does not affect the mapped one.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def load(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
     content = ModelFile(path, mapped=check_bool("mapped", mapped))
     if content.model not in ESTIMATORS:
         raise ModelFileError(
-            f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf knows "
+            f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf supports "
             f"{', '.join(sorted(ESTIMATORS))}"
         )
     try:

@@ -88,7 +88,7 @@ class Observers:
     early_stopping : EarlyStopping or None
         Needs `validation`.
     unit : float
-        What the objective of the solver is multiplied by in records.
+        Factor of the solver's objective in records.
 
     Raises
     ------
@@ -333,5 +333,5 @@ def check_validation(
     check_shape("validation", matrix, shape, ("n_users", "n_items"))
     check_nonempty(matrix, "validation")
     if objective.is_implicit and not np.any(matrix.data > 0):
-        raise RatingsError("validation has no positive entry, so no ranking can be measured; leave it out")
+        raise RatingsError("validation has no positive entry, so no ranking can be evaluated; leave it out")
     return matrix

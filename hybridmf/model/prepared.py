@@ -27,15 +27,16 @@ logger = logging.getLogger("hybridmf")
 class PreparedRatings:
     """Ratings prepared for several fits: checked and transposed once, and for a GPU copied there once.
 
-    `fit` of any model takes them in place of ratings, with the same result. A hyperparameter search saves what all of
-    its fits have in common. A fit that reads ratings elsewhere (another device, several devices, ratings streamed for
-    lack of GPU memory, reordered rows, BALS tiles, SGD, CCD) starts from the copy in the memory of the host.
+    `fit` of any model accepts them in place of ratings, with the same result. So a hyperparameter search does the
+    common work of its fits only once. A fit that reads ratings elsewhere (another device, several devices, ratings
+    streamed for lack of GPU memory, reordered rows, BALS tiles, SGD, CCD) starts from the copy in the memory of the
+    host.
 
     Parameters
     ----------
     user_items : Ratings, data frame, sparse or dense matrix, shape (n_users, n_items)
-        Or a csr, csc or coo matrix of CuPy, which is checked, sorted and transposed on its GPU. It is copied. Models
-        need its entries on the host, too, to leave out what users have seen; they are copied there once.
+        Or a csr, csc or coo matrix of CuPy, which is checked, sorted and transposed on its GPU. It is copied. Its
+        entries are also copied to the host, once, where models need them to exclude seen items.
     user_ids, item_ids : sequence, optional
         Labels of a matrix, as for `Ratings`.
     device : "cpu", "cuda" or "cuda:N", optional
@@ -202,7 +203,7 @@ class PreparedRatings:
         """Pickled as ratings in memory, and prepared again where they are read."""
         return _prepared_again, (self.ratings, self.user_items, self.device, self.dtype)
 
-    # ---------------------------------------------------------------------------------------------- what fits take
+    # ---------------------------------------------------------------------------------------------- used by fits
 
     @functools.cached_property
     def values(self) -> ValueSummary:
@@ -245,7 +246,7 @@ class PreparedRatings:
         return int(self.user_items.nnz)
 
     def without_zeros(self) -> PreparedRatings:
-        """These ratings as implicit feedback takes them: itself, or a copy without explicit zeros, made once."""
+        """These ratings for implicit feedback: the same object, or a copy without explicit zeros, made once."""
         return self if not self.nnz or self.values.ends[0] else self._without_zeros
 
     @functools.cached_property

@@ -1,7 +1,7 @@
 """Top-N of users or rows given by their factors: candidates, seen items, rows without factors.
 
-Everything here reads one `Learned`, so an answer never mixes the factors of two fits, and what is computed of them once
-is kept with them.
+All functions read one `Learned`, so a result never mixes the factors of two fits, and derived values are stored with
+their factors.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rank(
     if allowed is not None:
         excluded = RowColumns.none(len(users), n_items) if seen is None else seen
         if excluded.n_entries + len(users) * (n_items - n_allowed) <= n_allowed:
-            seen = excluded.with_columns(np.flatnonzero(~allowed))  # a few items: quicker than to pack all others
+            seen = excluded.with_columns(np.flatnonzero(~allowed))  # a few items: faster than packing all others
         else:
             chosen = _with_factors(learned, allowed)
     check_answer(len(users), N, n_allowed, learned.state.item.matrix.itemsize)
@@ -242,6 +242,6 @@ def fold_in(learned: Learned, side: Side, matrix: sp.csr_array) -> Factors:
     """Exact factors of new rows of `side`, given the factors of the other side."""
     fixed = learned.state.side(other_side(side))
     engine = engine_for(learned.plan)
-    # independent of the rows, and most of the work for a few rows
+    # independent of the rows; for a few rows, this is most of the work
     gram = learned.cached(("gram", side, engine.name), lambda: engine.gram(side, fixed, learned.objective))
     return engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)

@@ -1,4 +1,4 @@
-"""Models of other libraries, and ready lists of items, in the form that `hybridmf.evaluate` asks for."""
+"""Models of other libraries, and ready lists of items, in the form that `hybridmf.evaluate` needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING_LEFT = np.finfo(np.float32).min
 
 
 class OtherModel:
-    """A model with `recommend` that says nothing of its users and items: they are those of some ratings.
+    """A model with `recommend` but without sizes and labels, which are those of given ratings.
 
     Parameters
     ----------

@@ -82,12 +82,12 @@ class ServingMixin(Estimator):
 
     @property
     def user_factors(self) -> np.ndarray:
-        """User factors, float32, C order, shape (n_users, factors), whatever computed them."""
+        """User factors, float32, C order, shape (n_users, factors), for every device and dtype."""
         return np.ascontiguousarray(self.user_factors_, dtype=np.float32)
 
     @property
     def item_factors(self) -> np.ndarray:
-        """Item factors, float32, C order, shape (n_items, factors), whatever computed them."""
+        """Item factors, float32, C order, shape (n_items, factors), for every device and dtype."""
         return np.ascontiguousarray(self.item_factors_, dtype=np.float32)
 
     @property
@@ -227,13 +227,13 @@ class ServingMixin(Estimator):
         filter_items : int array; or list of n of them, or matrix, shape (n, n_items), optional
             Items to exclude for all users; or for each user, as lists or as the entries of rows.
         items : int array; or list of n of them, or matrix, shape (n, n_items), optional
-            Candidates of all users, or of each user; default: all items. Lists for each user are scored alone.
+            Candidates of all users, or of each user; default: all items.
         cold_users : {"popular", "mask"}
             Result for users without training entries, whose factors are zero (`cold_users_`). "popular" ranks by the
             item biases of a model with biases, else by the number of training entries. "mask" returns no items.
         recalculate_user : bool
-            Rank by factors computed of the rows of `user_items` (fold-in) in place of those that were trained. The
-            model does not change. `userid` may then have positions >= n_users, of users who are not in the model.
+            Rank by factors computed from the rows of `user_items` (fold-in) instead of the trained factors. The model
+            does not change. `userid` may then have positions >= n_users, of users who are not in the model.
         labels : bool
             `userid`, `items` and `filter_items` are labels, and labels are returned. A side without labels has
             positions.
@@ -959,7 +959,7 @@ def _seen_in_training(learned: Learned, users: np.ndarray) -> RowColumns:
 
 
 def _all_seen(learned: Learned) -> sp.csr_array | StoredSeen:
-    """What users have seen in the training.
+    """Items that users have seen in the training data.
 
     Raises
     ------
@@ -968,8 +968,7 @@ def _all_seen(learned: Learned) -> sp.csr_array | StoredSeen:
     """
     if learned.seen is None:
         raise ValueError(
-            "this model was saved without what its users have seen: pass user_items, "
-            "or filter_already_liked_items=False"
+            "this model was saved without seen items: pass user_items, or filter_already_liked_items=False"
         )
     return learned.seen
 

@@ -20,10 +20,10 @@ REGISTERS = 65536
 """Registers of a multiprocessor, 32 bits each; a quarter of its warps share a quarter of them."""
 
 MAX_SUMS = 128
-"""Registers of a thread's sums beyond which nothing is left for the operands (255 in all)."""
+"""Most registers for a thread's sums; the operands need the rest of 255."""
 
 OTHER_REGISTERS = 28
-"""Registers that addresses and counters take at least."""
+"""Least registers for addresses and counters."""
 
 BUSY_WARPS = 12
 """Warps that keep a multiprocessor busy where each has 64 independent multiply-adds."""

@@ -55,12 +55,12 @@ def gpu_status() -> tuple[bool, str]:
 
 
 def gpu_is_untouched(device: str | tuple[str, ...]) -> bool:
-    """Whether "auto" is asked for, CuPy is installed, and this process has not imported it yet, nor started CUDA."""
+    """Whether "auto" is requested, CuPy is installed, and this process has neither imported it nor started CUDA."""
     return device == "auto" and "cupy" not in sys.modules and find_spec("cupy") is not None
 
 
 def gpu_start_seconds() -> float:
-    """Seconds until a GPU that this process has not used can do anything: CUDA's start, and loading kernels."""
+    """Seconds until a GPU that this process has not used can start work: start of CUDA, and loading kernels."""
     rates = _machine.machine().gpu
     return rates.start + rates.load
 
@@ -288,7 +288,7 @@ def _estimates_of(other: Plan, request: PlanRequest) -> Iterable[Estimate]:
             yield replace(request.estimate(plan), asked=asked, why_not=memory_lacks(plan))
 
 
-# ------------------------------------------------------------------------------------------- what has been done before
+# ---------------------------------------------------------------------------------------------- state of earlier fits
 
 _started: set[str] = set()
 _loaded: set[str] = set()

@@ -55,7 +55,7 @@ class Held:
     size: int = 0
 
     def serves(self, plan: Plan) -> bool:
-        """Whether a fit by this plan reads them where they are."""
+        """Whether a fit by this plan reads them from the memory of that GPU."""
         return plan.ratings_on_device and plan.device == self.device
 
 

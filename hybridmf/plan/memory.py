@@ -97,7 +97,7 @@ def _row_scratch(plan: Plan, itemsize: int) -> int:
     if plan.tile_rows:
         return _als.bals_workspace_size(plan.rank, itemsize, plan.tile_rows, plan.tile_cols)
     if plan.solver == "subspace":
-        longest = min(plan.nnz, max(plan.n_users, plan.n_items))  # a bound: sizes do not tell
+        longest = min(plan.nnz, max(plan.n_users, plan.n_items))  # an upper bound
         return _als.subspace_workspace_size(plan.rank, plan.block_size, itemsize, longest)
     return _als.workspace_size(plan.rank, itemsize)
 

@@ -1,4 +1,4 @@
-"""Primal or dual form of the systems of ALS: where the dual applies, and where it pays.
+"""Primal or dual form of the systems of ALS: where the dual form applies, and where it is faster.
 
 A row with fewer entries n than factors f costs ``n^2 f + n^3 / 3`` in the dual form in place of ``n f^2 + f^3 / 3``
 (docs/methods.md). For implicit feedback the fixed side and the solutions change basis, ``f^2`` a row.

@@ -169,7 +169,7 @@ class SgdMethod:
                 over = f" / {unit:.4g} (the scale of the ratings)" if unit != 1 else ""
                 raise ValueError(
                     f"learning_rate * {name} must be < 1 for standardized ratings, got {self.learning_rate:g} * "
-                    f"{weight:g}{over}: each step would turn the factors around; lower one of them"
+                    f"{weight:g}{over}: each step would reverse the factors; lower one of them"
                 )
         return replace(self, scale=scale)
 
@@ -411,7 +411,7 @@ def _check_decay(rate_schedule: str, decay: Any) -> float:
     default = DEFAULT_DECAYS.get(rate_schedule)
     if default is None:
         if decay is not None:
-            raise ValueError(f"decay={decay!r} says nothing with rate_schedule={rate_schedule!r}; leave it out")
+            raise ValueError(f"decay={decay!r} has no effect with rate_schedule={rate_schedule!r}; leave it out")
         return 0.0
     if decay is None:
         return default
@@ -474,15 +474,14 @@ def diverged(what: str, method: SgdMethod, epoch: int) -> DivergedError:
     return DivergedError(
         f"SGD diverged in iteration {epoch + 1}: {what}. {rate} is too long a step for these ratings: "
         f"try learning_rate={method.learning_rate / 4:g}; "
-        "the model keeps the factors of the last sound iteration, if there was one"
+        "the model keeps the factors of the last valid iteration, if any"
     )
 
 
 RANGE_OF_L2 = 0.25
-"""Part of the L2 cache that the fixed rows take which are walked at a time: all rows walk those of one range before
-they go on to the next, else each would be elsewhere and all of them would read from memory. An epoch of Netflix's shape
-took 17.9 ms instead of 19.0 on an H200 (f = 128, 31 MB a range), 10.0 instead of 12.0 (64, 15 MB), 7.9 instead of 9.4
-(32)."""
+"""Share of the L2 cache for one range of fixed rows. All rows visit one range before the next, so that the range stays
+in the cache; otherwise rows would be at different positions and read from memory. An epoch of Netflix's shape took 17.9
+ms instead of 19.0 on an H200 (f = 128, 31 MB a range), 10.0 instead of 12.0 (64, 15 MB), 7.9 instead of 9.4 (32)."""
 
 MOST_RANGES = 8
 """Most ranges: they are processed sequentially, and more of them were slower (f = 128: 12 took 18.0 ms)."""
@@ -493,8 +492,8 @@ RANGE_ENTRIES = 64
 RUN = 8
 """Entries of one row that batch-Hogwild keeps together, while the row stays in registers, where no tuned table says
 otherwise; see cuda/batch_hogwild.cu. An epoch of Netflix's shape, f = 128 in float16, took 21.8 ms on an H200; in
-trials 20.0 with 16 and 17.1 with 32, at the same train RMSE. But 32 spills registers at other widths: it wants fewer
-blocks on a multiprocessor there, which is for `hybridmf tune` to find."""
+trials 20.0 with 16 and 17.1 with 32, at the same train RMSE. But 32 spills registers at other widths, where it needs
+fewer blocks per multiprocessor."""
 
 
 def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int, most: int = MOST_RANGES) -> int:

@@ -1,4 +1,4 @@
-"""Initial factors: drawn where they are used, the same bits on every device, and no more than a method needs."""
+"""Initial factors: drawn on the device that uses them, with the same bits on every device, only if they are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..native import _draw
 
 @dataclass(frozen=True)
 class Start:
-    """How initial factors are distributed.
+    """Distribution of initial factors.
 
     Attributes
     ----------
@@ -218,7 +218,7 @@ class Init:
 def check_init(
     init: Any, shape: tuple[int, int], factors: int, dtype: Any, *, biases: bool = False, nonnegative: bool = False
 ) -> Init:
-    """Initial factors that a user asks for.
+    """Initial factors requested by the user.
 
     Parameters
     ----------

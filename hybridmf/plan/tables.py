@@ -1,8 +1,8 @@
 """Tuned configurations of kernels: tables that ship with the library, and those that this user has measured.
 
 A table belongs to one kind of GPU. Its entries say, for a kernel and the facts its choice depends on (rank, item size,
-...), which configuration was fastest. `hybridmf tune` writes them; where all tables are silent a rule decides, which
-each configuration class has as its `rule`.
+...), which configuration was fastest. `hybridmf tune` writes them; without an entry in any table, the method `rule` of
+each configuration class decides.
 
 Order of lookup, first match wins: the user's entry for exactly these facts; a shipped one; the user's entry for the
 nearest rank with as many blocks of 8 (16 for the fused kernels: the size of their tiles); a shipped one of that kind.

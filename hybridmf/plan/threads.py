@@ -1,9 +1,9 @@
-"""Threads of work that a fitted model is asked for: as many as it pays for."""
+"""Number of threads for requests to a fitted model, by their amount of work."""
 
 from __future__ import annotations
 
 WORK_OF_A_THREAD = 1 << 22
-"""Multiply-adds from which a thread of its own pays: 0.2 to 0.5 ms.
+"""Multiply-adds per thread; they take 0.2 to 0.5 ms.
 
 A thread of the pool starts within 5 to 50 microseconds on an idle machine, and after a time slice of the scheduler,
 milliseconds, where all cores are busy; its spinning costs as much processor time as the work of both."""

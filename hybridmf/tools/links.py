@@ -41,7 +41,7 @@ def measure_links(names: Sequence[str], links: LinkRates, say: Callable[[str], A
     names : sequence of str
         Devices: "cuda:0", ...
     links : LinkRates
-        Constants for what is not measured: files, launches, and NCCL with one GPU or if it does not work.
+        Constants that are not measured: files, launches, and NCCL with one GPU or if it does not work.
     say : callable
         Called with a description of each measurement.
     """

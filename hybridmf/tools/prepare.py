@@ -19,7 +19,7 @@ SHAPE = (60, 40)
 
 
 def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> None:
-    """Fit and serve a small model of each kind on the first GPU, and compile what larger ones need beyond that.
+    """Fit and serve a small model of each kind on the first GPU, and compile the additional kernels of larger ones.
 
     CuPy keeps the compiled kernels on disk (``CUPY_CACHE_DIR``), by GPU architecture.
 

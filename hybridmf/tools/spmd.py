@@ -240,7 +240,7 @@ class _RankFit:
     # ------------------------------------------------------------------------------------------------ set-up
 
     def _plan(self, options: RankOptions, degrees: Mapping[Side, np.ndarray]) -> Plan:
-        """The plan of this rank, alike on all: what depends on a machine is agreed on."""
+        """The plan of this rank, equal on all ranks: they agree on choices that depend on a machine."""
         size, device, settings = self.communicator.size, options.device, self.settings
         if settings.method is not None:
             raise ValueError(
@@ -250,7 +250,7 @@ class _RankFit:
         facts, nnz = DegreeFacts.of_degrees(degrees["user"], degrees["item"]), int(degrees["user"].sum())
         mapped = self.ratings.slab if device == "cpu" else None
         plan = make_plan(self.objective, ranks, self.ratings.shape, nnz, facts, mapped)
-        if plan.streamed and self.ratings.slab is not None:  # what GPUs have no room for need not be on the host either
+        if plan.streamed and self.ratings.slab is not None:  # data that exceed the GPUs need not be on the host either
             plan = make_plan(self.objective, ranks, self.ratings.shape, nnz, facts, self.ratings.slab)
         if plan.reorder != "none":
             if settings.reorder not in ("auto", "none"):
@@ -271,7 +271,7 @@ class _RankFit:
         return plan.changed(batch_slots=int(slots.min()))
 
     def _agree(self, sizes: list[int], what: str) -> None:
-        """Refuse to go on where this rank plans otherwise than the first one."""
+        """Raise if the plan of this rank differs from that of the first one."""
         first = self.communicator.broadcast(np.array(sizes, dtype=np.int64)).tolist()
         if sizes != first:
             raise CommunicatorError(

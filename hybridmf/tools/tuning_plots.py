@@ -1,4 +1,4 @@
-"""Figures of what the tuner measured, from its records alone (Gates fig. 13)."""
+"""Figures of the tuner's measurements, from its records alone (Gates fig. 13)."""
 
 from __future__ import annotations
 

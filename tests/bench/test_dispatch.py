@@ -50,7 +50,7 @@ def test_the_benchmark_leaves_out_runs_with_other_constants(tmp_path, monkeypatc
     assert bench.machine_of(machine) == Machine(source="recorded")
 
 
-def test_the_benchmark_judges_choices(monkeypatch):
+def test_the_benchmark_evaluates_choices(monkeypatch):
     """On times that its own predictions make true, no choice is wrong; on their opposite, all are."""
     bench = load_bench()
     machine = built_in()

@@ -30,7 +30,7 @@ BENCH = ROOT / "bench"
 
 STAMPED = {"bench", "task", "shape", "scale", "size", "nnz", "device", "machine", "versions", "commit",
            "sources_sha256", "date"}  # fmt: skip
-"""What every line says of itself."""
+"""Fields of every line."""
 
 # ---------------------------------------------------------------------------------------------------- degrees
 
@@ -109,7 +109,7 @@ def test_balance_is_the_share_of_rows_that_have_the_rest_of_the_entries():
     assert top / 20_000 == pytest.approx(0.2, abs=0.01)
 
 
-def test_no_pair_twice_and_nobody_beyond_the_items_there_are():
+def test_no_pair_twice_and_no_user_has_more_items_than_exist():
     rng = np.random.default_rng(0)
     users, weights = np.array([5, 0, 3, 9, 1]), np.array([1.0, 0, 3, 1, 1, 100])
     pairs = datasets.draw_pairs(np, rng, users, weights)
@@ -285,7 +285,7 @@ MSGD_KEYS = {
 
 
 def run_script(script, folder, keys, *options):
-    """The lines of a run, each of which says what it must."""
+    """The lines of a run, each with its required fields."""
     done = CliRunner().invoke(script.main, list(options), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     lines = lines_of(folder, script.NAME)
@@ -346,7 +346,7 @@ def test_msgd_script_on_a_gpu(bench, undrawn, device, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["bals", "gates", "cumf", "msgd"])
-def test_scripts_without_a_gpu_say_so(bench, name, monkeypatch):
+def test_scripts_without_a_gpu_report_it(bench, name, monkeypatch):
     def none(*_):
         raise DeviceError("there is no NVIDIA driver")
 
@@ -456,7 +456,7 @@ def test_curves_are_of_the_fastest_variant(bench):
     ]  # fmt: skip
 
 
-def test_a_page_without_lines_says_so(bench, tmp_path):
+def test_a_page_without_lines_is_reported(bench, tmp_path):
     bench["scale"].render(tmp_path)
     for name in ("scaling", "hugewiki", "reduction", "large", "prediction", "mcumsgd"):
         assert section_of(tmp_path, name).strip() == "Not measured yet."
@@ -543,7 +543,7 @@ def test_the_committed_pages_are_those_of_the_committed_lines(bench, undrawn, tm
         assert (committed / file.name).is_file(), f"{file.name} is not committed"
 
 
-def test_a_page_without_markers_says_which(bench, tmp_path):
+def test_a_page_without_markers_is_named(bench, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n<!-- begin a -->\nold\n<!-- end a -->\n")
     with pytest.raises(SystemExit, match=r"page.md must have <!-- begin b --> and <!-- end b -->"):
@@ -597,7 +597,7 @@ class Clock:
         monkeypatch.setattr(common.time, "perf_counter", lambda: self.now)
 
 
-def test_what_matters_most_is_run_first_and_shapes_are_drawn_once(bench, monkeypatch):
+def test_important_cases_run_first_and_shapes_are_drawn_once(bench, monkeypatch):
     common, work = bench["common"], bench["gates"].Work
     clock, drawn, done = Clock(monkeypatch, common), [], []
     monkeypatch.setattr(common, "_drawn", lambda shape, scale, implicit: drawn.append(shape) or shape)
@@ -648,7 +648,7 @@ def test_slow_iterations_are_repeated_less(bench, monkeypatch, seconds, runs):
     assert checked == [8, 8]  # each method once, however many threads
 
 
-def test_a_budget_and_failures_are_told_at_the_end(bench, capsys):
+def test_budget_and_failures_are_reported_at_the_end(bench, capsys):
     recorder = bench["common"].Recorder("paper_bals", budget=0.0)
     assert not recorder.has_time("this")
     with recorder.case("that"):

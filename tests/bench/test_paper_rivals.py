@@ -106,7 +106,7 @@ def test_a_race_is_a_fit():
     assert "diverged" in wild["diverged"] and wild["rmse"] == []
 
 
-def test_what_a_race_shows():
+def test_a_race_is_plotted():
     lines = [
         {"method": "slow", "seconds": [1.0, 1.0], "rmse": [0.9, 0.8], "set_up_s": 0.1},
         {"method": "wild", "seconds": [], "rmse": [], "set_up_s": 0.1},
@@ -117,7 +117,7 @@ def test_what_a_race_shows():
     assert "diverged" in wild and far.endswith("| - | 0.1 |")
 
 
-def test_devices_that_are_not_there_are_told(results, monkeypatch):
+def test_missing_devices_are_reported(results, monkeypatch):
     def none(name="cuda"):
         raise hmf.errors.DeviceError("no GPU here")
 

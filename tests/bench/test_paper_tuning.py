@@ -130,7 +130,7 @@ def rank_lines(rank: int, user: float, item: float, **changes: Any) -> list[dict
 def test_winners_of_a_run_ship(paper: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tables.SHIPPED / "h200.json"
     before = entry(facts={"rank": 8, "itemsize": 4}, **OTHER)
-    beaten = entry(facts={"rank": 16, "itemsize": 4}, **OTHER)  # gains 1.5, and the run below does not know it
+    beaten = entry(facts={"rank": 16, "itemsize": 4}, **OTHER)  # gains 1.5, and is not part of the run below
     tables.store(table([before, beaten]), path)
     tables.store(table([], replace(H200, name="NVIDIA H20", multiprocessors=78)), tables.SHIPPED / "a.json")
     none = rank_lines(56, 0.5, 0.5)
@@ -180,7 +180,7 @@ def test_winners_of_a_run_ship(paper: Any, monkeypatch: pytest.MonkeyPatch, tmp_
         ({"gpu": GPU_LINE["gpu"] | {"multiprocessors": 99}}, "no table in .* of NVIDIA H200 with 99 .*--output"),
     ],
 )
-def test_what_cannot_ship_is_refused(
+def test_tables_that_cannot_ship_are_refused(
     paper: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     tables.store(table([]), tables.SHIPPED / "h200.json")
@@ -191,7 +191,7 @@ def test_what_cannot_ship_is_refused(
     assert done.exit_code == 1 and "Error: tuning.jsonl has no lines" in done.output
 
 
-def test_what_was_measured_before_an_interruption_is_recorded(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_before_an_interruption_are_recorded(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     monkeypatch.setattr(paper, "record", lambda file, line: kept.append((file, line)))
     monkeypatch.setattr(paper, "stamp", lambda device: {"gpu": device})

@@ -130,7 +130,7 @@ READING_OPTIONS = [
 
 
 @pytest.mark.parametrize("option", READING_OPTIONS, ids=lambda option: option[0])
-def test_options_that_say_how_a_file_is_read_are_refused_of_what_is_no_such_file(folder, store, tmp_path, option):
+def test_file_options_are_refused_for_other_sources(folder, store, tmp_path, option):
     out = tmp_path / "m.safetensors"
     for command, why in (
         (("fit", store, "-o", out), "is a store"),
@@ -159,17 +159,17 @@ def test_a_folder_that_is_no_store_is_named(folder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_store_whose_seen_items_do_not_fit_is_fitted_all_the_same(folder, tmp_path, monkeypatch):
+def test_a_store_whose_seen_items_do_not_fit_is_fitted_and_saved_without_them(folder, tmp_path, monkeypatch):
     hmf.convert(folder / "ratings.csv", tmp_path / "store")
     monkeypatch.setattr("hybridmf.data.store.StoredSeen.load", _no_memory)
     output = succeed(
         "fit", tmp_path / "store", "-o", tmp_path / "m", "--test-size", 0, "--factors", 2, "--iterations", 1
     )
-    assert "Saved without what users have seen: too much" in output
+    assert "Saved without seen items: too much" in output
     assert "not stored" in succeed("info", tmp_path / "m")
 
 
-def test_a_model_that_has_no_room_where_it_should_go_is_saved_elsewhere(folder, tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_saved_in_its_place_is_saved_elsewhere(folder, tmp_path, monkeypatch):
     original, model = _io.write_atomically, tmp_path / "m.safetensors"
 
     def full(path: Any, content: Any) -> None:
@@ -232,10 +232,10 @@ def test_convert_format_by_option(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "name a file OUT"),
-        (["--to", "csv"], "name a file OUT"),
-        (["out.xls"], "the ending of out.xls says no format"),
-        (["out.npz.gz"], "says no format"),
+        ([], "give a file OUT"),
+        (["--to", "csv"], "give a file OUT"),
+        (["out.xls"], "the ending of out.xls selects no format"),
+        (["out.npz.gz"], "selects no format"),
         (["out.csv", "--to", "xls"], "'--to'"),
         (["no/such/out.csv"], "folder"),
         (["out.csv", "--tile-rows", 0], "tile_rows"),

@@ -226,7 +226,7 @@ def test_similar(folder, tmp_path):
         succeed("similar", folder / "model.safetensors", "--item", "m3", "--titles", folder / "titles.csv", "--json")
     )
     assert titled[0]["similar"][0]["item"] == "m3" and titled[0]["similar"][0]["title"]
-    assert "unknown item m999; the model knows" in refuse("similar", folder / "model.safetensors", "--item", "m999")
+    assert "unknown item m999; the model has" in refuse("similar", folder / "model.safetensors", "--item", "m999")
     assert "either --item LABEL or --user" in refuse("similar", folder / "model.safetensors")
     assert "--titles are those of items" in refuse(
         "similar", folder / "model.safetensors", "--user", "u1", "--titles", folder / "titles.csv"

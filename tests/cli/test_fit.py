@@ -1,4 +1,4 @@
-"""`hybridmf fit`: what it reports and saves, what it refuses, checkpoints, stores."""
+"""`hybridmf fit`: reports, saved files, invalid options, checkpoints, stores."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_fit_refuses(folder, tmp_path, options, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fit_judges_options_before_it_reads(folder, tmp_path, monkeypatch):
+def test_fit_validates_options_before_it_reads(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(cli.fit, "read_ratings", raising(RuntimeError("read all the same")))
     assert "factors" in refuse("fit", folder / "ratings.csv", "-o", tmp_path / "m", "--factors", 0)
 
@@ -206,7 +206,7 @@ def test_fit_refuses_files(folder, tmp_path):
     assert "line 2" in refuse("fit", bad, "-o", out)
 
 
-def test_fit_goes_on_from_a_checkpoint(tmp_path):
+def test_fit_continues_from_a_checkpoint(tmp_path):
     rng = np.random.default_rng(0)
     lines = [f"{u},{i},{rng.integers(1, 6)}" for u in range(20) for i in range(10) if rng.random() < 0.5]
     (tmp_path / "r.csv").write_text("\n".join(lines) + "\n")
@@ -223,7 +223,7 @@ def test_fit_goes_on_from_a_checkpoint(tmp_path):
         [sys.executable, "-m", "hybridmf", *map(str, checkpointed), "--iterations", "4"], capture_output=True, text=True
     )
     assert done.returncode == 0 and "6 iterations in" in done.stdout
-    assert "has 6 iterations behind it and iterations=4 counts them in: nothing is trained" in done.stderr
+    assert "already has 6 iterations and iterations=4 includes them: fit returns the model of" in done.stderr
     again = refuse(*common, saved[1], "--checkpoint", tmp_path / "c")
     assert "add --resume to continue it" in again
 

@@ -43,7 +43,7 @@ def test_help_of_the_group_names_all_commands_and_nothing_else():
     assert sorted(commands) == sorted(COMMANDS)
 
 
-def test_help_of_the_group_says_what_the_commands_say():
+def test_help_of_the_group_repeats_the_commands_help():
     for name, text in cli.COMMANDS.items():
         assert " ".join(succeed(name, "--help").split("\n\n")[1].split()).startswith(text), name
 
@@ -60,7 +60,7 @@ def test_a_library_error_is_one_line(monkeypatch, error):
     assert refuse("demo") == "Error: no good"
 
 
-def test_an_error_without_words_is_named(monkeypatch):
+def test_an_error_without_a_message_is_named(monkeypatch):
     monkeypatch.setattr(cli.demo, "run_demo", raising(ValueError()))
     assert refuse("demo") == "Error: ValueError"
 
@@ -76,7 +76,7 @@ def test_debug_shows_the_traceback(monkeypatch, arguments):
     assert isinstance(run(*arguments).exception, ValueError)
 
 
-def test_a_bug_is_not_taken_for_a_mistake(monkeypatch):
+def test_a_bug_is_distinguished_from_a_user_error(monkeypatch):
     monkeypatch.setattr(cli.demo, "run_demo", raising(RuntimeError("a bug")))
     result = run("demo")
     assert result.exit_code == 1
@@ -103,7 +103,7 @@ def test_ctrl_c_while_training_leaves_no_file(folder, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_who_goes_away_is_no_error(folder):
+def test_a_closed_pipe_is_no_error(folder):
     process = start("recommend", folder / "model.safetensors", "--all-users")
     process.stdout.close()
     assert process.stderr.read() == ""

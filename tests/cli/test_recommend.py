@@ -1,4 +1,4 @@
-"""`hybridmf recommend`: tables, CSV and JSON, what users have seen, what it refuses."""
+"""`hybridmf recommend`: tables, CSV and JSON, seen items, invalid options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_recommend_table_with_titles(folder):
     assert rows[:4] == expected
 
 
-def test_recommend_csv_for_all_users_leaves_out_what_they_have(folder, monkeypatch):
+def test_recommend_csv_for_all_users_excludes_seen_items(folder, monkeypatch):
     arguments = ["recommend", folder / "model.safetensors", "--all-users", "-N", 3, "--format", "csv"]
     output = succeed(*arguments)
     rows = list(csv.DictReader(io.StringIO(output)))
@@ -107,7 +107,7 @@ def test_recommend_by_position(folder, tmp_path):
     assert "the model has user labels" in message
 
 
-def test_recommend_needs_to_know_what_was_seen(folder, tmp_path):
+def test_recommend_needs_seen_items(folder, tmp_path):
     bare = tmp_path / "m.safetensors"
     load_model(folder).save(bare, include_seen=False)
     arguments = ["recommend", bare, "--user", "u1"]
@@ -131,9 +131,9 @@ def test_recommend_writes_no_file_when_it_fails(folder, tmp_path, monkeypatch):
 
 
 RECOMMEND_MISTAKES = [
-    ([], "say for whom"),
-    (["--user", "u1", "--all-users"], "say for whom"),
-    (["--user", "u1", "--user", "me"], "unknown user me; the model knows 90 users, such as u0, u1"),
+    ([], "give either --user LABEL"),
+    (["--user", "u1", "--all-users"], "give either --user LABEL"),
+    (["--user", "u1", "--user", "me"], "unknown user me; the model has 90 users, such as u0, u1"),
     (["--user", "u1", "-N", 0], "-N"),
     (["--user", "u1", "--format", "xml"], "'--format'"),
     (["--user", "u1", "--include-seen", "--ratings", "ratings.csv"], "choose one"),

@@ -1,4 +1,4 @@
-"""`hybridmf tune`: what it keeps, interruptions, mistakes."""
+"""`hybridmf tune`: stored results, interruptions, errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_calibration_and_compilation_are_two_tasks() -> None:
     assert result.exit_code == 2 and "give one of them" in result.output
 
 
-def test_the_command_keeps_what_it_finds(gpu: Any, tmp_path: Path) -> None:
+def test_the_command_stores_its_results(gpu: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines, plots = tmp_path / "lines.jsonl", tmp_path / "plots"
     options = ("--kernel", "sparse_syrk", "--factors", "5", "--most", "2", "--lines", str(lines), "--plot", str(plots))
@@ -95,7 +95,7 @@ def test_the_command_keeps_what_it_finds(gpu: Any, tmp_path: Path) -> None:
     assert len(tables.read_table(mine).entries) == 1
 
 
-def test_a_fit_launches_what_was_found(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_launches_the_tuned_configuration(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule's program before, the tuned one after; the factors agree."""
     asked: list[Any] = []
     kernel = gpu.kernel
@@ -122,7 +122,7 @@ def test_a_fit_launches_what_was_found(gpu: Any, monkeypatch: pytest.MonkeyPatch
     np.testing.assert_allclose(by_table, by_rule, rtol=1e-4, atol=1e-5)
 
 
-def test_what_was_found_before_an_interruption_is_kept(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_before_an_interruption_are_kept(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(device: Any, *_: Any, **__: Any) -> Any:
         job = make_jobs(["sparse_syrk"], [64], 4)[0]
         rule = SPACES["sparse_syrk"].rule(FACTS, H200)
@@ -136,7 +136,7 @@ def test_what_was_found_before_an_interruption_is_kept(gpu: Any, monkeypatch: py
     assert len(tables.read_table(tables.user_file(gpu.spec)).entries) == 1
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> None:
         raise DeviceError("there is no NVIDIA driver")
 
@@ -155,7 +155,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         (("-o", "/no/such/folder/x.json"), "does not exist"),
     ],
 )
-def test_mistakes_of_the_command(gpu: Any, options: tuple[str, ...], message: str) -> None:
+def test_errors_of_the_command(gpu: Any, options: tuple[str, ...], message: str) -> None:
     result = invoke(*options)
     assert result.exit_code == 2 and message in result.output
     assert not tables.user_file(gpu.spec).exists()

@@ -237,7 +237,7 @@ def test_callbacks_losses_and_continued_fits():
     theirs, found = losses.values()
     assert [each[0] for each in found] == [each[0] for each in theirs] == [0, 1, 2, 3, 4] * 2
     assert [each[2] for each in found] == pytest.approx([each[2] for each in theirs], rel=1e-3)
-    assert found[5][2] < found[4][2]  # goes on from the factors that it has
+    assert found[5][2] < found[4][2]  # continues from its factors
     silent = []
     ours.AlternatingLeastSquares(**OPTIONS).fit(
         PLAYS, show_progress=False, callback=lambda *given: silent.append(given)

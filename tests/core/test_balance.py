@@ -24,7 +24,7 @@ def random_grams(rank: int, rows: int, seed: int) -> tuple[np.ndarray, np.ndarra
 
 @settings(max_examples=25)
 @given(rank=st.integers(1, 9), seed=st.integers(0, 10**6))
-def test_both_sides_come_to_the_same_gram_matrix(rank, seed):
+def test_both_sides_reach_the_same_gram_matrix(rank, seed):
     """Where the penalty is stationary, ``G A G = H B H``; and it is least there."""
     users, items = random_grams(rank, 3 * rank, seed)
     basis, inverse = balancing(users, items)
@@ -127,6 +127,6 @@ def test_threads_and_resuming_change_no_bit(tmp_path):
     np.testing.assert_array_equal(resumed.user_factors, whole[0].user_factors)
 
 
-def test_balance_is_judged():
+def test_balance_is_validated():
     with pytest.raises(TypeError, match="balance"):
         hmf.ExplicitALS(biases=False, balance="yes").fit(SMALL)

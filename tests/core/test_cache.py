@@ -13,7 +13,7 @@ from hybridmf.plan.machine import calibration_file
 def test_the_environment_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CACHE_DIR, str(tmp_path / "here"))
     assert cache_dir() == tmp_path / "here"
-    assert not (tmp_path / "here").exists()  # asking for it does not write
+    assert not (tmp_path / "here").exists()  # a request does not write
 
 
 def test_the_home_folder_may_be_abbreviated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

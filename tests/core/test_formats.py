@@ -287,7 +287,7 @@ def test_reordering_gathers_entries_in_fewer_tiles():
 
 
 @pytest.mark.parametrize("threads", [0, -1, 2.0, True])
-def test_thread_counts_are_judged(threads):
+def test_thread_counts_are_validated(threads):
     with pytest.raises((ValueError, TypeError), match="num_threads must"):
         formats.transpose(big_matrix(), num_threads=threads)
     if not isinstance(threads, (bool, float)):

@@ -84,7 +84,7 @@ def test_triplets_are_copied(dtype):
     assert not any(np.shares_memory(a, b) for a in (columns, values) for b in (checked.indices, checked.data))
 
 
-def test_what_the_library_made_is_not_copied_again():
+def test_arrays_of_the_library_are_not_copied_again():
     ratings = hmf.Ratings(planted())
     assert np.shares_memory(as_csr(ratings).data, ratings.user_items.data)
     model = estimator(hmf.ExplicitALS).fit(ratings)
@@ -225,7 +225,7 @@ def test_degree_order_checks_the_pointer(indptr, says):
 
 
 @pytest.mark.parametrize("other", [np.eye(3), sp.csc_array(np.eye(3)), None])
-def test_degree_order_wants_csr(other):
+def test_degree_order_requires_csr(other):
     with pytest.raises(TypeError, match="csr must be a CSR matrix or Ratings"):
         formats.degree_order(other)
 

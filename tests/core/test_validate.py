@@ -39,7 +39,7 @@ def test_says_finds_the_parts_in_order_only():
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 2.0, np.float32(2), "2", None, [2], np.array(2.5), 1 + 0j])
-def test_check_int_wants_integers(value):
+def test_check_int_requires_integers(value):
     with pytest.raises(TypeError, match=says("factors must be an integer", repr(value), type(value).__name__)):
         check_int("factors", value, 1)
 
@@ -60,13 +60,13 @@ def test_check_int_bounds():
 
 
 @pytest.mark.parametrize("value", [True, np.False_, "0.1", None, 1j, np.array([0.1]), [0.1]])
-def test_check_real_wants_real_numbers(value):
+def test_check_real_requires_real_numbers(value):
     with pytest.raises(TypeError, match=says("alpha must be a real number", repr(value), type(value).__name__)):
         check_real("alpha", value)
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, np.float32("nan")])
-def test_check_real_wants_finite_numbers(value):
+def test_check_real_requires_finite_numbers(value):
     with pytest.raises(ValueError, match=says("alpha must be finite, got", str(float(value)))):
         check_real("alpha", value)
 
@@ -95,7 +95,7 @@ def test_check_int_names_the_argument_of_numbers_that_python_does_not_print():
 
 
 @pytest.mark.parametrize("value", [0, 1, "True", None, np.array([True])])
-def test_check_bool_wants_booleans(value):
+def test_check_bool_requires_booleans(value):
     with pytest.raises(TypeError, match=says("biases must be True or False", repr(value), type(value).__name__)):
         check_bool("biases", value)
 
@@ -106,14 +106,14 @@ def test_check_bool_returns_python_bools():
 
 
 @pytest.mark.parametrize("value", ["lu", "Cholesky", None, 1, True, ["cg"], b"cg"])
-def test_check_choice_lists_what_is_known(value):
+def test_check_choice_lists_known_values(value):
     with pytest.raises(
         ValueError, match=says("solver must be one of 'cholesky', 'cg'; got", repr(value), ". Try both")
     ):
         check_choice("solver", value, ("cholesky", "cg"), "Try both")
 
 
-def test_check_choice_tells_equal_values_of_other_types_apart():
+def test_check_choice_distinguishes_equal_values_of_other_types():
     assert check_choice("x", 1, (0, 1)) == 1
     for value in (True, 1.0):
         with pytest.raises(ValueError, match=says("x must be one of 0, 1")):

@@ -1,4 +1,4 @@
-"""Validation of matrices: every refusal names the argument, what came and what is wanted; the rest is canonical CSR."""
+"""Validation of matrices: errors name argument, value and expectation; valid input becomes canonical CSR."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def corrupted(**arrays) -> sp.csr_array:
     return matrix
 
 
-# ------------------------------------------------------------------------------------------- what is not a matrix
+# ------------------------------------------------------------------------------------------- objects that are no matrix
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_read_only_arrays_are_fine_and_never_written_to():
         assert model.recommend(0, user_items=sp.csr_array(matrix))[0].shape == (10,)
 
 
-def test_the_input_is_left_as_it_was():
+def test_the_input_is_unchanged():
     shuffled = unsorted_copy(planted())
     before = [array.copy() for array in (shuffled.data, shuffled.indices, shuffled.indptr)]
     hmf.ExplicitALS(biases=False, factors=2, iterations=1, device="cpu").fit(shuffled)
@@ -415,7 +415,7 @@ def test_the_input_is_left_as_it_was():
 
 
 def unsorted_copy(matrix: sp.csr_array, seed: int = 0) -> sp.csr_array:
-    """The same entries, the columns of each row shuffled; SciPy is told nothing of it."""
+    """The same entries with the columns of each row shuffled, without SciPy's flag for it."""
     rng, shuffled = np.random.default_rng(seed), matrix.copy()
     for start, stop in zip(matrix.indptr[:-1], matrix.indptr[1:], strict=True):
         order = start + rng.permutation(stop - start)

@@ -197,7 +197,7 @@ def test_rows_without_entries_get_zeros_and_zero_bias():
     assert not solved.matrix[30].any()
 
 
-def test_explicit_zeros_are_ratings_but_no_feedback():
+def test_explicit_zeros_are_ratings_but_not_feedback():
     dense = planted().toarray()
     matrix = sp.csr_array(dense)
     matrix.data[:20] = 0

@@ -690,7 +690,7 @@ def test_plan_prints_and_counts():
 
 
 @pytest.mark.parametrize("name", ["count", "biased, 0.3 n^1.0"])
-def test_memory_is_what_the_plan_says(name):
+def test_memory_equals_the_plan(name):
     matrix = as_csr(planted(900, 300, 0.2), dtype=np.float32)
     solver = solver_of(matrix, ALL_OBJECTIVES[name], 4, threads=2)
     plan, halves = solver.plan, solver.halves.values()

@@ -366,7 +366,7 @@ def test_the_minimum_is_that_of_als_with_count_scaling():
 
 
 @pytest.mark.parametrize(("schedule", "deterministic"), SCHEDULES)
-def test_a_diverging_run_says_so(schedule, deterministic):
+def test_a_diverging_run_raises(schedule, deterministic):
     model = hmf.SGD(**SMALL, schedule=schedule, deterministic=deterministic, learning_rate=10.0)
     with pytest.raises(
         DivergedError, match=r"iteration 1: errors became infinite or NaN.*learning_rate=10 .*learning_rate=2\.5;"
@@ -376,7 +376,7 @@ def test_a_diverging_run_says_so(schedule, deterministic):
     assert isinstance(DivergedError("x"), ArithmeticError)
 
 
-def test_a_diverging_run_keeps_the_last_sound_factors(monkeypatch):
+def test_a_diverging_run_keeps_the_last_valid_factors(monkeypatch):
     monkeypatch.setattr(plan_sgd, "learning_rate_at", lambda method, epoch: 0.12 if epoch < 2 else 30.0)
     model, expected = (
         hmf.SGD(**SMALL),
@@ -554,8 +554,8 @@ def test_float64_and_plan():
         ({"decay": -1}, ValueError, "decay must be >= 0"),
         ({"rate_schedule": "geometric", "decay": 0}, ValueError, "decay must be > 0"),
         ({"rate_schedule": "geometric", "decay": 1.5}, ValueError, "decay must be at most 1"),
-        ({"rate_schedule": "constant", "decay": 0.5}, ValueError, "decay=0.5 says nothing"),
-        ({"rate_schedule": "adagrad", "decay": 0.5}, ValueError, "decay=0.5 says nothing"),
+        ({"rate_schedule": "constant", "decay": 0.5}, ValueError, "decay=0.5 has no effect"),
+        ({"rate_schedule": "adagrad", "decay": 0.5}, ValueError, "decay=0.5 has no effect"),
         ({"rate_schedule": "cosine"}, ValueError, "rate_schedule must be one of"),
         ({"schedule": "serial"}, ValueError, "schedule must be one of 'msgd'"),
         ({"ordering": "rows"}, ValueError, "ordering must be one of"),
@@ -571,12 +571,12 @@ def test_float64_and_plan():
         ({"schedule": "batch_hogwild", "rate_schedule": "adagrad"}, ValueError, "rate_schedule='adagrad' runs on the"),
     ],
 )
-def test_hyperparameters_are_judged(given, error, match):
+def test_hyperparameters_are_validated(given, error, match):
     with pytest.raises(error, match=match):
         hmf.SGD(**given).fit(planted())
 
 
-def test_ratings_are_judged():
+def test_ratings_are_validated():
     model = hmf.SGD(**SMALL)
     bad = planted()
     bad.data[3] = np.nan
@@ -661,7 +661,7 @@ def test_batch_hogwild_needs_a_gpu(monkeypatch):
     assert plan_on(GPU, monkeypatch, schedule="batch_hogwild", shape=(100, 100), nnz=1000).device == "cuda:0"
 
 
-def test_plans_say_what_does_not_repeat(monkeypatch):
+def test_plans_note_results_that_do_not_repeat(monkeypatch):
     for asked in ({"schedule": "hogwild"}, {"schedule": "blocks", "deterministic": False}):
         assert "no two runs agree" in str(plan_on(None, monkeypatch, num_threads=2, **asked))
         assert "no two runs agree" not in str(plan_on(None, monkeypatch, num_threads=1, **asked))

@@ -89,7 +89,7 @@ def test_tiny_and_huge_factors_are_not_pruned(scale):
     np.testing.assert_array_equal(ids, reference.top_k(users @ items.T, 10)[0])
 
 
-def test_nothing_left_and_no_users():
+def test_no_remaining_items_and_no_users():
     users, items = integer_factors(3, 4, 0), integer_factors(5, 4, 1)
     ids, scores = top_k(users, items, 2, seen=RowColumns.of(sp.csr_array(np.ones((3, 5), np.int8))))
     assert (ids == -1).all()

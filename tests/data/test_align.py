@@ -126,7 +126,7 @@ def test_labels_of_another_type_are_named(unknown):
         evaluate(numbers, text, unknown=unknown)
 
 
-def test_unknown_says_what_it_may_be():
+def test_unknown_lists_its_values():
     for call in (
         lambda: evaluate(FITTED["explicit"], TEST, unknown="ignore"),
         lambda: FITTED["explicit"].score(TEST, unknown="ignore"),
@@ -143,7 +143,7 @@ def test_unknown_says_what_it_may_be():
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("side", ["user", "item"])
 def test_labels_on_one_side_only_are_refused(kind, side):
-    """Positions of another matrix mean the same only where somebody says so, by passing a plain matrix."""
+    """Positions of another matrix mean the same only if the caller passes a plain matrix."""
     labels = {"user_ids": USERS, "item_ids": ITEMS}
     del labels[f"{side}_ids"]
     half = hmf.Ratings.from_matrix(TEST.user_items, **labels)
@@ -175,7 +175,7 @@ def test_a_plain_matrix_of_another_shape_is_refused():
 # --------------------------------------------------------------------------------------------------- other callers
 
 
-def test_score_and_objective_go_by_labels():
+def test_score_and_objective_match_by_label():
     model = FITTED["explicit"]
     for method in (model.score, model.objective):
         assert method(any_order(TEST)) == pytest.approx(method(TEST.user_items), rel=1e-12)
@@ -185,7 +185,7 @@ def test_score_and_objective_go_by_labels():
     assert model.score(any_order(TEST), users="training") == model.score(TEST.user_items, users="training")
 
 
-def test_validation_goes_by_labels():
+def test_validation_matches_by_label():
     def history(validation, **options):
         return [record["rmse"] for record in MODELS["explicit"]().fit(TRAIN, validation=validation, **options).history_]
 
@@ -199,7 +199,7 @@ def test_validation_goes_by_labels():
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_user_items_go_by_labels_of_users_and_items(kind):
+def test_user_items_match_labels_of_users_and_items(kind):
     """Labelled rows need no order: neither that of `userid` nor that of the model."""
     model, users = FITTED[kind], np.array([7, 0, 7, 59])
     expected = model.recommend(users, TEST.user_items[users])
@@ -218,7 +218,7 @@ def test_user_items_go_by_labels_of_users_and_items(kind):
     np.testing.assert_array_equal(model.recommend(users, in_order)[0], expected[0])
 
 
-def test_new_rows_go_by_labels_of_items():
+def test_new_rows_match_labels_of_items():
     model, rows = FITTED["implicit"], shuffled(TEST, np.arange(9), np.arange(N_ITEMS)[::-1])
     plain = TEST.user_items[:9]
     np.testing.assert_array_equal(model.transform(rows), model.transform(plain))
@@ -227,7 +227,7 @@ def test_new_rows_go_by_labels_of_items():
         model.transform(with_strangers(TEST))
 
 
-def test_updates_of_users_go_by_labels():
+def test_updates_of_users_match_by_label():
     rows = labelled(planted(4, N_ITEMS, 0.5, seed=3)[:, ::-1], ["new b", "u09", "u00", "new a"], ITEMS[::-1])
     ids, labels = [M, 0, M + 1, 9], ["new a", "u00", "new b", "u09"]
     model, expected = (MODELS["implicit"]().fit(TRAIN) for _ in range(2))
@@ -238,7 +238,7 @@ def test_updates_of_users_go_by_labels():
     assert model.user_ids_.tolist() == [*USERS, "new a", "new b"]
 
 
-def test_updates_of_items_go_by_labels():
+def test_updates_of_items_match_by_label():
     """Users too, in the order of any other ratings."""
     columns = planted(M, 3, 0.5, seed=4)
     mixed = labelled(columns[::-1][:, [2, 0, 1]], USERS[::-1], ["i05", "new", "i00"])
@@ -274,7 +274,7 @@ def test_updates_refuse_other_labels(method):
         update([2], [2], own[2:3])
 
 
-def test_a_store_goes_by_its_labels(tmp_path):
+def test_a_store_is_matched_by_label(tmp_path):
     file = tmp_path / "ratings.npz"
     any_order(TEST).save(file)
     hmf.convert(file, tmp_path / "store")
@@ -285,7 +285,7 @@ def test_a_store_goes_by_its_labels(tmp_path):
     )
 
 
-# -------------------------------------------------------------------------------------------------- what is no model
+# -------------------------------------------------------------------------------------------- objects that are no model
 
 
 class Half:
@@ -304,11 +304,11 @@ class Half:
         (PopularityRecommender(), "rmse", ("PopularityRecommender has no n_users, n_items", "call fit(train) first")),
     ],
 )
-def test_evaluate_says_what_a_model_needs(model, metrics, parts):
+def test_evaluate_names_missing_methods_of_a_model(model, metrics, parts):
     with pytest.raises(TypeError, match=says(*parts)):
         evaluate(model, TEST, metrics=metrics)
 
 
-def test_evaluate_of_an_unfitted_estimator_says_so():
+def test_evaluate_of_an_unfitted_estimator_raises():
     with pytest.raises(NotFittedError):
         evaluate(hmf.ExplicitALS(), TEST)

@@ -178,7 +178,7 @@ def test_without_pyarrow_the_other_readers_read(tmp_path, monkeypatch):
     assert triplets(read(tmp_path, REGULAR["labels"])) == {("ann", "007"): 1, ("bob", "-0"): 5, ("ann", "+7"): 2}
 
 
-def test_a_late_mistake_is_told_as_before(tmp_path, monkeypatch):
+def test_a_late_error_is_reported_as_before(tmp_path, monkeypatch):
     monkeypatch.setattr(arrow_text.integer_chunks, "__defaults__", (16,))
     rows = [f"{k},{k},1\n" for k in range(1, 200)]
     with pytest.raises(RatingsError, match="line 200 has the value 'x', which is not a number"):
@@ -199,7 +199,7 @@ def test_conversions_read_by_pyarrow(tmp_path, kind, monkeypatch):
     assert store.item_ids.tolist() == expected.item_ids.tolist()
 
 
-def test_conversions_of_little_memory_do_without_pyarrow(tmp_path, monkeypatch):
+def test_conversions_with_little_memory_do_not_use_pyarrow(tmp_path, monkeypatch):
     path = write(tmp_path, next(iter(REGULAR.values())))
     expected = hmf.Ratings.from_file(path)
     monkeypatch.setattr(arrow_text, "_parse", None)

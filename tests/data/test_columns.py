@@ -93,7 +93,7 @@ def test_headers_of_public_data_sets(name, tmp_path):
 
 @pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
 @pytest.mark.parametrize("header", ["book_id/i,user_id/u,rating/v", "Stars/v,date/t,ISBN/i,Reader/u"])
-def test_frames_go_by_the_same_names(library, header):
+def test_frames_use_the_same_names(library, header):
     pd = pytest.importorskip("pandas")
     frame: Any = pd.read_csv(io.StringIO(table(header)))
     if library == "polars":
@@ -122,7 +122,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("header", UNCLEAR)
-def test_what_names_leave_unclear_is_refused(header, tmp_path):
+def test_ambiguous_names_are_refused(header, tmp_path):
     text = table(header)
     path = write(tmp_path, text)
     for read in (hmf.Ratings.from_file, lambda path, **options: hmf.convert(path, tmp_path / "store", **options)):
@@ -155,7 +155,7 @@ def test_without_recognized_names_places_decide_and_are_logged(tmp_path, caplog)
         hmf.Ratings.from_frame(frame)
 
 
-def test_a_taken_place_is_not_taken_twice():
+def test_a_used_column_is_not_used_twice():
     with pytest.raises(RatingsError, match="no column has a name that says items, and column 1 is taken"):
         resolve_columns("f", ("a", "b", "rating"), 3, user="b")
     with pytest.raises(RatingsError, match="items is unclear: there is no column 1"):
@@ -204,7 +204,7 @@ SMALL = {"factors": 2, "iterations": 1, "num_threads": 1, "device": "cpu"}
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_an_array_of_entries_is_no_matrix(width):
     array = entries()[:, :width]
-    assert hmf.Ratings(sp.csr_array(array)).n_items == width  # what is meant can be passed
+    assert hmf.Ratings(sp.csr_array(array)).n_items == width  # the intended argument can be passed
     model = hmf.ExplicitALS(**SMALL).fit(planted(20, width, 0.9))
     for call in (
         hmf.ExplicitALS(**SMALL).fit, hmf.ImplicitALS(**SMALL).fit,
@@ -307,7 +307,7 @@ def test_small_matrices_are_no_entries(matrix):
     assert not are_entries(matrix)
 
 
-def test_frames_whose_names_say_items():
+def test_frames_with_item_names():
     assert not named_like_entries(["Alien", "Brazil", "rating"])
     assert not named_like_entries(["user", "customer", "rating"])
     assert not named_like_entries(["user", "item", "count", "cat", "dog"])  # words of a text, for example
@@ -418,7 +418,7 @@ def test_files_of_lists_are_named(text, tmp_path):
 @pytest.mark.parametrize("odd", ["-0", "007", "+1", "-01", "00"])
 @pytest.mark.parametrize("separator", [",", "::", "\t", " ", " \t"])
 @pytest.mark.parametrize("side", [0, 1])
-def test_ids_are_told_apart_by_their_text(odd, separator, side, tmp_path):
+def test_ids_are_distinguished_by_their_text(odd, separator, side, tmp_path):
     rows = [["0", "0", "5"], ["1", "1", "4"], ["7", "7", "3"], ["-1", "-1", "2"], ["8", "8", "1"]]
     rows[-1][side] = odd
     path = write(tmp_path, "".join(separator.join(row) + "\n" for row in rows), "r.txt")

@@ -224,7 +224,7 @@ def test_rows_that_cannot_be_counted_in_memory_are_refused_before(read, kind, tm
 
 
 @pytest.mark.parametrize("path", [None, 3, b"store", "", "a\0b"])
-def test_what_is_no_path_of_a_store(path, tmp_path, monkeypatch):
+def test_invalid_paths_of_stores_are_refused(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for act in (lambda: hmf.convert(planted(), path), lambda: hmf.Store.open(path)):
         with pytest.raises((TypeError, ValueError), match="path must be a path"):
@@ -266,7 +266,7 @@ def test_a_folder_that_is_no_store_is_not_converted(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-def test_a_stopped_conversion_of_a_store_goes_on(tmp_path, monkeypatch, caplog):
+def test_a_stopped_conversion_of_a_store_continues(tmp_path, monkeypatch, caplog):
     store = hmf.convert(planted(), tmp_path / "first")
     with monkeypatch.context() as patch:
         patch.setattr(conversion._Streamed, "_item_slabs", interrupted)
@@ -274,7 +274,7 @@ def test_a_stopped_conversion_of_a_store_goes_on(tmp_path, monkeypatch, caplog):
             hmf.convert(store, tmp_path / "second")
     with caplog.at_level("INFO", "hybridmf"):
         again = hmf.convert(store.path, tmp_path / "second")
-    assert "going on with a conversion that stopped after stage 'items in buckets'" in caplog.text
+    assert "continuing a conversion that stopped after stage 'items in buckets'" in caplog.text
     assert_same_ratings(again, store.to_ratings())
 
 
@@ -282,7 +282,7 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-def test_replacing_a_store_by_what_cannot_be_converted_leaves_it(tmp_path):
+def test_a_failed_conversion_keeps_the_old_store(tmp_path):
     store = hmf.convert(planted(), tmp_path / "store")
     with pytest.raises(ValueError, match=r"is the store that is converted; .*source.to_ratings"):
         hmf.convert(store, tmp_path / "store", overwrite=True)
@@ -329,7 +329,7 @@ def test_a_null_names_its_row_in_any_chunk(tmp_path, monkeypatch):
         ({"header": 3}, "header must be one of"),
     ],
 )
-def test_options_are_judged_first(options, problem, tmp_path):
+def test_options_are_validated_first(options, problem, tmp_path):
     path = write_text(tmp_path / "r.csv", triplets())
     with pytest.raises(ValueError, match=problem):
         hmf.convert(path, tmp_path / "store", **options)
@@ -374,7 +374,7 @@ def test_folders_that_are_not_ours_are_left_alone(tmp_path):
         hmf.Store.open(path)
 
 
-def test_a_store_is_replaced_only_when_asked_to(tmp_path):
+def test_a_store_is_replaced_only_on_request(tmp_path):
     path = write_text(tmp_path / "r.csv", triplets())
     hmf.convert(path, tmp_path / "store", slab_bytes=SLAB)
     write_text(path, triplets(100, seed=2))
@@ -450,7 +450,7 @@ for count in range(0, 1000, 2):
 """
 
 
-def test_a_conversion_that_is_killed_anywhere_goes_on_or_begins_anew(tmp_path):
+def test_a_conversion_that_is_killed_anywhere_continues_or_restarts(tmp_path):
     path = write_text(tmp_path / "r.csv", triplets(120))
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(path), str(tmp_path)], capture_output=True, text=True, timeout=300
@@ -468,7 +468,7 @@ def test_a_conversion_that_is_killed_anywhere_goes_on_or_begins_anew(tmp_path):
         assert_same_matrix(StoreMatrix(store, "item").load(), expected.item_users)
 
 
-def test_a_stopped_conversion_goes_on_with_the_stage_it_was_in(tmp_path, monkeypatch, caplog):
+def test_a_stopped_conversion_continues_with_its_stage(tmp_path, monkeypatch, caplog):
     path = write_text(tmp_path / "r.csv", triplets())
     folder = tmp_path / "store"
     original = conversion._Streamed._item_slabs
@@ -485,11 +485,11 @@ def test_a_stopped_conversion_goes_on_with_the_stage_it_was_in(tmp_path, monkeyp
     monkeypatch.setattr(conversion._Streamed, "_read", None)  # it is not read again
     with caplog.at_level(logging.INFO, "hybridmf"):
         assert_same_ratings(hmf.convert(path, folder, slab_bytes=SLAB), hmf.Ratings.from_file(path))
-    assert "going on with a conversion that stopped after stage 'items in buckets'" in caplog.text
+    assert "continuing a conversion that stopped after stage 'items in buckets'" in caplog.text
 
 
 @pytest.mark.parametrize("change", ["source", "options", "record"])
-def test_an_unfinished_conversion_of_something_else_is_removed(change, tmp_path, monkeypatch, caplog):
+def test_an_unfinished_conversion_of_another_source_is_removed(change, tmp_path, monkeypatch, caplog):
     path = write_text(tmp_path / "r.csv", triplets())
     folder = tmp_path / "store"
     with monkeypatch.context() as patch:
@@ -503,11 +503,11 @@ def test_an_unfinished_conversion_of_something_else_is_removed(change, tmp_path,
     options = {"duplicates": "sum"} if change == "options" else {}
     with caplog.at_level(logging.INFO, "hybridmf"):
         assert_same_ratings(hmf.convert(path, folder, slab_bytes=SLAB, **options), hmf.Ratings.from_file(path))
-    assert "an unfinished conversion of something else is removed" in caplog.text
+    assert "removed an unfinished conversion of another source" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["text", "matrix"])
-def test_a_full_disk_anywhere_is_said_and_leaves_nothing(kind, tmp_path, monkeypatch):
+def test_a_full_disk_at_any_point_is_reported_and_leaves_no_files(kind, tmp_path, monkeypatch):
     path = write_text(tmp_path / "r.csv", triplets(60))
     source = path if kind == "text" else hmf.Ratings.from_file(path)
     left = [0]
@@ -550,13 +550,13 @@ def test_a_quota_or_a_limit_of_files_is_a_full_disk(code, tmp_path, monkeypatch)
     assert not (tmp_path / "store").exists()
 
 
-def test_a_second_conversion_into_a_folder_is_refused_and_the_first_goes_on(tmp_path, monkeypatch):
+def test_a_second_conversion_into_a_folder_is_refused_and_the_first_continues(tmp_path, monkeypatch):
     path, folder = write_text(tmp_path / "r.csv", triplets()), tmp_path / "deep" / "store"
     original, refused = conversion._Streamed._user_slabs, []
 
     def another(self: Any) -> Any:
         for overwrite in (False, True):
-            with pytest.raises(BlockingIOError, match=r"another conversion into this folder is at work; .*store"):
+            with pytest.raises(BlockingIOError, match=r"another conversion into this folder is running; .*store"):
                 hmf.convert(path, folder, slab_bytes=SLAB, overwrite=overwrite)
             refused.append(overwrite)
         return original(self)

@@ -487,7 +487,7 @@ def test_examples_of_the_page_run(tmp_path, monkeypatch):
         exec(block, namespace)
 
 
-def test_ids_taken_for_positions_do_not_exhaust_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_passed_as_positions_do_not_exhaust_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash of 31 bits as a position asks for two billion rows; the message says where ids go."""
     monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 10**10)
     message = r"has positions for 2,000,000,001 users and 3 items.*Ratings\.from_frame, or an object array"

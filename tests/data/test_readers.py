@@ -53,7 +53,7 @@ def test_text_in_its_many_forms(tmp_path, name, text):
     assert triplets(ratings) == EXPECTED
     assert ratings.user_ids.dtype == ratings.item_ids.dtype == np.int64
     assert_canonical(ratings.user_items)
-    packed = write(tmp_path, gzip.compress(text.encode()), "packed")  # told by content, not by its name
+    packed = write(tmp_path, gzip.compress(text.encode()), "packed")  # detected by content, not by its name
     assert triplets(Ratings.from_file(packed)) == EXPECTED
 
 

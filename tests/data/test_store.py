@@ -98,7 +98,7 @@ def cut(path: Path) -> None:
         (Path.unlink, r"cannot be read \(No such file"),
     ],
 )
-def test_what_is_damaged_between_iterations_does_not_reach_a_kernel(damage, problem, devices, store):
+def test_files_damaged_between_iterations_do_not_reach_a_kernel(damage, problem, devices, store):
     def spoil(model: Any, record: dict[str, float]) -> None:
         if record["iteration"] == 2:
             damage(store.path / "item-000001.indices.npy")
@@ -135,7 +135,7 @@ def test_a_file_that_was_only_touched_is_read_again_and_serves(store):
     assert store.to_ratings().nnz == store.nnz
 
 
-def test_what_goes_after_it_was_opened_is_missed(store):
+def test_a_file_removed_after_opening_is_reported(store):
     (store.path / "user-000001.indices.npy").unlink()
     with pytest.raises(StoreError, match=r"user-000001\.indices\.npy' cannot be read"):
         store.verify()
@@ -215,7 +215,7 @@ def test_files_that_contradict_each_other_do_not_reach_a_kernel(store):
 
 
 @pytest.mark.parametrize("zeros", [0, 5])
-def test_values_that_the_manifest_does_not_tell_of(zeros, tmp_path):
+def test_values_that_contradict_the_manifest(zeros, tmp_path):
     """In one slab, or in the sum of all; explicit zeros in other rows; another transpose."""
     matrix = as_csr(planted()).copy()
     matrix.data[: 2 * zeros : 2] = 0
@@ -266,7 +266,7 @@ PATHS = [
 
 @functools.cache
 def small_store(zeros: int) -> tuple[Path, str, hmf.Ratings]:
-    """A store, what its manifest says, and its ratings."""
+    """A store, its manifest, and its ratings."""
     matrix = as_csr(planted()).copy()
     matrix.data[: 2 * zeros : 2] = 0
     ratings = hmf.Ratings.from_matrix(matrix, user_ids=[f"u{k}" for k in range(60)])
@@ -372,7 +372,7 @@ def test_a_slab_has_no_more_entries_than_fit(store):
 
 
 @pytest.mark.parametrize("text", ["[" * 10**5, '{"format": ' + '{"a": ' * 10**5, "1" * 5000, "\ud800", "null", "[1]"])
-def test_what_is_no_manifest(text, store):
+def test_invalid_manifests_are_refused(text, store):
     (store.path / "manifest.json").write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(StoreError, match="is no manifest of a store"):
         hmf.Store.open(store.path)

@@ -85,7 +85,7 @@ def test_weights_are_those_of_implicit():
     )
 
 
-def test_weights_of_items_that_everybody_has_are_zero_and_not_dislikes():
+def test_weights_of_items_of_all_users_are_zero_and_not_dislikes():
     everybody = hmf.Ratings(np.ones((3, 2)))
     for weighted in (everybody.bm25_weight(), everybody.tfidf_weight()):
         assert weighted.user_items.data.tolist() == [0.0] * 6

@@ -91,7 +91,7 @@ def test_no_names_of_devices(name: str) -> None:
         (0, TypeError, "got int 0"),
     ],
 )
-def test_devices_that_users_may_not_ask_for(device: Any, kind: type[Exception], part: str) -> None:
+def test_devices_that_users_cannot_request(device: Any, kind: type[Exception], part: str) -> None:
     with pytest.raises(kind, match=says(part)):
         plan_types.check_device(device)
 
@@ -220,7 +220,7 @@ def test_a_device_that_does_not_exist(machine: Machine) -> None:
         hmf.ExplicitALS(biases=False, device="cuda:2").fit(planted())
 
 
-def test_cpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_cpu_queries_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "open_device", lambda name: pytest.fail("looked for a GPU"))
     assert dispatch.find_gpu("cpu") == (None, "asked for")
     hmf.ExplicitALS(biases=False, factors=2, iterations=1, device="cpu").fit(planted())
@@ -250,7 +250,7 @@ def test_a_device_that_could_not_be_opened_is_tried_again(machine: Machine) -> N
     assert open_device().index == 0
 
 
-def test_status_tells_of_each_gpu(machine: Machine) -> None:
+def test_status_describes_each_gpu(machine: Machine) -> None:
     machine([(9, 0), (7, 0)])
     usable, reason = dispatch.gpu_status()
     assert usable
@@ -353,7 +353,7 @@ def test_without_pinned_memory_copies_take_a_detour(
     assert "no more memory of the host can be page-locked" in caplog.text
 
 
-def test_a_look_at_a_few_bytes_waits_for_no_large_copy(machine: Machine) -> None:
+def test_a_small_download_waits_for_no_large_copy(machine: Machine) -> None:
     machine()
     device = open_device()
     few, many = device.upload(np.arange(5)), device.upload(np.arange(devices.SMALL_COPY))
@@ -372,7 +372,7 @@ def test_a_look_at_a_few_bytes_waits_for_no_large_copy(machine: Machine) -> None
 
 
 def test_work_beside_other_work(machine: Machine) -> None:
-    """It begins behind what was launched before; who waits for its mark waits for all of it."""
+    """It starts after earlier launches; waiting for its mark waits for all of it."""
     module = machine()
     device, first = open_device(), module.streams[0]
     for _ in range(2):
@@ -568,7 +568,7 @@ def test_parts_of_one_array_are_page_locked_beside_each_other(machine: Machine, 
     assert len(locked) == 3 and "cannot be page-locked" in caplog.text
     for k, part in enumerate(parts):
         target = device.zeros(len(part), np.int32)
-        copiers[k].copy(target, part)  # what is not in whole pages goes through buffers
+        copiers[k].copy(target, part)  # partial pages go through buffers
         np.testing.assert_array_equal(target, part)
     del copiers
     gc.collect()

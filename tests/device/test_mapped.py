@@ -59,9 +59,7 @@ def test_views_with_gaps_are_no_piece_of_a_file(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("lack", ["file", "preadv"])
-def test_what_cannot_be_read_as_a_file_is_copied_from_memory(
-    lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_are_copied_from_memory(lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "values.npy"
     np.save(path, np.arange(100, dtype=np.int32))
     source, buffer = as_bytes(np.load(path, mmap_mode="r")), np.zeros(16, np.uint8)
@@ -74,7 +72,7 @@ def test_what_cannot_be_read_as_a_file_is_copied_from_memory(
     np.testing.assert_array_equal(buffer.view(np.int32), [2, 3, 4, 5])
 
 
-def test_what_is_written_to_a_private_mapping_is_not_lost(saved: Path) -> None:
+def test_writes_to_a_private_mapping_are_not_lost(saved: Path) -> None:
     private = np.load(saved, mmap_mode="c")
     private[3] = -7
     buffer = np.zeros(16, np.uint8)

@@ -325,5 +325,5 @@ def test_cited_tests_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_no_page_names_a_place_on_somebodys_machine(page: Path) -> None:
+def test_no_page_names_a_path_of_a_machine(page: Path) -> None:
     assert not re.search(r"(?<![\w.])/(?:work|tmp|root|home|mnt)/", page.read_text(encoding="utf-8"))

@@ -239,7 +239,7 @@ def test_factors_of_any_scale(device, scale):
     check_solution(problem, problem.solve(device))
 
 
-def test_lower_precisions_lose_what_they_are_said_to(device):
+def test_lower_precisions_have_their_documented_errors(device):
     problem = Problem(planted(40, 120, 0.4), OBJECTIVES["implicit"])
     worst = {}
     for precision, bound in BACKWARD_ERROR.items():
@@ -500,7 +500,7 @@ def test_rows_fold_in_without_tiles_for_weights_that_have_no_root(backend):
     np.testing.assert_allclose(model.transform(SMALL), model.user_factors, rtol=1e-4, atol=1e-5)
 
 
-def test_callbacks_and_validation_look_on_and_stop(backend):
+def test_callbacks_and_validation_observe_and_stop(backend):
     seen = []
 
     def stop_after_two(model, record):
@@ -676,7 +676,7 @@ def test_factors_move_to_the_device_that_asks(device):
         exhaustive(hmf.ExplicitALS, {"factors": 120}),
     ],
 )
-def test_the_compiler_knows_ahead_what_a_fit_launches(gpu, monkeypatch, kind, options):
+def test_the_kernels_of_a_fit_are_compiled_ahead(gpu, monkeypatch, kind, options):
     ahead, used = [], []
     compile_ahead, kernel = gpu.compile_ahead, gpu.kernel
     monkeypatch.setattr(gpu, "compile_ahead", lambda programs: compile_ahead(ahead.extend(programs) or ahead))

@@ -306,7 +306,7 @@ def test_bals_local_configurations_agree(device, config):
     run_tiles(device, matrix, 20, 19, 12, "implicit", config=config)
 
 
-def test_bals_gives_the_same_without_passing_over_vacant_tiles(device):
+def test_bals_gives_the_same_without_skipping_vacant_tiles(device):
     matrix = power_law(61, 50, 0.05)
     assert BalsMatrix.from_csr(matrix, 16, 10).statistics()["vacant_tiles"] > 0
     plain, all_tiles = (
@@ -420,7 +420,7 @@ BALS_LOCAL = BalsLocalConfig(32, 4, 256, 192, nb=16, dx=4, dy=4, dz=64)
         (BALS_LOCAL, {"rank": 1500, "nb": 4}, r"nb=4 gives 70500 tiles, more than 65535"),
     ],
 )
-def test_impossible_configurations_say_why(config, changes, message):
+def test_impossible_configurations_give_the_reason(config, changes, message):
     with pytest.raises(ValueError, match=message):
         replace(config, **changes)
 

@@ -471,7 +471,7 @@ def test_too_many_entries_for_the_kernels(monkeypatch):
         PieceLayout.cut(np.array([0]), np.array([[41]]), 2048)
 
 
-def test_what_is_chosen():
+def test_the_chosen_configurations():
     from support.devices import SPECS
 
     netflix = (480_189, 17_770, 99_072_112)

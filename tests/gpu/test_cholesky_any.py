@@ -483,7 +483,7 @@ def test_defaults_keep_the_factor_where_they_can() -> None:
     assert CgConfig.default(128, 4, gpu).resident and not CgConfig.default(512, 4, gpu).resident
 
 
-def test_a_device_without_room() -> None:
+def test_a_device_without_memory() -> None:
     for config in (CholeskyConfig, CgConfig):
         with pytest.raises(
             ValueError, match=r"systems of rank 2048 need \d+ bytes of shared memory, some GPU has 4096"

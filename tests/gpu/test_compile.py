@@ -186,7 +186,7 @@ def test_every_kernel_is_compiled_for_every_architecture() -> None:
         assert files - compiled == (on_tensor_cores if spec.capability < (8, 0) else set())
 
 
-def test_what_ships_is_compiled() -> None:
+def test_shipped_configurations_are_compiled() -> None:
     """Among them tiles of 80, which no usual rank has."""
     texts = [set(program.constants) for program in PROGRAMS if program.file == "sparse_syrk.cu"]
     for implicit, offsets in ((0, 0), (1, 0), (0, 1)):

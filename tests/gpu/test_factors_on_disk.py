@@ -112,7 +112,7 @@ def test_a_store_and_its_factors_on_disk(free, gpu, folder, tmp_path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scratch", "store"]
 
 
-def test_what_a_callback_has_seen_stays_as_it_was(gpu, small_host):
+def test_states_seen_by_a_callback_do_not_change(gpu, small_host):
     for kind, factors in (("implicit", 8), ("biases", 6)):  # tables as they are, and copies without padding
         seen: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -268,7 +268,7 @@ def test_a_plan_falls_from_the_host_to_the_disk(folder, monkeypatch):
     assert plan.changed(balance=True).disk_bytes == needed + NETFLIX[0][1] * 64 * 4
 
 
-def test_what_the_disk_has_no_room_for_is_named(folder, monkeypatch):
+def test_files_too_large_for_the_disk_are_named(folder, monkeypatch):
     monkeypatch.setattr(system, "available_memory", lambda: 1 << 20)
     for change, reason in (
         ({"value": "/nowhere/at/all"}, "'/nowhere/at/all' is no folder"),
@@ -354,7 +354,7 @@ def test_a_full_disk_is_an_error_before_the_fit(gpu, small_host, monkeypatch):
 
 
 @pytest.mark.parametrize("factors", [7, 8])  # rows with padding, which a checkpoint copies, and without
-def test_a_full_disk_puts_checkpoints_off(factors, gpu, small_host, monkeypatch, tmp_path):
+def test_a_full_disk_postpones_checkpoints(factors, gpu, small_host, monkeypatch, tmp_path):
     """The disk has room for the files that a fit begins with, and a slow checkpoint holds on to what is in them."""
     options = {"factors": factors, "iterations": 5, "random_state": 0, "device": "cuda", "gpu_memory_limit": HOST_LIMIT}
     whole = hmf.ImplicitALS(**options).fit(MATRIX)
@@ -407,7 +407,7 @@ def test_files_are_found_while_the_collector_removes_some(folder):
         gc.set_threshold(*thresholds)
 
 
-def test_too_many_open_files_are_told_from_a_full_disk(folder, monkeypatch):
+def test_too_many_open_files_are_distinguished_from_a_full_disk(folder, monkeypatch):
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -449,7 +449,7 @@ def test_files_are_read_and_written_as_files(folder, monkeypatch):
     assert scratch_file(np.zeros(4)) is None and mapped((0, 3), np.float32, str(folder)).shape == (0, 3)
 
 
-def test_what_cannot_be_read_as_a_file_raises(folder, monkeypatch):
+def test_unreadable_files_raise(folder, monkeypatch):
     """A disk that fails is an error, not the end of the process."""
 
     def broken(*arguments: Any) -> int:

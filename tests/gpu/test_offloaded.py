@@ -61,7 +61,7 @@ def in_memory(host: GpuALS, data: Any = MATRIX) -> GpuALS:
     return GpuALS(host.device, matrix, transpose(matrix, num_threads=1), host.objective, plan, state)
 
 
-def test_no_room_for_new_rows_is_told(gpu, monkeypatch):
+def test_missing_memory_for_new_rows_is_reported(gpu, monkeypatch):
     """Smaller batches are tried, which need as much; the last of them says so."""
     device, host = gpu, solver("explicit", gpu, 1, 2, segment=3)
     slab = host.halves["user"].parts[0]
@@ -239,7 +239,7 @@ def test_float64_by_a_published_assembly(parts, gpu):
     assert host.objective_value() == pytest.approx(whole.objective_value(), rel=1e-9)
 
 
-def test_approximate_solvers_begin_with_the_last_factors(device):
+def test_approximate_solvers_start_from_the_last_factors(device):
     from support.ratings import rows_of
 
     problem = Problem(rows_of(LENGTHS, 60), OBJECTIVES["implicit"])
@@ -336,7 +336,7 @@ def test_ctrl_c_leaves_the_last_complete_half_sweep(parts, gpu, monkeypatch):
     assert no_threads()
 
 
-def test_what_fails_on_the_way_to_the_host_ends_the_half_sweep(gpu, monkeypatch):
+def test_a_failed_download_ends_the_half_sweep(gpu, monkeypatch):
     host = solver("implicit", gpu, 1, 4)
 
     def broken(target: Any, source: Any) -> None:
@@ -362,7 +362,7 @@ def test_checkpoints_resume_wherever_factors_are(gpu, tmp_path):
     assert again.user_bias_ is not None and pickle.loads(pickle.dumps(again)).n_iter_ == 3
 
 
-def test_what_a_callback_has_seen_stays_as_it_was(gpu):
+def test_states_seen_by_a_callback_do_not_change(gpu):
     cls, given = FITS["implicit"]
     seen: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -380,7 +380,7 @@ def test_what_a_callback_has_seen_stays_as_it_was(gpu):
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def test_tables_are_used_again_when_nobody_holds_them(device):
+def test_tables_are_reused_when_unreferenced(device):
     tables = HostTables((3, 4), np.float32)
     tables.lock(device.copier())
     one, two = tables.take(), tables.take()
@@ -428,7 +428,7 @@ def test_a_half_sweep_finds_the_range_of_its_factors(gpu):
         assert found.range == range_on_host(found.table)
 
 
-def test_the_host_looks_for_a_range_only_where_no_device_has_all_rows(gpu, monkeypatch):
+def test_the_host_computes_a_range_only_if_no_device_has_all_rows(gpu, monkeypatch):
     """A look at a table of many gigabytes takes longer than to copy it."""
     looked: list[int] = []
     monkeypatch.setattr("hybridmf.gpu.factors.range_on_host", lambda table: looked.append(len(table)) or find(table))
@@ -473,7 +473,7 @@ def test_moving_factors_takes_time():
     assert costs == sorted(costs) and costs[-1] > 1.1 * costs[1]
 
 
-def test_what_keeps_all_on_the_gpu_is_named():
+def test_settings_that_keep_all_on_the_gpu_are_named():
     for options, message in (
         ({"assembly": "bals"}, 'assembly="bals" needs ratings and factors on the GPU, assembly="auto" streams them'),
         ({"reorder": "both"}, 'reorder= needs ratings and factors on the GPU, reorder="none" streams them'),

@@ -401,7 +401,7 @@ def test_a_row_twice_in_a_row(device):
 
 
 @pytest.mark.parametrize("workers", [2, 7, 70])
-def test_workers_see_every_entry_once(device, workers):
+def test_workers_receive_every_entry_once(device, workers):
     """No two rows and no two columns meet, so that chance has no say."""
     n = 150
     values = np.random.default_rng(0).integers(1, 6, n).astype(float)
@@ -517,7 +517,7 @@ def test_the_longest_rows_of_a_shared_epoch_are_walked_fastest(device):
         assert 2 * most.shared_bytes <= device.spec.shared_bytes < 2 * fastest.shared_bytes
 
 
-def test_ranges_are_where_the_cache_wants_them():
+def test_ranges_fit_the_cache():
     l2 = 60 << 20
     netflix, users = (17_770, 480_189), (480_189, 17_770)
     assert [plan_sgd.range_count(netflix, 99_072_112, 4 * f, l2) for f in (16, 32, 64, 128)] == [2, 4, 8, 8]
@@ -539,7 +539,7 @@ def test_bounds_of_ranges(seed, columns):
         assert bounds[:, row].tolist() == [begin, *wanted, end]
 
 
-def test_an_interrupted_pass_leaves_nothing_at_work_beside(monkeypatch):
+def test_an_interrupted_pass_leaves_no_concurrent_work(monkeypatch):
     """Who gives back the rows that are moved waits for the first stream only."""
     if emulated.compiler() is None:
         pytest.skip("no C++ compiler to run kernels on the CPU with")
@@ -596,7 +596,7 @@ def run(solver: GpuSGD, epochs: int) -> State:
 @pytest.mark.parametrize("where", ["table", "bias"])
 @pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_what_is_infinite_is_found(dtype, bad, where, device):
+def test_infinite_values_are_found(dtype, bad, where, device):
     def side(rows: int, value: float | None) -> DeviceFactors:
         table, bias = np.ones((rows, 8), dtype), np.ones(rows, dtype)
         if value is not None and rows:
@@ -699,7 +699,7 @@ def test_batch_hogwild_learns(device, precision, tall, monkeypatch):
     assert solver.objective_value() < 0.6 * start
 
 
-def test_a_diverging_run_keeps_the_last_sound_factors(device):
+def test_a_diverging_run_keeps_the_last_valid_factors(device):
     matrix = as_csr(SMALL, dtype="float32")
     for schedule in ("msgd", "batch_hogwild"):
         solver = solver_on(device, matrix, method_of(schedule, rate_schedule="constant"))

@@ -139,7 +139,7 @@ def test_a_system_that_cannot_be_solved_is_named_by_its_row(gpu):
     assert (found.value.side, found.value.row) == (expected.value.side, expected.value.row)
 
 
-def test_the_thread_ends_when_nobody_wants_more_slabs(device):
+def test_the_thread_ends_when_no_more_slabs_are_requested(device):
     slabs = MemorySlabs.cut(as_csr(MATRIX), 50)
     pipeline = Pipeline(device, 120, np.float32, buffers=2)
     for _ in range(2):
@@ -184,7 +184,7 @@ def wait_for(condition) -> None:
     assert condition()
 
 
-def test_the_first_slabs_of_the_next_half_sweep_come_before_it_asks(device):
+def test_the_first_slabs_of_the_next_half_sweep_are_loaded_ahead(device):
     first, second = watched(50), watched(70)
     pipeline, every = Pipeline(device, 120, np.float32), as_csr(MATRIX).data
     np.testing.assert_array_equal(
@@ -216,7 +216,7 @@ def test_other_slabs_than_were_expected(device):
     np.testing.assert_array_equal(collected(device, pipeline.loads(slab_transfers(second))), every)
 
 
-def test_a_slab_that_fails_early_is_told_where_it_is_asked_for(device):
+def test_a_slab_that_fails_early_raises_where_it_is_requested(device):
     first, second = watched(50), watched(70)
     object.__setattr__(second, "broken", 1)
     pipeline = Pipeline(device, 120, np.float32)
@@ -298,7 +298,7 @@ def test_a_store_stays_where_it_fits(monkeypatch):
 
 
 @on_a_gpu
-def test_copies_arrive_whole_however_they_go(device, monkeypatch, caplog):
+def test_copies_arrive_complete_on_every_path(device, monkeypatch, caplog):
     monkeypatch.setattr(copiers, "COPY_CHUNK", 1 << 16)
     source = np.random.default_rng(0).integers(0, 1 << 30, 123_457, dtype=np.int32)
     for pinned in (False, True):

@@ -210,7 +210,7 @@ def test_zero_factors(device):
 
 
 @pytest.mark.parametrize("n", [2, 200])
-def test_nothing_left_and_no_users(device, n):
+def test_no_remaining_items_and_no_users(device, n):
     users, items = integer_factors(3, 4, 0), integer_factors(300, 4, 1)
     everything = np.ones((3, 300), np.int8)
     everything[1, [2, 250]] = 0

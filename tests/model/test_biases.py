@@ -109,7 +109,7 @@ def test_new_rows_pay_the_same_penalty():
 @pytest.mark.parametrize(
     ("value", "error"), [(-0.1, ValueError), ("auto", TypeError), (float("nan"), ValueError), (True, TypeError)]
 )
-def test_what_is_no_penalty_is_refused(value, error):
+def test_invalid_penalties_are_refused(value, error):
     with pytest.raises(error, match="bias_regularization must be"):
         als(bias_regularization=value).fit(RATINGS)
 
@@ -209,7 +209,7 @@ def test_preferences_are_not_clipped():
         ((0, float("inf")), ValueError, "clip must be finite"),
     ],
 )
-def test_what_clip_cannot_be(clip, error, message):
+def test_invalid_clip_is_refused(clip, error, message):
     model = als().fit(RATINGS)
     for arguments in ((0, 0), (RATINGS,)):
         with pytest.raises(error, match=message):

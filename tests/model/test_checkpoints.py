@@ -1,4 +1,4 @@
-"""Checkpoints: written beside the training, whatever becomes of disk or process; resumed to the same factors."""
+"""Checkpoints: written during the training, despite failures of disk or process; resumed to the same factors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def assert_same_factors(one, other) -> None:
         ({"minutes": 2.5, "every": 2, "keep": 9}, [4, 7]),
     ],
 )
-def test_how_often_and_how_many(options, expected, tmp_path, monkeypatch, in_step):
+def test_checkpoint_intervals_and_counts(options, expected, tmp_path, monkeypatch, in_step):
     clock = [0.0]
     monkeypatch.setattr("hybridmf.model.checkpoint.time.monotonic", lambda: clock[0])
     solve = HalfSweep.solve
@@ -105,7 +105,7 @@ def test_how_often_and_how_many(options, expected, tmp_path, monkeypatch, in_ste
         (ValueError, "checkpoint must be a path without zero bytes", "a\0b"),
     ],
 )
-def test_what_is_no_checkpoint_schedule(error, match, checkpoint, tmp_path, monkeypatch):
+def test_invalid_checkpoint_schedules_are_refused(error, match, checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=match):
         als().fit(planted(), checkpoint=checkpoint)
@@ -113,7 +113,7 @@ def test_what_is_no_checkpoint_schedule(error, match, checkpoint, tmp_path, monk
 
 
 @pytest.mark.parametrize("place", [3, True, b"a", [], ""])
-def test_what_is_no_path_to_resume_from(place, tmp_path, monkeypatch):
+def test_invalid_paths_to_resume_from_are_refused(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for saving in ({}, {"checkpoint": "a"}):
         with pytest.raises((TypeError, ValueError), match="resume_from must be a path"):
@@ -129,7 +129,7 @@ def test_a_store_is_no_folder_of_checkpoints(tmp_path):
     assert sorted(path.name for path in store.path.iterdir()) == before
 
 
-def test_a_checkpoint_may_hold_what_users_have_seen(tmp_path):
+def test_a_checkpoint_may_hold_seen_items(tmp_path):
     model = als().fit(planted(), checkpoint=hmf.Checkpoint(tmp_path, include_seen=True))
     loaded = hmf.load(tmp_path / "checkpoint-000005.safetensors")
     np.testing.assert_array_equal(loaded.recommend([0, 59])[0], model.recommend([0, 59])[0])
@@ -175,7 +175,7 @@ class Disk:
         self.now -= 1
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     """The first is being written during all of the training; of those that wait the newest is left."""
     disk, finished = Disk(monkeypatch), []
 
@@ -290,7 +290,7 @@ def test_training_survives_a_full_disk(stage, code, tmp_path, monkeypatch, in_st
     assert_same_factors(als(6).fit(planted(), resume_from=tmp_path), whole)
 
 
-def test_it_is_tried_again_with_the_next_iteration(tmp_path, monkeypatch, in_step, caplog):
+def test_a_failed_checkpoint_is_retried_with_the_next_iteration(tmp_path, monkeypatch, in_step, caplog):
     """Also where the schedule would have had it later."""
     failing(monkeypatch, "write", 1, errno.ENOSPC)
     als(12).fit(planted(), checkpoint=hmf.Checkpoint(tmp_path, every=5, keep=9))
@@ -313,7 +313,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path, in_step, caplog):
     als(6).fit(planted(), checkpoint=hmf.Checkpoint(folder, every=2, keep=9), callback=removes(folder, 3))
     assert iterations_in(folder) == [4, 6]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert f"checkpoint folder {str(folder)!r} was removed during the fit, with what was in it" in caplog.text
+    assert f"checkpoint folder {str(folder)!r} was removed during the fit, with its files" in caplog.text
     assert_same_factors(als(8).fit(planted(), resume_from=folder), als(8).fit(planted()))
 
 
@@ -339,7 +339,7 @@ def test_a_file_in_place_of_the_folder_does_not_end_the_fit(tmp_path, in_step, c
 
     assert als(4).fit(planted(), checkpoint=folder, callback=replace).n_iter_ == 4
     assert folder.read_text() == "mine" and "could not be written" in caplog.text
-    assert "is no folder" in caplog.text and "training goes on, the one of iteration 2 is gone" in caplog.text
+    assert "is no folder" in caplog.text and "training continues, the one of iteration 2 is gone" in caplog.text
     assert "newest that is safe" not in caplog.text
     # whoever keeps the record keeps no state by a traceback
     assert not [one for record in caplog.records for one in record.args if isinstance(one, BaseException)]
@@ -469,7 +469,7 @@ def test_killed_at_every_stage_a_fit_resumes_to_the_same_factors(tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["msgd", "blocks"])
-def test_shuffles_go_on_where_they_stopped_whatever_they_were_drawn_from(schedule, tmp_path):
+def test_shuffles_continue_where_they_stopped_for_every_seed(schedule, tmp_path):
     def sgd(iterations, random_state):
         options = SMALL | {"schedule": schedule, "iterations": iterations, "random_state": random_state}
         return hmf.SGD(**options)
@@ -492,11 +492,11 @@ def test_any_altered_byte_is_noticed(tmp_path):
             hmf.load(path)
         except ModelFileError:
             continue
-        # the only bytes that say nothing are the blanks that align the tensors
+        # the only bytes without meaning are the blanks that align the tensors
         pytest.fail(f"byte {position} of {len(content)}: {content[position]} became {altered[position]}")
 
 
-def test_an_altered_checkpoint_is_passed_over(tmp_path, in_step, caplog):
+def test_an_altered_checkpoint_is_skipped(tmp_path, in_step, caplog):
     als(4).fit(planted(), checkpoint=hmf.Checkpoint(tmp_path, keep=9))
     kept = iterations_in(tmp_path)
     path = tmp_path / f"checkpoint-{kept[-1]:06d}.safetensors"
@@ -507,10 +507,10 @@ def test_an_altered_checkpoint_is_passed_over(tmp_path, in_step, caplog):
         hmf.load(path)
     resumed = als(5).fit(planted(), resume_from=tmp_path)
     assert_same_factors(resumed, als(5).fit(planted()))
-    assert "checkpoint passed over" in caplog.text
+    assert "skipped checkpoint" in caplog.text
 
 
-def test_the_newest_is_told_by_what_it_holds_whatever_it_is_called(tmp_path, in_step):
+def test_the_newest_is_found_by_content_and_not_by_name(tmp_path, in_step):
     """A copy of an old one under a high name neither shadows newer ones nor is taken for one that has had its time."""
     als(3).fit(planted(), checkpoint=hmf.Checkpoint(tmp_path, keep=9))
     renamed = (tmp_path / "checkpoint-000001.safetensors").rename(tmp_path / "checkpoint-000900.safetensors")
@@ -523,7 +523,7 @@ def test_the_newest_is_told_by_what_it_holds_whatever_it_is_called(tmp_path, in_
     assert iterations_in(tmp_path) == [5, 6, 900]
 
 
-def test_a_checkpoint_that_does_not_tell_its_iteration_has_that_of_its_name(tmp_path, caplog):
+def test_a_checkpoint_without_iteration_has_that_of_its_name(tmp_path, caplog):
     als(2).fit(planted(), checkpoint=tmp_path)
     for name, content in (("000007", b""), ("000008", (8).to_bytes(8, "little") + b"{}      ")):
         (tmp_path / f"checkpoint-{name}.safetensors").write_bytes(content)
@@ -532,14 +532,14 @@ def test_a_checkpoint_that_does_not_tell_its_iteration_has_that_of_its_name(tmp_
     assert "checkpoint-000008" in first and "checkpoint-000007" in second
 
 
-def test_a_checkpoint_with_more_iterations_than_asked_for_says_so(tmp_path, caplog):
+def test_a_checkpoint_with_more_iterations_than_requested_logs_a_warning(tmp_path, caplog):
     whole = als(6).fit(planted(), checkpoint=tmp_path)
     again = als(4).fit(planted(), resume_from=tmp_path)
     assert again.n_iter_ == 6
     assert_same_factors(again, whole)
     (message,) = caplog.messages
-    assert "checkpoint-000006.safetensors' has 6 iterations behind it and iterations=4 counts them in" in message
-    assert "set iterations to more than 6 to go on, or resume from an earlier checkpoint" in message
+    assert "checkpoint-000006.safetensors' already has 6 iterations and iterations=4 includes them" in message
+    assert "set iterations to more than 6 to continue, or resume from an earlier checkpoint" in message
     caplog.clear()
     als(6).fit(planted(), checkpoint=tmp_path, resume_from=tmp_path)  # a job that was done and is started again
     assert not caplog.messages
@@ -558,7 +558,7 @@ def test_a_gpus_memory_limit_may_change_between_runs(tmp_path):
     assert als(3, gpu_memory_limit="1GB").fit(planted(), resume_from=tmp_path).n_iter_ == 3
 
 
-def test_is_there_anything_to_resume_from(tmp_path):
+def test_has_checkpoints_finds_readable_checkpoints(tmp_path):
     assert not checkpoints.has_checkpoints(tmp_path / "nowhere")
     assert not checkpoints.has_checkpoints(tmp_path)
     als(1).fit(planted(), checkpoint=tmp_path)

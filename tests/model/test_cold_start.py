@@ -1,4 +1,4 @@
-"""Users and items without training entries: what is recommended to them, and that it is never a matter of position."""
+"""Users and items without training entries: their recommendations, which never depend on positions."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_items_without_entries_are_not_recommended(kind):
     assert set(model.recommend(3, items=[EMPTY_ITEM])[0]) == {-1}
 
 
-def test_items_of_negative_score_come_before_those_nothing_is_known_of():
+def test_items_of_negative_score_precede_cold_items():
     matrix = np.ones((4, 3), dtype=np.float32)
     matrix[:, 1] = -2
     matrix[:, 2] = 0  # no entries
@@ -188,14 +188,14 @@ def without(path, *names: str) -> None:
 
 
 @pytest.mark.parametrize("include_seen", [True, False])
-def test_a_saved_model_remembers_popularity(include_seen, tmp_path):
+def test_a_saved_model_keeps_popularity(include_seen, tmp_path):
     MODELS["implicit"]().fit(MATRIX).save(tmp_path / "model", include_seen=include_seen)
     model = hmf.load(tmp_path / "model")
     for one in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         np.testing.assert_array_equal(one.recommend(17, filter_already_liked_items=False)[0], popular(10)[0])
 
 
-def test_files_of_earlier_versions_count_what_users_have_seen_or_mask(tmp_path, caplog):
+def test_files_of_earlier_versions_count_seen_items_or_mask(tmp_path, caplog):
     MODELS["implicit"]().fit(MATRIX).save(tmp_path / "model")
     without(tmp_path / "model", "item_counts")
     np.testing.assert_array_equal(hmf.load(tmp_path / "model").recommend(17)[0], popular(10)[0])
@@ -219,7 +219,7 @@ def test_counts_that_contradict_a_file_are_refused(counts, tmp_path):
         header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     del header["checksums"]
     safetensors.numpy.save_file(tensors | {"item_counts": counts}, tmp_path / "model", header)
-    with pytest.raises(ModelFileError, match="item_counts contradicts what it counts"):
+    with pytest.raises(ModelFileError, match="item_counts contradicts the seen items"):
         hmf.load(tmp_path / "model")
 
 
@@ -279,7 +279,7 @@ def test_evaluate_counts_cold_users_and_leaves_them_out_on_request(kind, caplog)
 
 
 class Foreign:
-    """A model that does not say who is cold."""
+    """A model without `cold_users_`."""
 
     n_users, n_items = M, N_ITEMS
 
@@ -287,7 +287,7 @@ class Foreign:
         return PopularityRecommender().fit(MATRIX).recommend(users, **options)
 
 
-def test_train_says_who_is_cold_where_the_model_does_not():
+def test_train_defines_cold_users_if_the_model_does_not():
     found = evaluate(Foreign(), held_out())
     assert (found.n_users, found.n_cold_users) == (M - 1, None)
     with pytest.raises(ValueError, match='users="warm" needs a model with cold_users_, or train='):

@@ -189,7 +189,7 @@ def test_memory_is_checked_before_the_work(monkeypatch):
     assert_same(before, snapshot(model))
     monkeypatch.setattr(
         importlib.import_module("hybridmf.core.system"), "available_memory", lambda: None
-    )  # a system that does not say
+    )  # a system without this information
     assert model.fit(planted()).n_iter_ == 3
 
 

@@ -1,4 +1,4 @@
-"""Model files: what is written comes back bit for bit, nothing damaged or foreign gets in."""
+"""Model files: a saved model is read back bit for bit, damaged and foreign files are refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_model_comes_back_bit_for_bit(kind, labels, tmp_path):
         hmf.SGD(factors=3, iterations=2, random_state=0),
     ],
 )
-def test_a_model_of_what_only_gpus_have_is_served_without_one(model, tmp_path, monkeypatch):
+def test_a_model_with_gpu_features_is_served_without_a_gpu(model, tmp_path, monkeypatch):
     def none(name):
         raise DeviceError("there is none")
 
@@ -112,7 +112,7 @@ def test_without_the_record_of_seen_items(tmp_path):
     model.save(tmp_path / "lean", include_seen=False)
     assert (tmp_path / "lean").stat().st_size < (tmp_path / "full").stat().st_size - 4 * planted().nnz
     lean = hmf.load(tmp_path / "lean")
-    with pytest.raises(ValueError, match=says("saved without what its users have seen: pass user_items, or filter_")):
+    with pytest.raises(ValueError, match=says("saved without seen items: pass user_items, or filter_")):
         lean.recommend(0)
     np.testing.assert_array_equal(lean.recommend([0, 5], planted())[0], model.recommend([0, 5])[0])
     everything = {"filter_already_liked_items": False}
@@ -334,7 +334,7 @@ def writing(folder: Path, prefix: str = ".hybridmf-"):
             process.kill()
 
 
-def test_what_a_killed_save_has_left_is_removed_by_the_next_one(tmp_path):
+def test_the_next_save_removes_files_of_a_killed_one(tmp_path):
     """Once its writer is dead, not before, and nothing else of the folder."""
     others = [tmp_path / name for name in (".hybridmf-notes.tmp", ".hybridmf-0123456789abcdef", "0123456789abcdef.tmp")]
     for other in others:
@@ -510,7 +510,7 @@ ALTERED = {
     "no version": ({"version": None}, "has format version None"),
     "unknown model": (
         {"model": "SVD"},
-        "holds a model of class 'SVD'; this hybridmf knows CCD, ExplicitALS, ImplicitALS",
+        "holds a model of class 'SVD'; this hybridmf supports CCD, ExplicitALS, ImplicitALS",
     ),
     "no model": ({"model": None}, "is corrupt: KeyError: 'model'"),
     "unknown parameter": ({"params": {"gamma": 1}}, "holds parameters this hybridmf cannot use", "gamma"),
@@ -598,55 +598,55 @@ ALTERED = {
     ),
     "too few users": (
         {"tensors": {"user_factors": np.ones((M - 1, 3), np.float32)}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "seen items out of range": (
         {"tensors": {"seen_indices": np.full(SEEN.nnz, N_ITEMS, np.int32)}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "negative seen items": (
         {"tensors": {"seen_indices": np.full(SEEN.nnz, -1, np.int32)}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "falling seen pointer": (
         {"tensors": {"seen_indptr": np.array([0, SEEN.nnz, *SEEN.indptr[2:]], np.int32)}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "seen pointer from 1": (
         {"tensors": {"seen_indptr": np.maximum(SEEN.indptr, 1).astype(np.int32)}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "seen pointer beyond the end": (
         {"tensors": {"seen_indptr": np.append(SEEN.indptr[:-1], SEEN.nnz + 1).astype(np.int32)}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "falling unsigned seen pointer": (
         {"tensors": {"seen_indptr": np.array([0, SEEN.nnz, *SEEN.indptr[2:]], np.uint64)}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "seen pointer whose differences overflow": (
         {"tensors": {"seen_indptr": np.array([0, 2**63 - 1, -(2**63), *SEEN.indptr[3:]])}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "matrix of seen items": (
         {"tensors": {"seen_indices": SEEN.indices.astype(np.int32)[:, None]}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "seen items of floats": (
         {"tensors": {"seen_indices": SEEN.indices.astype(np.float32)}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "seen items out of order": (
         {"tensors": {"seen_indices": SEEN.indices[::-1].astype(np.int32)}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "seen items that repeat": (
         {"tensors": {"seen_indices": np.zeros(SEEN.nnz, np.int32)}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "seen items beyond 32 bits": (
         {"tensors": {"seen_indices": SEEN.indices.astype(np.int64) + 2**32}},
-        "what users have seen is inconsistent",
+        "the seen items are inconsistent",
     ),
     "seen items without pointer": ({"drop": ["seen_indptr"]}, "is corrupt: KeyError: 'seen_indptr'"),
     "values of no entries": (
@@ -701,7 +701,7 @@ def test_headers_that_are_no_json_objects(key, text, tmp_path):
         hmf.load(tmp_path / "model")
 
 
-def test_a_model_that_asks_for_a_gpu_can_be_used_without_one(tmp_path):
+def test_a_model_that_requests_a_gpu_can_be_used_without_one(tmp_path):
     try:
         model = hmf.load(altered(tmp_path / "model", params={"device": "cuda"}))
     except DeviceError:

@@ -88,7 +88,7 @@ def test_long_rows_too(tmp_path):
     assert_same_fit(fitted("implicit", store, iterations=1), fitted("implicit", matrix, iterations=1))
 
 
-def test_what_looks_on_and_serves_sees_no_difference(store, tmp_path):
+def test_observers_and_serving_see_no_difference(store, tmp_path):
     ratings = store.to_ratings()
     train, test = hmf.split(ratings, 0.2, random_state=0)
     stored = hmf.convert(train, tmp_path / "train", slab_bytes=SLAB)
@@ -110,16 +110,16 @@ def test_what_looks_on_and_serves_sees_no_difference(store, tmp_path):
         np.testing.assert_array_equal(one.recommend(3)[0], other.recommend(3)[0])
 
 
-def test_a_model_of_a_store_is_saved_with_what_users_have_seen_if_that_fits(store, tmp_path, monkeypatch):
+def test_a_model_of_a_store_is_saved_with_seen_items_if_they_fit(store, tmp_path, monkeypatch):
     model = fitted("explicit", store)
     model.save(tmp_path / "model.safetensors")
     loaded = hmf.load(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(loaded.recommend(4)[0], model.recommend(4)[0])
     monkeypatch.setattr("hybridmf.data.store.available_memory", lambda: 100)
-    with pytest.raises(MemoryBudgetError, match=r"what users have seen takes .* include_seen=False"):
+    with pytest.raises(MemoryBudgetError, match=r"the seen items take .* include_seen=False"):
         model.save(tmp_path / "other.safetensors")
     model.save(tmp_path / "other.safetensors", include_seen=False)
-    with pytest.raises(ValueError, match="without what its users have seen"):
+    with pytest.raises(ValueError, match="saved without seen items"):
         hmf.load(tmp_path / "other.safetensors").recommend(4)
 
 

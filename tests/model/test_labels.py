@@ -128,7 +128,7 @@ def test_tables_hold_what_recommend_returns(model, backend, monkeypatch, tmp_pat
     assert rows_of(model.recommend_table([], backend=backend)) == []
 
 
-def test_what_users_have_seen_in_tables(model, monkeypatch):
+def test_seen_items_in_tables(model, monkeypatch):
     monkeypatch.setattr(tables, "BLOCK_USERS", 7)
     other = planted(M, N_ITEMS, density=0.5, seed=8)
     for seen in (other, labelled(other)):

@@ -56,12 +56,12 @@ def test_rows_beyond_memory_are_refused_though_n_is_not():
         check_answer(10**7, 100, 1000, 4)
 
 
-def test_memory_is_looked_at_for_large_answers_only(monkeypatch):
+def test_memory_is_checked_for_large_results_only(monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: pytest.fail("read"))
     check_answer(1000, 1000, 50, 4)
 
 
-def test_a_system_that_does_not_say_its_memory_refuses_nothing(monkeypatch):
+def test_unknown_free_memory_refuses_nothing(monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: None)
     check_answer(10**9, 100, 1000, 4)
 

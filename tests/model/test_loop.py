@@ -100,7 +100,7 @@ def test_only_the_first_rank_is_observed():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_what_a_callback_raises_stops_all_ranks(error):
+def test_an_exception_of_a_callback_stops_all_ranks(error):
     causes = []
 
     def fail(model, record):
@@ -130,7 +130,7 @@ def test_ranks_refuse_observers_as_a_fit_does():
         together(2, KINDS["implicit"], validation=-TRAIN.user_items)
 
 
-def test_ranks_go_by_the_labels_of_the_validation_set():
+def test_ranks_match_the_validation_set_by_label():
     strangers = hmf.Ratings.from_coo(["u1", "nobody"], ["i2", "i3"], [5.0, 1.0])
     with pytest.raises(UnknownLabelError, match="nobody"):
         together(2, KINDS["explicit"], validation=strangers)

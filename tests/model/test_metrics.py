@@ -111,7 +111,7 @@ def test_masked_values_are_refused(error):
         ([1.0], 1.0, r"predicted must be a vector, got an array of shape \(\)"),
     ],
 )
-def test_errors_refuse_what_cannot_be_compared(error, truth, predicted, message):
+def test_errors_refuse_values_that_cannot_be_compared(error, truth, predicted, message):
     with pytest.raises(ValueError, match=message):
         error(truth, predicted)
 
@@ -304,7 +304,7 @@ def test_novelty_and_coverage_by_plain_loops(k):
     assert coverage_at_k(recommended, 15, k) == pytest.approx(len(shown) / 15)
 
 
-def test_an_item_that_nobody_has_is_as_novel_as_that_of_one_user():
+def test_an_item_without_users_is_as_novel_as_an_item_of_one_user():
     train = sp.csr_array(np.float32([[1, 1, 0], [1, 0, 0], [1, 0, 0], [1, 0, 0]]))
     np.testing.assert_array_equal(novelty_at_k(np.tile([0, 1, 2], (4, 1)), train, 1), [0] * 4)
     np.testing.assert_array_equal(novelty_at_k([[2], [1], [0], [-1]], train, 1), [2, 2, 0, np.nan])
@@ -485,7 +485,7 @@ def test_evaluate_rankings_by_hand(model, train, held_out, block_users):
     assert all(type(value) is float for value in values.values())
 
 
-def test_evaluate_asks_for_blocks_of_users_with_relevant_items(model, train, held_out):
+def test_evaluate_requests_blocks_of_users_with_relevant_items(model, train, held_out):
     evaluate(model, held_out, train=train, metrics=["ndcg@3", "map@7"], block_users=3)
     has_relevant = np.flatnonzero(np.diff((held_out > 0).tocsr().indptr))
     np.testing.assert_array_equal(np.concatenate([call[0] for call in model.calls]), has_relevant)
@@ -495,7 +495,7 @@ def test_evaluate_asks_for_blocks_of_users_with_relevant_items(model, train, hel
         assert N == 7 and filtered is True
 
 
-def test_evaluate_asks_once_where_recommending_needs_little_memory(model, train, held_out, monkeypatch):
+def test_evaluate_calls_once_if_recommending_needs_little_memory(model, train, held_out, monkeypatch):
     monkeypatch.setattr(metrics, "BLOCK_USERS", 3)
     several = evaluate(model, held_out, train=train, metrics="ndcg@3")
     assert [len(call[0]) for call in model.calls] == [3, 3, 2]
@@ -516,7 +516,7 @@ def test_evaluate_without_train_lets_the_model_filter(model, held_out):
     assert model.calls[0][2] == 10
 
 
-def test_evaluate_never_asks_for_more_items_than_there_are(model, held_out):
+def test_evaluate_never_requests_more_items_than_exist(model, held_out):
     values = evaluate(model, held_out, metrics=["recall@50", "precision@50"])
     assert model.calls[0][2] == 12
     ids, _ = model.recommend(np.arange(10), N=12)
@@ -546,7 +546,7 @@ def test_evaluate_errors_on_every_test_entry(model, held_out, block_users):
     assert max(len(np.unique(call[0])) for call in model.calls[:-1]) <= block_users
 
 
-def test_predictions_are_asked_for_in_blocks_of_some_entries(model, held_out, monkeypatch):
+def test_predictions_are_requested_in_blocks_of_entries(model, held_out, monkeypatch):
     whole = evaluate(model, held_out, metrics="rmse")
     assert len(model.calls) == 1
     monkeypatch.setattr(metrics, "BLOCK_ENTRIES", 6)
@@ -626,7 +626,7 @@ def test_evaluate_refuses_bad_input(model, train, held_out):
         evaluate(model, held_out, metrics="auc")
 
 
-def test_evaluate_without_anything_to_judge(model, train, held_out):
+def test_evaluate_without_relevant_entries(model, train, held_out):
     with pytest.raises(ValueError, match=r"no relevant entry \(value > 0\) for any of the 2 users"):
         evaluate(model, held_out, users=[2, 7])
     with pytest.raises(ValueError, match="value >= relevance_threshold=6"):
@@ -765,7 +765,7 @@ def test_evaluate_takes_any_object_that_recommends(model, train, held_out, score
     names = ("ndcg@12", "coverage@12", "novelty@3")
     expected = evaluate(model, held_out, train=train, metrics=names)
     assert evaluate(Bare(model, scores), held_out, train=train, metrics=names) == expected
-    with pytest.raises(ValueError, match="Bare does not say which items its users have seen: pass train="):
+    with pytest.raises(ValueError, match="Bare does not store the items seen by its users: pass train="):
         evaluate(Bare(model), held_out)
     with pytest.raises(TypeError, match="Bare has no predict"):
         evaluate(Bare(model), held_out, train=train, metrics="rmse")

@@ -324,7 +324,7 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", list(BAD))
-def test_a_gpus_matrix_is_refused_in_the_words_of_the_hosts(what: str, gpu: Any) -> None:
+def test_a_gpus_matrix_is_refused_with_the_errors_of_the_host(what: str, gpu: Any) -> None:
     parts = dict(BAD[what])
     matrix = broken(parts.pop("kind"), parts.pop("shape", (1, 3)), **parts)
     with pytest.raises((RatingsError, TypeError)) as on_host:
@@ -345,7 +345,7 @@ def test_a_gpus_matrix_is_refused_in_the_words_of_the_hosts(what: str, gpu: Any)
         ([0, 2**40], [0, 1], [1.0, 2.0]),
     ],
 )
-def test_triplets_of_a_gpu_are_refused_in_the_words_of_the_hosts(triplets: Any, gpu: Any) -> None:
+def test_triplets_of_a_gpu_are_refused_with_the_errors_of_the_host(triplets: Any, gpu: Any) -> None:
     with pytest.raises((RatingsError, TypeError)) as on_host:
         hmf.Ratings.from_coo(*(None if part is None else np.array(part) for part in triplets))
     with pytest.raises(type(on_host.value)) as on_gpu:

@@ -197,7 +197,7 @@ def test_other_methods_are_equivariant(cls, given, factor):
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("cls", [hmf.ExplicitALS, hmf.SGD, hmf.CCD])
-def test_factors_that_shrink_to_nothing_are_named(cls, biases, caplog):
+def test_factors_that_shrink_to_zero_are_reported(cls, biases, caplog):
     """The default lambda on ratings a hundredth as large: zero factors are the minimum."""
     if cls is hmf.CCD and biases:
         pytest.skip("CCD has no biases")
@@ -205,7 +205,7 @@ def test_factors_that_shrink_to_nothing_are_named(cls, biases, caplog):
     given = COMMON | {"device": "cpu", "iterations": 15} | ({"biases": True} if biases else {})
     with caplog.at_level(logging.WARNING, "hybridmf"):
         cls(**given).fit(scaled(matrix, 0.005))
-    assert "factors have shrunk to nothing" in caplog.text
+    assert "factors have shrunk to zero" in caplog.text
     assert "regularization=0.05 is too strong for ratings of this scale; try regularization=" in caplog.text
     suggested = float(caplog.text.split("try regularization=")[1].split()[0])
     caplog.clear()

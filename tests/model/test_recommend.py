@@ -192,7 +192,7 @@ def test_user_items_may_be_ratings():
     np.testing.assert_array_equal(model.recommend([1, 2], labelled())[0], model.recommend([1, 2])[0])
 
 
-def test_the_model_remembers_what_was_seen_when_it_was_fitted():
+def test_the_model_keeps_the_items_seen_at_the_fit():
     matrix = planted()
     model = make().fit(matrix)
     before = model.recommend(np.arange(M))
@@ -286,7 +286,7 @@ def test_similar_of_nothing_and_of_too_many():
 
 @pytest.mark.parametrize("kind", ["explicit", "biases", "implicit64"])
 @pytest.mark.parametrize(("side", "empty"), [("item", EMPTY_ITEM), ("user", EMPTY_USER)])
-def test_a_row_without_factors_is_like_no_other(kind, side, empty):
+def test_a_row_without_factors_has_no_neighbours(kind, side, empty):
     model = fitted(kind)
     assert not getattr(model, f"{side}_factors_")[empty].any()
     similar = getattr(model, f"similar_{side}s")

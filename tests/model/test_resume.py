@@ -73,7 +73,7 @@ def test_a_resumed_fit_ends_with_the_same_bits(kind, tmp_path):
         assert without_seconds(model.history_) == without_seconds(fitted(kind).history_)
 
 
-def test_a_resumed_fit_does_only_what_is_left(tmp_path, monkeypatch):
+def test_a_resumed_fit_runs_only_the_remaining_iterations(tmp_path, monkeypatch):
     interrupted("explicit", tmp_path)
     sides, update = [], CpuALS.update
     monkeypatch.setattr(CpuALS, "update", lambda self, side: sides.append(side) or update(self, side))
@@ -131,7 +131,7 @@ def test_a_new_run_in_a_used_folder_is_refused_before_training(tmp_path, monkeyp
     make(iterations=6).fit(planted(), checkpoint=tmp_path, resume_from=tmp_path)
 
 
-def test_only_the_run_that_wrote_a_folder_goes_on_in_it(tmp_path, monkeypatch):
+def test_only_the_run_that_wrote_a_folder_continues_in_it(tmp_path, monkeypatch):
     used, other = tmp_path / "used", tmp_path / "other"
     interrupted("explicit", used)
     interrupted("explicit", other)
@@ -147,7 +147,7 @@ def test_only_the_run_that_wrote_a_folder_goes_on_in_it(tmp_path, monkeypatch):
     assert checkpoints.prepare(tmp_path / "new", used).folder.is_dir()
 
 
-def test_checkpoints_that_were_passed_over_push_out_no_later_ones(tmp_path):
+def test_skipped_checkpoints_replace_no_later_ones(tmp_path):
     interrupted("explicit", tmp_path)
     data = json.loads(read_parts(tmp_path / "checkpoint-000003.safetensors")[0]["state"])["data"]
     for k in (3, 7, 1_000_001):
@@ -213,7 +213,7 @@ def one_value_changed() -> sp.csr_array:
         ("explicit", {"dtype": "float64"}, None, ("was written",)),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(kind, options, ratings, parts, tmp_path):
+def test_a_checkpoint_of_another_fit_is_refused(kind, options, ratings, parts, tmp_path):
     interrupted("explicit", tmp_path)
     before = names(tmp_path)
     for source in (tmp_path, tmp_path / "checkpoint-000003.safetensors"):
@@ -257,14 +257,15 @@ def test_a_checkpoint_whose_tensors_do_not_fit_the_run_is_refused(change, messag
         make().fit(planted(), resume_from=path)
 
 
-def test_resume_from_what_is_no_checkpoint(tmp_path):
+def test_resume_from_an_invalid_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match=says("resume_from folder", "holds no checkpoint")):
         make().fit(planted(), resume_from=tmp_path)
     with pytest.raises(FileNotFoundError, match=says("there is no model file", "nowhere")):
         make().fit(planted(), resume_from=tmp_path / "nowhere")
     fitted().save(tmp_path / "model")
     with pytest.raises(
-        ModelFileError, match=says("model", "is a saved model, not a checkpoint; pass what checkpoint=")
+        ModelFileError,
+        match=says("model", "is a saved model, not a checkpoint; pass a file or folder that"),
     ):
         make().fit(planted(), resume_from=tmp_path / "model")
 

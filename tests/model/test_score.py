@@ -56,7 +56,7 @@ def test_score_of_new_users_hides_every_fifth_entry(kind):
     assert model.score(rows, users="new") == model.score(rows)
 
 
-def test_score_tells_training_users_from_new_ones():
+def test_score_distinguishes_training_users_from_new_ones():
     model = fitted()
     rows = planted(seed=1)  # as many rows as users, some entries among the training data, some not
     assert model.score(rows) == model.score(rows, users="new")
@@ -106,7 +106,7 @@ def test_objective_is_the_sum_over_all_cells(kind):
     assert isinstance(model.objective(planted()), float)
 
 
-def test_history_records_what_was_asked_for():
+def test_history_records_requested_values():
     train, test = hmf.split(planted(density=0.4), 0.2, 0)
     plain = make().fit(train)
     assert [set(record) for record in plain.history_] == [{"iteration", "seconds"}] * 3

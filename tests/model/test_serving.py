@@ -29,7 +29,7 @@ from support.served_models import KINDS, N_ITEMS, M, assert_same, fitted, snapsh
 
 
 @pytest.mark.parametrize("cls", [hmf.ExplicitALS, hmf.ImplicitALS])
-def test_an_unfitted_model_says_so(cls, tmp_path):
+def test_an_unfitted_model_raises(cls, tmp_path):
     model = cls()
     calls = [
         lambda: model.recommend(0), lambda: model.similar_items(0), lambda: model.similar_users(0),
@@ -156,7 +156,7 @@ def test_a_pickle_does_not_grow_with_use():
     assert len(pickle.dumps(model)) == size
 
 
-def test_factors_are_float32_in_c_order_whatever_computed_them():
+def test_factors_are_float32_in_c_order_for_every_device():
     for kind in KINDS:
         model = fitted(kind)
         for factors, own in ((model.user_factors, model.user_factors_), (model.item_factors, model.item_factors_)):
@@ -195,7 +195,7 @@ def test_answers_do_not_scan_the_libraries_of_the_process(monkeypatch):
     assert not scans
 
 
-def test_concurrent_answers_leave_blas_as_it_was(monkeypatch):
+def test_concurrent_calls_leave_blas_unchanged(monkeypatch):
     pools = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
     before = [pool.num_threads for pool in pools]
     if 1 in before:

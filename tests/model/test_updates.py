@@ -36,7 +36,7 @@ from support.served_models import (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_rows_put_back_change_nothing(kind):
+def test_training_rows_as_updates_change_nothing(kind):
     model = fitted(kind)
     before = snapshot(model) | {"bias": model.user_bias_}
     assert model.partial_fit_users(np.arange(M), planted()) is model

@@ -153,7 +153,7 @@ def test_ccd_keeps_a_side(freeze, backend):
     np.testing.assert_allclose(ours.side(other).matrix, exact.matrix, rtol=1e-4, atol=1e-5)
 
 
-def test_approximate_solvers_and_several_devices_go_on():
+def test_approximate_solvers_and_several_devices_continue():
     known = clone(IMPLICIT).fit(MATRIX)
     exact = clone(IMPLICIT).set_params(init=FrozenEstimator(known)).fit(2 * MATRIX, freeze="item")
     for options in ({"solver": "cg"}, {"solver": "subspace", "block_size": 2}, {"device": ["cpu", "cpu"]}):

@@ -63,7 +63,7 @@ def test_labels_decide():
         clone(MODEL).fit(PLAYS, weights=shuffled)
 
 
-def test_what_is_served_afterwards(tmp_path):
+def test_serving_after_the_fit(tmp_path):
     model = clone(MODEL).fit(PLAYS, weights=WEIGHTS)
     plain = clone(MODEL).fit(PLAYS)
     assert model._learned.objective == plain._learned.objective

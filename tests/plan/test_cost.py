@@ -224,7 +224,7 @@ def test_degrees_are_counted(monkeypatch):
     assert hmf.plan(matrix, hmf.SGD(device="cpu")).facts.longest_item == items.max()
 
 
-def test_set_up_says_what_it_is_made_of():
+def test_set_up_lists_its_parts():
     machine = built_in()
     cold, warm = (
         cost_of(plan_of(hmf.ExplicitALS(64, biases=False, device="cuda"), H200, **NETFLIX), machine, warmth).setup

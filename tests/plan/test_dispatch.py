@@ -23,7 +23,7 @@ SMALL = {"shape": (300, 200), "nnz": 5000}
 # --------------------------------------------------------------------------------------------------------- the choice
 
 
-def test_auto_takes_what_is_predicted_to_be_done_first(caplog):
+def test_auto_selects_the_device_with_the_shortest_prediction(caplog):
     caplog.set_level(logging.INFO, "hybridmf")
     for sizes in (SMALL, NETFLIX):
         for model in (hmf.ExplicitALS(64, biases=False), hmf.ImplicitALS(64, solver="cg"), hmf.SGD(64), hmf.CCD(16)):
@@ -61,7 +61,7 @@ def test_compiled_kernels_and_more_iterations_turn_the_choice(tmp_path):
     assert other_rank.setup_seconds > GpuRates().compile["fused"]
 
 
-def test_what_is_compiled_need_not_be_noted(tmp_path, monkeypatch, caplog):
+def test_compiled_kernels_need_no_record(tmp_path, monkeypatch, caplog):
     plan = plan_of(hmf.ExplicitALS(64, biases=False, device="cuda"), H200, **SMALL)
     (tmp_path / "file").touch()
     monkeypatch.setenv("HYBRIDMF_CACHE_DIR", str(tmp_path / "file"))
@@ -97,7 +97,7 @@ def test_a_gpu_without_the_memory_is_not_feasible():
     assert "are free" in str(on_gpu[0])
 
 
-def test_what_the_cpu_does_not_serve_goes_to_the_gpu():
+def test_features_that_the_cpu_lacks_select_the_gpu():
     plan = plan_of(hmf.ExplicitALS(8, biases=False, solver="cg", assembly="bals"), H200, **SMALL)
     assert plan.device == "cuda:0"
     assert "the CPU does not serve this: assembly='bals' is for solver='cholesky'" in plan.reason
@@ -105,7 +105,7 @@ def test_what_the_cpu_does_not_serve_goes_to_the_gpu():
         plan_of(hmf.ExplicitALS(8, biases=False, solver="cg", assembly="bals"), **SMALL)
 
 
-def test_without_a_gpu_it_says_so_and_costs_nothing(monkeypatch):
+def test_without_a_gpu_the_reason_is_reported_at_no_cost(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     model = hmf.ExplicitALS(4, biases=False, iterations=2, random_state=0).fit(planted())
     assert model.plan_.reason.startswith("no GPU: CuPy is not installed")
@@ -113,12 +113,12 @@ def test_without_a_gpu_it_says_so_and_costs_nothing(monkeypatch):
     assert not _cache.cache_dir().exists()
 
 
-def test_estimates_do_not_tell_plans_apart():
+def test_estimates_do_not_distinguish_plans():
     plan = plan_of(hmf.ExplicitALS(8, biases=False, device="cpu"), **SMALL)
     assert plan == plan.changed(decisive=(), alternatives=None) and plan.estimates
 
 
-def test_a_fit_prices_only_what_can_win(monkeypatch):
+def test_a_fit_prices_only_candidates_for_the_choice(monkeypatch):
     """The plan of each device; the alternatives when they are read, as if this process had done nothing since."""
     priced, cost_of = [], dispatch._cost.cost_of
     monkeypatch.setattr(dispatch._cost, "cost_of", lambda *given: priced.append(given[0]) or cost_of(*given))

@@ -96,7 +96,7 @@ def test_plan_of_our_kernels(plan_on: Callable[..., Plan]) -> None:
     ],
     ids=["rank", "rank with bias", "float64", "Turing", "negative weights", "little shared memory"],
 )
-def test_plan_where_our_kernels_do_not_serve(
+def test_plan_where_our_kernels_do_not_apply(
     plan_on: Callable[..., Plan], options: dict, objective: Objective, spec: DeviceSpec, why: str
 ) -> None:
     small = ((1000, 500), 20_000)
@@ -135,7 +135,7 @@ def test_plan_of_other_precisions(plan_on: Callable[..., Plan], precision: str) 
     assert f"{precision} products" in str(plan)
 
 
-def test_plan_refuses_what_only_cpus_do(plan_on: Callable[..., Plan]) -> None:
+def test_plan_refuses_features_of_cpus(plan_on: Callable[..., Plan]) -> None:
     for assembly in ("simd", "rank1", "blas3"):
         message = says(f"assembly={assembly!r} runs on the CPU only; on a GPU use one of fused, sparse_syrk, mo_als")
         with pytest.raises(ValueError, match=message):
@@ -222,7 +222,7 @@ def test_a_fit_that_does_not_fit_is_refused(plan_on: Callable[..., Plan]) -> Non
     assert plan.gpu is not None and plan.gpu.free_bytes == 10**7
     needs = (
         "the fit needs about 4,2", "MiB on T4 and 9.5 MiB are free (ratings 1,5", "factors 1,9", "batch ",
-        'use fewer factors, a GPU with more memory, free what other programs hold, or device="cpu"',
+        'use fewer factors, a GPU with more memory, free memory of other programs, or device="cpu"',
     )  # fmt: skip
     with pytest.raises(DeviceMemoryError, match=says("the fit needs about ", *needs[1:])) as caught:
         check_memory(plan)
@@ -255,7 +255,7 @@ def test_auto_takes_a_gpu_for_large_work(plan_on: Callable[..., Plan]) -> None:
     ],
     ids=["small", "assembly", "memory", "memory for tiles"],
 )
-def test_auto_takes_the_cpu_where_it_serves_better(
+def test_auto_selects_the_cpu_where_it_is_faster(
     plan_on: Callable[..., Plan], options: dict, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "hybridmf"):

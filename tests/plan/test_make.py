@@ -1,4 +1,4 @@
-"""Plans, devices and configuration: what is decided before any work, and why."""
+"""Plans, devices and configuration: decisions before any work, and their reasons."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_plan_takes_any_pair_for_a_shape():
     assert hmf.plan(shape=np.array([2, 3]), nnz=6) == hmf.plan(shape=[2, 3], nnz=6)
 
 
-def test_a_printed_plan_tells_everything(machine):
+def test_a_printed_plan_is_complete(machine):
     machine(None)
     model = hmf.ImplicitALS(factors=16, assembly="bals", num_threads=3)
     text = str(plan_of(model, (480_189, 17_770), 99_072_112))

@@ -136,7 +136,7 @@ def test_the_same_plan_on_other_gpus(problem: Problem, gpus: int, others: int, m
 
 @settings(max_examples=15)
 @given(problems, gpu_counts, gpu_counts, memories)
-def test_model_parallel_plans_are_served(problem: Problem, gpus: int, others: int, memory: int) -> None:
+def test_model_parallel_plans_are_supported(problem: Problem, gpus: int, others: int, memory: int) -> None:
     try:
         plan = plan_scale(problem, gpus, memory, model_parallel_only=True)
     except MemoryBudgetError:
@@ -203,12 +203,12 @@ def test_fewer_gpus_take_more_waves() -> None:
 
 
 @pytest.mark.parametrize("gpus", [0, -1, 10**9, 1.5, "2", None, True])
-def test_other_numbers_of_gpus_are_judged(gpus: Any) -> None:
+def test_other_numbers_of_gpus_are_validated(gpus: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"gpus must (satisfy 1 <= gpus <= 4096|be an integer), got"):
         plan_scale(NETFLIX, 4).on(gpus)
 
 
-def test_what_stays_on_the_gpus_may_not_fit_on_fewer() -> None:
+def test_data_that_stay_on_the_gpus_may_not_fit_on_fewer() -> None:
     plan = plan_scale(HUGEWIKI, 4, 40 * 10**9)
     assert plan.ratings == "device"
     with pytest.raises(MemoryBudgetError, match=r"cannot be solved with p = .* on 1 GPUs"):
@@ -397,6 +397,6 @@ def test_plans_that_make_no_sense(more: dict[str, Any], message: str) -> None:
         hmf.plan(**arguments)
 
 
-def test_what_fits_nowhere_says_what_would() -> None:
+def test_a_problem_that_fits_nowhere_names_the_required_memory() -> None:
     with pytest.raises(MemoryBudgetError, match=r"does not fit on 2 GPUs of 1 GB .* GPUs of .* GB would do"):
         hmf.plan(shape=(10**9, 10**9), nnz=10**11, factors=100, gpus=2, gpu_memory="1GB")

@@ -42,7 +42,7 @@ def test_each_side_by_its_own_penalty() -> None:
     assert plan(hmf.ExplicitALS, regularization=(0.1, 0)).dual_sides == ("user",)
 
 
-def test_the_prediction_knows_the_cheaper_rows() -> None:
+def test_the_prediction_includes_cheaper_rows() -> None:
     for model in (hmf.ImplicitALS, hmf.ExplicitALS):
         seconds = {form: cost_of(plan(model, row_form=form), built_in()).iteration for form in ("auto", "primal")}
         assert 1.5 < seconds["primal"] / seconds["auto"] < 10

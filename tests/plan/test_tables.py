@@ -1,4 +1,4 @@
-"""Tables of tuned configurations: their order, their files, what is wrong with them."""
+"""Tables of tuned configurations: their order, their files, invalid tables."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ UNKNOWN = replace(H200, name="some other GPU", multiprocessors=99)
 # ---------------------------------------------------------------------------------------------------- tables
 
 
-def test_silent_tables_leave_it_to_the_rule() -> None:
+def test_without_entries_the_rule_applies() -> None:
     assert SyrkConfig.default(64, 4, H200) == SyrkConfig.rule(64, 4, H200)
 
 
-def test_the_user_comes_before_what_ships() -> None:
+def test_the_users_table_precedes_the_shipped_one() -> None:
     tables.store(table([entry(**SYRK)]), tables.SHIPPED / "h200.json")
     assert SyrkConfig.default(64, 4, H200) == SyrkConfig(64, 4, **SYRK)
     tables.store(table([entry(**OTHER)]), tables.user_file(H200))
@@ -115,7 +115,7 @@ def test_tables_of_other_gpus_and_versions_are_ignored_with_a_warning(
     assert len(caplog.records) == 1 and "ignored" in caplog.text
 
 
-def test_entries_that_cannot_work_leave_it_to_the_rule(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_entries_fall_back_to_the_rule(caplog: pytest.LogCaptureFixture) -> None:
     broken = entry(**SYRK | {"nb": 30}), entry("fused", {"rank": 64, "precision": "float32", "solver": "cg"}, warps=3)
     tables.store(table(list(broken)), tables.user_file(H200))
     with caplog.at_level(logging.WARNING, "hybridmf"):
@@ -124,7 +124,7 @@ def test_entries_that_cannot_work_leave_it_to_the_rule(caplog: pytest.LogCapture
     assert len(caplog.records) == 2 and "cannot be used" in caplog.text
 
 
-def test_entries_too_large_for_a_device_leave_it_to_the_rule() -> None:
+def test_entries_too_large_for_a_device_fall_back_to_the_rule() -> None:
     """The same name with less shared memory."""
     small = replace(H200, shared_bytes=20 << 10)
     wide = {"warps": 1, "teams": 2, "stages": 3, "blocks_per_sm": 4}
@@ -180,7 +180,7 @@ def test_the_same_configuration_is_recorded_anew() -> None:
     assert tables.read_table(path).entries == (slower,)
 
 
-def test_what_tables_say_is_found_once() -> None:
+def test_table_lookups_are_cached() -> None:
     far = entry(facts={"rank": 62, "itemsize": 4}, **SYRK | {"kb": 8})
     tables.store(table([far]), tables.user_file(H200))
     tables.store(table([entry(**SYRK)]), tables.SHIPPED / "h200.json")
@@ -239,7 +239,7 @@ def test_every_kernel_takes_its_table() -> None:
     assert BalsConfig.default(64, 4, H200, tile_cols=wide) == BalsConfig.rule(64, 4, H200, tile_cols=wide)
 
 
-def test_what_ships_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_tables_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(tables.__file__).with_name("tuned")
     monkeypatch.setattr(tables, "SHIPPED", folder)
     for path in folder.glob("*.json"):
@@ -260,7 +260,7 @@ def test_what_ships_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
             assert space.values(space.named(one.facts, one.config)) == one.config
 
 
-def test_neighbours_of_what_ships_run_the_program_that_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_of_shipped_ranks_run_the_timed_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with as many blocks of 8 takes its neighbour's entry: as many tiles in the same kernel, the rule's too."""
     folder = Path(tables.__file__).with_name("tuned")
     monkeypatch.setattr(tables, "SHIPPED", folder)
@@ -295,7 +295,7 @@ def test_neighbours_of_what_ships_run_the_program_that_was_timed(monkeypatch: py
         (GroupMaxConfig(64, 64, 2), {"tile_groups": 3}, "tile_groups must be 1, 2, 4 or 8"),
     ],
 )
-def test_impossible_configurations_say_why(config: Any, changes: dict[str, int], message: str) -> None:
+def test_impossible_configurations_give_the_reason(config: Any, changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(config, **changes)
 

@@ -42,7 +42,7 @@ def test_ranks_give_the_factors_of_one(name: str, grid: tuple[int, int], gpus: M
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model_parallel_is_what_one_gpu_does(name: str, gpus: Machine) -> None:
+def test_model_parallel_equals_one_gpu(name: str, gpus: Machine) -> None:
     names = gpus(2)
     solver = MultiALS(*parts(name, names, SMALL), grids=both((1, 2)))
     alone = GpuALS(group.open_device("cuda:0"), *parts(name, "cuda:0", SMALL))
@@ -152,7 +152,7 @@ def test_operations_of_a_half_sweep(
     solver.close()
 
 
-def test_what_is_gathered_ahead_has_the_range_of_all_rows(gpus: Machine) -> None:
+def test_factors_gathered_ahead_have_the_range_of_all_rows(gpus: Machine) -> None:
     """Each GPU looks at the rows it has solved, before they travel: the scale of float16 parts is that of all rows."""
     solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
     solver.update("item")
@@ -165,7 +165,7 @@ def test_what_is_gathered_ahead_has_the_range_of_all_rows(gpus: Machine) -> None
     assert len({rank.own["item"].range for rank in solver.ranks}) == 2
 
 
-def test_a_gather_that_failed_is_no_state(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_gather_never_becomes_the_state(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was launched behind it has run through by then, on a table that was half filled."""
     solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
     solver.update("user")
@@ -192,7 +192,7 @@ def test_nothing_of_a_half_sweep_over_a_split_side_stays(gpus: Machine) -> None:
     solver.close()
 
 
-def test_what_ends_the_one_thread_stops_the_ranks(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_the_one_thread_stops_the_ranks(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As what ends a rank's thread does: else closing would ask GPUs that have failed for an orderly end."""
     solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
     before = solver.state.on_host()

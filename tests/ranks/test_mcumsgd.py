@@ -114,7 +114,7 @@ def test_the_cyclic_order(backend, order, ranks, biases, ratings_matrix):
     solver.close()
 
 
-def test_an_epoch_of_several_ranks_brings_as_much_as_one_of_one_device():
+def test_an_epoch_of_several_ranks_converges_like_an_epoch_of_one_device():
     """Items walk long here. In Alg. 4's order each range of users gets factors of its own, and RMSEs are far apart."""
     matrix = planted(3000, 60, 0.5, 4, seed=1)
 
@@ -409,7 +409,7 @@ def test_nan_on_one_rank_only(monkeypatch, ratings_matrix):
     assert solver.state is before
 
 
-def test_what_fails_on_one_rank_is_raised_as_it_is(monkeypatch, ratings_matrix):
+def test_a_failure_of_one_rank_is_raised_unchanged(monkeypatch, ratings_matrix):
     original, moves = mcumsgd.CpuBackend.move, Counter()
 
     def move(self, block, side, work, terms):
@@ -485,7 +485,7 @@ def test_a_rank_that_holds_the_solver_last_does_not_wait_for_itself(monkeypatch,
 
 
 @pytest.mark.parametrize("error", [CommunicatorError("no answer"), DeviceError("no answer")])
-def test_a_rank_that_does_not_end_well_is_told(error, monkeypatch, caplog, ratings_matrix):
+def test_a_rank_that_does_not_close_cleanly_is_logged(error, monkeypatch, caplog, ratings_matrix):
     def refuse():
         raise error
 

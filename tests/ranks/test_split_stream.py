@@ -284,7 +284,7 @@ def test_a_half_sweep_against_float64(name: str, gpus: Machine) -> None:
 def test_the_bits_of_a_store_are_those_of_its_ratings(
     name: str, grids: dict[Side, Grid], place: Any, gpus: Machine, store: hmf.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StoreMatrix, "load", None)  # nobody may want all of it
+    monkeypatch.setattr(StoreMatrix, "load", None)  # no code may request all of it
     arguments = changed(parts(name, gpus(grids["user"].size), MATRIX), segment=17, batch_slots=60)
     there = MultiALS(*arguments, grids=grids)
     users, (*_, objective, plan, state) = StoreMatrix(store), streamed(arguments, grids, place=place)
@@ -299,7 +299,7 @@ def test_the_bits_of_a_store_are_those_of_its_ratings(
     assert no_loaders()
 
 
-def test_a_store_that_was_altered_is_told(gpus: Machine, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_altered_store_is_reported(gpus: Machine, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store = hmf.convert(MATRIX, tmp_path / "store", slab_bytes=160)
     path = store.path / "item-000003.values.npy"
     content = bytearray(path.read_bytes())
@@ -355,7 +355,7 @@ def test_nothing_of_the_block_is_on_the_device(gpus: Machine) -> None:
 
 
 @pytest.mark.parametrize("where", ["assemble", "finish", "copy"])
-def test_what_fails_on_one_rank_stops_all(where: str, gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_one_rank_stops_all(where: str, gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     solver = MultiALS(*streamed(changed(parts("explicit", gpus(2), MATRIX), batch_slots=60), both((2, 1))))
     solver.update("item")
     before, half = solver.state.on_host(), solver.ranks[1].halves["user"]
@@ -413,7 +413,7 @@ def test_rows_that_fail_are_named(gpus: Machine) -> None:
     assert no_loaders()
 
 
-def test_factors_that_are_not_finite_are_told(gpus: Machine) -> None:
+def test_factors_that_are_not_finite_are_reported(gpus: Machine) -> None:
     solver = MultiALS(*streamed(changed(parts("explicit", gpus(2), MATRIX), batch_slots=60), both((2, 1))))
     solver.ranks[1].own["item"].table[0] = np.nan  # what rank 1 adds up spoils the rows of both
     before = solver.state.on_host()
@@ -433,7 +433,7 @@ def test_bals_needs_whole_rows(gpus: Machine) -> None:
     assert no_loaders()
 
 
-def test_a_rank_without_room_is_refused_before_it_begins(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_memory_is_refused_before_the_fit(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """All entries of some rows lie in the columns of one rank, whose buffers are then larger than the mean."""
     dense = np.zeros((30, 40), np.float32)
     dense[:10, :20], dense[10:, 20:], dense[10:, :10] = 1.5, 1.5, 1.5
@@ -448,7 +448,7 @@ def test_a_rank_without_room_is_refused_before_it_begins(gpus: Machine, monkeypa
     assert not taken and no_loaders()
 
 
-def test_ranks_that_cut_their_batches_differently_are_told(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_batches_are_reported(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     names, grids = gpus(2), both((2, 1))
 
     def uneven(plan: Plan) -> Plan:
@@ -465,7 +465,7 @@ def test_ranks_that_cut_their_batches_differently_are_told(gpus: Machine, monkey
 # ------------------------------------------------------------------------------------------------------------ fits
 
 
-def test_a_fit_splits_what_has_no_room_on_one_gpu(gpus: Machine, tmp_path: Any) -> None:
+def test_a_fit_splits_a_side_that_exceeds_one_gpu(gpus: Machine, tmp_path: Any) -> None:
     names = gpus(2)
     options: dict[str, Any] = {"factors": 7, "iterations": 2, "random_state": 0}
     model = hmf.ExplicitALS(biases=False, device=names, gpu_memory_limit=LIMIT, **options)
@@ -574,7 +574,7 @@ def test_the_same_partition_on_fewer_and_more_gpus(gpus: Machine) -> None:
     assert four.on(8).halves["user"].grid == Grid(4, 2)
 
 
-def test_what_the_planner_plans_is_fitted(gpus: Machine) -> None:
+def test_planned_partitions_are_fitted(gpus: Machine) -> None:
     """`plan_scale` without a restriction: ratings on the host, factors on the GPUs, a fixed side split over them."""
     problem = Problem(MANY_USERS.shape, MANY_USERS.nnz, 7)
     plan = plan_scale(problem, 2, LIMIT)
@@ -611,7 +611,7 @@ def test_a_fit_splits_a_store(free: int, gpus: Machine, tmp_path: Any, monkeypat
     assert no_loaders()
 
 
-def test_ranks_that_plan_other_batches_are_told_why(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_batches_of_ranks_are_explained(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs with different memory free may."""
     gpus(2)
     make_plan = spmd.make_plan
@@ -652,7 +652,7 @@ def test_ranks_of_processes_stream_their_entries(
         shares: Any = entries(matrix, communicator.rank, 2)
         if share != "entries":
             shares = StoredRatings(store, np.float32, drop_zeros=False)
-            monkeypatch.setattr(shares, "block", None)  # nobody may bring a whole share into memory
+            monkeypatch.setattr(shares, "block", None)  # no code may bring a whole share into memory
         options = spmd.RankOptions("cuda:0", checkpoint=tmp_path / "c")
         return spmd.fit_rank(model, shares, communicator, options, Observers(track_objective=True))
 
@@ -693,7 +693,7 @@ def test_memory_of_a_split_half_sweep_by_hand() -> None:
     assert two.grid == Grid(2, 1) and two.bytes["ratings"] == 3 * 40_000 // 8 // 2 * 8
 
 
-def test_a_split_is_planned_where_a_whole_side_has_no_room() -> None:
+def test_a_split_is_planned_if_a_whole_side_does_not_fit() -> None:
     hugewiki = Problem((50_082_603, 39_780), 3_100_000_000, 100)
     slab = 16 << 20
     whole = plan_streamed_ranks(hugewiki, 4, 50 * 10**9, "host", slab, model_parallel_only=True)

@@ -241,7 +241,7 @@ def test_rank_with_another_plan(ratings_matrix: sp.csr_array) -> None:
 
 
 def test_ranks_by_themselves(ratings_matrix: sp.csr_array) -> None:
-    """The program of a rank needs nobody in its middle."""
+    """The program of a rank needs no coordinator."""
     layout = layout_of(ratings_matrix, (1, 2))
 
     def function(comm: Any) -> tuple[np.ndarray, float]:
@@ -330,7 +330,7 @@ def test_threads_of_ranks_end_with_the_fit(
 ) -> None:
     """However the fit ends, and although somebody still has its solver and what was raised."""
     before = set(threading.enumerate())
-    gc.disable()  # what nobody closes is not to be found by chance
+    gc.disable()  # unclosed objects must not be found by chance
     try:
         model = MODELS["explicit"]() if kind == "als" else hmf.SGD(factors=4)
         model.set_params(device=["cpu", "cpu"], random_state=0, iterations=2)

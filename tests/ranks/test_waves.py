@@ -142,7 +142,7 @@ def test_cpu_ranks_map_a_store(
 ) -> None:
     cls, given = CPU_KINDS[kind]
     options = {"factors": 5, "iterations": 3, "random_state": 0} | given
-    monkeypatch.setattr(StoreMatrix, "load", None)  # nobody may want all of it
+    monkeypatch.setattr(StoreMatrix, "load", None)  # no code may request all of it
     seen: list[Any] = []
     model = cls(device=["cpu"] * ranks, **options)
     model.fit(store, callback=lambda model, record: seen.append(record["objective"]), checkpoint=tmp_path / "c")
@@ -173,7 +173,7 @@ def ways(store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[An
     limited = {"gpu_memory_limit": LIMIT}
     yield MATRIX, limited, ("host", False)
     with monkeypatch.context() as patched:
-        patched.setattr(StoreMatrix, "load", None)  # nobody may want all of it
+        patched.setattr(StoreMatrix, "load", None)  # no code may request all of it
         yield store, {}, ("disk", True)
         yield store, limited, ("host", False)
         patched.setattr(system, "available_memory", lambda: 1000)
@@ -372,7 +372,7 @@ def test_the_plan_says_what_is_streamed(gpus: Machine, store: hmf.Store) -> None
         hmf.plan(store, model)
 
 
-def test_a_rank_with_more_than_its_share_is_refused_before_it_begins(gpus: Machine) -> None:
+def test_a_rank_with_more_than_its_share_is_refused_before_the_fit(gpus: Machine) -> None:
     """Rows are shared by cost: half of the users have next to no entries, and one rank has nearly all entries."""
     rows = sp.vstack([planted(50, 30, 0.9), sp.eye_array(80, 30)], format="csr")
     names = gpus(2)
@@ -394,7 +394,7 @@ def test_offloaded_half_sweeps_are_charged_their_own_buffers(gpus: Machine) -> N
     multi(rows, names, plan.scale, gpu_memory_limit=limit).close()
 
 
-def test_a_row_longer_than_a_wave_is_refused_before_it_begins(gpus: Machine) -> None:
+def test_a_row_longer_than_a_wave_is_refused_before_the_fit(gpus: Machine) -> None:
     one_has_all = sp.vstack([sp.csr_array(np.ones((1, 2000), np.float32)), sp.eye_array(50, 2000)], format="csr")
     with pytest.raises(
         DeviceMemoryError, match=r"rank . needs about .* ratings 0.0 .*: use fewer factors, or more GPUs"
@@ -402,7 +402,7 @@ def test_a_row_longer_than_a_wave_is_refused_before_it_begins(gpus: Machine) -> 
         multi(one_has_all, gpus(2), gpu_memory_limit=150_000)
 
 
-def test_what_fails_on_a_rank_ends_all_loaders(
+def test_a_failure_of_a_rank_ends_all_loaders(
     gpus: Machine,
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -475,7 +475,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
 
     def run(communicator: Any) -> Any:
         ratings = StoredRatings(store, np.float32, drop_zeros=False)
-        monkeypatch.setattr(ratings, "block", None)  # nobody may bring a whole share into memory
+        monkeypatch.setattr(ratings, "block", None)  # no code may bring a whole share into memory
         model = MODELS["explicit"](**options, **limited)
         rank_options = spmd.RankOptions(device, checkpoint=tmp_path)
         return spmd.fit_rank(model, ratings, communicator, rank_options, Observers(track_objective=True))
@@ -492,7 +492,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
     assert resumed.n_iter_ == 3
 
 
-def test_ranks_on_gpus_with_room_have_their_part_of_a_store_on_them(
+def test_ranks_on_large_gpus_keep_their_part_of_a_store(
     store: hmf.Store, gpus: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On any grid: only what is streamed has to be model parallel."""
@@ -518,10 +518,10 @@ def test_ranks_on_gpus_with_room_have_their_part_of_a_store_on_them(
 
 
 @pytest.mark.parametrize("share", ["entries", "store"])
-def test_ranks_of_processes_look_at_their_memory_first(
+def test_ranks_of_processes_check_their_memory_first(
     share: str, store: hmf.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank that has no room says so as a single fit does; the others hear of it."""
+    """A rank without memory raises the error of a single fit; the others receive its cause."""
     free = {"hybridmf rank 1": 1000}
     monkeypatch.setattr(system, "available_memory", lambda: free.get(threading.current_thread().name, 10**9))
     causes: dict[int, Exception] = {}
@@ -540,7 +540,7 @@ def test_ranks_of_processes_look_at_their_memory_first(
     assert isinstance(causes[0], CommunicatorError) and "the fit needs about" in str(causes[0])
 
 
-def test_ranks_on_gpus_look_at_their_memory_first(gpus: Machine) -> None:
+def test_ranks_on_gpus_check_their_memory_first(gpus: Machine) -> None:
     gpus(2)
 
     def run(communicator: Any) -> None:

@@ -14,7 +14,7 @@ DTYPES = [np.float32, np.float64, np.int32, np.int64, np.uint8]
 
 
 def drawn(rank: int, shape=(7, 3), dtype=np.float32, whole=False) -> np.ndarray:
-    """What a rank contributes, whole numbers if asked for; any rank can draw any other's."""
+    """Contribution of a rank, whole numbers if requested; any rank can draw that of any other."""
     values = np.asarray(np.random.default_rng(100 + rank).normal(scale=10, size=shape))
     if whole or np.dtype(dtype).kind != "f":
         values = np.abs(values).round()

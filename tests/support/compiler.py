@@ -1,4 +1,4 @@
-"""NVRTC, which compiles kernels without a GPU, and what it reports of them."""
+"""NVRTC, which compiles kernels without a GPU, and its reports."""
 
 from __future__ import annotations
 

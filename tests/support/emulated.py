@@ -114,7 +114,7 @@ def _library(source: str, constants: tuple[str, ...]) -> Any:
         text.write_text(source + "".join(WRAPPER.replace("KERNEL", name) for name in names))
         command = [*_command(), "-shared", *_linker(), "-include", str(header), *defined, "-o", str(own), str(text)]
         _run(command, f"{names} with {constants}")
-        own.replace(library)  # whole, whoever else looks for it
+        own.replace(library)  # complete, for concurrent readers
     return ctypes.CDLL(str(library))
 
 

@@ -96,7 +96,7 @@ def test_products_of_exported_vectors_are_the_scores(model):
 
 
 def exact_search(model):
-    """A search that misses nothing, and finds less than it is asked for."""
+    """A search that misses nothing, and returns fewer results than requested."""
     vectors, _ = model.export_items(labels=False)
 
     def search(queries, k):
@@ -108,7 +108,7 @@ def exact_search(model):
     return search
 
 
-def test_an_index_leaves_out_what_users_have_seen(model):
+def test_an_index_excludes_seen_items(model):
     index = ann.AnnIndex(model, exact_search(model))
     users = np.array([0, 5, 7, 299])
     ids, scores = index.recommend(users, N=6)
@@ -130,7 +130,7 @@ def test_an_index_leaves_out_what_users_have_seen(model):
     assert index.recall(np.arange(300)) == 1.0
 
 
-def test_recall_counts_what_is_missed(model):
+def test_recall_counts_missed_items(model):
     search = exact_search(model)
     half = ann.AnnIndex(model, lambda queries, k: tuple(part[:, ::2] for part in search(queries, 2 * k)))
     assert 0.3 < half.recall(np.arange(300)) < 0.8

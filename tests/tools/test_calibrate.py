@@ -38,7 +38,7 @@ def test_problems_have_rows_of_one_length(size):
     assert matrix.data.min() >= 1 and matrix.data.max() <= 5 and matrix.dtype == np.float32
 
 
-def test_entries_and_rows_are_told_apart():
+def test_entries_and_rows_are_distinguished():
     problems = _calibrate.regular(400, 400, 50), _calibrate.regular(600, 600, 4)
     times = [2 * one.nnz * 3e-9 + sum(one.shape) * 7e-7 for one in problems]
     assert _calibrate.entry_and_row((times[0], times[1]), problems) == pytest.approx((3e-9, 7e-7))
@@ -66,7 +66,7 @@ TRUE_GPU = replace(
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine whose fits take exactly what the cost model says, with constants of ours and small problems."""
+    """A machine whose fits take exactly the predicted time, with given constants and small problems."""
     machine = Machine(cpu=TRUE_CPU, gpu=TRUE_GPU)
     spec: list[DeviceSpec | None] = [H200]
     monkeypatch.setattr(dispatch, "find_gpu", lambda device: (None if device == "cpu" else spec[0], "simulated"))
@@ -214,7 +214,7 @@ def test_the_command_measures_keeps_and_shows(simulated, monkeypatch):
     assert _machine.machine().gpu_name == "NVIDIA H200"
 
 
-def test_the_command_says_where_it_cannot_write(tmp_path, monkeypatch):
+def test_the_command_names_an_unwritable_path(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("HYBRIDMF_CACHE_DIR", str(tmp_path / "file"))
     result = CliRunner().invoke(main, ["tune", "--calibrate"])

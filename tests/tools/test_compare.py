@@ -79,7 +79,7 @@ def test_devices_that_disagree_are_named(monkeypatch):
     assert compare(SMALL, als(), devices=["cpu", "auto"], tolerance=10.0).agree
 
 
-def test_without_a_gpu_the_cpu_is_compared_and_the_reason_told(monkeypatch):
+def test_without_a_gpu_the_cpu_is_compared_and_the_reason_reported(monkeypatch):
     def none(device):
         if device != "cpu":
             raise DeviceError("there is no GPU here")
@@ -94,7 +94,7 @@ def test_without_a_gpu_the_cpu_is_compared_and_the_reason_told(monkeypatch):
         compare(SMALL, als(), devices="cuda")
 
 
-def test_methods_that_a_device_does_not_serve_are_named():
+def test_methods_that_a_device_does_not_support_are_named():
     models = {"tiles": als(assembly="bals"), "races": hmf.SGD(3, schedule="batch_hogwild")}
     result = compare(SMALL, models, devices=["cpu"], iterations=1)
     assert [run.method for run in result.runs] == ["tiles"]
@@ -104,7 +104,7 @@ def test_methods_that_a_device_does_not_serve_are_named():
 
 
 @pytest.mark.parametrize("feedback", ["explicit", "implicit"])
-def test_the_usual_methods(feedback):
+def test_the_default_methods(feedback):
     result = compare("ml-1m", feedback=feedback, devices=["cpu"], scale=0.02, iterations=2)
     expected = [name for name in default_models(feedback) if name != "sgd-batch-hogwild"]
     assert [run.method for run in result.runs] == expected
@@ -139,7 +139,7 @@ def test_reports(tmp_path):
     assert frame["objective"][1] == result.runs[1].objective[-1]
 
 
-def test_the_report_says_what_the_tables_mean_and_who_is_ahead():
+def test_the_report_explains_the_tables_and_names_the_best():
     result = compare(SMALL, {"long": als(iterations=8), "short": als(iterations=1)}, devices=["cpu"])
     text = str(result)
     lowest = min(result.runs, key=lambda run: run.objective[-1])
@@ -234,7 +234,7 @@ def test_plot(tmp_path):
     assert unscored.axes[1].get_ylabel() == "objective"
 
 
-def test_plot_says_what_to_install(monkeypatch):
+def test_plot_names_the_package_to_install(monkeypatch):
     result = compare(SMALL, als(), devices=["cpu"])
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"hybridmf\[plot\]"):
@@ -250,7 +250,7 @@ MISTAKES = [
     ({"models": [hmf.ExplicitALS]}, TypeError, "make one: ExplicitALS()"),
     ({"models": []}, ValueError, "models is empty"),
     ({"models": [als(), als()]}, ValueError, "two models are called 'ExplicitALS'"),
-    ({"models": [als(), hmf.ImplicitALS(3)]}, ValueError, "compare them apart"),
+    ({"models": [als(), hmf.ImplicitALS(3)]}, ValueError, "compare them separately"),
     ({"feedback": "both"}, ValueError, "feedback must be one of"),
     ({"scale": 0}, ValueError, "scale"),
     ({"test_size": -1}, ValueError, "test_size"),
@@ -317,7 +317,7 @@ def test_command_fails_where_devices_disagree(monkeypatch):
         (["demo", "--iterations", 0], "iterations"),
     ],
 )
-def test_command_mistakes(arguments, message):
+def test_command_errors(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.output
@@ -357,6 +357,6 @@ def test_planted_ratings_can_be_learned():
         ({"shape": "msd", "seed": -1}, "seed"),
     ],
 )
-def test_synthetic_mistakes(arguments, message):
+def test_synthetic_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         datasets.synthetic(**({"scale": 0.01} | arguments))

@@ -272,7 +272,7 @@ def test_each_worker_is_one_rank(client):
         hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": ["cpu", "cpu"]}), partitioned(frame()))
 
 
-def test_what_is_no_model(client):
+def test_objects_that_are_no_model_are_refused(client):
     with pytest.raises(TypeError, match=r"model must be an estimator .* make one: ExplicitALS\(\)"):
         hmf_dask.fit(hmf.ExplicitALS, partitioned(frame()))
     with pytest.raises(TypeError, match="callback must be callable"):
@@ -281,7 +281,7 @@ def test_what_is_no_model(client):
         hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(frame()), unknown=3)
 
 
-def test_without_a_client_one_is_asked_for(monkeypatch):
+def test_a_missing_client_is_an_error(monkeypatch):
     def none():
         raise ValueError("No clients found")
 
@@ -327,7 +327,7 @@ def test_gpus_are_dealt_out_by_the_cluster(client):
 
 
 def test_a_lost_worker_stops_all_and_the_fit_resumes(client, tmp_path):
-    """Killed in the middle of a long fit; the other rank stops at once, and a new run goes on from the checkpoint."""
+    """Killed in the middle of a long fit; the other rank stops at once, and a new run continues from the checkpoint."""
     table = frame(planted(300, 200))
     pids = client.run(os.getpid)
     victim = pids[sorted(pids)[1]]
@@ -361,7 +361,7 @@ def test_other_names_are_missing_as_usual():
         hmf.flask
 
 
-def test_what_to_install_is_said(monkeypatch):
+def test_the_error_names_the_package_to_install(monkeypatch):
     import importlib
     import sys
 

@@ -119,7 +119,7 @@ def test_demo_refuses_a_negative_seed():
     assert "seed" in refuse("demo", "--seed", -1)
 
 
-def test_demo_says_why_there_is_no_gpu_column(monkeypatch):
+def test_demo_gives_the_reason_for_a_missing_gpu_column(monkeypatch):
     monkeypatch.setattr(demo, "plan", raising(hmf.errors.DeviceError("the cat took it")))
     lines: list[str] = []
     demo._report_seconds(lines.append, _few_ratings(), seed=0)

@@ -110,7 +110,7 @@ def test_a_killed_rank_stops_the_others_and_the_run_resumes(tmp_path):
     np.testing.assert_array_equal(hmf.load(tmp_path / "model").user_factors, expected.user_factors)
 
 
-def test_what_ranks_may_be_given(tmp_path):
+def test_arguments_of_ranks(tmp_path):
     labelled = hmf.Ratings.from_matrix(planted(), user_ids=[f"u{k}" for k in range(60)])
     expected = hmf.ExplicitALS(biases=False, **SMALL).fit(planted())
     triplets = planted().tocoo()
@@ -206,7 +206,7 @@ def test_devices_of_ranks(monkeypatch):
     assert model.device_ == "cpu"
 
 
-def test_a_rank_without_an_environment_says_what_to_set(monkeypatch):
+def test_a_rank_without_an_environment_names_the_variables(monkeypatch):
     for name in ("HYBRIDMF_RANK", "HYBRIDMF_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="HYBRIDMF_RANK"):

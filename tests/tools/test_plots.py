@@ -199,10 +199,10 @@ def test_pictures_of_the_commands(tmp_path, parts, monkeypatch):
     assert set(map(str, written)) == {str(tmp_path / "picture.svg")} and len(written) == len(drawn)
 
 
-def test_pictures_are_judged_before_any_work(tmp_path, monkeypatch):
+def test_pictures_are_validated_before_any_work(tmp_path, monkeypatch):
     sp.save_npz(tmp_path / "r.npz", sp.csr_matrix(RATINGS))
     fit = ("fit", tmp_path / "r.npz", "-o", tmp_path / "m.safetensors")
-    assert "does not end like a picture; endings: " in refuse(*fit, "--plot", tmp_path / "p.doc")
+    assert "has no ending of a picture format; endings: " in refuse(*fit, "--plot", tmp_path / "p.doc")
     assert "does not exist" in refuse(*fit, "--plot", tmp_path / "missing" / "p.png")
     assert "--plot draws the entries of a file of ratings or a store" in refuse("info", "--plot", tmp_path / "p.png")
     to_store = ("convert", tmp_path / "r.npz", f"{tmp_path}/store/", "--plot", tmp_path / "p.png")

@@ -77,7 +77,7 @@ def test_exact_model_parallel_ranks_give_the_same_bits(share):
 
 
 @pytest.mark.parametrize("share", [entries, whole])
-def test_plans_of_ranks_know_the_degrees(share):
+def test_plans_of_ranks_use_the_degrees(share):
     """Of all ranks' entries together: room for the longest row depends on it."""
     matrix = as_csr(planted(), name="matrix")
     facts = fit(3, lambda: KINDS["explicit"](iterations=1), share=share).plan_.facts
@@ -243,7 +243,7 @@ def test_not_a_number_on_one_rank_stops_all_with_its_cause(monkeypatch, tmp_path
     assert all("factors of user 40 became" in text for *_, text in causes)
 
 
-def test_what_ranks_do_not_serve():
+def test_features_that_ranks_do_not_support():
     with pytest.raises(ValueError, match="model: SGD is not served by ranks; fit ImplicitALS or ExplicitALS"):
         fit(2, lambda: hmf.SGD(factors=3, device="cpu"))
     with pytest.raises(ValueError, match="reorder='both' is not served by ranks; use reorder='none'"):
@@ -252,7 +252,7 @@ def test_what_ranks_do_not_serve():
         fit(2, KINDS["explicit"], sp.csr_array((5, 4), dtype=np.float32))
 
 
-def test_ranks_that_plan_differently_are_told_why(monkeypatch):
+def test_different_plans_of_ranks_are_explained(monkeypatch):
     """As GPUs with different memory free may."""
     make_plan, ranks = spmd.make_plan, []
 

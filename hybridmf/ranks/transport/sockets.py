@@ -762,7 +762,7 @@ class SocketCommunicator(MessageCommunicator):
         token = os.environ.get(TOKEN, "")
         if not token:
             raise ValueError(
-                f"{TOKEN} is not set: it is the secret by which ranks know each other, the same for all of them; "
+                f"{TOKEN} is not set: it is the secret that authenticates ranks, the same for all of them; "
                 f"export {TOKEN}=$(openssl rand -hex 16) before they are started"
             )
         return cls.connect(rank, size, (host, port), token=token, timeout=timeout)

@@ -416,7 +416,7 @@ def _let_go(run: _Outcome) -> None:
     """Wait up to `PATIENCE` seconds for ranks that are about to fail."""
     run.wait(lambda: not run.pending, PATIENCE)
     if run.pending:
-        logger.warning("ranks %s are still at work %g s after the others have stopped", sorted(run.pending), PATIENCE)
+        logger.warning("ranks %s are still running %g s after the others have stopped", sorted(run.pending), PATIENCE)
 
 
 def run_ranks(size: int, function: Callable[[ThreadCommunicator], Result], *, timeout: float = TIMEOUT) -> list[Result]:

@@ -81,7 +81,7 @@ def test_known_good_candidates_are_among_them() -> None:
 @pytest.mark.parametrize(
     ("kernel", "factors", "itemsize"), [("fused", 129, 4), ("fused", 64, 8), ("cholesky_any", 64, 4)]
 )
-def test_kernels_that_do_not_serve_have_no_facts(kernel: str, factors: int, itemsize: int) -> None:
+def test_kernels_that_do_not_apply_have_no_facts(kernel: str, factors: int, itemsize: int) -> None:
     assert SPACES[kernel].facts(factors, itemsize) == []
 
 
@@ -97,7 +97,7 @@ def test_devices_that_cannot_run_a_kernel(kernel: str, facts: dict[str, Any], me
         SPACES[kernel].candidates(facts, T4)
 
 
-def test_what_is_tuned() -> None:
+def test_kernels_to_tune() -> None:
     """The kernels that "auto" chooses, Gates' sparse-syrk and BALS; facts of no others."""
     assert list(SPACES) == ["fused", "sparse_syrk", "bals", "cholesky_any", "cg_any"]
 

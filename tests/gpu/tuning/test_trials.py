@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_tables")
 # ---------------------------------------------------------------------------------------------------- trials
 
 
-def test_the_sample_is_what_it_says() -> None:
+def test_the_sample_has_the_stated_properties() -> None:
     matrix = SAMPLE.user_items
     assert matrix.shape == (60, 40) and 0 < matrix.nnz <= 700
     assert set(np.unique(matrix.data)) <= {1.0, 2.0, 3.0, 4.0, 5.0}
@@ -40,7 +40,7 @@ SMALL = ("sparse_syrk", "bals", "cg_any")
 
 
 @pytest.mark.parametrize("kernel", SMALL)
-def test_trials_know_right_answers_from_wrong_ones(kernel: str, device: Any) -> None:
+def test_trials_distinguish_right_results_from_wrong_ones(kernel: str, device: Any) -> None:
     space = SPACES[kernel]
     facts = space.facts(5, 4)[0]
     trial = space.trial(device, SAMPLE, facts)

@@ -117,7 +117,7 @@ def test_the_rule_stays_where_little_is_gained(acted: Any) -> None:
     assert "the rule's choice stays" in job.summary()
 
 
-def test_what_spills_fails_or_is_wrong_is_recorded_and_not_chosen(acted: Any) -> None:
+def test_spilling_failing_or_wrong_configurations_are_recorded_and_not_chosen(acted: Any) -> None:
     device = Acted(spills={8: 40}, broken=(4,))
     job = acted(device, {32: 2.0, 4: 0.1, 8: 0.1, 16: 0.1}, wrong=(16,))
     assert statuses(job) == {32: "timed", 4: "failed", 8: "spills", 16: "wrong"}
@@ -127,7 +127,7 @@ def test_what_spills_fails_or_is_wrong_is_recorded_and_not_chosen(acted: Any) ->
     assert job.winner is job.measurements[0]
 
 
-def test_what_the_rule_spills_others_may_too(acted: Any) -> None:
+def test_configurations_may_spill_as_much_as_the_rule(acted: Any) -> None:
     job = acted(Acted(spills={32: 44, 8: 44, 4: 48}), {32: 2.0, 4: 0.1, 8: 1.0, 16: 1.5})
     assert statuses(job)[4] == "spills" and job.winner.values["kb"] == 8
 
@@ -143,7 +143,7 @@ def test_a_failed_launch_is_recorded(acted: Any) -> None:
     assert statuses(job)[8] == "failed" and job.winner.values["kb"] == 16
 
 
-def test_a_device_that_does_not_recover_ends_it(acted: Any) -> None:
+def test_a_device_that_does_not_recover_ends_the_run(acted: Any) -> None:
     with pytest.raises(DeviceError, match="stopped working after sparse_syrk, rank 64"):
         acted(Acted(dies=True), {32: 2.0, 4: 1.5, 8: 1.0, 16: 1.1}, raises=(8,))
 
@@ -175,7 +175,7 @@ def known_kb(kb: int) -> dict[str, int]:
     return config
 
 
-def test_what_tables_have_is_always_timed(acted: Any) -> None:
+def test_table_entries_are_always_timed(acted: Any) -> None:
     known = known_kb(64)  # none of those that are enumerated
     job = acted(Acted(), {32: 2.0, 64: 1.2, 4: 1.5, 8: 1.0, 16: 1.1}, most=1)
     assert list(statuses(job)) == [32, 64] and job.candidates == 5
@@ -186,7 +186,7 @@ def test_what_tables_have_is_always_timed(acted: Any) -> None:
     assert job.winner.values["kb"] == 8 and job.entry.rivals == (known,)
 
 
-def test_what_is_in_a_table_must_be_beaten_clearly(acted: Any) -> None:
+def test_a_table_entry_must_be_beaten_clearly(acted: Any) -> None:
     known_kb(8)
     job = acted(Acted(), {32: 2.0, 4: 0.995, 8: 1.0, 16: 1.1})
     assert job.winner.values["kb"] == 8
@@ -194,7 +194,7 @@ def test_what_is_in_a_table_must_be_beaten_clearly(acted: Any) -> None:
     assert job.winner.values["kb"] == 4
 
 
-def test_a_table_that_is_slow_by_now_is_in_the_finals_and_loses(acted: Any) -> None:
+def test_an_outdated_table_entry_is_in_the_finals_and_loses(acted: Any) -> None:
     known_kb(16)
     job = acted(Acted(), {32: 1.0, 4: 1.5, 8: 1.2, 16: 9.0})
     assert job.winner is job.measurements[0] and statuses(job)[16] == "timed"
@@ -202,7 +202,7 @@ def test_a_table_that_is_slow_by_now_is_in_the_finals_and_loses(acted: Any) -> N
     assert statuses(job)[16] == "failed" and job.winner.values["kb"] == 8
 
 
-def test_entries_that_no_class_takes_are_passed_over(acted: Any) -> None:
+def test_entries_that_no_class_accepts_are_skipped(acted: Any) -> None:
     spec = emulated.EmulatedDevice().spec
     broken = entry(facts=FACTS, **SYRK | {"nb": 30}), entry("bals", FACTS, **SYRK)
     tables.store(table(list(broken), spec), tables.user_file(spec))
@@ -254,7 +254,7 @@ def test_a_budget_is_shared_by_weight_and_what_is_left_passes_on(timetable: Any)
     assert many.seconds == pytest.approx(1000.0 - few.seconds, abs=finals)
 
 
-def test_a_short_budget_gives_each_kernel_something(timetable: Any) -> None:
+def test_a_short_budget_tunes_each_kernel(timetable: Any) -> None:
     jobs = timetable(["sparse_syrk", "bals", "cg_any"], 120.0)
     assert [(job.kernel, job.factors) for job in jobs] == [
         (kernel, rank) for rank in (16, 32) for kernel in ("sparse_syrk", "bals", "cg_any")
@@ -287,7 +287,7 @@ def test_the_next_rule_is_compiled_ahead_of_other_configurations(monkeypatch: py
     assert compiled[:4] == ["sparse_syrk", "bals", "sparse_syrk", "sparse_syrk"]
 
 
-def test_what_was_timed_alone_is_not_kept(timetable: Any) -> None:
+def test_configurations_timed_alone_are_not_kept(timetable: Any) -> None:
     job, *_ = timetable(["sparse_syrk"], 1.0)
     assert len(job.timed) == 1 and job.winner is job.measurements[0]
     assert job.entry is None and "nothing to compare it with" in job.summary()

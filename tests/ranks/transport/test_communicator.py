@@ -55,7 +55,7 @@ def test_even_counts(rows, size):
     assert max(counts) - min(counts) <= 1
 
 
-def test_what_was_sent_may_change():
+def test_sent_arrays_may_change():
     """Nobody sees what the sender writes afterwards, however late he receives."""
 
     def rank(communicator):
@@ -86,7 +86,7 @@ def test_what_was_sent_may_change():
         (lambda c: c.allreduce(np.array(["a"])), TypeError, r"numbers .* <U1"),
     ],
 )
-def test_arguments_are_judged(call, error, message):
+def test_arguments_are_validated(call, error, message):
     with pytest.raises(error, match=message):
         run_ranks(2, call)
 
@@ -101,12 +101,12 @@ def test_arguments_are_judged(call, error, message):
         (lambda c: c.sendrecv(np.zeros(2), 1, 1, np.zeros(2)), lambda c: c.sendrecv(np.zeros(2), 0, 0, np.zeros(3))),
     ],
 )
-def test_ranks_that_call_different_things_are_told_both(calls):
+def test_different_calls_of_ranks_are_both_named(calls):
     with pytest.raises(CommunicatorError, match=r"rank \d calls .* while rank \d calls .*same calls in the same order"):
         run_ranks(2, lambda c: calls[c.rank](c), timeout=5)
 
 
-def test_what_nobody_receives_is_found():
+def test_unreceived_messages_are_found():
     def rank(communicator):
         if communicator.rank:
             communicator._send(0, "allreduce", np.zeros(2))
@@ -116,7 +116,7 @@ def test_what_nobody_receives_is_found():
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan")])
-def test_timeouts_are_judged(timeout):
+def test_timeouts_are_validated(timeout):
     with pytest.raises(ValueError, match="timeout must be a finite number of seconds > 0"):
         run_ranks(1, laws, timeout=timeout)
     with pytest.raises(ValueError, match="size must satisfy size >= 1, got 0"):
@@ -155,7 +155,7 @@ def test_the_first_failure_comes_out_as_it_was(error):
     assert time.monotonic() - started < 30  # far from the timeout: they were woken
 
 
-def test_abort_wakes_everyone_with_the_first_cause():
+def test_abort_wakes_all_ranks_with_the_first_cause():
     seen = []
 
     def rank(communicator):
@@ -185,7 +185,7 @@ def test_a_failure_reaches_groups_that_were_split_off():
         run_ranks(4, rank, timeout=60)
 
 
-def test_consequences_do_not_take_the_place_of_the_first_failure():
+def test_consequences_do_not_replace_the_first_failure():
     def rank(communicator):
         if communicator.rank == 0:
             raise CommunicatorError("other data")
@@ -195,7 +195,7 @@ def test_consequences_do_not_take_the_place_of_the_first_failure():
         run_ranks(3, rank, timeout=60)
 
 
-def test_a_rank_that_tells_the_others_before_it_fails_is_heard():
+def test_a_failing_rank_sends_its_cause_to_the_others():
     def rank(communicator):
         if communicator.rank == 0:
             communicator.abort("NaN on rank 0")
@@ -232,7 +232,7 @@ def test_a_rank_that_hangs_stops_the_others(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["has ended", "has closed its communicator"])
-def test_a_rank_that_leaves_stops_those_who_wait_for_it(how):
+def test_a_rank_that_leaves_stops_ranks_that_wait_for_it(how):
     stay = threading.Event()
 
     def rank(communicator):
@@ -251,7 +251,7 @@ def test_a_rank_that_leaves_stops_those_who_wait_for_it(how):
         run_ranks(2, rank, timeout=60)
 
 
-def test_who_ends_after_the_last_call_is_not_missed():
+def test_a_rank_that_ends_after_the_last_call_is_no_failure():
     """Rank 0 has sent all that is asked of it before it ends."""
 
     def rank(communicator):
@@ -338,7 +338,7 @@ def test_ranks_that_are_closed_do_something_last():
     assert len(ended) == 3
 
 
-def test_what_ranks_raise_last():
+def test_errors_raised_by_ranks_at_the_end():
     def last(communicator):
         if communicator.rank == 1:
             raise OwnError

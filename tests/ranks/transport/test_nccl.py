@@ -105,7 +105,7 @@ def test_one_thread_gathers_for_all_ranks(fake, monkeypatch, counts):
         NcclCommunicator.allgatherv_together(communicators, arrays, counts)
 
 
-def test_what_nccl_cannot_gather_stops_all_ranks(fake, monkeypatch):
+def test_a_failed_gather_of_nccl_stops_all_ranks(fake, monkeypatch):
     fake.timeout = 0.5  # rank 0 has launched its part, and rank 1 never does
     communicators = run_ranks(2, lambda control: NcclCommunicator(control, control.rank), timeout=20)
 
@@ -147,7 +147,7 @@ def test_nccl_is_aborted_without_the_interpreters_lock(fake, monkeypatch):
     references = sys.getrefcount(comm)
     nccl._abort(comm)
     assert aborted == [1234]
-    assert sys.getrefcount(comm) == references + 1  # else CuPy would give back what is gone
+    assert sys.getrefcount(comm) == references + 1  # else CuPy would free memory that is gone
 
 
 def test_numpy_arrays_go_by_the_control(fake):
@@ -177,7 +177,7 @@ def test_users_may_turn_multicast_on(fake, monkeypatch):
         (lambda c: c.sendrecv(as_fake(np.zeros(3)), 1, 0, as_fake(np.zeros(3))), ValueError, r"0 <= dest < 1, got 1"),
     ],
 )
-def test_arguments_are_judged(fake, call, error, message):
+def test_arguments_are_validated(fake, call, error, message):
     with pytest.raises(error, match=message):
         call(NcclCommunicator(Single(), 0))
     with pytest.raises(ValueError, match="timeout must be"):
@@ -198,7 +198,7 @@ def test_a_failure_elsewhere_aborts_nccl(fake):
         run_ranks(2, on_fakes(rank), timeout=20)
 
 
-def test_what_nccl_finds_out_stops_all_ranks(fake):
+def test_an_asynchronous_error_of_nccl_stops_all_ranks(fake):
     def rank(communicator):
         if communicator.rank == 1:
             communicator._comm.async_error = "a link is down"
@@ -210,7 +210,7 @@ def test_what_nccl_finds_out_stops_all_ranks(fake):
     wait_until(lambda: fake.calls.count("abort") == 2)
 
 
-def test_what_nccl_refuses_stops_all_ranks(fake, monkeypatch):
+def test_a_refused_call_of_nccl_stops_all_ranks(fake, monkeypatch):
     def refuse(*_):
         raise fake.NcclError("invalid usage")
 
@@ -255,11 +255,11 @@ def test_abort_and_close(fake):
     assert "destroy" not in fake.calls
     aborts = fake.calls.count("abort")
     forgotten = NcclCommunicator(Single(), 0)
-    del forgotten  # it waits for nobody, and its watch ends by itself
+    del forgotten  # it waits for no rank, and its watch ends by itself
     assert fake.calls.count("abort") == aborts + 1
 
 
-def test_nobody_looks_at_what_is_given_back(fake):
+def test_released_arrays_are_not_read(fake):
     """Looking at freed memory ends the process, so the watch looks before or after, not meanwhile."""
 
     def rank(communicator):
@@ -355,7 +355,7 @@ def test_large_arrays_on_gpus():
 
 
 @pytest.mark.gpu
-def test_a_rank_that_fails_ends_what_others_wait_for():
+def test_a_rank_that_fails_ends_the_waits_of_others():
     """Rank 0 waits in a kernel of NCCL for a rank that never comes."""
     need_gpus(2)
 
@@ -377,7 +377,7 @@ def test_a_rank_that_fails_ends_what_others_wait_for():
 
 
 @pytest.mark.gpu
-def test_a_rank_that_hangs_ends_what_others_wait_for():
+def test_a_rank_that_hangs_ends_the_waits_of_others():
     need_gpus(2)
 
     def rank(communicator, _):

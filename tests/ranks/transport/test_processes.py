@@ -16,7 +16,7 @@ from support.processes import exit_codes
 
 
 def stages(communicator, folder):
-    """In one go, for a process takes a while to start: laws, then rank 1 is killed and the others say what they saw."""
+    """One test, since processes start slowly: laws, then rank 1 is killed and the others report the failure."""
     checks = laws(communicator)
     if communicator.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -65,12 +65,12 @@ def test_sockets_abort_with_the_first_cause():
     assert texts(over_sockets(3, rank)) == ["NaN on rank 2"] * 3
 
 
-def test_sockets_tell_different_calls():
+def test_sockets_report_different_calls():
     for answer in texts(over_sockets(2, lambda c: c.allreduce(np.zeros(3 - c.rank)))):
         assert "calls allreduce of float64 (2,) while rank" in answer or "float64 (3,) while rank" in answer
 
 
-def test_a_rank_that_hangs_is_not_waited_for():
+def test_ranks_do_not_wait_for_a_rank_that_hangs():
     def rank(communicator):
         while communicator.rank == 1 and not communicator.cause:
             time.sleep(0.005)
@@ -81,7 +81,7 @@ def test_a_rank_that_hangs_is_not_waited_for():
         assert "rank 1 did not answer rank" in answer and "within 0.3 s in barrier" in answer
 
 
-def test_a_rank_that_does_not_read_is_not_waited_for(monkeypatch):
+def test_ranks_do_not_wait_for_a_rank_that_does_not_read(monkeypatch):
     """Its buffers fill, and the sender's time is up."""
 
     def rank(communicator):
@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_read_is_not_waited_for(monkeypatch):
 def test_a_connection_that_ends_stops_all():
     def rank(communicator):
         communicator.barrier()
-        if communicator.rank == 1:  # as the system does for a process that was killed, which says nothing itself
+        if communicator.rank == 1:  # as the system does for a process that was killed
             communicator.transport._closed = True
             for connection in communicator.transport.peers.values():
                 connection.shutdown(socket.SHUT_RDWR)
@@ -111,7 +111,7 @@ def test_a_connection_that_ends_stops_all():
     assert answers[0] == answers[2] == "rank 1 ended without closing its communicator (was it killed?)"
 
 
-def test_who_says_goodbye_is_missed_only_by_those_who_wait():
+def test_a_closed_rank_fails_only_ranks_that_wait_for_it():
     def rank(communicator):
         if communicator.rank == 1:
             communicator.allgatherv(np.array([1]), [1, 1])
@@ -138,7 +138,7 @@ def test_who_says_goodbye_is_missed_only_by_those_who_wait():
         b'\x00\x00\x00\x28{"dtype":"f4","shape":[-1],"context":""}',
     ],
 )
-def test_what_is_no_message_stops_all(frame):
+def test_an_invalid_message_stops_all(frame):
     def rank(communicator):
         if communicator.rank == 1:
             communicator.transport.peers[0].sendall(frame)
@@ -147,7 +147,7 @@ def test_what_is_no_message_stops_all(frame):
     assert texts(over_sockets(2, rank))[0].startswith("rank 1 sends what is no message")
 
 
-def test_who_does_not_know_the_token_stays_out(caplog):
+def test_peers_without_the_token_are_refused(caplog):
     answers = texts(over_sockets(2, laws, timeout=[0.5, 20], tokens=["secret", "guess"]))
     assert answers[0].startswith(
         "ranks [1] did not connect within 0.5 s; all 2 must be started, with the same HYBRIDMF_"
@@ -156,7 +156,7 @@ def test_who_does_not_know_the_token_stays_out(caplog):
     assert "a connection from 127.0.0.1 was refused: the other end does not know the token" in caplog.text
 
 
-def test_who_came_to_a_meeting_that_failed_is_let_go(monkeypatch):
+def test_ranks_of_a_failed_meeting_are_released(monkeypatch):
     meetings = []
     meet = sockets._Rendezvous.host
     monkeypatch.setattr(
@@ -282,7 +282,7 @@ def test_strangers_who_say_nothing_stop_no_meeting():
         each.close()
 
 
-def test_a_stranger_who_drips_bytes_has_one_deadline(monkeypatch, caplog):
+def test_a_slow_stranger_has_one_deadline(monkeypatch, caplog):
     monkeypatch.setattr(sockets, "HANDSHAKE", 0.3)
     with Meeting() as meeting:
         stranger = meeting.stranger()
@@ -308,7 +308,7 @@ def test_no_acceptor_is_open_for_ever(caplog):
     assert "it left" not in caplog.text
 
 
-def test_a_stranger_learns_nothing_by_which_a_guess_can_be_checked(caplog):
+def test_a_stranger_receives_nothing_to_verify_a_guess_with(caplog):
     """The end that accepts proves nothing before the other has, and parses nothing."""
     with Meeting() as meeting:
         stranger = meeting.stranger()
@@ -359,7 +359,7 @@ def test_the_number_of_strangers_is_bounded(monkeypatch, caplog):
         crowd = [meeting.stranger() for _ in range(12)]
         assert all(everything(stranger) == b"" for stranger in crowd[:8])
         wait_until(lambda: len(meeting.acceptor.pending) == 4)
-        meeting.rank()  # the oldest goes for it, too
+        meeting.rank()  # the oldest is dropped for it, too
     refusals = [record for record in caplog.records if "too many connections" in record.getMessage()]
     assert [record.levelname for record in refusals] == ["WARNING"] * 2 + ["DEBUG"] * 7
     assert "further connections that are refused are logged at level DEBUG" in caplog.text
@@ -384,7 +384,7 @@ def test_an_acceptor_continues_where_no_file_can_be_opened(caplog):
     other.close()
 
 
-def test_who_does_not_read_is_not_accepted():
+def test_peers_that_do_not_read_are_not_accepted():
     class Deaf:
         def setblocking(self, blocks):
             pass
@@ -446,7 +446,7 @@ def test_an_impostor_is_not_taken_for_rank_0(answer, problem):
         impostor.result(20)
 
 
-def test_a_rank_that_comes_again_takes_the_place_of_its_lost_connection():
+def test_a_rank_that_reconnects_replaces_its_lost_connection():
     meeting = sockets._Rendezvous(0, 3, ("127.0.0.1", 1), "secret", 5)
     pairs = [_loopback() for _ in range(3)]
     for ours, _ in pairs[:2]:
@@ -461,7 +461,7 @@ def test_a_rank_that_comes_again_takes_the_place_of_its_lost_connection():
         theirs.close()
 
 
-def test_a_rank_that_is_gone_when_all_have_come(monkeypatch):
+def test_a_rank_that_leaves_after_the_meeting(monkeypatch):
     def gone(connection, header):
         if "where" in header:
             raise BrokenPipeError(32, "Broken pipe")
@@ -511,7 +511,7 @@ def test_ranks_that_do_not_fit_together():
         ((0, 1, "t", -1), "timeout must be"),
     ],
 )
-def test_connect_judges_its_arguments(arguments, message):
+def test_connect_validates_its_arguments(arguments, message):
     rank, size, token, timeout = arguments
     with pytest.raises(ValueError, match=message):
         SocketCommunicator.connect(rank, size, ("127.0.0.1", 1), token=token, timeout=timeout)
