@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .core.sparse import as_ones, entry_rows, keep_entries, take_rows
+from .core.sparse import as_ones, entries_in, entry_rows, keep_entries, take_rows
 from .core.validate import (
     as_csr,
     check_choice,
@@ -576,7 +576,8 @@ def evaluate(
         `model` is not a fitted model or lacks attributes that the metrics need, or an argument has the wrong type.
     ValueError
         Unknown metric, shapes that do not match the model, labels on one side only, no relevant test item or no test
-        entry for these users, ``auc`` without `train`, or ``users="warm"`` if the cold users are unknown.
+        entry for these users, relevant test items that are all training entries, ``auc`` without `train`, or
+        ``users="warm"`` if the cold users are unknown.
     """
     names = _checked_names(metrics)
     test, train = as_ratings(test), as_ratings(train)
@@ -626,6 +627,9 @@ def _measure(
         if "auc" in names:
             ranked["auc"] = _evaluate_auc(model, relevant, train, counted)
         values |= shares | {name: mean_over_users(each) for name, each in ranked.items()}
+        of_hits = [name for name, match in cuts.items() if match[1] not in ("novelty", "coverage")]
+        if of_hits and not any(values[name] for name in of_hits):
+            _check_some_rankable(model, relevant, train, counted, of_hits[0])
         place = np.searchsorted(with_entries, counted)
         for name, each in ranked.items():
             per_user[name] = np.full(len(with_entries), np.nan)
@@ -751,6 +755,21 @@ def _check_some_relevant(evaluated: np.ndarray, users: np.ndarray, threshold: fl
         raise ValueError(
             f"test has no relevant entry (value {wanted}) for any of the {len(users)} users; "
             "pass other test entries, other users or another relevance_threshold"
+        )
+
+
+def _check_some_rankable(
+    model: Any, relevant: sp.csr_array, train: sp.csr_array | None, users: np.ndarray, metric: str
+) -> None:
+    """Refuse relevant entries that are all left out of the recommendations; called where no metric found any."""
+    seen = getattr(getattr(model, "_learned", None), "seen", None) if train is None else train
+    if isinstance(model, ReadyLists) or not isinstance(seen, sp.csr_array):
+        return
+    entries = take_rows(relevant, users)
+    if np.all(entries_in(entries, take_rows(seen, users))):
+        raise ValueError(
+            f"all {entries.nnz} relevant entries of test are training entries, which are not recommended, so {metric} "
+            "is 0 for any model; hold out entries before the fit (hybridmf.split)"
         )
 
 

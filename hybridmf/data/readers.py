@@ -126,7 +126,9 @@ def _coded_column(source: str, table: Any, column: Any) -> tuple[np.ndarray, np.
 def _frame_ids(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray | list[Any]:
     series = _frame_column(source, table, column, first_row)
     # Strings in a list take their own length; a NumPy array pads each one to the longest.
-    return series.to_numpy() if series.dtype.is_integer() else series.to_list()
+    # NumPy has no integers of 128 bits.
+    narrow = series.dtype.is_integer() and "128" not in str(series.dtype)
+    return series.to_numpy() if narrow else series.to_list()
 
 
 def _frame_values(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray:

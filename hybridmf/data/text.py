@@ -110,6 +110,8 @@ def find_layout(path: str, head: bytes, options: TextOptions) -> TextLayout:
     columns = resolve_columns(path, first if has_header else None, n_fields, *selectors, timestamp=timestamp)
     user, item, value = columns.user, columns.item, columns.value
     whole = [row for row in rows[has_header:] if len(row) == n_fields]
+    if columns.names is None and selectors[2] == AUTO and value is not None:
+        _refuse_times_as_values(path, value, whole)
     if timestamp == AUTO:
         columns = replace(columns, time=_time_column(columns, whole))
     if found and n_fields == 2 and any(_ITEM_LIST.fullmatch(row[item].strip()) for row in whole):
@@ -131,6 +133,16 @@ def _time_column(columns: Columns, rows: list[list[str]]) -> int | None:
     except ValueError:
         return None
     return place
+
+
+def _refuse_times_as_values(path: str, value: int, rows: list[list[str]]) -> None:
+    """Refuse a column of values that nothing names and that holds Unix times."""
+    if rows and all(_UNIX_TIME.fullmatch(row[value].strip()) for row in rows):
+        raise RatingsError(
+            f"{path} has no header, and column {value}, where values are expected, looks like times "
+            f"({rows[0][value].strip()}): pass value=None, timestamp={value} to read them as such (each value is 1), "
+            f"or value={value} if they are values"
+        )
 
 
 def parse_times(fields: list[str]) -> np.ndarray:

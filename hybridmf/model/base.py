@@ -31,7 +31,7 @@ from ..data import fingerprint
 from ..data import labels as data_labels
 from ..data.align import Labels, labels_of
 from ..data.store import Store, StoreMatrix
-from ..errors import DeviceError
+from ..errors import DeviceError, RatingsError
 from ..plan import dispatch
 from ..plan.als import ALS
 from ..plan.make import NOTHING, check_memory, make_plan, plan_for
@@ -57,6 +57,9 @@ logger = logging.getLogger("hybridmf")
 
 COLLAPSED = 1e-3
 """Contribution of factors to predictions, relative to the scale of the ratings, below which they count as zero."""
+
+SAMPLED_ROWS = 10_000
+"""About the number of rows that stand for all factors of a side."""
 
 USUAL_RATIO = {False: 0.0135, True: 0.045}
 """The default lambda of 0.05 divided by the scale of ratings of 1 to 5 stars, without and with biases."""
@@ -244,6 +247,7 @@ class FactorModel(ServingMixin):
         ratings = self._training_data(entries, plan, source)
         stopwatch.lap("convert")
         log_empty_rows(*ratings.degrees.values())
+        check_preferences(objective, ratings.values.value_range)
         objective = self._objective(ratings.scale(objective)).for_shape(matrix.shape)
         state = resumed.state if resumed else self._initial_state(ratings, plan, objective, init)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
@@ -267,8 +271,7 @@ class FactorModel(ServingMixin):
             del state, resumed, init  # frees the initial factors after the first sweep
             stopwatch.lap("set up")
             loop.run(iterations)
-        if not objective.is_implicit:
-            _warn_of_collapse(self._learned, ratings.scale(objective), matrix.nnz)
+        _warn_of_collapse(self._learned, ratings.scale(objective), matrix.nnz)
         dispatch.remember(plan)
         stopwatch.lap("finish")
         self.timings_ = stopwatch.seconds
@@ -446,12 +449,43 @@ def check_frozen(state: State, init: Init, frozen: Side | None) -> None:
         )
 
 
+def check_preferences(objective: Objective, value_range: tuple[float, float] | None) -> None:
+    """Refuse implicit feedback without a positive value, which says of no item that a user prefers it.
+
+    Raises
+    ------
+    RatingsError
+    """
+    if objective.is_implicit and value_range is not None and value_range[1] <= 0:
+        raise RatingsError(
+            f"user_items has no value above 0 (the largest is {value_range[1]:g}): in implicit feedback positive "
+            "values are preferences and negative ones dislikes; for ratings of any sign use ExplicitALS"
+        )
+
+
 def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
-    """Log a warning if factors have shrunk to zero relative to the scale of the `nnz` ratings."""
+    """Log a warning if `nnz` equal ratings leave nothing to learn, or factors are almost zero relative to `scale`."""
     objective, zeros = learned.objective, not learned.total
+    low, high = learned.value_range or (0.0, 1.0)
+    if low == high and nnz > 1:
+        logger.warning(
+            "all %d ratings are %g, so there is nothing to predict; for likes, clicks and purchases use ImplicitALS "
+            "(hybridmf fit --model implicit)",
+            nnz,
+            low,
+        )
+        return
     users, items = (_root_mean_square(side.matrix) for side in (learned.state.user, learned.state.item))
     strength = math.sqrt(math.prod(objective.regularization))  # predictions depend on the product
     if not strength or users * items >= COLLAPSED * scale or (zeros and not users * items):
+        return
+    if objective.is_implicit:
+        logger.warning(
+            "the factors have shrunk to nothing: scores are below %g on average, and recommendations little more than "
+            "the most popular items. regularization=%s is too strong here; lower it, or increase alpha",
+            COLLAPSED,
+            objective.regularization,
+        )
         return
     degree = nnz / math.sqrt(max(1, learned.shape[0] * learned.shape[1]))
     usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - sum(objective.scaling) / 2)
@@ -467,7 +501,8 @@ def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
 
 def _root_mean_square(factors: np.ndarray) -> float:
     """Root mean square length of the nonzero rows; for inner products, the product of both sides' is a bound."""
-    squares = np.einsum("ij,ij->i", factors, factors)
+    sample = factors[:: max(1, len(factors) // SAMPLED_ROWS)]
+    squares = np.einsum("ij,ij->i", sample, sample)
     return math.sqrt(float(squares.sum(dtype=np.float64)) / max(1, int(np.count_nonzero(squares))))
 
 

@@ -218,8 +218,9 @@ class ServingMixin(Estimator):
         userid : int or int array, shape (n,)
             Positions of users, or with ``labels=True`` their labels.
         user_items : Ratings or sparse matrix, shape (n, n_items), optional
-            Items seen by each user of `userid`, one row per user in the same order. A matrix with all n_users rows is
-            indexed by `userid`; labelled ratings are aligned by label. Default: the training entries of the model.
+            Items seen by each user of `userid`, one row per user in the same order, also where these are all users. A
+            matrix with all n_users rows is indexed by `userid` if that names another number of users; labelled ratings
+            are aligned by label. Default: the training entries of the model.
         N : int
             Number of items for each user.
         filter_already_liked_items : bool

@@ -22,7 +22,15 @@ from ..core.validate import seed_of
 from ..errors import CommunicatorError, RatingsError
 from ..model import checkpoint as checkpoints
 from ..model import files as _io
-from ..model.base import FactorModel, check_frozen, check_labels, data_identity, fit_settings, log_empty_rows
+from ..model.base import (
+    FactorModel,
+    check_frozen,
+    check_labels,
+    check_preferences,
+    data_identity,
+    fit_settings,
+    log_empty_rows,
+)
 from ..model.learned import Learned
 from ..model.loop import FitLoop, Observers, Progress, Record, check_validation
 from ..model.stopwatch import Stopwatch
@@ -191,6 +199,7 @@ class _RankFit:
         self.plan = self.plan.changed(nnz=self.cut.nnz)
         if not self.cut.nnz:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
+        check_preferences(self.objective, self.cut.value_range)
         self.scale = self.cut.scale(communicator, self.objective)
         self.objective = model._objective(self.scale).for_shape(ratings.shape)
         stopwatch.lap("convert")

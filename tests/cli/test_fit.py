@@ -138,7 +138,7 @@ def test_fit_reads_columns_separators_and_duplicates(tmp_path):
 
 def test_fit_saves_though_nothing_can_be_measured(tmp_path):
     file, out = tmp_path / "dislikes.csv", tmp_path / "m.safetensors"
-    file.write_text("".join(f"{user},{item},-1\n" for user in range(6) for item in range(5)))
+    file.write_text("".join(f"{user},{item},{-1 if user or item else 1}\n" for user in range(6) for item in range(5)))
     output = succeed("fit", file, "-o", out, "--model", "implicit", "--factors", 2)
     assert "Not evaluated: " in output
     assert hmf.load(out).n_users == 6

@@ -114,6 +114,12 @@ def test_from_coo_refuses(arguments, error, words):
         Ratings.from_coo(**arguments)
 
 
+def test_integers_of_128_bits_are_labels():
+    pl = pytest.importorskip("polars")
+    frame = pl.DataFrame({"user": pl.Series([2**100, 1], dtype=pl.Int128), "item": ["x", "y"]})
+    assert triplets(Ratings.from_frame(frame)) == {(2**100, "x"): 1, (1, "y"): 1}
+
+
 def test_ratings_of_ratings_keep_labels():
     ratings = Ratings.from_coo(["b", "a"], ["x", "y"], [1, 2], timestamps=[5, 6])
     for again in (Ratings(ratings), Ratings.from_matrix(ratings)):

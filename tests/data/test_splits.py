@@ -51,6 +51,15 @@ def test_movielens_files_keep_their_times(tmp_path, name, text):
     np.testing.assert_array_equal(hmf.Ratings.from_file(packed, **options).timestamps, ratings.timestamps)
 
 
+def test_times_in_the_place_of_values_are_refused(tmp_path):
+    log = "1,10,978300760\n2,20,978300001\n"
+    with pytest.raises(RatingsError, match=says("column 2", "looks like times (978300760)", "value=None, timestamp=2")):
+        read(tmp_path, log)
+    assert times(read(tmp_path, log, value=None, timestamp=2)) == {(1, 10): 978300760, (2, 20): 978300001}
+    assert read(tmp_path, log, value=2).user_items.data.min() > 9e8
+    assert read(tmp_path, log + "3,30,5\n").nnz == 3
+
+
 @pytest.mark.parametrize("label", ["", "u"])
 def test_fast_and_slow_readers_keep_the_same_times(tmp_path, monkeypatch, label):
     rng = np.random.default_rng(0)

@@ -637,6 +637,24 @@ def test_evaluate_without_relevant_entries(model, train, held_out):
         evaluate(model, held_out, train=held_out, metrics="auc")
 
 
+def test_evaluation_on_training_entries_is_refused():
+    """They are not recommended, so all metrics of hits would be 0."""
+    likes = Ratings(np.random.default_rng(0).random((30, 20)) < 0.3)
+    options = {"factors": 3, "iterations": 2, "device": "cpu", "num_threads": 1, "random_state": 0}
+    model = ImplicitALS(**options).fit(likes)
+    for call in (
+        lambda: evaluate(model, likes),
+        lambda: evaluate(model, likes[:30], train=likes, metrics=("novelty@5", "recall@5", "mrr@5")),
+        lambda: ImplicitALS(**options).fit(likes, validation=likes),
+    ):
+        with pytest.raises(ValueError, match=r"all \d+ relevant entries of test are training entries, .*@\d+ is 0"):
+            call()
+    lists = np.tile(np.arange(5), (30, 1))
+    assert evaluate(lists, likes, train=likes)["recall@10"] > 0  # ready lists are taken as they are
+    assert model.score(likes) > 0.5
+    assert set(evaluate(model, likes, metrics=("coverage@5", "novelty@5"))) == {"coverage@5", "novelty@5"}
+
+
 def test_evaluate_auc_without_factors(model, train, held_out):
     model.user_factors = None
     with pytest.raises(TypeError, match="FactorModel has none"):

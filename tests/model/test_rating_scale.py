@@ -15,9 +15,11 @@ from hybridmf.errors import RatingsError
 from hybridmf.model.learned import scale_of
 from hybridmf.plan.sgd import BIASED_RATES, DEFAULT_RATES, RATE_SCHEDULES
 from support.devices import serve_cuda
+from support.messages import says
 from support.ratings import planted
 
 COMMON = {"factors": 5, "iterations": 4, "random_state": 0, "num_threads": 2}
+IMPLICIT = COMMON | {"device": "cpu"}
 SMALL = planted(24, 16, 0.4)
 SCHEDULES = ["msgd", "blocks", "hogwild"]
 
@@ -215,9 +217,35 @@ def test_factors_that_shrink_to_zero_are_reported(cls, biases, caplog):
     assert "shrunk" not in caplog.text
 
 
-def test_zero_ratings_and_implicit_models_do_not_warn(caplog):
+def test_zero_ratings_are_equal_ratings(caplog):
     zeros = sp.csr_array((np.zeros(SMALL.nnz), SMALL.indices, SMALL.indptr), shape=SMALL.shape)
     with caplog.at_level(logging.WARNING, "hybridmf"):
         hmf.ExplicitALS(**COMMON, device="cpu").fit(zeros)
-        hmf.ImplicitALS(**COMMON, device="cpu", regularization=1e6).fit(SMALL)
-    assert "shrunk" not in caplog.text
+    assert "ratings are 0, so there is nothing to predict" in caplog.text and "shrunk" not in caplog.text
+
+
+def test_implicit_factors_that_shrink_to_nothing_are_named(caplog):
+    with caplog.at_level(logging.WARNING, "hybridmf"):
+        hmf.ImplicitALS(regularization=1e4, **IMPLICIT).fit(planted(60, 40, 0.5))
+    assert "factors have shrunk to nothing" in caplog.text and "regularization=10000 is too strong" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "hybridmf"):
+        hmf.ImplicitALS(regularization=0.01, **IMPLICIT).fit(planted(60, 40, 0.5))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("cls", [hmf.ExplicitALS, hmf.SGD, hmf.CCD])
+def test_equal_ratings_are_named(cls, caplog):
+    """Likes that were taken for ratings: the error of predictions is 0, and the model says nothing."""
+    with caplog.at_level(logging.WARNING, "hybridmf"):
+        cls(factors=2, iterations=2, device="cpu", random_state=0).fit(planted(60, 40, 0.5) > 0)
+    assert "ratings are 1, so there is nothing to predict" in caplog.text and "use ImplicitALS" in caplog.text
+
+
+def test_implicit_feedback_without_a_preference_is_refused():
+    dislikes = -planted(60, 40, 0.5)
+    for given in (dislikes, hmf.Ratings(dislikes), hmf.PreparedRatings(dislikes)):
+        with pytest.raises(RatingsError, match=says("user_items has no value above 0 (the largest is -0.5)")):
+            hmf.ImplicitALS(**IMPLICIT).fit(given)
+    dislikes.data[0] = 1
+    assert hmf.ImplicitALS(**IMPLICIT).fit(dislikes).predict(0, dislikes.indices[0]) > 0.1
