@@ -697,15 +697,6 @@ cdef inline Py_ssize_t _group_size(Py_ssize_t ld, bint in_lanes) noexcept nogil:
     return HMF_SYSTEMS * (_slot_size(ld) + 3 * ld)
 
 
-cdef struct Group:
-    # systems of one form and padded size, assembled and not yet solved
-    int count
-    bint dual
-    Py_ssize_t ld, order            # padded and largest order of a system
-    int64_t rows[HMF_LANES]
-    RowEntries entries[HMF_LANES]
-
-
 cdef inline void _prefetch_ahead(const Systems* systems, const Rows* rows, const int64_t* order, Py_ssize_t n_left,
                                  const real* kind) noexcept nogil:
     """Prefetch what the next rows of `order`, which lie anywhere in memory, will read; `kind`: any `real` pointer."""
@@ -726,6 +717,15 @@ cdef inline void _prefetch_ahead(const Systems* systems, const Rows* rows, const
             systems.table.prefetch_rows_f(&fixed_rows)
         else:
             systems.table.prefetch_rows_d(&fixed_rows)
+
+
+cdef struct Group:
+    # systems of one form and padded size, assembled and not yet solved
+    int count
+    bint dual
+    Py_ssize_t ld, order            # padded and largest order of a system
+    int64_t rows[HMF_LANES]
+    RowEntries entries[HMF_LANES]
 
 
 cdef void _simd_rows_of(
@@ -998,6 +998,7 @@ def cg_rows(
     cdef int n_threads = hmf_usable_threads(<int> workspace.shape[0])
     for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
                            num_threads=n_threads):
+        _prefetch_ahead(&its, &all_rows, &order[position], order.shape[0] - position, <const real*> &out[0, 0])
         status[order[position]] = _cg_row(&its, &all_rows, order[position], n_steps, form_from,
                                           &workspace[hmf_thread_id(), 0], &out[order[position], 0])
 
