@@ -11,8 +11,8 @@ For each row u of the target side, with entries k = (row u, fixed row i_k, ratin
 rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
 blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per workspace filled
 simd    ours: rows gathered with prefetching into an L1-sized workspace, b in the same pass; register-blocked symmetric
-        update of the needed triangle; our own Cholesky, while A is still in cache (kernels_impl.h). Rows of at most
-        `dual_up_to` entries take the dual form
+        update of the needed triangle; our own Cholesky, while A is still in cache: small systems one in each lane of a
+        vector, large ones in pairs (kernels_impl.h). Rows of at most `dual_up_to` entries take the dual form
         Non-negative rows (`nonnegative_rows`) have A formed by the same kernels, and its minimum found by descent
 bals    over BALS tiles: a tile's distinct rows are copied once and serve all segments of the tile; kernels of simd
 
@@ -43,6 +43,8 @@ from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
 
 from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
 from hybridmf.native.kernels cimport (
+    HMF_LANES,
+    HMF_LANES_RANK,
     HMF_PAD,
     HMF_PANEL,
     HMF_PREFETCH,
@@ -50,6 +52,7 @@ from hybridmf.native.kernels cimport (
     apply_rows,
     axpy,
     cholesky,
+    cholesky_lanes,
     combine,
     dot,
     dot_exact,
@@ -111,6 +114,11 @@ cdef Py_ssize_t GRAM_ROWS = 512
 # Rows a thread takes at a time. Longest first and one at a time would balance best; 8 keeps the counter quiet.
 cdef enum:
     ROW_CHUNK = 8
+
+# Rows between a prefetch and its use, and entries of a row whose factors are prefetched; the kernels prefetch the rest.
+cdef enum:
+    ROWS_AHEAD = 2
+    ENTRIES_AHEAD = 16
 
 
 # Rows of a product with a small matrix that a thread takes at a time.
@@ -604,38 +612,9 @@ cdef void _solve_side_by_side(const Systems* systems, int count, Py_ssize_t rank
         memcpy(x[k], b[k], rank * sizeof(real))
 
 
-cdef void _dual_group(const Systems* systems, const RowEntries* entries, const int64_t* rows, int count, real* work,
-                      int32_t* status, real* out) noexcept nogil:
-    """The dual form of `count` rows; side by side where their systems are of one padded size."""
-    cdef Py_ssize_t ld = _padded(entries[0].n), size = ld * ld + 4 * ld, n = entries[0].n
-    cdef real* a[HMF_SYSTEMS]
-    cdef real* b[HMF_SYSTEMS]
-    cdef real* x[HMF_SYSTEMS]
-    cdef Py_ssize_t codes[HMF_SYSTEMS]
-    cdef real* scratch = work + HMF_SYSTEMS * (size + 3 * ld)
-    cdef int k
-    for k in range(1, count):
-        if _padded(entries[k].n) != ld:
-            _dual_group(systems, entries, rows, k, work, status, out)
-            _dual_group(systems, entries + k, rows + k, count - k, work, status, out)
-            return
-        n = max(n, entries[k].n)
-    for k in range(count):
-        a[k] = work + k * size
-        b[k] = a[k] + ld * ld
-        x[k] = b[k] + ld
-        _start_dual(systems, &entries[k], n, ld, scratch, a[k], b[k], x[k] + ld)
-    _solve_side_by_side(systems, count, n, a, b, work + HMF_SYSTEMS * size, x, codes)
-    for k in range(count):
-        if codes[k] == 0:
-            _finish_dual(systems, &entries[k], <const real*> x[k], x[k] + ld, scratch)
-        status[rows[k]] = _store(<int32_t> codes[k], systems.rank, <const real*> scratch,
-                                 out + rows[k] * systems.rank)
-
-
 cdef void _start_dual(
         const Systems* systems, const RowEntries* entries,
-        Py_ssize_t size, Py_ssize_t ld,        # rows of K to write, at least n, and its leading dimension
+        Py_ssize_t ld,                         # leading dimension of K
         real* scratch,                         # (rank,)
         real* a, real* b,                      # OUT  (ld, ld), (ld,)
         real* root) noexcept nogil:            # OUT  (2 * ld,) S, and targets left out of b
@@ -671,7 +650,7 @@ cdef void _start_dual(
             b[k] = ratings[k] - (offsets[entries.columns[k]] if offsets != NULL else <real> 0.0)
     memset(root + n, 0, (ld - n) * sizeof(real))
     fixed_rows.width -= systems.bias_square > 0     # the column of a bias takes no part
-    products(table, &fixed_rows, size, <const real*> root, <real> systems.bias_square, ridge, ld, a)
+    products(table, &fixed_rows, <const real*> root, <real> systems.bias_square, ridge, ld, a)
     fixed_rows.width = rank
     if any_rest:
         sum_rows(table, &fixed_rows, <const real*> rest, scratch)
@@ -698,78 +677,128 @@ cdef void _finish_dual(
         x[rank - 1] = <real> (systems.bias_square * total)
 
 
-cdef void _prefetch_dual(const Systems* systems, const Rows* rows, const int64_t* order, Py_ssize_t n_left,
-                         const real* kind) noexcept nogil:
-    """Prefetch what the next groups of short rows will read; `kind`: any pointer to the type of the factors.
+cdef inline bint _in_lanes(const hmf_kernel_table* table, Py_ssize_t ld, const real* kind) noexcept nogil:
+    """Whether systems of a size are solved in lanes; `kind`: any pointer to their type."""
+    if real is float:
+        return ld <= table.lanes_rank_f
+    else:
+        return ld <= table.lanes_rank_d
 
-    Consecutive rows of `order` lie anywhere in memory, and a short row is solved in the time of a few cache misses.
-    """
-    cdef Py_ssize_t k, row
+
+cdef inline Py_ssize_t _slot_size(Py_ssize_t ld) noexcept nogil:
+    """Elements of one system: A, b, x, and what its row keeps until it is solved."""
+    return ld * (ld + 4)
+
+
+cdef inline Py_ssize_t _group_size(Py_ssize_t ld, bint in_lanes) noexcept nogil:
+    """Elements of all systems that are solved together, and of the scratch of their solver."""
+    if in_lanes:
+        return HMF_LANES * (_slot_size(ld) + ld * (ld + HMF_LANES + 4) // 2)
+    return HMF_SYSTEMS * (_slot_size(ld) + 3 * ld)
+
+
+cdef inline void _prefetch_ahead(const Systems* systems, const Rows* rows, const int64_t* order, Py_ssize_t n_left,
+                                 const real* kind) noexcept nogil:
+    """Prefetch what the next rows of `order`, which lie anywhere in memory, will read; `kind`: any `real` pointer."""
+    cdef Py_ssize_t row
     cdef hmf_rows fixed_rows
-    for k in range(HMF_SYSTEMS):
-        if 3 * HMF_SYSTEMS + k < n_left:
-            HMF_PREFETCH(rows.indptr + order[3 * HMF_SYSTEMS + k])
-        if 2 * HMF_SYSTEMS + k < n_left:
-            row = order[2 * HMF_SYSTEMS + k]
-            HMF_PREFETCH(rows.indices + rows.indptr[row])
-            HMF_PREFETCH(rows.ratings + rows.indptr[row] * rows.itemsize)
-            HMF_PREFETCH(rows.scale + row)
-        if HMF_SYSTEMS + k < n_left:
-            row = order[HMF_SYSTEMS + k]
-            if rows.indptr[row + 1] - rows.indptr[row] <= systems.dual_up_to:
-                fixed_rows = _fixed_rows(systems, rows.indices + rows.indptr[row],
-                                         rows.indptr[row + 1] - rows.indptr[row])
-                if real is float:
-                    systems.table.prefetch_rows_f(&fixed_rows)
-                else:
-                    systems.table.prefetch_rows_d(&fixed_rows)
+    if n_left > 3 * ROWS_AHEAD:
+        HMF_PREFETCH(rows.indptr + order[3 * ROWS_AHEAD])
+    if n_left > 2 * ROWS_AHEAD:
+        row = order[2 * ROWS_AHEAD]
+        HMF_PREFETCH(rows.indices + rows.indptr[row])
+        HMF_PREFETCH(rows.ratings + rows.indptr[row] * rows.itemsize)
+        HMF_PREFETCH(rows.scale + row)
+    if n_left > ROWS_AHEAD:
+        row = order[ROWS_AHEAD]
+        fixed_rows = _fixed_rows(systems, rows.indices + rows.indptr[row],
+                                 min(rows.indptr[row + 1] - rows.indptr[row], ENTRIES_AHEAD))
+        if real is float:
+            systems.table.prefetch_rows_f(&fixed_rows)
+        else:
+            systems.table.prefetch_rows_d(&fixed_rows)
 
 
-cdef void _simd_group(
+cdef struct Group:
+    # systems of one form and padded size, assembled and not yet solved
+    int count
+    bint dual
+    Py_ssize_t ld, order            # padded and largest order of a system
+    int64_t rows[HMF_LANES]
+    RowEntries entries[HMF_LANES]
+
+
+cdef void _simd_rows_of(
         const Systems* systems, const Rows* rows,
-        const int64_t* order, Py_ssize_t n_left,    # IN   rows from here on, of which HMF_SYSTEMS are solved
+        const int64_t* order, Py_ssize_t n_left,    # IN   rows from here on, of which ROW_CHUNK are solved
         real* work,                # scratch (workspace_size(rank),)
         int32_t* status, real* out) noexcept nogil:
-    """ALS_CORE of fig. 6 with our own kernels from gathering to solution, for rows that are solved side by side."""
-    cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), row
-    cdef Py_ssize_t system = ld * ld + 2 * ld
-    cdef real* v = work + HMF_SYSTEMS * (system + 3 * ld)    # 3 ld: scratch of the solver
-    cdef real* a[HMF_SYSTEMS]
-    cdef real* b[HMF_SYSTEMS]
-    cdef real* x[HMF_SYSTEMS]
-    cdef int64_t used[HMF_SYSTEMS]
-    cdef Py_ssize_t codes[HMF_SYSTEMS]
-    cdef int k, count = 0, n_dual = 0, n_rows = <int> min(HMF_SYSTEMS, n_left)
+    """ALS_CORE of fig. 6 with our own kernels from gathering to solution; rows of one size are solved together."""
+    cdef Py_ssize_t rank = systems.rank, row, ld, k, together
+    cdef bint dual
     cdef RowEntries entries
-    cdef RowEntries dual[HMF_SYSTEMS]
-    cdef int64_t dual_rows[HMF_SYSTEMS]
-    if systems.dual_up_to:
-        _prefetch_dual(systems, rows, order, n_left, <const real*> out)
-    for k in range(n_rows):
+    cdef Group group
+    cdef real* a
+    cdef real* v
+    group.count = 0
+    for k in range(min(ROW_CHUNK, n_left)):
+        _prefetch_ahead(systems, rows, order + k, n_left - k, <const real*> out)
         row = order[k]
         entries = _entries(rows, row)
         if entries.n == 0:
             memset(out + row * rank, 0, rank * sizeof(real))
             status[row] = 0
             continue
-        if entries.n <= systems.dual_up_to:
-            dual[n_dual] = entries
-            dual_rows[n_dual] = row
-            n_dual += 1
-            continue
-        a[count] = work + count * system
-        b[count] = a[count] + ld * ld
-        x[count] = b[count] + ld
-        used[count] = row
-        _start_system(systems, entries.scale, ld, a[count], b[count])
-        _simd_add(systems, &entries, _all_coordinates(systems), v, a[count], b[count])
-        count += 1
-    if count:
-        _solve_side_by_side(systems, count, rank, a, b, work + HMF_SYSTEMS * system, x, codes)
-    for k in range(count):
-        status[used[k]] = _store(<int32_t> codes[k], rank, <const real*> x[k], out + used[k] * rank)
-    if n_dual:
-        _dual_group(systems, dual, dual_rows, n_dual, work, status, out)
+        dual = entries.n <= systems.dual_up_to
+        ld = _padded(entries.n if dual else rank)
+        together = HMF_LANES if _in_lanes(systems.table, ld, <const real*> out) else HMF_SYSTEMS
+        if group.count and (dual != group.dual or ld != group.ld or group.count == together):
+            _solve_group(systems, &group, work, status, out)
+            group.count = 0
+        if group.count == 0:
+            group.dual, group.ld, group.order = dual, ld, 0
+        group.order = max(group.order, entries.n if dual else rank)
+        group.rows[group.count] = row
+        group.entries[group.count] = entries
+        a = work + group.count * _slot_size(ld)
+        v = work + together * _slot_size(ld)
+        group.count += 1
+        if dual:
+            _start_dual(systems, &entries, ld, v, a, a + ld * ld, a + (ld + 2) * ld)
+        else:
+            _start_system(systems, entries.scale, ld, a, a + ld * ld)
+            _simd_add(systems, &entries, _all_coordinates(systems), v, a, a + ld * ld)
+    if group.count:
+        _solve_group(systems, &group, work, status, out)
+
+
+cdef void _solve_group(const Systems* systems, const Group* group, real* work, int32_t* status,
+                       real* out) noexcept nogil:
+    """Solve and store the systems of a group, which are in `work`."""
+    cdef Py_ssize_t rank = systems.rank, ld = group.ld, slot = _slot_size(ld)
+    cdef bint in_lanes = _in_lanes(systems.table, ld, <const real*> out)
+    cdef real* solver = work + (HMF_LANES if in_lanes else HMF_SYSTEMS) * slot
+    cdef real* a[HMF_LANES]
+    cdef real* b[HMF_LANES]
+    cdef real* x[HMF_LANES]
+    cdef real* solved
+    cdef Py_ssize_t codes[HMF_LANES]
+    cdef int k
+    for k in range(group.count):
+        a[k] = work + k * slot
+        b[k] = a[k] + ld * ld
+        x[k] = b[k] + ld
+    if in_lanes:
+        cholesky_lanes(systems.table, group.count, group.order, a, b, <real> systems.epsilon, solver, x, codes)
+    else:
+        _solve_side_by_side(systems, group.count, group.order, a, b, solver, x, codes)
+    for k in range(group.count):
+        solved = x[k]
+        if group.dual:
+            solved = solver
+            if codes[k] == 0:
+                _finish_dual(systems, &group.entries[k], <const real*> x[k], x[k] + ld, solved)
+        status[group.rows[k]] = _store(<int32_t> codes[k], rank, <const real*> solved, out + group.rows[k] * rank)
 
 
 cdef inline int32_t _store(int32_t status, Py_ssize_t rank, const real* x, real* out) noexcept nogil:
@@ -832,9 +861,12 @@ cdef int32_t _subspace_row(
 
 def workspace_size(Py_ssize_t rank, Py_ssize_t itemsize):
     """Elements of scratch one thread needs in `cholesky_rows` and `cg_rows`: A, b, gathered rows and their weights."""
-    cdef Py_ssize_t ld = _padded(rank)
-    return HMF_SYSTEMS * (ld * ld + 5 * ld) + max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2),
-                                                  2 * CG_CHUNK)
+    # whichever types and instruction sets take: systems of `rank`, or smaller ones of the dual form, which are more
+    cdef Py_ssize_t ld = _padded(rank), small = min(ld, HMF_LANES_RANK)
+    cdef Py_ssize_t gathered = max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2), 2 * CG_CHUNK)
+    if ld == small:
+        return HMF_LANES * _slot_size(ld) + max(gathered, _group_size(ld, True) - HMF_LANES * _slot_size(ld))
+    return max(_group_size(ld, False) + gathered, _group_size(small, True))
 
 
 cdef inline Py_ssize_t _row_workspace(Py_ssize_t rank) noexcept nogil:
@@ -855,10 +887,10 @@ def cholesky_rows(
     cdef Py_ssize_t n_rows = order.shape[0], position
     cdef int n_threads = hmf_usable_threads(<int> workspace.shape[0])
     if assembly == _SIMD:
-        for position in prange((n_rows + HMF_SYSTEMS - 1) // HMF_SYSTEMS, nogil=True, schedule="dynamic",
-                               chunksize=ROW_CHUNK // HMF_SYSTEMS, num_threads=n_threads):
-            _simd_group(
-                &its, &all_rows, &order[position * HMF_SYSTEMS], n_rows - position * HMF_SYSTEMS,
+        for position in prange((n_rows + ROW_CHUNK - 1) // ROW_CHUNK, nogil=True, schedule="dynamic",
+                               num_threads=n_threads):
+            _simd_rows_of(
+                &its, &all_rows, &order[position * ROW_CHUNK], n_rows - position * ROW_CHUNK,
                 &workspace[hmf_thread_id(), 0], &status[0], &out[0, 0])
         return
     for position in prange(n_rows, nogil=True, schedule="dynamic", chunksize=ROW_CHUNK, num_threads=n_threads):
@@ -966,6 +998,7 @@ def cg_rows(
     cdef int n_threads = hmf_usable_threads(<int> workspace.shape[0])
     for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
                            num_threads=n_threads):
+        _prefetch_ahead(&its, &all_rows, &order[position], order.shape[0] - position, <const real*> &out[0, 0])
         status[order[position]] = _cg_row(&its, &all_rows, order[position], n_steps, form_from,
                                           &workspace[hmf_thread_id(), 0], &out[order[position], 0])
 

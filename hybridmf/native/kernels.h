@@ -15,7 +15,9 @@
 enum {
     HMF_PANEL = 32, /* items scored side by side; a packed panel is f x HMF_PANEL */
     HMF_PAD = 16,   /* leading dimensions of systems are multiples of this: whole vectors in every table */
-    HMF_SYSTEMS = 2 /* systems factored side by side; four bring no more than two */
+    HMF_SYSTEMS = 2, /* large systems factored side by side; four bring no more than two */
+    HMF_LANES = 8, /* small systems factored together */
+    HMF_LANES_RANK = 64 /* of a small system at most, in any table */
 };
 
 /* Rows y_k = fixed + columns[k] * stride, k < n, of which `width` elements take part; of the type of the kernel. */
@@ -104,12 +106,17 @@ typedef struct {
                        float *const *x, ptrdiff_t *status);
     void (*cholesky_d)(int count, ptrdiff_t rank, double *const *a, double *const *b, double epsilon, double *work,
                        double *const *x, ptrdiff_t *status);
-    /* a = S (Y Y^T + shift) S + ridge I, upper part, ld x ld; the first `size` rows are written, those from n on as
-     * rows of the unit matrix; root (ld,): S, zero from n on */
-    void (*products_f)(const hmf_rows *rows, ptrdiff_t size, const float *root, float shift, float ridge, ptrdiff_t ld,
-                       float *a);
-    void (*products_d)(const hmf_rows *rows, ptrdiff_t size, const double *root, double shift, double ridge,
-                       ptrdiff_t ld, double *a);
+    /* the same for up to HMF_LANES systems of rank up to lanes_rank, which stay but for the padding of their diagonals;
+     * work (HMF_LANES * (ld * (ld + HMF_LANES) / 2 + 2 * ld)), x (ld,) */
+    ptrdiff_t lanes_rank_f, lanes_rank_d; /* at most HMF_LANES_RANK */
+    void (*cholesky_lanes_f)(int count, ptrdiff_t rank, float *const *a, float *const *b, float epsilon, float *work,
+                             float *const *x, ptrdiff_t *status);
+    void (*cholesky_lanes_d)(int count, ptrdiff_t rank, double *const *a, double *const *b, double epsilon,
+                             double *work, double *const *x, ptrdiff_t *status);
+    /* a = S (Y Y^T + shift) S + ridge I, upper part, ld x ld, rows from n on those of the unit matrix; root (ld,): S,
+     * zero from n on */
+    void (*products_f)(const hmf_rows *rows, const float *root, float shift, float ridge, ptrdiff_t ld, float *a);
+    void (*products_d)(const hmf_rows *rows, const double *root, double shift, double ridge, ptrdiff_t ld, double *a);
     /* out = sum_k coefficient[k] y_k */
     void (*sum_rows_f)(const hmf_rows *rows, const float *coefficient, float *out);
     void (*sum_rows_d)(const hmf_rows *rows, const double *coefficient, double *out);

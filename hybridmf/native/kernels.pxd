@@ -13,6 +13,8 @@ cdef extern from "kernels.h" nogil:
         HMF_PANEL
         HMF_PAD
         HMF_SYSTEMS
+        HMF_LANES
+        HMF_LANES_RANK
 
     ctypedef struct hmf_rows:
         Py_ssize_t n
@@ -46,7 +48,11 @@ cdef extern from "kernels.h" nogil:
                          const float* target, float* v, float* b) noexcept nogil
         void (*cholesky_f)(int count, Py_ssize_t rank, float** a, float** b, float epsilon, float* work, float** x,
                            Py_ssize_t* status) noexcept nogil
-        void (*products_f)(const hmf_rows* rows, Py_ssize_t size, const float* root, float shift, float ridge,
+        Py_ssize_t lanes_rank_f
+        Py_ssize_t lanes_rank_d
+        void (*cholesky_lanes_f)(int count, Py_ssize_t rank, float** a, float** b, float epsilon, float* work,
+                                 float** x, Py_ssize_t* status) noexcept nogil
+        void (*products_f)(const hmf_rows* rows, const float* root, float shift, float ridge,
                            Py_ssize_t ld, float* a) noexcept nogil
         void (*sum_rows_f)(const hmf_rows* rows, const float* coefficient, float* out) noexcept nogil
         void (*prefetch_rows_f)(const hmf_rows* rows) noexcept nogil
@@ -56,7 +62,9 @@ cdef extern from "kernels.h" nogil:
                          const double* target, double* v, double* b) noexcept nogil
         void (*cholesky_d)(int count, Py_ssize_t rank, double** a, double** b, double epsilon, double* work, double** x,
                            Py_ssize_t* status) noexcept nogil
-        void (*products_d)(const hmf_rows* rows, Py_ssize_t size, const double* root, double shift, double ridge,
+        void (*cholesky_lanes_d)(int count, Py_ssize_t rank, double** a, double** b, double epsilon, double* work,
+                                 double** x, Py_ssize_t* status) noexcept nogil
+        void (*products_d)(const hmf_rows* rows, const double* root, double shift, double ridge,
                            Py_ssize_t ld, double* a) noexcept nogil
         void (*sum_rows_d)(const hmf_rows* rows, const double* coefficient, double* out) noexcept nogil
         void (*prefetch_rows_d)(const hmf_rows* rows) noexcept nogil
@@ -147,6 +155,14 @@ cdef inline void cholesky(const hmf_kernel_table* table, int count, Py_ssize_t r
         table.cholesky_d(count, rank, a, b, epsilon, work, x, status)
 
 
+cdef inline void cholesky_lanes(const hmf_kernel_table* table, int count, Py_ssize_t rank, real** a, real** b,
+                                real epsilon, real* work, real** x, Py_ssize_t* status) noexcept nogil:
+    if real is float:
+        table.cholesky_lanes_f(count, rank, a, b, epsilon, work, x, status)
+    else:
+        table.cholesky_lanes_d(count, rank, a, b, epsilon, work, x, status)
+
+
 cdef inline void apply_rows(const hmf_kernel_table* table, const hmf_rows* rows, const real* weight,
                             const real* target, real sign, const real* p, real* out) noexcept nogil:
     if real is float:
@@ -171,12 +187,12 @@ cdef inline void combine(const hmf_kernel_table* table, Py_ssize_t n, Py_ssize_t
         table.combine_d(n, rank, rows, coefficient, out)
 
 
-cdef inline void products(const hmf_kernel_table* table, const hmf_rows* rows, Py_ssize_t size, const real* root,
+cdef inline void products(const hmf_kernel_table* table, const hmf_rows* rows, const real* root,
                           real shift, real ridge, Py_ssize_t ld, real* a) noexcept nogil:
     if real is float:
-        table.products_f(rows, size, root, shift, ridge, ld, a)
+        table.products_f(rows, root, shift, ridge, ld, a)
     else:
-        table.products_d(rows, size, root, shift, ridge, ld, a)
+        table.products_d(rows, root, shift, ridge, ld, a)
 
 
 cdef inline void sum_rows(const hmf_kernel_table* table, const hmf_rows* rows, const real* coefficient,

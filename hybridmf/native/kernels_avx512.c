@@ -36,6 +36,7 @@
 const hmf_kernel_table hmf_table_avx512 = {
     "avx512", dot_f, dot_d, dot_fd, axpy_f, axpy_d, syr_f, syr_d, score_f, score_d,
     syrk_upper_f, syrk_upper_d, weigh_f, weigh_d, gather_f, gather_d, cholesky_f, cholesky_d,
+    LANES_RANK_f, LANES_RANK_d, cholesky_lanes_f, cholesky_lanes_d,
     products_f, products_d, sum_rows_f, sum_rows_d, prefetch_rows_f, prefetch_rows_d, apply_f, apply_d, combine_f, combine_d, draw, first_at_least_f, first_at_least_d,
     sgd_entries_f, sgd_entries_d, sgd_rows_f, sgd_rows_d,
 };

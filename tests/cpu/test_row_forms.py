@@ -97,6 +97,26 @@ def test_each_instruction_set_solves_the_dual_form(isa, monkeypatch):
             assert row_errors(solved.matrix, expected.matrix).max() < tolerance
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("form", ["primal", "dual"])
+@pytest.mark.parametrize("rank", [5, 32, 64, 66])
+def test_rows_solved_together_change_no_bit(rank, form, dtype):
+    """Small systems are solved in the lanes of vectors, larger ones in pairs: a row's bits depend on no other row."""
+    dense = rows_of([0, 1, 2, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 31, 32, 33, 40, 63, 64, 65, 70])
+    for objective in (DUAL["explicit"], DUAL["implicit"]):
+        together = solve(dense, objective, rank, dtype, row_form=form)[0].matrix
+        for row in range(1, len(dense)):
+            alone = solve(dense[[row]], objective, rank, dtype, row_form=form)[0].matrix
+            np.testing.assert_array_equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("rank", [12, 32])
+def test_a_singular_row_is_named_among_those_solved_with_it(rank):
+    dense = rows_of([40, 50, 60, 40, 7, 45, 55, 60, 44])
+    with pytest.raises(NotPositiveDefiniteError, match=r"user 4 .*leading minor 8"):
+        solve(dense, Objective("explicit", 0.0), rank)
+
+
 def test_auto_takes_the_dual_form_up_to_a_share_of_the_rank():
     objective, rank = DUAL["explicit"], 16
     longest = int(DUAL_SHARE * rank)
