@@ -195,8 +195,8 @@ def check_memory(plan: Plan) -> None:
         lack = dispatch.memory_lacks(plan)
         if lack:
             raise DeviceMemoryError(
-                f"{lack}; {_long_row(plan)}{_needs_all(plan)}use fewer factors, a GPU with more memory, free what "
-                'other programs hold, or device="cpu"'
+                f"{lack}; {_long_row(plan)}{_needs_all(plan)}use fewer factors, a GPU with more memory, free memory "
+                'of other programs, or device="cpu"'
             )
         _check_host(plan)
         return
