@@ -370,8 +370,8 @@ def decentralized(
 class MsgdKernels:
     """Launches of msgd.cu for rows of one kind, like the functions above, without checks of operands.
 
-    Kernel and configuration are looked up once: the lookup reads files, takes as long as a short pass, and makes the
-    threads of other ranks wait.
+    Kernel and configuration are looked up once: the lookup takes as long as a short pass, and makes the threads of
+    other ranks wait.
 
     Parameters
     ----------

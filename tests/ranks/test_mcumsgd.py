@@ -315,15 +315,16 @@ def test_items_travel_while_users_move(monkeypatch, order, first, ratings_matrix
     assert len(arrivals) == 2
 
 
-def test_no_epoch_after_the_first_reads_files(monkeypatch, ratings_matrix):
+def test_no_epoch_after_the_first_chooses_configurations(monkeypatch, ratings_matrix):
     """Configurations are looked up once: ranks are threads, which wait for each other while one computes in Python."""
     from support import emulated
 
     if emulated.compiler() is None:
         pytest.skip("no C++ compiler to run kernels on the CPU with")
     monkeypatch.setattr(mcumsgd, "open_rank", lambda name, control: (control, emulated.EmulatedDevice()))
-    found, looked_up = gpu_sgd.tables.best, []
-    monkeypatch.setattr(gpu_sgd.tables, "best", lambda *args, **kw: looked_up.append(1) or found(*args, **kw))
+    found, looked_up = gpu_sgd.BlockedConfig.rule, []
+    counted = classmethod(lambda cls, *sizes: looked_up.append(1) or found(*sizes))
+    monkeypatch.setattr(gpu_sgd.BlockedConfig, "rule", counted)
     solver = multi(ratings_matrix.astype(np.float64), method_of(), biases=True)
     run(solver, 1)
     assert looked_up
