@@ -398,7 +398,7 @@ class ModelFile:
                 alike = sums.shape in shapes and twin.dtype == sums.dtype and bool(np.all(sums >= 0))
             self._require(alike, f"{name} does not match its factors or biases")
         widths = {tensors[f"{side}_squares"].shape[1] for side in ("user", "item")}
-        self._require(len(widths) == 1, "user_squares does not fit item_squares")
+        self._require(len(widths) == 1, "user_squares does not match item_squares")
         return {
             side: Factors(tensors[f"{side}_squares"], tensors.get(f"{side}_bias_squares")) for side in ("user", "item")
         }

@@ -468,11 +468,11 @@ def rewritten(path, change) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda t: t.pop("item_squares"), "item_squares does not fit"),
-        (lambda t: t.pop("item_bias_squares"), "item_bias_squares does not fit"),
-        (lambda t: t.update(user_squares=t["user_squares"][:, :2]), "user_squares does not fit"),
-        (lambda t: t.update(user_squares=-1 - t["user_squares"]), "user_squares does not fit"),
-        (lambda t: t.update(user_squares=t["user_squares"].astype(np.float64)), "user_squares does not fit"),
+        (lambda t: t.pop("item_squares"), "item_squares does not match"),
+        (lambda t: t.pop("item_bias_squares"), "item_bias_squares does not match"),
+        (lambda t: t.update(user_squares=t["user_squares"][:, :2]), "user_squares does not match"),
+        (lambda t: t.update(user_squares=-1 - t["user_squares"]), "user_squares does not match"),
+        (lambda t: t.update(user_squares=t["user_squares"].astype(np.float64)), "user_squares does not match"),
         (lambda t: t.update(user_squares=t["user_squares"] * np.nan), "not finite"),
         (lambda t: [t.pop(name) for name in list(t) if "squares" in name], "holds no sums of squares"),
     ],

@@ -165,7 +165,8 @@ def test_to_frame(backend):
 def test_a_frame_goes_into_every_method():
     frame = pl.DataFrame({"user": USERS, "item": ITEMS, "rating": VALUES})
     ratings = hmf.Ratings.from_frame(frame)
-    model = hmf.ImplicitALS(factors=2, iterations=2, random_state=0, device="cpu").fit(frame, validation=frame)
+    others = pl.DataFrame({"user": list("abcc"), "item": list("zyxy"), "rating": [1, 2, 3, 4]})
+    model = hmf.ImplicitALS(factors=2, iterations=2, random_state=0, device="cpu").fit(frame, validation=others)
     same = hmf.ImplicitALS(factors=2, iterations=2, random_state=0, device="cpu").fit(ratings)
     np.testing.assert_array_equal(model.user_factors, same.user_factors)
     assert model.objective(frame) == same.objective(ratings)
@@ -176,7 +177,8 @@ def test_a_frame_goes_into_every_method():
             np.testing.assert_array_equal(mine[0], theirs[0])
     np.testing.assert_array_equal(model.user_factors, same.user_factors)
     metrics = ("rmse", "recall@1")
-    assert hmf.evaluate(model, frame, metrics=metrics) == hmf.evaluate(same, ratings, metrics=metrics)
+    held_out = hmf.Ratings.from_frame(others)
+    assert hmf.evaluate(model, others, metrics=metrics) == hmf.evaluate(same, held_out, metrics=metrics)
     popular = hmf.metrics.PopularityRecommender().fit(frame)
     assert popular.item_ids_.tolist() == ["x", "y", "z"]
     assert sp.issparse(hmf.split(ratings.user_items, 1)[0])

@@ -206,9 +206,9 @@ def test_labels_come_back(name, tmp_path):
         (np.arange(M).astype("M8[D]"), "date"),
         (np.arange(M).astype("M8[ns]"), "datetime64"),
         (np.array([np.timedelta64(k, "ns") for k in range(M)], dtype=object), "timedelta64"),
-        ([None, *(f"u{k}" for k in range(1, M))], "NoneType, str"),
+        ([uuid.UUID(int=7), *(f"u{k}" for k in range(1, M))], "UUID, str"),
     ],
-    ids=["UUIDs", "tuples", "bytes", "dates", "nanoseconds", "durations", "None"],
+    ids=["UUIDs", "tuples", "bytes", "dates", "nanoseconds", "durations", "mixed"],
 )
 def test_labels_that_cannot_be_stored_are_refused_by_fit(labels, kinds):
     for side in ("user", "item"):

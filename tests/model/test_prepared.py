@@ -123,8 +123,9 @@ def test_several_gpus(gpus: Any, ratings_matrix: sp.csr_array) -> None:
 def test_labels_and_frames(ratings_matrix: sp.csr_array) -> None:
     labels = {"user_ids": [f"u{k}" for k in range(60)], "item_ids": np.arange(40) * 10}
     ratings = hmf.Ratings.from_matrix(ratings_matrix, **labels)
+    others = hmf.Ratings.from_matrix(ratings_matrix[::-1], **labels)
     for prepared in (hmf.PreparedRatings(ratings), hmf.PreparedRatings(ratings_matrix, **labels)):
-        model = make(device="cpu").fit(prepared, validation=ratings)
+        model = make(device="cpu").fit(prepared, validation=others)
         assert model.user_ids_[3] == "u3" and model.item_ids_[3] == 30
         assert model.objective(prepared) == model.objective(ratings)
         assert hmf.plan(prepared, model).nnz == ratings.nnz

@@ -101,7 +101,7 @@ def test_a_fit_takes_no_heavy_library(tmp_path):
     heavy = ("sklearn", "pandas", "joblib", "pyarrow", "narwhals", "dask", "cupy")
     heavy += ("scipy.io", "scipy.stats", "scipy.optimize")
     code = (
-        f"{ML_100K}model.fit(matrix).recommend(0); hybridmf.evaluate(model, matrix, metrics='ndcg@10')\n"
+        f"{ML_100K}model.fit(matrix).recommend(0); hybridmf.evaluate(model, matrix[::-1], metrics='ndcg@10')\n"
         f"repr(model), model.transform(matrix), model.predict(0, 1), model.save('m.safetensors')\n"
         f"print(sorted(sys.modules.keys() & set({heavy})), len(sys.modules) < 750)\n"
         "import sklearn; print(sklearn.clone(model), model.get_metadata_routing(), hasattr(model, '_repr_html_'))"
