@@ -27,7 +27,7 @@ A40 = DeviceSpec("A40", 0, (8, 6), 84, 99 << 10, 6 << 20, 48 * GIB, 47 * GIB)
 # ---------------------------------------------------------------------------------------------------- spaces
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     kernel=st.sampled_from(list(SPACES)),
     factors=st.integers(1, 300),
