@@ -486,7 +486,7 @@ def _chunks(client: Any, addresses: Sequence[str], ratings: Any, user: Any, item
         return [client.submit(_chunk_of_array, part, **where) for part in parts]
     raise TypeError(
         f"ratings must be a Dask DataFrame, a Dask array or the path of a store, got {type(ratings).__name__}; "
-        "fit ratings in memory with model.fit, or bring it to the cluster with dask.dataframe.from_pandas"
+        "fit ratings in memory with model.fit, or bring them to the cluster with dask.dataframe.from_pandas"
     )
 
 
