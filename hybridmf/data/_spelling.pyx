@@ -57,8 +57,8 @@ cdef uint8_t _paired(
     return no_fault
 
 
-# The ends of a block are looked at apart: a block with line ends around it would be a copy, whose new pages take three
-# times as long as the scan.
+# The ends of a block are scanned separately: surrounding the block with line ends would copy it, and the new pages take
+# three times as long as the scan.
 
 
 def spelled_plainly(bytes block, bytes delimiter):

@@ -450,7 +450,7 @@ def check_frozen(state: State, init: Init, frozen: Side | None) -> None:
 
 
 def check_preferences(objective: Objective, value_range: tuple[float, float] | None) -> None:
-    """Refuse implicit feedback without a positive value, which says of no item that a user prefers it.
+    """Refuse implicit feedback without a positive value: it has no preferences, only dislikes.
 
     Raises
     ------
