@@ -47,9 +47,6 @@ class Ranks(Protocol):
     def agreed(self, answer: bool) -> bool:
         """The answer of the first rank, on all ranks."""
 
-    def complete(self) -> None:
-        """Wait until all ranks have finished the iteration."""
-
     def gather(self, solver: Any) -> State | None:
         """The factors of all rows on the first rank; None on the others."""
 
@@ -62,9 +59,6 @@ class OneProcess:
     def agreed(self, answer: bool) -> bool:
         """The answer."""
         return answer
-
-    def complete(self) -> None:
-        """No other rank to wait for."""
 
     def gather(self, solver: Solver) -> State:
         """The state of the solver."""
@@ -196,7 +190,6 @@ class FitLoop:
                         self.updated = -1
                         if self.ranks.alone:  # keeps the model usable after an interruption or failure
                             self._update_model()
-                    self.ranks.complete()
                     self.completed = iteration
                     record: Record = {"iteration": iteration, "seconds": self.stopwatch.lap("iterations")}
                     self.history.append(record)

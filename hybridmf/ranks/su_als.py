@@ -420,7 +420,7 @@ class RankALS(Alternating):
         self.own[side] = self.solve(side)
 
     def solve(self, side: Side) -> Any:
-        """New factors of the rows of `side` that this rank owns; the state does not change."""
+        """New factors of own rows of `side`, once all ranks have theirs; the state does not change."""
         with self.worker.active():
             if self.layout.grids[side].splits == 1:
                 # each rank has the whole fixed side: its Gram matrix has the bits of a fit on one device

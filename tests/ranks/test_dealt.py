@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,7 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES
 from hybridmf.core.validate import csr_arrays
-from hybridmf.errors import DeviceMemoryError, RatingsError
+from hybridmf.errors import RatingsError
 from hybridmf.formats import transpose
 from hybridmf.gpu.matrix import DeviceMatrix
 from hybridmf.model import late, training
@@ -202,42 +200,3 @@ def test_memory_of_the_exchange(gpus: Machine, monkeypatch: pytest.MonkeyPatch) 
     del data, solver, rank
     gc.collect()
     assert memory.alive == 0
-
-
-FAULTS = [
-    (DeviceMatrix, "is_canonical", 0),
-    (DeviceMatrix, "transposed", 0),  # of the users
-    (ThreadCommunicator, "sendrecv", 1),
-    (DeviceMatrix, "transposed", 1),  # of the items that it has received
-    (DeviceMatrix, "transposed", 2),
-]
-
-
-@pytest.mark.parametrize(("owner", "method", "before"), FAULTS)
-def test_a_gpu_that_fails_in_set_up_stops_all(
-    owner: Any, method: str, before: int, gpus: Machine, monkeypatch: pytest.MonkeyPatch, request: Any
-) -> None:
-    """Its error is raised as it is; no rank waits for it, no thread and no memory stays."""
-    if "cuda" in request.node.name:
-        pytest.skip("only emulated devices exchange through the communicator of threads")
-    names, threads, original = gpus(3), set(threading.enumerate()), getattr(owner, method)
-    failing: Any = group.open_device(names[1])
-    memory, calls = [Tracked(group.open_device(name), monkeypatch) for name in names], []
-
-    def call(self: Any, *arguments: Any) -> Any:
-        if arguments[0] is failing or getattr(self, "rank", None) == 1:
-            calls.append(method)
-            if len(calls) > before:
-                raise DeviceMemoryError("cuda:1 is out of memory")
-        return original(self, *arguments)
-
-    monkeypatch.setattr(owner, method, call)
-    with pytest.raises(DeviceMemoryError, match="cuda:1 is out of memory"):
-        MODELS["explicit"](device=names).fit(MATRIX)
-    assert len(calls) == before + 1
-    deadline = time.monotonic() + 10
-    while [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("hybridmf")]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    gc.collect()
-    assert [each.alive for each in memory] == [0, 0, 0]
