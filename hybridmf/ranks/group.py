@@ -55,7 +55,7 @@ class RankGroup:
         self._finish.atexit = False
 
     def open(self, make: Callable[[LocalCommunicator, Callable[[Communicator], None]], Rank]) -> list[Any]:
-        """Make all ranks, each on its thread.
+        """Make all ranks, each on its thread; after a failure the group is closed.
 
         Parameters
         ----------
@@ -70,7 +70,11 @@ class RankGroup:
 
             self.ranks[control.rank] = make(control, opened)
 
-        self.run(made)
+        try:
+            self.run(made)
+        except BaseException:
+            self.close()
+            raise
         return [self.ranks[number] for number in range(len(self.ranks))]
 
     def run(self, function: Callable[[Any], Result]) -> list[Result]:

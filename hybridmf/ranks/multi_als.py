@@ -97,12 +97,7 @@ class MultiALS(Alternating):
                 communicator, share, objective, rank_plan(plan), first, worker, known_topology, one_matrix=in_memory
             )
 
-        self.ranks: list[RankALS] = []
-        try:
-            self.ranks = self.group.open(make)
-        except BaseException:
-            self.close()
-            raise
+        self.ranks: list[RankALS] = self.group.open(make)
 
     def _block(self, side: Side, matrix: Any, communicator: Communicator, worker: Worker) -> Block:
         """Entries of a rank while `side` is solved."""

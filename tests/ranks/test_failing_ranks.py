@@ -6,22 +6,27 @@ import gc
 import inspect
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
+import hybridmf as hmf
 from hybridmf.errors import CommunicatorError, DeviceMemoryError
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.half import HalfSweep
 from hybridmf.gpu.matrix import DeviceMatrix
 from hybridmf.model.loop import Observers
-from hybridmf.ranks import group
-from hybridmf.ranks.gpu_rank import GpuWorker
+from hybridmf.ranks import group, mcumsgd
+from hybridmf.ranks.gpu_rank import GpuWorker, PartialRows
+from hybridmf.ranks.mcumsgd import GpuBackend
+from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
 from hybridmf.tools import spmd
 from support.devices import Tracked
-from support.ranks import MODELS, Machine, entries, workers_on
+from support.ranks import MODELS, Machine, assert_close, both, changed, entries, parts, sweeps, workers_on
 from support.ratings import planted
 
 MATRIX = planted(60, 40, 0.3)
@@ -51,12 +56,33 @@ OWN_THREADS = [(ThreadCommunicator, "allgatherv", 1), (ThreadCommunicator, "barr
 ONE_THREAD = [(ThreadCommunicator, "allgatherv_together", 1), (ThreadCommunicator, "allgatherv_together", 2)]
 
 
+SPLIT_SIDE = [
+    (PartialRows, "assemble", 1),
+    (PartialRows, "assemble", 2),
+    (PartialRows, "finish", 1),
+    (PartialRows, "result", 1),
+    (ThreadCommunicator, "allreduce", 1),  # of the Gram matrix
+    (ThreadCommunicator, "reduce_scatter", 1),
+    (ThreadCommunicator, "reduce_scatter", 2),
+]
+SGD_SET_UP = [(GpuBackend, "hold", 1), (GpuBackend, "hold", 2)]
+SGD_EPOCH = [
+    (GpuBackend, "copies", 1),
+    (GpuBackend, "move", 1),
+    (GpuBackend, "move", 4),
+    (ThreadCommunicator, "start_sendrecv", 1),
+    (ThreadCommunicator, "start_sendrecv", 2),
+    (GpuBackend, "epoch_result", 1),
+]
+
+
 class Fault:
     """Once armed, the n-th call of a method on rank 1, or on its GPU, raises an error."""
 
     def __init__(self, where: tuple[Any, str, int], device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (self.owner, self.name, self.left), self.device = where, device
         self.armed, self.original = False, getattr(self.owner, self.name)
+        self.threads = set(threading.enumerate())
         static = isinstance(inspect.getattr_static(self.owner, self.name), staticmethod)
         call = staticmethod(self.call) if static else lambda *given: self.call(*given)
         monkeypatch.setattr(self.owner, self.name, call)
@@ -74,19 +100,26 @@ class Fault:
         """Arm it; also as a callback of a fit, after the first iteration."""
         self.armed = True
 
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Its error ends the context, and all threads of the fit, although somebody keeps what was raised."""
+        with pytest.raises(DeviceMemoryError, match=MESSAGE) as kept:
+            yield
+        assert not self.left and kept.value is not None
+        deadline = time.monotonic() + 10
+        while [each for each in set(threading.enumerate()) - self.threads if each.name.startswith("hybridmf")]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
 
 @pytest.fixture
 def watched(gpus: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    """Three emulated GPUs, whose memory and threads are gone when the test has ended."""
+    """Three emulated GPUs, whose memory is free when the test has ended."""
     if "cuda" in request.node.name:
         pytest.skip("faults of emulated GPUs")
-    names, before = gpus(3), set(threading.enumerate())
+    names = gpus(3)
     memory = [Tracked(group.open_device(name), monkeypatch) for name in names]
     yield names
-    deadline = time.monotonic() + 10
-    while [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("hybridmf")]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
     gc.collect()
     assert [each.alive for each in memory] == [0, 0, 0]
 
@@ -95,9 +128,8 @@ def watched(gpus: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 def test_in_set_up(where: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Fault(where, group.open_device(watched[1]), monkeypatch)
     fault.arm()
-    with pytest.raises(DeviceMemoryError, match=MESSAGE):
+    with fault.raised():
         MODELS["explicit"](device=watched).fit(MATRIX)
-    assert not fault.left
 
 
 @pytest.mark.parametrize("where", HALF_SWEEP + ONE_THREAD)
@@ -110,11 +142,43 @@ def test_in_a_half_sweep(where: Any, watched: list[str], monkeypatch: pytest.Mon
     )
     fault = Fault(where, group.open_device(watched[1]), monkeypatch)
     model = MODELS["biases"](iterations=3, **options)
-    with pytest.raises(DeviceMemoryError, match=MESSAGE):
+    with fault.raised():
         model.fit(MATRIX, callback=fault.arm)
-    assert not fault.left and model.n_iter_ == 1
+    assert model.n_iter_ == 1
     completed = 1 if where in HALF_SWEEP and where[2] == 2 else 0  # half sweeps of the second iteration
     np.testing.assert_array_equal(model.item_factors, states[completed])
+
+
+@pytest.mark.parametrize("where", SPLIT_SIDE)
+def test_over_a_split_side(where: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    solver = MultiALS(*changed(parts("implicit", watched, MATRIX), batch_slots=100), grids=both((3, 1)))
+    sweeps(solver, 1)
+    before = solver.state.on_host()
+    fault = Fault(where, group.open_device(watched[1]), monkeypatch)
+    fault.arm()
+    with fault.raised():
+        solver.update("item")
+    assert_close(solver.state.on_host(), before, 0)
+    solver.close()
+
+
+@pytest.mark.parametrize("where", SGD_SET_UP + SGD_EPOCH)
+def test_in_sgd(where: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model keeps the last epoch that all ranks have completed."""
+    options: dict[str, Any] = {"factors": 8, "device": watched, "random_state": 0}
+    monkeypatch.setattr(mcumsgd, "open_rank", lambda name, control: (control, group.open_device(name)))
+    fault = Fault(where, group.open_device(watched[1]), monkeypatch)
+    model, expected = hmf.SGD(iterations=3, **options), hmf.SGD(iterations=1, **options)
+    if where in SGD_SET_UP:
+        fault.arm()
+    else:
+        expected.fit(MATRIX)
+    with fault.raised():
+        model.fit(MATRIX, callback=fault.arm)
+    if where in SGD_EPOCH:
+        assert model.n_iter_ == 1
+        np.testing.assert_array_equal(model.user_factors, expected.user_factors)
+        np.testing.assert_array_equal(model.item_factors, expected.item_factors)
 
 
 @pytest.mark.parametrize("where", SET_UP)
@@ -144,7 +208,7 @@ def fail_in_processes(fault: Fault, names: list[str], monkeypatch: pytest.Monkey
             causes[communicator.rank] = str(error)
             raise
 
-    with pytest.raises(DeviceMemoryError, match=MESSAGE):
+    with fault.raised():
         run_ranks(3, run, timeout=30)
-    assert not fault.left and causes.keys() == {0, 2}
+    assert causes.keys() == {0, 2}
     assert all("rank 1 failed" in cause and MESSAGE in cause for cause in causes.values())
