@@ -225,6 +225,7 @@ class _RankFit:
             self.solver.close()
         else:
             self.moves.abort(f"rank {self.communicator.rank} failed: {kind.__name__}: {error}")
+            self.solver.stop()
         if self.moves is not self.communicator:
             self.moves.close()
 
