@@ -178,7 +178,7 @@ class FusedKernels(RowKernels):
     def _counter(self) -> Array:
         return self.device.zeros(1, np.int32) if self.cleared is None else self.cleared.counter()
 
-    @property
+    @functools.cached_property
     def table_scale(self) -> float:
         """Power of two by which float16 parts of the factors are scaled."""
         if not np.isfinite(self.largest) or self.largest <= 0:

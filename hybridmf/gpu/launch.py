@@ -53,6 +53,7 @@ def get_kernel(device: Device, file: str, name: str, **constants: Any) -> Kernel
     return device.kernel(*program(file, name, **constants))
 
 
+@functools.lru_cache(maxsize=None, typed=True)
 def program(file: str, name: str, **constants: Any) -> tuple[str, str, tuple[str, ...]]:
     """The arguments of `Device.kernel` for the kernel `name` of ``cuda/<file>``."""
     return source_text(file), name, constant_texts(constants)
@@ -73,14 +74,15 @@ def _constant(value: Any) -> str:
 
 def check(name: str, array: Array, dtype: Any, shape: tuple[int | None, ...]) -> None:
     """Check dtype, shape (None: any) and C order of an argument. A failure is a bug of this package."""
-    dtype = np.dtype(dtype)
-    fits = len(array.shape) == len(shape) and all(
-        want is None or have == want for have, want in zip(array.shape, shape, strict=True)
+    if array.dtype == dtype and len(array.shape) == len(shape) and array.flags.c_contiguous:
+        for have, want in zip(array.shape, shape, strict=True):
+            if want is not None and have != want:
+                break
+        else:
+            return
+    raise TypeError(
+        f"{name} must be {np.dtype(dtype).name}, C order, shape {shape}; got {array.dtype}, shape {tuple(array.shape)}"
     )
-    if array.dtype != dtype or not fits or not array.flags.c_contiguous:
-        raise TypeError(
-            f"{name} must be {dtype.name}, C order, shape {shape}; got {array.dtype}, shape {tuple(array.shape)}"
-        )
 
 
 def check_not_host(device: Device, **arrays: Array) -> None:

@@ -47,9 +47,6 @@ class Ranks(Protocol):
     def agreed(self, answer: bool) -> bool:
         """The answer of the first rank, on all ranks."""
 
-    def complete(self) -> None:
-        """Wait until all ranks have finished the iteration."""
-
     def gather(self, solver: Any) -> State | None:
         """The factors of all rows on the first rank; None on the others."""
 
@@ -62,9 +59,6 @@ class OneProcess:
     def agreed(self, answer: bool) -> bool:
         """The answer."""
         return answer
-
-    def complete(self) -> None:
-        """No other rank to wait for."""
 
     def gather(self, solver: Solver) -> State:
         """The state of the solver."""
@@ -176,7 +170,8 @@ class FitLoop:
         self.learned: Learned | None = None
         rule = observers.early_stopping
         self.watch = None if rule is None else Watch(rule)
-        self.updated = -1  # last iteration whose final factors are in the model; the same on all ranks
+        # whether the model lacks the current factors, and whether these are of an incomplete iteration; as on all ranks
+        self.stale, self.partial = self.completed > 0, False
         agreed = self.ranks.agreed
         self.needs_model, self.needs_objective = agreed(observers.need_model), agreed(observers.need_objective)
         self.saves, self.calls_back = agreed(self.writer is not None), agreed(observers.callback is not None)
@@ -188,16 +183,11 @@ class FitLoop:
         ended = False
         with checkpoints.writing(self.writer):
             try:
-                if self.completed and self.ranks.alone:
-                    self._complete_model()
                 for iteration in range(self.completed + 1, iterations + 1):
                     self.stopwatch.lap("observe")
                     for _ in self.solver.sweep():
-                        self.updated = -1
-                        if self.ranks.alone:  # keeps the model usable after an interruption or failure
-                            self._update_model()
-                    self.ranks.complete()
-                    self.completed = iteration
+                        self.stale = self.partial = True
+                    self.completed, self.partial = iteration, False
                     record: Record = {"iteration": iteration, "seconds": self.stopwatch.lap("iterations")}
                     self.history.append(record)
                     self._observe(record, bar)
@@ -215,7 +205,7 @@ class FitLoop:
     def _observe(self, record: Record, bar: Any) -> None:
         """Run all work after an iteration except the callback."""
         if self._model_is_needed():
-            self._complete_model()
+            self._update_model()
         if self.needs_objective:
             record["objective"] = self.observers.unit * self.solver.objective_value()
         if self.observers.validation is not None:
@@ -223,12 +213,12 @@ class FitLoop:
         if self.observers.need_objective:
             self._report(record, bar)
         bar.update()
-        if self.writer is not None and self.updated == self.completed:
+        if self.writer is not None and not self.stale:
             self.writer.offer(self.model)
 
     def _model_is_needed(self) -> bool:
         """Whether to update the model after this iteration; the same on all ranks."""
-        if self.ranks.alone or self.needs_model:
+        if self.needs_model:
             return True
         due = self.writer is not None and self.writer.due(self.completed)
         return self.saves and self.ranks.agreed(due)
@@ -271,14 +261,9 @@ class FitLoop:
             self.model._learn(watch.learned)
             self.model.n_iter_ = watch.iteration
 
-    def _complete_model(self) -> None:
-        """Update the model with the final factors of the last iteration."""
-        self._update_model()
-        self.updated = self.completed
-
     def _update_model(self) -> None:
         """Update the model with the current factors; the first time, create its `Learned`."""
-        state = self.ranks.gather(self.solver)
+        state, self.stale = self.ranks.gather(self.solver), False
         if state is None:
             return
         if self.learned is None:
@@ -288,13 +273,13 @@ class FitLoop:
         self.model.n_iter_, self.model.history_ = self.completed, self.history
 
     def _finish(self) -> None:
-        """Copy the factors to the host and write the last checkpoint."""
-        if not self.ranks.alone and self.updated != self.completed:
-            self._complete_model()
+        """Update the model, copy the factors to the host, and write the last checkpoint."""
+        if self.stale:
+            self._update_model()
         if self.learned is not None and self.model._learned is self.learned:
             self.learned = replace(self.learned, state=self.learned.state.on_host())
             self.model._learn(self.learned)
-        if self.writer is not None and self.updated == self.completed:
+        if self.writer is not None and self.learned is not None and not self.partial:
             self.writer.finish(self.model)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ import scipy.sparse as sp
 
 from ..core.objective import Objective, Side
 from ..core.sparse import ValueSummary, transposed
+from ..core.validate import csr_arrays
 from ..data.store import StoreMatrix
+from ..device.cuda import Device
 from ..plan.types import Plan
 from .late import LateMatrix
 from .learned import scale_of_values, summary_of
@@ -27,7 +30,7 @@ class TrainingData:
 
     Attributes
     ----------
-    user_items, item_users : csr_array, StoreMatrix or DeviceMatrix
+    user_items, item_users : csr_array, StoreMatrix or DeviceMatrix, or DealtRows and DealtColumns on several GPUs
         The ratings in both orientations.
     values : ValueSummary or StoreMatrix
         Sums and ranges of the values.
@@ -61,7 +64,7 @@ class TrainingData:
             device.compile_ahead(programs_of(device, plan))
         values = _values_of(matrix, plan, source)
         if plan.ratings_on_device:
-            return cls._on_device(devices[0], matrix, plan, source, values)
+            return cls._on_devices(devices, matrix, plan, source, values)
         return cls.on_host(matrix, plan, source, values)
 
     @classmethod
@@ -81,27 +84,29 @@ class TrainingData:
         return cls(matrix, item_users, values)
 
     @classmethod
-    def _on_device(
-        cls, device: Any, matrix: Any, plan: Plan, source: PreparedRatings | None, values: ValueSummary | StoreMatrix
+    def _on_devices(
+        cls,
+        devices: Sequence[Device],
+        matrix: Any,
+        plan: Plan,
+        source: PreparedRatings | None,
+        values: ValueSummary | StoreMatrix,
     ) -> TrainingData:
-        """Both orientations on the GPU of the plan; unless they are there, one is uploaded and the other made there."""
-        from ..gpu.intake import uploaded
-        from ..gpu.matrix import DeviceMatrix
-
-        seen, held = (None, None) if source is None else (source.seen, source.on_device(plan.device))
-        if held is not None:
-            return cls(held[0], held[1], values, seen)
+        """Both orientations on the GPUs of the plan; unless they are there, one is uploaded and transposed there."""
+        held: tuple[Any, Any] | None = None
         if source is not None:
-            log_detour(source, plan)
-        with device.active():
-            if isinstance(matrix, LateMatrix):
-                found = uploaded(device, matrix.shape, matrix.indptr, *matrix.unchecked)
-                if found is not None:
-                    return cls(found, found.transposed(device), values, seen)
+            held = None if plan.devices else source.on_device(plan.device)
+            if held is None:
+                log_detour(source, plan)
+        if isinstance(matrix, LateMatrix):
+            held = _uploaded(devices, plan, matrix.shape, matrix.indptr, *matrix.unchecked)
+            if held is None:
                 matrix = matrix.checked  # raises, or has them sorted
                 values = summary_of(matrix, plan.num_threads)
-            user_items = DeviceMatrix.of(device, matrix)
-            return cls(user_items, user_items.transposed(device), values, seen)
+        if held is None:
+            held = _uploaded(devices, plan, matrix.shape, *csr_arrays(matrix))
+            assert held is not None  # checked on the host
+        return cls(*held, values, None if source is None else source.seen)
 
     @functools.cached_property
     def degrees(self) -> dict[Side, np.ndarray]:
@@ -130,6 +135,26 @@ class TrainingData:
     def scale(self, objective: Objective) -> float:
         """Scale that standardizes explicit ratings; see `hybridmf.core.objective.rating_scale`."""
         return scale_of_values(self.values, self.nnz, objective)
+
+
+def _uploaded(
+    devices: Sequence[Device],
+    plan: Plan,
+    shape: tuple[int, int],
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    data: np.ndarray,
+) -> tuple[Any, Any] | None:
+    """Both orientations of a matrix on the GPUs of a plan, from its CSR arrays; None unless these are canonical."""
+    if plan.devices:
+        from ..ranks.dealt import deal
+
+        return deal(devices, shape, indptr, indices, data, plan.row_cost)
+    from ..gpu.intake import uploaded
+
+    with devices[0].active():
+        found = uploaded(devices[0], shape, indptr, indices, data)
+        return None if found is None else (found, found.transposed(devices[0]))
 
 
 def _values_of(matrix: Any, plan: Plan, source: PreparedRatings | None) -> ValueSummary | StoreMatrix:

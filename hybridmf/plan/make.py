@@ -56,7 +56,7 @@ class Held:
 
     def serves(self, plan: Plan) -> bool:
         """Whether a fit by this plan reads them from the memory of that GPU."""
-        return plan.ratings_on_device and plan.device == self.device
+        return plan.ratings_on_device and not plan.devices and plan.device == self.device
 
 
 NOTHING = Held()

@@ -502,10 +502,24 @@ class Plan:
 
     @property
     def ratings_on_device(self) -> bool:
-        """Whether one GPU has all ratings in memory, in the order of the input, and needs them nowhere else."""
-        alone = self.gpu is not None and not self.devices and not self.streamed and not self.offloaded
+        """Whether GPUs have all ratings in memory, whole rows in the order of the input, and need them nowhere else."""
+        if self.gpu is None or self.streamed or self.offloaded or self.kernels.method.kind != "als":
+            return False
         # the layout of BALS is built on the host
-        return alone and self.kernels.method.kind == "als" and self.reorder == "none" and self.assembly != "bals"
+        if self.reorder != "none" or self.assembly == "bals":
+            return False
+        return not self.devices or self._transposed_together
+
+    @property
+    def _transposed_together(self) -> bool:
+        """Whether several GPUs can transpose ratings, with up to twice the memory of both orientations.
+
+        A GPU may have more entries than the mean, which `bytes` are for.
+        """
+        assert self.gpu is not None
+        whole = all(grid.splits == 1 for grid in self.grids.values())
+        stacked = len(self.devices) * self.n_items < 2**31  # rows of hybridmf.ranks.dealt are int32
+        return whole and stacked and 3 * self.bytes.get("ratings", 0) <= self.gpu.free_bytes
 
     def tables_of(self, side: Side) -> int:
         """Number of tables of a side's offloaded factors that exist at a time: new ones and previous ones.

@@ -55,7 +55,7 @@ class RankGroup:
         self._finish.atexit = False
 
     def open(self, make: Callable[[LocalCommunicator, Callable[[Communicator], None]], Rank]) -> list[Any]:
-        """Make all ranks, each on its thread.
+        """Make all ranks, each on its thread; after a failure the group is closed.
 
         Parameters
         ----------
@@ -70,7 +70,11 @@ class RankGroup:
 
             self.ranks[control.rank] = make(control, opened)
 
-        self.run(made)
+        try:
+            self.run(made)
+        except BaseException:
+            self.close()
+            raise
         return [self.ranks[number] for number in range(len(self.ranks))]
 
     def run(self, function: Callable[[Any], Result]) -> list[Result]:
@@ -167,10 +171,10 @@ def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
     for rank in ranks:  # a failed gather ends here: factors solved from a partial table never become the state
         if rank.communicator.cause:
             raise CommunicatorError(rank.communicator.cause)
-    for rank, own, factors in zip(ranks, solved, following, strict=True):
-        if factors is not own:
-            if own.has_range:
-                factors.keep(range=RowRange.of_all(part.range for part in solved if part.range is not None))
+    if following is not solved:
+        known = RowRange.of_all(own.range for own in solved) if solved[0].has_range else None
+        for rank, own, factors in zip(ranks, solved, following, strict=True):
+            factors.keep(range=known)
             rank.keep_ahead(other_side(side), own, factors)
     return solved
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -17,6 +18,8 @@ from ..plan.solver import Alternating
 from ..plan.types import Plan
 from . import gpu_rank
 from .cpu_rank import CpuWorker
+from .dealt import DealtColumns, DealtRows
+from .gpu_rank import GpuWorker
 from .group import RankGroup
 from .joined import JoinedFactors
 from .su_als import Block, RankALS, RankShare, Worker, rank_plan
@@ -33,7 +36,8 @@ class MultiALS(Alternating):
     Parameters
     ----------
     user_items, item_users : csr_array or StoreMatrix
-        The ratings in both orientations, in memory or in a store from which each rank reads its own rows.
+        The ratings in both orientations, in memory or in a store from which each rank reads its own rows. Or DealtRows
+        and DealtColumns: parts on the GPUs.
     objective : Objective
     plan : Plan
         For several devices. Its `scale` defines the waves in which ratings are streamed; `ScalePlan.on` adapts it to
@@ -59,8 +63,8 @@ class MultiALS(Alternating):
 
     def __init__(
         self,
-        user_items: sp.csr_array | StoreMatrix,
-        item_users: sp.csr_array | StoreMatrix,
+        user_items: sp.csr_array | StoreMatrix | DealtRows,
+        item_users: sp.csr_array | StoreMatrix | DealtColumns,
         objective: Objective,
         plan: Plan,
         state: State,
@@ -85,7 +89,7 @@ class MultiALS(Alternating):
             opened(communicator)
             rank = control.rank
             own = {side: inward[side].part(slice(*self.layout.own(side, rank))) for side in SIDES}
-            blocks = {side: block_of(self.layout, side, rank, matrices[side], plan) for side in SIDES}
+            blocks = {side: self._block(side, matrices[side], communicator, worker) for side in SIDES}
             share = RankShare(self.layout, blocks, {side: self._names(side, rank) for side in SIDES})
             first = State(own["user"], own["item"], state.mean)
             in_memory = not any(isinstance(matrix, StoreMatrix) for matrix in matrices.values())
@@ -93,12 +97,15 @@ class MultiALS(Alternating):
                 communicator, share, objective, rank_plan(plan), first, worker, known_topology, one_matrix=in_memory
             )
 
-        self.ranks: list[RankALS] = []
-        try:
-            self.ranks = self.group.open(make)
-        except BaseException:
-            self.close()
-            raise
+        self.ranks: list[RankALS] = self.group.open(make)
+
+    def _block(self, side: Side, matrix: Any, communicator: Communicator, worker: Worker) -> Block:
+        """Entries of a rank while `side` is solved."""
+        if not isinstance(matrix, DealtRows):
+            return block_of(self.layout, side, communicator.rank, matrix, self.plan)
+        assert isinstance(worker, GpuWorker)
+        with worker.active():
+            return matrix.block(worker.device, communicator, self.layout.bounds[side])
 
     def _names(self, side: Side, rank: int) -> np.ndarray:
         first, last = self.layout.own(side, rank)

@@ -22,6 +22,7 @@ from ..core.balance import balancing
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..data.slabs import ColumnSlabs, RangeSlabs, slab_bounds, slab_entries
 from ..errors import CommunicatorError, RatingsError
+from ..gpu.matrix import DeviceMatrix
 from ..plan.grid import RankLayout
 from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.ranks import ScalePlan, check_rank
@@ -37,7 +38,7 @@ ROOM = 0.9
 Then = Callable[[Any], Any]
 """Called with new factors that may not be complete yet; returns the factors that the next half sweep uses."""
 
-Block: TypeAlias = "sp.csr_array | RangeSlabs | ColumnSlabs"
+Block: TypeAlias = "sp.csr_array | DeviceMatrix | RangeSlabs | ColumnSlabs"
 """Entries of a rank, in memory or in slabs read in each half sweep: those of its own rows, or of a group's rows."""
 
 Owned: TypeAlias = "tuple[tuple[int, int], Any]"
@@ -419,7 +420,7 @@ class RankALS(Alternating):
         self.own[side] = self.solve(side)
 
     def solve(self, side: Side) -> Any:
-        """New factors of the rows of `side` that this rank owns; the state does not change."""
+        """New factors of own rows of `side`, once all ranks have theirs; the state does not change."""
         with self.worker.active():
             if self.layout.grids[side].splits == 1:
                 # each rank has the whole fixed side: its Gram matrix has the bits of a fit on one device
@@ -588,7 +589,7 @@ class RankALS(Alternating):
 
 def degrees_of(block: Block) -> np.ndarray:
     """Entries of each row, int64."""
-    degrees = np.diff(block.indptr) if isinstance(block, sp.csr_array) else block.degrees
+    degrees = block.degrees if isinstance(block, RangeSlabs | ColumnSlabs) else np.diff(block.indptr)
     return degrees.astype(np.int64, copy=False)
 
 

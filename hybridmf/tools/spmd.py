@@ -146,17 +146,13 @@ class _Together:
 
     alone = False
 
-    def __init__(self, communicator: Communicator, moves: Communicator, layout: RankLayout) -> None:
-        self.communicator, self.moves, self.layout = communicator, moves, layout
+    def __init__(self, communicator: Communicator, layout: RankLayout) -> None:
+        self.communicator, self.layout = communicator, layout
         self.first = communicator.rank == 0
 
     def agreed(self, answer: bool) -> bool:
         """The answer of the first rank."""
         return bool(self.communicator.broadcast(np.array([answer], dtype=np.int64))[0])
-
-    def complete(self) -> None:
-        """Wait for all ranks: an iteration is complete once all ranks have finished it."""
-        self.moves.barrier()
 
     def gather(self, solver: RankALS) -> State | None:
         """Gather all factors on the first rank from their owners."""
@@ -214,7 +210,7 @@ class _RankFit:
         solved = self.objective if ratings.unit is None else in_units(self.objective, ratings.unit)
         share = RankShare(self.cut.layout, self.cut.blocks)
         self.solver = RankALS(self.moves, share, solved, self.plan, own, worker)
-        self.ranks = _Together(communicator, self.moves, self.cut.layout)
+        self.ranks = _Together(communicator, self.cut.layout)
         self.observers = replace(observers, validation=held_out, unit=ratings.unit or 1.0, seen=self._seen(held_out))
         stopwatch.lap("set up")
         self.stopwatch = stopwatch
@@ -229,6 +225,7 @@ class _RankFit:
             self.solver.close()
         else:
             self.moves.abort(f"rank {self.communicator.rank} failed: {kind.__name__}: {error}")
+            self.solver.stop()
         if self.moves is not self.communicator:
             self.moves.close()
 

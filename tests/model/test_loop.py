@@ -16,6 +16,7 @@ from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import CommunicatorError, RatingsError, UnknownLabelError
 from hybridmf.model import base, stopwatch, training
 from hybridmf.model.checkpoint import Writer
+from hybridmf.model.loop import FitLoop
 from hybridmf.model.stopwatch import PARTS, Stopwatch
 from hybridmf.ranks.shares import WholeRatings
 from hybridmf.ranks.su_als import RankALS
@@ -45,6 +46,41 @@ def together(size: int, make: Any, ratings: Any = TRAIN, start: Any = run_ranks,
 
 def measured(model: Any) -> list[dict[str, float]]:
     return [{name: value for name, value in record.items() if name != "seconds"} for record in model.history_]
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_the_model_is_updated_where_it_is_needed(observed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work between half sweeps leaves a GPU idle."""
+    updates, update = [], FitLoop._update_model
+    monkeypatch.setattr(FitLoop, "_update_model", lambda loop: (updates.append(loop.completed), update(loop))[1])
+    KINDS["explicit"]().fit(TRAIN, callback=(lambda model, record: None) if observed else None)
+    assert updates == ([1, 2, 3, 4] if observed else [4])
+
+
+@pytest.mark.parametrize("completed", [0, 1, 2, 3])
+def test_a_failure_leaves_the_last_half_sweep(completed: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its factors are in the model; a checkpoint has those of the last iteration."""
+    halves: list[str] = []
+    alone = CpuALS.update
+
+    def update(solver: CpuALS, side: Any) -> None:
+        if len(halves) == completed:
+            raise MemoryError("no room")
+        alone(solver, side)
+        halves.append(side)
+        states.append(solver.state)
+
+    states: list[Any] = []
+    monkeypatch.setattr(CpuALS, "update", update)
+    model = KINDS["explicit"]()
+    with pytest.raises(MemoryError, match="no room"):
+        model.fit(TRAIN, checkpoint=tmp_path)
+    if not completed:
+        assert not hasattr(model, "user_factors_") and not list(tmp_path.glob("*.safetensors"))
+        return
+    np.testing.assert_array_equal(model.item_factors_, states[-1].item.matrix)
+    np.testing.assert_array_equal(model.user_factors_, states[-1].user.matrix)
+    assert model.n_iter_ == len(model.history_) == completed // 2
 
 
 # -------------------------------------------------------------------------------------------------------- observers

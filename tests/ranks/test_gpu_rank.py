@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,9 @@ from hybridmf.ranks import gpu_rank, group, su_als
 from hybridmf.ranks.gpu_rank import BatchPieces, sockets
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.su_als import RankALS
-from support.ranks import MODELS, RANK, Machine, assert_close, both, changed, parts, sweeps
+from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
+from hybridmf.tools import spmd
+from support.ranks import MODELS, RANK, Machine, assert_close, both, changed, entries, parts, sweeps, workers_on
 from support.ratings import planted
 
 SMALL = planted(24, 16, 0.4)
@@ -150,6 +153,33 @@ def test_operations_of_a_half_sweep(
         gram = ["gram", "clear"] if "implicit" in name else []
         assert found == [*gram, *expected, "wait"]
     solver.close()
+
+
+def test_waits_of_ranks_in_processes(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a half sweep one for the GPU, and one for the other ranks."""
+    names = gpus(2)
+    device: Any = group.open_device(names[0])
+    if device.spec.name != "emulated":
+        pytest.skip("only an emulated device tells what was launched")
+    monkeypatch.setattr(spmd, "_worker", workers_on(names))
+    found, barrier = operations(device, monkeypatch), ThreadCommunicator.barrier
+
+    def noted(communicator: ThreadCommunicator) -> None:
+        if communicator.rank == 0:
+            found.append("barrier")
+        barrier(communicator)
+
+    monkeypatch.setattr(ThreadCommunicator, "barrier", noted)
+
+    def run(iterations: int) -> Counter[str]:
+        found.clear()
+        make, options = MODELS["explicit"], spmd.RankOptions("cuda:0")
+        run_ranks(2, lambda c: spmd.fit_rank(make(iterations=iterations), entries(SMALL, c.rank, 2), c, options))
+        return Counter(found)
+
+    more = run(5)
+    more.subtract(run(2))
+    assert {name: more[name] / 6 for name in ("wait", "barrier", "upload")} == {"wait": 1, "barrier": 1, "upload": 0}
 
 
 def test_factors_gathered_ahead_have_the_range_of_all_rows(gpus: Machine) -> None:

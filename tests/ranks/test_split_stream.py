@@ -668,6 +668,23 @@ def test_ranks_of_processes_stream_their_entries(
     assert more.fit(matrix, resume_from=tmp_path / "c").n_iter_ == 2  # the same data
 
 
+def test_loading_ends_with_ranks_of_processes_that_fail(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two half sweeps, when the entries of the next one are loading; although somebody keeps the error."""
+    monkeypatch.setattr(spmd, "_worker", workers_on(gpus(2)))
+
+    def fail(model: Any, record: Any) -> None:
+        raise ValueError("as told")
+
+    def run(communicator: Any) -> None:
+        model = hmf.ExplicitALS(biases=False, factors=7, device="cpu", gpu_memory_limit=LIMIT)
+        share, options = entries(MANY_USERS, communicator.rank, 2), spmd.RankOptions("cuda:0")
+        spmd.fit_rank(model, share, communicator, options, Observers(callback=fail))
+
+    with pytest.raises(ValueError, match="as told") as kept:
+        run_ranks(2, run, timeout=60)
+    assert kept.value is not None and no_loaders()
+
+
 # ------------------------------------------------------------------------------------------------------------ planner
 
 
