@@ -87,10 +87,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
 
 
+def pytest_collection() -> None:
+    """Collect no garbage while thousands of tests are collected, which all stay: it took a fifth of the time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Leave the thousands of collected tests out of later collections of garbage: each took 0.1 s."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -219,7 +219,7 @@ def large_fit(monkeypatch: pytest.MonkeyPatch, device: Any) -> sp.csr_array:
     monkeypatch.setattr(HostSlab, "solve", solve)
     monkeypatch.setattr("hybridmf.gpu.offloaded.widen_range", lambda *arguments: None)
     monkeypatch.setattr("hybridmf.gpu.losses.row_squares", lambda device, table, factors: np.ones(len(table)))
-    for name in ("gpu.factors.EXACT_ROWS", "core.objective.DRAWN_ROWS", "model.files.CHECKED_ROWS"):
+    for name in ("gpu.factors.EXACT_ROWS", "model.files.CHECKED_ROWS"):
         monkeypatch.setattr(f"hybridmf.{name}", 2048)
     matrix = sp.csr_array(entries, shape=(60_000, 40_000))
     matrix.sum_duplicates()

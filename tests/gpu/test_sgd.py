@@ -130,8 +130,10 @@ def check_walk(
 
 
 @pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("dtype", "biases"),
+    [(np.float32, True), (np.float64, False), exhaustive(np.float32, False), exhaustive(np.float64, True)],
+)
 def test_rows_walk_their_entries(device, kernel, dtype, biases):
     check_walk(device, kernel, 7, dtype, biases)
 
@@ -143,8 +145,10 @@ def test_every_width(device, kernel, rank):
 
 
 @pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("rank", [7, 33, exhaustive(100)])
+@pytest.mark.parametrize(
+    ("rank", "biases"),
+    [(7, True), (33, False), *(exhaustive(*case) for case in ((7, False), (33, True), (100, False), (100, True)))],
+)
 def test_fixed_rows_in_float16(device, kernel, rank, biases):
     """The same updates of float32 rows from a float16 table."""
     check_walk(device, kernel, rank, biases=biases, read=np.float16)
@@ -238,7 +242,7 @@ def test_columns_move_while_rows_are_walked(device, dtype, biases):
     problem.compare(moved, losses, side=1)
 
 
-@pytest.mark.parametrize(("rank", "shape"), [(1, (300, 9)), (33, (260, 4)), (100, (3, 70))])
+@pytest.mark.parametrize(("rank", "shape"), [(1, (300, 9)), (33, (260, 4)), (33, (3, 70)), exhaustive(100, (3, 70))])
 def test_decentralized_tiles_and_lists(device, rank, shape):
     """More rows than a block searches at a time, more entries than its list holds, a row of many entries."""
     rng = np.random.default_rng(0)

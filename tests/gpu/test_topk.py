@@ -92,12 +92,12 @@ def test_ranks(device, rank):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("rank", "of_users", "of_items"), [(7, 1.0, 1.0), (40, 1e-18, 1e-18), (7, 1e18, 1e15)])
 def test_products_of_bytes_change_nothing(device, rank, of_users, of_items, dtype):
-    users = (real_factors(70, rank, 0, np.float64) * of_users).astype(dtype)
-    items = (real_factors(400, rank, 1, np.float64) * of_items).astype(dtype)
+    users = (real_factors(40, rank, 0, np.float64) * of_users).astype(dtype)
+    items = (real_factors(200, rank, 1, np.float64) * of_items).astype(dtype)
     users[3], items[100:164], items[5] = 0, 0, 1e4 * items[5]
     items[:, 2] *= 30  # one factor outweighs the others: little is left of them in a byte
-    seen = random_seen(70, 400, 2)
-    longer = top_k(device, users, items, 150, seen=seen)
+    seen = random_seen(40, 200, 2)
+    longer = top_k(device, users, items, 100, seen=seen)
     for n in (1, 10, 60):
         found = [top_k(device, users, PackedItems(device, items, in_bytes=b), n, seen=seen) for b in (False, True)]
         check_equal(*found)

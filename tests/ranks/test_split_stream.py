@@ -153,7 +153,7 @@ def test_pieces_of_few_rows_keep_to_the_room_for_sums(gpus: Machine) -> None:
     assert BatchPieces.make(device, indptr, [(0, 1)], 10, slots=1).n_slots == PIECES - 1
 
 
-@pytest.mark.parametrize("grid", [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("grid", [exhaustive((2, 1)), (2, 2), (4, 1)])
 def test_popular_rows_first_make_batches_of_even_size(grid: tuple[int, int], gpus: Machine) -> None:
     rng = np.random.default_rng(0)
     chances = np.clip(8 / np.arange(1, 81), 0.05, 1.0)
@@ -210,7 +210,8 @@ def test_the_bits_are_those_of_ratings_on_the_gpus(name: str, grid: tuple[int, i
 
 
 @pytest.mark.parametrize(
-    "grids", [pairs((1, 2), (2, 1)), pairs((2, 1), (1, 2)), pairs((1, 4), (2, 2)), pairs((4, 1), (2, 2))]
+    "grids",
+    [exhaustive(pairs((1, 2), (2, 1))), pairs((2, 1), (1, 2)), pairs((1, 4), (2, 2)), pairs((4, 1), (2, 2))],
 )
 def test_each_side_has_its_grid(grids: dict[Side, Grid], gpus: Machine) -> None:
     """A side in waves of whole rows and one in batches of sums follow each other through the same buffers."""

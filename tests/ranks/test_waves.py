@@ -321,7 +321,7 @@ def test_factors_stay_on_the_host(name: str, gpus: Machine, store: hmf.Store, mo
 def test_parts_of_a_fixed_side_take_turns(gpus: Machine) -> None:
     """cuMF 4.4: one partition with p parts in turns, on four GPUs and on one; and sums over two of them."""
     names, problem = gpus(4), Problem(MATRIX.shape, MATRIX.nnz, 7)
-    partition = plan_scale(problem, 4, 4_000, model_parallel_only=True)
+    partition = plan_scale(problem, 4, 6_000, model_parallel_only=True)
     assert partition.factors == partition.ratings == "host"
     assert partition.halves["item"].fixed_parts > 1 and partition.halves["item"].grid == Grid(1, 4)
     factors = []

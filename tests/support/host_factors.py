@@ -34,7 +34,7 @@ MATRIX = planted(50, 30, 0.8)
 HOST_LIMIT = 10_000
 """Too little for the factors of MATRIX beside what a half sweep needs, enough for either side alone."""
 
-TURNS_LIMIT = 5_400
+TURNS_LIMIT = 7_000
 """Too little for the users as a fixed side."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ import hybridmf as hmf
 from hybridmf.errors import CommunicatorError, DuplicateEntriesError, NotPositiveDefiniteError, RatingsError
 from support.ratings import planted
 
+dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
 dask_dataframe = pytest.importorskip("dask.dataframe")
 dask_array = pytest.importorskip("dask.array")
@@ -29,7 +31,13 @@ SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
 @pytest.fixture(scope="module")
 def client():
     options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
-    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+    # workers, among them the one in place of a lost one, fork from one process that has imported what they need
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["distributed", "pandas", "hybridmf.dask"])
+    with (
+        dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
+        distributed.LocalCluster(**options) as cluster,
+        distributed.Client(cluster) as client,
+    ):
         yield client
 
 

@@ -166,7 +166,7 @@ def test_ranks_of_a_failed_meeting_are_released(monkeypatch):
     assert answers[0].startswith("ranks [2] did not connect within 0.5 s; all 3 must be started")
     assert answers[1] == answers[0]
     assert [connection.fileno() for connection in meetings[0].peers.values()] == [-1]
-    answers = texts(over_sockets(2, laws, timeout=[2, 0.5], sizes=[3, 3]))
+    answers = texts(over_sockets(2, laws, timeout=[1, 0.5], sizes=[3, 3]))
     assert answers[1] == "rank 0 ended, or waits for ranks that do not connect"
 
 
@@ -442,7 +442,7 @@ def test_an_impostor_is_not_taken_for_rank_0(answer, problem):
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         impostor = pool.submit(pretend)
         with pytest.raises(CommunicatorError, match=problem):
-            SocketCommunicator.connect(1, 2, listener.getsockname()[:2], token="secret", timeout=1.0)
+            SocketCommunicator.connect(1, 2, listener.getsockname()[:2], token="secret", timeout=0.4)
         impostor.result(20)
 
 
