@@ -303,9 +303,9 @@ class HalfSweep:
         return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
 
     def _first_rows(self, start: Factors | None, dtype: np.dtype) -> np.ndarray:
-        """Allocate the solutions, filled with the warm start of the iterative solvers."""
+        """Allocate the solutions, filled with the start of the iterative solvers; zeros if there are no entries."""
         out = aligned_zeros((len(self), self.plan.rank), dtype)
-        if self.plan.solver != "cholesky" and start is not None:
+        if self.plan.solver != "cholesky" and start is not None and len(self.indices):
             out[:, : self.plan.factors] = start.matrix
             if start.bias is not None:
                 out[:, self.plan.factors] = start.bias

@@ -89,9 +89,12 @@ cdef Py_ssize_t _GATHER_ROWS = 256
 # Bytes of the rows gathered for one symmetric update: two thirds of a 48 KB L1, the rest is for tiles of A.
 cdef Py_ssize_t SIMD_GATHER_BYTES = 32 * 1024
 
-# Entries whose weights are computed at a time in conjugate gradients.
+# Conjugate gradients: entries whose weights are computed at a time; rows of implicit feedback whose products with the
+# Gram matrix are one, and the most bytes of the factors of their entries, which then stay in L2 between the steps.
 cdef enum:
     CG_CHUNK = 256
+    CG_TOGETHER = 8
+    CG_BYTES = 1 << 18
 
 # Non-negative rows: sweeps over the coordinates at most, and those between two exact solutions of the free ones.
 cdef enum:
@@ -108,8 +111,9 @@ LONG_ROW = 32768
 SEGMENTS = 64
 cdef Py_ssize_t _SEGMENT = 8192, _SEGMENTS = 64
 
-# Rows of the Gram matrix summed in one syrk. Fixed, so that the sum does not depend on the thread count.
-cdef Py_ssize_t GRAM_ROWS = 512
+# Rows of a partial sum of the Gram matrix at least, and bytes of those summed in one syrk, in float64: most of a 32 KB
+# L1. Fixed, so that the sum does not depend on the thread count.
+cdef Py_ssize_t GRAM_ROWS = 512, GRAM_BYTES = 24 * 1024
 
 # Rows a thread takes at a time. Longest first and one at a time would balance best; 8 keeps the counter quiet.
 cdef enum:
@@ -302,7 +306,7 @@ def gram(const real[:, ::1] factors, int n_threads, bint blas=False):
     n_threads = hmf_usable_threads(n_threads)
     parts = np.zeros((max(n_parts, 1), ld, ld))
     cdef double[:, :, ::1] part_view = parts
-    cdef double[:, ::1] scratch = np.zeros((n_threads, GRAM_ROWS * ld))
+    cdef double[:, ::1] scratch = np.zeros((n_threads, _gram_rows(ld) * ld))
     cdef Py_ssize_t part
     for part in prange(n_parts, nogil=True, schedule="dynamic", num_threads=n_threads):
         _gram_part(table, factors, part * rows_per_part, min(n_rows, (part + 1) * rows_per_part), blas,
@@ -311,12 +315,17 @@ def gram(const real[:, ::1] factors, int n_threads, bint blas=False):
     return total + np.triu(total, 1).T
 
 
+cdef inline Py_ssize_t _gram_rows(Py_ssize_t ld) noexcept nogil:
+    """Rows of the Gram matrix summed in one syrk."""
+    return max(16, GRAM_BYTES // (8 * ld))
+
+
 cdef void _gram_part(const hmf_kernel_table* table, const real[:, ::1] factors, Py_ssize_t start, Py_ssize_t stop,
                      bint blas, double* scratch, double* out) noexcept nogil:
     cdef Py_ssize_t row, end, k, j, rank = factors.shape[1], ld = _padded(rank)
     row = start
     while row < stop:
-        end = min(row + GRAM_ROWS, stop)
+        end = min(row + _gram_rows(ld), stop)
         for k in range(end - row):
             for j in range(rank):
                 scratch[k * ld + j] = factors[row + k, j]
@@ -418,23 +427,40 @@ cdef int32_t _finish_system(Py_ssize_t rank, real* a, real* b, real* diagonal, r
     return status
 
 
-cdef void _apply_system(
+cdef struct Panels:
+    # a matrix as `panels` packs it
+    const void* packed
+    const int64_t* spans
+    Py_ssize_t rank
+    Py_ssize_t n
+
+
+cdef inline void _product(const hmf_kernel_table* table, const Panels* matrix, Py_ssize_t n_rows, const real* rows,
+                          Py_ssize_t apart, real* out, Py_ssize_t stride) noexcept nogil:
+    """out = rows @ matrix, whole panels; rows are `apart` elements apart, and those of the product `stride`."""
+    cdef Py_ssize_t panel
+    cdef const int64_t* span
+    for panel in range(matrix.n):
+        span = matrix.spans + 2 * panel
+        times_panel(table, n_rows, span[1] - span[0], rows + span[0], apart,
+                    <const real*> matrix.packed + (panel * matrix.rank + span[0]) * HMF_PANEL,
+                    out + panel * HMF_PANEL, stride)
+
+
+cdef void _apply_entries(
         const Systems* systems, const RowEntries* entries,
-        bint residual,                      # out = b - A p instead of A p
+        bint residual,                      # b - A p instead of A p
         const real* p,
         real* weight,                       # scratch (2 * CG_CHUNK,)
-        real* out) noexcept nogil:          # OUT (ld,)
-    """out = A p, or b - A p, without forming A: one pass over the row's entries and one over the Gram matrix."""
+        real* out) noexcept nogil:          # IN OUT (rank,) product of the Gram matrix and p -> A p or b - A p
+    """Add what the penalty and the entries of a row contribute to a product, without forming A."""
     cdef const hmf_kernel_table* table = systems.table
     cdef const real* ratings = <const real*> entries.ratings
     cdef const real* ridge = <const real*> systems.ridge
     cdef real sign = <real> (-1.0 if residual else 1.0)
     cdef real* target = weight + CG_CHUNK
-    cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), j, k, n, start = 0
+    cdef Py_ssize_t rank = systems.rank, j, k, n, start = 0
     cdef hmf_rows fixed_rows
-    memset(out, 0, ld * sizeof(real))
-    if systems.gram != NULL:
-        combine(table, rank, ld, <const real*> systems.gram, p, out)
     for j in range(rank):
         out[j] = sign * (out[j] + <real> (entries.scale * ridge[j]) * p[j])
     while start < entries.n:
@@ -464,62 +490,85 @@ cdef void _form_system(
             a[i * ld + j] = a[j * ld + i]
 
 
-cdef int32_t _conjugate_gradient(
-        const Systems* systems, const RowEntries* entries,
-        int n_steps, bint formed,
-        real* work,                         # scratch (workspace_size(rank),)
-        real* x) noexcept nogil:            # IN OUT (rank,) warm start -> solution
+cdef struct Gradients:
+    # rows that take the steps of conjugate gradients together, so that their products with the Gram matrix are one
+    int count
+    bint formed                     # a single row, whose A is formed
+    RowEntries entries[CG_TOGETHER]
+    void* x[CG_TOGETHER]            # (rank,) warm start -> solution
+    int32_t* status[CG_TOGETHER]
+    bint ended[CG_TOGETHER]
+    double rr[CG_TOGETHER]          # squared norm of the residual
+    double rr_first[CG_TOGETHER]
+
+
+cdef void _conjugate_gradients(
+        const Systems* systems, Panels gram_matrix, Gradients* group, int n_steps,
+        real* work) noexcept nogil:         # scratch (workspace_size(rank),)
     """`n_steps` of conjugate gradients on A x = b from the x given; A is formed once, or a product walks the entries.
 
-    Stops early only where the residual has fallen by 1e-10 (squared 1e-20) or is about to underflow. Inner products are
-    summed in double.
+    A row ends early only where its residual has fallen by 1e-10 (squared 1e-20) or is about to underflow. Inner
+    products are summed in double. No row's bits depend on the others.
     """
     cdef const hmf_kernel_table* table = systems.table
-    cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), j
-    cdef real* r = work
-    cdef real* p = work + ld
-    cdef real* ap = work + 2 * ld
-    cdef real* weight = work + 3 * ld
-    cdef real* a = work + 3 * ld
-    cdef real* b = a + ld * ld
-    cdef int _step
-    cdef double rr, rr_first, rr_next, curvature, length
+    cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), wide = _wide(rank), j
+    cdef real* rs = work
+    cdef real* ps = rs + CG_TOGETHER * wide
+    cdef real* aps = ps + CG_TOGETHER * wide
+    cdef real* rest = aps + CG_TOGETHER * wide     # weights; or A, b and scratch
+    cdef real* r
+    cdef real* p
+    cdef real* ap
+    cdef real* x
+    cdef int step, k
+    cdef double rr_next, curvature, length
     # a residual this small (squared) would underflow in the products of the next step
     cdef double tiny = 1e-60 if sizeof(real) == 4 else 1e-290
-    if formed:
-        _form_system(systems, entries, b + ld, a, b)
-        memset(ap, 0, ld * sizeof(real))
-        combine(table, rank, ld, <const real*> a, <const real*> x, ap)
-        for j in range(ld):
-            r[j] = b[j] - ap[j]
-    else:
-        _apply_system(systems, entries, True, <const real*> x, weight, r)
-    memcpy(p, r, ld * sizeof(real))
-    rr = dot_exact(table, rank, <const real*> r, <const real*> r)
-    rr_first = rr
-    if not isfinite(rr):
-        return _NON_FINITE
-    for _step in range(n_steps):
-        if rr <= 1e-20 * rr_first or rr <= tiny:
-            break
-        if formed:
-            memset(ap, 0, ld * sizeof(real))
-            combine(table, rank, ld, <const real*> a, <const real*> p, ap)
-        else:
-            _apply_system(systems, entries, False, <const real*> p, weight, ap)
-        curvature = dot_exact(table, rank, <const real*> p, <const real*> ap)
-        if curvature <= 0:
-            return _NEGATIVE_CURVATURE
-        length = rr / curvature
-        axpy(table, rank, <real> length, <const real*> p, x)
-        axpy(table, rank, <real> -length, <const real*> ap, r)
-        rr_next = dot_exact(table, rank, <const real*> r, <const real*> r)
-        if not isfinite(rr_next):
-            return _NON_FINITE
-        for j in range(rank):
-            p[j] = r[j] + <real> (rr_next / rr) * p[j]
-        rr = rr_next
-    return 0
+    for k in range(group.count):
+        group.ended[k] = False
+        group.status[k][0] = 0
+        memcpy(ps + k * wide, group.x[k], rank * sizeof(real))
+    if group.formed:
+        _form_system(systems, &group.entries[0], rest + (ld + 1) * ld, rest, rest + ld * ld)
+    for step in range(n_steps + 1):         # the first product is that of x
+        memset(aps, 0, group.count * wide * sizeof(real))
+        if group.formed:
+            combine(table, rank, ld, <const real*> rest, <const real*> ps, aps)
+        elif systems.gram != NULL:
+            _product(table, &gram_matrix, group.count, <const real*> ps, wide, aps, wide)
+        for k in range(group.count):
+            r, p, ap, x = rs + k * wide, ps + k * wide, aps + k * wide, <real*> group.x[k]
+            if group.ended[k]:
+                continue
+            if group.formed and step == 0:
+                for j in range(rank):
+                    ap[j] = rest[ld * ld + j] - ap[j]
+            elif not group.formed:
+                _apply_entries(systems, &group.entries[k], step == 0, <const real*> p, rest, ap)
+            if step == 0:
+                memcpy(r, ap, rank * sizeof(real))
+            else:
+                curvature = dot_exact(table, rank, <const real*> p, <const real*> ap)
+                if curvature <= 0:
+                    group.status[k][0] = _NEGATIVE_CURVATURE
+                    group.ended[k] = True
+                    continue
+                length = group.rr[k] / curvature
+                axpy(table, rank, <real> length, <const real*> p, x)
+                axpy(table, rank, <real> -length, <const real*> ap, r)
+            rr_next = dot_exact(table, rank, <const real*> r, <const real*> r)
+            if not isfinite(rr_next):
+                group.status[k][0] = _NON_FINITE
+                group.ended[k] = True
+                continue
+            if step == 0:
+                memcpy(p, r, rank * sizeof(real))
+                group.rr_first[k] = rr_next
+            else:
+                for j in range(rank):
+                    p[j] = r[j] + <real> (rr_next / group.rr[k]) * p[j]
+            group.rr[k] = rr_next
+            group.ended[k] = rr_next <= 1e-20 * group.rr_first[k] or rr_next <= tiny
 
 
 def padded_rank(Py_ssize_t rank):
@@ -529,6 +578,11 @@ def padded_rank(Py_ssize_t rank):
 
 cdef inline Py_ssize_t _padded(Py_ssize_t rank) noexcept nogil:
     return (rank + HMF_PAD - 1) // HMF_PAD * HMF_PAD
+
+
+cdef inline Py_ssize_t _wide(Py_ssize_t rank) noexcept nogil:
+    """Elements of a row of a product with packed panels."""
+    return (rank + HMF_PANEL - 1) // HMF_PANEL * HMF_PANEL
 
 
 cdef inline Py_ssize_t _simd_rows(Py_ssize_t ld, Py_ssize_t itemsize) noexcept nogil:
@@ -863,7 +917,8 @@ def workspace_size(Py_ssize_t rank, Py_ssize_t itemsize):
     """Elements of scratch one thread needs in `cholesky_rows` and `cg_rows`: A, b, gathered rows and their weights."""
     # whichever types and instruction sets take: systems of `rank`, or smaller ones of the dual form, which are more
     cdef Py_ssize_t ld = _padded(rank), small = min(ld, HMF_LANES_RANK)
-    cdef Py_ssize_t gathered = max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2), 2 * CG_CHUNK)
+    cdef Py_ssize_t steps = 2 * CG_CHUNK + 3 * CG_TOGETHER * _wide(rank)    # of conjugate gradients
+    cdef Py_ssize_t gathered = max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2), steps)
     if ld == small:
         return HMF_LANES * _slot_size(ld) + max(gathered, _group_size(ld, True) - HMF_LANES * _slot_size(ld))
     return max(_group_size(ld, False) + gathered, _group_size(small, True))
@@ -994,22 +1049,54 @@ def cg_rows(
     """
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
-    cdef Py_ssize_t position
+    cdef Py_ssize_t n_rows = order.shape[0], position
     cdef int n_threads = hmf_usable_threads(<int> workspace.shape[0])
-    for position in prange(order.shape[0], nogil=True, schedule="dynamic", chunksize=ROW_CHUNK,
+    cdef const real[:, ::1] matrix = systems.gram
+    packed, spans = panels(matrix)
+    cdef const real[:, :, ::1] packed_view = packed
+    cdef const int64_t[:, ::1] spans_view = spans
+    cdef Panels gram_matrix = Panels(NULL, NULL, matrix.shape[0], packed_view.shape[0])
+    if gram_matrix.n:
+        gram_matrix.packed, gram_matrix.spans = &packed_view[0, 0, 0], &spans_view[0, 0]
+    for position in prange((n_rows + ROW_CHUNK - 1) // ROW_CHUNK, nogil=True, schedule="dynamic",
                            num_threads=n_threads):
-        _prefetch_ahead(&its, &all_rows, &order[position], order.shape[0] - position, <const real*> &out[0, 0])
-        status[order[position]] = _cg_row(&its, &all_rows, order[position], n_steps, form_from,
-                                          &workspace[hmf_thread_id(), 0], &out[order[position], 0])
+        _cg_rows_of(&its, gram_matrix, &all_rows, &order[position * ROW_CHUNK], n_rows - position * ROW_CHUNK, n_steps,
+                    form_from, &workspace[hmf_thread_id(), 0], &status[0], &out[0, 0])
 
 
-cdef int32_t _cg_row(const Systems* systems, const Rows* rows, Py_ssize_t row, int n_steps, Py_ssize_t form_from,
-                     real* work, real* out) noexcept nogil:
-    cdef RowEntries entries = _entries(rows, row)
-    if entries.n == 0:
-        memset(out, 0, systems.rank * sizeof(real))
-        return 0
-    return _conjugate_gradient(systems, &entries, n_steps, entries.n >= form_from, work, out)
+cdef void _cg_rows_of(
+        const Systems* systems, Panels gram_matrix, const Rows* rows,
+        const int64_t* order, Py_ssize_t n_left,    # IN   rows from here on, of which ROW_CHUNK are solved
+        int n_steps, Py_ssize_t form_from,
+        real* work,                                 # scratch (workspace_size(rank),)
+        int32_t* status, real* out) noexcept nogil:
+    cdef Py_ssize_t rank = systems.rank, row, k
+    cdef int together = CG_TOGETHER if systems.gram != NULL else 1     # others would only share the cache
+    cdef Py_ssize_t n_together = 0, most = CG_BYTES // (rank * sizeof(real))   # entries
+    cdef RowEntries entries
+    cdef Gradients group
+    group.count = 0
+    for k in range(min(ROW_CHUNK, n_left)):
+        _prefetch_ahead(systems, rows, order + k, n_left - k, <const real*> out)
+        row = order[k]
+        entries = _entries(rows, row)
+        if entries.n == 0:
+            memset(out + row * rank, 0, rank * sizeof(real))
+            status[row] = 0
+            continue
+        if group.count and (group.formed or entries.n >= form_from or group.count == together
+                            or n_together + entries.n > most):
+            _conjugate_gradients(systems, gram_matrix, &group, n_steps, work)
+            group.count = 0
+            n_together = 0
+        group.formed = entries.n >= form_from
+        group.entries[group.count] = entries
+        group.x[group.count] = out + row * rank
+        group.status[group.count] = status + row
+        group.count += 1
+        n_together += entries.n
+    if group.count:
+        _conjugate_gradients(systems, gram_matrix, &group, n_steps, work)
 
 
 def nonnegative_rows(
@@ -1229,14 +1316,6 @@ def panels(const real[:, ::1] matrix):
     return packed, spans
 
 
-cdef struct Panels:
-    # a matrix as `panels` packs it
-    const void* packed
-    const int64_t* spans
-    Py_ssize_t rank
-    Py_ssize_t n
-
-
 def times_panels(
         real[:, ::1] out,                    # OUT  (n_rows, rank), may be `rows`
         const real[:, ::1] rows,             # IN   (n_rows, rank)
@@ -1258,13 +1337,9 @@ def times_panels(
 cdef void _times_panels(
         const hmf_kernel_table* table, const Panels* matrix, Py_ssize_t n_rows, const real* rows, real* scratch,
         real* out, int32_t* status) noexcept nogil:
-    cdef Py_ssize_t panel, row, j, rank = matrix.rank, n_panels = matrix.n, ld = n_panels * HMF_PANEL
-    cdef const real* packed = <const real*> matrix.packed
-    cdef const int64_t* spans = matrix.spans
+    cdef Py_ssize_t row, j, rank = matrix.rank, ld = matrix.n * HMF_PANEL
     cdef bint finite
-    for panel in range(n_panels):
-        times_panel(table, n_rows, spans[2 * panel + 1] - spans[2 * panel], rows + spans[2 * panel], rank,
-                    packed + (panel * rank + spans[2 * panel]) * HMF_PANEL, scratch + panel * HMF_PANEL, ld)
+    _product(table, matrix, n_rows, rows, rank, scratch, ld)
     for row in range(n_rows):
         finite = True
         for j in range(rank):

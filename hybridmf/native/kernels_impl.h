@@ -198,10 +198,24 @@ HMF_INLINE void FN(score_rows)(const int n_users, ptrdiff_t f, const REAL *users
 
 static void FN(score)(ptrdiff_t n_users, ptrdiff_t f, const REAL *users, ptrdiff_t apart, const REAL *panel,
                       REAL *out, ptrdiff_t stride) {
-    ptrdiff_t u = 0;
-    for (; u + HMF_USERS <= n_users; u += HMF_USERS)
-        FN(score_rows)(HMF_USERS, f, users + u * apart, apart, panel, out + u * stride, stride);
-    for (; u < n_users; u++) FN(score_rows)(1, f, users + u * apart, apart, panel, out + u * stride, stride);
+    for (ptrdiff_t u = 0, take; u < n_users; u += take) {
+        const ptrdiff_t left = n_users - u;
+        const REAL *const from = users + u * apart;
+        REAL *const to = out + u * stride;
+        /* a row alone has too few chains to hide their latency */
+        take = left >= HMF_USERS && !(HMF_USERS == 3 && left == 4) ? HMF_USERS
+               : left >= 4 && HMF_USERS > 4                        ? 4
+               : left >= 2                                         ? 2
+                                                                   : 1;
+        if (take == HMF_USERS)
+            FN(score_rows)(HMF_USERS, f, from, apart, panel, to, stride);
+        else if (take == 4 && HMF_USERS > 4)
+            FN(score_rows)(4, f, from, apart, panel, to, stride);
+        else if (take == 2)
+            FN(score_rows)(2, f, from, apart, panel, to, stride);
+        else
+            FN(score_rows)(1, f, from, apart, panel, to, stride);
+    }
 }
 
 /* First i >= start with scores[i] >= threshold, or n. */
@@ -285,24 +299,36 @@ static ptrdiff_t FN(weigh)(ptrdiff_t n, const REAL *ratings, REAL alpha, REAL un
 }
 
 /* out += sum_k (target[k] + sign * weight[k] * (y_k . p)) y_k over rows columns[k] of `fixed`; weight NULL: 1,
- * target NULL: 0. HMF_TOGETHER rows share each pass over p and out. */
-HMF_INLINE void FN(apply_few)(const int rows, ptrdiff_t rank, const REAL *const *y, const REAL *weight,
-                              const REAL *target, REAL sign, const REAL *p, REAL *out) {
+ * target NULL: 0. `rows` of them share each pass over p and out; rows y_ahead, if any, are prefetched in between. */
+HMF_INLINE void FN(apply_few)(const int rows, ptrdiff_t rank, const REAL *const *y, const REAL *const *y_ahead,
+                              const REAL *weight, const REAL *target, REAL sign, const REAL *p, REAL *out) {
+    enum { LINE = 64 / sizeof(REAL) };
     const ptrdiff_t whole = rank / LANES * LANES;
-    REAL factor[HMF_TOGETHER];
-    VEC sum[HMF_TOGETHER];
+    REAL factor[HMF_WIDE];
+    VEC sum[HMF_WIDE];
     for (int r = 0; r < rows; r++) sum[r] = SPLAT(0);
     for (ptrdiff_t j = 0; j < whole; j += LANES) {
         const VEC part = *(const VEC *)(p + j);
+        if (y_ahead && j % LINE == 0)
+            for (int r = 0; r < rows / 2; r++) HMF_PREFETCH(y_ahead[r] + j);
         for (int r = 0; r < rows; r++) sum[r] += part * *(const VEC *)(y[r] + j);
     }
+    if (rows % 4 == 0)
+        for (int r = 0; r < rows; r += 4) {
+            FOUR four;
+            FN(four_totals)(sum + r, &four);
+            memcpy(factor + r, &four, sizeof four);
+        }
+    else
+        for (int r = 0; r < rows; r++) factor[r] = FN(total)(sum[r]);
     for (int r = 0; r < rows; r++) {
-        factor[r] = FN(total)(sum[r]);
         for (ptrdiff_t j = whole; j < rank; j++) factor[r] += p[j] * y[r][j];
         factor[r] = (target ? target[r] : 0) + sign * (weight ? weight[r] : 1) * factor[r];
     }
     for (ptrdiff_t j = 0; j < whole; j += LANES) {
         VEC total = *(const VEC *)(out + j);
+        if (y_ahead && j % LINE == 0)
+            for (int r = rows / 2; r < rows; r++) HMF_PREFETCH(y_ahead[r] + j);
         for (int r = 0; r < rows; r++) total += SPLAT(factor[r]) * *(const VEC *)(y[r] + j);
         *(VEC *)(out + j) = total;
     }
@@ -351,23 +377,22 @@ static void FN(apply)(const hmf_rows *rows, const REAL *weight, const REAL *targ
     const ptrdiff_t n = rows->n, rank = rows->width, stride = rows->stride;
     const REAL *const fixed = rows->fixed;
     const int32_t *const columns = rows->columns;
-    const REAL *y[HMF_TOGETHER];
+    const REAL *y[HMF_WIDE], *ahead[HMF_WIDE];
     ptrdiff_t k = n / HMF_TOGETHER * HMF_TOGETHER;
     if (rank == 2 * LANES) FN(apply_width)(2, rows, weight, target, sign, p, out);
     else if (rank == 4 * LANES) FN(apply_width)(4, rows, weight, target, sign, p, out);
     else if (rank == HMF_WIDE * LANES) FN(apply_width)(HMF_WIDE, rows, weight, target, sign, p, out);
     else k = 0;
-    for (; k + HMF_TOGETHER <= n; k += HMF_TOGETHER) {
-        for (int r = 0; r < HMF_TOGETHER; r++) {
+    for (; k + HMF_WIDE <= n; k += HMF_WIDE) {
+        for (int r = 0; r < HMF_WIDE; r++) {
             y[r] = fixed + columns[k + r] * stride;
-            if (k + r + HMF_AHEAD < n)
-                FN(prefetch_row)(fixed + columns[k + r + HMF_AHEAD] * stride, rank);
+            ahead[r] = fixed + columns[k + r + HMF_WIDE < n ? k + r + HMF_WIDE : n - 1] * stride;
         }
-        FN(apply_few)(HMF_TOGETHER, rank, y, weight ? weight + k : NULL, target ? target + k : NULL, sign, p, out);
+        FN(apply_few)(HMF_WIDE, rank, y, ahead, weight ? weight + k : NULL, target ? target + k : NULL, sign, p, out);
     }
     for (; k < n; k++) {
         y[0] = fixed + columns[k] * stride;
-        FN(apply_few)(1, rank, y, weight ? weight + k : NULL, target ? target + k : NULL, sign, p, out);
+        FN(apply_few)(1, rank, y, NULL, weight ? weight + k : NULL, target ? target + k : NULL, sign, p, out);
     }
 }
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .types import Plan
 
 GRAM_ROWS = 512
-"""Rows a thread of `_als.gram` widens to float64 at a time (GRAM_ROWS of native/_als.pyx)."""
+"""Rows of a partial sum of `_als.gram` at least (GRAM_ROWS of native/_als.pyx)."""
 
 
 ANSWER_BYTES = 1 << 28
@@ -112,12 +112,12 @@ def _segment_bytes(plan: Plan) -> int:
 
 
 def _gram_bytes(plan: Plan) -> int:
-    """Float64 scratch of `_als.gram`, which implicit feedback needs: rows of each thread, up to 256 partial sums."""
+    """Float64 partial sums of `_als.gram`, up to 256, which implicit feedback needs."""
     if plan.feedback == "explicit":
         return 0
     width = _als.padded_rank(plan.rank)
     parts = min(256, -(-max(plan.n_users, plan.n_items) // GRAM_ROWS)) + 3  # the sum, its halves put together
-    return (plan.num_threads * GRAM_ROWS + parts * width) * width * 8
+    return parts * width * width * 8
 
 
 def tile_pointers(rows: int, columns: int, plan: Plan) -> int:

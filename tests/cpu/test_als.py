@@ -252,6 +252,21 @@ def test_cg_with_and_without_the_matrix_of_a_row(name, rank, monkeypatch):
         assert (solved[0] != solved[1]).any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_cg_rows_do_not_depend_on_rows_beside_them(dtype):
+    """Rows share products with the Gram matrix, also one that ends at once, since its start is its solution."""
+    matrix, rank = planted(), 33
+    matrix.data[matrix.indptr[3] : matrix.indptr[4]] *= -1  # disliked items alone: the solution is zero
+    start = random_factors(60, rank, dtype, seed=5)
+    start.matrix[3] = 0
+    together, _ = solve(matrix, OBJECTIVES["implicit"], rank, dtype, solver="cg", start=start)
+    for row in range(60):
+        alone = as_csr(matrix, dtype=np.dtype(dtype))[[row]]
+        solved, _ = solve(alone, OBJECTIVES["implicit"], rank, dtype, solver="cg", start=start.take(np.array([row])))
+        np.testing.assert_array_equal(solved.matrix[0], together.matrix[row])
+    assert not together.matrix[3].any()
+
+
 def test_cg_steps_matter_and_converge_to_the_exact_solution():
     errors = []
     for steps in (1, 2, 4, 40):
