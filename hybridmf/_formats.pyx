@@ -1,8 +1,8 @@
 """Sparse layouts: parallel transposition, degree order, row permutation, and the BALS tiles.
 
 The BALS format (Chen et al., "BALS", IEEE TPDS 2021, section 4.1, Alg. 1, Fig. 6) cuts a matrix into tiles of
-``tile_rows`` x ``tile_cols`` and stores, tile after tile along each row block, what a kernel needs to load every
-factor row of a tile once and to reuse it for all rows of the tile. The paper's example with ``tile_rows=2``,
+``tile_rows`` x ``tile_cols``. Tile after tile along each row block, it lists the columns of a tile, so that a kernel
+loads each of their factor rows once and reuses it for all rows of the tile. The paper's example with ``tile_rows=2``,
 ``tile_cols=3`` (first row block only)::
 
               c0 c1 c2 | c3 c4 c5
@@ -12,13 +12,13 @@ factor row of a tile once and to reuse it for all rows of the tile. The paper's 
         values       3 1 | 2 4      | 2 | 5          nonzeros: tile by tile, row by row
         tile_colidx  0 2 1          | 4 3            columns to load for a tile, each once, by first appearance
         tile_ptr     0                3      5       where a tile's columns start; equal neighbours: vacant tile
-        seg_colidx   0 1 | 0 2      | 0 | 1          for each nonzero: which of its tile's loaded columns it uses
+        seg_colidx   0 1 | 0 2      | 0 | 1          for each nonzero: position of its column among its tile's
         seg_ptr      0     2          4   5      6   where a segment (one row of one tile) starts in seg_colidx
 
-Segments are numbered row block by row block, in it tile by tile, in it row by row; ``seg_ptr`` has
-``n_rows * n_tile_columns + 1`` elements (section 4.1.2), so the last row block has only the rows that exist. Since a
-row block owns one contiguous range of CSR entries, row blocks are built independently, in parallel and in O(nnz +
-segments); only the offsets of ``tile_colidx`` need a prefix sum over tiles afterwards.
+Segments are numbered by row block, then tile, then row; ``seg_ptr`` has ``n_rows * n_tile_columns + 1`` elements
+(section 4.1.2), so the last row block has only the rows that exist. Since a row block owns one contiguous range of CSR
+entries, row blocks are built independently, in parallel and in O(nnz + segments); only the offsets of ``tile_colidx``
+need a prefix sum over tiles afterwards.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ ctypedef fused offset_t:   # positions within nnz: int32 halves the index traffi
     int32_t
     int64_t
 
-# Below this many entries a second thread costs more than it brings.
+# Below this many entries a second thread costs more than it saves.
 cdef Py_ssize_t PARALLEL_ENTRIES = 1 << 15
 
 cdef int32_t FLOAT_EXPONENT = 0x7F800000
@@ -69,12 +69,12 @@ def max_threads():
 
 # ---------------------------------------------------------------------------------------------------------- copies
 
-cdef Py_ssize_t ZEROS_BLOCK = 1 << 16  # values looked at before the next block
+cdef Py_ssize_t ZEROS_BLOCK = 1 << 16  # values per task
 cdef Py_ssize_t COPY_BYTES = 1 << 20   # of one memcpy, a few hundred pages
 
 
 def copied(const uint8_t[::1] source, uint8_t[::1] target, num_threads=None):
-    """target <- source, bytes of equal length, by several threads: most of the time goes to the pages of new memory.
+    """target <- source by several threads; page faults of new memory take most of the time.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def copied(const uint8_t[::1] source, uint8_t[::1] target, num_threads=None):
 
 cdef inline int32_t _row_faults(const int32_t* indices, const value_t* data, Py_ssize_t n,
                                 int32_t n_cols) noexcept nogil:
-    """Not zero if an index is out of range or does not ascend, or a value is not finite. Loops that vectorize."""
+    """Not zero if an index is out of range or does not ascend, or a value is not finite; vectorizable loops."""
     cdef int32_t faults = 0
     cdef int64_t wide = 0
     cdef Py_ssize_t k
@@ -115,7 +115,7 @@ cdef inline int32_t _row_faults(const int32_t* indices, const value_t* data, Py_
 
 def is_canonical(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data, Py_ssize_t n_cols,
                  num_threads=None):
-    """Whether CSR arrays whose indptr is sound are canonical, in one parallel pass.
+    """Whether CSR arrays with a valid indptr are canonical, in one parallel pass.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def row_order_status(const int64_t[::1] indptr, const int32_t[::1] indices, num_
     code : int
         SORTED_UNIQUE, SORTED_DUPLICATES or UNSORTED.
     position : int
-        Entry whose column repeats its predecessor's (SORTED_DUPLICATES; the first such), else -1.
+        First entry that repeats its predecessor's column (SORTED_DUPLICATES), else -1.
     """
     cdef Py_ssize_t n_rows = indptr.shape[0] - 1, row, k
     cdef Py_ssize_t repeats = 0, falls = 0
@@ -204,7 +204,7 @@ cdef void _summarize(const value_t* values, Py_ssize_t n, double* out) noexcept 
     least = largest = values[0] if values[0] > 0 else -values[0]
     for lane in range(4):
         sums[lane] = squares[lane] = 0
-    # four sums: one would wait for the latency of each addition
+    # four sums: a single one would be limited by the latency of additions
     for k in range(n):
         value = values[k]
         wide = value
@@ -222,7 +222,7 @@ cdef void _summarize(const value_t* values, Py_ssize_t n, double* out) noexcept 
 
 
 def summarize(const value_t[::1] values, Py_ssize_t piece, num_threads=None):
-    """Sums and ranges of consecutive pieces of values; the same bits for any number of threads.
+    """Sums and ranges of consecutive pieces of values, independent of the number of threads.
 
     Parameters
     ----------
@@ -234,7 +234,7 @@ def summarize(const value_t[::1] values, Py_ssize_t piece, num_threads=None):
     Returns
     -------
     float64 array, shape (n_pieces, 6)
-        Of each piece: the sum and the sum of squares in float64, the smallest and the largest value, the smallest and
+        For each piece the sum and the sum of squares in float64, the smallest and the largest value, the smallest and
         the largest absolute value.
     """
     cdef Py_ssize_t n = values.shape[0], k
@@ -264,7 +264,7 @@ cdef void _count_columns(
 
 
 cdef void _column_offsets(
-        offset_t[:, ::1] cursor,        # IN OUT counts -> where each part writes its first entry of each column
+        offset_t[:, ::1] cursor,        # IN OUT counts -> slot of each part's first entry of each column
         int64_t[::1] out_indptr) noexcept nogil:   # OUT (n_cols + 1,)
     cdef Py_ssize_t column, part
     cdef offset_t start = 0, count
@@ -283,7 +283,7 @@ cdef void _scatter_columns(
         offset_t[:, ::1] cursor,        # IN OUT (n_parts, n_cols) next free slot
         int32_t[::1] out_indices, value_t[::1] out_data,   # OUT (nnz,)
         int n_threads) noexcept nogil:
-    """Parts are row ranges in order, so within a column rows stay sorted whatever the thread count."""
+    """Parts are row ranges in order, so rows stay sorted within a column for any thread count."""
     cdef Py_ssize_t row, k
     cdef int part
     cdef offset_t slot
@@ -319,15 +319,15 @@ cdef void _scatter_coordinates(
 
 
 cdef int _parts(int n_threads, Py_ssize_t nnz, Py_ssize_t n_cols) noexcept:
-    """A part keeps a cursor per column; more parts than this would cost more memory than the entries themselves."""
+    """Number of parts; more cursors, one per part and column, would take more memory than the entries."""
     return <int> max(1, min(n_threads, 4 * nnz // max(n_cols, 1)))
 
 
 def by_column(const int32_t[::1] rows, const int32_t[::1] columns, const value_t[::1] data, Py_ssize_t n_cols,
               num_threads=None, bint wide=False):
-    """CSC of coordinates in any order, by a counting sort; stable, so entries of a column keep their order.
+    """CSC of coordinates in any order, by a stable counting sort: entries of a column keep their order.
 
-    `transpose` makes it CSR that is sorted by row and column and keeps the order of equal pairs.
+    `transpose` of the result is CSR sorted by row and column, with equal pairs in their original order.
 
     Parameters
     ----------
@@ -375,7 +375,7 @@ def by_column(const int32_t[::1] rows, const int32_t[::1] columns, const value_t
 
 def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value_t[::1] data, Py_ssize_t n_cols,
               num_threads=None, bint wide=False):
-    """CSR of the transpose; stable, so its rows are sorted by column and equal pairs keep their order.
+    """CSR of the transpose, with rows sorted by column; stable, so equal pairs keep their order.
 
     Parameters
     ----------
@@ -385,7 +385,7 @@ def transpose(const int64_t[::1] indptr, const int32_t[::1] indices, const value
     n_cols : int
     num_threads : int, optional
     wide : bool
-        Use the 64-bit cursors that more than 2^31 - 1 entries need, regardless of nnz.
+        Use 64-bit cursors, which more than 2^31 - 1 entries need, regardless of nnz.
 
     Returns
     -------
@@ -434,7 +434,7 @@ def degree_order(const int64_t[::1] indptr):
     Returns
     -------
     int64 array, shape (n_rows,)
-        ``order[k]`` is the row that comes k-th.
+        ``order[k]`` is the k-th row.
     """
     cdef Py_ssize_t n_rows = indptr.shape[0] - 1, row
     cdef int64_t longest = 0, degree, start = 0, count
@@ -459,7 +459,7 @@ def degree_order(const int64_t[::1] indptr):
 
 def take_rows(const int64_t[::1] indptr, const int32_t[::1] indices, const any_t[::1] data,
               const int64_t[::1] order, num_threads=None):
-    """CSR whose k-th row is row ``order[k]`` of the input; `order` may repeat or leave out rows.
+    """CSR whose k-th row is row ``order[k]`` of the input; `order` may repeat or omit rows.
 
     Returns
     -------
@@ -510,7 +510,7 @@ cdef inline Py_ssize_t _tile_of(int32_t column, Division by) noexcept nogil:
 
 
 cdef struct RowBlock:
-    # consecutive rows of a CSR matrix whose columns are cut into tiles
+    # consecutive rows of a CSR matrix with tiled columns
     const int64_t* indptr       # (n_rows + 1,) of the block's rows
     const int32_t* indices      # (nnz,) of the matrix
     Py_ssize_t n_rows
@@ -526,15 +526,15 @@ cdef struct Loaded:
 
 cdef struct TileColumns:
     int32_t* seg_colidx         # OUT (nnz,)
-    int32_t* first_seen         # OUT (nnz,) distinct columns of each tile, from where its entries start
+    int32_t* first_seen         # OUT (nnz,) distinct columns of each tile, from its first entry's position on
 
 
 cdef void _segment_starts(
         RowBlock block,
         offset_t* starts) noexcept nogil:                # OUT  (n_tile_cols * n_rows,)
-    """Alg. 1, step 1 for one row block: count, then turn the counts into starts by a running sum.
+    """Alg. 1, step 1 for one row block: counts, then starts by a running sum.
 
-    No branch on the tile: short runs of a row in a tile would mispredict it at every other entry.
+    Branch-free, since a branch on the tile would be mispredicted at every other entry if runs of a row are short.
     """
     cdef Py_ssize_t n_segments = block.n_tile_cols * block.n_rows, local, k, s
     cdef offset_t start, count
@@ -572,8 +572,8 @@ cdef void _fill_row_block(
             out = next_slot[t * n_rows + local]
             next_slot[t * n_rows + local] = out + 1
             seen = loaded.slot[column]
-            # Selected, not branched on. The column is always written behind those loaded so far: where it is not new,
-            # fewer columns than entries were seen, so the place is the tile's, and the next new column overwrites it.
+            # Branch-free: always writes the column after those loaded so far. If it is not new, the tile has more
+            # entries than loaded columns, so the slot is within the tile, and the next new column overwrites it.
             is_new = (seen >> 32) != loaded.stamp
             index = n_distinct[t] if is_new else seen & LOCAL_INDEX
             loaded.slot[column] = (loaded.stamp << 32) | index
@@ -653,7 +653,7 @@ def build_bals(const int64_t[::1] indptr, const int32_t[::1] indices, const valu
             first = block * tile_rows
             thread = hmf_thread_id()
             rows = RowBlock(&indptr[first], &indices[0], _min(tile_rows, n_rows - first), n_tile_cols, by)
-            # element s + 1 holds the start of segment s first and, once its entries are placed, its end
+            # element s + 1 first holds the start of segment s, and its end once its entries are placed
             segments = &seg_ptr[first * n_tile_cols + 1]
             _segment_starts(rows, segments)
             _fill_row_block(rows, &data[0], segments, &tile_start[thread, 0], Loaded(block + 1, &slot[thread, 0]),
@@ -687,7 +687,7 @@ def bals_to_csr(const value_t[::1] values, const int32_t[::1] seg_colidx, const 
     for block in prange(n_blocks, nogil=True, schedule="dynamic", num_threads=n):
         row_start = block * tile_rows
         rows_here = _min(tile_rows, n_rows - row_start)
-        out = seg_ptr[row_start * n_tile_cols]   # a row block owns one contiguous range of entries in both layouts
+        out = seg_ptr[row_start * n_tile_cols]   # a row block's entries are contiguous in both layouts
         for local in range(rows_here):
             for t in range(n_tile_cols):
                 s = row_start * n_tile_cols + t * rows_here + local
@@ -700,7 +700,7 @@ def bals_to_csr(const value_t[::1] values, const int32_t[::1] seg_colidx, const 
 
 
 def bals_vacancies(const offset_t[::1] seg_ptr, const offset_t[::1] tile_ptr, Py_ssize_t n_rows, Py_ssize_t tile_rows):
-    """(vacant tiles, vacant segments that lie outside vacant tiles): the counts behind BALS table 3."""
+    """(vacant tiles, vacant segments outside vacant tiles): the counts of BALS table 3."""
     cdef Py_ssize_t n_tiles = tile_ptr.shape[0] - 1
     cdef Py_ssize_t n_blocks = (n_rows + tile_rows - 1) // tile_rows
     cdef Py_ssize_t n_tile_cols = n_tiles // n_blocks if n_blocks else 0

@@ -1,4 +1,4 @@
-"""OpenMP's thread queries, or one thread where the build has no OpenMP; and one thread in a forked child."""
+"""OpenMP's thread queries; one thread in builds without OpenMP and in forked children."""
 
 cdef extern from *:
     """

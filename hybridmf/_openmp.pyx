@@ -1,8 +1,8 @@
 """Thread counts that are safe after a fork.
 
-GNU OpenMP keeps its threads between regions. In a child made by fork they are gone, and a region with more than one
-thread would never end; so a child whose parent had used them runs one thread. This is a separate module because the
-threads belong to the process: all compiled modules share one pool, and therefore its state.
+GNU OpenMP keeps its threads between regions. A forked child loses them, and a region with more than one thread would
+never end; so if the parent has used threads, the child runs one. All compiled modules share the process's thread pool,
+and therefore this module, which holds its state.
 """
 
 cdef extern from *:
@@ -22,7 +22,7 @@ cdef extern from *:
 
 
 cdef int hmf_usable_threads(int wanted) noexcept nogil:
-    """`wanted`, or 1 where the process's OpenMP threads were lost in a fork."""
+    """`wanted`, or 1 if the process lost its OpenMP threads in a fork."""
     global hmf_threads_used
     if hmf_threads_lost:
         return 1

@@ -30,7 +30,7 @@ from ..plan.types import NONNEGATIVE, Plan
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
 
 CG_FORMS_PER_STEP = 7
-"""CG forms A explicitly for ranks up to this number times (CG steps + 1), in rows with more entries than factors.
+"""CG forms A for ranks up to this number times (CG steps + 1), in rows with more entries than factors.
 
 Measured with AVX2, one thread, 2.4 million entries, implicit, 3 steps: forming A takes 0.86 of the time at f = 24, as
 long at f = 16, 1.2 times as long at f = 32."""
@@ -73,7 +73,7 @@ def _bias_square(objective: Objective, side: Side) -> float:
 
 
 def _offsets(fixed: Factors, mean: float, objective: Objective) -> np.ndarray:
-    """Part of each rating that the mean and the biases of the fixed side explain."""
+    """Mean rating plus the biases of the fixed side, to subtract from the ratings."""
     if not objective.biases or fixed.bias is None:
         return _empty(fixed.matrix.dtype)
     return np.ascontiguousarray(fixed.bias + fixed.matrix.dtype.type(mean))
@@ -110,7 +110,7 @@ class WeightedGram:
     Parameters
     ----------
     side : {"user", "item"}
-        The side to solve, whose ridge the basis takes in.
+        The side to solve, whose ridge is part of the basis.
     factors : float array, shape (n_fixed, rank)
         The other side.
     objective : Objective
@@ -148,7 +148,7 @@ class WeightedGram:
 
 
 Panels = tuple[np.ndarray, np.ndarray]
-"""A matrix as `hybridmf.native._als.panels` packs it."""
+"""A matrix packed by `hybridmf.native._als.panels`."""
 
 
 def _epsilon(dtype: np.dtype) -> float:
@@ -156,7 +156,7 @@ def _epsilon(dtype: np.dtype) -> float:
 
 
 class FixedSide:
-    """The fixed side of a half sweep as kernels take it.
+    """The fixed side of a half sweep in the form of the kernels.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class FixedSide:
     ----------
     systems : Systems
     back : Panels or None
-        What solutions are multiplied by where the systems are those of another basis.
+        Multiplies solutions to change them back from another basis; None without one.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class FixedSide:
             else:
                 forward, self.back = gram.basis
                 there = aligned_zeros(design.shape, design.dtype)
-                # values beyond the range of the type show in the solutions
+                # overflow shows in the solutions
                 _als.times_panels(there, design, *forward, np.zeros(len(there), dtype=np.int32), plan.num_threads)
                 design, matrix, ridge = there, np.eye(plan.rank), np.zeros(plan.rank)
         matrix = np.ascontiguousarray(matrix, dtype=design.dtype)
@@ -406,8 +406,7 @@ def _cg_forms_from(plan: Plan) -> int:
 class StreamedHalf:
     """One half of a sweep over slabs: one `HalfSweep` after the other.
 
-    Rows are independent, and in no kernel do a row's bits depend on neighbouring rows. So results do not depend on
-    the bounds of slabs.
+    Kernels compute a row without its neighbours, so results do not depend on the bounds of slabs, bit for bit.
 
     Parameters
     ----------
@@ -469,7 +468,7 @@ class StreamedHalf:
 
 
 class CpuALS(Alternating):
-    """Alternating least squares on the CPU (Gates et al. fig. 4): owns the layouts and the current factors.
+    """Alternating least squares on the CPU (Gates et al., fig. 4): owns the layouts and the current factors.
 
     Parameters
     ----------
@@ -497,7 +496,7 @@ class CpuALS(Alternating):
         self.halves = {side: half(side, ratings[side], objective, plan, self.order.names(side)) for side in SIDES}
 
     def _inward(self, side: Side) -> Factors:
-        """Current factors of a side in the order the layouts use."""
+        """Current factors of a side in the order of the layouts."""
         return self.order.inward(side, self.state.side(side))
 
     def update(self, side: Side) -> None:
@@ -506,7 +505,7 @@ class CpuALS(Alternating):
         self.state = self.state.with_side(side, self.order.outward(side, solved))
 
     def balance(self) -> None:
-        """Transform both sides to the basis of least penalty: same predictions, same bits for any number of threads."""
+        """Transform both sides to the basis of least penalty; keeps predictions, and is independent of threads."""
         users, items = map(self._penalty_gram, SIDES)
         for side, basis in zip(SIDES, balancing(users, items), strict=True):
             factors = self.state.side(side)

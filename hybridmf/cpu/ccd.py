@@ -22,11 +22,11 @@ TRANSPOSE_ROWS = 256
 """Rows transposed at a time: 64 KB at rank 64 in float32, so that source and destination stay in L2."""
 
 RESIDUAL_SLOWNESS = 8.0
-"""Cost of a flop of the residual relative to one of the normal equations: it streams, they reuse rows."""
+"""Cost of a flop of the residual, which streams, relative to the normal equations, which reuse rows."""
 
 
 def by_column(rows: np.ndarray, *first: Any) -> np.ndarray:
-    """Factors of shape (n, rank) by column, after other columns: the coordinates of a factor are contiguous."""
+    """The columns `first`, then factors of shape (n, rank) by column: a factor's coordinates are contiguous."""
     columns = aligned_zeros((len(first) + rows.shape[1], len(rows)), rows.dtype)
     for column, values in zip(columns, first, strict=False):
         column[:] = values
@@ -61,7 +61,7 @@ class _Half:
         residual = aligned_zeros(self.ratings.shape, matrix.dtype)
         self.rows = ResidualRows(indptr, indices, residual, given, *_ccd.schedule(indptr))
         self.degrees = np.diff(indptr)
-        # of factors, and of biases if there are any
+        # for factors, and for biases if there are any
         self.ridges = objective.ridge(side, 1, 1 + objective.biases)[:, None] * objective.row_scale(side, self.degrees)
 
 
@@ -133,9 +133,10 @@ class CpuCCD(Unconnected):
     def _compute_residuals(self, *sides: Side) -> None:
         """Compute copies of the residual from the state.
 
-        Every iteration computes them again: a resumed fit then has the bits of an uninterrupted one, and rounding
+        Every iteration recomputes them, so that a resumed fit equals an uninterrupted one bit for bit, and rounding
         errors do not accumulate. With one inner iteration, both copies take a quarter of the flops of the updates,
-        and less of the time. A kernel call takes about ``plan.batch_flops``; Python handles Ctrl-C between calls.
+        and a smaller share of the time. A kernel call takes about ``plan.batch_flops``; Python handles Ctrl-C between
+        calls.
         """
         tables = {side: scoring_rows(self.state.side(side), side, self.state.mean) for side in SIDES}
         for side in sides:
@@ -160,8 +161,8 @@ class CpuCCD(Unconnected):
         # a residual that was just computed has no pending product
         pending = items[column - 1] if column else np.zeros_like(items[0])
         for inner in range(last + 1):
-            # the first inner iteration adds the old product; the last one subtracts the new one: from the rows at once,
-            # from the columns with the next factor
+            # the first inner iteration adds the old product; the last one subtracts the new product from the rows, and
+            # the next factor's update subtracts it from the columns
             first = inner == 0
             change = Change(_ccd.CATCH_UP if first else _ccd.KEEP, pending, nothing)
             self._update("item", column, columns, pairs, change)
@@ -179,7 +180,7 @@ class CpuCCD(Unconnected):
     ) -> None:
         half, coordinates = self.halves[side], columns[side][column]
         is_factor = column >= len(self.biases)
-        # otherwise the column has the ones that multiply biases, or the side keeps its coordinates
+        # otherwise the column consists of ones that multiply biases, or the side is frozen
         solves = (is_factor or self.biases[column] == side) and side != self.plan.frozen
         _ccd.update(
             coordinates,
@@ -197,7 +198,7 @@ class CpuCCD(Unconnected):
             raise non_finite(self.objective, side, int(np.argmin(finite)), factor)
 
     def objective_value(self) -> float:
-        """The objective at the current factors, in float64; weighted, of errors in the type of the factors."""
+        """The objective at the current factors, in float64; with weights, from errors in the type of the factors."""
         users, items = self.halves["user"], self.halves["item"]
         if len(users.rows.weights):
             self._compute_residuals("user")

@@ -32,7 +32,7 @@ class CpuEngine:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan as one for the CPU; top-N, which takes microseconds, does without."""
+        """The plan for the CPU; not used by top-N, which takes microseconds."""
         if self._fitted_by.device == "cpu":
             return self._fitted_by
         without = {"gpu": None, "assembly": "simd", "variant": "", "reorder": "none", "tile_rows": 0, "tile_cols": 0}

@@ -26,10 +26,10 @@ BLOCK_ENTRIES = 4096
 """Average entries of a block: about 20 microseconds of work, much more than the cost of taking a block."""
 
 MAX_GRID = 128
-"""Rows and columns of the grid: that many threads can work at a time; half as many stay busy."""
+"""Rows and columns of the grid: as many threads can work at a time; half as many stay busy."""
 
 MSGD_PIECES = 512
-"""Pieces of about equal work that threads take; more pieces than threads, so that idle time at the end is short."""
+"""Number of tasks of about equal work; more tasks than threads, so that idle time at the end is short."""
 
 
 class Copies:
@@ -89,7 +89,7 @@ def _both(work: WorkingCopies) -> BothSides:
 
 
 class Schedule(Protocol):
-    """The order in which an epoch updates, in kernel calls of bounded length."""
+    """The order of updates in an epoch, in kernel calls of bounded length."""
 
     def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """Run epoch `epoch` on `work`, in place; yields the training loss of each kernel call."""
@@ -141,7 +141,7 @@ class RowSweeps:
 
 
 class Stretches:
-    """Hogwild!: entries in an order drawn once, of which each thread takes a stretch.
+    """Hogwild!: entries in an order drawn once; each thread takes a consecutive range.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ class Blocks:
     Attributes
     ----------
     grid : int
-        Rows and columns of the grid. Depends on the size of the problem alone, so that threads do not change results.
+        Rows and columns of the grid; independent of the number of threads, and so are results.
     blocks : EntryBlocks
     """
 
@@ -214,7 +214,7 @@ class Blocks:
 
 
 class Diagonals(Blocks):
-    """DSGD: the blocks of shuffled diagonals, with the result of processing one diagonal after the other."""
+    """DSGD: the blocks of shuffled diagonals; equivalent to processing one diagonal after the other."""
 
     def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
         """See `Schedule`."""

@@ -29,7 +29,7 @@ class PackedItems:
     ids : int32 array, shape (n_items,)
         In packed order.
     block_norms : float64 array, shape (n_blocks,)
-        Largest norm of the items of each block, falling.
+        Largest norm of the items of each block, descending.
     """
 
     def __init__(self, items: np.ndarray, candidates: np.ndarray | None = None, num_threads: int = 1) -> None:
@@ -65,7 +65,7 @@ def top_k(
     candidates : int64 array, ascending, optional
         Consider only these items.
     num_threads : int
-        At most so many; a user is the work of one thread, and little work that of the thread that calls.
+        Maximum number of threads. One thread serves a user; the calling thread does small amounts of work alone.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""A scan of delimited text for ids that other readers take for labels, not numbers: one pass without branches."""
+"""Branch-free scan of delimited text for ids that must be read as labels, not as numbers."""
 
 from libc.stdint cimport uint8_t
 
@@ -12,8 +12,8 @@ cdef enum:
     POINT = 46
     ZERO = 48
 
-# Tests are 0 where they hold, so that "or" is the minimum and "and" is |: compilers vectorize these, which reads ten
-# times as fast as tests of equality, of which they make shifts.
+# A test is 0 if it holds, so "or" is the minimum and "and" is |. Compilers vectorize these, which is ten times as fast
+# as equality tests, which they compile to shifts.
 
 
 cdef inline uint8_t _either(uint8_t a, uint8_t b) noexcept nogil:
@@ -32,7 +32,7 @@ cdef uint8_t _no_fault(
         const uint8_t* text,      # IN   (n + 3,)
         Py_ssize_t n,
         uint8_t delimiter) noexcept nogil:
-    """0 if at one of n places a separator and an odd field meet."""
+    """0 if an odd field begins or ends at one of n positions."""
     cdef uint8_t no_fault = 255, apart, odd, zero, minus, behind
     cdef Py_ssize_t k
     for k in range(n):
@@ -49,7 +49,7 @@ cdef uint8_t _paired(
         const uint8_t* text,      # IN   (n + 2,)
         Py_ssize_t n,
         uint8_t byte) noexcept nogil:
-    """0 if at one of the n places from the second on `byte` has it on both sides, or on neither."""
+    """0 if at one of n positions, from the second on, `byte` has an equal neighbour on both sides or on neither."""
     cdef uint8_t no_fault = 255
     cdef Py_ssize_t k
     for k in range(1, n + 1):
@@ -57,12 +57,12 @@ cdef uint8_t _paired(
     return no_fault
 
 
-# The ends of a block are scanned separately: surrounding the block with line ends would copy it, and the new pages take
-# three times as long as the scan.
+# Separate scans of a block's ends: padding the block with line ends would copy it, and the copy's new pages take three
+# times as long as the scan.
 
 
 def spelled_plainly(bytes block, bytes delimiter):
-    """Whether no field begins like 007, -0, 0x7 or +7, or is beside white space: such ids are labels, not numbers.
+    """Whether no field begins like 007, -0, 0x7 or +7, or touches white space: such ids are labels, not numbers.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def spelled_plainly(bytes block, bytes delimiter):
 
 
 def only_in_pairs(bytes block, bytes byte):
-    """Whether no `byte` stands alone, or beside more than one other.
+    """Whether every `byte` is one of exactly two in a row.
 
     Parameters
     ----------

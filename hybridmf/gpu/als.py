@@ -1,4 +1,4 @@
-"""ALS on one GPU: the half sweeps that a plan asks for, and the solver that alternates two of them."""
+"""ALS on one GPU: half sweeps for a plan, and the solver that alternates them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HalfSweeps:
     def __init__(self, device: Device) -> None:
         self.device, self.copiers = device, Copiers(device)
         self.pipeline: Pipeline | None = None
-        self._last: Any = None  # the streamed half sweep made last
+        self._last: Any = None  # the last streamed half sweep made
 
     def factors(self, factors: Factors, plan: Plan, tables: HostTables | None = None) -> GpuFactors:
         """Move factors to where the plan keeps them between half sweeps; `tables` hold offloaded ones."""
@@ -83,7 +83,7 @@ class HalfSweeps:
         return self.pipeline
 
     def link(self, half: Any) -> None:
-        """Let the entries of each half sweep start to load while the other one ends."""
+        """Start to load the entries of each half sweep while the other one ends."""
         if self._last is not None and self._last.side != half.side and half.plan.frozen is None:
             half.following, self._last.following = self._last.transfers, half.transfers
         self._last = half
@@ -155,7 +155,7 @@ class GpuALS(Alternating):
         with self.device.active():
             users, items = map(self._penalty_gram, SIDES)
             bases = zip(SIDES, balancing(users, items), strict=True)
-            # both sides change, or none after a failure
+            # after a failure neither side has changed
             self.inward = {side: self.inward[side].times(self._half_sweeps.copiers, basis) for side, basis in bases}
 
     def _penalty_gram(self, side: Side) -> np.ndarray:

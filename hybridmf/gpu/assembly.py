@@ -77,7 +77,7 @@ class Cleared:
         return self._memory[: self.FOUND].view(np.uint32)
 
     def counter(self) -> Array:
-        """Counter of the work that a launch hands out, int32 of shape (1,); another one at each call."""
+        """Work counter for one launch, int32 of shape (1,); a new one for each call."""
         if self._used == self.HEAD:
             return self.device.zeros(1, np.int32)
         self._used += 1
@@ -88,7 +88,7 @@ class RowKernels:
     """The kernels of an assembly, as called by a half sweep; methods launch and do not wait."""
 
     def operand(self, table: Array) -> Array:
-        """The factors of the fixed side as `assemble` and `solve_rows` read them: `table` itself, or made of it."""
+        """Factors of the fixed side in the form that `assemble` and `solve_rows` read: `table` or converted."""
         return table
 
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:

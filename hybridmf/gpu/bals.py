@@ -172,7 +172,7 @@ def bals(
     ----------
     device : Device
     sums : tuple of float arrays (matrices, rhs), shapes (n_batch, rank, rank) and (n_batch, rank)
-        Written: of `matrices` the lower triangles of the rows of the blocks; the last row block of the matrix may be
+        Written: lower triangles of `matrices` for the rows of the blocks; the last row block of the matrix may be
         shorter.
     factors : float array, shape (n_fixed, ld)
         As for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
@@ -182,8 +182,8 @@ def bals(
     blocks : RowBlocks
         The row blocks of the batch.
     config : BalsConfig or BalsLocalConfig, or {"chip", "local"}
-        Sums in registers, or mapped to threads as in the paper, which keeps them in local memory. A name stands for
-        the default configuration.
+        Sums in registers, or mapped to threads as in the paper and kept in local memory. A name selects the default
+        configuration.
     skip_vacant : bool
         Skip a vacant tile after one test. False, with sums in local memory only, measures the benefit (6.4).
 
@@ -289,7 +289,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, tiles: BalsTiles, first: int, count: int) -> RowBlocks:
-        """Some row blocks of tiles, of which the last one may be shorter."""
+        """Some row blocks of tiles; the last row block of the matrix may be shorter."""
         n_rows, size = tiles.shape[0], tiles.tile_rows
         return cls(first, count, max(0, min((first + count) * size, n_rows) - first * size))
 

@@ -26,7 +26,7 @@ from .factors import DeviceFactors, to_device
 from .launch import check, check_not_host, get_kernel
 
 LANES = ((16, 8), (32, 16))
-"""Quads of a short piece at most, and the lanes that read it in one step; a warp shares each longer piece."""
+"""Maximum quads of a short piece, and the number of lanes that read it in one step; a warp shares longer pieces."""
 
 MAX_QUADS = (1 << 31) - 1
 
@@ -34,7 +34,7 @@ PIECE_WORK = 8
 """Overhead of a piece, in quads, when work is divided into blocks."""
 
 COMPILED_RANKS = (64,)
-"""Any rank: the kernels do not depend on it."""
+"""One rank suffices: the kernels do not depend on it."""
 
 WARPS_PER_BLOCK = 8
 """Threads of the kernels in which a warp processes one piece or row."""
@@ -133,7 +133,7 @@ class PieceLayout:
 
 
 def lanes_of(quads: np.ndarray) -> np.ndarray:
-    """Lanes that share a piece of so many quads; `lanes_of` in cuda/ccd.cu."""
+    """Lanes that share a piece of this many quads; `lanes_of` in cuda/ccd.cu."""
     return np.select([quads <= most for most, _ in LANES], [lanes for _, lanes in LANES], 32)
 
 
@@ -175,7 +175,7 @@ class CcdEntries:
         self.n_rows, self.n_fixed = matrix.shape
         indptr, indices, ratings = csr_arrays(matrix)
         self.degrees = np.diff(indptr)
-        # of factors, and of biases if there are any
+        # for factors, and for biases if there are any
         ridges = objective.ridge(side, 1, 1 + objective.biases)[:, None] * objective.row_scale(side, self.degrees)
         self.penalties = device.upload(ridges.astype(self.dtype))
         layout = PieceLayout.cut(indptr[:-1], self._counts(indptr, indices), config.segment)
@@ -457,7 +457,7 @@ class GpuCCD(Unconnected):
         self._state = State(users, items, self._state.mean)
 
     def _compute_residuals(self) -> None:
-        """Compute both copies again in every iteration, so that a resumed fit has the bits of an uninterrupted one."""
+        """Recompute both copies in every iteration: a resumed fit then equals an uninterrupted one bit for bit."""
         tables = {side: self._scoring_table(side) for side in SIDES}
         for side in SIDES:
             subtract_products(self.entries[side], tables[side], tables[other_side(side)])
@@ -535,7 +535,7 @@ class GpuCCD(Unconnected):
                 mode = PassMode(1 if inner else VECTORS[side], pending, nonnegative, bool(biased))
                 rank_one(new[side], self.entries[side], fixed, own, mode)
                 if side == self.plan.frozen or (biased and side not in biased):
-                    new[side][:] = old[side]  # so do the ones that multiply biases
+                    new[side][:] = old[side]  # also the ones that multiply biases
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""

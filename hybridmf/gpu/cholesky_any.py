@@ -135,7 +135,7 @@ class CholeskyConfig:
             if rows > most_rows:
                 continue
             config = cls(rank, itemsize, 0, row_threads, rows, columns, True)
-            # Blocks of few threads need a second block on the multiprocessor; larger blocks are second best.
+            # in float64, small blocks only if two fit on a multiprocessor; otherwise larger blocks are better
             if narrow or single or row_threads == 32 or config._blocks_in_memory(spec) > 1:
                 yield config
         for row_threads, rows, columns in ((16, 16, 8), (16, 8, 8), (16, 8, 4), (16, 4, 4), (8, 4, 4)):
@@ -367,7 +367,7 @@ def complete(
 
 @dataclass(frozen=True)
 class TilesConfig:
-    """Compile-time choices of cuda/cholesky.cu: one warp a system, products on tensor cores.
+    """Compile-time choices of cuda/cholesky.cu: one warp per system, products on tensor cores.
 
     Attributes
     ----------
@@ -431,7 +431,7 @@ def cholesky_solve(
         ``status[rows[k]]`` is 0; j + 1 if pivot j is at or below `pivot_epsilon` times its diagonal element;
         -1 if a pivot or the solution is infinite or NaN.
     sums : tuple of float arrays (matrices, rhs), shapes (n_slots, rank, rank) and (n_slots, rank)
-        Of `matrices` the lower triangles.
+        Only lower triangles of `matrices` are read.
     slots : int64 array, shape (n + 1,)
     rows : int32 array, shape (n,)
         Distinct.
@@ -488,7 +488,7 @@ def cg_solve(
     status : int32 array, shape (n_out,)
         ``status[rows[k]]`` is 0; -1 if residual or solution became infinite or NaN; -2 for negative curvature.
     sums : tuple of float arrays (matrices, rhs), shapes (n_slots, rank, rank) and (n_slots, rank)
-        Of `matrices` the lower triangles.
+        Only lower triangles of `matrices` are read.
     slots : int64 array, shape (n + 1,)
     rows : int32 array, shape (n,)
         Distinct.

@@ -15,7 +15,7 @@ from .launch import check, check_not_host, get_kernel
 THREADS = 256
 BLOCKS_PER_SM = 8
 QUAD = 4
-"""Columns of a thread: the words of one counter."""
+"""Columns drawn by a thread, from the four words of one counter."""
 
 LOW = 0xFFFFFFFF
 
@@ -65,7 +65,7 @@ def draw_rows(device: Device, table: Array, scales: Array, factors: DrawnFactors
     where = (np.int64(n), np.int64(factors.first), np.int32(width), np.int32(how.rank))
     key = (np.uint32(how.seed & LOW), np.uint32(how.seed >> 32 & LOW))
     what = (np.uint32(how.stream), *key, np.int32(how.signed), np.int32(how.biases))
-    # without numbers of rows an arbitrary pointer, which is not read
+    # without row numbers an arbitrary pointer, which is not read
     kernel((blocks,), (THREADS,), (table, scales, scales if rows is None else rows, where, what), 0)
 
 

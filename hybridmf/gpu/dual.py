@@ -18,10 +18,10 @@ from .launch import DeviceEntries, check, check_not_host, get_kernel, program
 from .systems import SideSystems
 
 TEAMS = 4
-"""Warps of a block, each with a row of its own."""
+"""Warps of a block, each with a separate row."""
 
 BLOCKS_PER_SM = {16: 5, 32: 3, 48: 2, 64: 2}
-"""Blocks on a multiprocessor by the order of the systems: registers decide."""
+"""Blocks per multiprocessor by the order of the systems, limited by registers."""
 
 BASIS_THREADS = 1024
 
@@ -124,7 +124,7 @@ class DualRows:
         if not self.parts:
             return
         if not entries.implicit:
-            failed = self.device.zeros(1, np.int32)  # of a basis, which explicit feedback does not need
+            failed = self.device.zeros(1, np.int32)  # explicit feedback needs no basis, so none can fail
             for size, rows in self.parts:
                 self._launch(size, rows, systems, table, entries, indptr, failed, epsilon)
             return

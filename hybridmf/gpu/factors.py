@@ -31,7 +31,7 @@ EXACT_ROWS = 65536
 
 
 class GpuFactors(LazyFactors):
-    """Factors of one side as a GPU computes with them.
+    """Factors of one side in the layout of the kernels.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class GpuFactors(LazyFactors):
     range: RowRange | None
 
     def beside(self, array: np.ndarray) -> Array:
-        """Move an array of the host to where the factors are."""
+        """Copy an array from the host to the device of the factors; unchanged if they are on the host."""
         raise NotImplementedError
 
     @property
@@ -88,7 +88,7 @@ class GpuFactors(LazyFactors):
 
 
 class DeviceFactors(GpuFactors):
-    """Factors on a device; copied to the host on first access there.
+    """Factors on a device; copied to the host on first access.
 
     Parameters
     ----------
@@ -215,14 +215,14 @@ def fill_table(table: np.ndarray, factors: Factors) -> None:
 
 
 def pad_table(table: np.ndarray, rank: int, biases: bool) -> None:
-    """Write what follows the factors: a constant 1 if there are biases, and zeros."""
+    """Write the columns after the factors: a constant 1 if there are biases, and zeros."""
     table[:, rank:] = 0
     if biases:
         table[:, rank] = 1
 
 
 def weighted_gram(device: Device, table: Array, rank: int, objective: Objective) -> Array | None:
-    """``unobserved_weight F^T F``, shape (rank, rank) padded with zeros to whole blocks; None for explicit feedback."""
+    """``unobserved_weight F^T F``, shape (rank, rank) zero-padded to whole blocks; None for explicit feedback."""
     if not objective.is_implicit:
         return None
     return padded_gram(device, gram_sum(device, table), rank, table.dtype, objective)
@@ -416,7 +416,7 @@ class HostTables:
             self._pin(table)
 
     def wait_by(self, release: Callable[[], bool]) -> None:
-        """Set a function that is called once if there is no room for one more table, before that is an error.
+        """Set a function to call once if there is no room for one more table, before an error is raised.
 
         Parameters
         ----------
@@ -478,7 +478,7 @@ class _Lent:
 
 
 def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> HostFactors:
-    """Factors as a table of `width` columns: of `tables`, or a new one."""
+    """Factors as a table of `width` columns, taken from `tables` or new."""
     if isinstance(factors, HostFactors) and factors.table.shape[1] == width:
         return factors
     if isinstance(factors, DrawnFactors):  # into the table: there may be no room for a copy

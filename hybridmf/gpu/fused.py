@@ -24,10 +24,10 @@ SOLVER_CODES = {"cholesky": 0, "cg": 1}
 KERNEL_CODES = {"solve_rows": 1, "assemble_segments": 2, "solve_partials": 3}
 
 WIDEST = 2.0**16
-"""Ratio of the largest factor to a row's largest up to which float16 parts keep 22 bits of the latter."""
+"""Maximum ratio of the largest factor to a row's largest for which float16 parts keep 22 bits of the latter."""
 
 LARGEST_PART = 2.0**14
-"""Bound of scaled factors: float16 ends at 65,504, and a power of two below leaves room for rounding."""
+"""Bound of scaled factors: a power of two below float16's maximum of 65,504, with room for rounding."""
 
 SPLIT_THREADS = 256
 
@@ -40,7 +40,7 @@ def split_constants(config: FusedConfig, precision: str) -> dict[str, Any]:
 SUMS_WARPS = 4
 SUMS_THREADS = 32 * SUMS_WARPS
 SUMS_BLOCKS_PER_SM = 4
-"""Systems on a multiprocessor in cuda/cholesky_sums.cu: more need fewer than 128 registers a thread."""
+"""Systems per multiprocessor in cuda/cholesky_sums.cu: more would leave a thread fewer than 128 registers."""
 
 
 def sums_constants(config: FusedConfig) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def build_constants(
     residual: bool = False,
 ) -> dict[str, Any]:
     """Compile-time constants of the kernels."""
-    # a solver of its own file needs no code here
+    # a solver in a separate file needs no code here
     codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES.get(solver, 0)}
     codes["SOLVED_APART"] = solved_apart(config.rank, solver)
     codes |= {"RESIDUAL": True} if residual else {}
@@ -88,7 +88,7 @@ def builds(
         names, sums = ["solve_partials", "assemble_segments"], []
         names = names if solved_apart(config.rank, solver) else ["solve_rows", *names]
     splitting = [("split.cu", "split_table", split_constants(config, precision))] if precision in OPERAND_BYTES else []
-    # each in a program of its own, so that they are compiled side by side
+    # separate programs, so that they compile in parallel
     kind = (precision, solver, implicit, offsets, residual)
     return [_build(name, config, *kind) for name in names] + sums + splitting
 
@@ -99,7 +99,7 @@ def _build(
     """``(file, kernel, constants)`` of one kernel of cuda/fused_als.cu."""
     if name == "assemble_segments":
         config = config.assembling(precision, solver)
-    # sums are solved alike, whatever they are sums of: one program for all
+    # the solution of sums does not depend on the kind of entries: one program for all
     kind: tuple[Any, ...] = ("float32", solver)
     if name != "solve_partials":
         kind = (precision, solver, implicit, offsets, residual)
@@ -158,7 +158,7 @@ class FusedKernels(RowKernels):
         A key of `PRECISION_CODES`.
     solver : {"cholesky", "cg", "nonnegative"}
     epsilon : float
-        Pivots at or below this part of their diagonal element count as rounding errors.
+        Pivots up to this share of their diagonal element count as rounding errors.
     cg_steps : int
     largest : float
         Largest absolute value of the factors; read only if the precision is float32.
@@ -186,7 +186,7 @@ class FusedKernels(RowKernels):
         return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / self.largest)), -60, 60))
 
     def operand(self, table: Array) -> Array:
-        """What cuda/split.cu makes of the factors, uint32 of shape (n, bytes / 4): float16 parts for float32, bf16."""
+        """The factors converted by cuda/split.cu: float16 parts (float32) or bf16; uint32, shape (n, bytes / 4)."""
         if self.precision not in OPERAND_BYTES:
             return table
         device, config = self.device, self.config
@@ -372,7 +372,7 @@ def default_builds(
             for precision in precisions:
                 for solver in solvers:
                     config = FusedConfig.default(rank, spec, precision, solver)
-                    if config.assembling(precision, solver) != config:  # kernels with warps of their own
+                    if config.assembling(precision, solver) != config:  # kernels with a separate configuration
                         yield from builds(config, precision, solver, implicit, offsets)
                         continue
                     constants = build_constants(config, precision, solver, implicit, offsets)

@@ -50,7 +50,7 @@ Launched: TypeAlias = "tuple[Any, Array]"
 """New factors and the status of each row, which may not be complete yet."""
 
 Launches: TypeAlias = "Iterator[Launched | None]"
-"""None after each step, then the result of the launches."""
+"""Yields None after each step, and finally the result of the launches."""
 
 
 @dataclass(frozen=True)
@@ -446,7 +446,7 @@ class HalfSweep(GpuHalf):
             kernels.solve_rows(systems(), operand, entries, self.indptr, self.short)
 
     def prepared(self, fixed: GpuFactors, cleared: Cleared | None = None) -> tuple[RowKernels, Array]:
-        """The kernels for these factors, and the factors as they read them."""
+        """The kernels for these factors, and the factors converted for them."""
         kernels = self.kernels_for(fixed, cleared)
         return kernels, kernels.operand(fixed.table)
 
@@ -457,7 +457,7 @@ class HalfSweep(GpuHalf):
         return self._row_kernels(self.plan.rank, fixed.range, cleared)
 
     def _row_kernels(self, rank: int, known: RowRange | None, cleared: Cleared | None = None) -> RowKernels:
-        """The kernels for systems of an order, and for factors whose range is known where it is needed."""
+        """The kernels for systems of an order, and for factors with a range that is known if needed."""
         plan, device = self.plan, self.device
         if plan.assembly != "fused":
             method = (device, rank, self.dtype, linear_solver(plan), self.epsilon, plan.cg_steps)
@@ -473,7 +473,7 @@ class HalfSweep(GpuHalf):
                 precision = "float32_wide"
         options = (precision, linear_solver(plan), self.epsilon, plan.cg_steps, largest, cleared)
         kernels = fused.FusedKernels(device, self._config(rank), *options)
-        if precision != plan.precision:  # known only now, from the range of the factors
+        if precision != plan.precision:  # depends on the range of the factors
             device.compile_ahead(kernels.programs(*kind_of_entries(plan)))
         return kernels
 

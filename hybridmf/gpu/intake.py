@@ -1,7 +1,7 @@
-"""Ratings that are on a GPU already, checked and brought into canonical order there.
+"""Checks ratings that are already on a GPU, and brings them into canonical order there.
 
 The functions return None for arrays that fail a check. The caller then copies the arrays to the host, whose checks name
-the entry and the way out: one wording, wherever ratings are.
+the entry and the remedy.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _parts(matrix: Any) -> tuple[Any, Any, Any]:
 
 
 def read_matrix(device: Device, matrix: Any, dtype: Any) -> DeviceMatrix | None:
-    """Canonical copy of a sparse matrix on this device; None if it has to be refused.
+    """Canonical copy of a sparse matrix on this device; None if it is invalid.
 
     Parameters
     ----------
     matrix : csr, csc or coo matrix of CuPy, shape (n_users, n_items)
-        Or an object with the same attributes; its index arrays may be int64, which CuPy's own classes refuse.
+        Or an object with the same attributes; its index arrays may be int64, unlike those of CuPy's classes.
     dtype : {"float32", "float64"}
     """
     if max(matrix.shape) > MAX_AXIS:
@@ -54,7 +54,7 @@ def read_matrix(device: Device, matrix: Any, dtype: Any) -> DeviceMatrix | None:
 
 
 def host_matrix(device: Device, matrix: Any) -> Any:
-    """Copy of a sparse matrix on this device as a SciPy matrix, as broken as it is."""
+    """Copy of a sparse matrix on this device as a SciPy matrix, without repairs."""
     found = FORMATS[matrix.format](matrix.shape, dtype=np.float32)
     names = ("row", "col", "data") if matrix.format == "coo" else ("indptr", "indices", "data")
     for name, part in zip(names, _parts(matrix), strict=True):
@@ -88,7 +88,7 @@ def uploaded(
 def read_triplets(
     device: Device, rows: Any, columns: Any, values: Any, shape: tuple[int | None, int | None], dtype: Any
 ) -> DeviceMatrix | None:
-    """Canonical matrix of coordinate triplets on this device; None if they have to be refused.
+    """Canonical matrix of coordinate triplets on this device; None if they are invalid.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def without_zeros(device: Device, matrix: DeviceMatrix) -> DeviceMatrix:
 def _compressed(
     device: Device, indptr: Array, indices: Array, data: Array, shape: tuple[int, int], dtype: np.dtype
 ) -> DeviceMatrix | None:
-    """A compressed matrix whose indices and values are sound, in any order; None if they are not."""
+    """A compressed matrix with valid indices and values, in any order; None if they are invalid."""
     try:
         pointer = checked_pointer(device.download(indptr), shape[0], "indptr")
     except RatingsError:
@@ -154,8 +154,8 @@ def _from_triplets(
     users, items, numbers = _positions(rows, shape[0]), _positions(columns, shape[1]), _numbers(values, dtype)
     if users is None or items is None or numbers is None:
         return None
-    # Sorted as the host sorts them, by column and then by row, each time in the order of the input. The kernels that
-    # transpose sort by column; here all entries are one row, and what is carried beside the values are the rows' bits.
+    # As on the host, two stable sorts: by column, then by row. The transposition kernels sort by column; the first call
+    # treats all entries as one row, and the second one moves the rows' bits in place of values.
     by_column = _as_one_row(device, items, numbers, shape[1]).transposed(device)
     users = _as_one_row(device, items, users.view(np.float32), shape[1]).transposed(device).data.view(np.int32)
     shape = (shape[1], shape[0])
@@ -196,5 +196,5 @@ def _ascends(matrix: DeviceMatrix) -> bool:
     ascending = matrix.indices[1:] > matrix.indices[:-1]
     firsts = matrix.starts[1:-1]
     firsts = firsts[(firsts > 0) & (firsts < matrix.nnz)]
-    ascending[firsts - 1] = True  # from the end of a row to the next one, it may fall
+    ascending[firsts - 1] = True  # columns may descend from one row to the next
     return bool(ascending.all())

@@ -33,7 +33,7 @@ def kernel_folder() -> Path:
 
 @functools.cache
 def source_text(file: str) -> str:
-    """A .cu file in which its headers, and theirs, replace the first #include line of each."""
+    """A .cu file in which each header replaces its first #include line, recursively."""
     return "\n".join(_spliced(file, set())) + "\n"
 
 
@@ -104,13 +104,13 @@ class DeviceEntries:
         Row of the fixed side of each entry.
     ratings : float array, shape (nnz,)
     offsets : float array, shape (n_fixed,), or None
-        Part of each rating that the mean and the biases of the fixed side explain.
+        Mean rating plus the biases of the fixed side, to subtract from the ratings.
     implicit : bool
     alpha, unobserved_weight : float
         For implicit feedback.
     predicted : float array, shape (nnz,), or None
-        Predictions, of which `offsets` are a part already: systems are then those of changes of the solutions, and what
-        their right-hand sides have beside the sums over entries is found in place of the solutions.
+        Predictions, including `offsets`. Systems then solve for changes of the solutions; `SideSystems.solutions` holds
+        the part of the right-hand sides that does not come from entries.
     """
 
     indices: Array
@@ -129,7 +129,7 @@ class DeviceEntries:
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
-        """Kernel arguments ``indices, ratings, offsets``, the last one of columns or of entries, or not read."""
+        """Kernel arguments ``indices, ratings, offsets``; the last one is per column or per entry, or unused."""
         offsets = self.offsets if self.predicted is None else self.predicted
         return self.indices, self.ratings, self.ratings if offsets is None else offsets
 

@@ -18,7 +18,7 @@ from .launch import check, check_not_host, get_kernel
 
 THREADS = 256
 WARPS_PER_SM = 32
-"""Parts of a transposition for each multiprocessor, if there is memory for their counts."""
+"""Parts of a transposition per multiprocessor, if there is memory for their counts."""
 
 BLOCKS_PER_SM = 8
 
@@ -26,7 +26,7 @@ LEAST_PART = 1024
 """Minimum entries of a part of a transposition."""
 
 COUNT_BYTES = 8
-"""Bytes of counts of a transposition for each entry: as many as the entries of its result take."""
+"""Maximum bytes of counts per entry of a transposition: the size of an entry of its result."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class DeviceMatrix:
         return int(self.indptr[-1])
 
     def is_canonical(self, device: Device) -> bool:
-        """Whether columns are in range and ascend strictly in each row, and values are finite; `indptr` is sound."""
+        """Whether columns are in range and ascend strictly in each row, and values are finite; `indptr` is valid."""
         n_rows, nnz = self.shape[0], self.nnz
         if not nnz:
             return True

@@ -87,7 +87,7 @@ class MoAlsConfig:
                     continue
                 busy = min(1.0, resident // warps * warps / BUSY_WARPS)
                 score = busy * tiles * groups / (ceil_div(tiles, part_tiles) * warps * WARP)
-                if score > best[0] + 0.03:  # more groups or parts must pay for their sums or loads
+                if score > best[0] + 0.03:  # more groups or parts cost additional sums or loads
                     best = (score, groups, part_tiles, warps)
         _, groups, part_tiles, warps = best
         loaded = warps * WARP // chunks

@@ -1,4 +1,4 @@
-"""Launches of cuda/nonnegative.cu: rows of nonnegative factors from the sums that any assembly leaves."""
+"""Launches of cuda/nonnegative.cu: rows of nonnegative factors from the sums of any assembly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .systems import SideSystems, Sums
 MAX_WARPS = 8
 
 THREAD_REGISTERS = {4: 96, 8: 192}
-"""Registers that a thread gets at least, by the bytes of a number: what the kernel needs without spilling."""
+"""Minimum registers of a thread, by the bytes of a number: the kernel needs them to avoid spilling."""
 
 SHARED_BYTES_PER_SM = 228 << 10
 """Shared memory of a multiprocessor of an H200; other GPUs hold fewer blocks."""
@@ -43,7 +43,7 @@ class NonnegativeConfig:
     warps : int
         Warps of a block, which solves one system.
     blocks_per_sm : int
-        Blocks of a multiprocessor that registers suffice for.
+        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class NonnegativeConfig:
 
     @classmethod
     def of_tiles(cls, rank: int) -> NonnegativeConfig:
-        """The choice for sums of the fused kernels; all GPUs that have these have the shared memory."""
+        """The choice for sums of the fused kernels; all GPUs that support these have enough shared memory."""
         return cls(rank, 4, True, True, ceil_div(rank, WARP))._crowded()
 
     @classmethod
@@ -86,7 +86,7 @@ class NonnegativeConfig:
         )
 
     def _crowded(self) -> NonnegativeConfig:
-        """As many blocks on a multiprocessor as shared memory and registers allow."""
+        """The choice with as many blocks per multiprocessor as shared memory and registers allow."""
         in_memory = SHARED_BYTES_PER_SM // (self.shared_bytes + RESERVED)
         in_registers = REGISTERS // (self.threads * THREAD_REGISTERS[self.itemsize])
         return replace(self, blocks_per_sm=max(1, min(in_memory, in_registers)))
@@ -131,25 +131,25 @@ def nonnegative_solve(
     epsilon: float,
     config: NonnegativeConfig | None = None,
 ) -> None:
-    """Minimum of each row with its first `bounded` coordinates at or above 0; the sums are destroyed.
+    """Minimize each row with its first `bounded` coordinates >= 0; the sums are destroyed.
 
     Parameters
     ----------
     device : Device
     systems : SideSystems
         ``solutions[rows[k], :rank]`` is the start, which meets the bounds, and is overwritten; zeros where the status
-        is not 0, or where a system has no slots. ``status[rows[k]]`` is 0, or -1 if something is infinite or NaN.
+        is not 0, or where a system has no slots. ``status[rows[k]]`` is 0, or -1 if a value is infinite or NaN. The
         Gram matrix and ``scale[row] ridge`` on the diagonal are added to the sums.
     sums : Sums
-        Matrices (n_slots, rank, rank), of which the lower triangles count, and right-hand sides (n_slots, rank); or one
-        array, partial sums of the fused kernels.
+        Lower triangles of matrices (n_slots, rank, rank), and right-hand sides (n_slots, rank); or one array, partial
+        sums of the fused kernels.
     slots : int64 array, shape (n + 1,)
         System k is the sum of ``slots[k] ... slots[k + 1] - 1``, in this order.
     rows : int32 array, shape (n,)
         Distinct.
     epsilon : float
-        As for `cholesky_any.cholesky_solve`; a sweep that moves no component of the gradient by more than 4 times this
-        part of the largest term is the last.
+        As for `cholesky_any.cholesky_solve`. Descent ends after a sweep that moves no component of the gradient by more
+        than 4 times this share of the largest term.
     config : NonnegativeConfig, optional
 
     Raises

@@ -4,10 +4,10 @@
     fixed side part t + 1 ──> device ┼─> kernels: rows of slab k ──> solutions of slab k - 1 ──> host
     last factors of slab k ──────────┘
 
-If the fixed side fits on the GPU as a whole, each half sweep loads it once, and results have the bits of a fit with all
-factors on the GPU. Otherwise it is loaded in parts, one after the other for each slab (cuMF Algorithm 3 and section
-4.4): the sums of the slab's rows stay on the device, parts are added in order, then the systems are completed and
-solved. Columns ascend within a row, so the entries of a segment in one part are contiguous: `clip_segments` finds
+If the fixed side fits on the GPU as a whole, each half sweep loads it once, and results equal those of a fit with all
+factors on the GPU bit for bit. Otherwise it is loaded in parts, one after the other for each slab (cuMF Algorithm 3 and
+section 4.4): the sums of the slab's rows stay on the device, parts are added in order, then the systems are completed
+and solved. Columns ascend within a row, so the entries of a segment in one part are contiguous: `clip_segments` finds
 their bounds, and no entry is copied.
 
 If the host does not have enough memory, `HostTables` are files of `core.scratch`, created before the fit starts. This

@@ -1,4 +1,4 @@
-"""Launch of cuda/predictions.cu: predictions of entries, brought up to date after a change of the solved side."""
+"""Launch of cuda/predictions.cu: updates the predictions of entries after a change of the solved side."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_products(
     device : Device
     predicted : float array, shape (nnz,)
     fixed, solved : float arrays, shape (n_fixed, width) and (n_rows, width)
-        Rows are whole pieces of 16 bytes.
+        Rows are multiples of 16 bytes.
     indices : int32 array, shape (nnz,)
     segments : int64 array, shape (n_segments, 3)
         (row, begin, end).

@@ -1,4 +1,4 @@
-"""Launches of cuda/rows.cu: rows assembled in pieces, the range of a table's rows, entries of a part of the columns."""
+"""Launches of cuda/rows.cu: sums of rows in pieces, the range of a table's rows, entries of some columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST_BITS = 0x7FFFFFFF
 
 
 def add_pieces(device: Device, sums: Array, rows: Array, slots: Array) -> None:
-    """Add up, in place and in order, rows of several pieces.
+    """Sum the pieces of rows in place and in order.
 
     Parameters
     ----------

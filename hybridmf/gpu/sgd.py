@@ -50,7 +50,7 @@ DECENTRALIZED_THREADS = 256
 """Threads of a block of the kernel `decentralized`."""
 
 BATCH = 32
-"""Runs that a worker takes at a time, by the rule: 256 entries, as in cuMF_SGD."""
+"""Default number of runs that a worker takes at a time: 256 entries, as in cuMF_SGD."""
 
 WORKER_ENTRIES = 16_000
 """Minimum entries of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer
@@ -220,7 +220,7 @@ class BlockedConfig:
     slots : int
         Chunks in shared memory at a time.
     read_size : int, optional
-        Size of an element of the fixed side; 2: float16, while what is updated is float32. Default: `itemsize`.
+        Size of an element of the fixed side; 2: float16 beside updated rows in float32. Default: `itemsize`.
 
     Raises
     ------
@@ -435,9 +435,9 @@ class Epochs(Protocol):
     """The epochs of a schedule."""
 
     stored: np.dtype
-    """Of the rows that move."""
+    """Dtype of the updated rows."""
     read: np.dtype
-    """Of rows as a kernel reads them from the fixed side; their widths are whole pieces of it."""
+    """Dtype in which a kernel reads rows of the fixed side; in this dtype, rows are multiples of 16 bytes."""
     walks: dict[Side, Walk]
 
     def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
@@ -462,7 +462,7 @@ class Msgd:
         See `LAYOUTS`.
     factors : int
     long_row : int, optional
-        Entries from which a row gets a block of its own; default `LONG_ROW`.
+        Entries from which a row gets a separate block; default `LONG_ROW`.
     beside : bool
         Process long rows concurrently with the others, on a separate stream, not before them: the others keep all
         multiprocessors busy while the last long rows end. The result is the same.
@@ -545,12 +545,12 @@ class Msgd:
         groups, begun = self._groups(side), self.device.record()
         beside = len(groups) - 1 if self.beside else 0
         try:
-            # not group by group: with several GPUs, the last one would start a tenth of a step late
+            # range by range: group by group, the last of several GPUs would start a tenth of a step late
             for walk, out in zip(self.ranges[side], losses.reshape(len(self.ranges[side]), -1), strict=True):
                 for stream, (kernel, tasks, place) in enumerate(groups):
                     with self.device.beside(begun, stream) if stream < beside else nullcontext():
                         kernel(moved, fixed, walk, tasks, terms, out[place])
-        finally:  # so that memory is not released before these launches end
+        finally:  # memory must not be released before these launches end
             for stream in range(beside):
                 with self.device.beside(begun, stream):
                     walked = self.device.record()
@@ -832,7 +832,7 @@ class GpuSGD(Unconnected):
 
 
 def working_rows(table: DeviceFactors, factors: int, stored: Any, read: Any = None) -> FactorRows:
-    """Working copy of the factors of a side, in the dtype of an epoch and padded to whole pieces of `read`."""
+    """Working copy of the factors of a side in dtype `stored`; rows in dtype `read` are multiples of 16 bytes."""
     width = stored_width(factors, stored if read is None else read)
     if table.device_bias is None and table.table.shape[1] == width:
         return FactorRows(table.table.astype(stored))
@@ -914,7 +914,7 @@ def epoch_result(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[fl
 
 
 def _begin_finite_check(device: Device, arrays: Sequence[Array]) -> Callable[[], float]:
-    """Launch a check; the returned function waits, and gives a number that is not finite if an element is not."""
+    """Launch a check; the returned function waits and returns a finite number if all elements are finite."""
     if all(array.dtype == np.float32 for array in arrays):
         found = device.zeros(3, np.uint32)
         for array in arrays:

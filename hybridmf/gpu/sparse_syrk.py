@@ -119,7 +119,7 @@ class SyrkConfig:
         else:
             nb, dx, dy, dz, blocks = (64, 16, 8, 1, 3) if double else (64, 8, 8, 2, 4)
         kb = 24 if nb == 96 else 32 // (itemsize // 4)
-        unroll = {8: 4, 96: 1}.get(nb, 2)  # as registers allow
+        unroll = {8: 4, 96: 1}.get(nb, 2)  # limited by registers
         blocks = min(blocks, 16) if spec.capability < (8, 0) else blocks  # Turing holds no more
         config = cls(rank, itemsize, nb, kb, dx, dy, dz, 2, unroll, blocks)
         while config.blocks_per_sm * (config.shared_bytes + RESERVED) > spec.shared_bytes and config.kb > 8:
@@ -167,7 +167,7 @@ def sparse_syrk(
     ----------
     device : Device
     sums : tuple of float arrays (matrices, rhs), shapes (n_slots, rank, rank) and (n_slots, rank)
-        Written; of `matrices` the lower triangles, elements above the diagonal are undefined.
+        Written; only lower triangles of `matrices`, elements above the diagonal are undefined.
     factors : float array, shape (n_fixed, ld)
         ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
     entries : DeviceEntries

@@ -1,11 +1,11 @@
 """ALS on a GPU over ratings that do not fit on it: slabs load from the host or the disk while kernels run.
 
-    thread:   slab k + 1 ──> pinned buffers ──> device buffer (k + 1) % 3     a stream of its own
+    thread:   slab k + 1 ──> pinned buffers ──> device buffer (k + 1) % 3     on a separate stream
     kernels:  wait for the copy of slab k; solve its rows; release its buffer
 
 Factors and row metadata (offsets, which rows are long) stay on the device: about 30 bytes per row. A half sweep loads
-only the entries, 8 bytes each. Results have the bits of a fit with all ratings on the device: rows are independent, and
-the scale of float16 parts, which depends on all of them, is computed before slabs are cut.
+only the entries, 8 bytes each. Results equal those with all ratings on the device, bit for bit: rows are independent,
+and the scale of float16 parts, which depends on all rows, is computed before slabs are cut.
 `hybridmf.gpu.offloaded` is for factors that do not fit either.
 """
 
@@ -38,7 +38,7 @@ from .half import GpuHalf, HalfSweep, Launches
 from .matrix import DeviceMatrix
 
 Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
-"""A vector of the host, or pieces to concatenate."""
+"""A vector on the host, or pieces to concatenate."""
 
 
 class Loader:
@@ -52,7 +52,7 @@ class Loader:
     buffers : int
         Sets of such vectors on the device at a time.
     copier : Copier, optional
-        Default: one of its own.
+        Default: a new one.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Transfers:
     ----------
     count : int
     fetch : callable
-        Vectors for each k, in order; called on a thread of its own.
+        Vectors for each k, in order; called on a separate thread.
     of : object
         Source of the vectors; identifies transfers that were started early.
     """
@@ -254,7 +254,7 @@ def slab_transfers(slabs: Slabs) -> Transfers:
 
 
 class SlabHalf(HalfSweep):
-    """`HalfSweep` of a slab: holds metadata of its rows; entries are lent to it for each solve.
+    """`HalfSweep` of a slab: owns metadata of its rows, and receives entries for each solve.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ class SlabHalf(HalfSweep):
         self.indices, self.ratings = indices, ratings
 
     def lend_results(self, table: Array | None, status: Array) -> None:
-        """Set the rows of the result, zeros, for the next solve to write; without a table it allocates one."""
+        """Set the zeroed rows of the result for the next solve; without a table it allocates one."""
         self._lent = table, status
 
     def _results(self, cleared: Cleared) -> tuple[Array, Array]:
@@ -419,7 +419,7 @@ class StreamedHalf(GpuHalf):
 
     @contextmanager
     def _kernels(self, fixed: Any, cleared: Cleared) -> Iterator[None]:
-        """Let all slabs use what the first has prepared."""
+        """Prepare kernels for the first slab and share them with the others."""
         shared = self.parts[0].prepared(fixed, cleared) if self.parts else None
         for part in self.parts:
             part.shared = shared

@@ -1,9 +1,9 @@
 """iALS++ on a GPU (Rendle, Krichene, Zhang and Koren 2021, Alg. 2): blocks of coordinates solved one after another.
 
-The systems of a block of d coordinates are those of a model of d factors whose ratings are residuals: the kernels of
-the exact solver sum and solve them, for the change of the solution. Two things are added. A part of the right-hand
-sides does not come from entries: ``-(G x + lambda s x)`` at the coordinates of the block. And `add_products`
-(cuda/predictions.cu) brings the predictions of all entries up to date after each block.
+The systems of a block of d coordinates are those of a model with d factors whose ratings are residuals; the kernels of
+the exact solver sum and solve them for the change of the solution. In addition, the right-hand sides have a part that
+does not come from entries, ``-(G x + lambda s x)`` at the coordinates of the block, and `add_products`
+(cuda/predictions.cu) updates the predictions of all entries after each block.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class SubspaceHalf(HalfSweep):
         return [FixedBlock(first, last, part, known) for (first, last), part, known in parts]
 
     def _systems_of(self, block: FixedBlock, whole: SideSystems) -> SideSystems:
-        """The systems of a block, with what entries do not add to right-hand sides in place of solutions."""
+        """The systems of a block; solutions hold the part of right-hand sides that does not come from entries."""
         device, solutions, ridge = self.device, whole.solutions, self.ridge[block.columns]
         beside = device.zeros((len(self), block.table.shape[1]), self.dtype)
         beside[:, : block.rank] = self.scale[:, None] * solutions[:, block.columns] * -ridge

@@ -26,7 +26,7 @@ class SideSystems:
     ridge : float array, shape (rank,)
     scale : float array, shape (n_rows,)
     bounded : int
-        Coordinates that may not be negative, the first ones; read by the nonnegative solver alone.
+        Number of first coordinates that must not be negative; only the nonnegative solver reads it.
     """
 
     solutions: Array

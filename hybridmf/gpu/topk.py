@@ -28,7 +28,7 @@ LIST_SIZES = (32, 128)
 """Compiled values of KEPT; longer lists are selected from whole rows of scores."""
 
 LARGEST_PADDED = 512
-"""Larger ranks do not fit in the registers of group_max."""
+"""Largest padded rank that fits in the registers of group_max."""
 
 LARGEST_EXPONENT = 1000
 """Keeps scales within float64."""
@@ -48,14 +48,14 @@ CHUNK = 128
 LARGEST_GRID_Y = 65535
 
 BYTE_GROUPS = 2048
-"""Minimum groups for products of int8 factors: half the time of float16 ones, and more groups to screen."""
+"""Minimum groups for products of int8 factors, which take half the time of float16 but leave more groups to score."""
 
 BYTE_RANK = 64
-"""Minimum rank for them: below, moving the maxima of groups takes as long as the products."""
+"""Minimum rank for int8: below it, moving the maxima of groups takes as long as the products."""
 
 BYTE_RESIDUAL = 0.12
-"""Largest rounding error of an item in int8 for them, of its norm over the square root of the rank, which is how much
-scores of random factors spread. Normal factors have 0.1 at rank 128."""
+"""Maximum rounding error of an item for int8, relative to its norm over the square root of the rank, the spread of
+scores of random factors. Normal factors have 0.1 at rank 128."""
 
 HEAD_SHARE = 8
 """An eighth of the groups, those of largest norm, are scored before users are pruned."""
@@ -100,7 +100,7 @@ class GroupMaxConfig:
 
     @classmethod
     def rule(cls, padded: int, in_bytes: bool = False) -> GroupMaxConfig:
-        """As many users as registers hold."""
+        """The configuration with as many users as registers hold."""
         row = padded if in_bytes else 2 * padded
         return cls(padded, 64 if row <= 256 else 32 if row <= 512 else 16, 2 if row <= 256 else 1, in_bytes)
 
@@ -152,7 +152,7 @@ class PackedItems:
     candidates : int64 array, ascending, optional
         Consider only these items.
     in_bytes : bool, optional
-        Whether group_max multiplies int8 factors, or float16 ones; the result is the same. Default: what is faster.
+        Whether group_max multiplies int8 factors or float16 ones; the result is the same. Default: the faster one.
 
     Attributes
     ----------
@@ -232,7 +232,7 @@ class PackedItems:
         return panels
 
     def _prepare(self, items: Array, in_bytes: bool | None) -> None:
-        """Round the items, to int8 too if that is asked for or promises to be faster."""
+        """Round the items to float16, and to int8 if requested or probably faster."""
         device = self.device
         self.halves = device.empty((self.n_groups * GROUP, self.padded), np.uint16)
         self.groups, self.steps = (device.empty((self.n_groups, 2), np.float32) for _ in range(2))
@@ -258,7 +258,7 @@ class PackedItems:
         return fast and self.n_groups >= BYTE_GROUPS and self.rank >= BYTE_RANK and config.fits(spec)
 
     def _bytes_suffice(self) -> bool:
-        """Whether int8 tells scores apart, by the errors of half of the groups."""
+        """Whether int8 distinguishes scores well enough, by the median error of the groups."""
         norms, errors = self.device.download(self.groups).T
         return bool(np.median(errors[norms > 0] / norms[norms > 0]) * math.sqrt(self.rank) <= BYTE_RESIDUAL)
 
@@ -311,7 +311,7 @@ def top_k(
     users = np.ascontiguousarray(users, dtype=packed.dtype)
     ids = np.full((len(users), n), -1, dtype=np.int32)
     scores = np.full((len(users), n), -np.inf, dtype=packed.dtype)
-    kept = min(n, packed.n_items)  # further columns would only hold gaps
+    kept = min(n, packed.n_items)  # further columns are padding
     seen_ptr, seen_ids, _ = csr_arrays(seen) if seen is not None else (None, None, None)
 
     def run(start: int, stop: int) -> None:
@@ -543,7 +543,7 @@ def _best_by_groups(packed: PackedItems, users: Array, seen: _Seen | None, ids: 
     n_users, n = ids.shape
     wanted = min(n, packed.n_items)
     bounds, constants = _bound_groups(packed, users, seen, wanted), _list_constants(packed, wanted)
-    left_out = (packed.positions, packed.positions) if seen is None else (seen.ptr, seen.ids)  # else not read
+    left_out = (packed.positions, packed.positions) if seen is None else (seen.ptr, seen.ids)  # not read without seen
     arrays = (ids, scores, users, bounds.users, bounds.words, bounds.limits)
     tables = (packed.panels, packed.halves, packed.ids, packed.ascending, packed.groups, packed.steps, *left_out)
     sizes = _int32(n_users, packed.n_items, packed.n_groups, n, packed.rank, packed.padded, seen is not None)

@@ -1,1 +1,1 @@
-"""Compiled kernels of the CPU: Cython modules and the C files that they link."""
+"""Compiled CPU kernels: Cython modules and the C files they link."""

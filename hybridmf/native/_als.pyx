@@ -9,12 +9,12 @@ For each row u of the target side, with entries k = (row u, fixed row i_k, ratin
                                          t = 0              otherwise
 
 rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
-blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per workspace filled
+blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per full workspace
 simd    ours: rows gathered with prefetching into an L1-sized workspace, b in the same pass; register-blocked symmetric
         update of the needed triangle; our own Cholesky, while A is still in cache: small systems one in each lane of a
-        vector, large ones in pairs (kernels_impl.h). Rows of at most `dual_up_to` entries take the dual form
-        Non-negative rows (`nonnegative_rows`) have A formed by the same kernels, and its minimum found by descent
-bals    over BALS tiles: a tile's distinct rows are copied once and serve all segments of the tile; kernels of simd
+        vector, large ones in pairs (kernels_impl.h). Rows of at most `dual_up_to` entries take the dual form.
+        `nonnegative_rows` forms A by the same kernels and finds the minimum by descent
+bals    the kernels of simd over BALS tiles: a tile's distinct rows are copied once for all its segments
 
 The dual form of a row with n entries solves n equations in place of `rank` (docs/methods.md derives it). With Y the
 rows of its entries,
@@ -22,14 +22,14 @@ rows of its entries,
     explicit   K = Y Y^T + lambda s_u I    x = Y^T v,        K v = t
                a bias with penalty lambda_b adds lambda / lambda_b to all elements of Y Y^T
     implicit   K = I + S Y Y^T S           x = Y^T (S q),    K q = S^-1 t,  S^2 = diag(w)
-               in the basis in which G + lambda I is the unit matrix, which the caller changes to and back from
-               (`times_panels`). There the primal form of longer rows has G = I and no ridge.
+               in a basis where G + lambda I is the unit matrix; the caller changes the basis (`times_panels`).
+               Longer rows then take the primal form with G = I and no ridge.
 
 Parallel over rows (bals: row blocks) with dynamic scheduling, because rows differ in degree; longest first, so that
 no thread is left with a long row at the end. One thread owns a row from assembly to solution and calls BLAS and
-LAPACK with one thread, so results are the same bits for any number of threads; rows beyond LONG_ROW entries (simd)
-are summed in segments of fixed size, which threads share and whose sums are added in order. A and the workspace of a
-thread stay in its cache. Only one triangle of A is filled: the lower one, column-major; the upper one, row-major.
+LAPACK with one thread, so results do not depend on the number of threads. Threads share rows beyond LONG_ROW entries
+(simd): they sum segments of fixed size, whose sums are added in order. A and the workspace of a thread stay in its
+cache. Only one triangle of A is filled: the lower one in column-major, the upper one in row-major order.
 """
 
 import numpy as np
@@ -76,17 +76,17 @@ BLAS3 = 1
 SIMD = 2
 cdef int _RANK1 = 0, _SIMD = 2
 
-# A row whose status is none of these holds the order of the leading minor that is not positive.
+# Any other status is the order of the leading minor that is not positive.
 OK = 0
 NON_FINITE = -1
 NEGATIVE_CURVATURE = -2
 cdef int32_t _NON_FINITE = -1, _NEGATIVE_CURVATURE = -2
 
-# Rows gathered before a syrk: at f = 64 in float32 they take 64 KB, which leaves room for A in a 256 KB L2.
+# Rows gathered before a syrk: 64 KB at f = 64 in float32, which leaves room for A in a 256 KB L2.
 GATHER_ROWS = 256
 cdef Py_ssize_t _GATHER_ROWS = 256
 
-# Bytes of the rows gathered for one symmetric update: two thirds of a 48 KB L1, the rest is for tiles of A.
+# Bytes of the rows gathered for one symmetric update: two thirds of a 48 KB L1; the rest is for tiles of A.
 cdef Py_ssize_t SIMD_GATHER_BYTES = 32 * 1024
 
 # Conjugate gradients: entries whose weights are computed at a time; rows of implicit feedback whose products with the
@@ -96,17 +96,17 @@ cdef enum:
     CG_TOGETHER = 8
     CG_BYTES = 1 << 18
 
-# Non-negative rows: sweeps over the coordinates at most, and those between two exact solutions of the free ones.
+# Non-negative rows: maximum number of sweeps, and sweeps between exact solutions of the free coordinates.
 cdef enum:
     MOST_SWEEPS = 1000
     FREE_SWEEPS = 4
 
-# Largest rank our Cholesky solves; beyond it A leaves L2 and LAPACK's larger blocks win.
+# Largest rank for our Cholesky; beyond it A no longer fits in L2, and LAPACK's larger blocks are faster.
 OWN_CHOLESKY_RANK = 512
 cdef Py_ssize_t _OWN_CHOLESKY_RANK = 512
 
-# simd: rows of more entries are split into segments that threads share, so that none is left alone with a popular item.
-# The numbers are fixed: how a row is summed must not depend on the thread count.
+# simd: threads share longer rows in segments, so that no thread ends alone with a popular item. The numbers are fixed:
+# the order of summation must not depend on the thread count.
 LONG_ROW = 32768
 SEGMENTS = 64
 cdef Py_ssize_t _SEGMENT = 8192, _SEGMENTS = 64
@@ -115,30 +115,29 @@ cdef Py_ssize_t _SEGMENT = 8192, _SEGMENTS = 64
 # L1. Fixed, so that the sum does not depend on the thread count.
 cdef Py_ssize_t GRAM_ROWS = 512, GRAM_BYTES = 24 * 1024
 
-# Rows a thread takes at a time. Longest first and one at a time would balance best; 8 keeps the counter quiet.
+# Rows a thread takes at a time. One at a time would balance best; 8 reduces contention for the shared counter.
 cdef enum:
     ROW_CHUNK = 8
 
-# Rows between a prefetch and its use, and entries of a row whose factors are prefetched; the kernels prefetch the rest.
+# Rows between a prefetch and its use, and entries prefetched of each row; kernels prefetch the rest.
 cdef enum:
     ROWS_AHEAD = 2
     ENTRIES_AHEAD = 16
 
-
-# Rows of a product with a small matrix that a thread takes at a time.
+# Rows per task in a product with a small matrix.
 cdef enum:
     PRODUCT_ROWS = 48
 
 
 cdef struct Weights:
-    # what turns a rating into a weight and a target; see the module docstring
+    # parameters that turn a rating into a weight and a target; see the module docstring
     bint implicit
     double alpha
     double unobserved
 
 
 cdef struct Systems:
-    # what the systems of a half sweep share; arrays are `void`, since structs have no fused types: all are `real`
+    # shared by the systems of a half sweep; `void` arrays hold `real`, since structs have no fused types
     const hmf_kernel_table* table
     Weights how
     Py_ssize_t rank
@@ -152,7 +151,7 @@ cdef struct Systems:
 
 
 cdef struct Rows:
-    # all rows of the side that is solved
+    # all rows of the target side
     const int64_t* indptr
     const int32_t* indices
     const char* ratings
@@ -161,7 +160,7 @@ cdef struct Rows:
 
 
 cdef struct Tiles:
-    # all rows of the side that is solved, in the BALS format
+    # all rows of the target side, in the BALS format
     const char* values
     const int32_t* tile_colidx
     const int64_t* tile_ptr
@@ -173,7 +172,7 @@ cdef struct Tiles:
 
 
 cdef struct RowEntries:
-    # entries of one row, or a part of them
+    # entries of one row or of a part of it
     const int32_t* columns      # (n,)
     const void* ratings         # (n,)
     Py_ssize_t n
@@ -181,7 +180,7 @@ cdef struct RowEntries:
 
 
 cdef Systems _systems(given, const real[:, ::1] out):
-    """The C struct of a `hybridmf.native.systems.Systems`, which owns the arrays; `out`: any array of their type."""
+    """The C struct of a `hybridmf.native.systems.Systems`, which owns the arrays; `out` selects their type."""
     cdef const real[:, ::1] fixed = given.fixed, gram_matrix = given.gram
     cdef const real[::1] offsets = given.offsets, ridge = given.ridge
     cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
@@ -211,7 +210,7 @@ cdef Tiles _tiles(given, const real[:, ::1] out, Py_ssize_t n_fixed):
 
 
 cdef inline RowEntries _part(const Rows* rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
-    """`n` entries of a row from position `start` of all entries on."""
+    """`n` entries of a row, from position `start` in the matrix on."""
     return RowEntries(rows.indices + start, rows.ratings + start * rows.itemsize, n, rows.scale[row])
 
 
@@ -269,7 +268,7 @@ cdef inline int32_t _cholesky_solve(int n, int ld, real* a, real* b, const real*
         pivot = a[j * ld + j] * a[j * ld + j]
         if not isfinite(pivot):
             return _NON_FINITE
-        # A pivot that is all cancellation means the matrix is singular to working precision, though potrf got by.
+        # A pivot that is all cancellation shows a matrix singular to working precision, though potrf succeeded.
         if pivot <= epsilon * diagonal[j]:
             return j + 1
     if real is float:
@@ -283,22 +282,21 @@ cdef inline int32_t _cholesky_solve(int n, int ld, real* a, real* b, const real*
 
 
 def gram(const real[:, ::1] factors, int n_threads, bint blas=False):
-    """F^T F in float64, by blocks of fixed size whose sums are added in order: the same bits for any thread count.
+    """F^T F in float64; blocks of fixed size, added in order, give the same bits for any thread count.
 
     Parameters
     ----------
     factors : float32 or float64 array, shape (n_rows, rank)
     n_threads : int
     blas : bool
-        Sum blocks by BLAS (Gates fig. 4), which the caller holds to one thread; else by our own kernel.
+        Sum blocks by BLAS (Gates fig. 4), limited to one thread by the caller; else by our own kernel.
 
     Returns
     -------
     float64 array, shape (rank, rank)
     """
     cdef Py_ssize_t n_rows = factors.shape[0], rank = factors.shape[1], ld = _padded(rank)
-    # At most 256 partial sums, fewer where they are large, or blocks of GRAM_ROWS while there are fewer rows: numbers
-    # that do not depend on the thread count.
+    # At most 256 partial sums, fewer if large, each of at least GRAM_ROWS rows: independent of the thread count
     cdef Py_ssize_t most_parts = max(16, min(256, (1 << 23) // (ld * ld)))
     cdef Py_ssize_t rows_per_part = max(GRAM_ROWS, (n_rows + most_parts - 1) // most_parts)
     cdef Py_ssize_t n_parts = (n_rows + rows_per_part - 1) // rows_per_part
@@ -329,7 +327,7 @@ cdef void _gram_part(const hmf_kernel_table* table, const real[:, ::1] factors, 
         for k in range(end - row):
             for j in range(rank):
                 scratch[k * ld + j] = factors[row + k, j]
-        if blas:    # its lower triangle, column-major, is the upper one, row-major
+        if blas:    # a lower triangle in column-major order is an upper one in row-major order
             _syrk[double](<int> ld, <int> (end - row), 1.0, scratch, 1.0, out)
         else:
             syrk_upper[double](table, end - row, ld, <const double*> scratch, 1.0, out)
@@ -357,7 +355,7 @@ cdef void _start_system(
 
 cdef inline double _target_of(const Systems* systems, const RowEntries* entries, Py_ssize_t k,
                               const real* ratings) noexcept nogil:
-    """Target of entry k, whose ratings are given in their type."""
+    """Target of entry k; `ratings` are those of `entries`, with their type."""
     cdef double offset = 0.0
     if systems.offsets != NULL:
         offset = (<const real*> systems.offsets)[entries.columns[k]]
@@ -416,7 +414,7 @@ cdef void _add_blas3(
 
 cdef int32_t _finish_system(Py_ssize_t rank, real* a, real* b, real* diagonal, real epsilon,
                             real* out) noexcept nogil:
-    """Solve and store; `out` is only written on success."""
+    """Solve a system; writes `out` only on success."""
     cdef Py_ssize_t j
     cdef int32_t status
     for j in range(rank):
@@ -481,7 +479,7 @@ cdef void _form_system(
         const Systems* systems, const RowEntries* entries,
         real* v,                            # scratch: gathered rows, their roots and targets
         real* a, real* b) noexcept nogil:   # OUT (ld, ld) both halves, (ld,) behind it
-    """A and b of one row, by the kernels of the exact solver."""
+    """A and b of one row, from the kernels of the exact solver."""
     cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), i, j
     _start_system(systems, entries.scale, ld, a, b)
     _simd_add(systems, entries, _all_coordinates(systems), v, a, b)
@@ -591,7 +589,7 @@ cdef inline Py_ssize_t _simd_rows(Py_ssize_t ld, Py_ssize_t itemsize) noexcept n
 
 
 cdef struct Coordinates:
-    # those that take part, and what the model predicts already
+    # coordinates to solve for, and the current predictions
     Py_ssize_t first, width
     const void* predicted       # (entries.n,) or NULL
 
@@ -605,7 +603,7 @@ cdef void _simd_add(
         real* v,                            # scratch: gathered rows, then their roots and targets
         real* a, real* b) noexcept nogil:   # IN OUT
     """A += w y y^T, b += (t - w predicted) y."""
-    # Confidences below the unobserved weight make negative weights: those rows take a second pass that subtracts.
+    # Confidences below the unobserved weight give negative weights; a second pass subtracts their entries.
     if _simd_pass(systems, entries, those, <real> 1.0, v, a, b):
         _simd_pass(systems, entries, those, <real> -1.0, v, a, b)
 
@@ -613,7 +611,7 @@ cdef void _simd_add(
 cdef Py_ssize_t _simd_pass(
         const Systems* systems, const RowEntries* entries, Coordinates those, real sign, real* v, real* a,
         real* b) noexcept nogil:
-    """`_simd_add` for the entries whose weight has the given sign; returns how many have the other."""
+    """`_simd_add` for entries whose weight has the given sign; returns the number of the others."""
     cdef const hmf_kernel_table* table = systems.table
     cdef Weights how = systems.how
     cdef const int32_t* columns = entries.columns
@@ -643,7 +641,7 @@ cdef Py_ssize_t _simd_pass(
 
 
 cdef int32_t _solve_padded(const Systems* systems, real* a, real* b, real* work, real* out) noexcept nogil:
-    """Solve one system and store; work (4 * ld,)."""
+    """Solve one system and store the solution; work (4 * ld,)."""
     cdef real* x = work
     cdef Py_ssize_t code
     _solve_side_by_side(systems, 1, systems.rank, &a, &b, work + _padded(systems.rank), &x, &code)
@@ -652,7 +650,7 @@ cdef int32_t _solve_padded(const Systems* systems, real* a, real* b, real* work,
 
 cdef void _solve_side_by_side(const Systems* systems, int count, Py_ssize_t rank, real** a, real** b, real* work,
                               real** x, Py_ssize_t* codes) noexcept nogil:
-    """x[k] = a[k]^-1 b[k] by our Cholesky, or by LAPACK where systems are large; work (3 * ld * count,)."""
+    """x[k] = a[k]^-1 b[k] by our Cholesky, or by LAPACK for large systems; work (3 * ld * count,)."""
     cdef Py_ssize_t ld = _padded(rank), j
     cdef real epsilon = <real> systems.epsilon
     cdef int k
@@ -672,9 +670,9 @@ cdef void _start_dual(
         real* scratch,                         # (rank,)
         real* a, real* b,                      # OUT  (ld, ld), (ld,)
         real* root) noexcept nogil:            # OUT  (2 * ld,) S, and targets left out of b
-    """K and its right side.
+    """K and its right-hand side.
 
-    b = S^-1 t where the weight is at least the unobserved one; other targets t stay, and contribute -S Y Y^T t: their
+    b = S^-1 t if the weight is at least the unobserved one. Other targets t are kept and contribute -S Y Y^T t: their
     roots may be too small to divide by (zero for confidences equal to the unobserved weight), and the difference
     would cancel for large weights (docs/methods.md).
     """
@@ -732,7 +730,7 @@ cdef void _finish_dual(
 
 
 cdef inline bint _in_lanes(const hmf_kernel_table* table, Py_ssize_t ld, const real* kind) noexcept nogil:
-    """Whether systems of a size are solved in lanes; `kind`: any pointer to their type."""
+    """Whether systems of this size are solved in lanes; `kind`: any pointer to their type."""
     if real is float:
         return ld <= table.lanes_rank_f
     else:
@@ -740,12 +738,12 @@ cdef inline bint _in_lanes(const hmf_kernel_table* table, Py_ssize_t ld, const r
 
 
 cdef inline Py_ssize_t _slot_size(Py_ssize_t ld) noexcept nogil:
-    """Elements of one system: A, b, x, and what its row keeps until it is solved."""
+    """Elements of one system: A, b, x, and two vectors that `_start_dual` keeps for `_finish_dual`."""
     return ld * (ld + 4)
 
 
 cdef inline Py_ssize_t _group_size(Py_ssize_t ld, bint in_lanes) noexcept nogil:
-    """Elements of all systems that are solved together, and of the scratch of their solver."""
+    """Elements of the systems solved together and of their solver's scratch."""
     if in_lanes:
         return HMF_LANES * (_slot_size(ld) + ld * (ld + HMF_LANES + 4) // 2)
     return HMF_SYSTEMS * (_slot_size(ld) + 3 * ld)
@@ -753,7 +751,7 @@ cdef inline Py_ssize_t _group_size(Py_ssize_t ld, bint in_lanes) noexcept nogil:
 
 cdef inline void _prefetch_ahead(const Systems* systems, const Rows* rows, const int64_t* order, Py_ssize_t n_left,
                                  const real* kind) noexcept nogil:
-    """Prefetch what the next rows of `order`, which lie anywhere in memory, will read; `kind`: any `real` pointer."""
+    """Prefetch the data of the next rows of `order`, which are scattered in memory; `kind`: any `real` pointer."""
     cdef Py_ssize_t row
     cdef hmf_rows fixed_rows
     if n_left > 3 * ROWS_AHEAD:
@@ -774,7 +772,7 @@ cdef inline void _prefetch_ahead(const Systems* systems, const Rows* rows, const
 
 
 cdef struct Group:
-    # systems of one form and padded size, assembled and not yet solved
+    # assembled systems of one form and padded size, still to be solved
     int count
     bint dual
     Py_ssize_t ld, order            # padded and largest order of a system
@@ -784,10 +782,10 @@ cdef struct Group:
 
 cdef void _simd_rows_of(
         const Systems* systems, const Rows* rows,
-        const int64_t* order, Py_ssize_t n_left,    # IN   rows from here on, of which ROW_CHUNK are solved
+        const int64_t* order, Py_ssize_t n_left,    # IN   the remaining rows; solves the first ROW_CHUNK
         real* work,                # scratch (workspace_size(rank),)
         int32_t* status, real* out) noexcept nogil:
-    """ALS_CORE of fig. 6 with our own kernels from gathering to solution; rows of one size are solved together."""
+    """ALS_CORE of fig. 6 by our own kernels; solves rows of one size together."""
     cdef Py_ssize_t rank = systems.rank, row, ld, k, together
     cdef bint dual
     cdef RowEntries entries
@@ -828,7 +826,7 @@ cdef void _simd_rows_of(
 
 cdef void _solve_group(const Systems* systems, const Group* group, real* work, int32_t* status,
                        real* out) noexcept nogil:
-    """Solve and store the systems of a group, which are in `work`."""
+    """Solve the systems of a group, held in `work`, and store the solutions."""
     cdef Py_ssize_t rank = systems.rank, ld = group.ld, slot = _slot_size(ld)
     cdef bint in_lanes = _in_lanes(systems.table, ld, <const real*> out)
     cdef real* solver = work + (HMF_LANES if in_lanes else HMF_SYSTEMS) * slot
@@ -856,7 +854,7 @@ cdef void _solve_group(const Systems* systems, const Group* group, real* work, i
 
 
 cdef inline int32_t _store(int32_t status, Py_ssize_t rank, const real* x, real* out) noexcept nogil:
-    """Copy a solution if it is one; returns its status."""
+    """Copy a valid solution to `out`; returns its status."""
     cdef Py_ssize_t j
     if status == 0:
         for j in range(rank):
@@ -870,7 +868,7 @@ cdef int32_t _subspace_row(
         const Systems* systems, const RowEntries* entries, Py_ssize_t block,
         real* work,                # scratch (subspace_workspace_size(rank, block, entries.n),)
         real* x) noexcept nogil:   # IN OUT (rank,)
-    """iALS++: exact minimization over `block` coordinates of x after another (Rendle et al. 2021, Alg. 2)."""
+    """iALS++: exact minimization over one block of `block` coordinates after another (Rendle et al. 2021, Alg. 2)."""
     cdef const hmf_kernel_table* table = systems.table
     cdef const real* fixed = <const real*> systems.fixed
     cdef const real* gram_matrix = <const real*> systems.gram
@@ -915,7 +913,7 @@ cdef int32_t _subspace_row(
 
 def workspace_size(Py_ssize_t rank, Py_ssize_t itemsize):
     """Elements of scratch one thread needs in `cholesky_rows` and `cg_rows`: A, b, gathered rows and their weights."""
-    # whichever types and instruction sets take: systems of `rank`, or smaller ones of the dual form, which are more
+    # enough for every type and instruction set, and for the larger groups of small systems in the dual form
     cdef Py_ssize_t ld = _padded(rank), small = min(ld, HMF_LANES_RANK)
     cdef Py_ssize_t steps = 2 * CG_CHUNK + 3 * CG_TOGETHER * _wide(rank)    # of conjugate gradients
     cdef Py_ssize_t gathered = max(_GATHER_ROWS * rank, _simd_rows(ld, itemsize) * (ld + 2), steps)
@@ -934,9 +932,9 @@ def cholesky_rows(
         rows,                             # IN   `hybridmf.native.systems.Rows`
         const int64_t[::1] order,         # IN   rows to solve, in this order
         int32_t[::1] status,              # OUT  (n_rows,)
-        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize)); so many threads
+        real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize)); sets n_threads
         int assembly):
-    """Exact solution of each row in `order` that has entries; rows without entries are set to zero."""
+    """Solve each row in `order` exactly; sets rows without entries to zero."""
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
     cdef Py_ssize_t n_rows = order.shape[0], position
@@ -954,7 +952,7 @@ def cholesky_rows(
 
 
 def long_row_waves(const int64_t[::1] indptr, const int64_t[::1] rows):
-    """How `cholesky_long_rows` takes long rows: at most SEGMENTS segments a wave, whole rows in a wave.
+    """Waves of whole rows for `cholesky_long_rows`, each of at most SEGMENTS segments.
 
     Returns
     -------
@@ -978,12 +976,12 @@ def cholesky_long_rows(
         real[:, ::1] out,
         systems,                          # IN   `hybridmf.native.systems.Systems`
         rows,                             # IN   `hybridmf.native.systems.Rows`
-        const int64_t[::1] order,         # IN   the rows the segments refer to
+        const int64_t[::1] order,         # IN   rows that the segments index
         const int64_t[:, ::1] segments,   # IN   (n_segments, 3), one wave of long_row_waves
         int32_t[::1] status,
         real[:, ::1] partial,             # scratch (SEGMENTS, (ld + 1) * ld) sums of each segment
         real[:, ::1] workspace):          # scratch as in cholesky_rows
-    """`cholesky_rows` in ``assembly="simd"`` for rows so long that threads share them; see LONG_ROW."""
+    """`cholesky_rows` in ``assembly="simd"`` for long rows, shared by threads; see LONG_ROW."""
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
     cdef Py_ssize_t n_segments = segments.shape[0], k, row
@@ -1010,7 +1008,7 @@ cdef void _add_segment(const Systems* systems, const Rows* rows, Py_ssize_t row,
 cdef int32_t _solve_segments(
         const Systems* systems, double scale, const int64_t* segments, Py_ssize_t n_segments, const real* partial,
         real* work, real* out) noexcept nogil:
-    """Sum the partial systems of one row, in order, and solve; `segments` and `partial` start at the row's first."""
+    """Add the partial sums of one row in order, and solve; `segments` and `partial` start at its first segment."""
     cdef Py_ssize_t ld = _padded(systems.rank), size = (ld + 1) * ld, k = 0
     cdef real* a = work
     cdef real* b = a + ld * ld
@@ -1043,9 +1041,9 @@ def cg_rows(
         systems, rows, const int64_t[::1] order, int32_t[::1] status,
         real[:, ::1] workspace,           # as in cholesky_rows
         int n_steps, Py_ssize_t form_from):
-    """`n_steps` conjugate gradient steps from `out` for each row in `order`; rows without entries are set to zero.
+    """`n_steps` conjugate gradient steps from `out` for each row in `order`; sets rows without entries to zero.
 
-    Rows of `form_from` entries and more have their A formed; the Gram matrix is zero-padded.
+    Forms A for rows of at least `form_from` entries. The Gram matrix is zero-padded.
     """
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
@@ -1104,7 +1102,7 @@ def nonnegative_rows(
         systems, rows, const int64_t[::1] order, int32_t[::1] status,
         real[:, ::1] workspace,           # as in cholesky_rows
         Py_ssize_t bounded):
-    """Minimum of each row in `order`, with the first `bounded` coordinates >= 0; rows without entries are set to zero.
+    """Minimize each row in `order` with its first `bounded` coordinates >= 0; sets rows without entries to zero.
 
     The Gram matrix is zero-padded.
     """
@@ -1142,10 +1140,10 @@ cdef int32_t _descend(
         real* x) noexcept nogil:            # IN OUT (rank,)
     """Minimize x.A x / 2 - b.x, the first `bounded` coordinates >= 0.
 
-    Coordinate descent (Franc, Hlavac and Navara 2005) finds which coordinates are zero, and a step of an active-set
-    method (Lawson and Hanson 1974) solves for the others after every FREE_SWEEPS sweeps; where a system is nearly
-    singular, descent alone would take thousands of them. The function never rises. It ends when a sweep moves no
-    component of a newly computed gradient by more than 16 units in the last place of the largest term.
+    Coordinate descent (Franc, Hlavac and Navara 2005) finds the coordinates that are zero, and after every FREE_SWEEPS
+    sweeps a step of an active-set method (Lawson and Hanson 1974) solves for the others; if a system is nearly
+    singular, descent alone would take thousands of sweeps. The objective never rises. Descent ends when a sweep moves
+    no component of a newly computed gradient by more than 16 units in the last place of the largest term.
     """
     cdef const hmf_kernel_table* table = systems.table
     cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), j
@@ -1161,7 +1159,7 @@ cdef int32_t _descend(
         moved = largest = 0
         for j in range(rank):
             curvature = a[j * ld + j]
-            if curvature == 0:              # no entry and no penalty determines it
+            if curvature == 0:              # no entry or penalty determines the coordinate
                 x[j] = 0
                 continue
             step = -gradient[j] / curvature
@@ -1187,9 +1185,9 @@ cdef void _solve_free(
         const real* a, const real* b,
         real* work,                         # scratch ((ld + 5) * ld,)
         real* x) noexcept nogil:            # IN OUT (rank,)
-    """Move x towards the minimum over its coordinates that are not 0, as far as none becomes negative.
+    """Move x towards the minimum over its free coordinates (unbounded, or > 0), until one would become negative.
 
-    x stays as it is if the system of these coordinates is not positive definite.
+    Leaves x unchanged if the system of these coordinates is not positive definite.
     """
     cdef Py_ssize_t rank = systems.rank, n = 0, ld, i, j, k = 0, m, code
     cdef real* free_b
@@ -1233,7 +1231,7 @@ cdef void _solve_free(
 
 
 def subspace_workspace_size(Py_ssize_t rank, Py_ssize_t block, Py_ssize_t itemsize, Py_ssize_t longest):
-    """Elements of scratch one thread needs in `subspace_rows`; `longest` entries in the longest row."""
+    """Elements of scratch one thread needs in `subspace_rows`; `longest`: entries in the longest row."""
     return longest + workspace_size(min(rank, block), itemsize)
 
 
@@ -1242,7 +1240,7 @@ def subspace_rows(
         systems, rows, const int64_t[::1] order, int32_t[::1] status,
         real[:, ::1] workspace,           # scratch (n_threads, subspace_workspace_size(...))
         Py_ssize_t block):
-    """One pass over the coordinate blocks of each row in `order`, from `out`; rows without entries are set to zero."""
+    """One pass over the coordinate blocks of each row in `order`, from `out`; sets rows without entries to zero."""
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
     cdef Py_ssize_t position
@@ -1263,7 +1261,7 @@ cdef int32_t _subspace_or_zero(const Systems* systems, const Rows* rows, Py_ssiz
 
 
 def inverse_root(const double[:, ::1] matrix, double epsilon):
-    """L^-1 of matrix = L L^T, in one thread; None if the matrix is not positive definite to working precision.
+    """L^-1 of matrix = L L^T, in one thread; None unless the matrix is positive definite to working precision.
 
     Parameters
     ----------
@@ -1303,7 +1301,7 @@ def panels(const real[:, ::1] matrix):
     array, shape (n_panels, rank, HMF_PANEL)
         HMF_PANEL columns each, zero-padded.
     spans : int64 array, shape (n_panels, 2)
-        First row of each panel that is not zero, and the row behind the last one.
+        First nonzero row of each panel, and the row after the last one.
     """
     cdef Py_ssize_t rank = matrix.shape[0], n_panels = (rank + HMF_PANEL - 1) // HMF_PANEL
     padded = np.pad(np.asarray(matrix), ((0, 0), (0, n_panels * HMF_PANEL - rank)))
@@ -1319,10 +1317,10 @@ def panels(const real[:, ::1] matrix):
 def times_panels(
         real[:, ::1] out,                    # OUT  (n_rows, rank), may be `rows`
         const real[:, ::1] rows,             # IN   (n_rows, rank)
-        const real[:, :, ::1] packed, const int64_t[:, ::1] spans,    # IN   of `panels`
+        const real[:, :, ::1] packed, const int64_t[:, ::1] spans,    # IN   from `panels`
         int32_t[::1] status,                 # IN OUT (n_rows,) NON_FINITE where a row of the product is not finite
         int n_threads):
-    """out = rows @ matrix; a row's bits depend on no other row."""
+    """out = rows @ matrix; each row of the result depends on its own row only, bit for bit."""
     cdef const hmf_kernel_table* table = hmf_kernels()
     cdef Py_ssize_t n_rows = rows.shape[0], n_blocks = (n_rows + PRODUCT_ROWS - 1) // PRODUCT_ROWS, block
     n_threads = hmf_usable_threads(n_threads)
@@ -1364,7 +1362,7 @@ def cholesky_bals(
         tiles,                            # IN   `hybridmf.native.systems.Tiles`
         const int64_t[::1] blocks,        # IN   row blocks to solve, in this order
         int32_t[::1] status,              # OUT  (n_rows,)
-        real[:, ::1] workspace):          # scratch (n_threads, bals_workspace_size(...)); so many threads
+        real[:, ::1] workspace):          # scratch (n_threads, bals_workspace_size(...)); sets n_threads
     """`cholesky_rows` over BALS tiles: accumulators of a row block and one tile's rows stay in cache (BALS Alg. 2)."""
     cdef Systems its = _systems(systems, out)
     cdef Tiles all_tiles = _tiles(tiles, out, len(systems.fixed))
@@ -1382,7 +1380,7 @@ cdef void _bals_row_block(const Systems* systems, const Tiles* tiles, Py_ssize_t
     cdef const int64_t* seg_ptr = tiles.seg_ptr + first * tiles.n_tile_cols
     cdef const real* offsets = <const real*> systems.offsets
     cdef const int32_t* columns
-    cdef real* solver = work + n_rows * system               # scratch of the solver
+    cdef real* solver = work + n_rows * system
     cdef real* gathered = solver + 4 * ld
     cdef real* tile = gathered + _simd_rows(ld, sizeof(real)) * (ld + 2)    # the tile's distinct rows, contiguous
     cdef real* tile_offsets = tile + tiles.tile_cols * rank
@@ -1458,8 +1456,8 @@ def row_losses(
         int n_threads):
     """Loss of the observed entries, row by row, in float64.
 
-    Explicit: sum of (r - offsets - x.y)^2. Implicit: sum of c (p - x.y)^2 - unobserved (x.y)^2, what observed entries
-    add to unobserved * |X Y^T|^2. One sum a row: the total does not depend on the thread count.
+    Explicit: sum of (r - offsets - x.y)^2. Implicit: sum of c (p - x.y)^2 - unobserved (x.y)^2, to be added to
+    unobserved * |X Y^T|^2. Separate sums per row make the total independent of the thread count.
 
     Returns
     -------

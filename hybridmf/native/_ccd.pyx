@@ -4,25 +4,25 @@ For factor t with coordinates u (users) and v (items), and R the residual of all
 
     v_i = sum_u w_ui R_ui u_u / (lambda s_i + sum_u w_ui u_u^2)      then the same for u with v; w = 1 if not given
 
-A bias is such a coordinate whose partner is the constant 1; the side that has the ones keeps them.
+A bias is a coordinate whose partner is the constant 1; the side with the ones keeps them.
 
 The residual is stored by rows and by columns; an update reads and writes each once. The items' pass subtracts the
-pending product of the previous factor from the columns, adds u v^T of its own factor back, and sums. The
-users' pass adds u v^T back in the rows, sums, solves, and subtracts the new product while the row is in the cache.
+pending product of the previous factor from the columns, adds u v^T of its own factor back, and sums. The users' pass
+adds u v^T back in the rows, sums, solves, and subtracts the new product while the row is in the cache.
 
-    bytes per entry and rank-one update (float32, one inner iteration), without gathers of u and v
+    bytes per entry and rank-one update (float32, one inner iteration) without gathers of u and v
     ours    2 passes x (index 4 + residual read 4 + written 4)                                                = 24
     naive   add back, both copies 2 x 12; solve, both sides 2 x 8; subtract, both copies 2 x 12               = 64
 
 Another inner iteration adds 2 x 8 to both. Gathers: (product pending, coordinate) of a user and (old, new coordinate)
-of an item lie side by side, so that each pass fetches 8 bytes per entry at once; the naive passes fetch 6 x 4.
+of an item are adjacent, so each pass fetches 8 bytes per entry at once; the naive passes fetch 6 x 4.
 
 Both copies of an entry see the same multiply-adds in the same order (x y = y x, and the sequence is add back,
 subtract, add back, ...), so they stay equal, bit for bit, and no permutation between them is needed.
 
-Parallel over groups of consecutive rows of about GROUP_ENTRIES entries, dynamic, since threads meet other cache misses;
-in the order of memory, since the arrays stream. A row of more than LONG_ROW entries is cut into segments of SEGMENT
-entries, which threads share: their sums are added in order, so the bits do not depend on the number of threads.
+Parallel over groups of consecutive rows of about GROUP_ENTRIES entries: dynamic, since cache misses differ between
+groups; in memory order, since the arrays stream. Threads share rows of more than LONG_ROW entries in segments of
+SEGMENT entries, whose sums are added in order, so results do not depend on the number of threads.
 """
 
 import numpy as np
@@ -57,30 +57,30 @@ cdef extern from "ccd_kernels.h" nogil:
     const hmf_ccd_table* hmf_ccd_kernels() noexcept
 
 
-# Change of the residual before an update sums it; the value is the number of terms that ccd_kernels.h adds.
+# Change of the residual before an update sums it; the value is the number of terms that the kernel adds.
 KEEP = 0
 ADD_BACK = 1
 CATCH_UP = 2
 
-# Fixed numbers: how a row is summed must not depend on the thread count. A segment's residual, indices and gathered
-# coordinates take 192 KB in float32, which a 256 KB L2 holds between the two passes.
+# Fixed: the order of summation must not depend on the thread count. A segment's residual, indices and gathered
+# coordinates take 192 KB in float32 and stay in a 256 KB L2 between the two passes.
 cdef Py_ssize_t _LONG_ROW = 16384
 LONG_ROW = SEGMENT = _LONG_ROW
 
-# Entries a thread takes at a time, a few tens of microseconds; an empty row counts as ROW_COST entries.
+# Entries per task, a few tens of microseconds; each row counts as ROW_COST more entries.
 GROUP_ENTRIES = 16384
 ROW_COST = 8
 
 
 def schedule(const int64_t[::1] indptr):
-    """Cut the rows of one side into pieces of work that do not depend on the thread count.
+    """Divide the rows of one side into tasks that do not depend on the thread count.
 
     Returns
     -------
     groups : int64 array, shape (n_groups + 1,)
-        Where groups of consecutive rows start; rows of more than LONG_ROW entries in them are passed over.
+        Where groups of consecutive rows start; updates skip their rows of more than LONG_ROW entries.
     segments : int64 array, shape (n_segments, 3)
-        Row, first and last entry (exclusive) of the pieces of long rows.
+        Row, first and last entry (exclusive) of each segment of a long row.
     """
     pointer = np.asarray(indptr)
     degrees = np.diff(pointer)
@@ -129,13 +129,13 @@ cdef inline void _residual(const hmf_ccd_table* table, Py_ssize_t n, Py_ssize_t 
 def residual(
         const real[:, ::1] factors,         # IN   (n_rows, rank)
         const real[:, ::1] fixed,           # IN   (n_columns, rank)
-        rows,                               # IN   `hybridmf.native.residual_rows.ResidualRows`; its residual OUT
+        rows,                               # IN   `hybridmf.native.residual_rows.ResidualRows`; OUT its residual
         const real[::1] ratings,            # IN   (nnz,)
         int n_threads):
     """residual = ratings - factors . fixed for the entries of the given groups and segments.
 
-    Dot products in the type of the factors, by vectors of partial sums: within (rank / lanes + 6) 2^-24 |x| |y| in
-    float32. Both orientations of a matrix get the same bits.
+    Dot products use the type of the factors and vectors of partial sums: their error is at most
+    (rank / lanes + 6) 2^-24 |x| |y| in float32. Both orientations of a matrix get the same bits.
     """
     cdef const hmf_ccd_table* table = hmf_ccd_kernels()
     cdef const int64_t[::1] indptr = rows.indptr, groups = rows.groups
@@ -164,7 +164,7 @@ def residual(
 
 
 cdef struct Update:
-    # of one side; arrays are of the type of the factors, NULL where unused
+    # of one side; arrays have the type of the factors, or are NULL if unused
     const hmf_ccd_table* table
     int terms               # KEEP, ADD_BACK or CATCH_UP
     bint nonnegative
@@ -172,7 +172,7 @@ cdef struct Update:
     const int32_t* columns
     const void* weights     # (nnz,)
     void* e                 # (nnz,) residual
-    const double* ridge     # (n_rows,) lambda s; NULL: coordinates stay as they are
+    const double* ridge     # (n_rows,) lambda s; NULL: keep the coordinates
     void* coordinates       # (n_rows,)
     void* own               # (n_rows, 2) pairs of this side
     const void* pairs       # (n_columns, 2) pairs of the other side
@@ -181,7 +181,7 @@ cdef struct Update:
 
 
 cdef inline double _solved(const Update* how, double* sums, Py_ssize_t row, double old) noexcept nogil:
-    """Minimizer over one coordinate; 0 where any value would do (no entry meets it, and no penalty)."""
+    """Minimizer over one coordinate; 0 if any value is one (no entries and no penalty)."""
     if how.ridge == NULL:
         return old
     cdef double curvature = sums[1] + how.ridge[row]
@@ -196,11 +196,11 @@ cdef inline void _store(const Update* how, Py_ssize_t row, real new) noexcept no
     """Keep a new coordinate, and set the pair that the other side will gather."""
     cdef real* coordinates = <real*> how.coordinates
     cdef real* own = <real*> how.own
-    if how.following != NULL:   # this product is pending there, and the next factor follows
+    if how.following != NULL:   # the other side still has to subtract this product; then the next factor follows
         own[2 * row] = new
         own[2 * row + 1] = (<const real*> how.following)[row]
     else:
-        if how.terms != 0:   # adds back the product of the previous coordinate
+        if how.terms != 0:   # the other side adds back the product of the old coordinate
             own[2 * row] = coordinates[row]
         own[2 * row + 1] = new
     coordinates[row] = new
@@ -216,7 +216,7 @@ cdef inline hmf_ccd_entries _entries(const Update* how, Py_ssize_t start, Py_ssi
 
 cdef inline void _sum_entries(const Update* how, Py_ssize_t row, const hmf_ccd_entries* entries, real old,
                               double* sums) noexcept nogil:
-    """Change the residual of entries of a row whose coordinate is `old`, and add them to the row's sums."""
+    """Change the residual of a row's entries, given its coordinate `old`, and add them to the row's sums."""
     cdef const real* pending = <const real*> how.pending
     _accumulate(how.table, entries, how.terms, <const real*> how.pairs, -pending[row] if pending != NULL else old, old,
                 sums)
@@ -244,15 +244,15 @@ def update(
         const real[:, ::1] pairs,           # IN   (n_columns, 2) pairs of the other side
         rows,                               # IN OUT `hybridmf.native.residual_rows.ResidualRows`
         change,                             # IN   `hybridmf.native.residual_rows.Change`
-        const double[::1] ridge,            # IN   (n_rows,) lambda s, or empty: coordinates stay as they are
+        const double[::1] ridge,            # IN   (n_rows,) lambda s, or empty: keep the coordinates
         bint nonnegative,
-        real[:, ::1] workspace):            # scratch (n_threads, LONG_ROW); as many threads at most
-    """Solve one factor's coordinates of one side, with the residual changed in the same pass.
+        real[:, ::1] workspace):            # scratch (n_threads, LONG_ROW); limits the threads
+    """Solve one factor's coordinates of one side and update the residual in the same pass.
 
-    With pairs (a, b): CATCH_UP takes ``e <- e - pending a + coordinate b`` (a: what is pending there), ADD_BACK
+    With pairs (a, b): CATCH_UP takes ``e <- e - pending a + coordinate b`` (a: factor of the pending product), ADD_BACK
     ``e <- e + coordinate a`` (a: old, b: new), KEEP leaves e. Then ``coordinate <- sum w e b / (ridge + sum w b^2)``.
-    `following` marks the last update of a factor: ``e <- e - coordinate b``, and the pairs left in `own` are
-    (coordinate, following); else they are (coordinate before the factor's turn, coordinate).
+    `following` marks the last update of a factor: ``e <- e - coordinate b``, and `own` then holds the pairs
+    (coordinate, following); else (coordinate before this factor's first update, coordinate).
     """
     cdef const int64_t[::1] indptr = rows.indptr, groups = rows.groups
     cdef const int32_t[::1] indices = rows.indices
@@ -262,7 +262,7 @@ def update(
     cdef Py_ssize_t task, row, k, n_segments = segments.shape[0], n_groups = groups.shape[0] - 1
     cdef double[:, ::1] sums = np.zeros((max(n_segments, 1), 2))
     cdef double total[2]
-    # each of many short calls would have to wait for threads without work, too
+    # no idle threads: many short calls would also wait for them
     cdef int n_threads = hmf_usable_threads(<int> min(workspace.shape[0], n_segments + n_groups))
     if indices.shape[0] == 0:
         return
@@ -303,6 +303,6 @@ cdef void _subtract_segment(const Update* how, const int64_t* segment, real new,
     cdef hmf_ccd_entries entries = _entries(how, segment[1], segment[2] - segment[1], kept)
     cdef double unused[2]
     unused[0] = unused[1] = 0
-    # gathers again: keeping the coordinates of all long rows would take as much memory as the residual
+    # gathers again: storing the coordinates of all long rows could take as much memory as the residual
     _accumulate(how.table, &entries, 0, <const real*> how.pairs, <real> 0, <real> 0, unused)
     _subtract(how.table, entries.n, new, <const real*> kept, <real*> entries.e)

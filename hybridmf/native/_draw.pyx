@@ -1,8 +1,8 @@
-"""Uniform random numbers addressed by (key, side, row, column): any part of a matrix is drawn alone, in any order.
+"""Uniform random numbers addressed by (key, side, row, column): any part of a matrix can be drawn alone, in any order.
 
-The numbers are those of Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-2011) with the key and the counter (column / 4, row, side), of which a column takes one word; kernels.h has the details.
-Threads share the rows, and no number depends on another one. cuda/draw.cu draws the same bits.
+Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011) with the key and the
+counter (column / 4, row, side) gives four words, one for each column; kernels.h has the details. Threads share the
+rows, and no number depends on another one. cuda/draw.cu draws the same bits.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from hybridmf.native.kernels cimport hmf_kernel_table, hmf_kernels, hmf_kernels_
 
 
 cdef struct Numbers:
-    # which random numbers
+    # address of a matrix of random numbers
     uint64_t key
     uint32_t side
     int low                     # -1: between -scale and scale; 0: between 0 and scale
@@ -39,13 +39,13 @@ cdef void draw_row(const hmf_kernel_table* table, Numbers numbers, uint64_t row,
 def draw_rows(
         real[:, :] out,              # OUT  (n, rank), rows contiguous
         const float[::1] scales,     # IN   (n,) the largest absolute value of a row, 0 for a row of zeros
-        rows,                        # IN   int64 (n,) which rows they are, or an int: the first of consecutive rows
+        rows,                        # IN   int64 (n,) row numbers, or an int: the first of consecutive rows
         uint64_t key,
         uint32_t side,
         bint signed,                 # between -scale and scale, else between 0 and scale
         int n_threads,
         isa=None) -> None:           # a table of kernels.h, for tests
-    """out[k] = numbers of row `rows[k]`, drawn in float32 whatever `out` is."""
+    """out[k] = numbers of row `rows[k]`, drawn in float32 for any type of `out`."""
     cdef bint consecutive = not isinstance(rows, np.ndarray)
     cdef int64_t first = rows if consecutive else 0
     cdef const int64_t[::1] named = None if consecutive else rows
@@ -63,7 +63,7 @@ def draw_rows(
     work = <float*> malloc(n_threads * rank * sizeof(float)) if real is double else NULL
     if real is double and work == NULL:
         raise MemoryError("no memory for a row of random numbers of each thread")
-    for k in prange(n, nogil=True, schedule="static", num_threads=n_threads):  # every row takes as long
+    for k in prange(n, nogil=True, schedule="static", num_threads=n_threads):  # static: rows take equally long
         draw_row(table, numbers, first + k if consecutive else named[k], rank, scales[k], &out[k, 0],
                  work + rank * threadid() if real is double else NULL)
     free(work)

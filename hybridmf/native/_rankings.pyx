@@ -1,7 +1,7 @@
-"""Metrics of rankings in one pass over users: each looks up the gains of its list and adds up what is asked for.
+"""Metrics of rankings in one pass over users, which looks up the gains of each list and sums the requested metrics.
 
-Parallel over users, dynamic because they differ in relevant items. A user's values are sums in order of rank: their
-bits do not depend on other users, other metrics or threads.
+Parallel over users, dynamic because they differ in relevant items. A user's values are sums in order of rank and do
+not depend on other users, other metrics or threads.
 """
 
 import numpy as np
@@ -29,8 +29,8 @@ cdef enum:
     _RECIPROCAL_RANK = 4
     _HIT_RATE = 5
     _NOVELTY = 6
-    SHORT = 64       # lists up to which comparing all pairs of ids is faster than sorting them
-    FEW_USERS = 512  # below this many users a second thread costs more than it brings
+    SHORT = 64       # longest list for which comparing all pairs of ids is faster than sorting
+    FEW_USERS = 512  # below this many users a second thread costs more than it saves
 
 ctypedef fused id_t:
     int32_t
@@ -51,7 +51,7 @@ cdef bint _is_ranking(
         const id_t* ids, Py_ssize_t n,   # IN   (n,) item positions, -1 for none
         Py_ssize_t n_items,
         int64_t* scratch) noexcept nogil:   # scratch (n,)
-    """Whether ids are in range, and none but -1 repeats."""
+    """Whether ids are in range and only -1 repeats."""
     cdef Py_ssize_t j, k
     for j in range(n):
         if ids[j] < -1 or ids[j] >= n_items:
@@ -84,7 +84,7 @@ cdef double _gain_of(id_t item, const int32_t* indices, const float* data, Py_ss
 
 
 cdef struct Metrics:
-    # what is asked for of each list
+    # requested for each list
     Py_ssize_t n                # ids of a list
     Py_ssize_t n_items
     Py_ssize_t n_metrics
@@ -154,7 +154,7 @@ cdef struct Scratch:
 cdef bint _measure(
         const Metrics* asked, const id_t* ids, Relevant relevant, Scratch scratch,
         double* out, Py_ssize_t stride) noexcept nogil:   # OUT  one value for each metric
-    """One user's metrics; False if the list is no ranking."""
+    """One user's metrics; False if an id is out of range or repeats."""
     cdef Py_ssize_t rank, k
     cdef bint sorted_already = True
     if not _is_ranking(ids, asked.n, asked.n_items, scratch.ids):
@@ -172,7 +172,7 @@ cdef bint _measure(
             out[k * stride] = _metric(asked, k, ids, scratch.gains, scratch.ideal, relevant.n)
     for k in range(asked.n_shown):
         for rank in range(min(asked.shown_cuts[k], asked.n)):
-            # Threads may mark an item at the same time: all write the same byte, and most find it written.
+            # Threads may mark an item at the same time: all write the same byte, most often already set.
             if ids[rank] >= 0 and not asked.shown[k * asked.n_items + ids[rank]]:
                 asked.shown[k * asked.n_items + ids[rank]] = 1
     return True
@@ -195,7 +195,7 @@ def measure(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, m
     Returns
     -------
     float64 array, shape (n_metrics, n_users), or None
-        NaN for users without a relevant item, and NOVELTY of empty lists. None if an id is out of range, or repeated
+        NaN for users without a relevant item, and for NOVELTY of empty lists. None if an id is out of range or repeats
         for a user.
     """
     cdef const int64_t[::1] indptr = relevant[0]
@@ -216,7 +216,7 @@ def measure(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, m
     if n_users == 0:
         return out
     cdef double[:, ::1] out_view = out if len(out) else np.empty((1, n_users))
-    # an element more, so that there is an address where there are no columns or entries
+    # one element more, so that empty arrays have an address
     cdef double[:, ::1] gains = np.empty((n, n_columns + 1))
     cdef double[:, ::1] ideal = np.empty((n, longest + 1))
     cdef int64_t[:, ::1] scratch = np.empty((n, n_columns + 1), dtype=np.int64)

@@ -5,18 +5,18 @@ An update of the entry (u, i, r), with e = r - mu - b_u - b_i - x_u . y_i (MSGD 
     x_u += rate (e y_i - lambda x_u)              y_i += rate (e x_u - lambda y_i)
     b_u += bias_rate (e - bias_lambda b_u)        b_i += bias_rate (e - bias_lambda b_i)
 
-AdaGrad and RPCS divide each step s by sqrt(root + G), and those of biases by sqrt(bias_root + G); G sums squares of s.
+AdaGrad and RPCS divide each step s by sqrt(root + G), for biases by sqrt(bias_root + G); G is the sum of squares of s.
 
-rows         MSGD Alg. 1: each row of one side is updated by its entries in order with the other side fixed; parallel
+rows         MSGD Alg. 1: the entries of each row of one side update it in order, with the other side fixed; parallel
              over rows, which share no updated data (eqs. 15 and 16)
 entries      Hogwild! (Niu et al. 2011): entries in the given order, split among threads that do not synchronize
 diagonals    DSGD (Gemulla et al. 2011): a grid of blocks by shuffled diagonals. A block waits only for its
              predecessors in its row and its column: no barrier, and the same factors for any number of threads
-free_blocks  FPSGD (Zhuang et al. 2013): any block left in this epoch whose row and column are free.
-             The result is that of the blocks in the order in which they were taken
+free_blocks  FPSGD (Zhuang et al. 2013): any remaining block of this epoch whose row and column are free.
+             The result equals visiting the blocks one after another in the order in which they were taken
 
-Rows of factors are copies whose length is padded to whole cache lines with zeros, aligned to one. Every function works
-on the entries that it receives, so on any range of rows and columns; the caller adds the offsets of both sides.
+Rows of factors are copies padded with zeros to whole cache lines and aligned to one. Functions take any range of rows
+and columns; the caller adds the offsets of both sides.
 """
 
 import numpy as np
@@ -95,9 +95,9 @@ cdef extern from *:
     void hmf_wait() noexcept nogil
 
 
-# Users interleaved inside a block: consecutive updates then rarely share a row, so that their chains of operations
-# overlap, and each user's row is still in the first-level cache at its next turn. At ML-10M's shape and f = 32 an epoch
-# takes 0.031 s, users one after the other 0.051 s, 32 in turn 0.035 s (two cores of an EPYC 9005).
+# Users interleaved inside a block: consecutive updates then rarely share a row, so that their dependency chains
+# overlap, and each user's row is still in L1 for its next update. At ML-10M's shape and f = 32 an epoch takes 0.031 s,
+# with users one after the other 0.051 s, with 32 interleaved 0.035 s (two cores of an EPYC 9005).
 cdef enum:
     TURNS = 8
 
@@ -105,7 +105,7 @@ cdef enum:
 cdef Py_ssize_t COPY_CHUNK = 1 << 16
 
 
-# Arguments are those of `hybridmf.native.updates`, whose objects own the arrays that structs point to.
+# Arguments are objects of `hybridmf.native.updates`, which own the arrays that structs point to.
 
 
 cdef inline void* _matrix(real[:, ::1] array) noexcept nogil:
@@ -154,11 +154,11 @@ def rows(
         fixed,                             # IN     `WorkingRows`, whose sums of squares are not read
         entries,                           # IN     `UpdateRows` of the side that moves
         const int64_t[::1] order,          # IN     rows to move
-        const int64_t[::1] cuts,           # IN     (n_pieces + 1,) pieces of `order`, each for one thread
+        const int64_t[::1] cuts,           # IN     (n_pieces + 1,) pieces of `order`, each a task
         terms,                             # IN     `Terms`
         double[::1] losses,                # OUT    (n_pieces,) sums of squared errors, before each update
         int n_threads):
-    """MSGD's half epoch: each row walks its entries in order. A row is one thread's, so that no split changes bits."""
+    """MSGD's half epoch: each row takes its entries in order. One thread owns a row, so `cuts` never change results."""
     cdef Py_ssize_t piece, n_pieces = cuts.shape[0] - 1
     cdef RowUpdates its
     if n_pieces <= 0 or not len(entries.columns):
@@ -168,7 +168,7 @@ def rows(
     else:
         its = _row_updates[double](moved, fixed, entries, terms, entries.ratings)
     n_threads = hmf_usable_threads(n_threads)
-    # the time of a piece depends on which factors are cached
+    # dynamic: the time of a piece depends on which factors are cached
     for piece in prange(n_pieces, nogil=True, schedule="dynamic", num_threads=n_threads):
         losses[piece] = its.update(cuts[piece + 1] - cuts[piece], &order[0] + cuts[piece], &its.entries, &its.moved,
                                    &its.fixed, &its.terms)
@@ -214,7 +214,7 @@ def entries(
         terms,                             # IN     `Terms`
         double[::1] losses,                # OUT    (n_threads,) sums of squared errors, before each update
         int n_threads):
-    """Update entry by entry in the order they come; with several threads each takes a stretch, and they may collide."""
+    """Update entries in order; each of several threads takes a consecutive range, and their updates may collide."""
     cdef Py_ssize_t n = len(entries.users), stretch
     cdef int n_stretches
     cdef EntryUpdates its
@@ -231,7 +231,7 @@ def entries(
 
 
 cdef struct Deal:
-    # entries by users, and where they go
+    # entries by users, and their destination
     const int64_t* indptr
     const int32_t* indices
     const int64_t* user_order
@@ -249,9 +249,9 @@ def deal(
         const int64_t[::1] user_cuts,      # IN  (grid + 1,)
         const int32_t[::1] item_block,     # IN  (n_items,)
         int n_threads):
-    """Bring the entries into blocks: (grid * grid + 1,) offsets of block (p, q) at p * grid + q.
+    """Sort the entries into blocks; returns (grid * grid + 1,) offsets, that of block (p, q) at p * grid + q.
 
-    Inside a block TURNS users at a time take turns, each with its items in ascending order.
+    Inside a block the entries of TURNS users at a time are interleaved, each user's items in ascending order.
     """
     cdef Py_ssize_t grid = user_cuts.shape[0] - 1, p
     cdef int32_t[::1] users = out.users, items = out.items
@@ -282,7 +282,7 @@ cdef void _count(const Deal* how, int64_t first, int64_t last, int64_t* counts) 
 
 cdef void _deal_row(const Deal* how, int64_t first, int64_t last, const real* data, real* ratings,
                     int64_t* cursor) noexcept nogil:
-    """The blocks of one row of the grid: TURNS users deal an entry each, until they have none left; others follow."""
+    """Fill the blocks of one row of the grid: TURNS users deal an entry each; the next user replaces a finished one."""
     cdef int64_t[TURNS] user
     cdef int64_t[TURNS] entry
     cdef int64_t[TURNS] end
@@ -311,12 +311,12 @@ cdef void _deal_row(const Deal* how, int64_t first, int64_t last, const real* da
 
 
 cdef struct Diagonals:
-    # what workers share
+    # shared by workers
     const int64_t* pointer
     const int64_t* shifts
     int32_t n_steps
     int32_t grid
-    int32_t* progress           # (grid,) steps that a row of the grid has done
+    int32_t* progress           # (grid,) finished steps of each row of the grid
     int32_t* busy               # (grid,)
     int32_t remaining           # blocks
     double* losses
@@ -330,7 +330,7 @@ def diagonals(
         terms,                             # IN     `Terms`
         double[:, ::1] losses,             # OUT    (grid, grid) sums of squared errors of the blocks visited
         int n_threads):
-    """Visit the blocks of some diagonals. The result is that of one diagonal after the other, for any threads."""
+    """Visit the blocks of some diagonals; equals one diagonal after the other for any number of threads."""
     cdef const int64_t[::1] pointer = blocks.pointer
     cdef int32_t grid = <int32_t> losses.shape[0], n_steps = <int32_t> shifts.shape[0], worker
     cdef int32_t[::1] progress = np.zeros(grid, dtype=np.int32)
@@ -347,7 +347,7 @@ def diagonals(
 
 
 cdef void _visit_diagonals(const EntryUpdates* its, Diagonals* shared, int32_t start) noexcept nogil:
-    """One worker: rows of the grid in turn, each as far as the rows it depends on have come."""
+    """One worker: advances the rows of the grid in turn, each when the row it depends on is far enough."""
     cdef int32_t turn, row, t, before, grid = shared.grid
     cdef const int64_t* shifts = shared.shifts
     cdef int32_t* progress = shared.progress
@@ -360,7 +360,7 @@ cdef void _visit_diagonals(const EntryUpdates* its, Diagonals* shared, int32_t s
             t = hmf_load(&progress[row])
             if t >= shared.n_steps:
                 continue
-            # the row that has this column in the previous step: a column has one block in each row
+            # the row that visits this column in the previous step
             before = <int32_t> ((row + shifts[t] - shifts[t - 1] + grid) % grid) if t else row
             if hmf_load(&progress[before]) < t or not hmf_take(&shared.busy[row]):
                 continue
@@ -376,7 +376,7 @@ cdef void _visit_diagonals(const EntryUpdates* its, Diagonals* shared, int32_t s
 
 
 cdef struct FreeBlocks:
-    # what workers share; `seen`, `busy` and `taken` are read and written under `lock`
+    # shared by workers; `lock` protects `seen`, `busy` and `taken`
     const int64_t* pointer
     int32_t grid
     int32_t* seen
@@ -390,13 +390,13 @@ cdef struct FreeBlocks:
 def free_blocks(
         sides,                             # IN OUT `BothSides`
         blocks,                            # IN     `EntryBlocks`
-        int32_t[::1] seen,                 # IN OUT (grid * grid,) when this epoch took each block: 1, 2, ...; else 0
+        int32_t[::1] seen,                 # IN OUT (grid * grid,) order in which this epoch took blocks, from 1; else 0
         int64_t quota,                     # blocks to visit
         uint64_t seed,
         terms,                             # IN     `Terms`
         double[:, ::1] losses,             # OUT    (grid, grid) sums of squared errors of the blocks visited
         int n_threads):
-    """Visit up to `quota` blocks that were not seen, each when its row and its column are free."""
+    """Visit up to `quota` blocks not seen yet, each when its row and its column are free."""
     cdef const int64_t[::1] pointer = blocks.pointer
     cdef int32_t grid = <int32_t> losses.shape[0], taken = <int32_t> np.count_nonzero(seen), worker
     cdef int32_t[::1] busy = np.zeros(2 * grid, dtype=np.int32)
@@ -413,7 +413,7 @@ def free_blocks(
 
 
 cdef void _visit_free(const EntryUpdates* its, FreeBlocks* shared, uint64_t seed) noexcept nogil:
-    """One worker: the table of blocks is looked at and changed under `lock`, entries are updated outside it."""
+    """One worker: chooses and releases blocks under `lock`, and updates entries outside it."""
     cdef int64_t block
     cdef int32_t row, column, grid = shared.grid
     while True:
@@ -441,7 +441,7 @@ cdef void _visit_free(const EntryUpdates* its, FreeBlocks* shared, uint64_t seed
 
 
 cdef inline int64_t _free_block(int32_t grid, uint64_t random, const int32_t* seen, const int32_t* busy) noexcept nogil:
-    """A block not seen yet whose row and column are free, looked for from a random one on; -1 if there is none."""
+    """A block not seen yet whose row and column are free, searched from a random block on; -1 if there is none."""
     cdef int32_t i, j, row, column
     for i in range(grid):
         row = <int32_t> ((random + <uint64_t> i) % <uint64_t> grid)
@@ -461,7 +461,7 @@ def copy_rows(
         real[:, ::1] out,                  # OUT (n, width): columns beyond those of `rows` are zeros
         const real[:, ::1] rows,           # IN  (n, other width)
         int n_threads):
-    """Copy rows into longer or shorter ones; False if a value of them is infinite or NaN."""
+    """Copy rows into longer or shorter ones; False if a copied value is infinite or NaN."""
     cdef Py_ssize_t n = rows.shape[0], chunk = max(1, COPY_CHUNK // max(1, rows.shape[1])), c
     cdef Py_ssize_t n_chunks = (n + chunk - 1) // chunk
     cdef int bad = 0
@@ -479,7 +479,7 @@ cdef int _copy_chunk(real[:, ::1] out, const real[:, ::1] rows, Py_ssize_t first
         for j in range(width):
             value = rows[i, j]
             out[i, j] = value
-            bad |= not (value - value == 0)  # NaN from infinity or NaN on
+            bad |= not (value - value == 0)  # infinity and NaN give NaN
         for j in range(width, out.shape[1]):
             out[i, j] = 0
     return bad

@@ -1,12 +1,12 @@
 """The N best items of each user, without a users x items matrix.
 
-Items are packed once, in order of falling norm, into blocks that fit in cache. Users are taken in batches; the scores
-of a batch and a block are computed (kernels.h: score), and what beats a user's N-th best so far, and is not to be left
-out, goes into that user's heap. A user for whom |x| |y| bounds every further score below the N-th best is done: exact
-pruning by norms (Teflioudi et al., LEMP, SIGMOD 2015), with a margin for rounding. Equal scores go to the lower item.
+Items are packed once, by descending norm, into blocks that fit in cache. For each batch of users and block of items,
+the kernel `score` computes all scores; a score above the user's N-th best enters the user's heap unless the item is
+excluded. A user is done when |x| |y| bounds all further scores below the N-th best: exact pruning by norms (Teflioudi
+et al., LEMP, SIGMOD 2015), with a margin for rounding. Ties go to the lower item.
 
-Each score is one chain of multiply-adds over the factors: its bits do not depend on batch, block, order or thread.
-Parallel over batches of users, dynamic because they are pruned at different points.
+Each score is one chain of multiply-adds over the factors and does not depend on batch, block, order or thread.
+Parallel over batches of users, dynamic because pruning ends them at different points.
 """
 
 import numpy as np
@@ -21,17 +21,17 @@ from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
 from hybridmf.native.kernels cimport HMF_PANEL, first_at_least, hmf_kernel_table, hmf_kernels, real, score
 
 cdef enum:
-    BATCH_USERS = 48                 # a multiple of every table's score tile; 48 users share each block
+    BATCH_USERS = 48                 # users that share each block; a multiple of every table's score tile
     BLOCK_ITEMS = 256                # 64 KB packed at f = 64, and the scores of a batch 48 KB
 
 
 cdef inline bint _worse(real score_a, int32_t id_a, real score_b, int32_t id_b) noexcept nogil:
-    """Whether a ranks behind b: lower score, or equal and a higher item."""
+    """Whether a ranks below b: lower score, or an equal score and a higher item."""
     return score_a < score_b or (score_a == score_b and id_a > id_b)
 
 
 cdef void _sift_down(real* scores, int32_t* ids, Py_ssize_t size, real new_score, int32_t new_id) noexcept nogil:
-    """Put a new element at the root of a heap whose root ranks last, and restore the order."""
+    """Replace the root of a heap, its last-ranked element, and restore the heap."""
     cdef Py_ssize_t parent = 0, child = 1
     while child < size:
         if child + 1 < size and _worse(scores[child + 1], ids[child + 1], scores[child], ids[child]):
@@ -47,7 +47,7 @@ cdef void _sift_down(real* scores, int32_t* ids, Py_ssize_t size, real new_score
 
 
 cdef void _sort_heap(real* scores, int32_t* ids, Py_ssize_t size) noexcept nogil:
-    """Best first, in place: the last-ranked element goes from the root to the end, again and again."""
+    """Sort a heap in place, best first: moves the root, which ranks last, to the end until none is left."""
     cdef Py_ssize_t end
     cdef real last_score
     cdef int32_t last_id
@@ -72,7 +72,7 @@ cdef bint _contains(const int32_t* items, Py_ssize_t n, int32_t item) noexcept n
 
 
 cdef struct Search:
-    # what all batches share; arrays are of the type of the factors
+    # shared by all batches; arrays have the type of the factors
     const hmf_kernel_table* table
     Py_ssize_t rank
     const void* users           # (n_users, rank)
@@ -80,8 +80,8 @@ cdef struct Search:
     const int32_t* item_ids     # (n_items,)
     const double* block_norms   # (n_blocks,) largest norm of each block
     Py_ssize_t n_items
-    const int64_t* seen_first   # (n_users,) where the seen items of each user begin; NULL: nothing is left out
-    const int64_t* seen_last    # (n_users,) and end
+    const int64_t* seen_first   # (n_users,) start of each user's seen items; NULL: none are excluded
+    const int64_t* seen_last    # (n_users,) and their end
     const int32_t* seen
     Py_ssize_t size             # items of each user
     void* best                  # OUT  (n_users, size) scores
@@ -91,7 +91,7 @@ cdef struct Search:
 cdef void _offer(
         const Search* search, Py_ssize_t user,
         const real* scores, Py_ssize_t first, Py_ssize_t n_items) noexcept nogil:   # IN   the user's scores of a block
-    """Let a block compete for a user's heap. Seen items are looked up only where they would enter."""
+    """Add the best items of a block to a user's heap. Only items that would enter are checked against seen ones."""
     cdef real* best = <real*> search.best + user * search.size
     cdef int32_t* ids = search.ids + user * search.size
     cdef const int32_t* block_ids = search.item_ids + first
@@ -133,13 +133,13 @@ cdef void _batch(
     cdef const double* block_norms = search.block_norms
     cdef real* best = <real*> search.best + start * size
     cdef int32_t* ids = search.ids + start * size
-    cdef real* rows = work                      # users whose search goes on, contiguous
+    cdef real* rows = work                      # factors of the active users, contiguous
     cdef real* scores = work + n_users * rank
     for i in range(n_users * size):
         best[i] = -INFINITY
         ids[i] = 0x7FFFFFFF
     memcpy(rows, users, n_users * rank * sizeof(real))
-    # A computed score exceeds |x| |y| at most by rounding: rank multiply-adds, each within one unit of eps.
+    # A computed score exceeds |x| |y| only by rounding: rank multiply-adds, each with an error of at most eps.
     cdef double margin = 1 + 2 * rank * (FLT_EPSILON if real is float else DBL_EPSILON)
     for u in range(n_users):
         active[u] = <int32_t> u
@@ -148,7 +148,7 @@ cdef void _batch(
         n_left = 0
         for k in range(n_active):
             u = active[k]
-            # an equal score may still win by its lower id, so only a strictly smaller bound ends the search
+            # only a strictly smaller bound ends the search: an equal score may win by a lower id
             if user_norms[u] * block_norms[block] >= best[u * size]:
                 if n_left != k:
                     active[n_left] = <int32_t> u
@@ -173,13 +173,12 @@ cdef void _batch(
 
 
 def pack(const real[:, ::1] items, const int64_t[::1] order, int n_threads):
-    """Rows ``items[order]`` in panels of HMF_PANEL items, factor by factor, as the score kernel reads them.
+    """Rows ``items[order]`` in panels of HMF_PANEL items, factor by factor, for the score kernel.
 
     Returns
     -------
     array, shape (n_panels * HMF_PANEL * rank,)
-        Element ``(p * rank + k) * HMF_PANEL + l`` is factor k of item ``order[p * HMF_PANEL + l]``; missing items are
-        zero.
+        Element ``(p * rank + k) * HMF_PANEL + l`` is factor k of item ``order[p * HMF_PANEL + l]``; padded with zeros.
     """
     cdef Py_ssize_t n = order.shape[0], rank = items.shape[1], panel, lane, k
     cdef Py_ssize_t n_panels = (n + HMF_PANEL - 1) // HMF_PANEL
@@ -204,14 +203,14 @@ def norms(const real[:, ::1] rows):
 
 
 def block_items():
-    """Items of one block; `block_norms` has one element for each."""
+    """Items of one block; `block_norms` has one element for each block."""
     return BLOCK_ITEMS
 
 
 def top_k(
         const real[:, ::1] users,         # IN   (n_users, rank)
         items,                            # IN   `hybridmf.cpu.topk.PackedItems`
-        seen,                             # IN   `hybridmf.core.sparse.RowColumns`: items of each user to leave out
+        seen,                             # IN   `hybridmf.core.sparse.RowColumns`: items to exclude for each user
         Py_ssize_t n, int n_threads):
     """The `n` best items of each user.
 
@@ -228,7 +227,7 @@ def top_k(
     cdef Py_ssize_t n_users = users.shape[0], rank = users.shape[1], batch, start
     cdef Search search
     n_threads = hmf_usable_threads(n_threads)
-    # fewer users than threads x BATCH_USERS: smaller batches, so that every thread has one
+    # smaller batches if there are fewer users than threads x BATCH_USERS, so that every thread has one
     cdef Py_ssize_t per_batch = max(1, min(BATCH_USERS, (n_users + n_threads - 1) // n_threads))
     dtype = np.asarray(users).dtype
     ids, scores = np.empty((n_users, n), dtype=np.int32), np.empty((n_users, n), dtype=dtype)

@@ -1,11 +1,11 @@
-/* ccd_impl.h - the one text of the CCD++ kernels, included twice (float, double) per instruction set.
+/* ccd_impl.h - source of the CCD++ kernels, included twice (float, double) per instruction set.
  *
  * The including file defines REAL, TYPE (the suffix of the names), HMF_WIDE (1 for float, whose pairs are read as one
- * double) and HMF_BYTES (vector width). GCC's and clang's vector extensions carry the width.
+ * double) and HMF_BYTES (vector width). Vectors are those of GCC's and clang's extensions.
  *
- * Error: sums over CCD_BLOCK entries are taken in REAL, one chain per lane, and added up in double. A sum in float32 is
- * therefore within (CCD_BLOCK / lanes + log2(lanes) + 2) 2^-24 of sum |terms| of its exact value, 2.3e-6 with AVX-512,
- * 8e-6 with four lanes; typically its square root in units of 2^-24.
+ * Error: CCD_BLOCK entries are summed in REAL, one chain per lane; these sums are added in double. The error of a sum in
+ * float32 is at most (CCD_BLOCK / lanes + log2(lanes) + 2) 2^-24 times sum |terms|: 2.3e-6 with AVX-512, 8e-6 with four
+ * lanes; typically the square root of the sum in parentheses takes its place.
  */
 #ifndef HMF_CCD_COMMON
 #define HMF_CCD_COMMON
@@ -16,7 +16,7 @@
 #error "the kernels need GCC's or clang's vector extensions (on Windows: clang-cl)"
 #endif
 enum {
-    CCD_BLOCK = 512,  /* entries whose sums are taken in REAL */
+    CCD_BLOCK = 512,  /* entries summed in REAL */
     CCD_TOGETHER = 4, /* rows of the fixed side that share a pass over x */
     CCD_AHEAD = 8     /* entries between a prefetch and its use */
 };
@@ -42,13 +42,13 @@ typedef double hmf_ccd_pair __attribute__((may_alias)); /* two floats */
 /* aligned to the element only: rows start anywhere; may_alias: read through plain arrays */
 typedef REAL VEC __attribute__((vector_size(HMF_BYTES), aligned(sizeof(REAL)), may_alias));
 
-/* four lanes: what is left of a row after its whole vectors */
+/* four lanes, for the entries after the last whole vector */
 #define QUAD FN(quad)
 typedef REAL QUAD __attribute__((vector_size(4 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 
 #define QUAD_TOTAL(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
 
-/* sum of the lanes as a tree; halves are added in registers down to four lanes */
+/* sum of the lanes; halves are added in registers down to four lanes */
 HMF_INLINE REAL FN(lanes_total)(VEC v) {
     enum { QUADS = HMF_BYTES / (4 * sizeof(REAL)) };
     if (QUADS == 0) return v[0] + v[1]; /* doubles in 16 bytes */
@@ -224,7 +224,7 @@ static void FN(residual)(ptrdiff_t n, ptrdiff_t rank, const REAL *x, const REAL 
         const REAL *y[CCD_TOGETHER];
         REAL dot[CCD_TOGETHER];
         for (ptrdiff_t r = 0; r < CCD_TOGETHER; r++) {
-            /* the last entry fills the last group up: the same code for every entry, hence the same rounding */
+            /* repeats of the last entry fill the last group: all entries take the same code and rounding */
             y[r] = fixed + (ptrdiff_t)columns[k + r < n ? k + r : n - 1] * rank;
             if (k + r + CCD_AHEAD < n) {
                 const char *next = (const char *)(fixed + (ptrdiff_t)columns[k + r + CCD_AHEAD] * rank);

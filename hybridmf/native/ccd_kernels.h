@@ -1,8 +1,8 @@
-/* ccd_kernels.h - vector kernels of CCD++, one table per instruction set, chosen as the kernels of kernels.h are.
+/* ccd_kernels.h - vector kernels of CCD++, one table per instruction set, chosen like those of kernels.h.
  *
- * ccd_impl.h holds the one text. Pairs (a, b) of coordinates of the fixed side lie side by side: one load fetches both.
- * Every kernel changes an entry by the same multiply-adds in the same order whichever orientation it lies in, so the
- * copies of the residual by rows and by columns stay equal, bit for bit.
+ * ccd_impl.h holds the source. Pairs (a, b) of coordinates of the fixed side are adjacent: one load fetches both.
+ * An entry sees the same multiply-adds in the same order in both orientations, so the copies of the residual by rows
+ * and by columns stay equal, bit for bit.
  */
 #ifndef HMF_CCD_KERNELS_H
 #define HMF_CCD_KERNELS_H
@@ -10,13 +10,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Entries of a row; arrays are of the type of the kernel that takes them. */
+/* Entries of a row; arrays have the type of the kernel that reads them. */
 typedef struct {
     ptrdiff_t n;
     const int32_t *columns;
     const void *weights; /* NULL: 1 */
     void *e;             /* residual */
-    void *kept;          /* b of each entry goes there, unless NULL */
+    void *kept;          /* receives b of each entry, unless NULL */
 } hmf_ccd_entries;
 
 typedef struct {

@@ -1,4 +1,4 @@
-/* kernels.c - choice of the kernel table: the processor is asked once per call, which is cheap. */
+/* kernels.c - choice of the kernel table; each call queries the processor, which is cheap. */
 #include "kernels.h"
 
 #include <stdlib.h>

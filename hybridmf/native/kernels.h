@@ -1,8 +1,8 @@
 /* kernels.h - vector kernels in one table per instruction set; hmf_kernels() picks the table at run time.
  *
- * kernels_impl.h holds the one text of every kernel. kernels_portable.c, kernels_avx2.c and kernels_avx512.c compile
- * it for their instruction set through a target pragma, so no file of a wheel needs an -m flag. Callers include this
- * header only. Within one table a result never depends on the position of a row in a batch or on the thread count.
+ * kernels_impl.h holds the source of every kernel. kernels_portable.c, kernels_avx2.c and kernels_avx512.c compile it
+ * for their instruction set through a target pragma, so a wheel needs no -m flag. Callers include only this header.
+ * Within one table a result never depends on the position of a row in a batch or on the thread count.
  */
 #ifndef HMF_KERNELS_H
 #define HMF_KERNELS_H
@@ -17,31 +17,31 @@ enum {
     HMF_PAD = 16,   /* leading dimensions of systems are multiples of this: whole vectors in every table */
     HMF_SYSTEMS = 2, /* large systems factored side by side; four bring no more than two */
     HMF_LANES = 8, /* small systems factored together */
-    HMF_LANES_RANK = 64 /* of a small system at most, in any table */
+    HMF_LANES_RANK = 64 /* largest rank of a small system in any table */
 };
 
-/* Rows y_k = fixed + columns[k] * stride, k < n, of which `width` elements take part; of the type of the kernel. */
+/* Rows y_k = fixed + columns[k] * stride, k < n; kernels use `width` elements of each, of their own type. */
 typedef struct {
     ptrdiff_t n, width, stride;
     const void *fixed;
     const int32_t *columns; /* (n,) */
 } hmf_rows;
 
-/* What all updates of an epoch of stochastic gradient descent share. */
+/* Parameters of all updates in an epoch of stochastic gradient descent. */
 typedef struct {
     double rate, penalty;           /* of factors: learning rate, lambda */
     double bias_rate, bias_penalty; /* of biases */
     double mean;                    /* of the ratings */
     double root, bias_root;         /* added to sums of squared steps (AdaGrad, RPCS) below the square root */
     ptrdiff_t ld;                   /* elements between rows */
-    ptrdiff_t rank;                 /* of rows whose coordinates share sums (RPCS); 0: each has its own, or none */
-    int head_only;                  /* RPCS: only the heads of rows move */
+    ptrdiff_t rank;                 /* RPCS: elements of a row, which share sums; 0: AdaGrad or plain SGD */
+    int head_only;                  /* RPCS: update only the heads of rows */
 } hmf_sgd_terms;
 
-/* Factors of one side. Arrays of this and the next structs are of the type of the kernel that takes them. */
+/* Factors of one side. The arrays in this and the next structs have the type of the kernel that reads them. */
 typedef struct {
     void *rows, *bias;             /* (n, ld); (n,) or NULL */
-    void *squares, *bias_squares;  /* sums of squared steps: (n, ld), of RPCS (n, 2), or NULL; (n,) or NULL */
+    void *squares, *bias_squares;  /* sums of squared steps: (n, ld), with RPCS (n, 2), or NULL; (n,) or NULL */
 } hmf_sgd_side;
 
 /* Entries in the order of their updates. */
@@ -58,8 +58,8 @@ typedef struct {
     const void *ratings;          /* (nnz,) */
 } hmf_sgd_row_entries;
 
-/* They update entries in their order, both rows moving, or n distinct rows of one side, the other side fixed; with sums
- * of squares by AdaGrad or (terms->rank > 0) RPCS. They return the sum of squared errors. */
+/* Update both rows of each entry, in order; or n distinct rows of one side, with the other side fixed. If `squares` is
+ * set, steps follow RPCS (terms->rank > 0) or AdaGrad. Return the sum of squared errors. */
 typedef double hmf_sgd_entries_kernel(const hmf_sgd_entries *entries, const hmf_sgd_side *user,
                                       const hmf_sgd_side *item, const hmf_sgd_terms *terms);
 typedef double hmf_sgd_rows_kernel(ptrdiff_t n, const int64_t *order, const hmf_sgd_row_entries *entries,
@@ -99,21 +99,21 @@ typedef struct {
                      float *v, float *b);
     void (*gather_d)(const hmf_rows *rows, ptrdiff_t n_ahead, ptrdiff_t ld, const double *root, const double *target,
                      double *v, double *b);
-    /* solve one or HMF_SYSTEMS systems, ld x ld with ld the rank padded to a multiple of HMF_PAD, whose upper parts
-     * are in a[s] (below finite; destroyed, as are b[s]); status[s] is 0, the order of the failing leading minor, or
-     * -1 for a pivot that is not finite; work (count * 3 * ld) */
+    /* solve one or HMF_SYSTEMS systems, ld x ld with ld the rank padded to a multiple of HMF_PAD; a[s] holds the upper
+     * part and finite values below it; a[s] and b[s] are overwritten; status[s] is 0, the order of the failing leading
+     * minor, or -1 for a pivot that is not finite; work (count * 3 * ld) */
     void (*cholesky_f)(int count, ptrdiff_t rank, float *const *a, float *const *b, float epsilon, float *work,
                        float *const *x, ptrdiff_t *status);
     void (*cholesky_d)(int count, ptrdiff_t rank, double *const *a, double *const *b, double epsilon, double *work,
                        double *const *x, ptrdiff_t *status);
-    /* the same for up to HMF_LANES systems of rank up to lanes_rank, which stay but for the padding of their diagonals;
+    /* the same for up to HMF_LANES systems of rank up to lanes_rank; overwrites only the padding of their diagonals;
      * work (HMF_LANES * (ld * (ld + HMF_LANES) / 2 + 2 * ld)), x (ld,) */
     ptrdiff_t lanes_rank_f, lanes_rank_d; /* at most HMF_LANES_RANK */
     void (*cholesky_lanes_f)(int count, ptrdiff_t rank, float *const *a, float *const *b, float epsilon, float *work,
                              float *const *x, ptrdiff_t *status);
     void (*cholesky_lanes_d)(int count, ptrdiff_t rank, double *const *a, double *const *b, double epsilon,
                              double *work, double *const *x, ptrdiff_t *status);
-    /* a = S (Y Y^T + shift) S + ridge I, upper part, ld x ld, rows from n on those of the unit matrix; root (ld,): S,
+    /* upper part of a = S (Y Y^T + shift) S + ridge I, ld x ld, with rows of the unit matrix from n on; root (ld,): S,
      * zero from n on */
     void (*products_f)(const hmf_rows *rows, const float *root, float shift, float ridge, ptrdiff_t ld, float *a);
     void (*products_d)(const hmf_rows *rows, const double *root, double shift, double ridge, ptrdiff_t ld, double *a);
@@ -130,8 +130,8 @@ typedef struct {
     /* out += sum_k coefficient[k] * row k of a row-major n x rank matrix */
     void (*combine_f)(ptrdiff_t n, ptrdiff_t rank, const float *rows, const float *coefficient, float *out);
     void (*combine_d)(ptrdiff_t n, ptrdiff_t rank, const double *rows, const double *coefficient, double *out);
-    /* out[column] = scale * z, z uniform between `low` (0 or -1, exclusive) and 1, from word column % 4 of Philox4x32-10
-     * with the counter (column / 4, row, side) and the key; n columns. Every table gives the same bits. */
+    /* out[column] = scale * z for n columns, z uniform between `low` (0 or -1, exclusive) and 1, from word column % 4 of
+     * Philox4x32-10 with the counter (column / 4, row, side) and the key. Every table gives the same bits. */
     void (*draw)(ptrdiff_t n, uint64_t key, uint64_t row, uint32_t side, int low, float scale, float *out);
     /* first i >= start with scores[i] >= threshold, or n */
     ptrdiff_t (*first_at_least_f)(ptrdiff_t n, const float *scores, float threshold, ptrdiff_t start);
@@ -141,7 +141,7 @@ typedef struct {
     hmf_sgd_rows_kernel *sgd_rows_f, *sgd_rows_d;
 } hmf_kernel_table;
 
-/* Best table of this processor, or the one HYBRIDMF_ISA names ("avx512", "avx2", "portable") if it can run here. */
+/* Best table for this processor, or the one HYBRIDMF_ISA names ("avx512", "avx2", "portable") if it can run here. */
 const hmf_kernel_table *hmf_kernels(void);
 
 /* NULL unless the named table exists and this processor can run it. */

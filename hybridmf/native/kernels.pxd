@@ -1,4 +1,4 @@
-"""The C kernel table (kernels.h), and the two types every kernel comes in."""
+"""The C kernel table (kernels.h), and the two types that every kernel supports."""
 
 ctypedef fused real:
     float
@@ -94,7 +94,7 @@ cdef inline real dot(const hmf_kernel_table* table, Py_ssize_t n, const real* a,
 
 
 cdef inline double dot_exact(const hmf_kernel_table* table, Py_ssize_t n, const real* a, const real* b) noexcept nogil:
-    """Products and sum in double, whatever the type of the factors."""
+    """Products and sum in double, for factors of either type."""
     if real is float:
         return table.dot_fd(n, a, b)
     else:

@@ -14,7 +14,7 @@
 #define HMF_TARGETED 1
 #endif
 #define HMF_BYTES 32   /* of a vector register */
-#define HMF_USERS 3    /* users x columns vectors of scores stay in the 16 registers */
+#define HMF_USERS 3    /* users x columns vectors of scores fit in the 16 registers */
 #define HMF_COLUMNS 4
 #define HMF_SYRK_ROWS 4     /* the same for tiles of a symmetric update */
 #define HMF_SYRK_COLUMNS 3

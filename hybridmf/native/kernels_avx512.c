@@ -14,7 +14,7 @@
 #define HMF_TARGETED 1
 #endif
 #define HMF_BYTES 64   /* of a vector register */
-#define HMF_USERS 12    /* users x columns vectors of scores stay in the 32 registers */
+#define HMF_USERS 12    /* users x columns vectors of scores fit in the 32 registers */
 #define HMF_COLUMNS 2
 #define HMF_SYRK_ROWS 8     /* the same for tiles of a symmetric update */
 #define HMF_SYRK_COLUMNS 3

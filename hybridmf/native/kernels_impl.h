@@ -1,7 +1,7 @@
-/* kernels_impl.h - the one text of the vector kernels, included twice (float, double) per instruction set.
+/* kernels_impl.h - source of the vector kernels, included twice (float, double) per instruction set.
  *
  * The including file defines REAL, TYPE (the suffix of the names), HMF_BYTES (vector width) and HMF_USERS x
- * HMF_COLUMNS, HMF_SYRK_ROWS x HMF_SYRK_COLUMNS (register tiles). GCC's and clang's vector extensions carry the width.
+ * HMF_COLUMNS, HMF_SYRK_ROWS x HMF_SYRK_COLUMNS (register tiles). Vectors are those of GCC's and clang's extensions.
  */
 #ifndef HMF_IMPL_COMMON
 #define HMF_IMPL_COMMON
@@ -19,13 +19,13 @@
 #define HMF_UNROLL _Pragma("GCC unroll 8")
 #endif
 enum {
-    HMF_AHEAD = 8,    /* entries between a prefetch and its use: about the latency of L3 at rank 64 */
+    HMF_AHEAD = 8,    /* entries between a prefetch and its use: covers about the latency of L3 at rank 64 */
     HMF_TOGETHER = 4, /* rows that share a pass over a vector in apply, combine and gather */
     HMF_WIDE = 8,     /* vectors of `out` in registers in apply */
     HMF_BLOCK = 8     /* rows of a Cholesky panel; every table's syrk tiles divide it */
 };
 
-/* products of floats are exact in double; eight chains, which the compiler puts into vectors */
+/* products of floats are exact in double; eight chains, which the compiler vectorizes */
 static double dot_fd(ptrdiff_t n, const float *a, const float *b) {
     double sum[8] = {0};
     ptrdiff_t k = 0;
@@ -36,7 +36,7 @@ static double dot_fd(ptrdiff_t n, const float *a, const float *b) {
 }
 
 /* Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011): four words for each of HMF_DRAWN counters that differ in their
- * first word; loops of constant length, which the compiler puts into vectors */
+ * first word; loops of constant length, which the compiler vectorizes */
 enum { HMF_DRAWN = 16, HMF_ROUNDS = 10, HMF_BITS = 24 /* of a float32's mantissa */ };
 
 static void philox(uint64_t key, uint32_t first, uint64_t row, uint32_t side, uint32_t words[4][HMF_DRAWN]) {
@@ -61,7 +61,7 @@ static void philox(uint64_t key, uint32_t first, uint64_t row, uint32_t side, ui
     }
 }
 
-/* The upper bits of a word as an odd number below 2^24: exact in float32, and never zero. */
+/* Numbers come from the upper bits of a word as an odd number below 2^24: exact in float32, and never zero. */
 static void draw(ptrdiff_t n, uint64_t key, uint64_t row, uint32_t side, int low, float scale, float *out) {
     uint32_t words[4][HMF_DRAWN];
     float drawn[HMF_DRAWN][4];
@@ -86,7 +86,7 @@ typedef REAL VEC __attribute__((vector_size(HMF_BYTES), aligned(sizeof(REAL)), m
 #define LANES ((ptrdiff_t)(HMF_BYTES / sizeof(REAL)))
 #define SPLAT(s) ((s) - (VEC){0})
 #define LANE(v, l) ((v)[l])
-/* a row of a diagonal block; narrower tables keep it in several registers */
+/* a row of a diagonal block; takes several registers in narrower tables */
 #define ROW FN(row)
 typedef REAL ROW __attribute__((vector_size(8 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 #define ROW_SPLAT(s) ((s) - (ROW){0})
@@ -105,7 +105,7 @@ HMF_INLINE void FN(prefetch_row)(const REAL *row, ptrdiff_t n) {
     for (ptrdiff_t byte = 0; byte < n * (ptrdiff_t)sizeof(REAL); byte += 64) HMF_PREFETCH((const char *)row + byte);
 }
 
-/* four lanes that add up to the sum of all, as a tree: halves are added in registers */
+/* four lanes whose sum is the sum of all lanes; halves are added in registers */
 HMF_INLINE void FN(quarter)(VEC v, FOUR *out) {
     enum { BYTES = 4 * sizeof(REAL) };
     FOUR sum = {0};
@@ -136,7 +136,7 @@ HMF_INLINE REAL FN(total)(VEC v) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-/* `total` of each of four vectors, by shuffles that they share. */
+/* `total` of each of four vectors, by shared shuffles. */
 HMF_INLINE void FN(four_totals)(const VEC *v, FOUR *out) {
     FOUR part[4], pair[2];
     if (LANES < 4) {
@@ -177,7 +177,7 @@ static void FN(syr)(ptrdiff_t n, REAL alpha, const REAL *x, REAL *a) {
     for (ptrdiff_t j = 0; j < n; j++) FN(axpy)(n - j, alpha * x[j], x + j, a + j * n + j);
 }
 
-/* One chain of multiply-adds over k for each (user, item): the value does not depend on how users are grouped. */
+/* One chain of multiply-adds over k for each (user, item), so scores do not depend on how users are grouped. */
 HMF_INLINE void FN(score_rows)(const int n_users, ptrdiff_t f, const REAL *users, ptrdiff_t apart,
                                const REAL *panel, REAL *out, ptrdiff_t stride) {
     for (ptrdiff_t half = 0; half < HMF_PANEL; half += HMF_COLUMNS * LANES) {
@@ -222,7 +222,7 @@ static void FN(score)(ptrdiff_t n_users, ptrdiff_t f, const REAL *users, ptrdiff
 static ptrdiff_t FN(first_at_least)(ptrdiff_t n, const REAL *scores, REAL threshold, ptrdiff_t start) {
     enum { GROUP = 32 };
     ptrdiff_t i = start;
-    for (; i + GROUP <= n; i += GROUP) { /* no branch inside: most groups hold nothing */
+    for (; i + GROUP <= n; i += GROUP) { /* no branch inside: most groups have no such score */
         int any = 0;
         for (int l = 0; l < GROUP; l++) any |= scores[i + l] >= threshold;
         if (any) break;
@@ -234,13 +234,13 @@ static ptrdiff_t FN(first_at_least)(ptrdiff_t n, const REAL *scores, REAL thresh
 
 /* ---- symmetric rank-k update and Cholesky of one small system -------------------------------------------------
  *
- * A is row-major, ld x ld with ld a multiple of HMF_PAD, and only A[i][j] with j >= i counts; the rest must be finite. Rows and columns from
- * rank on are padding: zero in `v`, so they stay what they were. Tiles that cross the diagonal also compute a few
- * elements below it, which nobody reads.
+ * A is row-major, ld x ld with ld a multiple of HMF_PAD. Only A[i][j] with j >= i is used; the rest must be finite.
+ * Rows and columns from `rank` on are padding: `v` is zero there, so the update leaves them unchanged. Tiles that
+ * cross the diagonal also compute a few elements below it, which are never read.
  */
 
-/* A[i0 .. i0 + rows)[j0 .. j0 + columns * LANES) += sign * sum_k v[k][i] v[k][j]: rows x columns accumulators stay in
- * registers, each v[k][i] is broadcast once for all columns. */
+/* A[i0 .. i0 + rows)[j0 .. j0 + columns * LANES) += sign * sum_k v[k][i] v[k][j]. The rows x columns accumulators stay
+ * in registers; each v[k][i] is broadcast once for all columns. */
 HMF_INLINE void FN(syrk_tile)(const int rows, const int columns, ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign,
                               ptrdiff_t i0, ptrdiff_t j0, REAL *a) {
     VEC sum[HMF_SYRK_ROWS][HMF_SYRK_COLUMNS];
@@ -259,10 +259,10 @@ HMF_INLINE void FN(syrk_tile)(const int rows, const int columns, ptrdiff_t n, pt
         for (int c = 0; c < columns; c++) *(VEC *)(a + (i0 + i) * ld + j0 + c * LANES) += signs * sum[i][c];
 }
 
-/* One block of HMF_SYRK_ROWS rows of the upper part of A, from i0, += sign * v^T v; v (n, ld) row-major. */
+/* `syrk_upper` for HMF_SYRK_ROWS rows of A, from i0 on. */
 static void FN(syrk_rows)(ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, ptrdiff_t i0, REAL *a) {
     ptrdiff_t j0 = i0 / LANES * LANES;
-    /* as many full tiles as fit, but never a last one of a single column where two can share the rest */
+    /* full tiles; halves what exceeds one tile but not two, to avoid a last tile of one column */
     for (ptrdiff_t left = (ld - j0) / LANES; left > 0;) {
         const ptrdiff_t take = left > HMF_SYRK_COLUMNS && left < 2 * HMF_SYRK_COLUMNS ? (left + 1) / 2
                                : left < HMF_SYRK_COLUMNS                               ? left
@@ -284,7 +284,7 @@ static void FN(syrk_upper)(ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, 
 }
 
 /* Implicit feedback: c = 1 + alpha |r|, root = sqrt(sign (c - unobserved)) where that is positive, else 0, and
- * target = c where r > 0, else 0 (sign < 0: always 0). Returns how many weights have the other sign. */
+ * target = c where r > 0, else 0 (sign < 0: always 0). Returns the number of weights of the other sign. */
 static ptrdiff_t FN(weigh)(ptrdiff_t n, const REAL *ratings, REAL alpha, REAL unobserved, REAL sign, REAL *root,
                            REAL *target) {
     ptrdiff_t opposite = 0;
@@ -336,7 +336,7 @@ HMF_INLINE void FN(apply_few)(const int rows, ptrdiff_t rank, const REAL *const 
         for (int r = 0; r < rows; r++) out[j] += factor[r] * y[r][j];
 }
 
-/* The same for all rows of width `vectors` * LANES: `out` stays in registers, and four inner products share shuffles. */
+/* The same for all rows, of width `vectors` * LANES: `out` stays in registers, and four inner products share shuffles. */
 HMF_INLINE void FN(apply_width)(const int vectors, const hmf_rows *rows, const REAL *weight, const REAL *target, REAL sign,
                                 const REAL *p, REAL *out) {
     const ptrdiff_t n = rows->n, stride = rows->stride;
@@ -548,14 +548,14 @@ static void FN(prefetch_rows)(const hmf_rows *rows) {
 
 _Static_assert(HMF_SYSTEMS == 2, "cholesky takes one system or HMF_SYSTEMS of them");
 
-/* A = U^T U for up to HMF_SYSTEMS systems side by side. One system alone is a chain of square roots and divisions that
- * leaves the processor idle; several chains fill it. U overwrites the upper part of A, HMF_BLOCK rows at a time: what
- * earlier rows contribute (one long symmetric update, so A is read and written once), the diagonal block, then the
- * rest of the rows, with z = U^-T b carried along.
+/* A = U^T U for up to HMF_SYSTEMS systems side by side. A single system is one chain of square roots and divisions that
+ * leaves the processor idle; several chains fill it. U overwrites the upper part of A, HMF_BLOCK rows at a time: first
+ * one long symmetric update by all earlier rows, so that A is read and written once, then the diagonal block, then the
+ * rest of the rows. z = U^-T b is computed along the way.
  */
 
-/* Diagonal blocks of `count` systems, in registers: u (row-major, j >= p) and inverse[p] = 1 / u[p][p]. A pivot that is
- * not above epsilon times its diagonal element sets status (-1 if it is not finite) and is replaced by 1. */
+/* Diagonal blocks of `count` systems, in registers: u (row-major, j >= p) and inverse[p] = 1 / u[p][p]. A pivot of at
+ * most epsilon times its diagonal element, or one that is not finite, sets status and is replaced by 1. */
 HMF_INLINE void FN(factor_blocks)(const int count, ptrdiff_t k0, ptrdiff_t ld, REAL *const *a,
                                   REAL (*u)[HMF_BLOCK][HMF_BLOCK], REAL (*inverse)[HMF_BLOCK],
                                   REAL *const *diagonal, REAL epsilon, ptrdiff_t *status) {
@@ -580,7 +580,7 @@ HMF_INLINE void FN(factor_blocks)(const int count, ptrdiff_t k0, ptrdiff_t ld, R
         HMF_UNROLL for (int p = 0; p < HMF_BLOCK; p++) *(ROW *)u[s][p] = row[s][p];
 }
 
-/* z of a panel: z = U_block^-T b. */
+/* z of a diagonal block: z = U_block^-T b. */
 HMF_INLINE void FN(forward_block)(REAL (*d)[HMF_BLOCK], const REAL *inverse, const REAL *b, REAL *z) {
     for (int p = 0; p < HMF_BLOCK; p++) {
         REAL sum = b[p];
@@ -592,7 +592,7 @@ HMF_INLINE void FN(forward_block)(REAL (*d)[HMF_BLOCK], const REAL *inverse, con
 /* Columns from `start` (a multiple of LANES) of a panel's rows: U_panel = U_block^-T A_panel, and b -= z U_panel. */
 static void FN(solve_panel)(ptrdiff_t start, ptrdiff_t ld, REAL (*d)[HMF_BLOCK], const REAL *inverse, const REAL *z,
                             REAL *panel, REAL *b) {
-    REAL scaled[HMF_BLOCK][HMF_BLOCK]; /* keeps the multiplication by the inverse out of the chain */
+    REAL scaled[HMF_BLOCK][HMF_BLOCK]; /* takes the multiplication by the inverse out of the dependency chain */
     for (int p = 0; p < HMF_BLOCK; p++)
         for (int q = 0; q < HMF_BLOCK; q++) scaled[p][q] = d[p][q] * inverse[p];
     for (ptrdiff_t j = start; j < ld; j += LANES) {
@@ -662,11 +662,12 @@ _Static_assert(HMF_LANES == 8, "lanes of ROW, and what four_by_four and to_lanes
 
 /* ---- Cholesky of HMF_LANES small systems, one in each lane ------------------------------------------------------
  *
- * One instruction serves a square root, a division or a multiply-add of all systems, so the chain of pivots costs an
- * eighth a system, and no lane is lost to the triangle. l holds row j of L = U^T in whole blocks, (j / HMF_BLOCK + 1) *
- * HMF_BLOCK vectors; the right sides are one more row, which the factorization turns into z = L^-1 b.
+ * One instruction computes a square root, a division or a multiply-add for all systems, so the chain of pivots costs an
+ * eighth per system, and no lane idles in the triangle. l holds row j of L = U^T in whole blocks, (j / HMF_BLOCK + 1) *
+ * HMF_BLOCK vectors; the right-hand sides are one more row, which the factorization turns into z = L^-1 b.
  */
-/* Ranks that pay: where lanes take several registers, double with AVX2 took 1.04 times as long at f = 32, 1.24 at 64. */
+/* Largest rank with a gain. Lanes that take several registers lose at higher ranks: doubles with AVX2 took 1.04 times
+ * as long at f = 32, and 1.24 times at 64. */
 enum { FN(LANES_RANK) = sizeof(ROW) <= HMF_BYTES ? HMF_LANES_RANK : 16 };
 
 HMF_INLINE ROW *FN(lane_row)(ROW *l, ptrdiff_t j) {
@@ -688,8 +689,8 @@ HMF_INLINE void FN(four_by_four)(const REAL *const *in, ptrdiff_t at, REAL *cons
     }
 }
 
-/* l[j][i] of all lanes = a[s][i][j], whole blocks up to the one on the diagonal: 8 x 8 elements at a time, exchanged
- * between vectors that are 1, 2 and 4 apart. */
+/* l[j][i] of all lanes = a[s][i][j], in whole blocks up to the one on the diagonal. Transposes 8 x 8 elements at a time
+ * by exchanges between vectors that are 1, 2 and 4 apart. */
 HMF_INLINE void FN(to_lanes)(ptrdiff_t whole, ptrdiff_t ld, REAL *const *a, ROW *l) {
     for (ptrdiff_t j = 0; j < whole; j += HMF_BLOCK) {
         ROW *const row = FN(lane_row)(l, j);
@@ -740,8 +741,8 @@ HMF_INLINE void FN(lane_rows)(const int rows, ptrdiff_t i0, ROW *const *row, ROW
         }
 }
 
-/* The block on the diagonal and inverse roots of its pivots; lanes of `bad` are not zero where a pivot is not above
- * epsilon times its diagonal element, or not finite. */
+/* The block on the diagonal and inverse roots of its pivots. A lane of `bad` is not zero if a pivot is at most epsilon
+ * times its diagonal element, or not finite. */
 HMF_INLINE void FN(lane_diagonal)(ptrdiff_t i0, ROW *const *column, REAL epsilon, ROW *pivot, ROW *inverse,
                                   FN(row_mask) *bad) {
     ROW d[4][4], least[4];

@@ -23,7 +23,7 @@ class RankingMetrics(NamedTuple):
         Averaged by NOVELTY over the items of a list.
     shown_cuts : int64 array, shape (n_shown,)
     shown : uint8 array, shape (n_shown, n_items)
-        Row k gets a 1 at each item among the first ``shown_cuts[k]`` of some user; other elements stay.
+        The kernel sets row k to 1 at each item among some user's first ``shown_cuts[k]``.
     """
 
     n_items: int

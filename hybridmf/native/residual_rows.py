@@ -19,7 +19,7 @@ class ResidualRows(NamedTuple):
     weights : float array, shape (nnz,) or (0,)
         Of squared errors.
     groups, segments : int64 array
-        See `hybridmf.native._ccd.schedule`; or a part of them.
+        All or a part of those of `hybridmf.native._ccd.schedule`.
     """
 
     indptr: np.ndarray

@@ -1,21 +1,21 @@
-/* sgd_impl.h - updates of stochastic gradient descent; the end of kernels_impl.h includes it, whose names it uses.
+/* sgd_impl.h - updates of stochastic gradient descent; included at the end of kernels_impl.h, whose names it uses.
  *
- * Rows of factors are ld elements apart, ld a multiple of a cache line's, from a base that is aligned to one; elements
- * from the rank on are zero and stay zero. The rows of one update are computed from their old values (MSGD eq. 3).
- * Biases move by rate_b (e - lambda_b b), with a learning rate and a penalty of their own.
- * Every function returns the sum of e^2, each error as it was before its update.
+ * Rows of factors are ld elements apart, whole cache lines, from an aligned base; elements from the rank on are zero
+ * and stay zero. An update computes both rows from their old values (MSGD eq. 3). It adds rate_b (e - lambda_b b) to
+ * biases, which have their own learning rate and penalty.
+ * Every function returns the sum of e^2, with each error taken before its update.
  */
 #ifndef HMF_SGD_COMMON
 #define HMF_SGD_COMMON
 enum {
     HMF_SGD_AHEAD = 12, /* entries between the prefetch of their rows and their update */
     HMF_LARGEST_ROW = 2048 + 64, /* elements: MAX_FACTORS of core/validate.py, padded */
-    HMF_SGD_SLOTS = 16  /* rows that `sgd_rows` moves in turn: their chains of operations overlap */
+    HMF_SGD_SLOTS = 16  /* rows that `sgd_rows` interleaves, so that their dependency chains overlap */
 };
 #define HMF_PREFETCH_WRITE(address) __builtin_prefetch((address), 1)
 
-/* The sum of the lanes is on every update's chain of operations. Halves, quarters, ... are swapped and added in
- * registers, which leaves it in all lanes. `total` goes through memory: at f = 32 an update takes 3.9 ns, not 3.4. */
+/* The sum of the lanes is on the critical path of every update. Swapping and adding halves, quarters, ... in registers
+ * leaves it in all lanes. `total` goes through memory: at f = 32 an update takes 3.9 ns instead of 3.4. */
 #ifdef __has_builtin
 #if __has_builtin(__builtin_shufflevector)
 #define HMF_SHUFFLES 1
@@ -48,7 +48,7 @@ HMF_INLINE void FN(prefetch_to_write)(const REAL *row, const int vectors) {
     for (int byte = 0; byte < vectors * HMF_BYTES; byte += 64) HMF_PREFETCH_WRITE((const char *)row + byte);
 }
 
-/* x . y in every lane, of rows of `vectors` vectors; that is constant for the widths that are unrolled */
+/* x . y in every lane, for rows of `vectors` vectors, a constant for the unrolled widths */
 HMF_INLINE VEC FN(sgd_dot)(const int vectors, const REAL *x, const REAL *y) {
     VEC even = SPLAT(0), odd = SPLAT(0);
     for (int v = 0; v + 1 < vectors; v += 2) {
@@ -65,7 +65,7 @@ HMF_INLINE VEC FN(sgd_dot)(const int vectors, const REAL *x, const REAL *y) {
 #endif
 }
 
-/* What a step leaves of what it moves: 1 - rate lambda. */
+/* Shrinkage of a value in one step: 1 - rate lambda. */
 HMF_INLINE REAL FN(sgd_keep)(double rate, double penalty) { return (REAL)(1.0 - rate * penalty); }
 
 /* ---- both rows of an entry ------------------------------------------------------------------------------------ */
@@ -183,7 +183,7 @@ HMF_INLINE double FN(plain_rows_of)(const int vectors, ptrdiff_t n, const int64_
     }
 }
 
-/* How rows take turns changes no row's factors. */
+/* Interleaving rows does not change their factors: each row sees its own entries in order. */
 static double FN(plain_rows)(ptrdiff_t n, const int64_t *order, const hmf_sgd_row_entries *entries,
                              const hmf_sgd_side *moved, const hmf_sgd_side *fixed, const hmf_sgd_terms *terms) {
 #define HMF_WIDTH(vectors) \
@@ -204,14 +204,14 @@ static double FN(plain_rows)(ptrdiff_t n, const int64_t *order, const hmf_sgd_ro
     return FN(plain_rows_of)((int)(terms->ld / LANES), n, order, entries, moved, fixed, terms);
 }
 
-/* ---- AdaGrad: each coordinate divides by the root of a constant and its sum of squared steps -------------------- */
+/* ---- AdaGrad: divides each coordinate's step by the root of a constant plus its sum of squared steps ------------- */
 
 HMF_INLINE REAL FN(adagrad)(REAL value, REAL step, REAL *squares, REAL rate, REAL root) {
     *squares += step * step;
     return value + rate * step / HMF_SQRT(root + *squares);
 }
 
-/* The same for a bias, whose entry has this error. */
+/* The same for the bias of an entry with this error. */
 HMF_INLINE void FN(adagrad_bias)(REAL *bias, REAL error, REAL *squares, const hmf_sgd_terms *terms) {
     const REAL step = error - (REAL)terms->bias_penalty * *bias;
     *bias = FN(adagrad)(*bias, step, squares, (REAL)terms->bias_rate, (REAL)terms->bias_root);
@@ -221,8 +221,8 @@ HMF_INLINE void FN(adagrad_bias)(REAL *bias, REAL error, REAL *squares, const hm
 
 #define HMF_HEAD 8
 
-/* a += its step from the old b; its sums c[0], c[1] grow by the mean squares of the steps. b may be a row that moves
- * as well: `other` then holds what it was. The coordinates after the head stay where they are if head_only. */
+/* a += its step, given the `other` row as it was before the update; adds the mean squares of the steps to the sums
+ * c[0] (head) and c[1]. head_only leaves the coordinates after the head unchanged. */
 HMF_INLINE void FN(rpcs)(ptrdiff_t ld, REAL *a, const REAL *other, REAL *c, REAL error, const hmf_sgd_terms *terms) {
     const REAL rate = (REAL)terms->rate, lambda = (REAL)terms->penalty, root = (REAL)terms->root;
     const ptrdiff_t rank = terms->rank;

@@ -9,7 +9,7 @@ from ..errors import NonFiniteError, NotPositiveDefiniteError
 from . import _als
 
 SINGULAR_PIVOT = 4.0
-"""Pivots at or below this many units in the last place of their diagonal element count as rounding errors."""
+"""Pivots up to this many units in the last place of their diagonal element count as rounding errors."""
 
 LARGE_WEIGHT = 1e9
 """If factors overflow, penalties and confidences beyond this value are the cause rather than the ratings."""

@@ -25,9 +25,9 @@ class Systems(NamedTuple):
     alpha, unobserved : float
         Confidence per unit of feedback, and of pairs without an entry.
     dual_up_to : int
-        Entries of the longest row that is solved in the dual form; 0 for none.
+        Entries of the longest row in the dual form; 0 for none.
     bias_square : float
-        lambda / lambda_b where the last column of `fixed` is that of a bias, else 0; the dual form needs it.
+        lambda / lambda_b if the last column of `fixed` belongs to a bias, else 0; for the dual form.
     epsilon : float
         Pivots at or below this share of their diagonal element count as zero.
     """
@@ -45,7 +45,7 @@ class Systems(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """How entries count.
+    """Parameters of the entries' weights.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Weights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """All rows of the side that is solved, as CSR.
+    """All rows of the target side, as CSR.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Rows(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """All rows of the side that is solved, in the BALS format; see `hybridmf.formats.BalsMatrix`.
+    """All rows of the target side, in the BALS format; see `hybridmf.formats.BalsMatrix`.
 
     Attributes
     ----------

@@ -41,11 +41,11 @@ TILE_ENTRY = 1.2e-8
 NONNEGATIVE_ASSEMBLIES = ("simd", "fused", "sparse_syrk", "mo_als")
 
 NONNEGATIVE_ROW = 3.0
-"""Time of a non-negative row after its sums, in Cholesky solutions: it takes 10 to 17 microseconds longer than one at
+"""Time of a non-negative row after its sums, in Cholesky solutions: 10 to 17 microseconds more than one solution at
 f = 64 in float32 (3000 x 1500 synthetic ratings, one core, AVX2)."""
 
 BLOCK_LAUNCHES = 30
-"""Kernels of a block of coordinates on a GPU, most of them small."""
+"""Launches for a block of coordinates on a GPU, most of them small kernels."""
 
 REGIONS = 4.0
 """Parallel regions of an iteration on the CPU."""
@@ -128,9 +128,9 @@ class AlsMethod:
     # ----------------------------------------------------------------------------------------------- counts
 
     def flops_per_iteration(self, plan: Plan) -> float:
-        """Useful work: nnz f (f + 1) a half sweep and f^3/3 + 2 f^2 a solve.
+        """Useful work: nnz f (f + 1) per half sweep and f^3/3 + 2 f^2 per solve.
 
-        CG takes 4 nnz f a step, subspaces a block where the exact solver takes f.
+        CG takes 4 nnz f per step; for subspaces, the block size takes the place of f.
         """
         f, rows = plan.rank, plan.n_users + plan.n_items
         if plan.solver == "cg":
@@ -214,7 +214,7 @@ class AlsMethod:
         f, itemsize, rows = plan.rank, problem.itemsize, problem.filled_rows
         kernels = plan.assembly, plan.precision
         seconds = BLOCK_LAUNCHES * 2 * len(widths) * rates.launch
-        if plan.feedback == "implicit":  # its products with solutions are as many as those of a Gram matrix
+        if plan.feedback == "implicit":  # products of solutions and Gram matrix cost as much as the Gram matrix
             seconds += rates.gram_seconds(2 * rows, 0, f, itemsize)
         seconds += 2 * plan.nnz * (2 * f - widths[-1]) * itemsize / rates.gather_bytes
         for size in problem.table_bytes:
@@ -238,7 +238,7 @@ ALS = AlsMethod()
 
 
 def _check_nonnegative(plan: Plan) -> None:
-    """Refuse what a fit of non-negative factors does not have."""
+    """Raise if a fit of non-negative factors does not support a setting."""
     if plan.balance:
         raise ValueError("balance=True leads to negative factors; with nonnegative=True use balance=False")
     if plan.assembly not in ("auto", *NONNEGATIVE_ASSEMBLIES):
@@ -265,7 +265,7 @@ def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:
 
 
 def for_fold_in(plan: Plan) -> Plan:
-    """The plan for solving new rows exactly, in the given order; nonnegative factors of a fit of such."""
+    """The plan for solving new rows exactly, in the given order; nonnegative if the fit was."""
     # few rows cannot share tiles; sparse_syrk supports any rank, dtype and weight
     without_tiles = "simd" if plan.gpu is None else "sparse_syrk"
     solver = NONNEGATIVE if plan.solver == NONNEGATIVE else "cholesky"

@@ -14,7 +14,7 @@ L2_ACCUMULATORS = 512 * 1024
 """Bytes of a thread's BALS accumulators: half of a 1 MB L2, so that the tile and the gathered rows fit beside them."""
 
 L2_TILE = 128 * 1024
-"""Bytes of factor rows one BALS tile stages."""
+"""Bytes of factor rows staged by one BALS tile."""
 
 REORDER_BYTES = 4 << 20
 """Size of the factors of both sides from which degree order helps BALS tiles on the CPU: smaller ones fit in cache."""
@@ -22,8 +22,8 @@ REORDER_BYTES = 4 << 20
 REORDER_DEGREE = 16
 """Mean entries of a row of either side from which degree order helps: in sparser tiles, rows do not share columns.
 
-Both bounds divide what bench/layouts.py measures (docs/performance.md): BALS gains 3 to 15 % by degree order beyond
-both (ML-10M's shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M's shape below f = 128, Epinions')."""
+Measured by bench/layouts.py (docs/performance.md): BALS gains 3 to 15 % by degree order beyond both bounds (ML-10M's
+shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M's shape below f = 128, Epinions')."""
 
 
 def cpu_plan(plan: Plan, settings: Settings, objective: Objective) -> Plan:
@@ -66,7 +66,7 @@ def cpu_plan(plan: Plan, settings: Settings, objective: Objective) -> Plan:
 
 
 def _cpu_reordering(plan: Plan, assembly: str) -> str:
-    """Degree order lets a row block share its popular columns; the other assemblies read rows one by one anyway."""
+    """Degree order lets a row block share popular columns; other assemblies read rows one by one in any order."""
     if plan.reorder != "auto":
         return plan.reorder
     rows = plan.n_users + plan.n_items

@@ -38,7 +38,7 @@ kernels end before others start, which costs 0.25 ms on an H200."""
 
 
 PREDICTED_ROWS = 2048
-"""Entries of a row that one warp sums losses or predictions of."""
+"""Entries of a row whose losses or predictions one warp sums."""
 
 
 def gpu_segment(assembly: str) -> int:
@@ -53,7 +53,7 @@ def slot_bytes(plan: Plan) -> int:
 
 
 def _gpu_reordering(asked: str, assembly: str) -> str:
-    """Degree order makes a GPU's BALS tiles 1.4 to 1.8 times as fast (docs/performance.md)."""
+    """Degree order makes BALS 1.4 to 1.8 times as fast on a GPU (docs/performance.md)."""
     if asked != "auto":
         return asked
     return "both" if assembly == "bals" else "none"
@@ -160,7 +160,7 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
 
 
 def _check_subspace(plan: Plan) -> None:
-    """Raise if a GPU does not have the subspace solver for a plan."""
+    """Raise if GPUs have no subspace solver for a plan."""
     elsewhere = 'use solver="cholesky" or "cg"'
     if len(plan.devices) > 1:
         raise ValueError(f"solver='subspace' runs on one GPU, and device names {len(plan.devices)}; {elsewhere}")
@@ -231,7 +231,7 @@ def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
 
 
 def _gram_excess(plan: Plan) -> int:
-    """Bytes by which the sums of the Gram matrix exceed the new factors, which take their memory before any batch."""
+    """Bytes by which the sums of the Gram matrix exceed the new factors, which reuse their memory."""
     if plan.feedback == "explicit":
         return 0
     rows, itemsize = max(plan.n_users, plan.n_items), plan.problem.itemsize
@@ -251,7 +251,7 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
     m, n, nnz = plan.n_users, plan.n_items, plan.nnz
     itemsize = plan.problem.itemsize
     width = fused.table_width(plan.rank, plan.dtype)
-    if plan.rank > plan.factors:  # biases beside them, and what ratings owe to the fixed side's
+    if plan.rank > plan.factors:  # biases, and offsets of the ratings by the fixed side's biases
         width += 2
     sizes = {
         # both orientations; offsets, order, scale and status of each row

@@ -17,16 +17,16 @@ MAX_THREADS = 1024
 MAX_GRID_Y = 65535
 
 REGISTERS = 65536
-"""Registers of a multiprocessor, 32 bits each; a quarter of its warps share a quarter of them."""
+"""Registers of 32 bits per multiprocessor; each quarter of its warps shares a quarter of them."""
 
 MAX_SUMS = 128
-"""Most registers for a thread's sums; the operands need the rest of 255."""
+"""Maximum registers for a thread's sums; operands need the rest of 255."""
 
 OTHER_REGISTERS = 28
-"""Least registers for addresses and counters."""
+"""Minimum registers for addresses and counters."""
 
 BUSY_WARPS = 12
-"""Warps that keep a multiprocessor busy where each has 64 independent multiply-adds."""
+"""Warps that keep a multiprocessor busy if each has 64 independent multiply-adds."""
 
 RESERVED = 1024
 """Bytes of shared memory that CUDA takes from each block."""
@@ -48,7 +48,7 @@ def require_positive(config: Any) -> None:
 
 
 def require_threads(threads: int, what: str) -> None:
-    """A block must not have too many threads."""
+    """The number of threads must not exceed the limit of a block."""
     require(threads <= MAX_THREADS, f"{what} = {threads} threads are more than the {MAX_THREADS} of a block")
 
 
@@ -71,7 +71,7 @@ def require_registers(sums: int, operands: int, threads: int, itemsize: int, blo
 
 
 def require_aligned(name: str, items: int, itemsize: int) -> None:
-    """Copies are of 16 bytes."""
+    """Rows of `items` elements must consist of whole copies of 16 bytes."""
     require(items * itemsize % 16 == 0, f"{name}={items} must be a multiple of {16 // itemsize} items")
 
 
@@ -84,7 +84,7 @@ def require_square_tile(config: Any) -> None:
 
 
 def require_triangle(config: Any, threads: str) -> None:
-    """Threads that sum one tile of the lower triangle each must find registers, and no more tiles than there are."""
+    """Each thread sums one tile of the lower triangle: tiles, threads and registers must not exceed their limits."""
     require_aligned("tile", config.tile, config.itemsize)
     require(config.part_tiles <= config.tiles, f"part_tiles={config.part_tiles} exceeds the {config.tiles} there are")
     require_threads(config.threads, threads)
@@ -92,7 +92,7 @@ def require_triangle(config: Any, threads: str) -> None:
 
 
 def constants_of(config: Any, *omitted: str) -> dict[str, Any]:
-    """Compile-time constants of a kernel: the fields of its configuration but the item size, in capitals."""
+    """Compile-time constants of a kernel: the fields of its configuration in capitals, except the item size."""
     return {name.upper(): value for name, value in vars(config).items() if name not in ("itemsize", *omitted)}
 
 
@@ -119,7 +119,7 @@ def resident_warps(tile: int, itemsize: int) -> int:
 
 
 def _list_bytes(rows: int, window: int, itemsize: int) -> int:
-    """Bytes of the kernel's `Lists`: two weights and a place for each entry and one more, a count for each row."""
+    """Bytes of the kernel's `Lists`: two weights and an index for each entry and one more, and a count per row."""
     return ceil_div(rows * ((window + 1) * (2 * itemsize + 4) + 4), itemsize) * itemsize
 
 
@@ -137,19 +137,19 @@ class BalsConfig:
     rows : int
         Rows of a row block whose sums a block of threads holds.
     part_tiles : int
-        Tiles of each row in a block of threads; fewer than the lower triangle has: several blocks share the rows.
+        Tiles of each row in a block of threads. If fewer than the lower triangle has, several blocks share the rows.
     capacity : int
-        Factor rows staged at a time, of one matrix tile or several neighbouring ones; at least its width.
+        Factor rows staged at a time, of one or several neighbouring matrix tiles; at least the width of one.
     buffers : int
-        1, or 2: the next ones arrive while these are summed.
+        1, or 2 to load the next factor rows while the current ones are summed.
     lanes : int
         Lanes that list one row's entries, and matrix tiles staged at a time.
     window : int
         Entries of each row listed at a time.
     blocks_per_sm : int
-        Blocks on a multiprocessor, which bounds the registers of a thread.
+        Blocks per multiprocessor, which bounds the registers of a thread.
     height : int
-        Height of a matrix tile, in multiples of `rows`; for `bals_tile_sizes`, not for the kernel.
+        Height of a matrix tile, in multiples of `rows`; only `bals_tile_sizes` uses it.
 
     Raises
     ------
@@ -202,11 +202,11 @@ class BalsConfig:
         ValueError
             Not even one buffer holds the factor rows of `tile_cols` columns.
         """
-        # wide enough that a row finds several entries in a stage, unless the tiles are narrower on purpose
+        # wide enough for several entries of a row in a stage, unless narrower tiles are requested
         for least in (max(tile_cols, 64), tile_cols):
             for blocks, buffers in ((2, 2), (1, 2), (2, 1), (1, 1)):
                 config = cls._with_blocks(rank, itemsize, spec, blocks, buffers)
-                if config.capacity >= least and (blocks == 1 or config.rows >= 4):  # fewer rows share next to nothing
+                if config.capacity >= least and (blocks == 1 or config.rows >= 4):  # fewer rows share few columns
                     return config
         config = cls._with_blocks(rank, itemsize, spec, 1, 1)
         raise ValueError(
@@ -250,7 +250,7 @@ class BalsConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: staged factors, and two lists of what to add to each row."""
+        """Dynamic shared memory of a block: staged factors, and two lists of entries to add to each row."""
         lists = 2 * _list_bytes(self.rows, self.window, self.itemsize)
         return self.buffers * self.capacity * self.row_bytes + lists
 
@@ -261,21 +261,21 @@ class BalsConfig:
 
     @property
     def matrix_tile(self) -> tuple[int, int]:
-        """Height and width of the largest matrix tiles that it processes in one stage."""
+        """Height and width of the largest matrix tiles processed in one stage."""
         width = self.capacity
         return self.height * self.rows, width // WARP * WARP if width >= WARP else width
 
 
 LOCAL_TILE = (256, 192)
-"""Rows and columns of matrix tiles that BALS measures most with sums in local memory."""
+"""Rows and columns of the matrix tiles that the paper on BALS measures most, with sums in local memory."""
 
 
 def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec, *, local: bool = False) -> tuple[int, int]:
-    """Height and width of matrix tiles for `bals` (section 4.3): what one block of threads holds.
+    """Height and width of matrix tiles for `bals` (section 4.3): the capacity of one block of threads.
 
-    The paper makes tiles as wide as shared memory holds factor rows, and finds the height by trial. Here a block sums
-    as many rows as its registers hold; taller tiles make it load columns that it does not need, and are taken only
-    where a tuned table says so. With sums in local memory, which no block is too small for, the tile is the paper's.
+    The paper makes tiles as wide as the factor rows that fit in shared memory, and finds the height by trial. Here a
+    block sums as many rows as its registers hold. Taller tiles make it load columns that it does not need, so only a
+    tuned table selects them. Local memory does not limit the sums, so they use the tile of the paper.
 
     Returns
     -------

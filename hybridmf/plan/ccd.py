@@ -98,14 +98,14 @@ class CcdMethod:
         return plan.factors * (4.0 * self.inner_iterations + 6.0) / 10.0 + len(self.bias_columns(plan))
 
     def flops_per_iteration(self, plan: Plan) -> float:
-        """Useful work: for each entry, side and factor 4 flops an inner iteration, 4 for the residual's two changes.
+        """Useful work: per entry, side and factor 4 flops for each inner iteration, and 4 for two residual updates.
 
-        The residual that opens an iteration takes another 2 a factor.
+        Recomputing the residual at the start of an iteration takes another 2 per factor.
         """
         return 20.0 * plan.nnz * self.columns_of_work(plan)
 
     def bytes_per_iteration(self, plan: Plan) -> float:
-        """Both copies of the residual, read and written once a factor, with their indices.
+        """Both copies of the residual, read and written once per factor, with their indices.
 
         Further inner iterations only read.
         """
@@ -119,7 +119,7 @@ class CcdMethod:
         return {}
 
     def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
-        """Passes over all entries, a factor at a time; factors are laid out by column and by row again."""
+        """Passes over all entries, one factor at a time; factors are converted to columns and back to rows."""
         once = plan.nnz * rates.ccd_entry + plan.problem.filled_rows * rates.ccd_row
         floor = memory_floor(self.bytes_per_iteration(plan) * 4 / plan.problem.itemsize, plan, rates)
         regions = plan.factors * (2.0 * self.inner_iterations + 2.0) + len(self.bias_columns(plan)) * 4.0
@@ -148,7 +148,7 @@ class CcdMethod:
 
 
 def non_finite(objective: Objective, side: Side, row: int, factor: int | None) -> NonFiniteError:
-    """The error for a coordinate that overflowed; a bias where `factor` is None."""
+    """The error for a coordinate that overflowed; a bias if `factor` is None."""
     what, penalty = f"factor {factor}", f"regularization (now {objective.regularization.of(side):g})"
     if factor is None:
         what, penalty = "bias", f"bias_regularization (now {objective.bias_regularization.of(side):g})"
@@ -164,7 +164,7 @@ def _on_cpu(plan: Plan) -> Plan:
     itemsize = np.dtype(plan.dtype).itemsize
     pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
     sizes = {
-        # the kernels' int64 pointers are copies where those of the matrices are int32
+        # the kernels' int64 pointers are copies if those of the matrices are int32
         "ratings": 2 * nnz * (itemsize + 4) + (m + n) * (pointer + 8),
         "residual": 2 * nnz * itemsize,
         # by column; and by row, old and new, so that an interrupted iteration has no effect

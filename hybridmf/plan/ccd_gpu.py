@@ -13,23 +13,23 @@ from ..device.cuda import DeviceSpec
 from .fused import table_width
 
 QUAD = 4
-"""Entries a lane reads at a time; rows are filled up to whole quads."""
+"""Entries a lane reads at a time; rows are padded to whole quads."""
 
 SEGMENT = 2048
 """Entries above which a piece is split; a multiple of the 128 that a warp reads together."""
 
 STAGED_THREADS = {4: 1024, 8: 512}
-"""Threads of a block that has a multiprocessor for itself, by bytes of a number: as many as registers serve without
-spilling. In float32, 1,024 were 7 % faster than 768 in a trial on an H200."""
+"""Threads of a block that has a multiprocessor to itself, by bytes of a number: the most that do not spill registers.
+In float32, 1,024 were 7 % faster than 768 in a trial on an H200."""
 
 MEAN_PIECE = 32
-"""Entries a row must have in a tile, on average, for tiles to pay: each piece takes 16 bytes, and 8 for its sums."""
+"""Minimum average entries of a row in a tile for tiles to be faster: each piece takes 16 bytes, and 8 for its sums."""
 
 MAX_TILE = 1 << 16
-"""Elements of a tile that 16-bit indices reach."""
+"""Maximum elements of a tile, which 16-bit indices address."""
 
 CHUNK_ENTRIES = 1 << 24
-"""Entries that are on the device in their old order at a time, while they are brought to their places."""
+"""Entries on the device in their original order at a time, while they are copied to the layout."""
 
 VECTORS: dict[Side, int] = {"item": 2, "user": 3}
 """Vectors of the other side that the pass of each side gathers; see cuda/ccd.cu."""
@@ -42,15 +42,15 @@ class CcdConfig:
     Attributes
     ----------
     staged : bool
-        Vectors of the other side lie in shared memory, tile by tile; else they are gathered from global memory.
+        Stage vectors of the other side in shared memory, tile by tile; else gather them from global memory.
     tile : int
-        Elements of a staged vector, of which the last 16 bytes are zeros.
+        Elements of a staged vector; the last 16 bytes are zeros.
     n_tiles : int
-        1 where they are not staged.
+        1 if vectors are not staged.
     segment : int
         Entries above which a piece is split.
     blocks, threads : int
-        Most blocks of a pass, and threads of each.
+        Maximum blocks of a pass, and threads of each.
     """
 
     staged: bool
@@ -64,17 +64,17 @@ class CcdConfig:
     def choose(cls, n_rows: int, n_fixed: int, nnz: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
         """The layout for sizes and a device.
 
-        Tiles as large as shared memory takes; none where rows would have only a few entries in each.
+        Tiles are as large as shared memory allows; there are none if rows would have only a few entries in each.
         """
         config = cls._staged(n_fixed, vectors, dtype, spec)
         if config.n_tiles == 1 or nnz >= MEAN_PIECE * n_rows * config.n_tiles:
             return config
-        # several times what runs at once: the first to end takes the next
+        # several times the resident blocks, for load balance
         return cls(False, 16, 1, SEGMENT, 8 * spec.multiprocessors, 256)
 
     @classmethod
     def _staged(cls, n_fixed: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
-        """With vectors in shared memory, tiles as large as fit."""
+        """The layout with vectors in shared memory, in tiles as large as fit."""
         itemsize = np.dtype(dtype).itemsize
         tile = min(spec.shared_bytes // (16 * vectors) * (16 // itemsize), MAX_TILE)
         n_tiles = ceil_div(n_fixed, tile - 16 // itemsize)
@@ -98,7 +98,7 @@ class CcdConfig:
 
 
 def padded(n: int, dtype: Any) -> int:
-    """Elements of a vector of `n` coordinates: whole pieces of 16 bytes."""
+    """Elements of a vector of `n` coordinates, padded to a multiple of 16 bytes."""
     return table_width(n, dtype)
 
 
@@ -124,7 +124,7 @@ def memory_bytes(
     rows = padded(n_users, dtype) + padded(n_items, dtype)
     width = table_width(factors + biases, dtype)
     sizes["factors"] = rows * (2 * (width + biases) + factors + 2 * biases + 1) * itemsize
-    # a part of the entries in their old order, with the pieces that they go to, while the second side is laid out
+    # some entries in their original order, and their destinations, while the second side is laid out
     chunk = min(nnz, CHUNK_ENTRIES + max(n_users, n_items))
     sizes["chunk"] = chunk * (4 + itemsize)
     return sizes

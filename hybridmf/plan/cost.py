@@ -4,7 +4,7 @@ One iteration of ALS on either kind of device is, for each side of ``rows`` rows
 
     nnz * max(f (f + 1) / assembly rate(f), f bytes / gather rate)  +  rows * (f^3 / 3 + 2 f^2) / solve rate(f)
 
-where a core's assembly and solve rates are shared by ``speedup(threads)`` cores (`hybridmf.plan.machine`): the roofline
+where assembly and solve rates are those of a core times ``speedup(threads)`` (`hybridmf.plan.machine`): the roofline
 (Williams, Waterman and Patterson 2009) for the sums over entries, and a rate that depends on the rank for the systems.
 On the CPU, rows with few entries take the dual form (`hybridmf.plan.row_forms`), counted for geometric degrees.
 Half sweeps on several GPUs or with offloaded factors add the time of transfers (`hybridmf.plan.half_sweep`). CG,
@@ -77,7 +77,7 @@ def cost_of(plan: Plan, machine: Machine, warmth: Warmth | None = None) -> Cost:
         Default: a fresh process whose kernels have been compiled before.
     """
     method = plan.kernels.method
-    # a GPU that has all ratings transposes them itself, and draws where it computes
+    # a GPU that has all ratings transposes them, and draws the initial factors, itself
     transposed = 0.0 if plan.ratings_on_device else TRANSPOSE_ENTRY
     entry = (CHECK_ENTRY + transposed) / machine.cpu.speedup(plan.num_threads) + method.entry_seconds
     host = {"input and start": plan.nnz * entry + machine.cpu.fit}

@@ -20,13 +20,13 @@ SEGMENT = 4096
 """Entries above which a row is split: its sums are 9 KB (f = 64) for the 1 MB of factors that 4,096 entries gather."""
 
 SOLVED_APART = 97
-"""Rank from which all rows are assembled by one kernel and factored by another: the code of both does not fit in the
-instruction cache together; that of conjugate gradients does. The sums go through global memory, 30 KB a row, and still
-an iteration took less in trials on Netflix's shape on an H200 (f = 100: 83 ms and not 94; f = 128: 130 and not 146). To
+"""Rank from which one kernel assembles all rows and another one factors them: together, their code does not fit in the
+instruction cache (with conjugate gradients it does). The sums go through global memory, 30 KB per row, but in trials on
+Netflix's shape on an H200 an iteration was faster (f = 100: 83 ms instead of 94; f = 128: 130 instead of 146). To
 measure it again, set this to 129 and run ``bench/gpu.py --task als``."""
 
 OPERAND_BYTES = {"float32": 4, "bf16": 2}
-"""Bytes of an element in the form that products read, made of the factors once a half sweep; without: the factors."""
+"""Bytes of an element in the converted factors that products read, by precision; others read the factors themselves."""
 
 
 def solved_apart(rank: int, solver: str) -> bool:
@@ -35,7 +35,7 @@ def solved_apart(rank: int, solver: str) -> bool:
 
 
 def partial_floats(rank: int) -> int:
-    """Floats that a segment of a long row leaves, whatever the configuration."""
+    """Floats of the partial sums of a segment in any configuration."""
     blocks = ceil_div(rank, BLOCK)
     return blocks * (blocks + 1) // 2 * BLOCK * BLOCK + blocks * BLOCK
 
@@ -53,9 +53,9 @@ class FusedConfig:
     teams : int
         Teams of a block of threads.
     stages : int
-        Chunks of entries on their way or in use.
+        Chunks of entries being loaded or in use.
     blocks_per_sm : int
-        Blocks of threads on a multiprocessor, which bounds the registers of a thread.
+        Blocks of threads per multiprocessor, which bounds the registers of a thread.
 
     Raises
     ------
@@ -94,10 +94,10 @@ class FusedConfig:
 
     @classmethod
     def rule(cls, rank: int, precision: str = "float32", solver: str = "cholesky") -> FusedConfig:
-        """The configuration for a rank without a tuned one."""
+        """The configuration without a tuned one."""
         blocks = ceil_div(rank, BLOCK)
         if rank >= SOLVED_APART and solver == "cg" and precision in OPERAND_BYTES:
-            # 26.0 ms against 27.4 for four warps: six steps at rank 100, Netflix's shape on an H200
+            # 26.0 ms instead of 27.4 with four warps: six steps at rank 100, Netflix's shape on an H200
             return cls(rank, 2, 1, 3, 4) if precision == "bf16" and blocks == 7 else cls._summing(rank, precision)
         warps, teams, stages, blocks_per_sm = {
             1: (1, 4, 4, 6),
@@ -113,7 +113,7 @@ class FusedConfig:
 
     @classmethod
     def _summing(cls, rank: int, precision: str) -> FusedConfig:
-        """The configuration that adds up the sums of the largest ranks fastest."""
+        """The configuration that assembles systems of the largest ranks fastest."""
         return cls(rank, 4, 1, 3, 4 if precision == "bf16" and rank <= 112 else 3)
 
     @property
@@ -137,24 +137,24 @@ class FusedConfig:
         packed = BLOCK * (blocks * stride - BLOCK * (blocks * (blocks - 1) // 2))
         staged = self.stages * chunk * stride
         staged = staged + (self.warps + 1) * self.rank16 if solver == "cg" else max(staged, packed)
-        entries = (self.stages + 1) * chunk * (2 if precision == "bf16" else 1)  # in rows of half the bytes
+        entries = (self.stages + 1) * chunk * (2 if precision == "bf16" else 1)  # rows take half the bytes
         return 4 * self.teams * (staged + 2 * self.rank16 + 16 + 3 * entries)
 
     def assembling(self, precision: str, solver: str) -> FusedConfig:
-        """The configuration of the kernel that leaves sums: where another one solves, each has warps of its own."""
+        """The configuration of the kernel that stores sums; another one solves them, with its own warps."""
         if not solved_apart(self.rank, solver) or precision not in OPERAND_BYTES:
             return self
-        # 38.6 ms against 46.8 for two warps (rank 100), 48.6 against 52.1 for two blocks (rank 128): both sides of
-        # Netflix's shape on an H200
+        # 38.6 ms instead of 46.8 with two warps (rank 100), 48.6 instead of 52.1 with two blocks (rank 128): both sides
+        # of Netflix's shape on an H200
         return self._summing(self.rank, precision)
 
     def solved_by_sums(self, solver: str) -> bool:
-        """Whether cuda/cholesky_sums.cu solves, where four warps share a system."""
+        """Whether cuda/cholesky_sums.cu solves, with four warps per system."""
         return solver == "cholesky" and solved_apart(self.rank, solver)
 
     @property
     def partial_floats(self) -> int:
-        """Floats that a segment of a long row leaves."""
+        """Floats of the partial sums of a segment."""
         return partial_floats(self.rank)
 
     @property
@@ -186,10 +186,10 @@ def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float =
 
 
 def operand_bytes(rank: int, precision: str) -> int:
-    """Bytes of a row of the fixed side in the form that products read, beside its factors; 0 if they read these."""
+    """Bytes of a row of converted factors, in addition to the factors; 0 if products read the factors."""
     return OPERAND_BYTES.get(precision, 0) * round_up(rank, BLOCK)
 
 
 def table_width(rank: int, dtype: Any) -> int:
-    """Columns of a table of factors: rows are whole pieces of 16 bytes."""
+    """Columns of a table of factors, whose rows are multiples of 16 bytes."""
     return round_up(rank, 16 // np.dtype(dtype).itemsize)

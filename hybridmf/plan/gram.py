@@ -1,4 +1,4 @@
-"""Pieces in which a GPU sums the Gram matrix of a table of factors, and the memory of their sums."""
+"""Pieces into which a GPU divides the sum of a Gram matrix, and the memory of their sums."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..core.system import ceil_div, round_up
 TILE = 64
 
 BLOCKS = 1056
-"""Blocks of threads among which a table is divided: eight on each multiprocessor of an H200."""
+"""Blocks of threads that share a table: eight on each multiprocessor of an H200."""
 
 PIECE_ROWS = (256, 4096)
-"""Least and most rows of a piece; their products are added in the table's type, and pieces in float64."""
+"""Minimum and maximum rows of a piece, which is summed in the table's type; pieces are added in float64."""
 
 SUMS_BYTES = 64 << 20
-"""Most memory of the sums of all pieces."""
+"""Maximum memory of the sums of all pieces."""
 
 
 def gram_sides(width: int) -> tuple[int, int]:
@@ -32,6 +32,6 @@ def gram_rows(n: int, width: int, itemsize: int) -> int:
 
 
 def gram_bytes(n: int, width: int, itemsize: int) -> int:
-    """Bytes of the sums of all pieces of a table; their total is among the small arrays that plans leave out."""
+    """Bytes of the sums of all pieces of a table; plans omit small arrays such as their total."""
     side, _ = gram_sides(width)
     return ceil_div(n, gram_rows(n, width, itemsize)) * side * side * itemsize

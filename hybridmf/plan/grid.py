@@ -2,8 +2,8 @@
 
 Each of R ranks owns one range of rows of either side. A half sweep uses a grid of p x q = R ranks: the fixed side is
 split over p of them (data parallelism), the rows to solve over q groups (model parallelism). Rank ``r = j q + i`` holds
-split j of the fixed side, which is what the ranks ``j q ... (j + 1) q - 1`` own, and sums the systems of the rows that
-the ranks ``i, i + q, i + 2 q ...`` own; these p ranks then add their sums up, and each solves the rows it owns.
+split j of the fixed side, owned by the ranks ``j q ... (j + 1) q - 1``, and sums the systems of the rows owned by the
+ranks ``i, i + q, i + 2 q ...``; these p ranks then add up their sums, and each solves the rows it owns.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class Share:
     def mean(cls, problem: Problem, half: HalfPlan, ratings: Place) -> Share:
         """The average share of a GPU."""
         rows, fixed = problem.rows(half.side), sum(problem.shape) - problem.rows(half.side)
-        # a fit that takes turns has the entries of all parts meanwhile, and one of parts side by side those of its own
+        # a GPU that loads parts in turn keeps the entries of all of them; otherwise it has those of its own part
         at_a_time = half.grid.splits if half.resident else half.splits or half.parts
         entries = half.loads * -(-problem.part_entries(half.side, half.batches) // at_a_time)
         if ratings == "device":
@@ -303,10 +303,10 @@ def slots_at_once(problem: Problem, half: HalfPlan) -> int:
     """Partial sums computed at a time."""
     most = min(CHUNK_BYTES, problem.batch) if half.fixed_parts > 1 else problem.batch
     least = 1
-    if half.fixed == "split":  # of a row of each GPU twice, and as they are added up
+    if half.fixed == "split":  # two buffers of a row's pieces from each GPU, and their sum
         least = 2 * (PIECES * half.grid.splits + 1)
     elif problem.segment and half.fixed_parts == 1:
-        # a row's pieces are solved together, where parts do not take turns they are summed together, too
+        # the pieces of a row are solved together, and summed together unless parts take turns
         least = max(1, -(-problem.longest_row(half.side) // problem.segment))
     return max(least, min(slots(problem, half), most // problem.system_bytes))
 
@@ -317,16 +317,16 @@ def half_bytes(
     """Memory of one GPU in a half sweep, by purpose; see the module. `share`: default is the mean."""
     share = share or Share.mean(problem, half, ratings)
     grid, width, on_device = half.grid, problem.row_bytes, factors == "device"
-    if problem.biases and not on_device:  # and what ratings owe to the fixed side's
+    if problem.biases and not on_device:  # and offsets of the ratings by the fixed side's biases
         width += 2 * problem.itemsize
     batch = -(-problem.rows(half.side) // half.batches)
     solved = batch * width
-    if on_device:  # the new rows of a GPU beside the old ones, until the half sweep is complete
+    if on_device:  # a GPU's old rows are kept until the half sweep is complete
         solved = share.solved * width
     at_once = slots_at_once(problem, half)
     systems = at_once * problem.system_bytes
     pieces = 0 if on_device else slots(problem, half) * PIECE_BYTES
-    if on_device and half.fixed == "split":  # all rows of a group are cut once
+    if on_device and half.fixed == "split":  # segments of all rows of a group exist at once
         pieces = -(-problem.rows(half.side) // grid.groups) * PIECE_BYTES
     if half.fixed_parts > 1:
         systems += slots(problem, half) * problem.system_bytes
@@ -381,7 +381,7 @@ def half_seconds(
     if ratings != "device":
         load += problem.nnz / gpus * problem.entry_bytes
     if load:
-        seconds["from host"] = load / links.pinned_bytes + solved / links.fetch_bytes  # which go back
+        seconds["from host"] = load / links.pinned_bytes + solved / links.fetch_bytes  # solutions return to the host
     read = problem.nnz * problem.entry_bytes if ratings == "disk" else 0.0
     if factors == "disk":  # shared by all GPUs
         read += gpus * loads * half.fixed_parts * table + rows * width

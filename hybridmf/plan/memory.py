@@ -61,7 +61,7 @@ def cpu_bytes(plan: Plan) -> dict[str, int]:
         "ratings": layouts * (plan.slab if plan.streamed else nnz) * (itemsize + 4) + (m + n) * (pointer + 8),
         # old and new factors of the side being solved, so that an interrupted half sweep has no effect
         "factors": (m + n + max(m, n)) * rank * itemsize,
-        # one after the other: the Gram matrix is there before the rows are solved
+        # not at the same time: the Gram matrix is complete before rows are solved
         "workspace": max(
             plan.num_threads * _row_scratch(plan, itemsize) * itemsize + _segment_bytes(plan), _gram_bytes(plan)
         ),
@@ -72,7 +72,7 @@ def cpu_bytes(plan: Plan) -> dict[str, int]:
         sizes["basis"] = changed * rank * itemsize
     if plan.tile_rows:
         pointers = tile_pointers(m, n, plan) + tile_pointers(n, m, plan)
-        # the kernels' int64 pointers are copies where those of the format are int32
+        # the kernels' int64 pointers are copies if those of the format are int32
         sizes["tiles"] = 2 * nnz * (itemsize + 8) + pointers * (8 if pointer == 8 else pointer + 8)
     return sizes
 
@@ -86,14 +86,14 @@ def rank_bytes(plan: Plan, ranks: int) -> dict[str, int]:
     if not plan.streamed:
         pointers = (m + n) * (np.dtype(index_pointer_dtype(plan.nnz)).itemsize + 8)
         sizes["ratings"] = 3 * -(-plan.nnz // ranks) * (itemsize + 4) + pointers
-    # all that a resumed fit continues from, which every rank receives; then old and new rows of its own
+    # every rank receives the whole state of a resumed fit; then its own rows, old and new
     sizes["factors"] = (m + n + 2 * -(-(m + n) // ranks)) * row
     sizes["gathered"] = max(m, n) * row
     return sizes
 
 
 def _row_scratch(plan: Plan, itemsize: int) -> int:
-    """Elements of scratch of one thread that solves rows."""
+    """Elements of scratch for each thread that solves rows."""
     if plan.tile_rows:
         return _als.bals_workspace_size(plan.rank, itemsize, plan.tile_rows, plan.tile_cols)
     if plan.solver == "subspace":
@@ -103,7 +103,7 @@ def _row_scratch(plan: Plan, itemsize: int) -> int:
 
 
 def _segment_bytes(plan: Plan) -> int:
-    """Partial systems of rows so long that threads share them, if there can be such rows."""
+    """Bytes of partial systems of long rows shared by threads, if such rows are possible."""
     if plan.assembly != "simd" or plan.solver != "cholesky":
         return 0
     if min(plan.nnz, max(plan.n_users, plan.n_items)) <= _als.LONG_ROW:
@@ -126,6 +126,6 @@ def tile_pointers(rows: int, columns: int, plan: Plan) -> int:
 
 
 def system_bytes(plan: Plan) -> int:
-    """Bytes of one padded system and its right side, as the CPU's kernels sum it."""
+    """Bytes of one padded system and its right-hand side in the CPU's kernels."""
     width = _als.padded_rank(plan.rank)
     return (width + 1) * width * np.dtype(plan.dtype).itemsize

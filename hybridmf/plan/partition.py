@@ -23,7 +23,7 @@ def even_bounds(degrees: np.ndarray, parts: int, row_cost: float = 0.0) -> np.nd
     """
     cost = np.cumsum(degrees + row_cost)
     total = cost[-1] if len(cost) else 0.0
-    # the bound whose left side comes nearest to its share: half a row's cost either way
+    # the bound nearest to its share: searching the middles of rows rounds by half a row's cost either way
     middles = cost - (np.asarray(degrees) + row_cost) / 2
     inner = np.searchsorted(middles, total * np.arange(1, parts) / parts)
     return np.concatenate(([0], inner, [len(degrees)])).astype(np.int64)

@@ -33,7 +33,7 @@ GPU_BYTES, HOST_BYTES = 141 * 10**9, 2 * 10**12
 """Memory of an H200, and typical memory of a host with several of them."""
 
 NEAR = 1.05
-"""Smallest predicted gain for which data are moved off the GPUs."""
+"""Smallest predicted gain that justifies moving data off the GPUs."""
 
 MOST_TURNS = 64
 """Additional numbers of turns to try: more turns leave room for more rows, but each turn reads the sums again."""

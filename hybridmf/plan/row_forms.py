@@ -1,7 +1,7 @@
 """Primal or dual form of the systems of ALS: where the dual form applies, and where it is faster.
 
 A row with fewer entries n than factors f costs ``n^2 f + n^3 / 3`` in the dual form in place of ``n f^2 + f^3 / 3``
-(docs/methods.md). For implicit feedback the fixed side and the solutions change basis, ``f^2`` a row.
+(docs/methods.md). Implicit feedback adds a change of basis for the fixed side and the solutions, ``f^2`` per row.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from .types import Plan
 
 DUAL_SHARE = 0.5
-"""Entries per factor up to which "auto" takes the dual form, on the CPU and on a GPU.
+"""Largest number of entries per factor for which "auto" uses the dual form, on the CPU and on a GPU.
 
 Time of the primal over the dual form of a row with 0.25 / 0.5 / 0.75 f entries, explicit, AVX2, one thread: 2.6 / 1.6 /
 0.6 at f = 32, 2.8 / 1.5 / 0.8 at 64, 3.5 / 1.3 / 0.9 at 128, 4.4 / 2.0 / 1.2 at 256."""
 
 GPU_SIZES = (2, 4, 8, 16, 32, 48, 64)
-"""Most entries of a row by the programs of cuda/dual_rows.cu; a row takes the smallest that holds its entries."""
+"""Maximum entries of a row in each program of cuda/dual_rows.cu; a row uses the smallest program that fits."""
 
 GPU_DUAL_RANK = 32
-"""Rank from which "auto" takes the dual form on a GPU: smaller systems are one or two blocks in either form."""
+"""Rank from which "auto" uses the dual form on a GPU: smaller systems are one or two blocks in either form."""
 
 
 def obstacle(objective: Objective, side: Side) -> str:
@@ -65,7 +65,7 @@ def _kernel_obstacle(plan: Plan) -> str:
 
 
 def dual_sides(plan: Plan, objective: Objective) -> tuple[Side, ...]:
-    """Sides whose short rows take the dual form; decided from sizes alone, so that fits, ranks and fold-in agree."""
+    """Sides whose short rows take the dual form; depends on sizes alone, so that fits, ranks and fold-in agree."""
     if plan.row_form == "primal" or _kernel_obstacle(plan):
         return ()
     able = (side for side in SIDES if not obstacle(objective, side))
@@ -84,7 +84,7 @@ def dual_up_to(plan: Plan, side: Side) -> int:
 
 
 def changes_basis(plan: Plan, side: Side) -> bool:
-    """Whether rows of a side are solved in the basis in which Gram matrix and ridge are the unit matrix."""
+    """Whether rows of a side are solved in the basis where Gram matrix plus ridge are the unit matrix."""
     return plan.feedback == "implicit" and dual_up_to(plan, side) > 0
 
 
@@ -112,7 +112,7 @@ def side_sizes(plan: Plan, side: Side) -> tuple[int, int]:
 def side_seconds(plan: Plan, side: Side, limit: int, rates: CpuRates, filled: float = 1.0) -> float:
     """Core seconds of the exact solution of a side, in which rows of up to `limit` entries take the dual form.
 
-    `filled`: share of the rows that have entries, where it is known.
+    `filled`: share of the rows that have entries, if known.
     """
     f = plan.rank
     most, fixed = side_sizes(plan, side)
@@ -128,7 +128,7 @@ def side_seconds(plan: Plan, side: Side, limit: int, rates: CpuRates, filled: fl
 
 
 def _pays(plan: Plan, side: Side) -> bool:
-    """Whether short rows save more than the change of basis costs; by built-in constants, so that all ranks agree."""
+    """Whether short rows save more than the change of basis costs; built-in constants make all ranks agree."""
     if plan.gpu is not None:
         return plan.rank >= GPU_DUAL_RANK
     if plan.feedback == "explicit":

@@ -1,4 +1,4 @@
-"""Hyperparameters of stochastic gradient descent, checked: learning rates, schedules, and where they run."""
+"""SGD as a `Method`: validated hyperparameters, learning rates, schedules, device, memory and cost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DEFAULT_DECAYS = {"power": 0.1, "geometric": 0.9}
 """At rank 32 and 20 epochs every schedule reaches a test RMSE below 0.87 on MovieLens 1M, 0.855 with biases."""
 
 MAX_LEARNING_RATE = 10.0
-"""Steps on standardized ratings are stable up to about 2 / |y|^2, and factors are of length about 1."""
+"""Steps on standardized ratings are stable up to about 2 / |y|^2, and factors have length about 1."""
 
 SCALES = {"float16": (1e-4, 1e6), "float32": (1e-9, 1e9), "float64": (1e-25, 1e25)}
 """Scales of ratings without overflow: factors grow with the square root, AdaGrad's sums with the cube of the scale."""
@@ -202,7 +202,7 @@ class SgdMethod:
         flops = self._flops
         entry = seconds_at(rates.sgd[self.schedule], lambda f: flops * f, plan.rank)
         if self.rate_schedule in ("rpcs", "adagrad"):
-            entry *= 3.0  # a square root and a division for each row or coordinate that moves
+            entry *= 3.0  # a square root and a division for each updated row or coordinate
         moved = self.bytes_per_iteration(plan) * 4 / plan.problem.itemsize
         # blocks keep the rows they update in a core's cache
         near = self.schedule == "blocks"
@@ -322,7 +322,7 @@ class SgdMethod:
         return ""
 
     def _why_not_float16(self, base: Plan, spec: DeviceSpec | None) -> str:
-        """Setting with which MSGD does not read the fixed side in float16."""
+        """Setting that keeps MSGD from reading the fixed side in float16."""
         asked = f"precision={base.precision!r} with schedule='msgd'"
         if spec is None:
             return f"{asked} is for one device"
@@ -346,12 +346,12 @@ class SgdMethod:
     def _gpu_bytes(self, plan: Plan) -> dict[str, int]:
         m, n, nnz, itemsize = plan.n_users, plan.n_items, plan.nnz, np.dtype(plan.dtype).itemsize
         rows = (m + n) * (-(-plan.rank // 8) * 8) * itemsize
-        copies = 3 if plan.rank > plan.factors else 2  # a biased table is put together beside the rows worked on
+        copies = 3 if plan.rank > plan.factors else 2  # a table with biases is a copy of the working rows
         if self.schedule == "batch_hogwild":
-            # by one side's rows; and its runs, which are shuffled on the host
+            # one orientation, and its runs, which the host shuffles
             runs = 16 * (nnz // RUN + max(m, n))
             return {"ratings": nnz * (4 + itemsize) + max(m, n) * 8 + runs, "factors": (copies + 1) * rows}
-        copies += plan.precision == "float16"  # that which a pass reads
+        copies += plan.precision == "float16"  # the float16 copy that a pass reads
         layouts = 1 if self.ordering in ("user", "item") else 2
         tables = (m + n) * (8 + 4 + 8) + self._range_bytes(plan)
         return {"ratings": layouts * nnz * (4 + itemsize) + tables, "factors": copies * rows}
@@ -397,7 +397,7 @@ class SgdMethod:
             "ratings": 2 * nnz * (itemsize + 4) + (m + n) * (pointer + 8) + entries,
             # an epoch works on a copy, so that an interrupted one has no effect
             "factors": copies * (m + n) * width * itemsize,
-            # a permutation of the entries, while triplets are brought into order
+            # a permutation of the entries, while triplets are sorted
             "workspace": nnz * 8 if self.schedule == "hogwild" else (m + n) * 8,
         }
 
@@ -490,10 +490,10 @@ RANGE_ENTRIES = 64
 """Minimum average entries of a row in a range, since starting a row takes as long as some updates."""
 
 RUN = 8
-"""Entries of one row that batch-Hogwild keeps together, while the row stays in registers, where no tuned table says
-otherwise; see cuda/batch_hogwild.cu. An epoch of Netflix's shape, f = 128 in float16, took 21.8 ms on an H200; in
-trials 20.0 with 16 and 17.1 with 32, at the same train RMSE. But 32 spills registers at other widths, where it needs
-fewer blocks per multiprocessor."""
+"""Default number of consecutive entries of one row in batch-Hogwild, while the row stays in registers; tuned tables may
+differ (see cuda/batch_hogwild.cu). An epoch of Netflix's shape, f = 128 in float16, took 21.8 ms on an H200; in trials
+20.0 with 16 and 17.1 with 32, at the same train RMSE. But 32 spills registers at other widths, unless there are fewer
+blocks per multiprocessor."""
 
 
 def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int, most: int = MOST_RANGES) -> int:
@@ -511,6 +511,6 @@ def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int,
 
 
 def stored_width(factors: int, dtype: Any) -> int:
-    """Columns of `Rows` of a dtype."""
+    """Columns of a table of factors in a dtype: rows are multiples of 16 bytes."""
     vector = 16 // np.dtype(dtype).itemsize
     return ceil_div(factors, vector) * vector

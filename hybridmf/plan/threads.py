@@ -5,10 +5,10 @@ from __future__ import annotations
 WORK_OF_A_THREAD = 1 << 22
 """Multiply-adds per thread; they take 0.2 to 0.5 ms.
 
-A thread of the pool starts within 5 to 50 microseconds on an idle machine, and after a time slice of the scheduler,
-milliseconds, where all cores are busy; its spinning costs as much processor time as the work of both."""
+A thread of the pool starts within 5 to 50 microseconds on an idle machine. If all cores are busy it waits for a time
+slice of the scheduler, milliseconds, and spinning then costs as much processor time as the work."""
 
 
 def threads_for(work: float, parts: int, num_threads: int) -> int:
-    """Threads for `work` multiply-adds in `parts` that threads can share, at most `num_threads`."""
+    """Threads for `work` multiply-adds in `parts` separate parts, at most `num_threads`."""
     return max(1, min(num_threads, parts, int(work / WORK_OF_A_THREAD)))

@@ -132,7 +132,7 @@ class Method(Protocol):
 class Settings:
     """Hyperparameters of the computation; `Objective` has those of the problem.
 
-    `check` validates each but `method` and `frozen`, which are valid already; the plan validates combinations.
+    `check` validates all but `method` and `frozen`, which are already valid; the plan validates combinations.
     """
 
     factors: int
@@ -156,7 +156,7 @@ class Settings:
 
     @classmethod
     def check(cls, **given: Any) -> Settings:
-        """Validate hyperparameters as a user gives them: with None, text for bytes, or a list of devices."""
+        """Validate hyperparameters in the forms users may give: None, text for bytes, or a list of devices."""
         asked: Any = cls(**given)
         solver = check_choice("solver", asked.solver, SOLVERS)
         if check_bool("nonnegative", asked.nonnegative) and solver != "cholesky":
@@ -190,7 +190,7 @@ class Settings:
 
     @property
     def planned_solver(self) -> str:
-        """The solver of a plan: that of nonnegative factors is one of its own."""
+        """The solver of a plan; nonnegative factors have a separate one."""
         return NONNEGATIVE if self.nonnegative else self.solver
 
 
@@ -481,7 +481,7 @@ class Plan:
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        """First column, and the one behind the last, of the coordinates that are solved for together."""
+        """First column, and the column after the last, of each block of coordinates."""
         size = self.system_rank
         return [(first, min(first + size, self.rank)) for first in range(0, self.rank, size)]
 

@@ -1,4 +1,4 @@
-"""Batches of rows that a group of ranks sums at a time: a range of each member's own rows (cuMF Alg. 3, 9-16)."""
+"""Batches of rows that a group of ranks sums at a time: a range of each member's rows (cuMF Alg. 3, lines 9-16)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ranges: TypeAlias = "list[tuple[int, int]]"
 
 @dataclass(frozen=True)
 class BatchedRows:
-    """Rows of a side that a group of ranks sums batch by batch, as one of its ranks has them.
+    """Rows of a side that a group of ranks sums batch by batch, from the view of one rank.
 
     Attributes
     ----------
@@ -80,8 +80,8 @@ def even_batches(counts: Sequence[int], rows: int) -> list[Ranges]:
 def bounded_batches(bounds: Sequence[np.ndarray], entries: Sequence[np.ndarray], most: int) -> list[Ranges]:
     """Batches of at most `most` entries of all members together, for ratings that are streamed batch by batch.
 
-    A batch has the next rows of each member, or none of a member whose next rows do not fit: two long rows are not in
-    one batch. The member with the most entries left comes first.
+    A batch has the next rows of each member; a member whose next rows do not fit contributes none, so that two long
+    rows are not in one batch. The member with the most entries left comes first.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ class GpuWorker:
         return self.device.active()
 
     def own(self, factors: Factors, plan: Plan) -> GpuFactors:
-        """Factors where the plan has them between half sweeps."""
+        """Move factors to their location between half sweeps."""
         return self.half_sweeps.factors(factors, plan)
 
     def blank(self, like: Array, rows: int) -> Array:
@@ -65,7 +65,7 @@ class GpuWorker:
         return self.device.zeros((rows, *like.shape[1:]), like.dtype)
 
     def gram(self, factors: DeviceFactors, objective: Objective, plan: Plan) -> Array | None:
-        """Weighted Gram matrix of the rows at hand."""
+        """Weighted Gram matrix of the given rows."""
         if objective.is_implicit and not len(factors):
             side = round_up(plan.rank, BLOCK)
             return self.device.zeros((side, side), factors.table.dtype)
@@ -102,7 +102,7 @@ class GpuWorker:
         return solved
 
     def partial(self, side: Side, block: Block, objective: Objective, plan: Plan, rows: BatchedRows) -> PartialRows:
-        """Half sweep over entries on the device, or over entries streamed batch by batch if the plan says so."""
+        """Half sweep over entries on the device, or streamed batch by batch, according to the plan."""
         assert not isinstance(block, RangeSlabs)
         if isinstance(block, ColumnSlabs) and plan.streamed == "host":
             block = block.load()

@@ -11,8 +11,8 @@ updates:
 
 Both process the same entries. With "passes" an epoch is one of MSGD on one device (Alg. 1) in which each row starts at
 a different entry: users are updated from items that all ranks' users have updated. With "blocks" they are updated from
-items that the same users have updated last, and an item with many entries keeps little of the others' updates: each
-range of users gets factors of its own, and the loss falls less per epoch.
+items that the same users have updated last, and an item with many entries keeps little of the others' updates: ranges
+of users learn separate factors, and the loss falls less per epoch.
 
 No two ranks hold the same row at a time, so factors depend only on the order and the number of ranks.
 
@@ -51,7 +51,7 @@ from .joined import JoinedFactors
 from .transport.communicator import Array, Communicator, LocalCommunicator, check_agreement
 
 SHORTEST_LONG_ROW = 1024
-"""Rows up to this length never get a thread block of their own: its setup takes as long as processing the row."""
+"""Rows up to this length never get a separate thread block: its setup takes as long as processing the row."""
 
 
 # ---------------------------------------------------------------------------------------------- shares
@@ -242,7 +242,7 @@ def _row_sweeps(block: GridBlock, plan: Plan) -> RowSweeps | None:
 
 
 def long_row_of(ranks: int) -> int:
-    """Default for the entries of a row, in a block of ratings, from which it gets a thread block of its own.
+    """Default number of entries, in a block of ratings, from which a row gets a separate thread block.
 
     In a block of ratings the longest row has about 1 / ranks of its entries, so the threshold falls with the ranks.
     """
@@ -468,7 +468,7 @@ class RankSGD:
                 self._move(block, "user", work, terms)
             if arrives is not None:
                 work["item"] = self.backend.arrived(arrives())
-                if step + 1 == self.size:  # this rank's own items are back, moved by all
+                if step + 1 == self.size:  # this rank's own items have returned, updated by all ranks
                     own = work["item"]
         new: dict[Side, Factors] = {"user": self.backend.factors(work.pop("user")), "item": self.backend.factors(own)}
         return new, *self.backend.epoch_result(*new.values())

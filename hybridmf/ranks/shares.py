@@ -58,12 +58,12 @@ class RankRatings(Protocol):
 
 
 def check_same_data(communicator: Communicator, identity: str) -> None:
-    """Compare an identity of the data over all ranks, such as `checkpoint.fingerprint`.
+    """Compare an identifier of the data over all ranks, such as `checkpoint.fingerprint`.
 
     Raises
     ------
     CommunicatorError
-        On all ranks; names the first rank that differs from rank 0, and both identities.
+        On all ranks; names the first rank that differs from rank 0, and both identifiers.
     """
     own = np.zeros((1, FINGERPRINT_BYTES), dtype=np.uint8)
     text = identity.encode()[:FINGERPRINT_BYTES]
@@ -293,7 +293,7 @@ def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarr
 
 
 class RankBlocks:
-    """The ratings as a rank computes with them.
+    """The ratings of a rank during a fit.
 
     Attributes
     ----------

@@ -33,7 +33,7 @@ from .reduction import Reduction, make_reduction
 from .transport.communicator import Array, Communicator
 
 ROOM = 0.9
-"""Part of a GPU's memory that both sides may take if the next fixed side is gathered ahead."""
+"""Maximum share of a GPU's memory for both sides if the next fixed side is gathered ahead."""
 
 Then = Callable[[Any], Any]
 """Called with new factors that may not be complete yet; returns the factors that the next half sweep uses."""
@@ -87,7 +87,7 @@ class Partial(Protocol):
 class Worker(Protocol):
     """The device of a rank.
 
-    Factors are of a type of its own, arrays on its device; its communicator sends these and NumPy's arrays.
+    It has its own type of factors, and arrays on its device; its communicator sends these and NumPy's arrays.
     """
 
     gathers_ahead: bool
@@ -279,7 +279,7 @@ class RankALS(Alternating):
     def _checksum(self, side: Side, block: Block) -> np.ndarray:
         """Number of entries and sums over them of user, item and the value's bits: the same in both orientations.
 
-        Slabs are only counted: the sums would require reading the store, which has checksums of its own.
+        Slabs are only counted: the sums would require reading the store, which has its own checksums.
         """
         if not isinstance(block, sp.csr_array):
             return np.array([block.nnz, 0, 0, 0], dtype=np.int64)
@@ -480,7 +480,7 @@ class RankALS(Alternating):
             for batch, sums, mark, counts in _one_behind(self._assembled(side, half, overlap)):
                 with overlap.after(mark):
                     mine = tuple(reduction.reduce(array, counts) for array in sums)
-                # keeps the previous sums until now: the reduction stream must not overwrite sums that are being solved
+                # previous sums are kept until now: the reduction stream must not overwrite sums that are being solved
                 half.finish(batch, mine)
                 del sums
         return self._returned(side, half)

@@ -37,7 +37,7 @@ CPU_RANKS = (8, 16, 32, 64, 128)
 GPU_RANKS = (32, 64, 100, 128)
 SGD_RANKS = (32, 128)
 PUBLISHED_RANKS = (64, 256)
-"""Ranks of the published assemblies on a GPU, the second beyond what the fused kernels serve."""
+"""Ranks of the published assemblies on a GPU; the fused kernels do not support the second."""
 
 CPU_LONG, CPU_SHORT = (4000, 4000, 50), (6000, 6000, 4)
 CPU_ALL = (16_000, 16_000, 50)
@@ -47,7 +47,7 @@ GPU_LONG, GPU_SHORT = (40_000, 40_000, 400), (400_000, 400_000, 4)
 """The same for a GPU, which needs enough rows to be busy."""
 
 GPU_SETUP = (20_000, 20_000, 200)
-"""The same for work of the host that is proportional to the entries."""
+"""The same for host work proportional to the entries."""
 
 GPU_LONG_WIDE, GPU_SHORT_WIDE = (2000, 2000, 400), (20_000, 20_000, 4)
 """The same at the second of PUBLISHED_RANKS."""
@@ -70,7 +70,7 @@ Say = Callable[[str], Any]
 
 
 def regular(rows: int, columns: int, degree: int, seed: int = 0) -> sp.csr_array:
-    """Ratings 1 to 5 with `degree` entries in each row, one in each of as many equal ranges of columns.
+    """Ratings 1 to 5 with `degree` entries per row, one in each of `degree` equal ranges of columns.
 
     Parameters
     ----------
@@ -198,7 +198,7 @@ def calibrate_and_save(say: Say | None = None, *, gpu: bool = True) -> tuple[Mac
     OSError
         The file cannot be written.
     """
-    _machine.prepare()  # fails before the measurements, not after them
+    _machine.prepare()  # fails before the measurements
     machine, gpu_identity = calibrate(gpu=gpu, say=say)
     return machine, _machine.save(machine, gpu_identity)
 
@@ -258,7 +258,7 @@ def _measure_cpu(say: Say) -> CpuRates:
         sgd={name: _sgd_curve(name, long, options) for name in ("msgd", "hogwild", "blocks")},
         slower={"simd": 1.0} | {name: _slower(name, long, options, rates) for name in ("bals", "blas3", "rank1")},
     )
-    sparse = regular(*SPARSE)  # its rows lie in memory, not in a cache
+    sparse = regular(*SPARSE)  # too large for the caches
     waiting = _idle(Machine(cpu=replace(rates, sgd_row=0.0)), SGD(32, **options), sparse)
     rates = replace(rates, sgd_row=waiting / sum(sparse.shape))
     ccd = [_twice(CCD(16, **options), problem) / 16 / 2 for problem in (long, sparse)]
@@ -286,7 +286,7 @@ def _measure_overheads(rates: CpuRates) -> CpuRates:
     tiny, small = regular(*TINY), regular(*SMALL)
     idle = partial(_idle, Machine(cpu=rates))
     als, ccd = idle(ExplicitALS(8, biases=False, **options), tiny), idle(CCD(16, **options), tiny)
-    region = max(0.0, ccd - als) / (16 * 4 - 4)  # 4 regions a factor, and 4 of an ALS
+    region = max(0.0, ccd - als) / (16 * 4 - 4)  # 4 regions per factor of CCD++, and 4 for ALS
     explicit, implicit = (idle(cls(64, **options), small) for cls in (ExplicitALS, ImplicitALS))
     fit = _fit(ExplicitALS(8, biases=False, **(options | {"iterations": 2})), tiny)
     return replace(
@@ -335,7 +335,7 @@ def _serial(options: dict[str, Any]) -> float:
         model = ExplicitALS(64, biases=False, **(options | {"num_threads": count}))
         return _twice(model, problem)
 
-    # other programs may hold cores for a moment: not even two threads of one core are slower than one
+    # bounded, since other programs may occupy cores: even two threads of one core are not slower than one
     speedup = min(max(fastest(1) / fastest(threads), 0.5 * threads), 0.999 * threads)
     return (threads / speedup - 1) / (threads - 1)
 
@@ -348,8 +348,8 @@ def _compile_seconds(
 ) -> tuple[float, float] | tuple[None, None]:
     """Seconds to compile the kernels of a fit, regardless of CuPy's cache, and to load them afterwards.
 
-    CuPy keeps kernels by the text of their source, so a comment is enough to have them compiled again. None if this
-    process has them already.
+    CuPy caches kernels by their source text, so an added comment forces compilation. None if this process has loaded
+    them already.
     """
     before = set(opened._kernels)
     model.fit(matrix)
@@ -386,7 +386,7 @@ def _measure_gpu(spec: DeviceSpec, cpu: CpuRates, say: Say) -> GpuRates:
             compiled, loaded = _compile_seconds(open_device(device), model, tiny)
             compile_seconds[name] = compiled or rates.compile[name]
             loads.append(loaded or rates.load)
-    # all three compile one kernel for the sums and the same ones for the solution
+    # each compiles its own kernel for the sums, and all three the same ones for the solution
     compile_seconds |= dict.fromkeys(("mo_als", "bals"), compile_seconds["sparse_syrk"])
     rates = replace(
         rates,
@@ -453,7 +453,7 @@ def _gpu_als(
     options: dict[str, Any],
     rates: GpuRates,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of an entry and of a row at each rank, launches taken off."""
+    """Seconds of an entry and of a row at each rank, without launches."""
     entries, rows = [], []
     for f in ranks:
         times = []

@@ -40,7 +40,7 @@ METHODS = (
 WIDTH = 80
 """Maximum width of the report in characters."""
 
-# Title words of each genre: every subject meets every ending, which gives 1,600 different titles.
+# Title words of each genre: all combinations of subject and ending give 1,600 titles.
 GENRES: dict[str, tuple[str, str]] = {
     "Science fiction": (
         "Comet,Android,Nebula,Starship,Quasar,Colony,Reactor,Signal,Orbit,Probe",
@@ -105,7 +105,7 @@ GENRES: dict[str, tuple[str, str]] = {
 
 GENRE_NAMES = tuple(GENRES)
 
-# Each taste group likes two genres and dislikes a third; users of one group agree with each other, not perfectly.
+# Each taste group likes two genres and dislikes a third; users of one group agree, but not perfectly.
 TASTE_GROUPS = (
     ("Science fiction", "Fantasy", "Romance"),
     ("Romance", "Comedy", "War"),
@@ -122,17 +122,17 @@ TASTE_GROUPS = (
 
 @dataclass(frozen=True)
 class Films:
-    """The generated data set with the structure that was planted in it.
+    """The generated data set and its planted structure.
 
     Attributes
     ----------
     users, items : int array, shape (nnz,)
-        Who rated what; sorted by user, then item.
+        User and item of each rating; sorted by user, then item.
     values : float32 array, shape (nnz,)
         Ratings 1 to 5.
     titles : list of str, length n_items
     item_genres : bool array, shape (n_items, n_genres)
-        One or two genres an item.
+        One or two genres per item.
     liked_genres : bool array, shape (n_users, n_genres)
         The two genres of the user's taste group.
     """
@@ -166,15 +166,15 @@ def generate(n_users: int = 4000, n_items: int = 1500, seed: int = 0) -> Films:
     """Invented films and their ratings, the same for the same seed.
 
     A rating is 3.3 + the user's mood + the film's quality + how well its genres match the user's taste + noise, rounded
-    and kept in 1..5. Popularity falls with rank as a power law, and users pick what they expect to like, so the ratings
-    are missing not at random, as in real data.
+    and clipped to 1..5. Popularity follows a power law, and users choose films they expect to like, so that ratings are
+    missing not at random, as in real data.
 
     Parameters
     ----------
     n_users : int
         At least 1.
     n_items : int
-        1 to 1,600, the number of titles there are words for.
+        1 to 1,600, the number of titles.
     seed : int
         At least 0.
 
@@ -185,7 +185,7 @@ def generate(n_users: int = 4000, n_items: int = 1500, seed: int = 0) -> Films:
     Raises
     ------
     TypeError, ValueError
-        An argument is no integer or out of range.
+        An argument is not an integer or out of range.
     """
     check_int("n_users", n_users, 1)
     check_int("n_items", n_items, 1, MOST_TITLES)
@@ -204,7 +204,7 @@ def generate(n_users: int = 4000, n_items: int = 1500, seed: int = 0) -> Films:
 
 
 def _draw_films(n_items: int, rng: np.random.Generator) -> tuple[list[str], np.ndarray]:
-    """Titles and genres; the title's words come from the first genre, and one film in four has a second."""
+    """Titles and genres; title words come from the first genre, and one film in four has a second genre."""
     pairs = [(genre, title) for genre, name in enumerate(GENRE_NAMES) for title in _titles(name)]
     chosen = rng.permutation(len(pairs))[:n_items]
     item_genres = np.zeros((n_items, len(GENRE_NAMES)), dtype=bool)
@@ -236,7 +236,7 @@ def _draw_pairs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rated films of each user: a draw without replacement that favours popular films and those of the user's taste."""
     n_users, n_items = affinity.shape
-    # Few users rate much, most rate little: log-normal counts.
+    # log-normal: few users rate many films, most rate few
     counts = np.clip(rng.lognormal(np.log(45.0), 0.6, n_users), 12, max(1, n_items // 3)).astype(np.int64)
     appeal = 2.2 * affinity + item_appeal
     appeal += rng.gumbel(size=appeal.shape)  # the largest sums are a draw without replacement
@@ -280,7 +280,7 @@ def run_demo(
     Parameters
     ----------
     write : callable
-        Gets the report, a few lines at a time.
+        Called with a few lines of the report at a time.
     seed : int
         Of the data, the split and the initial factors.
     quick : bool
@@ -295,7 +295,7 @@ def run_demo(
     Raises
     ------
     TypeError, ValueError
-        `seed` is no integer >= 0.
+        `seed` is not an integer >= 0.
     """
     films = generate(*((1200, 600) if quick else (4000, 1500)), seed=seed)
     ratings = Ratings.from_coo(films.users, films.items, films.values, shape=films.shape)
@@ -379,7 +379,7 @@ def _report_implicit(
 
 
 def keep_liked(ratings: Ratings) -> Ratings:
-    """Keep the ratings from LIKED on, each as 1."""
+    """Keep ratings of at least LIKED, each as 1."""
     coo = ratings.user_items.tocoo()
     keep = coo.data >= LIKED
     return Ratings.from_coo(coo.row[keep], coo.col[keep], shape=ratings.shape)

@@ -18,17 +18,17 @@ from ..ranks.transport.communicator import LocalCommunicator
 from ..ranks.transport.threads import ThreadCommunicator, run_ranks
 
 COPY_BYTES, COLLECTIVE_BYTES = 256 << 20, 1 << 30
-"""Bytes of arrays: a copy over a PCIe 5 bus takes 5 ms, a collective over NVLink as long. At most an eighth of the free
-memory."""
+"""Bytes of arrays, at most an eighth of the free memory: a copy over a PCIe 5 bus, or a collective over NVLink, takes
+5 ms."""
 
 WIDTH = 1024
 """Columns of the arrays of collectives."""
 
 COUNTS = (2, 4, 8, 16)
-"""Numbers of GPUs whose collectives are measured, as far as there are so many."""
+"""Numbers of GPUs for which collectives are measured, if available."""
 
 REPEATS = 4
-"""Runs of a measurement, of which the fastest counts."""
+"""Runs of a measurement; the fastest counts."""
 
 clock = time.perf_counter
 

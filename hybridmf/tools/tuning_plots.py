@@ -1,4 +1,4 @@
-"""Figures of the tuner's measurements, from its records alone (Gates fig. 13)."""
+"""Figures of the tuner's measurements, drawn from its records (Gates fig. 13)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _points(lines: Sequence[Line], part: str) -> tuple[list[int], list[float]]:
 
 
 def config_text(config: dict[str, Any]) -> str:
-    """Values of a configuration in a few characters."""
+    """Short text for the values of a configuration."""
     return "(" + ", ".join(str(int(value)) for value in config.values()) + ")"
 
 
@@ -76,12 +76,12 @@ def best_at_some_rank(lines: Iterable[Line], part: str) -> list[str]:
 
 
 def save_all(figures: dict[str, Any], folder: Path) -> list[Path]:
-    """Write figures as SVG files; their paths."""
+    """Write figures as SVG files; return their paths."""
     import matplotlib
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    with matplotlib.rc_context({"svg.hashsalt": "hybridmf"}):  # the same bytes for the same lines
+    with matplotlib.rc_context({"svg.hashsalt": "hybridmf"}):  # reproducible files
         for name, figure in figures.items():
             paths.append(folder / f"{name}.svg")
             figure.savefig(paths[-1], metadata={"Date": None})

@@ -54,7 +54,7 @@ MOST_REGISTERS = 255
 """Registers of a thread."""
 
 ENTRY_KINDS = ((False, False), (True, False), (False, True))
-"""(implicit, offsets): those that are timed, and the others."""
+"""(implicit, offsets); the first kind is timed."""
 
 
 def resident_limits(spec: DeviceSpec) -> tuple[int, int]:
@@ -122,7 +122,7 @@ class Space:
     block: int = 8
 
     def programs(self, facts: Facts, config: Any, spec: DeviceSpec) -> tuple[list[Build], list[Build]]:
-        """Programs that a trial runs, and those for other kinds of entries, in which a winner must not spill either."""
+        """Programs that a trial runs, and those for other kinds of entries, which must not spill registers either."""
         timed, *others = (self.builds(facts, config, spec, *kind) for kind in ENTRY_KINDS)
         return timed, [build for kind in others for build in kind if build not in timed]
 
@@ -184,7 +184,7 @@ class Space:
                 yield config
             return
         while most and _legal(replace, config, blocks_per_sm=most) is None:
-            most -= 1  # the class counts registers more closely
+            most -= 1  # the class counts registers more exactly
         for count in sorted({max(1, int(share * most)) for share in self.blocks} if most else (), reverse=True):
             yield replace(config, blocks_per_sm=count)
 
@@ -193,7 +193,7 @@ class Space:
 
 
 def _legal(make: Callable[..., Any], *arguments: Any, **fields: Any) -> Any:
-    """A configuration; None if its class refuses it."""
+    """A configuration; None if its class rejects it."""
     try:
         return make(*arguments, **fields)
     except ValueError:
@@ -218,7 +218,7 @@ FUSED_KINDS = (("float32", "cholesky"), ("float32", "cg"), ("bf16", "cholesky"))
 def _fused_facts(factors: int, itemsize: int) -> list[Facts]:
     if factors > plan_fused.MAX_RANK or itemsize != 4:
         return []
-    # where another kernel solves, `FusedConfig.assembling` decides
+    # if another kernel solves, `FusedConfig.assembling` decides
     kinds = [kind for kind in FUSED_KINDS if not plan_fused.solved_apart(factors, kind[1])]
     return [{"rank": factors, "precision": precision, "solver": solver} for precision, solver in kinds]
 
@@ -231,7 +231,7 @@ def _fused_rule(facts: Facts, spec: DeviceSpec) -> FusedConfig:
 
 
 def _fused_registers(facts: Facts, config: FusedConfig) -> int:
-    """The lower triangle of 16 x 16 blocks over the lanes of a team, and 72 others: every rank has a configuration."""
+    """The lower triangle of 16 x 16 blocks over the lanes of a team, and 72 others; every rank has a configuration."""
     blocks = config.rank16 // plan_fused.BLOCK
     return blocks * (blocks + 1) // 2 * plan_fused.BLOCK**2 // (WARP * config.warps) + 72
 

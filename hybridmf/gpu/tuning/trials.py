@@ -33,12 +33,12 @@ from ..factors import DeviceFactors, GpuFactors
 from ..half import HalfSweep
 
 RESIDUAL_TOLERANCE = {"float32": 3e-5, "bf16": 2e-2}
-"""Tolerated |Ax - b| / (|A| |x| + |b|); a millionth of it in float64."""
+"""Maximum |Ax - b| / (|A| |x| + |b|); a millionth of it in float64."""
 
 REGULARIZATION = 0.05
 
 KEPT_HALVES = 6
-"""Half sweeps of a side that stay on the device: BALS has one for each size of tiles."""
+"""Maximum half sweeps of a side on the device; BALS has one for each size of tiles."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,14 @@ def in_dtype(matrix: sp.csr_array, itemsize: int) -> sp.csr_array:
 
 
 def random_table(n: int, rank: int, width: int, dtype: Any, seed: int) -> np.ndarray:
-    """Random factors of the size that fits reach: around 1 / sqrt(rank), zeros in the padding."""
+    """Random factors of about the size of learned ones, 1 / sqrt(rank), with zeros in the padding."""
     table = np.zeros((n, width), dtype=dtype)
     table[:, :rank] = np.random.default_rng(seed).standard_normal((n, rank), dtype=np.float32) / math.sqrt(rank)
     return table
 
 
 def handful(degrees: np.ndarray, count: int = 5) -> np.ndarray:
-    """Positions of the longest row, of the shortest with entries, and of some between."""
+    """Positions of the longest row, of the shortest one with entries, and of some in between."""
     order = np.argsort(-degrees, kind="stable")[: int(np.count_nonzero(degrees))]
     return np.unique(order[np.linspace(0, len(order) - 1, count).astype(int)])
 

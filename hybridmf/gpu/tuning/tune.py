@@ -116,7 +116,7 @@ class Measurement:
 
     @property
     def score(self) -> float:
-        """Geometric mean of the milliseconds of all parts, as Gates et al. choose the best overall kernel."""
+        """Geometric mean of the milliseconds of all parts, Gates et al.'s criterion for the best overall kernel."""
         if not self.ms:
             return math.inf
         return math.exp(statistics.fmean(math.log(max(value, 1e-9)) for value in self.ms.values()))

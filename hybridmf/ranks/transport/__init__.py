@@ -1,1 +1,1 @@
-"""How ranks exchange arrays: threads, sockets, NCCL."""
+"""Exchange of arrays between ranks: threads, sockets, NCCL."""

@@ -87,7 +87,7 @@ def check_array(array: Any) -> np.ndarray:
         raise TypeError(f"array must be a NumPy array for this communicator, got {type(array).__name__}")
     if array.dtype.kind not in KINDS:
         raise TypeError(f"array must hold numbers to travel between ranks, got dtype {array.dtype}")
-    return np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes (1,) of ()
+    return np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray turns shape () into (1,)
 
 
 def check_peer(name: str, rank: int, size: int) -> int:

@@ -376,7 +376,7 @@ class NcclCommunicator(Communicator):
             return out
 
     def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
-        """Send to one rank, receive from another (or the same); arrays of GPUs by all ranks at a time."""
+        """Send to one rank, receive from another (or the same); with arrays on GPUs, all ranks call it together."""
         if self._is_host(array, like):
             return self.control.sendrecv(array, dest, source, like)
         return self._sendrecv([array], dest, source, [like])[0]
@@ -453,7 +453,7 @@ class NcclCommunicator(Communicator):
                 self._cupy.cuda.Device(self.device).synchronize()
                 with suppress(CommunicatorError):  # after a failure of others, do not wait for them
                     self.control.barrier()
-            # not destroy, which waits for the other ranks: none of them has work left
+            # abort, since destroy would wait for the other ranks: none of them has work left
             self._give_back()
         self.control.close()
 

@@ -223,7 +223,7 @@ class _Outcome:
         with self.changed:
             self.results[rank] = result
             own = error is not None and not isinstance(error, CommunicatorError)
-            # a failing rank may end after the ranks that it has stopped: their errors are consequences
+            # a failing rank may end after the ranks that it has stopped, whose errors are consequences
             if self.error is None or (own and isinstance(self.error, CommunicatorError)):
                 self.error = error
             self.pending.discard(rank)
