@@ -47,6 +47,13 @@ def take_rows(
     order: NDArray[np.int64],
     num_threads: int | None = ...,
 ) -> _CSR: ...
+def common_entries(
+    indptr: NDArray[np.int64],
+    indices: NDArray[np.int32],
+    other_indptr: NDArray[np.int64],
+    other_indices: NDArray[np.int32],
+    num_threads: int | None = ...,
+) -> NDArray[np.bool_]: ...
 def build_bals(
     indptr: NDArray[np.int64],
     indices: NDArray[np.int32],

@@ -483,6 +483,38 @@ def take_rows(const int64_t[::1] indptr, const int32_t[::1] indices, const any_t
     return out_indptr, out_indices, out_data
 
 
+def common_entries(const int64_t[::1] indptr, const int32_t[::1] indices, const int64_t[::1] other_indptr,
+                   const int32_t[::1] other_indices, num_threads=None):
+    """Which entries of a canonical CSR matrix are entries of another one of as many rows; bool, shape (nnz,)."""
+    cdef Py_ssize_t n_rows = indptr.shape[0] - 1, k
+    cdef int n = _threads(num_threads, indices.shape[0])
+    common = np.empty(indices.shape[0], dtype=np.uint8)
+    cdef uint8_t[::1] view = common
+    for k in prange(n_rows, nogil=True, schedule="dynamic", chunksize=64, num_threads=n):
+        _mark_common(indices, indptr[k], indptr[k + 1], other_indices, other_indptr[k], other_indptr[k + 1], view)
+    return common.view(bool)
+
+
+cdef void _mark_common(
+        const int32_t[::1] mine,        # IN   (nnz,) ascending from `first` to `last`
+        Py_ssize_t first,
+        Py_ssize_t last,
+        const int32_t[::1] theirs,      # IN   ascending from `low` to `end`
+        Py_ssize_t low,
+        Py_ssize_t end,
+        uint8_t[::1] common) noexcept nogil:    # OUT  (nnz,)
+    cdef Py_ssize_t k, high, middle
+    for k in range(first, last):
+        high = end
+        while low < high:       # bisection for the first element that is not smaller
+            middle = (low + high) // 2
+            if theirs[middle] < mine[k]:
+                low = middle + 1
+            else:
+                high = middle
+        common[k] = low < end and theirs[low] == mine[k]
+
+
 # ------------------------------------------------------------------------------------------------------- BALS tiles
 
 

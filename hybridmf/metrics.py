@@ -545,7 +545,8 @@ def evaluate(
     train : Ratings or sparse matrix, shape (n_users, n_items), optional
         Items seen by the users, which are not recommended and which ``auc`` excludes. Default: `recommend` filters by
         the training data of the model; ``auc`` requires `train`. An item in both `train` and `test` counts as relevant
-        but cannot be recommended, so keep the two disjoint, as `split` does. Labels are as for `test`.
+        but cannot be recommended, so keep the two disjoint, as `split` does; a warning is logged otherwise. Labels are
+        as for `test`.
     metrics : sequence of str, or one str
         ``"ndcg@k"``, ``"precision@k"``, ``"recall@k"``, ``"map@k"``, ``"mrr@k"``, ``"hit_rate@k"``, ``"novelty@k"``,
         ``"coverage@k"`` for any k >= 1, ``"auc"``, ``"rmse"``, ``"mae"``. Novelty needs `train`, or a model of this
@@ -596,6 +597,8 @@ def evaluate(
         raise ValueError('metric "novelty@k" needs train=: the model does not have the number of entries of its items')
     found = _measure(model, test, train, names, users, relevance_threshold, block_users, cold)
     found.n_dropped = dropped
+    if not isinstance(model, ReadyLists):
+        warn_of_overlap("test", test, _training_entries(model, train))
     if found.n_cold_users:
         logger.info("%d of %d evaluated users have no training entries", found.n_cold_users, found.n_users)
     return found
@@ -758,12 +761,31 @@ def _check_some_relevant(evaluated: np.ndarray, users: np.ndarray, threshold: fl
         )
 
 
+def _training_entries(model: Any, train: sp.csr_array | None) -> sp.csr_array | None:
+    """`train`, or the training entries in the memory of a model of this library."""
+    seen = getattr(getattr(model, "_learned", None), "seen", None) if train is None else train
+    return seen if isinstance(seen, sp.csr_array) else None
+
+
+def warn_of_overlap(name: str, held_out: sp.csr_array, seen: sp.csr_array | None) -> None:
+    """Log a warning if entries of `held_out`, the argument `name`, are training entries; None: unknown."""
+    common = 0 if seen is None else int(np.count_nonzero(entries_in(held_out, seen)))
+    if common:
+        logger.warning(
+            "%s: %d of %d entries are training entries. Errors of these are training errors, and ranking metrics count "
+            "them as misses, since they are not recommended; hold out entries before the fit (hybridmf.split)",
+            name,
+            common,
+            held_out.nnz,
+        )
+
+
 def _check_some_rankable(
     model: Any, relevant: sp.csr_array, train: sp.csr_array | None, users: np.ndarray, metric: str
 ) -> None:
     """Refuse relevant entries that are all left out of the recommendations; called where no metric found any."""
-    seen = getattr(getattr(model, "_learned", None), "seen", None) if train is None else train
-    if isinstance(model, ReadyLists) or not isinstance(seen, sp.csr_array):
+    seen = _training_entries(model, train)
+    if isinstance(model, ReadyLists) or seen is None:
         return
     entries = take_rows(relevant, users)
     if np.all(entries_in(entries, take_rows(seen, users))):

@@ -30,11 +30,8 @@ def keep_entries(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:
 
 def entries_in(matrix: sp.csr_array, other: sp.csr_array) -> np.ndarray:
     """Which entries of a canonical matrix are entries of another one of the same shape, bool of shape (nnz,)."""
-    # keys ascend in canonical CSR, so a merge finds common ones
-    mine, theirs = (entry_rows(part) * matrix.shape[1] + part.indices for part in (matrix, other))
-    if not len(theirs):
-        return np.zeros(len(mine), dtype=bool)
-    return np.asarray(theirs[np.minimum(np.searchsorted(theirs, mine), len(theirs) - 1)] == mine)
+    mine, theirs = csr_arrays(matrix), csr_arrays(other)
+    return _formats.common_entries(mine[0], mine[1], theirs[0], theirs[1])
 
 
 def without_zeros(matrix: sp.csr_array) -> sp.csr_array:

@@ -1,7 +1,7 @@
 """Map labelled ratings to the positions of a model, or of other ratings.
 
 A plain matrix already uses positions. Labelled `Ratings` are matched by label. If only one of the two has labels, equal
-positions may mean different users or items, so the combination is refused.
+positions may mean different users or items, which is an error.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ UNKNOWN = ("error", "drop")
 """Values of ``unknown=``."""
 
 EXAMPLES = 3
-"""Labels that a message shows."""
+"""Number of labels shown in a message."""
 
 IN_ORDER: Any = object()
-"""In place of the labels of an axis: its rows or columns keep their order."""
+"""Takes the place of an axis's labels if its rows or columns keep their order."""
 
 Labels = tuple[Any, Any]
 """Labels of users and of items; None, or `IN_ORDER`, for either."""
 
 
 def labels_of(given: Any) -> Labels | None:
-    """Labels of users and items of `Ratings` (prepared ones, too) or a `Store`, None for an axis without.
+    """Labels of users and items of `Ratings` (also prepared ones) or a `Store`; None for an axis without labels.
 
     None for a plain matrix.
     """
@@ -48,7 +48,7 @@ def labels_of(given: Any) -> Labels | None:
 def align(
     matrix: sp.csr_array, have: Labels | None, want: Labels, *, name: str, unknown: str | None, owner: str = "the model"
 ) -> tuple[sp.csr_array, int]:
-    """Bring rows and columns to the positions of `want` by label.
+    """Reorder rows and columns to the positions of `want` by label.
 
     Parameters
     ----------
@@ -60,22 +60,22 @@ def align(
     name : str
         Argument name for messages.
     unknown : {"error", "drop"} or None
-        Treatment of entries of users and items that `want` does not have; None is "error" where the caller offers no
+        Treatment of entries of users and items that `want` does not have; None: "error", if the caller offers no
         choice.
     owner : str
-        Whose labels `want` are, for messages.
+        Owner of the labels `want`, for messages.
 
     Returns
     -------
     matrix : csr_array
         The same object if all positions agree; else with a row or column for each label of `want`.
     dropped : int
-        Entries left out.
+        Number of dropped entries.
 
     Raises
     ------
     UnknownLabelError
-        Users or items with entries are unknown, and not to be dropped, or nothing would be left.
+        Users or items with entries are unknown and are not dropped, or no entry would be left.
     RatingsError
         Only one of the two has labels on an axis.
     """
@@ -110,13 +110,14 @@ def align_rows(
     Parameters
     ----------
     matrix : csr_array
-        `given` once validated.
+        `given` after validation.
     given : Ratings, Store or matrix
-        Labelled rows go by their labels. Others are in the order of `users`; or there is one for each of all users.
+        Labelled rows are matched by label. Others are in the order of `users`, or there is one row for each user of the
+        model.
     users : int array, shape (n,)
         Positions.
     want : (user labels, item labels)
-        Those of the model.
+        Labels of the model.
     n_users : int
         Users of the model.
     name : str
@@ -137,9 +138,9 @@ def positions_in(side: Side, have: Any, want: Any, counts: tuple[int, int], name
     ----------
     side : {"user", "item"}
     have, want : array or None
-        Labels of either.
+        Labels of `name` and of `owner`.
     counts : (int, int)
-        Rows of either.
+        Their numbers of rows.
     name, owner : str
         For messages.
 
@@ -172,7 +173,7 @@ def _places(axis: int, have: Any, want: Any, count: int, name: str, owner: str) 
 
 
 def _are_positions(have: Any, want: Any) -> bool:
-    """Whether one of the two has positions, and the labels of the other are 0, 1, 2, ..., equal to the positions."""
+    """Whether one of the two has positions, and the labels of the other are 0, 1, 2, ..."""
     if (have is None) == (want is None):
         return False
     labels = want if have is None else have

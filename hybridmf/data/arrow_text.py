@@ -1,7 +1,8 @@
-"""Regular delimited text through pyarrow's multi-threaded CSV reader, where pyarrow is installed.
+"""Regular delimited text through pyarrow's multi-threaded CSV reader, if pyarrow is installed.
 
-Both readers here yield the same as those of `text`, or decline with None as soon as a block has content that the two
-could read differently. `text` then reads the file from its beginning, so results and messages are always its own.
+Both readers yield the same results as those of `text`, or decline with None as soon as a block has content that both
+could read differently. `text` then reads the file from its beginning, so results and messages are always those of
+`text`.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from .labels import MAX_VALUE
 from .layout import TextLayout, TimedChunk
 
 BLOCK_BYTES = 1 << 23
-"""Text parsed at a time: bounds memory whatever the file's size. Twice as much takes a tenth longer, for new pages."""
+"""Bytes parsed at a time, to bound memory for any file. Twice as much takes a tenth longer, because of new pages."""
 
 MEMORY = 256 << 20
-"""Memory limit of a conversion from which pyarrow reads: its library, its pool and its blocks take about 100 MiB."""
+"""Minimum memory limit of a conversion that uses pyarrow: library, memory pool and blocks take about 100 MiB."""
 
 TASK_BYTES = 1 << 20
-"""Text that one thread parses at a time."""
+"""Bytes that one thread parses at a time."""
 
 SMALLEST = 1 << 20
 """Bytes of a file below which importing pyarrow takes longer than reading."""
 
 _UNIT = b"\x1f"
-"""ASCII's unit separator, which stands for separators that are longer than a byte: pyarrow takes one byte."""
+"""ASCII's unit separator, which replaces separators longer than one byte, the limit of pyarrow."""
 
 _CONTROL = re.compile(rb"[\x0b\x0c\x1c-\x1f]")
 _PLAIN_NAME = re.compile(r'"[^"]*"|[^"]*')
@@ -48,9 +49,9 @@ _DECLINED = (_Irregular, OSError, EOFError, zlib.error)  # the latter for damage
 
 
 def integer_chunks(layout: TextLayout, size: int = BLOCK_BYTES, *, narrow: bool = False) -> Iterator[TimedChunk | None]:
-    """Users, items (int64) and values (float64) of `size` bytes after others; None to decline.
+    """Users, items (int64) and values (float64) in blocks of `size` bytes; None to decline.
 
-    `narrow`: users and items are int32 as long as all fit, which takes less time to parse.
+    `narrow`: users and items are int32 as long as all fit, which is faster to parse.
     """
     try:
         for table in _tables(layout, size, integers=True, narrow=narrow):
@@ -63,9 +64,9 @@ def integer_chunks(layout: TextLayout, size: int = BLOCK_BYTES, *, narrow: bool 
 def label_chunks(
     layout: TextLayout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_BYTES
 ) -> Iterator[TimedChunk | None]:
-    """Codes (int32) of users and items and values (float64) of `size` bytes after others; None to decline.
+    """Codes (int32) of users and items, and values (float64), in blocks of `size` bytes; None to decline.
 
-    The tables, empty at first, get the code of each new label: labels count in the order of their first appearance.
+    New labels enter the tables, empty at first, with codes in the order of their first appearance.
     """
     users_so_far, items_so_far = _Labels(user_table), _Labels(item_table)
     try:
@@ -85,18 +86,18 @@ def _times(table: dict[int, Any], layout: TextLayout) -> tuple[np.ndarray, ...]:
         return ()
     assert layout.columns.time is not None
     column = table[layout.columns.time]
-    return (column.to_numpy() if layout.times == "dates" else _numbers(column),)
+    return (_numbers(column) if layout.times == "numbers" else column.to_numpy(),)
 
 
 def _numbers(column: Any) -> np.ndarray:
     numbers: np.ndarray = column.to_numpy()
-    if not max(-numbers.min(initial=0), numbers.max(initial=0)) <= MAX_VALUE:  # NaN is not
+    if not max(-numbers.min(initial=0), numbers.max(initial=0)) <= MAX_VALUE:  # also for NaN
         raise _Irregular
     return numbers
 
 
 class _Labels:
-    """Labels of the blocks so far, in the order of first appearance; new ones enter the table."""
+    """Labels of previous blocks in the order of first appearance; new ones are added to the table."""
 
     def __init__(self, table: dict[str, int]) -> None:
         self.table = table
@@ -125,13 +126,13 @@ class _Labels:
 def coded_strings(series: Any) -> tuple[np.ndarray, list[str]] | None:
     """Codes (int32) of the strings of a narwhals series without nulls, and the labels in order of first appearance.
 
-    None without pyarrow, or where it does not take these strings.
+    None without pyarrow, or if it does not support these strings.
     """
     try:
         import pyarrow as pa
 
         encoded = series.to_arrow().cast(pa.large_string()).dictionary_encode()
-    except (ImportError, ValueError, TypeError, NotImplementedError):  # ValueError: surrogates without their pair
+    except (ImportError, ValueError, TypeError, NotImplementedError):  # ValueError: lone surrogates
         return None
     return encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
 
@@ -140,13 +141,15 @@ def coded_strings(series: Any) -> tuple[np.ndarray, list[str]] | None:
 
 
 def _tables(layout: TextLayout, size: int, *, integers: bool, narrow: bool = False) -> Iterator[dict[int, Any]]:
-    """Columns of users, items, values and times, by their places, of each block of whole lines below the header."""
+    """Columns of users, items, values and times, by position, of each block of whole lines after the header."""
     if layout.encoding != "utf-8-sig" or os.path.getsize(layout.path) < SMALLEST:
         raise _Irregular
     header = layout.header
     with open_bytes(layout.path, layout.on_read) as stream:
         for block in _blocks(stream, size):
             _check_block(block, layout)
+            if layout.times == "integers" and not integers and (b"0x" in block or b"0X" in block):
+                raise _Irregular  # pyarrow reads hexadecimal numbers
             start = _below_header(block, layout.separator) if header else 0
             header = header and not start
             content = block[start:]
@@ -163,7 +166,7 @@ def _tables(layout: TextLayout, size: int, *, integers: bool, narrow: bool = Fal
 
 
 def _blocks(stream: Any, size: int) -> Iterator[bytes]:
-    """Whole lines, without a byte order mark; a line that is longer than any that is read here is cut."""
+    """Blocks of whole lines, without a byte order mark; lines too long for this reader are cut."""
     block = stream.read(size).removeprefix(b"\xef\xbb\xbf")
     while block:
         yield block if block.endswith(b"\n") else block + stream.readline(_longest_line() + 1)
@@ -171,12 +174,12 @@ def _blocks(stream: Any, size: int) -> Iterator[bytes]:
 
 
 def _longest_line() -> int:
-    """Bytes of a line that both the csv module and `lines` always accept."""
+    """Largest line in bytes that both the csv module and `lines` always accept."""
     return min(csv.field_size_limit(), lines.MAX_LINE)
 
 
 def _check_block(block: bytes, layout: TextLayout) -> None:
-    """Reject text whose lines are no entries, or that other readers reject."""
+    """Reject text with lines that are not entries, or that other readers reject."""
     if b"\0" in block or (layout.comment and layout.comment.encode(errors="surrogatepass") in block):
         raise _Irregular
     if not block.isascii():
@@ -196,7 +199,7 @@ def _decode(text: bytes) -> str:
 
 
 def _below_header(block: bytes, separator: str) -> int:
-    """Where the line after the header begins; 0 if all lines are blank."""
+    """Start of the line after the header; 0 if all lines are blank."""
     start = 0
     while start < len(block):
         end = block.find(b"\n", start) + 1 or len(block)
@@ -210,7 +213,7 @@ def _below_header(block: bytes, separator: str) -> int:
 
 
 def _one_byte_delimiter(block: bytes, separator: str) -> tuple[bytes, bytes, int]:
-    """The block with one byte between fields, that byte, and how often it stands between two fields."""
+    """The block with one-byte delimiters, the delimiter, and the number of delimiters between two fields."""
     mark = separator.encode(errors="surrogatepass")
     if separator == " ":
         return block, _blank_of(block), 1
@@ -222,7 +225,7 @@ def _one_byte_delimiter(block: bytes, separator: str) -> tuple[bytes, bytes, int
 
 
 def _blank_of(block: bytes) -> bytes:
-    """The byte, blank or tab, that stands once between fields and nowhere else."""
+    """The delimiter, blank or tab, which occurs once between fields and nowhere else."""
     blank, other = (b"\t", b" ") if b"\t" in block else (b" ", b"\t")
     edges = (blank + blank, blank + b"\n", blank + b"\r", b"\n" + blank, b"\r" + blank)
     if (
@@ -238,9 +241,9 @@ def _blank_of(block: bytes) -> bytes:
 
 
 def _parse(block: bytes, delimiter: bytes, apart: int, layout: TextLayout, kind: str) -> dict[int, Any] | None:
-    """The columns of a block, with ids of a kind ("int32", "int64", "labels"); None if they are of another.
+    """The columns of a block, with ids of a kind ("int32", "int64", "labels"); None if they are of another kind.
 
-    `apart`: delimiters between two fields.
+    `apart`: number of delimiters between two fields.
     """
     try:
         import pyarrow as pa
@@ -250,7 +253,9 @@ def _parse(block: bytes, delimiter: bytes, apart: int, layout: TextLayout, kind:
     ids = pa.string() if kind == "labels" else getattr(pa, kind)()
     kinds = {layout.user: ids, layout.item: ids, layout.value: pa.float64()}
     if layout.times:
-        kinds[layout.columns.time] = pa.timestamp("ns") if layout.times == "dates" else pa.float64()
+        kinds[layout.columns.time] = {"integers": pa.int64(), "numbers": pa.float64(), "dates": pa.timestamp("ns")}[
+            layout.times
+        ]
     used = {place: str(place * apart) for place in range(layout.n_fields) if place in kinds}
     n_columns = (layout.n_fields - 1) * apart + 1
     try:

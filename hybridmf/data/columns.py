@@ -1,7 +1,7 @@
-"""Which column holds the users, the items and the values: by the names of a header, else by place.
+"""Selection of the columns of users, items and values: by the names of a header, else by position.
 
 One rule for text, Parquet, Arrow and data frames: arguments come first, then recognized names in any order, then
-places. Ambiguous columns raise an error that names them. The rule does not depend on how a file is parsed.
+positions. Ambiguous columns raise an error that names them. The rule does not depend on how a file is parsed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import RatingsError
 logger = logging.getLogger("hybridmf")
 
 AUTO = "auto"
-"""Value of an argument that names a column: the header decides."""
+"""Value of a column argument: the header decides."""
 
 DEFAULT_PLACES = {"user": 0, "item": 1, "value": 2}
 """Columns of a file whose header has no recognized name, or that has no header."""
@@ -31,7 +31,7 @@ _IDENTIFIER = re.compile(r"(?:^|[\W_])(?:id|ID|Id)$|[a-z]I[Dd]$|(?:transaction|s
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a table; `names` is None where it has no header, `time` where times are not read."""
+    """Columns of a table; `names` is None without a header, `time` if times are not read."""
 
     user: int
     item: int
@@ -73,13 +73,13 @@ def resolve_columns(
     n_fields : int
         Number of columns.
     user, item, value : "auto", int or str
-        A number counted from 0 or a name overrides everything. "auto" takes the column with a recognized name
-        (`core.column_names.ROLES`) in any place. `value` may be None: every entry is 1.
+        A number (from 0) or a name overrides everything. "auto" takes the column with a recognized name
+        (`core.column_names.ROLES`) in any position. `value` may be None: every entry is 1.
     timestamp : "auto", int, str or None
         Column of times. "auto" takes the only free column with a time-like name, else none.
     by_place : bool
-        Without a recognized name, take columns 0, 1 and 2; a column there whose name has another meaning is an error.
-        False: a column that no name identifies is an error.
+        Without a recognized name, take columns 0, 1 and 2; a name with another meaning there is an error. False: a
+        column that is not identified by its name is an error.
 
     Returns
     -------
@@ -91,7 +91,7 @@ def resolve_columns(
     RatingsError
         A missing column, two candidates, or none; the message names them and the arguments to pass.
     ValueError, TypeError
-        Arguments that cannot be used.
+        Invalid arguments.
     """
     table = _NamedColumns(source, None if names is None else tuple(names), n_fields, by_place)
     given = {"user": user, "item": item, "value": value}
@@ -154,7 +154,7 @@ class _NamedColumns:
         return [None] * self.n_fields if self.names is None else [role_of(name) for name in self.names]
 
     def place(self, argument: str, selector: Any) -> int | None:
-        """Column that an argument names."""
+        """Column given by an argument."""
         if selector is None and argument == "value":
             return None
         names = self.names or ()
@@ -179,7 +179,7 @@ class _NamedColumns:
         return place
 
     def named(self, role: str, places: dict[str, int | None]) -> int | None:
-        """The only free column with a name of that role; None if there is none."""
+        """The only free column with a name of this role; None if there is none."""
         free = [k for k, found in enumerate(self.roles) if found == role and k not in places.values()]
         if len(free) > 1:
             assert self.names is not None
@@ -195,7 +195,7 @@ class _NamedColumns:
         return free[0] if len(free) == 1 else None
 
     def at_default(self, role: str, places: dict[str, int | None]) -> int:
-        """Column in the usual place of users or items, unless its name has another role."""
+        """Column in the usual position of users or items, unless its name has another role."""
         place = DEFAULT_PLACES[role]
         if self.names is None:
             found = self.place(role, place)

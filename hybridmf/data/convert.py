@@ -7,7 +7,7 @@
 
 Each arrow is a stage; unfinished.json records the complete ones, so a killed conversion continues with the next stage
 (and, within the sorting, with the next slab). The manifest is written last: a folder without it is no store. Slabs,
-labels and values equal those of `Ratings.from_file`: repeated pairs are merged in input order.
+labels and values equal those of `Ratings.from_file`; repeated pairs are merged in input order.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ WORK = "work"
 USER_ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("value", "<f8")])
 ITEM_ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("value", "<f4")])
 CHUNK_BYTES = 128
-"""Memory that one entry of a chunk takes while it is mapped and put into its bucket."""
+"""Memory per entry of a chunk while it is mapped and put into its bucket."""
 
 SORT_BYTES = 112
-"""Memory that one entry of a bucket takes while it is sorted."""
+"""Memory per entry of a bucket while it is sorted."""
 
-_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY)}.*\.tmp")  # of `write_atomically`, which was killed
+_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY)}.*\.tmp")  # left by a killed `write_atomically`
 _OURS = re.compile(
     r"(user|item)-(\d{6,}\.(indptr|indices|values)|degrees|degrees-nonzero)\.npy|(user|item)_ids\.npy"
     rf"|manifest\.json|unfinished\.json|{_TEMPORARY.pattern}"
@@ -295,7 +295,7 @@ class _Folder:
         return False
 
     def begin(self, identity: dict[str, Any] | None) -> None:
-        """Remove files of earlier conversions, and record the start of this one."""
+        """Remove files of previous conversions, and record the start of this one."""
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
         _write(path / UNFINISHED, b"{}")
@@ -353,7 +353,7 @@ class _Folder:
         self.files[name] = {"bytes": seen.size, "crc32": f"{seen.crc:08x}"}
 
     def load(self, name: str) -> np.ndarray:
-        """Array of a file, mapped where it is not empty."""
+        """Array of a file, mapped unless it is empty."""
         try:
             array: np.ndarray = np.load(self.path / name, mmap_mode="r", allow_pickle=False)
         except ValueError:
@@ -371,7 +371,7 @@ class _Folder:
         return all((self.path / slab_file(side, slab, name)).exists() for name in ARRAYS)
 
     def slab(self, side: Side, slab: int, n_fixed: int) -> sp.csr_array:
-        """A slab that was written."""
+        """A complete slab, from its files."""
         indptr, indices, values = (self.load(slab_file(side, slab, name)) for name in ARRAYS)
         return sp.csr_array((values, indices, indptr), shape=(len(indptr) - 1, n_fixed))
 
@@ -455,7 +455,7 @@ class _Counts:
 
 
 def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarray], counts: _Counts) -> None:
-    """Degrees, sums and the manifest."""
+    """Write degrees and the manifest."""
     for side in SIDES:
         folder.save(degrees_file(side), counts.degrees[side])
         if counts.zeros:
@@ -495,7 +495,7 @@ class _Reader:
     sides : (_Ids, _Ids)
         Ids of users and items found so far.
     where : callable
-        Describes where two entries are in the source.
+        Function that describes the locations of two entries in the source.
     source : str
         Name of the source in messages.
     others : iterator of _Reader
@@ -604,7 +604,7 @@ class _Positions(_Ids):
 
 
 def _reader_of(source: Any, options: dict[str, Any], limit: int) -> Callable[[], _Reader] | None:
-    """How to read a file or a store in chunks; None for sources that are held in memory as a whole."""
+    """Function that makes a reader in chunks for a file or a store; None for sources held in memory as a whole."""
     if isinstance(source, Store):
         return lambda: _stored(source, limit)
     return _reader_of_file(source, options, limit) if isinstance(source, str) else None
@@ -626,7 +626,7 @@ def _stored(store: Store, limit: int) -> _Reader:
 
 
 def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[[], _Reader] | None:
-    """How to read a file in chunks; None if it has to be read as a whole."""
+    """Function that makes a reader in chunks for a file; None if it has to be read as a whole."""
     head = read_head(path)
     format = options["format"] if options["format"] != "auto" else sniff_format(path, head)
     columns = (options["user"], options["item"], options["value"])
@@ -653,7 +653,7 @@ def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[
 
 
 def _text_readers(layout: TextLayout, limit: int) -> Iterator[_Reader]:
-    """Readers to try one after the other; the last one reads everything, or raises the error."""
+    """Readers to try one after the other; the last one reads any text, or raises the error."""
     where = functools.partial(lines_of, layout)
     size = min(BLOCK_CHARS, limit // 32)
     readers: list[Any] = [(integer_chunks, record_chunks, max(1, min(BLOCK_RECORDS, limit // 256)))]
@@ -759,7 +759,7 @@ def _check_coordinates(path: str, table: np.ndarray, shape: tuple[int, int], don
 
 
 class _Streamed:
-    """A conversion in stages; `chunk` entries are in memory at a time, and `entries` of a slab."""
+    """A conversion in stages, with up to `chunk` entries of the source, or `entries` of a slab, in memory."""
 
     def __init__(
         self, folder: _Folder, reader: Callable[[], _Reader], duplicates: str, entries: int, chunk: int
@@ -769,7 +769,7 @@ class _Streamed:
         self._tables: dict[int, tuple[Any, np.ndarray | None]] = {}
 
     def run(self) -> None:
-        """Stages that remain."""
+        """Run the remaining stages."""
         folder = self.folder
         for stage, work in zip(
             STAGES[1:], (self._read, self._user_buckets, self._user_slabs, self._item_buckets, self._item_slabs),
@@ -793,7 +793,7 @@ class _Streamed:
     # ------------------------------------------------------------------------------------------------ raw ids
 
     def _read(self) -> dict[str, Any]:
-        """All chunks of the source as raw files; labels in order."""
+        """Write all chunks of the source as raw files, and the labels in order."""
         reader = self.reader()
         others = reader.others
         while (count := self._write_raw(reader)) is None:
@@ -816,7 +816,7 @@ class _Streamed:
         }
 
     def _write_raw(self, reader: _Reader) -> int | None:
-        """Number of entries; None if the reader does not support the source."""
+        """Write the chunks of a reader; returns the number of entries, None if it does not support the source."""
         count, work = 0, self.folder.work
         with contextlib.ExitStack() as stack:
             users, items, values = (
@@ -851,7 +851,7 @@ class _Streamed:
         return table[ids - low]
 
     def _chunks(self) -> Iterator[tuple[int, int]]:
-        """(start, length) of stretches of entries."""
+        """(start, length) of consecutive ranges of entries."""
         total = self.folder.state["entries"]
         return ((start, min(self.chunk, total - start)) for start in range(0, total, self.chunk))
 
@@ -886,7 +886,7 @@ class _Streamed:
         return {}
 
     def _duplicate_error(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> DuplicateEntriesError:
-        """Name the first pair of a bucket that repeats, and where the source has it."""
+        """Error that names the first repeated pair of a bucket, and its locations in the source."""
         one, other = first_repeat(rows.astype(np.int64) * self._shape[1] + columns)
         places = self._places(int(rows[one]), int(columns[one]))
         reader = self.reader()
@@ -895,7 +895,7 @@ class _Streamed:
         return duplicate_error(reader.source, user, item, where, values[[one, other]], self._repeats())
 
     def _repeats(self) -> Repeats:
-        """Count repeated pairs over all buckets of users; those that have become slabs had none."""
+        """Count repeated pairs over all buckets of users; buckets that have become slabs had none."""
         found = Repeats(0, 0)
         for k in range(len(self.folder.state["user bounds"]) - 1):
             bucket = _bucket(self.folder.work, "user", k)
@@ -947,7 +947,7 @@ class _Streamed:
     # ------------------------------------------------------------------------------------------------ both
 
     def _sort(self, side: Side, entry: np.dtype, sort: Callable[..., sp.csr_array]) -> None:
-        """Make a slab of each bucket."""
+        """Sort each bucket into a slab."""
         bounds = self.folder.state[f"{side} bounds"]
         n_fixed = self._shape[1 if side == "user" else 0]
         for k, (first, last) in enumerate(pairwise(bounds)):
@@ -962,7 +962,7 @@ class _Streamed:
 
 
 def _table(lookup: np.ndarray, kind: str) -> tuple[Any, np.ndarray | None]:
-    """(lowest id, position of each id from it on); or (all ids, None) where they lie too far apart for that."""
+    """(lowest id, position of each id from it on); or (all ids, None) if their range is too wide for that."""
     if kind == "codes":
         return np.int32(0), lookup
     low, high = int(lookup[0]), int(lookup[-1])
@@ -983,13 +983,13 @@ def _sync(file: BinaryIO) -> None:
 
 
 class _Buckets:
-    """Files that get the entries of a slab each, in input order."""
+    """Files, one per slab, for its entries in input order."""
 
     def __init__(self, work: Path, side: Side, bounds: np.ndarray) -> None:
         self.work, self.side, self.bounds = work, side, bounds
 
     def __enter__(self) -> _Buckets:
-        for old in self.work.glob(f"{self.side}-??????*.bin"):  # of an interrupted attempt
+        for old in self.work.glob(f"{self.side}-??????*.bin"):  # left by an interrupted attempt
             old.unlink()
         return self
 

@@ -1,4 +1,4 @@
-"""Short identity of training data, by which a checkpoint recognizes them; joined from pieces of rows."""
+"""Fingerprint by which a checkpoint recognizes its training data; joined from pieces of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .store import StoreMatrix
 
 
 def fingerprint(matrix: sp.csr_array | StoreMatrix) -> str:
-    """Short identity of the training data: shape, number of entries and a CRC-32 of the arrays."""
+    """Short identifier of the training data: shape, number of entries and a CRC-32 of the arrays."""
     parts = matrix.matrices() if isinstance(matrix, StoreMatrix) else [matrix]
     return join_fingerprints(matrix.indptr, [piece_of_fingerprint(part) for part in parts], matrix.shape)
 
@@ -29,7 +29,7 @@ def piece_of_fingerprint(rows: sp.csr_array) -> Piece:
 
 
 def join_pieces(pieces: Iterable[Piece], itemsize: int = 0) -> Piece:
-    """Piece of the rows of all pieces, one after the other; `itemsize` if there are none."""
+    """The pieces of consecutive rows as one; `itemsize`: bytes of a value, if there are no pieces."""
     columns = values = nnz = 0
     for entries, itemsize, of_columns, of_values in pieces:
         columns = combine_crc32(columns, of_columns, 4 * entries)
@@ -39,7 +39,7 @@ def join_pieces(pieces: Iterable[Piece], itemsize: int = 0) -> Piece:
 
 
 def join_fingerprints(indptr: np.ndarray, pieces: Sequence[Piece], shape: tuple[int, int]) -> str:
-    """Fingerprint of a matrix of that shape from its row pointers and those of its rows, piece after piece."""
+    """Fingerprint of a matrix from its shape, its row pointers and the pieces of its rows."""
     nnz, size, columns, values = join_pieces(pieces)
     crc = combine_crc32(_crc32(np.asarray(indptr, dtype=np.int64)), columns, 4 * nnz)
     return f"{shape[0]}x{shape[1]}-{nnz}-{combine_crc32(crc, values, size * nnz):08x}"

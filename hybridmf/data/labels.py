@@ -23,7 +23,7 @@ from ..core.validate import (
 from ..errors import DuplicateEntriesError, RatingsError, UnknownLabelError
 
 MAX_PADDED = 256
-"""Characters up to which labels become a NumPy string array, which is as wide as its longest member."""
+"""Longest label, in characters, of a NumPy string array, which pads all elements to the longest one."""
 
 MAX_POSITION = int(np.iinfo(np.int32).max)
 MAX_VALUE = float(np.finfo(np.float32).max)
@@ -31,7 +31,7 @@ MAX_VALUE = float(np.finfo(np.float32).max)
 
 @dataclass
 class Entries:
-    """Triplets before they become a matrix; `where` describes where entries are in the source."""
+    """Triplets before they become a matrix; `where` describes locations of entries in the source."""
 
     users: np.ndarray  # (nnz,) positions
     items: np.ndarray  # (nnz,) positions
@@ -62,7 +62,7 @@ class Entries:
         )
 
     def times_of(self, duplicates: str) -> np.ndarray | None:
-        """Time of each entry of `to_matrix`, in its order; of a merged entry the latest, or that of the entry kept."""
+        """Time of each entry of `to_matrix`, in its order; for merged entries the latest, or that of the entry kept."""
         if self.times is None:
             return None
         if duplicates == "error":  # no pair repeats
@@ -76,7 +76,7 @@ class Entries:
         return np.ascontiguousarray(self.times[order[kept.data.astype(np.int64)]])
 
     def to_matrix(self, duplicates: str) -> sp.csr_array:
-        """Check positions and values and bring them to canonical CSR, float32."""
+        """Check positions and values, and convert them to canonical CSR, float32."""
         try:
             return from_triplets(self.users, self.items, self.values, self.shape, duplicates=duplicates)
         except DuplicateEntriesError:
@@ -94,7 +94,7 @@ class Entries:
 
 
 def _used(positions: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Positions among the labels that occur, and these labels."""
+    """Positions among the labels with entries, and these labels."""
     if ids is None:
         return positions, None
     used = np.zeros(len(ids), dtype=bool)
@@ -103,7 +103,7 @@ def _used(positions: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray, np
 
 
 def first_repeat(pairs: np.ndarray) -> tuple[int, int]:
-    """Places of the two entries of the first pair that repeats: the earlier entry and its repetition."""
+    """Indices of the two entries of the first repeated pair: the earlier entry and its repetition."""
     order = np.argsort(pairs, kind="stable")
     again = np.flatnonzero(pairs[order[1:]] == pairs[order[:-1]])
     place = again[np.argmin(order[again + 1])]
@@ -113,7 +113,7 @@ def first_repeat(pairs: np.ndarray) -> tuple[int, int]:
 def duplicate_error(
     source: str, user: str, item: str, where: str, values: np.ndarray, found: Repeats
 ) -> DuplicateEntriesError:
-    """The error for a pair that occurs more than once; all arguments but the last are about the first such pair."""
+    """The error for repeated pairs; all arguments but the last describe the first one."""
     return DuplicateEntriesError(
         f"{source} has more than one entry for the pair (user {user}, item {item}): "
         f"{where}, values {float(values[0]):g} and {float(values[1]):g}. {found}. {MERGE_HINT}"
@@ -126,7 +126,7 @@ def label_kind(ids: np.ndarray | None) -> str:
 
 
 def label_of(ids: np.ndarray | None, position: int) -> str:
-    """A row in messages: its label, or its position where there are none."""
+    """Text for a row in messages: its label, or its position without labels."""
     return f"at position {position}" if ids is None else repr(ids[position : position + 1].tolist()[0])
 
 
@@ -158,12 +158,12 @@ def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
 
 
 def joined_times(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Times of several parts, as `as_times` gives them, one after another.
+    """Times of several parts, each a result of `as_times`, one after another.
 
     Raises
     ------
     RatingsError
-        Numbers in one part and dates in another, or dates that no unit of datetime64 can hold together.
+        Numbers in one part and dates in another, or dates that do not fit in a common unit of datetime64.
     """
     dates = [part.dtype.kind == "M" for part in parts]
     if any(dates) and not all(dates):
@@ -186,7 +186,7 @@ def joined_times(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def as_vector(name: str, values: Any) -> np.ndarray:
-    """Turn a sequence into a 1-D array; mixed lists and tuples stay objects (NumPy makes strings and rows of them)."""
+    """Convert a sequence to a 1-D array; mixed lists and tuples stay objects (NumPy converts them to strings, rows)."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a vector, got {values!r} of type {type(values).__name__}")
     if hasattr(values, "__array__"):
@@ -196,7 +196,10 @@ def as_vector(name: str, values: Any) -> np.ndarray:
             raise RatingsError(f"{name} must be one-dimensional, got shape {result.shape}")
         return result
     members = list(values)
-    numbers = all(isinstance(member, (int, float, np.number)) for member in members)
+    kinds = set(map(type, members))
+    numbers = all(issubclass(kind, (int, float, np.number)) for kind in kinds) and not (
+        bool in kinds and len(kinds) > 1
+    )
     if numbers or all(isinstance(member, str) and _fits_array(member) for member in members):
         return np.asarray(members)
     return np.fromiter(members, dtype=object, count=len(members))
@@ -212,7 +215,7 @@ def label_array(name: str, labels: Iterable[Any] | None, count: int) -> np.ndarr
 
 
 def _label_vector(name: str, labels: Iterable[Any]) -> np.ndarray:
-    """Labels by position as a vector; a mapping or a set, whose order says nothing of positions, is refused."""
+    """Labels by position as a vector; rejects mappings and sets, whose order does not define positions."""
     if isinstance(labels, (Mapping, set, frozenset)):
         raise TypeError(
             f"{name} must be a sequence with the label of each position in order, got a {type(labels).__name__}; of a "
@@ -238,7 +241,7 @@ def _distinct(name: str, labels: np.ndarray, count: int) -> np.ndarray:
 
 
 def axis_sizes(shape: Any) -> tuple[int | None, int | None]:
-    """(n_users, n_items) of an argument `shape`, either of them None where it is left open."""
+    """(n_users, n_items) of an argument `shape`; None for an unspecified size."""
     if not isinstance(shape, Sequence) or len(shape) != 2:
         raise ValueError(f"shape must be (n_users, n_items), got {shape!r}")
     n_users, n_items = (
@@ -311,7 +314,7 @@ def _known_codes(name: str, ids: np.ndarray, ids_name: str, labels: np.ndarray) 
 def joined_axis(
     side: str, parts: Sequence[tuple[np.ndarray | None, int]]
 ) -> tuple[list[np.ndarray], np.ndarray | None, int]:
-    """One axis for several: the new positions of each part's rows, the labels in order of appearance, their number.
+    """Join axes: the new positions of each part's rows, the labels in order of appearance, and the number of rows.
 
     Parameters
     ----------
@@ -322,7 +325,7 @@ def joined_axis(
     Raises
     ------
     RatingsError
-        Labels in some parts only.
+        Only some parts have labels.
     """
     labelled = [ids is not None for ids, _ in parts]
     if not any(labelled):
@@ -351,14 +354,14 @@ def factorize(name: str, ids: np.ndarray | list[Any], unit: str) -> tuple[np.nda
 
 
 def factorize_integers(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`factorize` for an integer array; labels are int64, or uint64 where they have to be."""
+    """`factorize` for an integer array; labels are int64, or uint64 if necessary."""
     if ids.size == 0:
         return np.empty(0, np.int32), np.empty(0, np.int64)
     low, high = int(ids.min()), int(ids.max())
     if high > np.iinfo(np.int64).max or high - low >= 4 * ids.size + 2**16:
         labels, codes = np.unique(ids, return_inverse=True)
         return codes, labels if high > np.iinfo(np.int64).max else labels.astype(np.int64)
-    # Ids that lie close together: a table of the range is far cheaper than sorting all entries.
+    # dense ids: a table of the range is far cheaper than sorting all entries
     offsets = np.subtract(ids, low, dtype=np.int64)
     present = np.zeros(high - low + 1, dtype=bool)
     present[offsets] = True
@@ -366,11 +369,12 @@ def factorize_integers(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def factorize_objects(name: str, ids: list[Any], unit: str) -> tuple[np.ndarray, np.ndarray]:
-    """`factorize` for anything that can be hashed and sorted."""
+    """`factorize` for ids that can be hashed and sorted."""
     try:
         unique = set(ids)
     except TypeError as error:
         raise TypeError(f"{name} has labels that cannot be used as dictionary keys ({error})") from error
+    _refuse_mixed_bools(name, unique, ids)
     if any(map(_is_missing, unique)):
         place = next(k for k, label in enumerate(ids) if _is_missing(label))
         raise RatingsError(f"{name} has no id ({ids[place]}) at {unit} {place}; remove or fill such entries")
@@ -383,6 +387,21 @@ def factorize_objects(name: str, ids: list[Any], unit: str) -> tuple[np.ndarray,
     return np.fromiter(map(table.__getitem__, ids), np.int32, len(ids)), plain_array(labels)
 
 
+def _refuse_mixed_bools(name: str, unique: set[Any], ids: list[Any]) -> None:
+    """Refuse True among numbers: Python takes it for 1, which would be the same label.
+
+    Raises
+    ------
+    TypeError
+    """
+    if not {0, 1} & unique:
+        return
+    kinds = set(map(type, ids))
+    if kinds & {bool, np.bool_} and kinds - {bool, np.bool_}:
+        named = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise TypeError(f"{name} mixes labels of bool with others ({named}); True equals 1: make them all strings")
+
+
 def _is_missing(label: Any) -> bool:
     try:
         return label is None or bool(label != label)
@@ -391,11 +410,11 @@ def _is_missing(label: Any) -> bool:
 
 
 def plain_array(labels: list[Any]) -> np.ndarray:
-    """Array of numbers, or of strings where that does not pad much; object for all else."""
+    """Array of numbers, or of strings if that needs little padding; else of objects."""
     kinds = set(map(type, labels))
     if kinds == {int} or kinds == {float} or (kinds == {str} and all(map(_fits_array, labels))):
         array = np.asarray(labels)
-        if kinds != {int} or array.dtype.kind != "f":  # NumPy makes floats of [-1, 2**63]
+        if kinds != {int} or array.dtype.kind != "f":  # NumPy converts [-1, 2**63] to floats
             return array
     return np.fromiter(labels, dtype=object, count=len(labels))
 
@@ -409,7 +428,7 @@ def label_table(ids: np.ndarray | None) -> dict[Any, int]:
 
 
 def _find(table: dict[Any, int], labels: np.ndarray) -> np.ndarray:
-    """Position of each label, int64; -1 for the unknown ones."""
+    """Position of each label, int64; -1 for unknown ones."""
     return np.fromiter((table.get(label, -1) for label in labels.tolist()), np.int64, len(labels))
 
 
@@ -437,7 +456,7 @@ def look_up(side: str, labels: Any, ids: np.ndarray | None, table: dict[Any, int
 
 
 def storable(name: str, labels: np.ndarray) -> np.ndarray:
-    """Labels as an array that needs no pickle."""
+    """Labels as an array that can be stored without pickle."""
     if labels.dtype.kind != "O":
         return labels
     if all(isinstance(label, str) for label in labels):
@@ -457,7 +476,7 @@ def check_storable_labels(name: str, labels: Any) -> list[Any]:
     name : str
         Argument name for messages.
     labels : array, list or None
-        None, for rows that have no labels, gives an empty list.
+        None, for rows without labels, gives an empty list.
 
     Raises
     ------
@@ -481,18 +500,18 @@ def check_storable_labels(name: str, labels: Any) -> list[Any]:
 
 
 LABEL_DTYPES = (np.int64, np.uint64, np.uint8)
-"""Types of arrays that `encode_labels` makes."""
+"""Dtypes of the results of `encode_labels`."""
 
 
 def encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
-    """Labels as a tensor: integers as they are, others as the bytes of a JSON list."""
+    """Labels as a tensor: integers unchanged, others as the bytes of a JSON list."""
     if labels.dtype.kind in "iu":
         return labels.astype(np.uint64 if labels.dtype == np.uint64 else np.int64)
     return np.frombuffer(json.dumps(check_storable_labels(name, labels)).encode(), dtype=np.uint8)
 
 
 def decode_labels(name: str, tensor: np.ndarray) -> np.ndarray:
-    """Labels of a tensor that `encode_labels` made."""
+    """Inverse of `encode_labels`."""
     if tensor.dtype != np.uint8:
         return tensor
     plain = json.loads(tensor.tobytes().decode())

@@ -15,7 +15,7 @@ Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Users, items and values of some entries."""
 
 TimedChunk = tuple[np.ndarray, ...]
-"""The same, and the times of these entries if the layout says `times`."""
+"""The same, and the times of these entries if the layout has `times`."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class TextLayout:
     user: int
     item: int
     value: int | None
-    integer_ids: bool  # of the first entry: worth trying the fast path
+    integer_ids: bool  # of the first entry: try the fast path
     columns: Columns
-    times: str = ""  # "numbers" or "dates" to read the column of times with the others, as such
-    on_read: Callable[[int], object] | None = None  # is passed the bytes of the file that were read so far
+    times: str = ""  # "integers", "numbers" or "dates": kind of the column of times, if it is read with the others
+    on_read: Callable[[int], object] | None = None  # called with the bytes of the file read so far
 
     def open(self) -> io.TextIOWrapper:
         """Open the file as text."""
@@ -42,5 +42,5 @@ class TextLayout:
 
 
 def open_text(path: str, encoding: str, on_read: Callable[[int], object] | None = None) -> io.TextIOWrapper:
-    """Open a file, gzipped or not, as text."""
+    """Open a plain or gzipped file as text."""
     return io.TextIOWrapper(open_bytes(path, on_read), encoding=encoding)

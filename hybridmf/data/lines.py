@@ -1,4 +1,4 @@
-"""Lines of text in bounded memory: no line is longer than `MAX_LINE`, and blank ones are counted in bulk."""
+"""Lines of text in bounded memory: lines have at most `MAX_LINE` characters, and blank lines are counted in bulk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 from ..errors import RatingsError
 
 MAX_LINE = 1 << 24
-"""Characters of a line: entries are far shorter, and so is any list of a user's items."""
+"""Maximum characters of a line: entries, and lists of a user's items, are far shorter."""
 
 PIECE = 1 << 16
 """Characters read at a time while lines are numbered."""
@@ -44,7 +44,7 @@ def numbered_lines(stream: TextIO, path: str) -> Iterator[tuple[int, str]]:
 
 
 def line_blocks(stream: TextIO, path: str, size: int) -> Iterator[str]:
-    """Stretches of whole lines, of `size` characters and the rest of a line; blank ones alone are left out.
+    """Blocks of whole lines, of `size` characters and the rest of a line; blocks of blank lines are omitted.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def long_line(path: str, number: int) -> RatingsError:
 
 
 class Lines:
-    """Iterator over the lines that count; has the number and text of the first line of the record being read."""
+    """Iterator over lines with content; has the number and text of the first line of the current record."""
 
     def __init__(self, stream: TextIO, path: str, comment: str | None) -> None:
         self.lines, self.comment = numbered_lines(stream, path), comment

@@ -1,4 +1,4 @@
-"""Text with one user a line: the user, then all items of the user; the files of LightGCN, NGCF and others."""
+"""Text with one line per user: the user, then all items of the user; the files of LightGCN, NGCF and others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOKEN = re.compile(r"[^\s,]+")
 
 @dataclass(frozen=True)
 class ListLayout:
-    """How lines are split; without a separator at commas and white space."""
+    """Format of the lines; without a separator they are split at commas and white space."""
 
     path: str
     encoding: str
@@ -45,7 +45,7 @@ class ListLayout:
         return open_text(self.path, self.encoding)
 
     def split(self, line: str) -> list[str]:
-        """User and items of a line, without white space around them."""
+        """User and items of a line, without surrounding white space."""
         if self.separator in (None, " "):
             return _TOKEN.findall(line) if self.separator is None else line.split()
         fields = map(str.strip, line.split(self.separator))
@@ -66,9 +66,9 @@ def list_layout(
     Raises
     ------
     ValueError, TypeError
-        Columns, which such a file does not have; invalid options of text.
+        Columns, which such a file does not have; invalid text options.
     RatingsError
-        Nothing but blank lines and comments.
+        The file has only blank lines and comments.
     """
     for name, selector in zip(("user", "item", "value"), selectors, strict=True):
         if selector != AUTO and not (name == "value" and selector is None):
@@ -83,7 +83,7 @@ def list_layout(
 
 
 def read_lists(layout: ListLayout) -> Entries:
-    """Entries of all lines, each with the value 1; labels as `_text.read_text` makes them."""
+    """Entries of all lines, each with the value 1; labels as for `hybridmf.data.text.read_text`."""
     user_table: dict[str, int] = {}
     item_table: dict[str, int] = {}
     parts = list(list_chunks(layout, user_table, item_table))
@@ -101,10 +101,10 @@ def read_lists(layout: ListLayout) -> Entries:
 def list_chunks(
     layout: ListLayout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_RECORDS
 ) -> Iterator[Chunk]:
-    """Codes (int32) of users and items and values (float64) of whole lines with `size` entries or more, but the last.
+    """Codes (int32) of users and items, and values (float64), in chunks of whole lines with at least `size` entries.
 
-    The tables get the code of each new label: labels count in the order of their first appearance. A user without
-    items has none.
+    The last chunk may be smaller. New labels enter the tables with codes in the order of their first appearance. A user
+    without items has no code.
     """
     users, items = array("i"), array("i")
     for _, fields in _records(layout):
@@ -133,7 +133,7 @@ def _records(layout: ListLayout) -> Iterator[tuple[int, list[str]]]:
 
 
 def lines_of_lists(layout: ListLayout, first: int, second: int) -> str:
-    """Where two entries stand, in words."""
+    """Text that says where two entries are in the file."""
     found, count = [], 0
     for number, fields in _records(layout):
         after = count + max(len(fields) - 1, 0)

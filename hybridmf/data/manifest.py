@@ -1,14 +1,14 @@
-"""The manifest of a store: its fields, the files that follow from them, and the rules by which they fit together.
+"""The manifest of a store: its fields, the files that follow from them, and the rules that connect them.
 
     format, version, dtype     "hybridmf-store", 1, "float32"
     shape                      [n_users, n_items]
-    nnz, zeros                 entries, and those of them that are explicit zeros
+    nnz, zeros                 entries, and explicit zeros among them
     bounds                     of slabs: {"user": [0, ..., n_users], "item": [0, ..., n_items]}, ascending
     sums                       of all values in user order: {"all": x, "nonzero": x}, equal up to rounding
     magnitudes                 smallest and largest absolute value: {"all": [a, b], "nonzero": [a, b]}, [] of no values
     range                      smallest and largest value: [a, b], None of no values; absent in older stores
     files                      {name: {"bytes": n, "crc32": "8 hexadecimal digits"}}
-    checksum                   CRC-32 of all of that
+    checksum                   CRC-32 of all other fields
 
 A checksum shows that a manifest is unchanged, not that it is valid, and kernels do not validate stores. So
 `check_manifest` accepts only the fields, files, types, ranges and sizes that a conversion writes.
@@ -33,7 +33,7 @@ ARRAYS = {"indptr": np.int64, "indices": np.int32, "values": np.float32}
 LABELS = frozenset(["user_ids.npy", "item_ids.npy"])
 
 HEADER = 128
-"""Bytes that NumPy writes before a vector."""
+"""Bytes of NumPy's header before a vector."""
 
 MAX_VALUE = float(np.finfo(np.float32).max)
 
@@ -61,7 +61,7 @@ def seal(manifest: dict[str, Any]) -> str:
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
-    """Raise unless a manifest has the fields that a conversion writes, without a contradiction.
+    """Raise unless a manifest has the fields of a conversion, without contradictions.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
 
 
 def entries_of_slabs(manifest: dict[str, Any], side: Side) -> np.ndarray:
-    """Entries of each slab of a side by the size of its files, int64."""
+    """Entries of each slab of a side, from the sizes of its files; int64."""
     files, n_slabs = manifest["files"], len(manifest["bounds"][side]) - 1
     sizes = [files[slab_file(side, slab, "values")]["bytes"] for slab in range(n_slabs)]
     return (np.array(sizes, dtype=np.int64) - HEADER) // 4
@@ -99,7 +99,7 @@ def _check_bounds(name: str, bounds: Any, count: int) -> None:
 
 
 def _check_values(magnitudes: Any, sums: Any, nnz: int, zeros: int) -> None:
-    """Sums and magnitudes of so many entries and explicit zeros."""
+    """Check sums and magnitudes against the numbers of entries and explicit zeros."""
     _keys("magnitudes", magnitudes, KINDS)
     _keys("sums", sums, KINDS)
     nonzero = nnz - zeros
@@ -120,7 +120,7 @@ def _check_range(found: Any, magnitudes: list[float]) -> None:
 
 
 def _check_files(manifest: dict[str, Any]) -> None:
-    """Exactly the files that the other fields imply, with the implied sizes."""
+    """Check for exactly the files that the other fields imply, with the implied sizes."""
     files, shape = manifest["files"], dict(zip(SIDES, manifest["shape"], strict=True))
     _keys("files", files, set(_sizes(manifest)), LABELS)
     for name, entry in files.items():
@@ -146,7 +146,7 @@ def _check_files(manifest: dict[str, Any]) -> None:
 
 
 def _sizes(manifest: dict[str, Any]) -> dict[str, int | None]:
-    """Bytes of numbers in each file but those of labels; None where they depend on the entries of a slab."""
+    """Bytes of numbers in each file except labels; None if they depend on the entries of a slab."""
     sizes: dict[str, int | None] = {}
     for side, count in zip(SIDES, manifest["shape"], strict=True):
         sizes[degrees_file(side)] = 8 * count
@@ -167,7 +167,7 @@ def _require(sound: bool, problem: str) -> None:
 
 
 def _keys(name: str, found: Any, needed: set[str], allowed: frozenset[str] = frozenset()) -> None:
-    """An object with these keys."""
+    """Check for an object with these keys."""
     _require(isinstance(found, dict), f"{name} is a {type(found).__name__}, expected an object")
     missing, unknown = sorted(needed - found.keys()), sorted(found.keys() - needed - allowed)
     _require(not missing, f"{name} lacks {', '.join(missing[:3])}")
@@ -181,13 +181,13 @@ def _list(name: str, found: Any, length: int | None = None) -> list[Any]:
 
 
 def _count(name: str, found: Any, most: int, least: int = 0) -> int:
-    """An integer, which True is not."""
+    """Check for an integer, which True is not."""
     _require(type(found) is int and least <= found <= most, f"{name} has {str(found)[:40]}, expected {least} to {most}")
     return int(found)
 
 
 def _real(name: str, found: Any, most: float = MAX_VALUE) -> float:
-    """A finite number of at most this magnitude."""
+    """Check for a finite number of at most this magnitude."""
     sound = type(found) in (int, float) and -most <= found <= most
     _require(sound, f"{name} has {str(found)[:40]}, expected a number of magnitude {most:g} at most")
     return float(found)

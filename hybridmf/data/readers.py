@@ -1,4 +1,4 @@
-"""Data frames, Parquet, .npz and MatrixMarket: triplets with labels from tables, matrices from the others."""
+"""Readers of data frames and Parquet (triplets with labels), and of .npz and MatrixMarket files (matrices)."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from .text import TextOptions, find_layout, parse_dates, parse_times, text_separ
 logger = logging.getLogger("hybridmf")
 
 Labels = dict[str, np.ndarray]
-"""``user_ids``, ``item_ids`` and ``timestamps``, as far as a file has them."""
+"""``user_ids``, ``item_ids`` and ``timestamps``, if a file has them."""
 
 NPZ_ARRAYS = ("user_ids", "item_ids", "timestamps", "indptr", "indices", "data", "row", "col", "coords", "offsets")
-"""Arrays that are loaded of an archive; the others are left where they are."""
+"""Arrays read from an archive; others are not loaded."""
 
 MANY_STRINGS = 1 << 16
-"""Strings from which importing pyarrow pays off."""
+"""Number of strings from which importing pyarrow saves time."""
 
 Selectors = tuple[Any, Any, Any]
-"""``user=``, ``item=`` and ``value=``; see `_columns.resolve_columns`."""
+"""``user=``, ``item=`` and ``value=``; see `hybridmf.data.columns.resolve_columns`."""
 
 Where = Mapping[Any, Any]
 """Row filters: a value, several, or a function, by column."""
@@ -85,9 +85,9 @@ def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
     Raises
     ------
     TypeError
-        It is no frame.
+        It is not a frame.
     RatingsError
-        Columns that share a name.
+        Two columns have the same name.
     """
     import narwhals as nw
 
@@ -111,7 +111,7 @@ def _frame_column(source: str, table: Any, column: Any, first_row: int = 0) -> A
 
 
 def _coded_column(source: str, table: Any, column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """`factorize` for a column; many strings without a Python object for each of them."""
+    """`factorize` for a column, without a Python object for each of many strings."""
     import narwhals as nw
 
     name, series = f"column {column!r} of {source}", _frame_column(source, table, column)
@@ -125,8 +125,7 @@ def _coded_column(source: str, table: Any, column: Any) -> tuple[np.ndarray, np.
 
 def _frame_ids(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray | list[Any]:
     series = _frame_column(source, table, column, first_row)
-    # Strings in a list take their own length; a NumPy array pads each one to the longest.
-    # NumPy has no integers of 128 bits.
+    # a list, since a NumPy array pads each string to the longest; NumPy has no integers of 128 bits
     narrow = series.dtype.is_integer() and "128" not in str(series.dtype)
     return series.to_numpy() if narrow else series.to_list()
 
@@ -176,7 +175,7 @@ def _times_of_objects(given: list[Any]) -> np.ndarray:
 
 
 def read_parquet(path: str, columns: Selectors, timestamp: Any = None, where: Where | None = None) -> Entries:
-    """Entries of a Parquet file, of which only the columns that are needed are read."""
+    """Entries of a Parquet file; reads only the required columns."""
     with _parquet(path) as file:
         names = file.schema_arrow.names
         check_distinct_names(path, names)
@@ -194,7 +193,7 @@ def read_parquet(path: str, columns: Selectors, timestamp: Any = None, where: Wh
 def column_place(
     argument: str, source: str, names: Iterable[Any] | None, column: Any, n_fields: int | None = None
 ) -> int:
-    """Place of a column that an argument names or numbers.
+    """Position of a column that an argument gives by name or number.
 
     Raises
     ------
@@ -210,12 +209,12 @@ def column_place(
 
 
 def row_mask(source: str, where: Where, fields: dict[Any, np.ndarray]) -> np.ndarray:
-    """Which rows have the values that `where` asks for; see `Ratings.from_file`.
+    """Mask of the rows that match `where`; see `Ratings.from_file`.
 
     Raises
     ------
     RatingsError
-        None has.
+        No row matches.
     """
     mask = np.ones(len(next(iter(fields.values()))), dtype=bool)
     for column, wanted in where.items():
@@ -244,7 +243,7 @@ def check_where(where: Any) -> Where | None:
 
 
 def _matches(column: Any, fields: np.ndarray, wanted: Any) -> np.ndarray:
-    """Mask of the fields that are `wanted`: a value, one of several, or as a function of the column says."""
+    """Mask of the fields that match `wanted`: a value, several values, or a function of the column."""
     if callable(wanted):
         mask = np.asarray(wanted(_numbers_if_possible(fields)))
         if mask.dtype != bool or mask.shape != fields.shape:
@@ -266,7 +265,7 @@ def _matches(column: Any, fields: np.ndarray, wanted: Any) -> np.ndarray:
 
 
 def _number_of(value: Any) -> int | float | None:
-    """A number, or a text that is one; integers stay exact."""
+    """A number from a number or its text; integers stay exact."""
     if isinstance(value, (int, np.integer, str)):
         with contextlib.suppress(ValueError):  # a text such as "2.5"
             return int(value)
@@ -277,7 +276,7 @@ def _number_of(value: Any) -> int | float | None:
 
 
 def _numbers_if_possible(fields: np.ndarray) -> np.ndarray:
-    """Texts of numbers as int64 where all are such integers, else as float64; other columns as they are."""
+    """Texts of numbers as int64 if all are integers in that range, else as float64; other columns unchanged."""
     if fields.dtype.kind != "O":
         return fields
     try:
@@ -292,7 +291,7 @@ def _numbers_if_possible(fields: np.ndarray) -> np.ndarray:
 
 
 def parquet_layout(path: str, columns: Selectors) -> Columns:
-    """Columns of a Parquet file, by its schema."""
+    """Columns of a Parquet file, from its schema."""
     with _parquet(path) as file:
         return _resolved(path, file, columns)
 
@@ -300,7 +299,7 @@ def parquet_layout(path: str, columns: Selectors) -> Columns:
 def parquet_chunks(
     path: str, columns: Selectors, rows: int
 ) -> Iterator[tuple[np.ndarray | list[Any], np.ndarray | list[Any], np.ndarray]]:
-    """Ids (integers as an array, others as a list) and values of some rows of a Parquet file after others."""
+    """Ids (integers as an array, others as a list) and values of a Parquet file, in chunks of rows."""
     import narwhals as nw
     import pyarrow as pa
 
@@ -317,7 +316,7 @@ def parquet_chunks(
 
 @contextlib.contextmanager
 def _parquet(path: str) -> Iterator[Any]:
-    """Open a Parquet file; errors of pyarrow become errors of ratings."""
+    """Open a Parquet file; errors of pyarrow become RatingsErrors."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -351,7 +350,7 @@ def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
             names = archive.files
             ids = {name: archive[name] for name in ("user_ids", "item_ids", "timestamps") if name in names}
         matrix = sp.load_npz(path) if "format" in names else None
-    except Exception as error:  # a damaged archive fails in zipfile, zlib, NumPy or SciPy, each in several ways
+    except Exception as error:  # damaged archives cause many kinds of errors in zipfile, zlib, NumPy and SciPy
         raise RatingsError(f"{path} cannot be read as .npz ({error}); it is damaged or not one of ours") from error
     if matrix is None:
         raise RatingsError(
@@ -365,7 +364,7 @@ def _check_npz_memory(path: str) -> None:
     """Reject arrays that, by their headers, exceed the memory; the reader reports unreadable archives."""
     try:
         sizes = _npz_sizes(path)
-    except Exception:  # a damaged archive, which fails again, and is explained, when it is loaded
+    except Exception:  # a damaged archive: loading it fails, too, and explains the error
         return
     needed = sum(sizes[name] for name in NPZ_ARRAYS if name in sizes)
     way_out = "convert text, Parquet or MatrixMarket to a store, which is done in bounded memory"
@@ -373,7 +372,7 @@ def _check_npz_memory(path: str) -> None:
 
 
 def _npz_sizes(path: str) -> dict[str, int]:
-    """Bytes of each array of an archive, by the headers."""
+    """Bytes of each array of an archive, from the headers."""
     sizes = {}
     with zipfile.ZipFile(path) as archive:
         for member in archive.namelist():
@@ -389,7 +388,7 @@ def _npz_sizes(path: str) -> dict[str, int]:
 
 
 class MarketHeader(NamedTuple):
-    """Header of a MatrixMarket file; an "array" has all its entries, row by column."""
+    """Header of a MatrixMarket file; an "array" lists all of its cells."""
 
     layout: str
     field: str
@@ -431,7 +430,7 @@ def _sizes_of(path: str) -> list[int]:
 
 
 def check_market_rows(path: str, header: MarketHeader) -> None:
-    """Reject a header with more rows and columns, even empty ones, than can be counted in memory.
+    """Reject a header with too many rows and columns, even empty ones, to be counted in memory.
 
     Raises
     ------
@@ -474,11 +473,11 @@ def read_matrix_market(path: str, head: bytes) -> tuple[Any, Labels]:
 
 
 def _mmread(stream: Any) -> Any:
-    """`scipy.io.mmread` whose errors keep no reference to its reader.
+    """`scipy.io.mmread`, with errors that keep no reference to its reader.
 
     The reader seeks in the stream when it is destroyed, and ends the process if the stream is closed by then.
     """
-    import scipy.io  # takes a tenth of the import of all that a fit needs
+    import scipy.io  # here: it takes a tenth of the time to import all modules of a fit
 
     try:
         return scipy.io.mmread(stream)
@@ -496,7 +495,7 @@ def file_columns(
     encoding: str | None,
     comment: str | None,
 ) -> Columns | None:
-    """Columns that `Ratings.from_file` takes with these options, by the first lines; None where a file has none."""
+    """Columns that `Ratings.from_file` uses with these options, by the first lines; None for files without columns."""
     head = read_head(path)
     format = sniff_format(path, head) if format == "auto" else format
     if format == "parquet":
@@ -509,7 +508,7 @@ def file_columns(
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Put the path in front of error messages about a matrix that was read from it."""
+    """Prefix error messages about a matrix with the path that it was read from."""
     try:
         yield
     except (ValueError, TypeError) as error:

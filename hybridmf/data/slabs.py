@@ -41,18 +41,18 @@ class Slabs(Protocol):
         """Rows of a slab, canonical; its arrays may be mapped from a file and cannot be written to."""
 
     def prefetch(self, slab: int) -> None:
-        """Let the system read a slab ahead, if it is in a file."""
+        """Ask the system to read a slab ahead, if it is in a file."""
 
 
 def slab_bounds(degrees: np.ndarray, entries: int, rows: int | None = None) -> np.ndarray:
-    """Cut rows into slabs of at most `entries` entries; a row counts as one more, and one beyond the limit is alone.
+    """Cut rows into slabs of at most `entries` entries; a row counts as one more, and a longer row is a slab alone.
 
     Parameters
     ----------
     degrees : int array, shape (n_rows,)
     entries : int
     rows : int, optional
-        Most rows of a slab.
+        Maximum rows of a slab.
 
     Returns
     -------
@@ -120,7 +120,7 @@ class MemorySlabs:
 
 
 class RangeSlabs:
-    """Some consecutive rows of other slabs, such as those a rank owns, as slabs of their own.
+    """Slabs of some consecutive rows of other slabs, such as the rows of a rank.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ class RangeSlabs:
     first, last : int
         The rows from `first` to before `last`.
     entries, rows : int, optional
-        Cut the slabs of the source further, to so many entries and rows; see `slab_bounds`.
+        Maximum entries and rows of a slab, which cut those of the source further; see `slab_bounds`.
     """
 
     def __init__(
@@ -149,14 +149,14 @@ class RangeSlabs:
         self._at_hand: tuple[int, sp.csr_array] | None = None
 
     def cut(self, entries: int, rows: int | None = None) -> RangeSlabs:
-        """The same rows in slabs of at most so many entries and rows."""
+        """The same rows in slabs of at most this many entries and rows."""
         return RangeSlabs(self.source, self.first, self.last, entries, rows)
 
     def matrix(self, slab: int) -> sp.csr_array:
-        """Rows of a slab; entries that the source converts as it reads are kept for its next slab."""
+        """Rows of a slab; keeps entries that the source converts while reading, for the next slab."""
         number = int(self._slab_of[slab])
         if self._at_hand is None or self._at_hand[0] != number:
-            self._at_hand = None  # two at a time would be too many
+            self._at_hand = None  # frees it before the next one is read
             self._at_hand = number, self.source.matrix(number)
         start = self.first - int(self.source.bounds[number])
         return rows_of(self._at_hand[1], *(self.bounds[slab : slab + 2] + start).tolist())
@@ -166,7 +166,7 @@ class RangeSlabs:
         self._at_hand = None
 
     def prefetch(self, slab: int) -> None:
-        """Let the source read ahead, unless it does so anyway."""
+        """Ask the source to read ahead, unless it has already."""
         if slab < len(self._slab_of) and (not slab or self._slab_of[slab] != self._slab_of[slab - 1]):
             self.source.prefetch(int(self._slab_of[slab]))
 
@@ -178,7 +178,7 @@ class RangeSlabs:
 class ColumnSlabs:
     """Some columns of ranges of rows of other slabs, one range after the other, for shared rows (`RankLayout.cut`).
 
-    All of it is read once, to count.
+    The constructor reads all of them once, to count entries.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ class ColumnSlabs:
     ranges : sequence of (first, last)
         Rows.
     columns : (first, last)
-        They count from the first of them.
+        The first one becomes column 0.
 
     Attributes
     ----------
@@ -205,7 +205,7 @@ class ColumnSlabs:
         self.nnz = int(self.degrees.sum())
 
     def rows(self, first: int, last: int) -> Iterator[sp.csr_array]:
-        """The rows from `first` to before `last`, in as many pieces as there are slabs; the next one is read ahead."""
+        """The rows from `first` to before `last`, one piece per slab; the next one is read ahead."""
         for part, start in zip(self._parts, self._starts, strict=False):
             at, stop = max(first - start, 0), min(last - start, part.shape[0])
             while at < stop:
@@ -222,7 +222,7 @@ class ColumnSlabs:
         return found
 
     def _release(self) -> None:
-        """Keep no slab of the source: each range would keep one."""
+        """Drop the slabs kept for each range."""
         for part in self._parts:
             part.release()
 
@@ -233,7 +233,7 @@ def loaded(slabs: Slabs) -> sp.csr_array:
 
 
 def _filled(slabs: Slabs | ColumnSlabs, pieces: Iterable[sp.csr_array]) -> sp.csr_array:
-    """All rows of slabs, which come in pieces."""
+    """All rows of slabs, from consecutive pieces."""
     indices, data = np.empty(slabs.nnz, dtype=np.int32), np.empty(slabs.nnz, dtype=slabs.dtype)
     at = 0
     for piece in pieces:

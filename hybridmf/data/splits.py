@@ -1,4 +1,4 @@
-"""Which entries of a matrix are held out: masks over the entries, True for the test part."""
+"""Selection of held-out entries: masks over the entries of a matrix, True for the test part."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ def entries_of_users(matrix: sp.csr_array, test_size: float | int, rng: np.rando
 
 
 def latest_entries(times: np.ndarray, test_size: float | int) -> np.ndarray:
-    """The latest entries of the matrix; of equal times, those that come later in the matrix."""
+    """The latest entries of the matrix; of entries with equal times, those later in the matrix."""
     mask = np.zeros(len(times), dtype=bool)
     mask[np.argsort(times, kind="stable")[len(times) - _number(len(times), test_size, "entries") :]] = True
     return mask
 
 
 def last_of_each_user(matrix: sp.csr_array, order: np.ndarray, test_size: float | int) -> np.ndarray:
-    """The last entries of each user by `order`: a number, or a share rounded down; each user keeps one at least.
+    """The last entries of each user by `order`: a number, or a share rounded down; each user keeps at least one.
 
-    Users with too few entries for that number keep all of theirs.
+    Users with too few entries for that number keep all of them.
     """
     degrees = np.diff(matrix.indptr).astype(np.int64)
     if isinstance(test_size, (int, np.integer)) and not isinstance(test_size, bool):
         count = check_int("test_size", test_size, 1)
         counts = np.where(degrees > count, count, 0)
     else:
-        counts = np.floor(degrees * _share(test_size) * (1 + 1e-12)).astype(np.int64)  # 0.3 * 10 is a little below 3
+        counts = np.floor(degrees * _share(test_size) * (1 + 1e-12)).astype(np.int64)  # 0.3 * 10 may be below 3
     if not counts.any():
         raise RatingsError(
             f"test_size={test_size} takes no entry of any user: the longest row has {degrees.max(initial=0)} entries, "
             "one of which stays in the training part"
         )
     rows = entry_rows(matrix)
-    in_order = np.lexsort((order, rows))  # stable: rows stay where they are
+    in_order = np.lexsort((order, rows))  # stable; rows stay in place
     place = np.arange(matrix.nnz) - matrix.indptr[rows]
     mask = np.zeros(matrix.nnz, dtype=bool)
     mask[in_order[place >= (degrees - counts)[rows]]] = True
@@ -63,7 +63,7 @@ def last_of_each_user(matrix: sp.csr_array, order: np.ndarray, test_size: float 
 
 
 def fold_of_entries(nnz: int, n_splits: int, rng: np.random.Generator) -> np.ndarray:
-    """Number of the fold of each entry; sizes of folds differ by one at most."""
+    """Fold of each entry; sizes of folds differ by at most one."""
     if n_splits > nnz:
         raise RatingsError(f"n_splits={n_splits} folds need as many entries, ratings has {nnz}")
     return rng.permutation(np.arange(nnz) % n_splits)
@@ -77,7 +77,7 @@ def _share(test_size: Any) -> float:
 
 
 def _number(total: int, test_size: float | int, what: str) -> int:
-    """`test_size` as a number out of `total`, some of which have to be left."""
+    """`test_size` as a number out of `total`; the training part must not be empty."""
     if isinstance(test_size, (int, np.integer)):
         count = check_int("test_size", test_size, 1)
     else:

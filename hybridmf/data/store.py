@@ -8,11 +8,11 @@
       user-000001. ...
       item-000000. ...                 the transpose, cut into slabs of items
       user-degrees.npy, item-degrees.npy                      int64    entries of each row
-      user-degrees-nonzero.npy, item-degrees-nonzero.npy      the same without explicit zeros, where there are any
-      user_ids.npy, item_ids.npy       labels, as model files have them: int64, uint64, or a JSON list as bytes
+      user-degrees-nonzero.npy, item-degrees-nonzero.npy      the same without explicit zeros, if there are any
+      user_ids.npy, item_ids.npy       labels as in model files: int64, uint64, or a JSON list as bytes
 
-All arrays are plain .npy files. `hybridmf.data.convert` writes them. `hybridmf.data.manifest` defines the manifest. The
-contents of files are compared with it, and with each other, when they are first read.
+All arrays are plain .npy files, written by `hybridmf.data.convert`. `hybridmf.data.manifest` defines the manifest. The
+first read of a file compares its content with the manifest and with other files.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Slab:
 
 
 class Store:
-    """Ratings in a folder; `Store.open` reads what `convert` wrote. Estimators take it in place of `Ratings`.
+    """Ratings in a folder; `Store.open` opens a result of `convert`. Estimators accept it in place of `Ratings`.
 
     No array of the size of the ratings is held in memory: slabs are memory-mapped on demand.
 
@@ -119,7 +119,7 @@ class Store:
     path : Path
     shape : (n_users, n_items)
     nnz : int
-        Entries, explicit zeros among them.
+        Entries, including explicit zeros.
     user_ids, item_ids : ndarray or None
         Labels.
     """
@@ -143,7 +143,7 @@ class Store:
         ------
         FileNotFoundError, NotADirectoryError
         StoreError
-            An interrupted conversion, a file that is missing or has another size, or another folder.
+            An interrupted conversion, a file that is missing or has another size, or a folder that is not a store.
         """
         folder = Path(check_path("path", path))
         if not folder.exists():
@@ -220,7 +220,7 @@ class Store:
         Raises
         ------
         StoreError
-            Names the first file that is not as it was written.
+            Names the first file that has changed since it was written.
         """
         self._checked.clear()
         self._layouts.clear()
@@ -257,7 +257,7 @@ class Store:
         return frozen_csr(StoreMatrix(self).load())
 
     def to_ratings(self) -> Ratings:
-        """All ratings in memory, with their labels, as `Ratings.from_file` would read them from the source."""
+        """All ratings in memory with their labels, equal to those of `Ratings.from_file` for the source."""
         return Ratings(self.user_items, self.user_ids, self.item_ids)
 
     # ------------------------------------------------------------------------------------------------ files
@@ -276,7 +276,7 @@ class Store:
             return False
 
     def _check_content(self, name: str) -> None:
-        """Compare a file with its checksum, again after each change; kernels do not check its values."""
+        """Compare a file with its checksum, again after each change, since kernels do not check values."""
         path, entry = self.path / name, self._manifest["files"][name]
         try:
             status = os.stat(path)
@@ -298,7 +298,7 @@ class Store:
         self._check_content(name)
         try:
             if name not in self._layouts:
-                # NumPy parses the header with Python's parser, which not every Python can run in two threads
+                # NumPy parses the header with Python's parser, which is not thread-safe in every Python version
                 with PARSING:
                     self._layouts[name] = _layout(self.path / name)
             dtype, shape, offset = self._layouts[name]
@@ -307,9 +307,9 @@ class Store:
                 wanted = " or ".join(np.dtype(each).name for each in dtypes)
                 size = "" if length is None else f"{length} "
                 raise self._error(name, f"holds {dtype} of shape {shape}, expected a vector of {size}{wanted}")
-            if not counted:  # there is nothing to map
+            if not counted:  # an empty file cannot be mapped
                 return np.empty(0, dtype)
-            return np.memmap(os.fspath(self.path / name), dtype, "r", offset, shape)  # of a Path, NumPy follows links
+            return np.memmap(os.fspath(self.path / name), dtype, "r", offset, shape)  # NumPy resolves links of a Path
         except (OSError, ValueError) as error:
             if isinstance(error, StoreError):
                 raise
@@ -342,7 +342,7 @@ class Store:
         return np.array_equal(np.diff(filled), self._degrees(slab.side, nonzero=True)[rows])
 
     def _sum_up(self, slab: Slab, values: np.ndarray) -> None:
-        """Compare the values of a slab with the manifest, and those of all slabs once they have been read."""
+        """Compare the values of a slab with the manifest, and the sums over all slabs once all have been read."""
         known = self._sound[slab.side]
         summary = _Summary.of(values)
         ends = self._manifest["magnitudes"]["nonzero"]
@@ -388,14 +388,14 @@ class Store:
 
 @dataclass(frozen=True)
 class _Summary:
-    """Sum of some values, and the smallest and largest magnitude of those that are not 0; [] of none."""
+    """Sum of some values, and the smallest and largest magnitude of the nonzero ones; [] if there are none."""
 
     total: float
     ends: list[float]
 
     @classmethod
     def of(cls, values: np.ndarray) -> _Summary:
-        """The summary of values, in pieces: all magnitudes at once would need memory."""
+        """The summary of values, computed in pieces to save memory."""
         pieces = []
         for start in range(0, len(values), SUMMED):
             piece = values[start : start + SUMMED]
@@ -405,7 +405,7 @@ class _Summary:
 
     @classmethod
     def joined(cls, parts: list[_Summary]) -> _Summary:
-        """Of all parts."""
+        """The summary of all parts together."""
         ends = [end for part in parts for end in part.ends]
         return cls(math.fsum(part.total for part in parts), [min(ends), max(ends)] if ends else [])
 
@@ -423,7 +423,7 @@ def _hash(slab: Slab, matrix: sp.csr_array) -> int:
 
 
 def _layout(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Type, shape and beginning of the array of an .npy file."""
+    """Dtype, shape and offset of the array in an .npy file."""
     with open(path, "rb") as file:
         version = np.lib.format.read_magic(file)
         if version != (1, 0):
@@ -480,7 +480,7 @@ class StoreMatrix:
     ----------
     store : Store
     side : {"user", "item"}
-        What rows are.
+        The side of the rows.
     dtype : dtype
         float32 or float64; values are converted as they are read.
     drop_zeros : bool
@@ -504,7 +504,7 @@ class StoreMatrix:
 
     @property
     def indptr(self) -> np.ndarray:
-        """Where each row would start in one matrix, int64, shape (n_rows + 1,)."""
+        """Offsets of the rows in a matrix of all slabs, int64, shape (n_rows + 1,)."""
         return np.concatenate(([0], np.cumsum(self.degrees)))
 
     @property
@@ -514,11 +514,11 @@ class StoreMatrix:
 
     @cached_property
     def value_range(self) -> tuple[float, float] | None:
-        """Smallest and largest value, explicit zeros among them; None if there are no entries."""
+        """Smallest and largest value, including explicit zeros; None if there are no entries."""
         known = self.store._manifest.get("range")
         if known:
             return float(known[0]), float(known[1])
-        return self._summary.value_range  # written before manifests had it
+        return self._summary.value_range  # older manifests lack it
 
     @property
     def squares(self) -> float:
@@ -558,7 +558,7 @@ class StoreMatrix:
             return
         for array in ("indices", "values"):
             name = slab_file(self.side, slab, array)
-            if name in self.store._checked:  # else the check reads it
+            if name in self.store._checked:  # otherwise the check will read it
                 mapped = getattr(self.store._vector(name, ARRAYS[array]), "_mmap", None)
                 if mapped is not None and hasattr(mmap, "MADV_WILLNEED"):
                     mapped.madvise(mmap.MADV_WILLNEED)
@@ -593,7 +593,7 @@ class StoredSeen:
         return StoreMatrix(Store.open(path), side, dtype, drop_zeros)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the store, which is opened again at first need: a model can be used without it."""
+        """The state without the store, which is opened again at first use: a model works without it."""
         return {name: value for name, value in self.__dict__.items() if name != "_matrix"}
 
     def take_rows(self, rows: np.ndarray) -> sp.csr_array:
@@ -610,7 +610,7 @@ class StoredSeen:
         return take_rows(_stacked_pattern(parts, self.shape[1]), back)
 
     def load(self) -> sp.csr_array:
-        """All of them in memory, 5 bytes an entry.
+        """All of them in memory, 5 bytes per entry.
 
         Raises
         ------

@@ -1,8 +1,7 @@
 """Delimited text: detect the layout from the first lines, then read it.
 
-pyarrow reads regular text where it is installed (`arrow_text`); otherwise ``numpy.loadtxt`` reads it while ids are
-integers. The csv module reads all other text, including invalid text, line by line, which is slower and gives line
-numbers.
+If installed, pyarrow reads regular text (`arrow_text`); otherwise ``numpy.loadtxt`` reads it if ids are integers. The
+csv module reads all other text, including invalid text, line by line, which is slower and gives line numbers.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ from .lines import Lines, line_blocks
 logger = logging.getLogger("hybridmf")
 
 SEPARATORS = ("::", "\t", ",", ";", "|", " ")
-"""Separators tried in this order if none is given; a blank means any run of white space."""
+"""Separators tried in this order if none is given; a blank stands for any white space."""
 
 BLOCK_CHARS = 1 << 24
-"""Text parsed at a time on the fast path: bounds memory for files of any size."""
+"""Characters parsed at a time on the fast path, to bound memory for files of any size."""
 
 BLOCK_RECORDS = 1 << 20
-"""Records gathered at a time on the slow path."""
+"""Records collected at a time on the slow path."""
 
 SNIFFED_LINES = 50
 LIST_SEPARATORS = (" ", "\t", ",")
-"""Between the items of a user in files of lists."""
+"""Separators of a user's items in files of lists."""
 
 UNEQUAL = "unequal numbers of fields"
 LISTS_HINT = '; a file whose lines hold a user and then all items of that user is read by format="lists"'
-INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")  # -0, 007 and +7 are labels of their own, not the numbers 0 and 7
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")  # -0, 007 and +7 are labels, not the numbers 0 and 7
 _ID_NAME = re.compile(r"(?i)ids?$|^users?$|^items?$")  # other names of users and items, such as "song", may be labels
-_UNIX_TIME = re.compile(r"[0-9]{9,13}")  # seconds since 1973, or milliseconds
+_UNIX_TIME = re.compile(r"[0-9]{9,19}")  # seconds since 1973, up to nanoseconds
 _ITEM_LIST = re.compile(r"[0-9]+(?:[ ,;|]+[0-9]+)+")
 Columnar = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]
 """(positions, labels) of users, the same of items, and values."""
@@ -81,7 +80,7 @@ class TextOptions:
     timestamp : int, str or None
         Column of times.
     others : iterable of int or str
-        Further columns that are named.
+        Other columns named by arguments.
     """
 
     separator: str | None
@@ -122,7 +121,7 @@ def find_layout(path: str, head: bytes, options: TextOptions) -> TextLayout:
 
 
 def _time_column(columns: Columns, rows: list[list[str]]) -> int | None:
-    """Column of times by its name; without a header, by the digits of Unix times in the fourth, as in MovieLens."""
+    """Column of times by its name; without a header, the fourth if it has Unix times, as in MovieLens."""
     place = columns.time
     if columns.names is None and rows and len(rows[0]) == 4 and 3 not in (columns.user, columns.item, columns.value):
         place = 3 if all(_UNIX_TIME.fullmatch(row[3].strip()) for row in rows) else None
@@ -136,7 +135,7 @@ def _time_column(columns: Columns, rows: list[list[str]]) -> int | None:
 
 
 def _refuse_times_as_values(path: str, value: int, rows: list[list[str]]) -> None:
-    """Refuse a column of values that nothing names and that holds Unix times."""
+    """Raise if an unnamed column of values holds Unix times."""
     if rows and all(_UNIX_TIME.fullmatch(row[value].strip()) for row in rows):
         raise RatingsError(
             f"{path} has no header, and column {value}, where values are expected, looks like times "
@@ -152,6 +151,8 @@ def parse_times(fields: list[str]) -> np.ndarray:
     ------
     ValueError
     """
+    if all(map(INTEGER.fullmatch, fields)) and all(-(2**63) <= time < 2**63 for time in map(int, fields)):
+        return np.array(fields, dtype=np.int64)  # float64 rounds nanoseconds
     numbers = [_number(field) for field in fields]
     if None not in numbers:
         return as_times(np.array(numbers, dtype=np.float64))
@@ -166,7 +167,7 @@ def parse_dates(dates: Any) -> np.ndarray:
     ValueError
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a time zone, which NumPy applies
+        warnings.simplefilter("ignore", UserWarning)  # about time zones, which NumPy applies
         coarse = np.array(dates, dtype="datetime64[us]")
         fine = np.array(dates, dtype="datetime64[ns]")  # wraps around silently
     return fine if np.array_equal(fine.astype(coarse.dtype), coarse, equal_nan=True) else coarse
@@ -178,7 +179,7 @@ def text_separator(format: str, separator: str | None) -> str | None:
 
 
 def check_text_options(separator: Any, comment: Any) -> None:
-    """Reject a separator or a comment prefix that is no text."""
+    """Reject a separator or a comment prefix that is not a string."""
     if separator is not None:
         _check_separator(separator)
     if comment is not None and not isinstance(comment, str):
@@ -186,7 +187,7 @@ def check_text_options(separator: Any, comment: Any) -> None:
 
 
 def first_lines(path: str, encoding: str, comment: str | None) -> list[str]:
-    """Up to `SNIFFED_LINES` lines, at least one, that are neither blank nor comments."""
+    """Up to `SNIFFED_LINES` lines (at least one) that are neither blank nor comments."""
     with reading(path, encoding), open_text(path, encoding) as stream:
         lines = list(itertools.islice(Lines(stream, path, comment), SNIFFED_LINES))
     if not lines:
@@ -195,10 +196,10 @@ def first_lines(path: str, encoding: str, comment: str | None) -> list[str]:
 
 
 def text_encoding(path: str, head: bytes, encoding: str | None) -> str:
-    """Codec of a text file: the one that is named, else UTF-16 by its byte order mark, else UTF-8."""
+    """Encoding of a text file: `encoding`, else UTF-16 if there is its byte order mark, else UTF-8."""
     if encoding is not None:
         try:
-            io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # unlike lookup, refuses base64 and its like
+            io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # unlike lookup, rejects base64 and the like
             name = codecs.lookup(encoding).name
         except LookupError as error:
             raise ValueError(f"encoding={encoding!r} is no text encoding; try 'utf-8' or 'latin-1'") from error
@@ -221,7 +222,7 @@ def _check_separator(separator: Any) -> None:
 
 
 def _split_lines(lines: Iterable[str], separator: str) -> Iterator[list[str]]:
-    """Fields of each record; only with a separator of one character can fields be quoted, and span lines."""
+    """Fields of each record; only with a separator of one character, fields may be quoted and span lines."""
     if separator == " ":
         return (line.split() for line in lines)
     if len(separator) > 1:
@@ -238,14 +239,14 @@ def _sample(lines: list[str], separator: str) -> list[list[str]]:
 
 
 def _usual_width(rows: list[list[str]]) -> tuple[int, float]:
-    """Return the most frequent number of fields, and the share of lines that have it."""
+    """Return the most frequent number of fields, and the share of lines with it."""
     widths = Counter(map(len, rows))
     width = max(widths, key=lambda width: (widths[width], width))
     return width, widths[width] / len(rows)
 
 
 def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> str:
-    """Return the separator under which the lines look most like ratings, the first of equals."""
+    """Return the separator for which the lines look most like ratings; of equal ones, the first."""
 
     def score(separator: str) -> tuple[bool, bool, float]:
         rows = _sample(lines, separator)
@@ -259,7 +260,7 @@ def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> st
 
     preferred = {".csv": ",", ".tsv": "\t"}.get(os.path.splitext(path.lower().removesuffix(".gz"))[1])
     candidates = sorted(SEPARATORS, key=lambda separator: separator != preferred)
-    # White space comes last on its own: it also stands inside titles and dates of files with another separator.
+    # White space is tried separately, last: titles and dates contain it in files with another separator.
     for group in ([separator for separator in candidates if separator != " "], [" "]):
         best = max(group, key=score)
         if score(best)[2]:
@@ -271,7 +272,7 @@ def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> st
 
 
 def _value_place(first: list[str], value: int | str | None) -> int | None:
-    """Column in which values are expected; None without values, or if an unresolved name gives it."""
+    """Column of values; None without values, or if it is given by a name that is not resolved yet."""
     if value != AUTO:
         return value if isinstance(value, int) else None
     roles = [role_of(name.strip()) for name in first]
@@ -324,7 +325,7 @@ def _has_header(
 
 
 def read_text(layout: TextLayout, show_progress: bool = False) -> Entries:
-    """Entries below the header, labels sorted; int64 where all of a column are integers, else strings."""
+    """Entries after the header, with sorted labels: int64 if all ids of a column are integers, else strings."""
     with reading_progress(layout.path, show_progress) as on_read:
         ((users, user_ids), (items, item_ids), values), times = _read_columns(replace(layout, on_read=on_read))
         if not len(users):
@@ -341,16 +342,22 @@ def _read_columns(layout: TextLayout) -> tuple[Columnar, np.ndarray | None]:
     if place is None:
         return _read_regular(layout) or _read_any(layout), None
     if place not in (layout.user, layout.item, layout.value):
-        numbers, dates = (replace(layout, times=kind) for kind in ("numbers", "dates"))
-        found = _read_regular(numbers) or _read_regular(dates) or _read_integers(numbers)
-        if found is not None:
+        integers, numbers, dates = (replace(layout, times=kind) for kind in ("integers", "numbers", "dates"))
+        found = _read_regular(integers) or _read_regular(numbers) or _read_regular(dates)
+        found = found or _read_integers(integers) or _read_integers(numbers)
+        if found is not None and not _rounded(found[3]):
             return found[:3], as_times(found[3])
-    # irregular times do not slow down the other columns
+    # times are parsed later, so that irregular ones do not slow down the other columns
     columns = _read_regular(layout) or _read_integers(layout)
     if columns is not None:
         return columns, _parsed_times(layout, place, [row[place].strip() for _, row in _records(layout)])
     texts: list[str] = []
     return _read_records(layout, place, texts), _parsed_times(layout, place, texts)
+
+
+def _rounded(times: np.ndarray) -> bool:
+    """Whether times are float64 from which integers may have lost digits."""
+    return times.dtype.kind == "f" and bool(np.any(np.abs(times) >= 2**53))
 
 
 def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarray:
@@ -370,12 +377,12 @@ def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarra
 
 
 def read_fields(layout: TextLayout, place: int) -> np.ndarray:
-    """One column of all records as text, without white space around it."""
+    """One column of all records as text, without surrounding white space."""
     return np.array([row[place].strip() for _, row in _records(layout)], dtype=object)
 
 
 def _read_regular(layout: TextLayout) -> Any:
-    """`Columnar`, with times as a fourth element if the layout says so, through pyarrow; None where that declines."""
+    """`Columnar` through pyarrow, with times as a fourth element if the layout has them; None if pyarrow declines."""
     numeric = _join(arrow_text.integer_chunks(layout, narrow=True)) if layout.integer_ids else None
     if numeric is not None:
         return _with_integer_labels(numeric)
@@ -413,27 +420,27 @@ def _join(chunks: Iterator[TimedChunk | None] | Iterator[Chunk]) -> TimedChunk |
         parts = parts or [[] for _ in chunk]
         for column, values in zip(parts, chunk, strict=True):
             column.append(_narrow(values))
-    # column by column, so that no more than one of them is in memory twice
+    # column by column, so that at most one column is in memory twice
     return tuple(np.concatenate(parts.pop(0)) for _ in range(len(parts))) if parts else NOTHING
 
 
 def _narrow(ids: np.ndarray) -> np.ndarray:
-    """Integers as int32 where all fit, which halves the memory of a file's ids; anything else as it is."""
+    """Integers as int32 if all fit, which halves the memory of a file's ids; other arrays unchanged."""
     if ids.dtype != np.int64 or not len(ids) or max(-int(ids.min()), int(ids.max())) > MAX_POSITION:
         return ids
     return ids.astype(np.int32)
 
 
 def lines_of(layout: TextLayout, first: int, second: int) -> str:
-    """Where two entries stand, in words."""
+    """Text that says where two entries are in the file."""
     lines = [lines.number for k, (lines, _) in enumerate(_records(layout)) if k in (first, second)]
     return f"lines {lines[0]} and {lines[1]}"
 
 
 def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[TimedChunk | None]:
-    """Users, items (int64) and values (float64) of `size` characters after others; None at the first irregularity."""
+    """Users, items (int64) and values (float64) in blocks of `size` characters; None at the first irregularity."""
     kinds = {layout.user: "i8", layout.item: "i8", layout.value: "f8"} | (
-        {layout.columns.time: "f8"} if layout.times else {}
+        {layout.columns.time: "i8" if layout.times == "integers" else "f8"} if layout.times else {}
     )
     dtype = np.dtype([(f"f{k}", kinds.get(k, "U1")) for k in range(layout.n_fields)])
     separator = r"\s" if layout.separator == " " else re.escape(layout.separator)
@@ -462,7 +469,7 @@ def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[Time
 
 
 def _blocks(layout: TextLayout, size: int | None = None) -> Iterator[str]:
-    """Stretches of whole lines."""
+    """Blocks of whole lines."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
         yield from line_blocks(stream, layout.path, size or BLOCK_CHARS)
 
@@ -477,7 +484,7 @@ def _block_lines(block: str, layout: TextLayout) -> list[str]:
 
 
 def _parse_block(lines: list[str], dtype: np.dtype, layout: TextLayout) -> np.ndarray | None:
-    """Structured table of the lines, with as many fields in each as `dtype` has; None if any line is irregular."""
+    """Structured array of the lines with the fields of `dtype`; None if a line is irregular."""
     delimiter = {" ": None}.get(layout.separator, "\x1f" if len(layout.separator) > 1 else layout.separator)
     with warnings.catch_warnings():
         # NumPy before 2.4 reads the id 1.5 as 1 with a DeprecationWarning; such ids are labels, not integers.
@@ -489,7 +496,7 @@ def _parse_block(lines: list[str], dtype: np.dtype, layout: TextLayout) -> np.nd
 
 
 def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
-    """Fields of each record below the header; the `Lines` beside them says where the record starts."""
+    """Fields of each record after the header, and the `Lines` that has the start of the record."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
         lines = Lines(stream, layout.path, layout.comment)
         rows = _split_lines(lines, layout.separator)
@@ -511,7 +518,7 @@ def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
 
 
 def _read_records(layout: TextLayout, column: int | None = None, texts: list[str] | None = None) -> Columnar:
-    """((positions, labels) of users, the same of items, values) through the csv module; adds a column to `texts`."""
+    """((positions, labels) of users, the same of items, values) through the csv module; appends a column to `texts`."""
     user_table: dict[str, int] = {}
     item_table: dict[str, int] = {}
     coded = _join(record_chunks(layout, user_table, item_table, column=column, texts=texts))
@@ -528,10 +535,10 @@ def record_chunks(
     column: int | None = None,
     texts: list[str] | None = None,
 ) -> Iterator[Chunk]:
-    """Codes (int32) of users and items and values (float64) of `size` records after others, through the csv module.
+    """Codes (int32) of users and items, and values (float64), in chunks of `size` records through the csv module.
 
-    The tables get the code of each new label: labels count in the order of their first appearance. The text of a
-    `column` is added to `texts`.
+    New labels enter the tables with codes in the order of their first appearance. The text of a `column` is appended to
+    `texts`.
     """
     users, items, values = array("i"), array("i"), array("d")
     for lines, row in _records(layout):
@@ -575,7 +582,7 @@ def _cut(text: str, length: int = 80) -> str:
 
 
 def sorted_labels(codes: np.ndarray, labels: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and labels brought to sorted order; labels become int64 where every one is such an integer."""
+    """Codes for sorted labels, and these labels: int64 if all are integers in that range."""
     limits = np.iinfo(np.int64)
     if all(INTEGER.fullmatch(label) and limits.min <= int(label) <= limits.max for label in labels):
         positions, unique = factorize_integers(np.array(labels, dtype=np.int64))

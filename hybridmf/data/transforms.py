@@ -62,7 +62,7 @@ class Transforms:
         raise NotImplementedError
 
     def _keep(self: Self, mask: np.ndarray) -> Self:
-        """The entries where `mask`, shape (nnz,), is true; rows and columns stay."""
+        """The entries where `mask`, shape (nnz,), is true; the shape does not change."""
         times = None if self.timestamps is None else self.timestamps[mask]
         return self._of(keep_entries(self.user_items, mask), times)
 
@@ -75,7 +75,7 @@ class Transforms:
     def __getitem__(self: Self, rows: Any) -> Self:
         """Ratings of some users, by position: integers, a slice or a mask; all items stay.
 
-        Users without labels are numbered anew.
+        Users without labels are renumbered.
         """
         positions = np.ascontiguousarray(np.atleast_1d(np.arange(len(self))[_axis_key(rows)]))
         entries = _entries_of_rows(self.user_items, positions)
@@ -217,7 +217,7 @@ class Transforms:
     def _rarity(self) -> np.ndarray:
         """Inverse frequency of the item of each entry."""
         counts = np.bincount(self.user_items.indices, minlength=self.user_items.shape[1])
-        rarity = np.maximum(np.log(max(1, len(self))) - np.log1p(counts), 0.0)  # a negative one would mean dislike
+        rarity = np.maximum(np.log(max(1, len(self))) - np.log1p(counts), 0.0)  # negative values would mean dislike
         return np.asarray(rarity[self.user_items.indices])
 
     # ---------------------------------------------------------------------------------------------------- export
@@ -247,7 +247,7 @@ class Transforms:
 
 
 def _taken(ids: np.ndarray | None, positions: np.ndarray) -> np.ndarray:
-    """Labels of positions; strings as objects, which share memory where they repeat."""
+    """Labels of positions; strings as objects, so that repeated ones share memory."""
     if ids is None:
         return positions
     return ids.astype(object)[positions] if ids.dtype.kind == "U" else ids[positions]
@@ -263,6 +263,6 @@ def _axis_key(key: Any) -> Any:
 
 
 def _entries_of_rows(matrix: sp.csr_array, rows: np.ndarray) -> np.ndarray:
-    """Places of the entries of `rows`, row by row."""
+    """Indices of the entries of `rows`, row by row."""
     places = make_csr(matrix.indptr, matrix.indices, np.arange(matrix.nnz, dtype=np.float64), matrix.shape)  # exact
     return take_rows(places, rows).data.astype(np.int64)

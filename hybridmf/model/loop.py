@@ -19,7 +19,7 @@ from ..core.progress import progress_bar
 from ..core.validate import as_csr, check_bool, check_choice, check_nonempty, check_shape
 from ..data.align import UNKNOWN, Labels, align, labels_of
 from ..errors import RatingsError
-from ..metrics import _measure
+from ..metrics import _measure, warn_of_overlap
 from ..plan.solver import Solver
 from . import checkpoint as checkpoints
 from .early_stopping import EarlyStopping, Watch
@@ -266,9 +266,13 @@ class FitLoop:
         state, self.stale = self.ranks.gather(self.solver), False
         if state is None:
             return
-        if self.learned is None:
+        first = self.learned is None
+        if first:
             take_columns(self.model, self.columns)
         self.learned = self.learn(state)  # releases the previous state
+        if first and self.observers.validation is not None:
+            seen = self.learned.seen if self.observers.seen is None else self.observers.seen
+            warn_of_overlap("validation", self.observers.validation, seen if isinstance(seen, sp.csr_array) else None)
         self.model._learn(self.learned)
         self.model.n_iter_, self.model.history_ = self.completed, self.history
 

@@ -9,7 +9,6 @@ import re
 
 import numpy as np
 import pandas as pd
-import polars as pl
 import pyarrow as pa
 import pytest
 from hypothesis import event, given, settings
@@ -23,6 +22,8 @@ from hybridmf.errors import RatingsError
 from support.reading import assert_canonical, read, triplets, write
 
 conversion = importlib.import_module("hybridmf.data.convert")  # hybridmf.convert is the function
+
+pl = pytest.importorskip("polars")
 
 MANY = settings(max_examples=80)
 

@@ -239,7 +239,7 @@ def test_calibration_on_a_gpu(monkeypatch):
     assert all(seconds > 1e-5 for seconds in machine.gpu.sweep.values())  # of a GPU that others may use, too
     assert all(seconds >= 1e-4 for seconds in machine.gpu.fit.values())
     assert 0 < machine.gpu.load < max(machine.gpu.compile.values())
-    assert machine.cpu.draw > 1e-10 and 1e-4 < machine.cpu.fit < 1.0
+    assert machine.cpu.draw >= 1e-10 and 1e-4 < machine.cpu.fit < 1.0
     assert 1e8 < machine.gpu.upload_bytes < 1e12
     assert all(1e8 < rate < 1e14 for rate in (machine.links.pinned_bytes, machine.links.fetch_bytes))
     assert machine.links.copy_bytes > machine.links.pinned_bytes
