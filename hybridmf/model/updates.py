@@ -87,7 +87,7 @@ def extended_labels(side: str, known: Any, positions: np.ndarray, size: int, lab
         raise ValueError(
             f"ids adds {side}s up to position {size - 1} and this model's {side}s have labels; pass labels= for them"
         )
-    given = _plain_list(labels, plain)
+    given = _plain_list(labels)
     if len(given) != len(positions):
         raise ValueError(f"labels has {len(given)} elements; expected one for each of {len(positions)} ids")
     missing = sorted(set(range(len(plain), size)) - set(positions.tolist()))
@@ -107,13 +107,11 @@ def extended_labels(side: str, known: Any, positions: np.ndarray, size: int, lab
     return _as_labels(extended, known)
 
 
-def _plain_list(labels: Any, known: list[Any]) -> list[Any]:
-    """Labels as Python objects; a single value is one label, and so is a tuple where the known labels are tuples."""
+def _plain_list(labels: Any) -> list[Any]:
+    """Labels as Python objects; a single value is one label."""
     if hasattr(labels, "__array__"):  # also a Series or an Index of pandas
         return np.atleast_1d(np.asarray(labels)).tolist()
-    if isinstance(labels, tuple) and not any(isinstance(label, tuple) for label in known):
-        labels = list(labels)
-    items = list(labels) if isinstance(labels, (list, range)) else [labels]
+    items = list(labels) if isinstance(labels, (list, tuple, range)) else [labels]
     return [item.item() if isinstance(item, np.generic) else item for item in items]
 
 

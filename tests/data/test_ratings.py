@@ -14,6 +14,7 @@ from hybridmf import PreparedRatings
 from hybridmf.errors import DuplicateEntriesError, HybridMFError, MemoryBudgetError, RatingsError, UnknownLabelError
 from hybridmf.ratings import Ratings, split
 from support.checkout import ROOT
+from support.messages import says
 from support.reading import QUICK, assert_canonical, read, triplets
 
 # ------------------------------------------------------------------------------------------------------------ from_coo
@@ -60,6 +61,12 @@ def test_tuples_and_mixed_numbers_survive_as_labels():
     assert ratings.user_index(("b", 2)) == 1
     assert ratings.user_index([("b", 2), ("a", 1)]).tolist() == [1, 0]
     assert triplets(Ratings.from_coo([0, 1], [0, 0], [1, 2.5])) == {(0, 0): 1, (1, 0): 2.5}
+
+
+@pytest.mark.parametrize("labels", [[True, 1], [1, True, 2], ["a", False, 0], [True, 1.0]])
+def test_truth_values_among_numbers_are_refused_as_labels(labels):
+    with pytest.raises(TypeError, match=says("users mixes labels of bool with others", "True equals 1")):
+        Ratings.from_coo(labels, range(len(labels)))
 
 
 def test_long_labels_are_not_padded():

@@ -51,6 +51,18 @@ def test_movielens_files_keep_their_times(tmp_path, name, text):
     np.testing.assert_array_equal(hmf.Ratings.from_file(packed, **options).timestamps, ratings.timestamps)
 
 
+@pytest.mark.parametrize(("user", "item"), [("1", "2"), ("ann", "x"), ('"ann"', "x")])  # one reader each
+def test_nanoseconds_of_text_are_exact(tmp_path, user, item):
+    exact = [1_700_000_000_123_456_789, 1_700_000_000_123_456_790]
+    text = f"user,item,timestamp\n{user},{item},{exact[0]}\n7,8,{exact[1]}\n"
+    assert sorted(read(tmp_path, text, value=None, timestamp="timestamp").timestamps.tolist()) == exact
+    with pytest.raises(RatingsError, match=says("looks like times")):
+        read(tmp_path, f"1,10,{exact[0]}\n2,20,{exact[1]}\n")
+    hexadecimal = "user,item,timestamp\n1,10,0x10\n2,20,17\n"
+    with pytest.raises(RatingsError, match=says("neither numbers nor dates")):
+        read(tmp_path, hexadecimal, value=None, timestamp="timestamp")
+
+
 def test_times_in_the_place_of_values_are_refused(tmp_path):
     log = "1,10,978300760\n2,20,978300001\n"
     with pytest.raises(RatingsError, match=says("column 2", "looks like times (978300760)", "value=None, timestamp=2")):

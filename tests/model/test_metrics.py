@@ -637,6 +637,26 @@ def test_evaluate_without_relevant_entries(model, train, held_out):
         evaluate(model, held_out, train=held_out, metrics="auc")
 
 
+def test_overlap_of_test_and_training_entries_is_reported(model, train, held_out, caplog):
+    evaluate(model, held_out, train=train)
+    assert not caplog.messages
+    seen = train + keep_entries(held_out, np.arange(held_out.nnz) == 5)
+    evaluate(model, held_out, train=seen)
+    assert f"test: 1 of {held_out.nnz} entries are training entries" in caplog.text
+    held_out = as_ones(held_out, np.float32)
+    fitted = ImplicitALS(2, iterations=1).fit(train)
+    caplog.clear()
+    evaluate(fitted, held_out + train, metrics="rmse")
+    assert f"test: {train.nnz} of {train.nnz + held_out.nnz} entries are training entries" in caplog.text
+    caplog.clear()
+    ImplicitALS(2, iterations=2).fit(train, validation=held_out)
+    assert not caplog.messages
+    ImplicitALS(2, iterations=2).fit(train, validation=held_out + train)
+    assert [message.split(" are")[0] for message in caplog.messages] == [
+        f"validation: {train.nnz} of {train.nnz + held_out.nnz} entries"
+    ]
+
+
 def test_evaluation_on_training_entries_is_refused():
     """They are not recommended, so all metrics of hits would be 0."""
     likes = Ratings(np.random.default_rng(0).random((30, 20)) < 0.3)

@@ -234,6 +234,12 @@ def test_new_labels_stay_what_they_are(known, label):
         assert type(model.user_ids_.tolist()[-1]) is type(label)
 
 
+@pytest.mark.parametrize("kind", [tuple, pd.Series, pd.Index, np.array])
+def test_new_labels_in_any_sequence(kind):
+    model = make(iterations=1).fit(labelled()).partial_fit_users([M, M + 1], planted()[:2], labels=kind(["x", "y"]))
+    assert model.user_ids_[M:].tolist() == ["x", "y"]
+
+
 def test_labels_that_contradict_known_ones_are_refused():
     with pytest.raises(ValueError, match="label"):
         make(iterations=1).fit(labelled()).partial_fit_users([3], planted()[:1], labels=["somebody else"])
