@@ -598,7 +598,7 @@ def evaluate(
     found = _measure(model, test, train, names, users, relevance_threshold, block_users, cold)
     found.n_dropped = dropped
     if not isinstance(model, ReadyLists):
-        warn_of_overlap("test", test, _training_entries(model, train))
+        _warn_of_overlap("test", test, _training_entries(model, train))
     if found.n_cold_users:
         logger.info("%d of %d evaluated users have no training entries", found.n_cold_users, found.n_users)
     return found
@@ -767,7 +767,7 @@ def _training_entries(model: Any, train: sp.csr_array | None) -> sp.csr_array | 
     return seen if isinstance(seen, sp.csr_array) else None
 
 
-def warn_of_overlap(name: str, held_out: sp.csr_array, seen: sp.csr_array | None) -> None:
+def _warn_of_overlap(name: str, held_out: sp.csr_array, seen: sp.csr_array | None) -> None:
     """Log a warning if entries of `held_out`, the argument `name`, are training entries; None: unknown."""
     common = 0 if seen is None else int(np.count_nonzero(entries_in(held_out, seen)))
     if common:

@@ -19,7 +19,7 @@ from ..core.progress import progress_bar
 from ..core.validate import as_csr, check_bool, check_choice, check_nonempty, check_shape
 from ..data.align import UNKNOWN, Labels, align, labels_of
 from ..errors import RatingsError
-from ..metrics import _measure, warn_of_overlap
+from ..metrics import _measure, _warn_of_overlap
 from ..plan.solver import Solver
 from . import checkpoint as checkpoints
 from .early_stopping import EarlyStopping, Watch
@@ -272,7 +272,7 @@ class FitLoop:
         self.learned = self.learn(state)  # releases the previous state
         if first and self.observers.validation is not None:
             seen = self.learned.seen if self.observers.seen is None else self.observers.seen
-            warn_of_overlap("validation", self.observers.validation, seen if isinstance(seen, sp.csr_array) else None)
+            _warn_of_overlap("validation", self.observers.validation, seen if isinstance(seen, sp.csr_array) else None)
         self.model._learn(self.learned)
         self.model.n_iter_, self.model.history_ = self.completed, self.history
 
