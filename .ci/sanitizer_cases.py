@@ -35,6 +35,7 @@ def main() -> None:
         *itertools.product((20,), ("sparse_syrk", "mo_als", "bals"), ("cholesky", "cg"), ("float32",)),
         (70, "sparse_syrk", "cholesky", "float32"),
         (120, "fused", "cholesky", "float32"),
+        (120, "fused", "cholesky", "bf16x3"),
         (100, "fused", "cg", "bf16"),
         (140, "auto", "cholesky", "float32"),
     ]

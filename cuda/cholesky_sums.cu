@@ -1,19 +1,22 @@
-// cholesky_sums.cu - A[u] x[u] = b[u] for rows u whose sums `assemble_segments` has left in global memory, rank 97 to
-//                    128; A[u] = G + sums + scale_u ridge
+// cholesky_sums.cu - A[u] x[u] = b[u] for rows u whose sums `assemble_segments` or `warpgroup_sums` has left in global memory,
+//                    rank 97 to 128; A[u] = G + sums + scale_u ridge
 // grid  : any number of blocks, which take systems in turn     block : 4 warps, one system at a time
 // shapes: partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle as the lanes of a warp hold them, then b
 //         slots (n_rows + 1,): system k is the sum of slots slots[k] ... slots[k + 1] - 1   rows (n_rows,)
 //         gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)  status (n_out,)
-// shared: SYSTEM_FLOATS * 4 bytes: one panel of the factor in two tf32 parts, the inverses of the blocks on the diagonal
+// shared: SYSTEM_FLOATS * 4 bytes: one panel of the factor in two float16 parts, the inverses of the blocks on the diagonal
 // traffic: PARTIAL floats a slot read, LD floats a row written     flops: n_rows (RANK^3 / 3 + 2 RANK^2)
 // limits: 7 or 8 blocks in a row of A; sm_80 or later
 //
-// A system is a chain of dependent steps (the blocks on the diagonal take half of its time, of which the others wait), so
-// throughput is the number of systems on a multiprocessor: the triangle stays in registers, 72 a thread, and shared
-// memory holds no more of the factor than one panel. Right-looking: with panel p solved, A22 -= L21 L21^T. A warp owns
-// rows w and BLOCKS - 1 - w of blocks, so that all have about as many. Which row and column a slot of registers holds
-// depends on the warp at run time; one text serves all warps. 65,536 systems of rank 128 / 100 take 4.1 / 3.5 ms on an
-// H200.
+// A system is a chain of dependent steps, and a multiprocessor has room for four. Both the length of the chain and the number of
+// instructions count, because four systems keep the schedulers busy for half of the time. The triangle stays in registers,
+// 72 a thread, and shared memory holds no more of the factor than one panel. Right-looking: with panel p solved, A22 -= L21
+// L21^T. A warp owns rows w and BLOCKS - 1 - w of blocks, so that all have about as many. Which row and column a slot of
+// registers holds depends on the warp at run time; the same code serves all warps.
+//
+// Products take float16 parts, high and low: half the instructions of tf32 parts. Powers of two bring the diagonal of A to
+// 1 ... 4 first, D A D (D^-1 x) = D b. All elements of A and its factor are then below 4, where the two parts of a value are
+// 2^-25 from it or closer, the error that a backward-stable Cholesky factorization in float32 has anyway.
 #include "system.cuh"
 
 #ifndef LD
@@ -32,21 +35,33 @@ constexpr int PARTIAL = TILE_COUNT * TILE_FLOATS + RANK16;
 constexpr int INVERSE_STRIDE = 24;                  // pairs of columns of 8 rows meet 32 banks
 constexpr int INVERSE_FLOATS = BLOCK * INVERSE_STRIDE;
 constexpr int PANEL_FLOATS = BLOCKS * 2 * TILE_FLOATS;
-constexpr int SYSTEM_FLOATS = PANEL_FLOATS + BLOCKS * INVERSE_FLOATS + 2 * RANK16 + 4;
+constexpr int SYSTEM_FLOATS = PANEL_FLOATS + BLOCKS * INVERSE_FLOATS + 3 * RANK16 + 8;
+
+struct System {
+    int64 begin, end;  // slots
+    int row;
+    float scale;
+};
 
 struct SystemMemory {
     float* base;
 
-    // Part 0 (high) or 1 (low) of columns 8 h ... 8 h + 7 of block i of the panel: four floats of each lane.
-    __device__ __forceinline__ float4* fragment(int i, int h, int part, int lane) const {
-        return reinterpret_cast<float4*>(base) + ((i * 2 + h) * 2 + part) * WARP + lane;
+    // Block i of the panel as an operand of rows or of columns, part 0 (high) or 1 (low): four pairs of float16 of each lane.
+    __device__ __forceinline__ float4* rows(int i, int part, int lane) const {
+        return reinterpret_cast<float4*>(base) + (i * 4 + part) * WARP + lane;
     }
+    __device__ __forceinline__ float4* columns(int i, int part, int lane) const { return rows(i, 2 + part, lane); }
     // Block p on the diagonal by columns, then the inverse W of its factor by rows.
     __device__ __forceinline__ float* inverse(int p) const { return base + PANEL_FLOATS + p * INVERSE_FLOATS; }
     __device__ __forceinline__ float* rhs() const { return base + PANEL_FLOATS + BLOCKS * INVERSE_FLOATS; }
-    __device__ __forceinline__ float* diagonal() const { return rhs() + RANK16; }
-    __device__ __forceinline__ int* failed() const { return reinterpret_cast<int*>(rhs() + 2 * RANK16); }
+    __device__ __forceinline__ float* diagonal() const { return rhs() + RANK16; }  // of D A D
+    __device__ __forceinline__ float* scales() const { return rhs() + 2 * RANK16; }  // D
+    __device__ __forceinline__ System* next() const { return reinterpret_cast<System*>(rhs() + 3 * RANK16); }
+    __device__ __forceinline__ int* failed() const { return reinterpret_cast<int*>(rhs() + 3 * RANK16 + 6); }
 };
+
+// Slots that blocks on the diagonal may have.
+__host__ __device__ constexpr bool may_be_diagonal(int slot) { return slot < WARPS || slot == SLOTS - 1; }
 
 struct Place {
     int i, j;  // block row and column; i < 0: the slot is empty
@@ -68,63 +83,116 @@ template <class Body> __device__ __forceinline__ void for_slots(int warp, Body&&
     });
 }
 
-// The sums of a system, with the Gram matrix and the ridge; leaves b and the diagonal of A in shared memory. Rows and
-// columns from RANK on become those of the identity. No load waits for another: a system is 37 KB from far away.
+// By one warp: where system k is, for the time when it is its turn; its sums are brought to the L2 cache.
+__device__ __forceinline__ void look_ahead(const SystemMemory& memory, const float* partials, const int64* slots, const int* rows,
+                                           const float* scale, int64 k, int n_rows, int lane) {
+    if (k >= n_rows) return;
+    const System next{slots[k], slots[k + 1], rows[k], scale[rows[k]]};
+    constexpr int LINE = 32;
+    for (int n = lane; n < ceil_div(PARTIAL, LINE); n += WARP) prefetch(partials + next.begin * PARTIAL + n * LINE);
+    if (lane == 0) *memory.next() = next;
+}
+
+// A power of two whose square brings a positive value to 1 ... 4.
+__device__ __forceinline__ float scale_of(float value) {
+    const int exponent = int(__float_as_uint(value) >> 23) - 127;
+    return __uint_as_float(unsigned(127 - (exponent >> 1)) << 23);
+}
+
+// By one thread for each row: its element of the diagonal of A, its scale and its element of D b. A row whose element is not
+// positive gets the scale 0, so that its pivot is that element. Rows from RANK on become those of the identity.
+__device__ __forceinline__ void load_row(const SystemMemory& memory, const float* __restrict__ partials, const System& system,
+                                         const float* __restrict__ gram, const float* __restrict__ ridge, int row) {
+    const int n = row % BLOCK, i = row / BLOCK;
+    const float* slot = partials + system.begin * PARTIAL;
+    const float* element = slot + i * (i + 3) / 2 * TILE_FLOATS + (n / 8 * 6 + n % 2) * WARP + n % 8 * 4 + n % 8 / 2;
+    const float* target = slot + TILE_COUNT * TILE_FLOATS + row;
+    float diagonal = *element, b = *target;
+    for (int64 more = PARTIAL; more < (system.end - system.begin) * PARTIAL; more += PARTIAL) {
+        diagonal += element[more];
+        b += target[more];
+    }
+    float d = 0;
+    if (row < RANK) {
+        if (gram != nullptr) diagonal += __ldg(gram + row * (RANK16 + 1));
+        diagonal += ridge[row] * system.scale;
+        if (diagonal > 0 && isfinite(diagonal)) {
+            d = scale_of(diagonal);
+            diagonal = diagonal * d * d;
+        }
+    } else {
+        diagonal = 1;
+    }
+    memory.diagonal()[row] = diagonal;
+    memory.scales()[row] = d;
+    memory.rhs()[row] = row < RANK ? b * d : 0.0f;
+}
+
+// D A D of a system; A with the Gram matrix and the ridge. No load waits for another.
 __device__ __forceinline__ void load_system(Tile (&tiles)[SLOTS], const SystemMemory& memory, const float* __restrict__ partials,
-                                            int64 begin, int64 end, const float* __restrict__ gram,
-                                            const float* __restrict__ ridge, float scale, int warp, int lane) {
-    const int thread = warp * WARP + lane;
-    const float* first = partials + begin * PARTIAL + lane;
+                                            const System& system, const float* __restrict__ gram,
+                                            const float* __restrict__ ridge, int warp, int lane) {
+    // slots up to `warp` are of row `warp` of blocks, the others of row `other`
+    const int other = BLOCKS - 1 - warp, thread = warp * WARP + lane;
+    const float* one = partials + system.begin * PARTIAL + warp * (warp + 1) / 2 * TILE_FLOATS + lane;
+    const float* two = partials + system.begin * PARTIAL + (other * (other + 1) / 2 - warp - 1) * TILE_FLOATS + lane;
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) {
-        const Place at = place_of(warp, s);
-        const int tile = BLOCKS < 2 * WARPS && at.i < 0 ? 0 : at.i * (at.i + 1) / 2 + at.j;
+        const float* source = (s <= warp ? one : two) + s * TILE_FLOATS;
 #pragma unroll
-        for (int k = 0; k < 8; k++) tiles[s].value[k / 4][k % 4] = first[tile * TILE_FLOATS + k * WARP];
+        for (int k = 0; k < 8; k++) tiles[s].value[k / 4][k % 4] = source[k * WARP];
     }
-    if (thread < RANK16) {
-        float sum = 0;
-        for (int64 k = begin; k < end; k++) sum += partials[k * PARTIAL + TILE_COUNT * TILE_FLOATS + thread];
-        memory.rhs()[thread] = thread < RANK ? sum : 0.0f;
-        memory.diagonal()[thread] = thread < RANK ? ridge[thread] * scale : 0.0f;
-    }
+    if (thread < RANK16) load_row(memory, partials, system, gram, ridge, thread);
     if (thread == 0) *memory.failed() = 0;
-    for (int64 more = begin + 1; more < end; more++)
-        for_slots(warp, [&](auto slot, int i, int j) {
-            const float* source = partials + more * PARTIAL + (i * (i + 1) / 2 + j) * TILE_FLOATS + lane;
-#pragma unroll
-            for (int k = 0; k < 8; k++) tiles[decltype(slot)::value].value[k / 4][k % 4] += source[k * WARP];
-        });
-    if (gram != nullptr)
+    for (int64 more = PARTIAL; more < (system.end - system.begin) * PARTIAL; more += PARTIAL)
 #pragma unroll
         for (int s = 0; s < SLOTS; s++) {
-            const Place at = place_of(warp, s);
-            const int i = BLOCKS < 2 * WARPS && at.i < 0 ? 0 : at.i;
-            const float* corner = gram + (i * BLOCK + lane / 4) * RANK16 + at.j * BLOCK + lane % 4 * 2;
+            const float* source = (s <= warp ? one : two) + more + s * TILE_FLOATS;
+#pragma unroll
+            for (int k = 0; k < 8; k++) tiles[s].value[k / 4][k % 4] += source[k * WARP];
+        }
+    if (gram != nullptr) {
+        const float* corner = gram + lane / 4 * RANK16 + lane % 4 * 2;
+        one = corner + warp * BLOCK * RANK16;
+        two = corner + other * BLOCK * RANK16 - (warp + 1) * BLOCK;
+#pragma unroll
+        for (int s = 0; s < SLOTS; s++) {
+            const float* source = (s <= warp ? one : two) + s * BLOCK;
 #pragma unroll
             for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
                 for (int q = 0; q < 4; q += 2) {
-                    const float2 pair = __ldg(reinterpret_cast<const float2*>(corner + 4 * q * RANK16 + 8 * half));
+                    const float2 pair = __ldg(reinterpret_cast<const float2*>(source + 4 * q * RANK16 + 8 * half));
                     tiles[s].value[half][q] += pair.x;
                     tiles[s].value[half][q + 1] += pair.y;
                 }
         }
-    __syncthreads();  // the ridge stands on the diagonal
-    for_slots(warp, [&](auto slot, int i, int j) {
-        Tile& tile = tiles[decltype(slot)::value];
-        if (i != j && (RANK % BLOCK == 0 || i != BLOCKS - 1)) return;
+    }
+    __syncthreads();  // scales and diagonal are known
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++) {
+        const Place at = place_of(warp, s);
+        if (BLOCKS < 2 * WARPS && at.i < 0) continue;
+        const float* d = memory.scales();
+        const float low = d[at.i * BLOCK + lane / 4], high = d[at.i * BLOCK + lane / 4 + 8];
+#pragma unroll
+        for (int half = 0; half < BLOCK_HALVES; half++) {
+            const float2 column = *reinterpret_cast<const float2*>(d + at.j * BLOCK + 8 * half + lane % 4 * 2);
+            float(&v)[4] = tiles[s].value[half];
+            v[0] *= low * column.x;
+            v[1] *= low * column.y;
+            v[2] *= high * column.x;
+            v[3] *= high * column.y;
+        }
+        if (!may_be_diagonal(s) || at.i != at.j) continue;
 #pragma unroll
         for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
             for (int q = 0; q < 4; q++) {
-                const int r = i * BLOCK + tile_row(lane, q), c = j * BLOCK + tile_column(lane, half, q);
-                float& element = tile.value[half][q];
-                if (r == c) element += memory.diagonal()[r];
-                if (RANK % BLOCK != 0 && (r >= RANK || c >= RANK)) element = r == c;
-                if (r == c) memory.diagonal()[r] = element;
+                const int r = tile_row(lane, q);
+                if (r == tile_column(lane, half, q)) tiles[s].value[half][q] = memory.diagonal()[at.i * BLOCK + r];
             }
-    });
+    }
 }
 
 // Factors block p on the diagonal and carries the right-hand side through it: y = W b.
@@ -134,7 +202,7 @@ __device__ __forceinline__ void factor_block(const Tile (&tiles)[SLOTS], const S
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) {
         const Place at = place_of(warp, s);
-        if (at.i == p && at.j == p)
+        if (may_be_diagonal(s) && at.i == p && at.j == p)
 #pragma unroll
             for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
@@ -155,29 +223,72 @@ __device__ __forceinline__ void factor_block(const Tile (&tiles)[SLOTS], const S
     if (part == 0) memory.rhs()[p * BLOCK + n] = y;
 }
 
+struct Parts {
+    unsigned high[4], low[4];  // an operand of rows, or of columns: pairs of float16
+};
+
+__device__ __forceinline__ void split(unsigned& high, unsigned& low, float first, float second) {
+    high = pack_float16(first, second);
+    const float2 rounded = unpack_float16(high);
+    low = pack_float16(first - rounded.x, second - rounded.y);
+}
+
+// A tile as an operand of rows.
+__device__ __forceinline__ Parts split(const Tile& tile) {
+    Parts parts;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        split(parts.high[k], parts.low[k], tile.value[k / 2][k % 2 * 2], tile.value[k / 2][k % 2 * 2 + 1]);
+    return parts;
+}
+
+__device__ __forceinline__ float4 as_floats(unsigned a, unsigned b, unsigned c, unsigned d) {
+    return make_float4(__uint_as_float(a), __uint_as_float(b), __uint_as_float(c), __uint_as_float(d));
+}
+
+__device__ __forceinline__ void load_part(unsigned (&part)[4], const float4& v) {
+    part[0] = __float_as_uint(v.x);
+    part[1] = __float_as_uint(v.y);
+    part[2] = __float_as_uint(v.z);
+    part[3] = __float_as_uint(v.w);
+}
+
+// Product of two blocks; small products first.
+__device__ __forceinline__ void multiply(float (&product)[BLOCK_HALVES][4], const Parts& rows, const Parts& columns) {
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++)
+        mma_float16(product[half], rows.low, columns.high[2 * half], columns.high[2 * half + 1]);
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++)
+        mma_float16(product[half], rows.high, columns.low[2 * half], columns.low[2 * half + 1]);
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++)
+        mma_float16(product[half], rows.high, columns.high[2 * half], columns.high[2 * half + 1]);
+}
+
 // Block i of panel p: tile <- L21 = tile W^T, in registers and, split, in shared memory; b_i -= L21 y_p.
-__device__ __forceinline__ void solve_block(Tile& tile, const Fragment<FLOAT32_WIDE> (&inverse)[BLOCK_HALVES],
-                                            const SystemMemory& memory, int p, int i, int lane) {
-    multiply_by_inverse(tile, inverse, lane);
+__device__ __forceinline__ void solve_block(Tile& tile, const Parts& inverse, const SystemMemory& memory, int p, int i, int lane) {
+    const Parts rows = split(tile);
+    float product[BLOCK_HALVES][4] = {};
+    multiply(product, rows, inverse);
     float low = 0, high = 0;  // of rows g and g + 8
 #pragma unroll
     for (int h = 0; h < BLOCK_HALVES; h++) {
-        const float (&v)[4] = tile.value[h];
-        float part[2][4];
-#pragma unroll
-        for (int q = 0; q < 4; q++) {
-            part[0][q] = __uint_as_float((__float_as_uint(v[q]) + 0x1000u) & 0xffffe000u);
-            part[1][q] = v[q] - part[0][q];
-        }
-        // column 8 h + 2 t is step t of a product, the next column step t + 4
-#pragma unroll
-        for (int k = 0; k < 2; k++) *memory.fragment(i, h, k, lane) = make_float4(part[k][0], part[k][2], part[k][1], part[k][3]);
+        const float(&v)[4] = product[h];
         const float2 y = *reinterpret_cast<const float2*>(memory.rhs() + p * BLOCK + 8 * h + lane % 4 * 2);
         low += v[0] * y.x;
         low += v[1] * y.y;
         high += v[2] * y.x;
         high += v[3] * y.y;
+#pragma unroll
+        for (int q = 0; q < 4; q++) tile.value[h][q] = v[q];
     }
+    const Parts solved = split(tile);
+    const unsigned(&a)[4] = solved.high, (&c)[4] = solved.low;
+    *memory.rows(i, 0, lane) = as_floats(a[0], a[1], a[2], a[3]);
+    *memory.rows(i, 1, lane) = as_floats(c[0], c[1], c[2], c[3]);
+    *memory.columns(i, 0, lane) = as_floats(a[0], a[2], a[1], a[3]);
+    *memory.columns(i, 1, lane) = as_floats(c[0], c[2], c[1], c[3]);
     low = quad_sum(low);
     high = quad_sum(high);
     float* b = memory.rhs() + i * BLOCK + lane / 4;
@@ -188,18 +299,12 @@ __device__ __forceinline__ void solve_block(Tile& tile, const Fragment<FLOAT32_W
 }
 
 __device__ __forceinline__ void solve_panel(Tile (&tiles)[SLOTS], const SystemMemory& memory, int p, int warp, int lane) {
-    Fragment<FLOAT32_WIDE> inverse[BLOCK_HALVES];  // k = columns 8 h + 2 t, 8 h + 2 t + 1 of W; half m: rows 8 m + g
+    Parts inverse;  // W^T as an operand of columns: pair 2 half + k holds W[8 half + g][8 k + 2 t] and the next element
 #pragma unroll
-    for (int h = 0; h < BLOCK_HALVES; h++) {
-        Raw<8> raw;
-#pragma unroll
-        for (int m = 0; m < BLOCK_HALVES; m++) {
-            const float* row = memory.inverse(p) + (8 * m + lane / 4) * INVERSE_STRIDE;
-            const float2 pair = *reinterpret_cast<const float2*>(row + 8 * h + lane % 4 * 2);
-            raw.value[0][m] = pair.x;
-            raw.value[1][m] = pair.y;
-        }
-        inverse[h].set(raw, lane);
+    for (int n = 0; n < 4; n++) {
+        const float* row = memory.inverse(p) + (n / 2 * 8 + lane / 4) * INVERSE_STRIDE;
+        const float2 pair = *reinterpret_cast<const float2*>(row + n % 2 * 8 + lane % 4 * 2);
+        split(inverse.high[n], inverse.low[n], pair.x, pair.y);
     }
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) {
@@ -208,43 +313,23 @@ __device__ __forceinline__ void solve_panel(Tile (&tiles)[SLOTS], const SystemMe
     }
 }
 
-__device__ __forceinline__ void as_rows(unsigned (&operand)[4], const float4& v) {
-    operand[0] = __float_as_uint(v.x);
-    operand[1] = __float_as_uint(v.y);
-    operand[2] = __float_as_uint(v.z);
-    operand[3] = __float_as_uint(v.w);
-}
-
-__device__ __forceinline__ void as_columns(unsigned (&operand)[BLOCK_HALVES][2], const float4& v) {
-    operand[0][0] = __float_as_uint(v.x);
-    operand[0][1] = __float_as_uint(v.z);
-    operand[1][0] = __float_as_uint(v.y);
-    operand[1][1] = __float_as_uint(v.w);
-}
-
 // A22 -= L21 L21^T for the tiles of a warp; each product is summed from zero and subtracted with rounding.
 __device__ __forceinline__ void update(Tile (&tiles)[SLOTS], const SystemMemory& memory, int p, int warp, int lane) {
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) {
         const Place at = place_of(warp, s);
         if (at.j <= p || at.i < 0) continue;
-        float sum[BLOCK_HALVES][4] = {};
-#pragma unroll
-        for (int h = 0; h < BLOCK_HALVES; h++) {
-            unsigned row[2][4], column[2][BLOCK_HALVES][2];
-#pragma unroll
-            for (int part = 0; part < 2; part++) {
-                as_rows(row[part], *memory.fragment(at.i, h, part, lane));
-                as_columns(column[part], *memory.fragment(at.j, h, part, lane));
-            }
-            multiply_part<FLOAT32_WIDE>(sum, row[1], column[0]);
-            multiply_part<FLOAT32_WIDE>(sum, row[0], column[1]);
-            multiply_part<FLOAT32_WIDE>(sum, row[0], column[0]);
-        }
+        Parts rows, columns;
+        load_part(rows.low, *memory.rows(at.i, 1, lane));
+        load_part(columns.high, *memory.columns(at.j, 0, lane));
+        load_part(rows.high, *memory.rows(at.i, 0, lane));
+        load_part(columns.low, *memory.columns(at.j, 1, lane));
+        float product[BLOCK_HALVES][4] = {};
+        multiply(product, rows, columns);
 #pragma unroll
         for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-            for (int q = 0; q < 4; q++) tiles[s].value[half][q] -= sum[half][q];
+            for (int q = 0; q < 4; q++) tiles[s].value[half][q] -= product[half][q];
     }
 }
 
@@ -274,16 +359,23 @@ __device__ __forceinline__ void substitute_back(Tile (&tiles)[SLOTS], const Syst
         __syncthreads();
         if (p == 0) break;
         const float low = memory.rhs()[p * BLOCK + lane / 4], high = memory.rhs()[p * BLOCK + lane / 4 + 8];
+        if (warp == owner_of(p))
+            for_slots(warp, [&](auto slot, int i, int j) {
+                float(&value)[BLOCK_HALVES][4] = tiles[decltype(slot)::value].value;
+                if (i == p && j < p)
+#pragma unroll
+                    for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+                        for (int k = 0; k < 2; k++) value[half][k] = value[half][k] * low + value[half][2 + k] * high;
+            });
         float sum[BLOCK_HALVES][2] = {};  // of columns 8 half + 2 t and the next, over rows g and g + 8
         for_slots(warp, [&](auto slot, int i, int j) {
-            float(&value)[BLOCK_HALVES][4] = tiles[decltype(slot)::value].value;
+            const float(&value)[BLOCK_HALVES][4] = tiles[decltype(slot)::value].value;
+            if (i >= p && j == p - 1)
 #pragma unroll
-            for (int half = 0; half < BLOCK_HALVES; half++)
+                for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    if (i == p && j < p) value[half][k] = value[half][k] * low + value[half][2 + k] * high;
-                    if (i >= p && j == p - 1) sum[half][k] += value[half][k];
-                }
+                    for (int k = 0; k < 2; k++) sum[half][k] += value[half][k];
         });
         // over the eight g: each step halves the columns that a lane keeps
         float kept[2];
@@ -306,11 +398,14 @@ cholesky_sums(float* solutions, int* status, const float* partials, const int64*
     const int warp = threadIdx.x / WARP;
     int lane = lane_number();
     const SystemMemory memory{shared_memory<float>()};
+    const bool looks_ahead = warp == WARPS - 1;  // while the first block on the diagonal is factored
+    if (looks_ahead) look_ahead(memory, partials, slots, rows, scale, blockIdx.x, n_rows, lane);
+    __syncthreads();
     for (int k = blockIdx.x; k < n_rows; k += gridDim.x) {
-        const int row = rows[k];
+        const System system = *memory.next();
         Tile tiles[SLOTS];
-        load_system(tiles, memory, partials, slots[k], slots[k + 1], gram, ridge, scale[row], warp, lane);
-        __syncthreads();
+        load_system(tiles, memory, partials, system, gram, ridge, warp, lane);
+        if (looks_ahead) look_ahead(memory, partials, slots, rows, scale, int64(k) + gridDim.x, n_rows, lane);
 #pragma unroll 1
         for (int p = 0; p < BLOCKS; p++) {
             lane = fresh(lane);
@@ -322,8 +417,12 @@ cholesky_sums(float* solutions, int* status, const float* partials, const int64*
             update(tiles, memory, p, warp, lane);
         }
         substitute_back(tiles, memory, warp, lane);
+        if (warp == 0) {  // x = D (D^-1 x)
+            for (int n = lane; n < RANK16; n += WARP) memory.rhs()[n] *= memory.scales()[n];
+            __syncwarp();
+        }
         const TeamMemory solved{memory.base, memory.rhs(), memory.diagonal(), memory.failed()};
-        store_solution(solutions + int64(row) * LD, status + row, LD, solved, *memory.failed(), warp, lane);
+        store_solution(solutions + int64(system.row) * LD, status + system.row, LD, solved, *memory.failed(), warp, lane);
         __syncthreads();  // the solution has been read
     }
 }

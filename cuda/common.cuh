@@ -82,6 +82,13 @@ __device__ __forceinline__ int fresh(int value) {
     return value;
 }
 
+// Brings the line of 128 bytes at `address` to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* address) {
+#ifndef HYBRIDMF_EMULATE
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
 // A copy that the compiler keeps in a register of its own: it cannot see that the lane's number is below 32.
 __device__ __forceinline__ unsigned copy_of(unsigned value, int lane) { return value | unsigned(lane) >> 5; }
 

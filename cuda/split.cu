@@ -1,7 +1,8 @@
-// split.cu - a table of factors as two float16 parts, scale * value = high + low to 22 bits, or rounded to bf16
-// grid  : blocks of THREADS threads    shapes: parts (n_rows, RANK16 + RANK16) float16: high parts of a row, then low ones,
-//         or (n_rows, RANK16) bf16; zeros from LD on  table (n_rows, LD)  scale: a power of two that brings the largest
-//         value near 2^14; of float16 parts only
+// split.cu - a table of factors as two float16 parts, scale * value = high + low to 22 bits, as two bf16 parts (16 bits), or
+//            rounded to bf16
+// grid  : blocks of THREADS threads    shapes: parts (n_rows, RANK16 + RANK16): high parts of a row, then low ones, or
+//         (n_rows, RANK16) bf16; zeros from LD on  table (n_rows, LD)  scale: of float16 parts only, a power of two that
+//         brings the largest value near 2^14
 // traffic: 8 bytes an element, or 6
 // Done once a half sweep, so that no row is converted each time that it is gathered. A part of a value 2^18 times smaller
 // than the largest is still a normal number.
@@ -13,8 +14,8 @@
 #ifndef LD
 #define LD RANK16
 #endif
-#ifndef NARROW
-#define NARROW 0                  // 1: bf16
+#ifndef ARITHMETIC
+#define ARITHMETIC 0              // FLOAT32: float16 parts, BF16X3: bf16 parts, BF16: bf16
 #endif
 
 constexpr int PAIRS = RANK16 / 2;
@@ -25,15 +26,19 @@ extern "C" __global__ void split_table(unsigned* __restrict__ parts, const float
         const int pair = int(k % PAIRS);
         float2 value = make_float2(0, 0);
         if (2 * pair < LD) value = *reinterpret_cast<const float2*>(table + row * LD + 2 * pair);
-        if constexpr (NARROW) {
-            parts[k] = pack_bf16(value.x, value.y);
-            continue;
+        unsigned* const target = parts + row * (ARITHMETIC == BF16 ? PAIRS : 2 * PAIRS) + pair;
+        if constexpr (ARITHMETIC == FLOAT32) {
+            value.x *= scale;
+            value.y *= scale;
+            const unsigned high = pack_float16(value.x, value.y);
+            const float2 rounded = unpack_float16(high);
+            target[0] = high;
+            target[PAIRS] = pack_float16(value.x - rounded.x, value.y - rounded.y);
+        } else {
+            const unsigned high = pack_bf16(value.x, value.y);
+            target[0] = high;
+            if constexpr (ARITHMETIC == BF16X3)
+                target[PAIRS] = pack_bf16(value.x - __uint_as_float(high << 16), value.y - __uint_as_float(high & 0xffff0000u));
         }
-        value.x *= scale;
-        value.y *= scale;
-        const unsigned high = pack_float16(value.x, value.y);
-        const float2 rounded = unpack_float16(high);
-        parts[row * 2 * PAIRS + pair] = high;
-        parts[row * 2 * PAIRS + PAIRS + pair] = pack_float16(value.x - rounded.x, value.y - rounded.y);
     }
 }

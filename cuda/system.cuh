@@ -470,7 +470,7 @@ __device__ __forceinline__ void factor_diagonal(float* block, int stride, const 
 #pragma unroll
         for (int c = j + 1; c < BLOCK; c++) a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
     }
-    // Pivots are checked here, not in the chain of steps above: nobody uses what follows a bad one. A pivot that is all
+    // Pivots are checked after the chain of steps: values behind a bad one are discarded. A pivot that is all
     // cancellation means a singular matrix; one that is no number, an overflow before.
     const bool finite = isfinite(pivot);
     const unsigned bad = __ballot_sync(FULL_WARP, lane < BLOCK && !(finite && pivot > epsilon * diagonal[lane]));

@@ -65,6 +65,23 @@ __device__ __forceinline__ unsigned multiply_add_float16(unsigned a, unsigned b,
 #endif
 }
 
+// Two pairs of bf16: a b + c.
+__device__ __forceinline__ unsigned multiply_add_bf16(unsigned a, unsigned b, unsigned c) {
+#if defined(HYBRIDMF_EMULATE)
+    auto one = [](unsigned x, unsigned y, unsigned z) {
+        return emulator::to_bf16(emulator::from_16bit(x & 0xffffu, true) * emulator::from_16bit(y & 0xffffu, true) +
+                                 emulator::from_16bit(z & 0xffffu, true));
+    };
+    return one(a, b, c) | one(a >> 16, b >> 16, c >> 16) << 16;
+#elif HAS_ASYNC_COPY
+    unsigned sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+#else
+    return 0;
+#endif
+}
+
 // The pair with its signs changed.
 __device__ __forceinline__ unsigned negate_float16(unsigned a) {
 #if defined(HYBRIDMF_EMULATE) || !HAS_ASYNC_COPY

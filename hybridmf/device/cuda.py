@@ -36,6 +36,9 @@ INSTALL = 'pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cud
 
 TOOLKIT = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]"), or install the CUDA toolkit'
 
+HOPPER_ONLY = "__CUDA_ARCH_FEAT_SM90_ALL"
+"""What a source mentions that uses instructions of compute capability 9.0 alone."""
+
 SMALL_COPY = 64 << 10
 """Bytes up to which a download bypasses the pinned buffers, which another thread may be using: a fit that reads a
 status must not wait for the download of all factors for a checkpoint."""
@@ -497,6 +500,8 @@ class CudaDevice:
     def _compile(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
         cupy = self._cupy
         options = ("-std=c++17", *(f"-D{constant}" for constant in constants))
+        if HOPPER_ONLY in source:
+            options += ("-arch=sm_90a",)  # of several architectures, NVRTC takes the last: CuPy adds plain sm_90
         with self.active():
             try:
                 function = cupy.RawModule(code=source, options=options, backend="nvrtc").get_function(name)

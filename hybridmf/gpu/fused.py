@@ -1,4 +1,4 @@
-"""Launches of cuda/fused_als.cu and cuda/cholesky_sums.cu: assembly and solution of the systems of a side."""
+"""Assembly and solution of a side's systems: cuda/fused_als.cu, cuda/warpgroup_sums.cu and cuda/cholesky_sums.cu."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
-from ..plan.fused import BLOCK, OPERAND_BYTES, FusedConfig, operand_bytes, solved_apart
+from ..plan.fused import BLOCK, OPERAND_BYTES, FusedConfig, operand_bytes, solved_apart, summed_by_warpgroups
 from ..plan.types import NONNEGATIVE
 from .assembly import Cleared, RowKernels
 from .launch import DeviceEntries, check, check_not_host, get_kernel, program
@@ -34,7 +34,7 @@ SPLIT_THREADS = 256
 
 def split_constants(config: FusedConfig, precision: str) -> dict[str, Any]:
     """Compile-time constants of cuda/split.cu."""
-    return {"RANK16": config.rank16, "LD": config.width, "NARROW": precision == "bf16"}
+    return {"RANK16": config.rank16, "LD": config.width, "ARITHMETIC": PRECISION_CODES[precision]}
 
 
 SUMS_WARPS = 4
@@ -51,9 +51,19 @@ def sums_constants(config: FusedConfig) -> dict[str, Any]:
 
 
 def sums_shared_bytes(config: FusedConfig) -> int:
-    """Shared memory of a block of cuda/cholesky_sums.cu: a panel in two parts, the inverses, two vectors."""
+    """Shared memory of a block of cuda/cholesky_sums.cu: a panel in two parts, the inverses, three vectors."""
     blocks = config.rank16 // BLOCK
-    return 4 * (blocks * 2 * BLOCK * BLOCK + blocks * BLOCK * 24 + 2 * config.rank16 + 4)
+    return 4 * (blocks * 2 * BLOCK * BLOCK + blocks * BLOCK * 24 + 3 * config.rank16 + 8)
+
+
+WARPGROUP_THREADS = 256
+WARPGROUP_BLOCKS_PER_SM = 2
+WARPGROUP_BUFFERS = 5
+
+
+def warpgroup_shared_bytes() -> int:
+    """Shared memory of a block of cuda/warpgroup_sums.cu: chunks of 32 rows in parts, their weights, barriers."""
+    return 1024 + WARPGROUP_BUFFERS * (32 * 2 * 128 * 2 + 336 + 2 * 8)
 
 
 def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
@@ -77,7 +87,14 @@ def build_constants(
 
 
 def builds(
-    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool, residual: bool = False
+    config: FusedConfig,
+    precision: str,
+    solver: str,
+    implicit: bool,
+    offsets: bool,
+    residual: bool = False,
+    *,
+    by_warpgroups: bool = False,
 ) -> list[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of all programs for a kind of entries, the slowest to compile first."""
     if solver == NONNEGATIVE:
@@ -87,10 +104,23 @@ def builds(
     else:
         names, sums = ["solve_partials", "assemble_segments"], []
         names = names if solved_apart(config.rank, solver) else ["solve_rows", *names]
-    splitting = [("split.cu", "split_table", split_constants(config, precision))] if precision in OPERAND_BYTES else []
+    splits = precision in OPERAND_BYTES or by_warpgroups
+    splitting = [("split.cu", "split_table", split_constants(config, precision))] if splits else []
+    if by_warpgroups:
+        names.remove("assemble_segments")
+        sums = [_warpgroup_build(config, precision, implicit, offsets, residual), *sums]
     # separate programs, so that they compile in parallel
     kind = (precision, solver, implicit, offsets, residual)
     return [_build(name, config, *kind) for name in names] + sums + splitting
+
+
+def _warpgroup_build(
+    config: FusedConfig, precision: str, implicit: bool, offsets: bool, residual: bool
+) -> tuple[str, str, dict[str, Any]]:
+    """``(file, kernel, constants)`` of cuda/warpgroup_sums.cu."""
+    constants = {"RANK": config.rank, "ARITHMETIC": PRECISION_CODES[precision]}
+    constants |= {"IMPLICIT": implicit, "HAS_OFFSETS": offsets, "RESIDUAL": residual}
+    return "warpgroup_sums.cu", "warpgroup_sums", constants
 
 
 def _build(
@@ -108,9 +138,9 @@ def _build(
 
 @functools.cache
 def _programs(
-    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool, residual: bool
+    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool, residual: bool, by_warpgroups: bool
 ) -> dict[str, tuple[str, str, tuple[str, ...]]]:  # cached: threads of ranks wait for each other while one formats it
-    found = builds(config, precision, solver, implicit, offsets, residual)
+    found = builds(config, precision, solver, implicit, offsets, residual, by_warpgroups=by_warpgroups)
     return {name: program(file, name, **constants) for file, name, constants in found}
 
 
@@ -126,11 +156,9 @@ def _check_systems(device: Device, config: FusedConfig, systems: SideSystems) ->
     check_not_host(device, solutions=systems.solutions, status=systems.status, ridge=systems.ridge, scale=systems.scale)
 
 
-def _check_entries(device: Device, config: FusedConfig, precision: str, table: Array, entries: DeviceEntries) -> None:
-    if precision in OPERAND_BYTES:
-        check("table", table, np.uint32, (None, operand_bytes(config.rank, precision) // 4))
-    else:
-        check("table", table, np.float32, (None, config.width))
+def _check_entries(device: Device, form: tuple[Any, int], table: Array, entries: DeviceEntries) -> None:
+    dtype, columns = form
+    check("table", table, dtype, (None, columns))
     check("indices", entries.indices, np.int32, (None,))
     check("ratings", entries.ratings, np.float32, (len(entries.indices),))
     check_not_host(device, table=table, indices=entries.indices, ratings=entries.ratings)
@@ -179,20 +207,36 @@ class FusedKernels(RowKernels):
         return self.device.zeros(1, np.int32) if self.cleared is None else self.cleared.counter()
 
     @functools.cached_property
+    def by_warpgroups(self) -> bool:
+        """Whether cuda/warpgroup_sums.cu sums segments."""
+        return summed_by_warpgroups(self.config.rank, self.precision, self.solver, self.device.spec)
+
+    @property
+    def _splits(self) -> bool:
+        return self.precision in OPERAND_BYTES or self.by_warpgroups
+
+    @property
+    def _operand_form(self) -> tuple[Any, int]:
+        """dtype and columns of what `operand` returns."""
+        if self._splits:
+            return np.uint32, operand_bytes(self.config.rank, self.precision) // 4
+        return np.float32, self.config.width
+
+    @functools.cached_property
     def table_scale(self) -> float:
         """Power of two by which float16 parts of the factors are scaled."""
-        if not np.isfinite(self.largest) or self.largest <= 0:
+        if self.precision != "float32" or not np.isfinite(self.largest) or self.largest <= 0:
             return 1.0
         return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / self.largest)), -60, 60))
 
     def operand(self, table: Array) -> Array:
-        """The factors converted by cuda/split.cu: float16 parts (float32) or bf16; uint32, shape (n, bytes / 4)."""
-        if self.precision not in OPERAND_BYTES:
+        """The factors converted by cuda/split.cu: two 16-bit parts, or bf16; uint32, shape (n, bytes / 4)."""
+        if not self._splits:
             return table
         device, config = self.device, self.config
         check("table", table, np.float32, (None, config.width))
         check_not_host(device, table=table)
-        parts = device.empty((len(table), operand_bytes(config.rank, self.precision) // 4), np.uint32)
+        parts = device.empty((len(table), self._operand_form[1]), np.uint32)
         if len(table):
             kernel = get_kernel(device, "split.cu", "split_table", **split_constants(config, self.precision))
             blocks = min(ceil_div(len(table) * config.rank16 // 2, SPLIT_THREADS), 16 * device.spec.multiprocessors)
@@ -204,7 +248,7 @@ class FusedKernels(RowKernels):
         return (self.device.empty((n_slots, self.config.partial_floats), np.float32),)
 
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
-        """Launch assemble_segments: sums of segments of rows.
+        """Launch assemble_segments or warpgroup_sums: sums of segments of rows.
 
         Parameters
         ----------
@@ -218,10 +262,19 @@ class FusedKernels(RowKernels):
         if not len(segments):
             return
         device, config, (partials,) = self.device, self.config.assembling(self.precision, self.solver), sums
-        _check_entries(device, config, self.precision, table, entries)
+        _check_entries(device, self._operand_form, table, entries)
         check("partials", partials, np.float32, (None, config.partial_floats))
         check("segments", segments, np.int64, (None, 3))
         check_not_host(device, partials=partials, segments=segments)
+        if self.by_warpgroups:
+            weights = (*entries.scalars, np.float32(self.table_scale))
+            self._kernel("warpgroup_sums", entries)(
+                (min(len(segments), int(device.spec.multiprocessors * WARPGROUP_BLOCKS_PER_SM)),),
+                (WARPGROUP_THREADS,),
+                (partials, table, *entries.arrays, segments, np.int32(len(segments)), *weights),
+                warpgroup_shared_bytes(),
+            )
+            return
         self._kernel("assemble_segments", entries)(
             _grid(device, config, len(segments)),
             (config.threads,),
@@ -317,7 +370,7 @@ class FusedKernels(RowKernels):
             return
         device, config = self.device, self.config
         _check_systems(device, config, systems)
-        _check_entries(device, config, self.precision, table, entries)
+        _check_entries(device, self._operand_form, table, entries)
         check("indptr", indptr, np.int64, (len(systems.scale) + 1,))
         check("rows", rows, np.int32, (None,))
         check_not_host(device, indptr=indptr, rows=rows)
@@ -346,11 +399,13 @@ class FusedKernels(RowKernels):
 
     def _kernel(self, name: str, entries: DeviceEntries) -> Any:
         kind = (entries.implicit, entries.offsets is not None, entries.predicted is not None)
-        return self.device.kernel(*_programs(self.config, self.precision, self.solver, *kind)[name])
+        found = _programs(self.config, self.precision, self.solver, *kind, self.by_warpgroups)
+        return self.device.kernel(*found[name])
 
     def programs(self, implicit: bool, offsets: bool, residual: bool = False) -> list[tuple[str, str, tuple[str, ...]]]:
         """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
-        return list(_programs(self.config, self.precision, self.solver, implicit, offsets, residual).values())
+        kind = (implicit, offsets, residual, self.by_warpgroups)
+        return list(_programs(self.config, self.precision, self.solver, *kind).values())
 
 
 # ---------------------------------------------------------------------------------------------------- builds
@@ -367,13 +422,16 @@ def default_builds(
     """
     for rank in ranks:
         precisions = tuple(PRECISION_CODES) if rank == 64 else ("float32",)
+        if summed_by_warpgroups(rank, "bf16x3", "cholesky", spec):
+            precisions += ("bf16x3",)
         solvers = tuple(SOLVER_CODES) if rank == 64 else ("cholesky",)
         for implicit, offsets in ((False, False), (False, True), (True, False)):
             for precision in precisions:
                 for solver in solvers:
                     config = FusedConfig.default(rank, spec, precision, solver)
-                    if config.assembling(precision, solver) != config:  # kernels with a separate configuration
-                        yield from builds(config, precision, solver, implicit, offsets)
+                    by_warpgroups = summed_by_warpgroups(rank, precision, solver, spec)
+                    if by_warpgroups or config.assembling(precision, solver) != config:  # each with its own warps
+                        yield from builds(config, precision, solver, implicit, offsets, by_warpgroups=by_warpgroups)
                         continue
                     constants = build_constants(config, precision, solver, implicit, offsets)
                     yield "fused_als.cu", "assemble_segments", constants

@@ -28,10 +28,27 @@ measure it again, set this to 129 and run ``bench/gpu.py --task als``."""
 OPERAND_BYTES = {"float32": 4, "bf16": 2}
 """Bytes of an element in the converted factors that products read, by precision; others read the factors themselves."""
 
+WARPGROUP_RANK = 113
+"""Rank from which cuda/warpgroup_sums.cu sums on Hopper: it works on 64 rows and columns at a time, so that it computes
+as much for rank 113 as for 128. Both sides of Netflix's shape took 32.7 ms and not 42.6 at rank 128, but 31.2 and not
+32.5 at rank 100 on an H200, by a variant for that rank, which was not worth its code."""
+
+WARPGROUP_PRECISIONS = ("float32", "bf16x3")
+
 
 def solved_apart(rank: int, solver: str) -> bool:
     """Whether one kernel assembles rows of any length and another one solves them."""
     return rank >= SOLVED_APART and solver != "cg"
+
+
+def summed_by_warpgroups(rank: int, precision: str, solver: str, spec: DeviceSpec) -> bool:
+    """Whether cuda/warpgroup_sums.cu sums, which has instructions of compute capability 9.0 alone."""
+    return (
+        rank >= WARPGROUP_RANK
+        and precision in WARPGROUP_PRECISIONS
+        and solved_apart(rank, solver)
+        and spec.capability == (9, 0)
+    )
 
 
 def partial_floats(rank: int) -> int:
@@ -186,8 +203,12 @@ def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float =
 
 
 def operand_bytes(rank: int, precision: str) -> int:
-    """Bytes of a row of converted factors, in addition to the factors; 0 if products read the factors."""
-    return OPERAND_BYTES.get(precision, 0) * round_up(rank, BLOCK)
+    """Bytes of a row of converted factors, in addition to the factors; 0 if products read the factors.
+
+    For bf16x3 only Hopper converts them, and only for large ranks.
+    """
+    size = 4 if precision in WARPGROUP_PRECISIONS and rank >= WARPGROUP_RANK else OPERAND_BYTES.get(precision, 0)
+    return size * round_up(rank, BLOCK)
 
 
 def table_width(rank: int, dtype: Any) -> int:

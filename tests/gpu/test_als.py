@@ -156,9 +156,11 @@ def test_rows_are_cut_into_segments_and_batches():
     for slots in (1, 2, 3, 100):
         batches = list(pieces.batches(slots))
         assert [row for batch in batches for row in batch.rows] == [4, 0, 3, 2, 1]
-        assert np.vstack([batch.segments for batch in batches])[:, 1:].tolist() == pieces.segments[:, 1:].tolist()
-        for batch in batches:
-            assert batch.segments[:, 0].tolist() == list(range(batch.slots[-1]))
+        in_order = [batch.segments[np.argsort(batch.segments[:, 0])] for batch in batches]
+        assert np.vstack(in_order)[:, 1:].tolist() == pieces.segments[:, 1:].tolist()
+        for batch, segments in zip(batches, in_order, strict=True):
+            assert segments[:, 0].tolist() == list(range(batch.slots[-1]))
+            assert (np.diff(batch.segments[:, 2] - batch.segments[:, 1]) <= 0).all()  # longest first
             assert len(batch.rows) == 1 or batch.slots[-1] <= slots
 
 

@@ -60,6 +60,8 @@ def excused_bytes(program: Program) -> float:
         return float("inf")  # the paper maps the sums of a row to local memory; it is there to be measured against
     if program.file == "fused_als.cu" and {"RANK=64", "RANK=100", "RANK=128"} & set(program.constants):
         return FEW_SCALARS
+    if program.file == "warpgroup_sums.cu":
+        return FEW_SCALARS  # of the warps that fetch, which have time
     if program.file == "cholesky_sums.cu":
         return FEW_SCALARS  # 1 to 3 scalars; with fewer systems on a multiprocessor there would be none
     if program.file == "top_k.cu" and program.architecture < 90:
@@ -115,6 +117,8 @@ def of_each_run(constants: dict[str, Any]) -> bool:
     that have to be asked for, each is compiled with either solver and with each kind of feedback.
     """
     precision = constants.get("ARITHMETIC", DEFAULT_PRECISION)
+    if "SOLVER" not in constants:
+        return True
     return precision == DEFAULT_PRECISION or constants["SOLVER"] == (precision + constants["HAS_OFFSETS"]) % 2
 
 
@@ -152,6 +156,8 @@ def usual_programs() -> set[Program]:
     fused_builds = (build[2] for build in builds_of(fused, SPECS[90], (16,)) if build[0] == "fused_als.cu")
     usual = [each for each in fused_builds if each["ARITHMETIC"] == DEFAULT_PRECISION]
     builds += [("fused_als.cu", "", each) for each in usual if each["IMPLICIT"] and not each["HAS_OFFSETS"]]
+    of_largest = builds_of(fused, SPECS[90], (128,))
+    builds += one_of_each_kernel(build for build in of_largest if build[0] == "warpgroup_sums.cu")
     return {Program(file, constant_texts(constants), 90) for file, _, constants in builds}
 
 
@@ -183,7 +189,8 @@ def test_every_kernel_is_compiled_for_every_architecture() -> None:
     for architecture, spec in SPECS.items():
         compiled = {program.file for program in PROGRAMS if program.architecture == architecture}
         on_tensor_cores = {"fused_als.cu", "split.cu", "dual_rows.cu", "basis.cu", "cholesky.cu", "cholesky_sums.cu"}
-        assert files - compiled == (on_tensor_cores if spec.capability < (8, 0) else set())
+        missing = set() if architecture == 90 else {"warpgroup_sums.cu"}
+        assert files - compiled == missing | (on_tensor_cores if spec.capability < (8, 0) else set())
 
 
 def test_shipped_configurations_are_compiled() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hybridmf.device.cuda import HOPPER_ONLY
 from hybridmf.gpu.launch import source_text
 
 
@@ -50,7 +51,8 @@ def compile_program(program: Program) -> str:
     status, handle = nvrtc.nvrtcCreateProgram(source, program.file.encode(), 0, [], [])
     assert not int(status), f"NVRTC: {status.name}"
     try:
-        options = ["-std=c++17", f"--gpu-architecture=sm_{program.architecture}", "--ptxas-options=-v"]
+        suffix = "a" if HOPPER_ONLY.encode() in source and program.architecture == 90 else ""
+        options = ["-std=c++17", f"--gpu-architecture=sm_{program.architecture}{suffix}", "--ptxas-options=-v"]
         options += [f"-D{constant}" for constant in program.constants]
         (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
         log = b" " * nvrtc.nvrtcGetProgramLogSize(handle)[1]

@@ -1,0 +1,555 @@
+// warpgroup_sums.cu - sums of segments of rows as `assemble_segments` of fused_als.cu leaves them, rank 113 to 128, with the
+//                     warpgroup products (wgmma) of Hopper: A = sum_e w_e y_e y_e^T, b = sum_e c_e y_e (entry_weight)
+// grid  : as many blocks as fit on the device; block k takes segments k, k + gridDim.x, ...
+// block : 8 warps: four multiply, the other four fetch what comes next
+// shapes: table (n_fixed, 2 RANK16) of 16-bit parts, high parts of a row, then low ones (split.cu)
+//         indices, ratings (nnz,)  offsets: of the fixed rows (HAS_OFFSETS) or of the entries (RESIDUAL)
+//         segments (n_segments, 3): slot, begin, end; longest first, so that all blocks get as many entries
+//         partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle as the lanes of a warp hold them, then b
+// shared: SHARED_BYTES: BUFFERS chunks of 32 entries and their weights
+// traffic: nnz (4 RANK16 + 8) bytes read, 4 PARTIAL n_slots written     flops: nnz RANK (RANK + 1)
+// limits: compute capability 9.0 (sm_90a)
+// A product is 64 rows of A by 64 columns over 16 entries. Its rows are in registers, where they are weighted; its columns
+// come from shared memory as the copies leave them. The 128 x 128 sums take three products (0, 0), (1, 0) and (1, 1), each of
+// which costs 32 cycles of a multiprocessor for each pair of parts. The chunks of all segments of a block form one stream, so
+// that the first entries of a segment arrive while the one before is multiplied.
+// Tensor cores truncate where they add. For float32 the sums of a chunk start from zero and are added with rounding.
+#include "fragments.cuh"
+
+#ifndef RANK
+#define RANK 128
+#endif
+#ifndef HAS_OFFSETS
+#define HAS_OFFSETS 0
+#endif
+#ifndef ARITHMETIC
+#define ARITHMETIC 0              // FLOAT32: float16 parts, or BF16X3: bf16 parts
+#endif
+
+constexpr bool ROUNDED = ARITHMETIC == FLOAT32;
+constexpr int BLOCKS = ceil_div(RANK, BLOCK);
+constexpr int RANK16 = BLOCKS * BLOCK;
+constexpr int WARPS = 4;                               // of a warpgroup
+constexpr int THREADS = WARPS * WARP;
+constexpr int HALF = 64;                               // rows and columns of a product; columns in 128 bytes
+constexpr int HALVES = 2;
+constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
+constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
+constexpr int CHUNK = 32;
+constexpr int STEPS = CHUNK / 16;
+constexpr int ROWS_BYTES = 8 * 2 * HALF;               // 8 rows, whose units of 16 bytes are permuted by the row's number
+constexpr int STEP_BYTES = 2 * ROWS_BYTES;
+constexpr int HALF_BYTES = STEPS * STEP_BYTES;         // one part of a chunk's entries, 64 columns
+constexpr int CHUNK_BYTES = 2 * HALVES * HALF_BYTES;
+constexpr int BUFFERS = 5;
+constexpr int SUMS = HALF * HALF / THREADS;            // of a product that a thread holds
+// Registers of a thread: a block starts with 128 for each, and the warps that fetch give most of theirs to the others.
+constexpr int FETCHING = 40, MULTIPLYING = 216;
+
+static_assert(RANK16 == HALVES * HALF, "two halves of 64 rows and columns");
+static_assert(ARITHMETIC == FLOAT32 || ARITHMETIC == BF16X3, "the table holds two parts");
+
+constexpr int NOT_LAST = -1, END = -2;
+
+struct alignas(8) Parts {
+    unsigned high, low;  // of two values each
+};
+
+struct Chunk {
+    Parts outer[CHUNK / 2];           // of entries 2 k and 2 k + 1; scaled
+    unsigned short linear[3][CHUNK];  // high parts, low parts, zeros
+    float of_tiles, of_rhs;           // what brings the scaled sums back
+    int slot;                         // of the segment that ends with this chunk, NOT_LAST or END
+    int unused;
+};
+
+// Opens when the threads of one warp that fetches and those of all that multiply have come, some of which wait for the others;
+// again and again. A named barrier of the hardware (bar.sync 0 is __syncthreads).
+struct Barrier {
+    static constexpr int ALL = WARP + THREADS;
+#ifdef HYBRIDMF_EMULATE
+    int arrived;
+
+    void make() { arrived = 0; }
+    void arrive() { arrived++; }
+    void wait(int times) {
+        arrive();
+        while (arrived < times * ALL) emulator::yield();
+    }
+#else
+    int number;
+
+    __device__ __forceinline__ void make() {}
+    __device__ __forceinline__ void arrive() const { asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(ALL) : "memory"); }
+    __device__ __forceinline__ void wait(int) const { asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(ALL) : "memory"); }
+#endif
+};
+
+#ifdef HYBRIDMF_EMULATE
+using BarrierOf = Barrier&;
+#else
+using BarrierOf = Barrier;
+#endif
+
+constexpr int SHARED_BYTES = ROWS_BYTES + BUFFERS * (CHUNK_BYTES + int(sizeof(Chunk)) + 2 * int(sizeof(Barrier)));
+
+struct Memory {
+    char* base;  // a multiple of ROWS_BYTES
+
+    __device__ __forceinline__ char* buffer(int k) const { return base + k * CHUNK_BYTES; }
+    __device__ __forceinline__ Chunk& chunk(int k) const { return reinterpret_cast<Chunk*>(base + BUFFERS * CHUNK_BYTES)[k]; }
+#ifdef HYBRIDMF_EMULATE
+    Barrier& full(int k) const { return reinterpret_cast<Barrier*>(base + BUFFERS * (CHUNK_BYTES + int(sizeof(Chunk))))[k]; }
+    Barrier& empty(int k) const { return (&full(0))[BUFFERS + k]; }
+#else
+    __device__ __forceinline__ Barrier full(int k) const { return {1 + k}; }
+    __device__ __forceinline__ Barrier empty(int k) const { return {1 + BUFFERS + k}; }
+#endif
+};
+
+struct Inputs {
+    const unsigned short* table;
+    const int* indices;
+    const float* ratings;
+    const float* offsets;
+    float alpha, unobserved_weight;
+    float unscale;  // of the table
+};
+
+// ---------------------------------------------------------------------------------------------- products of four warps
+
+// Operands of columns in shared memory.
+struct Columns {
+#ifdef HYBRIDMF_EMULATE
+    const char* first;
+    explicit Columns(const char* buffer) : first(buffer) {}
+#else
+    unsigned low;  // word of a descriptor; the other one is the same for all
+    __device__ __forceinline__ explicit Columns(const char* buffer)
+        : low((static_cast<unsigned>(__cvta_generic_to_shared(buffer)) >> 4 & 0x3fffu) | (ROWS_BYTES >> 4) << 16) {}
+#endif
+};
+
+// d (+)= A B: A (64 x 16) in registers, 16 rows a warp; B (16 x 64) at `offset` bytes. FROM_ZERO: d is not read. Under way
+// until `products_wait`; `products_begin` before, `products_commit` after the last one of a group.
+template <bool FROM_ZERO>
+__device__ __forceinline__ void multiply_warpgroup(float (&d)[SUMS], const unsigned (&a)[4], Columns columns, int offset) {
+#if defined(HYBRIDMF_EMULATE)
+    const int lane = threadIdx.x % WARP, k = lane % 4 * 2, g = lane / 4;
+    auto value = [&](int entry, int column) -> unsigned {
+        const int place = entry / 8 * ROWS_BYTES + entry % 8 * 128 + ((column / 8) ^ (entry % 8)) * 16 + column % 8 * 2;
+        return *reinterpret_cast<const unsigned short*>(columns.first + offset + place);
+    };
+    for (int j = 0; j < HALF / 8; j++) {
+        float sum[4];
+        for (int q = 0; q < 4; q++) sum[q] = FROM_ZERO ? 0.0f : d[4 * j + q];
+        const unsigned first = value(k, 8 * j + g) | value(k + 1, 8 * j + g) << 16;
+        const unsigned second = value(k + 8, 8 * j + g) | value(k + 9, 8 * j + g) << 16;
+        emulator::mma_16bit<ARITHMETIC == BF16X3>(sum, a, first, second);
+        for (int q = 0; q < 4; q++) d[4 * j + q] = sum[q];
+    }
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    // The other word: groups of 8 rows are ROWS_BYTES apart; units are permuted within 128 bytes.
+#define WARPGROUP_PRODUCT(TYPE)                                                                                                      \
+    asm volatile(                                                                                                                    \
+        "{ .reg .pred adds; .reg .b64 columns;\n setp.ne.b32 adds, %37, 0;\n mov.b64 columns, {%36, 0x40000040};\n"                 \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                                                 \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}," \
+        " {%32,%33,%34,%35}, columns, adds, 1, 1, 1; }"                                                                             \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),    \
+          "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),       \
+          "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),       \
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(columns.low + (offset >> 4)), "r"(int(!FROM_ZERO)))
+    if constexpr (ARITHMETIC == BF16X3) WARPGROUP_PRODUCT("bf16");
+    else WARPGROUP_PRODUCT("f16");
+#undef WARPGROUP_PRODUCT
+#endif
+}
+
+__device__ __forceinline__ void products_begin() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void products_commit() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Until at most PENDING groups are under way; `d`, of one that is done by then, is not read earlier.
+template <int PENDING> __device__ __forceinline__ void products_wait(float (&d)[SUMS]) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+#pragma unroll
+    for (int k = 0; k < SUMS; k++) asm volatile("" : "+f"(d[k])::"memory");
+#endif
+}
+
+// What this thread's copies have written to shared memory is visible to products that start after a barrier.
+__device__ __forceinline__ void show_products() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+template <int COUNT> __device__ __forceinline__ void take_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+template <int COUNT> __device__ __forceinline__ void give_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+// The operand of rows: entries 16 step ... and the warp's 16 of the 64 columns at `half`.
+__device__ __forceinline__ void load_rows(unsigned (&r)[4], const char* half, int step, int warp, int lane) {
+#if defined(HYBRIDMF_EMULATE)
+    for (int q = 0; q < 4; q++) {
+        const int k = lane % 4 * 2;
+        auto value = [&](int entry) -> unsigned {
+            const int at = step * STEP_BYTES + q / 2 * ROWS_BYTES + entry * 128 + ((2 * warp + q % 2) ^ entry) * 16 + lane / 4 * 2;
+            return *reinterpret_cast<const unsigned short*>(half + at);
+        };
+        r[q] = value(k) | value(k + 1) << 16;
+    }
+#elif HAS_ASYNC_COPY
+    const int unit = (2 * warp + lane / 8 % 2) ^ (lane % 8);
+    const char* row = half + step * STEP_BYTES + lane / 16 * ROWS_BYTES + lane % 8 * 128 + unit * 16;
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+#endif
+}
+
+__device__ __forceinline__ unsigned multiply_add_parts(unsigned a, unsigned b, unsigned c) {
+    return ARITHMETIC == BF16X3 ? multiply_add_bf16(a, b, c) : multiply_add_float16(a, b, c);
+}
+
+// high + low <- weight * (high + low): what rounds off the product of the high parts goes to the low one.
+__device__ __forceinline__ void weigh(unsigned& high, unsigned& low, Parts weight) {
+    const unsigned product = multiply_add_parts(weight.high, high, 0x80008000u);  // + -0
+    const unsigned lost = multiply_add_parts(weight.high, high, product ^ 0x80008000u);
+    low = multiply_add_parts(weight.low, high, multiply_add_parts(weight.high, low, lost));
+    high = product;
+}
+
+// ---------------------------------------------------------------------------------------------- warps that fetch
+
+// Where a warp's next chunk lies.
+struct Walk {
+    const int64* segments;
+    int n_segments;
+    int position, chunk;  // segment, chunk of it
+    int64 begin, next_begin, next_end;
+    int slot, count, next_slot;
+
+    // What is loaded here is used when the walk enters the segment.
+    __device__ __forceinline__ void load_next(int at) {
+        if (at >= n_segments) return;
+        next_slot = int(__ldg(segments + int64(3) * at));
+        next_begin = __ldg(segments + int64(3) * at + 1);
+        next_end = __ldg(segments + int64(3) * at + 2);
+    }
+
+    __device__ __forceinline__ void enter(int at) {
+        position = at;
+        slot = next_slot;
+        begin = next_begin;
+        count = int(next_end - next_begin);
+        load_next(at + gridDim.x);
+    }
+
+    __device__ __forceinline__ bool ended() const { return position >= n_segments; }
+    __device__ __forceinline__ int chunks() const { return count <= CHUNK ? 1 : (count + CHUNK - 1) / CHUNK; }
+
+    __device__ __forceinline__ void advance(int steps) {
+        chunk += steps;
+        while (!ended() && chunk >= chunks()) {
+            chunk -= chunks();
+            enter(position + gridDim.x);
+        }
+    }
+};
+
+struct Entry {
+    int index;  // row of the table, -1 beyond the last entry
+    float rating, offset;
+};
+
+__device__ __forceinline__ Entry load_entry(const Walk& walk, const Inputs& in, int lane) {
+    const int at = walk.chunk * CHUNK + lane;
+    if (walk.ended() || at >= walk.count) return {-1, 0, 0};
+    const int64 entry = walk.begin + at;
+    return {__ldg(in.indices + entry), __ldg(in.ratings + entry), RESIDUAL ? __ldg(in.offsets + entry) : 0.0f};
+}
+
+// A power of two 2^e, |e| <= 60, and its inverse.
+struct Scale {
+    float factor, inverse;
+};
+
+// The one that brings a value below 1, to 1/2 or more; bf16 needs none.
+__device__ __forceinline__ Scale scale_of(float most) {
+    if (!ROUNDED) return {1, 1};
+    const int exponent = min(max(int(__float_as_uint(most) >> 23 & 255u) - 126, -60), 60);
+    return {__uint_as_float(unsigned(127 - exponent) << 23), __uint_as_float(unsigned(127 + exponent) << 23)};
+}
+
+// Two values as parts.
+__device__ __forceinline__ Parts split(float first, float second) {
+    if constexpr (ROUNDED) {
+        const unsigned high = pack_float16(first, second);
+        const float2 rounded = unpack_float16(high);
+        return {high, pack_float16(first - rounded.x, second - rounded.y)};
+    } else {
+        const unsigned high = pack_bf16(first, second);
+        return {high, pack_bf16(first - __uint_as_float(high << 16), second - __uint_as_float(high & 0xffff0000u))};
+    }
+}
+
+// Writes what a chunk's entries weigh.
+__device__ __forceinline__ void prepare(Chunk& chunk, const Walk& walk, Entry entry, const Inputs& in, int lane) {
+    EntryWeight w = {};
+    if (entry.index >= 0) {
+        if (HAS_OFFSETS) entry.offset = __ldg(in.offsets + entry.index);
+        w = entry_weight(entry.rating, entry.offset, in.alpha, in.unobserved_weight);
+    }
+    const Scale outer = IMPLICIT ? scale_of(warp_largest(w.outer)) : Scale{1, 1}, linear = scale_of(warp_largest(fabsf(w.linear)));
+    const Parts parts = split(w.outer * outer.factor, w.linear * linear.factor);
+    unsigned short* const outer_parts = reinterpret_cast<unsigned short*>(chunk.outer) + lane / 2 * 4 + lane % 2;
+    outer_parts[0] = parts.high & 0xffffu;
+    outer_parts[2] = parts.low & 0xffffu;
+    chunk.linear[0][lane] = parts.high >> 16;
+    chunk.linear[1][lane] = parts.low >> 16;
+    if (lane == 0) {
+        chunk.of_tiles = in.unscale * in.unscale * outer.inverse;
+        chunk.of_rhs = in.unscale * linear.inverse;
+        chunk.slot = walk.ended() ? END : walk.chunk + 1 < walk.chunks() ? NOT_LAST : walk.slot;
+    }
+}
+
+// Starts the copies of a chunk's rows, each by all lanes; lane e has the number of row e, -1 beyond the last entry.
+__device__ __forceinline__ void copy_rows(char* buffer, int index, const Inputs& in, int lane) {
+    const int unit = lane % 16;  // of 16 bytes; the upper lanes have the low parts
+    const char* const table = reinterpret_cast<const char*>(in.table) + 16 * lane;
+    char* const target = buffer + (lane / 16 * HALVES + unit / 8) * HALF_BYTES;
+    int place[8];  // of row k modulo 8
+#pragma unroll
+    for (int k = 0; k < 8; k++) place[k] = k * 128 + ((unit % 8) ^ k) * 16;
+#pragma unroll 1
+    for (int group = 0; group < CHUNK; group += 8)
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const int row = __shfl_sync(FULL_WARP, index, group + k);  // not read where it is -1
+            copy_async_16(target + group * 128 + place[k], table + unsigned(row) * (4ull * RANK16), row >= 0);
+        }
+    copy_commit();
+}
+
+// Fetches chunks warp, warp + 4, ... of the stream, the last of them without entries.
+__device__ __forceinline__ void fetch(const Memory& memory, const Inputs& in, const int64* segments, int n_segments, int warp, int lane) {
+    Walk walk{segments, n_segments, int(blockIdx.x), 0, 0, 0, 0, 0, 0, 0};
+    walk.load_next(walk.position);
+    walk.enter(walk.position);
+    walk.advance(warp);
+    Entry arriving = load_entry(walk, in, lane);
+    int number = warp, times = 0;  // times the buffer was used
+    bool ended = false;
+    while (!ended) {
+        if (times > 0)
+            memory.empty(number).wait(times);
+        prepare(memory.chunk(number), walk, arriving, in, lane);
+        ended = walk.ended();
+        if (!ended) {
+            copy_rows(memory.buffer(number), arriving.index, in, lane);
+            walk.advance(WARPS);
+            arriving = load_entry(walk, in, lane);
+            copy_wait<0>();
+            show_products();
+        }
+        memory.full(number).arrive();
+        number += WARPS;
+        if (number >= BUFFERS) {
+            number -= BUFFERS;
+            times++;
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- warps that multiply
+
+// The warp's rows of a half as operands, weighted, and their part of b.
+__device__ __forceinline__ void load_operands(unsigned (&rows)[STEPS][2][4], float (&rhs)[2], const char* buffer, int half,
+                                              const Chunk& chunk, int warp, int lane) {
+    const int g = lane / 4, pair = lane % 4 * 2;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+        for (int part = 0; part < 2; part++)
+            load_rows(rows[step][part], buffer + (part * HALVES + half) * HALF_BYTES, step, warp, lane);
+        // of entries k and k + 8; columns 0 and 1 of `linear` are the parts of c
+        unsigned linear[2];
+        Parts outer[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            linear[k] = *reinterpret_cast<const unsigned*>(chunk.linear[g < 2 ? g : 2] + 16 * step + pair + 8 * k);
+            outer[k] = IMPLICIT ? chunk.outer[(16 * step + pair + 8 * k) / 2] : Parts{0, 0};
+        }
+        float sum[4] = {};
+#pragma unroll
+        for (int part = 1; part >= 0; part--)
+            if constexpr (ROUNDED) mma_float16(sum, rows[step][part], linear[0], linear[1]);
+            else mma_bf16(sum, rows[step][part], linear[0], linear[1]);
+        rhs[0] += chunk.of_rhs * (sum[0] + sum[1]);
+        rhs[1] += chunk.of_rhs * (sum[2] + sum[3]);
+        if constexpr (IMPLICIT)
+#pragma unroll
+            for (int q = 0; q < 4; q++) weigh(rows[step][0][q], rows[step][1][q], outer[q / 2]);
+    }
+}
+
+// sums (+)= the products of a half's rows and 64 columns over a chunk: low x high, high x low, high x high.
+__device__ __forceinline__ void multiply(float (&sums)[SUMS], const unsigned (&rows)[STEPS][2][4], Columns columns, int half) {
+    products_begin();
+    static_for<0, STEPS>([&](auto index) {
+        constexpr int step = decltype(index)::value;
+        const int high = half * HALF_BYTES + step * STEP_BYTES, low = high + HALVES * HALF_BYTES;
+        multiply_warpgroup<ROUNDED && step == 0>(sums, rows[step][1], columns, high);
+        multiply_warpgroup<false>(sums, rows[step][0], columns, low);
+        multiply_warpgroup<false>(sums, rows[step][0], columns, high);
+    });
+    products_commit();
+}
+
+__device__ __forceinline__ void add_scaled(float (&sums)[SUMS], const float (&more)[SUMS], float scale) {
+#pragma unroll
+    for (int k = 0; k < SUMS; k++) sums[k] += scale * more[k];
+}
+
+__device__ __forceinline__ void store(float* partial, const float (&sums)[SUMS], int row, int first_column, int lane) {
+#pragma unroll
+    for (int block = 0; block < HALF / BLOCK; block++) {
+        const int j = first_column + block;
+        if (j > row) continue;
+        float* target = partial + (row * (row + 1) / 2 + j) * BLOCK * BLOCK + lane;
+#pragma unroll
+        for (int k = 0; k < 8; k++) target[k * WARP] = sums[8 * block + k];
+    }
+}
+
+// What a thread has of a segment's sums.
+struct Totals {
+    float tiles[3][SUMS];  // products (0, 0), (1, 0), (1, 1)
+    float rhs[HALVES][2];  // rows g and g + 8 of the warp's, in lanes that are multiples of four
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int k = 0; k < 3 * SUMS; k++) tiles[k / SUMS][k % SUMS] = 0;
+#pragma unroll
+        for (int k = 0; k < HALVES * 2; k++) rhs[k / 2][k % 2] = 0;
+    }
+
+    __device__ __forceinline__ void store_in(float* partial, int warp, int lane) const {
+        store(partial, tiles[0], warp, 0, lane);
+        store(partial, tiles[1], WARPS + warp, 0, lane);
+        store(partial, tiles[2], WARPS + warp, HALF / BLOCK, lane);
+        float* target = partial + TILE_COUNT * BLOCK * BLOCK + warp * BLOCK + lane / 4;
+        if (lane % 4 == 0)
+#pragma unroll
+            for (int k = 0; k < HALVES * 2; k++) target[k / 2 * HALF + k % 2 * 8] = rhs[k / 2][k % 2];
+    }
+};
+
+// Multiplies the chunks of the stream.
+__device__ __forceinline__ void multiply_chunks(const Memory& memory, float* partials, int warp, int lane) {
+    Totals totals;
+    totals.clear();
+    unsigned rows[HALVES][STEPS][2][4];
+    int number = 0, times = 1;
+    memory.full(0).wait(1);
+    bool ends = memory.chunk(0).slot == END;
+    if (!ends) load_operands(rows[0], totals.rhs[0], memory.buffer(0), 0, memory.chunk(0), warp, lane);
+#pragma unroll 1
+    while (!ends) {
+        lane = fresh(lane);
+        const Chunk& chunk = memory.chunk(number);
+        const char* buffer = memory.buffer(number);
+        const Columns columns(buffer);
+        const int slot = chunk.slot;
+        const float of_tiles = chunk.of_tiles;
+        BarrierOf used = memory.empty(number);
+        float next_rhs[2] = {};
+        // The rows of the next chunk's first half are loaded while the last product is under way.
+        auto begin_next = [&] {
+            if (++number == BUFFERS) {
+                number = 0;
+                times++;
+            }
+            memory.full(number).wait(times);
+            ends = memory.chunk(number).slot == END;
+            if (!ends) load_operands(rows[0], next_rhs, memory.buffer(number), 0, memory.chunk(number), warp, lane);
+        };
+        if constexpr (ROUNDED) {
+            float even[SUMS], odd[SUMS];
+            multiply(even, rows[0], columns, 0);
+            load_operands(rows[1], totals.rhs[1], buffer, 1, chunk, warp, lane);
+            multiply(odd, rows[1], columns, 0);
+            products_wait<1>(even);
+            add_scaled(totals.tiles[0], even, of_tiles);
+            multiply(even, rows[1], columns, 1);
+            products_wait<1>(odd);
+            add_scaled(totals.tiles[1], odd, of_tiles);
+            begin_next();
+            products_wait<0>(even);
+            used.arrive();
+            add_scaled(totals.tiles[2], even, of_tiles);
+        } else {
+            multiply(totals.tiles[0], rows[0], columns, 0);
+            load_operands(rows[1], totals.rhs[1], buffer, 1, chunk, warp, lane);
+            multiply(totals.tiles[1], rows[1], columns, 0);
+            multiply(totals.tiles[2], rows[1], columns, 1);
+            products_wait<2>(totals.tiles[0]);
+            begin_next();
+            products_wait<1>(totals.tiles[1]);
+            products_wait<0>(totals.tiles[2]);
+            used.arrive();
+        }
+        if (slot != NOT_LAST) {
+            totals.store_in(partials + int64(slot) * PARTIAL, warp, lane);
+            totals.clear();
+        }
+        totals.rhs[0][0] += next_rhs[0];
+        totals.rhs[0][1] += next_rhs[1];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(2 * THREADS, 2)
+warpgroup_sums(float* partials, const unsigned short* table, const int* indices, const float* ratings, const float* offsets,
+               const int64* segments, int n_segments, float alpha, float unobserved_weight, float table_scale) {
+    const int warp = threadIdx.x / WARP, lane = lane_number();
+    char* base = shared_memory<char>();
+#ifndef HYBRIDMF_EMULATE
+    base += -static_cast<unsigned>(__cvta_generic_to_shared(base)) & (ROWS_BYTES - 1);
+#endif
+    const Memory memory{base};
+    if (threadIdx.x < BUFFERS) {
+        memory.full(threadIdx.x).make();
+        memory.empty(threadIdx.x).make();
+        for (int k = 0; k < CHUNK; k++) memory.chunk(threadIdx.x).linear[2][k] = 0;
+    }
+    __syncthreads();
+    if (warp >= WARPS) {
+        give_registers<FETCHING>();
+        const Inputs in{table, indices, ratings, offsets, alpha, unobserved_weight, 1.0f / table_scale};
+        fetch(memory, in, segments, n_segments, warp - WARPS, lane);
+    } else {
+        take_registers<MULTIPLYING>();
+        multiply_chunks(memory, partials, warp, lane);
+    }
+}
