@@ -268,6 +268,15 @@ class Factors:
         return suspects[blank]
 
     @property
+    def form(self) -> tuple[np.dtype, int]:
+        """dtype and columns of `matrix`."""
+        return self.matrix.dtype, self.matrix.shape[1]
+
+    def write(self, target: np.ndarray) -> None:
+        """Write `matrix` to an array of its shape and dtype on the host."""
+        target[...] = self.matrix
+
+    @property
     def arrays(self) -> list[Any]:
         """Arrays of the factors in their present memory; first axis: rows."""
         return [self.matrix] if self.bias is None else [self.matrix, self.bias]

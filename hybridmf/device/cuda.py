@@ -129,8 +129,8 @@ class Device(Protocol):
     def adopt(self, array: Any) -> Array:
         """Copy of an array of any library that is on this device (see `gpu_of`), C order."""
 
-    def download(self, array: Array) -> np.ndarray:
-        """Copy to the host; waits for the kernels that compute the array."""
+    def download(self, array: Array, target: np.ndarray | None = None) -> np.ndarray:
+        """Copy to the host, to `target` if given; waits for the kernels that compute the array."""
 
     def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
         """Start copying a small array to the host; the returned function waits for the copy, but not for later work."""
@@ -395,14 +395,15 @@ class CudaDevice:
             target[...] = given
             return target
 
-    def download(self, array: Array) -> np.ndarray:
+    def download(self, array: Array, target: np.ndarray | None = None) -> np.ndarray:
         """Copy to the host, through pinned buffers if large; waits for the kernels that compute the array."""
         with self.active():
             source = self._cupy.ascontiguousarray(array)
+            if target is None:
+                target = np.empty(source.shape, dtype=source.dtype)
             if source.nbytes <= SMALL_COPY:
-                small: np.ndarray = source.get()  # which waits for the current stream
-                return small
-            target = np.empty(source.shape, dtype=source.dtype)
+                target[...] = source.get()  # which waits for the current stream
+                return target
             with self._lock:
                 self._copies.after(self.record())
                 self._copies.fetch(target, source)

@@ -47,6 +47,11 @@ class GpuFactors(LazyFactors):
     factors: int
     range: RowRange | None
 
+    @property
+    def form(self) -> tuple[np.dtype, int]:
+        """See `Factors.form`."""
+        return np.dtype(self.table.dtype), self.factors
+
     def beside(self, array: np.ndarray) -> Array:
         """Copy an array from the host to the device of the factors; unchanged if they are on the host."""
         raise NotImplementedError
@@ -184,6 +189,18 @@ class DeviceFactors(GpuFactors):
     def part(self, rows: slice) -> DeviceFactors:
         """Some rows, as views."""
         return self.with_arrays([array[rows] for array in self.arrays])
+
+    @property
+    def bias(self) -> np.ndarray | None:
+        """Biases on the host; without them, nothing is copied."""
+        return None if self.device_bias is None else self.on_host().bias
+
+    def write(self, target: np.ndarray) -> None:
+        """See `Factors.write`; without a copy in between if rows are not padded."""
+        if self._host is None and self.table.shape[1] == self.factors:
+            self.device.download(self.table, target)
+        else:
+            super().write(target)
 
     def _brought(self) -> Factors:
         bias = None if self.device_bias is None else self.device.download(self.device_bias)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 
@@ -27,7 +29,7 @@ class JoinedFactors(LazyFactors):
     order: np.ndarray | None
 
     def _brought(self) -> Factors:
-        host = _joined([part.on_host() for part in self.parts])
+        host = _joined(self.parts)
         if self.order is None:
             return host
         inverse = np.empty_like(self.order)
@@ -44,10 +46,12 @@ class JoinedFactors(LazyFactors):
 
 
 def _joined(parts: Sequence[Factors]) -> Factors:
+    dtype, columns = parts[0].form
+    ends = np.cumsum([0, *map(len, parts)]).tolist()
+    matrix = np.empty((ends[-1], columns), dtype=dtype)
+    with ThreadPoolExecutor(len(parts), thread_name_prefix="hybridmf-download") as threads:  # each GPU has its own bus
+        places = [matrix[first:last] for first, last in pairwise(ends)]
+        list(threads.map(lambda part, place: part.write(place), parts, places))
     biases = [part.bias for part in parts if part.bias is not None]
     squares = [part.squares for part in parts if part.squares is not None]
-    return Factors(
-        np.concatenate([part.matrix for part in parts]),
-        np.concatenate(biases) if biases else None,
-        _joined(squares) if squares else None,
-    )
+    return Factors(matrix, np.concatenate(biases) if biases else None, _joined(squares) if squares else None)

@@ -226,8 +226,11 @@ class EmulatedDevice:
     def adopt(self, array: Any) -> np.ndarray:
         return self.upload(array.memory)  # of a support.gpu_arrays.GpuArray
 
-    def download(self, array: np.ndarray) -> np.ndarray:
-        return array.copy()
+    def download(self, array: np.ndarray, target: np.ndarray | None = None) -> np.ndarray:
+        if target is None:
+            return array.copy()
+        target[...] = array
+        return target
 
     def begin_download(self, array: np.ndarray) -> Callable[[], np.ndarray]:
         copied = array.copy()

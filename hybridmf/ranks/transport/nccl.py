@@ -9,6 +9,9 @@ memory on any GPU with shared access, and that thread would never launch the ker
 the first meeting all memory is allocated, and ranks only launch. Before the second one no rank starts an operation that
 waits for its GPU while it holds the interpreter's lock, such as loading a kernel in CuPy: others need the lock to
 launch. One thread that calls for all ranks (`allgatherv_together`) needs no meeting: its calls are one group of NCCL.
+
+NCCL takes 0.2 s to connect two GPUs and 0.6 s to release the connection, more than the iterations of many fits. So the
+connection between threads of a process stays open after a fit, and the next fit on the same GPUs uses it (`_Idle`).
 """
 
 from __future__ import annotations
@@ -51,6 +54,9 @@ which must not happen while another rank's kernel waits."""
 MULTICAST = "NCCL_NVLS_ENABLE"
 """NVLink multicast. Off unless set by the user: it needs a fabric manager that allows it."""
 
+NAME_BYTES = 128
+"""Bytes of the name under which NCCL connects ranks."""
+
 TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
 
 
@@ -72,6 +78,48 @@ def _modules() -> tuple[Any, Any]:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise DeviceError(f"several GPUs need NCCL, and CuPy cannot load it ({text}): {INSTALL}") from error
     return cupy, nccl
+
+
+class _Idle:
+    """Open connections between GPUs of this process that no communicator uses.
+
+    A connection can be claimed once all its ranks have put theirs. Connections stay open until the process ends, which
+    releases them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[bytes, tuple[tuple[int, ...], dict[int, Any]]] = {}  # name: GPUs, connections by rank
+        self._claimed: dict[bytes, dict[int, Any]] = {}
+
+    def put(self, name: bytes, devices: tuple[int, ...], rank: int, connection: Any) -> None:
+        """Keep the connection of a rank; no rank has work left."""
+        # CuPy's object would wait for the other ranks when it is deleted at the exit of the interpreter
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+        with self._lock:
+            self._idle.setdefault(name, (devices, {}))[1][rank] = connection
+
+    def claim(self, devices: tuple[int, ...]) -> bytes | None:
+        """Name of a connection between these GPUs (by rank), for the caller's ranks alone; None if none is idle."""
+        with self._lock:
+            for name, (known, connections) in self._idle.items():
+                if known == devices and len(connections) == len(devices):
+                    del self._idle[name]
+                    self._claimed[name] = connections
+                    return name
+        return None
+
+    def take(self, name: bytes, rank: int) -> Any:
+        """The connection of a rank by its claimed name; None for the name of a new connection."""
+        with self._lock:
+            connections = self._claimed.get(name, {})
+            connection = connections.pop(rank, None)
+            if not connections:
+                self._claimed.pop(name, None)
+            return connection
+
+
+_idle = _Idle()
 
 
 class NcclCommunicator(Communicator):
@@ -112,6 +160,7 @@ class NcclCommunicator(Communicator):
         self._lock, self._cause, self._closed = threading.RLock(), "", threading.Event()
         self._in_use = threading.Lock()  # held by the watch or by `_give_back`, never by both
         self._held: Any = None
+        self._name, self._devices = b"", (device,)
         self._pending: deque[tuple[str, Any, float]] = deque()
         with self._on_device():
             self._side = self._cupy.cuda.Stream(non_blocking=True, priority=-1)  # ahead of kernels that fill the GPU
@@ -138,13 +187,19 @@ class NcclCommunicator(Communicator):
         self._check_own_gpu()
         os.environ.setdefault(MULTICAST, "0")
         os.environ.setdefault(CONNECT, "0")
-        name = np.zeros(128, dtype=np.uint8)
+        devices = self.control.allgatherv(np.array([self.device], dtype=np.int64), [1] * self.size)
+        self._devices = tuple(devices.tolist())
+        name = np.zeros(NAME_BYTES, dtype=np.uint8)
         if self.rank == 0:
-            name[:] = np.frombuffer(self._nccl.get_unique_id(), dtype=np.uint8)
-        name = self.control.broadcast(name, 0)
+            idle = _idle.claim(self._devices) if self.control.one_process else None
+            name[:] = np.frombuffer(idle or self._nccl.get_unique_id(), dtype=np.uint8)
+        self._name = self.control.broadcast(name, 0).tobytes()
+        held = _idle.take(self._name, self.rank)
+        if held is not None:  # on all ranks
+            return held
         self.control.barrier()  # from here on NCCL waits for all ranks and cannot be interrupted
         try:
-            return self._nccl.NcclCommunicator(self.size, name.tobytes(), self.rank)
+            return self._nccl.NcclCommunicator(self.size, self._name, self.rank)
         except self._nccl.NcclError as error:
             cause = f"NCCL cannot connect rank {self.rank} on cuda:{self.device}: {error}"
             self.control.abort(cause)
@@ -444,18 +499,29 @@ class NcclCommunicator(Communicator):
         self._stop(cause or "aborted")
 
     def close(self) -> None:
-        """Release the connection, on all ranks together; waits for the device of this rank."""
+        """Release the connection, or leave it for the next fit, on all ranks together; waits for this rank's device."""
         if self._closed.is_set():
             return
         self._closed.set()
         if not self._cause:
+            together = False
             with self._on_device():
                 self._cupy.cuda.Device(self.device).synchronize()
                 with suppress(CommunicatorError):  # after a failure of others, do not wait for them
                     self.control.barrier()
-            # abort, since destroy would wait for the other ranks: none of them has work left
-            self._give_back()
+                    together = not self.control.cause
+            if together and self.control.one_process:
+                self._leave()
+            else:  # abort, since destroy would wait for the other ranks: none of them has work left
+                self._give_back()
         self.control.close()
+
+    def _leave(self) -> None:
+        """Leave the connection open; no rank has work left."""
+        with self._in_use:
+            held, self._held = self._held, None
+        if held is not None:
+            _idle.put(self._name, self._devices, self.rank, held)
 
     def __del__(self) -> None:
         """Release an unclosed communicator; do not wait for others, which may have failed."""

@@ -28,6 +28,7 @@ def fake(monkeypatch):
     module = fake_nccl.Nccl()
     monkeypatch.setattr(nccl, "_modules", lambda: (fake_nccl.fake_cupy(), module))
     monkeypatch.setattr(nccl, "POLL", 0.01)
+    monkeypatch.setattr(nccl, "_idle", nccl._Idle())
     monkeypatch.delenv(nccl.MULTICAST, raising=False)
     return module
 
@@ -157,7 +158,47 @@ def test_numpy_arrays_go_by_the_control(fake):
         return checks
 
     assert min(run_ranks(2, on_fakes(rank), timeout=20)) > 80
-    assert set(fake.calls) == {"abort"}  # by close
+    assert fake.calls == []
+
+
+def test_a_connection_stays_open_for_the_next_fit_on_the_same_gpus(fake):
+    def rank(communicator):
+        communicator.allreduce(as_fake(np.ones(2)))
+        return communicator._held
+
+    first = run_ranks(2, on_fakes(rank), timeout=20)
+    assert "abort" not in fake.calls
+    assert run_ranks(2, on_fakes(rank), timeout=20) == first
+    assert len(fake.worlds) == 1
+    others = run_ranks(3, on_fakes(rank), timeout=20)  # other GPUs
+    assert len(fake.worlds) == 2
+    assert not set(others) & set(first)
+    assert run_ranks(2, on_fakes(rank), timeout=20) == first
+
+
+def test_concurrent_fits_have_connections_of_their_own(fake):
+    def rank(control):
+        both = [NcclCommunicator(each, control.rank) for each in (control.split(0), control.split(0))]
+        for communicator in both:
+            communicator.close()
+
+    run_ranks(2, rank, timeout=20)
+    assert len(fake.worlds) == 2
+    claimed = [nccl._idle.claim((0, 1)) for _ in range(3)]
+    assert set(claimed) == {*fake.worlds, None}
+    assert claimed[2] is None
+
+
+def test_a_failed_connection_is_not_used_again(fake):
+    def rank(communicator):
+        if communicator.rank == 1:
+            raise ArithmeticError("NaN on rank 1")
+        wait_until(lambda: communicator.cause)
+
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="NaN on rank 1"):
+            run_ranks(2, on_fakes(rank), timeout=20)
+    assert len(fake.worlds) == 2
 
 
 def test_users_may_turn_multicast_on(fake, monkeypatch):
@@ -269,17 +310,18 @@ def test_released_arrays_are_not_read(fake):
         def look():
             looking.set()
             assert may_end.wait(10)
-            looks.append(comm.aborted)
+            looks.append(communicator._held is None)
 
         comm.check_async_error = look
         assert looking.wait(10)
         closing = threading.Thread(target=communicator.close)
         closing.start()
         time.sleep(0.05)
-        assert not comm.aborted
+        assert communicator._held is comm
         may_end.set()
         closing.join(10)
-        assert comm.aborted and looks == [False]
+        assert communicator._held is None
+        assert looks == [False]
         assert communicator._find_failure() == ""
         with pytest.raises(CommunicatorError, match="rank 0 has closed this communicator"):
             _ = communicator._comm
