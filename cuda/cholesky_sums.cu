@@ -184,6 +184,15 @@ __device__ __forceinline__ void load_system(Tile (&tiles)[SLOTS], const SystemMe
             v[2] *= high * column.x;
             v[3] *= high * column.y;
         }
+        if (RANK % BLOCK != 0 && at.i == BLOCKS - 1)  // sums beyond RANK can be NaN, which a scale of 0 does not clear
+#pragma unroll
+            for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+                for (int q = 0; q < 4; q++) {
+                    const bool beyond = at.i * BLOCK + tile_row(lane, q) >= RANK ||
+                                        at.j * BLOCK + tile_column(lane, half, q) >= RANK;
+                    if (beyond) tiles[s].value[half][q] = 0;
+                }
         if (!may_be_diagonal(s) || at.i != at.j) continue;
 #pragma unroll
         for (int half = 0; half < BLOCK_HALVES; half++)

@@ -10,6 +10,7 @@ from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.plan.fused import BLOCK, FusedConfig
 from support.devices import SPECS
 from support.marks import exhaustive
+from support.partials import matrix_of
 
 LENGTHS = (130, 65, 64, 33, 32, 31, 5, 1, 0)
 """Of segments: around the 32 entries of a chunk and the 5 chunks on their way."""
@@ -22,20 +23,6 @@ def hopper(device):
     if device.spec.capability != (9, 0):
         pytest.skip("only Hopper has warpgroup products")
     return device
-
-
-def matrix_of(partial: np.ndarray, rank16: int) -> np.ndarray:
-    """The lower blocks of a system's matrix, from the order in which the lanes of a warp hold them."""
-    lane, matrix, tile = np.arange(32), np.zeros((rank16, rank16)), 0
-    for i in range(0, rank16, BLOCK):
-        for j in range(0, i + 1, BLOCK):
-            for k in range(8):
-                half, q = divmod(k, 4)
-                matrix[i + lane // 4 + q // 2 * 8, j + 8 * half + lane % 4 * 2 + q % 2] = partial[
-                    tile * BLOCK**2 + k * 32 + lane
-                ]
-            tile += 1
-    return matrix
 
 
 def summed(device, kernels: fused.FusedKernels, factors: np.ndarray, entries: DeviceEntries, lengths) -> np.ndarray:

@@ -1,0 +1,34 @@
+"""Sums of a segment in the layout of cuda/system.cuh: the lower blocks of a matrix as the lanes of a warp hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hybridmf.plan.fused import BLOCK
+
+
+def _lanes(rank16: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """For 32 elements at a time: where they start in the vector of sums, their rows and their columns."""
+    lane, at = np.arange(32), 0
+    for i in range(0, rank16, BLOCK):
+        for j in range(0, i + 1, BLOCK):
+            for k in range(8):
+                half, q = divmod(k, 4)
+                yield at, i + lane // 4 + q // 2 * 8, j + 8 * half + lane % 4 * 2 + q % 2
+                at += 32
+
+
+def matrix_of(partial: np.ndarray, rank16: int) -> np.ndarray:
+    """Matrix of a vector of sums; zeros above the blocks on the diagonal."""
+    matrix = np.zeros((rank16, rank16))
+    for at, rows, columns in _lanes(rank16):
+        matrix[rows, columns] = partial[at : at + 32]
+    return matrix
+
+
+def partial_of(matrix: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    """Vector of sums, float32: the lower blocks of a matrix, then the right-hand side."""
+    blocks = [matrix[rows, columns] for _, rows, columns in _lanes(len(matrix))]
+    return np.concatenate([*blocks, rhs]).astype(np.float32)
