@@ -1,5 +1,5 @@
 // cholesky_sums.cu - A[u] x[u] = b[u] for rows u whose sums `assemble_segments` or `warpgroup_sums` has left in global memory,
-//                    rank 97 to 128; A[u] = G + sums + scale_u ridge
+//                    rank 97 to 128; A[u] = G + sums + scale_u ridge. Or of systems in matrices
 // grid  : any number of blocks, which take systems in turn     block : 4 warps, one system at a time
 // shapes: partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle as the lanes of a warp hold them, then b
 //         slots (n_rows + 1,): system k is the sum of slots slots[k] ... slots[k + 1] - 1   rows (n_rows,)
@@ -21,6 +21,9 @@
 
 #ifndef LD
 #define LD ((RANK + 3) / 4 * 4)
+#endif
+#ifndef MATRICES
+#define MATRICES 0                // 1: the kernel `cholesky_matrices` alone
 #endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM 4           // bounds the registers of a thread at 128
@@ -99,8 +102,22 @@ __device__ __forceinline__ float scale_of(float value) {
     return __uint_as_float(unsigned(127 - (exponent >> 1)) << 23);
 }
 
-// By one thread for each row: its element of the diagonal of A, its scale and its element of D b. A row whose element is not
-// positive gets the scale 0, so that its pivot is that element. Rows from RANK on become those of the identity.
+// Keeps a row's element of the diagonal of A, scaled, its scale and its element of D b. A row whose element is not positive gets
+// the scale 0, so that its pivot is that element. Rows from RANK on become those of the identity.
+__device__ __forceinline__ void keep_row(const SystemMemory& memory, int row, float diagonal, float b) {
+    float d = 0;
+    if (row >= RANK) {
+        diagonal = 1;
+    } else if (diagonal > 0 && isfinite(diagonal)) {
+        d = scale_of(diagonal);
+        diagonal = diagonal * d * d;
+    }
+    memory.diagonal()[row] = diagonal;
+    memory.scales()[row] = d;
+    memory.rhs()[row] = row < RANK ? b * d : 0.0f;
+}
+
+// By one thread for each row: `keep_row` of the sums, the Gram matrix and the ridge.
 __device__ __forceinline__ void load_row(const SystemMemory& memory, const float* __restrict__ partials, const System& system,
                                          const float* __restrict__ gram, const float* __restrict__ ridge, int row) {
     const int n = row % BLOCK, i = row / BLOCK;
@@ -112,23 +129,14 @@ __device__ __forceinline__ void load_row(const SystemMemory& memory, const float
         diagonal += element[more];
         b += target[more];
     }
-    float d = 0;
     if (row < RANK) {
         if (gram != nullptr) diagonal += __ldg(gram + row * (RANK16 + 1));
         diagonal += ridge[row] * system.scale;
-        if (diagonal > 0 && isfinite(diagonal)) {
-            d = scale_of(diagonal);
-            diagonal = diagonal * d * d;
-        }
-    } else {
-        diagonal = 1;
     }
-    memory.diagonal()[row] = diagonal;
-    memory.scales()[row] = d;
-    memory.rhs()[row] = row < RANK ? b * d : 0.0f;
+    keep_row(memory, row, diagonal, b);
 }
 
-// D A D of a system; A with the Gram matrix and the ridge. No load waits for another.
+// A of a system but for its diagonal, with the Gram matrix; `keep_row` of all rows. No load waits for another.
 __device__ __forceinline__ void load_system(Tile (&tiles)[SLOTS], const SystemMemory& memory, const float* __restrict__ partials,
                                             const System& system, const float* __restrict__ gram,
                                             const float* __restrict__ ridge, int warp, int lane) {
@@ -168,7 +176,42 @@ __device__ __forceinline__ void load_system(Tile (&tiles)[SLOTS], const SystemMe
                 }
         }
     }
-    __syncthreads();  // scales and diagonal are known
+}
+
+// The same for a system in a matrix by rows, of which only the lower triangle is read, and a right-hand side. An `empty` system
+// becomes 0 x = 0, with the diagonal of the identity.
+__device__ __forceinline__ void load_matrix(Tile (&tiles)[SLOTS], const SystemMemory& memory, const float* __restrict__ matrix,
+                                            const float* __restrict__ rhs, bool empty, int warp, int lane) {
+    const int thread = warp * WARP + lane;
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++) {
+        const Place at = place_of(warp, s);
+#pragma unroll
+        for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+            for (int q = 0; q < 4; q += 2) {
+                const int r = at.i * BLOCK + tile_row(lane, q), c = at.j * BLOCK + tile_column(lane, half, q);
+                const bool inside = at.i >= 0 && r < RANK && !empty;
+                float2 pair = make_float2(0, 0);
+                if (RANK % 2 == 0 && inside && c < r) {
+                    pair = *reinterpret_cast<const float2*>(matrix + r * RANK + c);
+                } else if (inside) {
+                    if (c <= r) pair.x = matrix[r * RANK + c];
+                    if (c < r) pair.y = matrix[r * RANK + c + 1];
+                }
+                tiles[s].value[half][q] = pair.x;
+                tiles[s].value[half][q + 1] = pair.y;
+            }
+    }
+    if (thread < RANK16) {
+        const bool inside = thread < RANK && !empty;
+        keep_row(memory, thread, inside ? matrix[thread * (RANK + 1)] : 1.0f, inside ? rhs[thread] : 0.0f);
+    }
+    if (thread == 0) *memory.failed() = 0;
+}
+
+// D A D, once scales and diagonal are known to all threads.
+__device__ __forceinline__ void scale_system(Tile (&tiles)[SLOTS], const SystemMemory& memory, int warp, int lane) {
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) {
         const Place at = place_of(warp, s);
@@ -401,6 +444,51 @@ __device__ __forceinline__ void substitute_back(Tile (&tiles)[SLOTS], const Syst
     }
 }
 
+// Solves a loaded system and calls store(solution). `lane` changes, so that the compiler keeps no addresses for the next system.
+template <class Store>
+__device__ __forceinline__ void solve_system(Tile (&tiles)[SLOTS], const SystemMemory& memory, float epsilon, int warp, int& lane,
+                                             Store&& store) {
+#pragma unroll 1
+    for (int p = 0; p < BLOCKS; p++) {
+        lane = fresh(lane);
+        if (warp == owner_of(p)) factor_block(tiles, memory, p, epsilon, warp, lane);
+        __syncthreads();
+        if (p == BLOCKS - 1) break;
+        solve_panel(tiles, memory, p, warp, lane);
+        __syncthreads();
+        update(tiles, memory, p, warp, lane);
+    }
+    substitute_back(tiles, memory, warp, lane);
+    if (warp == 0) {  // x = D (D^-1 x)
+        for (int n = lane; n < RANK16; n += WARP) memory.rhs()[n] *= memory.scales()[n];
+        __syncwarp();
+    }
+    const TeamMemory solved{memory.base, memory.rhs(), memory.diagonal(), memory.failed()};
+    store(solved);
+    __syncthreads();  // the solution has been read
+}
+
+#if MATRICES
+// Systems in matrices (n_slots, RANK, RANK) and rhs (n_slots, RANK): system k in slot slots[k], 0 if it has no slot. Columns up to
+// RANK of solutions (n_out, width) are written.
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS_PER_SM)
+cholesky_matrices(float* solutions, int* status, const float* matrices, const float* rhs, const int64* slots, const int* rows,
+                  int64 width, int64 n_rows, float epsilon) {
+    const int warp = threadIdx.x / WARP;
+    int lane = lane_number();
+    const SystemMemory memory{shared_memory<float>()};
+    for (int64 k = blockIdx.x; k < n_rows; k += gridDim.x) {
+        const int64 slot = slots[k], row = rows[k];
+        Tile tiles[SLOTS];
+        load_matrix(tiles, memory, matrices + slot * RANK * RANK, rhs + slot * RANK, slots[k + 1] == slot, warp, lane);
+        __syncthreads();
+        scale_system(tiles, memory, warp, lane);
+        solve_system(tiles, memory, epsilon, warp, lane, [&](const TeamMemory& solved) {
+            store_solution(solutions + row * width, status + row, RANK, solved, *memory.failed(), warp, lane);
+        });
+    }
+}
+#else
 extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS_PER_SM)
 cholesky_sums(float* solutions, int* status, const float* partials, const int64* slots, const int* rows, const float* gram,
               const float* ridge, const float* scale, int n_rows, float epsilon) {
@@ -414,24 +502,12 @@ cholesky_sums(float* solutions, int* status, const float* partials, const int64*
         const System system = *memory.next();
         Tile tiles[SLOTS];
         load_system(tiles, memory, partials, system, gram, ridge, warp, lane);
+        __syncthreads();
+        scale_system(tiles, memory, warp, lane);
         if (looks_ahead) look_ahead(memory, partials, slots, rows, scale, int64(k) + gridDim.x, n_rows, lane);
-#pragma unroll 1
-        for (int p = 0; p < BLOCKS; p++) {
-            lane = fresh(lane);
-            if (warp == owner_of(p)) factor_block(tiles, memory, p, epsilon, warp, lane);
-            __syncthreads();
-            if (p == BLOCKS - 1) break;
-            solve_panel(tiles, memory, p, warp, lane);
-            __syncthreads();
-            update(tiles, memory, p, warp, lane);
-        }
-        substitute_back(tiles, memory, warp, lane);
-        if (warp == 0) {  // x = D (D^-1 x)
-            for (int n = lane; n < RANK16; n += WARP) memory.rhs()[n] *= memory.scales()[n];
-            __syncwarp();
-        }
-        const TeamMemory solved{memory.base, memory.rhs(), memory.diagonal(), memory.failed()};
-        store_solution(solutions + int64(system.row) * LD, status + system.row, LD, solved, *memory.failed(), warp, lane);
-        __syncthreads();  // the solution has been read
+        solve_system(tiles, memory, epsilon, warp, lane, [&](const TeamMemory& solved) {
+            store_solution(solutions + int64(system.row) * LD, status + system.row, LD, solved, *memory.failed(), warp, lane);
+        });
     }
 }
+#endif

@@ -410,6 +410,49 @@ class TilesConfig:
         return {"RANK": self.rank, "WARPS": 1, "TEAMS": self.teams, "BLOCKS_PER_SM": self.blocks_per_sm}
 
 
+@dataclass(frozen=True)
+class WideTilesConfig:
+    """Compile-time choices of cuda/cholesky_sums.cu: four warps per system, products on tensor cores.
+
+    Attributes
+    ----------
+    rank : int
+        97 to 128.
+    """
+
+    rank: int
+
+    blocks_per_sm = 4  # more would leave a thread fewer than 128 registers
+    threads = 4 * WARP
+
+    def __post_init__(self) -> None:
+        require(97 <= self.rank <= 128, f"rank must be in 97 ... 128, got {self.rank}")
+
+    @staticmethod
+    def serves(rank: int, dtype: Any, spec: DeviceSpec) -> bool:
+        """Whether the kernel can solve systems of a rank and type on a device."""
+        return 97 <= rank <= 128 and np.dtype(dtype) == np.float32 and spec.capability >= (8, 0)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: a panel in two parts, the inverses, three vectors."""
+        blocks = ceil_div(self.rank, 16)
+        return 4 * (blocks * 2 * 256 + blocks * 16 * 24 + 3 * 16 * blocks + 8)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time constants of the kernel that solves systems in matrices."""
+        return {"RANK": self.rank, "WARPS": 4, "BLOCKS_PER_SM": self.blocks_per_sm, "MATRICES": True}
+
+    def sums_constants(self, width: int) -> dict[str, Any]:
+        """Compile-time constants of the kernel that solves sums, with solutions of `width` columns."""
+        return {"RANK": self.rank, "LD": width, "WARPS": 4, "BLOCKS_PER_SM": self.blocks_per_sm}
+
+    def grid(self, n: int, spec: DeviceSpec) -> tuple[int]:
+        """Blocks for n systems."""
+        return (min(n, spec.multiprocessors * self.blocks_per_sm),)
+
+
 def cholesky_solve(
     device: Device,
     solutions: Array,
@@ -418,7 +461,7 @@ def cholesky_solve(
     slots: Array,
     rows: Array,
     pivot_epsilon: float,
-    config: CholeskyConfig | TilesConfig | None = None,
+    config: CholeskyConfig | TilesConfig | WideTilesConfig | None = None,
 ) -> None:
     """Solve the first slot of each system by Cholesky; the matrices are destroyed.
 
@@ -436,7 +479,7 @@ def cholesky_solve(
     rows : int32 array, shape (n,)
         Distinct.
     pivot_epsilon : float
-    config : CholeskyConfig or TilesConfig, optional
+    config : CholeskyConfig, TilesConfig or WideTilesConfig, optional
 
     Raises
     ------
@@ -451,12 +494,18 @@ def cholesky_solve(
         return
     if config is None and TilesConfig.serves(rank, dtype, device.spec):
         config = TilesConfig.rule(rank)
+    if config is None and WideTilesConfig.serves(rank, dtype, device.spec):
+        config = WideTilesConfig(rank)
+    tensor_cores = (solutions, status, matrices, rhs, slots, rows, np.int64(solutions.shape[1]), np.int64(n))
     if isinstance(config, TilesConfig):
-        tiles = config
-        kernel = get_kernel(device, "cholesky.cu", "cholesky_tiles", **tiles.constants)
-        sizes = [np.int64(solutions.shape[1]), np.int64(n)]
-        arguments = (solutions, status, matrices, rhs, slots, rows, *sizes, np.float32(pivot_epsilon))
-        kernel((ceil_div(n, tiles.teams),), (32 * tiles.teams,), arguments, tiles.shared_bytes)
+        kernel = get_kernel(device, "cholesky.cu", "cholesky_tiles", **config.constants)
+        grid, threads = (ceil_div(n, config.teams),), (WARP * config.teams,)
+        kernel(grid, threads, (*tensor_cores, np.float32(pivot_epsilon)), config.shared_bytes)
+        return
+    if isinstance(config, WideTilesConfig):
+        kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_matrices", **config.constants)
+        grid, threads = config.grid(n, device.spec), (config.threads,)
+        kernel(grid, threads, (*tensor_cores, np.float32(pivot_epsilon)), config.shared_bytes)
         return
     config = config or CholeskyConfig.default(rank, dtype.itemsize, device.spec)
     kernel = get_kernel(device, "cholesky_any.cu", config.kernel, **config.constants)
@@ -524,4 +573,6 @@ def default_builds(
             yield "cholesky_any.cu", config.kernel, config.constants
             if TilesConfig.serves(rank, f"f{itemsize}", spec):
                 yield "cholesky.cu", "cholesky_tiles", TilesConfig.rule(rank).constants
+            if WideTilesConfig.serves(rank, f"f{itemsize}", spec):
+                yield "cholesky_sums.cu", "cholesky_matrices", WideTilesConfig(rank).constants
             yield "cg_any.cu", "cg", CgConfig.default(rank, itemsize, spec).constants

@@ -11,9 +11,10 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
-from ..plan.fused import BLOCK, OPERAND_BYTES, FusedConfig, operand_bytes, solved_apart, summed_by_warpgroups
+from ..plan.fused import OPERAND_BYTES, FusedConfig, operand_bytes, solved_apart, summed_by_warpgroups
 from ..plan.types import NONNEGATIVE
 from .assembly import Cleared, RowKernels
+from .cholesky_any import WideTilesConfig
 from .launch import DeviceEntries, check, check_not_host, get_kernel, program
 from .nonnegative import NonnegativeConfig, nonnegative_solve
 from .systems import SideSystems, Sums
@@ -37,23 +38,9 @@ def split_constants(config: FusedConfig, precision: str) -> dict[str, Any]:
     return {"RANK16": config.rank16, "LD": config.width, "ARITHMETIC": PRECISION_CODES[precision]}
 
 
-SUMS_WARPS = 4
-SUMS_THREADS = 32 * SUMS_WARPS
-SUMS_BLOCKS_PER_SM = 4
-"""Systems per multiprocessor in cuda/cholesky_sums.cu: more would leave a thread fewer than 128 registers."""
-
-
 def sums_constants(config: FusedConfig) -> dict[str, Any]:
     """Compile-time constants of cuda/cholesky_sums.cu, the same for all feedback and precisions."""
-    return {
-        "RANK": config.rank, "LD": config.width, "WARPS": SUMS_WARPS, "BLOCKS_PER_SM": SUMS_BLOCKS_PER_SM,
-    }  # fmt: skip
-
-
-def sums_shared_bytes(config: FusedConfig) -> int:
-    """Shared memory of a block of cuda/cholesky_sums.cu: a panel in two parts, the inverses, three vectors."""
-    blocks = config.rank16 // BLOCK
-    return 4 * (blocks * 2 * BLOCK * BLOCK + blocks * BLOCK * 24 + 3 * config.rank16 + 8)
+    return WideTilesConfig(config.rank).sums_constants(config.width)
 
 
 WARPGROUP_THREADS = 256
@@ -332,11 +319,11 @@ class FusedKernels(RowKernels):
 
     def _solve_sums(self, systems: SideSystems, partials: Array, slots: Array, rows: Array) -> None:
         """Launch cholesky_sums; arguments as checked by `solve`."""
-        device, config = self.device, self.config
-        kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_sums", **sums_constants(config))
+        device, tiles = self.device, WideTilesConfig(self.config.rank)
+        kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_sums", **sums_constants(self.config))
         kernel(
-            (min(len(rows), device.spec.multiprocessors * SUMS_BLOCKS_PER_SM),),
-            (SUMS_THREADS,),
+            tiles.grid(len(rows), device.spec),
+            (tiles.threads,),
             (
                 systems.solutions,
                 systems.status,
@@ -349,7 +336,7 @@ class FusedKernels(RowKernels):
                 np.int32(len(rows)),
                 np.float32(self.epsilon),
             ),
-            sums_shared_bytes(config),
+            tiles.shared_bytes,
         )
 
     def solve_rows(

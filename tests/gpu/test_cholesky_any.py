@@ -12,7 +12,7 @@ import scipy.linalg
 from hybridmf.core import reference
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.gpu import cholesky_any
-from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig
+from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, WideTilesConfig
 from hybridmf.gpu.launch import source_text
 from support.marks import exhaustive, mostly_exhaustive
 
@@ -132,6 +132,32 @@ def test_every_way_to_hold_the_factor(device: Any, name: str) -> None:
     assert not solutions[1].any()
     again, _ = solve(device, matrices, rhs, config)
     assert np.array_equal(solutions, again)
+
+
+@pytest.mark.parametrize("rank", [97, 100, 128])
+def test_systems_of_four_warps(device: Any, rank: int) -> None:
+    """An odd rank, an even one and a multiple of 16; systems of very different sizes, and one with a bad pivot."""
+    assert WideTilesConfig.serves(rank, np.float32, device.spec)
+    matrices, rhs = systems(4, rank, np.float32)
+    matrices *= np.float32(10.0) ** np.arange(-8, 8, 4, dtype=np.float32)[:, None, None]
+    matrices[1, 90, 90] *= -1
+    solutions, status = solve(device, matrices, rhs)
+    assert status.tolist() == [0, 91, 0, 0]
+    assert not solutions[1].any()
+    good = [0, 2, 3]
+    assert scaled_residual(matrices[good], rhs[good], solutions[good]) < 1
+    blocks, _ = solve(device, matrices, rhs, CholeskyConfig.default(rank, 4, device.spec))
+    np.testing.assert_allclose(solutions, blocks, rtol=1e-3, atol=1e-4 * np.abs(blocks).max())
+    assert np.array_equal(solve(device, matrices, rhs)[0], solutions)
+
+    found, codes = device.upload(np.full((3, rank), 7, np.float32)), device.upload(np.full(3, 99, np.int32))
+    slots, rows = np.array([0, 1, 1, 4]), np.array([2, 0, 1], np.int32)  # the second system has no slots
+    sums = (device.upload(lower(matrices[[0, 2, 0, 0]])), device.upload(rhs[[0, 2, 0, 0]]))
+    cholesky_any.cholesky_solve(
+        device, found, codes, sums, device.upload(slots), device.upload(rows), epsilon(np.float32)
+    )
+    np.testing.assert_array_equal(device.download(found), [np.zeros(rank), solutions[2], solutions[0]])
+    assert not device.download(codes).any()
 
 
 def test_little_shared_memory(device: Any) -> None:
@@ -498,6 +524,7 @@ def test_default_builds() -> None:
         ("cholesky_any.cu", "cholesky_warp"),
         ("cholesky_any.cu", "cholesky_block"),
         ("cholesky.cu", "cholesky_tiles"),
+        ("cholesky_sums.cu", "cholesky_matrices"),
         ("cg_any.cu", "cg"),
     }
     assert {constants["RANK"] for _, _, constants in builds} == set(cholesky_any.COMPILED_RANKS)
