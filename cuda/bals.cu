@@ -204,8 +204,8 @@ __device__ __forceinline__ void copy_stage(real* buffer, const Matrix& matrix, c
     }
 }
 
-// Lists the entries WINDOW * window ... of each row in a stage, in the order of its tiles. Whether rows that this
-// thread saw have more. LANES neighbouring lanes list one row; lane l first looks at the row's segment in tile l.
+// Lists the entries WINDOW * window ... of each row in a stage, in the order of its tiles. Returns whether a row of this
+// thread has more. LANES neighbouring lanes list one row; lane l starts with the row's segment in tile l.
 __device__ __forceinline__ bool list_entries(Lists& lists, const Matrix& matrix, const Stage& stage, int window,
                                              int n_rows) {
     // fresh: nothing of this may wait in registers while entries are summed
@@ -353,8 +353,8 @@ __device__ __forceinline__ void sum_rows(Sums& sums, const Matrix& matrix, int n
     }
     while (stage.columns) {
         copy_wait_all();
-        // Factors and lists of this step are there, and nobody reads those of the step before any more. If some list
-        // was too short, the next step takes the same factors again.
+        // Factors and lists of this step have arrived, and no thread still reads those of the previous step. If a list
+        // was too short, the next step uses the same factors again.
         const bool again = __syncthreads_or(more);
         const Stage next = again ? stage : next_stage(matrix, stage.last);
         const int next_window = again ? window + 1 : 0, next_buffer = again || BUFFERS == 1 ? buffer : 1 - buffer;

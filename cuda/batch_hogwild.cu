@@ -44,7 +44,7 @@ struct Run {  // as in memory
     __device__ __forceinline__ int count() const { return int(owner_and_count & 0xffffffff); }
 };
 
-// What is known of a run before its turn.
+// Data of a run that is loaded before the run starts.
 struct Prepared {
     Run run;
     Spread<int, RUN, GROUP> index;
@@ -90,7 +90,7 @@ struct Sources {
         next.run = run;
         next.index.load(walk.indices + run.begin, run.count(), lane, walk.first);
         next.rating.load(walk.ratings + run.begin, run.count(), lane, real(0));
-        next.x = Piece_row::load<EVERYBODY>(held + run.owner() * LD, lane);
+        next.x = Piece_row::load<ALL_MULTIPROCESSORS>(held + run.owner() * LD, lane);
         return next;
     }
 };
@@ -133,7 +133,7 @@ batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* wal
 #pragma unroll
             for (int j = 0; j < DEPTH; j++) {
                 places[j] = now.index.get(part + j) - first;
-                rows[j] = Piece_row::load<EVERYBODY>(walked.rows + int64(places[j]) * LD, lane);
+                rows[j] = Piece_row::load<ALL_MULTIPROCESSORS>(walked.rows + int64(places[j]) * LD, lane);
             }
 #pragma unroll
             for (int j = 0; j < DEPTH; j++) {

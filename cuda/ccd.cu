@@ -280,7 +280,7 @@ rank_one(real* solved, real* residuals, Sums* partials, const real* subtracted, 
         const int4 part = parts[p];
         if (STAGED && part.x != tile) {
             tile = part.x;
-            __syncthreads();  // nobody reads the tile before any more
+            __syncthreads();  // no thread still reads the previous tile
             stage(staged, fixed, int64(tile) * (TILE - CHUNK), n_fixed);
             __syncthreads();
         }

@@ -50,7 +50,7 @@
 #define RESIDENT 1  // 1: what later panels need of L stays in shared memory
 #endif
 #ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1  // blocks of a multiprocessor that registers must suffice for
+#define MIN_BLOCKS 1  // minimum resident blocks per multiprocessor
 #endif
 
 constexpr int NON_FINITE = -1;  // as on the CPU (hybridmf/native/_als.pyx)
@@ -285,7 +285,7 @@ __device__ __forceinline__ void load(Sums& sums, const real* matrix, const Part&
     }
 }
 
-// What pivots must exceed, from the diagonal as it was loaded. Apart from `load`, so that nobody waits for it there.
+// Lower bounds of the pivots, from the diagonal as loaded. Separate from `load`, where threads would wait for it.
 __device__ __forceinline__ void note_floors(const Sums& sums, const Part& part, real epsilon, const Shared& shared) {
     if (!part.has_diagonal()) return;
     const Owner own;
@@ -634,7 +634,7 @@ __device__ __forceinline__ void factor(real* matrix, real epsilon, const Shared&
         if (is_last && next.panel < PANELS) load(sums, matrix, next);
         if (n_steps) {
             eliminate(matrix, part, step, shared);
-            __syncthreads();  // rows of L are there, and nobody reads the block of this step or the strip before
+            __syncthreads();  // rows of L are complete; no thread still reads the block of this step or the previous strip
         }
         if (!is_last) {
             static_for<0, ceil_div(TILE_COLUMNS - 1, 2)>([&](auto pair) {

@@ -10,7 +10,7 @@
 //
 // A system is a chain of dependent steps, and a multiprocessor has room for four. Both the length of the chain and the number of
 // instructions count, because four systems keep the schedulers busy for half of the time. The triangle stays in registers,
-// 72 a thread, and shared memory holds no more of the factor than one panel. Right-looking: with panel p solved, A22 -= L21
+// 72 per thread, and shared memory holds no more of the factor than one panel. Right-looking: with panel p solved, A22 -= L21
 // L21^T. A warp owns rows w and BLOCKS - 1 - w of blocks, so that all have about as many. Which row and column a slot of
 // registers holds depends on the warp at run time; the same code serves all warps.
 //
@@ -86,7 +86,7 @@ template <class Body> __device__ __forceinline__ void for_slots(int warp, Body&&
     });
 }
 
-// By one warp: where system k is, for the time when it is its turn; its sums are brought to the L2 cache.
+// Executed by one warp: loads the place of system k, which the block solves next, and prefetches its sums to the L2 cache.
 __device__ __forceinline__ void look_ahead(const SystemMemory& memory, const float* partials, const int64* slots, const int* rows,
                                            const float* scale, int64 k, int n_rows, int lane) {
     if (k >= n_rows) return;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void keep_row(const SystemMemory& memory, int row, fl
     memory.rhs()[row] = row < RANK ? b * d : 0.0f;
 }
 
-// By one thread for each row: `keep_row` of the sums, the Gram matrix and the ridge.
+// Executed by one thread per row: `keep_row` of the sums, the Gram matrix and the ridge.
 __device__ __forceinline__ void load_row(const SystemMemory& memory, const float* __restrict__ partials, const System& system,
                                          const float* __restrict__ gram, const float* __restrict__ ridge, int row) {
     const int n = row % BLOCK, i = row / BLOCK;

@@ -141,8 +141,8 @@ template <int PENDING> __device__ __forceinline__ void copy_wait() {
 
 // ---------------------------------------------------------------------------------------------- gates
 
-// In shared memory: by it a warp hands work to another one of its block, and others need not meet. It opens once for each
-// piece of work, and who waits is at most one opening behind. Turing, and the emulator, count the openings.
+// In shared memory: one warp signals another warp of its block that work is ready, without a barrier of the block. The gate
+// opens once for each piece of work; a waiting warp is at most one opening behind. Turing and the emulator count the openings.
 struct alignas(8) Gate {
 #if !defined(HYBRIDMF_EMULATE) && HAS_ASYNC_COPY
     unsigned long long barrier;
@@ -154,7 +154,7 @@ struct alignas(8) Gate {
         asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(WARP) : "memory");
     }
 
-    // By all lanes of a warp, for the `times`-th time: who passes sees what they wrote, and overwrites nothing they read.
+    // Called by all lanes of a warp, for the `times`-th time. A warp that passes sees their writes, and they no longer read.
     __device__ __forceinline__ void open(int, int) {
         asm volatile("{ .reg .b64 phase; mbarrier.arrive.shared.b64 phase, [%0]; }" ::"r"(address()) : "memory");
     }

@@ -97,7 +97,7 @@ template <int PRECISION> struct Fragment {
     static constexpr int ROWS = product_rows(PRECISION);
     static constexpr int PARTS = in_two_parts(PRECISION) ? 2 : 1;  // high, low
     unsigned part[PARTS][4];                   // operand of rows
-    unsigned pair[PARTS][BLOCK_HALVES][2];     // the same as operand of columns, which mma wants in neighbouring registers
+    unsigned pair[PARTS][BLOCK_HALVES][2];     // the same as operand of columns, in adjacent registers for mma
 
     __device__ __forceinline__ void set(const Raw<ROWS>& raw, int lane) {
 #pragma unroll

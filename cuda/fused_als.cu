@@ -2,16 +2,16 @@
 //                A[u] = G + sum_e w_e y_e y_e^T + scale_u ridge,  b[u] = sum_e c_e y_e  (weights: entry_weight)
 // grid  : as many blocks as fit on the device; teams of WARPS warps take rows from a counter, longest rows first
 // block : TEAMS teams (WARPS 1) or one team (WARPS 2 or 4); which warp holds which part of A: system.cuh
-// shapes: factors (n_fixed, LD), or what split.cu makes of them: float16 parts (n_fixed, 2 RANK16) for float32, bf16
+// shapes: factors (n_fixed, LD), or the output of split.cu: float16 parts (n_fixed, 2 RANK16) for float32, bf16
 //         (n_fixed, RANK16) for bf16  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
-//         indptr (n_out + 1,)  rows (n_rows,): what to solve  segments (n_segments, 3): slot, begin, end
-//         with RESIDUAL: offsets (nnz,), and `solve_rows` adds to b[u] what it finds in solutions
+//         indptr (n_out + 1,)  rows (n_rows,): rows to solve  segments (n_segments, 3): slot, begin, end
+//         with RESIDUAL: offsets (nnz,), and `solve_rows` adds the values in solutions to b[u]
 //         partials (n_slots, PARTIAL): tiles of A as the threads hold them, then b
 // shared: TEAMS * TEAM_FLOATS * 4 bytes: STAGES chunks of CHUNK entries on their way, or the Cholesky factor
 // traffic: nnz (4 RANK + 8) bytes read, 4 LD n_rows written   flops: nnz RANK (RANK + 1) + n_rows (RANK^3 / 3 + 2 RANK^2)
-// limits: RANK <= 128; LD a multiple of 4; w_e >= 0 (the plan sees to it); sm_80 or later
+// limits: RANK <= 128; LD a multiple of 4; w_e >= 0 (ensured by the plan); sm_80 or later
 // Rows longer than a segment go through `assemble_segments` and `solve_partials`, which add the segments in order, so
-// that one row never holds up the sweep; results do not depend on who computes what.
+// that one long row never delays the sweep; results do not depend on which team computes which row.
 #include "system.cuh"
 
 #ifndef LD

@@ -44,8 +44,8 @@
 //   a helper       1,000 instructions a chunk: copies 170, products 540 (96 on tensor cores), T 190
 //
 // Costs of `decentralized`: a row of the moved side is read and written for each of its entries, and each block searches
-// all rows of the fixed side for its range, grid * n_fixed * 2 log2(degree) reads, mostly from L2. It wants one layout
-// of the ratings where `centralized` on both sides wants two.
+// all rows of the fixed side for its range, grid * n_fixed * 2 log2(degree) reads, mostly from L2. It needs one layout
+// of the ratings where `centralized` on both sides needs two.
 #include "sgd.cuh"
 #include "tensor.cuh"
 
@@ -222,8 +222,8 @@ constexpr bool TENSOR = CHUNK == 16 && sizeof(real) == 4 && HAS_ASYNC_COPY;
 constexpr int STRIDE = LD + (FIXED16 ? (96 - LD % 64) % 64 : CHUNK == 16 && sizeof(real) == 4 ? (48 - LD % 32) % 32 : VECTOR);
 constexpr int FIXED_VECTOR = 16 / int(sizeof(fixed_value)), FIXED_VECTORS = LD / FIXED_VECTOR;  // pieces of a fixed row
 static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= 16, "a lane computes an error");
-// A helper wants the slot of its next chunk before it prepares one; the walking warp wants the next chunk before it frees a
-// slot.
+// A helper waits for the slot of its next chunk before it prepares one; the walking warp waits for the next chunk before it
+// frees a slot.
 static_assert(CHUNK_SLOTS >= HELPERS + 2, "or walker and helpers would wait for each other");
 
 struct alignas(16) Slot {  // a chunk in shared memory
@@ -264,7 +264,7 @@ template <int COUNT> __device__ __forceinline__ real dot_product(const real (&a)
 
 // ------------------------------------------------------------------ helpers: M and its inverse
 
-// M_jl, given u_j.u_l: what is above the diagonal, too, where nobody reads it. Zero past the end, as the errors.
+// M_jl, given u_j.u_l. Elements above the diagonal are computed, too, but not read. Zero past the end, like the errors.
 struct Coupling {
     const Work& work;
     int count;
@@ -526,7 +526,7 @@ struct Walker {
     }
 
     __device__ __forceinline__ void run(int chunks) {
-        if (!chunks) return;  // nobody prepares the first one
+        if (!chunks) return;  // no helper prepares a first chunk
         const Slot& slot = work.slots[0];
         power = work.powers[lane % CHUNK];
         bias_power = work.bias_powers[lane % CHUNK];
@@ -539,7 +539,7 @@ struct Walker {
         multiply(slot);
         for (int chunk = 0; chunk < chunks; chunk++) {
             Slot& here = work.slots[chunk % CHUNK_SLOTS];
-            const int after = min(chunk + 1, chunks - 1);  // the last chunk: products that nobody wants
+            const int after = min(chunk + 1, chunks - 1);  // products of the last chunk are computed twice and not used
             walk(chunk, here, work.slots[after % CHUNK_SLOTS], after / CHUNK_SLOTS + 1);
             here.walked.open(chunk / CHUNK_SLOTS + 1, lane);
         }
@@ -569,7 +569,7 @@ struct Walker {
         if (!seen) next.prepared.wait(round);
         __syncwarp();
         read_all(values, work.steps);
-        loss += last_error * last_error;  // a chunk late: nobody waits for the conversion
+        loss += last_error * last_error;  // one chunk late, so that no step waits for the conversion
         last_error = error;
         if (HAS_BIASES) move_bias(work.bias_powers[valid]);
         update(slot, next, values, shrink);
@@ -585,7 +585,7 @@ struct Walker {
 #pragma unroll
             for (int k = 0; k < OWNED; k++) shares[j] += v[k] * u[k];
         }
-        // not before: no load would pass such a write, which might be to its place for all the compiler knows
+        // after all loads: the compiler moves no load before a write that may have the same address
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) work.partials[j][lane] = shares[j];
     }

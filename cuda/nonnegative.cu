@@ -29,7 +29,7 @@
 #define RESIDENT 1
 #endif
 #ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1  // blocks of a multiprocessor that registers must suffice for
+#define MIN_BLOCKS 1  // minimum resident blocks per multiprocessor
 #endif
 
 constexpr int NON_FINITE = -1;

@@ -3,7 +3,7 @@
 //            FLOAT16  1: rows are stored in float16; arithmetic is in `real` all the same
 //
 // A row is moved in pieces of 16 bytes. SIZE neighbouring lanes hold it: lane k has the pieces k, k + SIZE, ..., so that
-// each load of the lanes is contiguous. The zeros at the end of a row stay zeros under every update, so nobody masks.
+// each load of the lanes is contiguous. The zeros at the end of a row stay zeros under every update, so no mask is needed.
 #pragma once
 #include "common.cuh"
 
@@ -99,9 +99,9 @@ __device__ __forceinline__ int4 pack(const real* values) {
     return piece;
 }
 
-// Who writes to a row while the kernel runs: nobody (it may stay in L1 for good), this warp, or other multiprocessors,
-// too (L1 may hold what is out of date).
-enum Writers { NOBODY, THIS_WARP, EVERYBODY };
+// Writers of a row while the kernel runs: none (it can stay in L1), this warp, or other multiprocessors as well (its copy in
+// L1 can be stale).
+enum Writers { NO_WRITER, THIS_WARP, ALL_MULTIPROCESSORS };
 
 // From L2, and, unlike __ldcg, in order with this thread's stores.
 __device__ __forceinline__ int4 load_shared_with_others(const int4* place) {
@@ -137,14 +137,14 @@ template <int SIZE> struct Row {
 
     __device__ static __forceinline__ bool has(int piece, int lane) { return ALL_LANES || piece * SIZE + lane < VECTORS; }
 
-    template <Writers WRITERS = NOBODY> __device__ static __forceinline__ Raw load(const stored* row, int lane) {
+    template <Writers WRITERS = NO_WRITER> __device__ static __forceinline__ Raw load(const stored* row, int lane) {
         Raw raw;
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const int4* place = reinterpret_cast<const int4*>(row) + p * SIZE + lane;
             raw.piece[p] = int4{0, 0, 0, 0};
             if (!has(p, lane)) continue;
-            if (WRITERS == NOBODY) raw.piece[p] = __ldg(place);
+            if (WRITERS == NO_WRITER) raw.piece[p] = __ldg(place);
             else if (WRITERS == THIS_WARP) raw.piece[p] = *place;
             else raw.piece[p] = load_shared_with_others(place);
         }
@@ -186,7 +186,7 @@ template <int SIZE> struct Row {
     }
 };
 
-// Largest value of the groups of a warp: they keep pace, as shuffles want.
+// Largest value of the groups of a warp, which execute the same number of steps because of their shuffles.
 template <int SIZE> __device__ __forceinline__ int most_of_groups(int value) {
 #pragma unroll
     for (int distance = WARP / 2; distance >= SIZE; distance /= 2)

@@ -32,7 +32,7 @@ constexpr int SPLIT_GROUP = 4;                 // the same where both operands a
 constexpr int NON_FINITE = -1;
 constexpr int NEGATIVE_CURVATURE = -2;
 
-// ---------------------------------------------------------------------------------------------- who holds which block
+// ---------------------------------------------------------------------------------------------- distribution of the blocks
 
 // Digit i, from the right: the warp that holds row i of blocks; each has about as many blocks as the others.
 constexpr unsigned OWNERS_OF_2[] = {0x01100, 0x101000, 0x1100001, 0x10011001};  // 8 + 7 blocks, 11 + 10, 14 + 14, 18 + 18
@@ -295,7 +295,7 @@ __device__ __forceinline__ void accumulate_split(Holding& mine, const unsigned s
                     if constexpr (WEIGHTED) {
 #pragma unroll
                         for (int q = 0; q < 4; q++) own[part][q] = columns[i][part][q % 2 * 2 + q / 2];
-                    } else {  // one load instead of four moves: mma wants its operands in neighbouring registers
+                    } else {  // one load instead of four moves: mma needs its operands in adjacent registers
                         load_operand<false>(own[part], rows + part * RANK16 + i * BLOCK, stride, lane);
                     }
                 float sum[4] = {};

@@ -638,7 +638,7 @@ group_max(unsigned* words, const operand_bits* __restrict__ user_operands, const
 
     for (int first = begin, turn = 0; first < block_end; first += TILE_GROUPS, turn ^= 1) {
         copy_wait<0>();
-        __syncthreads();  // this tile has arrived, and nobody reads the other one any more
+        __syncthreads();  // this tile has arrived, and no thread still reads the other one
         if (first + TILE_GROUPS < block_end) load_tile(tiles + (turn ^ 1) * TILE, item_operands, first + TILE_GROUPS);
         const int octet = (first - begin) / OCTET % 2;
         if (filtered && first % OCTET == 0 && first + OCTET < end)

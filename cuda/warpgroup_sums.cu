@@ -1,16 +1,16 @@
 // warpgroup_sums.cu - sums of segments of rows as `assemble_segments` of fused_als.cu leaves them, rank 113 to 128, with the
 //                     warpgroup products (wgmma) of Hopper: A = sum_e w_e y_e y_e^T, b = sum_e c_e y_e (entry_weight)
-// grid  : as many blocks as fit on the device; block k takes segments k, k + gridDim.x, ...
-// block : 8 warps: four multiply, the other four fetch what comes next
+// grid  : as many blocks as fit on the device; block k sums segments k, k + gridDim.x, ...
+// block : 8 warps: four multiply, the other four fetch the next chunks
 // shapes: table (n_fixed, 2 RANK16) of 16-bit parts, high parts of a row, then low ones (split.cu)
 //         indices, ratings (nnz,)  offsets: of the fixed rows (HAS_OFFSETS) or of the entries (RESIDUAL)
-//         segments (n_segments, 3): slot, begin, end; longest first, so that all blocks get as many entries
+//         segments (n_segments, 3): slot, begin, end; longest first, so that all blocks have about as many entries
 //         partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle as the lanes of a warp hold them, then b
 // shared: SHARED_BYTES: BUFFERS chunks of 32 entries and their weights
 // traffic: nnz (4 RANK16 + 8) bytes read, 4 PARTIAL n_slots written     flops: nnz RANK (RANK + 1)
 // limits: compute capability 9.0 (sm_90a)
 // A product is 64 rows of A by 64 columns over 16 entries. Its rows are in registers, where they are weighted; its columns
-// come from shared memory as the copies leave them. The 128 x 128 sums take three products (0, 0), (1, 0) and (1, 1), each of
+// come from shared memory, in the layout of the copies. The 128 x 128 sums take three products (0, 0), (1, 0) and (1, 1), each of
 // which costs 32 cycles of a multiprocessor for each pair of parts. The chunks of all segments of a block form one stream, so
 // that the first entries of a segment arrive while the one before is multiplied.
 // Tensor cores truncate where they add. For float32 the sums of a chunk start from zero and are added with rounding.
@@ -43,7 +43,7 @@ constexpr int HALF_BYTES = STEPS * STEP_BYTES;         // one part of a chunk's 
 constexpr int CHUNK_BYTES = 2 * HALVES * HALF_BYTES;
 constexpr int BUFFERS = 5;
 constexpr int SUMS = HALF * HALF / THREADS;            // of a product that a thread holds
-// Registers of a thread: a block starts with 128 for each, and the warps that fetch give most of theirs to the others.
+// Registers per thread: a block starts with 128, and the warps that fetch pass most of theirs to the others.
 constexpr int FETCHING = 40, MULTIPLYING = 216;
 
 static_assert(RANK16 == HALVES * HALF, "two halves of 64 rows and columns");
@@ -58,13 +58,13 @@ struct alignas(8) Parts {
 struct Chunk {
     Parts outer[CHUNK / 2];           // of entries 2 k and 2 k + 1; scaled
     unsigned short linear[3][CHUNK];  // high parts, low parts, zeros
-    float of_tiles, of_rhs;           // what brings the scaled sums back
+    float of_tiles, of_rhs;           // factors that remove the scales of the sums
     int slot;                         // of the segment that ends with this chunk, NOT_LAST or END
     int unused;
 };
 
-// Opens when the threads of one warp that fetches and those of all that multiply have come, some of which wait for the others;
-// again and again. A named barrier of the hardware (bar.sync 0 is __syncthreads).
+// A reusable named barrier between one warp that fetches and all warps that multiply (bar.sync 0 is __syncthreads). `arrive`
+// does not wait for the others, `wait` does.
 struct Barrier {
     static constexpr int ALL = WARP + THREADS;
 #ifdef HYBRIDMF_EMULATE
@@ -130,8 +130,8 @@ struct Columns {
 #endif
 };
 
-// d (+)= A B: A (64 x 16) in registers, 16 rows a warp; B (16 x 64) at `offset` bytes. FROM_ZERO: d is not read. Under way
-// until `products_wait`; `products_begin` before, `products_commit` after the last one of a group.
+// d (+)= A B: A (64 x 16) in registers, 16 rows a warp; B (16 x 64) at `offset` bytes. FROM_ZERO: d is not read. Asynchronous
+// until `products_wait`; `products_begin` comes first, `products_commit` after the last product of a group.
 template <bool FROM_ZERO>
 __device__ __forceinline__ void multiply_warpgroup(float (&d)[SUMS], const unsigned (&a)[4], Columns columns, int offset) {
 #if defined(HYBRIDMF_EMULATE)
@@ -179,7 +179,7 @@ __device__ __forceinline__ void products_commit() {
 #endif
 }
 
-// Until at most PENDING groups are under way; `d`, of one that is done by then, is not read earlier.
+// Waits until at most PENDING groups are incomplete; `d`, of a complete group, is not read earlier.
 template <int PENDING> __device__ __forceinline__ void products_wait(float (&d)[SUMS]) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -188,7 +188,7 @@ template <int PENDING> __device__ __forceinline__ void products_wait(float (&d)[
 #endif
 }
 
-// What this thread's copies have written to shared memory is visible to products that start after a barrier.
+// Makes this thread's copies to shared memory visible to products that start after a barrier.
 __device__ __forceinline__ void show_products() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -231,7 +231,7 @@ __device__ __forceinline__ unsigned multiply_add_parts(unsigned a, unsigned b, u
     return ARITHMETIC == BF16X3 ? multiply_add_bf16(a, b, c) : multiply_add_float16(a, b, c);
 }
 
-// high + low <- weight * (high + low): what rounds off the product of the high parts goes to the low one.
+// high + low <- weight * (high + low); the rounding error of the product of the high parts is added to the low part.
 __device__ __forceinline__ void weigh(unsigned& high, unsigned& low, Parts weight) {
     const unsigned product = multiply_add_parts(weight.high, high, 0x80008000u);  // + -0
     const unsigned lost = multiply_add_parts(weight.high, high, product ^ 0x80008000u);
@@ -241,7 +241,7 @@ __device__ __forceinline__ void weigh(unsigned& high, unsigned& low, Parts weigh
 
 // ---------------------------------------------------------------------------------------------- warps that fetch
 
-// Where a warp's next chunk lies.
+// Place of a warp's next chunk.
 struct Walk {
     const int64* segments;
     int n_segments;
@@ -249,7 +249,7 @@ struct Walk {
     int64 begin, next_begin, next_end;
     int slot, count, next_slot;
 
-    // What is loaded here is used when the walk enters the segment.
+    // Loads the next segment ahead of `enter`, which uses it.
     __device__ __forceinline__ void load_next(int at) {
         if (at >= n_segments) return;
         next_slot = int(__ldg(segments + int64(3) * at));
@@ -294,7 +294,7 @@ struct Scale {
     float factor, inverse;
 };
 
-// The one that brings a value below 1, to 1/2 or more; bf16 needs none.
+// The scale that brings a value to 1/2 ... 1; bf16 needs none.
 __device__ __forceinline__ Scale scale_of(float most) {
     if (!ROUNDED) return {1, 1};
     const int exponent = min(max(int(__float_as_uint(most) >> 23 & 255u) - 126, -60), 60);
@@ -313,7 +313,7 @@ __device__ __forceinline__ Parts split(float first, float second) {
     }
 }
 
-// Writes what a chunk's entries weigh.
+// Writes the weights of a chunk's entries.
 __device__ __forceinline__ void prepare(Chunk& chunk, const Walk& walk, Entry entry, const Inputs& in, int lane) {
     EntryWeight w = {};
     if (entry.index >= 0) {
@@ -443,7 +443,7 @@ __device__ __forceinline__ void store(float* partial, const float (&sums)[SUMS],
     }
 }
 
-// What a thread has of a segment's sums.
+// A thread's part of a segment's sums.
 struct Totals {
     float tiles[3][SUMS];  // products (0, 0), (1, 0), (1, 1)
     float rhs[HALVES][2];  // rows g and g + 8 of the warp's, in lanes that are multiples of four
