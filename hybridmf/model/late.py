@@ -1,7 +1,8 @@
-"""A matrix on the host that a thread checks and copies while the fit uploads it.
+"""A matrix on the host that a thread checks and copies while a GPU computes.
 
 Copying and checking a hundred million entries takes about as long as six iterations over them. A GPU checks the entries
-that it has received itself, so a fit there need not wait for the host, whose copy is for the fitted model.
+that it has received itself, so a fit there need not wait for the host, whose copy is for the fitted model. The thread
+starts after the upload: both are limited by the bandwidth of the host's memory.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ class LateMatrix:
         self.indptr = checked_pointer(given.indptr, given.shape[0], name)
         self.unchecked = given.indices[: self.nnz], given.data[: self.nnz]
         self.values = ValueSummary.of([self.unchecked[1]], check_threads(None))
-        self._check: Future[tuple[sp.csr_array, sp.csr_array]] = Future()
+        self._given, self._name = given, name
+        self._check: Future[tuple[sp.csr_array, sp.csr_array]] | None = None
 
-    def begin(self, given: Any, name: str) -> None:
-        """Start the thread."""
-        threads = ThreadPoolExecutor(1, thread_name_prefix="hybridmf-check")
-        self._check = threads.submit(_checked, given, name)
-        threads.shutdown(wait=False)
+    def begin(self) -> Future[tuple[sp.csr_array, sp.csr_array]]:
+        """Start the thread, if it has not started."""
+        if self._check is None:
+            threads = ThreadPoolExecutor(1, thread_name_prefix="hybridmf-check")
+            self._check = threads.submit(_checked, self._given, self._name)
+            threads.shutdown(wait=False)
+        return self._check
 
     @property
     def nnz(self) -> int:
@@ -73,12 +77,12 @@ class LateMatrix:
         ------
         RatingsError, DuplicateEntriesError
         """
-        return self._check.result()[0]
+        return self.begin().result()[0]
 
     @property
     def seen(self) -> sp.csr_array:
         """`pattern` of the copy."""
-        return self._check.result()[1]
+        return self.begin().result()[1]
 
     @property
     def indices(self) -> np.ndarray:
@@ -127,5 +131,4 @@ def late_matrix(given: Any, name: str, dtype: Any, drop_zeros: bool) -> LateMatr
     late = LateMatrix(given, name)
     if drop_zeros and not late.values.ends[0]:
         return None
-    late.begin(given, name)
     return late

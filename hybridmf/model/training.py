@@ -100,6 +100,7 @@ class TrainingData:
                 log_detour(source, plan)
         if isinstance(matrix, LateMatrix):
             held = _uploaded(devices, plan, matrix.shape, matrix.indptr, *matrix.unchecked)
+            matrix.begin()
             if held is None:
                 matrix = matrix.checked  # raises, or has them sorted
                 values = summary_of(matrix, plan.num_threads)

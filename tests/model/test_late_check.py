@@ -10,7 +10,7 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.model import late
+from hybridmf.model import late, training
 from support.ratings import planted
 
 MATRIX = planted(60, 40, 0.3)
@@ -75,6 +75,26 @@ def test_no_kernel_reads_entries_that_failed(gpu: Any, monkeypatch: pytest.Monke
     with pytest.raises(hmf.errors.RatingsError, match="out of range at entry 3"):
         fit(matrix)
     assert gpu.launches == []
+
+
+def test_the_check_starts_after_the_upload(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both read the host's memory, and the GPU waits for the upload only."""
+    monkeypatch.setattr(late, "LATE_ENTRIES", 1)
+    happened: list[str] = []
+
+    def noting(module: Any, name: str) -> None:
+        plain = getattr(module, name)
+
+        def noted(*arguments: Any) -> Any:
+            happened.append(name)
+            return plain(*arguments)
+
+        monkeypatch.setattr(module, name, noted)
+
+    noting(late, "_checked")
+    noting(training, "_uploaded")
+    fit(MATRIX)
+    assert happened == ["_uploaded", "_checked"]
 
 
 def test_later_changes_have_no_effect(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,8 +90,11 @@ def test_processes_with_a_gpu_each_fit_together(tmp_path):
     for rank in start(2, tmp_path / "model", slurm=True, small=SMALL | {"device": "cuda"}):
         _, said = rank.communicate(timeout=120)
         assert rank.returncode == 0, said
+    found = hmf.load(tmp_path / "model")
     expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
-    np.testing.assert_allclose(hmf.load(tmp_path / "model").user_factors, expected.user_factors, rtol=2e-4, atol=2e-5)
+    assert found.objective(planted()) == pytest.approx(expected.objective(planted()), rel=1e-5)
+    # a user with few entries has an ill-conditioned system, whose rounding errors grow over the iterations
+    np.testing.assert_allclose(found.user_factors, expected.user_factors, rtol=2e-2, atol=2e-3)
 
 
 def test_a_killed_rank_stops_the_others_and_the_run_resumes(tmp_path):
