@@ -5,30 +5,30 @@
 //         tile_colidx (nnz - redundancy,)  tile_ptr (n_tiles + 1,)  seg_ptr (n_rows * tiles_across + 1,)
 //         offsets (n_fixed,)
 // limits: ld factors are a multiple of 16 bytes; rows without entries give zeros
-// Both variants walk over the tiles of a row block, stage the factor rows that a tile needs, each once, and let the
-// tile's segments pick from them. Vacant tiles and segments are skipped. They differ in where the sums are:
+// Both variants iterate over the tiles of a row block, stage each factor row that a tile needs once, and index the staged
+// rows from the tile's segments. They skip vacant tiles and segments. They differ in the location of the sums:
 //
 // ACCUMULATORS=local, the paper's mapping
-// grid  : (row block, lower NB x NB tile of the systems)     block: DX x DY threads a row, DZ rows at a time
+// grid  : (row block, lower NB x NB tile of the systems)     block: DX x DY threads per row, DZ rows at a time
 // shared: sY1 and sY2, TILE_COLS x NB factors each (one of them on the diagonal)
 //   Each thread keeps NB / DX x NB / DY x ceil(TILE_ROWS / DZ) sums. The loop over rounds of rows is not unrolled (its
-//   trip count is ceil(TILE_ROWS / DZ)), so it indexes the sums at run time and they lie in local memory: every product
-//   reads and writes L1, which segments of two or three entries, the usual ones, cannot repay.
+//   trip count is ceil(TILE_ROWS / DZ)), so it indexes the sums at run time and the compiler places them in local memory.
+//   Every product then reads and writes L1; segments of two or three entries, the usual ones, do not amortize that.
 //
 // ACCUMULATORS=chip, ours
 // grid  : (row block x group of ROWS rows, part of the tiles)   block: one thread a TILE x TILE tile and row
-// shared: BUFFERS x CAPACITY factor rows; 2 lists of WINDOW entries for each row: which factors, which weights
-//   A block takes as many rows of a row block as its registers hold the lower triangles of: a thread has one tile of
-//   one row, all the time, in registers. The threads of a row lie side by side, across warps where it falls so.
-//   What must be paid for that: a block stages all columns of its tiles, though its ROWS rows need only some of those
-//   that the whole row block needs. So row blocks are best as high as ROWS (4.3, `bals_tile_sizes`): 25 rows at rank
-//   32, 7 at 64, 3 at 128 in float32. With so few rows there is little left to share.
-//   Segments are too short to be loops of their own: of all segments of a row in neighbouring tiles, as many tiles as
-//   CAPACITY holds, LANES lanes make one list (scan of the lengths, then one entry a lane), and then the threads of all
-//   rows run through their lists together. A warp has threads of a few rows and takes as long as their longest list.
-//   Lists and factors of the next step are prepared in second buffers before the sums of this one: one barrier a step.
-// traffic: a group of ROWS rows reads the rows of tile_colidx of its row block, RANK factors each, and 8 bytes an entry
-// flops: 2 TILE^2 N (N + 1) / 2 an entry, times longest / mean list of a warp's rows
+// shared: BUFFERS x CAPACITY factor rows; 2 lists of WINDOW entries for each row: factor positions and weights
+//   A block processes as many rows of a row block as its registers hold lower triangles: a thread keeps one tile of one
+//   row in registers throughout. The threads of a row are consecutive and may span warps.
+//   The cost: a block stages all columns of its tiles, though its ROWS rows need only some of the columns of the whole
+//   row block. So row blocks are best ROWS high (4.3, `bals_tile_sizes`): 25 rows at rank 32, 7 at 64, 3 at 128 in
+//   float32. So few rows share few columns.
+//   Segments are too short for a loop each. LANES lanes merge all segments of a row in neighbouring tiles, as many tiles
+//   as CAPACITY holds, into one list (scan of the lengths, then one entry per lane). Then the threads of all rows iterate
+//   over their lists together. A warp has threads of a few rows and takes as long as their longest list.
+//   Lists and factors of the next step are prepared in second buffers before the sums of this step: one barrier per step.
+// traffic: a group of ROWS rows reads the rows of tile_colidx of its row block, RANK factors each, and 8 bytes per entry
+// flops: 2 TILE^2 N (N + 1) / 2 per entry, times longest / mean list of a warp's rows
 // Every element has one owner and a fixed order of summation: the same bits on every run.
 #include "common.cuh"
 
@@ -49,25 +49,25 @@ enum Accumulators { local, chip };
 #define TILE 8              // rows and columns of a thread's tile
 #endif
 #ifndef ROWS
-#define ROWS 25             // rows of a block of threads
+#define ROWS 25             // rows per thread block
 #endif
 #ifndef PART_TILES
-#define PART_TILES 10       // tiles of each row in a block; all of them: one part
+#define PART_TILES 10       // tiles of each row in a block; equal to TILES: one part
 #endif
 #ifndef CAPACITY
-#define CAPACITY 384        // factor rows of a buffer
+#define CAPACITY 384        // factor rows per buffer
 #endif
 #ifndef BUFFERS
 #define BUFFERS 2
 #endif
 #ifndef LANES
-#define LANES 8             // lanes that list a row's entries, and tiles in a buffer at most
+#define LANES 8             // lanes that list a row's entries; also the maximum number of tiles in a buffer
 #endif
 #ifndef WINDOW
-#define WINDOW 16           // entries of a list
+#define WINDOW 16           // entries per list
 #endif
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 2     // blocks on a multiprocessor, which bounds the registers of a thread
+#define BLOCKS_PER_SM 2     // minimum resident blocks per multiprocessor; limits the registers of a thread
 #endif
 
 // local
@@ -90,7 +90,7 @@ enum Accumulators { local, chip };
 #define DZ 64
 #endif
 #ifndef SKIP_VACANT
-#define SKIP_VACANT 1       // 0: go through the segments of vacant tiles, too, to measure what the test is worth (6.4)
+#define SKIP_VACANT 1       // 0: visit the segments of vacant tiles, too, to measure the gain of the test (6.4)
 #endif
 
 constexpr bool ON_CHIP = ACCUMULATORS == chip;
@@ -98,7 +98,7 @@ constexpr int CHUNK = 16 / int(sizeof(real));  // factors of one copy
 
 struct alignas(16) Chunk { real value[CHUNK]; };
 
-// 16 bytes in one store, first to leave the L2 cache again: the systems of a batch would push the factors out.
+// Stores 16 bytes at once, to be evicted first from the L2 cache: the systems of a batch would otherwise evict the factors.
 template <class T> __device__ __forceinline__ void store_16(T* target, const T* values) {
     if constexpr (sizeof(T) == 4)
         __stcs(reinterpret_cast<float4*>(target), make_float4(values[0], values[1], values[2], values[3]));
@@ -106,7 +106,7 @@ template <class T> __device__ __forceinline__ void store_16(T* target, const T* 
         __stcs(reinterpret_cast<double2*>(target), make_double2(values[0], values[1]));
 }
 
-struct Matrix {           // one row block in the BALS arrays, and what its entries weigh
+struct Matrix {           // one row block in the BALS arrays, and the parameters of its weights
     const real* factors;
     int ld;
     const real* values;
@@ -119,14 +119,14 @@ struct Matrix {           // one row block in the BALS arrays, and what its entr
     real alpha, unobserved_weight;
 };
 
-// Weight of the entry at `position`, whose column stands at `column_position` of tile_colidx.
+// Weight of the entry at `position`, whose column is tile_colidx[column_position].
 __device__ __forceinline__ EntryWeight weight_of(const Matrix& matrix, int64 position, int64 column_position) {
     const real offset = HAS_OFFSETS ? __ldg(matrix.offsets + __ldg(matrix.tile_colidx + column_position)) : real(0);
     return entry_weight(__ldg(matrix.values + position), offset, matrix.alpha, matrix.unobserved_weight);
 }
 
-// The address `row` rows of ld factors behind `table`: one wide multiplication of unsigned numbers, where signed ones
-// take seven instructions.
+// Address of row `row` of `table`, whose rows have ld factors. One wide multiplication of unsigned numbers; signed numbers
+// would take seven instructions.
 __device__ __forceinline__ const real* row_of(const real* table, int row, int ld) {
     const unsigned long long bytes = static_cast<unsigned long long>(unsigned(row)) * unsigned(ld * int(sizeof(real)));
     return reinterpret_cast<const real*>(reinterpret_cast<const char*>(table) + bytes);
@@ -143,13 +143,13 @@ __device__ __forceinline__ void copy_wait_all() {
 namespace on_chip {
 
 constexpr int N = ceil_div(RANK, TILE);            // tiles along a row or column
-constexpr int TILES = N * (N + 1) / 2;             // of the lower triangle
+constexpr int TILES = N * (N + 1) / 2;             // tiles of the lower triangle
 constexpr int PADDED = N * TILE;
 constexpr int THREADS = round_up(ROWS * PART_TILES, WARP);
-constexpr int CHUNKS = PADDED / CHUNK;             // copies of one factor row
-constexpr int PIECES = TILE / CHUNK;               // of one tile
+constexpr int CHUNKS = PADDED / CHUNK;             // copies per factor row
+constexpr int PIECES = TILE / CHUNK;               // copies per tile
 constexpr int RHS = ceil_div(CHUNKS, PART_TILES);  // a thread's chunks of the right-hand side
-constexpr int LISTED = WINDOW + 1;                 // odd: neighbouring rows' lists begin in different banks
+constexpr int LISTED = WINDOW + 1;                 // odd: the lists of neighbouring rows begin in different banks
 
 static_assert(!ON_CHIP || TILE % CHUNK == 0, "rows of a tile are loaded in pieces of 16 bytes");
 static_assert(!ON_CHIP || (WINDOW % LANES == 0 && WARP % LANES == 0), "lanes divide lists and warps evenly");
@@ -160,22 +160,22 @@ struct Sums {
     real rhs[RHS][CHUNK];
 };
 
-// What to add to each row: where in the buffer, with which weights.
+// The entries to add to each row: positions in the buffer, and weights.
 struct Lists {
     EntryWeight weights[ROWS][LISTED];
     int places[ROWS][LISTED];
     int counts[ROWS];
 };
 
-// Neighbouring tiles of the row block, [first, last), and the factor rows they need, tile_colidx[begin ... end).
+// Consecutive tiles of the row block, [first, last), and the factor rows they need, tile_colidx[begin ... end).
 struct Stage {
     int first, last;
     int64 begin;
     int columns;
 };
 
-// The next tiles from `first` on that together fit in a buffer, past vacant ones; first == tiles_across: none are left.
-// Every warp finds out by itself.
+// The next tiles from `first` on that together fit in a buffer, skipping vacant ones; first == tiles_across: none are left.
+// Every warp computes this redundantly.
 __device__ __forceinline__ Stage next_stage(const Matrix& matrix, int first) {
     const int lane = int(threadIdx.x) % WARP;
     while (first < matrix.tiles_across) {
@@ -190,8 +190,8 @@ __device__ __forceinline__ Stage next_stage(const Matrix& matrix, int first) {
     return {first, first, 0, 0};
 }
 
-// Starts the copies of a stage. The first 16 bytes of all tiles of a factor row come first, then the second ones, ...:
-// neighbouring threads, which mostly have neighbouring tiles, then read contiguous memory.
+// Starts the copies of a stage. A buffered factor row has the first 16 bytes of all tiles first, then the second 16 bytes, ...:
+// neighbouring threads mostly own neighbouring tiles and so read contiguous memory.
 __device__ __forceinline__ void copy_stage(real* buffer, const Matrix& matrix, const Stage& stage) {
     const int* columns = matrix.tile_colidx + stage.begin;
 #pragma unroll 4
@@ -204,17 +204,17 @@ __device__ __forceinline__ void copy_stage(real* buffer, const Matrix& matrix, c
     }
 }
 
-// Lists the entries WINDOW * window ... of each row in a stage, in the order of its tiles. Returns whether a row of this
-// thread has more. LANES neighbouring lanes list one row; lane l starts with the row's segment in tile l.
+// Lists up to WINDOW entries of each row in a stage, from WINDOW * window on, in the order of its tiles. Returns whether a row
+// of this thread has more. LANES neighbouring lanes list one row; lane l starts with the row's segment in tile l.
 __device__ __forceinline__ bool list_entries(Lists& lists, const Matrix& matrix, const Stage& stage, int window,
                                              int n_rows) {
-    // fresh: nothing of this may wait in registers while entries are summed
+    // fresh: keeps the compiler from holding these values in registers during the summation
     const int thread = fresh(threadIdx.x), lane = thread % LANES, tile = stage.first + lane;
     bool more = false;
 #pragma unroll 1
     for (int base = 0; base < ROWS; base += THREADS / LANES) {
         const int row = base + thread / LANES;
-        if (base + thread / WARP * (WARP / LANES) >= ROWS) break;  // of a whole warp
+        if (base + thread / WARP * (WARP / LANES) >= ROWS) break;  // holds for a whole warp
         int64 begin = 0;
         int count = 0, shift = 0;
         if (row < n_rows && tile < stage.last) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ bool list_entries(Lists& lists, const Matrix& matrix,
             count = int(__ldg(segment + 1) - begin);
             shift = int(__ldg(matrix.tile_ptr + tile) - stage.begin);
         }
-        int upto = count;  // entries in this segment and the ones before
+        int upto = count;  // entries in this segment and all before it
 #pragma unroll
         for (int distance = 1; distance < LANES; distance *= 2) {
             const int before = __shfl_up_sync(FULL_WARP, upto, distance, LANES);
@@ -236,7 +236,7 @@ __device__ __forceinline__ bool list_entries(Lists& lists, const Matrix& matrix,
         for (int k = lane; k < WINDOW; k += LANES) {
             if (!__any_sync(FULL_WARP, k - lane < left)) break;
             const int entry = window * WINDOW + k;
-            int source = 0;  // the lane whose segment has the entry: the first one with entry < upto
+            int source = 0;  // the lane whose segment contains the entry: the first one with entry < upto
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2)
                 if (__shfl_sync(FULL_WARP, upto, source + step - 1, LANES) <= entry) source += step;
@@ -253,7 +253,7 @@ __device__ __forceinline__ bool list_entries(Lists& lists, const Matrix& matrix,
     return more;
 }
 
-// A tile's factors, from its first chunk on.
+// Loads a tile's factors; `first` points to its first chunk.
 __device__ __forceinline__ void load_tile(real (&values)[TILE], const real* first) {
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
@@ -263,7 +263,7 @@ __device__ __forceinline__ void load_tile(real (&values)[TILE], const real* firs
     }
 }
 
-// Where a thread works: its row among the block's, its tile among the part's, and the tile's place in the triangle.
+// A thread's work: its row in the block, its tile in the part, and the tile's place in the triangle.
 struct Place {
     int row, member, tile_row, tile_column;
     bool has_tile;
@@ -306,7 +306,7 @@ __device__ __forceinline__ void add_list(Sums& sums, const real* buffer, const L
     }
 }
 
-// Stores what a tile has of the lower triangle.
+// Stores the part of a tile in the lower triangle.
 __device__ __forceinline__ void store_tile(real* system, const Sums& sums, const Place& place) {
 #pragma unroll
     for (int i = 0; i < TILE; i++) {
@@ -353,8 +353,8 @@ __device__ __forceinline__ void sum_rows(Sums& sums, const Matrix& matrix, int n
     }
     while (stage.columns) {
         copy_wait_all();
-        // Factors and lists of this step have arrived, and no thread still reads those of the previous step. If a list
-        // was too short, the next step uses the same factors again.
+        // Factors and lists of this step have arrived, and no thread still reads those of the previous step. If a row has
+        // more entries than its list holds, the next step uses the same factors again.
         const bool again = __syncthreads_or(more);
         const Stage next = again ? stage : next_stage(matrix, stage.last);
         const int next_window = again ? window + 1 : 0, next_buffer = again || BUFFERS == 1 ? buffer : 1 - buffer;
@@ -363,7 +363,7 @@ __device__ __forceinline__ void sum_rows(Sums& sums, const Matrix& matrix, int n
         more = next.columns && list_entries(lists[1 - list], matrix, next, next_window, n_rows);
         if (place.has_tile) add_list(sums, buffers + buffer * CAPACITY * PADDED, lists[list], place);
         if (BUFFERS == 1 && !again && next.columns) {
-            __syncthreads();  // everyone has read the factors
+            __syncthreads();  // all threads have read the factors
             copy_stage(buffers, matrix, next);
         }
         stage = next;
@@ -373,7 +373,7 @@ __device__ __forceinline__ void sum_rows(Sums& sums, const Matrix& matrix, int n
     }
 }
 
-// Stores the sums of n_rows rows, which `matrices` and `rhs` belong to.
+// Stores the sums of n_rows rows; `matrices` and `rhs` point to those of the first row.
 __device__ __forceinline__ void store_rows(real* matrices, real* rhs, const Sums& sums, int n_rows) {
     const Place place = find_place(fresh(threadIdx.x));
     if (place.row >= n_rows) return;
@@ -395,7 +395,7 @@ constexpr int RHS = ceil_div(NB, DX * DY);  // a thread's elements of the right-
 
 static_assert(ON_CHIP || (NB % DX == 0 && NB % DY == 0 && NB % CHUNK == 0), "threads and copies divide a tile evenly");
 
-// Columns `column` ... column + NB - 1 of the factor rows of a tile.
+// Copies columns `column` ... column + NB - 1 of the factor rows of a tile.
 __device__ __forceinline__ void copy_panel(real* panel, const Matrix& matrix, const int* columns, int count,
                                            int column) {
     for (int position = threadIdx.x; position < count * CHUNKS; position += THREADS) {
@@ -406,7 +406,7 @@ __device__ __forceinline__ void copy_panel(real* panel, const Matrix& matrix, co
     }
 }
 
-// Sums one NB x NB tile of the systems of a row block; `matrices` and `rhs` are those of its first row.
+// Sums one NB x NB tile of the systems of a row block; `matrices` and `rhs` point to those of its first row.
 __device__ __forceinline__ void sum_rows(real* matrices, real* rhs, const Matrix& matrix) {
     int tile_row = 0, tile_column = blockIdx.y;
     while (tile_column > tile_row) tile_column -= ++tile_row;
@@ -444,7 +444,7 @@ __device__ __forceinline__ void sum_rows(real* matrices, real* rhs, const Matrix
                 }
             }
         }
-        __syncthreads();  // before the next tile's factors come
+        __syncthreads();  // before the next tile's factors overwrite these
     }
 #pragma unroll 1
     for (int round = 0; round < ROUNDS; round++) {
@@ -472,11 +472,11 @@ __device__ __forceinline__ void sum_rows(real* matrices, real* rhs, const Matrix
 
 constexpr int THREADS = ON_CHIP ? on_chip::THREADS : in_local_memory::THREADS;
 
-// The rows of a block of threads.
+// The rows of a thread block.
 struct Rows {
     int64 block, first;      // row block, and its first row
-    int height, begin, count; // rows of the row block; of those, the block's first one and their number, or none
-    int64 system;            // of the first one, in the batch
+    int height, begin, count; // rows in the row block; the thread block's first row in it and its number of rows, or none
+    int64 system;            // index in the batch of the first row's system
 };
 
 __device__ __forceinline__ Rows find_rows(int index, int64 first_block, int64 n_rows, int tile_rows) {
@@ -506,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ON_CHIP ? BLOCKS_PER_SM : 
     if constexpr (ON_CHIP) {
         on_chip::Sums sums = {};
         on_chip::sum_rows(sums, matrix, rows.count);
-        // found again: kept meanwhile, it would take registers
+        // computed again: keeping it during the summation would take registers
         const Rows same = find_rows(fresh(blockIdx.x), first_block, n_rows, tile_rows);
         on_chip::store_rows(matrices + same.system * RANK * RANK, rhs + same.system * RANK, sums, same.count);
     } else {

@@ -1,9 +1,9 @@
-// basis.cu - the basis in which gram + ridge is the unit matrix: inverse = L^-1, where gram + ridge = L L^T
-//            rows y of the fixed side become L^-1 y there, and a solution w is x = L^-T w (docs/methods.md)
+// basis.cu - the basis in which gram + ridge is the identity: inverse = L^-1, where gram + ridge = L L^T
+//            In it, rows y of the fixed side become L^-1 y, and a solution w corresponds to x = L^-T w (docs/methods.md).
 // grid  : one block                    block : EDGE x EDGE threads, each with every EDGE-th row and column in registers
 // shapes: inverse (LD, LD), zeros beyond RANK and above the diagonal  failed (1,)  gram (RANK16, RANK16)  ridge (RANK,)
-// flops : 2/3 RANK^3, in float64; the elimination that makes L makes L^-1 in its place
-// limits: RANK <= 128, by registers
+// flops : 2/3 RANK^3, in float64; the elimination that computes L replaces it by L^-1 in place
+// limits: RANK <= 128, because of registers
 // failed: the leading minor that is not positive definite, NON_FINITE, or 0.
 #include "common.cuh"
 
@@ -22,7 +22,7 @@ static_assert(RANK <= 128, "the matrix must fit in the registers of a block");
 
 extern "C" __global__ void __launch_bounds__(EDGE * EDGE)
 inverse_root(float* inverse, int* failed, const float* gram, const float* ridge, double epsilon) {
-    __shared__ double column[2][EDGE * EACH], row[2][EDGE * EACH];  // of the step, and of the next
+    __shared__ double column[2][EDGE * EACH], row[2][EDGE * EACH];  // for this step and the next
     __shared__ double roots[EDGE * EACH];
     const int y = threadIdx.x / EDGE, x = threadIdx.x % EDGE;
     double a[EACH][EACH];  // [p][q]: row y + EDGE p, column x + EDGE q
@@ -34,7 +34,7 @@ inverse_root(float* inverse, int* failed, const float* gram, const float* ridge,
             a[p][q] = r < RANK && c < RANK ? double(gram[r * RANK16 + c]) + (r == c ? double(ridge[r]) : 0.0) : 0.0;
         }
     int failing = 0;
-    for (int j = 0; j < RANK; j++) {  // columns before j are those of the inverse
+    for (int j = 0; j < RANK; j++) {  // columns before j already belong to the inverse
         double(&l)[EDGE * EACH] = column[j % 2], (&u)[EDGE * EACH] = row[j % 2];
 #pragma unroll
         for (int p = 0; p < EACH; p++)

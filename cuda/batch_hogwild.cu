@@ -1,24 +1,24 @@
 // batch_hogwild.cu - one epoch of stochastic gradient descent, lock-free: for each entry (u, i, r) of a shuffled order
-//           e = r - mean - b_u - b_i - x.y,  x <- keep x + rate e y,  y <- keep y + rate e x,  biases <- bias_keep times
-//           themselves + bias_rate e, all from the old values; keep = 1 - rate lambda, so for biases
+//           e = r - mean - b_u - b_i - x.y,  x <- keep x + rate e y,  y <- keep y + rate e x,
+//           b <- bias_keep b + bias_rate e, all from the old values; keep = 1 - rate lambda, bias_keep likewise
 // source: cuMF_SGD (Xie et al. 2017), batch-Hogwild, as BALS 6.2 uses it; the runs below are ours
-// grid  : THREADS a block; a worker is a group of lanes that can hold a row, as many as the launcher asks for
+// grid  : THREADS per block; a worker is a group of lanes that can hold a row; the launcher chooses their number
 // shapes: held (n_held, LD)  walked (n_walked, LD)  biases (n_held,), (n_walked,)  walk: by held rows, without bounds
 //         runs (n_runs, 2): first entry; row of the held side * 2^32 + number of entries, 1 ... RUN
-//         losses (grid,): sums of e^2, each with the factors of its time
+//         losses (grid,): sums of e^2, each e computed with the factors before its update
 // traffic: 2 LD nnz (1 + 1 / RUN) * sizeof(stored)     flops: 8 LD nnz
-// limits: which update wins where two meet is up to chance; two runs of this kernel do not agree. A range of rows and
-//         columns: tables that start at its first ones, runs of the entries in it, `first` subtracted from each index
+// limits: concurrent updates of a row race, so results are not reproducible between runs. For a range of rows and columns:
+//         the tables start at its first row and column, the runs cover its entries, and `first` is subtracted from each index
 //
-// Why runs. Shuffled entries read and write a row of either side each. The smaller side stays in L2, the larger one does
-// not: 2 LD * sizeof(stored) bytes an entry of memory traffic. So what is shuffled are runs of up to RUN entries of one
-// row of the larger side ("held", users as a rule), which stays in registers meanwhile: the memory traffic is divided by
-// RUN. A run is a piece of a CSR row, so the entries themselves stay where they are. The order remains random where it
-// has to be: which rows follow each other, and which workers meet at a popular item. Updates of one row in sequence are
-// what SGD does anyway; RUN 1 gives cuMF_SGD's order. A worker takes `batch` consecutive runs at a time (cuMF_SGD takes
-// 256 entries): the descriptions of runs are read in sequence.
-// DEPTH rows of the walked side are read at a time, then updated and written one by one. A larger DEPTH hides more
-// latency, but more updates by others are lost: between a row's reading and writing lie DEPTH updates.
+// Why runs. In shuffled order, each entry reads and writes one row of either side. The smaller side stays in L2, the larger
+// side does not: 2 LD * sizeof(stored) bytes of memory traffic per entry. Therefore runs are shuffled instead: up to RUN
+// entries of one row of the larger side ("held", usually users). That row stays in registers during the run, so memory
+// traffic is divided by RUN. A run is a piece of a CSR row, so the entries themselves are not moved. The order remains random
+// where it has to be: in the sequence of rows, and in the workers that update a popular item concurrently. SGD updates one
+// row in sequence anyway; RUN 1 gives cuMF_SGD's order. A worker takes `batch` consecutive runs at a time (cuMF_SGD takes
+// 256 entries), so run descriptions are read sequentially.
+// A worker reads DEPTH rows of the walked side at a time, then updates and writes them one by one. A larger DEPTH hides more
+// latency, but loses more updates by other workers: DEPTH updates lie between reading and writing a row.
 #include "sgd.cuh"
 
 #ifndef RUN
@@ -28,7 +28,7 @@
 #define HAS_BIASES 0
 #endif
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 3  // blocks on a multiprocessor, which bounds the registers of a thread
+#define BLOCKS_PER_SM 3  // minimum resident blocks per multiprocessor; limits the registers of a thread
 #endif
 
 constexpr int THREADS = 128;
@@ -36,7 +36,7 @@ using Piece_row = Row<GROUP>;
 constexpr int DEPTH = RUN < 8 / Piece_row::PIECES ? RUN : 8 / Piece_row::PIECES;
 static_assert(RUN % DEPTH == 0, "a run is read in whole parts");
 
-struct Run {  // as in memory
+struct Run {  // memory layout
     int64 begin;
     int64 owner_and_count;
 
@@ -44,7 +44,7 @@ struct Run {  // as in memory
     __device__ __forceinline__ int count() const { return int(owner_and_count & 0xffffffff); }
 };
 
-// Data of a run that is loaded before the run starts.
+// Data of a run, loaded before the run starts.
 struct Prepared {
     Run run;
     Spread<int, RUN, GROUP> index;
@@ -58,7 +58,7 @@ struct Runs {
     int n_workers, batch;
 };
 
-// The runs of a worker, one after the other: `batch` in sequence, then past those of the other workers.
+// Iterates over the runs of a worker: `batch` consecutive runs, then a skip over the runs of the other workers.
 struct Cursor {
     const Run* runs;
     int64 n_runs, place, skipped;
@@ -68,7 +68,7 @@ struct Cursor {
         : runs(all.runs), n_runs(all.count), place(worker < all.n_workers ? int64(worker) * all.batch : all.count),
           skipped(int64(all.n_workers - 1) * all.batch), batch(all.batch), left(all.batch) {}
 
-    // Past the end, runs without entries.
+    // Returns the next run; past the end, a run without entries.
     __device__ __forceinline__ Run take() {
         const Run run = place < n_runs ? runs[place] : Run{0, 0};
         place++;
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* walked_bias, double* losses,
               const int* indices, const real* ratings, const Run* shuffled, int64 n_runs, int n_workers, int batch, int first,
               real rate, real keep, real mean, real bias_rate, real bias_keep) {
-    // not structs passed by value: with these the fastest configuration spills registers
+    // kernel arguments are not structs by value: these make the fastest configuration spill registers
     const Factors held{held_rows, held_bias}, walked{walked_rows, walked_bias};
     const Walk walk{indices, ratings, nullptr, nullptr, first};
     const Runs runs{shuffled, n_runs, n_workers, batch};
@@ -169,9 +169,9 @@ batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* wal
 #pragma unroll
         for (int p = 0; p < Piece_row::PIECES; p++)
             if (again) next.x.piece[p] = moved.piece[p];
-        if (HAS_BIASES) __syncwarp();  // lane 0 has written what all lanes read next
+        if (HAS_BIASES) __syncwarp();  // lane 0 has written the bias that all lanes read next
     }
-    // one sum a block, in a fixed order
+    // one sum per block, in a fixed order
     __shared__ double sums[THREADS];
     sums[threadIdx.x] = lane == 0 ? loss : 0.0;
     __syncthreads();

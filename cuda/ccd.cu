@@ -1,39 +1,39 @@
 // ccd.cu - CCD++: rank-one updates x_t y_t^T of a factorization R ~ X Y^T over its residual, kept by user and by item
-//          rank_one: e <- e - p P[fixed] + q Q[fixed]      P, Q: the factor before (new), this one (old)
-//                    z  = sum e C[fixed] / (penalty + sum C[fixed]^2) of every row (nonnegative: 0 if that is less)
+//          rank_one: e <- e - p P[fixed] + q Q[fixed]      P, Q: previous factor (new values), this factor (old values)
+//                    z  = sum e C[fixed] / (penalty + sum C[fixed]^2) for every row (nonnegative: clamped at 0)
 // source: Yu, Hsieh, Si, Dhillon 2012 (CCD++); Nisa et al. 2017 (loop fusion, long rows split); tiles: ours
-// grid  : blocks of equal work, each takes `parts`: consecutive pieces of one tile. A piece is what a row has in a tile
-//         of the fixed side, at most a segment of it: a warp's, or, if one step of 8 or 16 lanes reads it, theirs
+// grid  : blocks of equal work; each processes `parts`: consecutive pieces of one tile. A piece is a row's entries in a tile
+//         of the fixed side, at most a segment of them. A warp processes it, or 8 or 16 lanes if they read it in one step
 // shapes: rows of this side and columns of both sides (n,): padded with zeros to 16 bytes
 //         indices, ratings, residuals (4 n_quads,)  pieces (n_pieces, 4): first quad, quads, row, slot (-1: whole row)
-//         parts (n_parts, 4): tile, first piece, end, lanes of a piece  first_part (blocks + 1,)  partials (n_slots, 2)
+//         parts (n_parts, 4): tile, first piece, end, lanes per piece  first_part (blocks + 1,)  partials (n_slots, 2)
 //         split (n_split, 4): row, first slot, slots, 0     tables (n, ld), ld a multiple of 16 bytes
 // shared: STAGED: VECTORS * TILE * sizeof(real): this tile of P, Q and C
 // traffic: a pass reads an index and reads and writes a residual: nnz (2 + 2 sizeof(real)) bytes STAGED, with 4 in place
 //          of 2 otherwise. Both passes of a factor, float32, STAGED: 20 nnz bytes; Netflix shape (99.07M entries) at
-//          4.24 TB/s: 0.467 ms, 18.7 ms for 40 factors; the residual at the start of an iteration reads and writes as
-//          much once more and gathers 2 nnz ld sizeof(real) bytes, mostly from L2
+//          4.24 TB/s: 0.467 ms, 18.7 ms for 40 factors; computing the residual at the start of an iteration reads and writes
+//          as much once more and gathers 2 nnz ld sizeof(real) bytes, mostly from L2
 // limits: rows have ascending indices; TILE a multiple of 16 bytes, at most 65,536; fewer than 2^31 quads
 //
-// Fused: one pass takes the product of the factor before out of the residual, puts this factor's old one back and sums
-// the ridge regressions. Both copies of the residual get the same operations on the same numbers, hence the same bits.
-// The items' pass needs two vectors of the users (C = Q), the users' pass three of the items (C: the new ones); further
-// inner iterations one, and leave the residual alone (VECTORS). Gathers are what limits a plain version: each takes a
-// sector of 32 bytes from L2. STAGED: entries are ordered by tiles of the fixed side, and the tile lies in shared
-// memory, with 16-bit indices into it; otherwise (short rows, many tiles) the vectors come as one pack from L2.
-// A row's entries come in groups of 4, a lane's quad, filled up with entries that meet a zero: every access has 16 (or
-// 8) bytes. Quad l of k that lanes read together holds entries l, l + k, l + 2k, l + 3k: neighbouring lanes gather from
-// neighbouring entries. While a step is summed, the next one is on its way to registers.
-// Sums: pairs, lanes of up to SEGMENT / 128 quads, a tree over the lanes, then the partial sums in the order of a row: the
-// same bits on every run, and at segments of 2,048 entries at most 24 roundings of sum |e C| (and slots / 32 + 5 for the
-// partial sums of a split row). A residual takes two roundings a factor, and starts anew in every iteration.
+// Fused: one pass subtracts the product of the previous factor from the residual, adds back the old product of this factor and
+// sums the ridge regressions. Both copies of the residual undergo the same operations on the same numbers, hence the same bits.
+// The items' pass needs two vectors of the users (C = Q), the users' pass three of the items (C: the new values). Further
+// inner iterations need one vector and do not change the residual (VECTORS). Gathers limit a plain version: each reads a
+// sector of 32 bytes from L2. STAGED: entries are ordered by tiles of the fixed side, and the tile is in shared memory,
+// with 16-bit indices into it; otherwise (short rows, many tiles) the vectors are read as one pack from L2.
+// A row's entries are stored in quads, 4 per lane, padded with entries that point to a zero: every access has 16 (or 8)
+// bytes. Of k quads that lanes read together, quad l holds entries l, l + k, l + 2k, l + 3k: neighbouring lanes gather from
+// neighbouring entries. While a step is summed, the next step is loaded into registers.
+// Order of summation: pairs, lanes of up to SEGMENT / 128 quads, a tree over the lanes, then the partial sums in the order of a
+// row. The bits are the same on every run. With segments of 2,048 entries there are at most 24 roundings of sum |e C| (and
+// slots / 32 + 5 for the partial sums of a split row). A residual is rounded twice per factor and recomputed in every iteration.
 #include "common.cuh"
 
 #ifndef STAGED
 #define STAGED 1           // fixed vectors in shared memory, tile by tile; 0: packs of them in global memory
 #endif
 #ifndef VECTORS
-#define VECTORS 3          // 1: C, sums alone; 2: P, Q = C; 3: P, Q, C
+#define VECTORS 3          // 1: C, only sums; 2: P, Q = C; 3: P, Q, C
 #endif
 #ifndef TILE
 #define TILE 4096          // elements of a staged vector; the last 16 bytes are zeros
@@ -42,17 +42,17 @@
 #define THREADS 256
 #endif
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 2    // blocks on a multiprocessor, which bounds the registers of a thread
+#define BLOCKS_PER_SM 2    // minimum resident blocks per multiprocessor; limits the registers of a thread
 #endif
 
 constexpr bool UPDATES = VECTORS > 1;
 constexpr int QUAD = 4;                                  // entries a lane reads at a time
-constexpr int UNROLL = 2;                                // quads of a step
+constexpr int UNROLL = 2;                                // quads per step
 constexpr int WARPS = THREADS / WARP;
 constexpr int CHUNK = 16 / int(sizeof(real));
-constexpr int PACK = VECTORS == 3 ? 4 : VECTORS;         // elements of a pack, the fourth is not used
+constexpr int PACK = VECTORS == 3 ? 4 : VECTORS;         // elements of a pack; the fourth is not used
 
-// Lanes that share a piece: those that read it in one step, if they are fewer than a warp.
+// Lanes that share a piece: 8 or 16 if they read it in one step, else a warp.
 __device__ __forceinline__ int lanes_of(int quads) { return quads <= UNROLL * 8 ? 8 : quads <= UNROLL * 16 ? 16 : WARP; }
 
 static_assert(TILE % CHUNK == 0 && TILE <= 65536, "tiles are copied 16 bytes at a time and have 16-bit indices");
@@ -67,7 +67,7 @@ struct alignas(16) Chunk { real value[CHUNK]; };
 
 // ---------------------------------------------------------------------------------------------- quads of entries
 
-// Indices and residuals of a lane's quad as they come from memory: what is read once leaves the caches first.
+// Indices and residuals of a lane's quad, as loaded. The loads mark data that is read once for early eviction from the caches.
 struct Quad {
 #if STAGED
     int2 packed;
@@ -126,10 +126,10 @@ __device__ __forceinline__ real coordinate(Sums sums, real penalty, bool nonnega
     return nonnegative && value < 0 ? real(0) : value;
 }
 
-// What a row's own coordinates give to its pieces.
+// A row's own coordinates, used by all of its pieces.
 struct Own { real subtracted, added, penalty; };
 
-// P, Q, C of the fixed side; without STAGED each is the packs of all three.
+// P, Q, C of the fixed side; without STAGED, each pointer refers to the packs of all three.
 struct Vectors { const real *subtracted, *added, *regressor; };
 
 struct OwnVectors { const real *subtracted, *added, *penalties; };
@@ -143,7 +143,7 @@ struct Pass {
     const FixedIndex* indices;
     const int4* pieces;
     int zero;                  // index of a fixed row of zeros
-    bool pending;              // the residual still has the product of the factor before
+    bool pending;              // the residual still contains the product of the previous factor
     bool nonnegative;
 
     __device__ __forceinline__ int4 piece(int k, int end) const {
@@ -210,7 +210,7 @@ struct Pass {
             partials[piece.w] = sums;
     }
 
-    // This warp's pieces of begin ... end - 1. All lanes take the same way: a group's piece may be missing, or empty.
+    // Processes this warp's pieces of begin ... end - 1. All lanes take the same branches: a group's piece may be missing or empty.
     template <int GROUP> __device__ __forceinline__ void run(int begin, int end) const {
         constexpr int PER_WARP = WARP / GROUP, STRIDE = WARPS * PER_WARP, STEP = UNROLL * GROUP;
         const int lane = threadIdx.x % GROUP, group = threadIdx.x % WARP / GROUP;
@@ -224,14 +224,14 @@ struct Pass {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) read(quads[u], current, at + u * GROUP);
         while (true) {
-            const bool last = GROUP < WARP || at - lane + STEP >= current.y;  // of this piece
+            const bool last = GROUP < WARP || at - lane + STEP >= current.y;  // last step of this piece
             const int4 next = last ? following : current;
             const int next_at = last ? lane : at + STEP;
             const Own next_own = last ? own(following) : mine;
             Quad arriving[UNROLL];
 #pragma unroll
             for (int u = 0; u < UNROLL; u++) read(arriving[u], next, next_at + u * GROUP);
-            // loaded anew in each step of a long piece: kept under a condition, the warp would wait for it here
+            // loaded again in each step of a long piece: with a conditional load, the warp would stall on it here
             const int4 upcoming = piece(first + (last ? 2 : 1) * STRIDE + group, end);
 #pragma unroll
             for (int u = 0; u < UNROLL; u++) {
@@ -252,7 +252,7 @@ struct Pass {
     }
 };
 
-// P, Q, C of a tile to shared memory; what lies beyond n_fixed, and the tile's last chunk, are zeros.
+// Copies P, Q, C of a tile to shared memory; elements beyond n_fixed and the tile's last chunk are zeros.
 __device__ __forceinline__ void stage(real* target, Vectors fixed, int64 begin, int64 n_fixed) {
     const real* sources[3] = {VECTORS == 1 ? fixed.regressor : fixed.subtracted, fixed.added, fixed.regressor};
     const int64 left = n_fixed - begin;
@@ -293,7 +293,7 @@ rank_one(real* solved, real* residuals, Sums* partials, const real* subtracted, 
     }
 }
 
-// Coordinates of rows that are split, from the sums of their pieces; a warp a row.
+// Computes the coordinates of split rows from the sums of their pieces; one warp per row.
 extern "C" __global__ void __launch_bounds__(8 * WARP)
 combine(real* solved, const Sums* partials, const real* penalties, const int4* split, int64 n_split, int nonnegative) {
     const int lane = threadIdx.x % WARP;
@@ -310,7 +310,7 @@ combine(real* solved, const Sums* partials, const real* penalties, const int4* s
     if (lane == 0) solved[row.x] = coordinate(sums, penalties[row.x], nonnegative);
 }
 
-// packs (n_fixed + 1,): P, Q, C of each row of the fixed side; the last one is zeros.
+// packs (n_fixed + 1,) <- P, Q, C of each row of the fixed side; the last pack is zeros.
 extern "C" __global__ void __launch_bounds__(256)
 interleave(Pack* packs, Vectors fixed, int64 n_fixed) {
     const real* sources[4] = {VECTORS == 1 ? fixed.regressor : fixed.subtracted, fixed.added, fixed.regressor,
@@ -325,7 +325,7 @@ interleave(Pack* packs, Vectors fixed, int64 n_fixed) {
 
 // ---------------------------------------------------------------------------------------------- layout
 
-// offsets (n_rows, n_tiles - 1): entries of each row before the tiles 1, 2, ...; a thread each.
+// offsets (n_rows, n_tiles - 1) <- number of each row's entries before the tiles 1, 2, ...; one thread per element.
 extern "C" __global__ void __launch_bounds__(256)
 cut_rows(int* offsets, const int* indices, const int64* indptr, int64 n_rows, int64 n_tiles, int64 tile_rows) {
     const int64 k = int64(blockIdx.x) * 256 + threadIdx.x;
@@ -342,7 +342,7 @@ cut_rows(int* offsets, const int* indices, const int64* indptr, int64 n_rows, in
     offsets[k] = int(low - indptr[row]);
 }
 
-// Entries to their places, a warp a piece. sources (n_pieces, 3): first entry, entries, first fixed row of the tile.
+// Copies entries to their places; one warp per piece. sources (n_pieces, 3): first entry, entries, first fixed row of the tile.
 extern "C" __global__ void __launch_bounds__(8 * WARP)
 place(FixedIndex* indices, real* ratings, const int* raw_indices, const real* raw_ratings, const int4* pieces,
       const int64* sources, int64 n_pieces, int zero) {
@@ -363,8 +363,8 @@ place(FixedIndex* indices, real* ratings, const int* raw_indices, const real* ra
 
 // ---------------------------------------------------------------------------------------------- residual, objective
 
-constexpr int LANES = 4;                // of an entry's product of two rows
-constexpr int AT_ONCE = WARP / LANES;   // entries of a warp
+constexpr int LANES = 4;                // per product of two rows, one for each entry
+constexpr int AT_ONCE = WARP / LANES;   // entries per warp
 
 struct Entries {
     const real* ratings;
@@ -374,10 +374,10 @@ struct Entries {
 
 struct Tables {
     const real *own, *fixed;
-    int chunks;                // 16 bytes each, of a row
+    int chunks;                // 16-byte chunks per row
 };
 
-// Calls body(place of an entry, rating - x.y) for ROUNDS entries of each team of LANES at a time, in every lane of it.
+// Calls body(place of an entry, rating - x.y) in every lane; a team of LANES lanes handles ROUNDS entries at a time.
 template <int ROUNDS, class Sum, class Body>
 __device__ __forceinline__ void for_each_miss(Entries entries, Tables tables, int4 piece, int base, Body&& body) {
     const int chunks = tables.chunks, zero = entries.zero;
@@ -415,7 +415,7 @@ __device__ __forceinline__ void for_each_miss(Entries entries, Tables tables, in
     }
 }
 
-// residuals = ratings - x.y of all entries, in `real`; a warp a piece.
+// residuals <- ratings - x.y of all entries, in `real`; one warp per piece.
 extern "C" __global__ void __launch_bounds__(8 * WARP)
 subtract_products(real* residuals, const real* ratings, const FixedIndex* indices, const real* own, const real* fixed,
                   const int4* pieces, const int* bases, int64 n_pieces, int chunks, int zero) {
@@ -428,7 +428,7 @@ subtract_products(real* residuals, const real* ratings, const FixedIndex* indice
     });
 }
 
-// losses (n_pieces,): sums of (rating - x.y)^2 in float64; a warp a piece.
+// losses (n_pieces,) <- sums of (rating - x.y)^2 in float64; one warp per piece.
 extern "C" __global__ void __launch_bounds__(8 * WARP)
 squared_errors(double* losses, const real* ratings, const FixedIndex* indices, const real* own, const real* fixed,
                const int4* pieces, const int* bases, int64 n_pieces, int chunks, int zero) {
@@ -442,7 +442,7 @@ squared_errors(double* losses, const real* ratings, const FixedIndex* indices, c
     if (threadIdx.x % WARP == 0) losses[piece] = sum;
 }
 
-// out[r][c] = in[c][r], r < n_rows, c < n_columns, through a square in shared memory; status[0] = 1: not all are finite.
+// out[r][c] <- in[c][r], r < n_rows, c < n_columns, through a square in shared memory; status[0] <- 1 if not all are finite.
 extern "C" __global__ void __launch_bounds__(8 * WARP)
 transpose(real* out, const real* in, int* status, int64 n_rows, int64 n_columns, int64 ld_out, int64 ld_in) {
     __shared__ real square[WARP][WARP + 1];

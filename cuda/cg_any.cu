@@ -1,14 +1,14 @@
 // cg_any.cu - conjugate gradient steps on A[k] x[k] = b[k] for a batch of systems, any rank, float or double
-// grid  : one block a system     block : WARPS warps, which deal the rows of A among them
+// grid  : one block per system     block : WARPS warps, which share the rows of A
 // shapes: solutions (n_out, ld): row rows[k] holds the start of system k and receives its solution
 //         status (n_out,)  matrices (n_slots, RANK, RANK), lower triangles  rhs (n_slots, RANK)
-//         slots (n_systems + 1,): system k is in slot slots[k], and has x = 0 if it has none  rows (n_systems,)
+//         slots (n_systems + 1,): system k is in slot slots[k], or has none and x = 0  rows (n_systems,)
 // shared: A, packed row by row (RESIDENT), read once from global memory; else A is read from L2 in each step
-// stops : after `steps` steps, or where the residual has fallen by 1e-10 or is about to underflow, as the CPU does
+// stops : after `steps` steps, or once the residual has fallen by 1e-10 or is about to underflow, like the CPU backend
 //         (_conjugate_gradient in hybridmf/native/_als.pyx); inner products are summed in double
 // status: 0; -1 if something is not finite; -2 for negative curvature (A is not positive definite). x = 0 where not 0
 // order : all sums have a fixed order: a rerun gives the same bits
-// traffic: n^2 / 2 elements once (RESIDENT), else steps + 1 times     flops: 2 n^2 a step and for the first residual
+// traffic: n^2 / 2 elements once (RESIDENT), else steps + 1 times     flops: 2 n^2 per step and for the first residual
 #include "common.cuh"
 
 #ifndef RANK
@@ -27,14 +27,14 @@
 constexpr int NON_FINITE = -1;  // as on the CPU (hybridmf/native/_als.pyx)
 constexpr int NEGATIVE_CURVATURE = -2;
 constexpr real LARGEST = real(sizeof(real) == 4 ? 3.402823466e+38 : 1.7976931348623157e+308);
-constexpr double REDUCED = 1e-20;                              // squared residual at which to stop, to its first value
+constexpr double REDUCED = 1e-20;                              // stops at this ratio of the squared residual to its first value
 constexpr double TINY = sizeof(real) == 4 ? 1e-60 : 1e-290;    // squares of the next step would underflow
 constexpr int THREADS = WARPS * WARP;
-constexpr int COLUMNS = ceil_div(RANK, WARP);                  // of a row, in each lane
-constexpr int ELEMENTS = ceil_div(RANK, THREADS);              // of a vector, in each thread
+constexpr int COLUMNS = ceil_div(RANK, WARP);                  // columns of a row per lane
+constexpr int ELEMENTS = ceil_div(RANK, THREADS);              // elements of a vector per thread
 constexpr int PADDED = COLUMNS * WARP;
-constexpr int PIECE = COLUMNS < 16 ? COLUMNS : 16;             // of these, as many as registers hold
-constexpr int ROWS_AT_ONCE = PIECE <= 4 ? 4 : 2;               // sums over a warp wait; several wait together
+constexpr int PIECE = COLUMNS < 16 ? COLUMNS : 16;             // columns at a time, as many as registers hold
+constexpr int ROWS_AT_ONCE = PIECE <= 4 ? 4 : 2;               // rows whose warp sums overlap their latencies
 static_assert(WARP % WARPS == 0, "");
 constexpr int PACKED = RESIDENT ? RANK * (RANK + 1) / 2 : 0;
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ bool is_finite(double value, double largest = 1.79769
 // Sum over the block, the same bits in every thread.
 __device__ __forceinline__ double block_sum(double value, const Shared& shared) {
     value = warp_sum(value);
-    __syncthreads();  // the sums before have been read
+    __syncthreads();  // the previous sums have been read
     if (threadIdx.x % WARP == 0) shared.sums[threadIdx.x / WARP] = value;
     __syncthreads();
     value = 0;
@@ -77,8 +77,8 @@ __device__ __forceinline__ double dot(const Vector& a, const Vector& b, const Sh
     return block_sum(sum, shared);
 }
 
-// Columns WARP first, ... of A: their part of the rows' sums, and the columns' sums over this warp's rows, which are
-// the mirror images. Each element of the lower triangle is read once for both.
+// For the columns of A from WARP first on: adds their part to the row sums, and the sums over this warp's rows to the column
+// sums, the products with the transposed elements. Each element of the lower triangle is read once for both.
 __device__ __forceinline__ void apply_columns(const real* __restrict__ matrix, int first, const Shared& shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     real mine[PIECE], sums[PIECE];
@@ -111,7 +111,7 @@ __device__ __forceinline__ void apply_columns(const real* __restrict__ matrix, i
 // product <- A vector.
 __device__ __forceinline__ void apply(Vector& product, const Vector& vector, const real* __restrict__ matrix,
                                       const Shared& shared) {
-    __syncthreads();  // what the product before left in shared memory has been read
+    __syncthreads();  // the previous product has been read from shared memory
 #pragma unroll
     for (int e = 0; e < ELEMENTS; e++)
         if (threadIdx.x + e * THREADS < PADDED) shared.vector[threadIdx.x + e * THREADS] = vector[e];
@@ -130,7 +130,7 @@ __device__ __forceinline__ void apply(Vector& product, const Vector& vector, con
     }
 }
 
-// `steps` steps from x; returns the status.
+// Runs `steps` steps from x; returns the status.
 __device__ __forceinline__ int iterate(Vector& x, Vector& residual, const real* __restrict__ matrix, int steps,
                                        const Shared& shared) {
     Vector direction, product;
@@ -161,7 +161,7 @@ __device__ __forceinline__ int iterate(Vector& x, Vector& residual, const real* 
     return 0;
 }
 
-// The lower triangle row by row without gaps.
+// Copies the lower triangle to shared memory, row by row without gaps.
 __device__ __forceinline__ void pack(const real* __restrict__ matrix, const Shared& shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
 #pragma unroll 4
@@ -187,7 +187,7 @@ cg(real* solutions, int* __restrict__ status, const real* __restrict__ matrices,
     }
     int failure = 0;
     if (exists) {
-        if (RESIDENT) pack(matrix, shared);  // the first barrier of `apply` comes before it is read
+        if (RESIDENT) pack(matrix, shared);  // read after the first barrier of `apply`
         failure = iterate(x, residual, matrix, steps, shared);
     }
     bool bad = false;

@@ -1,9 +1,9 @@
-// cholesky.cu - Cholesky factorization and solution of a batch of systems in global memory, one warp a system, with the
-//               products of system.cuh on tensor cores; larger systems and other types: cholesky_any.cu
+// cholesky.cu - Cholesky factorization and solution of a batch of systems in global memory, one warp per system, with the
+//               tensor-core products of system.cuh; larger systems and other types: cholesky_any.cu
 // grid  : ceil(n / TEAMS) blocks       block : TEAMS warps
 // shapes: matrices (n_slots, RANK, RANK): lower triangles, not changed  rhs (n_slots, RANK)  slots (n + 1,)  rows (n,)
-//         solutions (n_out, width): system k = slot slots[k] goes to rows[k]; zeros where it fails or has no slot
-// shared: TEAMS * TEAM_FLOATS * 4 bytes   traffic: RANK (RANK + 1) / 2 + 2 RANK floats a system   flops: RANK^3 / 3
+//         solutions (n_out, width): the solution of system k, slot slots[k], goes to row rows[k]; zeros if it fails or has no slot
+// shared: TEAMS * TEAM_FLOATS * 4 bytes   traffic: RANK (RANK + 1) / 2 + 2 RANK floats per system   flops: RANK^3 / 3
 // limits: RANK <= 64; sm_80 or later
 #include "system.cuh"
 
@@ -18,7 +18,7 @@ static_assert(WARPS == 1, "a warp solves a system");
 
 constexpr int TEAM_FLOATS = PACKED + TEAM_VECTORS;
 
-// Element (r, c) of a lower triangle, of the identity beyond RANK; 0 above the diagonal, where nothing need be written.
+// Element (r, c) of a lower triangle: of the identity beyond RANK, and 0 above the diagonal, where the matrix may be uninitialized.
 __device__ __forceinline__ float element_of(const float* __restrict__ matrix, int r, int c) {
     if (r >= RANK) return r == c;
     return c <= r ? matrix[r * RANK + c] : 0.0f;

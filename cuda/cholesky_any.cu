@@ -1,32 +1,32 @@
 // cholesky_any.cu - solves A[k] x[k] = b[k] for a batch of systems by Cholesky, any rank, float or double
 //
-// cholesky_warp (SYSTEMS > 0, RANK <= 32): SYSTEMS systems a block, one warp each; lane i holds row i.
-// cholesky_block (SYSTEMS = 0): one block a system.
+// cholesky_warp (SYSTEMS > 0, RANK <= 32): SYSTEMS systems per block, one warp each; lane i holds row i.
+// cholesky_block (SYSTEMS = 0): one block per system.
 //
 //             PANEL
-//        +---------+                    Left-looking over panels of PANEL columns. Of the current one, HEIGHT rows at a
+//        +---------+                    Left-looking over panels of PANEL columns. HEIGHT rows of the current panel at a
 //        | .       |                    time (all of them while they fit) are accumulators in registers:
 //        | . .     |                        A - (rows of L so far) (panel's rows of L so far)^T
-//        |---------+---------+          Then, STEP columns at a time, the panel is factored: its columns go through
-//        |  rows   | . acc   |          shared memory, every warp eliminates the STEP x STEP diagonal block again for
-//        |  of L   | . .     |          itself (cheaper than to wait for one that does) and along with it one row a
+//        |---------+---------+          Then the panel is factored, STEP columns at a time: its columns are exchanged in
+//        |  rows   | . acc   |          shared memory, every warp redundantly eliminates the STEP x STEP diagonal block
+//        |  of L   | . .     |          (cheaper than waiting for another warp's result) and, with it, one row per
 //        | so far  |---------|          thread; the remaining columns of the panel are updated in registers.
 //        |         |   acc   |
 //        +---------+---------+          A second block of the same multiprocessor computes while this one waits.
 //
-//   The rows of L so far come from shared memory (RESIDENT: L[panel:, :panel] is at most a quarter of the square; tiles
-//   take the places of those that are done with) or, staged by asynchronous copies, from the matrix, which holds L.
-//   b is carried along: each step gives STEP elements of z = L^-1 b. The back substitution L^T x = z reads L from the
-//   matrix (L2); STEP x STEP diagonal blocks hold their inverse transposed, which falls out of the elimination.
+//   The rows of L so far come from shared memory (RESIDENT: L[panel:, :panel] is at most a quarter of the square; new tiles
+//   overwrite tiles that are no longer needed) or, staged by asynchronous copies, from the matrix, which holds L.
+//   b is eliminated along with the rows: each step gives STEP elements of z = L^-1 b. The back substitution L^T x = z reads
+//   L from the matrix (L2); STEP x STEP diagonal blocks hold their inverse transposed, a by-product of the elimination.
 //
 // shapes: solutions (n_out, ld)  status (n_out,)  matrices (n_slots, RANK, RANK)  rhs (n_slots, RANK)
-//         slots (n_systems + 1,): system k is in slot slots[k], and is zero with x = 0 if it has none
-//         rows (n_systems,): its solution goes to row rows[k]
+//         slots (n_systems + 1,): system k is in slot slots[k], or has no slot, is zero and has x = 0
+//         rows (n_systems,): the solution of system k goes to row rows[k]
 // status: 0; j + 1 if pivot j <= epsilon A_jj (not positive definite to working precision); -1 if a pivot or the
-//         solution is infinite. x = 0 where it is not 0.
-// matrices: lower triangles in. cholesky_block destroys them, and what of the upper ones is in diagonal blocks of STEP
+//         solution is infinite. x = 0 where the status is not 0.
+// matrices: lower triangles in. cholesky_block overwrites them, and the upper triangles within the diagonal blocks of STEP
 // traffic: n^2 / 2 elements in; cholesky_block writes them once and reads them once more, mostly in L2
-// flops  : n^3 / 3 a system
+// flops  : n^3 / 3 per system
 // order  : all sums have a fixed order: a rerun gives the same bits
 // limits : HEIGHT >= RANK if RESIDENT; 16-byte accesses where RANK allows them, else elementwise
 #include "common.cuh"
@@ -35,19 +35,19 @@
 #define RANK 64
 #endif
 #ifndef SYSTEMS
-#define SYSTEMS 0  // systems a block of cholesky_warp; 0: cholesky_block
+#define SYSTEMS 0  // systems per block of cholesky_warp; 0: cholesky_block
 #endif
 #ifndef ROW_THREADS
-#define ROW_THREADS 16  // threads down a column of accumulators; 4 a warp
+#define ROW_THREADS 16  // threads down a column of accumulators; 4 per warp
 #endif
 #ifndef TILE_ROWS
-#define TILE_ROWS 4  // accumulators of a thread: TILE_ROWS x TILE_COLUMNS
+#define TILE_ROWS 4  // accumulators per thread: TILE_ROWS x TILE_COLUMNS
 #endif
 #ifndef TILE_COLUMNS
 #define TILE_COLUMNS 4
 #endif
 #ifndef RESIDENT
-#define RESIDENT 1  // 1: what later panels need of L stays in shared memory
+#define RESIDENT 1  // 1: the part of L that later panels need stays in shared memory
 #endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 1  // minimum resident blocks per multiprocessor
@@ -56,7 +56,7 @@
 constexpr int NON_FINITE = -1;  // as on the CPU (hybridmf/native/_als.pyx)
 constexpr real LARGEST = real(sizeof(real) == 4 ? 3.402823466e+38 : 1.7976931348623157e+308);
 constexpr int VECTOR = 16 / int(sizeof(real));
-constexpr bool ALIGNED = RANK % VECTOR == 0;  // every row of every slot starts on 16 bytes
+constexpr bool ALIGNED = RANK % VECTOR == 0;  // every row of every slot is aligned to 16 bytes
 
 struct alignas(16) Chunk {
     real element[VECTOR];
@@ -69,7 +69,7 @@ __device__ __forceinline__ real inverse_root(real value) {
 
 __device__ __forceinline__ bool is_finite(real value) { return value <= LARGEST && value >= -LARGEST; }
 
-// Why a pivot does not serve; 0 if it does. The comparisons are false for NaN.
+// The status of a pivot, 0 if it is valid. The comparisons are false for NaN.
 __device__ __forceinline__ int pivot_status(real pivot, real floor, int index) {
     if (pivot > floor && pivot <= LARGEST) return 0;
     return is_finite(pivot) ? index + 1 : NON_FINITE;
@@ -78,11 +78,11 @@ __device__ __forceinline__ int pivot_status(real pivot, real floor, int index) {
 #if SYSTEMS
 static_assert(RANK <= WARP, "one row a lane");
 
-constexpr int PITCH = RANK | 1;  // odd: neither rows nor columns of the matrix in shared memory meet in a bank
+constexpr int PITCH = RANK | 1;  // odd: rows and columns of the matrix in shared memory are free of bank conflicts
 
-// A x = r in place; lane i holds row i of the lower triangle of A, in `a` and in shared memory, and element i of r.
+// Solves A x = r in place. Lane i holds row i of the lower triangle of A, in `a` and in shared memory, and element i of r.
 __device__ __forceinline__ int solve_in_warp(real (&a)[RANK], real* matrix, real& r, real epsilon, int lane) {
-    real own = lane < RANK ? matrix[lane * PITCH + lane] : real(1);  // what is left of the diagonal element
+    real own = lane < RANK ? matrix[lane * PITCH + lane] : real(1);  // the remainder of the diagonal element
     const real floor = epsilon * own;
     real inverse = 0;
     int failure = 0;
@@ -122,7 +122,7 @@ cholesky_warp(real* __restrict__ solutions, int* __restrict__ status, const real
               int64 n_systems, real epsilon) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int64 system = int64(blockIdx.x) * SYSTEMS + warp;
-    if (system >= n_systems) return;  // whole warps, and no barrier of the block follows
+    if (system >= n_systems) return;  // whole warps return, and no block barrier follows
     const int64 slot = slots[system], row = rows[system];
     const bool exists = slot < slots[system + 1];
     real* const matrix = shared_memory<real>() + warp * RANK * PITCH;
@@ -142,20 +142,20 @@ cholesky_warp(real* __restrict__ solutions, int* __restrict__ status, const real
     if (lane == 0) status[row] = failure;
 }
 
-#else  // one block a system
+#else  // one block per system
 
 constexpr int STEP = 8;                     // columns eliminated at a time
-constexpr int COLUMN_THREADS = STEP;        // so that each of a thread's columns belongs to a step of its own
+constexpr int COLUMN_THREADS = STEP;        // so that a thread has one column in each step
 constexpr int THREADS = ROW_THREADS * COLUMN_THREADS;
 constexpr int PANEL = COLUMN_THREADS * TILE_COLUMNS;
 constexpr int HEIGHT = ROW_THREADS * TILE_ROWS;
 constexpr int PANELS = ceil_div(RANK, PANEL);
-constexpr int GROUP = PANEL / ROW_THREADS;  // accumulator rows of a thread in one tile of PANEL x PANEL
+constexpr int GROUP = PANEL / ROW_THREADS;  // a thread's accumulator rows in one PANEL x PANEL tile
 constexpr int GROUPS = ceil_div(TILE_ROWS, GROUP);
-constexpr int ROWS_A_THREAD = ceil_div(HEIGHT, THREADS);  // in an elimination
+constexpr int ROWS_A_THREAD = ceil_div(HEIGHT, THREADS);  // rows per thread in an elimination
 constexpr int TILE_CHUNKS = PANEL / VECTOR;               // chunks in a row of a tile,
 constexpr int STEP_CHUNKS = STEP / VECTOR;                // of a strip,
-constexpr int STAGE_CHUNKS = 4;                           // of a stage of what is read from the matrix
+constexpr int STAGE_CHUNKS = 4;                           // of a stage of rows read from the matrix
 constexpr int STAGE = STAGE_CHUNKS * VECTOR;
 constexpr int LAST_COLUMNS = ceil_div(RANK - (PANELS - 1) * PANEL, COLUMN_THREADS);  // steps of the last panel
 static_assert(ROW_THREADS % 8 == 0 && PANEL % ROW_THREADS == 0 && PANEL % WARP == 0 && THREADS % WARP == 0, "");
@@ -164,12 +164,12 @@ static_assert(RESIDENT ? HEIGHT >= RANK && GROUPS == PANELS : TILE_ROWS % GROUP 
 // ---------------------------------------------------------------------------------------------- shared memory
 
 constexpr int STRIP_ROWS = HEIGHT > PANEL ? HEIGHT : PANEL;
-constexpr int RESIDENT_TILES = PANELS * PANELS / 4;  // of L[panel:, :panel], at most
+constexpr int RESIDENT_TILES = PANELS * PANELS / 4;  // maximum number of tiles of L[panel:, :panel]
 constexpr int LEFT_SIZE = RESIDENT ? RESIDENT_TILES * PANEL * PANEL : 2 * (HEIGHT + PANEL) * STAGE;
-constexpr int DIAGONAL_PITCH = PANEL + VECTOR;  // of the diagonal tile in the back substitution: rows in other banks
+constexpr int DIAGONAL_PITCH = PANEL + VECTOR;  // for the diagonal tile in the back substitution: rows in different banks
 constexpr int TILES_SIZE = LEFT_SIZE > PANEL * DIAGONAL_PITCH ? LEFT_SIZE : PANEL * DIAGONAL_PITCH;
 constexpr int STRIPS_SIZE = 2 * STRIP_ROWS * STEP;
-constexpr int KEPT_STEPS = RESIDENT ? 1 : TILE_COLUMNS;  // steps whose diagonal rows later rows of the panel still need
+constexpr int KEPT_STEPS = RESIDENT ? 1 : TILE_COLUMNS;  // steps whose diagonal rows are kept for later rows of the panel
 constexpr int DIAGONAL_SIZE = RESIDENT ? 0 : KEPT_STEPS * PANEL * STEP;
 constexpr int BLOCKS_SIZE = KEPT_STEPS * STEP * STEP;
 constexpr int PADDED = PANELS * PANEL;
@@ -182,9 +182,9 @@ static_assert(SHARED_BYTES == SHARED_REALS * int(sizeof(real)) + SHARED_INTS * 4
 struct Shared {
     real* memory = shared_memory<real>();
 
-    // RESIDENT: tiles of L; else two stages of rows, then of the panel's own rows. At the end, the diagonal tile.
+    // RESIDENT: tiles of L; else two stages of rows, then of the panel's own rows. In the back substitution: the diagonal tile.
     __device__ Chunk* tiles() const { return reinterpret_cast<Chunk*>(memory); }
-    // columns of a step, two steps in turn
+    // columns of a step; two steps alternate
     __device__ Chunk* strip(int step) const {
         return reinterpret_cast<Chunk*>(memory + TILES_SIZE) + step % 2 * (STRIP_ROWS * STEP_CHUNKS);
     }
@@ -198,24 +198,24 @@ struct Shared {
     }
     // epsilon A_jj of the panel
     __device__ real* floors() const { return memory + TILES_SIZE + STRIPS_SIZE + DIAGONAL_SIZE + BLOCKS_SIZE; }
-    // b less what the columns of L so far take from it
+    // b less the contributions of the columns of L so far
     __device__ real* residual() const { return memory + SHARED_REALS - 2 * PADDED; }
-    // z; in the back substitution what is left of it, then x
+    // z; in the back substitution the remainder of z, then x
     __device__ real* forward() const { return memory + SHARED_REALS - PADDED; }
     __device__ int* failure() const { return reinterpret_cast<int*>(memory + SHARED_REALS); }
     // place of tile (row, column) of L
     __device__ int* places() const { return failure() + 1; }
 };
 
-// In a row of CHUNKS chunks, chunk c of row r lies at c ^ swizzle(r): the same chunk of eight rows in a sequence that
-// starts at a multiple of 8 is in eight different places of 128 bytes, so reading them meets no bank twice.
+// In a row of CHUNKS chunks, chunk c of row r is at c ^ swizzle(r): the same chunk of eight consecutive rows from a multiple of
+// 8 on is in eight different places of 128 bytes, so reading them has no bank conflicts.
 template <int CHUNKS> __device__ __forceinline__ constexpr int swizzle(int row) {
     constexpr int ROWS = CHUNKS < 8 ? 8 / CHUNKS : 1;
     return row / ROWS % (CHUNKS < 8 ? CHUNKS : 8);
 }
 
-// The place of tile (row, column), column < row, of L. In panel p the tiles (p, 0..p-1) are used for the last time and
-// tiles (p+1.., p) come into being: the first p of these take the places of those, the others take new ones.
+// The place of tile (row, column), column < row, of L. Panel p uses the tiles (p, 0..p-1) for the last time and creates the
+// tiles (p+1.., p): the first p of the new tiles take the places of the old ones, the others take new places.
 __device__ __forceinline__ int tile_place(int row, int column) {
     while (row - column - 1 < column) {
         const int below = row - column - 1;
@@ -230,9 +230,8 @@ __device__ __forceinline__ int tile_place(int row, int column) {
 using Sums = real[TILE_ROWS][TILE_COLUMNS];
 
 // A thread owns rows row + ROW_THREADS a and columns column + COLUMN_THREADS b: the rows below the diagonal stay spread
-// over all threads. A warp is 4 rows x 8 columns; its lanes alternate so that neighbours share a row or a column, which
-// the hardware reads once. Made anew wherever it is used: what is computed from it once for all would need too many
-// registers.
+// over all threads. A warp covers 4 rows x 8 columns; its lanes alternate so that neighbours share a row or a column, which
+// the hardware reads once. Constructed at each use: keeping the values derived from it would take too many registers.
 struct Owner {
     int row, column;
 
@@ -243,9 +242,9 @@ struct Owner {
     }
 };
 
-// What is worked on: HEIGHT rows of a panel at most.
+// The rows in work: at most HEIGHT rows of a panel.
 struct Part {
-    int panel, first;  // rows from `first` on, counted in the matrix; first == column() is the part with the diagonal
+    int panel, first;  // `first`: first row, in the matrix; first == column() is the part with the diagonal
 
     __device__ int column() const { return panel * PANEL; }
     __device__ bool has_diagonal() const { return RESIDENT || first == column(); }
@@ -258,7 +257,7 @@ struct Part {
     }
 };
 
-// Whether accumulator (a, b) of the part with the diagonal lies above it for every thread; or below.
+// Whether accumulator (a, b) of the part with the diagonal is above the diagonal in every thread; the next function: below.
 __device__ __forceinline__ constexpr bool above_diagonal(int a, int b) {
     return a * ROW_THREADS + ROW_THREADS - 1 < b * COLUMN_THREADS;
 }
@@ -285,7 +284,7 @@ __device__ __forceinline__ void load(Sums& sums, const real* matrix, const Part&
     }
 }
 
-// Lower bounds of the pivots, from the diagonal as loaded. Separate from `load`, where threads would wait for it.
+// Stores the lower bounds of the pivots, from the diagonal as loaded. Separate from `load`, where threads would stall on it.
 __device__ __forceinline__ void note_floors(const Sums& sums, const Part& part, real epsilon, const Shared& shared) {
     if (!part.has_diagonal()) return;
     const Owner own;
@@ -299,8 +298,8 @@ __device__ __forceinline__ void note_floors(const Sums& sums, const Part& part, 
         }
 }
 
-// sums[:, FIRST:END] -= rows columns^T over CHUNKS chunks of both. rows[q] is this thread's first row in the q-th PANEL
-// of rows; columns this thread's first column.
+// sums[:, FIRST:END] -= rows columns^T over CHUNKS chunks of both. rows[q] points to this thread's first row in the q-th PANEL
+// rows, columns to this thread's first column.
 template <int ROWS, int FIRST, int END, int CHUNKS, bool DIAGONAL>
 __device__ __forceinline__ void subtract_product(Sums& sums, const Chunk* const (&rows)[GROUPS], const Chunk* columns,
                                                  int n_groups, const Owner& own) {
@@ -329,10 +328,10 @@ __device__ __forceinline__ void subtract_product(Sums& sums, const Chunk* const 
 
 // ---------------------------------------------------------------------------------------------- columns so far
 
-// Accumulator rows of a resident part of Q groups: what is left of the whole height.
+// Accumulator rows of a resident part with Q groups, the remainder of the full height.
 template <int Q> constexpr int ROWS_OF = TILE_ROWS - (GROUPS - Q) * GROUP;
 
-// One group is the last panel, which may have fewer columns.
+// Accumulator columns; the last panel, the only part with one group, can have fewer columns.
 template <int Q> constexpr int COLUMNS_OF = Q == 1 ? LAST_COLUMNS : TILE_COLUMNS;
 
 template <int Q>
@@ -349,7 +348,7 @@ __device__ __forceinline__ void subtract_resident(Sums& sums, const Part& part, 
     }
 }
 
-// The first `valid` elements (all or none if ALIGNED) of a chunk of the matrix to shared memory, zeros for the others.
+// Copies the first `valid` elements (all or none if ALIGNED) of a chunk of the matrix to shared memory; the others are zeros.
 __device__ __forceinline__ void copy_chunk(Chunk* target, const real* source, int valid) {
     if constexpr (ALIGNED) {
         copy_async_16(target, source, valid > 0);
@@ -361,7 +360,7 @@ __device__ __forceinline__ void copy_chunk(Chunk* target, const real* source, in
     }
 }
 
-// Columns column .. column + STAGE of `n_rows` rows of the matrix from `first` on, zeros beyond its end.
+// Copies columns column .. column + STAGE of `n_rows` rows of the matrix from `first` on; zeros beyond its end.
 __device__ __forceinline__ void stage_rows(Chunk* target, const real* matrix, int first, int n_rows, int column) {
 #pragma unroll 4
     for (unsigned item = fresh(threadIdx.x); item < n_rows * STAGE_CHUNKS; item += THREADS) {
@@ -372,7 +371,7 @@ __device__ __forceinline__ void stage_rows(Chunk* target, const real* matrix, in
     }
 }
 
-// A stage: rows of the part, then (where these are others) rows of the panel's own tile.
+// Loads a stage: rows of the part, then, if they differ, rows of the panel's own tile.
 __device__ __forceinline__ void load_stage(Chunk* target, const real* matrix, const Part& part, int column) {
     stage_rows(target, matrix, part.first, part.n_groups() * PANEL, column);
     if (!part.has_diagonal()) stage_rows(target + HEIGHT * STAGE_CHUNKS, matrix, part.column(), PANEL, column);
@@ -389,14 +388,14 @@ __device__ __forceinline__ void subtract_stage(Sums& sums, const Chunk* stage, i
     subtract_product<TILE_ROWS, 0, TILE_COLUMNS, STAGE_CHUNKS, DIAGONAL>(sums, rows, columns, n_groups, own);
 }
 
-// In iteration k, stage k is on its way while stage k - 1 is computed with.
+// In iteration k, stage k is in flight while stage k - 1 is multiplied.
 __device__ __forceinline__ void subtract_staged(Sums& sums, const real* matrix, const Part& part,
                                                 const Shared& shared) {
     constexpr int STAGE_SIZE = (HEIGHT + PANEL) * STAGE_CHUNKS;
     const int n_stages = part.column() / STAGE, n_groups = part.n_groups();
     for (int k = 0; k <= n_stages; k++) {
         copy_wait<0>();
-        __syncthreads();  // stage k - 1 has come, and all threads are done with the one before, whose place k takes
+        __syncthreads();  // stage k - 1 has arrived, and all threads have read the one before, which stage k overwrites
         if (k < n_stages) load_stage(shared.tiles() + k % 2 * STAGE_SIZE, matrix, part, k * STAGE);
         if (k == 0) continue;
         const Chunk* const stage = shared.tiles() + (k - 1) % 2 * STAGE_SIZE;
@@ -409,7 +408,7 @@ __device__ __forceinline__ void subtract_staged(Sums& sums, const real* matrix, 
 __device__ __forceinline__ void subtract_left(Sums& sums, const real* matrix, const Part& part, const Shared& shared) {
     if (part.panel == 0) return;
     if constexpr (RESIDENT) {
-        // A text for each number of groups: these loops are long enough to be worth it. Only the first panel has all.
+        // Compiled once per number of groups: these loops are long enough to be worth it. Only the first panel has all groups.
         static_for<1, GROUPS>([&](auto n_groups) {
             if (part.n_groups() == n_groups.value)
                 subtract_resident<decltype(n_groups)::value>(sums, part, shared);
@@ -421,7 +420,7 @@ __device__ __forceinline__ void subtract_left(Sums& sums, const real* matrix, co
 
 // ---------------------------------------------------------------------------------------------- elimination
 
-// Column B of each thread's accumulators: together the columns of step B.
+// Writes column B of each thread's accumulators, together the columns of step B, to shared memory.
 template <int B>
 __device__ __forceinline__ void write_step(const Sums& sums, const Part& part, const Shared& shared) {
     const Owner own;
@@ -447,7 +446,7 @@ __device__ __forceinline__ void read_strip(real (&values)[STEP], const Chunk* st
     }
 }
 
-// `values` as chunks of a row of CHUNKS chunks, from chunk `first` on.
+// Writes `values` as chunks of a row of CHUNKS chunks, from chunk `first` on.
 template <int CHUNKS>
 __device__ __forceinline__ void write_chunks(Chunk* target, const real (&values)[STEP], int row, int first) {
 #pragma unroll
@@ -459,7 +458,7 @@ __device__ __forceinline__ void write_chunks(Chunk* target, const real (&values)
     }
 }
 
-// Columns column .. column + STEP of a row of the matrix, as far as it has them.
+// Writes columns column .. column + STEP of a row of the matrix, up to the end of the row.
 __device__ __forceinline__ void write_matrix(real* matrix, const real (&values)[STEP], int row, int column) {
     real* const target = matrix + int64(row) * RANK + column;
     if (ALIGNED && column + STEP <= RANK) {
@@ -477,15 +476,15 @@ __device__ __forceinline__ void write_matrix(real* matrix, const real (&values)[
     }
 }
 
-// Rows that every warp eliminates, by lane: the diagonal block, then b, then the identity, which becomes the inverse of
-// the block transposed. The others are idle.
+// Rows that every warp eliminates, by lane: the diagonal block, then b, then the identity, which becomes the transposed inverse
+// of the block. The other lanes are idle.
 constexpr int RHS_LANE = STEP;
 constexpr int IDENTITY_LANE = 2 * STEP;
 
 struct Common {
     real row[STEP];
-    real own = 1;     // what is left of the diagonal element, in lanes of the diagonal block
-    real floor = -1;  // at or below which it is no pivot
+    real own = 1;     // the remainder of the diagonal element, in lanes of the diagonal block
+    real floor = -1;  // a pivot at or below it is invalid
     int failure = 0;
 
     __device__ Common(const Part& part, int step, int lane, const Shared& shared) {
@@ -507,7 +506,7 @@ struct Common {
     }
 };
 
-// Writes what a step gives besides rows of L: z, the inverse of the diagonal block, and its failure. One warp does.
+// Writes the results of a step other than rows of L: z, the inverse of the diagonal block, and its failure. Executed by one warp.
 __device__ __forceinline__ void write_common(const Common& common, real* matrix, int column, int lane,
                                              const Shared& shared) {
     if (lane == RHS_LANE)
@@ -520,7 +519,7 @@ __device__ __forceinline__ void write_common(const Common& common, real* matrix,
     if (failed && lane == __ffs(failed) - 1 && *shared.failure() == 0) *shared.failure() = common.failure;
 }
 
-// Eliminates the columns of a step: the diagonal block, b and the rows of the part below, one a thread and round.
+// Eliminates the columns of a step: in the diagonal block, b and the rows of the part below, one row per thread and round.
 __device__ __forceinline__ void eliminate(real* matrix, const Part& part, int step, const Shared& shared) {
     const int thread = fresh(threadIdx.x), lane = thread & (WARP - 1), column = part.column() + step * STEP;
     const bool is_first_warp = thread < WARP && part.has_diagonal();
@@ -539,7 +538,7 @@ __device__ __forceinline__ void eliminate(real* matrix, const Part& part, int st
 #pragma unroll
     for (int i = 0; i < ROWS_A_THREAD; i++) {
         product[i] = 0;
-        // others' rows are being written; what a thread without one computes is not used
+        // other threads' rows are being written; the results of a thread without a row are not used
         if (active[i]) read_strip(rows[i], shared.strip(step), thread + i * THREADS);
         else
 #pragma unroll
@@ -584,8 +583,8 @@ __device__ __forceinline__ void eliminate(real* matrix, const Part& part, int st
     }
 }
 
-// Columns of the panel after a step less what the step's columns of L take from them. Two steps share a text; after the
-// second, one column more than needed is computed.
+// Updates the columns of the panel after a step by the step's columns of L. Two steps share the same code; after the second, one
+// column more than needed is computed.
 template <int PAIR>
 __device__ __forceinline__ void update_panel(Sums& sums, const Part& part, int step, const Shared& shared) {
     const Owner own;
@@ -597,7 +596,7 @@ __device__ __forceinline__ void update_panel(Sums& sums, const Part& part, int s
                                                                                      part.n_groups(), own);
 }
 
-// The tiles of a panel below its diagonal tile, from shared memory to the matrix for the back substitution.
+// Copies the tiles of a panel below its diagonal tile from shared memory to the matrix, for the back substitution.
 __device__ __forceinline__ void write_panel(real* matrix, const Part& part, const Shared& shared) {
     const int below = part.column() + PANEL, n_items = max(0, RANK - below) * TILE_CHUNKS;
     for (unsigned item = fresh(threadIdx.x); item < n_items; item += THREADS) {
@@ -615,8 +614,8 @@ __device__ __forceinline__ void write_panel(real* matrix, const Part& part, cons
     }
 }
 
-// A -> L and b -> z. One loop over the steps of all parts, so that the text of each operation occurs once: it has to
-// fit in the instruction cache.
+// A -> L and b -> z. One loop over the steps of all parts, so that the code of each operation occurs once: the code has to fit
+// in the instruction cache.
 __device__ __forceinline__ void factor(real* matrix, real epsilon, const Shared& shared) {
     Sums sums;
     Part part{}, next{0, 0};
@@ -628,9 +627,9 @@ __device__ __forceinline__ void factor(real* matrix, real epsilon, const Shared&
             static_for<0, TILE_COLUMNS>([&](auto b) {
                 if (step == b.value) write_step<decltype(b)::value>(sums, part, shared);
             });
-            __syncthreads();  // the strip is there
+            __syncthreads();  // the strip is complete
         }
-        // The accumulators are free now: the next part's come in while this step is computed.
+        // The accumulators are free: the next part is loaded into them while this step is computed.
         if (is_last && next.panel < PANELS) load(sums, matrix, next);
         if (n_steps) {
             eliminate(matrix, part, step, shared);
@@ -656,7 +655,7 @@ __device__ __forceinline__ void factor(real* matrix, real epsilon, const Shared&
 
 // ---------------------------------------------------------------------------------------------- back substitution
 
-// Lower triangle of a diagonal tile, whose STEP x STEP blocks are inverse transposed; zeros beyond RANK.
+// Loads the lower triangle of a diagonal tile, whose STEP x STEP blocks hold their transposed inverses; zeros beyond RANK.
 __device__ __forceinline__ void load_diagonal_tile(Chunk* tile, const real* matrix, int first) {
 #pragma unroll 4
     for (unsigned item = threadIdx.x; item < PANEL * TILE_CHUNKS; item += THREADS) {
@@ -669,7 +668,7 @@ __device__ __forceinline__ void load_diagonal_tile(Chunk* tile, const real* matr
     copy_commit();
 }
 
-// x of one panel from what is left of its z, by one warp: lane i has elements i + WARP m.
+// Computes x of one panel from the remainder of its z. Executed by one warp; lane i holds elements i + WARP m.
 __device__ __forceinline__ void solve_diagonal_tile(real* x, const real* tile, int n_steps, int lane) {
     constexpr int PER_LANE = PANEL / WARP, STEPS_A_WARP = WARP / STEP;
     real value[PER_LANE];
@@ -679,7 +678,7 @@ __device__ __forceinline__ void solve_diagonal_tile(real* x, const real* tile, i
     for (int m = PER_LANE - 1; m >= 0; m--) {
 #pragma unroll 1
         for (int step = min(n_steps, (m + 1) * STEPS_A_WARP) - 1; step >= m * STEPS_A_WARP; step--) {
-            const real* const rows = tile + step * STEP * DIAGONAL_PITCH;  // of L, with the inverse of the block
+            const real* const rows = tile + step * STEP * DIAGONAL_PITCH;  // rows of L, with the inverse of the block
             const real* const inverse = rows + lane % STEP * DIAGONAL_PITCH + step * STEP;
             const int first_lane = step % STEPS_A_WARP * STEP;
             real solved = 0;  // element lane % STEP of the step
@@ -699,14 +698,14 @@ __device__ __forceinline__ void solve_diagonal_tile(real* x, const real* tile, i
     for (int m = 0; m < PER_LANE; m++) x[lane + m * WARP] = value[m];
 }
 
-// z -> x in place.
+// Replaces z by x in place.
 __device__ __forceinline__ void substitute_back(const real* matrix, const Shared& shared) {
     real* const x = shared.forward();
     for (int panel = PANELS - 1; panel >= 0; panel--) {
         const int first = panel * PANEL, n_rows = min(PANEL, RANK - first);
         const real* const left = matrix + int64(first) * RANK;  // rows of L of this panel
         load_diagonal_tile(shared.tiles(), matrix, first);
-        // Most of what the panel's x is multiplied with; comes while the diagonal tile is solved.
+        // Most of the elements that are multiplied by the panel's x; they arrive while the diagonal tile is solved.
         real ahead[PANEL];
 #pragma unroll
         for (int k = 0; k < PANEL; k++)
@@ -748,7 +747,7 @@ cholesky_block(real* __restrict__ solutions, int* __restrict__ status, real* mat
         for (int k = threadIdx.x; k < PANELS * PANELS; k += THREADS)
             if (k % PANELS < k / PANELS) shared.places()[k] = tile_place(k / PANELS, k % PANELS);
     if (threadIdx.x == 0) *shared.failure() = 0;
-    // No barrier: what was written here is read after the first barrier of `factor`.
+    // No barrier: these writes are read after the first barrier of `factor`.
     factor(matrix, epsilon, shared);
     __syncthreads();  // all of L is in the matrix, and the tiles are free
     substitute_back(matrix, shared);

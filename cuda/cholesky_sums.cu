@@ -1,41 +1,41 @@
-// cholesky_sums.cu - A[u] x[u] = b[u] for rows u whose sums `assemble_segments` or `warpgroup_sums` has left in global memory,
-//                    rank 97 to 128; A[u] = G + sums + scale_u ridge. Or of systems in matrices
-// grid  : any number of blocks, which take systems in turn     block : 4 warps, one system at a time
-// shapes: partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle as the lanes of a warp hold them, then b
+// cholesky_sums.cu - solves A[u] x[u] = b[u], A[u] = G + sums + scale_u ridge, rank 97 to 128, for rows u whose sums are in global
+//                    memory, from `assemble_segments` or `warpgroup_sums`; with MATRICES, solves systems stored as matrices
+// grid  : any number of blocks; block k solves systems k, k + gridDim.x, ...     block : 4 warps, one system at a time
+// shapes: partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle in the register layout of a warp, then b
 //         slots (n_rows + 1,): system k is the sum of slots slots[k] ... slots[k + 1] - 1   rows (n_rows,)
 //         gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)  status (n_out,)
 // shared: SYSTEM_FLOATS * 4 bytes: one panel of the factor in two float16 parts, the inverses of the blocks on the diagonal
-// traffic: PARTIAL floats a slot read, LD floats a row written     flops: n_rows (RANK^3 / 3 + 2 RANK^2)
+// traffic: PARTIAL floats per slot read, LD floats per row written     flops: n_rows (RANK^3 / 3 + 2 RANK^2)
 // limits: 7 or 8 blocks in a row of A; sm_80 or later
 //
-// A system is a chain of dependent steps, and a multiprocessor has room for four. Both the length of the chain and the number of
-// instructions count, because four systems keep the schedulers busy for half of the time. The triangle stays in registers,
-// 72 per thread, and shared memory holds no more of the factor than one panel. Right-looking: with panel p solved, A22 -= L21
-// L21^T. A warp owns rows w and BLOCKS - 1 - w of blocks, so that all have about as many. Which row and column a slot of
-// registers holds depends on the warp at run time; the same code serves all warps.
+// A system is a chain of dependent steps, and a multiprocessor holds four systems. Both the length of the chain and the number
+// of instructions matter, because four systems keep the schedulers busy for half of the time. The triangle stays in registers,
+// 72 per thread; shared memory holds only one panel of the factor. The factorization is right-looking: after panel p is solved,
+// A22 -= L21 L21^T. Warp w owns block rows w and BLOCKS - 1 - w, so all warps hold about equally many blocks. The block row and
+// column of a register slot depend on the warp at run time; the same code serves all warps.
 //
-// Products take float16 parts, high and low: half the instructions of tf32 parts. Powers of two bring the diagonal of A to
-// 1 ... 4 first, D A D (D^-1 x) = D b. All elements of A and its factor are then below 4, where the two parts of a value are
-// 2^-25 from it or closer, the error that a backward-stable Cholesky factorization in float32 has anyway.
+// Products use float16 parts, high and low: half the instructions of tf32 parts. Powers of two first scale the diagonal of A to
+// 1 ... 4: D A D (D^-1 x) = D b. All elements of A and its factor are then below 4. There the two parts represent a value to
+// within 2^-25, the error that a backward-stable Cholesky factorization in float32 has anyway.
 #include "system.cuh"
 
 #ifndef LD
 #define LD ((RANK + 3) / 4 * 4)
 #endif
 #ifndef MATRICES
-#define MATRICES 0                // 1: the kernel `cholesky_matrices` alone
+#define MATRICES 0                // 1: compile only the kernel `cholesky_matrices`
 #endif
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 4           // bounds the registers of a thread at 128
+#define BLOCKS_PER_SM 4           // limits a thread to 128 registers
 #endif
 
 static_assert(WARPS == 4 && (BLOCKS == 7 || BLOCKS == 8), "the slots of a warp are two rows of 7 or 8 blocks");
 
-constexpr int SLOTS = BLOCKS + 1;                   // tiles of a warp: w + 1 and BLOCKS - w
+constexpr int SLOTS = BLOCKS + 1;                   // tiles per warp: w + 1 and BLOCKS - w
 constexpr int TILE_FLOATS = BLOCK * BLOCK;
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * TILE_FLOATS + RANK16;
-constexpr int INVERSE_STRIDE = 24;                  // pairs of columns of 8 rows meet 32 banks
+constexpr int INVERSE_STRIDE = 24;                  // pairs of columns of 8 rows hit all 32 banks
 constexpr int INVERSE_FLOATS = BLOCK * INVERSE_STRIDE;
 constexpr int PANEL_FLOATS = BLOCKS * 2 * TILE_FLOATS;
 constexpr int SYSTEM_FLOATS = PANEL_FLOATS + BLOCKS * INVERSE_FLOATS + 3 * RANK16 + 8;
@@ -49,12 +49,12 @@ struct System {
 struct SystemMemory {
     float* base;
 
-    // Block i of the panel as an operand of rows or of columns, part 0 (high) or 1 (low): four pairs of float16 of each lane.
+    // Block i of the panel as a row or column operand, part 0 (high) or 1 (low): four pairs of float16 per lane.
     __device__ __forceinline__ float4* rows(int i, int part, int lane) const {
         return reinterpret_cast<float4*>(base) + (i * 4 + part) * WARP + lane;
     }
     __device__ __forceinline__ float4* columns(int i, int part, int lane) const { return rows(i, 2 + part, lane); }
-    // Block p on the diagonal by columns, then the inverse W of its factor by rows.
+    // Diagonal block p, column-major; later the inverse W of its factor, row-major.
     __device__ __forceinline__ float* inverse(int p) const { return base + PANEL_FLOATS + p * INVERSE_FLOATS; }
     __device__ __forceinline__ float* rhs() const { return base + PANEL_FLOATS + BLOCKS * INVERSE_FLOATS; }
     __device__ __forceinline__ float* diagonal() const { return rhs() + RANK16; }  // of D A D
@@ -63,7 +63,7 @@ struct SystemMemory {
     __device__ __forceinline__ int* failed() const { return reinterpret_cast<int*>(rhs() + 3 * RANK16 + 6); }
 };
 
-// Slots that blocks on the diagonal may have.
+// Whether some warp holds a diagonal block in this slot.
 __host__ __device__ constexpr bool may_be_diagonal(int slot) { return slot < WARPS || slot == SLOTS - 1; }
 
 struct Place {
@@ -86,7 +86,7 @@ template <class Body> __device__ __forceinline__ void for_slots(int warp, Body&&
     });
 }
 
-// Executed by one warp: loads the place of system k, which the block solves next, and prefetches its sums to the L2 cache.
+// Executed by one warp: loads the descriptor of system k, the block's next one, and prefetches its sums into the L2 cache.
 __device__ __forceinline__ void look_ahead(const SystemMemory& memory, const float* partials, const int64* slots, const int* rows,
                                            const float* scale, int64 k, int n_rows, int lane) {
     if (k >= n_rows) return;
@@ -96,14 +96,14 @@ __device__ __forceinline__ void look_ahead(const SystemMemory& memory, const flo
     if (lane == 0) *memory.next() = next;
 }
 
-// A power of two whose square brings a positive value to 1 ... 4.
+// A power of two whose square scales a positive value to 1 ... 4.
 __device__ __forceinline__ float scale_of(float value) {
     const int exponent = int(__float_as_uint(value) >> 23) - 127;
     return __uint_as_float(unsigned(127 - (exponent >> 1)) << 23);
 }
 
-// Keeps a row's element of the diagonal of A, scaled, its scale and its element of D b. A row whose element is not positive gets
-// the scale 0, so that its pivot is that element. Rows from RANK on become those of the identity.
+// Stores a row's scaled diagonal element of A, its scale and its element of D b in shared memory. A row whose diagonal element is
+// not positive gets the scale 0, so its pivot is that element. Rows from RANK on become rows of the identity.
 __device__ __forceinline__ void keep_row(const SystemMemory& memory, int row, float diagonal, float b) {
     float d = 0;
     if (row >= RANK) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void keep_row(const SystemMemory& memory, int row, fl
     memory.rhs()[row] = row < RANK ? b * d : 0.0f;
 }
 
-// Executed by one thread per row: `keep_row` of the sums, the Gram matrix and the ridge.
+// Executed by one thread per row: adds up the sums, the Gram matrix and the ridge, then calls `keep_row`.
 __device__ __forceinline__ void load_row(const SystemMemory& memory, const float* __restrict__ partials, const System& system,
                                          const float* __restrict__ gram, const float* __restrict__ ridge, int row) {
     const int n = row % BLOCK, i = row / BLOCK;
@@ -136,11 +136,11 @@ __device__ __forceinline__ void load_row(const SystemMemory& memory, const float
     keep_row(memory, row, diagonal, b);
 }
 
-// A of a system but for its diagonal, with the Gram matrix; `keep_row` of all rows. No load waits for another.
+// Loads A except its diagonal, including the Gram matrix, and calls `keep_row` for all rows. No load depends on another.
 __device__ __forceinline__ void load_system(Tile (&tiles)[SLOTS], const SystemMemory& memory, const float* __restrict__ partials,
                                             const System& system, const float* __restrict__ gram,
                                             const float* __restrict__ ridge, int warp, int lane) {
-    // slots up to `warp` are of row `warp` of blocks, the others of row `other`
+    // slots up to `warp` belong to block row `warp`, the others to block row `other`
     const int other = BLOCKS - 1 - warp, thread = warp * WARP + lane;
     const float* one = partials + system.begin * PARTIAL + warp * (warp + 1) / 2 * TILE_FLOATS + lane;
     const float* two = partials + system.begin * PARTIAL + (other * (other + 1) / 2 - warp - 1) * TILE_FLOATS + lane;
@@ -178,8 +178,8 @@ __device__ __forceinline__ void load_system(Tile (&tiles)[SLOTS], const SystemMe
     }
 }
 
-// The same for a system in a matrix by rows, of which only the lower triangle is read, and a right-hand side. An `empty` system
-// becomes 0 x = 0, with the diagonal of the identity.
+// Loads a system from a row-major matrix, of which it reads only the lower triangle, and a right-hand side. An `empty` system
+// gets a zero right-hand side and the diagonal of the identity.
 __device__ __forceinline__ void load_matrix(Tile (&tiles)[SLOTS], const SystemMemory& memory, const float* __restrict__ matrix,
                                             const float* __restrict__ rhs, bool empty, int warp, int lane) {
     const int thread = warp * WARP + lane;
@@ -210,7 +210,7 @@ __device__ __forceinline__ void load_matrix(Tile (&tiles)[SLOTS], const SystemMe
     if (thread == 0) *memory.failed() = 0;
 }
 
-// D A D, once scales and diagonal are known to all threads.
+// Computes D A D; the scales and the diagonal must be visible to all threads.
 __device__ __forceinline__ void scale_system(Tile (&tiles)[SLOTS], const SystemMemory& memory, int warp, int lane) {
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) {
@@ -227,7 +227,7 @@ __device__ __forceinline__ void scale_system(Tile (&tiles)[SLOTS], const SystemM
             v[2] *= high * column.x;
             v[3] *= high * column.y;
         }
-        if (RANK % BLOCK != 0 && at.i == BLOCKS - 1)  // sums beyond RANK can be NaN, which a scale of 0 does not clear
+        if (RANK % BLOCK != 0 && at.i == BLOCKS - 1)  // sums beyond RANK can be NaN; a scale of 0 does not clear them
 #pragma unroll
             for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
@@ -247,7 +247,7 @@ __device__ __forceinline__ void scale_system(Tile (&tiles)[SLOTS], const SystemM
     }
 }
 
-// Factors block p on the diagonal and carries the right-hand side through it: y = W b.
+// Factors diagonal block p and applies it to the right-hand side: y = W b.
 __device__ __forceinline__ void factor_block(const Tile (&tiles)[SLOTS], const SystemMemory& memory, int p, float epsilon, int warp,
                                              int lane) {
     float* block = memory.inverse(p);
@@ -276,7 +276,7 @@ __device__ __forceinline__ void factor_block(const Tile (&tiles)[SLOTS], const S
 }
 
 struct Parts {
-    unsigned high[4], low[4];  // an operand of rows, or of columns: pairs of float16
+    unsigned high[4], low[4];  // a row or column operand: pairs of float16
 };
 
 __device__ __forceinline__ void split(unsigned& high, unsigned& low, float first, float second) {
@@ -285,7 +285,7 @@ __device__ __forceinline__ void split(unsigned& high, unsigned& low, float first
     low = pack_float16(first - rounded.x, second - rounded.y);
 }
 
-// A tile as an operand of rows.
+// Splits a tile into the parts of a row operand.
 __device__ __forceinline__ Parts split(const Tile& tile) {
     Parts parts;
 #pragma unroll
@@ -305,7 +305,7 @@ __device__ __forceinline__ void load_part(unsigned (&part)[4], const float4& v) 
     part[3] = __float_as_uint(v.w);
 }
 
-// Product of two blocks; small products first.
+// Product of two blocks; adds the small products first.
 __device__ __forceinline__ void multiply(float (&product)[BLOCK_HALVES][4], const Parts& rows, const Parts& columns) {
 #pragma unroll
     for (int half = 0; half < BLOCK_HALVES; half++)
@@ -323,7 +323,7 @@ __device__ __forceinline__ void solve_block(Tile& tile, const Parts& inverse, co
     const Parts rows = split(tile);
     float product[BLOCK_HALVES][4] = {};
     multiply(product, rows, inverse);
-    float low = 0, high = 0;  // of rows g and g + 8
+    float low = 0, high = 0;  // sums of rows g and g + 8
 #pragma unroll
     for (int h = 0; h < BLOCK_HALVES; h++) {
         const float(&v)[4] = product[h];
@@ -351,7 +351,7 @@ __device__ __forceinline__ void solve_block(Tile& tile, const Parts& inverse, co
 }
 
 __device__ __forceinline__ void solve_panel(Tile (&tiles)[SLOTS], const SystemMemory& memory, int p, int warp, int lane) {
-    Parts inverse;  // W^T as an operand of columns: pair 2 half + k holds W[8 half + g][8 k + 2 t] and the next element
+    Parts inverse;  // W^T as a column operand: pair 2 half + k holds W[8 half + g][8 k + 2 t] and the next element
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         const float* row = memory.inverse(p) + (n / 2 * 8 + lane / 4) * INVERSE_STRIDE;
@@ -365,7 +365,7 @@ __device__ __forceinline__ void solve_panel(Tile (&tiles)[SLOTS], const SystemMe
     }
 }
 
-// A22 -= L21 L21^T for the tiles of a warp; each product is summed from zero and subtracted with rounding.
+// A22 -= L21 L21^T for the tiles of a warp. Each product starts from zero and is subtracted with rounding.
 __device__ __forceinline__ void update(Tile (&tiles)[SLOTS], const SystemMemory& memory, int p, int warp, int lane) {
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) {
@@ -385,11 +385,11 @@ __device__ __forceinline__ void update(Tile (&tiles)[SLOTS], const SystemMemory&
     }
 }
 
-// L^T x = b from the last block on, x in place of b. Block p of L^T x has parts from the blocks below it, each in the
-// registers of its warp: these become, once x of their row is known, a lane's part of their column's sums, and the sums
-// over lanes and warps are formed when their turn comes.
+// Solves L^T x = b from the last block on; x overwrites b. Block p of L^T x has contributions from the blocks below it, each in
+// the registers of its warp. As soon as x of a block row is computed, its blocks are replaced by each lane's share of their
+// column sums. The sums over lanes and warps are formed when the column is reached.
 __device__ __forceinline__ void substitute_back(Tile (&tiles)[SLOTS], const SystemMemory& memory, int warp, int lane) {
-    float* sums = memory.base;  // (WARPS, BLOCK), where the panels were
+    float* sums = memory.base;  // (WARPS, BLOCK), in place of the panels
     const int c = lane % BLOCK, part = lane / BLOCK;
     const bool second_half = lane & 16, odd = lane & 8;
 #pragma unroll 1
@@ -420,7 +420,7 @@ __device__ __forceinline__ void substitute_back(Tile (&tiles)[SLOTS], const Syst
 #pragma unroll
                         for (int k = 0; k < 2; k++) value[half][k] = value[half][k] * low + value[half][2 + k] * high;
             });
-        float sum[BLOCK_HALVES][2] = {};  // of columns 8 half + 2 t and the next, over rows g and g + 8
+        float sum[BLOCK_HALVES][2] = {};  // columns 8 half + 2 t and the next, over rows g and g + 8
         for_slots(warp, [&](auto slot, int i, int j) {
             const float(&value)[BLOCK_HALVES][4] = tiles[decltype(slot)::value].value;
             if (i >= p && j == p - 1)
@@ -429,7 +429,7 @@ __device__ __forceinline__ void substitute_back(Tile (&tiles)[SLOTS], const Syst
 #pragma unroll
                     for (int k = 0; k < 2; k++) sum[half][k] += value[half][k];
         });
-        // over the eight g: each step halves the columns that a lane keeps
+        // sum over the eight g: each step halves the columns that a lane keeps
         float kept[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
@@ -444,7 +444,8 @@ __device__ __forceinline__ void substitute_back(Tile (&tiles)[SLOTS], const Syst
     }
 }
 
-// Solves a loaded system and calls store(solution). `lane` changes, so that the compiler keeps no addresses for the next system.
+// Solves a loaded system and calls store(solution). `lane` is refreshed to keep the compiler from holding addresses in registers
+// for the next system.
 template <class Store>
 __device__ __forceinline__ void solve_system(Tile (&tiles)[SLOTS], const SystemMemory& memory, float epsilon, int warp, int& lane,
                                              Store&& store) {
@@ -469,8 +470,8 @@ __device__ __forceinline__ void solve_system(Tile (&tiles)[SLOTS], const SystemM
 }
 
 #if MATRICES
-// Systems in matrices (n_slots, RANK, RANK) and rhs (n_slots, RANK): system k in slot slots[k], 0 if it has no slot. Columns up to
-// RANK of solutions (n_out, width) are written.
+// Solves systems in matrices (n_slots, RANK, RANK) and rhs (n_slots, RANK): system k is in slot slots[k]; the solution is 0 if it
+// has no slot. Writes columns up to RANK of solutions (n_out, width).
 extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS_PER_SM)
 cholesky_matrices(float* solutions, int* status, const float* matrices, const float* rhs, const int64* slots, const int* rows,
                   int64 width, int64 n_rows, float epsilon) {

@@ -1,9 +1,9 @@
-// common.cuh - what every kernel shares; spliced in front of each .cu file by hybridmf/gpu/launch.py.
+// common.cuh - helpers shared by all kernels; hybridmf/gpu/launch.py splices this file in front of each .cu file.
 // constants: REAL          float or double, the type of factors and arithmetic
 //            IMPLICIT      1: confidences of implicit feedback, 0: explicit ratings
-//            RESIDUAL      1: systems for changes of the solution; each entry has an offset of its own, its prediction
-// Only helpers stand here: weights of entries, warp reductions, asynchronous copies, matrix fragments.
-// HYBRIDMF_EMULATE is set where tests run this text on the CPU, one thread of a block after the other.
+//            RESIDUAL      1: systems for changes of the solution; the offset of each entry is its prediction
+// Helpers: weights of entries, warp reductions, asynchronous copies, gates.
+// HYBRIDMF_EMULATE is set where tests run this code on the CPU, one thread of a block after the other.
 #pragma once
 
 #ifndef REAL
@@ -31,7 +31,7 @@ constexpr unsigned FULL_WARP = 0xffffffffu;
 template <class T> __host__ __device__ constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
 template <class T> __host__ __device__ constexpr T round_up(T a, T b) { return ceil_div(a, b) * b; }
 
-// Calls body(Index<BEGIN>{}), ..., body(Index<END - 1>{}): loop indices that are constants, as register arrays need.
+// Calls body(Index<BEGIN>{}), ..., body(Index<END - 1>{}): the loop indices are constants, as register arrays require.
 template <int VALUE> struct Index { static constexpr int value = VALUE; };
 
 template <int BEGIN, int END, class Body> __device__ __forceinline__ void static_for(Body&& body) {
@@ -73,8 +73,8 @@ __device__ __forceinline__ float warp_largest(float value) {
     return value;
 }
 
-// The value, which the compiler may not compute ahead of this point: addresses that it would otherwise hoist out of a
-// long loop would have to be kept in registers meanwhile, or spilled.
+// Returns the value, but hides its origin from the compiler: addresses derived from it are not hoisted out of a long loop, where
+// they would occupy registers or be spilled.
 __device__ __forceinline__ int fresh(int value) {
 #ifndef HYBRIDMF_EMULATE
     asm volatile("" : "+r"(value));
@@ -82,14 +82,14 @@ __device__ __forceinline__ int fresh(int value) {
     return value;
 }
 
-// Brings the line of 128 bytes at `address` to the L2 cache.
+// Prefetches the 128-byte line at `address` into the L2 cache.
 __device__ __forceinline__ void prefetch(const void* address) {
 #ifndef HYBRIDMF_EMULATE
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 #endif
 }
 
-// A copy that the compiler keeps in a register of its own: it cannot see that the lane's number is below 32.
+// A copy that the compiler keeps in a separate register: it cannot derive that the lane's number is below 32.
 __device__ __forceinline__ unsigned copy_of(unsigned value, int lane) { return value | unsigned(lane) >> 5; }
 
 __device__ __forceinline__ int lane_number() {
@@ -111,7 +111,7 @@ template <class T> __device__ __forceinline__ T* shared_memory() { return reinte
 
 // ---------------------------------------------------------------------------------------------- asynchronous copies
 
-// 16 bytes from global to shared memory, both aligned to 16; zeros where `valid` is false (`source` is not read then).
+// Copies 16 bytes from global to shared memory, both aligned to 16. If `valid` is false, writes zeros and does not read `source`.
 __device__ __forceinline__ void copy_async_16(void* target, const void* source, bool valid) {
 #if defined(HYBRIDMF_EMULATE)
     emulator::copy_16(target, source, valid);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void copy_commit() {
 #endif
 }
 
-// Waits until at most PENDING of this thread's latest groups are under way.
+// Waits until at most PENDING of this thread's latest groups are in flight.
 template <int PENDING> __device__ __forceinline__ void copy_wait() {
 #if !defined(HYBRIDMF_EMULATE) && HAS_ASYNC_COPY
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -141,25 +141,25 @@ template <int PENDING> __device__ __forceinline__ void copy_wait() {
 
 // ---------------------------------------------------------------------------------------------- gates
 
-// In shared memory: one warp signals another warp of its block that work is ready, without a barrier of the block. The gate
-// opens once for each piece of work; a waiting warp is at most one opening behind. Turing and the emulator count the openings.
+// A gate in shared memory: one warp signals another warp of its block that work is ready, without a block barrier. The gate
+// opens once per piece of work; a waiting warp is at most one opening behind. Turing and the emulator count the openings.
 struct alignas(8) Gate {
 #if !defined(HYBRIDMF_EMULATE) && HAS_ASYNC_COPY
     unsigned long long barrier;
 
     __device__ __forceinline__ unsigned address() const { return static_cast<unsigned>(__cvta_generic_to_shared(&barrier)); }
 
-    // By one thread, before a barrier of the block.
+    // Initializes the gate. Called by one thread, before a block barrier.
     __device__ __forceinline__ void make() {
         asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(WARP) : "memory");
     }
 
-    // Called by all lanes of a warp, for the `times`-th time. A warp that passes sees their writes, and they no longer read.
+    // Called by all lanes of a warp, for the `times`-th time. A warp that passes sees their writes, and their reads are complete.
     __device__ __forceinline__ void open(int, int) {
         asm volatile("{ .reg .b64 phase; mbarrier.arrive.shared.b64 phase, [%0]; }" ::"r"(address()) : "memory");
     }
 
-    // Whether it was opened for the `times`-th time.
+    // Whether the gate has been opened for the `times`-th time.
     __device__ __forceinline__ bool is_open(int times) const {
         unsigned found;
         asm volatile(
@@ -196,7 +196,7 @@ struct alignas(8) Gate {
     }
 #endif
 
-    // Each lane waits for itself: lanes may pass at different times, so what they do together needs __syncwarp first.
+    // Each lane waits on its own: lanes can pass at different times, so warp-wide operations need __syncwarp first.
     __device__ __forceinline__ void wait(int times) const {
         while (!is_open(times)) {}
     }

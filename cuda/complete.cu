@@ -1,11 +1,11 @@
 // complete.cu - turns the partial sums of each system into the system:
 //     A[k] = sum of its slots + gram + scale[k] diag(ridge)     b[k] = sum of its slots
-// grid  : (systems, PARTS)     block : THREADS; the rows of a system are dealt to the warps of its PARTS blocks
+// grid  : (systems, PARTS)     block : THREADS; the warps of a system's PARTS blocks share its rows
 // shapes: matrices (n_slots, RANK, RANK)  rhs (n_slots, RANK)  slots (n_systems + 1,)  gram (RANK, RANK)  ridge (RANK,)
 //         scale (n_systems,); only lower triangles are read and written
-// result: system k is left in slot slots[k]. A system without slots has no place to be and is skipped.
+// result: system k is written to slot slots[k]. Systems without slots are skipped.
 // order : slots are added in their order, then gram, then ridge: a rerun gives the same bits
-// traffic: the lower triangles of all slots once in, of the first slots once out; of a system of one slot without gram
+// traffic: the lower triangles of all slots once in, of the first slots once out; for a system of one slot without gram,
 //         only the diagonal
 #include "common.cuh"
 
@@ -16,21 +16,21 @@
 #define HAS_GRAM 0  // 1: gram is added
 #endif
 #ifndef PARTS
-#define PARTS 1  // blocks that share a system, so that one row with very many slots does not keep the others waiting
+#define PARTS 1  // blocks that share a system, so that one row with very many slots does not delay the others
 #endif
 #ifndef THREADS
 #define THREADS 128
 #endif
 
 constexpr int VECTOR = 16 / int(sizeof(real));
-constexpr bool ALIGNED = RANK % VECTOR == 0;  // every row of every slot starts on 16 bytes
+constexpr bool ALIGNED = RANK % VECTOR == 0;  // every row of every slot is aligned to 16 bytes
 constexpr int WARPS = THREADS / WARP;
 
 struct alignas(16) Chunk {
     real element[VECTOR];
 };
 
-// One element: its sum over the slots, which lie `stride` apart.
+// Sums one element over the slots, which are `stride` apart.
 __device__ __forceinline__ real sum_slots(const real* first, int n_slots, int64 stride) {
     real sum = first[0];
 #pragma unroll 8
@@ -38,7 +38,7 @@ __device__ __forceinline__ real sum_slots(const real* first, int n_slots, int64 
     return sum;
 }
 
-// The same for 16 bytes at once.
+// The same for 16 bytes.
 __device__ __forceinline__ Chunk sum_slots_of_chunk(const real* first, int n_slots, int64 stride) {
     Chunk sum = *reinterpret_cast<const Chunk*>(first);
 #pragma unroll 8
@@ -50,12 +50,12 @@ __device__ __forceinline__ Chunk sum_slots_of_chunk(const real* first, int n_slo
     return sum;
 }
 
-// One row of one system, by one warp.
+// Computes one row of one system. Executed by one warp.
 __device__ __forceinline__ void add_row(real* matrix, const real* gram, const real* ridge, real scale, int row,
                                         int n_slots, int lane) {
     constexpr int64 STRIDE = int64(RANK) * RANK;
     const int64 start = int64(row) * RANK;
-    // Whole chunks, then the rest up to the diagonal: what lies above it may be uninitialized.
+    // Whole chunks, then the rest up to the diagonal: elements above it may be uninitialized.
     const int whole = ALIGNED ? row / VECTOR * VECTOR : 0;
 #pragma unroll 1
     for (int column = lane * VECTOR; column < whole; column += WARP * VECTOR) {

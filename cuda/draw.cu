@@ -1,8 +1,8 @@
-// draw.cu - initial factors on the device: uniform numbers addressed by (key, side, row, column), with the bits of
+// draw.cu - initial factors on the device: uniform numbers addressed by (key, side, row, column), bit-identical to
 //           hybridmf/native/_draw.pyx
-// grid  : any number of blocks     block : THREADS, a thread four columns of a row
+// grid  : any number of blocks     block : THREADS; a thread draws four columns of a row
 // shapes: table (n_rows, width)  scales (n_rows,)  rows (n_rows,) with HAS_ROWS
-// result: the first `rank` columns of row k are those of row rows[k], or first + k; then a one if `ones`, then zeros
+// result: row k has the first `rank` columns of row rows[k], or first + k without `rows`; then a one if `ones`, then zeros
 // traffic: the table once out
 // source: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011
 #include "common.cuh"
@@ -14,7 +14,7 @@
 #define THREADS 256
 #endif
 
-constexpr int ROUNDS = 10, BITS = 24;  // of a float's mantissa
+constexpr int ROUNDS = 10, BITS = 24;  // BITS of a float's mantissa
 
 struct Words {
     unsigned word[4];
@@ -33,7 +33,7 @@ __device__ __forceinline__ Words philox(Words counter, unsigned key0, unsigned k
 }
 
 struct Shape {
-    int64 n_rows, first;  // `first`: number of the first row, without `rows`
+    int64 n_rows, first;  // `first`: index of the first row, without `rows`
     int width, rank;
 };
 

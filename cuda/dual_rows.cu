@@ -1,18 +1,18 @@
-// dual_rows.cu - rows u with at most SLOTS entries, solved in the dual form: one unknown for each entry, not for each factor
+// dual_rows.cu - solves rows u with at most SLOTS entries in the dual form: one unknown per entry instead of one per factor
 //                K = S Z_u Z_u^T S + ridge I,  q = K^-1 r,  x[u] = Z_u^T S q   (docs/methods.md derives it)
 //                explicit: Z_u = the factors of the entries, S = 1, r the residuals, ridge = scale_u lambda
-//                implicit: Z_u = those factors in the basis in which w0 F^T F + lambda I is the unit matrix, ridge = 1,
+//                implicit: Z_u = those factors in the basis in which w0 F^T F + lambda I is the identity, ridge = 1,
 //                          S^2 = c - w0, r = c p / S; x[u] is in that basis, too (basis.cu)
-// grid  : as many blocks as fit on the device   block : TEAMS warps, each with PACK rows at a time: a system of order
-//         RANK = PACK * SLOTS has theirs on its diagonal
+// grid  : as many blocks as fit on the device   block : TEAMS warps; each solves PACK rows at a time, as the diagonal blocks
+//         of one system of order RANK = PACK * SLOTS
 // shapes: solutions (n_out, LD): row rows[k], or with IMPLICIT row k  status (n_out,)  factors (n_fixed, LD)
 //         indptr (n_out + 1,)  rows (n_rows,)  scale (n_out,)
-// shared: TEAMS * TEAM_FLOATS * 4 bytes: the Cholesky factor of K, and weights of the entries
+// shared: TEAMS * TEAM_FLOATS * 4 bytes: the Cholesky factor of K, and the weights of the entries
 // traffic: a row's factors twice, the second time from a cache: nnz (4 LD + 8) bytes read, 4 LD n_rows written
-// flops : n^2 LD + n^3 / 3 + 4 n LD for n entries, of which products take those of RANK entries
+// flops : n^2 LD + n^3 / 3 + 4 n LD for n entries; the tensor-core products always process RANK entries
 // limits: RANK a multiple of 16 up to 64; ridge > 0; c >= w0; sm_80 or later
-// Factors go from global memory to registers in the layout of the operands of tensor cores, so that a row of factors is
-// read once for both sides of the product.
+// Factors are loaded from global memory straight into registers, in the operand layout of tensor cores, so a row of factors
+// is read once for both sides of the product.
 #include "system.cuh"
 
 #ifndef FACTORS
@@ -25,7 +25,7 @@
 #define HAS_OFFSETS 0
 #endif
 #ifndef BIASED
-#define BIASED 0                  // 1: column FACTORS - 1 of the factors is the constant of a bias, 1
+#define BIASED 0                  // 1: column FACTORS - 1 of the factors is the constant 1 of a bias
 #endif
 #ifndef PACK
 #define PACK 1
@@ -34,7 +34,7 @@
 #define TEAMS 4
 #endif
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 2           // bounds the registers of a thread
+#define BLOCKS_PER_SM 2           // minimum resident blocks per multiprocessor; limits the registers of a thread
 #endif
 
 static_assert(WARPS == 1 && RANK % BLOCK == 0, "a warp solves a system");
@@ -43,10 +43,10 @@ static_assert(LD % 4 == 0 && LD >= FACTORS && LD <= 128, "lanes read 16 bytes of
 
 constexpr int SLOTS = RANK / PACK;
 constexpr int TEAM_FLOATS = PACKED + TEAM_VECTORS + 2 * RANK16;
-constexpr int PIECE = BLOCKS < 4 ? 4 : 2;                 // columns that a lane loads at a time, by its registers
+constexpr int PIECE = BLOCKS < 4 ? 4 : 2;                 // columns that a lane loads at a time; registers limit it
 constexpr int CHUNK = 4 * PIECE;
-constexpr int LANES = LD <= 32 ? 8 : LD <= 64 ? 16 : 32;  // that read one row, 16 bytes each
-constexpr float LEAST_ROOT = 1e-5f;                       // stands for roots of weights that are 0: see `entry_of`
+constexpr int LANES = LD <= 32 ? 8 : LD <= 64 ? 16 : 32;  // lanes that read one row, 16 bytes each
+constexpr float LEAST_ROOT = 1e-5f;                       // replaces the root of a zero weight: see `root_of`
 
 struct Entries {
     const int* indices;
@@ -55,7 +55,7 @@ struct Entries {
     float alpha, unobserved_weight;
 };
 
-// What shared memory holds of the entries beside their system; zeros beyond the last one of a row.
+// Weights and indices of the entries in shared memory; zeros beyond the last entry of a row.
 struct EntryMemory {
     float* root;  // (RANK,) S
     int* index;   // (RANK,) row of the factors, -1 beyond the last entry
@@ -65,8 +65,8 @@ struct Root {
     float root, right;  // S and r
 };
 
-// With a weight of 0, c = w0, and r = c p / S has no value; S = 1e-5 changes K by 1e-10 z z^T of its unit matrix, where
-// z^T z <= 1 / w0 and w0 = c >= 1.
+// A weight of 0 means c = w0, and r = c p / S is undefined. S = 1e-5 instead changes K by 1e-10 z z^T, relative to its identity
+// term, where z^T z <= 1 / w0 and w0 = c >= 1.
 __device__ __forceinline__ Root root_of(const Entries& in, int64 at, int index) {
     const float offset = HAS_OFFSETS ? __ldg(in.offsets + index) : 0.0f;
     const EntryWeight w = entry_weight(__ldg(in.ratings + at), offset, in.alpha, in.unobserved_weight);
@@ -75,7 +75,7 @@ __device__ __forceinline__ Root root_of(const Entries& in, int64 at, int index) 
     return {root, w.linear / root};
 }
 
-// CHUNK columns of the factors of all entries: of rows 16 b + 8 half + g of K, columns k + PIECE t ... and the next.
+// CHUNK columns of the factors of all entries: a lane holds, for rows 16 b + 8 half + g of K, PIECE columns from k + PIECE t on.
 struct Columns {
     float value[BLOCKS][BLOCK_HALVES][PIECE];
 
@@ -100,7 +100,7 @@ struct Columns {
     }
 };
 
-// Tiles += products of 8 of the columns: a thread's from FIRST on and the next.
+// Tiles += products of 8 of the columns; a thread contributes its columns FIRST and FIRST + 1.
 template <int FIRST> __device__ __forceinline__ void multiply_columns(Holding& mine, const Columns& columns, int lane) {
     Fragment<FLOAT32_WIDE> fragment[BLOCKS];
 #pragma unroll
@@ -117,7 +117,7 @@ template <int FIRST> __device__ __forceinline__ void multiply_columns(Holding& m
     });
 }
 
-// Z_u Z_u^T, lower blocks.
+// Computes the lower blocks of Z_u Z_u^T.
 __device__ __forceinline__ void assemble(Holding& mine, const EntryMemory& entries, const float* factors, int lane) {
     int index[BLOCKS][BLOCK_HALVES];
 #pragma unroll
@@ -129,14 +129,14 @@ __device__ __forceinline__ void assemble(Holding& mine, const EntryMemory& entri
 #pragma unroll 1
     for (int k = 0; k < LD; k += CHUNK) {
         const Columns now = columns;
-        if (k + CHUNK < LD) columns.load(factors, index, k + CHUNK, lane);  // under way during the products
+        if (k + CHUNK < LD) columns.load(factors, index, k + CHUNK, lane);  // in flight during the products
         multiply_columns<0>(mine, now, lane);
         if constexpr (PIECE == 4) multiply_columns<2>(mine, now, lane);
     }
 }
 
-// K from Z_u Z_u^T; `memory.diagonal` has the ridge before, and the diagonal of K after. `constant`: what the column of a
-// bias adds to each product.
+// Computes K from Z_u Z_u^T. `memory.diagonal` holds the ridge on entry and the diagonal of K on return. `constant` is the
+// contribution of the bias column to each product.
 __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory, const float* root, float constant, int lane) {
     for_tiles<0>(mine.tiles, [&](Tile& tile, auto block_row, auto block_column) {
         constexpr int i = decltype(block_row)::value, j = decltype(block_column)::value;
@@ -148,14 +148,14 @@ __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory
                 float& element = tile.value[half][q];
                 if (BIASED) element += constant;
                 element *= root[r] * root[c];
-                if (PACK > 1 && r / SLOTS != c / SLOTS) element = 0;  // entries of two rows
+                if (PACK > 1 && r / SLOTS != c / SLOTS) element = 0;  // entries of different rows
                 if constexpr (i == j)
                     if (r == c) memory.diagonal[r] = element += memory.diagonal[r];
             }
     });
 }
 
-// x = Z_u^T S q; the products of lanes that read the same columns are added up.
+// Computes x = Z_u^T S q; sums the products of all lanes that read the same columns.
 __device__ __forceinline__ float4 solution(const EntryMemory& entries, const float* q, const float* factors, int begin, int end,
                                            int lane) {
     const int column = lane % LANES * 4;
@@ -180,8 +180,8 @@ __device__ __forceinline__ float4 solution(const EntryMemory& entries, const flo
     return sum;
 }
 
-// The status of row m of a system that failed. A number that is not finite spoils the rows of all, and is on the diagonal
-// of its own only.
+// The status of row m of a failed system. A non-finite value corrupts the solutions of all rows, but appears on the diagonal of
+// its own row only.
 __device__ __forceinline__ int failure_of(const TeamMemory& memory, int failed, int m, int lane) {
     if (failed > 0) return (failed - 1) / SLOTS == m ? failed - m * SLOTS : 0;
     if (PACK == 1) return NON_FINITE;
@@ -189,7 +189,7 @@ __device__ __forceinline__ int failure_of(const TeamMemory& memory, int failed, 
     return __any_sync(FULL_WARP, own) ? NON_FINITE : 0;
 }
 
-// basis_failed: with IMPLICIT, the failing leading minor of basis.cu, or 0. bias_square: lambda / lambda_b.
+// Solves all rows. basis_failed: with IMPLICIT, the failing leading minor of basis.cu, or 0. bias_square: lambda / lambda_b.
 extern "C" __global__ void __launch_bounds__(TEAMS * WARP, BLOCKS_PER_SM)
 dual_rows(float* solutions, int* status, const float* __restrict__ factors, const int* __restrict__ indices,
           const float* __restrict__ ratings, const float* __restrict__ offsets, const int64* __restrict__ indptr,

@@ -1,19 +1,19 @@
 // fragments.cuh - symmetric products A += V^T V on tensor cores, with the operands of both sides from the same loads.
 //
-// A system of rank f is cut into 16 x 16 blocks (i, j), j <= i. Of 8 rows k of V (tf32; 16 for 16-bit types) in shared
-// memory, a thread loads of each block b the values V[k][16 b + 8 half + g], k = t + 4 step, where g = lane / 4,
-// t = lane % 4. In mma.sync's layouts these are at once the fragment of V^T (rows of A) and, half by half, that of V
-// (columns of A): nothing is loaded or converted twice. The order of k inside a product is ours to choose, so one
-// pattern without bank conflicts (row stride 8 or 24 modulo 32) serves tf32 and 16-bit products.
+// A system of rank f is cut into 16 x 16 blocks (i, j), j <= i. For 8 rows k of V (tf32; 16 for 16-bit types) in shared
+// memory, a thread loads the values V[k][16 b + 8 half + g], k = t + 4 step, of each block b, where g = lane / 4,
+// t = lane % 4. In mma.sync's layouts these values are both the fragment of V^T (rows of A) and, half by half, that of V
+// (columns of A): nothing is loaded or converted twice. The order of k inside a product is arbitrary, so one pattern
+// without bank conflicts (row stride 8 or 24 modulo 32) serves tf32 and 16-bit products.
 //
-// Tensor cores truncate where they add (error 2^-24 a step, always towards zero). For float32 they therefore add up no
-// more than a few rows; those sums are added to the accumulators by ordinary, rounded additions.
+// Tensor cores truncate their sums (error 2^-24 per step, always towards zero). For float32, they therefore sum only a few
+// rows at a time; ordinary, rounded additions add these sums to the accumulators.
 #include "common.cuh"
 #include "tensor.cuh"
 
-// How V is represented. float32: a table of two float16 parts (22 bits, 3 products; split.cu, `accumulate_split` in
-// system.cuh), of which nothing is converted here; where rows of factors differ by more than these hold, two tf32 parts
-// (22 bits and float32's range at half the speed). bf16x3: two bf16 parts (error near 1e-5). Or one part in a lower precision.
+// Representation of V. FLOAT32: a table of two float16 parts (22 bits, 3 products; split.cu, `accumulate_split` in system.cuh),
+// which needs no conversion here. FLOAT32_WIDE, for rows of factors whose magnitudes exceed the range of these parts: two tf32
+// parts (22 bits and float32's range at half the speed). BF16X3: two bf16 parts (error near 1e-5). Others: one part.
 enum Precision { FLOAT32 = 0, BF16X3 = 1, TF32 = 2, BF16 = 3, FLOAT16 = 4, FLOAT32_WIDE = 5 };
 
 __host__ __device__ constexpr bool in_tf32(int precision) { return precision == TF32 || precision == FLOAT32_WIDE; }
@@ -75,10 +75,10 @@ __device__ __forceinline__ unsigned pack_float16(float first, float second) {
 
 // ---------------------------------------------------------------------------------------------- fragments
 
-// Rows of V that one product takes.
+// Rows of V per product.
 __host__ __device__ constexpr int product_rows(int precision) { return in_tf32(precision) ? 8 : 16; }
 
-// ROWS rows of one block of V, as a thread holds them: value[step][half] = V[t + 4 step][16 b + 8 half + g].
+// A thread's values of ROWS rows of one block of V: value[step][half] = V[t + 4 step][16 b + 8 half + g].
 template <int ROWS> struct Raw {
     float value[ROWS / 4][BLOCK_HALVES];
 };
@@ -96,15 +96,15 @@ template <int ROWS, int STRIDE> __device__ __forceinline__ Raw<ROWS> load_raw(co
 template <int PRECISION> struct Fragment {
     static constexpr int ROWS = product_rows(PRECISION);
     static constexpr int PARTS = in_two_parts(PRECISION) ? 2 : 1;  // high, low
-    unsigned part[PARTS][4];                   // operand of rows
-    unsigned pair[PARTS][BLOCK_HALVES][2];     // the same as operand of columns, in adjacent registers for mma
+    unsigned part[PARTS][4];                   // row operand
+    unsigned pair[PARTS][BLOCK_HALVES][2];     // the same values as the column operand, in adjacent registers for mma
 
     __device__ __forceinline__ void set(const Raw<ROWS>& raw, int lane) {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             if constexpr (in_tf32(PRECISION)) {  // register k: step k / 2, half k % 2
                 const float value = raw.value[k / 2][k % 2];
-                // rounded to nearest, so that what is lost has no sign of its own; tf32 operands end at bit 13
+                // rounded to nearest, so that the rounding error is unbiased; tf32 operands end at bit 13
                 const unsigned rounded = __float_as_uint(value) + 0x1000u;
                 part[0][k] = rounded & 0xffffe000u;
                 if constexpr (PARTS == 2) part[PARTS - 1][k] = __float_as_uint(value - __uint_as_float(part[0][k]));
@@ -139,8 +139,8 @@ __device__ __forceinline__ void multiply_part(float (&d)[BLOCK_HALVES][4], const
     }
 }
 
-// One pass of a product: 0 low x high, 1 high x low, 2 high x high; small products first. Passes over several tiles are
-// interleaved by the callers: a tensor core starts a product every few cycles, but its sum is ready only after some 30.
+// One pass of a product: 0 low x high, 1 high x low, 2 high x high; small products first. Callers interleave passes over
+// several tiles: a tensor core starts a product every few cycles, but its sum is ready only after some 30.
 constexpr int PASSES = 3;
 
 template <int PASS, int PRECISION>

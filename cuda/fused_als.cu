@@ -1,17 +1,17 @@
-// fused_als.cu - A[u] x[u] = b[u] assembled and, up to rank 96 or by CG, solved without leaving the chip, for rows u of a side:
+// fused_als.cu - assembles A[u] x[u] = b[u] on chip for rows u of a side and, up to rank 96 or by CG, solves it there:
 //                A[u] = G + sum_e w_e y_e y_e^T + scale_u ridge,  b[u] = sum_e c_e y_e  (weights: entry_weight)
 // grid  : as many blocks as fit on the device; teams of WARPS warps take rows from a counter, longest rows first
-// block : TEAMS teams (WARPS 1) or one team (WARPS 2 or 4); which warp holds which part of A: system.cuh
+// block : TEAMS teams (WARPS 1) or one team (WARPS 2 or 4); system.cuh distributes A over the warps
 // shapes: factors (n_fixed, LD), or the output of split.cu: float16 parts (n_fixed, 2 RANK16) for float32, bf16
 //         (n_fixed, RANK16) for bf16  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
 //         indptr (n_out + 1,)  rows (n_rows,): rows to solve  segments (n_segments, 3): slot, begin, end
 //         with RESIDUAL: offsets (nnz,), and `solve_rows` adds the values in solutions to b[u]
-//         partials (n_slots, PARTIAL): tiles of A as the threads hold them, then b
-// shared: TEAMS * TEAM_FLOATS * 4 bytes: STAGES chunks of CHUNK entries on their way, or the Cholesky factor
+//         partials (n_slots, PARTIAL): tiles of A in the register layout of the threads, then b
+// shared: TEAMS * TEAM_FLOATS * 4 bytes: STAGES chunks of CHUNK entries in flight, or the Cholesky factor
 // traffic: nnz (4 RANK + 8) bytes read, 4 LD n_rows written   flops: nnz RANK (RANK + 1) + n_rows (RANK^3 / 3 + 2 RANK^2)
 // limits: RANK <= 128; LD a multiple of 4; w_e >= 0 (ensured by the plan); sm_80 or later
-// Rows longer than a segment go through `assemble_segments` and `solve_partials`, which add the segments in order, so
-// that one long row never delays the sweep; results do not depend on which team computes which row.
+// Rows longer than a segment go through `assemble_segments` and `solve_partials`, which add the segments in order: one long
+// row never delays the sweep. Results do not depend on the assignment of rows to teams.
 #include "system.cuh"
 
 #ifndef LD
@@ -33,16 +33,16 @@
 #define STAGES 4
 #endif
 #ifndef SOLVED_APART
-#define SOLVED_APART 0            // 1: rows of any length go through partial sums, and `solve_rows` is not compiled
+#define SOLVED_APART 0            // 1: rows of all lengths go through partial sums; `solve_rows` is not compiled
 #endif
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 3           // bounds the registers of a thread
+#define BLOCKS_PER_SM 3           // minimum resident blocks per multiprocessor; limits the registers of a thread
 #endif
 #ifndef KERNEL
-#define KERNEL 0                  // 1 solve_rows, 2 assemble_segments, 3 solve_partials: only this one; 0: all
+#define KERNEL 0                  // compile only 1 solve_rows, 2 assemble_segments or 3 solve_partials; 0: all
 #endif
 
-#define SOLVED_BY_SUMS (SOLVED_APART && SOLVER == 0)  // by cholesky_sums.cu
+#define SOLVED_BY_SUMS (SOLVED_APART && SOLVER == 0)  // cholesky_sums.cu solves the systems
 
 static_assert(LD % 4 == 0 && LD >= RANK && LD <= RANK16, "rows are copied in pieces of 16 bytes");
 static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps synchronizes its whole block");
@@ -50,18 +50,18 @@ static_assert(STAGES >= 2, "one chunk is computed while the next ones arrive");
 
 constexpr bool SPLIT = ARITHMETIC == FLOAT32;          // the table holds float16 parts: see split.cu
 constexpr bool NARROW = ARITHMETIC == BF16;            // the table holds bf16
-constexpr int ENTRIES_PER_WARP = (WARPS == 1 ? 16 : 8) * (NARROW ? 2 : 1);  // of a chunk, fetched by one warp
+constexpr int ENTRIES_PER_WARP = (WARPS == 1 ? 16 : 8) * (NARROW ? 2 : 1);  // entries of a chunk that one warp fetches
 constexpr int CHUNK = ENTRIES_PER_WARP * WARPS;
 constexpr int TABLE_LD = NARROW ? RANK16 / 2 : SPLIT ? RANK16 : LD;  // floats from one row of the table to the next
-constexpr int PIECES = TABLE_LD / 4;                   // of 16 bytes in a row of the table
-constexpr int LANES = PIECES <= 2 ? 2 : PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // that copy one row
+constexpr int PIECES = TABLE_LD / 4;                   // 16-byte pieces in a row of the table
+constexpr int LANES = PIECES <= 2 ? 2 : PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // lanes that copy one row
 constexpr int ENTRIES_PER_COPY = WARP / LANES;
 constexpr int COPIES = ENTRIES_PER_WARP / ENTRIES_PER_COPY;
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
-// In a stage; with `load_operand`, an odd number of 16 bytes.
+// Floats from one row of a stage to the next; with `load_operand`, an odd number of 16-byte pieces.
 constexpr int STAGE_STRIDE = NARROW || SPLIT ? TABLE_LD + 4 : STRIDE;
-constexpr int SLOTS = STAGES + 1;                      // chunks whose indices and weights are known
+constexpr int SLOTS = STAGES + 1;                      // chunks whose indices and weights are in shared memory
 constexpr int ROWS = product_rows(ARITHMETIC);         // entries of one product
 constexpr bool ROUNDED = ARITHMETIC == FLOAT32_WIDE;
 
@@ -80,7 +80,7 @@ struct ChunkEntries {
 };
 
 constexpr int STAGES_FLOATS = STAGES * CHUNK * STAGE_STRIDE;
-// The factor takes the place of the entries; the entries of the next row arrive beside conjugate gradients.
+// The Cholesky factor overwrites the entries; with conjugate gradients, the entries of the next row arrive during the solve.
 constexpr int STAGED = SOLVER == 1 ? STAGES_FLOATS + PRODUCT_FLOATS : STAGES_FLOATS > PACKED ? STAGES_FLOATS : PACKED;
 constexpr int TEAM_FLOATS = STAGED + TEAM_VECTORS + SLOTS * CHUNK * 3;
 
@@ -100,17 +100,17 @@ struct Inputs {
     const float* ratings;
     const float* offsets;
     float alpha, unobserved_weight;
-    float table_scale;  // of a table of float16 parts, a power of two
+    float table_scale;  // scale of a table of float16 parts, a power of two
 };
 
-// An entry between the loading of its index and its place in shared memory.
+// An entry in registers, on its way from global to shared memory.
 struct Entry {
     int index;
     float rating, offset;
 };
 
-// Entries begin ... end of one row, one chunk after the other: their indices and weights are loaded, written to shared
-// memory (`prepare`), their factors copied to a stage (`issue`), and multiplied.
+// Processes the entries begin ... end of one row chunk by chunk: loads indices and weights, writes them to shared memory
+// (`prepare`), copies the factors to a stage (`issue`), and multiplies.
 struct Stream {
     const Inputs& in;
     const TeamMemory& memory;
@@ -118,7 +118,7 @@ struct Stream {
     int64 begin;
     int count;
     int warp, lane;
-    Entry arriving, next;  // of the chunk to be prepared, and of the one after it: their loads are under way
+    Entry arriving, next;  // entries of the chunk to be prepared and of the one after it: their loads are in flight
 
     __device__ __forceinline__ Entry load(int chunk) const {
         const int at = chunk * CHUNK + warp * ENTRIES_PER_WARP + lane;
@@ -127,11 +127,11 @@ struct Stream {
         return {__ldg(in.indices + entry), __ldg(in.ratings + entry), RESIDUAL ? __ldg(in.offsets + entry) : 0.0f};
     }
 
-    // Powers of two by which outer and linear weights of these entries are at most 1, for this warp, in shared memory:
-    // registers are scarce.
+    // Powers of two that scale the outer and linear weights of this warp's entries to at most 1. They are in shared memory
+    // because registers are scarce.
     __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(memory.failed) + 2 + 2 * warp; }
 
-    // The power of two that brings a value to 1/2 ... 1, or to less where it is beyond 2^60.
+    // The power of two that scales a value to 1/2 ... 1, or to less where the exponent would exceed 60.
     __device__ __forceinline__ static float scale_of(float most) {
         const float fitting = fminf(fmaxf(1.0f / most, 0x1p-60f), 0x1p60f);
         return __uint_as_float(__float_as_uint(fitting) & 0x7f800000u);
@@ -158,7 +158,7 @@ struct Stream {
         if (HAS_OFFSETS && entry.index >= 0) entry.offset = __ldg(in.offsets + entry.index);
     }
 
-    // Writes indices and weights of a chunk to shared memory and loads those of later ones.
+    // Writes the indices and weights of a chunk to shared memory and loads those of later chunks.
     __device__ __forceinline__ void prepare(int chunk) {
         if (lane < ENTRIES_PER_WARP) {
             ChunkEntries& slot = slots[chunk % SLOTS];
@@ -190,27 +190,27 @@ struct Stream {
         next = load(chunk + 2);
     }
 
-    // Starts the copies of a chunk's factors, zeros beyond the last entry; each chunk is a group, also an empty one.
+    // Starts the copies of a chunk's factors, zeros beyond the last entry. Each chunk is one copy group, even an empty chunk.
     __device__ __forceinline__ void issue(int chunk, int chunks) {
         if (chunk < chunks) {
             const int first = warp * ENTRIES_PER_WARP + lane / LANES, piece = lane % LANES;
             const int* index = slots[chunk % SLOTS].index + first;
             float* stage = memory.staged + (chunk % STAGES * CHUNK + first) * STAGE_STRIDE + 4 * piece;
             const char* source = reinterpret_cast<const char*>(in.factors + 4 * piece);
-            int row[COPIES];  // all before the first copy, which the compiler does not move loads across
+            int row[COPIES];  // read before the first copy: the compiler moves no loads across a copy
 #pragma unroll
             for (int k = 0; k < COPIES; k++) row[k] = index[k * ENTRIES_PER_COPY];
             if (piece < PIECES)
 #pragma unroll
                 for (int k = 0; k < COPIES; k++) {
-                    const char* from = source + unsigned(row[k]) * (TABLE_LD * 4ull);  // not read where the row is -1
+                    const char* from = source + unsigned(row[k]) * (TABLE_LD * 4ull);  // not read if the row is -1
                     copy_async_16(stage + k * ENTRIES_PER_COPY * STAGE_STRIDE, from, row[k] >= 0);
                 }
         }
         copy_commit();
     }
 
-    // Products of the entries k ... of a chunk.
+    // Adds the products of a chunk's entries from k on.
     __device__ __forceinline__ void multiply(Holding& mine, const float* rows, const ChunkEntries& slot, int k) const {
         if constexpr (SPLIT) {
             const SplitWeights weights{{slot.outer[0] + k, slot.outer[1] + k}, {slot.linear[0] + k, slot.linear[1] + k}};
@@ -231,31 +231,31 @@ struct Stream {
         }
     }
 
-    // Asks for the first entries.
+    // Starts loading the first entries.
     __device__ __forceinline__ void open() {
         arriving = load(0);
         next = load(1);
     }
 
-    // Asks for the factors of the first entries; nothing of the row before is needed any more, but its sums.
+    // Starts copying the factors of the first entries. It overwrites everything of the previous row except its sums.
     __device__ __forceinline__ void fill() {
         const int chunks = (count + CHUNK - 1) / CHUNK;
         if constexpr (SPLIT) set_scales();
         load_offset(arriving);
 #pragma unroll 1
         for (int chunk = 0; chunk < STAGES; chunk++) prepare(chunk);
-        __syncwarp();  // each warp fetches entries of its own
+        __syncwarp();  // each warp fetches its own entries
 #pragma unroll 1
         for (int chunk = 0; chunk < STAGES - 1; chunk++) issue(chunk, chunks);
     }
 
-    // Sums of the entries, after `fill`.
+    // Sums the entries; call `fill` first.
     __device__ __forceinline__ void run(Holding& mine) {
         const int chunks = (count + CHUNK - 1) / CHUNK;
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
             copy_wait<STAGES - 2>();
-            team_sync();  // the chunk has arrived for all, and all have done with the one before, whose buffer is next
+            team_sync();  // this chunk has arrived; no warp still reads the previous chunk, whose buffer is next
             prepare(chunk + STAGES);
             issue(chunk + STAGES - 1, chunks);
             const float* stage = memory.staged + chunk % STAGES * CHUNK * STAGE_STRIDE;
@@ -275,11 +275,12 @@ struct Stream {
 #pragma unroll
                 for (int half = 0; half < BLOCK_HALVES; half++) mine.rhs[b][half] *= unscale / scales()[1];
         }
-        team_sync();  // the buffers become the Cholesky factor, or take the entries of the next row
+        team_sync();  // the Cholesky factor or the entries of the next row overwrite the buffers
     }
 };
 
-// Hands out pieces of work. The next position is asked for while the current one is worked on: the counter is far away.
+// Distributes work by an atomic counter. A team requests its next position while it processes the current one, to hide the
+// counter's latency.
 struct Queue {
     int* counter;
     int* shared;  // for teams of several warps
@@ -289,17 +290,17 @@ struct Queue {
         if (warp == 0 && lane == 0) asked = atomicAdd(counter, 1);
     }
 
-    // The position asked for, the same in all threads of the team.
+    // Returns the requested position, the same in all threads of the team.
     __device__ __forceinline__ int take(int warp, int lane) {
         if constexpr (WARPS == 1) return __shfl_sync(FULL_WARP, asked, 0);
-        __syncthreads();  // all have read the position before
+        __syncthreads();  // all threads have read the previous position
         if (warp == 0 && lane == 0) *shared = asked;
         __syncthreads();
         return *shared;
     }
 };
 
-// Solves what `mine` holds. `meanwhile` is called once, when the buffers of entries are free; by conjugate gradients only.
+// Solves the system in `mine`. Conjugate gradients call `meanwhile` once, when the entry buffers are free; Cholesky does not.
 template <class Body>
 __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* status, int64 row, const TeamMemory& memory,
                                        const float* gram, const float* ridge, float scale, float epsilon, int cg_steps, int warp,
@@ -323,7 +324,7 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
 }
 
 #if !SOLVED_APART && (KERNEL == 0 || KERNEL == 1)
-// Rows of at most one segment. solutions holds the warm start of conjugate gradients.
+// Solves rows of at most one segment. On entry, solutions holds the warm start of conjugate gradients.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_rows(float* solutions, int* status, const float* factors, const int* indices, const float* ratings, const float* offsets,
            const int64* indptr, const int* rows, const float* gram, const float* ridge, const float* scale, int* counter,
@@ -336,7 +337,7 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
     const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, table_scale};
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
-    auto take = [&] {  // a row, -1 after the last one
+    auto take = [&] {  // returns a row, or -1 after the last one
         const int position = queue.take(warp, lane);
         if (position >= n_rows) return -1;
         queue.ask(warp, lane);
@@ -356,8 +357,8 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
         }
         return;
     }
-    // What a row needs first is asked for two rows and one row before, its entries while the row before is solved: one load
-    // depends on the other, and a short row takes hardly longer than each.
+    // A row's first dependent loads are issued two rows and one row ahead, and its entries are loaded while the previous row is
+    // solved: each load depends on the one before, and a short row takes hardly longer than one load.
     int row = take(), next = take();
     if (row < 0) return;
     Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}, {}};
@@ -385,7 +386,7 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
 #endif
 
 #if KERNEL == 0 || KERNEL == 2
-// Sums of segments of long rows.
+// Computes the sums of segments of long rows.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 assemble_segments(float* partials, const float* factors, const int* indices, const float* ratings, const float* offsets,
                   const int64* segments, int* counter, int n_segments, float alpha, float unobserved_weight,
@@ -434,7 +435,7 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
 #endif
 
 #if !SOLVED_BY_SUMS && (KERNEL == 0 || KERNEL == 3)
-// Rows of several segments: system k is the sum of partials slots[k] ... slots[k + 1] - 1.
+// Solves rows of several segments: system k is the sum of partials slots[k] ... slots[k + 1] - 1.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_partials(float* solutions, int* status, const float* partials, const int64* slots, const int* rows, const float* gram,
                const float* ridge, const float* scale, int* counter, int n_rows, float epsilon, int cg_steps) {
@@ -467,7 +468,7 @@ solve_partials(float* solutions, int* status, const float* partials, const int64
                 for_rows<ROLE>([&](auto block_row) {
                     constexpr int i = decltype(block_row)::value, place = row_slot(i);
 #pragma unroll
-                    for (int half = 0; half < BLOCK_HALVES; half++)  // one of the four threads that are summed later
+                    for (int half = 0; half < BLOCK_HALVES; half++)  // only one of the four threads whose values are summed later
                         if (lane % 4 == 0)
                             mine.rhs[place][half] += partial[TILE_COUNT * BLOCK * BLOCK + i * BLOCK + 8 * half + lane / 4];
                 });

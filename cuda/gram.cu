@@ -1,10 +1,10 @@
-// gram.cu - F^T F of a table of factors, as sums over pieces of its rows that are added up elsewhere
+// gram.cu - F^T F of a table of factors, as partial sums over pieces of its rows; the launcher adds the partial sums
 // grid  : (tiles of 64 x 64 on or below the diagonal, pieces of `piece_rows` rows)
 // block : 16 x 16 threads, each with 4 x 4 elements of the tile
 // shapes: sums (n_pieces, side, side), side a multiple of 64; zeros from width on  table (n_rows, width)
 // shared: 2 * STEP * TILE elements     traffic: n_rows width (side / 64 + 1) / 2 elements read, from L2 but for the first
 // flops : n_rows side (side + 64)
-// What is added in REAL ends with a piece; a plain product of a long, narrow table would occupy a few multiprocessors.
+// Summation in REAL ends with a piece. A plain product of a long, narrow table would occupy only a few multiprocessors.
 #include "common.cuh"
 
 constexpr int TILE = 64, STEP = 16, EDGE = 16, EACH = TILE / EDGE;
@@ -20,7 +20,7 @@ gram(real* __restrict__ sums, const real* __restrict__ table, int64 n_rows, int 
     real sum[EACH][EACH] = {};
     for (int64 first = begin; first < end; first += STEP) {
 #pragma unroll
-        for (int k = 0; k < EACH; k++) {  // a warp reads half a row of the tile: neighbours
+        for (int k = 0; k < EACH; k++) {  // a warp reads half a row of the tile: contiguous
             const int at = thread + k * EDGE * EDGE, r = at / TILE, c = at % TILE;
             const bool valid = first + r < end;
             const real* source = table + (first + r) * width;

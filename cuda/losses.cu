@@ -1,5 +1,5 @@
 // losses.cu - losses of observed entries at given factors, and squared lengths of rows; sums in float64
-// grid  : one warp per segment (losses) or row (squares), WARPS_PER_BLOCK warps a block
+// grid  : one warp per segment (losses) or row (squares), WARPS_PER_BLOCK warps per block
 // shapes: users (n_users, LD)  items (n_items, LD)  segments (n_segments, 3): user, begin, end  losses (n_segments,)
 //         user_offsets (n_users,): mean + bias, with HAS_OFFSETS; offsets (n_items,): bias
 // traffic: nnz (FACTORS + 2) * sizeof(real) bytes read   flops: 2 FACTORS nnz

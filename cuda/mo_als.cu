@@ -1,22 +1,22 @@
 // mo_als.cu - MO-ALS: for each segment of entries, sums over its entries e with y = factors[indices[e]]
 //             matrices[slot] = sum outer_e y y^T (lower triangle), rhs[slot] = sum linear_e y  (weights: entry_weight)
 // source: Tan, Cao, Fong 2016 (cuMF), Algorithm 2, sections 3.3 and 3.4; switches: what figs. 7 and 8 compare
-// grid  : (segment, part): one block a segment where the lower triangle fits in its registers, else each has a part
-// block : a thread owns one TILE x TILE tile of the lower triangle, PART_TILES of them a block; GROUPS such teams share
-//         the entries of a bin; warps are filled up with threads that only load
+// grid  : (segment, part): one block per segment if the lower triangle fits in its registers, else one block per part of it
+// block : a thread owns one TILE x TILE tile of the lower triangle, a team of threads PART_TILES tiles; GROUPS teams share
+//         the entries of a bin; the last warp is padded with threads that only load
 // shapes: matrices (n_slots, RANK, RANK)  rhs (n_slots, RANK)  factors (n_fixed, ld)  segments (n_segments, 3): slot,
 //         begin, end; indices, ratings (nnz,)  offsets (n_fixed,)
 // shared: 2 bins of BIN entries: PADDED factors and two weights each; at the end GROUPS / 2 teams' sums
-// traffic: nnz * (PADDED factors + 8 bytes) a part      flops: 2 TILE^2 N (N + 1) / 2 an entry
+// traffic: nnz * (PADDED factors + 8 bytes) per part      flops: 2 TILE^2 N (N + 1) / 2 per entry
 // limits: ld factors are a multiple of 16 bytes; TILE a multiple of a 16-byte load; segments without entries give zeros
 // READ_ONLY 1: factors through the read-only path (the paper's texture memory), cached in L1; 0: past it, from L2
-// REGISTERS 1: tiles in registers; 0: each product is added to global memory, what the paper compares with (GROUPS 1)
+// REGISTERS 1: tiles in registers; 0: each product is added to global memory, the paper's baseline (GROUPS 1)
 //
-// The paper writes one scalar per element of A_u with macros; arrays with constant bounds, unrolled, say the same for
-// every RANK. While a bin is summed, the next one is on its way to registers; one barrier a bin. A factor row lies in
-// shared memory with the first 16 bytes of all tiles in front, then the second ones, ..., so that neighbouring threads,
-// which mostly have one tile row and neighbouring tile columns, read contiguous memory: few bank conflicts.
-// Teams are added in a fixed order: the same bits on every run.
+// The paper's macros declare one scalar per element of A_u; unrolled arrays with constant bounds do the same for every
+// RANK. While a bin is summed, the next bin is loaded into registers; one barrier per bin. A factor row in shared memory
+// has the first 16 bytes of all tiles first, then the second 16 bytes, ...: neighbouring threads mostly share a tile row
+// and have neighbouring tile columns, so they read contiguous memory with few bank conflicts.
+// The teams' sums are added in a fixed order: the same bits on every run.
 #include "common.cuh"
 
 #ifndef RANK
@@ -29,13 +29,13 @@
 #define BIN 20              // entries staged at a time
 #endif
 #ifndef GROUPS
-#define GROUPS 4            // teams: team g takes the entries g, g + GROUPS, ... of a bin
+#define GROUPS 4            // teams: team g sums the entries g, g + GROUPS, ... of a bin
 #endif
 #ifndef PART_TILES
-#define PART_TILES 36       // tiles of a block; all of them: one part
+#define PART_TILES 36       // tiles per block; equal to TILES: one part
 #endif
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 3     // blocks on a multiprocessor, which bounds the registers of a thread
+#define BLOCKS_PER_SM 3     // minimum resident blocks per multiprocessor; limits the registers of a thread
 #endif
 #ifndef READ_ONLY
 #define READ_ONLY 1
@@ -48,13 +48,13 @@
 #endif
 
 constexpr int N = ceil_div(RANK, TILE);           // tiles along a row or column
-constexpr int TILES = N * (N + 1) / 2;            // of the lower triangle
+constexpr int TILES = N * (N + 1) / 2;            // tiles of the lower triangle
 constexpr int PADDED = N * TILE;
 constexpr int TEAMS_THREADS = PART_TILES * GROUPS;
 constexpr int THREADS = round_up(TEAMS_THREADS, WARP);
-constexpr int CHUNK = 16 / int(sizeof(real));     // factors of one load
-constexpr int CHUNKS = PADDED / CHUNK;            // loads of one entry
-constexpr int PIECES = TILE / CHUNK;              // loads of one tile
+constexpr int CHUNK = 16 / int(sizeof(real));     // factors per load
+constexpr int CHUNKS = PADDED / CHUNK;            // loads per entry
+constexpr int PIECES = TILE / CHUNK;              // loads per tile
 constexpr int LOADED = THREADS / CHUNKS;          // entries that all threads load at a time
 constexpr int LOADS = ceil_div(BIN, LOADED);      // a thread's loads of a bin
 constexpr int RHS = ceil_div(CHUNKS, PART_TILES); // a thread's chunks of the right-hand side
@@ -67,7 +67,7 @@ static_assert(REGISTERS || GROUPS == 1, "in global memory, an element has one ow
 
 struct alignas(16) Chunk { real value[CHUNK]; };
 
-// 16 bytes in one store, first to leave the L2 cache again: the systems of a batch would push the factors out.
+// Stores 16 bytes at once, to be evicted first from the L2 cache: the systems of a batch would otherwise evict the factors.
 template <class T> __device__ __forceinline__ void store_16(T* target, const T* values) {
     if constexpr (sizeof(T) == 4)
         __stcs(reinterpret_cast<float4*>(target), make_float4(values[0], values[1], values[2], values[3]));
@@ -76,13 +76,13 @@ template <class T> __device__ __forceinline__ void store_16(T* target, const T* 
 }
 
 struct Segment {
-    const int* indices;  // of all entries: kernel arguments take no registers, addresses of their own would
+    const int* indices;  // indices of all entries: kernel arguments take no registers, addresses of the segment would
     const real* ratings;
     int64 begin;
     int count;  // a row has at most one entry for each of less than 2^31 columns
 };
 
-// Place in shared memory, counted in chunks, of a row's chunk.
+// Place of a row's chunk in shared memory, in chunks.
 __device__ __forceinline__ constexpr int place_of(int chunk) { return chunk % PIECES * N + chunk / PIECES; }
 
 // Chunk at a place.
@@ -90,7 +90,7 @@ __device__ __forceinline__ constexpr int chunk_at(int place) { return place % N 
 
 // ---------------------------------------------------------------------------------------------- staging
 
-// What a thread has under way for the next bin; the rows for the one after that.
+// A thread's loads in flight: the data of the next bin, and the rows of the bin after it.
 struct Arriving {
     float4 chunk[LOADS];
     real rating, offset;
@@ -101,16 +101,16 @@ __device__ __forceinline__ float4 load_16(const real* source) {
     return READ_ONLY ? __ldg(reinterpret_cast<const float4*>(source)) : __ldcg(reinterpret_cast<const float4*>(source));
 }
 
-// The address `row` rows of ld factors behind `table`: one wide multiplication of unsigned numbers, where signed ones
-// take seven instructions. Where row is negative, the address is not used.
+// Address of row `row` of `table`, whose rows have ld factors. One wide multiplication of unsigned numbers; signed numbers
+// would take seven instructions. If row is negative, the address is not used.
 __device__ __forceinline__ const real* row_of(const real* table, int row, int ld) {
     const unsigned long long bytes = static_cast<unsigned long long>(unsigned(row)) * unsigned(ld * int(sizeof(real)));
     return reinterpret_cast<const real*>(reinterpret_cast<const char*>(table) + bytes);
 }
 
-// Rows of factors that this thread loads for the bin at `first`; -1 beyond the last entry.
+// Loads the indices of the factor rows that this thread loads for the bin at `first`; -1 beyond the last entry.
 __device__ __forceinline__ void fetch_rows(Arriving& arriving, const Segment& segment, int first) {
-    const int mine = first + fresh(threadIdx.x) / CHUNKS;  // fresh: it need not wait in registers between bins
+    const int mine = first + fresh(threadIdx.x) / CHUNKS;  // fresh: keeps it out of registers between bins
     const int* source = segment.indices + (segment.begin + mine);
     if (first + LOADS * LOADED + (THREADS % CHUNKS != 0) <= segment.count) {  // most bins: loads without conditions
 #pragma unroll
@@ -122,7 +122,7 @@ __device__ __forceinline__ void fetch_rows(Arriving& arriving, const Segment& se
     }
 }
 
-// Starts the loads of the bin at `first`, whose rows were fetched.
+// Starts the loads of the bin at `first`; `fetch_rows` comes first.
 __device__ __forceinline__ void load_bin(Arriving& arriving, const Segment& segment, const real* factors,
                                          const real* offsets, int ld, int first) {
     const int column = fresh(threadIdx.x) % CHUNKS * CHUNK;
@@ -156,9 +156,9 @@ struct Sums {
     real rhs[RHS][CHUNK];
 };
 
-// Where a thread works.
+// A thread's work.
 struct Place {
-    int group, member, row, column;  // row, column: of its tile, counted in tiles
+    int group, member, row, column;  // row, column: position of its tile, in tiles
     bool has_tile;
 };
 
@@ -170,7 +170,7 @@ __device__ __forceinline__ Place find_place() {
     return {group, member, row, column, group < GROUPS && tile < TILES};
 }
 
-// A tile's factors of one entry, from its first chunk on.
+// Loads a tile's factors of one entry; `first` points to its first chunk.
 __device__ __forceinline__ void load_tile(real (&values)[TILE], const real* first) {
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
@@ -187,7 +187,7 @@ __device__ __forceinline__ void add_product(Sums& sums, const real (&a)[TILE], c
         for (int j = 0; j < TILE; j++) sums.tile[i][j] += a[i] * b[j];
 }
 
-// The same where the sums are in global memory; volatile, or the compiler would keep them in registers after all.
+// The same for sums in global memory; volatile, or the compiler would keep them in registers after all.
 __device__ __forceinline__ void add_product(volatile real* matrix, const Place& place, const real (&a)[TILE],
                                             const real (&b)[TILE]) {
 #pragma unroll
@@ -199,12 +199,12 @@ __device__ __forceinline__ void add_product(volatile real* matrix, const Place& 
         }
 }
 
-// Adds `count` entries of a bin, those from the last one to a multiple of GROUPS are zeros.
+// Adds `count` entries of a bin. Entries from the last one to a multiple of GROUPS are zeros.
 __device__ __forceinline__ void add_bin(Sums& sums, volatile real* matrix, const real* bin, const EntryWeight* weights,
                                         const Place& place, int count) {
     const real* rows = bin + place.group * PADDED + place.row * CHUNK;
     const real* columns = bin + place.group * PADDED + place.column * CHUNK;
-    const real* others = bin + place.group * PADDED;  // of the right-hand side
+    const real* others = bin + place.group * PADDED;  // factors for the right-hand side
 #pragma unroll 1
     for (int k = place.group; k < count; k += GROUPS) {
         const EntryWeight weight = weights[k];
@@ -232,7 +232,7 @@ __device__ __forceinline__ void add_bin(Sums& sums, volatile real* matrix, const
     }
 }
 
-// Adds the sums of all teams into those of team 0: in each round the upper half into the lower one.
+// Adds the sums of all teams to those of team 0: each round adds the upper half of the teams to the lower half.
 __device__ __forceinline__ void add_teams(Sums& sums, real* exchange, const Place& place) {
     constexpr int TILE_SUMS = TILE * TILE, ALL = TILE_SUMS + RHS * CHUNK;
 #pragma unroll
@@ -253,11 +253,11 @@ __device__ __forceinline__ void add_teams(Sums& sums, real* exchange, const Plac
 #pragma unroll
             for (int k = 0; k < RHS * CHUNK; k++) sums.rhs[k / CHUNK][k % CHUNK] += mine[(TILE_SUMS + k) * PART_TILES];
         }
-        __syncthreads();  // before the next round, or the next writer of shared memory
+        __syncthreads();  // before the next round or the next write to shared memory
     }
 }
 
-// Stores what a tile has of the lower triangle.
+// Stores the part of a tile in the lower triangle.
 __device__ __forceinline__ void store_tile(real* matrix, const Sums& sums, const Place& place) {
 #pragma unroll
     for (int i = 0; i < TILE; i++) {
@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) mo_als(
         if (place.has_tile)
             add_bin(sums, matrix, bins + now * BIN * PADDED, weights + now * BIN, place, round_up(count, GROUPS));
         if (more) store_bin(bins + next * BIN * PADDED, weights + next * BIN, arriving, alpha, unobserved_weight);
-        __syncthreads();  // the next bin is there, and this one's memory is free
+        __syncthreads();  // the next bin is complete, and the memory of this bin is free
     }
     if (GROUPS > 1) add_teams(sums, bins, place);
     if (place.group != 0) return;

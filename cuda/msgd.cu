@@ -2,50 +2,52 @@
 //           e = r - mean - b_v - b_u - v.u,  v <- keep v + rate e u,  b_v <- bias_keep b_v + bias_rate e
 //           with keep = 1 - rate lambda, bias_keep = 1 - bias_rate bias_lambda
 // source: Li, Li, An, Li 2017 (CUMSGD), eqs. 15 and 16, Algs. 2 and 3; `blocked` is ours
-// kernels, all with the same sequence of updates of each row, so with the same result but for rounding:
-//   centralized    Alg. 3: a group of lanes owns a row and walks its entries, which lie together (by rows of the moved
-//                  side); RING rows of the fixed side are on their way meanwhile
-//   blocked        the same for long rows, CHUNK entries a step: see below
-//   decentralized  Alg. 2: entries lie by rows of the fixed side; a block owns a range of moved rows and walks all fixed
-//                  rows in ascending order
-// grid  : centralized: GROUP lanes a row; blocked: one block a row; decentralized: a block each range of moved rows
+// kernels: all apply the same sequence of updates to each row, so their results differ only by rounding
+//   centralized    Alg. 3: a group of lanes owns a row and walks its entries, which are contiguous (ordered by rows of the
+//                  moved side), while it loads RING rows of the fixed side ahead
+//   blocked        the same for long rows, CHUNK entries per step: see below
+//   decentralized  Alg. 2: entries are ordered by rows of the fixed side; a block owns a range of moved rows and walks all
+//                  fixed rows in ascending order
+// grid  : centralized: GROUP lanes per row; blocked: one block per row; decentralized: one block per range of moved rows
 // block : WALK_THREADS; HELPERS + 1 warps; THREADS
 // shapes: moved (n_moved, LD)  fixed (n_fixed, LD)  biases (n_moved,), (n_fixed,)  walk: by moved rows, or fixed (Alg. 2)
 //         tasks (n_tasks,): moved rows to walk
-//         losses (n_tasks,) or (grid,): sums of e^2, each with the factors of its time
+//         losses (n_tasks,) or (grid,): sums of e^2, each e computed with the factors before its update
 // shared: blocked: sizeof(Work), CHUNK_SLOTS * CHUNK * (STRIDE + CHUNK + VECTOR + 1) reals and a little
 // traffic: LD * sizeof(real) * nnz read, mostly from L2     flops: 4 LD nnz
-// limits: rows without entries are no tasks. A range of columns: begins and ends of the part of each row that lies in it,
-//         tables that start at the first row of either range, `first` subtracted from each index
+// limits: rows without entries are no tasks. For a range of columns: the walk has the begin and end of each row's part in the
+//         range, the tables start at the first row of either range, and `first` is subtracted from each index
 //
 // Alg. 3 on its own takes as long as its longest row, whose updates depend on each other: a product, a sum over lanes
-// (log2 GROUP shuffles) and an update, some 200 cycles, 250,000 times for the best-known film of Netflix. `blocked` solves
-// the same recurrence CHUNK entries at a time. With u_0 ... u_(K-1) the fixed rows, r_j what their own biases and the mean
-// leave of the ratings, v and b the row and its bias before, k = keep, h = bias_keep (without biases all of b and h goes):
+// (log2 GROUP shuffles) and an update, some 200 cycles, 250,000 times for the film with the most ratings in Netflix. `blocked`
+// solves the same recurrence CHUNK entries at a time. Let u_0 ... u_(K-1) be the fixed rows, r_j the ratings less the mean and
+// the biases of the fixed rows, v and b the row and its bias before the chunk, k = keep, h = bias_keep (without biases, all
+// terms in b and h vanish):
 //   before entry j:  v_j = k^j v + rate sum_(l<j) k^(j-1-l) e_l u_l,  b_j = h^j b + bias_rate sum_(l<j) h^(j-1-l) e_l
 //   e_j = r_j - b_j - v_j.u_j = s_j - sum_(l<j) M_jl e_l
 //   s_j = r_j - h^j b - k^j v.u_j,  M_jl = rate k^(j-1-l) u_j.u_l + bias_rate h^(j-1-l)
 //   v <- v_K,  b <- b_K
-// M does not depend on v: HELPERS warps compute it ahead, by tensor cores where they can, and T = (1 + M)^-1 from it, a lane
-// a column. One warp is left with K independent products, e = T s and K independent updates. T_jl is what an error adds to
-// a later one, -rate u_j^T (product of (k - rate u_i u_i^T), l < i < j) u_l: as long as no step overshoots by as much as it
-// corrects (rate |u|^2 <= 2) it is no larger than rate |u_j| |u_l|; what is lost to rounding beyond that, v has lost, too.
+// M does not depend on v: HELPERS warps compute it ahead, on tensor cores where possible, and from it T = (1 + M)^-1, one lane
+// per column. The walking warp is left with K independent products, e = T s and K independent updates. T_jl is the contribution
+// of error l to the later error j, -rate u_j^T (product of (k - rate u_i u_i^T), l < i < j) u_l. As long as no step overshoots
+// by as much as it corrects (rate |u|^2 <= 2), it is no larger than rate |u_j| |u_l|. Any rounding error beyond that also
+// occurs in v.
 //
-// Chunks lie in a ring of slots in shared memory: copied (some 1,000 cycles), prepared, walked, and free again. A gate of
-// its own hands each over; the warps of a block meet at no barrier but the first.
+// A ring of slots in shared memory holds the chunks. A slot is copied to (some 1,000 cycles), prepared, walked, and freed. Each
+// slot has its own gates for these handovers; the first barrier is the only one of the block.
 //
-// What an entry of the longest row costs, measured by bench/walk.py on an H200 in float32: LD 128 53 cycles (7 helpers, 18
-// slots), 72 (5 and 10); LD 64 54, LD 32 53. As it was before (helpers that computed all of M, a triangular system solved
-// by all lanes, a barrier for every three chunks): 98. Chunks of 32 took 1.5 to 3 times as long and are gone.
-//   walking warp   285 instructions a chunk: 140 for update and products, in which the next rows arrive (registers keep
-//                  them from the products to the update, if they are not many; else they are read twice); 120 for sums
-//                  over lanes, through shared memory, which takes 25 instructions instead of 62 by shuffles; 80 each for
-//                  T s and for sending s and e to all lanes. Their latencies alone would be 450 cycles, 28 an entry.
-//   a helper       1,000 instructions a chunk: copies 170, products 540 (96 on tensor cores), T 190
+// Cost per entry of the longest row, measured by bench/walk.py on an H200 in float32: LD 128 53 cycles (7 helpers, 18
+// slots), 72 (5 and 10); LD 64 54, LD 32 53. The previous version (helpers that computed all of M, a triangular system solved
+// by all lanes, a barrier for every three chunks) took 98. Chunks of 32 took 1.5 to 3 times as long and were removed.
+//   walking warp   285 instructions per chunk: 140 for update and products, during which the next rows arrive (they stay in
+//                  registers from the products to the update if they fit; else they are read twice); 120 for sums over
+//                  lanes, through shared memory, which takes 25 instructions instead of 62 by shuffles; 80 each for T s
+//                  and for broadcasting s and e to all lanes. Their latencies alone would be 450 cycles, 28 per entry.
+//   helper         1,000 instructions per chunk: copies 170, products 540 (96 on tensor cores), T 190
 //
 // Costs of `decentralized`: a row of the moved side is read and written for each of its entries, and each block searches
 // all rows of the fixed side for its range, grid * n_fixed * 2 log2(degree) reads, mostly from L2. It needs one layout
-// of the ratings where `centralized` on both sides needs two.
+// of the ratings; `centralized` on both sides needs two.
 #include "sgd.cuh"
 #include "tensor.cuh"
 
@@ -59,21 +61,21 @@
 #define CHUNK 16         // entries that `blocked` solves at a time
 #endif
 #ifndef HELPERS
-#define HELPERS 5        // warps that prepare chunks for the one that moves the row
+#define HELPERS 5        // warps that prepare chunks for the walking warp, which updates the row
 #endif
 #ifndef CHUNK_SLOTS
-#define CHUNK_SLOTS 10   // chunks in shared memory: copied, prepared, waiting for the walking warp, walked
+#define CHUNK_SLOTS 10   // chunks in shared memory: being copied, being prepared, ready, or being walked
 #endif
 
-constexpr int THREADS = 256;         // of a block of `decentralized`
-constexpr int WALK_THREADS = 128;    // and of `centralized`
-using Warp_row = Row<WARP>;     // others: a warp holds it
+constexpr int THREADS = 256;         // per block of `decentralized`
+constexpr int WALK_THREADS = 128;    // per block of `centralized`
+using Warp_row = Row<WARP>;     // the other kernels: a warp holds a row
 
 #if FIXED16
 using fixed_value = unsigned short;
 static_assert(sizeof(real) == 4 && LD % 8 == 0 && CHUNK == 16, "rows of whole pieces in float16, too; one kind of product");
 
-// The part of a row of either side that each of as few lanes as can hold a fixed one holds: pieces of 8 columns.
+// A lane's part of a row of either side: pieces of 8 columns. A row is spread over as few lanes as can hold a fixed row.
 struct Shared_row {
     static constexpr int SIZE = power_of_two(LD / 8) < WARP ? power_of_two(LD / 8) : WARP;
     static constexpr int PIECES = ceil_div(LD / 8, SIZE), OWNED = 8 * PIECES;
@@ -106,7 +108,7 @@ struct Shared_row {
         }
     }
 
-    // Of the moved side.
+    // Reads a row of the moved side.
     __device__ static __forceinline__ void read(real (&values)[OWNED], const real* row, int lane) {
 #pragma unroll
         for (int k = 0; k < OWNED; k += 4) {
@@ -134,7 +136,7 @@ struct Shared_row {
 };
 #else
 using fixed_value = stored;
-struct Shared_row : Row<GROUP> {  // centralized: as few lanes as can hold a row
+struct Shared_row : Row<GROUP> {  // centralized: a row is spread over as few lanes as can hold it
     static constexpr int SIZE = GROUP;
 
     __device__ static __forceinline__ void read(real (&values)[OWNED], const stored* row, int lane) {
@@ -145,11 +147,11 @@ struct Shared_row : Row<GROUP> {  // centralized: as few lanes as can hold a row
     }
 };
 #endif
-constexpr int TEAM = Shared_row::SIZE;  // lanes of a row in `centralized`
+constexpr int TEAM = Shared_row::SIZE;  // lanes per row in `centralized`
 
 struct FixedFactors { const fixed_value* rows; const real* bias; };
 
-// Rows that are on their way at a time: enough bytes in flight, and registers left for 24 warps in the usual cases.
+// Rows in flight at a time: enough bytes in flight, with registers left for 24 warps in the usual cases.
 constexpr int RING = Shared_row::PIECES <= 4 ? 8 / Shared_row::PIECES : 2;
 constexpr bool SIMPLE = Shared_row::OWNED <= (FIXED16 ? 8 : 4) && TEAM >= 8 && sizeof(real) == 4;
 constexpr int BLOCKS_PER_SM = SIMPLE ? (Shared_row::ALL_LANES ? 6 : 5) : Shared_row::PIECES <= 4 ? 4 : 2;
@@ -171,7 +173,7 @@ centralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const 
     real bias = HAS_BIASES ? moved.bias[row] : real(0);
     double loss = 0;
 
-    // Places past the end stand for row `first`, whose updates do not count.
+    // Places past the end refer to row `first`; their updates are discarded.
     Spread<int, RING, TEAM> index, next_index;
     Spread<real, RING, TEAM> rating, next_rating;
     index.load(walk.indices + begin, count, lane, walk.first);
@@ -196,7 +198,7 @@ centralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const 
             const bool counts = done + j < count;
             Shared_row::values_of(u, ring[j]);
             ring[j] = Shared_row::load(fixed.rows + int64(index.get(j) - walk.first) * LD, lane);
-            const real product = Shared_row::dot(v, u), wanted = target.get(j);  // all lanes: groups differ in `counts`
+            const real product = Shared_row::dot(v, u), wanted = target.get(j);  // executed by all lanes: groups differ in `counts`
             const real error = counts ? wanted - bias - product : real(0);
             const real step = terms.rate * error, rest = counts ? terms.keep : real(1);
 #pragma unroll
@@ -218,22 +220,22 @@ centralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const 
 // ---------------------------------------------------------------------------------------------- blocked
 
 constexpr bool TENSOR = CHUNK == 16 && sizeof(real) == 4 && HAS_ASYNC_COPY;
-// Of staged rows. A quarter of a warp reads two neighbouring ones for tensor cores: they lie in different banks.
+// Stride of staged rows. A quarter of a warp reads two neighbouring rows for tensor cores: they are in different banks.
 constexpr int STRIDE = LD + (FIXED16 ? (96 - LD % 64) % 64 : CHUNK == 16 && sizeof(real) == 4 ? (48 - LD % 32) % 32 : VECTOR);
 constexpr int FIXED_VECTOR = 16 / int(sizeof(fixed_value)), FIXED_VECTORS = LD / FIXED_VECTOR;  // pieces of a fixed row
 static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= 16, "a lane computes an error");
-// A helper waits for the slot of its next chunk before it prepares one; the walking warp waits for the next chunk before it
-// frees a slot.
+// A helper waits for the slot of its next chunk before it prepares the current chunk; the walking warp waits for the next chunk
+// before it frees a slot. With fewer slots they would deadlock.
 static_assert(CHUNK_SLOTS >= HELPERS + 2, "or walker and helpers would wait for each other");
 
 struct alignas(16) Slot {  // a chunk in shared memory
     fixed_value rows[CHUNK][STRIDE];
-    real inverse[CHUNK][CHUNK + VECTOR];  // first M, then (1 + M)^-1; lanes read rows, each in other banks
+    real inverse[CHUNK][CHUNK + VECTOR];  // first M, then (1 + M)^-1; lanes read rows, which are in different banks
     real targets[CHUNK];                  // rating - mean - bias of the fixed row
-    Gate prepared, walked;                // opened for each chunk that is here
+    Gate prepared, walked;                // opened once for each chunk in this slot
 };
 
-struct alignas(16) Work {  // of a block, in shared memory
+struct alignas(16) Work {  // a block's workspace in shared memory
     Slot slots[CHUNK_SLOTS];     // chunk c is in slot c % CHUNK_SLOTS
     real partials[CHUNK][WARP + VECTOR];  // each lane's share of the products
     real sums[CHUNK];         // s
@@ -241,20 +243,20 @@ struct alignas(16) Work {  // of a block, in shared memory
     real bias_steps[CHUNK];   // bias_rate bias_keep^(CHUNK - 1 - l) e_l, with biases
     real powers[CHUNK + 1];   // keep^k
     real weights[CHUNK];      // rate keep^k
-    real bias_powers[CHUNK + 1];  // the same of biases
+    real bias_powers[CHUNK + 1];  // the same for biases
     real bias_weights[CHUNK];
 };
 #ifdef SHARED_BYTES
 static_assert(sizeof(Work) == SHARED_BYTES, "the launcher counts as the kernel does");
 #endif
 
-// The values of 16-byte pieces in shared memory.
+// Reads the values of 16-byte pieces from shared memory.
 template <int COUNT> __device__ __forceinline__ void read_all(real (&values)[COUNT], const real* source) {
 #pragma unroll
     for (int k = 0; k < COUNT; k += VECTOR) unpack(values + k, *reinterpret_cast<const int4*>(source + k));
 }
 
-// In four chains: a quarter of the latency.
+// Sums in four chains: a quarter of the latency.
 template <int COUNT> __device__ __forceinline__ real dot_product(const real (&a)[COUNT], const real (&b)[COUNT]) {
     real sums[4] = {};
 #pragma unroll
@@ -264,7 +266,8 @@ template <int COUNT> __device__ __forceinline__ real dot_product(const real (&a)
 
 // ------------------------------------------------------------------ helpers: M and its inverse
 
-// M_jl, given u_j.u_l. Elements above the diagonal are computed, too, but not read. Zero past the end, like the errors.
+// Computes M_jl, given u_j.u_l. Elements above the diagonal are computed, too, but not read. Elements past the end are zero,
+// like the errors.
 struct Coupling {
     const Work& work;
     int count;
@@ -276,9 +279,9 @@ struct Coupling {
     }
 };
 
-// By tensor cores, each value in two tf32 parts (22 bits, three products). M errs by some 2^-22 |u_j| |u_l| rate, and what
-// that does to an error is gone with the chunk: the next one starts from products with v.
-struct Tensor_product {  // chunks of 16
+// Products on tensor cores, each value in two tf32 parts (22 bits, three products). M has an error of some 2^-22 |u_j| |u_l| rate.
+// Its effect on the errors ends with the chunk: the next chunk starts from products with v.
+struct Tensor_product {  // for chunks of 16
     struct Parts { unsigned high, low; };
 
     __device__ static __forceinline__ Parts split(float value) {
@@ -287,10 +290,10 @@ struct Tensor_product {  // chunks of 16
     }
 
     __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
-        const int g = lane / 4, t = lane % 4;  // as mma.sync counts
+        const int g = lane / 4, t = lane % 4;  // the numbering of mma.sync
         float sums[3][2][4] = {};              // low x high, high x low, high x high; 8 columns each
 #pragma unroll 2
-        for (int first = 0; first < VECTORS; first += 4) {  // 16 columns, in an order that suits the reads
+        for (int first = 0; first < VECTORS; first += 4) {  // 16 columns, in the order of the reads
             Parts parts[2][4];
 #pragma unroll
             for (int b = 0; b < 2; b++) {  // row g of 8
@@ -304,14 +307,14 @@ struct Tensor_product {  // chunks of 16
             }
             static_for<0, 2>([&](auto half) { multiply<2 * half.value>(sums, parts); });
         }
-        // all reads before the first write, which the compiler takes for one of what is read
+        // all reads come before the first write, which the compiler assumes to alias them
         for_all([&](int n, int q, int j, int l) {
             sums[2][n][q] = coupling.of(j, l, sums[0][n][q] + sums[1][n][q] + sums[2][n][q]);
         }, lane);
         for_all([&](int n, int q, int j, int l) { slot.inverse[j][l] = sums[2][n][q]; }, lane);
     }
 
-    // What a lane has of the sums: block n of columns, value q, which is of row j and column l.
+    // Calls the body for each of the lane's sums: block n of columns, value q, row j and column l.
     template <class Body> __device__ static __forceinline__ void for_all(Body&& body, int lane) {
 #pragma unroll
         for (int n = 0; n < 2; n++)
@@ -319,7 +322,7 @@ struct Tensor_product {  // chunks of 16
             for (int q = 0; q < 4; q++) body(n, q, lane / 4 + 8 * (q / 2), 8 * n + 2 * (lane % 4) + q % 2);
     }
 
-    // Columns Q and Q + 1 of each lane's four.
+    // Multiplies columns Q and Q + 1 of each lane's four.
     template <int Q>
     __device__ static __forceinline__ void multiply(float (&sums)[3][2][4], const Parts (&parts)[2][4]) {
         const Parts *upper = parts[0], *lower = parts[1];
@@ -334,10 +337,10 @@ struct Tensor_product {  // chunks of 16
     }
 };
 
-// Of rows in float16, whose products are exact; sums in float32.
+// Products of float16 rows on tensor cores: exact products, sums in float32.
 struct Half_product {
     __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
-        const int g = lane / 4, t = lane % 4;  // as mma.sync counts
+        const int g = lane / 4, t = lane % 4;  // the numbering of mma.sync
         float sums[2][4] = {};
 #pragma unroll 4
         for (int first = 0; first < FIXED_VECTORS; first += 4) {  // 32 columns, in an order that suits the reads
@@ -359,17 +362,17 @@ struct Half_product {
             }
     }
 
-    // A row's columns are the same in both operands: the second one needs no loads of its own.
+    // Both operands hold the same values of a row, so the second operand needs no loads.
     __device__ static __forceinline__ void multiply(float (&sums)[2][4], const unsigned (&rows)[4]) {
         mma_float16(sums[0], rows, rows[0], rows[2]);
         mma_float16(sums[1], rows, rows[1], rows[3]);
     }
 };
 
-// For float64, short chunks and GPUs without tf32: all of M, and what is below its diagonal counts.
+// For float64, short chunks and GPUs without tf32: computes all of M, of which only the part below the diagonal is read.
 struct Plain_product {
     static constexpr int SIDE = 4;                          // a lane computes SIDE x SIDE products
-    static constexpr int TILES = CHUNK / SIDE;              // along a side of M
+    static constexpr int TILES = CHUNK / SIDE;              // tiles along a side of M
     static constexpr int SPLIT = WARP / (TILES * TILES);    // lanes that share a tile, by columns
 
     __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
@@ -379,7 +382,7 @@ struct Plain_product {
         for (int piece = part; piece < VECTORS; piece += SPLIT) {
             real a[SIDE][VECTOR], b[SIDE][VECTOR];
 #pragma unroll
-            for (int k = 0; k < SIDE; k++) {  // rows i, i + TILES, ...: lanes read neighbouring ones, in different banks
+            for (int k = 0; k < SIDE; k++) {  // rows i, i + TILES, ...: lanes read neighbouring rows, in different banks
                 unpack(a[k], *reinterpret_cast<const int4*>(&slot.rows[i + k * TILES][piece * VECTOR]));
                 unpack(b[k], *reinterpret_cast<const int4*>(&slot.rows[j + k * TILES][piece * VECTOR]));
             }
@@ -407,7 +410,7 @@ struct Plain_product {
     }
 };
 
-// (1 + M)^-1 in place of M, of which what is below the diagonal is read; a lane computes a column.
+// Computes (1 + M)^-1 in place of M. Reads only the part of M below the diagonal; each lane computes one column.
 __device__ __forceinline__ void invert(real (&matrix)[CHUNK][CHUNK + VECTOR], int lane) {
     real column[CHUNK];
     static_for<0, CHUNK>([&](auto j) {
@@ -421,30 +424,30 @@ __device__ __forceinline__ void invert(real (&matrix)[CHUNK][CHUNK + VECTOR], in
         });
         column[j.value] = value;
     });
-    __syncwarp();  // all have read M
+    __syncwarp();  // all lanes have read M
     if (lane < CHUNK) {
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) matrix[j][lane] = column[j];
     }
 }
 
-// A helper's loop over its chunks, every HELPERS-th: copy the next one, prepare this one.
+// A helper's loop over its chunks, every HELPERS-th: it copies the next chunk, then prepares the current one.
 struct Helper {
     Work& work;
     FixedFactors fixed;
-    const int* indices;    // of the row's entries
+    const int* indices;    // indices of the row's entries
     const real* ratings;
     int count, helper, lane, first;
     real mean;
 
-    // Entries from the begin of a chunk on; none or less past the end.
+    // Number of entries from the begin of a chunk on; zero or negative past the end.
     __device__ __forceinline__ int left(int chunk) const { return count - chunk * CHUNK; }
 
     __device__ __forceinline__ int index_at(int chunk) const {
         return lane < CHUNK && lane < left(chunk) ? indices[chunk * CHUNK + lane] - first : 0;
     }
 
-    // Entry `lane` of a chunk; zero past the end.
+    // Target of entry `lane` of a chunk; zero past the end.
     __device__ __forceinline__ real target_at(int chunk, int index) const {
         if (lane >= CHUNK || lane >= left(chunk)) return 0;
         return ratings[chunk * CHUNK + lane] - mean - (HAS_BIASES ? fixed.bias[index] : real(0));
@@ -500,14 +503,14 @@ struct Helper {
 
 struct Walker {
     static constexpr int OWNED = Warp_row::OWNED;
-    // Rows stay in registers between products and update, if these are not many.
+    // Rows stay in registers between products and update if they take at most 64 registers.
     static constexpr bool KEEPS = CHUNK * OWNED * int(sizeof(real)) <= 64 * 4;
 
     Work& work;
     int lane, count;
     real power, bias_power, bias;
     real v[OWNED], kept[KEEPS ? CHUNK : 1][OWNED];
-    double loss, last_error;  // of the entries of this lane, all but the last chunk's; there
+    double loss, last_error;  // of this lane's entries: squared errors before the last chunk; error in the last chunk
 
     __device__ __forceinline__ void load(real (&u)[OWNED], const fixed_value* place) const {
 #pragma unroll
@@ -526,7 +529,7 @@ struct Walker {
     }
 
     __device__ __forceinline__ void run(int chunks) {
-        if (!chunks) return;  // no helper prepares a first chunk
+        if (!chunks) return;  // no chunks: no helper prepares one
         const Slot& slot = work.slots[0];
         power = work.powers[lane % CHUNK];
         bias_power = work.bias_powers[lane % CHUNK];
@@ -546,10 +549,10 @@ struct Walker {
         loss += last_error * last_error;
     }
 
-    // From the products of a chunk to those of the next one, which is prepared when its gate is open for `round`.
+    // Advances from the products of a chunk to those of the next chunk, which is prepared once its gate is open for `round`.
     __device__ __forceinline__ void walk(int chunk, const Slot& slot, const Slot& next, int round) {
         const int valid = min(CHUNK, count - chunk * CHUNK), entry = lane % CHUNK;
-        const bool seen = next.prepared.is_open(round);  // looked at later: by then it is known
+        const bool seen = next.prepared.is_open(round);  // read early: the result is available when it is used
         const real target = slot.targets[entry], shrink = work.powers[valid];
         const real weight = work.weights[max(valid - 1 - entry, 0)];
         __syncwarp();
@@ -569,7 +572,7 @@ struct Walker {
         if (!seen) next.prepared.wait(round);
         __syncwarp();
         read_all(values, work.steps);
-        loss += last_error * last_error;  // one chunk late, so that no step waits for the conversion
+        loss += last_error * last_error;  // one chunk late, so that no step waits for the conversion to double
         last_error = error;
         if (HAS_BIASES) move_bias(work.bias_powers[valid]);
         update(slot, next, values, shrink);
@@ -585,12 +588,12 @@ struct Walker {
 #pragma unroll
             for (int k = 0; k < OWNED; k++) shares[j] += v[k] * u[k];
         }
-        // after all loads: the compiler moves no load before a write that may have the same address
+        // after all loads: the compiler moves no load ahead of a write that may alias it
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) work.partials[j][lane] = shares[j];
     }
 
-    // v.u of an entry, in each lane that has it.
+    // v.u of an entry.
     __device__ __forceinline__ real sum_of_partials(int entry) const {
         real values[CHUNK];
         read_all(values, &work.partials[entry][lane / CHUNK * CHUNK]);
@@ -611,7 +614,7 @@ struct Walker {
         for (int l = 0; l < CHUNK; l++) bias += steps[l];
     }
 
-    // Moves the row; a row of the next chunk takes the place of each that is no longer wanted.
+    // Updates the row. Rows of the next chunk replace the rows that are no longer needed.
     __device__ __forceinline__ void update(const Slot& slot, const Slot& next, const real (&steps)[CHUNK], real shrink) {
 #pragma unroll
         for (int k = 0; k < OWNED; k++) v[k] *= shrink;
@@ -630,7 +633,7 @@ extern "C" __global__ void __launch_bounds__((HELPERS + 1) * WARP, 1)
 blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, int n_tasks, Terms terms) {
     Work& work = *shared_memory<Work>();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    // Blocks of a multiprocessor have their walking warps in different quarters of it.
+    // Spreads the walking warps of a multiprocessor's blocks over its four schedulers.
     const int walking = blockIdx.x % (HELPERS + 1);
     const int64 row = tasks[blockIdx.x], begin = walk.begins[row];
     const int count = int(walk.ends[row] - begin), chunks = ceil_div(count, CHUNK);
@@ -645,7 +648,7 @@ blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int*
         }
         for (Slot& slot : work.slots) slot.prepared.make(), slot.walked.make();
     }
-    __syncthreads();  // the only one: from here on each chunk is handed over on its own
+    __syncthreads();  // the only barrier: from here on, gates hand over each chunk
     if (warp != walking) {
         const int helper = warp < walking ? warp : warp - 1;
         const Helper prepares{work, fixed, walk.indices + begin, walk.ratings + begin, count, helper, lane, walk.first, terms.mean};
@@ -667,7 +670,7 @@ blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int*
 
 #if !FIXED16
 constexpr int WARPS = THREADS / WARP;
-constexpr int LIST = 1024;  // entries a block finds at a time
+constexpr int LIST = 1024;  // entries that a block lists at a time
 
 // First place in begin ... end - 1 whose index is at least `wanted`; indices ascend.
 __device__ __forceinline__ int64 lower_bound(const int* indices, int64 begin, int64 end, int wanted) {
@@ -708,7 +711,7 @@ decentralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, cons
     const int low = walk.first + bounds[blockIdx.x], high = walk.first + bounds[blockIdx.x + 1];
     double loss = 0;
     for (int base = 0; base < n_fixed; base += THREADS) {
-        // each thread looks for this block's entries in one row; the list holds them row by row
+        // each thread searches one row for this block's entries; the list holds them row by row
         const int mine = base + int(threadIdx.x);
         int64 from = 0, to = 0;
         if (mine < n_fixed) {
@@ -726,7 +729,7 @@ decentralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, cons
             __syncthreads();
             const int listed = min(LIST, found - start);
             for (int k = 0; k < listed; k += WARP) {
-                // a warp owns every WARPS-th moved row, so only it touches them, in the order of the list
+                // a warp owns every WARPS-th moved row; it alone updates them, in the order of the list
                 const int column = k + lane < listed ? columns[k + lane] : -1;
                 unsigned bits = __ballot_sync(FULL_WARP, column >= 0 && column % WARPS == warp);
                 while (bits) {
@@ -750,7 +753,7 @@ decentralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, cons
                     loss += double(error) * double(error);
                 }
             }
-            __syncthreads();  // the list and the totals may be written again
+            __syncthreads();  // the list and the totals can be overwritten
         }
         if (!found) __syncthreads();
     }

@@ -1,19 +1,19 @@
 // nonnegative.cu - x[u] = argmin x.A x / 2 - b.x over x[0], ..., x[bounded - 1] >= 0, for rows u whose sums are in global
 //                  memory: A = G + sums + scale_u ridge; any rank, float or double
-// grid  : one block a system     block : WARPS warps
-// shapes: sums, rhs: TILES: partials (n_slots, PARTIAL) of `assemble_segments`, and these again; else matrices (n_slots,
+// grid  : one block per system     block : WARPS warps
+// shapes: sums, rhs: with TILES, both are partials (n_slots, PARTIAL) of `assemble_segments`; else matrices (n_slots,
 //         RANK, RANK), lower triangles, and (n_slots, RANK)     slots (n_rows + 1,): system k is the sum of slots slots[k]
-//         ... slots[k + 1] - 1, and has x = 0 if it has none     rows (n_rows,)  gram (RANK16, RANK16) or null
+//         ... slots[k + 1] - 1, and has x = 0 without slots      rows (n_rows,)  gram (RANK16, RANK16) or null
 //         ridge (RANK,)  scale (n_out,)  solutions (n_out, ld): start, >= 0 where bounded, and solution  status (n_out,)
-// shared: RESIDENT: A (RANK, RANK | 1); always: six vectors, and the numbers of the free coordinates
-// traffic: sums once (RESIDENT), else rank / 32 times a sweep     flops: 2 RANK^2 a sweep, n^3 / 3 a solution of n free ones
+// shared: RESIDENT: A (RANK, RANK | 1); always: six vectors, and the indices of the free coordinates
+// traffic: sums once (RESIDENT), else rank / 32 times per sweep     flops: 2 RANK^2 per sweep, n^3 / 3 per solve for n free ones
 // status: 0, or NON_FINITE; x = 0 where not 0     order: all sums have a fixed order: a rerun gives the same bits
 //
-// The method is the CPU's (`_descend` in hybridmf/native/_als.pyx): sweeps of coordinate descent, and after every
-// FREE_SWEEPS of them a step towards the minimum over the coordinates that are not 0. A coordinate depends on the one
-// before, so a sweep goes by 32 of them: one warp moves them with their part of the gradient in its registers, then all
-// warps bring the rest of the gradient up to date, 32 columns at once. The factor of the free system (U^T U, rows of U)
-// has its place above the diagonal of A, its diagonal beside it.
+// The method is that of the CPU backend (`_descend` in hybridmf/native/_als.pyx): sweeps of coordinate descent, and after
+// every FREE_SWEEPS sweeps a step towards the minimum over the coordinates that are not 0. Each coordinate depends on the
+// previous one, so a sweep processes 32 at a time: one warp moves them, with their part of the gradient in its registers,
+// then all warps update the rest of the gradient, 32 columns at once. The factor of the free system (U^T U, rows of U) is
+// stored above the diagonal of A, its diagonal in a separate vector.
 #include "fragments.cuh"
 
 #ifndef RANK
@@ -34,17 +34,17 @@
 
 constexpr int NON_FINITE = -1;
 constexpr int MOST_SWEEPS = 1000;
-constexpr int FREE_SWEEPS = 4;                                 // as on the CPU; 1 and 2 are within 6 % of it on an H200
+constexpr int FREE_SWEEPS = 4;                                 // as on the CPU; on an H200, 1 and 2 are within 6 % of it
 constexpr int PANEL = 8;                                       // rows of U that are computed together
 constexpr int THREADS = WARPS * WARP;
-constexpr int STRIDE = RESIDENT ? RANK | 1 : RANK;             // odd: rows and columns meet 32 banks
+constexpr int STRIDE = RESIDENT ? RANK | 1 : RANK;             // odd: rows and columns hit all 32 banks
 constexpr int PADDED = round_up(RANK, WARP);
 constexpr int RANK16 = round_up(RANK, BLOCK);
 constexpr int TILE_ROWS = RANK16 / BLOCK;
 constexpr int TILE_FLOATS = BLOCK * BLOCK;
 constexpr int TILE_COUNT = TILE_ROWS * (TILE_ROWS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * TILE_FLOATS + RANK16;
-constexpr int MATRIX = TILES ? PARTIAL : RANK * RANK;          // of a slot
+constexpr int MATRIX = TILES ? PARTIAL : RANK * RANK;          // elements per slot
 constexpr real LARGEST = real(sizeof(real) == 4 ? 3.402823466e+38 : 1.7976931348623157e+308);
 static_assert(!TILES || sizeof(real) == 4, "assemble_segments leaves floats");
 
@@ -59,10 +59,10 @@ struct System {
     real* x;
     real* gradient;  // A x - b
     real* b;
-    real* inverse;   // of the diagonal of A; 0 where that is 0
+    real* inverse;   // reciprocal diagonal of A; 0 where the diagonal is 0
     real* root;      // reciprocal diagonal of U
-    real* solved;    // of the free coordinates
-    real* step;      // of 32 coordinates
+    real* solved;    // solution for the free coordinates
+    real* step;      // steps of 32 coordinates
     int* free;       // the free coordinates
     int* n_free;
 
@@ -107,7 +107,7 @@ __device__ __forceinline__ real warp_most(real value) {
 
 // ---------------------------------------------------------------------------------------------- the system
 
-// Element (row, column) of A from its sum over the slots.
+// Stores element (row, column) of A, given its sum over the slots.
 __device__ __forceinline__ void store_element(const System& system, real sum, int row, int column, const real* gram,
                                               const real* ridge, real scale) {
     if (gram != nullptr) sum += gram[row * RANK16 + column];
@@ -168,11 +168,11 @@ __device__ __forceinline__ void compute_gradient(const System& system) {
 // ---------------------------------------------------------------------------------------------- a sweep
 
 struct Moves {
-    real moved = 0, largest = 0;  // component of the gradient that a step removed; term of a component
+    real moved = 0, largest = 0;  // largest gradient component that a step removed; largest term of a component
     bool finite = true;
 };
 
-// One after the other, coordinates first ... first + 31 move to their minimum, by one warp.
+// Moves the coordinates first ... first + 31 to their minima, one after the other. Executed by one warp.
 __device__ __forceinline__ void move_coordinates(const System& system, int first, int bounded, int lane, Moves& moves) {
     const int j = first + lane;
     const bool exists = j < RANK;
@@ -187,12 +187,12 @@ __device__ __forceinline__ void move_coordinates(const System& system, int first
     moves.largest = max(moves.largest, term);
 #pragma unroll
     for (int k = 0; k < WARP; k++) {
-        if (RANK % WARP != 0 && k % 8 == 0 && first + k >= RANK) break;  // others take no step
+        if (RANK % WARP != 0 && k % 8 == 0 && first + k >= RANK) break;  // coordinates beyond RANK take no step
         const real next = larger(x - gradient * inverse, least);
         gradient += __shfl_sync(FULL_WARP, next - x, k) * between[k];
         if (lane == k) x = next;
     }
-    moves.finite = moves.finite && is_finite(x) && is_finite(gradient);  // a gradient that is not finite stays so
+    moves.finite = moves.finite && is_finite(x) && is_finite(gradient);  // a non-finite gradient stays non-finite
     moves.moved = max(moves.moved, magnitude(x - begun) * curvature);
     system.step[lane] = x - begun;
     if (exists) {
@@ -201,7 +201,7 @@ __device__ __forceinline__ void move_coordinates(const System& system, int first
     }
 }
 
-// The components of the gradient outside of these coordinates follow their steps.
+// Updates the gradient components outside of these coordinates by their steps.
 __device__ __forceinline__ void follow(const System& system, int first) {
     for (int i = threadIdx.x; i < RANK; i += THREADS) {
         if (i >= first && i < first + WARP) continue;
@@ -220,7 +220,7 @@ __device__ __forceinline__ void follow(const System& system, int first) {
 
 // ---------------------------------------------------------------------------------------------- the free coordinates
 
-// Lists the coordinates that are not 0 or not bounded, by one warp.
+// Lists the coordinates that are not 0 or not bounded. Executed by one warp.
 __device__ __forceinline__ void list_free(const System& system, int bounded, int lane) {
     int count = 0;
     for (int first = 0; first < RANK; first += WARP) {
@@ -233,7 +233,7 @@ __device__ __forceinline__ void list_free(const System& system, int bounded, int
     if (lane == 0) *system.n_free = count;
 }
 
-// Column i of U, rows p ... of a panel: what the panels above leave of A's column, or of b's (i = n).
+// Column i of U, rows of a panel from p on: A's column, or b for i = n, less the contributions of the panels above.
 __device__ __forceinline__ void reduce_column(const System& system, real (&column)[PANEL], int n, int p, int i) {
     const int own = i < n ? system.free[i] : 0;
 #pragma unroll
@@ -265,7 +265,7 @@ __device__ __forceinline__ void store_column(const System& system, const real (&
     }
 }
 
-// Columns p ... p + 31 of a panel, by the lanes of one warp: the pivots are among them. False if one is not positive.
+// Factors columns p ... p + 31 of a panel, which include the pivots; one lane per column. False if a pivot is not positive.
 __device__ __forceinline__ bool factor_columns(const System& system, real (&column)[PANEL], int n, int p, real epsilon, int lane) {
     bool positive = true;
 #pragma unroll
@@ -284,7 +284,7 @@ __device__ __forceinline__ bool factor_columns(const System& system, real (&colu
     return positive;
 }
 
-// The same for other columns, once the pivots' are stored.
+// The same for the other columns, after the pivots' columns are stored.
 __device__ __forceinline__ void substitute_column(const System& system, real (&column)[PANEL], int n, int p) {
 #pragma unroll
     for (int r = 0; r < PANEL; r++) {
@@ -295,7 +295,7 @@ __device__ __forceinline__ void substitute_column(const System& system, real (&c
     }
 }
 
-// U^T U = A and U^T y = b of the free coordinates; y is left in `solved`. False if A is not positive definite.
+// Computes U^T U = A and U^T y = b for the free coordinates; writes y to `solved`. False if A is not positive definite.
 __device__ __forceinline__ bool factor_free(const System& system, int n, real epsilon) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     for (int p = 0; p < n; p += PANEL) {
@@ -320,7 +320,7 @@ __device__ __forceinline__ bool factor_free(const System& system, int n, real ep
     return true;
 }
 
-// solved <- U^-1 solved, by one warp.
+// solved <- U^-1 solved. Executed by one warp.
 __device__ __forceinline__ void substitute_back(const System& system, int n, int lane) {
     for (int first = (n - 1) / WARP * WARP; first >= 0; first -= WARP) {
         const int j = first + lane, count = min(WARP, n - first);
@@ -343,7 +343,7 @@ __device__ __forceinline__ void substitute_back(const System& system, int n, int
     }
 }
 
-// Moves x towards the minimum over its free coordinates, as far as none becomes negative, by one warp.
+// Moves x towards the minimum over its free coordinates, as far as no bounded one becomes negative. Executed by one warp.
 __device__ __forceinline__ void move_free(const System& system, int n, int bounded, int lane) {
     real share = 1;
     bool finite = true;
@@ -362,7 +362,7 @@ __device__ __forceinline__ void move_free(const System& system, int n, int bound
     }
 }
 
-// x stays as it is if the system of the free coordinates is not positive definite.
+// Solves for the free coordinates and moves x. x is unchanged if their system is not positive definite.
 __device__ __forceinline__ void solve_free(const System& system, int bounded, real epsilon) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if (warp == 0) list_free(system, bounded, lane);
@@ -376,9 +376,9 @@ __device__ __forceinline__ void solve_free(const System& system, int bounded, re
     __syncthreads();
 }
 
-// ---------------------------------------------------------------------------------------------- all of it
+// ---------------------------------------------------------------------------------------------- the minimization
 
-// Minimizes; ends when a sweep moves no component of a newly computed gradient by more than 4 epsilon of the largest term.
+// Minimizes. Stops when a sweep moves no component of a newly computed gradient by more than 4 epsilon of the largest term.
 __device__ __forceinline__ bool descend(const System& system, int bounded, real epsilon) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     Moves moves;
@@ -396,7 +396,7 @@ __device__ __forceinline__ bool descend(const System& system, int bounded, real 
             __syncthreads();
         }
         if (anew) {
-            const bool moving = warp_most(moves.moved) > 4 * epsilon * warp_most(moves.largest);  // of warp 0: others have 0
+            const bool moving = warp_most(moves.moved) > 4 * epsilon * warp_most(moves.largest);  // in warp 0: the others have 0
             if (!__syncthreads_or(moving && moves.finite)) break;
         }
     }
@@ -419,7 +419,7 @@ nonnegative(real* solutions, int* __restrict__ status, real* sums, const real* r
             const real curvature = system.at(k, k);
             good = good && is_finite(curvature) && is_finite(system.b[k]);
             system.inverse[k] = curvature == 0 ? real(0) : 1 / curvature;
-            system.x[k] = curvature == 0 ? real(0) : solution[k];  // where no entry and no penalty determines it
+            system.x[k] = curvature == 0 ? real(0) : solution[k];  // 0 if neither an entry nor a penalty determines it
         }
         good = !__syncthreads_or(!good);
         if (good) good = descend(system, bounded, epsilon);

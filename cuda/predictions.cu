@@ -1,20 +1,20 @@
 // predictions.cu - predicted[e] += y_e . x_u for the entries e of segments of rows, with y_e = fixed[indices[e]]
-// grid  : one warp a segment, WARPS_PER_BLOCK warps a block; LANES lanes share an entry, whose row they read 16 bytes each
+// grid  : one warp per segment, WARPS_PER_BLOCK warps per block; LANES lanes share an entry and read its row, 16 bytes each
 // shapes: predicted, indices (nnz,)  fixed (n_fixed, width)  solved (n_rows, width)  segments (n_segments, 3): row, begin,
 //         end; rows are whole pieces of 16 bytes
 // traffic: nnz (width + 2) * sizeof(real) bytes read   flops: 2 width nnz
-// Indices of later entries arrive while factors of the current ones are read. The order of a sum depends on LANES alone:
-// the same bits however rows are cut.
+// Indices of later entries are loaded while the factors of the current ones are read. The order of a sum depends only on
+// LANES, so the bits do not depend on how rows are cut into segments.
 #include "common.cuh"
 
 #ifndef LANES
-#define LANES 8  // a power of two, about the pieces of a row
+#define LANES 8  // a power of two, close to the number of pieces in a row
 #endif
 
 constexpr int WARPS_PER_BLOCK = 8;
 constexpr int VECTOR = 16 / int(sizeof(real));
-constexpr int GROUPS = WARP / LANES;  // entries side by side
-// Entries of a lane under way together, as registers allow: 8 take 0.39 ms where 4 take 0.54 (ML-20M's shape, 32 columns).
+constexpr int GROUPS = WARP / LANES;  // entries processed in parallel
+// Entries of a lane in flight together, limited by registers: 8 take 0.39 ms, 4 take 0.54 (ML-20M's shape, 32 columns).
 constexpr int DEEP = sizeof(real) == 4 && LANES >= 4 && LANES <= 16 ? 8 : 4;
 
 struct alignas(16) Piece {

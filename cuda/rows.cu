@@ -1,21 +1,21 @@
-// rows.cu - sums of rows that were assembled in pieces, how large the elements of a table's rows are, and which entries
-//           of a row belong to a part of the columns
+// rows.cu - sums of rows that were assembled in pieces, the range of magnitudes in a table's rows, and the entries of a row
+//           that belong to a part of the columns
 // add_pieces
-//   grid  : (listed rows, parts of a row)     block : THREADS, 16 bytes a thread where rows are whole 16 bytes
-//   shapes: sums (n_slots, length)  rows (n_listed,): the slot of a row and its first piece  slots (n_listed + 1,): where
-//           its other pieces lie. A listed row without other pieces has none at all and becomes zeros.
+//   grid  : (listed rows, parts of a row)     block : THREADS, 16 bytes per thread if rows are multiples of 16 bytes
+//   shapes: sums (n_slots, length)  rows (n_listed,): slot of a row and of its first piece  slots (n_listed + 1,): range of
+//           its other pieces. A listed row without other pieces has no pieces at all and becomes zeros.
 //   order : pieces in their order, so a rerun gives the same bits
 // row_range
-//   grid  : any number of blocks     block : THREADS, a warp ROWS rows at a time
+//   grid  : any number of blocks     block : THREADS; a warp reads ROWS rows at a time
 //   shapes: table (n_rows, width)  status (n_solved,)  found (3,), zeros
-//   result: found[0] = bits of the largest |element|; found[1] = LARGEST_BITS minus the bits of the least of the rows'
-//           own largest |element|, rows of zeros left out; found[2] = 1 if any status is not 0. Bits of numbers that are
-//           not negative are ordered as the numbers are, and a NaN is above all.
+//   result: found[0] = bits of the largest |element|; found[1] = LARGEST_BITS minus the bits of the smallest row maximum of
+//           |element|, without rows of zeros; found[2] = 1 if any status is not 0. The bits of nonnegative numbers have the
+//           order of the numbers, and a NaN is above all numbers.
 // clip_segments
-//   grid  : any number of blocks     block : THREADS, a thread a segment
+//   grid  : any number of blocks     block : THREADS, one thread per segment
 //   shapes: clipped, segments (n_segments, 3): slot, begin, end; indices (nnz,), ascending within each segment
-//   result: slot - first_slot, and the entries of each segment whose index lies in 0 ... columns - 1; begin == end if none
-// traffic: each piece once in, each row once out; the table once in; a few indices a segment
+//   result: slot - first_slot, and the entries of each segment whose index is in 0 ... columns - 1; begin == end if none
+// traffic: each piece once in, each row once out; the table once in; a few indices per segment
 #include "common.cuh"
 
 #ifndef VECTOR
@@ -26,7 +26,7 @@
 #endif
 
 constexpr unsigned LARGEST_BITS = 0x7fffffffu;
-constexpr int ROWS = 4;  // of row_range: a row of 400 bytes alone would leave too few of them on their way
+constexpr int ROWS = 4;  // rows per warp of row_range: one row of 400 bytes would leave too few bytes in flight
 
 struct alignas(VECTOR * sizeof(real)) Chunk {
     real element[VECTOR];
@@ -81,7 +81,7 @@ row_range(unsigned* __restrict__ found, const float* __restrict__ table, int64 n
         if (status[row]) atomicMax(&found[2], 1u);
 }
 
-// First of the entries begin ... end whose index is at least `bound`; end if there is none.
+// The first of the entries begin ... end whose index is at least `bound`, or end if there is none.
 __device__ __forceinline__ int64 first_at_least(const int* __restrict__ indices, int64 begin, int64 end, int bound) {
     while (begin < end) {
         const int64 middle = begin + (end - begin) / 2;

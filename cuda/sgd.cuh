@@ -1,9 +1,9 @@
-// sgd.cuh - how lanes hold rows of factors in stochastic gradient descent; for msgd.cu and batch_hogwild.cu.
+// sgd.cuh - distribution of rows of factors over lanes in stochastic gradient descent; for msgd.cu and batch_hogwild.cu.
 // constants: LD       stored values of a row: the factors, then zeros up to a multiple of 16 bytes
-//            FLOAT16  1: rows are stored in float16; arithmetic is in `real` all the same
+//            FLOAT16  1: rows are stored in float16; arithmetic is in `real` nevertheless
 //
-// A row is moved in pieces of 16 bytes. SIZE neighbouring lanes hold it: lane k has the pieces k, k + SIZE, ..., so that
-// each load of the lanes is contiguous. The zeros at the end of a row stay zeros under every update, so no mask is needed.
+// A row is loaded and stored in pieces of 16 bytes. SIZE neighbouring lanes hold it: lane k holds the pieces k, k + SIZE, ...,
+// so each load of the lanes is contiguous. Updates preserve the zeros at the end of a row, so no mask is needed.
 #pragma once
 #include "common.cuh"
 
@@ -20,20 +20,20 @@ using stored = unsigned short;
 using stored = real;
 #endif
 
-constexpr int VECTOR = 16 / int(sizeof(stored));  // values of a piece
-constexpr int VECTORS = LD / VECTOR;              // pieces of a row
+constexpr int VECTOR = 16 / int(sizeof(stored));  // values per piece
+constexpr int VECTORS = LD / VECTOR;              // pieces per row
 static_assert(LD % VECTOR == 0, "the launcher pads rows to whole pieces");
 static_assert(!FLOAT16 || sizeof(real) == 4, "float16 is computed with in float32");
 
 // Arguments of the kernels.
-struct Factors { stored* rows; real* bias; };  // (n, LD), (n,): rows that move; without biases nothing reads `bias`
+struct Factors { stored* rows; real* bias; };  // (n, LD), (n,): rows to update; without biases, `bias` is not read
 struct Walk {
     const int* indices;                // (nnz,) rows of the other side, ascending in each row
     const real* ratings;               // (nnz,)
     const int64 *begins, *ends;        // (n_rows,) entries of each row
-    int first;                         // subtracted from indices: the row at which the other side's factors start
+    int first;                         // subtracted from indices: the row where the other side's factors start
 };
-struct Terms { real rate, keep, mean, bias_rate, bias_keep; };  // keep = 1 - rate lambda, and so for biases
+struct Terms { real rate, keep, mean, bias_rate, bias_keep; };  // keep = 1 - rate lambda; bias_keep likewise
 
 __host__ __device__ constexpr int power_of_two(int least) { return least <= 1 ? 1 : 2 * power_of_two((least + 1) / 2); }
 constexpr int GROUP = VECTORS < WARP ? power_of_two(VECTORS) : WARP;  // fewest lanes, a power of two, that can share a row
@@ -52,7 +52,7 @@ __device__ __forceinline__ float2 from_halves(unsigned packed) {
 #endif
 }
 
-// Rounded to nearest, `first` in the low half.
+// Two floats rounded to nearest float16, `first` in the low half.
 __device__ __forceinline__ unsigned to_halves(float first, float second) {
 #ifdef HYBRIDMF_EMULATE
     return emulator::to_float16(first) | emulator::to_float16(second) << 16;
@@ -60,7 +60,7 @@ __device__ __forceinline__ unsigned to_halves(float first, float second) {
     unsigned packed;
 #if HAS_ASYNC_COPY
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
-#else  // Turing converts one at a time
+#else  // Turing converts one value at a time
     asm("{ .reg .f16 low, high;\n cvt.rn.f16.f32 low, %1;\n cvt.rn.f16.f32 high, %2;\n mov.b32 %0, {low, high}; }"
         : "=r"(packed)
         : "f"(first), "f"(second));
@@ -71,7 +71,7 @@ __device__ __forceinline__ unsigned to_halves(float first, float second) {
 
 // ---------------------------------------------------------------------------------------------- pieces
 
-// Values of one piece.
+// Unpacks the values of one piece.
 __device__ __forceinline__ void unpack(real* values, int4 piece) {
 #if FLOAT16
     const unsigned pairs[4] = {unsigned(piece.x), unsigned(piece.y), unsigned(piece.z), unsigned(piece.w)};
@@ -99,11 +99,11 @@ __device__ __forceinline__ int4 pack(const real* values) {
     return piece;
 }
 
-// Writers of a row while the kernel runs: none (it can stay in L1), this warp, or other multiprocessors as well (its copy in
+// Writers of a row while the kernel runs: none (the row can stay in L1), this warp, or other multiprocessors as well (the copy in
 // L1 can be stale).
 enum Writers { NO_WRITER, THIS_WARP, ALL_MULTIPROCESSORS };
 
-// From L2, and, unlike __ldcg, in order with this thread's stores.
+// Loads from L2 and, unlike __ldcg, in order with this thread's stores.
 __device__ __forceinline__ int4 load_shared_with_others(const int4* place) {
 #ifdef HYBRIDMF_EMULATE
     return *place;
@@ -127,7 +127,7 @@ __device__ __forceinline__ float load_shared_with_others(const float* place) {
 #endif
 }
 
-// The part of a row that each of SIZE lanes holds.
+// The part of a row that one of SIZE lanes holds.
 template <int SIZE> struct Row {
     static constexpr int PIECES = ceil_div(VECTORS, SIZE);
     static constexpr int OWNED = PIECES * VECTOR;
@@ -186,7 +186,7 @@ template <int SIZE> struct Row {
     }
 };
 
-// Largest value of the groups of a warp, which execute the same number of steps because of their shuffles.
+// Largest value over the groups of a warp, which must execute the same number of steps because of their shuffles.
 template <int SIZE> __device__ __forceinline__ int most_of_groups(int value) {
 #pragma unroll
     for (int distance = WARP / 2; distance >= SIZE; distance /= 2)
@@ -194,7 +194,7 @@ template <int SIZE> __device__ __forceinline__ int most_of_groups(int value) {
     return value;
 }
 
-// COUNT values of consecutive entries, spread over the SIZE lanes of a group: entry j is with lane j % SIZE.
+// COUNT values of consecutive entries, spread over the SIZE lanes of a group: lane j % SIZE holds entry j.
 template <class T, int COUNT, int SIZE> struct Spread {
     static constexpr int SLOTS = ceil_div(COUNT, SIZE);
     T slot[SLOTS];
@@ -208,6 +208,6 @@ template <class T, int COUNT, int SIZE> struct Spread {
         }
     }
 
-    // Entry j, a constant after unrolling, for all lanes.
+    // Entry j, in all lanes; j is a constant after unrolling.
     __device__ __forceinline__ T get(int j) const { return __shfl_sync(FULL_WARP, slot[j / SIZE], j % SIZE, SIZE); }
 };

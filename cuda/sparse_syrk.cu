@@ -2,31 +2,31 @@
 //                  matrices[slot] = sum outer_e y y^T (lower triangle), rhs[slot] = sum linear_e y  (entry_weight)
 // source: Gates, Anzt, Kurzak, Dongarra 2015, section V, figs. 9 and 10; constraints on the constants: section VIII
 // grid  : (segment, tile): lower NB x NB tiles of a matrix, row by row; diagonal tiles also sum the right-hand side
-// block : DX x DY threads hold one tile, NB / DX x NB / DY sums each, in registers; DZ such groups share the entries
+// block : DX x DY threads hold one tile in registers, NB / DX x NB / DY sums each; DZ such groups share the entries
 // shapes: matrices (n_slots, rank, rank)  rhs (n_slots, rank)  factors (n_fixed, ld)  segments (n_segments, 3): slot,
 //         begin, end; indices, ratings (nnz,)  offsets (n_fixed,), with RESIDUAL (nnz,)
 // shared: STAGES times KB entries: PANELS x NB factors (2 panels where rank > NB) and two weights each; at the end the
 //         groups' sums, DZ / 2 x (NB x NB + NB or a little more)
-// traffic: nnz * 8 bytes and NB (diagonal) or 2 NB factors an entry and tile     flops: 2 NB^2 an entry and tile
+// traffic: nnz * 8 bytes and NB (diagonal) or 2 NB factors per entry and tile     flops: 2 NB^2 per entry and tile
 // limits: NB factors and ld factors are multiples of 16 bytes; segments with end == begin give zeros
 //
-// What is ours within that scheme:
-// - Threads of a warp own a compact patch, WX x WY threads, of the tile. On the diagonal, warps whose patch lies above
-//   it (or beyond rank) skip the products. So NB can be 64 or 96 with the waste of 32, and each factor is staged once.
-// - A thread's rows come in vectors of 16 bytes, WY vectors apart, so that 8 neighbouring lanes always read within 128
-//   contiguous bytes: no bank conflict, no padding.
-// - DZ groups let a tile of 32 x 32 have 8 x 8 sums a thread in full warps: 16 products for each 16-byte shared load.
-//   By count, loads from shared memory and multiply-adds then take equally long; fewer sums are bound by loads.
-// - Stage s + STAGES - 1 is on its way (asynchronous copies of 16 bytes, past the registers) while stage s is summed;
-//   its row indices were read one stage earlier. One barrier a stage.
-// Groups are added pairwise in a fixed order: the same bits on every run.
+// Our additions to that scheme:
+// - The threads of a warp own a compact patch of the tile, WX x WY threads. In diagonal tiles, warps whose patch is above
+//   the diagonal (or beyond rank) skip the products. So NB can be 64 or 96 with the waste of 32, and each factor is staged once.
+// - A thread's rows are vectors of 16 bytes, WY vectors apart, so that 8 neighbouring lanes always read within 128
+//   contiguous bytes: no bank conflicts, no padding.
+// - With DZ groups, a tile of 32 x 32 has 8 x 8 sums per thread in full warps: 16 products for each 16-byte shared load.
+//   By count, loads from shared memory and multiply-adds then take equally long; with fewer sums, loads are the limit.
+// - Stage s + STAGES - 1 is in flight (asynchronous copies of 16 bytes, past the registers) while stage s is summed;
+//   its row indices were read one stage earlier. One barrier per stage.
+// The groups' sums are added pairwise in a fixed order: the same bits on every run.
 #include "common.cuh"
 
 #ifndef NB
 #define NB 32           // rows and columns of a tile
 #endif
 #ifndef KB
-#define KB 32           // entries of a stage
+#define KB 32           // entries per stage
 #endif
 #ifndef DX
 #define DX 4            // threads along the columns of a tile
@@ -35,22 +35,22 @@
 #define DY 4            // threads along the rows of a tile
 #endif
 #ifndef DZ
-#define DZ 2            // groups of DX x DY threads: group z takes the entries z, z + DZ, ... of a stage
+#define DZ 2            // groups of DX x DY threads: group z sums the entries z, z + DZ, ... of a stage
 #endif
 #ifndef WX
-#define WX 4            // threads of a warp along the columns,
+#define WX 4            // threads of a warp along the columns
 #endif
 #ifndef WY
-#define WY 4            // along the rows; the rest of a warp are neighbouring groups
+#define WY 4            // threads of a warp along the rows; the rest of a warp belongs to neighbouring groups
 #endif
 #ifndef STAGES
-#define STAGES 2        // stages on their way or in use
+#define STAGES 2        // stages in flight or in use
 #endif
 #ifndef UNROLL
 #define UNROLL 2        // entries of a group whose loads from shared memory may overlap
 #endif
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 16 // blocks on a multiprocessor, which bounds the registers of a thread
+#define BLOCKS_PER_SM 16 // minimum resident blocks per multiprocessor; limits the registers of a thread
 #endif
 #ifndef HAS_OFFSETS
 #define HAS_OFFSETS 0
@@ -61,11 +61,11 @@ __host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b,
 constexpr int OVERLAPPED = UNROLL;                // a pragma takes constants, not macros
 constexpr int GROUP = DX * DY;
 constexpr int THREADS = GROUP * DZ;
-constexpr int WZ = WARP / (WX * WY);              // groups in a warp
-constexpr int TX = NB / DX, TY = NB / DY;         // sums of a thread
-constexpr int CHUNK = 16 / int(sizeof(real));     // factors of one copy
-constexpr int CHUNKS = NB / CHUNK;                // copies of one entry
-constexpr int VX = gcd(TX, CHUNK), VY = gcd(TY, CHUNK);  // factors of one load from shared memory
+constexpr int WZ = WARP / (WX * WY);              // groups per warp
+constexpr int TX = NB / DX, TY = NB / DY;         // sums per thread
+constexpr int CHUNK = 16 / int(sizeof(real));     // factors per copy
+constexpr int CHUNKS = NB / CHUNK;                // copies per entry
+constexpr int VX = gcd(TX, CHUNK), VY = gcd(TY, CHUNK);  // factors per load from shared memory
 constexpr int COPIED = THREADS / CHUNKS;          // entries that all threads copy at a time
 constexpr int COPY_ROUNDS = ceil_div(KB, COPIED); // a thread's copies of a stage and panel
 constexpr int WEIGHTS = ceil_div(KB, THREADS);           // a thread's weights of a stage
@@ -81,8 +81,8 @@ static_assert(STAGES >= 2, "one stage is summed while the next ones arrive");
 
 template <int N> struct alignas(N * sizeof(real)) Vector { real value[N]; };
 
-// N values in one store where they are 16 bytes, first to leave the L2 cache again: the systems of a batch would push
-// the factors out.
+// Stores N values, at once if they are 16 bytes, to be evicted first from the L2 cache: the systems of a batch would otherwise
+// evict the factors.
 template <int N, class T> __device__ __forceinline__ void store_vector(T* target, const T* values) {
     if constexpr (N * sizeof(T) < 16) {
 #pragma unroll
@@ -95,13 +95,13 @@ template <int N, class T> __device__ __forceinline__ void store_vector(T* target
 }
 
 struct Segment {
-    const int* indices;  // of all entries: kernel arguments take no registers, addresses of their own would
+    const int* indices;  // indices of all entries: kernel arguments take no registers, addresses of the segment would
     const real* ratings;
     int64 begin;
     int count;  // a row has at most one entry for each of less than 2^31 columns
 };
 
-// Where a thread works: its group, its place in the group, and the first row and column of its vectors in the tile.
+// A thread's work: its group, its place in the group, and the first row and column of its vectors in the tile.
 struct Place {
     int group, member, row, column;
 };
@@ -114,21 +114,21 @@ __device__ __forceinline__ Place find_place() {
             patch_y * WY * TY + y * VY, patch_x * WX * TX + x * VX};
 }
 
-// Offset in the tile of a thread's k-th row (or column) from its first: vectors of V, W threads take turns.
+// Offset in the tile of a thread's k-th row (or column) from its first: vectors of V, interleaved over W threads.
 template <int W, int V> __device__ __forceinline__ constexpr int offset_of(int k) { return k / V * W * V + k % V; }
 
 // ---------------------------------------------------------------------------------------------- staging
 
-// The address `row` rows of ld factors behind `table`: one wide multiplication of unsigned numbers, where signed ones
-// take seven instructions. Where row is negative, the address is not used.
+// Address of row `row` of `table`, whose rows have ld factors. One wide multiplication of unsigned numbers; signed numbers
+// would take seven instructions. If row is negative, the address is not used.
 __device__ __forceinline__ const real* row_of(const real* table, int row, int ld) {
     const unsigned long long bytes = static_cast<unsigned long long>(unsigned(row)) * unsigned(ld * int(sizeof(real)));
     return reinterpret_cast<const real*>(reinterpret_cast<const char*>(table) + bytes);
 }
 
-// Rows of factors that this thread copies for the stage at `first`; -1 beyond the last entry.
+// Loads the indices of the factor rows that this thread copies for the stage at `first`; -1 beyond the last entry.
 __device__ __forceinline__ void fetch_rows(int (&rows)[COPY_ROUNDS], const Segment& segment, int first) {
-    const int mine = first + fresh(threadIdx.x) / CHUNKS;  // fresh: it need not wait in registers between stages
+    const int mine = first + fresh(threadIdx.x) / CHUNKS;  // fresh: keeps it out of registers between stages
     const int* source = segment.indices + (segment.begin + mine);
     // most stages: loads without conditions
     if (first + COPY_ROUNDS * COPIED + (THREADS % CHUNKS != 0) <= segment.count) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ void copy_panel(real* panel, const int (&rows)[COPY_R
     }
 }
 
-// What the weights of a stage are computed from; zeros beyond the last entry.
+// The inputs of a stage's weights; zeros beyond the last entry.
 struct RawWeights {
     real rating[WEIGHTS], offset[WEIGHTS];
 };
@@ -194,7 +194,7 @@ struct Sums {
     real rhs[RHS];
 };
 
-// A thread's N factors of one entry: vectors of V, W vectors apart.
+// Loads a thread's N factors of one entry: vectors of V, W vectors apart.
 template <int W, int V, int N> __device__ __forceinline__ void load(real (&values)[N], const real* source) {
 #pragma unroll
     for (int v = 0; v < N / V; v++) {
@@ -233,12 +233,12 @@ __device__ __forceinline__ void add_stage(Sums& sums, const real* row_panel, con
     }
 }
 
-// Adds the sums of all groups into those of group 0, pairwise.
+// Adds the sums of all groups to those of group 0, pairwise.
 __device__ __forceinline__ void add_groups(Sums& sums, real* exchange, const Place& place) {
 #pragma unroll
     for (int half = DZ / 2; half > 0; half /= 2) {
         real* mine = exchange + place.group % half * (TX * TY + RHS) * GROUP + place.member;
-        __syncthreads();  // the stages, or the sums exchanged before, have been read
+        __syncthreads();  // the stages, or the previously exchanged sums, have been read
         if (place.group >= half && place.group < 2 * half) {
 #pragma unroll
             for (int k = 0; k < TX * TY; k++) mine[k * GROUP] = sums.tile[k / TX][k % TX];
@@ -282,7 +282,7 @@ __device__ __forceinline__ void store_tile(real* matrix, const Sums& sums, int r
 // A block's tile of the matrix.
 struct Target {
     int row, column, panels;  // first row and column; panels of NB factors in a stage
-    bool has_tile;            // whether this warp's patch has something at or below the diagonal, within the matrix
+    bool has_tile;            // whether this warp's patch has elements at or below the diagonal, within the matrix
 };
 
 struct Fixed { const real *factors, *offsets; int ld; };
@@ -296,7 +296,7 @@ __device__ __forceinline__ void sum_segment(Sums& sums, const Segment& segment, 
     EntryWeight* weights = reinterpret_cast<EntryWeight*>(staged + STAGES * panels * KB * NB);
     int rows[COPY_ROUNDS];
     RawWeights raw;
-    auto start = [&](int stage) {  // copies of a stage whose rows were fetched
+    auto start = [&](int stage) {  // starts the copies of a stage; `fetch_rows` comes first
         real* panel = staged + stage % STAGES * panels * KB * NB;
         copy_panel(panel, rows, fixed.factors, fixed.ld, target.row);
         if (!DIAGONAL) copy_panel(panel + KB * NB, rows, fixed.factors, fixed.ld, target.column);
@@ -316,7 +316,7 @@ __device__ __forceinline__ void sum_segment(Sums& sums, const Segment& segment, 
     for (int stage = 0; stage < n_stages; stage++) {
         const int ahead = stage + STAGES - 1;
         copy_wait<STAGES - 2>();
-        __syncthreads();  // everyone's copies of this stage are there, and the buffer of the stage before is free
+        __syncthreads();  // all threads' copies of this stage are complete, and the buffer of the previous stage is free
         if (ahead < n_stages) start(ahead);
         copy_commit();  // an empty group at the end keeps the count of groups
         fetch_rows(rows, segment, (ahead + 1) * KB);
@@ -324,7 +324,7 @@ __device__ __forceinline__ void sum_segment(Sums& sums, const Segment& segment, 
         const int count = min(segment.count - stage * KB, KB);
         add_stage<DIAGONAL>(sums, panel, DIAGONAL ? panel : panel + KB * NB, weights + stage % STAGES * KB, place,
                             target.has_tile, round_up(count, DZ));
-        // only now: the ratings have arrived meanwhile
+        // as late as possible, so that the ratings have arrived
         if (ahead < n_stages) store_weights(weights + ahead % STAGES * KB, raw, how.alpha, how.unobserved_weight);
     }
 }

@@ -1,10 +1,10 @@
-// split.cu - a table of factors as two float16 parts, scale * value = high + low to 22 bits, as two bf16 parts (16 bits), or
-//            rounded to bf16
-// grid  : blocks of THREADS threads    shapes: parts (n_rows, RANK16 + RANK16): high parts of a row, then low ones, or
+// split.cu - converts a table of factors to two float16 parts, scale * value = high + low to 22 bits, to two bf16 parts
+//            (16 bits), or to bf16
+// grid  : blocks of THREADS threads    shapes: parts (n_rows, RANK16 + RANK16): high parts of a row, then its low parts, or
 //         (n_rows, RANK16) bf16; zeros from LD on  table (n_rows, LD)  scale: of float16 parts only, a power of two that
 //         brings the largest value near 2^14
-// traffic: 8 bytes an element, or 6
-// Done once a half sweep, so that no row is converted each time that it is gathered. A part of a value 2^18 times smaller
+// traffic: 8 bytes per element, or 6
+// Runs once per half sweep, so that rows are not converted each time they are gathered. A part of a value 2^18 times smaller
 // than the largest is still a normal number.
 #include "fragments.cuh"
 

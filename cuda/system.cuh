@@ -1,13 +1,13 @@
 // system.cuh - one system A x = b on chip: a team of WARPS warps holds the lower blocks of A in registers.
 //
 // constants: RANK    order of the systems, 1 to 128; padded to RANK16 with rows and columns of the identity
-//            WARPS   warps of a team: 1 (up to RANK 64), 2 or 4 (one team a block of threads)
-// Several warps deal the rows of blocks so that each has about as many blocks: OWNERS below.
-// The factorization is blocked, right-looking: one warp factors the block on the diagonal and, in its other lanes,
-// inverts the factor; then L21 = A21 L11^-T and A22 -= L21 L21^T are products on tensor cores, and the substitutions
-// products with the inverses. Only the 16 columns of a block are eliminated one after the other.
-// shared (floats of a team): staged: entries on their way, then the factor by panels of 16 columns, packed;
-//                            rhs, diagonal: RANK16 each; failed; sums, for conjugate gradients
+//            WARPS   warps per team: 1 (up to RANK 64), 2 or 4 (one team per thread block)
+// The block rows are distributed over the warps so that each holds about equally many blocks: OWNERS below.
+// The factorization is blocked and right-looking. One warp factors the diagonal block and, in its other lanes, inverts
+// the factor. Then L21 = A21 L11^-T and A22 -= L21 L21^T are products on tensor cores, and the substitutions are products
+// with the inverses. Only the 16 columns of a block are eliminated one after the other.
+// shared (floats per team): staged: entries in flight, then the factor in packed panels of 16 columns;
+//                           rhs, diagonal: RANK16 each; failed; sums, for conjugate gradients
 // Failure goes to `status`: 0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
 #include "fragments.cuh"
 
@@ -18,30 +18,30 @@
 #define WARPS (RANK <= 64 ? 1 : 2)
 #endif
 
-constexpr int BLOCKS = ceil_div(RANK, BLOCK);  // of a row or column of A
+constexpr int BLOCKS = ceil_div(RANK, BLOCK);  // per row or column of A
 constexpr int RANK16 = BLOCKS * BLOCK;
-constexpr int STRIDE = RANK16 + 8;             // 8 or 24 modulo 32: the loads of `load_raw` meet 32 banks
+constexpr int STRIDE = RANK16 + 8;             // 8 or 24 modulo 32: the loads of `load_raw` hit all 32 banks
 constexpr int TEAM = WARPS * WARP;             // threads
 
 static_assert(RANK >= 1 && RANK <= 128, "larger systems do not fit in the registers of a team");
 static_assert(WARPS == 1 || ((WARPS == 2 || WARPS == 4) && BLOCKS >= 5), "teams have 1 warp, or 2 or 4 of at least 5 x 5 blocks");
 
-constexpr int GROUP = 2;                       // tiles of a column whose rounded products are under way together
-constexpr int SPLIT_GROUP = 4;                 // the same where both operands are float16 parts, of a row
+constexpr int GROUP = 2;                       // tiles of a column whose rounded products are in flight together
+constexpr int SPLIT_GROUP = 4;                 // tiles of a row in flight together, where both operands are float16 parts
 
 constexpr int NON_FINITE = -1;
 constexpr int NEGATIVE_CURVATURE = -2;
 
 // ---------------------------------------------------------------------------------------------- distribution of the blocks
 
-// Digit i, from the right: the warp that holds row i of blocks; each has about as many blocks as the others.
+// Digit i, from the right: the warp that holds block row i; all warps hold about equally many blocks.
 constexpr unsigned OWNERS_OF_2[] = {0x01100, 0x101000, 0x1100001, 0x10011001};  // 8 + 7 blocks, 11 + 10, 14 + 14, 18 + 18
 constexpr unsigned OWNERS_OF_4[] = {0x01232, 0x012321, 0x0123321, 0x01233210};  // at most 5, 6, 7 and 9 blocks each
 constexpr unsigned OWNERS = WARPS == 1 ? 0 : (WARPS == 2 ? OWNERS_OF_2 : OWNERS_OF_4)[BLOCKS > 5 ? BLOCKS - 5 : 0];
 
 __host__ __device__ constexpr int owner(int row) { return OWNERS >> 4 * row & 15; }
 
-// Place of block (i, j) among those of its owner, of row i's right-hand side among its owner's.
+// Position of block row i's right-hand side, and of block (i, j), among those of their owner.
 __host__ __device__ constexpr int row_slot(int i) {
     int count = 0;
     for (int row = 0; row < i; row++) count += owner(row) == owner(i);
@@ -68,7 +68,7 @@ __host__ __device__ constexpr int most(int (*count)(int)) {
     return largest;
 }
 
-// How many rows of `role` are at or below row `first`, and the k-th of them.
+// Number of block rows of `role` from row `first` on, and the k-th of them.
 __host__ __device__ constexpr int rows_from(int role, int first) {
     int count = 0;
     for (int row = first; row < BLOCKS; row++) count += owner(row) == role;
@@ -85,7 +85,7 @@ __host__ __device__ constexpr int last_row(int role) {
     return last;
 }
 
-// Calls body(Index<role>{}): what differs between warps is compiled once for each.
+// Calls body(Index<role>{}) with the warp's role: role-dependent code is compiled once per role.
 template <class Body> __device__ __forceinline__ void with_role(int warp, Body&& body) {
     if constexpr (WARPS == 1) {
         body(Index<0>{});
@@ -96,7 +96,7 @@ template <class Body> __device__ __forceinline__ void with_role(int warp, Body&&
     }
 }
 
-// Calls body(Index<i>{}) for each row of blocks of `ROLE` from FIRST on.
+// Calls body(Index<i>{}) for each block row of `ROLE` from FIRST on.
 template <int ROLE, int FIRST = 0, class Body> __device__ __forceinline__ void for_rows(Body&& body) {
     static_for<FIRST, BLOCKS>([&](auto row) {
         if constexpr (owner(decltype(row)::value) == ROLE) body(row);
@@ -120,27 +120,27 @@ struct TeamMemory {
     float* rhs;       // (RANK16,) right-hand side, then the solution
     float* diagonal;  // (RANK16,) of A before elimination
     int* failed;      // leading minor that is not positive definite, or 0
-    float* sums;      // (WARPS + 1, RANK16) parts of a product, for conjugate gradients
+    float* sums;      // (WARPS + 1, RANK16) partial sums of a product, for conjugate gradients
 };
 
-constexpr int TEAM_VECTORS = 2 * RANK16 + 16;  // floats beside the staged ones; 16 keep the next team aligned
+constexpr int TEAM_VECTORS = 2 * RANK16 + 16;  // floats in addition to the staged ones; 16 keep the next team aligned
 
-// Panel p of the factor: column c of its 16 has its element of row 16 p + r at panel_base(p) + c panel_stride(p) + r. In
-// place of the block on the diagonal stands the inverse W of its factor: W[n][c] at panel_base(p) + n panel_stride(p) + c.
+// Panel p of the factor stores element (16 p + r, c) of its 16 columns at panel_base(p) + c panel_stride(p) + r. The inverse W
+// of the diagonal block's factor replaces that block: W[n][c] is at panel_base(p) + n panel_stride(p) + c.
 __host__ __device__ constexpr int panel_stride(int p) { return STRIDE - p * BLOCK; }
 __host__ __device__ constexpr int panel_base(int p) { return BLOCK * (p * STRIDE - BLOCK * (p * (p - 1) / 2)); }
-constexpr int PACKED = panel_base(BLOCKS);  // floats of the factor
+constexpr int PACKED = panel_base(BLOCKS);  // floats in the factor
 
 __device__ __forceinline__ void team_sync() {
     if constexpr (WARPS == 1) __syncwarp();
     else __syncthreads();
 }
 
-// What one warp holds of a system.
+// One warp's part of a system.
 struct Holding {
     static constexpr int TILES = most(count_tiles), ROWS = most(count_rows);
     Tile tiles[TILES];
-    float rhs[ROWS][BLOCK_HALVES];  // this thread's sums for rows 16 b + 8 half + g of its rows of blocks b
+    float rhs[ROWS][BLOCK_HALVES];  // this thread's sums for rows 16 b + 8 half + g of its block rows b
 };
 
 __device__ __forceinline__ void clear(Tile (&tiles)[Holding::TILES]) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void add(Tile (&tiles)[Holding::TILES], const Tile (&
             for (int q = 0; q < 4; q++) tiles[k].value[half][q] += more[k].value[half][q];
 }
 
-// Sum of a right-hand side over the four threads that have parts of it.
+// Sum over the four threads that hold partial sums of one element.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(FULL_WARP, value, 1);
     return value + __shfl_xor_sync(FULL_WARP, value, 2);
@@ -175,13 +175,13 @@ __device__ __forceinline__ float quad_sum(float value) {
 
 // ---------------------------------------------------------------------------------------------- accumulation
 
-// What the entries of one product weigh, for the k = t + 4 step of a thread: both factors of A get the root of the outer
-// weight.
+// Weights of the entries of one product, for a thread's entries k = t + 4 step. Both factors of A are multiplied by the root of
+// the outer weight.
 template <int ROWS> struct StepWeights {
     float root[ROWS / 4], linear[ROWS / 4];
 };
 
-// Tiles of column J += (SUBTRACT: -=) A B^T in float32, each summed from zero and added with rounding.
+// Tiles of block column J += (SUBTRACT: -=) A B^T in float32. Each product starts from zero and is added with rounding.
 template <int ROLE, int J, bool SUBTRACT, int PRECISION>
 __device__ __forceinline__ void multiply_column_rounded(Tile (&tiles)[Holding::TILES], const Fragment<PRECISION> (&fragment)[BLOCKS]) {
     constexpr int COUNT = rows_from(ROLE, J);
@@ -204,8 +204,8 @@ __device__ __forceinline__ void multiply_column_rounded(Tile (&tiles)[Holding::T
     });
 }
 
-// A += V^T W V and b += V^T c over the rows of one product, which lie in shared memory. ROUNDED: with rounded additions
-// (float32); otherwise the tensor cores add to `tiles`.
+// A += V^T W V and b += V^T c over the rows of one product, which are in shared memory. ROUNDED: adds with rounding
+// (float32); otherwise the tensor cores accumulate into `tiles`.
 template <int PRECISION, bool WEIGHTED, bool ROUNDED>
 __device__ __forceinline__ void accumulate(Tile (&tiles)[Holding::TILES], Holding& mine, const float* rows,
                                            const StepWeights<product_rows(PRECISION)>& weights, int warp, int lane) {
@@ -249,16 +249,16 @@ __device__ __forceinline__ void accumulate(Tile (&tiles)[Holding::TILES], Holdin
     });
 }
 
-// What 16 entries weigh, as float16 parts (high, low) of entries k and k + 1 in one register.
+// Weights of 16 entries as float16 parts (high, low); one register holds entries k and k + 1.
 struct SplitWeights {
-    const unsigned short *outer[2], *linear[2];  // of entry 0
+    const unsigned short *outer[2], *linear[2];  // weights of entry 0
 
     __device__ __forceinline__ static unsigned pair(const unsigned short* values, int k) {
         return *reinterpret_cast<const unsigned*>(values + k);
     }
 };
 
-// high + low <- weight * (high + low), to 22 bits: what rounds off the product of the high parts goes to the low one.
+// high + low <- weight * (high + low), to 22 bits. The rounding error of the product of the high parts goes into the low part.
 __device__ __forceinline__ void weigh(unsigned& high, unsigned& low, unsigned weight_high, unsigned weight_low) {
     const unsigned product = multiply_float16(weight_high, high);
     const unsigned lost = multiply_add_float16(weight_high, high, negate_float16(product));
@@ -266,14 +266,14 @@ __device__ __forceinline__ void weigh(unsigned& high, unsigned& low, unsigned we
     high = product;
 }
 
-// A += V^T W V and b += V^T c over 16 rows of V in shared memory, RANK16 high parts and then RANK16 low parts each,
-// `stride` values from row to row. A block is loaded once, as operand of columns; the operand of rows, which alone is
-// weighted, is made from it in registers. Right-hand sides are products, too.
+// A += V^T W V and b += V^T c over 16 rows of V in shared memory, each with RANK16 high parts and then RANK16 low parts,
+// `stride` values apart. With WEIGHTED, a block is loaded once, as the column operand; the row operand is derived from it
+// in registers and is the only one weighted. The right-hand sides are computed as products, too.
 template <bool WEIGHTED>
 __device__ __forceinline__ void accumulate_split(Holding& mine, const unsigned short* rows, int stride,
                                                  const SplitWeights& weights, int warp, int lane) {
     const int group = lane / 4, pair = lane % 4 * 2;
-    unsigned linear[2], outer[2][2];  // of entries k and k + 8; columns 0 and 1 of `linear` are the parts of c
+    unsigned linear[2], outer[2][2];  // weights of entries k and k + 8; columns 0 and 1 of `linear` are the parts of c
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         linear[k] = group < 2 ? SplitWeights::pair(group ? weights.linear[1] : weights.linear[0], pair + 8 * k) : 0u;
@@ -332,21 +332,21 @@ __device__ __forceinline__ void accumulate_split(Holding& mine, const unsigned s
     });
 }
 
-// What 16 entries weigh beside a table of bf16: outer weights, and c as bf16 parts (high, low).
+// Weights of 16 entries for a bf16 table: outer weights in float32, c as bf16 parts (high, low).
 struct NarrowWeights {
     const float* outer;
     const unsigned short* linear[2];
 };
 
-// high + low <- weight * value for two values in bf16.
+// high + low <- weight * value for two bf16 values.
 __device__ __forceinline__ void weigh(unsigned& high, unsigned& low, unsigned value, float2 weight) {
     const float first = weight.x * __uint_as_float(value << 16), second = weight.y * __uint_as_float(value & 0xffff0000u);
     high = pack_bf16(first, second);
     low = pack_bf16(first - __uint_as_float(high << 16), second - __uint_as_float(high & 0xffff0000u));
 }
 
-// A += V^T W V and b += V^T c over 16 rows of V in bf16 in shared memory, `stride` values from row to row. V is the same on
-// both sides and in b; W V is in two parts, so that A stays positive definite.
+// A += V^T W V and b += V^T c over 16 rows of V, bf16 in shared memory, `stride` values apart. Both sides and b use the same
+// rounded V; W V is in two parts, so that A stays positive definite.
 template <bool WEIGHTED>
 __device__ __forceinline__ void accumulate_narrow(Holding& mine, const unsigned short* rows, int stride,
                                                   const NarrowWeights& weights, int warp, int lane) {
@@ -378,7 +378,7 @@ __device__ __forceinline__ void accumulate_narrow(Holding& mine, const unsigned 
         static_for<0, last_row(ROLE) + 1>([&](auto column) {
             constexpr int j = decltype(column)::value;
             unsigned operand[4];
-            if constexpr (owner(j) == ROLE) {  // what a lane holds of rows it also needs of columns
+            if constexpr (owner(j) == ROLE) {  // a lane's row operand has the same values as its column operand
 #pragma unroll
                 for (int q = 0; q < 4; q++) operand[q] = copy_of(plain[row_slot(j)][q % 2 * 2 + q / 2], lane);
             } else {
@@ -397,9 +397,8 @@ __device__ __forceinline__ void accumulate_narrow(Holding& mine, const unsigned 
     });
 }
 
-// Adds the Gram matrix (RANK16 x RANK16, or none) and ridge * scale to A, 1 to the padded diagonal; leaves b and the
-// diagonal of A in shared memory. Rows and columns from RANK on become those of the identity. With RESIDUAL, `beside` is
-// a part of b.
+// Adds the Gram matrix (RANK16 x RANK16, or null) and ridge * scale to A; writes b and the diagonal of A to shared memory.
+// Rows and columns from RANK on become those of the identity. With RESIDUAL, `beside` is added to b.
 __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory, const float* __restrict__ gram,
                                          const float* __restrict__ ridge, float scale, const float* beside, int warp,
                                          int lane) {
@@ -424,7 +423,7 @@ __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory
                         if constexpr (i == j)
                             if (r == c + k && r < RANK) element += ridge[r] * scale;
                         if constexpr (i == BLOCKS - 1 && RANK % BLOCK != 0)
-                            if (r >= RANK || c + k >= RANK) element = r == c + k;  // whatever lay beyond the factors
+                            if (r >= RANK || c + k >= RANK) element = r == c + k;  // discards values beyond the factors
                         if constexpr (i == j)
                             if (r == c + k) memory.diagonal[r] = element;
                     }
@@ -448,21 +447,21 @@ __device__ __forceinline__ float reciprocal_root(float x) {
 #ifdef HYBRIDMF_EMULATE
     return rsqrtf(x);
 #else
-    float y;  // one instruction; error 2^-22, as good as rsqrtf without its care for denormal pivots
+    float y;  // one instruction; error 2^-22, as accurate as rsqrtf, but without its handling of denormal pivots
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 #endif
 }
 
-// Factors a block on the diagonal: columns of the block in, rows of the inverse W of its factor out, in the same place.
-// `diagonal` is that of A before elimination, `first` the block's first row. Lane r < 16 holds row r of the block; lane
-// 16 + c holds column c of W, which starts as the identity and goes through the same elimination.
+// Factors a diagonal block in place: the input is the block by columns, the output the inverse W of its factor by rows.
+// `diagonal` is the diagonal of A before elimination, `first` the block's first row. Lane r < 16 holds row r of the block.
+// Lane 16 + c holds column c of W, which starts as the identity and undergoes the same elimination.
 __device__ __forceinline__ void factor_diagonal(float* block, int stride, const float* diagonal, int first, int* any_failed,
                                                 float epsilon, int lane) {
     float a[BLOCK];
 #pragma unroll
     for (int c = 0; c < BLOCK; c++) a[c] = lane < BLOCK ? block[c * stride + lane] : (lane == BLOCK + c ? 1.0f : 0.0f);
-    float pivot = 0;  // of column `lane`
+    float pivot = 0;  // pivot of column `lane`
 #pragma unroll
     for (int j = 0; j < BLOCK; j++) {
         if (lane == j) pivot = a[j];
@@ -470,8 +469,8 @@ __device__ __forceinline__ void factor_diagonal(float* block, int stride, const 
 #pragma unroll
         for (int c = j + 1; c < BLOCK; c++) a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
     }
-    // Pivots are checked after the chain of steps: values behind a bad one are discarded. A pivot that is all
-    // cancellation means a singular matrix; one that is no number, an overflow before.
+    // Pivots are checked after the chain of steps: values computed after a bad pivot are discarded. A pivot that is pure
+    // cancellation indicates a singular matrix; a pivot that is not finite indicates an earlier overflow.
     const bool finite = isfinite(pivot);
     const unsigned bad = __ballot_sync(FULL_WARP, lane < BLOCK && !(finite && pivot > epsilon * diagonal[lane]));
     const int column = __ffs(bad) - 1;
@@ -484,7 +483,7 @@ __device__ __forceinline__ void factor_diagonal(float* block, int stride, const 
     if (failed && lane == 0 && !*any_failed) *any_failed = failed;
 }
 
-// y[16 q ...] = W (b - L y) for the rows of panel q, in memory.rhs, by one warp.
+// Computes y[16 q ...] = W (b - L y) for the rows of panel q, in memory.rhs. Executed by one warp.
 __device__ __forceinline__ void substitute_forward(const TeamMemory& memory, int q, int lane) {
     const int n = lane % BLOCK, part = lane / BLOCK;
     float sum[2] = {0, 0};
@@ -494,7 +493,7 @@ __device__ __forceinline__ void substitute_forward(const TeamMemory& memory, int
         const float* row = memory.staged + panel_base(p) + (q - p) * BLOCK + n + 2 * part * stride;
         const float* y = memory.rhs + p * BLOCK + 2 * part;
 #pragma unroll
-        for (int c = 0; c < BLOCK; c += 4) {  // two columns to each half of the warp: no bank conflicts
+        for (int c = 0; c < BLOCK; c += 4) {  // each half of the warp takes two columns: no bank conflicts
             sum[0] += row[c * stride] * y[c];
             sum[1] += row[(c + 1) * stride] * y[c + 1];
         }
@@ -512,7 +511,7 @@ __device__ __forceinline__ void substitute_forward(const TeamMemory& memory, int
     __syncwarp();
 }
 
-// x[16 p ...] = W^T (y - L^T x) for all panels from the last one on, in memory.rhs, by one warp.
+// Computes x[16 p ...] = W^T (y - L^T x) for all panels from the last one on, in memory.rhs. Executed by one warp.
 __device__ __forceinline__ void substitute_back(const TeamMemory& memory, int lane) {
     const int column = lane % BLOCK, part = lane / BLOCK;
 #pragma unroll 1
@@ -546,7 +545,7 @@ __device__ __forceinline__ void substitute_back(const TeamMemory& memory, int la
 }
 
 // tile (a block of A21) <- L21 = tile W^T. The tile's columns 8 h + 2 t and 8 h + 2 t + 1 serve as the k of a product, so
-// the accumulators are the operand as they are.
+// the accumulators serve as the operand without a shuffle.
 __device__ __forceinline__ void multiply_by_inverse(Tile& tile, const Fragment<FLOAT32_WIDE> (&inverse)[BLOCK_HALVES], int lane) {
     float product[BLOCK_HALVES][4] = {};
     Fragment<FLOAT32_WIDE> a[BLOCK_HALVES];
@@ -568,7 +567,7 @@ __device__ __forceinline__ void multiply_by_inverse(Tile& tile, const Fragment<F
         for (int q = 0; q < 4; q++) tile.value[half][q] = product[half][q];
 }
 
-// L21 of panel p, from the accumulators of its blocks, into shared memory.
+// Computes L21 of panel p from the accumulators of its blocks and writes it to shared memory.
 __device__ __forceinline__ void solve_panel(Holding& mine, const TeamMemory& memory, int p, int warp, int lane) {
     float* panel = memory.staged + panel_base(p);
     const int stride = panel_stride(p);
@@ -600,7 +599,7 @@ __device__ __forceinline__ void solve_panel(Holding& mine, const TeamMemory& mem
     });
 }
 
-// A22 -= L21 L21^T beyond panel p, over the columns k ... of one product.
+// A22 -= L21 L21^T beyond panel p, over the columns of one product, from column k on.
 __device__ __forceinline__ void subtract_product(Holding& mine, const TeamMemory& memory, int p, int k, int warp, int lane) {
     const int stride = panel_stride(p);
     const float* corner = memory.staged + panel_base(p) + (k + lane % 4) * stride + lane / 4 - p * BLOCK;
@@ -630,8 +629,8 @@ __device__ __forceinline__ void subtract_product(Holding& mine, const TeamMemory
     });
 }
 
-// Factors A, solves, leaves x in memory.rhs; returns the failing leading minor or 0 (in every thread). The loop over
-// panels stays a loop: unrolled, the code would not fit in the instruction cache.
+// Factors A and solves for x, which it leaves in memory.rhs; returns the failing leading minor or 0 in every thread. The loop
+// over panels is not unrolled: unrolled code would not fit in the instruction cache.
 __device__ __forceinline__ int cholesky_solve(Holding& mine, const TeamMemory& memory, float epsilon, int warp, int lane) {
 #pragma unroll 1
     for (int p = 0; p < BLOCKS; p++) {
@@ -656,7 +655,7 @@ __device__ __forceinline__ int cholesky_solve(Holding& mine, const TeamMemory& m
             __syncwarp();
             factor_diagonal(panel, stride, memory.diagonal + p * BLOCK, p * BLOCK, memory.failed, epsilon, lane);
         }
-        // meanwhile another warp, if there is one, carries the right-hand side through the panel before
+        // meanwhile another warp, if there is one, does the forward substitution with the previous panel
         if (p > 0 && warp == (factoring + 1) % WARPS) substitute_forward(memory, p - 1, lane);
         if (p == BLOCKS - 1) break;
         team_sync();
@@ -677,8 +676,8 @@ __device__ __forceinline__ int cholesky_solve(Holding& mine, const TeamMemory& m
 
 // ---------------------------------------------------------------------------------------------- conjugate gradients
 
-// Adds up two values over the lanes that differ in bit DISTANCE: lanes without it get the sum of `first`, the others
-// that of `second`. So n values cost n - 1 shuffles and not n log n.
+// Adds two values over lanes that differ in bit DISTANCE: lanes with the bit clear get the sum of `first`, the others the sum
+// of `second`. Summing n values this way costs n - 1 shuffles instead of n log n.
 template <int DISTANCE> __device__ __forceinline__ float halve(float first, float second, int lane) {
     const bool upper = lane & DISTANCE;
     return (upper ? second : first) + __shfl_xor_sync(FULL_WARP, upper ? first : second, DISTANCE);
@@ -686,7 +685,7 @@ template <int DISTANCE> __device__ __forceinline__ float halve(float first, floa
 
 constexpr int PRODUCT_FLOATS = (WARPS + 1) * RANK16;  // row sums, then the column sums of each warp
 
-// Parts of A vector: each block left of the diagonal is also its mirror image. `sums` is as PRODUCT_FLOATS says.
+// Partial sums of A vector: each block left of the diagonal also stands for its transpose. PRODUCT_FLOATS describes `sums`.
 __device__ __forceinline__ void multiply_vector(const Holding& mine, const float* vector, float* sums, int warp, int lane) {
     const int group = lane / 4, pair = lane % 4 * 2;
     with_role(warp, [&](auto role) {
@@ -734,7 +733,7 @@ __device__ __forceinline__ void multiply_vector(const Holding& mine, const float
     });
 }
 
-// Vectors of conjugate gradients, in one warp: element 32 e + lane of each.
+// The vectors of conjugate gradients are distributed over one warp: a lane holds elements 32 e + lane.
 constexpr int ELEMENTS = ceil_div(RANK16, WARP);
 using Elements = float[ELEMENTS];
 
@@ -745,8 +744,8 @@ __device__ __forceinline__ double dot(const Elements& u, const Elements& v) {
     return warp_sum(sum);
 }
 
-// a / b for b > 0, of a float's range and to its last bits, though a and b are not: a division of doubles takes hundreds of
-// cycles, for which the other warps wait.
+// a / b for b > 0, accurate to the last bits of a float. The quotient is in float32's range; a and b need not be. A division of
+// doubles takes hundreds of cycles, during which the other warps are idle.
 __device__ __forceinline__ float quotient(double a, double b) {
 #ifdef HYBRIDMF_EMULATE
     return float(a / b);
@@ -756,7 +755,7 @@ __device__ __forceinline__ float quotient(double a, double b) {
 #endif
 }
 
-// The product of which `multiply_vector` left the parts.
+// Adds up the partial sums of `multiply_vector`.
 __device__ __forceinline__ void collect(Elements& product, const float* sums, int lane) {
 #pragma unroll
     for (int e = 0; e < ELEMENTS; e++) {
@@ -772,16 +771,16 @@ __device__ __forceinline__ void collect(Elements& product, const float* sums, in
     }
 }
 
-// Where conjugate gradients start.
+// Loads the starting point of conjugate gradients.
 __device__ __forceinline__ void load_elements(Elements& x, const float* start, int lane) {
 #pragma unroll
     for (int e = 0; e < ELEMENTS; e++) x[e] = e * WARP + lane < RANK ? start[e * WARP + lane] : 0.0f;
 }
 
-// `steps` conjugate gradient steps on A x = b from x, which the first warp has, with the blocks of A where the products left
-// them; x is left in memory.rhs. Stops early where the residual has fallen by 1e-10 (squared 1e-20) or is about to
-// underflow, as the CPU does. All warps multiply; the first one has the vectors, so that only two barriers are in a step.
-// `meanwhile` is called once, by all warps. Failure, NON_FINITE or NEGATIVE_CURVATURE, is left in memory.failed.
+// Runs `steps` conjugate gradient steps on A x = b from x, which the first warp holds; the blocks of A stay in registers. Leaves
+// x in memory.rhs. Stops early once the residual has fallen by 1e-10 (squared 1e-20) or is about to underflow, like the CPU
+// backend. All warps multiply; the first warp holds the vectors, so a step needs only two barriers. All warps call `meanwhile`
+// once. Failure, NON_FINITE or NEGATIVE_CURVATURE, is written to memory.failed.
 template <class Body>
 __device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemory& memory, const Elements& x, int steps,
                                                    int warp, int lane, Body&& meanwhile) {
@@ -801,7 +800,7 @@ __device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemo
         if (lane == 0) *going_on = 1;
     }
 #pragma unroll 1
-    for (int step = -1; true; step++) {  // -1: the first residual
+    for (int step = -1; true; step++) {  // step -1 computes the first residual
         team_sync();
         if (!*going_on) break;
         multiply_vector(mine, direction, sums, warp, lane);
@@ -848,7 +847,7 @@ __device__ __forceinline__ void conjugate_gradient(Holding& mine, const TeamMemo
 
 // ---------------------------------------------------------------------------------------------- storing
 
-// solution = x, or zeros where it failed; columns RANK ... width - 1 are zero. Sets the status.
+// solution <- x, or zeros after a failure; columns RANK ... width - 1 are zero. Sets the status.
 __device__ __forceinline__ void store_solution(float* solution, int* status, int width, const TeamMemory& memory, int failed,
                                                int warp, int lane) {
     if (warp != 0) return;

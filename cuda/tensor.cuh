@@ -1,7 +1,7 @@
-// tensor.cuh - products of tensor cores, d += A B of a warp: A 16 rows, B 8 columns, sums in float32.
+// tensor.cuh - a warp's products d += A B on tensor cores: A has 16 rows, B 8 columns, sums are in float32.
 //
 // With g = lane / 4 and t = lane % 4, d[q] is row g + 8 (q / 2), column 2 t + q % 2. In tf32 a lane holds rows g and g + 8 of
-// A at column t, then at t + 4, and column g of B at rows t and t + 4. Tensor cores truncate where they add.
+// A at column t, then at t + 4, and column g of B at rows t and t + 4. Tensor cores truncate their sums.
 #pragma once
 #include "common.cuh"
 
@@ -82,19 +82,19 @@ __device__ __forceinline__ unsigned multiply_add_bf16(unsigned a, unsigned b, un
 #endif
 }
 
-// The pair with its signs changed.
+// Negates both values of a pair.
 __device__ __forceinline__ unsigned negate_float16(unsigned a) {
 #if defined(HYBRIDMF_EMULATE) || !HAS_ASYNC_COPY
     return a ^ 0x80008000u;
 #else
     unsigned negative;
-    asm("neg.f16x2 %0, %1;" : "=r"(negative) : "r"(a));  // which becomes part of the instruction that reads it
+    asm("neg.f16x2 %0, %1;" : "=r"(negative) : "r"(a));  // the assembler folds it into the instruction that reads it
     return negative;
 #endif
 }
 
-// The operand of 16 rows k and 16 columns m of 16-bit values in shared memory, `stride` values from row to row, read down
-// the columns: AS_COLUMNS for B, (k, m = 8 half + g) in r[2 half] for k = 2 t, 2 t + 1 and in r[2 half + 1] for k + 8; else
+// Loads the operand of 16 rows k and 16 columns m of 16-bit values in shared memory, rows `stride` values apart, read down the
+// columns. AS_COLUMNS: for B, (k, m = 8 half + g) in r[2 half] for k = 2 t, 2 t + 1 and in r[2 half + 1] for k + 8; otherwise
 // for A, in r[half] and r[2 + half]. Rows start at multiples of 16 bytes.
 template <bool AS_COLUMNS>
 __device__ __forceinline__ void load_operand(unsigned (&r)[4], const unsigned short* corner, int stride, int lane) {

@@ -1,50 +1,50 @@
-// top_k.cu - the n items with the highest users @ items.T of each user, ties to the lower item, seen items left out
+// top_k.cu - the n items with the highest users @ items.T of each user, ties to the lower item, without seen items
 //
-// n <= KEPT <= 128, rank <= 512: no users x items matrix. Items lie in groups of 32 by falling norm, and
-//   mark_seen    words[u][g]: which items of group g user u has seen
-//   group_max    words[u][g] becomes the largest score of an unseen item of g, by tensor cores: of int8 factors (BYTES), whose
-//                sums are exact integers, or of float16 ones with float32 sums
-//   prune        after the groups of largest norm: the first group that |x| |y| keeps below a user's n-th best
-//   select_best  of the groups that can hold one of the n best, by falling bounds: float16 items times x in float32; what can
-//                still be among the best is scored exactly, and sorted
-// Rounding is bounded, not estimated. Both sides are scaled, what int8 or float16 loses of each row is measured, and by
-// Cauchy-Schwarz a score differs from its approximation by at most
+// n <= KEPT <= 128, rank <= 512: no users x items matrix. Items are sorted by descending norm and cut into groups of 32:
+//   mark_seen    marks in words[u][g] the items of group g that user u has seen
+//   group_max    replaces words[u][g] by the largest score of an unseen item of g, on tensor cores: from int8 factors (BYTES),
+//                whose sums are exact integers, or from float16 factors with float32 sums
+//   prune        after the groups of largest norm: finds the first group that |x| |y| keeps below a user's n-th best
+//   select_best  screens the groups that can hold one of the n best, by descending bounds: float16 items times x in float32;
+//                scores items that can still be among the best exactly, and sorts them
+// Rounding errors are bounded, not estimated. Both sides are scaled, the rounding error of each row in int8 or float16 is
+// measured, and by Cauchy-Schwarz a score differs from its approximation by at most
 //   slack = |x - x~| |y| + |x~| |y - y~| + (rounding of the sums and of the exact score) |x| |y|,
 // some 5e-4 |x| |y| in float16 and 1.6e-2 |x| |y| in int8 at rank 128, where scores of random factors spread by 0.09 |x| |y|.
 // If the maxima of n groups, less slack, reach t, then so does the n-th best score; a group whose maximum plus slack is below t
 // holds none of the best. An item of such a group is screened by |x| |y - y16| + 2 rank eps |x| |y|, for plain float32 sums.
-// With BYTES nothing depends on how tensor cores round: 8-bit products and their sums are below 2^24, and exact. For float16
-// sums, whose rounding NVIDIA does not specify, TENSOR_ERROR leaves 2.7 times Turing's truncation. The score a caller sees
-// is one chain of fused multiply-adds in `real` over the factors in order: answers do not depend on batch, group, pruning
+// With BYTES, results do not depend on the rounding of tensor cores: 8-bit products and their sums are below 2^24, and exact.
+// NVIDIA does not specify the rounding of float16 sums; TENSOR_ERROR allows 2.7 times Turing's truncation. The returned score
+// is one chain of fused multiply-adds in `real` over the factors in order: results do not depend on batch, group, pruning
 // or tensor cores.
 //
-// Otherwise: score_rows writes the same chains for a batch of users, drop_seen removes what they have seen, sort_rows
-// finds the n-th best by radix selection and sorts what is not behind it.
+// Otherwise: score_rows writes the same chains for a batch of users, drop_seen removes the items they have seen, sort_rows
+// finds the n-th best by radix selection and sorts the items that do not rank below it.
 //
 // shapes : users (n_users, rank)  panels (n_groups, vectors, 32, VECTOR)  user_operands (n_users, ROW)
 //          item_operands (n_groups, ROW / 8, 32, 8), item_halves the same in float16  words (n_users, n_groups)
 //          groups (n_groups, 2): largest norm, and residual of the operands
-//          steps (n_groups, 2): what 1 in the operands stands for, and residual of the halves
+//          steps (n_groups, 2): the value of 1 in the operands, and residual of the halves
 //          user_bounds (n_users, 4): norm, by_norm, by_residual of UserBound, 256 exponent + multiplier
 //          item_ids, ascending_ids (n_items,)  positions (all items,): packed place or -1
 //          seen_ptr (n_users + 1,), seen_ids ascending in each row
-//          n_groups is a multiple of OCTET; n_items are packed, and what follows them is zero and never chosen
-// flops  : 64 PADDED n_groups a user; select_best screens some n groups a user (float16) or 2 n (int8)
-// traffic: words are moved five times, 20 n_groups bytes a user; a screened group is 64 rank bytes
-// floor  : H200, rank 128, n 10, estimated. 384,546 items: float16 246 ns a user (400 TFLOP/s by mma.sync), int8 123; words 60
+//          n_groups is a multiple of OCTET; n_items are packed, the items after them are zero and never chosen
+// flops  : 64 PADDED n_groups per user; select_best screens some n groups per user (float16) or 2 n (int8)
+// traffic: words are moved five times, 20 n_groups bytes per user; a screened group is 64 rank bytes
+// floor  : H200, rank 128, n 10, estimated. 384,546 items: float16 246 ns per user (400 TFLOP/s by mma.sync), int8 123; words 60
 //          (4 TB/s), groups screened again 25 and 45 ns
 #include "common.cuh"
 
 #ifndef PADDED
-#define PADDED 64            // of group_max: the rank rounded up to 16; to 32 with BYTES
+#define PADDED 64            // for group_max: the rank rounded up to a multiple of 16; of 32 with BYTES
 #endif
 #ifndef BYTES
-#define BYTES 0              // of group_max: 1 for int8, 0 for float16
+#define BYTES 0              // for group_max: 1 for int8, 0 for float16
 #endif
 #ifndef KEPT
-#define KEPT 32              // of prune and select_best: n at most
+#define KEPT 32              // for prune and select_best: the largest n
 #endif
-// A warp keeps the factors of its users in ROW * USERS_PER_WARP / 64 registers; its scores take as many as users.
+// A warp keeps the factors of its users in ROW * USERS_PER_WARP / 64 registers; its scores take USERS_PER_WARP registers.
 #ifndef USERS_PER_WARP
 #define USERS_PER_WARP (PADDED <= 128 ? 64 : PADDED <= 256 ? 32 : 16)
 #endif
@@ -55,10 +55,10 @@
 using half_bits = unsigned short;  // a float16
 using operand_bits = unsigned short;  // a float16, or two int8
 
-constexpr int GROUP = WARP;        // items: a lane each where scores are exact
+constexpr int GROUP = WARP;        // items: one per lane where scores are exact
 constexpr int OCTET = 8;           // groups whose words are moved together: 32 bytes of each user
-constexpr int ROW_WARPS = 4;       // of a block where a warp takes a user
-constexpr int WARPS = 4;           // of a block of group_max
+constexpr int ROW_WARPS = 4;       // per block of kernels with a warp per user
+constexpr int WARPS = 4;           // per block of group_max
 constexpr int BLOCK_USERS = WARPS * USERS_PER_WARP;
 
 constexpr int VECTOR = 16 / sizeof(real);
@@ -66,7 +66,7 @@ struct alignas(16) Vector {
     real value[VECTOR];
 };
 
-constexpr int ROW = BYTES ? PADDED / 2 : PADDED;  // operand_bits of a row
+constexpr int ROW = BYTES ? PADDED / 2 : PADDED;  // operand_bits per row
 static_assert(ROW % 16 == 0 && PADDED <= 512, "whole steps of tensor cores; more do not fit in registers");
 static_assert(USERS_PER_WARP == 16 || USERS_PER_WARP == 32 || USERS_PER_WARP == 64, "see fold_quads");
 static_assert(OCTET % TILE_GROUPS == 0, "octets end with a tile");
@@ -84,10 +84,10 @@ template <> struct Arithmetic<double> {
     static constexpr double LARGEST = 1.7976931348623157e+308;
 };
 
-constexpr double TENSOR_ERROR = 1.0 / (1 << 21);   // a product of a sum on tensor cores: 2.7 times Turing's truncation
+constexpr double TENSOR_ERROR = 1.0 / (1 << 21);   // per product of a sum on tensor cores: 2.7 times Turing's truncation
 constexpr double COMPARISON_ERROR = 1.0 / (1 << 20);  // of bounds and thresholds, which are float32
-constexpr float SMALLEST = 7.9e-31f;               // 2^-100, more than all that underflows in scaled float32
-constexpr int LARGEST_EXPONENT = 1000;             // scales stay within double
+constexpr float SMALLEST = 7.9e-31f;               // 2^-100, above everything that underflows in scaled float32
+constexpr int LARGEST_EXPONENT = 1000;             // scales stay in double's range
 constexpr int NO_ITEM = 0x7fffffff;
 constexpr int MOST_BYTE = 127;                     // largest int8 of an operand
 
@@ -121,7 +121,7 @@ __device__ __forceinline__ float2 from_half_pair(unsigned pair) {
 
 // ---------------------------------------------------------------------------------------------- rows as operands
 
-// Exponent e such that a row whose largest factor this is, divided by 2^e, lies in [-1, 1].
+// Exponent e such that a row with this largest factor, divided by 2^e, lies in [-1, 1].
 __device__ __forceinline__ int exponent_of(double largest) {
     int exponent = 0;
     frexp(largest, &exponent);
@@ -139,11 +139,11 @@ __device__ __forceinline__ double largest_of(const real* row, int rank, int lane
 }
 
 struct RowSize {
-    float norm, residual;  // of the scaled row, and of what its rounding loses; not below the truth
+    float norm, residual;  // upper bounds of the norms of the scaled row and of its rounding error
 };
 
-// round(k, value) stores factor k of row * scale and returns what is stored; in float64, since squares of small factors
-// underflow in float32
+// Rounds row * scale: round(k, value) stores factor k and returns the stored value. Works in float64, since squares of small
+// factors underflow in float32.
 template <class Round>
 __device__ __forceinline__ RowSize round_row(const real* row, int rank, int padded, double scale, int lane, Round round) {
     double norm = 0, residual = 0;
@@ -167,7 +167,7 @@ __device__ __forceinline__ double round_to_byte(signed char* target, double valu
     return nearest;
 }
 
-// Place of factor k of an item in operands or halves: pieces of 16 bytes, those of the items of a group side by side.
+// Place of factor k of an item in operands or halves: pieces of 16 bytes; the same piece of a group's items is contiguous.
 template <int PER_PIECE> __device__ __forceinline__ int64 packed_place(int place, int padded, int k) {
     return ((int64(place / GROUP) * (padded / PER_PIECE) + k / PER_PIECE) * GROUP + place % GROUP) * PER_PIECE + k % PER_PIECE;
 }
@@ -186,7 +186,7 @@ row_norms(double* __restrict__ norms, const real* __restrict__ rows, int n_rows,
     if (lane == 0) norms[row] = ldexp(sqrt(sum), exponent);
 }
 
-// panels[g][v][i] = factors VECTOR v to VECTOR v + VECTOR - 1 of item order[GROUP g + i]: a warp reads them in one go
+// panels[g][v][i] = factors VECTOR v to VECTOR v + VECTOR - 1 of item order[GROUP g + i]: a warp reads them contiguously
 extern "C" __global__ void pack_panels(real* __restrict__ panels, const real* __restrict__ items,
                                        const int* __restrict__ order, int n_items, int n_groups, int rank) {
     const int vectors = ceil_div(rank, VECTOR);
@@ -201,8 +201,8 @@ extern "C" __global__ void pack_panels(real* __restrict__ panels, const real* __
     reinterpret_cast<Vector*>(panels)[piece] = packed;
 }
 
-// item_halves <- items[order] * scale; bytes <- the same in steps of each group, if `byte_row`, the padded rank, is not 0. groups,
-// steps: see the top. A warp a group.
+// item_halves <- items[order] * scale; bytes <- the same in steps of each group, if `byte_row`, the padded rank, is not 0. The
+// file header describes groups and steps. One warp per group.
 extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
 prepare_items(half_bits* __restrict__ item_halves, signed char* __restrict__ bytes, float2* __restrict__ groups,
               float2* __restrict__ steps, const real* __restrict__ items, const int* __restrict__ order, int n_items,
@@ -235,8 +235,8 @@ prepare_items(half_bits* __restrict__ item_halves, signed char* __restrict__ byt
     steps[group] = {byte_row ? step : 1.0f, lost_by_halves};
 }
 
-// Rows of user_operands <- users, each scaled by its own power of 2 and, for int8, a whole number; their bounds; limits: all
-// groups, none where x = 0.
+// user_operands <- users, each row scaled by its own power of 2 and, for int8, by an integer. Computes their bounds. limits <- all
+// groups, or none where x = 0.
 extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
 prepare_users(operand_bits* __restrict__ user_operands, float4* __restrict__ user_bounds, int* __restrict__ limits,
               const real* __restrict__ users, int n_users, int n_groups, int rank, int padded, int bytes) {
@@ -269,12 +269,12 @@ prepare_users(operand_bits* __restrict__ user_operands, float4* __restrict__ use
 
 struct UserBound {
     float norm;      // |x| and |x~| are at most this; 0: a user without factors
-    float by_norm;   // slack of a group: by_norm * its largest norm + by_residual * its largest residual + least
+    float by_norm;   // slack of a group: by_norm * largest norm + by_residual * largest residual + least
     float by_residual;
-    float least;     // what underflows
+    float least;     // bound of underflows
     double user_scale, item_scale;
 
-    // A score as groups bound it. One that overflowed counts as the largest number: it is not less.
+    // A score in the scale of the groups' bounds. An overflowed score becomes the largest number, which does not exceed it.
     __device__ __forceinline__ float scaled(real score) const {
         const double finite = score > Arithmetic<real>::LARGEST ? Arithmetic<real>::LARGEST : score;
         return float(finite * user_scale * item_scale);
@@ -282,12 +282,12 @@ struct UserBound {
     __device__ __forceinline__ float slack(float norm_of_group, float residual_of_group) const {
         return by_norm * norm_of_group + by_residual * residual_of_group + least;
     }
-    // Of an item of a group in float16 times x in float32, against the exact score.
+    // Error bound of a screened score (item of the group in float16 times x in float32) against the exact score.
     __device__ __forceinline__ float doubt(float norm_of_group, float half_residual, int rank) const {
         const float relative = float(rank * (Arithmetic<float>::EPSILON + Arithmetic<real>::EPSILON) + 2 * COMPARISON_ERROR);
         return norm * (1 + relative) * half_residual + norm * relative * norm_of_group + least;
     }
-    // Whether |x| |y| keeps all of a group below a threshold.
+    // Whether |x| |y| keeps all items of a group below a threshold.
     __device__ __forceinline__ bool excludes(float norm_of_group, float threshold) const {
         return (norm + by_norm) * norm_of_group + least < threshold;
     }
@@ -300,7 +300,7 @@ __device__ __forceinline__ UserBound user_bound(float4 stored, int rank, double 
     return {stored.x, stored.y, stored.z, least, user_scale, item_scale};
 }
 
-// Four groups at once: their bounds below (side -1) or above (side 1).
+// Lower (side -1) or upper (side 1) bounds of four groups.
 __device__ __forceinline__ float4 bounds_of(const float* best, const float2* groups, int first, const UserBound& user,
                                             float side) {
     const float4 value = *reinterpret_cast<const float4*>(best + first);
@@ -310,9 +310,9 @@ __device__ __forceinline__ float4 bounds_of(const float* best, const float2* gro
             value.z + side * user.slack(high.x, high.y), value.w + side * user.slack(high.z, high.w)};
 }
 
-constexpr int STREAMS = KEPT / 8;  // a lane keeps the largest bound of so many shares of the groups
+constexpr int STREAMS = KEPT / 8;  // shares of the groups per lane; the lane keeps the largest bound of each
 
-// The n-th largest of all lanes' values, bit by bit of the order-preserving integers.
+// The n-th largest of all lanes' values, found bit by bit on order-preserving integers.
 __device__ __forceinline__ float nth_largest(const float (&values)[STREAMS], int n) {
     unsigned keys[STREAMS];
 #pragma unroll
@@ -331,7 +331,7 @@ __device__ __forceinline__ float nth_largest(const float (&values)[STREAMS], int
     return __uint_as_float(found ^ (found >> 31 ? 0x80000000u : 0xffffffffu));
 }
 
-// A score that n unseen items of the first groups reach, -inf if that is not known. n_groups is a multiple of 4.
+// A score that at least n unseen items of the first groups reach, or -inf if there is no such bound. n_groups is a multiple of 4.
 __device__ __forceinline__ float reached_by(int n, const float* best, const float2* groups, int n_groups,
                                             const UserBound& user, int lane) {
     float largest[STREAMS];
@@ -354,7 +354,7 @@ __device__ __forceinline__ float reached_by(int n, const float* best, const floa
 
 // ---------------------------------------------------------------------------------------------- seen items
 
-// Whether a sorted list holds an item.
+// Whether a sorted list contains an item.
 __device__ __forceinline__ bool contains(const int* items, int n, int item) {
     int low = 0, high = n;
     while (low < high) {
@@ -365,7 +365,7 @@ __device__ __forceinline__ bool contains(const int* items, int n, int item) {
     return low < n && items[low] == item;
 }
 
-// words[u][g]: bit i is set where u has seen item i of group g. A warp a user, so that it clears before it sets.
+// Sets bit i of words[u][g] if u has seen item i of group g. One warp per user, which first clears the user's words.
 extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
 mark_seen(unsigned* __restrict__ words, const int64* __restrict__ seen_ptr, const int* __restrict__ seen_ids,
           const int* __restrict__ positions, int n_users, int n_groups) {
@@ -382,7 +382,7 @@ mark_seen(unsigned* __restrict__ words, const int64* __restrict__ seen_ptr, cons
 
 // ---------------------------------------------------------------------------------------------- tensor cores
 
-// Four 8 x 8 matrices of float16 from shared memory; lane l gives row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of float16 from shared memory; lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(unsigned (&matrices)[4], const operand_bits* row) {
 #if defined(HYBRIDMF_EMULATE)
     const auto rows = emulator::exchange(FULL_WARP, row);
@@ -415,7 +415,7 @@ __device__ __forceinline__ void multiply_operands(float (&d)[4], const unsigned 
 #endif
 }
 
-// The same of int8 and 32 factors, exactly.
+// The same for int8 and 32 factors; exact.
 __device__ __forceinline__ void multiply_operands(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if defined(HYBRIDMF_EMULATE)
     emulator::mma_8bit(d, a, b0, b1);
@@ -431,8 +431,8 @@ __device__ __forceinline__ void multiply_operands(int (&d)[4], const unsigned (&
 constexpr int M_TILES = USERS_PER_WARP / 16;
 constexpr int N_PAIRS = GROUP / 16;               // pairs of m16n8 tiles side by side
 constexpr int K_STEPS = ROW / 16;
-constexpr int LANE_ROWS = 2 * M_TILES;            // rows of users that a lane holds scores of: 16 m + 8 h + lane / 4
-constexpr int ITEM_PITCH = ROW + 8;               // operand_bits; an odd number of 16-byte pieces: 8 rows meet all banks
+constexpr int LANE_ROWS = 2 * M_TILES;            // user rows whose scores a lane holds: 16 m + 8 h + lane / 4
+constexpr int ITEM_PITCH = ROW + 8;               // operand_bits; an odd number of 16-byte pieces: 8 rows hit all banks
 constexpr int TILE = TILE_GROUPS * GROUP * ITEM_PITCH;
 constexpr int TRAY_PITCH = 12;                    // words of a user's octet; rows start in banks 0, 12, 24, 4, ...
 constexpr int TRAY = USERS_PER_WARP * TRAY_PITCH;
@@ -443,7 +443,7 @@ template <> struct SumType<true> { using type = int; };
 using Sum = SumType<BYTES>::type;
 using Scores = Sum[M_TILES][2 * N_PAIRS][4];
 
-// The A operands of a warp's users, straight from global memory, once a block.
+// Loads the A operands of a warp's users from global memory to registers, once per block.
 __device__ __forceinline__ void load_users(UserFragments& fragments, const operand_bits* user_operands, int first_user,
                                            int n_users, int lane) {
 #pragma unroll
@@ -461,7 +461,7 @@ __device__ __forceinline__ void load_users(UserFragments& fragments, const opera
 }
 
 __device__ __forceinline__ void load_tile(operand_bits* tile, const operand_bits* item_operands, int first_group) {
-    constexpr int PIECES = ROW / 8;  // of 16 bytes in a row
+    constexpr int PIECES = ROW / 8;  // 16-byte pieces in a row
     const operand_bits* source = item_operands + int64(first_group) * GROUP * ROW;
 #pragma unroll 4
     for (int piece = threadIdx.x; piece < TILE_GROUPS * GROUP * PIECES; piece += WARPS * WARP) {
@@ -470,7 +470,7 @@ __device__ __forceinline__ void load_tile(operand_bits* tile, const operand_bits
     }
 }
 
-// A warp's words of an octet, to its tray or back.
+// Copies a warp's words of an octet to its tray, or back.
 __device__ __forceinline__ void load_words(unsigned* tray, const unsigned* words, int first_user, int n_users,
                                            int n_groups, int group, int lane) {
 #pragma unroll
@@ -492,7 +492,7 @@ __device__ __forceinline__ void store_words(unsigned* words, const unsigned* tra
     }
 }
 
-// The B operands of a group for one step of factors; `corner` is this lane's row of the group's first items.
+// Loads the B operands of a group for one step of factors; `corner` is this lane's row of the group's first items.
 __device__ __forceinline__ void load_items(unsigned (&fragments)[N_PAIRS][4], const operand_bits* corner, int k) {
 #pragma unroll
     for (int pair = 0; pair < N_PAIRS; pair++)
@@ -526,7 +526,7 @@ __device__ __forceinline__ void score_group(Scores& scores, const UserFragments&
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ int larger(int a, int b) { return max(a, b); }
 
-// Largest of this lane's scores in each of its rows, times `step`; MASKED: without those whose bit is set in the row's word.
+// Largest of this lane's scores in each of its rows, times `step`; MASKED: skips scores whose bit is set in the row's word.
 template <bool MASKED>
 __device__ __forceinline__ void largest_of_rows(float (&largest)[LANE_ROWS], const Scores& scores,
                                                 const unsigned (&left_out)[LANE_ROWS], float step) {
@@ -544,7 +544,7 @@ __device__ __forceinline__ void largest_of_rows(float (&largest)[LANE_ROWS], con
     }
 }
 
-// Lanes that differ in bit `distance` share COUNT rows: each ends with the largest of both for one half of them.
+// Two lanes that differ in bit `distance` share COUNT rows: each ends with the maximum over both lanes for half of the rows.
 template <int COUNT>
 __device__ __forceinline__ void share_rows(float (&largest)[LANE_ROWS], int lane, int distance) {
     const bool upper = lane & distance;
@@ -556,7 +556,7 @@ __device__ __forceinline__ void share_rows(float (&largest)[LANE_ROWS], int lane
     }
 }
 
-// The four lanes of a row join theirs, and write a quarter of the rows each.
+// The four lanes of a row combine their maxima; each writes a quarter of the rows.
 __device__ __forceinline__ void store_largest(unsigned* slot, float (&largest)[LANE_ROWS], int lane) {
     share_rows<LANE_ROWS>(largest, lane, 1);
     int first = lane % 2 * (LANE_ROWS / 2);
@@ -568,7 +568,7 @@ __device__ __forceinline__ void store_largest(unsigned* slot, float (&largest)[L
         largest[0] = fmaxf(largest[0], __shfl_xor_sync(FULL_WARP, largest[0], 2));
         writes = lane / 2 % 2 == 0;
     }
-    __syncwarp();  // every lane has read the words that are overwritten
+    __syncwarp();  // every lane has read the words before they are overwritten
 #pragma unroll
     for (int k = 0; k < (LANE_ROWS >= 4 ? LANE_ROWS / 4 : 1); k++) {
         const int row = first + k;
@@ -576,7 +576,7 @@ __device__ __forceinline__ void store_largest(unsigned* slot, float (&largest)[L
     }
 }
 
-// A group's scores, and their largest into the tray in place of the words; `beyond`: bits of items that do not exist.
+// Computes a group's scores and overwrites the words in the tray by their maxima. `beyond` has the bits of nonexistent items.
 __device__ __forceinline__ void score_into_tray(unsigned* slot, const UserFragments& users, const operand_bits* group,
                                                 float step, bool filtered, unsigned beyond, int lane) {
     Scores scores;
@@ -594,7 +594,7 @@ __device__ __forceinline__ void score_into_tray(unsigned* slot, const UserFragme
     store_largest(slot, largest, lane);
 }
 
-// First octet that no user of a warp needs.
+// End of the groups that a warp's users need, rounded up to an octet.
 __device__ __forceinline__ int needed_groups(const int* limits, int first_user, int n_users, int lane) {
     int needed = 0;
     for (int user = first_user + lane; user < min(first_user + USERS_PER_WARP, n_users); user += WARP)
@@ -606,12 +606,12 @@ __device__ __forceinline__ int needed_groups(const int* limits, int first_user, 
 }
 
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM (BYTES && (ROW / 64.0 + 1) * USERS_PER_WARP <= 128 ? 3 : 2)  // by registers of users and scores
+#define BLOCKS_PER_SM (BYTES && (ROW / 64.0 + 1) * USERS_PER_WARP <= 128 ? 3 : 2)  // limited by the registers of users and scores
 #endif
 
-// words[u][g], first_group <= g < last_group (multiples of OCTET): bits of seen items -> largest score of the others.
-// grid (ceil(n_users / BLOCK_USERS), ceil(groups / chunk)), chunk a multiple of OCTET; groups beyond the limit of a
-// warp's users are left as they are. shared: 2 tiles of items, 2 trays of words a warp.
+// words[u][g], first_group <= g < last_group (multiples of OCTET): replaces the bits of seen items by the largest score of the
+// other items. grid (ceil(n_users / BLOCK_USERS), ceil(groups / chunk)), chunk a multiple of OCTET. Groups beyond the limit of a
+// warp's users are left unchanged. shared: 2 tiles of items, 2 trays of words per warp.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS_PER_SM)
 group_max(unsigned* words, const operand_bits* __restrict__ user_operands, const operand_bits* __restrict__ item_operands,
           const float2* __restrict__ steps, const int* __restrict__ limits, int n_users, int n_items, int n_groups, int first_group, int last_group,
@@ -657,12 +657,12 @@ group_max(unsigned* words, const operand_bits* __restrict__ user_operands, const
         if ((first + TILE_GROUPS) % OCTET == 0) {
             __syncwarp();
             store_words(words, tray, first_user, n_users, n_groups, first + TILE_GROUPS - OCTET, lane);
-            __syncwarp();  // before the next words arrive in this tray
+            __syncwarp();  // before the next words overwrite this tray
         }
     }
 }
 
-// limits[u] <- the first group that cannot hold one of the n best of user u, by the first `head` groups.
+// limits[u] <- the first group that cannot hold one of the n best of user u, judged from the first `head` groups.
 extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP)
 prune(int* __restrict__ limits, const float* __restrict__ best, const float4* __restrict__ user_bounds,
       const float2* __restrict__ groups, int n_users, int n_groups, int head, int n, int rank, double item_scale) {
@@ -672,7 +672,7 @@ prune(int* __restrict__ limits, const float* __restrict__ best, const float4* __
     if (bound.norm == 0) return;
     const float threshold = reached_by(n, best + int64(user) * n_groups, groups, head, bound, lane);
     int low = 0, high = n_groups;
-    while (low < high) {  // norms fall, so what is excluded stays excluded
+    while (low < high) {  // norms descend: all groups after an excluded one are excluded
         const int middle = (low + high) / 2;
         if (bound.excludes(groups[middle].x, threshold)) high = middle;
         else low = middle + 1;
@@ -687,7 +687,7 @@ __device__ __forceinline__ bool ranks_before(Score score_a, int id_a, Score scor
     return score_a > score_b || (score_a == score_b && id_a < id_b);
 }
 
-// Best first: a bitonic sort of a power of 2 of pairs by the lanes of a warp, or by the threads of a block.
+// Sorts pairs, best first: a bitonic sort of a power-of-2 number of pairs by the lanes of a warp or the threads of a block.
 template <bool BY_BLOCK, class Score> __device__ __forceinline__ void sort_pairs(Score* scores, int* ids, int size) {
     const int thread = BY_BLOCK ? threadIdx.x : threadIdx.x % WARP, threads = BY_BLOCK ? blockDim.x : WARP;
     for (int run = 2; run <= size; run *= 2)
@@ -706,10 +706,10 @@ template <bool BY_BLOCK, class Score> __device__ __forceinline__ void sort_pairs
         }
 }
 
-constexpr int CAPACITY = 4 * KEPT;  // room for n and for 32 more at any time
-constexpr int QUEUE = 256;          // for groups; a step of their search adds up to 128
+constexpr int CAPACITY = 4 * KEPT;  // always room for n and 32 more
+constexpr int QUEUE = 256;          // groups; one step of the search adds up to 128
 
-// Fills a list up to a power of 2 and sorts it.
+// Pads a list to a power of 2 and sorts it.
 template <class Score> __device__ __forceinline__ void sort_list(Score* scores, int* ids, int count, int lane) {
     int size = WARP;
     while (size < count) size *= 2;
@@ -719,7 +719,7 @@ template <class Score> __device__ __forceinline__ void sort_list(Score* scores, 
     sort_pairs<false>(scores, ids, size);
 }
 
-// A lane's item of a panel times x: one chain of multiply-adds over the factors, which are zero beyond the rank.
+// Product of a lane's item of a panel and x: one chain of multiply-adds over the factors, which are zero beyond the rank.
 __device__ __forceinline__ real exact_score(const Vector* panel, const Vector* x, int vectors, int lane) {
     real sum = 0;
 #pragma unroll 4
@@ -731,7 +731,7 @@ __device__ __forceinline__ real exact_score(const Vector* panel, const Vector* x
     return sum + real(0);  // no -0
 }
 
-// Every score of a user without factors is 0: the lowest unseen items.
+// For a user without factors, whose scores are all 0: lists the lowest unseen items.
 __device__ __forceinline__ int lowest_items(int* ids, real* scores, const int* ascending_ids, int n_items, int n,
                                             const int* seen, int n_seen, int lane) {
     int count = 0;
@@ -751,15 +751,15 @@ __device__ __forceinline__ void fill_gap(int* ids, real* scores, int count, int 
     for (int k = count + thread; k < n; k += threads) ids[k] = -1, scores[k] = negative_infinity();
 }
 
-// A warp's workspace in shared memory.
+// Workspace of a warp in shared memory.
 struct Desk {
     Vector* x;          // [vectors], zero beyond the rank
-    float* scaled;      // [padded] x as bounds have it, in float32
-    real* scores;       // [CAPACITY] of the list of what may be among the best
+    float* scaled;      // [padded] x in the scale of the bounds, in float32
+    real* scores;       // [CAPACITY] scores of the candidates for the n best
     int* ids;
-    float* bounds;      // [QUEUE] of groups that may hold one of the best
+    float* bounds;      // [QUEUE] bounds of groups that can hold one of the best
     int* groups;
-    int* pending;       // [2 * WARP] places of items that await their exact score
+    int* pending;       // [2 * WARP] places of items still to be scored exactly
 };
 
 __device__ __forceinline__ Desk desk_of(int warp, int vectors, int padded) {
@@ -780,20 +780,20 @@ struct Packed {  // the items
     const int4* halves;
     const int* ids;
     const float2 *groups, *steps;
-    int n_items, vectors, pieces;  // pieces: of 16 bytes of a float16 item
+    int n_items, vectors, pieces;  // pieces: 16-byte pieces of a float16 item
 };
 
-struct Selection {  // of a warp: the best of a user so far
+struct Selection {  // the best items of a warp's user so far
     Desk desk;
     Packed items;
     UserBound bound;
     const int* seen;
     int n_seen, wanted, rank, lane;
-    float threshold;            // one of the n best reaches it
+    float threshold;            // a lower bound of the n best scores
     int listed = 0, queued = 0, pending = 0;
     bool ranked = false;        // whether the list was sorted before
 
-    // A lane's item of a group, in float16, times x.
+    // Product of a lane's item of a group, in float16, and x.
     __device__ __forceinline__ float approximate(int group) const {
         const int4* item = items.halves + int64(group) * items.pieces * GROUP + lane;
         float sums[2] = {0, 0};
@@ -810,7 +810,7 @@ struct Selection {  // of a warp: the best of a user so far
         return sums[0] + sums[1];
     }
 
-    // Sorts the list and keeps n.
+    // Sorts the list and keeps the n best.
     __device__ __forceinline__ void rank_list() {
         sort_list(desk.scores, desk.ids, listed, lane);
         listed = min(listed, wanted);
@@ -819,7 +819,7 @@ struct Selection {  // of a warp: the best of a user so far
         __syncwarp();
     }
 
-    // Scores the pending items exactly, up to a warp's lanes, and lists those that can be among the best.
+    // Scores up to WARP pending items exactly and lists those that can be among the best.
     __device__ __forceinline__ void settle() {
         __syncwarp();
         const int count = min(pending, WARP);
@@ -839,7 +839,7 @@ struct Selection {  // of a warp: the best of a user so far
         __syncwarp();
     }
 
-    // Items of a group that can be among the best.
+    // Adds the items of a group that can be among the best to the pending ones.
     __device__ __forceinline__ void screen(int group) {
         const float doubt = bound.doubt(items.groups[group].x, items.steps[group].y, rank);
         const int place = group * GROUP + lane;
@@ -849,8 +849,9 @@ struct Selection {  // of a warp: the best of a user so far
         pending += __popc(lanes);
     }
 
-    // Screens the queued groups by falling bounds, until one holds none of the best. Those among the first n groups are
-    // scored exactly at once, for a better threshold; `last`: so is what is left. One text of each step: registers.
+    // Screens the queued groups by descending bounds, until one cannot hold any of the best. Items of the first n groups are
+    // scored exactly at once, for a better threshold; with `last`, so are the remaining ones. The code of each step occurs only
+    // once, to save registers.
     __device__ __forceinline__ void empty_queue(bool last) {
         sort_list(desk.bounds, desk.groups, queued, lane);
         for (int k = 0;; k++) {
@@ -868,7 +869,8 @@ struct Selection {  // of a warp: the best of a user so far
         __syncwarp();
     }
 
-    // Queues those of four groups of each lane that can reach the threshold. A group without an unseen item is -inf.
+    // Of the four groups of each lane, queues those that can reach the threshold. The maximum of a group without unseen items is
+    // -inf.
     __device__ __forceinline__ void enqueue(const float* best, int first, bool valid) {
         float above[4] = {negative_infinity(), negative_infinity(), negative_infinity(), negative_infinity()};
         if (valid) {
@@ -890,9 +892,10 @@ struct Selection {  // of a warp: the best of a user so far
 };
 
 #ifndef SELECT_BLOCKS
-#define SELECT_BLOCKS (KEPT > 32 || sizeof(real) > 4 ? 5 : 6)  // on a multiprocessor, by registers
+#define SELECT_BLOCKS (KEPT > 32 || sizeof(real) > 4 ? 5 : 6)  // per multiprocessor; limited by registers
 #endif
-// ids, scores (n_users, n), -1 and -inf where fewer are left. A warp a user; shared, each: see Desk.
+// Writes ids and scores (n_users, n), filled up with -1 and -inf if fewer items are left. One warp per user; shared: a Desk per
+// warp.
 extern "C" __global__ void __launch_bounds__(ROW_WARPS * WARP, SELECT_BLOCKS)
 select_best(int* __restrict__ ids, real* __restrict__ scores, const real* __restrict__ users,
             const float4* __restrict__ user_bounds, const float* __restrict__ best, const int* __restrict__ limits,
@@ -921,10 +924,10 @@ select_best(int* __restrict__ ids, real* __restrict__ scores, const real* __rest
     __syncwarp();
 
     const float* row = best + int64(user) * n_groups;
-    const int n_scored = round_up(limits[user], OCTET);  // what group_max has computed
+    const int n_scored = round_up(limits[user], OCTET);  // groups that group_max has computed
     const Packed items = {reinterpret_cast<const Vector*>(panels), reinterpret_cast<const int4*>(item_halves), item_ids, groups,
                           steps, n_items, vectors, padded / 8};
-    // a score that overflows is not below what the n best reach
+    // an overflowed score is not below the threshold
     const float reached = fminf(reached_by(wanted, row, groups, n_scored, bound, lane), bound.scaled(Arithmetic<real>::LARGEST));
     Selection chosen = {desk, items, bound, seen, n_seen, wanted, rank, lane, reached};
     for (int base = 0; base < n_scored; base += 4 * WARP) {
@@ -940,10 +943,10 @@ select_best(int* __restrict__ ids, real* __restrict__ scores, const real* __rest
 
 constexpr int ROW_TILE_USERS = 16;
 constexpr int ROW_TILE_WARPS = 8;
-constexpr int ROW_TILE_GROUPS = 2;    // of a warp: two items a lane, so that a load of x serves two
+constexpr int ROW_TILE_GROUPS = 2;    // per warp: two items per lane, so that each load of x serves two items
 constexpr int ROW_TILE_VECTORS = 32;  // of each user in shared memory at a time
 
-// scores[u][place] (n_users, GROUP n_groups): the chain of exact_score; -inf where there is no item.
+// scores[u][place] (n_users, GROUP n_groups) <- the same sum as exact_score; -inf where there is no item.
 // grid (ceil(n_users / ROW_TILE_USERS), ceil(n_groups / (ROW_TILE_WARPS ROW_TILE_GROUPS)))
 extern "C" __global__ void __launch_bounds__(ROW_TILE_WARPS * WARP)
 score_rows(real* __restrict__ scores, const real* __restrict__ users, const real* __restrict__ panels, int n_users,
@@ -1018,12 +1021,12 @@ __device__ __forceinline__ unsigned long long ordered_bits(double value) {
 constexpr int DIGITS = 256;
 
 template <class Key> struct Cut {
-    Key floor;  // keys above it are chosen, and if ties is 0, those equal to it
-    int ties;   // else this many of those equal to it
+    Key floor;  // keys above it are chosen; if ties is 0, also all keys equal to it
+    int ties;   // otherwise, this many of the keys equal to it are chosen
 };
 
-// The cut above which `wanted` of the keys lie. key_of(k, key): whether element k takes part, and its key. A block
-// counts digits from the highest on; there are `wanted` keys or more, and at least one is wanted.
+// Finds the cut that selects the `wanted` largest keys. key_of(k, key) returns whether element k takes part, and sets its key. A
+// block counts digits from the highest on. There must be at least `wanted` keys, and wanted >= 1.
 template <class Key, class KeyOf>
 __device__ __forceinline__ Cut<Key> find_cut(int* counts, int n, int wanted, KeyOf key_of) {
     Key floor = 0;
@@ -1045,8 +1048,8 @@ __device__ __forceinline__ Cut<Key> find_cut(int* counts, int n, int wanted, Key
     return {floor, wanted};
 }
 
-// ids, scores (n_users, n): the n best of each row of row_scores (n_users, pitch), -inf ones are not there. A block a
-// user. The list to sort, a power of 2 `size` of at least min(n, n_items) pairs, lies in work_scores and work_ids
+// ids, scores (n_users, n) <- the n best of each row of row_scores (n_users, pitch); scores of -inf are skipped. One block per
+// user. The list to sort has `size` pairs, a power of 2 of at least min(n, n_items). It is in work_scores and work_ids
 // (n_users, size), or in shared memory if in_shared: real[size], int[size].
 extern "C" __global__ void __launch_bounds__(512)
 sort_rows(int* __restrict__ ids, real* __restrict__ scores, real* work_scores, int* work_ids,
@@ -1074,7 +1077,7 @@ sort_rows(int* __restrict__ ids, real* __restrict__ scores, real* work_scores, i
             key = ordered_bits(row[k]);
             return row[k] > negative_infinity();
         });
-        if (cut.ties > 0)  // of equal scores the lowest items
+        if (cut.ties > 0)  // among equal scores, the lowest items
             id_cut = find_cut<unsigned>(counts, n_items, cut.ties, [&](int k, unsigned& key) {
                 key = ~unsigned(item_ids[k]);
                 return row[k] > negative_infinity() && ordered_bits(row[k]) == cut.floor;
@@ -1083,7 +1086,7 @@ sort_rows(int* __restrict__ ids, real* __restrict__ scores, real* work_scores, i
             const Key key = ordered_bits(row[k]);
             const bool tie_lost = cut.ties > 0 && key == cut.floor && ~unsigned(item_ids[k]) < id_cut.floor;
             if (!(row[k] > negative_infinity()) || key < cut.floor || tie_lost) continue;
-            const int slot = atomicAdd(&chosen, 1);  // in any order: sorting makes it one
+            const int slot = atomicAdd(&chosen, 1);  // in any order: the list is sorted later
             list_scores[slot] = row[k];
             list_ids[slot] = item_ids[k];
         }

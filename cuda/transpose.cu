@@ -1,16 +1,16 @@
 // transpose.cu - CSR of the transpose of a CSR matrix, stable: the same arrays as `hybridmf._formats.transpose`
-// Entries are cut into parts, one warp each, in order. Every part counts its entries of each column, the counts become
-// places, and every part writes its entries there, 32 consecutive ones at a time.
+// The entries are cut into consecutive parts, one warp each. Every part counts its entries of each column, the counts are
+// converted to places, and every part writes its entries there, 32 consecutive ones at a time.
 // count_columns
-//   grid  : parts / (THREADS / WARP)     block : THREADS, a warp a part
+//   grid  : parts / (THREADS / WARP)     block : THREADS, one warp per part
 // column_places
-//   grid  : any number of blocks         block : THREADS, a thread a column
+//   grid  : any number of blocks         block : THREADS, one thread per column
 // scatter_entries
-//   grid  : as count_columns             block : THREADS, a warp a part
+//   grid  : as count_columns             block : THREADS, one warp per part
 // count_faults
-//   grid  : any number of blocks         block : THREADS, a thread an entry, and a row
-//   result: added to faults, which is 0 at first: entries whose column is not in 0 ... n_columns - 1 or whose value is not
-//           finite, and entries whose column does not exceed that of the entry before them in their row
+//   grid  : any number of blocks         block : THREADS, one thread per entry, and per row
+//   result: adds to faults, which is 0 at first, the number of entries whose column is not in 0 ... n_columns - 1 or whose
+//           value is not finite, and of entries whose column does not exceed that of the previous entry in their row
 // shapes: indptr (n_rows + 1,)  indices, values (nnz,)  bounds (n_parts + 1,): first entry of each part
 //         counts (n_parts, n_columns), zeros at first: entries of each column in a part, then its next free place in the
 //         column  totals (n_columns,)  faults (1,)  starts (n_columns + 1,)  rows, out_values (nnz,)
@@ -27,7 +27,7 @@ struct Part {
     int* counts;
 };
 
-// The part of this warp; none if there are fewer.
+// The part of this warp, or an empty part if there are fewer parts.
 __device__ __forceinline__ Part part_of_warp(const int64* __restrict__ bounds, int* counts, int n_parts, int n_columns) {
     const int64 part = int64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
     if (part >= n_parts) return {0, 0, counts};
@@ -57,7 +57,7 @@ column_places(int64* __restrict__ totals, int* __restrict__ counts, int n_parts,
     }
 }
 
-// The row that has entry k: the last one that begins at or before it.
+// The row that contains entry k: the last one that begins at or before it.
 __device__ __forceinline__ int64 row_of(const int64* __restrict__ indptr, int64 n_rows, int64 k) {
     int64 first = 0, last = n_rows;  // indptr[first] <= k < indptr[last]
     while (last - first > 1) {
@@ -78,7 +78,7 @@ scatter_entries(int* __restrict__ rows, real* __restrict__ out_values, int* coun
     for (int64 first = part.begin; first < part.end; first += WARP) {
         const int64 k = first + lane;
         const bool exists = k < part.end;
-        // lanes beyond the end agree on a column that no entry has
+        // lanes beyond the end use column -1, which no entry has
         const int column = exists ? indices[k] : -1;
         const unsigned alike = __match_any_sync(FULL_WARP, column);
         if (exists) {
@@ -88,7 +88,7 @@ scatter_entries(int* __restrict__ rows, real* __restrict__ out_values, int* coun
             rows[at] = int(row);
             out_values[at] = values[k];
         }
-        __syncwarp();  // all lanes have read the places that the last lane of each column moves on
+        __syncwarp();  // all lanes have read the places that the last lane of each column advances
         if (exists && (alike & ~before) == 1u << lane) part.counts[column] += __popc(alike);
         __syncwarp();
     }
@@ -106,7 +106,7 @@ count_faults(unsigned long long* __restrict__ faults, const int64* __restrict__ 
         found += !isfinite(values[k]);
         found += k > 0 && column <= indices[k - 1];
     }
-    // from the end of a row to the next one that has entries, columns may fall
+    // columns may descend from the end of a row to the next row with entries
     for (int64 row = first; row < n_rows; row += step) {
         const int64 begin = indptr[row];
         if (begin > 0 && begin < indptr[row + 1]) found -= indices[begin] <= indices[begin - 1];

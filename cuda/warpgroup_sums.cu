@@ -1,19 +1,19 @@
-// warpgroup_sums.cu - sums of segments of rows as `assemble_segments` of fused_als.cu leaves them, rank 113 to 128, with the
-//                     warpgroup products (wgmma) of Hopper: A = sum_e w_e y_e y_e^T, b = sum_e c_e y_e (entry_weight)
+// warpgroup_sums.cu - partial sums of row segments, in the output format of `assemble_segments` (fused_als.cu), rank 113 to 128,
+//                     by Hopper's warpgroup products (wgmma): A = sum_e w_e y_e y_e^T, b = sum_e c_e y_e (entry_weight)
 // grid  : as many blocks as fit on the device; block k sums segments k, k + gridDim.x, ...
 // block : 8 warps: four multiply, the other four fetch the next chunks
-// shapes: table (n_fixed, 2 RANK16) of 16-bit parts, high parts of a row, then low ones (split.cu)
+// shapes: table (n_fixed, 2 RANK16) of 16-bit parts: the high parts of a row, then its low parts (split.cu)
 //         indices, ratings (nnz,)  offsets: of the fixed rows (HAS_OFFSETS) or of the entries (RESIDUAL)
-//         segments (n_segments, 3): slot, begin, end; longest first, so that all blocks have about as many entries
-//         partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle as the lanes of a warp hold them, then b
+//         segments (n_segments, 3): slot, begin, end; longest first, to balance the entries per block
+//         partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle in the register layout of a warp, then b
 // shared: SHARED_BYTES: BUFFERS chunks of 32 entries and their weights
 // traffic: nnz (4 RANK16 + 8) bytes read, 4 PARTIAL n_slots written     flops: nnz RANK (RANK + 1)
 // limits: compute capability 9.0 (sm_90a)
-// A product is 64 rows of A by 64 columns over 16 entries. Its rows are in registers, where they are weighted; its columns
-// come from shared memory, in the layout of the copies. The 128 x 128 sums take three products (0, 0), (1, 0) and (1, 1), each of
-// which costs 32 cycles of a multiprocessor for each pair of parts. The chunks of all segments of a block form one stream, so
-// that the first entries of a segment arrive while the one before is multiplied.
-// Tensor cores truncate where they add. For float32 the sums of a chunk start from zero and are added with rounding.
+// A product computes 64 rows by 64 columns of A over 16 entries. The row operand is in registers, where the weights are applied.
+// The column operand comes from shared memory, in the layout of the copies. The 128 x 128 sums take three products (0, 0), (1, 0)
+// and (1, 1). Each costs 32 cycles of a multiprocessor per pair of parts. The chunks of all segments of a block form one stream:
+// the first entries of a segment arrive while the previous segment is multiplied.
+// Tensor cores truncate their sums. For float32, the sums of each chunk start from zero and are added to the totals with rounding.
 #include "fragments.cuh"
 
 #ifndef RANK
@@ -29,21 +29,21 @@
 constexpr bool ROUNDED = ARITHMETIC == FLOAT32;
 constexpr int BLOCKS = ceil_div(RANK, BLOCK);
 constexpr int RANK16 = BLOCKS * BLOCK;
-constexpr int WARPS = 4;                               // of a warpgroup
+constexpr int WARPS = 4;                               // per warpgroup
 constexpr int THREADS = WARPS * WARP;
-constexpr int HALF = 64;                               // rows and columns of a product; columns in 128 bytes
+constexpr int HALF = 64;                               // rows and columns of a product; 64 columns take 128 bytes
 constexpr int HALVES = 2;
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
 constexpr int CHUNK = 32;
 constexpr int STEPS = CHUNK / 16;
-constexpr int ROWS_BYTES = 8 * 2 * HALF;               // 8 rows, whose units of 16 bytes are permuted by the row's number
+constexpr int ROWS_BYTES = 8 * 2 * HALF;               // 8 rows; the 16-byte units of a row are permuted by its number
 constexpr int STEP_BYTES = 2 * ROWS_BYTES;
-constexpr int HALF_BYTES = STEPS * STEP_BYTES;         // one part of a chunk's entries, 64 columns
+constexpr int HALF_BYTES = STEPS * STEP_BYTES;         // one part of 64 columns of a chunk
 constexpr int CHUNK_BYTES = 2 * HALVES * HALF_BYTES;
 constexpr int BUFFERS = 5;
-constexpr int SUMS = HALF * HALF / THREADS;            // of a product that a thread holds
-// Registers per thread: a block starts with 128, and the warps that fetch pass most of theirs to the others.
+constexpr int SUMS = HALF * HALF / THREADS;            // sums of a product per thread
+// Registers per thread: a block starts with 128; the fetching warps release most of theirs to the multiplying warps.
 constexpr int FETCHING = 40, MULTIPLYING = 216;
 
 static_assert(RANK16 == HALVES * HALF, "two halves of 64 rows and columns");
@@ -52,19 +52,19 @@ static_assert(ARITHMETIC == FLOAT32 || ARITHMETIC == BF16X3, "the table holds tw
 constexpr int NOT_LAST = -1, END = -2;
 
 struct alignas(8) Parts {
-    unsigned high, low;  // of two values each
+    unsigned high, low;  // parts of two values
 };
 
 struct Chunk {
-    Parts outer[CHUNK / 2];           // of entries 2 k and 2 k + 1; scaled
+    Parts outer[CHUNK / 2];           // scaled outer weights of entries 2 k and 2 k + 1
     unsigned short linear[3][CHUNK];  // high parts, low parts, zeros
-    float of_tiles, of_rhs;           // factors that remove the scales of the sums
-    int slot;                         // of the segment that ends with this chunk, NOT_LAST or END
+    float of_tiles, of_rhs;           // factors that undo the scaling of the sums
+    int slot;                         // slot of the segment that ends with this chunk, NOT_LAST or END
     int unused;
 };
 
-// A reusable named barrier between one warp that fetches and all warps that multiply (bar.sync 0 is __syncthreads). `arrive`
-// does not wait for the others, `wait` does.
+// A reusable named barrier between one fetching warp and all multiplying warps (bar.sync 0 is __syncthreads). `arrive` does not
+// block; `wait` blocks until all have arrived.
 struct Barrier {
     static constexpr int ALL = WARP + THREADS;
 #ifdef HYBRIDMF_EMULATE
@@ -94,7 +94,7 @@ using BarrierOf = Barrier;
 constexpr int SHARED_BYTES = ROWS_BYTES + BUFFERS * (CHUNK_BYTES + int(sizeof(Chunk)) + 2 * int(sizeof(Barrier)));
 
 struct Memory {
-    char* base;  // a multiple of ROWS_BYTES
+    char* base;  // aligned to ROWS_BYTES
 
     __device__ __forceinline__ char* buffer(int k) const { return base + k * CHUNK_BYTES; }
     __device__ __forceinline__ Chunk& chunk(int k) const { return reinterpret_cast<Chunk*>(base + BUFFERS * CHUNK_BYTES)[k]; }
@@ -113,25 +113,26 @@ struct Inputs {
     const float* ratings;
     const float* offsets;
     float alpha, unobserved_weight;
-    float unscale;  // of the table
+    float unscale;  // inverse of the table's scale
 };
 
-// ---------------------------------------------------------------------------------------------- products of four warps
+// ---------------------------------------------------------------------------------------------- warpgroup products
 
-// Operands of columns in shared memory.
+// The column operand in shared memory.
 struct Columns {
 #ifdef HYBRIDMF_EMULATE
     const char* first;
     explicit Columns(const char* buffer) : first(buffer) {}
 #else
-    unsigned low;  // word of a descriptor; the other one is the same for all
+    unsigned low;  // low word of the matrix descriptor; the high word is a constant
     __device__ __forceinline__ explicit Columns(const char* buffer)
         : low((static_cast<unsigned>(__cvta_generic_to_shared(buffer)) >> 4 & 0x3fffu) | (ROWS_BYTES >> 4) << 16) {}
 #endif
 };
 
-// d (+)= A B: A (64 x 16) in registers, 16 rows a warp; B (16 x 64) at `offset` bytes. FROM_ZERO: d is not read. Asynchronous
-// until `products_wait`; `products_begin` comes first, `products_commit` after the last product of a group.
+// d (+)= A B: A (64 x 16) in registers, 16 rows per warp; B (16 x 64) at `offset` bytes. FROM_ZERO: d is overwritten.
+// The product is asynchronous: call `products_begin` before the first product of a group, `products_commit` after the last one,
+// and `products_wait` before reading d.
 template <bool FROM_ZERO>
 __device__ __forceinline__ void multiply_warpgroup(float (&d)[SUMS], const unsigned (&a)[4], Columns columns, int offset) {
 #if defined(HYBRIDMF_EMULATE)
@@ -149,7 +150,7 @@ __device__ __forceinline__ void multiply_warpgroup(float (&d)[SUMS], const unsig
         for (int q = 0; q < 4; q++) d[4 * j + q] = sum[q];
     }
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    // The other word: groups of 8 rows are ROWS_BYTES apart; units are permuted within 128 bytes.
+    // High word of the descriptor: groups of 8 rows are ROWS_BYTES apart; 16-byte units are swizzled within 128 bytes.
 #define WARPGROUP_PRODUCT(TYPE)                                                                                                      \
     asm volatile(                                                                                                                    \
         "{ .reg .pred adds; .reg .b64 columns;\n setp.ne.b32 adds, %37, 0;\n mov.b64 columns, {%36, 0x40000040};\n"                 \
@@ -179,7 +180,8 @@ __device__ __forceinline__ void products_commit() {
 #endif
 }
 
-// Waits until at most PENDING groups are incomplete; `d`, of a complete group, is not read earlier.
+// Waits until at most PENDING groups are incomplete. The compiler does not move reads of `d`, the sums of a completed group,
+// before the wait.
 template <int PENDING> __device__ __forceinline__ void products_wait(float (&d)[SUMS]) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -188,7 +190,7 @@ template <int PENDING> __device__ __forceinline__ void products_wait(float (&d)[
 #endif
 }
 
-// Makes this thread's copies to shared memory visible to products that start after a barrier.
+// Makes this thread's copies to shared memory visible to the products that start after a barrier.
 __device__ __forceinline__ void show_products() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -207,7 +209,7 @@ template <int COUNT> __device__ __forceinline__ void give_registers() {
 #endif
 }
 
-// The operand of rows: entries 16 step ... and the warp's 16 of the 64 columns at `half`.
+// Loads the row operand: 16 entries from 16 step on, and the warp's 16 of the 64 columns at `half`.
 __device__ __forceinline__ void load_rows(unsigned (&r)[4], const char* half, int step, int warp, int lane) {
 #if defined(HYBRIDMF_EMULATE)
     for (int q = 0; q < 4; q++) {
@@ -231,7 +233,7 @@ __device__ __forceinline__ unsigned multiply_add_parts(unsigned a, unsigned b, u
     return ARITHMETIC == BF16X3 ? multiply_add_bf16(a, b, c) : multiply_add_float16(a, b, c);
 }
 
-// high + low <- weight * (high + low); the rounding error of the product of the high parts is added to the low part.
+// high + low <- weight * (high + low). The rounding error of the product of the high parts goes into the low part.
 __device__ __forceinline__ void weigh(unsigned& high, unsigned& low, Parts weight) {
     const unsigned product = multiply_add_parts(weight.high, high, 0x80008000u);  // + -0
     const unsigned lost = multiply_add_parts(weight.high, high, product ^ 0x80008000u);
@@ -239,17 +241,17 @@ __device__ __forceinline__ void weigh(unsigned& high, unsigned& low, Parts weigh
     high = product;
 }
 
-// ---------------------------------------------------------------------------------------------- warps that fetch
+// ---------------------------------------------------------------------------------------------- fetching warps
 
-// Place of a warp's next chunk.
+// Position of a warp's next chunk in the stream.
 struct Walk {
     const int64* segments;
     int n_segments;
-    int position, chunk;  // segment, chunk of it
+    int position, chunk;  // index of the segment, index of the chunk in it
     int64 begin, next_begin, next_end;
     int slot, count, next_slot;
 
-    // Loads the next segment ahead of `enter`, which uses it.
+    // Loads the next segment's bounds ahead of `enter`.
     __device__ __forceinline__ void load_next(int at) {
         if (at >= n_segments) return;
         next_slot = int(__ldg(segments + int64(3) * at));
@@ -294,14 +296,14 @@ struct Scale {
     float factor, inverse;
 };
 
-// The scale that brings a value to 1/2 ... 1; bf16 needs none.
+// The scale that brings a value to the range 1/2 ... 1; bf16 needs none.
 __device__ __forceinline__ Scale scale_of(float most) {
     if (!ROUNDED) return {1, 1};
     const int exponent = min(max(int(__float_as_uint(most) >> 23 & 255u) - 126, -60), 60);
     return {__uint_as_float(unsigned(127 - exponent) << 23), __uint_as_float(unsigned(127 + exponent) << 23)};
 }
 
-// Two values as parts.
+// Splits two values into high and low parts.
 __device__ __forceinline__ Parts split(float first, float second) {
     if constexpr (ROUNDED) {
         const unsigned high = pack_float16(first, second);
@@ -313,7 +315,7 @@ __device__ __forceinline__ Parts split(float first, float second) {
     }
 }
 
-// Writes the weights of a chunk's entries.
+// Computes the weights of a chunk's entries and writes them to shared memory.
 __device__ __forceinline__ void prepare(Chunk& chunk, const Walk& walk, Entry entry, const Inputs& in, int lane) {
     EntryWeight w = {};
     if (entry.index >= 0) {
@@ -334,32 +336,32 @@ __device__ __forceinline__ void prepare(Chunk& chunk, const Walk& walk, Entry en
     }
 }
 
-// Starts the copies of a chunk's rows, each by all lanes; lane e has the number of row e, -1 beyond the last entry.
+// Starts the copies of a chunk's rows; all lanes copy each row. Lane e holds the index of row e, -1 beyond the last entry.
 __device__ __forceinline__ void copy_rows(char* buffer, int index, const Inputs& in, int lane) {
-    const int unit = lane % 16;  // of 16 bytes; the upper lanes have the low parts
+    const int unit = lane % 16;  // 16-byte unit; the upper lanes copy the low parts
     const char* const table = reinterpret_cast<const char*>(in.table) + 16 * lane;
     char* const target = buffer + (lane / 16 * HALVES + unit / 8) * HALF_BYTES;
-    int place[8];  // of row k modulo 8
+    int place[8];  // offset of row k modulo 8
 #pragma unroll
     for (int k = 0; k < 8; k++) place[k] = k * 128 + ((unit % 8) ^ k) * 16;
 #pragma unroll 1
     for (int group = 0; group < CHUNK; group += 8)
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            const int row = __shfl_sync(FULL_WARP, index, group + k);  // not read where it is -1
+            const int row = __shfl_sync(FULL_WARP, index, group + k);  // -1: no read
             copy_async_16(target + group * 128 + place[k], table + unsigned(row) * (4ull * RANK16), row >= 0);
         }
     copy_commit();
 }
 
-// Fetches chunks warp, warp + 4, ... of the stream, the last of them without entries.
+// Fetches chunks warp, warp + 4, ... of the stream; the last one has no entries and marks the end.
 __device__ __forceinline__ void fetch(const Memory& memory, const Inputs& in, const int64* segments, int n_segments, int warp, int lane) {
     Walk walk{segments, n_segments, int(blockIdx.x), 0, 0, 0, 0, 0, 0, 0};
     walk.load_next(walk.position);
     walk.enter(walk.position);
     walk.advance(warp);
     Entry arriving = load_entry(walk, in, lane);
-    int number = warp, times = 0;  // times the buffer was used
+    int number = warp, times = 0;  // buffer, and how often it has been used
     bool ended = false;
     while (!ended) {
         if (times > 0)
@@ -382,9 +384,9 @@ __device__ __forceinline__ void fetch(const Memory& memory, const Inputs& in, co
     }
 }
 
-// ---------------------------------------------------------------------------------------------- warps that multiply
+// ---------------------------------------------------------------------------------------------- multiplying warps
 
-// The warp's rows of a half as operands, weighted, and their part of b.
+// Loads the warp's rows of a half as weighted operands and adds their contribution to b.
 __device__ __forceinline__ void load_operands(unsigned (&rows)[STEPS][2][4], float (&rhs)[2], const char* buffer, int half,
                                               const Chunk& chunk, int warp, int lane) {
     const int g = lane / 4, pair = lane % 4 * 2;
@@ -393,7 +395,7 @@ __device__ __forceinline__ void load_operands(unsigned (&rows)[STEPS][2][4], flo
 #pragma unroll
         for (int part = 0; part < 2; part++)
             load_rows(rows[step][part], buffer + (part * HALVES + half) * HALF_BYTES, step, warp, lane);
-        // of entries k and k + 8; columns 0 and 1 of `linear` are the parts of c
+        // weights of entries k and k + 8; columns 0 and 1 of `linear` are the parts of c
         unsigned linear[2];
         Parts outer[2];
 #pragma unroll
@@ -414,7 +416,7 @@ __device__ __forceinline__ void load_operands(unsigned (&rows)[STEPS][2][4], flo
     }
 }
 
-// sums (+)= the products of a half's rows and 64 columns over a chunk: low x high, high x low, high x high.
+// sums (+)= products of a half's rows with 64 columns over a chunk, in the order low x high, high x low, high x high.
 __device__ __forceinline__ void multiply(float (&sums)[SUMS], const unsigned (&rows)[STEPS][2][4], Columns columns, int half) {
     products_begin();
     static_for<0, STEPS>([&](auto index) {
@@ -443,10 +445,10 @@ __device__ __forceinline__ void store(float* partial, const float (&sums)[SUMS],
     }
 }
 
-// A thread's part of a segment's sums.
+// A thread's share of a segment's sums.
 struct Totals {
     float tiles[3][SUMS];  // products (0, 0), (1, 0), (1, 1)
-    float rhs[HALVES][2];  // rows g and g + 8 of the warp's, in lanes that are multiples of four
+    float rhs[HALVES][2];  // the warp's rows g and g + 8, in lanes that are multiples of four
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -466,7 +468,7 @@ struct Totals {
     }
 };
 
-// Multiplies the chunks of the stream.
+// Multiplies all chunks of the stream and stores the sums of each segment.
 __device__ __forceinline__ void multiply_chunks(const Memory& memory, float* partials, int warp, int lane) {
     Totals totals;
     totals.clear();
@@ -485,7 +487,7 @@ __device__ __forceinline__ void multiply_chunks(const Memory& memory, float* par
         const float of_tiles = chunk.of_tiles;
         BarrierOf used = memory.empty(number);
         float next_rhs[2] = {};
-        // The rows of the next chunk's first half are loaded while the last product is under way.
+        // Loads the rows of the next chunk's first half while the last product is in flight.
         auto begin_next = [&] {
             if (++number == BUFFERS) {
                 number = 0;
