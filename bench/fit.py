@@ -349,15 +349,18 @@ def report(case: Case, what: str, result: dict[str, Any], common: dict[str, Any]
 
 
 def draw_fits(path: Path) -> None:
-    """Seconds from a matrix to a model: the newest line of each warm fit, one bar each, on a logarithmic axis."""
-    newest: dict[tuple[str, str], float] = {}
+    """Seconds from a matrix to a model: the newest line of each warm fit, one bar each, on a logarithmic axis.
+
+    Only fits on machines with a GPU, which have 16 cores or more.
+    """
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
     for text in (RESULTS / "fit.jsonl").read_text().splitlines():
         line = json.loads(text)
-        if "cold" not in line["what"] and "lambdas" not in line["what"]:
+        if "cold" not in line["what"] and "lambdas" not in line["what"] and line["machine"]["cores"] >= 16:
             case = Case(*(line[name] for name in ("shape", "feedback", "factors", "iterations")))
-            newest[case.name, line["what"]] = line["seconds"]
-    bars = [(f"{case.name}\n{what}", seconds) for case in CASES for (name, what), seconds in newest.items()
-            if name == case.name]  # fmt: skip
+            newest[case.name, line["what"]] = line
+    bars = [(f"{case.name}\n{what}; {_hardware(line)}", line["seconds"]) for case in CASES
+            for (name, what), line in newest.items() if name == case.name]  # fmt: skip
     with figure(path, 8.0, 0.55 + 0.42 * len(bars)) as drawing:
         axes = drawing.subplots()
         labels, seconds = zip(*reversed(bars), strict=True)
@@ -366,7 +369,13 @@ def draw_fits(path: Path) -> None:
         axes.bar_label(axes.containers[0], [f" {each:.2g} s" for each in seconds])
         axes.set_xscale("log")
         axes.set_xlim(0.02, 3 * max(seconds))
-        axes.set_xlabel("seconds from a SciPy matrix to a model, warm; one H200 and 16 cores")
+        axes.set_xlabel("seconds from a SciPy matrix to a model, warm")
+
+
+def _hardware(line: dict[str, Any]) -> str:
+    """What a fit ran on: the GPU, or the number of cores. Lines without a GPU's name are of an H200."""
+    on_gpu = "cuda" in (line.get("device") or line["what"]) or "gpu" in line["what"]
+    return line.get("gpu", "NVIDIA H200").split()[1] if on_gpu else f"{line['machine']['cores']} cores"
 
 
 @click.command()
@@ -405,7 +414,11 @@ def run_case(
     """Draw the ratings of a case, fit them on each device, cold and warm, and beside rivals."""
     began = time.perf_counter()
     data = draw(case.shape, implicit=case.feedback == "implicit")
-    common = {"nnz": data.train.nnz, "profile": profile, "draw_seconds": time.perf_counter() - began}
+    common: dict[str, Any] = {"nnz": data.train.nnz, "profile": profile, "draw_seconds": time.perf_counter() - began}
+    if hmf.config()["gpu"] is not None:
+        from hybridmf.device.cuda import open_device
+
+        common["gpu"] = open_device().spec.name
     click.echo(f"{case.name}: {data.train.nnz:,} entries, drawn in {common['draw_seconds']:.1f} s")
     for device in devices:
         if runs_here(case, data, device, profile):
