@@ -37,7 +37,7 @@ INSTALL = 'pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cud
 TOOLKIT = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]"), or install the CUDA toolkit'
 
 HOPPER_ONLY = "__CUDA_ARCH_FEAT_SM90_ALL"
-"""What a source mentions that uses instructions of compute capability 9.0 alone."""
+"""Macro in sources with instructions that only compute capability 9.0 has."""
 
 SMALL_COPY = 64 << 10
 """Bytes up to which a download bypasses the pinned buffers, which another thread may be using: a fit that reads a
@@ -502,7 +502,7 @@ class CudaDevice:
         cupy = self._cupy
         options = ("-std=c++17", *(f"-D{constant}" for constant in constants))
         if HOPPER_ONLY in source:
-            options += ("-arch=sm_90a",)  # of several architectures, NVRTC takes the last: CuPy adds plain sm_90
+            options += ("-arch=sm_90a",)  # NVRTC uses the last -arch option; CuPy passes plain sm_90
         with self.active():
             try:
                 function = cupy.RawModule(code=source, options=options, backend="nvrtc").get_function(name)

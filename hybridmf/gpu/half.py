@@ -97,7 +97,7 @@ class Pieces:
             first, last = self.slots[start], self.slots[stop]
             segments = self.segments[first:last].copy()
             segments[:, 0] -= first
-            # longest first, so that the last blocks of threads to finish have little left
+            # longest first, so that all thread blocks finish at about the same time
             segments = segments[np.argsort(segments[:, 1] - segments[:, 2], kind="stable")]
             yield Pieces(self.rows[start:stop], self.slots[start : stop + 1] - first, segments)
             start = stop

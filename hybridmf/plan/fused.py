@@ -29,9 +29,9 @@ OPERAND_BYTES = {"float32": 4, "bf16": 2}
 """Bytes of an element in the converted factors that products read, by precision; others read the factors themselves."""
 
 WARPGROUP_RANK = 113
-"""Rank from which cuda/warpgroup_sums.cu sums on Hopper: it works on 64 rows and columns at a time, so that it computes
-as much for rank 113 as for 128. Both sides of Netflix's shape took 32.7 ms and not 42.6 at rank 128, but 31.2 and not
-32.5 at rank 100 on an H200, by a variant for that rank, which was not worth its code."""
+"""Rank from which cuda/warpgroup_sums.cu sums on Hopper. It works on 64 rows and columns at a time, so rank 113 costs
+as much as rank 128. On an H200, the sums of both sides of Netflix's shape took 32.7 instead of 42.6 ms at rank 128; a
+variant for rank 100 took 31.2 instead of 32.5 ms and was not added."""
 
 WARPGROUP_PRECISIONS = ("float32", "bf16x3")
 
@@ -42,7 +42,7 @@ def solved_apart(rank: int, solver: str) -> bool:
 
 
 def summed_by_warpgroups(rank: int, precision: str, solver: str, spec: DeviceSpec) -> bool:
-    """Whether cuda/warpgroup_sums.cu sums, which has instructions of compute capability 9.0 alone."""
+    """Whether cuda/warpgroup_sums.cu sums; its instructions exist only in compute capability 9.0."""
     return (
         rank >= WARPGROUP_RANK
         and precision in WARPGROUP_PRECISIONS
@@ -205,7 +205,7 @@ def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float =
 def operand_bytes(rank: int, precision: str) -> int:
     """Bytes of a row of converted factors, in addition to the factors; 0 if products read the factors.
 
-    For bf16x3 only Hopper converts them, and only for large ranks.
+    In bf16x3, factors are converted on Hopper only, for large ranks.
     """
     size = 4 if precision in WARPGROUP_PRECISIONS and rank >= WARPGROUP_RANK else OPERAND_BYTES.get(precision, 0)
     return size * round_up(rank, BLOCK)

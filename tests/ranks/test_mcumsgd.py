@@ -24,6 +24,7 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import CommunicatorError, DeviceError, DivergedError, ModelFileError
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
+from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.plan import sgd as _sgd_method
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
@@ -257,6 +258,31 @@ def test_joined_factors():
     plain = JoinedFactors([Factors(np.ones((1, 2)))])
     assert plain.bias is None
     assert plain.squares is None
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_factors_on_devices_are_copied_once(biases):
+    """To their place among those of the other ranks if their rows have no padding."""
+    copied: list[tuple[int, ...]] = []
+
+    class Device:
+        def download(self, array, target=None):
+            copied.append(array.shape)
+            return array.copy() if target is None else np.copyto(target, array)
+
+    table = np.arange(24, dtype=np.float32).reshape(6, 4)
+    bias = np.arange(6, dtype=np.float32)
+    parts = [
+        DeviceFactors(Device(), table[rows], 3 if biases else 4, bias[rows] if biases else None)
+        for rows in (slice(0, 2), slice(2, 6))
+    ]
+    joined = JoinedFactors(parts)
+    np.testing.assert_array_equal(joined.matrix, table[:, :3] if biases else table)
+    if biases:
+        np.testing.assert_array_equal(joined.bias, bias)
+    else:
+        assert joined.bias is None
+    assert sorted(copied) == sorted([(2, 4), (4, 4)] + [(2,), (4,)] * biases)
 
 
 # --------------------------------------------------------------------------------------------- transports, overlap
