@@ -232,7 +232,7 @@ class GpuRates:
     """
 
     multiprocessors: int = 132
-    assembly: Curve = ((32, 3.8e13), (64, 6.9e13), (100, 5.8e13), (128, 7.4e13))
+    assembly: Curve = ((32, 3.8e13), (64, 6.9e13), (100, 5.8e13), (128, 9.6e13))
     solve: Curve = ((32, 3.5e12), (64, 6.2e12), (100, 6.8e12), (128, 1.2e13), (256, 1.46e13), (512, 1.8e13))
     cg: float = 1.6e13
     cg_step: float = 7.0e-10
@@ -246,7 +246,7 @@ class GpuRates:
         }
     )
     precision: dict[str, float] = field(
-        default_factory=lambda: {"float32": 1.0, "bf16x3": 1.08, "tf32": 0.79, "bf16": 0.44, "float16": 0.67}
+        default_factory=lambda: {"float32": 1.0, "bf16x3": 1.0, "tf32": 0.79, "bf16": 0.44, "float16": 0.67}
     )
     float64: float = 2.5
     sgd: dict[str, Curve] = field(
