@@ -418,15 +418,24 @@ class WideTilesConfig:
     ----------
     rank : int
         97 to 128.
+    blocks_per_sm : int
+        Bounds the registers of a thread; with more than 4, they are too few.
     """
 
     rank: int
+    blocks_per_sm: int = 4
 
-    blocks_per_sm = 4  # more would leave a thread fewer than 128 registers
     threads = 4 * WARP
 
     def __post_init__(self) -> None:
         require(97 <= self.rank <= 128, f"rank must be in 97 ... 128, got {self.rank}")
+        require(1 <= self.blocks_per_sm <= 4, f"blocks_per_sm must be in 1 ... 4, got {self.blocks_per_sm}")
+
+    @classmethod
+    def rule(cls, rank: int, spec: DeviceSpec) -> WideTilesConfig:
+        """The choice for a rank: as many blocks as shared memory holds."""
+        held = (spec.shared_bytes + RESERVED) // (cls(rank).shared_bytes + RESERVED)
+        return cls(rank, max(1, min(4, held)))
 
     @staticmethod
     def serves(rank: int, dtype: Any, spec: DeviceSpec) -> bool:
@@ -495,7 +504,7 @@ def cholesky_solve(
     if config is None and TilesConfig.serves(rank, dtype, device.spec):
         config = TilesConfig.rule(rank)
     if config is None and WideTilesConfig.serves(rank, dtype, device.spec):
-        config = WideTilesConfig(rank)
+        config = WideTilesConfig.rule(rank, device.spec)
     tensor_cores = (solutions, status, matrices, rhs, slots, rows, np.int64(solutions.shape[1]), np.int64(n))
     if isinstance(config, TilesConfig):
         kernel = get_kernel(device, "cholesky.cu", "cholesky_tiles", **config.constants)
@@ -574,5 +583,5 @@ def default_builds(
             if TilesConfig.serves(rank, f"f{itemsize}", spec):
                 yield "cholesky.cu", "cholesky_tiles", TilesConfig.rule(rank).constants
             if WideTilesConfig.serves(rank, f"f{itemsize}", spec):
-                yield "cholesky_sums.cu", "cholesky_matrices", WideTilesConfig(rank).constants
+                yield "cholesky_sums.cu", "cholesky_matrices", WideTilesConfig.rule(rank, spec).constants
             yield "cg_any.cu", "cg", CgConfig.default(rank, itemsize, spec).constants

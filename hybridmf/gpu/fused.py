@@ -38,9 +38,10 @@ def split_constants(config: FusedConfig, precision: str) -> dict[str, Any]:
     return {"RANK16": config.rank16, "LD": config.width, "ARITHMETIC": PRECISION_CODES[precision]}
 
 
-def sums_constants(config: FusedConfig) -> dict[str, Any]:
-    """Compile-time constants of cuda/cholesky_sums.cu, the same for all feedback and precisions."""
-    return WideTilesConfig(config.rank).sums_constants(config.width)
+def choices_of(config: FusedConfig, precision: str, solver: str, spec: DeviceSpec) -> dict[str, Any]:
+    """Arguments of `builds` that depend on the device."""
+    tiles = WideTilesConfig.rule(config.rank, spec) if config.solved_by_sums(solver) else None
+    return {"by_warpgroups": summed_by_warpgroups(config.rank, precision, solver, spec), "tiles": tiles}
 
 
 WARPGROUP_THREADS = 256
@@ -81,13 +82,15 @@ def builds(
     offsets: bool,
     residual: bool = False,
     *,
-    by_warpgroups: bool = False,
+    by_warpgroups: bool,
+    tiles: WideTilesConfig | None,
 ) -> list[tuple[str, str, dict[str, Any]]]:
     """``(file, kernel, constants)`` of all programs for a kind of entries, the slowest to compile first."""
     if solver == NONNEGATIVE:
         names, sums = ["assemble_segments"], [NonnegativeConfig.of_tiles(config.rank).build]
-    elif config.solved_by_sums(solver):
-        names, sums = ["assemble_segments"], [("cholesky_sums.cu", "cholesky_sums", sums_constants(config))]
+    elif tiles is not None:
+        constants = tiles.sums_constants(config.width)
+        names, sums = ["assemble_segments"], [("cholesky_sums.cu", "cholesky_sums", constants)]
     else:
         names, sums = ["solve_partials", "assemble_segments"], []
         names = names if solved_apart(config.rank, solver) else ["solve_rows", *names]
@@ -125,9 +128,17 @@ def _build(
 
 @functools.cache
 def _programs(
-    config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool, residual: bool, by_warpgroups: bool
+    config: FusedConfig,
+    precision: str,
+    solver: str,
+    implicit: bool,
+    offsets: bool,
+    residual: bool,
+    by_warpgroups: bool,
+    tiles: WideTilesConfig | None,
 ) -> dict[str, tuple[str, str, tuple[str, ...]]]:  # cached: threads of ranks wait for each other while one formats it
-    found = builds(config, precision, solver, implicit, offsets, residual, by_warpgroups=by_warpgroups)
+    kind = (precision, solver, implicit, offsets, residual)
+    found = builds(config, *kind, by_warpgroups=by_warpgroups, tiles=tiles)
     return {name: program(file, name, **constants) for file, name, constants in found}
 
 
@@ -194,9 +205,13 @@ class FusedKernels(RowKernels):
         return self.device.zeros(1, np.int32) if self.cleared is None else self.cleared.counter()
 
     @functools.cached_property
+    def _choices(self) -> dict[str, Any]:
+        return choices_of(self.config, self.precision, self.solver, self.device.spec)
+
+    @property
     def by_warpgroups(self) -> bool:
         """Whether cuda/warpgroup_sums.cu sums segments."""
-        return summed_by_warpgroups(self.config.rank, self.precision, self.solver, self.device.spec)
+        return bool(self._choices["by_warpgroups"])
 
     @property
     def _splits(self) -> bool:
@@ -319,8 +334,8 @@ class FusedKernels(RowKernels):
 
     def _solve_sums(self, systems: SideSystems, partials: Array, slots: Array, rows: Array) -> None:
         """Launch cholesky_sums; arguments as checked by `solve`."""
-        device, tiles = self.device, WideTilesConfig(self.config.rank)
-        kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_sums", **sums_constants(self.config))
+        device, tiles = self.device, self._choices["tiles"]
+        kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_sums", **tiles.sums_constants(self.config.width))
         kernel(
             tiles.grid(len(rows), device.spec),
             (tiles.threads,),
@@ -386,13 +401,13 @@ class FusedKernels(RowKernels):
 
     def _kernel(self, name: str, entries: DeviceEntries) -> Any:
         kind = (entries.implicit, entries.offsets is not None, entries.predicted is not None)
-        found = _programs(self.config, self.precision, self.solver, *kind, self.by_warpgroups)
+        found = _programs(self.config, self.precision, self.solver, *kind, **self._choices)
         return self.device.kernel(*found[name])
 
     def programs(self, implicit: bool, offsets: bool, residual: bool = False) -> list[tuple[str, str, tuple[str, ...]]]:
         """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
-        kind = (implicit, offsets, residual, self.by_warpgroups)
-        return list(_programs(self.config, self.precision, self.solver, *kind).values())
+        kind = (implicit, offsets, residual)
+        return list(_programs(self.config, self.precision, self.solver, *kind, **self._choices).values())
 
 
 # ---------------------------------------------------------------------------------------------------- builds
@@ -416,18 +431,22 @@ def default_builds(
             for precision in precisions:
                 for solver in solvers:
                     config = FusedConfig.default(rank, spec, precision, solver)
-                    by_warpgroups = summed_by_warpgroups(rank, precision, solver, spec)
-                    if by_warpgroups or config.assembling(precision, solver) != config:  # each with its own warps
-                        yield from builds(config, precision, solver, implicit, offsets, by_warpgroups=by_warpgroups)
+                    choices = choices_of(config, precision, solver, spec)
+                    # each with its own warps
+                    if choices["by_warpgroups"] or config.assembling(precision, solver) != config:
+                        yield from builds(config, precision, solver, implicit, offsets, **choices)
                         continue
                     constants = build_constants(config, precision, solver, implicit, offsets)
                     yield "fused_als.cu", "assemble_segments", constants
         if solved_apart(rank, "cholesky"):  # but not by conjugate gradients
-            yield from builds(FusedConfig.default(rank, spec, "bf16", "cg"), "bf16", "cg", False, False)
+            config = FusedConfig.default(rank, spec, "bf16", "cg")
+            yield from builds(config, "bf16", "cg", False, False, **choices_of(config, "bf16", "cg", spec))
         config = FusedConfig.default(rank, spec)
         for implicit in (False, True) if rank in (32, 64) else ():
-            yield from builds(config, "float32", "cholesky", implicit, False, residual=True)
+            choices = choices_of(config, "float32", "cholesky", spec)
+            yield from builds(config, "float32", "cholesky", implicit, False, residual=True, **choices)
         if config.solved_by_sums("cholesky"):
-            yield "cholesky_sums.cu", "cholesky_sums", sums_constants(config)
+            tiles = WideTilesConfig.rule(rank, spec)
+            yield "cholesky_sums.cu", "cholesky_sums", tiles.sums_constants(config.width)
         for precision in OPERAND_BYTES:
             yield "split.cu", "split_table", split_constants(config, precision)

@@ -160,6 +160,12 @@ def test_systems_of_four_warps(device: Any, rank: int) -> None:
     assert not device.download(codes).any()
 
 
+def test_systems_of_four_warps_fill_shared_memory() -> None:
+    """At rank 128, four systems fit on a multiprocessor of data centre GPUs, three on others."""
+    blocks = {capability: WideTilesConfig.rule(128, spec(kib)).blocks_per_sm for capability, kib in GPUS.items()}
+    assert blocks == {(7, 5): 2, (8, 0): 4, (8, 6): 3, (9, 0): 4, (10, 0): 4, (12, 0): 3}
+
+
 def test_little_shared_memory(device: Any) -> None:
     config = CholeskyConfig.default(100, 4, spec(20))
     assert not config.resident and config.shared_bytes <= 20 * 1024

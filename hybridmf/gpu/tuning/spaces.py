@@ -238,8 +238,8 @@ def _fused_registers(facts: Facts, config: FusedConfig) -> int:
 
 def _fused_builds(facts: Facts, config: FusedConfig, spec: DeviceSpec, implicit: bool, offsets: bool) -> list[Build]:
     precision, solver = facts["precision"], facts["solver"]
-    by_warpgroups = plan_fused.summed_by_warpgroups(config.rank, precision, solver, spec)
-    return fused.builds(config, precision, solver, implicit, offsets, by_warpgroups=by_warpgroups)
+    choices = fused.choices_of(config, precision, solver, spec)
+    return fused.builds(config, precision, solver, implicit, offsets, **choices)
 
 
 def _assembly_builds(
