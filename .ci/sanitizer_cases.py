@@ -34,6 +34,7 @@ def main() -> None:
         *itertools.product((33,), ("fused",), ("cholesky",), ("bf16x3", "tf32", "bf16", "float16")),
         *itertools.product((20,), ("sparse_syrk", "mo_als", "bals"), ("cholesky", "cg"), ("float32",)),
         (70, "sparse_syrk", "cholesky", "float32"),
+        (80, "fused", "cholesky", "float32"),
         (120, "fused", "cholesky", "float32"),
         (120, "fused", "cholesky", "bf16x3"),
         (100, "fused", "cg", "bf16"),

@@ -16,12 +16,14 @@
 
 static_assert(WARPS == 1, "a warp solves a system");
 
-constexpr int TEAM_FLOATS = PACKED + TEAM_VECTORS;
+constexpr int TEAM_FLOATS = FACTOR_FLOATS + TEAM_VECTORS;
 
-// Element (r, c) of a lower triangle: of the identity beyond RANK, and 0 above the diagonal, where the matrix may be uninitialized.
-__device__ __forceinline__ float element_of(const float* __restrict__ matrix, int r, int c) {
-    if (r >= RANK) return r == c;
-    return c <= r ? matrix[r * RANK + c] : 0.0f;
+// Elements (r, c) and (r, c + 1) of a lower triangle, c even: of the identity beyond RANK, and 0 above the diagonal, where the
+// matrix may be uninitialized.
+__device__ __forceinline__ float2 pair_of(const float* __restrict__ matrix, int r, int c) {
+    if (r >= RANK) return make_float2(r == c, r == c + 1);
+    if (RANK % 2 == 0 && c < r) return __ldg(reinterpret_cast<const float2*>(matrix + r * RANK + c));
+    return make_float2(c <= r ? matrix[r * RANK + c] : 0.0f, c < r ? matrix[r * RANK + c + 1] : 0.0f);
 }
 
 extern "C" __global__ void __launch_bounds__(TEAMS * WARP, BLOCKS_PER_SM)
@@ -31,8 +33,7 @@ cholesky_tiles(float* solutions, int* status, const float* __restrict__ matrices
     const int64 k = int64(blockIdx.x) * TEAMS + team;
     if (k >= n) return;
     float* base = shared_memory<float>() + team * TEAM_FLOATS;
-    float* vectors = base + PACKED;
-    const TeamMemory memory{base, vectors, vectors + RANK16, reinterpret_cast<int*>(vectors + 2 * RANK16)};
+    const TeamMemory memory{base, base + FACTOR_FLOATS};
     const int64 slot = slots[k], row = rows[k];
     const bool empty = slots[k + 1] == slot;
     const float* matrix = matrices + (empty ? 0 : slot * RANK * RANK);
@@ -42,15 +43,15 @@ cholesky_tiles(float* solutions, int* status, const float* __restrict__ matrices
 #pragma unroll
         for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-            for (int q = 0; q < 4; q++) {
+            for (int q = 0; q < 4; q += 2) {
                 const int r = i * BLOCK + tile_row(lane, q), c = j * BLOCK + tile_column(lane, half, q);
-                const float element = empty ? float(r == c) : element_of(matrix, r, c);
-                tile.value[half][q] = element;
-                if (i == j && r == c) memory.diagonal[r] = element;
+                const float2 pair = empty ? make_float2(r == c, r == c + 1) : pair_of(matrix, r, c);
+                tile.value[half][q] = pair.x;
+                tile.value[half][q + 1] = pair.y;
             }
     });
+    for (int r = lane; r < RANK16; r += WARP) memory.diagonal[r] = r < RANK && !empty ? matrix[r * (RANK + 1)] : 1.0f;
     for (int r = lane; r < RANK16; r += WARP) memory.rhs[r] = r < RANK && !empty ? rhs[slot * RANK + r] : 0.0f;
-    if (lane == 0) *memory.failed = 0;
     __syncwarp();
     const int failed = cholesky_solve(mine, memory, epsilon, 0, lane);
     store_solution(solutions + row * width, status + row, RANK, memory, failed, 0, lane);

@@ -31,6 +31,9 @@ constexpr unsigned FULL_WARP = 0xffffffffu;
 template <class T> __host__ __device__ constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
 template <class T> __host__ __device__ constexpr T round_up(T a, T b) { return ceil_div(a, b) * b; }
 
+// The least power of two that is at least n.
+__host__ __device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
+
 // Calls body(Index<BEGIN>{}), ..., body(Index<END - 1>{}): the loop indices are constants, as register arrays require.
 template <int VALUE> struct Index { static constexpr int value = VALUE; };
 
@@ -122,6 +125,19 @@ __device__ __forceinline__ void copy_async_16(void* target, const void* source, 
                  : "memory");
 #else
     *static_cast<float4*>(target) = valid ? *static_cast<const float4*>(source) : make_float4(0, 0, 0, 0);
+#endif
+}
+
+// Copies 16 bytes of row `row` to shared memory, or zeros if it is negative. `first`: their place in row 0; rows are STRIDE bytes
+// apart. One multiplication per address: the compiler would need three instructions.
+template <unsigned STRIDE> __device__ __forceinline__ void copy_row_async_16(void* target, const void* first, int row) {
+#if !defined(HYBRIDMF_EMULATE) && HAS_ASYNC_COPY
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(target));
+    asm volatile("{ .reg .pred skip;\n .reg .b64 source;\n setp.lt.s32 skip, %1, 0;\n mad.wide.u32 source, %1, %3, %2;\n"
+                 " cp.async.cg.shared.global [%0], [source], 16, skip; }" ::"r"(address), "r"(row), "l"(first), "n"(STRIDE)
+                 : "memory");
+#else
+    copy_async_16(target, static_cast<const char*>(first) + unsigned(row) * (unsigned long long)STRIDE, row >= 0);
 #endif
 }
 

@@ -42,7 +42,7 @@ static_assert(PACK == 1 || (RANK == BLOCK && BLOCK % PACK == 0), "only rows of a
 static_assert(LD % 4 == 0 && LD >= FACTORS && LD <= 128, "lanes read 16 bytes of a row");
 
 constexpr int SLOTS = RANK / PACK;
-constexpr int TEAM_FLOATS = PACKED + TEAM_VECTORS + 2 * RANK16;
+constexpr int TEAM_FLOATS = FACTOR_FLOATS + TEAM_VECTORS + 2 * RANK16;
 constexpr int PIECE = BLOCKS < 4 ? 4 : 2;                 // columns that a lane loads at a time; registers limit it
 constexpr int CHUNK = 4 * PIECE;
 constexpr int LANES = LD <= 32 ? 8 : LD <= 64 ? 16 : 32;  // lanes that read one row, 16 bytes each
@@ -113,7 +113,7 @@ template <int FIRST> __device__ __forceinline__ void multiply_columns(Holding& m
         fragment[b].set(raw, lane);
     }
     static_for<0, BLOCKS>([&](auto column) {
-        multiply_column_rounded<0, decltype(column)::value, false>(mine.tiles, fragment);
+        multiply_column_rounded<0, decltype(column)::value>(mine.tiles, fragment);
     });
 }
 
@@ -149,9 +149,13 @@ __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory
                 if (BIASED) element += constant;
                 element *= root[r] * root[c];
                 if (PACK > 1 && r / SLOTS != c / SLOTS) element = 0;  // entries of different rows
-                if constexpr (i == j)
-                    if (r == c) memory.diagonal[r] = element += memory.diagonal[r];
             }
+        if constexpr (i == j)
+            for_diagonal(tile, lane, [&](float& element, int row) {
+                float& diagonal = memory.diagonal[i * BLOCK + row];
+                element += diagonal;
+                diagonal = element;
+            });
     });
 }
 
@@ -197,8 +201,8 @@ dual_rows(float* solutions, int* status, const float* __restrict__ factors, cons
           float alpha, float unobserved_weight, float regularization, float bias_square, float epsilon) {
     const int team = threadIdx.x / WARP, lane = lane_number();
     float* base = shared_memory<float>() + team * TEAM_FLOATS;
-    float* vectors = base + PACKED;
-    const TeamMemory memory{base, vectors, vectors + RANK16, reinterpret_cast<int*>(vectors + 2 * RANK16)};
+    float* vectors = base + FACTOR_FLOATS;
+    const TeamMemory memory{base, vectors};
     const EntryMemory entries{vectors + TEAM_VECTORS, reinterpret_cast<int*>(vectors + TEAM_VECTORS + RANK16)};
     const Entries in{indices, ratings, offsets, alpha, unobserved_weight};
     const int no_basis = IMPLICIT ? *basis_failed : 0;
@@ -219,7 +223,6 @@ dual_rows(float* solutions, int* status, const float* __restrict__ factors, cons
             memory.rhs[slot] = entry.right;
             memory.diagonal[slot] = ridge + 0.0f * entry.right;  // NaN where the right-hand side is not finite
         }
-        if (lane == 0) *memory.failed = 0;
         __syncwarp();
         Holding mine;
         clear(mine.tiles);

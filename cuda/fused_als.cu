@@ -61,37 +61,38 @@ constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
 // Floats from one row of a stage to the next; with `load_operand`, an odd number of 16-byte pieces.
 constexpr int STAGE_STRIDE = NARROW || SPLIT ? TABLE_LD + 4 : STRIDE;
-constexpr int SLOTS = STAGES + 1;                      // chunks whose indices and weights are in shared memory
+constexpr int UNIT = WARP;                             // entries whose weights one warp computes at a time, one per lane
+constexpr int AHEAD = ceil_div(STAGES * CHUNK, UNIT);  // units that are ready before the chunk being multiplied
+constexpr int UNITS = power_of_two(AHEAD + (CHUNK > UNIT ? CHUNK / UNIT : 1));  // units in shared memory
 constexpr int ROWS = product_rows(ARITHMETIC);         // entries of one product
 constexpr bool ROUNDED = ARITHMETIC == FLOAT32_WIDE;
 
-struct ChunkEntries {
+struct UnitEntries {
     union {
-        float2 weight[CHUNK];  // (root of the outer weight, linear weight)
+        float2 weight[UNIT];  // (root of the outer weight, linear weight)
         struct {
-            unsigned short outer[2][CHUNK], linear[2][CHUNK];  // SPLIT: float16 parts, scaled
+            unsigned short outer[2][UNIT], linear[2][UNIT];  // SPLIT: float16 parts, scaled
         };
         struct {
-            float narrow_outer[CHUNK];  // NARROW
-            unsigned short narrow_linear[2][CHUNK];  // bf16 parts
+            float narrow_outer[UNIT];  // NARROW
+            unsigned short narrow_linear[2][UNIT];  // bf16 parts
         };
     };
-    int index[CHUNK];  // row of the factors, -1 beyond the last entry
+    int index[UNIT];  // row of the factors, -1 beyond the last entry
 };
 
 constexpr int STAGES_FLOATS = STAGES * CHUNK * STAGE_STRIDE;
 // The Cholesky factor overwrites the entries; with conjugate gradients, the entries of the next row arrive during the solve.
-constexpr int STAGED = SOLVER == 1 ? STAGES_FLOATS + PRODUCT_FLOATS : STAGES_FLOATS > PACKED ? STAGES_FLOATS : PACKED;
-constexpr int TEAM_FLOATS = STAGED + TEAM_VECTORS + SLOTS * CHUNK * 3;
+constexpr int STAGED = SOLVER == 1 ? STAGES_FLOATS + PRODUCT_FLOATS : STAGES_FLOATS > FACTOR_FLOATS ? STAGES_FLOATS : FACTOR_FLOATS;
+constexpr int TEAM_FLOATS = STAGED + TEAM_VECTORS + UNITS * UNIT * 3;
 
 __device__ __forceinline__ TeamMemory team_memory(int team) {
     float* base = shared_memory<float>() + team * TEAM_FLOATS;
-    float* vectors = base + STAGED;
-    return {base, vectors, vectors + RANK16, reinterpret_cast<int*>(vectors + 2 * RANK16), base + STAGES_FLOATS};
+    return {base, base + STAGED, base + STAGES_FLOATS};
 }
 
-__device__ __forceinline__ ChunkEntries* team_entries(int team) {
-    return reinterpret_cast<ChunkEntries*>(shared_memory<float>() + team * TEAM_FLOATS + STAGED + TEAM_VECTORS);
+__device__ __forceinline__ UnitEntries* team_entries(int team) {
+    return reinterpret_cast<UnitEntries*>(shared_memory<float>() + team * TEAM_FLOATS + STAGED + TEAM_VECTORS);
 }
 
 struct Inputs {
@@ -109,27 +110,28 @@ struct Entry {
     float rating, offset;
 };
 
-// Processes the entries begin ... end of one row chunk by chunk: loads indices and weights, writes them to shared memory
-// (`prepare`), copies the factors to a stage (`issue`), and multiplies.
+// Processes the entries begin ... end of one row. A warp loads the indices and ratings of a unit of entries and writes their
+// weights to shared memory (`prepare`); warps take turns. All warps copy the factors of a chunk to a stage (`issue`) and multiply.
 struct Stream {
     const Inputs& in;
     const TeamMemory& memory;
-    ChunkEntries* slots;
+    UnitEntries* units;
     int64 begin;
     int count;
     int warp, lane;
-    Entry arriving, next;  // entries of the chunk to be prepared and of the one after it: their loads are in flight
+    Entry arriving, next;  // this warp's next two units: their loads are in flight
 
-    __device__ __forceinline__ Entry load(int chunk) const {
-        const int at = chunk * CHUNK + warp * ENTRIES_PER_WARP + lane;
-        if (lane >= ENTRIES_PER_WARP || at >= count) return {-1, 0, 0};
+    __device__ __forceinline__ Entry load(int unit) const {
+        const int at = unit * UNIT + lane;
+        if (at >= count) return {-1, 0, 0};
         const int64 entry = begin + at;
         return {__ldg(in.indices + entry), __ldg(in.ratings + entry), RESIDUAL ? __ldg(in.offsets + entry) : 0.0f};
     }
 
-    // Powers of two that scale the outer and linear weights of this warp's entries to at most 1. They are in shared memory
-    // because registers are scarce.
-    __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(memory.failed) + 2 + 2 * warp; }
+    // The largest outer and linear weights that each warp found, then powers of two that scale the weights of all entries to at
+    // most 1, one pair per warp. They are in shared memory because registers are scarce.
+    __device__ __forceinline__ float* largest(int of) const { return memory.extras + 2 * of; }
+    __device__ __forceinline__ float* scales() const { return memory.extras + 2 * (WARPS + warp); }
 
     // The power of two that scales a value to 1/2 ... 1, or to less where the exponent would exceed 60.
     __device__ __forceinline__ static float scale_of(float most) {
@@ -139,14 +141,20 @@ struct Stream {
 
     __device__ __forceinline__ void set_scales() const {
         EntryWeight most = {};
-        for (int at = lane; at < count; at += WARP) {
+        for (int at = warp * WARP + lane; at < count; at += TEAM) {
             const float rating = __ldg(in.ratings + begin + at);
             float offset = 0;
             if (HAS_OFFSETS || RESIDUAL) offset = __ldg(in.offsets + (RESIDUAL ? begin + at : __ldg(in.indices + begin + at)));
             const EntryWeight w = entry_weight(rating, offset, in.alpha, in.unobserved_weight);
             most = {fmaxf(most.outer, w.outer), fmaxf(most.linear, fabsf(w.linear))};
         }
-        const float outer = IMPLICIT ? warp_largest(most.outer) : 1.0f, linear = warp_largest(most.linear);
+        float outer = IMPLICIT ? warp_largest(most.outer) : 1.0f, linear = warp_largest(most.linear);
+        if constexpr (WARPS > 1) {
+            if (lane == 0) largest(warp)[0] = outer, largest(warp)[1] = linear;
+            team_sync();
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) outer = fmaxf(outer, largest(w)[0]), linear = fmaxf(linear, largest(w)[1]);
+        }
         if (lane == 0) {
             scales()[0] = IMPLICIT ? scale_of(outer) : 1.0f;
             scales()[1] = scale_of(linear);
@@ -158,60 +166,80 @@ struct Stream {
         if (HAS_OFFSETS && entry.index >= 0) entry.offset = __ldg(in.offsets + entry.index);
     }
 
-    // Writes the indices and weights of a chunk to shared memory and loads those of later chunks.
-    __device__ __forceinline__ void prepare(int chunk) {
-        if (lane < ENTRIES_PER_WARP) {
-            ChunkEntries& slot = slots[chunk % SLOTS];
-            const EntryWeight w = entry_weight(arriving.rating, arriving.offset, in.alpha, in.unobserved_weight);
-            const bool valid = arriving.index >= 0;
-            const int at = warp * ENTRIES_PER_WARP + lane;
-            if constexpr (SPLIT) {
-                const float outer = w.outer * scales()[0], linear = valid ? w.linear * scales()[1] : 0.0f;
-                const unsigned high = pack_float16(outer, linear);
-                const float2 rounded = unpack_float16(high);
-                const unsigned low = pack_float16(outer - rounded.x, linear - rounded.y);
-                slot.outer[0][at] = high & 0xffffu;
-                slot.outer[1][at] = low & 0xffffu;
-                slot.linear[0][at] = high >> 16;
-                slot.linear[1][at] = low >> 16;
-            } else if constexpr (NARROW) {
-                const float linear = valid ? w.linear : 0.0f;
-                const unsigned high = pack_bf16(linear, 0), low = pack_bf16(linear - __uint_as_float(high << 16), 0);
-                slot.narrow_outer[at] = w.outer;
-                slot.narrow_linear[0][at] = high;
-                slot.narrow_linear[1][at] = low;
-            } else {
-                slot.weight[at] = make_float2(IMPLICIT ? sqrtf(w.outer) : 1.0f, valid ? w.linear : 0.0f);
+    // Writes the indices and weights of a unit to shared memory and loads those of this warp's later units.
+    __device__ __forceinline__ void prepare(unsigned unit) {
+        UnitEntries& slot = units[unit % UNITS];
+        const EntryWeight w = entry_weight(arriving.rating, arriving.offset, in.alpha, in.unobserved_weight);
+        const bool valid = arriving.index >= 0;
+        if constexpr (SPLIT) {
+            const float outer = w.outer * scales()[0], linear = valid ? w.linear * scales()[1] : 0.0f;
+            const unsigned high = pack_float16(outer, linear);
+            const float2 rounded = unpack_float16(high);
+            const unsigned low = pack_float16(outer - rounded.x, linear - rounded.y);
+            if (IMPLICIT) {
+                slot.outer[0][lane] = high & 0xffffu;
+                slot.outer[1][lane] = low & 0xffffu;
             }
-            slot.index[at] = arriving.index;
+            slot.linear[0][lane] = high >> 16;
+            slot.linear[1][lane] = low >> 16;
+        } else if constexpr (NARROW) {
+            const float linear = valid ? w.linear : 0.0f;
+            const unsigned high = pack_bf16(linear, 0), low = pack_bf16(linear - __uint_as_float(high << 16), 0);
+            slot.narrow_outer[lane] = w.outer;
+            slot.narrow_linear[0][lane] = high;
+            slot.narrow_linear[1][lane] = low;
+        } else {
+            slot.weight[lane] = make_float2(IMPLICIT ? sqrtf(w.outer) : 1.0f, valid ? w.linear : 0.0f);
         }
+        slot.index[lane] = arriving.index;
         arriving = next;
         load_offset(arriving);
-        next = load(chunk + 2);
+        next = load(unit + 2 * WARPS);
+    }
+
+    // Prepares a unit if it is this warp's turn.
+    __device__ __forceinline__ void prepare_in_turn(unsigned unit) {
+        if (WARPS == 1 || unit % WARPS == unsigned(warp)) prepare(unit);
+    }
+
+    // Prepares the units that become necessary with a chunk.
+    __device__ __forceinline__ void prepare_after(unsigned chunk) {
+        if constexpr (CHUNK < UNIT) {
+            if (chunk % (UNIT / CHUNK) == 0) prepare_in_turn(AHEAD + chunk / (UNIT / CHUNK));
+        } else {
+#pragma unroll
+            for (int k = 0; k < CHUNK / UNIT; k++) prepare_in_turn(AHEAD + chunk * (CHUNK / UNIT) + k);
+        }
     }
 
     // Starts the copies of a chunk's factors, zeros beyond the last entry. Each chunk is one copy group, even an empty chunk.
-    __device__ __forceinline__ void issue(int chunk, int chunks) {
+    __device__ __forceinline__ void issue(int chunk, int stage, int chunks) {
         if (chunk < chunks) {
-            const int first = warp * ENTRIES_PER_WARP + lane / LANES, piece = lane % LANES;
-            const int* index = slots[chunk % SLOTS].index + first;
-            float* stage = memory.staged + (chunk % STAGES * CHUNK + first) * STAGE_STRIDE + 4 * piece;
-            const char* source = reinterpret_cast<const char*>(in.factors + 4 * piece);
+            // a lane copies a piece of COPIES consecutive entries
+            const int first = warp * ENTRIES_PER_WARP + lane / LANES * COPIES, piece = lane % LANES, entry = chunk * CHUNK + first;
+            const int* index = units[unsigned(entry) / UNIT % UNITS].index + unsigned(entry) % UNIT;
+            float* target = memory.staged + (stage * CHUNK + first) * STAGE_STRIDE + 4 * piece;
+            const float* source = in.factors + 4 * piece;
             int row[COPIES];  // read before the first copy: the compiler moves no loads across a copy
+            if constexpr (COPIES % 4 == 0) {
 #pragma unroll
-            for (int k = 0; k < COPIES; k++) row[k] = index[k * ENTRIES_PER_COPY];
+                for (int k = 0; k < COPIES; k += 4) {
+                    const int4 four = *reinterpret_cast<const int4*>(index + k);
+                    row[k] = four.x, row[k + 1] = four.y, row[k + 2] = four.z, row[k + 3] = four.w;
+                }
+            } else {
+#pragma unroll
+                for (int k = 0; k < COPIES; k++) row[k] = index[k];
+            }
             if (piece < PIECES)
 #pragma unroll
-                for (int k = 0; k < COPIES; k++) {
-                    const char* from = source + unsigned(row[k]) * (TABLE_LD * 4ull);  // not read if the row is -1
-                    copy_async_16(stage + k * ENTRIES_PER_COPY * STAGE_STRIDE, from, row[k] >= 0);
-                }
+                for (int k = 0; k < COPIES; k++) copy_row_async_16<TABLE_LD * 4>(target + k * STAGE_STRIDE, source, row[k]);
         }
         copy_commit();
     }
 
     // Adds the products of a chunk's entries from k on.
-    __device__ __forceinline__ void multiply(Holding& mine, const float* rows, const ChunkEntries& slot, int k) const {
+    __device__ __forceinline__ void multiply(Holding& mine, const float* rows, const UnitEntries& slot, int k) const {
         if constexpr (SPLIT) {
             const SplitWeights weights{{slot.outer[0] + k, slot.outer[1] + k}, {slot.linear[0] + k, slot.linear[1] + k}};
             const unsigned short* parts = reinterpret_cast<const unsigned short*>(rows);
@@ -233,8 +261,8 @@ struct Stream {
 
     // Starts loading the first entries.
     __device__ __forceinline__ void open() {
-        arriving = load(0);
-        next = load(1);
+        arriving = load(warp);
+        next = load(warp + WARPS);
     }
 
     // Starts copying the factors of the first entries. It overwrites everything of the previous row except its sums.
@@ -242,27 +270,31 @@ struct Stream {
         const int chunks = (count + CHUNK - 1) / CHUNK;
         if constexpr (SPLIT) set_scales();
         load_offset(arriving);
+#pragma unroll
+        for (int unit = 0; unit < AHEAD; unit++) prepare_in_turn(unit);
+        team_sync();
 #pragma unroll 1
-        for (int chunk = 0; chunk < STAGES; chunk++) prepare(chunk);
-        __syncwarp();  // each warp fetches its own entries
-#pragma unroll 1
-        for (int chunk = 0; chunk < STAGES - 1; chunk++) issue(chunk, chunks);
+        for (int chunk = 0; chunk < STAGES - 1; chunk++) issue(chunk, chunk, chunks);
     }
 
     // Sums the entries; call `fill` first.
     __device__ __forceinline__ void run(Holding& mine) {
         const int chunks = (count + CHUNK - 1) / CHUNK;
+        int stage = 0;  // chunk % STAGES
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
             copy_wait<STAGES - 2>();
             team_sync();  // this chunk has arrived; no warp still reads the previous chunk, whose buffer is next
-            prepare(chunk + STAGES);
-            issue(chunk + STAGES - 1, chunks);
-            const float* stage = memory.staged + chunk % STAGES * CHUNK * STAGE_STRIDE;
-            const ChunkEntries& slot = slots[chunk % SLOTS];
+            prepare_after(chunk);
+            issue(chunk + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1, chunks);
+            const float* rows = memory.staged + stage * CHUNK * STAGE_STRIDE;
             const int end = NARROW ? min(CHUNK, count - chunk * CHUNK) : CHUNK;
 #pragma unroll 1
-            for (int k = 0; k < end; k += ROWS) multiply(mine, stage + k * STAGE_STRIDE, slot, k);
+            for (int k = 0; k < end; k += ROWS) {
+                const int entry = chunk * CHUNK + k;
+                multiply(mine, rows + k * STAGE_STRIDE, units[unsigned(entry) / UNIT % UNITS], unsigned(entry) % UNIT);
+            }
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         if constexpr (SPLIT) {
             const float unscale = 1.0f / in.table_scale, of_tiles = unscale * unscale / scales()[0];

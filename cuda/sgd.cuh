@@ -35,7 +35,6 @@ struct Walk {
 };
 struct Terms { real rate, keep, mean, bias_rate, bias_keep; };  // keep = 1 - rate lambda; bias_keep likewise
 
-__host__ __device__ constexpr int power_of_two(int least) { return least <= 1 ? 1 : 2 * power_of_two((least + 1) / 2); }
 constexpr int GROUP = VECTORS < WARP ? power_of_two(VECTORS) : WARP;  // fewest lanes, a power of two, that can share a row
 
 // ---------------------------------------------------------------------------------------------- float16

@@ -5,9 +5,12 @@
 // The block rows are distributed over the warps so that each holds about equally many blocks: OWNERS below.
 // The factorization is blocked and right-looking. One warp factors the diagonal block and, in its other lanes, inverts
 // the factor. Then L21 = A21 L11^-T and A22 -= L21 L21^T are products on tensor cores, and the substitutions are products
-// with the inverses. Only the 16 columns of a block are eliminated one after the other.
-// shared (floats per team): staged: entries in flight, then the factor in packed panels of 16 columns;
-//                           rhs, diagonal: RANK16 each; failed; sums, for conjugate gradients
+// with the inverses. Only the 16 columns of a block are eliminated one after the other. L stays in registers; warps of a team
+// exchange one panel at a time through shared memory.
+// Products use float16 parts, high and low: half the instructions of tf32 parts. Powers of two first scale the diagonal of A to
+// 1 ... 4: D A D (D^-1 x) = D b. All elements of A and its factor are then below 4. There the two parts represent a value to
+// within 2^-25, the error that a backward-stable Cholesky factorization in float32 has anyway.
+// shared (floats per team): staged: entries in flight, then FACTOR_FLOATS; vectors: TEAM_VECTORS
 // Failure goes to `status`: 0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
 #include "fragments.cuh"
 
@@ -115,21 +118,41 @@ template <int ROLE, class Tiles, class Body> __device__ __forceinline__ void for
 
 // ---------------------------------------------------------------------------------------------- the team
 
+constexpr int EXTRAS = WARPS == 1 ? 8 : 24;    // floats for a few values of a team; they keep the next team aligned
+constexpr int TEAM_VECTORS = 4 * RANK16 + EXTRAS;  // floats in addition to the staged ones
+constexpr int OPERAND_FLOATS = 4 * WARP;       // a part of a row or column operand: four registers per lane
+constexpr int INVERSE_STRIDE = 20;             // 16 bytes of 8 rows hit all 32 banks
+constexpr int INVERSE_FLOATS = BLOCK * INVERSE_STRIDE;
+constexpr int PANEL_FLOATS = WARPS == 1 ? BLOCK : BLOCKS * 4 * OPERAND_FLOATS;
+constexpr int FACTOR_FLOATS = PANEL_FLOATS + BLOCKS * INVERSE_FLOATS;
+
 struct TeamMemory {
     float* staged;
     float* rhs;       // (RANK16,) right-hand side, then the solution
     float* diagonal;  // (RANK16,) of A before elimination
-    int* failed;      // leading minor that is not positive definite, or 0
+    float* scales;    // (RANK16,) D
+    float* pivots;    // (RANK16,)
+    int* failed;      // with conjugate gradients, the status; then whether they go on
+    float* extras;    // (4 WARPS,)
     float* sums;      // (WARPS + 1, RANK16) partial sums of a product, for conjugate gradients
+
+    // With `vectors`, TEAM_VECTORS floats.
+    __device__ __forceinline__ TeamMemory(float* staged, float* vectors, float* sums = nullptr)
+        : TeamMemory(staged, vectors, reinterpret_cast<int*>(vectors + 4 * RANK16), sums) {}
+    __device__ __forceinline__ TeamMemory(float* staged, float* vectors, int* failed, float* sums)
+        : staged(staged), rhs(vectors), diagonal(vectors + RANK16), scales(vectors + 2 * RANK16), pivots(vectors + 3 * RANK16),
+          failed(failed), extras(reinterpret_cast<float*>(failed) + 2), sums(sums) {}
+
+    // Block i of a panel as a row or column operand, part 0 (high) or 1 (low), if a team has several warps.
+    __device__ __forceinline__ float4* rows(int i, int part, int lane) const {
+        return reinterpret_cast<float4*>(staged + (i * 4 + part) * OPERAND_FLOATS) + lane;
+    }
+    __device__ __forceinline__ float4* columns(int i, int part, int lane) const { return rows(i, 2 + part, lane); }
+    // Diagonal block p, by rows; later the inverse W of its factor, by columns.
+    __device__ __forceinline__ float* inverse(int p) const { return staged + PANEL_FLOATS + p * INVERSE_FLOATS; }
+    // (BLOCK,) sums of a warp during the back substitution, in place of the panel.
+    __device__ __forceinline__ float* shares(int warp) const { return staged + warp * BLOCK; }
 };
-
-constexpr int TEAM_VECTORS = 2 * RANK16 + 16;  // floats in addition to the staged ones; 16 keep the next team aligned
-
-// Panel p of the factor stores element (16 p + r, c) of its 16 columns at panel_base(p) + c panel_stride(p) + r. The inverse W
-// of the diagonal block's factor replaces that block: W[n][c] is at panel_base(p) + n panel_stride(p) + c.
-__host__ __device__ constexpr int panel_stride(int p) { return STRIDE - p * BLOCK; }
-__host__ __device__ constexpr int panel_base(int p) { return BLOCK * (p * STRIDE - BLOCK * (p * (p - 1) / 2)); }
-constexpr int PACKED = panel_base(BLOCKS);  // floats in the factor
 
 __device__ __forceinline__ void team_sync() {
     if constexpr (WARPS == 1) __syncwarp();
@@ -158,19 +181,30 @@ __device__ __forceinline__ void clear(Holding& mine) {
     for (int b = 0; b < Holding::ROWS; b++) mine.rhs[b][0] = mine.rhs[b][1] = 0;
 }
 
-__device__ __forceinline__ void add(Tile (&tiles)[Holding::TILES], const Tile (&more)[Holding::TILES]) {
-#pragma unroll
-    for (int k = 0; k < Holding::TILES; k++)
-#pragma unroll
-        for (int half = 0; half < BLOCK_HALVES; half++)
-#pragma unroll
-            for (int q = 0; q < 4; q++) tiles[k].value[half][q] += more[k].value[half][q];
-}
-
 // Sum over the four threads that hold partial sums of one element.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(FULL_WARP, value, 1);
     return value + __shfl_xor_sync(FULL_WARP, value, 2);
+}
+
+// Adds two values over lanes that differ in bit DISTANCE: lanes with the bit clear get the sum of `first`, the others the sum
+// of `second`. Summing n values this way costs n - 1 shuffles instead of n log n.
+template <int DISTANCE> __device__ __forceinline__ float halve(float first, float second, int lane) {
+    const bool upper = lane & DISTANCE;
+    return (upper ? second : first) + __shfl_xor_sync(FULL_WARP, upper ? first : second, DISTANCE);
+}
+
+// Calls body(element, row) for the elements of the diagonal that this thread holds of a block on the diagonal; `row` is inside it.
+template <class Body> __device__ __forceinline__ void for_diagonal(Tile& tile, int lane, Body&& body) {
+    const bool holds = lane / 8 == lane % 4, odd = lane & 4;
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++) {
+        float &first = tile.value[half][2 * half], &second = tile.value[half][2 * half + 1];
+        float element = odd ? second : first;
+        if (holds) body(element, 8 * half + lane / 4);
+        if (holds && odd) second = element;
+        if (holds && !odd) first = element;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------- accumulation
@@ -181,8 +215,8 @@ template <int ROWS> struct StepWeights {
     float root[ROWS / 4], linear[ROWS / 4];
 };
 
-// Tiles of block column J += (SUBTRACT: -=) A B^T in float32. Each product starts from zero and is added with rounding.
-template <int ROLE, int J, bool SUBTRACT, int PRECISION>
+// Tiles of block column J += A B^T in float32. Each product starts from zero and is added with rounding.
+template <int ROLE, int J, int PRECISION>
 __device__ __forceinline__ void multiply_column_rounded(Tile (&tiles)[Holding::TILES], const Fragment<PRECISION> (&fragment)[BLOCKS]) {
     constexpr int COUNT = rows_from(ROLE, J);
     static_for<0, ceil_div(COUNT, GROUP)>([&](auto group) {
@@ -199,7 +233,7 @@ __device__ __forceinline__ void multiply_column_rounded(Tile (&tiles)[Holding::T
 #pragma unroll
             for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-                for (int q = 0; q < 4; q++) tiles[place].value[half][q] += SUBTRACT ? -sum[k][half][q] : sum[k][half][q];
+                for (int q = 0; q < 4; q++) tiles[place].value[half][q] += sum[k][half][q];
         });
     });
 }
@@ -233,7 +267,7 @@ __device__ __forceinline__ void accumulate(Tile (&tiles)[Holding::TILES], Holdin
             static_for<0, last_row(ROLE) + 1>([&](auto column) {
                 constexpr int j = decltype(column)::value;
                 if constexpr (owner(j) != ROLE) load(column);
-                multiply_column_rounded<ROLE, j, false>(tiles, fragment);
+                multiply_column_rounded<ROLE, j>(tiles, fragment);
             });
         } else {
             static_for<0, last_row(ROLE) + 1>([&](auto column) {
@@ -303,9 +337,10 @@ __device__ __forceinline__ void accumulate_split(Holding& mine, const unsigned s
                 mma_float16(sum, own[0], linear[0], linear[1]);
                 mine.rhs[row_slot(i)][0] += sum[0] + sum[1];
                 mine.rhs[row_slot(i)][1] += sum[2] + sum[3];
-                if constexpr (WEIGHTED)
+                if constexpr (WEIGHTED) {
 #pragma unroll
                     for (int q = 0; q < 4; q++) weigh(own[0][q], own[1][q], outer[0][q / 2], outer[1][q / 2]);
+                }
                 static_for<0, ceil_div(i + 1, SPLIT_GROUP)>([&](auto group_index) {
                     constexpr int BEGIN = decltype(group_index)::value * SPLIT_GROUP;
                     constexpr int SIZE = i + 1 - BEGIN < SPLIT_GROUP ? i + 1 - BEGIN : SPLIT_GROUP;
@@ -405,29 +440,37 @@ __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory
     if (warp == 0 && lane == 0) *memory.failed = 0;
     with_role(warp, [&](auto role) {
         constexpr int ROLE = decltype(role)::value;
-        for_tiles<ROLE>(mine.tiles, [&](Tile& tile, auto row, auto column) {
-            constexpr int i = decltype(row)::value, j = decltype(column)::value;
+        if (gram != nullptr)  // all loads in flight at once
+            for_tiles<ROLE>(mine.tiles, [&](Tile& tile, auto row, auto column) {
+                constexpr int i = decltype(row)::value, j = decltype(column)::value;
 #pragma unroll
-            for (int half = 0; half < BLOCK_HALVES; half++)
+                for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-                for (int q = 0; q < 4; q += 2) {
-                    const int r = i * BLOCK + tile_row(lane, q), c = j * BLOCK + tile_column(lane, half, q);
-                    if (gram != nullptr) {
+                    for (int q = 0; q < 4; q += 2) {
+                        const int r = i * BLOCK + tile_row(lane, q), c = j * BLOCK + tile_column(lane, half, q);
                         const float2 pair = *reinterpret_cast<const float2*>(gram + r * RANK16 + c);
                         tile.value[half][q] += pair.x;
                         tile.value[half][q + 1] += pair.y;
                     }
+            });
+        for_tiles<ROLE>(mine.tiles, [&](Tile& tile, auto row, auto column) {
+            constexpr int i = decltype(row)::value, j = decltype(column)::value;
+            if constexpr (i == BLOCKS - 1 && RANK % BLOCK != 0) {  // discards values beyond the factors
 #pragma unroll
-                    for (int k = 0; k < 2; k++) {
-                        float& element = tile.value[half][q + k];
-                        if constexpr (i == j)
-                            if (r == c + k && r < RANK) element += ridge[r] * scale;
-                        if constexpr (i == BLOCKS - 1 && RANK % BLOCK != 0)
-                            if (r >= RANK || c + k >= RANK) element = r == c + k;  // discards values beyond the factors
-                        if constexpr (i == j)
-                            if (r == c + k) memory.diagonal[r] = element;
+                for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+                    for (int q = 0; q < 4; q++) {
+                        const int r = i * BLOCK + tile_row(lane, q), c = j * BLOCK + tile_column(lane, half, q);
+                        if (r >= RANK || c >= RANK) tile.value[half][q] = 0;
                     }
-                }
+            }
+            if constexpr (i == j) {
+                for_diagonal(tile, lane, [&](float& element, int inside) {
+                    const int r = i * BLOCK + inside;
+                    element = r < RANK ? element + ridge[r] * scale : 1.0f;
+                    memory.diagonal[r] = element;
+                });
+            }
         });
         for_rows<ROLE>([&](auto row) {
             constexpr int i = decltype(row)::value, place = row_slot(i);
@@ -443,245 +486,436 @@ __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory
 
 // ---------------------------------------------------------------------------------------------- Cholesky
 
+// A power of two whose square scales a positive value to 1 ... 4.
+__device__ __forceinline__ float scale_of(float value) {
+    const int exponent = int(__float_as_uint(value) >> 23) - 127;
+    return __uint_as_float(unsigned(127 - (exponent >> 1)) << 23);
+}
+
+// Stores a row's scaled diagonal element of A, its scale and its element of D b in shared memory. A row whose diagonal element is
+// not positive gets the scale 0, so its pivot is that element.
+__device__ __forceinline__ void keep_row(const TeamMemory& memory, int row, float diagonal, float b) {
+    float d = 0;
+    if (diagonal > 0 && isfinite(diagonal)) {
+        d = scale_of(diagonal);
+        diagonal = diagonal * d * d;
+    }
+    memory.diagonal[row] = diagonal;
+    memory.scales[row] = d;
+    memory.rhs[row] = b * d;
+}
+
+// Block (i, j) of D A D; the scales and the diagonal must be visible to all threads.
+__device__ __forceinline__ void scale_tile(Tile& tile, const TeamMemory& memory, int i, int j, int lane) {
+    const float low = memory.scales[i * BLOCK + lane / 4], high = memory.scales[i * BLOCK + lane / 4 + 8];
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++) {
+        const float2 column = *reinterpret_cast<const float2*>(memory.scales + j * BLOCK + 8 * half + lane % 4 * 2);
+        float(&v)[4] = tile.value[half];
+        v[0] *= low * column.x;
+        v[1] *= low * column.y;
+        v[2] *= high * column.x;
+        v[3] *= high * column.y;
+    }
+}
+
+// Replaces the diagonal of block (i, i) by the scaled one.
+__device__ __forceinline__ void set_diagonal(Tile& tile, const TeamMemory& memory, int i, int lane) {
+    for_diagonal(tile, lane, [&](float& element, int row) { element = memory.diagonal[i * BLOCK + row]; });
+}
+
+// One instruction each, with an error of 2^-22; denormal numbers count as 0.
 __device__ __forceinline__ float reciprocal_root(float x) {
 #ifdef HYBRIDMF_EMULATE
     return rsqrtf(x);
 #else
-    float y;  // one instruction; error 2^-22, as accurate as rsqrtf, but without its handling of denormal pivots
+    float y;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 #endif
 }
 
-// Factors a diagonal block in place: the input is the block by columns, the output the inverse W of its factor by rows.
-// `diagonal` is the diagonal of A before elimination, `first` the block's first row. Lane r < 16 holds row r of the block.
-// Lane 16 + c holds column c of W, which starts as the identity and undergoes the same elimination.
-__device__ __forceinline__ void factor_diagonal(float* block, int stride, const float* diagonal, int first, int* any_failed,
-                                                float epsilon, int lane) {
-    float a[BLOCK];
-#pragma unroll
-    for (int c = 0; c < BLOCK; c++) a[c] = lane < BLOCK ? block[c * stride + lane] : (lane == BLOCK + c ? 1.0f : 0.0f);
-    float pivot = 0;  // pivot of column `lane`
-#pragma unroll
-    for (int j = 0; j < BLOCK; j++) {
-        if (lane == j) pivot = a[j];
-        a[j] *= reciprocal_root(__shfl_sync(FULL_WARP, a[j], j));
-#pragma unroll
-        for (int c = j + 1; c < BLOCK; c++) a[c] -= a[j] * __shfl_sync(FULL_WARP, a[j], c);
-    }
-    // Pivots are checked after the chain of steps: values computed after a bad pivot are discarded. A pivot that is pure
-    // cancellation indicates a singular matrix; a pivot that is not finite indicates an earlier overflow.
-    const bool finite = isfinite(pivot);
-    const unsigned bad = __ballot_sync(FULL_WARP, lane < BLOCK && !(finite && pivot > epsilon * diagonal[lane]));
-    const int column = __ffs(bad) - 1;
-    int failed = 0;
-    if (bad) failed = __shfl_sync(FULL_WARP, finite, column) ? first + column + 1 : NON_FINITE;
-    __syncwarp();
-    if (lane >= BLOCK)
-#pragma unroll
-        for (int n = 0; n < BLOCK; n++) block[n * stride + lane - BLOCK] = a[n];
-    if (failed && lane == 0 && !*any_failed) *any_failed = failed;
+__device__ __forceinline__ float reciprocal(float x) {
+#ifdef HYBRIDMF_EMULATE
+    return 1 / x;
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
 }
 
-// Computes y[16 q ...] = W (b - L y) for the rows of panel q, in memory.rhs. Executed by one warp.
-__device__ __forceinline__ void substitute_forward(const TeamMemory& memory, int q, int lane) {
-    const int n = lane % BLOCK, part = lane / BLOCK;
-    float sum[2] = {0, 0};
-#pragma unroll 1
-    for (int p = 0; p < q; p++) {
-        const int stride = panel_stride(p);
-        const float* row = memory.staged + panel_base(p) + (q - p) * BLOCK + n + 2 * part * stride;
-        const float* y = memory.rhs + p * BLOCK + 2 * part;
-#pragma unroll
-        for (int c = 0; c < BLOCK; c += 4) {  // each half of the warp takes two columns: no bank conflicts
-            sum[0] += row[c * stride] * y[c];
-            sum[1] += row[(c + 1) * stride] * y[c + 1];
-        }
-    }
-    float known = sum[0] + sum[1];
-    known += __shfl_xor_sync(FULL_WARP, known, BLOCK);
-    const float value = memory.rhs[q * BLOCK + n] - known;
-    const float* inverse = memory.staged + panel_base(q) + n * panel_stride(q) + part * (BLOCK / 2);
-    float y = 0;
-#pragma unroll
-    for (int c = 0; c < BLOCK / 2; c++) y += inverse[c] * __shfl_sync(FULL_WARP, value, c + part * (BLOCK / 2));
-    y += __shfl_xor_sync(FULL_WARP, y, BLOCK);
-    __syncwarp();
-    if (part == 0) memory.rhs[q * BLOCK + n] = y;
-    __syncwarp();
-}
-
-// Computes x[16 p ...] = W^T (y - L^T x) for all panels from the last one on, in memory.rhs. Executed by one warp.
-__device__ __forceinline__ void substitute_back(const TeamMemory& memory, int lane) {
-    const int column = lane % BLOCK, part = lane / BLOCK;
-#pragma unroll 1
-    for (int p = BLOCKS - 1; p >= 0; p--) {
-        const int stride = panel_stride(p);
-        const float* panel = memory.staged + panel_base(p);
-        const float* below = panel + column * stride + BLOCK;
-        const float* x = memory.rhs + (p + 1) * BLOCK;
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 2
-        for (int r = 4 * part; r < (BLOCKS - 1 - p) * BLOCK; r += 8) {
-            const float4 l = *reinterpret_cast<const float4*>(below + r);
-            const float4 v = *reinterpret_cast<const float4*>(x + r);
-            sum.x += l.x * v.x;
-            sum.y += l.y * v.y;
-            sum.z += l.z * v.z;
-            sum.w += l.w * v.w;
-        }
-        float known = (sum.x + sum.y) + (sum.z + sum.w);
-        known += __shfl_xor_sync(FULL_WARP, known, BLOCK);
-        const float value = memory.rhs[p * BLOCK + column] - known;
-        const float* inverse = panel + part * (BLOCK / 2) * stride + column;
-        float solved = 0;
-#pragma unroll
-        for (int n = 0; n < BLOCK / 2; n++) solved += inverse[n * stride] * __shfl_sync(FULL_WARP, value, n + part * (BLOCK / 2));
-        solved += __shfl_xor_sync(FULL_WARP, solved, BLOCK);
-        __syncwarp();
-        if (part == 0) memory.rhs[p * BLOCK + column] = solved;
-        __syncwarp();
-    }
-}
-
-// tile (a block of A21) <- L21 = tile W^T. The tile's columns 8 h + 2 t and 8 h + 2 t + 1 serve as the k of a product, so
-// the accumulators serve as the operand without a shuffle.
-__device__ __forceinline__ void multiply_by_inverse(Tile& tile, const Fragment<FLOAT32_WIDE> (&inverse)[BLOCK_HALVES], int lane) {
-    float product[BLOCK_HALVES][4] = {};
-    Fragment<FLOAT32_WIDE> a[BLOCK_HALVES];
-#pragma unroll
-    for (int h = 0; h < BLOCK_HALVES; h++) {
-        const Raw<8> raw{{{tile.value[h][0], tile.value[h][2]}, {tile.value[h][1], tile.value[h][3]}}};
-        a[h].set(raw, lane);
-    }
-#pragma unroll
-    for (int h = 0; h < BLOCK_HALVES; h++) {
-        multiply_part<FLOAT32_WIDE>(product, a[h].part[1], inverse[h].pair[0]);
-        multiply_part<FLOAT32_WIDE>(product, a[h].part[0], inverse[h].pair[1]);
-    }
-#pragma unroll
-    for (int h = 0; h < BLOCK_HALVES; h++) multiply_part<FLOAT32_WIDE>(product, a[h].part[0], inverse[h].pair[0]);
+// Writes diagonal block p to shared memory, by rows.
+__device__ __forceinline__ void store_diagonal(const Tile& tile, float* block, int lane) {
 #pragma unroll
     for (int half = 0; half < BLOCK_HALVES; half++)
 #pragma unroll
-        for (int q = 0; q < 4; q++) tile.value[half][q] = product[half][q];
+        for (int q = 0; q < 4; q += 2)
+            *reinterpret_cast<float2*>(block + tile_row(lane, q) * INVERSE_STRIDE + tile_column(lane, half, q)) =
+                make_float2(tile.value[half][q], tile.value[half][q + 1]);
 }
 
-// Computes L21 of panel p from the accumulators of its blocks and writes it to shared memory.
-__device__ __forceinline__ void solve_panel(Holding& mine, const TeamMemory& memory, int p, int warp, int lane) {
-    float* panel = memory.staged + panel_base(p);
-    const int stride = panel_stride(p);
-    Fragment<FLOAT32_WIDE> inverse[BLOCK_HALVES];  // k = columns 8 h + 2 t, 8 h + 2 t + 1 of W; half m: rows 8 m + g
+// Factors diagonal block p, which `store_diagonal` wrote, replaces it by the inverse W of its factor, by columns, and b by y = W b.
+// Executed by one warp. Lane r < 16 holds row r of the block and of b. Lane 16 + c holds column c of W, which starts as the
+// identity and undergoes the same elimination.
+//
+// The 16 steps are a chain: pivot, reciprocal, next pivot. Therefore each lane computes the next pivot and the next column itself,
+// from values that other lanes send. The other columns need an element of each row, which comes from shared memory, four at a
+// time: registers limit how many shuffles can be in flight.
+__device__ __forceinline__ void factor_block(const TeamMemory& memory, int p, int lane) {
+    float* block = memory.inverse(p);
+    __syncwarp();
+    float a[BLOCK];
+#pragma unroll
+    for (int k = 0; k < BLOCK; k += 4) {
+        const float4 v = *reinterpret_cast<const float4*>(block + lane % BLOCK * INVERSE_STRIDE + k);
+        a[k] = v.x, a[k + 1] = v.y, a[k + 2] = v.z, a[k + 3] = v.w;
+    }
+    float b = memory.rhs[p * BLOCK + lane % BLOCK];
+    if (lane >= BLOCK)
+#pragma unroll
+        for (int k = 0; k < BLOCK; k++) a[k] = lane == BLOCK + k;
+    __syncwarp();  // the columns overwrite the block
+    float pivot = 1, next = __shfl_sync(FULL_WARP, a[0], 0);  // `pivot`: that of column `lane`
+#pragma unroll
+    for (int j = 0; j < BLOCK; j++) {
+        const float current = next, inverse = reciprocal(current), own = a[j], multiple = own * inverse;
+        if (lane == j) pivot = current;
+        if (j + 1 < BLOCK) {
+            float* column = block + j * BLOCK;
+            if (lane < BLOCK) column[lane] = own;
+            const float other = __shfl_sync(FULL_WARP, own, j + 1), known = __shfl_sync(FULL_WARP, b, j);
+            next = __shfl_sync(FULL_WARP, a[j + 1], j + 1) - other * inverse * other;
+            a[j + 1] -= multiple * other;
+            if (lane > j) b -= multiple * known;
+            __syncwarp();
+#pragma unroll
+            for (int first = (j + 2) / 4 * 4; first < BLOCK; first += 4) {
+                const float4 v = *reinterpret_cast<const float4*>(column + first);
+                const float others[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    if (first + k > j + 1) a[first + k] -= multiple * others[k];
+            }
+        }
+        a[j] = own * reciprocal_root(current);
+    }
+    if (lane < BLOCK) {
+        memory.rhs[p * BLOCK + lane] = b * reciprocal_root(pivot);
+        memory.pivots[p * BLOCK + lane] = pivot;
+    }
+    __syncwarp();  // the columns have been read
+    if (lane >= BLOCK)
+#pragma unroll
+        for (int k = 0; k < BLOCK; k += 4)
+            *reinterpret_cast<float4*>(block + (lane - BLOCK) * INVERSE_STRIDE + k) = make_float4(a[k], a[k + 1], a[k + 2], a[k + 3]);
+}
+
+// The failing leading minor or 0. Pivots are checked after the factorization, outside its chain of steps: values computed after a
+// bad pivot are discarded. A pivot that is pure cancellation indicates a singular matrix; a pivot that is not finite indicates an
+// earlier overflow. Executed by one warp.
+__device__ __forceinline__ int failing_minor(const TeamMemory& memory, float epsilon, int lane) {
+#pragma unroll
+    for (int first = 0; first < RANK16; first += WARP) {
+        const int row = first + lane;
+        const float pivot = row < RANK16 ? memory.pivots[row] : 1.0f;
+        const bool finite = isfinite(pivot);
+        const unsigned bad = __ballot_sync(FULL_WARP, row < RANK16 && !(finite && pivot > epsilon * memory.diagonal[row]));
+        if (bad) {
+            const int place = __ffs(bad) - 1;
+            return __shfl_sync(FULL_WARP, finite, place) ? first + place + 1 : NON_FINITE;
+        }
+    }
+    return 0;
+}
+
+// A block in float16 parts. As a row operand, registers 2 half + k hold rows g + 8 k; as a column operand, registers
+// 2 half + k hold columns 8 k ... of rows 8 half + g.
+struct Parts {
+    unsigned high[4], low[4];  // pairs of float16
+
+    __device__ __forceinline__ Parts as_columns() const {
+        return {{high[0], high[2], high[1], high[3]}, {low[0], low[2], low[1], low[3]}};
+    }
+};
+
+__device__ __forceinline__ void split(unsigned& high, unsigned& low, float first, float second) {
+    high = pack_float16(first, second);
+    const float2 rounded = unpack_float16(high);
+    low = pack_float16(first - rounded.x, second - rounded.y);
+}
+
+// Splits a tile into the parts of a row operand.
+__device__ __forceinline__ Parts split(const Tile& tile) {
+    Parts parts;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        split(parts.high[k], parts.low[k], tile.value[k / 2][k % 2 * 2], tile.value[k / 2][k % 2 * 2 + 1]);
+    return parts;
+}
+
+__device__ __forceinline__ void store_part(float4* target, const unsigned (&part)[4]) {
+    *target = make_float4(__uint_as_float(part[0]), __uint_as_float(part[1]), __uint_as_float(part[2]), __uint_as_float(part[3]));
+}
+
+__device__ __forceinline__ void load_part(unsigned (&part)[4], const float4& v) {
+    part[0] = __float_as_uint(v.x);
+    part[1] = __float_as_uint(v.y);
+    part[2] = __float_as_uint(v.z);
+    part[3] = __float_as_uint(v.w);
+}
+
+// Writes the operands of block row i of the panel to shared memory.
+__device__ __forceinline__ void store_operands(const TeamMemory& memory, int i, const Parts& rows, int lane) {
+    const Parts columns = rows.as_columns();
+    store_part(memory.rows(i, 0, lane), rows.high);
+    store_part(memory.rows(i, 1, lane), rows.low);
+    store_part(memory.columns(i, 0, lane), columns.high);
+    store_part(memory.columns(i, 1, lane), columns.low);
+}
+
+// Product of two blocks; adds the small products first.
+__device__ __forceinline__ void multiply(float (&product)[BLOCK_HALVES][4], const Parts& rows, const Parts& columns) {
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++)
+        mma_float16(product[half], rows.low, columns.high[2 * half], columns.high[2 * half + 1]);
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++)
+        mma_float16(product[half], rows.high, columns.low[2 * half], columns.low[2 * half + 1]);
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++)
+        mma_float16(product[half], rows.high, columns.high[2 * half], columns.high[2 * half + 1]);
+}
+
+// The inverse W of diagonal block p as the column operand of tile W^T.
+__device__ __forceinline__ Parts load_inverse(const TeamMemory& memory, int p, int lane) {
+    Parts inverse;
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const float* first = memory.inverse(p) + (n % 2 * 8 + lane % 4 * 2) * INVERSE_STRIDE + n / 2 * 8 + lane / 4;
+        split(inverse.high[n], inverse.low[n], first[0], first[INVERSE_STRIDE]);
+    }
+    return inverse;
+}
+
+// Block i of panel p: tile <- L21 = tile W^T, and b_i -= L21 y_p. Returns L21 as a row operand.
+__device__ __forceinline__ Parts solve_block(Tile& tile, const Parts& inverse, const TeamMemory& memory, int p, int i, int lane) {
+    const Parts rows = split(tile);
+    float product[BLOCK_HALVES][4] = {};
+    multiply(product, rows, inverse);
+    float low = 0, high = 0;  // sums of rows g and g + 8
 #pragma unroll
     for (int h = 0; h < BLOCK_HALVES; h++) {
-        Raw<8> raw;
+        const float(&v)[4] = product[h];
+        const float2 y = *reinterpret_cast<const float2*>(memory.rhs + p * BLOCK + 8 * h + lane % 4 * 2);
+        low += v[0] * y.x;
+        low += v[1] * y.y;
+        high += v[2] * y.x;
+        high += v[3] * y.y;
 #pragma unroll
-        for (int m = 0; m < BLOCK_HALVES; m++) {
-            const float2 pair = *reinterpret_cast<const float2*>(panel + (8 * m + lane / 4) * stride + 8 * h + lane % 4 * 2);
-            raw.value[0][m] = pair.x;
-            raw.value[1][m] = pair.y;
-        }
-        inverse[h].set(raw, lane);
+        for (int q = 0; q < 4; q++) tile.value[h][q] = v[q];
     }
+    const Parts solved = split(tile);
+    low = quad_sum(low);
+    high = quad_sum(high);
+    float* b = memory.rhs + i * BLOCK + lane / 4;
+    if (lane % 4 == 0) {
+        b[0] -= low;
+        b[8] -= high;
+    }
+    return solved;
+}
+
+// tile -= L_i L_j^T. The product starts from zero and is subtracted with rounding.
+__device__ __forceinline__ void subtract_product(Tile& tile, const Parts& rows, const Parts& columns) {
+    float product[BLOCK_HALVES][4] = {};
+    multiply(product, rows, columns);
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+        for (int q = 0; q < 4; q++) tile.value[half][q] -= product[half][q];
+}
+
+// Block p of the solution: x = W^T b, in memory.rhs. Lanes n and 16 + n have b[n]. Executed by one warp.
+__device__ __forceinline__ void multiply_by_inverse(const TeamMemory& memory, int p, float b, int lane) {
+    const int c = lane % BLOCK, part = lane / BLOCK;
+    const float4* column = reinterpret_cast<const float4*>(memory.inverse(p) + c * INVERSE_STRIDE + part * (BLOCK / 2));
+    const float4 low = column[0], high = column[1];
+    const float w[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    float x = 0;
+#pragma unroll
+    for (int n = 0; n < BLOCK / 2; n++) x += w[n] * __shfl_sync(FULL_WARP, b, n + part * (BLOCK / 2));
+    x += __shfl_xor_sync(FULL_WARP, x, BLOCK);
+    __syncwarp();  // all have read b
+    if (part == 0) memory.rhs[p * BLOCK + c] = x;
+}
+
+// Solves block p of L^T x = b, to which the blocks below contribute the shares of each warp. Executed by one warp.
+__device__ __forceinline__ void solve_last(const TeamMemory& memory, int p, int lane) {
+    float b = memory.rhs[p * BLOCK + lane % BLOCK];
+    if (p < BLOCKS - 1)
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) b -= memory.shares(w)[lane % BLOCK];
+    multiply_by_inverse(memory, p, b, lane);
+}
+
+// Replaces a block of L by each lane's share of L^T x: sums over rows g and g + 8, for columns 8 half + 2 t + k.
+__device__ __forceinline__ void keep_share(Tile& tile, float low, float high) {
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+            tile.value[half][k] = tile.value[half][k] * low + tile.value[half][2 + k] * high;
+}
+
+__device__ __forceinline__ void add_share(float (&sum)[BLOCK_HALVES][2], const Tile& tile) {
+#pragma unroll
+    for (int half = 0; half < BLOCK_HALVES; half++)
+#pragma unroll
+        for (int k = 0; k < 2; k++) sum[half][k] += tile.value[half][k];
+}
+
+// Sums the shares of all lanes; each step halves the columns that a lane keeps.
+__device__ __forceinline__ float sum_shares(const float (&sum)[BLOCK_HALVES][2], int lane) {
+    const float first = halve<16>(sum[0][0], sum[1][0], lane), second = halve<16>(sum[0][1], sum[1][1], lane);
+    float total = halve<8>(first, second, lane);
+    return total + __shfl_xor_sync(FULL_WARP, total, 4);
+}
+
+// Solves L^T x = b from the last block on; x overwrites b. Block p of L^T x has contributions from the blocks below it, each in
+// the registers of its warp.
+__device__ __forceinline__ void substitute_back(Holding& mine, const TeamMemory& memory, int warp, int lane) {
+#pragma unroll 1
+    for (int p = BLOCKS - 1;; p--) {
+        if (warp == (OWNERS >> 4 * p & 15)) solve_last(memory, p, lane);
+        team_sync();
+        if (p == 0) break;
+        const float low = memory.rhs[p * BLOCK + lane / 4], high = memory.rhs[p * BLOCK + lane / 4 + 8];
+        float sum[BLOCK_HALVES][2] = {};
+        with_role(warp, [&](auto role) {
+            constexpr int ROLE = decltype(role)::value;
+            for_rows<ROLE, 1>([&](auto row) {
+                constexpr int i = decltype(row)::value;
+                if (i == p)
+                    static_for<0, i>([&](auto column) { keep_share(mine.tiles[tile_slot(i, decltype(column)::value)], low, high); });
+            });
+            static_for<0, BLOCKS - 1>([&](auto column) {
+                constexpr int j = decltype(column)::value;
+                if (j == p - 1)
+                    for_rows<ROLE, j + 1>([&](auto row) {
+                        if (decltype(row)::value >= p) add_share(sum, mine.tiles[tile_slot(decltype(row)::value, j)]);
+                    });
+            });
+        });
+        const float total = sum_shares(sum, lane);
+        if (!(lane & 4)) memory.shares(warp)[8 * (lane / 16) + lane % 4 * 2 + lane / 8 % 2] = total;
+        team_sync();
+    }
+}
+
+// Block rows of one panel in float16 parts: in registers if a warp holds all of A, else in shared memory.
+struct Panel {
+    Parts held[WARPS == 1 ? BLOCKS : 1];
+
+    __device__ __forceinline__ void store(const TeamMemory& memory, int i, const Parts& rows, int lane) {
+        if constexpr (WARPS == 1) held[i] = rows;
+        else store_operands(memory, i, rows, lane);
+    }
+    __device__ __forceinline__ Parts rows(const TeamMemory& memory, int i, int lane) const {
+        if constexpr (WARPS == 1) return held[i];
+        Parts parts;
+        load_part(parts.high, *memory.rows(i, 0, lane));
+        load_part(parts.low, *memory.rows(i, 1, lane));
+        return parts;
+    }
+    __device__ __forceinline__ Parts columns(const TeamMemory& memory, int j, int lane) const {
+        if constexpr (WARPS == 1) return held[j].as_columns();
+        Parts parts;
+        load_part(parts.high, *memory.columns(j, 0, lane));
+        load_part(parts.low, *memory.columns(j, 1, lane));
+        return parts;
+    }
+};
+
+// Computes L21 of panel p.
+__device__ __forceinline__ void solve_panel(Holding& mine, Panel& panel, const TeamMemory& memory, int p, int warp, int lane) {
+    const Parts inverse = load_inverse(memory, p, lane);
     with_role(warp, [&](auto role) {
-        for_tiles<decltype(role)::value>(mine.tiles, [&](Tile& tile, auto row, auto column) {
-            constexpr int i = decltype(row)::value, j = decltype(column)::value;
-            if constexpr (i > j)
-                if (j == p) {
-                    multiply_by_inverse(tile, inverse, lane);
-#pragma unroll
-                    for (int half = 0; half < BLOCK_HALVES; half++)
-#pragma unroll
-                        for (int q = 0; q < 4; q++)
-                            panel[tile_column(lane, half, q) * stride + (i - j) * BLOCK + tile_row(lane, q)] = tile.value[half][q];
-                }
+        static_for<0, BLOCKS - 1>([&](auto column) {
+            constexpr int j = decltype(column)::value;
+            if (j == p)
+                for_rows<decltype(role)::value, j + 1>([&](auto row) {
+                    constexpr int i = decltype(row)::value;
+                    panel.store(memory, i, solve_block(mine.tiles[tile_slot(i, j)], inverse, memory, p, i, lane), lane);
+                });
         });
     });
 }
 
-// A22 -= L21 L21^T beyond panel p, over the columns of one product, from column k on.
-__device__ __forceinline__ void subtract_product(Holding& mine, const TeamMemory& memory, int p, int k, int warp, int lane) {
-    const int stride = panel_stride(p);
-    const float* corner = memory.staged + panel_base(p) + (k + lane % 4) * stride + lane / 4 - p * BLOCK;
+// A22 -= L21 L21^T beyond panel p.
+__device__ __forceinline__ void update(Holding& mine, const Panel& panel, const TeamMemory& memory, int p, int warp, int lane) {
     with_role(warp, [&](auto role) {
         constexpr int ROLE = decltype(role)::value;
-        Fragment<FLOAT32_WIDE> fragment[BLOCKS];
-        auto load = [&](auto block) {
-            constexpr int b = decltype(block)::value;
-            Raw<8> raw;
-#pragma unroll
-            for (int step = 0; step < 2; step++)
-#pragma unroll
-                for (int half = 0; half < BLOCK_HALVES; half++)
-                    raw.value[step][half] = corner[4 * step * stride + b * BLOCK + 8 * half];
-            fragment[b].set(raw, lane);
-        };
-        for_rows<ROLE, 1>([&](auto row) {
-            if (decltype(row)::value > p) load(row);
-        });
         static_for<1, last_row(ROLE) + 1>([&](auto column) {
             constexpr int j = decltype(column)::value;
             if (j > p) {
-                if constexpr (owner(j) != ROLE) load(column);
-                multiply_column_rounded<ROLE, j, true>(mine.tiles, fragment);
+                const Parts columns = panel.columns(memory, j, lane);
+                for_rows<ROLE, j>([&](auto row) {
+                    constexpr int i = decltype(row)::value;
+                    subtract_product(mine.tiles[tile_slot(i, j)], panel.rows(memory, i, lane), columns);
+                });
             }
         });
     });
 }
 
-// Factors A and solves for x, which it leaves in memory.rhs; returns the failing leading minor or 0 in every thread. The loop
-// over panels is not unrolled: unrolled code would not fit in the instruction cache.
+// Factors A and solves for x, which it leaves in memory.rhs; returns the failing leading minor or 0 in every thread. On entry,
+// memory.rhs is b and memory.diagonal the diagonal of A. The loop over panels is not unrolled: the code of a diagonal block
+// would be there BLOCKS times.
 __device__ __forceinline__ int cholesky_solve(Holding& mine, const TeamMemory& memory, float epsilon, int warp, int lane) {
+#pragma unroll
+    for (int first = 0; first < RANK16; first += TEAM) {
+        const int row = first + warp * WARP + lane;
+        if (row < RANK16) keep_row(memory, row, memory.diagonal[row], memory.rhs[row]);
+    }
+    team_sync();
+    with_role(warp, [&](auto role) {
+        for_tiles<decltype(role)::value>(mine.tiles, [&](Tile& tile, auto row, auto column) {
+            constexpr int i = decltype(row)::value, j = decltype(column)::value;
+            scale_tile(tile, memory, i, j, lane);
+            if constexpr (i == j) set_diagonal(tile, memory, i, lane);
+        });
+    });
+    Panel panel;
 #pragma unroll 1
     for (int p = 0; p < BLOCKS; p++) {
         lane = fresh(lane);
-        const int factoring = OWNERS >> 4 * p & 15;
-        if (warp == factoring) {
-            float* panel = memory.staged + panel_base(p);
-            const int stride = panel_stride(p);
+        if (warp == (OWNERS >> 4 * p & 15)) {
             with_role(warp, [&](auto role) {
                 for_rows<decltype(role)::value>([&](auto row) {
-                    constexpr int i = decltype(row)::value, place = tile_slot(i, i);
-                    if (i == p) {
-                        const Tile& tile = mine.tiles[place];
-#pragma unroll
-                        for (int half = 0; half < BLOCK_HALVES; half++)
-#pragma unroll
-                            for (int q = 0; q < 4; q++)
-                                panel[tile_column(lane, half, q) * stride + tile_row(lane, q)] = tile.value[half][q];
-                    }
+                    constexpr int i = decltype(row)::value;
+                    if (i == p) store_diagonal(mine.tiles[tile_slot(i, i)], memory.inverse(p), lane);
                 });
             });
-            __syncwarp();
-            factor_diagonal(panel, stride, memory.diagonal + p * BLOCK, p * BLOCK, memory.failed, epsilon, lane);
+            factor_block(memory, p, lane);
         }
-        // meanwhile another warp, if there is one, does the forward substitution with the previous panel
-        if (p > 0 && warp == (factoring + 1) % WARPS) substitute_forward(memory, p - 1, lane);
+        team_sync();
         if (p == BLOCKS - 1) break;
+        solve_panel(mine, panel, memory, p, warp, lane);
         team_sync();
-        lane = fresh(lane);
-        solve_panel(mine, memory, p, warp, lane);
-        team_sync();
-#pragma unroll 1
-        for (int k = 0; k < BLOCK; k += product_rows(FLOAT32_WIDE)) subtract_product(mine, memory, p, k, warp, lane);
+        update(mine, panel, memory, p, warp, lane);
+    }
+    substitute_back(mine, memory, warp, lane);
+#pragma unroll
+    for (int first = 0; first < RANK16; first += TEAM) {
+        const int row = first + warp * WARP + lane;
+        if (row < RANK16) memory.rhs[row] *= memory.scales[row];
     }
     team_sync();
-    if (warp == 0) {
-        substitute_forward(memory, BLOCKS - 1, lane);
-        substitute_back(memory, lane);
-    }
-    team_sync();
-    return *memory.failed;
+    return failing_minor(memory, epsilon, lane);
 }
 
 // ---------------------------------------------------------------------------------------------- conjugate gradients
-
-// Adds two values over lanes that differ in bit DISTANCE: lanes with the bit clear get the sum of `first`, the others the sum
-// of `second`. Summing n values this way costs n - 1 shuffles instead of n log n.
-template <int DISTANCE> __device__ __forceinline__ float halve(float first, float second, int lane) {
-    const bool upper = lane & DISTANCE;
-    return (upper ? second : first) + __shfl_xor_sync(FULL_WARP, upper ? first : second, DISTANCE);
-}
 
 constexpr int PRODUCT_FLOATS = (WARPS + 1) * RANK16;  // row sums, then the column sums of each warp
 

@@ -349,7 +349,7 @@ __device__ __forceinline__ void copy_rows(char* buffer, int index, const Inputs&
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             const int row = __shfl_sync(FULL_WARP, index, group + k);  // -1: no read
-            copy_async_16(target + group * 128 + place[k], table + unsigned(row) * (4ull * RANK16), row >= 0);
+            copy_row_async_16<4 * RANK16>(target + group * 128 + place[k], table, row);
         }
     copy_commit();
 }

@@ -12,7 +12,7 @@ from ..core.objective import Objective, Side
 from ..core.system import ceil_div, round_up
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.als_gpu import ROWS_AT_ONCE
-from ..plan.fused import BLOCK, table_width
+from ..plan.fused import BLOCK, solver_floats, table_width, vector_floats
 from ..plan.row_forms import GPU_SIZES
 from .launch import DeviceEntries, check, check_not_host, get_kernel, program
 from .systems import SideSystems
@@ -37,10 +37,8 @@ def dual_constants(size: int, rank: int, implicit: bool, offsets: bool, biased: 
 
 
 def dual_shared_bytes(order: int) -> int:
-    """Shared memory of a block of cuda/dual_rows.cu: for each team a packed factor, two vectors, and the entries."""
-    blocks = order // BLOCK
-    packed = BLOCK * (blocks * (order + 8) - BLOCK * (blocks * (blocks - 1) // 2))
-    return 4 * TEAMS * (packed + 2 * order + 16 + 2 * order)
+    """Shared memory of a block of cuda/dual_rows.cu: for each team a system and its entries."""
+    return 4 * TEAMS * (solver_floats(order, 1) + vector_floats(order, 1) + 2 * order)
 
 
 def basis_constants(rank: int) -> dict[str, Any]:

@@ -46,6 +46,9 @@ SEGMENT_SUMS: dict[str, Callable[..., None]] = {
 }
 """The published kernels that sum segments of rows, by the plan's name."""
 
+PLACE_BITS = 16
+"""Bits of a segment's place in its row."""
+
 Launched: TypeAlias = "tuple[Any, Array]"
 """New factors and the status of each row, which may not be complete yet."""
 
@@ -97,10 +100,22 @@ class Pieces:
             first, last = self.slots[start], self.slots[stop]
             segments = self.segments[first:last].copy()
             segments[:, 0] -= first
-            # longest first, so that all thread blocks finish at about the same time
-            segments = segments[np.argsort(segments[:, 1] - segments[:, 2], kind="stable")]
+            segments = segments[np.argsort(self._turns(start, stop), kind="stable")]
             yield Pieces(self.rows[start:stop], self.slots[start : stop + 1] - first, segments)
             start = stop
+
+
+    def _turns(self, start: int, stop: int) -> np.ndarray:
+        """Key by which the segments of rows start ... stop - 1 are processed.
+
+        Longest first, so that all thread blocks finish at about the same time. Equally long ones by their place in the
+        row: columns are sorted, so segments that are processed together read neighbouring factors, from a cache.
+        """
+        counts = np.diff(self.slots[start : stop + 1])
+        first, last = self.slots[start], self.slots[stop]
+        place = np.arange(first, last) - np.repeat(self.slots[start:stop], counts)
+        length = self.segments[first:last, 2] - self.segments[first:last, 1]
+        return (place << PLACE_BITS) // np.repeat(counts, counts) - (length << PLACE_BITS)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,18 @@ def partial_floats(rank: int) -> int:
     return blocks * (blocks + 1) // 2 * BLOCK * BLOCK + blocks * BLOCK
 
 
+def solver_floats(rank: int, warps: int) -> int:
+    """Floats of shared memory in which a team of warps solves a system, without its vectors: see cuda/system.cuh."""
+    blocks = ceil_div(rank, BLOCK)
+    panel = BLOCK if warps == 1 else blocks * 2 * BLOCK * BLOCK
+    return panel + blocks * BLOCK * 20
+
+
+def vector_floats(rank: int, warps: int) -> int:
+    """Floats of shared memory for the vectors of a system."""
+    return 4 * round_up(rank, BLOCK) + (8 if warps == 1 else 24)
+
+
 @dataclass(frozen=True)
 class FusedConfig:
     """Compile-time choices of cuda/fused_als.cu.
@@ -120,7 +132,7 @@ class FusedConfig:
             1: (1, 4, 4, 6),
             2: (1, 4, 3, 4),
             3: (1, 4, 3, 3),
-            4: (1, 4, 4, 2),
+            4: (1, 4, 3, 2),
             5: (2, 1, 4, 4),
             6: (4, 1, 3, 2),
             7: (2, 1, 4, 4),
@@ -150,12 +162,16 @@ class FusedConfig:
 
     def shared_bytes(self, solver: str = "cholesky", precision: str = "float32") -> int:
         """Dynamic shared memory of a block."""
-        chunk, stride, blocks = (16 if self.warps == 1 else 8) * self.warps, self.rank16 + 8, self.rank16 // BLOCK
-        packed = BLOCK * (blocks * stride - BLOCK * (blocks * (blocks - 1) // 2))
-        staged = self.stages * chunk * stride
-        staged = staged + (self.warps + 1) * self.rank16 if solver == "cg" else max(staged, packed)
-        entries = (self.stages + 1) * chunk * (2 if precision == "bf16" else 1)  # rows take half the bytes
-        return 4 * self.teams * (staged + 2 * self.rank16 + 16 + 3 * entries)
+        rows = (16 if self.warps == 1 else 8) * self.warps
+        staged = self.stages * rows * (self.rank16 + 8)
+        if solver == "cg":
+            staged += (self.warps + 1) * self.rank16
+        else:
+            staged = max(staged, solver_floats(self.rank, self.warps))
+        chunk = rows * (2 if precision == "bf16" else 1)  # rows take half the bytes
+        units = ceil_div(self.stages * chunk, 32) + max(1, chunk // 32)
+        entries = 32 * 2 ** (units - 1).bit_length()
+        return 4 * self.teams * (staged + vector_floats(self.rank, self.warps) + 3 * entries)
 
     def assembling(self, precision: str, solver: str) -> FusedConfig:
         """The configuration of the kernel that stores sums; another one solves them, with its own warps."""

@@ -164,6 +164,13 @@ def test_rows_are_cut_into_segments_and_batches():
             assert len(batch.rows) == 1 or batch.slots[-1] <= slots
 
 
+def test_equally_long_segments_are_processed_by_their_place_in_the_row():
+    """Then those that are processed together read neighbouring factors."""
+    pieces = Pieces.cut(np.array([0, 14, 22]), np.array([0, 1]), 4)
+    (batch,) = pieces.batches(100)
+    assert batch.segments[:, 1].tolist() == [0, 14, 4, 8, 18, 12]  # places 0, 0, 1/4, 1/2, 1/2; the last one is short
+
+
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (3, 8), (50, 68), (700, 8), (300, 132)])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gram_matrix(device, monkeypatch, rows, width, dtype):
@@ -232,6 +239,17 @@ def test_values_over_many_orders_of_magnitude(device, spread, smallest, precisio
     errors, plain = (row_errors(solved, problem.exact()) for solved in (problem.solve(device), problem.plain()))
     assert np.median(errors) < 4 * np.median(plain)
     assert errors.max() < 4 * plain.max()
+
+
+@pytest.mark.parametrize("rank", [64, 65, 100])
+def test_the_largest_weight_of_a_row_may_be_anywhere(device, rank):
+    """Each warp of a team looks for it among its own entries; float16 parts of the others would overflow."""
+    matrix = rows_of((130,) * 5, 150)
+    matrix.data[:] = 1
+    matrix.data[[130 * row + place for row, place in enumerate((0, 40, 70, 100, 129))]] = 3e5
+    problem = Problem(matrix, OBJECTIVES["implicit"], rank)
+    errors, plain = (row_errors(solved, problem.exact()) for solved in (problem.solve(device), problem.plain()))
+    assert errors.max() < 8 * plain.max()
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-4, 1e4, 1e12])

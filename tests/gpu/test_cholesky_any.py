@@ -160,10 +160,17 @@ def test_systems_of_four_warps(device: Any, rank: int) -> None:
     assert not device.download(codes).any()
 
 
-def test_systems_of_four_warps_fill_shared_memory() -> None:
-    """At rank 128, four systems fit on a multiprocessor of data centre GPUs, three on others."""
-    blocks = {capability: WideTilesConfig.rule(128, spec(kib)).blocks_per_sm for capability, kib in GPUS.items()}
-    assert blocks == {(7, 5): 2, (8, 0): 4, (8, 6): 3, (9, 0): 4, (10, 0): 4, (12, 0): 3}
+@pytest.mark.parametrize(
+    ("rank", "blocks"),
+    [
+        (100, {(7, 5): 1, (8, 0): 5, (8, 6): 3, (9, 0): 6, (10, 0): 6, (12, 0): 3}),
+        (128, {(7, 5): 1, (8, 0): 3, (8, 6): 2, (9, 0): 5, (10, 0): 5, (12, 0): 2}),
+    ],
+)
+def test_systems_of_four_warps_fill_shared_memory(rank: int, blocks: dict[tuple[int, int], int]) -> None:
+    found = {capability: WideTilesConfig.rule(rank, spec(kib)).blocks_per_sm for capability, kib in GPUS.items()}
+    assert found == blocks
+    assert all(WideTilesConfig(rank).shared_bytes * blocks[each] < kib * 1024 for each, kib in GPUS.items())
 
 
 def test_little_shared_memory(device: Any) -> None:

@@ -289,7 +289,7 @@ def test_neighbours_of_shipped_ranks_run_the_timed_program(monkeypatch: pytest.M
         (FusedConfig(100, 2, 1, 4, 4), {"stages": 1}, "stages must be at least 2"),
         (TilesConfig(64, 4, 2), {"rank": 65}, "rank must be in 1 ... 64"),
         (WideTilesConfig(97), {"rank": 96}, "rank must be in 97 ... 128"),
-        (WideTilesConfig(97), {"blocks_per_sm": 5}, "blocks_per_sm must be in 1 ... 4"),
+        (WideTilesConfig(97), {"blocks_per_sm": 8}, "blocks_per_sm must be in 1 ... 7"),
         (TilesConfig(64, 4, 2), {"teams": 33}, "teams must be in 1 ... 32"),
         (CgConfig(64, 4, 2, True, 2), {"warps": 3}, "warps must be a power of two"),
         (CgConfig(64, 4, 2, True, 2), {"itemsize": 2}, "itemsize must be 4"),
