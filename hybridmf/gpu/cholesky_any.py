@@ -434,8 +434,8 @@ class WideTilesConfig:
     def rule(cls, rank: int, spec: DeviceSpec) -> WideTilesConfig:
         """The choice for a rank: as many blocks as shared memory holds, if enough registers remain.
 
-        65,536 systems on an H100: 2.68, 2.42 and 2.28 ms with 4, 5 and 6 blocks (rank 100), 3.24 and 2.96 ms with 4 and 5
-        (rank 128).
+        65,536 systems on an H100 took 2.68, 2.42 and 2.28 ms with 4, 5 and 6 blocks (rank 100), and 3.24 and 2.96 ms
+        with 4 and 5 (rank 128).
         """
         held = (spec.shared_bytes + RESERVED) // (cls(rank).shared_bytes + RESERVED)
         return cls(rank, max(1, min(6 if rank <= 112 else 5, held)))

@@ -232,8 +232,8 @@ class GpuRates:
     """
 
     multiprocessors: int = 132
-    assembly: Curve = ((32, 3.8e13), (64, 6.9e13), (100, 5.8e13), (128, 9.6e13))
-    solve: Curve = ((32, 3.5e12), (64, 6.2e12), (100, 6.8e12), (128, 1.2e13), (256, 1.46e13), (512, 1.8e13))
+    assembly: Curve = ((32, 3.8e13), (64, 7.6e13), (100, 6.4e13), (128, 9.8e13))
+    solve: Curve = ((32, 4.6e12), (64, 9.5e12), (100, 9.5e12), (128, 1.5e13), (256, 1.46e13), (512, 1.8e13))
     cg: float = 1.6e13
     cg_step: float = 7.0e-10
     dual_row: float = 2.2e-9
