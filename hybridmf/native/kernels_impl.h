@@ -259,9 +259,47 @@ HMF_INLINE void FN(syrk_tile)(const int rows, const int columns, ptrdiff_t n, pt
         for (int c = 0; c < columns; c++) *(VEC *)(a + (i0 + i) * ld + j0 + c * LANES) += signs * sum[i][c];
 }
 
+/* `syrk_tile` for rows that start in the middle of a vector: the first column has half the lanes. */
+HMF_INLINE void FN(syrk_half_tile)(const int columns, ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, ptrdiff_t i0,
+                                   REAL *a) {
+    enum { ROWS = HMF_SYRK_ROWS, HALF = 8 };
+    const ptrdiff_t j0 = i0 + HALF;
+    ROW half[ROWS];
+    VEC sum[ROWS][HMF_SYRK_COLUMNS];
+    for (int i = 0; i < ROWS; i++) {
+        half[i] = ROW_SPLAT(0);
+        for (int c = 0; c < columns; c++) sum[i][c] = SPLAT(0);
+    }
+    for (ptrdiff_t k = 0; k < n; k++) {
+        const REAL *const row = v + k * ld;
+        const ROW first = *(const ROW *)(row + i0);
+        VEC right[HMF_SYRK_COLUMNS];
+        for (int c = 0; c < columns; c++) right[c] = *(const VEC *)(row + j0 + c * LANES);
+        for (int i = 0; i < ROWS; i++) {
+            half[i] += ROW_SPLAT(row[i0 + i]) * first;
+            for (int c = 0; c < columns; c++) sum[i][c] += SPLAT(row[i0 + i]) * right[c];
+        }
+    }
+    for (int i = 0; i < ROWS; i++) {
+        REAL *const out = a + (i0 + i) * ld;
+        *(ROW *)(out + i0) += ROW_SPLAT(sign) * half[i];
+        for (int c = 0; c < columns; c++) *(VEC *)(out + j0 + c * LANES) += SPLAT(sign) * sum[i][c];
+    }
+}
+
 /* `syrk_upper` for HMF_SYRK_ROWS rows of A, from i0 on. */
 static void FN(syrk_rows)(ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, ptrdiff_t i0, REAL *a) {
     ptrdiff_t j0 = i0 / LANES * LANES;
+    if (HMF_SYRK_ROWS == 8 && LANES == 16 && i0 > j0) { /* the multiply-adds of half a vector take half the time */
+        const ptrdiff_t whole = (ld - i0) / LANES;
+        j0 = i0 + 8;
+        if (whole == 0)
+            FN(syrk_half_tile)(0, n, ld, v, sign, i0, a);
+        else if (whole == 1 || whole == 3)
+            FN(syrk_half_tile)(1, n, ld, v, sign, i0, a), j0 += LANES;
+        else
+            FN(syrk_half_tile)(2, n, ld, v, sign, i0, a), j0 += 2 * LANES;
+    }
     /* full tiles; halves what exceeds one tile but not two, to avoid a last tile of one column */
     for (ptrdiff_t left = (ld - j0) / LANES; left > 0;) {
         const ptrdiff_t take = left > HMF_SYRK_COLUMNS && left < 2 * HMF_SYRK_COLUMNS ? (left + 1) / 2
@@ -554,14 +592,17 @@ _Static_assert(HMF_SYSTEMS == 2, "cholesky takes one system or HMF_SYSTEMS of th
  * rest of the rows. z = U^-T b is computed along the way.
  */
 
-/* Diagonal blocks of `count` systems, in registers: u (row-major, j >= p) and inverse[p] = 1 / u[p][p]. A pivot of at
- * most epsilon times its diagonal element, or one that is not finite, sets status and is replaced by 1. */
-HMF_INLINE void FN(factor_blocks)(const int count, ptrdiff_t k0, ptrdiff_t ld, REAL *const *a,
+/* Diagonal blocks of `count` systems, in registers: u (row-major, j >= p), inverse[p] = 1 / u[p][p] and z = u^-T b, which
+ * waits for nothing that the pivots do not wait for. A pivot of at most epsilon times its diagonal element, or one that is
+ * not finite, sets status and is replaced by 1. */
+HMF_INLINE void FN(factor_blocks)(const int count, ptrdiff_t k0, ptrdiff_t ld, REAL *const *a, REAL *const *b,
                                   REAL (*u)[HMF_BLOCK][HMF_BLOCK], REAL (*inverse)[HMF_BLOCK],
-                                  REAL *const *diagonal, REAL epsilon, ptrdiff_t *status) {
-    ROW row[HMF_SYSTEMS][HMF_BLOCK];
-    for (int s = 0; s < count; s++)
+                                  REAL *const *diagonal, REAL epsilon, REAL *const *z, ptrdiff_t *status) {
+    ROW row[HMF_SYSTEMS][HMF_BLOCK], right[HMF_SYSTEMS];
+    for (int s = 0; s < count; s++) {
+        right[s] = *(const ROW *)(b[s] + k0);
         HMF_UNROLL for (int p = 0; p < HMF_BLOCK; p++) row[s][p] = *(const ROW *)(a[s] + (k0 + p) * ld + k0);
+    }
     HMF_UNROLL for (int k = 0; k < HMF_BLOCK; k++) {
         for (int s = 0; s < count; s++) {
             REAL pivot = ROW_LANE(row[s][k], k);
@@ -572,21 +613,15 @@ HMF_INLINE void FN(factor_blocks)(const int count, ptrdiff_t k0, ptrdiff_t ld, R
             inverse[s][k] = 1 / HMF_SQRT(pivot);
             row[s][k] *= ROW_SPLAT(inverse[s][k]);
         }
-        for (int s = 0; s < count; s++)
+        for (int s = 0; s < count; s++) {
             HMF_UNROLL for (int i = k + 1; i < HMF_BLOCK; i++)
                 row[s][i] -= ROW_SPLAT(ROW_LANE(row[s][k], i)) * row[s][k];
+            z[s][k0 + k] = ROW_LANE(right[s], k) * inverse[s][k];
+            right[s] -= ROW_SPLAT(z[s][k0 + k]) * row[s][k];
+        }
     }
     for (int s = 0; s < count; s++)
         HMF_UNROLL for (int p = 0; p < HMF_BLOCK; p++) *(ROW *)u[s][p] = row[s][p];
-}
-
-/* z of a diagonal block: z = U_block^-T b. */
-HMF_INLINE void FN(forward_block)(REAL (*d)[HMF_BLOCK], const REAL *inverse, const REAL *b, REAL *z) {
-    for (int p = 0; p < HMF_BLOCK; p++) {
-        REAL sum = b[p];
-        for (int q = 0; q < p; q++) sum -= d[q][p] * z[q];
-        z[p] = sum * inverse[p];
-    }
 }
 
 /* Columns from `start` (a multiple of LANES) of a panel's rows: U_panel = U_block^-T A_panel, and b -= z U_panel. */
@@ -609,16 +644,38 @@ static void FN(solve_panel)(ptrdiff_t start, ptrdiff_t ld, REAL (*d)[HMF_BLOCK],
     }
 }
 
-/* Panel k0 of x = U^-1 z, given x from k0 + HMF_BLOCK on: independent dot products, then a small triangle. */
-static void FN(backward_block)(ptrdiff_t k0, ptrdiff_t ld, const REAL *a, const REAL *z, const REAL *inverse,
-                               REAL *x) {
-    REAL sum[HMF_BLOCK];
-    const ptrdiff_t start = (k0 + HMF_BLOCK) / LANES * LANES; /* x is still zero up to k0 + HMF_BLOCK */
-    for (int p = 0; p < HMF_BLOCK; p++) sum[p] = z[k0 + p] - FN(dot)(ld - start, a + (k0 + p) * ld + start, x + start);
-    for (int p = HMF_BLOCK - 1; p >= 0; p--) {
-        for (int q = p + 1; q < HMF_BLOCK; q++) sum[p] -= a[(k0 + p) * ld + k0 + q] * x[k0 + q];
-        x[k0 + p] = sum[p] * inverse[k0 + p];
+/* Sums of the elements of each of 8 vectors. */
+HMF_INLINE void FN(eight_totals)(const ROW *v, ROW *out) {
+    ROW two[4], four[2];
+    HMF_UNROLL for (int i = 0; i < 4; i++)
+        two[i] = ROW_SHUFFLE(v[2 * i], v[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+                 ROW_SHUFFLE(v[2 * i], v[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    HMF_UNROLL for (int i = 0; i < 2; i++)
+        four[i] = ROW_SHUFFLE(two[2 * i], two[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                  ROW_SHUFFLE(two[2 * i], two[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    *out = ROW_SHUFFLE(four[0], four[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+           ROW_SHUFFLE(four[0], four[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+/* Panel k0 of x = U^-1 z, given x from k0 + HMF_BLOCK on: eight inner products at a time, then a small triangle. Vectors of
+ * x are as long as a block, so that a load gets what one store wrote. */
+HMF_INLINE void FN(backward_block)(ptrdiff_t k0, ptrdiff_t whole, ptrdiff_t ld, const REAL *a, const REAL *z,
+                                   const REAL *inverse, REAL *x) {
+    ROW sum[HMF_BLOCK], solved;
+    HMF_UNROLL for (int p = 0; p < HMF_BLOCK; p++) sum[p] = ROW_SPLAT(0);
+    for (ptrdiff_t j = whole - HMF_BLOCK; j > k0; j -= HMF_BLOCK) { /* the latest block of x last */
+        const ROW known = *(const ROW *)(x + j);
+        HMF_UNROLL for (int p = 0; p < HMF_BLOCK; p++) sum[p] += *(const ROW *)(a + (k0 + p) * ld + j) * known;
     }
+    ROW rest;
+    FN(eight_totals)(sum, &rest);
+    rest = *(const ROW *)(z + k0) - rest;
+    HMF_UNROLL for (int p = HMF_BLOCK - 1; p >= 0; p--) {
+        REAL value = ROW_LANE(rest, p);
+        HMF_UNROLL for (int q = HMF_BLOCK - 1; q > p; q--) value -= a[(k0 + p) * ld + k0 + q] * ROW_LANE(solved, q);
+        ROW_LANE(solved, p) = value * inverse[k0 + p];
+    }
+    *(ROW *)(x + k0) = solved;
 }
 
 /* Solve A x = b for each of `count` systems, in place; b, x (ld,), work (count * 3 * ld,). status[s]: 0, the order of
@@ -642,20 +699,17 @@ static void FN(cholesky)(int count, ptrdiff_t rank, REAL *const *a, REAL *const 
             for (ptrdiff_t i0 = k0; i0 < k0 + HMF_BLOCK; i0 += HMF_SYRK_ROWS)
                 FN(syrk_rows)(k0, ld, a[s], -1, i0, a[s]);
         if (count == HMF_SYSTEMS)
-            FN(factor_blocks)(HMF_SYSTEMS, k0, ld, a, u, inverse, diagonal, epsilon, status);
+            FN(factor_blocks)(HMF_SYSTEMS, k0, ld, a, b, u, inverse, diagonal, epsilon, z, status);
         else
-            FN(factor_blocks)(1, k0, ld, a, u, inverse, diagonal, epsilon, status);
-        for (int s = 0; s < count; s++) {
-            FN(forward_block)(u[s], inverse[s], b[s] + k0, z[s] + k0);
-            memcpy(inverses[s] + k0, inverse[s], sizeof inverse[s]);
-        }
+            FN(factor_blocks)(1, k0, ld, a, b, u, inverse, diagonal, epsilon, z, status);
+        for (int s = 0; s < count; s++) memcpy(inverses[s] + k0, inverse[s], sizeof inverse[s]);
         for (int s = 0; s < count; s++)
             FN(solve_panel)(k0 / LANES * LANES, ld, u[s], inverse[s], z[s] + k0, a[s] + k0 * ld, b[s]);
     }
     for (int s = 0; s < count; s++)
         for (ptrdiff_t j = 0; j < ld; j++) x[s][j] = 0;
     for (ptrdiff_t k0 = whole - HMF_BLOCK; k0 >= 0; k0 -= HMF_BLOCK)
-        for (int s = 0; s < count; s++) FN(backward_block)(k0, ld, a[s], z[s], inverses[s], x[s]);
+        for (int s = 0; s < count; s++) FN(backward_block)(k0, whole, ld, a[s], z[s], inverses[s], x[s]);
 }
 
 _Static_assert(HMF_LANES == 8, "lanes of ROW, and what four_by_four and to_lanes exchange");
