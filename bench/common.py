@@ -28,9 +28,9 @@ RESULTS = Path(os.environ.get("HYBRIDMF_BENCH_RESULTS", ROOT / "bench" / "result
 """Where measurements go; the variable keeps those of a trial out of the repository."""
 
 
-def synthetic(shape: str, *, seed: int = 0) -> sp.csr_array:
+def synthetic(shape: str, *, seed: int = 0, scale: float = 1.0) -> sp.csr_array:
     """Ratings 1..5 of a published shape (`hybridmf.datasets.synthetic`), float32."""
-    return datasets.synthetic(shape, seed=seed).user_items
+    return datasets.synthetic(shape, seed=seed, scale=scale).user_items
 
 
 def synthetic_counts(shape: str, *, seed: int = 0) -> sp.csr_array:

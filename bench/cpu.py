@@ -144,9 +144,13 @@ METHODS = {"implicit": implicit_methods, "explicit": explicit_methods}
 # ------------------------------------------------------------------------------------------ seconds per iteration
 
 
-def run_als(shape: str, factors: tuple[int, ...], threads: int, repeats: int, feedback: tuple[str, ...]) -> None:
+def run_als(
+    shape: str, factors: tuple[int, ...], threads: int, repeats: int, feedback: tuple[str, ...], scale: float
+) -> None:
     """Time every group of methods and record a line for each."""
-    matrix = synthetic(shape)
+    matrix = synthetic(shape, scale=scale)
+    if scale != 1:
+        shape = f"{shape} x {scale:g}"
     ceiling = sgemm_rate(threads)
     click.echo(
         f"{shape}: {matrix.shape[0]:,} x {matrix.shape[1]:,}, {matrix.nnz:,} entries; {threads} threads; "
@@ -528,9 +532,10 @@ def thread_counts(context: click.Context, parameter: click.Parameter, value: str
 @click.option("--threads", default="2", callback=thread_counts, show_default=True,
               help="The highest is used; scaling takes each, powers of two up to all cores if it is one.")  # fmt: skip
 @click.option("--repeats", type=int, help="Default: the profile's.")
+@click.option("--scale", type=float, default=1.0, show_default=True, help="Share of a shape's users and items, of als.")
 def main(
     profile: str, task: tuple[str, ...], shape: str | None, factors: tuple[int, ...], feedback: tuple[str, ...],
-    threads: tuple[int, ...], repeats: int | None,
+    threads: tuple[int, ...], repeats: int | None, scale: float,
 ) -> None:  # fmt: skip
     most = threads[-1]
     os.environ.setdefault("LK_NUM_THREADS", str(most))
@@ -538,7 +543,7 @@ def main(
         its_shape, its_factors, its_repeats = PROFILES[profile][name]
         where, ranks, times = shape or its_shape, factors or its_factors, repeats or its_repeats
         if name == "als":
-            run_als(where, ranks, most, times, feedback)
+            run_als(where, ranks, most, times, feedback, scale)
         elif name == "short":
             run_short(ranks, most, times, feedback)
         elif name == "scaling":
