@@ -104,7 +104,6 @@ class Pieces:
             yield Pieces(self.rows[start:stop], self.slots[start : stop + 1] - first, segments)
             start = stop
 
-
     def _turns(self, start: int, stop: int) -> np.ndarray:
         """Key by which the segments of rows start ... stop - 1 are processed.
 
