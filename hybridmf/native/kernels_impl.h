@@ -290,7 +290,8 @@ HMF_INLINE void FN(syrk_half_tile)(const int columns, ptrdiff_t n, ptrdiff_t ld,
 /* `syrk_upper` for HMF_SYRK_ROWS rows of A, from i0 on. */
 static void FN(syrk_rows)(ptrdiff_t n, ptrdiff_t ld, const REAL *v, REAL sign, ptrdiff_t i0, REAL *a) {
     ptrdiff_t j0 = i0 / LANES * LANES;
-    if (HMF_SYRK_ROWS == 8 && LANES == 16 && i0 > j0) { /* the multiply-adds of half a vector take half the time */
+    if (HMF_SYRK_ROWS == 8 && LANES == 16 && i0 > j0) {
+        /* half a vector can take half the time; what it takes along leaves no last tile of one column */
         const ptrdiff_t whole = (ld - i0) / LANES;
         j0 = i0 + 8;
         if (whole == 0)
@@ -592,9 +593,9 @@ _Static_assert(HMF_SYSTEMS == 2, "cholesky takes one system or HMF_SYSTEMS of th
  * rest of the rows. z = U^-T b is computed along the way.
  */
 
-/* Diagonal blocks of `count` systems, in registers: u (row-major, j >= p), inverse[p] = 1 / u[p][p] and z = u^-T b, which
- * waits for nothing that the pivots do not wait for. A pivot of at most epsilon times its diagonal element, or one that is
- * not finite, sets status and is replaced by 1. */
+/* Diagonal blocks of `count` systems, in registers: u (row-major, j >= p), inverse[p] = 1 / u[p][p] and z = u^-T b,
+ * which waits for nothing that the pivots do not wait for. A pivot of at most epsilon times its diagonal element, or
+ * one that is not finite, sets status and is replaced by 1. */
 HMF_INLINE void FN(factor_blocks)(const int count, ptrdiff_t k0, ptrdiff_t ld, REAL *const *a, REAL *const *b,
                                   REAL (*u)[HMF_BLOCK][HMF_BLOCK], REAL (*inverse)[HMF_BLOCK],
                                   REAL *const *diagonal, REAL epsilon, REAL *const *z, ptrdiff_t *status) {
@@ -657,8 +658,8 @@ HMF_INLINE void FN(eight_totals)(const ROW *v, ROW *out) {
            ROW_SHUFFLE(four[0], four[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-/* Panel k0 of x = U^-1 z, given x from k0 + HMF_BLOCK on: eight inner products at a time, then a small triangle. Vectors of
- * x are as long as a block, so that a load gets what one store wrote. */
+/* Panel k0 of x = U^-1 z, given x from k0 + HMF_BLOCK on: eight inner products at a time, then a small triangle. Vectors
+ * of x are as long as a block, so that a load gets what one store wrote. */
 HMF_INLINE void FN(backward_block)(ptrdiff_t k0, ptrdiff_t whole, ptrdiff_t ld, const REAL *a, const REAL *z,
                                    const REAL *inverse, REAL *x) {
     ROW sum[HMF_BLOCK], solved;

@@ -16,6 +16,9 @@ MAX_RANK = 128
 
 BLOCK = 16
 
+INVERSE_STRIDE = 20
+"""Floats from one column of the inverse of a diagonal block to the next, as in cuda/system.cuh."""
+
 SEGMENT = 4096
 """Entries above which a row is split: its sums are 9 KB (f = 64) for the 1 MB of factors that 4,096 entries gather."""
 
@@ -58,14 +61,17 @@ def partial_floats(rank: int) -> int:
 
 
 def solver_floats(rank: int, warps: int) -> int:
-    """Floats of shared memory in which a team of warps solves a system, without its vectors: see cuda/system.cuh."""
+    """Floats of shared memory in which a team of warps solves a system, without its vectors.
+
+    FACTOR_FLOATS in cuda/system.cuh: a panel, and the inverses of the blocks on the diagonal.
+    """
     blocks = ceil_div(rank, BLOCK)
     panel = BLOCK if warps == 1 else blocks * 2 * BLOCK * BLOCK
-    return panel + blocks * BLOCK * 20
+    return panel + blocks * BLOCK * INVERSE_STRIDE
 
 
 def vector_floats(rank: int, warps: int) -> int:
-    """Floats of shared memory for the vectors of a system."""
+    """Floats of shared memory for the vectors of a system: TEAM_VECTORS in cuda/system.cuh."""
     return 4 * round_up(rank, BLOCK) + (8 if warps == 1 else 24)
 
 
