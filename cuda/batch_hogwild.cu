@@ -40,8 +40,23 @@ struct Run {  // memory layout
     int64 begin;
     int64 owner_and_count;
 
-    __device__ __forceinline__ int64 owner() const { return owner_and_count >> 32; }
+    __device__ __forceinline__ int owner() const { return int(owner_and_count >> 32); }
     __device__ __forceinline__ int count() const { return int(owner_and_count & 0xffffffff); }
+};
+
+// Both sides; a run's owner k is row k of `held`, or row ~k of `walked` if it is negative.
+struct Sides {
+    stored *held_rows, *walked_rows;
+    real *held_bias, *walked_bias;
+
+    __device__ __forceinline__ stored* row_of(int owner) const {
+        return owner < 0 ? walked_rows + int64(~owner) * LD : held_rows + int64(owner) * LD;
+    }
+    __device__ __forceinline__ real* bias_of(int owner) const {
+        return owner < 0 ? walked_bias + ~owner : held_bias + owner;
+    }
+    __device__ __forceinline__ stored* rows_met_by(int owner) const { return owner < 0 ? held_rows : walked_rows; }
+    __device__ __forceinline__ real* biases_met_by(int owner) const { return owner < 0 ? held_bias : walked_bias; }
 };
 
 // Data of a run, loaded before the run starts.
@@ -81,31 +96,31 @@ struct Cursor {
 };
 
 struct Sources {
-    const stored* held;
-    Walk walk;
+    Sides sides;
+    const int* indices;
+    const real* ratings;
     int lane;
 
     __device__ __forceinline__ Prepared prepare(Run run) const {
         Prepared next;
         next.run = run;
-        next.index.load(walk.indices + run.begin, run.count(), lane, walk.first);
-        next.rating.load(walk.ratings + run.begin, run.count(), lane, real(0));
-        next.x = Piece_row::load<ALL_MULTIPROCESSORS>(held + run.owner() * LD, lane);
+        next.index.load(indices + run.begin, run.count(), lane, 0);
+        next.rating.load(ratings + run.begin, run.count(), lane, real(0));
+        next.x = Piece_row::load<ALL_MULTIPROCESSORS>(sides.row_of(run.owner()), lane);
         return next;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* walked_bias, double* losses,
-              const int* indices, const real* ratings, const Run* shuffled, int64 n_runs, int n_workers, int batch, int first,
-              real rate, real keep, real mean, real bias_rate, real bias_keep) {
+              const int* indices, const real* ratings, const unsigned char* crowded, const Run* shuffled, int64 n_runs,
+              int n_workers, int batch, real rate, real keep, real mean, real bias_rate, real bias_keep) {
     // kernel arguments are not structs by value: these make the fastest configuration spill registers
-    const Factors held{held_rows, held_bias}, walked{walked_rows, walked_bias};
-    const Walk walk{indices, ratings, nullptr, nullptr, first};
+    const Sides sides{held_rows, walked_rows, held_bias, walked_bias};
     const Runs runs{shuffled, n_runs, n_workers, batch};
     const int lane = threadIdx.x % GROUP;
     const int worker = (blockIdx.x * THREADS + threadIdx.x) / GROUP;
-    const Sources sources{held.rows, walk, lane};
+    const Sources sources{sides, indices, ratings, lane};
     Cursor cursor{runs, worker};
     const int64 turns = ceil_div(ceil_div(runs.count, int64(runs.batch)), int64(runs.n_workers)) * runs.batch;
     Prepared next = sources.prepare(cursor.take());
@@ -113,18 +128,27 @@ batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* wal
     double loss = 0;
     for (int64 turn = 0; turn < turns; turn++) {
         const Prepared now = next;
-        const int64 owner = now.run.owner();
+        const int owner = now.run.owner();
         const int count = now.run.count();
+        stored* const met = sides.rows_met_by(owner);
         next = sources.prepare(later);
         later = cursor.take();
         real x[Piece_row::OWNED], y[Piece_row::OWNED];
         Piece_row::values_of(x, now.x);
-        real bias = HAS_BIASES ? load_shared_with_others(held.bias + owner) : real(0), squares = 0;
-        Spread<real, RUN, GROUP> walked_biases, target;
+        real bias = HAS_BIASES ? load_shared_with_others(sides.bias_of(owner)) : real(0), squares = 0;
+        Spread<real, RUN, GROUP> met_biases, target;
 #pragma unroll
         for (int s = 0; s < target.SLOTS; s++) {
-            walked_biases.slot[s] = HAS_BIASES ? load_shared_with_others(walked.bias + now.index.slot[s] - first) : real(0);
-            target.slot[s] = now.rating.slot[s] - mean - walked_biases.slot[s];
+            met_biases.slot[s] =
+                HAS_BIASES ? load_shared_with_others(sides.biases_met_by(owner) + now.index.slot[s]) : real(0);
+            target.slot[s] = now.rating.slot[s] - mean - met_biases.slot[s];
+        }
+        // bit j of slot s: entry s GROUP + j exists and belongs to this run
+        unsigned present[target.SLOTS];
+#pragma unroll
+        for (int s = 0; s < target.SLOTS; s++) {
+            const bool belongs = owner < 0 || !crowded[now.index.slot[s]];
+            present[s] = __ballot_sync(FULL_WARP, s * GROUP + lane < count && belongs) >> threadIdx.x % WARP / GROUP * GROUP;
         }
 #pragma unroll
         for (int part = 0; part < RUN; part += DEPTH) {
@@ -132,12 +156,12 @@ batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* wal
             int places[DEPTH];
 #pragma unroll
             for (int j = 0; j < DEPTH; j++) {
-                places[j] = now.index.get(part + j) - first;
-                rows[j] = Piece_row::load<ALL_MULTIPROCESSORS>(walked.rows + int64(places[j]) * LD, lane);
+                places[j] = now.index.get(part + j);
+                rows[j] = Piece_row::load<ALL_MULTIPROCESSORS>(met + int64(places[j]) * LD, lane);
             }
 #pragma unroll
             for (int j = 0; j < DEPTH; j++) {
-                const bool counts = part + j < count;
+                const bool counts = present[(part + j) / GROUP] >> (part + j) % GROUP & 1;
                 Piece_row::values_of(y, rows[j]);
                 const real product = Piece_row::dot(x, y), wanted = target.get(part + j);
                 const real error = counts ? wanted - bias - product : real(0);
@@ -148,12 +172,12 @@ batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* wal
                     x[k] = rest * before + step * y[k];
                     y[k] = rest * y[k] + step * before;
                 }
-                if (counts) Piece_row::store(walked.rows + int64(places[j]) * LD, Piece_row::raw_of(y), lane);
+                if (counts) Piece_row::store(met + int64(places[j]) * LD, Piece_row::raw_of(y), lane);
                 if (HAS_BIASES) {
                     const real bias_step = bias_rate * error;
                     bias = (counts ? bias_keep : real(1)) * bias + bias_step;
                     if (counts && lane == (part + j) % GROUP)
-                        walked.bias[places[j]] = bias_keep * walked_biases.slot[(part + j) / GROUP] + bias_step;
+                        sides.biases_met_by(owner)[places[j]] = bias_keep * met_biases.slot[(part + j) / GROUP] + bias_step;
                 }
                 squares += error * error;
             }
@@ -161,8 +185,8 @@ batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* wal
         loss += squares;
         const auto moved = Piece_row::raw_of(x);
         if (count > 0) {
-            Piece_row::store(held.rows + owner * LD, moved, lane);
-            if (HAS_BIASES && lane == 0) held.bias[owner] = bias;
+            Piece_row::store(sides.row_of(owner), moved, lane);
+            if (HAS_BIASES && lane == 0) *sides.bias_of(owner) = bias;
         }
         // the next run was prepared before this one ended
         const bool again = count > 0 && next.run.owner() == owner;

@@ -2,18 +2,18 @@
 //          rank_one: e <- e - p P[fixed] + q Q[fixed]      P, Q: previous factor (new values), this factor (old values)
 //                    z  = sum e C[fixed] / (penalty + sum C[fixed]^2) for every row (nonnegative: clamped at 0)
 // source: Yu, Hsieh, Si, Dhillon 2012 (CCD++); Nisa et al. 2017 (loop fusion, long rows split); tiles: ours
-// grid  : blocks of equal work; each processes `parts`: consecutive pieces of one tile. A piece is a row's entries in a tile
-//         of the fixed side, at most a segment of them. A warp processes it, or 8 or 16 lanes if they read it in one step
+// grid  : blocks of equal work; each processes its turns of `parts`: consecutive pieces of one tile. A piece is a row's entries
+//         in a tile of the fixed side, at most a segment of them. 8, 16 or 32 lanes read and process it in one step
 // shapes: rows of this side and columns of both sides (n,): padded with zeros to 16 bytes
 //         indices, ratings, residuals (4 n_quads,)  pieces (n_pieces, 4): first quad, quads, row, slot (-1: whole row)
-//         parts (n_parts, 4): tile, first piece, end, lanes per piece  first_part (blocks + 1,)  partials (n_slots, 2)
+//         parts (n_parts, 8): see Part  first_part (blocks + 1,)  partials (n_slots, 2)
 //         split (n_split, 4): row, first slot, slots, 0     tables (n, ld), ld a multiple of 16 bytes
 // shared: STAGED: VECTORS * TILE * sizeof(real): this tile of P, Q and C
 // traffic: a pass reads an index and reads and writes a residual: nnz (2 + 2 sizeof(real)) bytes STAGED, with 4 in place
 //          of 2 otherwise. Both passes of a factor, float32, STAGED: 20 nnz bytes; Netflix shape (99.07M entries) at
 //          4.24 TB/s: 0.467 ms, 18.7 ms for 40 factors; computing the residual at the start of an iteration reads and writes
 //          as much once more and gathers 2 nnz ld sizeof(real) bytes, mostly from L2
-// limits: rows have ascending indices; TILE a multiple of 16 bytes, at most 65,536; fewer than 2^31 quads
+// limits: rows have ascending indices; TILE a multiple of 16 bytes, at most 65,536; fewer than 2^31 quads, at most 64 a piece
 //
 // Fused: one pass subtracts the product of the previous factor from the residual, adds back the old product of this factor and
 // sums the ridge regressions. Both copies of the residual undergo the same operations on the same numbers, hence the same bits.
@@ -23,10 +23,11 @@
 // with 16-bit indices into it; otherwise (short rows, many tiles) the vectors are read as one pack from L2.
 // A row's entries are stored in quads, 4 per lane, padded with entries that point to a zero: every access has 16 (or 8)
 // bytes. Of k quads that lanes read together, quad l holds entries l, l + k, l + 2k, l + 3k: neighbouring lanes gather from
-// neighbouring entries. While a step is summed, the next step is loaded into registers.
-// Order of summation: pairs, lanes of up to SEGMENT / 128 quads, a tree over the lanes, then the partial sums in the order of a
-// row. The bits are the same on every run. With segments of 2,048 entries there are at most 24 roundings of sum |e C| (and
-// slots / 32 + 5 for the partial sums of a split row). A residual is rounded twice per factor and recomputed in every iteration.
+// neighbouring entries. While a piece is summed, the next one is loaded into registers.
+// Order of summation: pairs, quads, the two quads of a lane, a tree over the lanes, then the partial sums in the order of a row.
+// More lanes than necessary add zeros, so the bits depend neither on them nor on the division into blocks. There are at most 9
+// roundings of sum |e C| (and slots / 32 + 5 for the partial sums of a split row). A residual is rounded twice per factor and
+// recomputed in every iteration.
 #include "common.cuh"
 
 #ifndef STAGED
@@ -47,12 +48,12 @@
 
 constexpr bool UPDATES = VECTORS > 1;
 constexpr int QUAD = 4;                                  // entries a lane reads at a time
-constexpr int UNROLL = 2;                                // quads per step
+constexpr int UNROLL = 2;                                // quads of a piece per lane
 constexpr int WARPS = THREADS / WARP;
 constexpr int CHUNK = 16 / int(sizeof(real));
 constexpr int PACK = VECTORS == 3 ? 4 : VECTORS;         // elements of a pack; the fourth is not used
 
-// Lanes that share a piece: 8 or 16 if they read it in one step, else a warp.
+// Lanes that read a piece of at most UNROLL * WARP quads together.
 __device__ __forceinline__ int lanes_of(int quads) { return quads <= UNROLL * 8 ? 8 : quads <= UNROLL * 16 ? 16 : WARP; }
 
 static_assert(TILE % CHUNK == 0 && TILE <= 65536, "tiles are copied 16 bytes at a time and have 16-bit indices");
@@ -67,7 +68,7 @@ struct alignas(16) Chunk { real value[CHUNK]; };
 
 // ---------------------------------------------------------------------------------------------- quads of entries
 
-// Indices and residuals of a lane's quad, as loaded. The loads mark data that is read once for early eviction from the caches.
+// Indices and residuals of a lane's quad, as loaded. Hints to evict them early made a pass 6 % slower.
 struct Quad {
 #if STAGED
     int2 packed;
@@ -79,7 +80,7 @@ struct Quad {
         packed = make_int2(both, both);
     }
     __device__ __forceinline__ void read_indices(const FixedIndex* indices, int64 quad) {
-        packed = __ldcs(reinterpret_cast<const int2*>(indices) + quad);
+        packed = reinterpret_cast<const int2*>(indices)[quad];
     }
 #else
     int packed[QUAD];
@@ -89,7 +90,7 @@ struct Quad {
         for (int k = 0; k < QUAD; k++) packed[k] = zero;
     }
     __device__ __forceinline__ void read_indices(const FixedIndex* indices, int64 quad) {
-        const int4 raw = __ldcs(reinterpret_cast<const int4*>(indices) + quad);
+        const int4 raw = reinterpret_cast<const int4*>(indices)[quad];
         packed[0] = raw.x, packed[1] = raw.y, packed[2] = raw.z, packed[3] = raw.w;
     }
 #endif
@@ -98,22 +99,22 @@ struct Quad {
     __device__ __forceinline__ void read(const FixedIndex* indices, const real* residuals, int64 quad) {
         read_indices(indices, quad);
         if constexpr (sizeof(real) == 4) {
-            const float4 raw = __ldcs(reinterpret_cast<const float4*>(residuals) + quad);
+            const float4 raw = reinterpret_cast<const float4*>(residuals)[quad];
             residual[0] = raw.x, residual[1] = raw.y, residual[2] = raw.z, residual[3] = raw.w;
         } else {
-            const double2 low = __ldcs(reinterpret_cast<const double2*>(residuals) + 2 * quad);
-            const double2 high = __ldcs(reinterpret_cast<const double2*>(residuals) + 2 * quad + 1);
+            const double2 low = reinterpret_cast<const double2*>(residuals)[2 * quad];
+            const double2 high = reinterpret_cast<const double2*>(residuals)[2 * quad + 1];
             residual[0] = low.x, residual[1] = low.y, residual[2] = high.x, residual[3] = high.y;
         }
     }
 
     __device__ __forceinline__ void write(real* residuals, int64 quad) const {
         if constexpr (sizeof(real) == 4) {
-            __stcs(reinterpret_cast<float4*>(residuals) + quad,
-                   make_float4(residual[0], residual[1], residual[2], residual[3]));
+            reinterpret_cast<float4*>(residuals)[quad] =
+                make_float4(residual[0], residual[1], residual[2], residual[3]);
         } else {
-            __stcs(reinterpret_cast<double2*>(residuals) + 2 * quad, make_double2(residual[0], residual[1]));
-            __stcs(reinterpret_cast<double2*>(residuals) + 2 * quad + 1, make_double2(residual[2], residual[3]));
+            reinterpret_cast<double2*>(residuals)[2 * quad] = make_double2(residual[0], residual[1]);
+            reinterpret_cast<double2*>(residuals)[2 * quad + 1] = make_double2(residual[2], residual[3]);
         }
     }
 };
@@ -133,6 +134,10 @@ struct Own { real subtracted, added, penalty; };
 struct Vectors { const real *subtracted, *added, *regressor; };
 
 struct OwnVectors { const real *subtracted, *added, *penalties; };
+
+// Consecutive pieces of one tile. The blocks of a team take turns at them, so that what they read at the same time is close
+// together: DRAM serves that faster than as many distant places as there are blocks. `lanes` are enough for each piece.
+struct alignas(16) Part { int tile, begin, end, lanes, rank, team, unused[2]; };  // memory layout
 
 struct Pass {
     real* solved;
@@ -210,42 +215,34 @@ struct Pass {
             partials[piece.w] = sums;
     }
 
-    // Processes this warp's pieces of begin ... end - 1. All lanes take the same branches: a group's piece may be missing or empty.
-    template <int GROUP> __device__ __forceinline__ void run(int begin, int end) const {
-        constexpr int PER_WARP = WARP / GROUP, STRIDE = WARPS * PER_WARP, STEP = UNROLL * GROUP;
+    // Processes this warp's pieces of a part. All lanes take the same branches: a group's piece may be missing.
+    template <int GROUP> __device__ __forceinline__ void run(const Part& part) const {
+        constexpr int PER_WARP = WARP / GROUP;
         const int lane = threadIdx.x % GROUP, group = threadIdx.x % WARP / GROUP;
-        int first = begin + int(threadIdx.x) / WARP * PER_WARP;
+        const int end = part.end, stride = part.team * WARPS * PER_WARP;
+        int first = part.begin + (part.rank * WARPS + int(threadIdx.x) / WARP) * PER_WARP;
         if (first >= end) return;
-        int4 current = piece(first + group, end), following = piece(first + STRIDE + group, end);
+        int4 current = piece(first + group, end), following = piece(first + stride + group, end);
         Own mine = own(current);
-        Sums sums = {0, 0};
         Quad quads[UNROLL];
-        int at = lane;
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) read(quads[u], current, at + u * GROUP);
+        for (int u = 0; u < UNROLL; u++) read(quads[u], current, lane + u * GROUP);
         while (true) {
-            const bool last = GROUP < WARP || at - lane + STEP >= current.y;  // last step of this piece
-            const int4 next = last ? following : current;
-            const int next_at = last ? lane : at + STEP;
-            const Own next_own = last ? own(following) : mine;
+            const Own next_own = own(following);
             Quad arriving[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL; u++) read(arriving[u], next, next_at + u * GROUP);
-            // loaded again in each step of a long piece: with a conditional load, the warp would stall on it here
-            const int4 upcoming = piece(first + (last ? 2 : 1) * STRIDE + group, end);
+            for (int u = 0; u < UNROLL; u++) read(arriving[u], following, lane + u * GROUP);
+            const int4 upcoming = piece(first + 2 * stride + group, end);
+            Sums sums = {0, 0};
 #pragma unroll
             for (int u = 0; u < UNROLL; u++) {
                 sum(sums, quads[u], mine);
-                if (UPDATES && at + u * GROUP < current.y)
-                    quads[u].write(residuals, int64(current.x) + at + u * GROUP);
+                if (UPDATES && lane + u * GROUP < current.y) quads[u].write(residuals, int64(current.x) + lane + u * GROUP);
             }
-            if (last) {
-                finish<GROUP>(sums, current, mine);
-                sums = {0, 0};
-                first += STRIDE;
-                if (first >= end) return;
-            }
-            current = next, at = next_at, mine = next_own, following = upcoming;
+            finish<GROUP>(sums, current, mine);
+            first += stride;
+            if (first >= end) return;
+            current = following, mine = next_own, following = upcoming;
 #pragma unroll
             for (int u = 0; u < UNROLL; u++) quads[u] = arriving[u];
         }
@@ -270,26 +267,26 @@ __device__ __forceinline__ void stage(real* target, Vectors fixed, int64 begin, 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 rank_one(real* solved, real* residuals, Sums* partials, const real* subtracted, const real* added, const real* regressor,
          const real* own_subtracted, const real* own_added, const real* penalties, const FixedIndex* indices, const int4* pieces,
-         const int4* parts, const int* first_part, int64 n_fixed, int pending, int nonnegative) {
+         const Part* parts, const int* first_part, int64 n_fixed, int pending, int nonnegative) {
     const Vectors fixed = {subtracted, added, regressor};
     real* const staged = STAGED ? shared_memory<real>() : nullptr;
     const Pass pass = {solved, residuals, partials, STAGED ? staged : subtracted, {own_subtracted, own_added, penalties},
                        indices, pieces, STAGED ? TILE - CHUNK : int(n_fixed), pending != 0, nonnegative != 0};
     int tile = -1;
     for (int p = first_part[blockIdx.x]; p < first_part[blockIdx.x + 1]; p++) {
-        const int4 part = parts[p];
-        if (STAGED && part.x != tile) {
-            tile = part.x;
+        const Part part = parts[p];
+        if (STAGED && part.tile != tile) {
+            tile = part.tile;
             __syncthreads();  // no thread still reads the previous tile
             stage(staged, fixed, int64(tile) * (TILE - CHUNK), n_fixed);
             __syncthreads();
         }
-        if (part.w == 8)
-            pass.run<8>(part.y, part.z);
-        else if (part.w == 16)
-            pass.run<16>(part.y, part.z);
+        if (part.lanes == 8)
+            pass.run<8>(part);
+        else if (part.lanes == 16)
+            pass.run<16>(part);
         else
-            pass.run<WARP>(part.y, part.z);
+            pass.run<WARP>(part);
     }
 }
 

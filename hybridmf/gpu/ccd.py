@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..errors import DeviceMemoryError
 from ..plan import ccd_gpu
+from ..plan.assemblies import WARP
 from ..plan.ccd import CcdMethod, non_finite
 from ..plan.ccd_gpu import QUAD, SEGMENT, VECTORS, CcdConfig, padded
 from ..plan.fused import table_width
@@ -26,12 +28,15 @@ from .factors import DeviceFactors, to_device
 from .launch import check, check_not_host, get_kernel
 
 LANES = ((16, 8), (32, 16))
-"""Maximum quads of a short piece, and the number of lanes that read it in one step; a warp shares longer pieces."""
+"""Maximum quads of a short piece, and the number of lanes that read it; a warp reads longer pieces."""
 
 MAX_QUADS = (1 << 31) - 1
 
-PIECE_WORK = 8
+PIECE_WORK = 4
 """Overhead of a piece, in quads, when work is divided into blocks."""
+
+LEAST_SHARE = 0.05
+"""Smallest part of a block's work for which it joins the team of a tile."""
 
 COMPILED_RANKS = (64,)
 """One rank suffices: the kernels do not depend on it."""
@@ -109,27 +114,62 @@ class PieceLayout:
             int(quads.sum()),
         )
 
-    def divide(self, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Divide consecutive pieces among at most `blocks` blocks of about equal work.
+    def divide(self, blocks: int, warps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Divide the pieces among at most `blocks` blocks of `warps` warps, of about equal work.
+
+        The blocks of a tile are a team that takes turns at consecutive pieces, so that what it reads at a time is close
+        together in memory. A block at the border of two tiles is in the team of either for a part of the pieces.
 
         Returns
         -------
-        parts : int32 array, shape (n_parts, 4)
-            Tile, first piece, end, lanes that share a piece: all pieces of a part are in one tile and of one kind.
+        parts : int32 array, shape (n_parts, 8)
+            Tile, first piece, end, lanes that share a piece, rank of the block in its team, blocks of the team, 0, 0.
         first_part : int32 array, shape (n_blocks + 1,)
         """
         n = len(self.pieces)
-        work = np.cumsum(self.pieces[:, 1] + PIECE_WORK)
         blocks = max(1, min(blocks, n))
-        cuts = np.searchsorted(work, work[-1] * np.arange(1, blocks) / blocks) if n else np.zeros(0, dtype=np.int64)
-        cuts = np.concatenate(([0], cuts, [n]))
+        work = np.concatenate(([0], np.cumsum(self.pieces[:, 1] + PIECE_WORK)))
+        work = work * (blocks / max(work[-1], 1))  # in blocks
         lanes = lanes_of(self.pieces[:, 1])
-        changes = 1 + np.flatnonzero((np.diff(self.tiles) != 0) | (np.diff(lanes) != 0))
-        breaks = np.unique(np.concatenate((cuts, changes)))
-        begins, ends = breaks[:-1], breaks[1:]
-        parts = np.column_stack((self.tiles[begins], begins, ends, lanes[begins]))
-        first_part = np.searchsorted(breaks, cuts)
-        return np.ascontiguousarray(parts, dtype=np.int32), first_part.astype(np.int32)
+        shares: list[list[tuple[int, ...]]] = [[] for _ in range(blocks)]
+        edges = np.concatenate(([0], 1 + np.flatnonzero(np.diff(self.tiles)), [n])) if n else np.zeros(1, dtype=int)
+        for start, stop in itertools.pairwise(edges.tolist()):
+            at = start
+            for team, until in _teams(work[start], work[stop], blocks):
+                end = stop if until is None else max(at, int(np.searchsorted(work[: stop + 1], until)))
+                while at < end:
+                    # whole rounds, so that only the last of a tile leaves warps without a piece: wide groups may read
+                    # some of the shorter pieces
+                    wide, pieces = int(lanes[at]), len(team) * warps * (WARP // int(lanes[at]))
+                    narrower = at + int(np.searchsorted(-lanes[at:stop], -wide, side="right"))
+                    cut = min(at + ceil_div(min(narrower, end) - at, pieces) * pieces, stop)
+                    busy = ceil_div((cut - at) * len(team), pieces)  # blocks with a turn
+                    for rank, block in enumerate(team[:busy]):
+                        shares[block].append((int(self.tiles[at]), at, cut, wide, rank, len(team), 0, 0))
+                    at = cut
+        first_part = np.cumsum([0, *map(len, shares)], dtype=np.int32)
+        return np.array(list(itertools.chain(*shares)), dtype=np.int32).reshape(-1, 8), first_part
+
+
+def _teams(start: float, stop: float, blocks: int) -> Iterator[tuple[list[int], float | None]]:
+    """Teams of blocks for the work of a tile, each with the work at which the next takes over (None: the end).
+
+    Block k has the work k to k + 1. First come all blocks that have work in start ... stop, then those that are left
+    when the ones with the least of it have done their share.
+    """
+    first = min(int(start), blocks - 1)
+    members = np.arange(first, max(min(math.ceil(stop), blocks), first + 1))
+    capacity = np.minimum(members + 1, stop) - np.maximum(members, start)
+    # a small share is not worth a copy of the tile to shared memory
+    capacity[capacity < min(LEAST_SHARE, capacity.max())] = 0
+    unit = (stop - start) / capacity.sum()
+    until, before = start, 0.0
+    levels = np.unique(capacity[capacity > 0])
+    for level in levels:
+        team = members[capacity >= level]
+        until += (level - before) * len(team) * unit
+        before = level
+        yield team.tolist(), None if level == levels[-1] else until
 
 
 def lanes_of(quads: np.ndarray) -> np.ndarray:
@@ -181,7 +221,7 @@ class CcdEntries:
         layout = PieceLayout.cut(indptr[:-1], self._counts(indptr, indices), config.segment)
         self.pieces, self.split = device.upload(layout.pieces), device.upload(layout.split)
         self.bases = device.upload((layout.tiles * self.usable).astype(np.int32))
-        parts, first_part = layout.divide(config.blocks)
+        parts, first_part = layout.divide(config.blocks, config.threads // WARP)
         self.parts, self.first_part = device.upload(parts), device.upload(first_part)
         self.partials = device.empty((layout.n_slots, 2), self.dtype)
         self.indices = device.empty(QUAD * layout.n_quads, np.uint16 if config.staged else np.int32)

@@ -56,6 +56,9 @@ WORKER_ENTRIES = 16_000
 """Minimum entries of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer
 workers on small problems limit that effect."""
 
+CROWDED = 1 / 1500
+"""Part of all entries from which on a row of the smaller side has runs of its own."""
+
 RANGES_PER_SM = 2
 """Blocks per multiprocessor in a decentralized pass, each with one range of updated rows."""
 
@@ -642,8 +645,8 @@ class HogwildConfig:
         return (5 if pieces == 1 else 4 if pieces == 2 else 3) - biases
 
 
-def make_runs(indptr: np.ndarray, rng: np.random.Generator | None = None, longest: int = RUN) -> np.ndarray:
-    """Cut rows into runs, in random order (without `rng` in the order of the entries).
+def make_runs(indptr: np.ndarray, longest: int = RUN) -> np.ndarray:
+    """Cut rows into runs, in the order of the entries.
 
     Returns
     -------
@@ -653,23 +656,88 @@ def make_runs(indptr: np.ndarray, rng: np.random.Generator | None = None, longes
     pieces = Pieces.cut(np.asarray(indptr, dtype=np.int64), np.flatnonzero(np.diff(indptr)), longest)
     owners = np.repeat(pieces.rows, np.diff(pieces.slots)).astype(np.int64)
     begin, end = pieces.segments[:, 1], pieces.segments[:, 2]
-    runs = np.column_stack((begin, (owners << 32) | (end - begin)))
-    return runs if rng is None else runs[rng.permutation(len(runs))]
+    return np.column_stack((begin, (owners << 32) | (end - begin)))
+
+
+@dataclass(frozen=True)
+class HogwildEntries:
+    """Entries of batch-Hogwild on a device: those of each held row, then again those of each crowded walked row.
+
+    Attributes
+    ----------
+    indices : int32 array, shape (n,)
+    ratings : float32 array, shape (n,)
+    crowded : uint8 array, shape (n_walked,)
+        1: the entries of this row belong to its own runs, not to those of held rows.
+    runs : int64 array, shape (n_runs, 2)
+        See `make_runs`; the row is ``~row`` in runs of walked rows.
+    """
+
+    indices: Array
+    ratings: Array
+    crowded: Array
+    runs: Array
+
+    @classmethod
+    def upload(
+        cls,
+        device: Device,
+        held: sp.csr_array,
+        walked: sp.csr_array,
+        longest: int,
+        rng: np.random.Generator | None = None,
+        limit: float = CROWDED,
+    ) -> HogwildEntries:
+        """Upload the ratings by the rows of both sides, with runs in random order (without `rng` in sequence).
+
+        Parameters
+        ----------
+        held, walked : csr_array
+        longest : int
+            Maximum entries of a run.
+        limit : float
+            Part of all entries from which on a walked row is crowded.
+        """
+        rows = np.flatnonzero(np.diff(walked.indptr) >= max(limit * walked.nnz, 1))
+        again = walked[rows]
+        runs = make_runs(held.indptr, longest)
+        if len(rows):
+            more = make_runs(again.indptr, longest)
+            owners, counts = more[:, 1] >> 32, more[:, 1] & 0xFFFFFFFF
+            more = np.column_stack((more[:, 0] + held.nnz, (~rows[owners] << 32) | counts))
+            runs = np.concatenate((runs, more))
+        crowded = np.zeros(walked.shape[0], dtype=np.uint8)
+        crowded[rows] = 1
+        if rng is not None:
+            runs = runs[rng.permutation(len(runs))]
+        indices, ratings = (
+            _joined(device, first, second, dtype)
+            for first, second, dtype in (
+                (held.indices, again.indices, np.int32),
+                (held.data, again.data, np.float32),
+            )
+        )
+        return cls(indices, ratings, device.upload(crowded), device.upload(runs))
+
+
+def _joined(device: Device, first: np.ndarray, second: np.ndarray, dtype: Any) -> Array:
+    out = device.empty(len(first) + len(second), dtype)
+    for part, array in ((out[: len(first)], first), (out[len(first) :], second)):
+        part[:] = device.upload(np.asarray(array, dtype=dtype))
+    return out
 
 
 def batch_hogwild(
-    device: Device, held: FactorRows, walked: FactorRows, walk: Walk, runs: Array, terms: Terms, config: HogwildConfig
+    device: Device, held: FactorRows, walked: FactorRows, entries: HogwildEntries, terms: Terms, config: HogwildConfig
 ) -> Array:
-    """One epoch over the entries of `runs`, lock-free.
+    """One epoch over all runs, lock-free.
 
     Parameters
     ----------
     held, walked : FactorRows
         In and out; float16 or float32, biases in float32.
-    walk : Walk
-        By the rows of `held`; begins and ends are not read.
-    runs : int64 array, shape (n_runs, 2)
-        See `make_runs`; of at most ``config.run`` entries.
+    entries : HogwildEntries
+        In runs of at most ``config.run`` entries.
     terms : Terms
     config : HogwildConfig
 
@@ -680,22 +748,25 @@ def batch_hogwild(
     """
     ld, stored = held.matrix.shape[1], held.matrix.dtype
     _check_rows(device, held, walked, np.float32)
-    _check_walk(device, walk, np.float32)
-    check("runs", runs, np.int64, (None, 2))
-    check_not_host(device, runs=runs)
+    check("indices", entries.indices, np.int32, (None,))
+    check("ratings", entries.ratings, np.float32, entries.indices.shape)
+    check("crowded", entries.crowded, np.uint8, (len(walked.matrix),))
+    check("runs", entries.runs, np.int64, (None, 2))
+    check_not_host(device, **vars(entries))
     blocks = ceil_div(config.n_workers * group_size(ld, stored.itemsize), THREADS)
     out = device.empty(blocks, np.float64)
     float16, biases = stored == np.float16, held.bias is not None
     kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **config.constants(ld, float16, biases))
-    sizes = (np.int64(len(runs)), np.int32(config.n_workers), np.int32(config.batch), np.int32(walk.first))
+    sizes = (np.int64(len(entries.runs)), np.int32(config.n_workers), np.int32(config.batch))
     (held_matrix, held_bias), (walked_matrix, walked_bias) = held.struct, walked.struct
-    arrays = (held_matrix, walked_matrix, held_bias, walked_bias, out, walk.indices, walk.ratings, runs)
-    kernel((blocks,), (THREADS,), (*arrays, *sizes, *scalars(terms, np.float32)), 0)
+    factors = (held_matrix, walked_matrix, held_bias, walked_bias)
+    arrays = (entries.indices, entries.ratings, entries.crowded, entries.runs)
+    kernel((blocks,), (THREADS,), (*factors, out, *arrays, *sizes, *scalars(terms, np.float32)), 0)
     return out
 
 
 class BatchHogwild:
-    """Batch-Hogwild (cuMF_SGD): runs of entries, shuffled once; a row of the larger side stays in registers for a run.
+    """Batch-Hogwild (cuMF_SGD): runs of entries, shuffled once; the row that owns a run stays in registers meanwhile.
 
     Parameters
     ----------
@@ -718,18 +789,18 @@ class BatchHogwild:
         self.device = device
         self.stored = self.read = np.dtype(plan.precision)
         self.held: Side = "user" if plan.n_users >= plan.n_items else "item"
-        matrix = matrices[self.held]
-        self.walks = {self.held: Walk.upload(device, matrix)}
+        held, walked = matrices[self.held], matrices[other_side(self.held)]
         shape = (stored_width(plan.factors, self.stored), self.stored.itemsize)
         config = config or HogwildConfig.default(device.spec, *shape, plan.rank > plan.factors)
-        self.runs = device.upload(make_runs(matrix.indptr, method.rng(), config.run))
-        self.config = config.limited(matrix.nnz)
+        self.entries = HogwildEntries.upload(device, held, walked, config.run, method.rng())
+        bounds = device.upload(np.asarray(held.indptr, dtype=np.int64))
+        self.walks = {self.held: Walk(self.entries.indices, self.entries.ratings, bounds[:-1], bounds[1:])}
+        self.config = config.limited(held.nnz)
 
     def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
         """See `Epochs`."""
         held, walked = work[self.held], work[other_side(self.held)]
-        walk = self.walks[self.held]
-        return batch_hogwild(self.device, held, walked, walk, self.runs, terms, self.config).sum(keepdims=True)
+        return batch_hogwild(self.device, held, walked, self.entries, terms, self.config).sum(keepdims=True)
 
 
 # ---------------------------------------------------------------------------------------------- solver

@@ -15,8 +15,9 @@ from .fused import table_width
 QUAD = 4
 """Entries a lane reads at a time; rows are padded to whole quads."""
 
-SEGMENT = 2048
-"""Entries above which a piece is split; a multiple of the 128 that a warp reads together."""
+SEGMENT = 256
+"""Entries above which a piece is split: what a warp reads together. Longer segments, which a warp would read in several
+steps, spread what all warps read at a time over more memory: 4 % slower with 2,048 on an H100."""
 
 STAGED_THREADS = {4: 1024, 8: 512}
 """Threads of a block that has a multiprocessor to itself, by bytes of a number: the most that do not spill registers.
@@ -48,9 +49,14 @@ class CcdConfig:
     n_tiles : int
         1 if vectors are not staged.
     segment : int
-        Entries above which a piece is split.
+        Entries above which a piece is split; at most `SEGMENT`.
     blocks, threads : int
         Maximum blocks of a pass, and threads of each.
+
+    Raises
+    ------
+    ValueError
+        The kernel does not support the segment.
     """
 
     staged: bool
@@ -59,6 +65,10 @@ class CcdConfig:
     segment: int
     blocks: int
     threads: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.segment <= SEGMENT:
+            raise ValueError(f"segment must be 1 to {SEGMENT} entries, which a warp reads together; got {self.segment}")
 
     @classmethod
     def choose(cls, n_rows: int, n_fixed: int, nnz: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
@@ -69,8 +79,7 @@ class CcdConfig:
         config = cls._staged(n_fixed, vectors, dtype, spec)
         if config.n_tiles == 1 or nnz >= MEAN_PIECE * n_rows * config.n_tiles:
             return config
-        # several times the resident blocks, for load balance
-        return cls(False, 16, 1, SEGMENT, 8 * spec.multiprocessors, 256)
+        return cls(False, 16, 1, SEGMENT, _gathering_blocks(vectors, dtype) * spec.multiprocessors, 256)
 
     @classmethod
     def _staged(cls, n_fixed: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
@@ -82,19 +91,23 @@ class CcdConfig:
 
     def constants(self, vectors: int, dtype: Any) -> dict[str, Any]:
         """Compile-time constants of a pass that gathers `vectors` vectors."""
-        roomy = np.dtype(dtype).itemsize == 4 and vectors < 3
         return {
             "REAL": np.dtype(dtype),
             "STAGED": self.staged,
             "VECTORS": vectors,
             "TILE": self.tile,
             "THREADS": self.threads,
-            "BLOCKS_PER_SM": 1 if self.staged else 3 if roomy else 2,
+            "BLOCKS_PER_SM": 1 if self.staged else _gathering_blocks(vectors, dtype),
         }
 
     def usable(self, dtype: Any) -> int:
         """Rows of the other side in a tile."""
         return self.tile - 16 // np.dtype(dtype).itemsize
+
+
+def _gathering_blocks(vectors: int, dtype: Any) -> int:
+    """Resident blocks per multiprocessor of a pass that does not stage its vectors: as many as registers allow."""
+    return 3 if np.dtype(dtype).itemsize == 4 and vectors < 3 else 2
 
 
 def padded(n: int, dtype: Any) -> int:
@@ -116,8 +129,11 @@ def memory_bytes(
         places = nnz + (QUAD - 1) * min(nnz, n_rows * config.n_tiles) + (QUAD - 1)
         sizes["ratings"] += places * ((2 if config.staged else 4) + itemsize)
         sizes["residual"] += places * itemsize
-        # pieces and their tiles; parts; partial sums; split rows; penalties; packs
-        sizes["pieces"] += pieces * (16 + 4 + 2 * itemsize) + min(pieces, 2 * config.n_tiles + config.blocks) * 20 + 8
+        # pieces and their tiles, partial sums; parts (a team's blocks, in up to three layers of up to three kinds of
+        # pieces); split rows; penalties; packs
+        sizes["pieces"] += pieces * (16 + 4 + 2 * itemsize)
+        sizes["pieces"] += min(pieces, 9 * (2 * config.n_tiles + config.blocks)) * 32
+        sizes["pieces"] += (min(pieces, config.blocks) + 1) * 4
         sizes["pieces"] += min(n_rows, pieces) * 16 + (1 + biases) * n_rows * itemsize
         sizes["pieces"] += 0 if config.staged else (n_fixed + 1) * 4 * itemsize
     # old and new tables and biases; columns, of which biases take two, and a spare one

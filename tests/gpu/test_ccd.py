@@ -37,8 +37,7 @@ N_ITEMS = 301
 
 CONFIGS = {
     "chosen": None,
-    # one warp, whose longest pieces take two steps
-    "one tile": CcdConfig(staged=True, tile=512, n_tiles=1, segment=512, blocks=1, threads=32),
+    "one tile": CcdConfig(staged=True, tile=512, n_tiles=1, segment=256, blocks=1, threads=32),
     "tiles": CcdConfig(staged=True, tile=100, n_tiles=0, segment=64, blocks=5, threads=64),
     "gathered": CcdConfig(staged=False, tile=16, n_tiles=1, segment=128, blocks=4, threads=64),
 }
@@ -250,6 +249,17 @@ def test_a_rerun_and_a_resumed_run_give_the_same_bits(device, config, objective)
             assert np.array_equal(first.side(side).bias, resumed.side(side).bias)
 
 
+@pytest.mark.parametrize(("blocks", "threads"), [(1, 32), (3, 128), (40, 32)])
+@pytest.mark.parametrize("config", ["tiles", "gathered"])
+def test_the_division_into_blocks_does_not_change_the_bits(device, monkeypatch, config, blocks, threads):
+    matrix = uneven()
+    start = start_of(matrix, 2)
+    expected = swept(solver(device, matrix, start, config=config)).state
+    monkeypatch.setitem(CONFIGS, config, replace(CONFIGS[config], blocks=blocks, threads=threads))
+    state = swept(solver(device, matrix, start, config=config)).state
+    assert all(np.array_equal(expected.side(side).matrix, state.side(side).matrix) for side in SIDES)
+
+
 @pytest.mark.parametrize("config", ["one tile", "tiles", "gathered"])
 @objectives
 def test_both_copies_of_the_residual_have_the_same_bits(device, config, objective):
@@ -446,23 +456,52 @@ def test_layout_has_each_entry_once(seed):
     assert np.all(slots[~np.isin(rows, layout.split[:, 0])] == -1)
 
 
+@pytest.mark.parametrize("warps", [1, 3])
 @pytest.mark.parametrize("blocks", [1, 2, 7, 1000])
-def test_blocks_divide_the_pieces(blocks):
+def test_blocks_divide_the_pieces(blocks, warps):
     rng = np.random.default_rng(0)
-    counts = rng.integers(0, 600, (50, 4))
-    layout = PieceLayout.cut(np.cumsum(counts.sum(axis=1)) - counts.sum(axis=1), counts, 512)
-    parts, first_part = layout.divide(blocks)
-    assert len(first_part) == min(blocks, len(layout.pieces)) + 1
+    counts = rng.integers(0, 1200, (50, 4)) * (rng.random((50, 4)) < 0.8)
+    layout = PieceLayout.cut(np.cumsum(counts.sum(axis=1)) - counts.sum(axis=1), counts, 256)
+    parts, first_part = layout.divide(blocks, warps)
+    n_blocks = min(blocks, len(layout.pieces))
+    assert len(first_part) == n_blocks + 1
     assert first_part[0] == 0 and first_part[-1] == len(parts) and np.all(np.diff(first_part) >= 0)
-    assert np.array_equal(
-        np.concatenate([np.arange(begin, end) for _, begin, end, _ in parts]), np.arange(len(layout.pieces))
-    )
-    for tile, begin, end, lanes in parts:
-        assert np.all(layout.tiles[begin:end] == tile)
-        assert np.all(ccd.lanes_of(layout.pieces[begin:end, 1]) == lanes)
+    times, work = np.zeros(len(layout.pieces), dtype=int), np.zeros(n_blocks)
+    for block, (a, b) in enumerate(pairwise(first_part)):
+        for tile, begin, end, lanes, rank, team, *unused in parts[a:b]:
+            assert 0 <= rank < team <= n_blocks and not any(unused)
+            assert np.all(layout.tiles[begin:end] == tile)
+            assert np.all(ccd.lanes_of(layout.pieces[begin:end, 1]) <= lanes)
+            # the turns of the kernel
+            turn = (np.arange(begin, end) - begin) // (warps * (32 // lanes))
+            mine = begin + np.flatnonzero(turn % team == rank)
+            times[mine] += 1
+            work[block] += np.sum(layout.pieces[mine, 1] + ccd.PIECE_WORK)
+    assert np.all(times == 1)
     if blocks == 7:
-        work = [layout.pieces[parts[a, 1] : parts[b - 1, 2], 1].sum() for a, b in pairwise(first_part)]
-        assert max(work) < 1.2 * layout.n_quads / blocks
+        assert work.max() < 1.2 * work.mean()
+
+
+def test_a_block_at_a_border_of_tiles_shares_both():
+    """Two and a half blocks' work in each of two tiles: the third block has a part of either."""
+    counts = np.full((100, 2), 256)
+    layout = PieceLayout.cut(np.arange(0, 51200, 512), counts, 256)
+    parts, first_part = layout.divide(5, 1)
+    tiles = [set(parts[a:b, 0].tolist()) for a, b in pairwise(first_part)]
+    assert tiles == [{0}, {0}, {0, 1}, {1}, {1}]
+    assert [set(parts[a:b, 5].tolist()) for a, b in pairwise(first_part)] == [{3, 2}, {3, 2}, {3}, {3, 2}, {3, 2}]
+
+
+def test_no_pieces():
+    layout = PieceLayout.cut(np.zeros(3, dtype=np.int64), np.zeros((3, 2), dtype=np.int64), 256)
+    parts, first_part = layout.divide(4, 2)
+    assert parts.shape == (0, 8) and first_part.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("segment", [0, 257])
+def test_segments_that_a_warp_does_not_read_together(segment):
+    with pytest.raises(ValueError, match="segment must be 1 to 256 entries"):
+        CcdConfig(True, 100, 1, segment, 1, 32)
 
 
 def test_too_many_entries_for_the_kernels(monkeypatch):
