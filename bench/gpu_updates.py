@@ -29,7 +29,7 @@ from hybridmf.errors import DeviceError
 from hybridmf.gpu.half import HalfSweep, objective_value
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.make import make_plan
-from hybridmf.plan.sgd import terms_at
+from hybridmf.plan.sgd import RUN, terms_at
 from hybridmf.plan.solver import Solver
 
 LAMBDA = 0.05
@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, list[tuple[str, int, dict[str, Any], tuple[str, float
         "sgd": [
             ("netflix", 128, {"schedule": "batch_hogwild", "precision": "float16"}, CUMF_SGD),
             ("netflix", 128, {"schedule": "msgd"}, None),
+            ("netflix", 128, {"schedule": "msgd", "precision": "float16"}, None),
         ],
         "ccd": [("netflix", 40, {}, None)],
     },
@@ -58,6 +59,7 @@ CASES: dict[str, dict[str, list[tuple[str, int, dict[str, Any], tuple[str, float
                 )
             ),
             *(("netflix", f, {"schedule": "msgd"}, None) for f in (32, 64, 128)),
+            ("netflix", 128, {"schedule": "msgd", "precision": "float16"}, None),
             *(("netflix", 128, {"schedule": "msgd", "ordering": o}, None) for o in ("user", "item")),
         ],
         "ccd": [("netflix", f, o, None) for f in (40, 100) for o in ({}, {"inner_iterations": 3})],
@@ -99,16 +101,16 @@ def judged(session: Session, data: Data, solver: Solver, regularization: float) 
 
 
 def hogwild_floor(data: Data, f: int, itemsize: int) -> float:
-    """Milliseconds: rows of the smaller side are read and written once an entry in L2, held rows once a run of 8."""
+    """Milliseconds: rows of the smaller side are read and written once an entry in L2, held rows once a run."""
     smaller = min(data.user.shape)
-    memory = data.nnz * (8 + 2 * f * itemsize / 8) / (COPY_TBPS * 1e9)
+    memory = data.nnz * (8 + 2 * f * itemsize / RUN) / (COPY_TBPS * 1e9)
     return memory + 2 * itemsize / 4 * gather_ms(data.nnz, smaller, f)
 
 
-def msgd_floor(data: Data, f: int) -> float:
+def msgd_floor(data: Data, f: int, itemsize: int) -> float:
     """Milliseconds: each pass gathers the fixed side's rows once an entry."""
-    users, items = data.user.shape
-    return gather_ms(data.nnz, users, f) + gather_ms(data.nnz, items, f) + 2 * 8 * data.nnz / (COPY_TBPS * 1e9)
+    gathers = sum(gather_ms(data.nnz, n, f) for n in data.user.shape)
+    return itemsize / 4 * gathers + 2 * 8 * data.nnz / (COPY_TBPS * 1e9)
 
 
 def check_pass(session: Session, data: Data, model: hmf.SGD, f: int) -> float:
@@ -116,7 +118,8 @@ def check_pass(session: Session, data: Data, model: hmf.SGD, f: int) -> float:
     solver = make_solver(model, data)
     rate = terms_at(solver.method, solver.objective, 0.0, 0).rate  # type: ignore[attr-defined]
     start = solver.state
-    users, items = start.user.matrix.astype(np.float64), start.item.matrix.astype(np.float64)
+    read = np.float16 if model.precision == "float16" else np.float32
+    users, items = start.user.matrix.astype(read).astype(np.float64), start.item.matrix.astype(np.float64)
     iterate(solver)
     moved = solver.state.item.matrix
     degrees = np.diff(data.item.indptr)
@@ -162,8 +165,8 @@ def measure_sgd(
         Row(
             "sgd", f"{name}, epoch", shape, f, times,
             flops=(8.0 if hogwild else 10.0) * data.nnz * f,
-            gathered=(4.0 * itemsize if hogwild else 8.0) * data.nnz * f,
-            floor_ms=hogwild_floor(data, f, itemsize) if hogwild else msgd_floor(data, f),
+            gathered=(4.0 if hogwild else 2.0) * itemsize * data.nnz * f,
+            floor_ms=hogwild_floor(data, f, itemsize) if hogwild else msgd_floor(data, f, itemsize),
             rival=rival[0] if rival else "", rival_ms=rival[1] if rival else None, error=error,
             more={f"rmse_after_{QUALITY['SGD']}": rmse(session, data, solver), "set_up_s": set_up,
                   "learning_rate": solver.method.learning_rate},  # type: ignore[attr-defined]

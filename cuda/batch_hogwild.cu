@@ -3,12 +3,13 @@
 //           b <- bias_keep b + bias_rate e, all from the old values; keep = 1 - rate lambda, bias_keep likewise
 // source: cuMF_SGD (Xie et al. 2017), batch-Hogwild, as BALS 6.2 uses it; the runs below are ours
 // grid  : THREADS per block; a worker is a group of lanes that can hold a row; the launcher chooses their number
-// shapes: held (n_held, LD)  walked (n_walked, LD)  biases (n_held,), (n_walked,)  walk: by held rows, without bounds
-//         runs (n_runs, 2): first entry; row of the held side * 2^32 + number of entries, 1 ... RUN
+// shapes: held (n_held, LD)  walked (n_walked, LD)  biases (n_held,), (n_walked,)  crowded (n_walked,): 0 or 1
+//         indices, ratings (n,): the entries by held rows, then those of crowded rows again, by walked rows
+//         runs (n_runs, 2): first entry; owner * 2^32 + number of entries, 1 ... RUN. The owner is a held row, or ~row of a
+//         crowded walked row
 //         losses (grid,): sums of e^2, each e computed with the factors before its update
 // traffic: 2 LD nnz (1 + 1 / RUN) * sizeof(stored)     flops: 8 LD nnz
-// limits: concurrent updates of a row race, so results are not reproducible between runs. For a range of rows and columns:
-//         the tables start at its first row and column, the runs cover its entries, and `first` is subtracted from each index
+// limits: concurrent updates of a row race, so results are not reproducible between runs
 //
 // Why runs. In shuffled order, each entry reads and writes one row of either side. The smaller side stays in L2, the larger
 // side does not: 2 LD * sizeof(stored) bytes of memory traffic per entry. Therefore runs are shuffled instead: up to RUN
@@ -17,12 +18,19 @@
 // where it has to be: in the sequence of rows, and in the workers that update a popular item concurrently. SGD updates one
 // row in sequence anyway; RUN 1 gives cuMF_SGD's order. A worker takes `batch` consecutive runs at a time (cuMF_SGD takes
 // 256 entries), so run descriptions are read sequentially.
+//
+// Crowded rows. Writes to a line of L2 that all multiprocessors read take turns: some 80 ns for each update of a row, which
+// for the most popular film of Netflix's shape is the time of an epoch (22.4 ms on an H100; 11.4 with the same number of
+// entries for each item, 6.0 without the writes). Therefore entries of popular rows of the walked side are in runs of these
+// rows, which walk the other side: a crowded row is read and written once per run, and updates by other workers are lost less
+// often. Runs of held rows pass over these entries.
+//
 // A worker reads DEPTH rows of the walked side at a time, then updates and writes them one by one. A larger DEPTH hides more
 // latency, but loses more updates by other workers: DEPTH updates lie between reading and writing a row.
 #include "sgd.cuh"
 
 #ifndef RUN
-#define RUN 32
+#define RUN 16
 #endif
 #ifndef HAS_BIASES
 #define HAS_BIASES 0
@@ -44,7 +52,7 @@ struct Run {  // memory layout
     __device__ __forceinline__ int count() const { return int(owner_and_count & 0xffffffff); }
 };
 
-// Both sides; a run's owner k is row k of `held`, or row ~k of `walked` if it is negative.
+// Both sides. "met" are the rows that a run of an owner walks.
 struct Sides {
     stored *held_rows, *walked_rows;
     real *held_bias, *walked_bias;
@@ -111,6 +119,15 @@ struct Sources {
     }
 };
 
+// Whether a run of a crowded row walks held row `row`; the same in all lanes of a group.
+__device__ __forceinline__ bool walks(const Prepared& run, int row) {
+    bool found = false;
+#pragma unroll
+    for (int s = 0; s < run.index.SLOTS; s++) found |= run.index.slot[s] == row;
+    const unsigned groups = __ballot_sync(FULL_WARP, found && run.run.owner() < 0);
+    return groups >> threadIdx.x % WARP / GROUP * GROUP & (~0u >> (WARP - GROUP));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* walked_bias, double* losses,
               const int* indices, const real* ratings, const unsigned char* crowded, const Run* shuffled, int64 n_runs,
@@ -143,7 +160,7 @@ batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* wal
                 HAS_BIASES ? load_shared_with_others(sides.biases_met_by(owner) + now.index.slot[s]) : real(0);
             target.slot[s] = now.rating.slot[s] - mean - met_biases.slot[s];
         }
-        // bit j of slot s: entry s GROUP + j exists and belongs to this run
+        // bit j of slot s: entry s GROUP + j exists, and no crowded row has it
         unsigned present[target.SLOTS];
 #pragma unroll
         for (int s = 0; s < target.SLOTS; s++) {
@@ -193,6 +210,7 @@ batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* wal
 #pragma unroll
         for (int p = 0; p < Piece_row::PIECES; p++)
             if (again) next.x.piece[p] = moved.piece[p];
+        if (walks(now, next.run.owner())) next.x = Piece_row::load<ALL_MULTIPROCESSORS>(sides.row_of(next.run.owner()), lane);
         if (HAS_BIASES) __syncwarp();  // lane 0 has written the bias that all lanes read next
     }
     // one sum per block, in a fixed order

@@ -26,7 +26,7 @@
 // neighbouring entries. While a piece is summed, the next one is loaded into registers.
 // Order of summation: pairs, quads, the two quads of a lane, a tree over the lanes, then the partial sums in the order of a row.
 // More lanes than necessary add zeros, so the bits depend neither on them nor on the division into blocks. There are at most 9
-// roundings of sum |e C| (and slots / 32 + 5 for the partial sums of a split row). A residual is rounded twice per factor and
+// roundings of sum |e C| (and slots / lanes + 5 for the partial sums of a split row). A residual is rounded twice per factor and
 // recomputed in every iteration.
 #include "common.cuh"
 
@@ -290,21 +290,23 @@ rank_one(real* solved, real* residuals, Sums* partials, const real* subtracted, 
     }
 }
 
-// Computes the coordinates of split rows from the sums of their pieces; one warp per row.
+// Computes the coordinates of split rows from the sums of their pieces; `lanes` per row, a power of two up to a warp.
 extern "C" __global__ void __launch_bounds__(8 * WARP)
-combine(real* solved, const Sums* partials, const real* penalties, const int4* split, int64 n_split, int nonnegative) {
-    const int lane = threadIdx.x % WARP;
-    const int64 k = int64(blockIdx.x) * 8 + threadIdx.x / WARP;
-    if (k >= n_split) return;
-    const int4 row = split[k];
+combine(real* solved, const Sums* partials, const real* penalties, const int4* split, int64 n_split, int lanes, int nonnegative) {
+    const int lane = threadIdx.x % lanes;
+    const int64 k = (int64(blockIdx.x) * (8 * WARP) + threadIdx.x) / lanes;
+    const int4 row = k < n_split ? split[k] : int4{0, 0, 0, 0};
     Sums sums = {0, 0};
-    for (int slot = lane; slot < row.z; slot += WARP) {
+    for (int slot = lane; slot < row.z; slot += lanes) {
         const Sums more = partials[row.y + slot];
         sums.product += more.product;
         sums.square += more.square;
     }
-    sums = {warp_sum(sums.product), warp_sum(sums.square)};
-    if (lane == 0) solved[row.x] = coordinate(sums, penalties[row.x], nonnegative);
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+        sums.product += __shfl_xor_sync(FULL_WARP, sums.product, distance);
+        sums.square += __shfl_xor_sync(FULL_WARP, sums.square, distance);
+    }
+    if (lane == 0 && k < n_split) solved[row.x] = coordinate(sums, penalties[row.x], nonnegative);
 }
 
 // packs (n_fixed + 1,) <- P, Q, C of each row of the fixed side; the last pack is zeros.

@@ -410,9 +410,10 @@ __device__ __forceinline__ void load_operands(unsigned (&rows)[STEPS][2][4], flo
             else mma_bf16(sum, rows[step][part], linear[0], linear[1]);
         rhs[0] += chunk.of_rhs * (sum[0] + sum[1]);
         rhs[1] += chunk.of_rhs * (sum[2] + sum[3]);
-        if constexpr (IMPLICIT)
+        if constexpr (IMPLICIT) {
 #pragma unroll
             for (int q = 0; q < 4; q++) weigh(rows[step][0][q], rows[step][1][q], outer[q / 2]);
+        }
     }
 }
 

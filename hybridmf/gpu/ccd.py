@@ -224,6 +224,8 @@ class CcdEntries:
         parts, first_part = layout.divide(config.blocks, config.threads // WARP)
         self.parts, self.first_part = device.upload(parts), device.upload(first_part)
         self.partials = device.empty((layout.n_slots, 2), self.dtype)
+        mean_slots = layout.n_slots / max(1, len(layout.split))
+        self.combining_lanes = 8 if mean_slots <= 8 else 16 if mean_slots <= 16 else WARP
         self.indices = device.empty(QUAD * layout.n_quads, np.uint16 if config.staged else np.int32)
         self.ratings = device.empty(QUAD * layout.n_quads, self.dtype)
         self._place(layout, indptr, indices, ratings)
@@ -381,8 +383,9 @@ def rank_one(solved: Array, entries: CcdEntries, fixed: Vectors, own: Vectors, m
     n_split = len(entries.split)
     if n_split:
         arrays = (solved, entries.partials, penalties, entries.split)
-        combine = entries.kernel("combine")
-        combine(_warps(n_split), (32 * WARPS_PER_BLOCK,), (*arrays, np.int64(n_split), nonnegative), 0)
+        lanes, threads = entries.combining_lanes, WARP * WARPS_PER_BLOCK
+        sizes = (np.int64(n_split), np.int32(lanes))
+        entries.kernel("combine")((ceil_div(n_split * lanes, threads),), (threads,), (*arrays, *sizes, nonnegative), 0)
 
 
 def interleave(entries: CcdEntries, fixed: Vectors, vectors: int) -> Array:

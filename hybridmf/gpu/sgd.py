@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -17,7 +16,6 @@ from ..core.objective import SIDES, Objective, Side, State, Terms, other_side
 from ..core.system import ceil_div
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
-from ..plan import tables
 from ..plan.als_gpu import PREDICTED_ROWS
 from ..plan.sgd import LONG_ROW, MOST_RANGES, RISE, RUN, SgdMethod, diverged, range_count, stored_width, terms_at
 from ..plan.solver import SWEEP_ORDER, Unconnected
@@ -56,8 +54,16 @@ WORKER_ENTRIES = 16_000
 """Minimum entries of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer
 workers on small problems limit that effect."""
 
-CROWDED = 1 / 1500
-"""Part of all entries from which on a row of the smaller side has runs of its own."""
+CROWDED = 1 / 2400
+"""Part of all entries from which on a row of the smaller side has runs of its own; see cuda/batch_hogwild.cu. In trials
+on an H100 (Netflix's shape, f = 128, float16, runs of 8), an epoch took 22.7 ms without such runs, and 21.5, 16.9, 15.7
+and 15.6 with 1 / 600, 1 / 1200, 1 / 2400 and 1 / 5000."""
+
+MOST_CROWDED = 0.5
+"""Largest part of all entries in crowded rows; entries of crowded rows are on the device twice."""
+
+CHUNK_ENTRIES = 1 << 24
+"""Entries that are copied to the device at a time."""
 
 RANGES_PER_SM = 2
 """Blocks per multiprocessor in a decentralized pass, each with one range of updated rows."""
@@ -608,24 +614,10 @@ class HogwildConfig:
             raise ValueError(f"run must be 8, 16, 32 or 64: it is read in parts of up to 8; got {self.run}")
 
     @classmethod
-    def default(cls, spec: DeviceSpec, ld: int, itemsize: int, biases: bool) -> HogwildConfig:
-        """The tuned choice for a device, or that of the rule, with as many workers as fit on it."""
-        facts = {"ld": ld, "itemsize": itemsize, "biases": biases}
-        make = functools.partial(cls.make, spec, ld, itemsize)
-        return tables.best(make, "batch_hogwild", spec, facts, given={}) or cls.rule(spec, ld, itemsize, biases)
-
-    @classmethod
     def rule(cls, spec: DeviceSpec, ld: int, itemsize: int, biases: bool) -> HogwildConfig:
-        """The choice without a tuned table entry: as many blocks as registers allow."""
-        return cls.make(spec, ld, itemsize, cls.blocks_for(ld, itemsize, biases))
-
-    @classmethod
-    def make(
-        cls, spec: DeviceSpec, ld: int, itemsize: int, blocks_per_sm: int, run: int = RUN, batch: int = BATCH
-    ) -> HogwildConfig:
-        """A configuration with as many workers as fit on a device."""
-        workers = blocks_per_sm * spec.multiprocessors * THREADS // group_size(ld, itemsize)
-        return cls(blocks_per_sm, workers, run, batch)
+        """As many workers as fit on a device."""
+        blocks_per_sm = cls.blocks_for(ld, itemsize, biases)
+        return cls(blocks_per_sm, blocks_per_sm * spec.multiprocessors * THREADS // group_size(ld, itemsize))
 
     def limited(self, nnz: int) -> HogwildConfig:
         """Limit the workers if there are few entries."""
@@ -638,11 +630,13 @@ class HogwildConfig:
 
     @staticmethod
     def blocks_for(ld: int, itemsize: int, biases: bool) -> int:
-        """Blocks per multiprocessor that registers allow, from ptxas's reports."""
-        if group_size(ld, itemsize) < 8:
-            return 3
-        pieces = ceil_div(ld * itemsize, 512)
-        return (5 if pieces == 1 else 4 if pieces == 2 else 3) - biases
+        """Blocks per multiprocessor that registers allow with the default length of runs, from ptxas's reports."""
+        size, pieces = group_size(ld, itemsize), ceil_div(ld * itemsize, 512)
+        if size < 8:
+            return 2 if size == 1 and biases else 3
+        if size == 8:
+            return 4
+        return (5 if size == 16 else 4 if pieces <= 2 else 3) - biases
 
 
 def make_runs(indptr: np.ndarray, longest: int = RUN) -> np.ndarray:
@@ -686,7 +680,6 @@ class HogwildEntries:
         walked: sp.csr_array,
         longest: int,
         rng: np.random.Generator | None = None,
-        limit: float = CROWDED,
     ) -> HogwildEntries:
         """Upload the ratings by the rows of both sides, with runs in random order (without `rng` in sequence).
 
@@ -695,10 +688,8 @@ class HogwildEntries:
         held, walked : csr_array
         longest : int
             Maximum entries of a run.
-        limit : float
-            Part of all entries from which on a walked row is crowded.
         """
-        rows = np.flatnonzero(np.diff(walked.indptr) >= max(limit * walked.nnz, 1))
+        rows = crowded_rows(np.diff(walked.indptr))
         again = walked[rows]
         runs = make_runs(held.indptr, longest)
         if len(rows):
@@ -710,20 +701,38 @@ class HogwildEntries:
         crowded[rows] = 1
         if rng is not None:
             runs = runs[rng.permutation(len(runs))]
-        indices, ratings = (
-            _joined(device, first, second, dtype)
-            for first, second, dtype in (
-                (held.indices, again.indices, np.int32),
-                (held.data, again.data, np.float32),
-            )
-        )
+        indices = _joined(device, (held.indices, again.indices), np.int32)
+        ratings = _joined(device, (held.data, again.data), np.float32)
         return cls(indices, ratings, device.upload(crowded), device.upload(runs))
 
 
-def _joined(device: Device, first: np.ndarray, second: np.ndarray, dtype: Any) -> Array:
-    out = device.empty(len(first) + len(second), dtype)
-    for part, array in ((out[: len(first)], first), (out[len(first) :], second)):
-        part[:] = device.upload(np.asarray(array, dtype=dtype))
+def crowded_rows(degrees: np.ndarray) -> np.ndarray:
+    """Rows with at least `CROWDED` of all entries and `RUN` entries, fullest first, up to `MOST_CROWDED` together.
+
+    Parameters
+    ----------
+    degrees : int array, shape (n_rows,)
+
+    Returns
+    -------
+    int64 array, shape (n_crowded,)
+        Ascending.
+    """
+    total = int(degrees.sum())
+    order = np.argsort(-degrees, kind="stable")
+    sums = np.cumsum(degrees[order])
+    chosen = (degrees[order] >= max(RUN, CROWDED * total)) & (sums <= MOST_CROWDED * total)
+    return np.sort(order[chosen])
+
+
+def _joined(device: Device, arrays: Sequence[np.ndarray], dtype: Any) -> Array:
+    """Upload arrays one after the other, in chunks: their copies on the device must not add up."""
+    out, at = device.empty(sum(map(len, arrays)), dtype), 0
+    for array in arrays:
+        for start in range(0, len(array), CHUNK_ENTRIES):
+            chunk = np.asarray(array[start : start + CHUNK_ENTRIES], dtype=dtype)
+            out[at : at + len(chunk)] = device.upload(chunk)
+            at += len(chunk)
     return out
 
 
@@ -791,7 +800,7 @@ class BatchHogwild:
         self.held: Side = "user" if plan.n_users >= plan.n_items else "item"
         held, walked = matrices[self.held], matrices[other_side(self.held)]
         shape = (stored_width(plan.factors, self.stored), self.stored.itemsize)
-        config = config or HogwildConfig.default(device.spec, *shape, plan.rank > plan.factors)
+        config = config or HogwildConfig.rule(device.spec, *shape, plan.rank > plan.factors)
         self.entries = HogwildEntries.upload(device, held, walked, config.run, method.rng())
         bounds = device.upload(np.asarray(held.indptr, dtype=np.int64))
         self.walks = {self.held: Walk(self.entries.indices, self.entries.ratings, bounds[:-1], bounds[1:])}
@@ -1022,6 +1031,6 @@ def default_builds(
                         yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | narrow.constants
             for stored in (np.dtype(np.float16), np.dtype(np.float32)):
                 ld = stored_width(factors, stored)
-                chosen = HogwildConfig.default(spec, ld, stored.itemsize, biases)
+                chosen = HogwildConfig.rule(spec, ld, stored.itemsize, biases)
                 constants = chosen.constants(ld, stored.itemsize == 2, biases)
                 yield "batch_hogwild.cu", "batch_hogwild", constants

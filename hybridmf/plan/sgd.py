@@ -348,9 +348,11 @@ class SgdMethod:
         rows = (m + n) * (-(-plan.rank // 8) * 8) * itemsize
         copies = 3 if plan.rank > plan.factors else 2  # a table with biases is a copy of the working rows
         if self.schedule == "batch_hogwild":
-            # one orientation, and its runs, which the host shuffles
-            runs = 16 * (nnz // RUN + max(m, n))
-            return {"ratings": nnz * (4 + itemsize) + max(m, n) * 8 + runs, "factors": (copies + 1) * rows}
+            # one orientation, crowded rows of the other, and runs, which the host shuffles
+            entries = nnz + nnz // 2
+            runs = 16 * (entries // RUN + m + n)
+            layout = max(m, n) * 8 + min(m, n) + min(nnz, 1 << 24) * 4
+            return {"ratings": entries * (4 + itemsize) + layout + runs, "factors": (copies + 1) * rows}
         copies += plan.precision == "float16"  # the float16 copy that a pass reads
         layouts = 1 if self.ordering in ("user", "item") else 2
         tables = (m + n) * (8 + 4 + 8) + self._range_bytes(plan)
@@ -489,11 +491,9 @@ MOST_RANGES = 8
 RANGE_ENTRIES = 64
 """Minimum average entries of a row in a range, since starting a row takes as long as some updates."""
 
-RUN = 8
-"""Default number of consecutive entries of one row in batch-Hogwild, while the row stays in registers; tuned tables may
-differ (see cuda/batch_hogwild.cu). An epoch of Netflix's shape, f = 128 in float16, took 21.8 ms on an H200; in trials
-20.0 with 16 and 17.1 with 32, at the same train RMSE. But 32 spills registers at other widths, unless there are fewer
-blocks per multiprocessor."""
+RUN = 16
+"""Consecutive entries of one row in batch-Hogwild, while the row stays in registers. In trials on an H100, an epoch of
+Netflix's shape, f = 128 in float16, took 14.0 ms, and 15.7 with 8; 32 leave room for fewer blocks: 14.2."""
 
 
 def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int, most: int = MOST_RANGES) -> int:

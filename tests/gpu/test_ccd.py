@@ -260,6 +260,18 @@ def test_the_division_into_blocks_does_not_change_the_bits(device, monkeypatch, 
     assert all(np.array_equal(expected.side(side).matrix, state.side(side).matrix) for side in SIDES)
 
 
+@pytest.mark.parametrize("lanes", [8, 16, 32])
+def test_partial_sums_of_split_rows(device, lanes):
+    """Rows of several pieces, combined by more lanes than most of them have."""
+    matrix = uneven()
+    start = start_of(matrix, 2)
+    one = solver(device, matrix, start, config="tiles")
+    assert one.entries["user"].combining_lanes == 8
+    for entries in one.entries.values():
+        entries.combining_lanes = lanes
+    assert_close(swept(one, 2).state, reference.ccd(matrix, start, COUNT, 2, 1), 2e-5)
+
+
 @pytest.mark.parametrize("config", ["one tile", "tiles", "gathered"])
 @objectives
 def test_both_copies_of_the_residual_have_the_same_bits(device, config, objective):

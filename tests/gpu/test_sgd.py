@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,17 @@ from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd
 from hybridmf.gpu.factors import DeviceFactors
-from hybridmf.gpu.sgd import BlockedConfig, FactorRows, GpuSGD, HogwildConfig, Walk, even_ranges, make_runs
+from hybridmf.gpu.sgd import (
+    BlockedConfig,
+    FactorRows,
+    GpuSGD,
+    HogwildConfig,
+    HogwildEntries,
+    Walk,
+    crowded_rows,
+    even_ranges,
+    make_runs,
+)
 from hybridmf.plan import sgd as plan_sgd
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import SgdMethod, stored_width, terms_at
@@ -300,11 +311,12 @@ def test_a_diverged_row_does_not_spoil_others(device):
 
 
 def hogwild_epoch(
-    device, matrix, rank, stored, workers, biases=False, runs=None, first=0, longest=plan_sgd.RUN, batch=sgd.BATCH
+    device, matrix, rank, stored, workers, biases=False, ordered=False, longest=plan_sgd.RUN, batch=sgd.BATCH
 ):
     """(held, walked) rows and loss after an epoch, and the state of the reference for the same order of entries."""
     problem = Pass(device, matrix, rank, np.float32, biases)
-    order = make_runs(problem.matrix.indptr, np.random.default_rng(3), longest) if runs is None else runs
+    rng = None if ordered else np.random.default_rng(3)
+    entries = HogwildEntries.upload(device, problem.matrix, transpose(problem.matrix), longest, rng)
     width = stored_width(rank, stored)
     rows = []
     for factors in problem.factors:
@@ -313,9 +325,8 @@ def hogwild_epoch(
         rows.append(FactorRows(device.upload(padded), None if factors.bias is None else device.upload(factors.bias)))
     blocks = HogwildConfig.blocks_for(width, np.dtype(stored).itemsize, biases)
     config = HogwildConfig(blocks, workers, longest, batch)
-    walk = replace(problem.walk, indices=device.upload(problem.matrix.indices + np.int32(first)), first=first)
-    losses = sgd.batch_hogwild(device, *rows, walk, device.upload(order), problem.terms, config)
-    users, items, ratings = entries_of(problem.matrix, order)
+    losses = sgd.batch_hogwild(device, *rows, entries, problem.terms, config)
+    users, items, ratings = entries_of(device, entries)
     start = State(*(Factors(f.matrix.astype(stored), f.bias) for f in problem.factors), problem.terms.mean)
     expected = reference.sgd_entries(users, items, ratings, start, problem.terms)
     loss = float(device.download(losses).sum())
@@ -329,23 +340,65 @@ def downloaded(device, rows: FactorRows, rank: int) -> Factors:
     return Factors(matrix[:, :rank].astype(np.float32), None if rows.bias is None else device.download(rows.bias))
 
 
-def entries_of(matrix, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The entries in the order of the runs."""
-    owners, counts = runs[:, 1] >> 32, runs[:, 1] & 0xFFFFFFFF
-    places = np.concatenate([np.arange(b, b + n) for b, n in zip(runs[:, 0], counts, strict=True)])
-    return np.repeat(owners, counts), matrix.indices[places], matrix.data[places]
+def entries_of(device, entries: HogwildEntries) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Users, items and ratings in the order in which one worker processes them."""
+    indices, ratings, crowded, runs = (device.download(array) for array in vars(entries).values())
+    users, items, values = [], [], []
+    for begin, owner_and_count in runs:
+        owner, count = int(owner_and_count) >> 32, int(owner_and_count) & 0xFFFFFFFF
+        met, given = indices[begin : begin + count], ratings[begin : begin + count]
+        if owner < 0:
+            users.append(met)
+            items.append(np.full(count, ~owner))
+        else:
+            met, given = met[crowded[met] == 0], given[crowded[met] == 0]
+            users.append(np.full(len(met), owner))
+            items.append(met)
+        values.append(given)
+    return np.concatenate(users), np.concatenate(items), np.concatenate(values)
 
 
 def test_runs():
     matrix = rows_of(LENGTHS, 80)
-    runs = make_runs(matrix.indptr, np.random.default_rng(0))
-    assert np.max(runs[:, 1] & 0xFFFFFFFF) == plan_sgd.RUN
-    users, items, ratings = entries_of(matrix, runs)
-    again = sp.csr_array((ratings, (users, items)), shape=matrix.shape)
-    assert (again != matrix).nnz == 0
-    assert len(users) == matrix.nnz
-    assert np.any(runs[:, 0] != make_runs(matrix.indptr, np.random.default_rng(1))[:, 0])
-    assert np.all(np.diff(make_runs(matrix.indptr)[:, 0]) > 0)
+    runs = make_runs(matrix.indptr, 8)
+    owners, counts = runs[:, 1] >> 32, runs[:, 1] & 0xFFFFFFFF
+    assert counts.max() == 8 and counts.sum() == matrix.nnz
+    assert np.array_equal(runs[:, 0], np.cumsum(counts) - counts)
+    assert np.array_equal(np.bincount(owners, counts, len(LENGTHS)), np.diff(matrix.indptr))
+
+
+def test_crowded_rows():
+    """At least 1 / 2400 of the entries and 16 of them, at most half of all together, the fullest rows first."""
+    assert crowded_rows(np.array([1000, 0, 1600, 20, 15, *[1] * 3000])).tolist() == [0, 2, 3]
+    assert crowded_rows(np.array([1000, 0, 1600, 20, 15])).tolist() == []
+    assert crowded_rows(np.array([1000, 1600, 1500])).tolist() == [1]
+    assert crowded_rows(np.array([50] * 2399)).tolist() == list(range(1199))
+    assert crowded_rows(np.array([50] * 2401)).tolist() == []
+    assert crowded_rows(np.zeros(3, dtype=int)).tolist() == []
+
+
+def popular() -> sp.csr_array:
+    """Rows of LENGTHS, 80 columns, of which the first ten are in most rows: crowded."""
+    rng = np.random.default_rng(5)
+    weights = np.where(np.arange(80) < 10, 40.0, 1.0)
+    columns = [np.sort(rng.choice(80, n, replace=False, p=weights / weights.sum())) for n in LENGTHS]
+    values = rng.integers(1, 6, sum(LENGTHS)).astype(np.float32)
+    return sp.csr_array((values, np.concatenate(columns), np.concatenate(([0], np.cumsum(LENGTHS)))), shape=(20, 80))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_each_entry_is_in_one_run(device, monkeypatch, ordered):
+    monkeypatch.setattr(sgd, "RUN", 8)
+    matrix = popular()
+    rng = None if ordered else np.random.default_rng(0)
+    entries = HogwildEntries.upload(device, matrix, transpose(matrix), 16, rng)
+    users, items, ratings = entries_of(device, entries)
+    assert len(users) == matrix.nnz and device.download(entries.crowded).any()
+    assert (sp.csr_array((ratings, (users, items)), shape=matrix.shape) != matrix).nnz == 0
+    runs = device.download(entries.runs)
+    assert np.all(np.diff(runs[:, 0]) > 0) == ordered
+    other = HogwildEntries.upload(device, matrix, transpose(matrix), 16, np.random.default_rng(1))
+    assert np.any(device.download(other.runs) != runs)
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -397,11 +450,46 @@ def test_configurations_that_cannot_work():
         BlockedConfig(32, 4, 16, 3, 5)
 
 
-def test_a_row_twice_in_a_row(device):
-    """The row of the next run is read ahead, unless it is the one at hand. Columns are a range of a larger matrix."""
-    matrix = rows_of((40, 3), 80)
-    ours, expected, _, _ = hogwild_epoch(device, matrix, 4, np.float32, 1, True, make_runs(matrix.indptr), first=11)
+@pytest.mark.parametrize("crowd", [2.0, 1 / 2400])
+def test_a_row_twice_in_a_row(device, monkeypatch, crowd):
+    """The row of the next run is read ahead, unless it is the one at hand."""
+    monkeypatch.setattr(sgd, "CROWDED", crowd)
+    matrix = rows_of((40, 3) if crowd > 1 else (2,) * 40, 80)
+    ours, expected, _, _ = hogwild_epoch(device, matrix, 4, np.float32, 1, True, ordered=True)
     assert relative_error(ours, expected) < 5e-6
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("rank", [3, 33])
+def test_crowded_rows_have_their_own_runs(device, monkeypatch, rank, biases):
+    """Without them, the same epoch has another order, so that factors differ in more than rounding."""
+    monkeypatch.setattr(sgd, "RUN", 8)
+    own, expected, _, (_, users, _, _) = hogwild_epoch(device, popular(), rank, np.float32, 1, biases)
+    assert relative_error(own, expected) < 5e-6
+    monkeypatch.setattr(sgd, "CROWDED", 2.0)
+    plain, expected, _, (_, others, _, _) = hogwild_epoch(device, popular(), rank, np.float32, 1, biases)
+    assert relative_error(plain, expected) < 5e-6
+    assert not np.array_equal(users, others) and np.array_equal(np.sort(users), np.sort(others))
+    assert relative_error(own, plain) > 1e-4
+
+
+def test_a_held_row_after_a_crowded_row_that_walked_it(device, monkeypatch):
+    """The held row of the next run was read ahead, before the run of the crowded row updated it."""
+    monkeypatch.setattr(sgd, "RUN", 8)
+    upload = HogwildEntries.upload.__func__
+
+    def alternating(cls, *args):
+        entries = upload(cls, *args)
+        runs = device.download(entries.runs)
+        owners = runs[:, 1] >> 32
+        held, crowded = np.flatnonzero(owners >= 0), np.flatnonzero(owners < 0)
+        mixed = [place for pair in itertools.zip_longest(crowded, held[: len(crowded)]) for place in pair]
+        return replace(entries, runs=device.upload(runs[[*mixed, *held[len(crowded) :]]]))
+
+    monkeypatch.setattr(HogwildEntries, "upload", classmethod(alternating))
+    for biases in (False, True):
+        ours, expected, _, _ = hogwild_epoch(device, popular(), 5, np.float32, 1, biases, ordered=True)
+        assert relative_error(ours, expected) < 5e-6
 
 
 @pytest.mark.parametrize("workers", [2, 7, 70])
@@ -419,7 +507,7 @@ def test_workers_of_a_device(device):
     spec = replace(device.spec, multiprocessors=132)
     most = HogwildConfig.rule(spec, 128, 2, False)
     assert most.limited(99_000_000) == most == HogwildConfig(5, 5 * 132 * 8)
-    assert HogwildConfig.rule(spec, 128, 4, True).limited(10**9) == HogwildConfig(4, 4 * 132 * 4)
+    assert HogwildConfig.rule(spec, 128, 4, True).limited(10**9) == HogwildConfig(3, 3 * 132 * 4)
     assert HogwildConfig.rule(spec, 32, 2, False).limited(10**6).n_workers == 10**6 // sgd.WORKER_ENTRIES
     assert HogwildConfig.rule(spec, 32, 2, False).limited(3).n_workers == 1
 
