@@ -123,8 +123,8 @@ class Device(Protocol):
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Array of zeros."""
 
-    def upload(self, array: np.ndarray) -> Array:
-        """Copy to the device, C order."""
+    def upload(self, array: np.ndarray, target: Array | None = None) -> Array:
+        """Copy to the device, C order; to `target` if given, contiguous and of the same dtype."""
 
     def adopt(self, array: Any) -> Array:
         """Copy of an array of any library that is on this device (see `gpu_of`), C order."""
@@ -374,10 +374,11 @@ class CudaDevice:
                 f"({limit / 2**20:,.1f} MiB, {used / 2**20:,.1f} in use)"
             )
 
-    def upload(self, array: np.ndarray) -> Array:
-        """Copy to the device through pinned buffers, C order."""
+    def upload(self, array: np.ndarray, target: Array | None = None) -> Array:
+        """See `Device`; through pinned buffers."""
         array = np.ascontiguousarray(array)
-        target = self.empty(array.shape, array.dtype)
+        if target is None:
+            target = self.empty(array.shape, array.dtype)
         if array.size:
             with self._lock:
                 # work launched so far may still read memory that the pool reuses for the target

@@ -351,7 +351,7 @@ class SgdMethod:
             # one orientation, crowded rows of the other, and runs, which the host shuffles
             entries = nnz + nnz // 2
             runs = 16 * (entries // RUN + m + n)
-            layout = max(m, n) * 8 + min(m, n) + min(nnz, 1 << 24) * 4
+            layout = max(m, n) * 8 + min(m, n)
             return {"ratings": entries * (4 + itemsize) + layout + runs, "factors": (copies + 1) * rows}
         copies += plan.precision == "float16"  # the float16 copy that a pass reads
         layouts = 1 if self.ordering in ("user", "item") else 2

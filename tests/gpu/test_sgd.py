@@ -685,6 +685,15 @@ def run(solver: GpuSGD, epochs: int) -> State:
     return solver.state.on_host()
 
 
+@pytest.mark.parametrize("popularity", ["as they come", "popular"])
+def test_memory_of_runs_is_within_what_is_planned(device, monkeypatch, popularity):
+    monkeypatch.setattr(sgd, "RUN", 8)
+    matrix = as_csr(popular() if popularity == "popular" else rows_of(LENGTHS, 80), dtype="float32")
+    solver = solver_on(device, matrix, method_of("batch_hogwild"))
+    taken = sum(array.nbytes for array in vars(solver.epochs.entries).values()) + 8 * (max(matrix.shape) + 1)
+    assert taken <= solver.method._gpu_bytes(solver.plan)["ratings"] <= 2 * taken + 1000
+
+
 @pytest.mark.parametrize("where", ["table", "bias"])
 @pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -218,8 +218,10 @@ class EmulatedDevice:
         array[...] = 0
         return array
 
-    def upload(self, array: np.ndarray) -> np.ndarray:
-        target = self.empty(array.shape, array.dtype)
+    def upload(self, array: np.ndarray, target: np.ndarray | None = None) -> np.ndarray:
+        if target is None:
+            target = self.empty(array.shape, array.dtype)
+        assert target.dtype == array.dtype and target.shape == array.shape and target.flags.c_contiguous
         target[...] = array
         return target
 
