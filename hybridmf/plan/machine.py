@@ -251,7 +251,7 @@ class GpuRates:
     float64: float = 2.5
     sgd: dict[str, Curve] = field(
         default_factory=lambda: {
-            "msgd": ((32, 4.2e12), (128, 1.02e13)),
+            "msgd": ((32, 6.4e12), (128, 1.15e13)),
             "batch_hogwild": ((32, 4.5e12), (128, 7.5e12)),
         }
     )
