@@ -494,7 +494,7 @@ RANGE_ENTRIES = 64
 """Minimum average entries of a row in a range, since starting a row takes as long as some updates."""
 
 READ_AS_FLOAT16 = 0.72
-"""Time of an epoch of MSGD that reads the fixed side in float16, relative to float32; Netflix's shape, f = 128, H100."""
+"""Time of an epoch of MSGD that reads the fixed side in float16, against float32 (Netflix's shape, f = 128, H100)."""
 
 RUN = 16
 """Consecutive entries of one row in batch-Hogwild, while the row stays in registers. In trials on an H100, an epoch of
