@@ -101,14 +101,17 @@ def judged(session: Session, data: Data, solver: Solver, regularization: float) 
 
 
 def hogwild_floor(data: Data, f: int, itemsize: int) -> float:
-    """Milliseconds: rows of the smaller side are read and written once an entry in L2, held rows once a run."""
+    """Milliseconds on an H200: rows of the smaller side are read and written once an entry in L2, held rows once a run.
+
+    Runs of crowded rows have it the other way round; their share is not known here.
+    """
     smaller = min(data.user.shape)
     memory = data.nnz * (8 + 2 * f * itemsize / RUN) / (COPY_TBPS * 1e9)
     return memory + 2 * itemsize / 4 * gather_ms(data.nnz, smaller, f)
 
 
 def msgd_floor(data: Data, f: int, itemsize: int) -> float:
-    """Milliseconds: each pass gathers the fixed side's rows once an entry."""
+    """Milliseconds on an H200: each pass gathers the fixed side's rows once an entry."""
     gathers = sum(gather_ms(data.nnz, n, f) for n in data.user.shape)
     return itemsize / 4 * gathers + 2 * 8 * data.nnz / (COPY_TBPS * 1e9)
 
@@ -178,7 +181,7 @@ def measure_sgd(
 
 
 def ccd_floor(data: Data, f: int, inner: int) -> float:
-    """Milliseconds: both copies of the residual are read and written once a factor, with indices of 2 bytes.
+    """Milliseconds on an H200: both copies of the residual are read and written once a factor, with indices of 2 bytes.
 
     Further inner iterations only read.
     """

@@ -379,6 +379,8 @@ class CudaDevice:
         array = np.ascontiguousarray(array)
         if target is None:
             target = self.empty(array.shape, array.dtype)
+        elif target.shape != array.shape or not target.flags.c_contiguous:
+            raise ValueError(f"target must be contiguous, of shape {array.shape}; got {target.shape}")
         if array.size:
             with self._lock:
                 # work launched so far may still read memory that the pool reuses for the target

@@ -35,6 +35,9 @@ MAX_QUADS = (1 << 31) - 1
 PIECE_WORK = 4
 """Overhead of a piece, in quads, when work is divided into blocks."""
 
+LEAST_ROUNDS = 16
+"""Turns of each warp from which on the blocks of a tile take turns."""
+
 LEAST_SHARE = 0.05
 """Smallest part of a block's work for which it joins the team of a tile."""
 
@@ -42,7 +45,7 @@ COMPILED_RANKS = (64,)
 """One rank suffices: the kernels do not depend on it."""
 
 WARPS_PER_BLOCK = 8
-"""Threads of the kernels in which a warp processes one piece or row."""
+"""Warps of a block of the kernels besides `rank_one`; each processes one piece, or one or more rows."""
 
 # ---------------------------------------------------------------------------------------------- layout
 
@@ -118,7 +121,8 @@ class PieceLayout:
         """Divide the pieces among at most `blocks` blocks of `warps` warps, of about equal work.
 
         The blocks of a tile are a team that takes turns at consecutive pieces, so that what it reads at a time is close
-        together in memory. A block at the border of two tiles is in the team of either for a part of the pieces.
+        together in memory. A block at the border of two tiles is in the team of either for a part of the pieces. In
+        tiles of few pieces each block has its own: there the last turns would leave many blocks without work.
 
         Returns
         -------
@@ -134,21 +138,48 @@ class PieceLayout:
         shares: list[list[tuple[int, ...]]] = [[] for _ in range(blocks)]
         edges = np.concatenate(([0], 1 + np.flatnonzero(np.diff(self.tiles)), [n])) if n else np.zeros(1, dtype=int)
         for start, stop in itertools.pairwise(edges.tolist()):
-            at = start
-            for team, until in _teams(work[start], work[stop], blocks):
-                end = stop if until is None else max(at, int(np.searchsorted(work[: stop + 1], until)))
-                while at < end:
-                    # whole rounds, so that only the last of a tile leaves warps without a piece: wide groups may read
-                    # some of the shorter pieces
-                    wide, pieces = int(lanes[at]), len(team) * warps * (WARP // int(lanes[at]))
-                    narrower = at + int(np.searchsorted(-lanes[at:stop], -wide, side="right"))
-                    cut = min(at + ceil_div(min(narrower, end) - at, pieces) * pieces, stop)
-                    busy = ceil_div((cut - at) * len(team), pieces)  # blocks with a turn
-                    for rank, block in enumerate(team[:busy]):
-                        shares[block].append((int(self.tiles[at]), at, cut, wide, rank, len(team), 0, 0))
-                    at = cut
+            tile, part = int(self.tiles[start]), slice(start, stop)
+            members = max(1.0, work[stop] - work[start])
+            if lanes[part].sum() < LEAST_ROUNDS * WARP * warps * members:
+                divided = _in_sequence(work, lanes, start, stop, blocks)
+            else:
+                divided = _in_turns(work, lanes, start, stop, blocks, warps)
+            for block, *share in divided:
+                shares[block].append((tile, *share, 0, 0))
         first_part = np.cumsum([0, *map(len, shares)], dtype=np.int32)
         return np.array(list(itertools.chain(*shares)), dtype=np.int32).reshape(-1, 8), first_part
+
+
+Share = tuple[int, int, int, int, int, int]
+"""Block, first piece, end, lanes, rank in the team, blocks of the team."""
+
+
+def _in_sequence(work: np.ndarray, lanes: np.ndarray, start: int, stop: int, blocks: int) -> Iterator[Share]:
+    """Give each block consecutive pieces of its own: for tiles of few rounds, which do not divide into whole ones."""
+    first, last = min(int(work[start]), blocks - 1), min(math.ceil(work[stop]), blocks)
+    cuts = start + np.searchsorted(work[start : stop + 1], np.arange(first + 1, last))
+    changes = start + 1 + np.flatnonzero(np.diff(lanes[start:stop]))
+    breaks = np.unique(np.concatenate(([start], cuts, changes, [stop])))
+    owners = first + np.searchsorted(cuts, breaks[:-1], side="right")
+    for block, begin, end in zip(owners.tolist(), breaks[:-1].tolist(), breaks[1:].tolist(), strict=True):
+        yield block, begin, end, int(lanes[begin]), 0, 1
+
+
+def _in_turns(work: np.ndarray, lanes: np.ndarray, start: int, stop: int, blocks: int, warps: int) -> Iterator[Share]:
+    """Have the blocks of a tile take turns at its pieces."""
+    at = start
+    for team, until in _teams(work[start], work[stop], blocks):
+        end = stop if until is None else max(at, int(np.searchsorted(work[: stop + 1], until)))
+        while at < end:
+            # whole rounds, so that only the last of a tile leaves warps without a piece: wide groups may read some of
+            # the shorter pieces
+            wide, pieces = int(lanes[at]), len(team) * warps * (WARP // int(lanes[at]))
+            narrower = at + int(np.searchsorted(-lanes[at:stop], -wide, side="right"))
+            cut = min(at + ceil_div(min(narrower, end) - at, pieces) * pieces, stop)
+            busy = ceil_div((cut - at) * len(team), pieces)  # blocks with a turn
+            for rank, block in enumerate(team[:busy]):
+                yield block, at, cut, wide, rank, len(team)
+            at = cut
 
 
 def _teams(start: float, stop: float, blocks: int) -> Iterator[tuple[list[int], float | None]]:
@@ -174,7 +205,7 @@ def _teams(start: float, stop: float, blocks: int) -> Iterator[tuple[list[int], 
 
 def lanes_of(quads: np.ndarray) -> np.ndarray:
     """Lanes that share a piece of this many quads; `lanes_of` in cuda/ccd.cu."""
-    return np.select([quads <= most for most, _ in LANES], [lanes for _, lanes in LANES], 32)
+    return np.select([quads <= most for most, _ in LANES], [lanes for _, lanes in LANES], WARP)
 
 
 def _slots(rows: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -283,7 +314,7 @@ class CcdEntries:
             pieces, sources = self.device.upload(layout.pieces[chosen]), self.device.upload(sources)
             out = (self.indices, self.ratings)
             arguments = (*out, *raw, pieces, sources, np.int64(len(chosen)), np.int32(self.zero))
-            kernel(_warps(len(chosen)), (32 * WARPS_PER_BLOCK,), arguments, 0)
+            kernel(_warps(len(chosen)), (WARP * WARPS_PER_BLOCK,), arguments, 0)
 
 
 def _warps(n: int) -> tuple[int, ...]:
@@ -418,7 +449,7 @@ def _for_each_piece(name: str, out: Array, entries: CcdEntries, own: Array, fixe
     chunks = np.int32(width * entries.dtype.itemsize // 16)
     arrays = (out, entries.ratings, entries.indices, own, fixed, entries.pieces, entries.bases)
     arguments = (*arrays, np.int64(n), chunks, np.int32(entries.zero))
-    entries.kernel(name)(_warps(n), (32 * WARPS_PER_BLOCK,), arguments, 0)
+    entries.kernel(name)(_warps(n), (WARP * WARPS_PER_BLOCK,), arguments, 0)
 
 
 def transpose(entries: CcdEntries, out: Array, array: Array, status: Array, n_rows: int, n_columns: int) -> None:

@@ -98,9 +98,9 @@ class Walk:
 
     Attributes
     ----------
-    indices : int32 array, shape (nnz,)
-        Rows of the other side, ascending in each row.
-    ratings : float array, shape (nnz,)
+    indices : int32 array, shape (n,)
+        Rows of the other side, ascending in each row; there may be more than those of the rows.
+    ratings : float array, shape (n,)
     begins, ends : int64 array, shape (n_rows,)
         Bounds of the entries of each row: all, or those in a range of columns.
     first : int
@@ -687,22 +687,22 @@ class HogwildEntries:
         longest : int
             Maximum entries of a run.
         """
-        rows = crowded_rows(np.diff(walked.indptr))
-        again = walked[rows]
+        degrees = np.diff(walked.indptr)
+        rows = crowded_rows(degrees)
         runs = make_runs(held.indptr, longest)
         if len(rows):
-            more = make_runs(again.indptr, longest)
+            more = make_runs(np.concatenate(([0], np.cumsum(degrees[rows], dtype=np.int64))), longest)
             owners, counts = more[:, 1] >> 32, more[:, 1] & 0xFFFFFFFF
             more = np.column_stack((more[:, 0] + held.nnz, (~rows[owners] << 32) | counts))
             runs = np.concatenate((runs, more))
         crowded = np.zeros(walked.shape[0], dtype=np.uint8)
         crowded[rows] = 1
         if rng is not None:
-            # one element per run, which NumPy gathers several times as fast as a row of two
+            # one element per run, with which nothing computes: NumPy gathers it several times as fast as a row of two
             elements = np.ascontiguousarray(runs).view(np.complex128).reshape(-1)
             runs = elements[rng.permutation(len(runs))].view(np.int64).reshape(-1, 2)
-        indices = _joined(device, (held.indices, again.indices), np.int32)
-        ratings = _joined(device, (held.data, again.data), np.float32)
+        indices = _joined(device, (held.indices, _rows_of(walked.indices, walked.indptr, rows)), np.int32)
+        ratings = _joined(device, (held.data, _rows_of(walked.data, walked.indptr, rows)), np.float32)
         return cls(indices, ratings, device.upload(crowded), device.upload(runs))
 
 
@@ -720,9 +720,14 @@ def crowded_rows(degrees: np.ndarray) -> np.ndarray:
     """
     total = int(degrees.sum())
     order = np.argsort(-degrees, kind="stable")
-    sums = np.cumsum(degrees[order])
-    chosen = (degrees[order] >= max(RUN, CROWDED * total)) & (sums <= MOST_CROWDED * total)
-    return np.sort(order[chosen])
+    order = order[degrees[order] >= max(RUN, CROWDED * total)]
+    order = order[degrees[order] <= MOST_CROWDED * total]  # a row with most entries would leave no room for others
+    return np.sort(order[np.cumsum(degrees[order]) <= MOST_CROWDED * total])
+
+
+def _rows_of(array: np.ndarray, indptr: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The entries of some rows; SciPy's indexing would convert all indices if `indptr` has 64 bits."""
+    return np.concatenate([array[:0], *(array[indptr[row] : indptr[row + 1]] for row in rows)])
 
 
 def _joined(device: Device, arrays: Sequence[np.ndarray], dtype: Any) -> Array:

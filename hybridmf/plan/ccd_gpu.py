@@ -17,7 +17,7 @@ QUAD = 4
 
 SEGMENT = 256
 """Entries above which a piece is split: what a warp reads together. Longer segments, which a warp would read in several
-steps, spread what all warps read at a time over more memory: 4 % slower with 2,048 on an H100."""
+steps, spread what all warps read at a time over more memory: 2 to 5 % slower with 2,048 on an H100."""
 
 STAGED_THREADS = {4: 1024, 8: 512}
 """Threads of a block that has a multiprocessor to itself, by bytes of a number: the most that do not spill registers.

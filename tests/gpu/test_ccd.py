@@ -19,7 +19,7 @@ from hybridmf.cpu.ccd import CpuCCD
 from hybridmf.errors import DeviceMemoryError, NonFiniteError
 from hybridmf.formats import transpose
 from hybridmf.gpu import ccd
-from hybridmf.gpu.ccd import GpuCCD, PieceLayout
+from hybridmf.gpu.ccd import CcdEntries, GpuCCD, PieceLayout
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.plan import ccd_gpu
 from hybridmf.plan.ccd import CcdMethod
@@ -266,7 +266,7 @@ def test_partial_sums_of_split_rows(device, lanes):
     matrix = uneven()
     start = start_of(matrix, 2)
     one = solver(device, matrix, start, config="tiles")
-    assert one.entries["user"].combining_lanes == 8
+    assert [entries.combining_lanes for entries in one.entries.values()] == [8, 8]
     for entries in one.entries.values():
         entries.combining_lanes = lanes
     assert_close(swept(one, 2).state, reference.ccd(matrix, start, COUNT, 2, 1), 2e-5)
@@ -491,6 +491,7 @@ def test_blocks_divide_the_pieces(blocks, warps):
             work[block] += np.sum(layout.pieces[mine, 1] + ccd.PIECE_WORK)
     assert np.all(times == 1)
     if blocks == 7:
+        assert parts[:, 5].max() > 1
         assert work.max() < 1.2 * work.mean()
 
 
@@ -504,6 +505,16 @@ def test_a_block_at_a_border_of_tiles_shares_both():
     assert [set(parts[a:b, 5].tolist()) for a, b in pairwise(first_part)] == [{3, 2}, {3, 2}, {3}, {3, 2}, {3, 2}]
 
 
+@pytest.mark.parametrize(("warps", "team"), [(1, 4), (8, 1)])
+def test_blocks_take_turns_if_there_are_many_rounds(warps, team):
+    """Otherwise the last round would leave most warps without work."""
+    layout = PieceLayout.cut(np.arange(0, 25600, 256), np.full((100, 1), 256), 256)
+    parts, first_part = layout.divide(4, warps)
+    assert set(parts[:, 5].tolist()) == {team}
+    pieces = (parts[:, 2] - parts[:, 1]) / parts[:, 5]
+    assert np.all(np.abs(pieces - 25) <= 1) and first_part.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_no_pieces():
     layout = PieceLayout.cut(np.zeros(3, dtype=np.int64), np.zeros((3, 2), dtype=np.int64), 256)
     parts, first_part = layout.divide(4, 2)
@@ -514,6 +525,13 @@ def test_no_pieces():
 def test_segments_that_a_warp_does_not_read_together(segment):
     with pytest.raises(ValueError, match="segment must be 1 to 256 entries"):
         CcdConfig(True, 100, 1, segment, 1, 32)
+
+
+@pytest.mark.parametrize(("pieces", "lanes"), [(2, 8), (8, 8), (9, 16), (16, 16), (17, 32)])
+def test_lanes_that_combine_a_row_are_as_many_as_its_pieces(device, pieces, lanes):
+    matrix = as_csr(sp.csr_array(np.ones((2, 8 * pieces), dtype=np.float32)), dtype="float32")
+    config = CcdConfig(staged=False, tile=16, n_tiles=1, segment=8, blocks=2, threads=32)
+    assert CcdEntries(device, "user", matrix, COUNT, config).combining_lanes == lanes
 
 
 def test_too_many_entries_for_the_kernels(monkeypatch):

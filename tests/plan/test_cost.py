@@ -32,13 +32,11 @@ T4 = DeviceSpec("Tesla T4", 0, (7, 5), 40, 64 * 1024, 4 << 20, 16 * GIB, 15 * GI
 def gpu_cases() -> dict[tuple[Any, ...], tuple[Any, float, str]]:
     """Model, measured seconds and shape of each recorded iteration, by what was measured.
 
-    ALS and SGD on an H100 or an H200, whose multiprocessors are the same; CCD++ on an H200, because memory limits it.
+    On an H100 or an H200, whose multiprocessors are the same.
     """
     cases = {}
     for line in recorded("gpu"):
         name, f = line["name"], line["factors"]
-        if line["task"] == "ccd" and "H200" not in line["gpu"]["name"]:
-            continue
         if line["task"] == "als":
             cls = hmf.ImplicitALS if name.startswith("implicit") else hmf.ExplicitALS
             solver = {"solver": "cg", "cg_steps": 6} if "CG 6" in name else {}
