@@ -40,19 +40,19 @@ def without_zeros(matrix: sp.csr_array) -> sp.csr_array:
 
 
 FEW_ROWS = 16
-"""Share of the rows, one in so many, from which compiled code takes them out of a matrix."""
+"""Share of the rows, one in so many, from which compiled code takes them out of a matrix, whatever their entries."""
 
 
 def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
     """matrix[rows] for integer positions >= 0, repeats included; `matrix` itself where these are all, in order."""
     if len(rows) == matrix.shape[0] and np.array_equal(rows, np.arange(len(rows))):
         return matrix
-    if len(rows) >= matrix.shape[0] // FEW_ROWS:
-        taken = _formats.take_rows(*csr_arrays(matrix), np.asarray(rows, dtype=np.int64))
-        return make_csr(*taken, (len(rows), matrix.shape[1]))
-    # Nothing that takes as long as the matrix has rows.
     starts = matrix.indptr[rows]
     pointer = np.concatenate(([0], np.cumsum(matrix.indptr[rows + 1] - starts)))
+    if len(rows) >= matrix.shape[0] // FEW_ROWS or pointer[-1] >= matrix.shape[0]:
+        taken = _formats.take_rows(*csr_arrays(matrix), np.asarray(rows, dtype=np.int64))
+        return make_csr(*taken, (len(rows), matrix.shape[1]))
+    # Few rows with few entries: nothing that takes as long as the matrix has rows.
     entries = np.arange(pointer[-1]) + np.repeat(starts - pointer[:-1], np.diff(pointer))
     return make_csr(pointer, matrix.indices[entries], matrix.data[entries], (len(rows), matrix.shape[1]))
 

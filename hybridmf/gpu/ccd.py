@@ -138,14 +138,13 @@ class PieceLayout:
         shares: list[list[tuple[int, ...]]] = [[] for _ in range(blocks)]
         edges = np.concatenate(([0], 1 + np.flatnonzero(np.diff(self.tiles)), [n])) if n else np.zeros(1, dtype=int)
         for start, stop in itertools.pairwise(edges.tolist()):
-            tile, part = int(self.tiles[start]), slice(start, stop)
-            members = max(1.0, work[stop] - work[start])
-            if lanes[part].sum() < LEAST_ROUNDS * WARP * warps * members:
+            rounds = lanes[start:stop].sum() / (WARP * warps * max(1.0, work[stop] - work[start]))
+            if rounds < LEAST_ROUNDS:
                 divided = _in_sequence(work, lanes, start, stop, blocks)
             else:
                 divided = _in_turns(work, lanes, start, stop, blocks, warps)
             for block, *share in divided:
-                shares[block].append((tile, *share, 0, 0))
+                shares[block].append((int(self.tiles[start]), *share, 0, 0))
         first_part = np.cumsum([0, *map(len, shares)], dtype=np.int32)
         return np.array(list(itertools.chain(*shares)), dtype=np.int32).reshape(-1, 8), first_part
 

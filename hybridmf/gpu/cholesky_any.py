@@ -451,11 +451,12 @@ class WideTilesConfig:
         blocks = ceil_div(self.rank, 16)
         return 4 * (blocks * (blocks - 1) // 2 * 256 + solver_floats(self.rank, 1) + 4 * round_up(self.rank, 16) + 12)
 
-    # WARPS: for cuda/system.cuh, each of the four warps works alone
-
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel that solves systems in matrices."""
+        """Compile-time constants of the kernel that solves systems in matrices.
+
+        WARPS is that of cuda/system.cuh, for which each of the four warps works alone.
+        """
         return {"RANK": self.rank, "WARPS": 1, "BLOCKS_PER_SM": self.blocks_per_sm, "MATRICES": True}
 
     def sums_constants(self, width: int) -> dict[str, Any]:

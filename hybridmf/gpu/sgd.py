@@ -13,11 +13,23 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Objective, Side, State, Terms, other_side
+from ..core.sparse import take_rows
 from ..core.system import ceil_div
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..plan.als_gpu import PREDICTED_ROWS
-from ..plan.sgd import LONG_ROW, MOST_RANGES, RISE, RUN, SgdMethod, diverged, range_count, stored_width, terms_at
+from ..plan.sgd import (
+    LONG_ROW,
+    MOST_CROWDED,
+    MOST_RANGES,
+    RISE,
+    RUN,
+    SgdMethod,
+    diverged,
+    range_count,
+    stored_width,
+    terms_at,
+)
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
 from . import losses
@@ -59,9 +71,6 @@ CROWDED = 1 / 2400
 """Part of all entries from which on a row of the smaller side has runs of its own; see cuda/batch_hogwild.cu. In trials
 on an H100 (Netflix's shape, f = 128, float16, runs of 8), an epoch took 22.7 ms without such runs, and 21.5, 16.9, 15.7
 and 15.6 with 1 / 600, 1 / 1200, 1 / 2400 and 1 / 5000."""
-
-MOST_CROWDED = 0.5
-"""Largest part of all entries in crowded rows; entries of crowded rows are on the device twice."""
 
 RANGES_PER_SM = 2
 """Blocks per multiprocessor in a decentralized pass, each with one range of updated rows."""
@@ -637,8 +646,15 @@ class HogwildConfig:
         return (5 if size == 16 else 4 if pieces <= 2 else 3) - biases
 
 
-def make_runs(indptr: np.ndarray, longest: int = RUN) -> np.ndarray:
+def make_runs(indptr: np.ndarray, longest: int, owners: np.ndarray | None = None) -> np.ndarray:
     """Cut rows into runs, in the order of the entries.
+
+    Parameters
+    ----------
+    indptr : int array, shape (n_rows + 1,)
+    longest : int
+    owners : int64 array, shape (n_rows,), optional
+        What runs have in place of the row.
 
     Returns
     -------
@@ -646,9 +662,9 @@ def make_runs(indptr: np.ndarray, longest: int = RUN) -> np.ndarray:
         First entry; row times 2^32 plus number of entries, at most `longest`.
     """
     pieces = Pieces.cut(np.asarray(indptr, dtype=np.int64), np.flatnonzero(np.diff(indptr)), longest)
-    owners = np.repeat(pieces.rows, np.diff(pieces.slots)).astype(np.int64)
+    rows = np.repeat(pieces.rows, np.diff(pieces.slots)).astype(np.int64)
     begin, end = pieces.segments[:, 1], pieces.segments[:, 2]
-    return np.column_stack((begin, (owners << 32) | (end - begin)))
+    return np.column_stack((begin, ((rows if owners is None else owners[rows]) << 32) | (end - begin)))
 
 
 @dataclass(frozen=True)
@@ -687,22 +703,19 @@ class HogwildEntries:
         longest : int
             Maximum entries of a run.
         """
-        degrees = np.diff(walked.indptr)
-        rows = crowded_rows(degrees)
-        runs = make_runs(held.indptr, longest)
-        if len(rows):
-            more = make_runs(np.concatenate(([0], np.cumsum(degrees[rows], dtype=np.int64))), longest)
-            owners, counts = more[:, 1] >> 32, more[:, 1] & 0xFFFFFFFF
-            more = np.column_stack((more[:, 0] + held.nnz, (~rows[owners] << 32) | counts))
-            runs = np.concatenate((runs, more))
+        rows = crowded_rows(np.diff(walked.indptr))
+        again = take_rows(walked, rows)
+        runs = np.concatenate(
+            (make_runs(held.indptr, longest), make_runs(held.nnz + again.indptr.astype(np.int64), longest, ~rows))
+        )
         crowded = np.zeros(walked.shape[0], dtype=np.uint8)
         crowded[rows] = 1
         if rng is not None:
             # one element per run, with which nothing computes: NumPy gathers it several times as fast as a row of two
             elements = np.ascontiguousarray(runs).view(np.complex128).reshape(-1)
             runs = elements[rng.permutation(len(runs))].view(np.int64).reshape(-1, 2)
-        indices = _joined(device, (held.indices, _rows_of(walked.indices, walked.indptr, rows)), np.int32)
-        ratings = _joined(device, (held.data, _rows_of(walked.data, walked.indptr, rows)), np.float32)
+        indices = _joined(device, (held.indices, again.indices), np.int32)
+        ratings = _joined(device, (held.data, again.data), np.float32)
         return cls(indices, ratings, device.upload(crowded), device.upload(runs))
 
 
@@ -723,11 +736,6 @@ def crowded_rows(degrees: np.ndarray) -> np.ndarray:
     order = order[degrees[order] >= max(RUN, CROWDED * total)]
     order = order[degrees[order] <= MOST_CROWDED * total]  # a row with most entries would leave no room for others
     return np.sort(order[np.cumsum(degrees[order]) <= MOST_CROWDED * total])
-
-
-def _rows_of(array: np.ndarray, indptr: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The entries of some rows; SciPy's indexing would convert all indices if `indptr` has 64 bits."""
-    return np.concatenate([array[:0], *(array[indptr[row] : indptr[row + 1]] for row in rows)])
 
 
 def _joined(device: Device, arrays: Sequence[np.ndarray], dtype: Any) -> Array:
@@ -787,23 +795,15 @@ class BatchHogwild:
         The ratings by the rows of each side.
     plan : Plan
     method : SgdMethod
-    config : HogwildConfig, optional
     """
 
-    def __init__(
-        self,
-        device: Device,
-        matrices: dict[Side, sp.csr_array],
-        plan: Plan,
-        method: SgdMethod,
-        config: HogwildConfig | None = None,
-    ) -> None:
+    def __init__(self, device: Device, matrices: dict[Side, sp.csr_array], plan: Plan, method: SgdMethod) -> None:
         self.device = device
         self.stored = self.read = np.dtype(plan.precision)
         self.held: Side = "user" if plan.n_users >= plan.n_items else "item"
         held, walked = matrices[self.held], matrices[other_side(self.held)]
         shape = (stored_width(plan.factors, self.stored), self.stored.itemsize)
-        config = config or HogwildConfig.rule(device.spec, *shape, plan.rank > plan.factors)
+        config = HogwildConfig.rule(device.spec, *shape, plan.rank > plan.factors)
         self.entries = HogwildEntries.upload(device, held, walked, config.run, method.rng())
         bounds = device.upload(np.asarray(held.indptr, dtype=np.int64))
         self.walks = {self.held: Walk(self.entries.indices, self.entries.ratings, bounds[:-1], bounds[1:])}

@@ -351,7 +351,7 @@ class SgdMethod:
         copies = 3 if plan.rank > plan.factors else 2  # a table with biases is a copy of the working rows
         if self.schedule == "batch_hogwild":
             # one orientation, crowded rows of the other, and runs, which the host shuffles
-            entries = nnz + nnz // 2
+            entries = nnz + int(MOST_CROWDED * nnz)
             runs = 16 * (entries // RUN + m + n)
             layout = max(m, n) * 8 + min(m, n)
             return {"ratings": entries * (4 + itemsize) + layout + runs, "factors": (copies + 1) * rows}
@@ -495,6 +495,9 @@ RANGE_ENTRIES = 64
 
 READ_AS_FLOAT16 = 0.72
 """Time of an epoch of MSGD that reads the fixed side in float16, against float32 (Netflix's shape, f = 128, H100)."""
+
+MOST_CROWDED = 0.5
+"""Largest part of all entries in crowded rows of batch-Hogwild, whose entries are on the GPU twice."""
 
 RUN = 16
 """Consecutive entries of one row in batch-Hogwild, while the row stays in registers. In trials on an H100, an epoch of

@@ -12,6 +12,7 @@ from sklearn.metrics import roc_auc_score
 
 from hybridmf import metrics
 from hybridmf.als import ImplicitALS
+from hybridmf.core import sparse
 from hybridmf.core.sparse import as_ones, entry_rows, keep_entries, take_rows
 from hybridmf.core.validate import as_csr
 from hybridmf.errors import NonFiniteError, RatingsError
@@ -985,7 +986,7 @@ def test_parts_of_a_matrix_equal_numpy_and_keep_narrow_indices(monkeypatch, wide
         (take_rows(ones, rows), dense[rows] > 0),
     ]
     monkeypatch.setattr("hybridmf.core.sparse.FEW_ROWS", 1)
-    parts.append((take_rows(matrix, rows), dense[rows]))
+    parts += [(take_rows(matrix, some), dense[some]) for some in (rows, rows[:1])]
     for part, expected in parts:
         assert part.indices.dtype == np.int32 and part.indptr.dtype == (np.int64 if wide else np.int32)
         fresh = sp.csr_array((part.data, part.indices, part.indptr), shape=part.shape)  # forgets cached flags
@@ -994,3 +995,14 @@ def test_parts_of_a_matrix_equal_numpy_and_keep_narrow_indices(monkeypatch, wide
     assert ones.dtype == np.int8 and np.shares_memory(ones.indices, matrix.indices)
     assert take_rows(matrix, rows[:0]).shape == (0, 5) and take_rows(matrix, np.arange(6)) is matrix
     assert keep_entries(matrix, np.ones(matrix.nnz, dtype=bool)) is matrix
+
+
+@pytest.mark.parametrize(("row", "compiled"), [(0, 1), (1, 0)])
+def test_compiled_code_takes_few_rows_with_many_entries(monkeypatch, row, compiled):
+    dense = np.zeros((100, 200), dtype=np.float32)
+    dense[0, ::2] = 3  # as many entries as the matrix has rows
+    dense[1, 5:104] = 2
+    calls, original = [], sparse._formats.take_rows
+    monkeypatch.setattr(sparse._formats, "take_rows", lambda *args: calls.append(1) or original(*args))
+    np.testing.assert_array_equal(take_rows(as_csr(dense), np.array([row])).toarray(), dense[[row]])
+    assert len(calls) == compiled
