@@ -8,22 +8,23 @@
 //         runs (n_runs, 2): first entry; owner * 2^32 + number of entries, 1 ... RUN. The owner is a held row, or ~row of a
 //         crowded walked row
 //         losses (grid,): sums of e^2, each e computed with the factors before its update
-// traffic: 2 LD nnz (1 + 1 / RUN) * sizeof(stored)     flops: 8 LD nnz
+// traffic: up to 2 LD nnz (1 + 1 / RUN) * sizeof(stored), most of it between the L2 cache and the multiprocessors
+// flops : 8 LD nnz
 // limits: concurrent updates of a row race, so results are not reproducible between runs
 //
-// Why runs. In shuffled order, each entry reads and writes one row of either side. The smaller side stays in L2, the larger
-// side does not: 2 LD * sizeof(stored) bytes of memory traffic per entry. Therefore runs are shuffled instead: up to RUN
+// Why runs. In shuffled order, each entry reads and writes one row of either side. The smaller side usually stays in L2, the
+// larger side does not: 2 LD * sizeof(stored) bytes of memory traffic per entry. Therefore runs are shuffled instead: up to RUN
 // entries of one row of the larger side ("held", usually users). That row stays in registers during the run, so memory
 // traffic is divided by RUN. A run is a piece of a CSR row, so the entries themselves are not moved. The order remains random
 // where it has to be: in the sequence of rows, and in the workers that update a popular item concurrently. SGD updates one
-// row in sequence anyway; RUN 1 gives cuMF_SGD's order. A worker takes `batch` consecutive runs at a time (cuMF_SGD takes
-// 256 entries), so run descriptions are read sequentially.
+// row in sequence anyway. A worker takes `batch` consecutive runs at a time (cuMF_SGD takes 256 entries), so run descriptions
+// are read sequentially.
 //
 // Crowded rows. Writes to a line of L2 that all multiprocessors read take turns: some 80 ns for each update of a row, which
-// for the most popular film of Netflix's shape is the time of an epoch (22.4 ms on an H100; 11.4 with the same number of
-// entries for each item, 6.0 without the writes). Therefore entries of popular rows of the walked side are in runs of these
-// rows, which walk the other side: a crowded row is read and written once per run, and updates by other workers are lost less
-// often. Runs of held rows pass over these entries.
+// for the most popular film of Netflix's shape was the time of an epoch (in trials on an H100 without what follows, 22.4 ms;
+// 11.4 with the same number of entries for each item, 6.0 without the writes). Therefore entries of popular rows of the walked
+// side are in runs of these rows, which walk the other side: a crowded row is read and written once per run, and updates by
+// other workers are lost less often. Runs of held rows pass over these entries.
 //
 // A worker reads DEPTH rows of the walked side at a time, then updates and writes them one by one. A larger DEPTH hides more
 // latency, but loses more updates by other workers: DEPTH updates lie between reading and writing a row.

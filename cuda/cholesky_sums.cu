@@ -1,4 +1,4 @@
-// cholesky_sums.cu - solves A[u] x[u] = b[u], A[u] = G + sums + scale_u ridge, rank 97 to 128, for rows u whose sums are in global
+// cholesky_sums.cu - solves A[u] x[u] = b[u], A[u] = G + sums + scale_u ridge, rank 65 to 128, for rows u whose sums are in global
 //                    memory, from `assemble_segments` or `warpgroup_sums`; with MATRICES, solves systems stored as matrices
 // grid  : any number of blocks; block k solves systems k, k + gridDim.x, ...     block : 4 warps, one system at a time
 // shapes: partials (n_slots, PARTIAL): 16 x 16 tiles of A's lower triangle in the register layout of a warp, then b
@@ -6,7 +6,7 @@
 //         gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)  status (n_out,)
 // shared: SYSTEM_FLOATS * 4 bytes: L in two float16 parts, the inverses of its blocks on the diagonal, vectors
 // traffic: PARTIAL floats per slot read, LD floats per row written     flops: n_rows (RANK^3 / 3 + 2 RANK^2)
-// limits: 7 or 8 blocks in a row of A; sm_80 or later
+// limits: 5 to 8 blocks in a row of A; sm_80 or later
 //
 // A system is a chain of dependent steps, so several systems share a multiprocessor, and the chain is short. The factorization is
 // left-looking: panel p starts as A's blocks of column p, less the products of L's earlier columns, which are in shared memory.
@@ -25,7 +25,7 @@
 #define BLOCKS_PER_SM 5           // minimum resident blocks per multiprocessor; limits the registers of a thread
 #endif
 
-static_assert(WARPS == 1 && (BLOCKS == 7 || BLOCKS == 8), "each of the four warps owns two block rows");
+static_assert(WARPS == 1 && BLOCKS >= 5 && BLOCKS <= 8, "each of the four warps owns one or two block rows");
 
 constexpr int SYSTEM_WARPS = 4;                     // per system; for system.cuh, each of them works alone
 constexpr int THREADS = SYSTEM_WARPS * WARP;
@@ -105,16 +105,26 @@ struct SumsLoader {
     __device__ __forceinline__ const float* source(int i, int j, int lane) const {
         return partials + system->begin * PARTIAL + (i * (i + 1) / 2 + j) * TILE_FLOATS + lane;
     }
-    __device__ __forceinline__ void start(Tile& tile, int i, int j, int lane) const {
+    // Adds the elements that are stored; the others, on which nothing depends, stay as they are.
+    template <class Body> __device__ __forceinline__ static void for_stored(int i, int j, int lane, Body&& body) {
+        const bool first = i * BLOCK + lane / 4 < RANK, last = i * BLOCK + lane / 4 + 8 < RANK;  // rows g and g + 8
 #pragma unroll
-        for (int k = 0; k < 8; k++) tile.value[k / 4][k % 4] = source(i, j, lane)[k * WARP];
+        for (int k = 0; k < 8; k++) body(k, k / 2 % 2 == 1 ? last : k / 2 == 2 ? first && i != j : first);
+    }
+    __device__ __forceinline__ void start(Tile& tile, int i, int j, int lane) const {
+        const float* first = source(i, j, lane);
+        tile = {};
+        for_stored(i, j, lane, [&](int k, bool stored) { load_if(stored, tile.value[k / 4][k % 4], first + k * WARP); });
     }
     __device__ __forceinline__ void finish(Tile& tile, int i, int j, int lane) const {
 #pragma unroll 1
-        for (int64 slot = system->begin + 1; slot < system->end; slot++)
+        for (int64 slot = system->begin + 1; slot < system->end; slot++) {
+            const float* first = source(i, j, lane) + (slot - system->begin) * PARTIAL;
+            Tile more = {};
+            for_stored(i, j, lane, [&](int k, bool stored) { load_if(stored, more.value[k / 4][k % 4], first + k * WARP); });
 #pragma unroll
-            for (int k = 0; k < 8; k++)
-                tile.value[k / 4][k % 4] += source(i, j, lane)[(slot - system->begin) * PARTIAL + k * WARP];
+            for (int k = 0; k < 8; k++) tile.value[k / 4][k % 4] += more.value[k / 4][k % 4];
+        }
         if (gram == nullptr) return;
         const float* corner = gram + (i * BLOCK + lane / 4) * RANK16 + j * BLOCK + lane % 4 * 2;
 #pragma unroll

@@ -108,9 +108,26 @@ __device__ __forceinline__ int lane_number() {
 // ---------------------------------------------------------------------------------------------- shared memory
 
 #ifndef HYBRIDMF_EMULATE
-extern __shared__ float4 dynamic_shared[];
+extern __shared__ __align__(32) float4 dynamic_shared[];
 template <class T> __device__ __forceinline__ T* shared_memory() { return reinterpret_cast<T*>(dynamic_shared); }
 #endif
+
+// Loads a value from global memory if `valid`, without a branch and without another register that the compiler would have to
+// copy, and so wait for, at once. The load stays behind barriers of the warp.
+template <class T> __device__ __forceinline__ void load_if(bool valid, T& value, const T* source) {
+    static_assert(sizeof(T) == 4, "values have 32 bits");
+#if defined(HYBRIDMF_EMULATE)
+    if (valid) value = *source;
+#else
+    unsigned bits;
+    memcpy(&bits, &value, 4);
+    asm volatile("{ .reg .pred valid;\n setp.ne.b32 valid, %2, 0;\n @valid ld.global.b32 %0, [%1]; }"
+                 : "+r"(bits)
+                 : "l"(source), "r"(int(valid))
+                 : "memory");
+    memcpy(&value, &bits, 4);
+#endif
+}
 
 // ---------------------------------------------------------------------------------------------- asynchronous copies
 

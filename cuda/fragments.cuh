@@ -11,13 +11,13 @@
 #include "common.cuh"
 #include "tensor.cuh"
 
-// Representation of V. FLOAT32: a table of two float16 parts (22 bits, 3 products; split.cu, `accumulate_split` in system.cuh),
-// which needs no conversion here. FLOAT32_WIDE, for rows of factors whose magnitudes exceed the range of these parts: two tf32
-// parts (22 bits and float32's range at half the speed). BF16X3: two bf16 parts (error near 1e-5). Others: one part.
+// Representation of V. FLOAT32: a table of two float16 parts (22 bits, 3 products; split.cu, `accumulate_parts` in system.cuh),
+// which needs no conversion here; BF16X3: the same with bf16 parts (error near 1e-5). FLOAT32_WIDE, for rows of factors whose
+// magnitudes exceed the range of float16 parts: two tf32 parts (22 bits and float32's range at half the speed). BF16: a table in
+// bf16. Others: one part of each factor, converted when it is multiplied.
 enum Precision { FLOAT32 = 0, BF16X3 = 1, TF32 = 2, BF16 = 3, FLOAT16 = 4, FLOAT32_WIDE = 5 };
 
 __host__ __device__ constexpr bool in_tf32(int precision) { return precision == TF32 || precision == FLOAT32_WIDE; }
-__host__ __device__ constexpr bool in_two_parts(int precision) { return precision == FLOAT32_WIDE || precision == BF16X3; }
 
 constexpr int BLOCK = 16;       // rows and columns of a block
 constexpr int BLOCK_HALVES = 2; // a block is two m16n8 tiles side by side
@@ -29,6 +29,12 @@ struct Tile {
 // Row and column, inside a block, of element q of a half of a tile.
 __device__ __forceinline__ int tile_row(int lane, int q) { return lane / 4 + 8 * (q / 2); }
 __device__ __forceinline__ int tile_column(int lane, int half, int q) { return 8 * half + lane % 4 * 2 + q % 2; }
+
+// Whether element k = 4 half + q of block (i, j) of a symmetric matrix belongs to its lower triangle, as far as a warp stores it:
+// to the rows of the matrix and, on the diagonal, not to the quarter above.
+__device__ __forceinline__ bool is_stored(int rank, int i, int j, int k, int lane) {
+    return i * BLOCK + tile_row(lane, k % 4) < rank && !(i == j && k / 2 == 2);
+}
 
 // ---------------------------------------------------------------------------------------------- conversions
 
@@ -73,6 +79,41 @@ __device__ __forceinline__ unsigned pack_float16(float first, float second) {
 #endif
 }
 
+// ---------------------------------------------------------------------------------------------- two 16-bit parts
+
+// Parts of two values in one register each: value = high + low, in float16 (FLOAT32) or bf16 (BF16X3).
+template <int PRECISION> __device__ __forceinline__ void split(unsigned& high, unsigned& low, float first, float second) {
+    if constexpr (PRECISION == FLOAT32) {
+        high = pack_float16(first, second);
+        const float2 rounded = unpack_float16(high);
+        low = pack_float16(first - rounded.x, second - rounded.y);
+    } else {
+        high = pack_bf16(first, second);
+        low = pack_bf16(first - __uint_as_float(high << 16), second - __uint_as_float(high & 0xffff0000u));
+    }
+}
+
+// a b + c of two pairs of parts.
+template <int PRECISION> __device__ __forceinline__ unsigned multiply_add_parts(unsigned a, unsigned b, unsigned c) {
+    return PRECISION == FLOAT32 ? multiply_add_float16(a, b, c) : multiply_add_bf16(a, b, c);
+}
+
+// high + low <- weight * (high + low). The rounding error of the product of the high parts goes into the low part.
+template <int PRECISION>
+__device__ __forceinline__ void weigh(unsigned& high, unsigned& low, unsigned weight_high, unsigned weight_low) {
+    const unsigned product = multiply_add_parts<PRECISION>(weight_high, high, NEGATIVE_ZEROS);
+    const unsigned lost = multiply_add_parts<PRECISION>(weight_high, high, negate_pair<PRECISION != FLOAT32>(product));
+    low = multiply_add_parts<PRECISION>(weight_low, high, multiply_add_parts<PRECISION>(weight_high, low, lost));
+    high = product;
+}
+
+// d += A B of parts.
+template <int PRECISION>
+__device__ __forceinline__ void multiply_parts(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    if constexpr (PRECISION == FLOAT32) mma_float16(d, a, b0, b1);
+    else mma_bf16(d, a, b0, b1);
+}
+
 // ---------------------------------------------------------------------------------------------- fragments
 
 // Rows of V per product.
@@ -95,7 +136,7 @@ template <int ROWS, int STRIDE> __device__ __forceinline__ Raw<ROWS> load_raw(co
 
 template <int PRECISION> struct Fragment {
     static constexpr int ROWS = product_rows(PRECISION);
-    static constexpr int PARTS = in_two_parts(PRECISION) ? 2 : 1;  // high, low
+    static constexpr int PARTS = PRECISION == FLOAT32_WIDE ? 2 : 1;  // high, low
     unsigned part[PARTS][4];                   // row operand
     unsigned pair[PARTS][BLOCK_HALVES][2];     // the same values as the column operand, in adjacent registers for mma
 
@@ -110,16 +151,7 @@ template <int PRECISION> struct Fragment {
                 if constexpr (PARTS == 2) part[PARTS - 1][k] = __float_as_uint(value - __uint_as_float(part[0][k]));
                 pair[0][k % 2][k / 2] = rounded;
             } else {  // register k: steps 2 (k / 2) and the next, half k % 2
-                const float first = raw.value[k / 2 * 2][k % 2], second = raw.value[k / 2 * 2 + 1][k % 2];
-                if constexpr (PRECISION == FLOAT16) {
-                    part[0][k] = pack_float16(first, second);
-                } else {
-                    const unsigned high = pack_bf16(first, second);
-                    part[0][k] = high;
-                    if constexpr (PARTS == 2)
-                        part[PARTS - 1][k] = pack_bf16(first - __uint_as_float(high << 16),
-                                                       second - __uint_as_float(high & 0xffff0000u));
-                }
+                part[0][k] = pack_float16(raw.value[k / 2 * 2][k % 2], raw.value[k / 2 * 2 + 1][k % 2]);
                 pair[0][k % 2][k / 2] = copy_of(part[0][k], lane);
             }
             if constexpr (PARTS == 2) pair[PARTS - 1][k % 2][k / 2] = copy_of(part[PARTS - 1][k], lane);
@@ -134,8 +166,7 @@ __device__ __forceinline__ void multiply_part(float (&d)[BLOCK_HALVES][4], const
 #pragma unroll
     for (int half = 0; half < BLOCK_HALVES; half++) {
         if constexpr (in_tf32(PRECISION)) mma_tf32(d[half], a, b[half][0], b[half][1]);
-        else if constexpr (PRECISION == FLOAT16) mma_float16(d[half], a, b[half][0], b[half][1]);
-        else mma_bf16(d[half], a, b[half][0], b[half][1]);
+        else mma_float16(d[half], a, b[half][0], b[half][1]);
     }
 }
 

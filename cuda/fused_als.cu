@@ -42,16 +42,18 @@
 #define KERNEL 0                  // compile only 1 solve_rows, 2 assemble_segments or 3 solve_partials; 0: all
 #endif
 
-#define SOLVED_BY_SUMS (SOLVED_APART && SOLVER == 0)  // cholesky_sums.cu solves the systems
+#define SOLVED_BY_SUMS (SOLVED_APART && SOLVER == 0)  // cholesky_sums.cu or nonnegative.cu solves the systems
 
 static_assert(LD % 4 == 0 && LD >= RANK && LD <= RANK16, "rows are copied in pieces of 16 bytes");
 static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps synchronizes its whole block");
 static_assert(STAGES >= 2, "one chunk is computed while the next ones arrive");
 
-constexpr bool SPLIT = ARITHMETIC == FLOAT32;          // the table holds float16 parts: see split.cu
-constexpr bool NARROW = ARITHMETIC == BF16;            // the table holds bf16
-constexpr int ENTRIES_PER_WARP = (WARPS == 1 ? 16 : 8) * (NARROW ? 2 : 1);  // entries of a chunk that one warp fetches
-constexpr int CHUNK = ENTRIES_PER_WARP * WARPS;
+constexpr bool SCALED = ARITHMETIC == FLOAT32;         // the table holds float16 parts: see split.cu
+constexpr bool SPLIT = SCALED || ARITHMETIC == BF16X3; // it holds two parts
+constexpr bool NARROW = ARITHMETIC == BF16;            // it holds bf16
+constexpr int CHUNK = NARROW && WARPS == 4 ? 64 : 32;
+constexpr int UNROLLED = SPLIT && SOLVED_BY_SUMS ? 2 : 1; // products in the body of a loop; otherwise the code becomes too large
+constexpr int ENTRIES_PER_WARP = CHUNK / WARPS;        // entries of a chunk that one warp fetches
 constexpr int TABLE_LD = NARROW ? RANK16 / 2 : SPLIT ? RANK16 : LD;  // floats from one row of the table to the next
 constexpr int PIECES = TABLE_LD / 4;                   // 16-byte pieces in a row of the table
 constexpr int LANES = PIECES <= 2 ? 2 : PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;  // lanes that copy one row
@@ -59,11 +61,12 @@ constexpr int ENTRIES_PER_COPY = WARP / LANES;
 constexpr int COPIES = ENTRIES_PER_WARP / ENTRIES_PER_COPY;
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
-// Floats from one row of a stage to the next; with `load_operand`, an odd number of 16-byte pieces.
-constexpr int STAGE_STRIDE = NARROW || SPLIT ? TABLE_LD + 4 : STRIDE;
+constexpr bool PAIRED = NARROW || SPLIT;               // rows of a stage are in the layout of `load_operand`
+constexpr int STAGE_STRIDE = PAIRED ? operand_stride(TABLE_LD * 4) / 4 : STRIDE;  // floats from one row of a stage to the next
 constexpr int UNIT = WARP;                             // entries whose weights one warp computes at a time, one per lane
 constexpr int AHEAD = ceil_div(STAGES * CHUNK, UNIT);  // units that are ready before the chunk being multiplied
-constexpr int UNITS = power_of_two(AHEAD + (CHUNK > UNIT ? CHUNK / UNIT : 1));  // units in shared memory
+constexpr int UNITS = power_of_two(AHEAD + CHUNK / UNIT);  // units in shared memory
+static_assert(CHUNK / UNIT <= WARPS, "a warp prepares at most one unit per chunk");
 constexpr int ROWS = product_rows(ARITHMETIC);         // entries of one product
 constexpr bool ROUNDED = ARITHMETIC == FLOAT32_WIDE;
 
@@ -71,7 +74,7 @@ struct UnitEntries {
     union {
         float2 weight[UNIT];  // (root of the outer weight, linear weight)
         struct {
-            unsigned short outer[2][UNIT], linear[2][UNIT];  // SPLIT: float16 parts, scaled
+            unsigned short outer[2][UNIT], linear[2][UNIT];  // SPLIT: parts, scaled
         };
         struct {
             float narrow_outer[UNIT];  // NARROW
@@ -119,13 +122,14 @@ struct Stream {
     int64 begin;
     int count;
     int warp, lane;
-    Entry arriving, next;  // this warp's next two units: their loads are in flight
+    Entry arriving;  // of this warp's next unit: its loads are in flight
 
-    __device__ __forceinline__ Entry load(int unit) const {
+    __device__ __forceinline__ void load(Entry& entry, int unit) const {
         const int at = unit * UNIT + lane;
-        if (at >= count) return {-1, 0, 0};
-        const int64 entry = begin + at;
-        return {__ldg(in.indices + entry), __ldg(in.ratings + entry), RESIDUAL ? __ldg(in.offsets + entry) : 0.0f};
+        entry = {-1, 0, 0};
+        load_if(at < count, entry.index, in.indices + begin + at);
+        load_if(at < count, entry.rating, in.ratings + begin + at);
+        if (RESIDUAL) load_if(at < count, entry.offset, in.offsets + begin + at);
     }
 
     // The largest outer and linear weights that each warp found, then powers of two that scale the weights of all entries to at
@@ -166,16 +170,15 @@ struct Stream {
         if (HAS_OFFSETS && entry.index >= 0) entry.offset = __ldg(in.offsets + entry.index);
     }
 
-    // Writes the indices and weights of a unit to shared memory and loads those of this warp's later units.
+    // Writes the indices and weights of a unit to shared memory and starts loading those of a later unit of this warp.
     __device__ __forceinline__ void prepare(unsigned unit) {
         UnitEntries& slot = units[unit % UNITS];
         const EntryWeight w = entry_weight(arriving.rating, arriving.offset, in.alpha, in.unobserved_weight);
         const bool valid = arriving.index >= 0;
         if constexpr (SPLIT) {
-            const float outer = w.outer * scales()[0], linear = valid ? w.linear * scales()[1] : 0.0f;
-            const unsigned high = pack_float16(outer, linear);
-            const float2 rounded = unpack_float16(high);
-            const unsigned low = pack_float16(outer - rounded.x, linear - rounded.y);
+            const float outer = SCALED ? w.outer * scales()[0] : w.outer, linear = SCALED ? w.linear * scales()[1] : w.linear;
+            unsigned high, low;
+            split<ARITHMETIC>(high, low, outer, valid ? linear : 0.0f);
             if (IMPLICIT) {
                 slot.outer[0][lane] = high & 0xffffu;
                 slot.outer[1][lane] = low & 0xffffu;
@@ -184,7 +187,8 @@ struct Stream {
             slot.linear[1][lane] = low >> 16;
         } else if constexpr (NARROW) {
             const float linear = valid ? w.linear : 0.0f;
-            const unsigned high = pack_bf16(linear, 0), low = pack_bf16(linear - __uint_as_float(high << 16), 0);
+            unsigned high, low;
+            split<BF16X3>(high, low, linear, 0);
             slot.narrow_outer[lane] = w.outer;
             slot.narrow_linear[0][lane] = high;
             slot.narrow_linear[1][lane] = low;
@@ -192,25 +196,12 @@ struct Stream {
             slot.weight[lane] = make_float2(IMPLICIT ? sqrtf(w.outer) : 1.0f, valid ? w.linear : 0.0f);
         }
         slot.index[lane] = arriving.index;
-        arriving = next;
-        load_offset(arriving);
-        next = load(unit + 2 * WARPS);
+        __syncwarp();  // otherwise the assembler moves the loads up, into other registers, and waits for them here to copy them
+        load(arriving, unit + WARPS);
     }
 
-    // Prepares a unit if it is this warp's turn.
-    __device__ __forceinline__ void prepare_in_turn(unsigned unit) {
-        if (WARPS == 1 || unit % WARPS == unsigned(warp)) prepare(unit);
-    }
-
-    // Prepares the units that become necessary with a chunk.
-    __device__ __forceinline__ void prepare_after(unsigned chunk) {
-        if constexpr (CHUNK < UNIT) {
-            if (chunk % (UNIT / CHUNK) == 0) prepare_in_turn(AHEAD + chunk / (UNIT / CHUNK));
-        } else {
-#pragma unroll
-            for (int k = 0; k < CHUNK / UNIT; k++) prepare_in_turn(AHEAD + chunk * (CHUNK / UNIT) + k);
-        }
-    }
+    // Whether it is this warp's turn to prepare a unit.
+    __device__ __forceinline__ bool prepares(unsigned unit) const { return WARPS == 1 || unit % WARPS == unsigned(warp); }
 
     // Starts the copies of a chunk's factors, zeros beyond the last entry. Each chunk is one copy group, even an empty chunk.
     __device__ __forceinline__ void issue(int chunk, int stage, int chunks) {
@@ -218,7 +209,7 @@ struct Stream {
             // a lane copies a piece of COPIES consecutive entries
             const int first = warp * ENTRIES_PER_WARP + lane / LANES * COPIES, piece = lane % LANES, entry = chunk * CHUNK + first;
             const int* index = units[unsigned(entry) / UNIT % UNITS].index + unsigned(entry) % UNIT;
-            float* target = memory.staged + (stage * CHUNK + first) * STAGE_STRIDE + 4 * piece;
+            float* target = memory.staged + (stage * CHUNK + first) * STAGE_STRIDE;
             const float* source = in.factors + 4 * piece;
             int row[COPIES];  // read before the first copy: the compiler moves no loads across a copy
             if constexpr (COPIES % 4 == 0) {
@@ -233,20 +224,23 @@ struct Stream {
             }
             if (piece < PIECES)
 #pragma unroll
-                for (int k = 0; k < COPIES; k++) copy_row_async_16<TABLE_LD * 4>(target + k * STAGE_STRIDE, source, row[k]);
+                for (int k = 0; k < COPIES; k++) {
+                    const int place = PAIRED ? swapped_half(COPIES % 8 == 0 ? k : first + k, piece) : piece;
+                    copy_row_async_16<TABLE_LD * 4>(target + k * STAGE_STRIDE + 4 * place, source, row[k]);
+                }
         }
         copy_commit();
     }
 
-    // Adds the products of a chunk's entries from k on.
+    template <int ROLE>
     __device__ __forceinline__ void multiply(Holding& mine, const float* rows, const UnitEntries& slot, int k) const {
+        const unsigned short* const values = reinterpret_cast<const unsigned short*>(rows);
         if constexpr (SPLIT) {
-            const SplitWeights weights{{slot.outer[0] + k, slot.outer[1] + k}, {slot.linear[0] + k, slot.linear[1] + k}};
-            const unsigned short* parts = reinterpret_cast<const unsigned short*>(rows);
-            accumulate_split<IMPLICIT>(mine, parts, 2 * STAGE_STRIDE, weights, warp, lane);
+            const SplitWeights weights{slot.outer[0] + k, slot.linear[0] + k};
+            accumulate_parts<ROLE, ARITHMETIC, IMPLICIT, SCALED>(mine, values, 2 * STAGE_STRIDE, weights, lane);
         } else if constexpr (NARROW) {
-            const NarrowWeights weights{slot.narrow_outer + k, {slot.narrow_linear[0] + k, slot.narrow_linear[1] + k}};
-            accumulate_narrow<IMPLICIT>(mine, reinterpret_cast<const unsigned short*>(rows), 2 * STAGE_STRIDE, weights, warp, lane);
+            const NarrowWeights weights{slot.narrow_outer + k, slot.narrow_linear[0] + k};
+            accumulate_narrow<ROLE, IMPLICIT>(mine, values, 2 * STAGE_STRIDE, weights, lane);
         } else {
             StepWeights<ROWS> steps;
 #pragma unroll
@@ -255,23 +249,26 @@ struct Stream {
                 steps.root[step] = pair.x;
                 steps.linear[step] = pair.y;
             }
-            accumulate<ARITHMETIC, IMPLICIT, ROUNDED>(mine.tiles, mine, rows, steps, warp, lane);
+            accumulate<ROLE, ARITHMETIC, IMPLICIT, ROUNDED>(mine, rows, steps, lane);
         }
     }
 
     // Starts loading the first entries.
     __device__ __forceinline__ void open() {
-        arriving = load(warp);
-        next = load(warp + WARPS);
+        load(arriving, warp);
     }
 
     // Starts copying the factors of the first entries. It overwrites everything of the previous row except its sums.
     __device__ __forceinline__ void fill() {
         const int chunks = (count + CHUNK - 1) / CHUNK;
-        if constexpr (SPLIT) set_scales();
+        if constexpr (SCALED) set_scales();
         load_offset(arriving);
 #pragma unroll
-        for (int unit = 0; unit < AHEAD; unit++) prepare_in_turn(unit);
+        for (int unit = 0; unit < AHEAD; unit++) {
+            if (!prepares(unit)) continue;
+            prepare(unit);
+            load_offset(arriving);
+        }
         team_sync();
 #pragma unroll 1
         for (int chunk = 0; chunk < STAGES - 1; chunk++) issue(chunk, chunk, chunks);
@@ -285,18 +282,23 @@ struct Stream {
         for (int chunk = 0; chunk < chunks; chunk++) {
             copy_wait<STAGES - 2>();
             team_sync();  // this chunk has arrived; no warp still reads the previous chunk, whose buffer is next
-            prepare_after(chunk);
+            // of the units that become necessary with this chunk, the warp prepares at most one
+            const unsigned unit_ahead = AHEAD + chunk * (CHUNK / UNIT), turn = (warp - unit_ahead) % WARPS;
+            const bool preparing = turn < CHUNK / UNIT;
+            if (preparing) prepare(unit_ahead + turn);
             issue(chunk + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1, chunks);
             const float* rows = memory.staged + stage * CHUNK * STAGE_STRIDE;
-            const int end = NARROW ? min(CHUNK, count - chunk * CHUNK) : CHUNK;
-#pragma unroll 1
-            for (int k = 0; k < end; k += ROWS) {
-                const int entry = chunk * CHUNK + k;
-                multiply(mine, rows + k * STAGE_STRIDE, units[unsigned(entry) / UNIT % UNITS], unsigned(entry) % UNIT);
-            }
+            const UnitEntries* unit = units + unsigned(chunk * CHUNK) / UNIT % UNITS;
+            const int end = min(CHUNK, count - chunk * CHUNK);
+            with_role(warp, [&](auto role) {
+#pragma unroll UNROLLED
+                for (int k = 0; k < CHUNK; k += ROWS)
+                    if (k < end) multiply<decltype(role)::value>(mine, rows + k * STAGE_STRIDE, unit[k / UNIT], k % UNIT);
+            });
+            if (preparing) load_offset(arriving);  // not earlier, because it waits for the index
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
-        if constexpr (SPLIT) {
+        if constexpr (SCALED) {
             const float unscale = 1.0f / in.table_scale, of_tiles = unscale * unscale / scales()[0];
 #pragma unroll
             for (int k = 0; k < Holding::TILES; k++)
@@ -380,7 +382,7 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
             lane = fresh(lane);
             Holding mine;
             clear(mine);
-            Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}, {}};
+            Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}};
             stream.open();
             stream.fill();
             stream.run(mine);
@@ -393,7 +395,7 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
     // solved: each load depends on the one before, and a short row takes hardly longer than one load.
     int row = take(), next = take();
     if (row < 0) return;
-    Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}, {}};
+    Stream stream{in, memory, team_entries(team), indptr[row], int(indptr[row + 1] - indptr[row]), warp, lane, {}};
     stream.open();
     stream.fill();
     while (true) {
@@ -439,7 +441,7 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
         const int64* segment = segments + int64(3) * position;
         Holding mine;
         clear(mine);
-        Stream stream{in, memory, team_entries(team), segment[1], int(segment[2] - segment[1]), warp, lane, {}, {}};
+        Stream stream{in, memory, team_entries(team), segment[1], int(segment[2] - segment[1]), warp, lane, {}};
         stream.open();
         stream.fill();
         stream.run(mine);
@@ -450,7 +452,8 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
                 constexpr int i = decltype(row)::value, j = decltype(column)::value;
                 float* target = partial + (i * (i + 1) / 2 + j) * BLOCK * BLOCK + lane;
 #pragma unroll
-                for (int k = 0; k < 8; k++) target[k * WARP] = tile.value[k / 4][k % 4];
+                for (int k = 0; k < 8; k++)
+                    if (!SOLVED_BY_SUMS || is_stored(RANK, i, j, k, lane)) target[k * WARP] = tile.value[k / 4][k % 4];
             });
             for_rows<ROLE>([&](auto row) {
                 constexpr int i = decltype(row)::value, place = row_slot(i);

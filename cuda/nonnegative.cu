@@ -134,9 +134,10 @@ __device__ __forceinline__ void load(const System& system, const real* sums, con
         const int j = t - i * (i + 1) / 2;
 #pragma unroll
         for (int k = 0; k < TILE_FLOATS / WARP; k++) {
-            const real sum = sum_slots(sums + t * TILE_FLOATS + k * WARP + lane, n_slots, MATRIX);
             const int row = i * BLOCK + tile_row(lane, k % 4), column = j * BLOCK + tile_column(lane, k / 4, k % 4);
-            if (row < RANK && column <= row) store_element(system, sum, row, column, gram, ridge, scale);
+            const bool inside = row < RANK && column <= row;  // other elements may not be stored; without a branch, loads overlap
+            const real sum = sum_slots(sums + t * TILE_FLOATS + (inside ? k * WARP + lane : 0), n_slots, MATRIX);
+            if (inside) store_element(system, sum, row, column, gram, ridge, scale);
         }
     }
     rhs = sums + TILE_COUNT * TILE_FLOATS;

@@ -25,7 +25,7 @@ constexpr int VECTORS = LD / VECTOR;              // pieces per row
 static_assert(LD % VECTOR == 0, "the launcher pads rows to whole pieces");
 static_assert(!FLOAT16 || sizeof(real) == 4, "float16 is computed with in float32");
 
-// Arguments of the kernels.
+// Arguments of the kernels of msgd.cu.
 struct Factors { stored* rows; real* bias; };  // (n, LD), (n,): rows to update; without biases, `bias` is not read
 struct Walk {
     const int* indices;                // (nnz,) rows of the other side, ascending in each row

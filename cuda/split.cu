@@ -27,18 +27,7 @@ extern "C" __global__ void split_table(unsigned* __restrict__ parts, const float
         float2 value = make_float2(0, 0);
         if (2 * pair < LD) value = *reinterpret_cast<const float2*>(table + row * LD + 2 * pair);
         unsigned* const target = parts + row * (ARITHMETIC == BF16 ? PAIRS : 2 * PAIRS) + pair;
-        if constexpr (ARITHMETIC == FLOAT32) {
-            value.x *= scale;
-            value.y *= scale;
-            const unsigned high = pack_float16(value.x, value.y);
-            const float2 rounded = unpack_float16(high);
-            target[0] = high;
-            target[PAIRS] = pack_float16(value.x - rounded.x, value.y - rounded.y);
-        } else {
-            const unsigned high = pack_bf16(value.x, value.y);
-            target[0] = high;
-            if constexpr (ARITHMETIC == BF16X3)
-                target[PAIRS] = pack_bf16(value.x - __uint_as_float(high << 16), value.y - __uint_as_float(high & 0xffff0000u));
-        }
+        if constexpr (ARITHMETIC == BF16) target[0] = pack_bf16(value.x, value.y);
+        else split<ARITHMETIC>(target[0], target[PAIRS], value.x * scale, value.y * scale);
     }
 }

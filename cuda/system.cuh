@@ -30,7 +30,6 @@ static_assert(RANK >= 1 && RANK <= 128, "larger systems do not fit in the regist
 static_assert(WARPS == 1 || ((WARPS == 2 || WARPS == 4) && BLOCKS >= 5), "teams have 1 warp, or 2 or 4 of at least 5 x 5 blocks");
 
 constexpr int GROUP = 2;                       // tiles of a column whose rounded products are in flight together
-constexpr int SPLIT_GROUP = 4;                 // tiles of a row in flight together, where both operands are float16 parts
 
 constexpr int NON_FINITE = -1;
 constexpr int NEGATIVE_CURVATURE = -2;
@@ -122,7 +121,7 @@ constexpr int EXTRAS = WARPS == 1 ? 8 : 24;    // floats for a few values of a t
 constexpr int TEAM_VECTORS = 4 * RANK16 + EXTRAS;  // floats in addition to the staged ones
 constexpr int OPERAND_FLOATS = 4 * WARP;       // a part of a row or column operand: four registers per lane
 constexpr int INVERSE_STRIDE = 20;             // 16 bytes of 8 rows hit all 32 banks
-constexpr int INVERSE_FLOATS = BLOCK * INVERSE_STRIDE;
+constexpr int INVERSE_FLOATS = (BLOCK - 1) * INVERSE_STRIDE + BLOCK;
 constexpr int PANEL_FLOATS = WARPS == 1 ? BLOCK : BLOCKS * 4 * OPERAND_FLOATS;
 constexpr int FACTOR_FLOATS = PANEL_FLOATS + BLOCKS * INVERSE_FLOATS;
 
@@ -238,196 +237,213 @@ __device__ __forceinline__ void multiply_column_rounded(Tile (&tiles)[Holding::T
     });
 }
 
-// A += V^T W V and b += V^T c over the rows of one product, which are in shared memory. ROUNDED: adds with rounding
-// (float32); otherwise the tensor cores accumulate into `tiles`.
-template <int PRECISION, bool WEIGHTED, bool ROUNDED>
-__device__ __forceinline__ void accumulate(Tile (&tiles)[Holding::TILES], Holding& mine, const float* rows,
-                                           const StepWeights<product_rows(PRECISION)>& weights, int warp, int lane) {
+// The functions below add the entries of one product to the blocks and right-hand sides of a role: A += V^T W V, b += V^T c.
+
+// Rows of V in shared memory. ROUNDED: adds with rounding (float32); otherwise the tensor cores accumulate into the tiles.
+template <int ROLE, int PRECISION, bool WEIGHTED, bool ROUNDED>
+__device__ __forceinline__ void accumulate(Holding& mine, const float* rows, const StepWeights<product_rows(PRECISION)>& weights,
+                                           int lane) {
     constexpr int ROWS = product_rows(PRECISION);
-    with_role(warp, [&](auto role) {
-        constexpr int ROLE = decltype(role)::value;
-        Fragment<PRECISION> fragment[BLOCKS];
-        auto load = [&](auto index) {
-            constexpr int b = decltype(index)::value;
-            Raw<ROWS> raw = load_raw<ROWS, STRIDE>(rows, b, lane);
+    Fragment<PRECISION> fragment[BLOCKS];
+    auto load = [&](auto index) {
+        constexpr int b = decltype(index)::value;
+        Raw<ROWS> raw = load_raw<ROWS, STRIDE>(rows, b, lane);
 #pragma unroll
-            for (int step = 0; step < ROWS / 4; step++)
+        for (int step = 0; step < ROWS / 4; step++)
 #pragma unroll
-                for (int half = 0; half < BLOCK_HALVES; half++) {
-                    if constexpr (owner(b) == ROLE) {
-                        constexpr int place = row_slot(b);
-                        mine.rhs[place][half] += weights.linear[step] * raw.value[step][half];
-                    }
-                    if constexpr (WEIGHTED) raw.value[step][half] *= weights.root[step];
+            for (int half = 0; half < BLOCK_HALVES; half++) {
+                if constexpr (owner(b) == ROLE) {
+                    constexpr int place = row_slot(b);
+                    mine.rhs[place][half] += weights.linear[step] * raw.value[step][half];
                 }
-            fragment[b].set(raw, lane);
-        };
-        for_rows<ROLE>(load);
-        if constexpr (ROUNDED) {
-            static_for<0, last_row(ROLE) + 1>([&](auto column) {
-                constexpr int j = decltype(column)::value;
-                if constexpr (owner(j) != ROLE) load(column);
-                multiply_column_rounded<ROLE, j>(tiles, fragment);
+                if constexpr (WEIGHTED) raw.value[step][half] *= weights.root[step];
+            }
+        fragment[b].set(raw, lane);
+    };
+    for_rows<ROLE>(load);
+    if constexpr (ROUNDED) {
+        static_for<0, last_row(ROLE) + 1>([&](auto column) {
+            constexpr int j = decltype(column)::value;
+            if constexpr (owner(j) != ROLE) load(column);
+            multiply_column_rounded<ROLE, j>(mine.tiles, fragment);
+        });
+    } else {
+        static_for<0, last_row(ROLE) + 1>([&](auto column) {
+            if constexpr (owner(decltype(column)::value) != ROLE) load(column);
+        });
+        static_for<0, PASSES>([&](auto pass) {
+            for_tiles<ROLE>(mine.tiles, [&](Tile& tile, auto row, auto column) {
+                multiply_pass<decltype(pass)::value>(tile.value, fragment[decltype(row)::value],
+                                                     fragment[decltype(column)::value]);
             });
-        } else {
-            static_for<0, last_row(ROLE) + 1>([&](auto column) {
-                if constexpr (owner(decltype(column)::value) != ROLE) load(column);
-            });
-            static_for<0, PASSES>([&](auto pass) {
-                for_tiles<ROLE>(tiles, [&](Tile& tile, auto row, auto column) {
-                    multiply_pass<decltype(pass)::value>(tile.value, fragment[decltype(row)::value],
-                                                         fragment[decltype(column)::value]);
-                });
-            });
-        }
-    });
+        });
+    }
 }
 
-// Weights of 16 entries as float16 parts (high, low); one register holds entries k and k + 1.
+// Weights of up to WARP entries as 16-bit parts, WARP high parts and then WARP low parts; one register holds entries k and k + 1.
 struct SplitWeights {
-    const unsigned short *outer[2], *linear[2];  // weights of entry 0
+    const unsigned short *outer, *linear;  // weights of entry 0
 
-    __device__ __forceinline__ static unsigned pair(const unsigned short* values, int k) {
-        return *reinterpret_cast<const unsigned*>(values + k);
+    __device__ __forceinline__ static unsigned pair(const unsigned short* values, int k, int part) {
+        return *reinterpret_cast<const unsigned*>(values + k + part * WARP);
     }
 };
 
-// high + low <- weight * (high + low), to 22 bits. The rounding error of the product of the high parts goes into the low part.
-__device__ __forceinline__ void weigh(unsigned& high, unsigned& low, unsigned weight_high, unsigned weight_low) {
-    const unsigned product = multiply_float16(weight_high, high);
-    const unsigned lost = multiply_add_float16(weight_high, high, negate_float16(product));
-    low = multiply_add_float16(weight_low, high, multiply_add_float16(weight_high, low, lost));
-    high = product;
+// Order in which a warp computes its blocks: by columns, in groups of two, the last of two or three. A tensor core starts a product
+// every 6 cycles, but a sum is ready for the next product only after some 18, so the products of a group alternate.
+struct Place {
+    int row, column;
+};
+__host__ __device__ constexpr Place place_of(int role, int k) {
+    for (int column = 0; column < BLOCKS; column++)
+        for (int row = column; row < BLOCKS; row++)
+            if (owner(row) == role && k-- == 0) return {row, column};
+    return {0, 0};
+}
+__host__ __device__ constexpr int count_groups(int role) { return count_tiles(role) < 2 * GROUP ? 1 : count_tiles(role) / GROUP; }
+__host__ __device__ constexpr int group_end(int role, int group) {
+    return group + 1 == count_groups(role) ? count_tiles(role) : (group + 1) * GROUP;
+}
+// Whether the blocks of a group are the first ones that need a column.
+__host__ __device__ constexpr bool opens(int role, int group, int column) {
+    for (int k = 0; k < group_end(role, group); k++)
+        if (place_of(role, k).column == column) return k >= group * GROUP;
+    return false;
 }
 
-// A += V^T W V and b += V^T c over 16 rows of V in shared memory, each with RANK16 high parts and then RANK16 low parts,
-// `stride` values apart. With WEIGHTED, a block is loaded once, as the column operand; the row operand is derived from it
-// in registers and is the only one weighted. The right-hand sides are computed as products, too.
-template <bool WEIGHTED>
-__device__ __forceinline__ void accumulate_split(Holding& mine, const unsigned short* rows, int stride,
-                                                 const SplitWeights& weights, int warp, int lane) {
+// 16 rows of V in the layout of `load_operand`, each with RANK16 high parts and then RANK16 low parts, `stride` values apart. Of
+// the two operands of a product, only the row operand is weighted. The right-hand sides are computed as products, too. ROUNDED:
+// the products of each call start from zero and are added with rounding.
+template <int ROLE, int PRECISION, bool WEIGHTED, bool ROUNDED>
+__device__ __forceinline__ void accumulate_parts(Holding& mine, const unsigned short* rows, int stride, const SplitWeights& weights,
+                                                 int lane) {
     const int group = lane / 4, pair = lane % 4 * 2;
     unsigned linear[2], outer[2][2];  // weights of entries k and k + 8; columns 0 and 1 of `linear` are the parts of c
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-        linear[k] = group < 2 ? SplitWeights::pair(group ? weights.linear[1] : weights.linear[0], pair + 8 * k) : 0u;
+        linear[k] = group < 2 ? SplitWeights::pair(weights.linear, pair + 8 * k, group) : 0u;
 #pragma unroll
-        for (int part = 0; part < 2; part++) outer[part][k] = WEIGHTED ? SplitWeights::pair(weights.outer[part], pair + 8 * k) : 0u;
+        for (int part = 0; part < 2; part++) outer[part][k] = WEIGHTED ? SplitWeights::pair(weights.outer, pair + 8 * k, part) : 0u;
     }
-    with_role(warp, [&](auto role) {
-        constexpr int ROLE = decltype(role)::value;
-        unsigned columns[BLOCKS][2][4];
-        static_for<0, last_row(ROLE) + 1>([&](auto row) {
-            constexpr int i = decltype(row)::value;
-#pragma unroll
-            for (int part = 0; part < 2; part++)
-                load_operand<true>(columns[i][part], rows + part * RANK16 + i * BLOCK, stride, lane);
-            if constexpr (owner(i) == ROLE) {
-                unsigned own[2][4];
+    constexpr int GROUPS = count_groups(ROLE);
+    unsigned own[Holding::ROWS][2][4], columns[BLOCKS][2][4];
+    auto load = [&](auto index) {  // the columns that a group opens
+        constexpr int g = decltype(index)::value;
+        static_for<0, BLOCKS>([&](auto column) {
+            constexpr int j = decltype(column)::value;
+            if constexpr (opens(ROLE, g, j))
 #pragma unroll
                 for (int part = 0; part < 2; part++)
-                    if constexpr (WEIGHTED) {
-#pragma unroll
-                        for (int q = 0; q < 4; q++) own[part][q] = columns[i][part][q % 2 * 2 + q / 2];
-                    } else {  // one load instead of four moves: mma needs its operands in adjacent registers
-                        load_operand<false>(own[part], rows + part * RANK16 + i * BLOCK, stride, lane);
-                    }
-                float sum[4] = {};
-                mma_float16(sum, own[1], group == 0 ? linear[0] : 0u, group == 0 ? linear[1] : 0u);
-                mma_float16(sum, own[0], linear[0], linear[1]);
-                mine.rhs[row_slot(i)][0] += sum[0] + sum[1];
-                mine.rhs[row_slot(i)][1] += sum[2] + sum[3];
-                if constexpr (WEIGHTED) {
-#pragma unroll
-                    for (int q = 0; q < 4; q++) weigh(own[0][q], own[1][q], outer[0][q / 2], outer[1][q / 2]);
-                }
-                static_for<0, ceil_div(i + 1, SPLIT_GROUP)>([&](auto group_index) {
-                    constexpr int BEGIN = decltype(group_index)::value * SPLIT_GROUP;
-                    constexpr int SIZE = i + 1 - BEGIN < SPLIT_GROUP ? i + 1 - BEGIN : SPLIT_GROUP;
-                    float sum[SIZE][BLOCK_HALVES][4] = {};
-                    static_for<0, PASSES>([&](auto pass) {  // low x high, high x low, high x high
-                        constexpr int A = decltype(pass)::value == 0, B = decltype(pass)::value == 1;
-                        static_for<0, SIZE>([&](auto index) {
-                            constexpr int k = decltype(index)::value;
-                            const unsigned(&column)[4] = columns[BEGIN + k][B];
-#pragma unroll
-                            for (int half = 0; half < BLOCK_HALVES; half++)
-                                mma_float16(sum[k][half], own[A], column[2 * half], column[2 * half + 1]);
-                        });
-                    });
-                    static_for<0, SIZE>([&](auto index) {
-                        constexpr int k = decltype(index)::value;
-                        Tile& tile = mine.tiles[tile_slot(i, BEGIN + k)];
-#pragma unroll
-                        for (int q = 0; q < 8; q++) tile.value[q / 4][q % 4] += sum[k][q / 4][q % 4];
-                    });
-                });
-            }
+                    load_operand<true>(columns[j][part], rows + part * RANK16 + j * BLOCK, stride, lane);
         });
+    };
+    Tile sums[GROUPS][2 * GROUP - 1];
+    auto promote = [&](auto index) {
+        constexpr int g = decltype(index)::value;
+        static_for<g * GROUP, group_end(ROLE, g)>([&](auto number) {
+            constexpr Place place = place_of(ROLE, decltype(number)::value);
+            Tile &tile = mine.tiles[tile_slot(place.row, place.column)], &sum = sums[g][decltype(number)::value - g * GROUP];
+#pragma unroll
+            for (int q = 0; q < 8; q++) tile.value[q / 4][q % 4] += sum.value[q / 4][q % 4];
+        });
+    };
+    for_rows<ROLE>([&](auto row) {
+        constexpr int i = decltype(row)::value;
+#pragma unroll
+        for (int part = 0; part < 2; part++)
+            load_operand<false>(own[row_slot(i)][part], rows + part * RANK16 + i * BLOCK, stride, lane);
     });
+    load(Index<0>{});
+    for_rows<ROLE>([&](auto row) {
+        constexpr int place = row_slot(decltype(row)::value);
+        unsigned(&operand)[2][4] = own[place];
+        float sum[4] = {};
+        multiply_parts<PRECISION>(sum, operand[1], group == 0 ? linear[0] : 0u, group == 0 ? linear[1] : 0u);
+        multiply_parts<PRECISION>(sum, operand[0], linear[0], linear[1]);
+        mine.rhs[place][0] += sum[0] + sum[1];
+        mine.rhs[place][1] += sum[2] + sum[3];
+        if constexpr (WEIGHTED) {
+#pragma unroll
+            for (int q = 0; q < 4; q++) weigh<PRECISION>(operand[0][q], operand[1][q], outer[0][q / 2], outer[1][q / 2]);
+        }
+    });
+    static_for<0, GROUPS>([&](auto index) {
+        constexpr int g = decltype(index)::value;
+        if constexpr (g + 1 < GROUPS) load(Index<g + 1>{});
+        if constexpr (ROUNDED)
+            for (Tile& sum : sums[g]) sum = {};
+        static_for<0, PASSES>([&](auto pass) {  // low x high, high x low, high x high
+            constexpr int A = decltype(pass)::value == 0, B = decltype(pass)::value == 1;
+            static_for<g * GROUP, group_end(ROLE, g)>([&](auto number) {
+                constexpr Place place = place_of(ROLE, decltype(number)::value);
+                Tile& tile = ROUNDED ? sums[g][decltype(number)::value - g * GROUP] : mine.tiles[tile_slot(place.row, place.column)];
+#pragma unroll
+                for (int half = 0; half < BLOCK_HALVES; half++)
+                    multiply_parts<PRECISION>(tile.value[half], own[row_slot(place.row)][A], columns[place.column][B][2 * half],
+                                              columns[place.column][B][2 * half + 1]);
+            });
+        });
+        if constexpr (ROUNDED && g > 0) promote(Index<g - 1>{});
+    });
+    if constexpr (ROUNDED) promote(Index<GROUPS - 1>{});
 }
 
 // Weights of 16 entries for a bf16 table: outer weights in float32, c as bf16 parts (high, low).
 struct NarrowWeights {
     const float* outer;
-    const unsigned short* linear[2];
+    const unsigned short* linear;
 };
 
 // high + low <- weight * value for two bf16 values.
 __device__ __forceinline__ void weigh(unsigned& high, unsigned& low, unsigned value, float2 weight) {
-    const float first = weight.x * __uint_as_float(value << 16), second = weight.y * __uint_as_float(value & 0xffff0000u);
-    high = pack_bf16(first, second);
-    low = pack_bf16(first - __uint_as_float(high << 16), second - __uint_as_float(high & 0xffff0000u));
+    split<BF16X3>(high, low, weight.x * __uint_as_float(value << 16), weight.y * __uint_as_float(value & 0xffff0000u));
 }
 
-// A += V^T W V and b += V^T c over 16 rows of V, bf16 in shared memory, `stride` values apart. Both sides and b use the same
-// rounded V; W V is in two parts, so that A stays positive definite.
-template <bool WEIGHTED>
+// 16 rows of V in bf16, in the layout of `load_operand`, `stride` values apart. Both sides and b use the same rounded V; W V is in
+// two parts, so that A stays positive definite.
+template <int ROLE, bool WEIGHTED>
 __device__ __forceinline__ void accumulate_narrow(Holding& mine, const unsigned short* rows, int stride,
-                                                  const NarrowWeights& weights, int warp, int lane) {
+                                                  const NarrowWeights& weights, int lane) {
     constexpr int PARTS = WEIGHTED ? 2 : 1;
     const int group = lane / 4, pair = lane % 4 * 2;
     unsigned linear[2];  // columns 0 and 1 are the parts of c
     float2 outer[2];
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-        linear[k] = group < 2 ? SplitWeights::pair(group ? weights.linear[1] : weights.linear[0], pair + 8 * k) : 0u;
+        linear[k] = group < 2 ? SplitWeights::pair(weights.linear, pair + 8 * k, group) : 0u;
         if constexpr (WEIGHTED) outer[k] = *reinterpret_cast<const float2*>(weights.outer + pair + 8 * k);
     }
-    with_role(warp, [&](auto role) {
-        constexpr int ROLE = decltype(role)::value;
-        unsigned own[Holding::ROWS][PARTS][4], plain[Holding::ROWS][4];
-        for_rows<ROLE>([&](auto row) {
-            constexpr int i = decltype(row)::value, place = row_slot(i);
-            load_operand<false>(plain[place], rows + i * BLOCK, stride, lane);
-            float sum[4] = {};
-            mma_bf16(sum, plain[place], linear[0], linear[1]);
-            mine.rhs[place][0] += sum[0] + sum[1];
-            mine.rhs[place][1] += sum[2] + sum[3];
+    unsigned own[Holding::ROWS][PARTS][4], plain[Holding::ROWS][4];
+    for_rows<ROLE>([&](auto row) {
+        constexpr int i = decltype(row)::value, place = row_slot(i);
+        load_operand<false>(plain[place], rows + i * BLOCK, stride, lane);
+        float sum[4] = {};
+        mma_bf16(sum, plain[place], linear[0], linear[1]);
+        mine.rhs[place][0] += sum[0] + sum[1];
+        mine.rhs[place][1] += sum[2] + sum[3];
 #pragma unroll
-            for (int q = 0; q < 4; q++) {
-                if constexpr (WEIGHTED) weigh(own[place][0][q], own[place][PARTS - 1][q], plain[place][q], outer[q / 2]);
-                else own[place][0][q] = plain[place][q];
-            }
-        });
-        static_for<0, last_row(ROLE) + 1>([&](auto column) {
-            constexpr int j = decltype(column)::value;
-            unsigned operand[4];
-            if constexpr (owner(j) == ROLE) {  // a lane's row operand has the same values as its column operand
+        for (int q = 0; q < 4; q++) {
+            if constexpr (WEIGHTED) weigh(own[place][0][q], own[place][PARTS - 1][q], plain[place][q], outer[q / 2]);
+            else own[place][0][q] = plain[place][q];
+        }
+    });
+    static_for<0, last_row(ROLE) + 1>([&](auto column) {
+        constexpr int j = decltype(column)::value;
+        unsigned operand[4];
+        if constexpr (owner(j) == ROLE) {  // a lane's row operand has the same values as its column operand
 #pragma unroll
-                for (int q = 0; q < 4; q++) operand[q] = copy_of(plain[row_slot(j)][q % 2 * 2 + q / 2], lane);
-            } else {
-                load_operand<true>(operand, rows + j * BLOCK, stride, lane);
-            }
-            for_rows<ROLE, j>([&](auto row) {
-                constexpr int i = decltype(row)::value;
-                Tile& tile = mine.tiles[tile_slot(i, j)];
+            for (int q = 0; q < 4; q++) operand[q] = copy_of(plain[row_slot(j)][q % 2 * 2 + q / 2], lane);
+        } else {
+            load_operand<true>(operand, rows + j * BLOCK, stride, lane);
+        }
+        for_rows<ROLE, j>([&](auto row) {
+            constexpr int i = decltype(row)::value;
+            Tile& tile = mine.tiles[tile_slot(i, j)];
 #pragma unroll
-                for (int part = PARTS - 1; part >= 0; part--)
+            for (int part = PARTS - 1; part >= 0; part--)
 #pragma unroll
-                    for (int half = 0; half < BLOCK_HALVES; half++)
-                        mma_bf16(tile.value[half], own[row_slot(i)][part], operand[2 * half], operand[2 * half + 1]);
-            });
+                for (int half = 0; half < BLOCK_HALVES; half++)
+                    mma_bf16(tile.value[half], own[row_slot(i)][part], operand[2 * half], operand[2 * half + 1]);
         });
     });
 }
@@ -639,18 +655,12 @@ struct Parts {
     }
 };
 
-__device__ __forceinline__ void split(unsigned& high, unsigned& low, float first, float second) {
-    high = pack_float16(first, second);
-    const float2 rounded = unpack_float16(high);
-    low = pack_float16(first - rounded.x, second - rounded.y);
-}
-
 // Splits a tile into the parts of a row operand.
 __device__ __forceinline__ Parts split(const Tile& tile) {
     Parts parts;
 #pragma unroll
     for (int k = 0; k < 4; k++)
-        split(parts.high[k], parts.low[k], tile.value[k / 2][k % 2 * 2], tile.value[k / 2][k % 2 * 2 + 1]);
+        split<FLOAT32>(parts.high[k], parts.low[k], tile.value[k / 2][k % 2 * 2], tile.value[k / 2][k % 2 * 2 + 1]);
     return parts;
 }
 
@@ -693,7 +703,7 @@ __device__ __forceinline__ Parts load_inverse(const TeamMemory& memory, int p, i
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         const float* first = memory.inverse(p) + (n % 2 * 8 + lane % 4 * 2) * INVERSE_STRIDE + n / 2 * 8 + lane / 4;
-        split(inverse.high[n], inverse.low[n], first[0], first[INVERSE_STRIDE]);
+        split<FLOAT32>(inverse.high[n], inverse.low[n], first[0], first[INVERSE_STRIDE]);
     }
     return inverse;
 }

@@ -40,19 +40,7 @@ __device__ __forceinline__ void mma_float16(float (&d)[4], const unsigned (&a)[4
 
 // ---------------------------------------------------------------------------------------------- float16 operands
 
-// Two pairs of float16: a b, and a b + c.
-__device__ __forceinline__ unsigned multiply_float16(unsigned a, unsigned b) {
-#if defined(HYBRIDMF_EMULATE)
-    return emulator::fma_float16(a, b, 0x80008000u);
-#elif HAS_ASYNC_COPY
-    unsigned product;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-#else
-    return 0;
-#endif
-}
-
+// Two pairs of float16: a b + c.
 __device__ __forceinline__ unsigned multiply_add_float16(unsigned a, unsigned b, unsigned c) {
 #if defined(HYBRIDMF_EMULATE)
     return emulator::fma_float16(a, b, c);
@@ -82,31 +70,41 @@ __device__ __forceinline__ unsigned multiply_add_bf16(unsigned a, unsigned b, un
 #endif
 }
 
-// Negates both values of a pair.
-__device__ __forceinline__ unsigned negate_float16(unsigned a) {
+constexpr unsigned NEGATIVE_ZEROS = 0x80008000u;  // a pair; x + -0 is x for all x
+
+// Negates both values of a pair of float16 or bf16. The assembler folds it into the instruction that reads it.
+template <bool AS_BF16> __device__ __forceinline__ unsigned negate_pair(unsigned a) {
 #if defined(HYBRIDMF_EMULATE) || !HAS_ASYNC_COPY
-    return a ^ 0x80008000u;
+    return a ^ NEGATIVE_ZEROS;
 #else
     unsigned negative;
-    asm("neg.f16x2 %0, %1;" : "=r"(negative) : "r"(a));  // the assembler folds it into the instruction that reads it
+    if constexpr (AS_BF16) asm("neg.bf16x2 %0, %1;" : "=r"(negative) : "r"(a));
+    else asm("neg.f16x2 %0, %1;" : "=r"(negative) : "r"(a));
     return negative;
 #endif
 }
 
-// Loads the operand of 16 rows k and 16 columns m of 16-bit values in shared memory, rows `stride` values apart, read down the
+// Layout of rows of 16-bit values in shared memory, of which `load_operand` reads 8 at a time without bank conflicts: the 16-byte
+// halves of 32 bytes are swapped in every second four rows, and rows start 32 or 96 bytes modulo 128 after the previous one.
+// Padding by 16 bytes would do, too, but then each asynchronous copy of a row that is not aligned to 32 bytes moves all its
+// sectors from the L2 cache twice.
+__host__ __device__ constexpr int operand_stride(int bytes) { return bytes % 64 == 0 ? bytes + 32 : bytes; }
+__host__ __device__ constexpr int swapped_half(int row, int half) { return half ^ (row >> 2 & 1); }
+
+// Loads the operand of 16 rows k and 16 columns m of 16-bit values in this layout, rows `stride` values apart, read down the
 // columns. AS_COLUMNS: for B, (k, m = 8 half + g) in r[2 half] for k = 2 t, 2 t + 1 and in r[2 half + 1] for k + 8; otherwise
-// for A, in r[half] and r[2 + half]. Rows start at multiples of 16 bytes.
+// for A, in r[half] and r[2 + half]. `corner` is aligned to 32 bytes.
 template <bool AS_COLUMNS>
 __device__ __forceinline__ void load_operand(unsigned (&r)[4], const unsigned short* corner, int stride, int lane) {
 #if defined(HYBRIDMF_EMULATE)
     for (int q = 0; q < 4; q++) {
         const int half = AS_COLUMNS ? q / 2 : q % 2, k = lane % 4 * 2 + 8 * (AS_COLUMNS ? q % 2 : q / 2);
-        const unsigned short* first = corner + k * stride + 8 * half + lane / 4;
+        const unsigned short* first = corner + k * stride + 8 * swapped_half(k, half) + lane / 4;
         r[q] = first[0] | unsigned(first[stride]) << 16;
     }
 #elif HAS_ASYNC_COPY
     const int q = lane / 8, half = AS_COLUMNS ? q / 2 : q % 2, k = lane % 8 + 8 * (AS_COLUMNS ? q % 2 : q / 2);
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(corner + k * stride + 8 * half));
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(corner + k * stride + 8 * swapped_half(k, half)));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 #endif

@@ -432,8 +432,9 @@ constexpr int M_TILES = USERS_PER_WARP / 16;
 constexpr int N_PAIRS = GROUP / 16;               // pairs of m16n8 tiles side by side
 constexpr int K_STEPS = ROW / 16;
 constexpr int LANE_ROWS = 2 * M_TILES;            // user rows whose scores a lane holds: 16 m + 8 h + lane / 4
-constexpr int ITEM_PITCH = ROW + 8;               // operand_bits; an odd number of 16-byte pieces: 8 rows hit all banks
-constexpr int TILE = TILE_GROUPS * GROUP * ITEM_PITCH;
+constexpr int PIECE = 8;                          // operand_bits of a row that are consecutive: 16 bytes
+constexpr int GROUP_BITS = GROUP * ROW;           // operand_bits of a group, in memory and in a tile: for each piece, all rows
+constexpr int TILE = TILE_GROUPS * GROUP_BITS;
 constexpr int TRAY_PITCH = 12;                    // words of a user's octet; rows start in banks 0, 12, 24, 4, ...
 constexpr int TRAY = USERS_PER_WARP * TRAY_PITCH;
 
@@ -460,14 +461,13 @@ __device__ __forceinline__ void load_users(UserFragments& fragments, const opera
             }
 }
 
+// Neighbours stay neighbours: a copy that separates the halves of 32 aligned bytes moves them from the L2 cache twice. `ldmatrix`
+// reads a piece of 8 rows, 128 consecutive bytes.
 __device__ __forceinline__ void load_tile(operand_bits* tile, const operand_bits* item_operands, int first_group) {
-    constexpr int PIECES = ROW / 8;  // 16-byte pieces in a row
-    const operand_bits* source = item_operands + int64(first_group) * GROUP * ROW;
+    const operand_bits* source = item_operands + int64(first_group) * GROUP_BITS;
 #pragma unroll 4
-    for (int piece = threadIdx.x; piece < TILE_GROUPS * GROUP * PIECES; piece += WARPS * WARP) {
-        const int row = piece / (GROUP * PIECES) * GROUP + piece % GROUP;
-        copy_async_16(tile + row * ITEM_PITCH + piece / GROUP % PIECES * 8, source + piece * 8, true);
-    }
+    for (int piece = threadIdx.x; piece < TILE / PIECE; piece += WARPS * WARP)
+        copy_async_16(tile + piece * PIECE, source + piece * PIECE, true);
 }
 
 // Copies a warp's words of an octet to its tray, or back.
@@ -492,11 +492,11 @@ __device__ __forceinline__ void store_words(unsigned* words, const unsigned* tra
     }
 }
 
-// Loads the B operands of a group for one step of factors; `corner` is this lane's row of the group's first items.
+// Loads the B operands of a group for one step of factors; `corner` is this lane's piece of the first step and items.
 __device__ __forceinline__ void load_items(unsigned (&fragments)[N_PAIRS][4], const operand_bits* corner, int k) {
 #pragma unroll
     for (int pair = 0; pair < N_PAIRS; pair++)
-        load_matrices(fragments[pair], corner + pair * 16 * ITEM_PITCH + k * 16);
+        load_matrices(fragments[pair], corner + (k * 2 * GROUP + pair * 16) * PIECE);
 }
 
 __device__ __forceinline__ void score_group(Scores& scores, const UserFragments& users, const operand_bits* group,
@@ -508,7 +508,7 @@ __device__ __forceinline__ void score_group(Scores& scores, const UserFragments&
 #pragma unroll
             for (int r = 0; r < 4; r++) scores[m][n][r] = 0;
     // matrices 0, 1: factors 0-7 and 8-15 of items 0-7; matrices 2, 3: of items 8-15
-    const half_bits* corner = group + (lane % 8 + lane / 16 * 8) * ITEM_PITCH + lane / 8 % 2 * 8;
+    const operand_bits* corner = group + (lane / 8 % 2 * GROUP + lane % 8 + lane / 16 * 8) * PIECE;
     unsigned items[2][N_PAIRS][4];
     load_items(items[0], corner, 0);
 #pragma unroll
@@ -651,7 +651,7 @@ group_max(unsigned* words, const operand_bits* __restrict__ user_operands, const
             const int real_items = n_items - (first + g) * GROUP;
             const unsigned beyond = real_items >= GROUP ? 0u : real_items <= 0 ? ~0u : ~0u << real_items;
             const float step = BYTES ? steps[first + g].x : 1.0f;
-            score_into_tray(tray + (first + g) % OCTET, users, tiles + turn * TILE + g * GROUP * ITEM_PITCH, step, filtered,
+            score_into_tray(tray + (first + g) % OCTET, users, tiles + turn * TILE + g * GROUP_BITS, step, filtered,
                             beyond, lane);
         }
         if ((first + TILE_GROUPS) % OCTET == 0) {

@@ -229,18 +229,6 @@ __device__ __forceinline__ void load_rows(unsigned (&r)[4], const char* half, in
 #endif
 }
 
-__device__ __forceinline__ unsigned multiply_add_parts(unsigned a, unsigned b, unsigned c) {
-    return ARITHMETIC == BF16X3 ? multiply_add_bf16(a, b, c) : multiply_add_float16(a, b, c);
-}
-
-// high + low <- weight * (high + low). The rounding error of the product of the high parts goes into the low part.
-__device__ __forceinline__ void weigh(unsigned& high, unsigned& low, Parts weight) {
-    const unsigned product = multiply_add_parts(weight.high, high, 0x80008000u);  // + -0
-    const unsigned lost = multiply_add_parts(weight.high, high, product ^ 0x80008000u);
-    low = multiply_add_parts(weight.low, high, multiply_add_parts(weight.high, low, lost));
-    high = product;
-}
-
 // ---------------------------------------------------------------------------------------------- fetching warps
 
 // Position of a warp's next chunk in the stream.
@@ -303,18 +291,6 @@ __device__ __forceinline__ Scale scale_of(float most) {
     return {__uint_as_float(unsigned(127 - exponent) << 23), __uint_as_float(unsigned(127 + exponent) << 23)};
 }
 
-// Splits two values into high and low parts.
-__device__ __forceinline__ Parts split(float first, float second) {
-    if constexpr (ROUNDED) {
-        const unsigned high = pack_float16(first, second);
-        const float2 rounded = unpack_float16(high);
-        return {high, pack_float16(first - rounded.x, second - rounded.y)};
-    } else {
-        const unsigned high = pack_bf16(first, second);
-        return {high, pack_bf16(first - __uint_as_float(high << 16), second - __uint_as_float(high & 0xffff0000u))};
-    }
-}
-
 // Computes the weights of a chunk's entries and writes them to shared memory.
 __device__ __forceinline__ void prepare(Chunk& chunk, const Walk& walk, Entry entry, const Inputs& in, int lane) {
     EntryWeight w = {};
@@ -323,7 +299,8 @@ __device__ __forceinline__ void prepare(Chunk& chunk, const Walk& walk, Entry en
         w = entry_weight(entry.rating, entry.offset, in.alpha, in.unobserved_weight);
     }
     const Scale outer = IMPLICIT ? scale_of(warp_largest(w.outer)) : Scale{1, 1}, linear = scale_of(warp_largest(fabsf(w.linear)));
-    const Parts parts = split(w.outer * outer.factor, w.linear * linear.factor);
+    Parts parts;
+    split<ARITHMETIC>(parts.high, parts.low, w.outer * outer.factor, w.linear * linear.factor);
     unsigned short* const outer_parts = reinterpret_cast<unsigned short*>(chunk.outer) + lane / 2 * 4 + lane % 2;
     outer_parts[0] = parts.high & 0xffffu;
     outer_parts[2] = parts.low & 0xffffu;
@@ -406,13 +383,13 @@ __device__ __forceinline__ void load_operands(unsigned (&rows)[STEPS][2][4], flo
         float sum[4] = {};
 #pragma unroll
         for (int part = 1; part >= 0; part--)
-            if constexpr (ROUNDED) mma_float16(sum, rows[step][part], linear[0], linear[1]);
-            else mma_bf16(sum, rows[step][part], linear[0], linear[1]);
+            multiply_parts<ARITHMETIC>(sum, rows[step][part], linear[0], linear[1]);
         rhs[0] += chunk.of_rhs * (sum[0] + sum[1]);
         rhs[1] += chunk.of_rhs * (sum[2] + sum[3]);
         if constexpr (IMPLICIT) {
 #pragma unroll
-            for (int q = 0; q < 4; q++) weigh(rows[step][0][q], rows[step][1][q], outer[q / 2]);
+            for (int q = 0; q < 4; q++)
+                weigh<ARITHMETIC>(rows[step][0][q], rows[step][1][q], outer[q / 2].high, outer[q / 2].low);
         }
     }
 }
@@ -442,7 +419,8 @@ __device__ __forceinline__ void store(float* partial, const float (&sums)[SUMS],
         if (j > row) continue;
         float* target = partial + (row * (row + 1) / 2 + j) * BLOCK * BLOCK + lane;
 #pragma unroll
-        for (int k = 0; k < 8; k++) target[k * WARP] = sums[8 * block + k];
+        for (int k = 0; k < 8; k++)
+            if (is_stored(RANK, row, j, k, lane)) target[k * WARP] = sums[8 * block + k];
     }
 }
 

@@ -416,7 +416,7 @@ class WideTilesConfig:
     Attributes
     ----------
     rank : int
-        97 to 128.
+        65 to 128.
     blocks_per_sm : int
         Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
     """
@@ -427,23 +427,25 @@ class WideTilesConfig:
     threads = 4 * WARP
 
     def __post_init__(self) -> None:
-        require(97 <= self.rank <= 128, f"rank must be in 97 ... 128, got {self.rank}")
+        require(65 <= self.rank <= 128, f"rank must be in 65 ... 128, got {self.rank}")
         require(1 <= self.blocks_per_sm <= 7, f"blocks_per_sm must be in 1 ... 7, got {self.blocks_per_sm}")
 
     @classmethod
-    def rule(cls, rank: int, spec: DeviceSpec) -> WideTilesConfig:
+    def rule(cls, rank: int, spec: DeviceSpec, *, sums: bool = False) -> WideTilesConfig:
         """The choice for a rank: as many blocks as shared memory holds, if enough registers remain.
 
-        65,536 systems on an H100 took 2.68, 2.42 and 2.28 ms with 4, 5 and 6 blocks (rank 100), and 3.24 and 2.96 ms
-        with 4 and 5 (rank 128).
+        65,536 systems in matrices on an H100 took 2.68, 2.42 and 2.28 ms with 4, 5 and 6 blocks (rank 100), on an H200
+        2.22 and 2.39 with 6 and 7; and 3.24 and 2.96 ms with 4 and 5 (rank 128). With `sums`, which take fewer
+        registers, a half sweep of Netflix's shape at rank 100 took 30.9 ms with 6 and 30.2 with 7 on an H200.
         """
         held = (spec.shared_bytes + RESERVED) // (cls(rank).shared_bytes + RESERVED)
-        return cls(rank, max(1, min(6 if rank <= 112 else 5, held)))
+        most = 5 if rank > 112 else 6 if rank > 96 and not sums else 7
+        return cls(rank, max(1, min(most, held)))
 
     @staticmethod
     def serves(rank: int, dtype: Any, spec: DeviceSpec) -> bool:
         """Whether the kernel can solve systems of a rank and type on a device."""
-        return 97 <= rank <= 128 and np.dtype(dtype) == np.float32 and spec.capability >= (8, 0)
+        return 65 <= rank <= 128 and np.dtype(dtype) == np.float32 and spec.capability >= (8, 0)
 
     @property
     def shared_bytes(self) -> int:

@@ -135,7 +135,9 @@ class DualRows:
                 solutions = self.device.empty((len(some), table.shape[1]), np.float32)
                 apart = replace(systems, solutions=solutions)
                 self._launch(size, some, apart, there, entries, indptr, failed, epsilon)
-                systems.solutions[some] = self.device.matmul(solutions, inverse)
+                # as elements of 16 bytes, to which rows are padded: a quarter of the indices to compute
+                solved = self.device.matmul(solutions, inverse).view(np.complex128)
+                systems.solutions.view(np.complex128)[some] = solved
 
     def _launch(
         self,

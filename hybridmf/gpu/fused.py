@@ -40,7 +40,7 @@ def split_constants(config: FusedConfig, precision: str) -> dict[str, Any]:
 
 def choices_of(config: FusedConfig, precision: str, solver: str, spec: DeviceSpec) -> dict[str, Any]:
     """Arguments of `builds` that depend on the device."""
-    tiles = WideTilesConfig.rule(config.rank, spec) if config.solved_by_sums(solver) else None
+    tiles = WideTilesConfig.rule(config.rank, spec, sums=True) if config.solved_by_sums(solver) else None
     return {"by_warpgroups": summed_by_warpgroups(config.rank, precision, solver, spec), "tiles": tiles}
 
 
@@ -94,8 +94,7 @@ def builds(
     else:
         names, sums = ["solve_partials", "assemble_segments"], []
         names = names if solved_apart(config.rank, solver) else ["solve_rows", *names]
-    splits = precision in OPERAND_BYTES or by_warpgroups
-    splitting = [("split.cu", "split_table", split_constants(config, precision))] if splits else []
+    splitting = [("split.cu", "split_table", split_constants(config, precision))] if precision in OPERAND_BYTES else []
     if by_warpgroups:
         names.remove("assemble_segments")
         sums = [_warpgroup_build(config, precision, implicit, offsets, residual), *sums]
@@ -119,10 +118,9 @@ def _build(
     """``(file, kernel, constants)`` of one kernel of cuda/fused_als.cu."""
     if name == "assemble_segments":
         config = config.assembling(precision, solver)
-    # the solution of sums does not depend on the kind of entries: one program for all
-    kind: tuple[Any, ...] = ("float32", solver)
-    if name != "solve_partials":
-        kind = (precision, solver, implicit, offsets, residual)
+    kind: tuple[Any, ...] = (precision, solver, implicit, offsets, residual)
+    if name == "solve_partials":  # does not depend on the kind of entries: one program for all
+        config, kind = config.solving, ("float32", solver)
     return "fused_als.cu", name, build_constants(config, *kind) | {"KERNEL": KERNEL_CODES[name]}
 
 
@@ -215,7 +213,7 @@ class FusedKernels(RowKernels):
 
     @property
     def _splits(self) -> bool:
-        return self.precision in OPERAND_BYTES or self.by_warpgroups
+        return self.precision in OPERAND_BYTES
 
     @property
     def _operand_form(self) -> tuple[Any, int]:
@@ -329,7 +327,7 @@ class FusedKernels(RowKernels):
                 np.float32(self.epsilon),
                 np.int32(self.cg_steps),
             ),
-            config.shared_bytes(self.solver, self.precision),
+            config.solving.shared_bytes(self.solver),
         )
 
     def _solve_sums(self, systems: SideSystems, partials: Array, slots: Array, rows: Array) -> None:
@@ -446,7 +444,7 @@ def default_builds(
             choices = choices_of(config, "float32", "cholesky", spec)
             yield from builds(config, "float32", "cholesky", implicit, False, residual=True, **choices)
         if config.solved_by_sums("cholesky"):
-            tiles = WideTilesConfig.rule(rank, spec)
+            tiles = WideTilesConfig.rule(rank, spec, sums=True)
             yield "cholesky_sums.cu", "cholesky_sums", tiles.sums_constants(config.width)
         for precision in OPERAND_BYTES:
             yield "split.cu", "split_table", split_constants(config, precision)

@@ -122,7 +122,7 @@ class GroupMaxConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: two tiles of items, and two trays of words per warp."""
-        tile = self.tile_groups * GROUP * (self.row_bytes + 16)
+        tile = self.tile_groups * GROUP * self.row_bytes
         tray = self.users_per_warp * 12 * 4
         return 2 * tile + 2 * WARPS * tray
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,14 @@ INVERSE_STRIDE = 20
 SEGMENT = 4096
 """Entries above which a row is split: its sums are 9 KB (f = 64) for the 1 MB of factors that 4,096 entries gather."""
 
-SOLVED_APART = 97
-"""Rank from which one kernel assembles all rows and another one factors them: together, their code does not fit in the
-instruction cache (with conjugate gradients it does). The sums go through global memory, 30 KB per row, but in trials on
-Netflix's shape on an H200 an iteration was faster (f = 100: 83 ms instead of 94; f = 128: 130 instead of 146). To
-measure it again, set this to 129 and run ``bench/gpu.py --task als``."""
+SOLVED_APART = 81
+"""Rank from which one kernel assembles all rows and another one factors them: together, they need more registers than
+there are, and their code does not fit in the instruction cache (with conjugate gradients it does). The sums go through
+global memory, 21 to 30 KB per row. Netflix's shape, implicit, on an H200: an iteration at rank 96 takes 40.5 instead
+of 57.2 ms, at rank 80 it would take 32.1 instead of 31.3. To measure it again, set this to 129 and run
+``bench/gpu.py --task als``."""
 
-OPERAND_BYTES = {"float32": 4, "bf16": 2}
+OPERAND_BYTES = {"float32": 4, "bf16x3": 4, "bf16": 2}
 """Bytes of an element in the converted factors that products read, by precision; others read the factors themselves."""
 
 WARPGROUP_RANK = 113
@@ -67,7 +68,7 @@ def solver_floats(rank: int, warps: int) -> int:
     """
     blocks = ceil_div(rank, BLOCK)
     panel = BLOCK if warps == 1 else blocks * 2 * BLOCK * BLOCK
-    return panel + blocks * BLOCK * INVERSE_STRIDE
+    return panel + blocks * ((BLOCK - 1) * INVERSE_STRIDE + BLOCK)
 
 
 def vector_floats(rank: int, warps: int) -> int:
@@ -131,25 +132,22 @@ class FusedConfig:
     def rule(cls, rank: int, precision: str = "float32", solver: str = "cholesky") -> FusedConfig:
         """The configuration without a tuned one."""
         blocks = ceil_div(rank, BLOCK)
-        if rank >= SOLVED_APART and solver == "cg" and precision in OPERAND_BYTES:
+        if blocks >= 7 and solver == "cg" and precision in OPERAND_BYTES:
             # 26.0 ms instead of 27.4 with four warps: six steps at rank 100, Netflix's shape on an H200
-            return cls(rank, 2, 1, 3, 4) if precision == "bf16" and blocks == 7 else cls._summing(rank, precision)
+            return cls(rank, 2, 1, 3, 4) if precision == "bf16" and blocks == 7 else cls(rank, 4, 1, 3, 3)
         warps, teams, stages, blocks_per_sm = {
-            1: (1, 4, 4, 6),
-            2: (1, 4, 3, 4),
-            3: (1, 4, 3, 3),
-            4: (1, 4, 3, 2),
-            5: (2, 1, 4, 4),
+            1: (1, 4, 2, 6),
+            2: (1, 4, 2, 4),
+            3: (1, 4, 2, 3),
+            4: (1, 4, 2, 2),
+            5: (2, 1, 3, 4),
             6: (4, 1, 3, 2),
-            7: (2, 1, 4, 4),
+            7: (2, 1, 3, 4),
             8: (4, 1, 3, 2),
         }[blocks]
+        if precision == "bf16":  # rows of half the bytes
+            stages = max(stages, 4 if blocks == 1 or warps == 2 else 3)
         return cls(rank, warps, teams, stages, blocks_per_sm)
-
-    @classmethod
-    def _summing(cls, rank: int, precision: str) -> FusedConfig:
-        """The configuration that assembles systems of the largest ranks fastest."""
-        return cls(rank, 4, 1, 3, 4 if precision == "bf16" and rank <= 112 else 3)
 
     @property
     def rank16(self) -> int:
@@ -168,14 +166,14 @@ class FusedConfig:
 
     def shared_bytes(self, solver: str = "cholesky", precision: str = "float32") -> int:
         """Dynamic shared memory of a block."""
-        rows = (16 if self.warps == 1 else 8) * self.warps
-        staged = self.stages * rows * (self.rank16 + 8)
+        chunk = 64 if precision == "bf16" and self.warps == 4 else 32
+        half = self.rank16 // 2  # floats of a row in bf16, which are padded as by operand_stride in cuda/tensor.cuh
+        staged = self.stages * chunk * (half + 8 * (half % 16 == 0) if precision == "bf16" else self.rank16 + 8)
         if solver == "cg":
             staged += (self.warps + 1) * self.rank16
         else:
             staged = max(staged, solver_floats(self.rank, self.warps))
-        chunk = rows * (2 if precision == "bf16" else 1)  # rows take half the bytes
-        units = ceil_div(self.stages * chunk, 32) + max(1, chunk // 32)
+        units = ceil_div(self.stages * chunk, 32) + chunk // 32
         entries = 32 * 2 ** (units - 1).bit_length()
         return 4 * self.teams * (staged + vector_floats(self.rank, self.warps) + 3 * entries)
 
@@ -183,9 +181,15 @@ class FusedConfig:
         """The configuration of the kernel that stores sums; another one solves them, with its own warps."""
         if not solved_apart(self.rank, solver) or precision not in OPERAND_BYTES:
             return self
-        # 38.6 ms instead of 46.8 with two warps (rank 100), 48.6 instead of 52.1 with two blocks (rank 128): both sides
-        # of Netflix's shape on an H200
-        return self._summing(self.rank, precision)
+        # both sides of Netflix's shape on an H200: with four warps 38.6 ms instead of 46.8 with two (rank 100); with
+        # three blocks 48.6 instead of 52.1 with two (rank 128), with four 40.5 instead of 41.2 with three (rank 96)
+        blocks = 4 if self.rank <= (96 if precision == "float32" else 112) else 3
+        return replace(self, warps=4, teams=1, stages=3, blocks_per_sm=blocks)
+
+    @property
+    def solving(self) -> FusedConfig:
+        """The configuration of the kernel that solves sums; it needs no memory for entries."""
+        return replace(self, stages=2)
 
     def solved_by_sums(self, solver: str) -> bool:
         """Whether cuda/cholesky_sums.cu solves, with four warps per system."""
@@ -225,12 +229,8 @@ def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float =
 
 
 def operand_bytes(rank: int, precision: str) -> int:
-    """Bytes of a row of converted factors, in addition to the factors; 0 if products read the factors.
-
-    In bf16x3, factors are converted on Hopper only, for large ranks.
-    """
-    size = 4 if precision in WARPGROUP_PRECISIONS and rank >= WARPGROUP_RANK else OPERAND_BYTES.get(precision, 0)
-    return size * round_up(rank, BLOCK)
+    """Bytes of a row of converted factors, in addition to the factors; 0 if products read the factors."""
+    return OPERAND_BYTES.get(precision, 0) * round_up(rank, BLOCK)
 
 
 def table_width(rank: int, dtype: Any) -> int:

@@ -8,13 +8,13 @@ import pytest
 from hybridmf.gpu.fused import FusedKernels
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.systems import SideSystems
-from hybridmf.plan.fused import FusedConfig
+from hybridmf.plan.fused import BLOCK, FusedConfig
 from support.partials import partial_of
 
 
-@pytest.mark.parametrize("rank", [100, 120])
-def test_sums_beyond_the_rank_are_not_read(device, rank):
-    """Kernels that read unpadded factors leave there what shared memory held before."""
+@pytest.mark.parametrize("rank", [85, 96, 100, 120])
+def test_elements_that_kernels_do_not_store_are_not_read(device, rank):
+    """Elements beyond the rank, and the upper right quarters of the blocks on the diagonal."""
     rng = np.random.default_rng(0)
     kernels = FusedKernels(device, FusedConfig.rule(rank), "float32", "cholesky")
     assert kernels.config.solved_by_sums("cholesky")
@@ -23,6 +23,8 @@ def test_sums_beyond_the_rank_are_not_read(device, rank):
     matrices, targets = factors.transpose(0, 2, 1) @ factors, rng.standard_normal((n, rank))
     whole, rhs = np.full((n, rank16, rank16), np.nan), np.full((n, rank16), np.nan)
     whole[:, :rank, :rank], rhs[:, :rank] = matrices, targets
+    for first in range(0, rank16, BLOCK):
+        whole[:, first : first + BLOCK // 2, first + BLOCK // 2 : first + BLOCK] = np.nan
     partials = np.stack([partial_of(*system) for system in zip(whole, rhs, strict=True)])
     width = kernels.config.width
     systems = SideSystems(

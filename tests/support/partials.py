@@ -20,12 +20,13 @@ def _lanes(rank16: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
                 at += 32
 
 
-def matrix_of(partial: np.ndarray, rank16: int) -> np.ndarray:
-    """Matrix of a vector of sums; zeros above the blocks on the diagonal."""
+def lower_of(partial: np.ndarray, rank: int) -> np.ndarray:
+    """Lower triangle of the matrix of a vector of sums, shape (rank, rank); kernels need not write other elements."""
+    rank16 = -(-rank // BLOCK) * BLOCK
     matrix = np.zeros((rank16, rank16))
     for at, rows, columns in _lanes(rank16):
         matrix[rows, columns] = partial[at : at + 32]
-    return matrix
+    return np.tril(matrix)[:rank, :rank]
 
 
 def partial_of(matrix: np.ndarray, rhs: np.ndarray) -> np.ndarray:
