@@ -80,6 +80,10 @@ __device__ __forceinline__ void look_ahead(const SystemMemory& memory, const flo
 // Executed by one thread per row: adds up the sums, the Gram matrix and the ridge, then calls `keep_row`.
 __device__ __forceinline__ void load_row(const SystemMemory& memory, const float* __restrict__ partials, const System& system,
                                          const float* __restrict__ gram, const float* __restrict__ ridge, int row) {
+    if (row >= RANK) {  // a row of the identity; the sums may have no such rows
+        keep_row(memory, row, 1.0f, 0.0f);
+        return;
+    }
     const int n = row % BLOCK, i = row / BLOCK;
     const float* slot = partials + system.begin * PARTIAL;
     const float* element = slot + i * (i + 3) / 2 * TILE_FLOATS + (n / 8 * 6 + n % 2) * WARP + n % 8 * 4 + n % 8 / 2;
@@ -89,11 +93,8 @@ __device__ __forceinline__ void load_row(const SystemMemory& memory, const float
         diagonal += element[more];
         b += target[more];
     }
-    if (row < RANK) {
-        if (gram != nullptr) diagonal += __ldg(gram + row * (RANK16 + 1));
-        diagonal += ridge[row] * system.scale;
-    }
-    keep_row(memory, row, row < RANK ? diagonal : 1.0f, row < RANK ? b : 0.0f);
+    if (gram != nullptr) diagonal += __ldg(gram + row * (RANK16 + 1));
+    keep_row(memory, row, diagonal + ridge[row] * system.scale, b);
 }
 
 // Loads blocks of A from the sums of a system and adds the Gram matrix.
@@ -105,7 +106,7 @@ struct SumsLoader {
     __device__ __forceinline__ const float* source(int i, int j, int lane) const {
         return partials + system->begin * PARTIAL + (i * (i + 1) / 2 + j) * TILE_FLOATS + lane;
     }
-    // Adds the elements that are stored; the others, on which nothing depends, stay as they are.
+    // Calls body(k, whether element k of a lane is stored): see `is_stored`. Nothing depends on the other elements.
     template <class Body> __device__ __forceinline__ static void for_stored(int i, int j, int lane, Body&& body) {
         const bool first = i * BLOCK + lane / 4 < RANK, last = i * BLOCK + lane / 4 + 8 < RANK;  // rows g and g + 8
 #pragma unroll

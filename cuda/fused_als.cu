@@ -1,8 +1,8 @@
-// fused_als.cu - assembles A[u] x[u] = b[u] on chip for rows u of a side and, up to rank 96 or by CG, solves it there:
+// fused_als.cu - assembles A[u] x[u] = b[u] on chip for rows u of a side and, up to rank 80 or by CG, solves it there:
 //                A[u] = G + sum_e w_e y_e y_e^T + scale_u ridge,  b[u] = sum_e c_e y_e  (weights: entry_weight)
 // grid  : as many blocks as fit on the device; teams of WARPS warps take rows from a counter, longest rows first
 // block : TEAMS teams (WARPS 1) or one team (WARPS 2 or 4); system.cuh distributes A over the warps
-// shapes: factors (n_fixed, LD), or the output of split.cu: float16 parts (n_fixed, 2 RANK16) for float32, bf16
+// shapes: factors (n_fixed, LD), or the output of split.cu: two 16-bit parts (n_fixed, 2 RANK16) for float32 and bf16x3, bf16
 //         (n_fixed, RANK16) for bf16  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
 //         indptr (n_out + 1,)  rows (n_rows,): rows to solve  segments (n_segments, 3): slot, begin, end
 //         with RESIDUAL: offsets (nnz,), and `solve_rows` adds the values in solutions to b[u]
@@ -52,7 +52,7 @@ constexpr bool SCALED = ARITHMETIC == FLOAT32;         // the table holds float1
 constexpr bool SPLIT = SCALED || ARITHMETIC == BF16X3; // it holds two parts
 constexpr bool NARROW = ARITHMETIC == BF16;            // it holds bf16
 constexpr int CHUNK = NARROW && WARPS == 4 ? 64 : 32;
-constexpr int UNROLLED = SPLIT && SOLVED_BY_SUMS ? 2 : 1; // products in the body of a loop; otherwise the code becomes too large
+constexpr int UNROLLED = SPLIT && SOLVED_BY_SUMS ? 2 : 1;  // products per turn of a loop; with a solver, more code is slower
 constexpr int ENTRIES_PER_WARP = CHUNK / WARPS;        // entries of a chunk that one warp fetches
 constexpr int TABLE_LD = NARROW ? RANK16 / 2 : SPLIT ? RANK16 : LD;  // floats from one row of the table to the next
 constexpr int PIECES = TABLE_LD / 4;                   // 16-byte pieces in a row of the table
