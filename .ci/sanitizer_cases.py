@@ -35,6 +35,7 @@ def main() -> None:
         *itertools.product((20,), ("sparse_syrk", "mo_als", "bals"), ("cholesky", "cg"), ("float32",)),
         (70, "sparse_syrk", "cholesky", "float32"),
         (80, "fused", "cholesky", "float32"),
+        (90, "fused", "cholesky", "float32"),
         (120, "fused", "cholesky", "float32"),
         (120, "fused", "cholesky", "bf16x3"),
         (100, "fused", "cg", "bf16"),
@@ -51,6 +52,7 @@ def main() -> None:
         }
         hmf.ImplicitALS(rank, **common).fit(matrix).objective(matrix)
         hmf.ExplicitALS(rank - 1, biases=True, **common).fit(matrix)
+    hmf.ImplicitALS(100, iterations=1, nonnegative=True, device="cuda", random_state=0).fit(matrix)
     for inner, dtype, biases in ((1, "float32", False), (2, "float64", False), (1, "float32", True)):
         model = hmf.CCD(3, iterations=1, inner_iterations=inner, dtype=dtype, biases=biases, device="cuda")
         model.fit(matrix).objective(matrix)

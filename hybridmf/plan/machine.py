@@ -232,8 +232,17 @@ class GpuRates:
     """
 
     multiprocessors: int = 132
-    assembly: Curve = ((32, 3.8e13), (64, 7.6e13), (100, 6.4e13), (128, 9.8e13))
-    solve: Curve = ((32, 4.6e12), (64, 9.5e12), (100, 9.5e12), (128, 1.5e13), (256, 1.46e13), (512, 1.8e13))
+    assembly: Curve = ((32, 5.4e13), (64, 7.6e13), (68, 5.4e13), (80, 7.2e13), (100, 7.4e13), (128, 9.8e13))
+    solve: Curve = (
+        (32, 5.6e12),
+        (64, 9.5e12),
+        (68, 5.2e12),  # from here on, a system needs more than one warp
+        (80, 8.0e12),
+        (100, 9.8e12),
+        (128, 1.5e13),
+        (256, 1.46e13),
+        (512, 1.8e13),
+    )
     cg: float = 1.6e13
     cg_step: float = 7.0e-10
     dual_row: float = 2.2e-9
@@ -246,7 +255,7 @@ class GpuRates:
         }
     )
     precision: dict[str, float] = field(
-        default_factory=lambda: {"float32": 1.0, "bf16x3": 1.0, "tf32": 0.79, "bf16": 0.44, "float16": 0.67}
+        default_factory=lambda: {"float32": 1.0, "bf16x3": 0.85, "tf32": 0.8, "bf16": 0.44, "float16": 0.67}
     )
     float64: float = 2.5
     sgd: dict[str, Curve] = field(
