@@ -232,6 +232,7 @@ struct Stream {
         copy_commit();
     }
 
+    // Adds the products of ROWS entries, the unit's from k on.
     template <int ROLE>
     __device__ __forceinline__ void multiply(Holding& mine, const float* rows, const UnitEntries& slot, int k) const {
         const unsigned short* const values = reinterpret_cast<const unsigned short*>(rows);

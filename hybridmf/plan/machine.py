@@ -232,17 +232,8 @@ class GpuRates:
     """
 
     multiprocessors: int = 132
-    assembly: Curve = ((32, 5.4e13), (64, 7.6e13), (68, 5.4e13), (80, 7.2e13), (100, 7.4e13), (128, 9.8e13))
-    solve: Curve = (
-        (32, 5.6e12),
-        (64, 9.5e12),
-        (68, 5.2e12),  # from here on, a system needs more than one warp
-        (80, 8.0e12),
-        (100, 9.8e12),
-        (128, 1.5e13),
-        (256, 1.46e13),
-        (512, 1.8e13),
-    )
+    assembly: Curve = ((32, 5.4e13), (64, 7.6e13), (100, 7.4e13), (128, 9.8e13))
+    solve: Curve = ((32, 5.6e12), (64, 9.5e12), (100, 9.8e12), (128, 1.5e13), (256, 1.46e13), (512, 1.8e13))
     cg: float = 1.6e13
     cg_step: float = 7.0e-10
     dual_row: float = 2.2e-9
