@@ -460,7 +460,7 @@ ALS_CASES["full"] = [
     *(case for f in (32, 64, 128) for case in explicit_cases("netflix", f, None, ("float32", "bf16x3"))[:2]),
     *implicit_cases("netflix", 64, 660.0, "float32", "bf16x3", "tf32", "bf16"),
     *implicit_cases("netflix", 128, 850.0, "float32", "bf16x3", "tf32", "bf16"),
-    *implicit_cases("netflix", 32, None, "float32", "bf16x3"),
+    *(case for f in (32, 80, 96) for case in implicit_cases("netflix", f, None, "float32", "bf16x3")),
     *implicit_cases("msd", 64, 219.0, "float32", "bf16x3"),
     *implicit_cases("msd", 128, 324.0, "float32", "bf16x3"),
     *(case for f in (64, 128) for shape in ("shop", "msd", "netflix") for case in both_forms(shape, "implicit", f)),
@@ -660,8 +660,8 @@ def report_set_up(session: Session, sweeps: Sweeps) -> None:
 CHOLESKY_CASES = {
     "quick": [(32, 65536, 3.6), (64, 65536, 11.1), (100, 65536, 24.8), (128, 65536, 37.0), (256, 16384, None),
               (512, 4096, None)],
-    "full": [(16, 65536, None), (32, 65536, 3.6), (64, 65536, 11.1), (96, 65536, None), (100, 65536, 24.8),
-             (128, 65536, 37.0), (200, 16384, None), (256, 16384, None), (512, 4096, None)],
+    "full": [(16, 65536, None), (32, 65536, 3.6), (64, 65536, 11.1), (80, 65536, None), (96, 65536, None),
+             (100, 65536, 24.8), (128, 65536, 37.0), (200, 16384, None), (256, 16384, None), (512, 4096, None)],
 }  # fmt: skip
 """(rank, systems, milliseconds of torch when it was measured before)."""
 

@@ -106,23 +106,20 @@ struct SumsLoader {
     __device__ __forceinline__ const float* source(int i, int j, int lane) const {
         return partials + system->begin * PARTIAL + (i * (i + 1) / 2 + j) * TILE_FLOATS + lane;
     }
-    // Calls body(k, whether element k of a lane is stored): see `is_stored`. Nothing depends on the other elements.
-    template <class Body> __device__ __forceinline__ static void for_stored(int i, int j, int lane, Body&& body) {
-        const bool first = i * BLOCK + lane / 4 < RANK, last = i * BLOCK + lane / 4 + 8 < RANK;  // rows g and g + 8
+    // The elements of a block that are stored, at `first` and on; zeros for the others, on which nothing depends.
+    __device__ __forceinline__ static void load(Tile& tile, const float* first, int i, int j, int lane) {
+        tile = {};
 #pragma unroll
-        for (int k = 0; k < 8; k++) body(k, k / 2 % 2 == 1 ? last : k / 2 == 2 ? first && i != j : first);
+        for (int k = 0; k < 8; k++) load_if(is_stored(RANK, i, j, k, lane), tile.value[k / 4][k % 4], first + k * WARP);
     }
     __device__ __forceinline__ void start(Tile& tile, int i, int j, int lane) const {
-        const float* first = source(i, j, lane);
-        tile = {};
-        for_stored(i, j, lane, [&](int k, bool stored) { load_if(stored, tile.value[k / 4][k % 4], first + k * WARP); });
+        load(tile, source(i, j, lane), i, j, lane);
     }
     __device__ __forceinline__ void finish(Tile& tile, int i, int j, int lane) const {
 #pragma unroll 1
         for (int64 slot = system->begin + 1; slot < system->end; slot++) {
-            const float* first = source(i, j, lane) + (slot - system->begin) * PARTIAL;
-            Tile more = {};
-            for_stored(i, j, lane, [&](int k, bool stored) { load_if(stored, more.value[k / 4][k % 4], first + k * WARP); });
+            Tile more;
+            load(more, source(i, j, lane) + (slot - system->begin) * PARTIAL, i, j, lane);
 #pragma unroll
             for (int k = 0; k < 8; k++) tile.value[k / 4][k % 4] += more.value[k / 4][k % 4];
         }

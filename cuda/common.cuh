@@ -112,8 +112,10 @@ extern __shared__ __align__(32) float4 dynamic_shared[];
 template <class T> __device__ __forceinline__ T* shared_memory() { return reinterpret_cast<T*>(dynamic_shared); }
 #endif
 
-// Loads a value from global memory if `valid`, without a branch and without another register that the compiler would have to
-// copy, and so wait for, at once. The load stays behind barriers of the warp.
+// ---------------------------------------------------------------------------------------------- loads
+
+// Loads a value from global memory if `valid`, without a branch, into the register that holds it. For a condition in C++, the
+// compiler loads into another register and copies it at once, and the copy waits for the load. Stays behind barriers of the warp.
 template <class T> __device__ __forceinline__ void load_if(bool valid, T& value, const T* source) {
     static_assert(sizeof(T) == 4, "values have 32 bits");
 #if defined(HYBRIDMF_EMULATE)

@@ -290,7 +290,7 @@ struct SplitWeights {
 };
 
 // Order in which a warp computes its blocks: by columns, in groups of two, the last of two or three. A tensor core starts a product
-// every 6 cycles, but a sum is ready for the next product only after some 18, so the products of a group alternate.
+// every 6 cycles, but the next one with the same sum only 24 cycles later, so the products of a group alternate.
 struct Place {
     int row, column;
 };

@@ -435,8 +435,8 @@ class WideTilesConfig:
         """The choice for a rank: as many blocks as shared memory holds, if enough registers remain.
 
         65,536 systems in matrices on an H100 took 2.68, 2.42 and 2.28 ms with 4, 5 and 6 blocks (rank 100), on an H200
-        2.22 and 2.39 with 6 and 7; and 3.24 and 2.96 ms with 4 and 5 (rank 128). With `sums`, which take fewer
-        registers, a half sweep of Netflix's shape at rank 100 took 30.9 ms with 6 and 30.2 with 7 on an H200.
+        2.22 and 2.39 with 6 and 7; and 3.24 and 2.96 ms with 4 and 5 (rank 128). With `sums` instead of
+        matrices, a half sweep of Netflix's shape at rank 100 took 30.9 ms with 6 and 30.2 with 7 on an H200.
         """
         held = (spec.shared_bytes + RESERVED) // (cls(rank).shared_bytes + RESERVED)
         most = 5 if rank > 112 else 6 if rank > 96 and not sums else 7

@@ -212,13 +212,9 @@ class FusedKernels(RowKernels):
         return bool(self._choices["by_warpgroups"])
 
     @property
-    def _splits(self) -> bool:
-        return self.precision in OPERAND_BYTES
-
-    @property
     def _operand_form(self) -> tuple[Any, int]:
         """dtype and columns of what `operand` returns."""
-        if self._splits:
+        if self.precision in OPERAND_BYTES:
             return np.uint32, operand_bytes(self.config.rank, self.precision) // 4
         return np.float32, self.config.width
 
@@ -231,7 +227,7 @@ class FusedKernels(RowKernels):
 
     def operand(self, table: Array) -> Array:
         """The factors converted by cuda/split.cu: two 16-bit parts, or bf16; uint32, shape (n, bytes / 4)."""
-        if not self._splits:
+        if self.precision not in OPERAND_BYTES:
             return table
         device, config = self.device, self.config
         check("table", table, np.float32, (None, config.width))

@@ -23,11 +23,11 @@ SEGMENT = 4096
 """Entries above which a row is split: its sums are 9 KB (f = 64) for the 1 MB of factors that 4,096 entries gather."""
 
 SOLVED_APART = 81
-"""Rank from which one kernel assembles all rows and another one factors them: together, they need more registers than
-there are, and their code does not fit in the instruction cache (with conjugate gradients it does). The sums go through
-global memory, 21 to 30 KB per row. Netflix's shape, implicit, on an H200: an iteration at rank 96 takes 40.5 instead
-of 57.2 ms, at rank 80 it would take 32.1 instead of 31.3. To measure it again, set this to 129 and run
-``bench/gpu.py --task als``."""
+"""Rank from which one kernel assembles all rows and another one factors them: together, few systems fit on a
+multiprocessor, and the code does not fit in the instruction cache (with conjugate gradients it does). The sums go
+through global memory, 21 to 37 KB per row. Netflix's shape, implicit, on an H200: an iteration at rank 96 takes 40.5
+instead of 57.2 ms, at rank 80 it would take 32.1 instead of 31.3. To measure it again, change this and run
+``bench/gpu.py --task als --profile full``."""
 
 OPERAND_BYTES = {"float32": 4, "bf16x3": 4, "bf16": 2}
 """Bytes of an element in the converted factors that products read, by precision; others read the factors themselves."""
