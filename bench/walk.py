@@ -65,7 +65,7 @@ class Problem:
         """From a seed."""
         lengths, indices, ratings = draw_entries(count, users, longest)
         bounds = device.upload(np.concatenate(([0], np.cumsum(lengths))))
-        walk = Walk(device.upload(indices), device.upload(ratings), bounds[:-1], bounds[1:])
+        walk = Walk(device.upload(indices), device.upload(ratings), bounds[None, :-1], bounds[None, 1:])
         fixed = FactorRows(device.upload(random_rows(users, factors)))
         return cls(device, lengths, random_rows(count, factors), fixed, walk)
 

@@ -1,20 +1,31 @@
 // gram.cu - F^T F of a table of factors, as partial sums over pieces of its rows; the launcher adds the partial sums
+// kernels: gram, and gram_tensor for float32 on tensor cores
 // grid  : (tiles of 64 x 64 on or below the diagonal, pieces of `piece_rows` rows)
-// block : 16 x 16 threads, each with 4 x 4 elements of the tile
+// block : gram: 16 x 16 threads, each with 4 x 4 elements of the tile; gram_tensor: 4 warps, each with a quarter of the tile
 // shapes: sums (n_pieces, side, side), side a multiple of 64; zeros from width on  table (n_rows, width)
-// shared: 2 * STEP * TILE elements     traffic: n_rows width (side / 64 + 1) / 2 elements read, from L2 but for the first
-// flops : n_rows side (side + 64)
+// shared: gram: 2 * STEP * TILE elements; gram_tensor: 2 * STAGES * STEP * PITCH floats
+// traffic: n_rows width (side / 64 + 1) / 2 elements read, from L2 but for the first
+// flops : n_rows side (side + 64); gram_tensor: three times that on tensor cores, in two tf32 parts
+// limits: gram_tensor: width a multiple of 4; sm_80 or later
 // Summation in REAL ends with a piece. A plain product of a long, narrow table would occupy only a few multiprocessors.
-#include "common.cuh"
+#include "tensor.cuh"
 
 constexpr int TILE = 64, STEP = 16, EDGE = 16, EACH = TILE / EDGE;
+
+struct TilePlace { int row, column; };
+
+// Block row and column of a tile; tiles are numbered row by row of the lower triangle.
+__device__ __forceinline__ TilePlace place_of(int number) {
+    int row = 0;
+    while (number > row) number -= ++row;
+    return {row, number};
+}
 
 extern "C" __global__ void __launch_bounds__(EDGE * EDGE)
 gram(real* __restrict__ sums, const real* __restrict__ table, int64 n_rows, int width, int side, int64 piece_rows) {
     __shared__ __align__(16) real left[STEP][TILE], right[STEP][TILE];
-    int i = 0, rest = blockIdx.x;  // the tile's block row and column
-    while (rest > i) rest -= ++i;
-    const int j = rest;
+    const TilePlace place = place_of(blockIdx.x);
+    const int i = place.row, j = place.column;
     const int thread = threadIdx.x, row = thread / EDGE, column = thread % EDGE;
     const int64 begin = blockIdx.y * piece_rows, end = begin + piece_rows < n_rows ? begin + piece_rows : n_rows;
     real sum[EACH][EACH] = {};
@@ -52,4 +63,99 @@ gram(real* __restrict__ sums, const real* __restrict__ table, int64 n_rows, int 
             target[int64(r) * side + c] = sum[p][q];
             if (i != j) target[int64(c) * side + r] = sum[p][q];
         }
+}
+
+// ---------------------------------------------------------------------------------------------- tensor cores
+
+constexpr int STAGES = 3, PITCH = TILE + 8;      // PITCH: 8 modulo 32, so that operands are read without bank conflicts
+constexpr int TENSOR_THREADS = 4 * WARP, QUARTER = TILE / 2;
+constexpr int ROW_BLOCKS = QUARTER / 16, COLUMN_BLOCKS = QUARTER / 8, DEPTH = 8;
+
+// Starts the copy of rows `first` ... of a tile's columns; zeros beyond the piece and the table.
+__device__ __forceinline__ void copy_rows(float* target, const float* table, int64 first, int64 end, int width, int column) {
+    constexpr int PIECES = TILE / 4;
+#pragma unroll
+    for (int at = threadIdx.x; at < STEP * PIECES; at += TENSOR_THREADS) {
+        const int r = at / PIECES, c = at % PIECES * 4;
+        const bool valid = first + r < end && column + c < width;
+        copy_async_16(target + r * PITCH + c, table + (valid ? (first + r) * width + column + c : 0), valid);
+    }
+}
+
+// Sums of a warp's quarter of the tile: rows of the tile are columns `left` of the table, columns are columns `right`. Tensor cores
+// truncate their sums, so the product of STEP rows starts from zero and is added with rounding.
+__device__ __forceinline__ void add_products(float (&sums)[ROW_BLOCKS][COLUMN_BLOCKS][4], const float* left, const float* right,
+                                             int lane) {
+    const int g = lane / 4, t = lane % 4;
+    float product[ROW_BLOCKS][COLUMN_BLOCKS][4] = {};
+#pragma unroll
+    for (int k = 0; k < STEP; k += DEPTH) {
+        unsigned a[2][ROW_BLOCKS][4], b[2][COLUMN_BLOCKS][2];  // high, low
+#pragma unroll
+        for (int m = 0; m < ROW_BLOCKS; m++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) {
+                const Tf32Parts parts = split_tf32<true>(left[(k + t + q / 2 * 4) * PITCH + 16 * m + g + q % 2 * 8]);
+                a[0][m][q] = parts.high, a[1][m][q] = parts.low;
+            }
+#pragma unroll
+        for (int n = 0; n < COLUMN_BLOCKS; n++)
+#pragma unroll
+            for (int q = 0; q < 2; q++) {
+                const Tf32Parts parts = split_tf32<true>(right[(k + t + 4 * q) * PITCH + 8 * n + g]);
+                b[0][n][q] = parts.high, b[1][n][q] = parts.low;
+            }
+#pragma unroll
+        for (int pass = 0; pass < 3; pass++)  // low x high, high x low, high x high
+#pragma unroll
+            for (int m = 0; m < ROW_BLOCKS; m++)
+#pragma unroll
+                for (int n = 0; n < COLUMN_BLOCKS; n++) mma_tf32(product[m][n], a[pass == 0][m], b[pass == 1][n][0], b[pass == 1][n][1]);
+    }
+#pragma unroll
+    for (int m = 0; m < ROW_BLOCKS; m++)
+#pragma unroll
+        for (int n = 0; n < COLUMN_BLOCKS; n++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) sums[m][n][q] += product[m][n][q];
+}
+
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 4)
+gram_tensor(float* __restrict__ sums, const float* __restrict__ table, int64 n_rows, int width, int side, int64 piece_rows) {
+    __shared__ __align__(16) float staged[STAGES][2][STEP * PITCH];
+    const TilePlace place = place_of(blockIdx.x);
+    const bool diagonal = place.row == place.column;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int64 begin = blockIdx.y * piece_rows, end = begin + piece_rows < n_rows ? begin + piece_rows : n_rows;
+    const int steps = int(ceil_div(end - begin, int64(STEP)));
+    auto copy = [&](int step) {
+        if (step < steps) {
+            const int64 first = begin + int64(step) * STEP;
+            copy_rows(staged[step % STAGES][0], table, first, end, width, place.row * TILE);
+            if (!diagonal) copy_rows(staged[step % STAGES][1], table, first, end, width, place.column * TILE);
+        }
+        copy_commit();
+    };
+    float sum[ROW_BLOCKS][COLUMN_BLOCKS][4] = {};
+    for (int step = 0; step < STAGES - 1; step++) copy(step);
+    for (int step = 0; step < steps; step++) {
+        copy_wait<STAGES - 2>();
+        __syncthreads();  // these rows have arrived, and no warp still reads those before, whose buffer is next
+        copy(step + STAGES - 1);
+        const auto& rows = staged[step % STAGES];
+        add_products(sum, rows[0] + warp / 2 * QUARTER, rows[diagonal ? 0 : 1] + warp % 2 * QUARTER, lane);
+    }
+    float* target = sums + int64(blockIdx.y) * side * side;
+#pragma unroll
+    for (int m = 0; m < ROW_BLOCKS; m++)
+#pragma unroll
+        for (int n = 0; n < COLUMN_BLOCKS; n++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) {
+                const int r = place.row * TILE + warp / 2 * QUARTER + 16 * m + lane / 4 + q / 2 * 8;
+                const int c = place.column * TILE + warp % 2 * QUARTER + 8 * n + lane % 4 * 2 + q % 2;
+                if (c > r) continue;  // on the diagonal, equal elements would differ by rounding
+                target[int64(r) * side + c] = sum[m][n][q];
+                target[int64(c) * side + r] = sum[m][n][q];
+            }
 }

@@ -3,12 +3,12 @@
 //           with keep = 1 - rate lambda, bias_keep = 1 - bias_rate bias_lambda
 // source: Li, Li, An, Li 2017 (CUMSGD), eqs. 15 and 16, Algs. 2 and 3; `blocked` is ours
 // kernels: all apply the same sequence of updates to each row, so their results differ only by rounding
-//   centralized    Alg. 3: a group of lanes owns a row and walks its entries, which are contiguous (ordered by rows of the
-//                  moved side), while it loads RING rows of the fixed side ahead
+//   centralized    Alg. 3: a team of lanes owns a row and walks its entries, which are contiguous (ordered by rows of the
+//                  moved side), while it loads RING rows of the fixed side ahead; `centralized_narrow`: half the lanes
 //   blocked        the same for long rows, CHUNK entries per step: see below
 //   decentralized  Alg. 2: entries are ordered by rows of the fixed side; a block owns a range of moved rows and walks all
 //                  fixed rows in ascending order
-// grid  : centralized: GROUP lanes per row; blocked: one block per row; decentralized: one block per range of moved rows
+// grid  : centralized: a team per row; blocked: one block per bin of rows; decentralized: one block per range of moved rows
 // block : WALK_THREADS; HELPERS + 1 warps; THREADS
 // shapes: moved (n_moved, LD)  fixed (n_fixed, LD)  biases (n_moved,), (n_fixed,)  walk: by moved rows, or fixed (Alg. 2)
 //         tasks (n_tasks,): moved rows to walk
@@ -75,9 +75,8 @@ using Warp_row = Row<WARP>;     // the other kernels: a warp holds a row
 using fixed_value = unsigned short;
 static_assert(sizeof(real) == 4 && LD % 8 == 0 && CHUNK == 16, "rows of whole pieces in float16, too; one kind of product");
 
-// A lane's part of a row of either side: pieces of 8 columns. A row is spread over as few lanes as can hold a fixed row.
-struct Shared_row {
-    static constexpr int SIZE = power_of_two(LD / 8) < WARP ? power_of_two(LD / 8) : WARP;
+// A lane's part of a row of either side: pieces of 8 columns.
+template <int SIZE> struct Shared_row {
     static constexpr int PIECES = ceil_div(LD / 8, SIZE), OWNED = 8 * PIECES;
     static constexpr bool ALL_LANES = LD / 8 % SIZE == 0;
     struct Raw { int4 piece[PIECES]; };
@@ -136,85 +135,102 @@ struct Shared_row {
 };
 #else
 using fixed_value = stored;
-struct Shared_row : Row<GROUP> {  // centralized: a row is spread over as few lanes as can hold it
-    static constexpr int SIZE = GROUP;
+template <int SIZE> struct Shared_row : Row<SIZE> {
+    using Base = Row<SIZE>;
+    using Base::OWNED;
 
     __device__ static __forceinline__ void read(real (&values)[OWNED], const stored* row, int lane) {
-        values_of(values, load<THIS_WARP>(row, lane));
+        Base::values_of(values, Base::template load<THIS_WARP>(row, lane));
     }
     __device__ static __forceinline__ void write(stored* row, const real (&values)[OWNED], int lane) {
-        store(row, raw_of(values), lane);
+        Base::store(row, Base::raw_of(values), lane);
     }
 };
 #endif
-constexpr int TEAM = Shared_row::SIZE;  // lanes per row in `centralized`
 
 struct FixedFactors { const fixed_value* rows; const real* bias; };
 
-// Rows in flight at a time: enough bytes in flight, with registers left for 24 warps in the usual cases.
-constexpr int RING = Shared_row::PIECES <= 4 ? 8 / Shared_row::PIECES : 2;
-constexpr bool SIMPLE = Shared_row::OWNED <= (FIXED16 ? 8 : 4) && TEAM >= 8 && sizeof(real) == 4;
-constexpr int BLOCKS_PER_SM = SIMPLE ? (Shared_row::ALL_LANES ? 6 : 5) : Shared_row::PIECES <= 4 ? 4 : 2;
+// Lanes that hold a row: as few as can hold it in one piece each, or half of them. That takes two thirds of the instructions, but
+// leaves half the warps to hide latency, so it is for many rows.
+constexpr int FIXED_PIECES = LD * int(sizeof(fixed_value)) / 16;
+constexpr int WIDE_TEAM = FIXED_PIECES < WARP ? power_of_two(FIXED_PIECES) : WARP;
+constexpr int NARROW_TEAM = WIDE_TEAM >= 8 && FIXED_PIECES <= WIDE_TEAM ? WIDE_TEAM / 2 : WIDE_TEAM;
 
-// ---------------------------------------------------------------------------------------------- centralized
+template <int TEAM> struct Centralized {
+    using Held = Shared_row<TEAM>;
+    // Rows in flight at a time: enough bytes in flight, with registers left for 24 warps in the usual cases.
+    static constexpr int RING = Held::PIECES <= 4 ? 8 / Held::PIECES : 2;
+    static constexpr bool SIMPLE = Held::OWNED <= (FIXED16 ? 8 : 4) && TEAM >= 8 && sizeof(real) == 4;
+    static constexpr int BLOCKS_PER_SM = SIMPLE ? (Held::ALL_LANES ? 6 : 5) : Held::PIECES <= 4 ? 4 : 2;
 
-extern "C" __global__ void __launch_bounds__(WALK_THREADS, BLOCKS_PER_SM)
-centralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, int n_tasks, Terms terms) {
-    const int lane = threadIdx.x % TEAM;
-    const int64 task = (int64(blockIdx.x) * WALK_THREADS + threadIdx.x) / TEAM;
-    const bool mine = task < n_tasks;
-    const int64 row = tasks[mine ? task : 0];
-    const int64 begin = walk.begins[row];
-    const int count = mine ? int(walk.ends[row] - begin) : 0;
-    const int rounds = most_of_groups<TEAM>(ceil_div(count, RING));
+    __device__ static __forceinline__ void run(const Factors& moved, double* losses, const FixedFactors& fixed, const Walk& walk,
+                                               const int* tasks, int n_tasks, const Terms& terms) {
+        const int lane = threadIdx.x % TEAM;
+        const int64 task = (int64(blockIdx.x) * WALK_THREADS + threadIdx.x) / TEAM;
+        const bool mine = task < n_tasks;
+        const int64 row = tasks[mine ? task : 0];
+        const int64 begin = walk.begins[row];
+        const int count = mine ? int(walk.ends[row] - begin) : 0;
+        const int rounds = most_of_groups<TEAM>(ceil_div(count, RING));
 
-    real v[Shared_row::OWNED], u[Shared_row::OWNED];
-    Shared_row::read(v, moved.rows + row * LD, lane);
-    real bias = HAS_BIASES ? moved.bias[row] : real(0);
-    double loss = 0;
+        real v[Held::OWNED], u[Held::OWNED];
+        Held::read(v, moved.rows + row * LD, lane);
+        real bias = HAS_BIASES ? moved.bias[row] : real(0);
+        double loss = 0;
 
-    // Places past the end refer to row `first`; their updates are discarded.
-    Spread<int, RING, TEAM> index, next_index;
-    Spread<real, RING, TEAM> rating, next_rating;
-    index.load(walk.indices + begin, count, lane, walk.first);
-    next_index.load(walk.indices + begin + RING, count - RING, lane, walk.first);
-    rating.load(walk.ratings + begin, count, lane, real(0));
-    typename Shared_row::Raw ring[RING];
+        // Places past the end refer to row `first`; their updates are discarded.
+        Spread<int, RING, TEAM> index, next_index;
+        Spread<real, RING, TEAM> rating, next_rating;
+        index.load(walk.indices + begin, count, lane, walk.first);
+        next_index.load(walk.indices + begin + RING, count - RING, lane, walk.first);
+        rating.load(walk.ratings + begin, count, lane, real(0));
+        typename Held::Raw ring[RING];
 #pragma unroll
-    for (int j = 0; j < RING; j++) ring[j] = Shared_row::load(fixed.rows + int64(index.get(j) - walk.first) * LD, lane);
+        for (int j = 0; j < RING; j++) ring[j] = Held::load(fixed.rows + int64(index.get(j) - walk.first) * LD, lane);
 
-    for (int round = 0; round < rounds; round++) {
-        const int done = round * RING;
-        Spread<real, RING, TEAM> target;
+        for (int round = 0; round < rounds; round++) {
+            const int done = round * RING;
+            Spread<real, RING, TEAM> target;
 #pragma unroll
-        for (int s = 0; s < target.SLOTS; s++)
-            target.slot[s] = rating.slot[s] - terms.mean - (HAS_BIASES ? fixed.bias[index.slot[s] - walk.first] : real(0));
-        index = next_index;
-        next_index.load(walk.indices + begin + done + 2 * RING, count - done - 2 * RING, lane, walk.first);
-        next_rating.load(walk.ratings + begin + done + RING, count - done - RING, lane, real(0));
-        real squares = 0;
+            for (int s = 0; s < target.SLOTS; s++)
+                target.slot[s] = rating.slot[s] - terms.mean - (HAS_BIASES ? fixed.bias[index.slot[s] - walk.first] : real(0));
+            index = next_index;
+            next_index.load(walk.indices + begin + done + 2 * RING, count - done - 2 * RING, lane, walk.first);
+            next_rating.load(walk.ratings + begin + done + RING, count - done - RING, lane, real(0));
+            real squares = 0;
 #pragma unroll
-        for (int j = 0; j < RING; j++) {
-            const bool counts = done + j < count;
-            Shared_row::values_of(u, ring[j]);
-            ring[j] = Shared_row::load(fixed.rows + int64(index.get(j) - walk.first) * LD, lane);
-            const real product = Shared_row::dot(v, u), wanted = target.get(j);  // executed by all lanes: groups differ in `counts`
-            const real error = counts ? wanted - bias - product : real(0);
-            const real step = terms.rate * error, rest = counts ? terms.keep : real(1);
+            for (int j = 0; j < RING; j++) {
+                const bool counts = done + j < count;
+                Held::values_of(u, ring[j]);
+                ring[j] = Held::load(fixed.rows + int64(index.get(j) - walk.first) * LD, lane);
+                const real product = Held::dot(v, u), wanted = target.get(j);  // executed by all lanes: groups differ in `counts`
+                const real error = counts ? wanted - bias - product : real(0);
+                const real step = terms.rate * error, rest = counts ? terms.keep : real(1);
 #pragma unroll
-            for (int k = 0; k < Shared_row::OWNED; k++) v[k] = rest * v[k] + step * u[k];
-            if (HAS_BIASES) bias = (counts ? terms.bias_keep : real(1)) * bias + terms.bias_rate * error;
-            squares += error * error;
+                for (int k = 0; k < Held::OWNED; k++) v[k] = rest * v[k] + step * u[k];
+                if (HAS_BIASES) bias = (counts ? terms.bias_keep : real(1)) * bias + terms.bias_rate * error;
+                squares += error * error;
+            }
+            loss += squares;
+            rating = next_rating;
         }
-        loss += squares;
-        rating = next_rating;
+        if (!mine) return;
+        Held::write(moved.rows + row * LD, v, lane);
+        if (lane == 0) {
+            if (HAS_BIASES) moved.bias[row] = bias;
+            losses[task] = loss;
+        }
     }
-    if (!mine) return;
-    Shared_row::write(moved.rows + row * LD, v, lane);
-    if (lane == 0) {
-        if (HAS_BIASES) moved.bias[row] = bias;
-        losses[task] = loss;
-    }
+};
+
+extern "C" __global__ void __launch_bounds__(WALK_THREADS, Centralized<WIDE_TEAM>::BLOCKS_PER_SM)
+centralized(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, int n_tasks, Terms terms) {
+    Centralized<WIDE_TEAM>::run(moved, losses, fixed, walk, tasks, n_tasks, terms);
+}
+
+extern "C" __global__ void __launch_bounds__(WALK_THREADS, Centralized<NARROW_TEAM>::BLOCKS_PER_SM)
+centralized_narrow(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, int n_tasks, Terms terms) {
+    Centralized<NARROW_TEAM>::run(moved, losses, fixed, walk, tasks, n_tasks, terms);
 }
 
 // ---------------------------------------------------------------------------------------------- blocked
@@ -228,15 +244,18 @@ static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= 16, "a lane
 // before it frees a slot. With fewer slots they would deadlock.
 static_assert(CHUNK_SLOTS >= HELPERS + 2, "or walker and helpers would wait for each other");
 
-struct alignas(16) Slot {  // a chunk in shared memory
+struct alignas(32) Slot {  // a chunk in shared memory; copies of rows keep the sectors of memory together
     fixed_value rows[CHUNK][STRIDE];
     real inverse[CHUNK][CHUNK + VECTOR];  // first M, then (1 + M)^-1; lanes read rows, which are in different banks
     real targets[CHUNK];                  // rating - mean - bias of the fixed row
     Gate prepared, walked;                // opened once for each chunk in this slot
+
+    // How often chunk c and the chunks before it open the gates of its slot.
+    __device__ __forceinline__ static int round_of(int c) { return c / CHUNK_SLOTS + 1; }
 };
 
-struct alignas(16) Work {  // a block's workspace in shared memory
-    Slot slots[CHUNK_SLOTS];     // chunk c is in slot c % CHUNK_SLOTS
+struct alignas(32) Work {  // a block's workspace in shared memory
+    Slot slots[CHUNK_SLOTS];     // chunk c of the block is in slot c % CHUNK_SLOTS
     real partials[CHUNK][WARP + VECTOR];  // each lane's share of the products
     real sums[CHUNK];         // s
     real steps[CHUNK];        // rate keep^(CHUNK - 1 - l) e_l
@@ -245,6 +264,8 @@ struct alignas(16) Work {  // a block's workspace in shared memory
     real weights[CHUNK];      // rate keep^k
     real bias_powers[CHUNK + 1];  // the same for biases
     real bias_weights[CHUNK];
+
+    __device__ __forceinline__ Slot& slot_of(int c) { return slots[c % CHUNK_SLOTS]; }
 };
 #ifdef SHARED_BYTES
 static_assert(sizeof(Work) == SHARED_BYTES, "the launcher counts as the kernel does");
@@ -282,19 +303,12 @@ struct Coupling {
 // Products on tensor cores, each value in two tf32 parts (22 bits, three products). M has an error of some 2^-22 |u_j| |u_l| rate.
 // Its effect on the errors ends with the chunk: the next chunk starts from products with v.
 struct Tensor_product {  // for chunks of 16
-    struct Parts { unsigned high, low; };
-
-    __device__ static __forceinline__ Parts split(float value) {
-        const unsigned high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;  // rounded to nearest
-        return {high, __float_as_uint(value - __uint_as_float(high))};
-    }
-
     __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
         const int g = lane / 4, t = lane % 4;  // the numbering of mma.sync
         float sums[3][2][4] = {};              // low x high, high x low, high x high; 8 columns each
 #pragma unroll 2
         for (int first = 0; first < VECTORS; first += 4) {  // 16 columns, in the order of the reads
-            Parts parts[2][4];
+            Tf32Parts parts[2][4];
 #pragma unroll
             for (int b = 0; b < 2; b++) {  // row g of 8
                 int4 piece = {0, 0, 0, 0};
@@ -303,7 +317,7 @@ struct Tensor_product {  // for chunks of 16
                 float values[4];
                 memcpy(values, &piece, sizeof(piece));
 #pragma unroll
-                for (int q = 0; q < 4; q++) parts[b][q] = split(values[q]);
+                for (int q = 0; q < 4; q++) parts[b][q] = split_tf32(values[q]);
             }
             static_for<0, 2>([&](auto half) { multiply<2 * half.value>(sums, parts); });
         }
@@ -324,8 +338,8 @@ struct Tensor_product {  // for chunks of 16
 
     // Multiplies columns Q and Q + 1 of each lane's four.
     template <int Q>
-    __device__ static __forceinline__ void multiply(float (&sums)[3][2][4], const Parts (&parts)[2][4]) {
-        const Parts *upper = parts[0], *lower = parts[1];
+    __device__ static __forceinline__ void multiply(float (&sums)[3][2][4], const Tf32Parts (&parts)[2][4]) {
+        const Tf32Parts *upper = parts[0], *lower = parts[1];
         const unsigned high[4] = {upper[Q].high, lower[Q].high, upper[Q + 1].high, lower[Q + 1].high};
         const unsigned low[4] = {upper[Q].low, lower[Q].low, upper[Q + 1].low, lower[Q + 1].low};
 #pragma unroll
@@ -431,13 +445,14 @@ __device__ __forceinline__ void invert(real (&matrix)[CHUNK][CHUNK + VECTOR], in
     }
 }
 
-// A helper's loop over its chunks, every HELPERS-th: it copies the next chunk, then prepares the current one.
+// A helper's loop over its chunks of a row, every HELPERS-th of the block: it copies the next chunk, then prepares the current one.
 struct Helper {
     Work& work;
     FixedFactors fixed;
     const int* indices;    // indices of the row's entries
     const real* ratings;
     int count, helper, lane, first;
+    int earlier;           // the block's chunks before this row
     real mean;
 
     // Number of entries from the begin of a chunk on; zero or negative past the end.
@@ -454,8 +469,11 @@ struct Helper {
     }
 
     __device__ __forceinline__ void copy(int chunk, int index) const {
-        fixed_value* target = &work.slots[chunk % CHUNK_SLOTS].rows[0][0];
-        const int valid = left(chunk);
+        Slot& slot = work.slot_of(earlier + chunk);
+        const int valid = left(chunk), round = Slot::round_of(earlier + chunk);
+        if (round > 1) slot.walked.wait(round - 1);
+        __syncwarp();
+        fixed_value* target = &slot.rows[0][0];
 #pragma unroll 8
         for (int base = 0; base < CHUNK * FIXED_VECTORS; base += WARP) {
             const int at = base + lane, j = at / FIXED_VECTORS, piece = at % FIXED_VECTORS * FIXED_VECTOR;
@@ -475,25 +493,23 @@ struct Helper {
     }
 
     __device__ __forceinline__ void run(int chunks) const {
-        int index = index_at(helper), next = index_at(helper + HELPERS);
-        if (helper < chunks) copy(helper, index);
+        const int begin = (helper + HELPERS - earlier % HELPERS) % HELPERS;
+        int index = index_at(begin), next = index_at(begin + HELPERS);
+        if (begin < chunks) copy(begin, index);
         copy_commit();
-        for (int chunk = helper; chunk < chunks; chunk += HELPERS) {
+        for (int chunk = begin; chunk < chunks; chunk += HELPERS) {
             const int ahead = chunk + HELPERS;
             const real target = target_at(chunk, index);
-            if (ahead < chunks) {
-                if (ahead >= CHUNK_SLOTS) work.slots[ahead % CHUNK_SLOTS].walked.wait(ahead / CHUNK_SLOTS);
-                copy(ahead, next);
-            }
+            if (ahead < chunks) copy(ahead, next);
             copy_commit();
             index = next;
             next = index_at(ahead + HELPERS);
             copy_wait<1>();
             __syncwarp();  // the other lanes' copies have arrived, too
-            Slot& slot = work.slots[chunk % CHUNK_SLOTS];
+            Slot& slot = work.slot_of(earlier + chunk);
             prepare(slot, chunk);
             if (lane < CHUNK) slot.targets[lane] = target;
-            slot.prepared.open(chunk / CHUNK_SLOTS + 1, lane);
+            slot.prepared.open(Slot::round_of(earlier + chunk), lane);
         }
         copy_wait<0>();
     }
@@ -507,7 +523,7 @@ struct Walker {
     static constexpr bool KEEPS = CHUNK * OWNED * int(sizeof(real)) <= 64 * 4;
 
     Work& work;
-    int lane, count;
+    int lane, count, earlier;  // entries of the row; the block's chunks before it
     real power, bias_power, bias;
     real v[OWNED], kept[KEEPS ? CHUNK : 1][OWNED];
     double loss, last_error;  // of this lane's entries: squared errors before the last chunk; error in the last chunk
@@ -530,10 +546,10 @@ struct Walker {
 
     __device__ __forceinline__ void run(int chunks) {
         if (!chunks) return;  // no chunks: no helper prepares one
-        const Slot& slot = work.slots[0];
+        const Slot& slot = work.slot_of(earlier);
         power = work.powers[lane % CHUNK];
         bias_power = work.bias_powers[lane % CHUNK];
-        slot.prepared.wait(1);
+        slot.prepared.wait(Slot::round_of(earlier));
         __syncwarp();
         if (KEEPS) {
 #pragma unroll
@@ -541,10 +557,10 @@ struct Walker {
         }
         multiply(slot);
         for (int chunk = 0; chunk < chunks; chunk++) {
-            Slot& here = work.slots[chunk % CHUNK_SLOTS];
-            const int after = min(chunk + 1, chunks - 1);  // products of the last chunk are computed twice and not used
-            walk(chunk, here, work.slots[after % CHUNK_SLOTS], after / CHUNK_SLOTS + 1);
-            here.walked.open(chunk / CHUNK_SLOTS + 1, lane);
+            Slot& here = work.slot_of(earlier + chunk);
+            const int after = earlier + min(chunk + 1, chunks - 1);  // products of the last chunk are computed twice and not used
+            walk(chunk, here, work.slot_of(after), Slot::round_of(after));
+            here.walked.open(Slot::round_of(earlier + chunk), lane);
         }
         loss += last_error * last_error;
     }
@@ -629,14 +645,15 @@ struct Walker {
     }
 };
 
-extern "C" __global__ void __launch_bounds__((HELPERS + 1) * WARP, 1)
-blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, int n_tasks, Terms terms) {
+// Block b walks rows tasks[first_task[b]] ... tasks[first_task[b + 1] - 1], range by range of the fixed rows; entries of row v in
+// range k have the bounds (k, v) of the walk. losses (n_ranges, n_tasks).
+extern "C" __global__ void __launch_bounds__(HELPERS < 8 ? 8 * WARP : (HELPERS + 1) * WARP, HELPERS < 8 ? 2 : 1)
+blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, const int* first_task, int n_ranges,
+        int n_rows, Terms terms) {
     Work& work = *shared_memory<Work>();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // Spreads the walking warps of a multiprocessor's blocks over its four schedulers.
     const int walking = blockIdx.x % (HELPERS + 1);
-    const int64 row = tasks[blockIdx.x], begin = walk.begins[row];
-    const int count = int(walk.ends[row] - begin), chunks = ceil_div(count, CHUNK);
     if (threadIdx.x == 0) {
         real power = 1, bias_power = 1;
         for (int k = 0; k <= CHUNK; k++, power *= terms.keep, bias_power *= terms.bias_keep) {
@@ -649,21 +666,32 @@ blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int*
         for (Slot& slot : work.slots) slot.prepared.make(), slot.walked.make();
     }
     __syncthreads();  // the only barrier: from here on, gates hand over each chunk
-    if (warp != walking) {
-        const int helper = warp < walking ? warp : warp - 1;
-        const Helper prepares{work, fixed, walk.indices + begin, walk.ratings + begin, count, helper, lane, walk.first, terms.mean};
-        prepares.run(chunks);
-        return;
-    }
-    Walker walker{work, lane, count, real(0), real(0), HAS_BIASES ? moved.bias[row] : real(0)};
-    Warp_row::values_of(walker.v, Warp_row::load<THIS_WARP>(moved.rows + row * LD, lane));
-    walker.run(chunks);
-    Warp_row::store(moved.rows + row * LD, Warp_row::raw_of(walker.v), lane);
-    const double loss = warp_sum(lane < CHUNK ? walker.loss : 0.0);
-    if (lane == 0) {
-        if (HAS_BIASES) moved.bias[row] = walker.bias;
-        losses[blockIdx.x] = loss;
-    }
+    const int begin_task = first_task[blockIdx.x], end_task = first_task[blockIdx.x + 1], n_tasks = first_task[gridDim.x];
+    int earlier = 0;
+    for (int range = 0; range < n_ranges; range++)
+        for (int task = begin_task; task < end_task; task++) {
+            const int row = tasks[task];
+            const int64 at = int64(range) * n_rows + row, begin = walk.begins[at];
+            const int count = int(walk.ends[at] - begin), chunks = ceil_div(count, CHUNK);
+            if (warp != walking) {
+                const int helper = warp < walking ? warp : warp - 1;
+                const Helper prepares{work, fixed, walk.indices + begin, walk.ratings + begin, count,
+                                      helper, lane, walk.first, earlier, terms.mean};
+                prepares.run(chunks);
+            } else {
+                Walker walker{work, lane, count, earlier, real(0), real(0), HAS_BIASES ? moved.bias[row] : real(0)};
+                Warp_row::values_of(walker.v, Warp_row::load<THIS_WARP>(moved.rows + int64(row) * LD, lane));
+                walker.run(chunks);
+                Warp_row::store(moved.rows + int64(row) * LD, Warp_row::raw_of(walker.v), lane);
+                const double loss = warp_sum(lane < CHUNK ? walker.loss : 0.0);
+                if (lane == 0) {
+                    if (HAS_BIASES) moved.bias[row] = walker.bias;
+                    losses[int64(range) * n_tasks + task] = loss;
+                }
+                __syncwarp();  // the row's next range reads its bias in all lanes
+            }
+            earlier += chunks;
+        }
 }
 
 // ---------------------------------------------------------------------------------------------- decentralized

@@ -38,6 +38,15 @@ __device__ __forceinline__ void mma_float16(float (&d)[4], const unsigned (&a)[4
 #endif
 }
 
+// A value as two tf32 parts: high is rounded to nearest, low truncated to within 2^-22 of the value or, if ROUNDED, to nearest.
+struct Tf32Parts { unsigned high, low; };
+
+template <bool ROUNDED = false> __device__ __forceinline__ Tf32Parts split_tf32(float value) {
+    constexpr unsigned HALF = 0x1000;  // of the last place of tf32
+    const unsigned high = (__float_as_uint(value) + HALF) & 0xffffe000u;
+    return {high, __float_as_uint(value - __uint_as_float(high)) + (ROUNDED ? HALF : 0)};
+}
+
 // ---------------------------------------------------------------------------------------------- float16 operands
 
 // Two pairs of float16: a b + c.

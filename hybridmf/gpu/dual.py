@@ -25,6 +25,15 @@ BLOCKS_PER_SM = {16: 5, 32: 3, 48: 2, 64: 2}
 
 BASIS_THREADS = 1024
 
+PRODUCT_THREADS = 256
+"""Threads of a block of `to_basis` and `from_basis`."""
+
+PRODUCT_BLOCKS = 2
+"""Their blocks per multiprocessor."""
+
+BASIS_TILE = 128
+"""Rows that a block multiplies at a time."""
+
 
 def dual_constants(size: int, rank: int, implicit: bool, offsets: bool, biased: bool) -> dict[str, Any]:
     """Compile-time constants of cuda/dual_rows.cu for rows with at most `size` entries."""
@@ -72,6 +81,45 @@ def inverse_root(device: Device, gram: Array, ridge: Array, epsilon: float) -> t
     kernel = get_kernel(device, "basis.cu", "inverse_root", **basis_constants(rank))
     kernel((1,), (BASIS_THREADS,), (inverse, failed, gram, ridge, np.float64(epsilon)), 0)
     return inverse, failed
+
+
+def multiply_rows(
+    device: Device, name: str, results: Array, rows: Array, inverse: Array, rank: int, places: Array | None = None
+) -> None:
+    """Launch `to_basis`, ``results[k] = inverse rows[k]``, or `from_basis`, ``results[places[k]] = inverse^T rows[k]``.
+
+    Parameters
+    ----------
+    device : Device
+    name : {"to_basis", "from_basis"}
+    results : float32 array, shape (n_out, width)
+    rows : float32 array, shape (n, width)
+    inverse : float32 array, shape (width, width)
+        Lower triangular.
+    rank : int
+        Of the rows that are not padding.
+    places : int32 array, shape (n,), optional
+        Default: each row's own place.
+    """
+    n, width = rows.shape
+    check("rows", rows, np.float32, (None, width))
+    check("results", results, np.float32, (n if places is None else None, width))
+    check("inverse", inverse, np.float32, (width, width))
+    if places is not None:
+        check("places", places, np.int32, (n,))
+    check_not_host(device, results=results, rows=rows, inverse=inverse)
+    if not n:
+        return
+    rank16 = round_up(rank, BLOCK)
+    kernel = get_kernel(device, "basis.cu", name, **basis_constants(rank))
+    blocks = min(ceil_div(n, BASIS_TILE), PRODUCT_BLOCKS * device.spec.multiprocessors)
+    shared = 4 * rank16 * (rank16 + (48 - rank16 % 32) % 32)
+    kernel(
+        (blocks,),
+        (PRODUCT_THREADS,),
+        (results, rows, inverse, np.uint64(0) if places is None else places, np.int64(n)),
+        shared,
+    )
 
 
 @dataclass(frozen=True)
@@ -128,16 +176,15 @@ class DualRows:
             return
         assert systems.gram is not None
         inverse, failed = inverse_root(self.device, systems.gram, systems.ridge, epsilon)
-        there = self.device.matmul(table, inverse.T)
+        there = self.device.empty(table.shape, np.float32)
+        multiply_rows(self.device, "to_basis", there, table, inverse, self.rank)
         for size, rows in self.parts:
             for start in range(0, len(rows), ROWS_AT_ONCE):
                 some = rows[start : start + ROWS_AT_ONCE]
                 solutions = self.device.empty((len(some), table.shape[1]), np.float32)
                 apart = replace(systems, solutions=solutions)
                 self._launch(size, some, apart, there, entries, indptr, failed, epsilon)
-                # as elements of 16 bytes, to which rows are padded: a quarter of the indices to compute
-                solved = self.device.matmul(solutions, inverse).view(np.complex128)
-                systems.solutions.view(np.complex128)[some] = solved
+                multiply_rows(self.device, "from_basis", systems.solutions, solutions, inverse, self.rank, some)
 
     def _launch(
         self,
@@ -201,7 +248,8 @@ def programs(rank: int, longest: int, implicit: bool, offsets: bool) -> Iterator
         if size < max(longest, 1) * 2 and longest:
             yield program("dual_rows.cu", "dual_rows", **dual_constants(size, rank, implicit, offsets, offsets))
     if implicit:
-        yield program("basis.cu", "inverse_root", **basis_constants(rank))
+        for kernel in ("inverse_root", "to_basis", "from_basis"):
+            yield program("basis.cu", kernel, **basis_constants(rank))
 
 
 COMPILED_RANKS = (32, 64, 100, 128)
@@ -216,4 +264,5 @@ def default_builds(
             for implicit, biased in ((False, False), (False, True), (True, False)):
                 if size <= rank:
                     yield "dual_rows.cu", "dual_rows", dual_constants(size, rank, implicit, biased, biased)
-        yield "basis.cu", "inverse_root", basis_constants(rank)
+        for kernel in ("inverse_root", "to_basis", "from_basis"):
+            yield "basis.cu", kernel, basis_constants(rank)

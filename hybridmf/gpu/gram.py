@@ -8,11 +8,22 @@ from typing import Any
 import numpy as np
 
 from ..core.system import ceil_div
-from ..device.cuda import Array, Device
+from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.gram import gram_rows, gram_sides
-from .launch import check, check_not_host, get_kernel
+from .launch import check, check_not_host, get_kernel, program
 
-THREADS = 256
+THREADS = {"gram": 256, "gram_tensor": 128}
+"""Threads of a block of each kernel."""
+
+
+def kernel_for(spec: DeviceSpec, dtype: Any) -> str:
+    """The kernel for tables of a dtype."""
+    return "gram_tensor" if np.dtype(dtype) == np.float32 and spec.capability >= (8, 0) else "gram"
+
+
+def gram_program(spec: DeviceSpec, dtype: Any) -> tuple[str, str, tuple[str, ...]]:
+    """Arguments of `Device.kernel` for it."""
+    return program("gram.cu", kernel_for(spec, dtype), REAL=np.dtype(dtype))
 
 
 def gram_sum(device: Device, table: Array) -> Array:
@@ -32,13 +43,14 @@ def gram_sum(device: Device, table: Array) -> Array:
     if not pieces:
         return device.zeros((width, width), np.float64)
     sums = device.empty((pieces, side, side), table.dtype)
-    kernel = get_kernel(device, "gram.cu", "gram", REAL=table.dtype)
+    name = kernel_for(device.spec, table.dtype)
+    kernel = get_kernel(device, "gram.cu", name, REAL=table.dtype)
     sizes = (np.int64(n), np.int32(width), np.int32(side), np.int64(rows))
-    kernel((tiles, pieces), (THREADS,), (sums, table, *sizes), 0)
+    kernel((tiles, pieces), (THREADS[name],), (sums, table, *sizes), 0)
     return sums.sum(axis=0, dtype=np.float64)[:width, :width]
 
 
 def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(file, kernel, constants) of all builds."""
-    for real in ("float", "double"):
-        yield "gram.cu", "gram", {"REAL": real}
+    for kernel, real in (("gram", np.float32), ("gram", np.float64), ("gram_tensor", np.float32)):
+        yield "gram.cu", kernel, {"REAL": np.dtype(real)}

@@ -28,6 +28,7 @@ from . import bals, draw, dual, fused, losses, matrix, predictions, rows
 from .assembly import Cleared, RowKernels, SegmentKernels
 from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
+from .gram import gram_program
 from .launch import DeviceEntries, program
 from .matrix import DeviceMatrix
 from .mo_als import mo_als
@@ -590,7 +591,7 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
         *dict.fromkeys(solving),
         *dual.programs(plan.rank, longest, implicit, biased),
         *(predictions.programs(plan) if plan.solver == "subspace" else ()),
-        *([program("gram.cu", "gram", REAL=np.dtype(plan.dtype))] if implicit else []),
+        *([gram_program(device.spec, plan.dtype)] if implicit else []),
         program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
         program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),

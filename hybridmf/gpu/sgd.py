@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import scipy.sparse as sp
 
 from ..core.objective import SIDES, Objective, Side, State, Terms, other_side
 from ..core.sparse import take_rows
-from ..core.system import ceil_div
+from ..core.system import ceil_div, round_up
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..plan.als_gpu import PREDICTED_ROWS
@@ -55,6 +55,11 @@ multiprocessor to themselves, for lower latency; two of the other rows share one
 
 THREADS = 128
 """Threads of a block."""
+
+NARROW_WARPS = 50
+"""Warps of a pass per multiprocessor, with half the lanes per row, from which on `centralized_narrow` is faster. On an
+H200, users of Netflix took 4.5 instead of 6.2 ms at f = 128 and 2.4 instead of 2.9 at f = 64, but short rows of its
+items, which have 33 such warps per multiprocessor at f = 64, 4.6 instead of 3.9 ms."""
 
 DECENTRALIZED_THREADS = 256
 """Threads of a block of the kernel `decentralized`."""
@@ -110,8 +115,8 @@ class Walk:
     indices : int32 array, shape (n,)
         Rows of the other side, ascending in each row; there may be more than those of the rows.
     ratings : float array, shape (n,)
-    begins, ends : int64 array, shape (n_rows,)
-        Bounds of the entries of each row: all, or those in a range of columns.
+    begins, ends : int64 array, shape (n_ranges, n_rows)
+        Bounds of the entries of each row in each range of columns.
     first : int
         Column of row 0 of the other side's `FactorRows`; 0 if `FactorRows` has all columns.
     """
@@ -127,20 +132,68 @@ class Walk:
         """Kernel argument."""
         return self.indices, self.ratings, self.begins, self.ends, np.int32(self.first)
 
+    @property
+    def n_ranges(self) -> int:
+        """Number of ranges of columns."""
+        return len(self.begins)
+
+    def part(self, k: int) -> Walk:
+        """Entries in range k."""
+        return replace(self, begins=self.begins[k : k + 1], ends=self.ends[k : k + 1])
+
+    def whole(self) -> Walk:
+        """The same entries in one range."""
+        return replace(self, begins=self.begins[:1], ends=self.ends[-1:])
+
     @classmethod
-    def upload(cls, device: Device, matrix: sp.csr_array) -> Walk:
-        """Copy all entries of a matrix, by its rows."""
-        indptr, indices, ratings = csr_arrays(matrix)
-        bounds = device.upload(np.asarray(indptr, dtype=np.int64))
+    def upload(cls, device: Device, matrix: sp.csr_array, n_ranges: int = 1) -> Walk:
+        """Copy all entries of a matrix, by its rows, with the bounds of ranges of about equal numbers of columns."""
+        _, indices, ratings = csr_arrays(matrix)
+        columns = np.linspace(0, matrix.shape[1], n_ranges + 1).astype(np.int64)
+        bounds = device.upload(range_bounds(matrix, columns[1:-1]))
         return cls(device.upload(indices), device.upload(ratings), bounds[:-1], bounds[1:])
 
-    def ranges(self, device: Device, matrix: sp.csr_array, count: int) -> list[Walk]:
-        """Split the entries by ranges of about equal numbers of columns; `matrix` is the uploaded one."""
-        if count == 1:
-            return [self]
-        columns = np.linspace(0, matrix.shape[1], count + 1).astype(np.int64)
-        inner = device.upload(range_bounds(matrix, columns[1:-1])[1:-1])
-        return [replace(self, begins=a, ends=b) for a, b in pairwise([self.begins, *inner, self.ends])]
+
+@dataclass(frozen=True)
+class Bins:
+    """Rows that the blocks of a kernel process one after another.
+
+    Attributes
+    ----------
+    rows : int32 array, shape (n_rows,)
+        By block.
+    first : int32 array, shape (n_bins + 1,)
+        Bounds of the rows of each block.
+    """
+
+    rows: Array
+    first: Array
+
+    @classmethod
+    def balance(cls, device: Device, rows: np.ndarray, lengths: np.ndarray, most: int) -> Bins:
+        """Divide rows among at most `most` bins of about equal total length: each goes to the shortest bin so far.
+
+        Parameters
+        ----------
+        device : Device
+        rows : int32 array, shape (n_rows,)
+            Longest first.
+        lengths : int array, shape (n_rows,)
+        most : int
+        """
+        n = min(len(rows), most)
+        totals = [(0, k) for k in range(n)]
+        owners = np.empty(len(rows), dtype=np.int64)
+        for place, length in enumerate(lengths.tolist()):
+            total, owners[place] = totals[0]
+            heapq.heapreplace(totals, (total + length, int(owners[place])))
+        first = np.concatenate(([0], np.cumsum(np.bincount(owners, minlength=n)))).astype(np.int32)
+        return cls(device.upload(rows[np.argsort(owners, kind="stable")]), device.upload(first))
+
+    @classmethod
+    def single(cls, device: Device, rows: Array) -> Bins:
+        """A bin for each row."""
+        return cls(rows, device.upload(np.arange(len(rows) + 1, dtype=np.int32)))
 
 
 def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
@@ -183,6 +236,12 @@ def group_size(ld: int, itemsize: int) -> int:
     return min(32, 1 << (ld * itemsize // 16 - 1).bit_length())
 
 
+def narrow_size(ld: int, itemsize: int) -> int:
+    """Lanes that share a row in `centralized_narrow`: NARROW_TEAM of cuda/msgd.cu."""
+    wide = group_size(ld, itemsize)
+    return wide // 2 if wide >= 8 and ld * itemsize <= 16 * wide else wide
+
+
 def _check_rows(device: Device, moved: FactorRows, fixed: FactorRows, real: Any, read: Any = None) -> None:
     ld, stored = moved.matrix.shape[1], moved.matrix.dtype
     for name, rows, dtype in (("moved", moved, stored), ("fixed", fixed, stored if read is None else read)):
@@ -201,21 +260,18 @@ def read_dtype(moved: FactorRows, fixed: FactorRows) -> np.dtype:
 
 def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
     """Check entries, and the rows or ranges to process."""
-    n = len(walk.begins)
     check("indices", walk.indices, np.int32, (None,))
     check("ratings", walk.ratings, real, walk.indices.shape)
-    check("begins", walk.begins, np.int64, (n,))
-    check("ends", walk.ends, np.int64, (n,))
+    check("begins", walk.begins, np.int64, (None, None))
+    check("ends", walk.ends, np.int64, walk.begins.shape)
     for name, array in tasks.items():
         check(name, array, np.int32, (None,))
     check_not_host(device, indices=walk.indices, ratings=walk.ratings, begins=walk.begins, ends=walk.ends, **tasks)
 
 
-def _arguments(
-    moved: FactorRows, losses: Array, fixed: FactorRows, walk: Walk, rows: Array, n: int, terms: Terms
-) -> tuple:
+def _arguments(moved: FactorRows, losses: Array, fixed: FactorRows, walk: Walk, terms: Terms, *more: Any) -> tuple:
     numbers = scalars(terms, walk.ratings.dtype.type)
-    return moved.struct, losses, fixed.struct, walk.struct, rows, np.int32(n), numbers
+    return moved.struct, losses, fixed.struct, walk.struct, *more, numbers
 
 
 # ---------------------------------------------------------------------------------------------- MSGD
@@ -269,10 +325,9 @@ class BlockedConfig:
 
     @classmethod
     def rule(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
-        """Two blocks per multiprocessor if they hide memory latency, otherwise the fastest configuration that fits."""
-        pairs = [cls(ld, itemsize, 16, 5, slots, read_size) for slots in (14, 10)]
-        fits = [pair for pair in pairs if 2 * pair.shared_bytes <= spec.shared_bytes]
-        return fits[0] if fits else cls.fastest(ld, itemsize, spec, read_size)
+        """Two blocks per multiprocessor if both have enough slots, otherwise the fastest configuration that fits."""
+        pair = cls(ld, itemsize, 16, 5, 14, read_size)
+        return pair if pair.per_sm(spec) == 2 else cls.fastest(ld, itemsize, spec, read_size)
 
     @classmethod
     def fastest(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
@@ -281,6 +336,10 @@ class BlockedConfig:
         chunked = sizes if read_size in (0, itemsize) else [size for size in sizes if size[0] == 16]
         configs = [cls(ld, itemsize, *size, read_size) for size in chunked]
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
+
+    def per_sm(self, spec: DeviceSpec) -> int:
+        """Blocks that a multiprocessor processes at a time, besides those of `centralized`."""
+        return 2 if 2 * self.shared_bytes <= spec.shared_bytes else 1
 
     @property
     def threads(self) -> int:
@@ -301,7 +360,7 @@ class BlockedConfig:
         chunk, size = self.chunk, self.itemsize
         slot = chunk * (self.stride * self.read_size + (chunk + 16 // size + 1) * size) + 16
         rest = (chunk * (32 + 16 // size + 7) + 2) * size
-        return self.slots * ceil_div(slot, 16) * 16 + ceil_div(rest, 16) * 16
+        return self.slots * round_up(slot, 32) + round_up(rest, 32)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -333,9 +392,9 @@ def centralized(device: Device, moved: FactorRows, fixed: FactorRows, walk: Walk
     """
     _check_rows(device, moved, fixed, moved.matrix.dtype, read_dtype(moved, fixed))
     _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
-    out = device.empty(len(tasks), np.float64)
+    out = device.empty((walk.n_ranges, len(tasks)), np.float64)
     MsgdKernels(device).centralized(moved, fixed, walk, tasks, terms, out)
-    return out
+    return out.sum(axis=0)
 
 
 def blocked(
@@ -343,16 +402,17 @@ def blocked(
     moved: FactorRows,
     fixed: FactorRows,
     walk: Walk,
-    tasks: Array,
+    tasks: Array | Bins,
     terms: Terms,
     config: BlockedConfig | None = None,
 ) -> Array:
-    """Like `centralized`, with one block per row and several entries at a time: ours, for long rows."""
+    """Like `centralized`, with one block per row or bin and several entries at a time: ours, for long rows."""
+    bins = tasks if isinstance(tasks, Bins) else Bins.single(device, tasks)
     _check_rows(device, moved, fixed, moved.matrix.dtype, read_dtype(moved, fixed))
-    _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
-    out = device.empty(len(tasks), np.float64)
-    MsgdKernels(device, config).blocked(moved, fixed, walk, tasks, terms, out)
-    return out
+    _check_walk(device, walk, moved.matrix.dtype, tasks=bins.rows, first=bins.first)
+    out = device.empty((walk.n_ranges, len(bins.rows)), np.float64)
+    MsgdKernels(device, config).blocked(moved, fixed, walk, bins, terms, out)
+    return out.sum(axis=0)
 
 
 def decentralized(
@@ -393,20 +453,17 @@ class MsgdKernels:
     ----------
     device : Device
     config : BlockedConfig, optional
-        Default: the one for the device and the first rows.
-    fastest : bool
-        Default to `BlockedConfig.fastest` rather than to the one with the highest throughput.
+        Default: the rule's for the device and the first rows.
     """
 
-    def __init__(self, device: Device, config: BlockedConfig | None = None, *, fastest: bool = False) -> None:
-        self.device, self._config, self._fastest = device, config, fastest
+    def __init__(self, device: Device, config: BlockedConfig | None = None) -> None:
+        self.device, self._config = device, config
         self._kernels: dict[str, Kernel] = {}
 
     def _found(self, name: str, moved: FactorRows, fixed: FactorRows) -> tuple[Kernel, BlockedConfig]:
         dtype, ld = moved.matrix.dtype, moved.matrix.shape[1]
         if self._config is None:
-            choose = BlockedConfig.fastest if self._fastest else BlockedConfig.rule
-            self._config = choose(ld, dtype.itemsize, self.device.spec, fixed.matrix.dtype.itemsize)
+            self._config = BlockedConfig.rule(ld, dtype.itemsize, self.device.spec, fixed.matrix.dtype.itemsize)
         if name not in self._kernels:
             # equal constants for all kernels, so that a model compiles the file once
             constants = {"REAL": dtype, "HAS_BIASES": moved.bias is not None} | self._config.constants
@@ -416,27 +473,34 @@ class MsgdKernels:
     def centralized(
         self, moved: FactorRows, fixed: FactorRows, walk: Walk, tasks: Array, terms: Terms, out: Array
     ) -> None:
-        """Sums of squared errors go to `out`, shape (n_tasks,)."""
+        """Launch once for each range; sums of squared errors go to `out`, shape (n_ranges, n_tasks)."""
         if not len(tasks):
             return
-        kernel, config = self._found("centralized", moved, fixed)
-        grid = ceil_div(len(tasks) * group_size(config.ld, config.read_size), THREADS)
-        kernel((grid,), (THREADS,), _arguments(moved, out, fixed, walk, tasks, len(tasks), terms), 0)
+        shape = (moved.matrix.shape[1], fixed.matrix.dtype.itemsize)
+        name, team = "centralized", group_size(*shape)
+        if len(tasks) * narrow_size(*shape) >= NARROW_WARPS * 32 * self.device.spec.multiprocessors:
+            name, team = "centralized_narrow", narrow_size(*shape)
+        kernel, _ = self._found(name, moved, fixed)
+        grid = ceil_div(len(tasks) * team, THREADS)
+        for k in range(walk.n_ranges):
+            arguments = _arguments(moved, out[k], fixed, walk.part(k), terms, tasks, np.int32(len(tasks)))
+            kernel((grid,), (THREADS,), arguments, 0)
 
-    def blocked(self, moved: FactorRows, fixed: FactorRows, walk: Walk, tasks: Array, terms: Terms, out: Array) -> None:
-        """Sums of squared errors go to `out`, shape (n_tasks,)."""
-        if not len(tasks):
+    def blocked(self, moved: FactorRows, fixed: FactorRows, walk: Walk, tasks: Bins, terms: Terms, out: Array) -> None:
+        """Launch once; sums of squared errors go to `out`, shape (n_ranges, n_rows of `tasks`)."""
+        if not len(tasks.rows):
             return
         kernel, config = self._found("blocked", moved, fixed)
-        arguments = _arguments(moved, out, fixed, walk, tasks, len(tasks), terms)
-        kernel((len(tasks),), (32 * (config.helpers + 1),), arguments, config.shared_bytes)
+        sizes = (np.int32(walk.n_ranges), np.int32(walk.begins.shape[1]))
+        arguments = _arguments(moved, out, fixed, walk, terms, tasks.rows, tasks.first, *sizes)
+        kernel((len(tasks.first) - 1,), (config.threads,), arguments, config.shared_bytes)
 
     def decentralized(
         self, moved: FactorRows, fixed: FactorRows, walk: Walk, bounds: Array, terms: Terms, out: Array
     ) -> None:
         """Sums of squared errors go to `out`, shape (n_ranges,)."""
         kernel, _ = self._found("decentralized", moved, fixed)
-        arguments = _arguments(moved, out, fixed, walk, bounds, len(walk.begins), terms)
+        arguments = _arguments(moved, out, fixed, walk, terms, bounds, np.int32(walk.begins.shape[1]))
         kernel((len(out),), (DECENTRALIZED_THREADS,), arguments, 0)
 
 
@@ -505,34 +569,38 @@ class Msgd:
         long_row = LONG_ROW if long_row is None else long_row
         self.stored = matrices["user"].dtype
         self.read = self.stored if read is None else np.dtype(read)
-        self.walks = {side: Walk.upload(device, matrices[side]) for side in SIDES if side in self.layouts.values()}
-        self.ranges: dict[Side, list[Walk]] = {}
-        self.long: dict[Side, Array] = {}
-        self.alone: dict[Side, int] = {}
+        spec, sizes = device.spec, (stored_width(factors, self.read), self.stored.itemsize)
+        config = BlockedConfig.rule(*sizes, spec, self.read.itemsize)
+        row_bytes, most = sizes[0] * self.read.itemsize, max(1, MOST_RANGES // ranks)
+        self.walks: dict[Side, Walk] = {}
+        for side in SIDES:
+            if side in self.layouts.values():
+                matrix = matrices[side]
+                count = range_count(matrix.shape, matrix.nnz, row_bytes, spec.l2_bytes, most)
+                self.walks[side] = Walk.upload(device, matrix, count)
+        self.alone: dict[Side, Bins] = {}
+        self.long: dict[Side, Bins] = {}
         self.short: dict[Side, Array] = {}
         self.bounds: dict[Side, Array] = {}
         for side, layout in self.layouts.items():
-            degrees = np.diff(matrices[side].indptr)
+            walk, degrees = self.walks[layout], np.diff(matrices[side].indptr)
             if layout != side:
-                ranges = RANGES_PER_SM * device.spec.multiprocessors
+                ranges = RANGES_PER_SM * spec.multiprocessors
                 self.bounds[side] = device.upload(even_ranges(degrees, ranges))
+                _check_walk(device, walk, self.stored, bounds=self.bounds[side])
                 continue
             order = np.argsort(-degrees, kind="stable")[: np.count_nonzero(degrees)].astype(np.int32)
             n_long = int(np.count_nonzero(degrees >= long_row)) if ordering == "mixed" else 0
-            self.long[side], self.short[side] = device.upload(order[:n_long]), device.upload(order[n_long:])
-            longest = np.count_nonzero(degrees[order[:n_long]] >= ALONE * degrees.max(initial=0))
-            self.alone[side] = int(longest) if ranks > 1 else 0
-            row_bytes, l2_bytes = stored_width(factors, self.read) * self.read.itemsize, device.spec.l2_bytes
-            count = range_count(
-                matrices[side].shape, matrices[side].nnz, row_bytes, l2_bytes, max(1, MOST_RANGES // ranks)
-            )
-            self.ranges[side] = self.walks[side].ranges(device, matrices[side], count)
-            for walk in self.ranges[side]:
-                _check_walk(device, walk, self.stored, long=self.long[side], short=self.short[side])
-        for side, bounds in self.bounds.items():
-            _check_walk(device, self.walks[self.layouts[side]], self.stored, bounds=bounds)
-        self._kernels = MsgdKernels(device)
-        self._fastest = MsgdKernels(device, fastest=True)
+            longest = int(np.count_nonzero(degrees[order[:n_long]] >= ALONE * degrees.max(initial=0)))
+            n_alone = longest if ranks > 1 else 0
+            alone, long, short = np.split(order, [n_alone, n_long])
+            self.alone[side] = Bins.balance(device, alone, degrees[alone], n_alone)
+            n_bins = config.per_sm(spec) * spec.multiprocessors
+            self.long[side] = Bins.balance(device, long, degrees[long], n_bins)
+            self.short[side] = device.upload(short)
+            _check_walk(device, walk, self.stored, short=self.short[side])
+        self._kernels = MsgdKernels(device, config)
+        self._fastest = MsgdKernels(device, BlockedConfig.fastest(*sizes, spec, self.read.itemsize))
 
     def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
         """See `Epochs`; adds half of each pass's loss, because an epoch processes every entry twice."""
@@ -547,41 +615,40 @@ class Msgd:
         """Number of sums of squared errors of a pass."""
         if side in self.bounds:
             return len(self.bounds[side]) - 1
-        return len(self.ranges[side]) * (len(self.long[side]) + len(self.short[side]))
+        return self.walks[side].n_ranges * sum(n for _, _, n in self._groups(side))
 
     def launch_pass(self, side: Side, moved: FactorRows, fixed: FactorRows, terms: Terms, losses: Array) -> None:
         """Update all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,)."""
         _check_rows(self.device, moved, fixed, self.stored)
         if side in self.bounds:
-            walk, bounds = self.walks[self.layouts[side]], self.bounds[side]
+            walk, bounds = self.walks[self.layouts[side]].whole(), self.bounds[side]
             self._kernels.decentralized(moved, fixed, walk, bounds, terms, losses)
             return
         if self.read != self.stored:
             fixed = FactorRows(fixed.matrix.astype(self.read), fixed.bias)
-        groups, begun = self._groups(side), self.device.record()
+        groups, begun, walk, first = self._groups(side), self.device.record(), self.walks[side], 0
         beside = len(groups) - 1 if self.beside else 0
         try:
-            # range by range: group by group, the last of several GPUs would start a tenth of a step late
-            for walk, out in zip(self.ranges[side], losses.reshape(len(self.ranges[side]), -1), strict=True):
-                for stream, (kernel, tasks, place) in enumerate(groups):
-                    with self.device.beside(begun, stream) if stream < beside else nullcontext():
-                        kernel(moved, fixed, walk, tasks, terms, out[place])
+            for stream, (kernel, tasks, n) in enumerate(groups):
+                out = losses[first : first + walk.n_ranges * n].reshape(walk.n_ranges, n)
+                first += out.size
+                with self.device.beside(begun, stream) if stream < beside else nullcontext():
+                    kernel(moved, fixed, walk, tasks, terms, out)
         finally:  # memory must not be released before these launches end
             for stream in range(beside):
                 with self.device.beside(begun, stream):
                     walked = self.device.record()
                 self.device.wait(walked)
 
-    def _groups(self, side: Side) -> list[tuple[Callable[..., None], Array, slice]]:
-        """Kernels, their rows (longest first), and the positions of their losses in each range."""
-        long, short, alone = self.long[side], self.short[side], self.alone[side]
-        n_long, n_rows = len(long), len(long) + len(short)
-        groups = [
-            (self._fastest.blocked, long[:alone], slice(alone)),
-            (self._kernels.blocked, long[alone:], slice(alone, n_long)),
-            (self._kernels.centralized, short, slice(n_long, n_rows)),
+    def _groups(self, side: Side) -> list[tuple[Callable[..., None], Any, int]]:
+        """Kernels, their rows (longest first), and the number of these."""
+        alone, long, short = self.alone[side], self.long[side], self.short[side]
+        groups: list[tuple[Callable[..., None], Any, int]] = [
+            (self._fastest.blocked, alone, len(alone.rows)),
+            (self._kernels.blocked, long, len(long.rows)),
+            (self._kernels.centralized, short, len(short)),
         ]
-        return [group for group in groups if len(group[1])]
+        return [group for group in groups if group[2]]
 
 
 # ---------------------------------------------------------------------------------------------- batch-Hogwild
@@ -806,7 +873,7 @@ class BatchHogwild:
         config = HogwildConfig.rule(device.spec, *shape, plan.rank > plan.factors)
         self.entries = HogwildEntries.upload(device, held, walked, config.run, method.rng())
         bounds = device.upload(np.asarray(held.indptr, dtype=np.int64))
-        self.walks = {self.held: Walk(self.entries.indices, self.entries.ratings, bounds[:-1], bounds[1:])}
+        self.walks = {self.held: Walk(self.entries.indices, self.entries.ratings, bounds[None, :-1], bounds[None, 1:])}
         self.config = config.limited(held.nnz)
 
     def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
@@ -1023,14 +1090,14 @@ def default_builds(
             for real in (np.dtype(np.float32), np.dtype(np.float64)):
                 ld = stored_width(factors, real)
                 config = BlockedConfig.rule(ld, real.itemsize, spec)
-                for kernel in ("centralized", "blocked", "decentralized"):
+                for kernel in ("centralized", "centralized_narrow", "blocked", "decentralized"):
                     yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | config.constants
                 fastest = BlockedConfig.fastest(ld, real.itemsize, spec)
                 if fastest != config and real == np.float32 and not biases:  # for several GPUs; the code is the same
                     yield "msgd.cu", "blocked", {"REAL": real, "HAS_BIASES": biases} | fastest.constants
                 if real == np.float32 and spec.capability >= (8, 0):
                     narrow = BlockedConfig.rule(stored_width(factors, np.float16), real.itemsize, spec, 2)
-                    for kernel in ("centralized", "blocked"):
+                    for kernel in ("centralized", "centralized_narrow", "blocked"):
                         yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | narrow.constants
             for stored in (np.dtype(np.float16), np.dtype(np.float32)):
                 ld = stored_width(factors, stored)

@@ -713,7 +713,7 @@ def test_the_kernels_of_a_fit_are_compiled_ahead(gpu, monkeypatch, kind, options
         "dual_rows",
         "inverse_root",
     }
-    slow |= {"gram", "split_table"}
+    slow |= {"gram_tensor", "split_table"}
     launched = {key for key in used if key[1] in slow}
     assert launched and launched <= set(ahead)
 

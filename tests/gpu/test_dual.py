@@ -44,7 +44,8 @@ def test_short_rows_are_solved_in_the_dual_form(device, name, rank):
     if name == "huge alpha":  # float32 loses all digits of primal systems; those of the dual form are well conditioned
         limit = min(rank, GPU_SIZES[-1])
         short = np.array([0 < length <= limit for length in LENGTHS if length])
-        assert row_errors(solved, problem.exact())[short].max() < 1e-4
+        errors = row_errors(solved, problem.exact())[short]
+        assert np.median(errors) < 1e-6 and errors.max() < 2e-4
     else:
         check_solution(problem, solved)
     dual, primal = joined(solved), solved_by(device, problem, "primal")

@@ -25,6 +25,7 @@ from hybridmf.formats import transpose
 from hybridmf.gpu import sgd
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.sgd import (
+    Bins,
     BlockedConfig,
     FactorRows,
     GpuSGD,
@@ -122,6 +123,13 @@ def longest_first(matrix) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- MSGD kernels
 
 
+def narrow(device, *operands):
+    """`centralized_narrow` takes many rows; here it takes any number."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sgd, "NARROW_WARPS", 0)
+        return sgd.centralized(device, *operands)
+
+
 def check_walk(
     device, kernel, rank, dtype=np.float32, biases=False, lengths=LENGTHS, n_columns=80, read=None, **options
 ) -> None:
@@ -140,7 +148,7 @@ def check_walk(
     np.testing.assert_array_equal(device.download(fixed.matrix), before)
 
 
-@pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
+@pytest.mark.parametrize("kernel", [sgd.centralized, narrow, sgd.blocked])
 @pytest.mark.parametrize(
     ("dtype", "biases"),
     [(np.float32, True), (np.float64, False), exhaustive(np.float32, False), exhaustive(np.float64, True)],
@@ -149,13 +157,13 @@ def test_rows_walk_their_entries(device, kernel, dtype, biases):
     check_walk(device, kernel, 7, dtype, biases)
 
 
-@pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
+@pytest.mark.parametrize("kernel", [sgd.centralized, narrow, sgd.blocked])
 @pytest.mark.parametrize("rank", [1, 33, exhaustive(100)])
 def test_every_width(device, kernel, rank):
     check_walk(device, kernel, rank, lengths=(0, 1, 17, 33, 9))
 
 
-@pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
+@pytest.mark.parametrize("kernel", [sgd.centralized, narrow, sgd.blocked])
 @pytest.mark.parametrize(
     ("rank", "biases"),
     [(7, True), (33, False), *(exhaustive(*case) for case in ((7, False), (33, True), (100, False), (100, True)))],
@@ -174,7 +182,7 @@ def test_chunks_of_fixed_rows_in_float16(device, helpers, slots):
 
 @on_a_gpu
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
+@pytest.mark.parametrize("kernel", [sgd.centralized, narrow, sgd.blocked])
 @pytest.mark.parametrize("rank", [1, 8, 16, 32, 64, 100, 128, 200, 256, 400, 512])
 def test_every_width_of_fixed_rows_in_float16(device, kernel, rank, biases):
     check_walk(device, kernel, rank, biases=biases, read=np.float16)
@@ -183,7 +191,7 @@ def test_every_width_of_fixed_rows_in_float16(device, kernel, rank, biases):
 @on_a_gpu
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("kernel", [sgd.centralized, sgd.blocked])
+@pytest.mark.parametrize("kernel", [sgd.centralized, narrow, sgd.blocked])
 @pytest.mark.parametrize("rank", [1, 2, 5, 8, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 256, 400, 512])
 def test_every_width_on_a_gpu(device, kernel, rank, dtype, biases):
     check_walk(device, kernel, rank, dtype, biases)
@@ -201,6 +209,44 @@ def test_chunks_helpers_and_slots(device, chunk, helpers, slots, dtype, biases):
     """Down to the fewest slots with which walker and helpers do not wait for each other."""
     config = BlockedConfig(stored_width(20, dtype), np.dtype(dtype).itemsize, chunk, helpers, slots)
     check_walk(device, sgd.blocked, 20, dtype, biases, lengths=(1, 4, 48, 49, 70, 190), n_columns=200, config=config)
+
+
+@pytest.mark.parametrize(
+    ("rank", "n", "kernel"), [(33, 5, "centralized_narrow"), (33, 4, "centralized"), (7, 20, "centralized_narrow")]
+)
+def test_many_rows_have_half_the_lanes(monkeypatch, rank, n, kernel):
+    """From a number of warps on: rank 33 has 8 lanes instead of 16; the lanes of rank 7 are few, with either kernel."""
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    device = EmulatedDevice()
+    monkeypatch.setattr(sgd, "NARROW_WARPS", 40 / (32 * device.spec.multiprocessors))
+    check_walk(device, sgd.centralized, rank, lengths=(3,) * n)
+    assert device.launches == [kernel]
+
+
+@pytest.mark.parametrize(("dtype", "biases"), [(np.float32, True), exhaustive(np.float64, False)])
+@pytest.mark.parametrize("n_bins", [1, 2])
+@pytest.mark.parametrize("n_ranges", [1, 3])
+def test_a_block_walks_several_rows_in_several_ranges(device, dtype, biases, n_bins, n_ranges):
+    """Its chunks take their slots in turn, whichever row they are of, and a range may have no entries."""
+    lengths = np.array([190, 70, 49, 48, 16, 1, 0])
+    problem = Pass(device, rows_of(lengths, 200), 20, dtype, biases)
+    walk = Walk.upload(device, problem.matrix, n_ranges)
+    assert walk.n_ranges == n_ranges
+    tasks = np.arange(len(lengths), dtype=np.int32)
+    bins = Bins.balance(device, tasks, lengths, n_bins)
+    for config in (None, BlockedConfig(stored_width(20, dtype), np.dtype(dtype).itemsize, 4, 3, 6)):
+        moved, fixed = map(problem.rows, problem.factors)
+        losses = sgd.blocked(device, moved, fixed, walk, bins, problem.terms, config)
+        problem.compare(moved, losses, tasks=device.download(bins.rows))
+
+
+def test_rows_are_balanced_among_bins(device):
+    bins = Bins.balance(device, np.array([4, 2, 9, 7, 1], dtype=np.int32), np.array([10, 8, 5, 4, 3]), 2)
+    np.testing.assert_array_equal(device.download(bins.rows), [4, 7, 2, 9, 1])  # 10 + 4 and 8 + 5 + 3
+    np.testing.assert_array_equal(device.download(bins.first), [0, 2, 5])
+    few = Bins.balance(device, np.array([3], dtype=np.int32), np.array([10]), 132)
+    np.testing.assert_array_equal(device.download(few.first), [0, 1])
 
 
 def test_a_long_row_without_entries(device):
@@ -285,7 +331,7 @@ def test_sub_blocks(device, kernel):
     starts, stops = (
         np.array([np.searchsorted(matrix.indices[a:b], c) + a for a, b in pairwise(matrix.indptr)]) for c in (10, 50)
     )
-    begins, ends = (device.upload(bounds[5:14].astype(np.int64)) for bounds in (starts, stops))
+    begins, ends = (device.upload(bounds[None, 5:14].astype(np.int64)) for bounds in (starts, stops))
     walk = Walk(device.upload(matrix.indices), device.upload(matrix.data), begins, ends, first=10)
     rows, columns = map(problem.rows, problem.factors)
     if kernel == "decentralized":
@@ -601,11 +647,10 @@ def test_rows_walk_range_after_range(monkeypatch, device, biases, ranks):
     msgd.launch_pass("user", work["user"], work["item"], problem.terms, losses)
     problem.compare(work["user"], losses)
     count = plan_sgd.MOST_RANGES // ranks
-    assert len(msgd.ranges["user"]) == count
+    assert msgd.walks["user"].n_ranges == count
     assert len(losses) == count * np.count_nonzero(np.diff(problem.matrix.indptr))
     if device.spec.name == "emulated":
-        kernels = ["blocked", "centralized"] if ranks == 1 else ["blocked", "blocked", "centralized"]
-        assert device.launches == kernels * count  # no group waits for all launches of another
+        assert device.launches == ["blocked"] * ranks + ["centralized"] * count
 
 
 def test_the_longest_rows_of_a_shared_epoch_are_walked_fastest(device):
@@ -613,8 +658,8 @@ def test_the_longest_rows_of_a_shared_epoch_are_walked_fastest(device):
     matrix = as_csr(rows_of((90, 50, 44, 31, 9, 0), 100), dtype=np.float32)
     matrices = {"user": matrix, "item": transpose(matrix)}
     alone = {ranks: sgd.Msgd(device, matrices, "mixed", 128, 30, ranks=ranks).alone["user"] for ranks in (1, 2)}
-    assert alone == {1: 0, 2: 2}
-    fastest, most = (choose(128, 4, device.spec) for choose in (BlockedConfig.fastest, BlockedConfig.rule))
+    assert {ranks: len(bins.rows) for ranks, bins in alone.items()} == {1: 0, 2: 2}
+    fastest, most = (choose(64, 4, device.spec) for choose in (BlockedConfig.fastest, BlockedConfig.rule))
     assert fastest.helpers > most.helpers
     if device.spec.name == "emulated":
         assert 2 * most.shared_bytes <= device.spec.shared_bytes < 2 * fastest.shared_bytes
