@@ -434,19 +434,32 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
     const Inputs in{factors, indices, ratings, offsets, alpha, unobserved_weight, table_scale};
     Queue queue{counter, &position_shared, 0};
     queue.ask(warp, lane);
-    while (true) {
+    auto take = [&] {  // returns a segment, or null after the last one
         const int position = queue.take(warp, lane);
-        if (position >= n_segments) break;
+        if (position >= n_segments) return static_cast<const int64*>(nullptr);
         queue.ask(warp, lane);
-        lane = fresh(lane);
-        const int64* segment = segments + int64(3) * position;
+        return segments + int64(3) * position;
+    };
+    // The bounds of the next segment are loaded while this one is summed, and its first entries while the sums are written.
+    const int64* segment = take();
+    if (segment == nullptr) return;
+    int64 slot = segment[0];
+    Stream stream{in, memory, team_entries(team), segment[1], int(segment[2] - segment[1]), warp, lane, {}};
+    stream.open();
+    while (true) {
+        stream.fill();
+        segment = take();
+        const int64 begin = segment == nullptr ? 0 : segment[1];
+        const int count = segment == nullptr ? 0 : int(segment[2] - begin);
         Holding mine;
         clear(mine);
-        Stream stream{in, memory, team_entries(team), segment[1], int(segment[2] - segment[1]), warp, lane, {}};
-        stream.open();
-        stream.fill();
         stream.run(mine);
-        float* partial = partials + segment[0] * PARTIAL;
+        lane = fresh(lane);
+        float* partial = partials + slot * PARTIAL;
+        if (segment != nullptr) slot = segment[0];
+        stream.begin = begin;
+        stream.count = count;
+        stream.open();
         with_role(warp, [&](auto role) {
             constexpr int ROLE = decltype(role)::value;
             for_tiles<ROLE>(mine.tiles, [&](Tile& tile, auto row, auto column) {
@@ -465,6 +478,7 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
                 }
             });
         });
+        if (segment == nullptr) break;
     }
 }
 

@@ -577,7 +577,7 @@ __device__ __forceinline__ void store_diagonal(const Tile& tile, float* block, i
 //
 // The 16 steps are a chain: pivot, reciprocal, next pivot. Therefore each lane computes the next pivot and the next column itself,
 // from values that other lanes send. The other columns need an element of each row, which comes from shared memory, four at a
-// time: registers limit how many shuffles can be in flight.
+// time: registers limit how many shuffles can be in flight. Columns beyond RANK are those of the identity, which it leaves alone.
 __device__ __forceinline__ void factor_block(const TeamMemory& memory, int p, int lane) {
     float* block = memory.inverse(p);
     __syncwarp();
@@ -592,9 +592,11 @@ __device__ __forceinline__ void factor_block(const TeamMemory& memory, int p, in
 #pragma unroll
         for (int k = 0; k < BLOCK; k++) a[k] = lane == BLOCK + k;
     __syncwarp();  // the columns overwrite the block
+    const int columns = RANK % BLOCK && p == BLOCKS - 1 ? RANK % BLOCK : BLOCK;
     float pivot = 1, next = __shfl_sync(FULL_WARP, a[0], 0);  // `pivot`: that of column `lane`
 #pragma unroll
     for (int j = 0; j < BLOCK; j++) {
+        if (RANK % BLOCK && j == columns) break;
         const float current = next, inverse = reciprocal(current), own = a[j], multiple = own * inverse;
         if (lane == j) pivot = current;
         if (j + 1 < BLOCK) {

@@ -65,6 +65,14 @@ def test_auto_takes_the_dual_form_up_to_a_share_of_the_rank(device):
     assert (dual[3] != primal[3]).any()
 
 
+def test_auto_takes_the_dual_form_up_to_64_entries_where_systems_are_solved_apart(device):
+    problem = Problem(rows_of((48, 49, 64, 65), 80), DUAL["explicit"], 96)
+    auto, dual, primal = (solved_by(device, problem, form) for form in ("auto", "dual", "primal"))
+    np.testing.assert_array_equal(auto, dual)
+    assert (auto[:3] != primal[:3]).any(axis=1).all()
+    np.testing.assert_array_equal(auto[3], primal[3])
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_solutions_change_back_in_parts(device, count, monkeypatch):
     problem = Problem(rows_of((5, 4, 3, 2, 1), 30), DUAL["implicit"], 8)
@@ -129,3 +137,24 @@ def test_many_rows(device):
     rng = np.random.default_rng(0)
     problem = Problem(rows_of(tuple(rng.integers(1, 70, 6000)), 500), DUAL["implicit"], 96)
     check_solution(problem, problem.solve(device, row_form="dual"))
+
+
+@pytest.mark.parametrize("rank", [1, 8, 20, exhaustive(33), exhaustive(100), 128])
+def test_rows_change_their_basis(device, rank):
+    """By a triangular matrix or its transpose, to their own or other places; tiles of 16 rows, the last one partial."""
+    n, width = 37, -(-rank // 4) * 4
+    rng = np.random.default_rng(rank)
+    inverse = np.zeros((width, width), np.float32)
+    inverse[:rank, :rank] = np.tril(rng.normal(size=(rank, rank)))
+    rows = np.zeros((n, width), np.float32)
+    rows[:, :rank] = rng.normal(size=(n, rank))
+    places = rng.permutation(50)[:n].astype(np.int32)
+    to, back = device.upload(np.full((n, width), 7, np.float32)), device.upload(np.full((50, width), 7, np.float32))
+    operands = (device.upload(rows), device.upload(inverse), rank)
+    dual.multiply_rows(device, "to_basis", to, *operands)
+    dual.multiply_rows(device, "from_basis", back, *operands, device.upload(places))
+    exact, scale = rows.astype(float) @ inverse.T.astype(float), np.sqrt(rank)
+    np.testing.assert_allclose(device.download(to), exact, rtol=0, atol=3e-6 * scale)
+    found = device.download(back)
+    np.testing.assert_allclose(found[places], rows.astype(float) @ inverse.astype(float), rtol=0, atol=3e-6 * scale)
+    np.testing.assert_array_equal(np.delete(found, places, axis=0), 7)
