@@ -8,7 +8,7 @@ import numpy as np
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.core.objective import Factors, Objective, State
+from hybridmf.core.objective import Factors, Objective, State, Terms
 from hybridmf.device.cuda import Device, open_device
 from hybridmf.formats import transpose
 from hybridmf.gpu import ccd, cholesky_any, rows, sgd, topk
@@ -58,6 +58,7 @@ def main() -> None:
         model.fit(matrix).objective(matrix)
     sgd_cases(matrix)
     device = open_device()
+    long_rows(device, matrix)
     rng = np.random.default_rng(1)
     for rank, dtype in ((20, np.float32), (60, np.float32), (40, np.float64), (200, np.float32), (300, np.float32)):
         solve_systems(device, rng, rank, dtype)
@@ -83,6 +84,21 @@ def sgd_cases(matrix: sp.csr_array) -> None:
         hmf.SGD(rank, ordering=ordering, dtype=dtype, biases=True, **common).fit(matrix).objective(matrix)
     for rank, precision, biases in itertools.product((6, 140), ("float32", "float16"), (False, True)):
         hmf.SGD(rank, schedule="batch_hogwild", precision=precision, biases=biases, **common).fit(matrix)
+    for rank, biases in itertools.product((7, 40), (False, True)):
+        hmf.SGD(rank, schedule="msgd", precision="float16", biases=biases, **common).fit(matrix)
+    sgd.NARROW_WARPS = 0
+    for rank, precision in itertools.product((40, 128), ("float32", "float16")):
+        hmf.SGD(rank, schedule="msgd", precision=precision, **common).fit(matrix)
+
+
+def long_rows(device: Device, matrix: sp.csr_array, rank: int = 20) -> None:
+    """Blocks that walk several rows, range by range."""
+    rng = np.random.default_rng(3)
+    moved, fixed = (sgd.FactorRows(device.upload(rng.random((n, rank), dtype=np.float32))) for n in matrix.shape)
+    lengths = np.diff(matrix.indptr)
+    order = np.argsort(-lengths).astype(np.int32)
+    bins = sgd.Bins.balance(device, order, lengths[order], 3)
+    sgd.blocked(device, moved, fixed, sgd.Walk.upload(device, matrix, 3), bins, Terms(0.01, 0.05, 0.0, 0.0, 0.0))
 
 
 def add_pieces(device: Device) -> None:
