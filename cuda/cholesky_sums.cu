@@ -37,8 +37,8 @@ constexpr int LOWER_FLOATS = BLOCKS * (BLOCKS - 1) / 2 * TILE_FLOATS;  // the bl
 constexpr int SYSTEM_FLOATS = LOWER_FLOATS + FACTOR_FLOATS + 4 * RANK16 + 12;
 
 struct System {
-    int64 begin, end;  // slots
-    int row;
+    const float* sums;  // of its first slot
+    int more, row;      // further slots
     float scale;
 };
 
@@ -71,27 +71,26 @@ struct SystemMemory : TeamMemory {
 __device__ __forceinline__ void look_ahead(const SystemMemory& memory, const float* partials, const int64* slots, const int* rows,
                                            const float* scale, int64 k, int n_rows, int lane) {
     if (k >= n_rows) return;
-    const System next{slots[k], slots[k + 1], rows[k], scale[rows[k]]};
+    const System next{partials + slots[k] * PARTIAL, int(slots[k + 1] - slots[k]) - 1, rows[k], scale[rows[k]]};
     constexpr int LINE = 32;
-    for (int n = lane; n < ceil_div(PARTIAL, LINE); n += WARP) prefetch(partials + next.begin * PARTIAL + n * LINE);
+    for (int n = lane; n < ceil_div(PARTIAL, LINE); n += WARP) prefetch(next.sums + n * LINE);
     if (lane == 0) *memory.next = next;
 }
 
 // Executed by one thread per row: adds up the sums, the Gram matrix and the ridge, then calls `keep_row`.
-__device__ __forceinline__ void load_row(const SystemMemory& memory, const float* __restrict__ partials, const System& system,
-                                         const float* __restrict__ gram, const float* __restrict__ ridge, int row) {
+__device__ __forceinline__ void load_row(const SystemMemory& memory, const System& system, const float* __restrict__ gram,
+                                         const float* __restrict__ ridge, int row) {
     if (row >= RANK) {  // a row of the identity; the sums may have no such rows
         keep_row(memory, row, 1.0f, 0.0f);
         return;
     }
     const int n = row % BLOCK, i = row / BLOCK;
-    const float* slot = partials + system.begin * PARTIAL;
-    const float* element = slot + i * (i + 3) / 2 * TILE_FLOATS + (n / 8 * 6 + n % 2) * WARP + n % 8 * 4 + n % 8 / 2;
-    const float* target = slot + TILE_COUNT * TILE_FLOATS + row;
+    const float* element = system.sums + i * (i + 3) / 2 * TILE_FLOATS + (n / 8 * 6 + n % 2) * WARP + n % 8 * 4 + n % 8 / 2;
+    const float* target = system.sums + TILE_COUNT * TILE_FLOATS + row;
     float diagonal = *element, b = *target;
-    for (int64 more = PARTIAL; more < (system.end - system.begin) * PARTIAL; more += PARTIAL) {
-        diagonal += element[more];
-        b += target[more];
+    for (int slot = 1; slot <= system.more; slot++) {
+        diagonal += element[int64(slot) * PARTIAL];
+        b += target[int64(slot) * PARTIAL];
     }
     if (gram != nullptr) diagonal += __ldg(gram + row * (RANK16 + 1));
     keep_row(memory, row, diagonal + ridge[row] * system.scale, b);
@@ -99,12 +98,11 @@ __device__ __forceinline__ void load_row(const SystemMemory& memory, const float
 
 // Loads blocks of A from the sums of a system and adds the Gram matrix.
 struct SumsLoader {
-    const float* partials;
     const float* gram;
     const System* system;  // in shared memory because registers are scarce
 
     __device__ __forceinline__ const float* source(int i, int j, int lane) const {
-        return partials + system->begin * PARTIAL + (i * (i + 1) / 2 + j) * TILE_FLOATS + lane;
+        return system->sums + (i * (i + 1) / 2 + j) * TILE_FLOATS + lane;
     }
     // The elements of a block that are stored, at `first` and on; zeros for the others, on which nothing depends.
     __device__ __forceinline__ static void load(Tile& tile, const float* first, int i, int j, int lane) {
@@ -117,9 +115,9 @@ struct SumsLoader {
     }
     __device__ __forceinline__ void finish(Tile& tile, int i, int j, int lane) const {
 #pragma unroll 1
-        for (int64 slot = system->begin + 1; slot < system->end; slot++) {
+        for (int slot = 1; slot <= system->more; slot++) {
             Tile more;
-            load(more, source(i, j, lane) + (slot - system->begin) * PARTIAL, i, j, lane);
+            load(more, source(i, j, lane) + int64(slot) * PARTIAL, i, j, lane);
 #pragma unroll
             for (int k = 0; k < 8; k++) tile.value[k / 4][k % 4] += more.value[k / 4][k % 4];
         }
@@ -322,12 +320,12 @@ cholesky_sums(float* solutions, int* status, const float* partials, const int64*
         warp = fresh(warp);
         lane = fresh(lane);
         Tile panel[OWN];
-        const SumsLoader first{partials, gram, memory.next};
+        const SumsLoader first{gram, memory.next};
         for_own(0, warp, [&](auto slot, int i) { first.start(panel[decltype(slot)::value], i, 0, lane); });
-        if (thread < RANK16) load_row(memory, partials, *memory.next, gram, ridge, thread);
+        if (thread < RANK16) load_row(memory, *memory.next, gram, ridge, thread);
         if (thread == 0) *memory.current = *memory.next;
         __syncthreads();
-        const SumsLoader loader{partials, gram, memory.current};
+        const SumsLoader loader{gram, memory.current};
         solve_system(panel, loader, memory, warp, lane, [&] {
             if (looks_ahead) look_ahead(memory, partials, slots, rows, scale, int64(k) + gridDim.x, n_rows, lane);
         });
