@@ -118,11 +118,12 @@ class Start:
         model, data = hmf.SGD(factors=self.factors, order=order, device=devices, random_state=0), self.data
         objective = model._objective()
         plan = make_plan(objective, model._settings(), data.user.shape, data.user.nnz)
+        ratings = TrainingData.on_host(data.user, plan)
         if isinstance(devices, list):
-            plan = model._standardized(plan, objective, data.user)
+            plan = model._standardized(plan, objective, ratings.scale(objective))
             options = {"long_row": variant.long_row, "beside": variant.beside}
             return MultiSGD(data.user, data.item, objective, plan, self.state, 0, **options)
-        solver = model._solver(plan, objective, TrainingData.on_host(data.user, plan), self.state, 0)
+        solver = model._solver(plan, objective, ratings, self.state, 0)
         solver.epochs.beside = variant.beside
         return solver
 
