@@ -159,10 +159,8 @@ class Device(Protocol):
     def wait(self, mark: Any) -> None:
         """Make later work wait for a mark."""
 
-    def beside(self, begun: Any, stream: int = 0) -> AbstractContextManager[None]:
+    def beside(self, begun: Any) -> AbstractContextManager[None]:
         """Launch work concurrently with work outside of the context, after the mark `begun`.
-
-        Work with different `stream` numbers is concurrent, too.
 
         To wait for it, `record` a mark in the context and `wait` for the mark outside. Arrays in use must not be freed
         before.
@@ -285,7 +283,7 @@ class CudaDevice:
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self._compiling: dict[tuple[str, str, tuple[str, ...]], Future[Kernel]] = {}
         self._lock = threading.Lock()
-        self._beside: dict[int, Any] = {}
+        self._beside: Any = None
         self._arriving: deque[tuple[np.ndarray, Any]] = deque()
         self._arriving_lock = threading.Lock()
         with self.active():
@@ -456,12 +454,12 @@ class CudaDevice:
             self._cupy.cuda.get_current_stream().wait_event(mark)
 
     @contextmanager
-    def beside(self, begun: Any, stream: int = 0) -> Iterator[None]:
+    def beside(self, begun: Any) -> Iterator[None]:
         """Launch on a high-priority stream, whose blocks are scheduled before those of the default one: long work."""
         with self.active():
-            if stream not in self._beside:
-                self._beside[stream] = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
-            with self._beside[stream]:
+            if self._beside is None:
+                self._beside = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
+            with self._beside:
                 self.wait(begun)
                 yield
 

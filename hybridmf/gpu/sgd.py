@@ -49,10 +49,6 @@ pass is centralized (Alg. 3) if that is the side it updates, otherwise decentral
 one pass of each kind, and keep one orientation of the ratings on the device. "mixed" has two centralized passes, with
 long rows solved in chunks (ours); "crossed" has two decentralized ones, which MSGD also measures."""
 
-ALONE = 0.5
-"""If the longest row decides the time of a pass, rows of at least this part of its length have the shared memory of a
-multiprocessor to themselves, for lower latency; two of the other rows share one, for higher throughput."""
-
 THREADS = 128
 """Threads of a block."""
 
@@ -548,7 +544,7 @@ class Msgd:
         multiprocessors busy while the last long rows end. The result is the same.
     ranks : int
         GPUs that share an epoch. With several, each has a block of the ratings, and its longest row decides the time of
-        a step, so that the longest rows get a multiprocessor to themselves (`ALONE`).
+        a step, so long rows take the configuration with the lowest latency.
     read : dtype, optional
         Float16: each pass reads a copy of the fixed side in float16, and "mixed" is the only ordering. Default: the
         dtype of the ratings.
@@ -570,7 +566,8 @@ class Msgd:
         self.stored = matrices["user"].dtype
         self.read = self.stored if read is None else np.dtype(read)
         spec, sizes = device.spec, (stored_width(factors, self.read), self.stored.itemsize)
-        config = BlockedConfig.rule(*sizes, spec, self.read.itemsize)
+        choose = BlockedConfig.fastest if ranks > 1 else BlockedConfig.rule
+        config = choose(*sizes, spec, self.read.itemsize)
         row_bytes, most = sizes[0] * self.read.itemsize, max(1, MOST_RANGES // ranks)
         self.walks: dict[Side, Walk] = {}
         for side in SIDES:
@@ -578,7 +575,6 @@ class Msgd:
                 matrix = matrices[side]
                 count = range_count(matrix.shape, matrix.nnz, row_bytes, spec.l2_bytes, most)
                 self.walks[side] = Walk.upload(device, matrix, count)
-        self.alone: dict[Side, Bins] = {}
         self.long: dict[Side, Bins] = {}
         self.short: dict[Side, Array] = {}
         self.bounds: dict[Side, Array] = {}
@@ -591,16 +587,12 @@ class Msgd:
                 continue
             order = np.argsort(-degrees, kind="stable")[: np.count_nonzero(degrees)].astype(np.int32)
             n_long = int(np.count_nonzero(degrees >= long_row)) if ordering == "mixed" else 0
-            longest = int(np.count_nonzero(degrees[order[:n_long]] >= ALONE * degrees.max(initial=0)))
-            n_alone = longest if ranks > 1 else 0
-            alone, long, short = np.split(order, [n_alone, n_long])
-            self.alone[side] = Bins.balance(device, alone, degrees[alone], n_alone)
+            long, short = np.split(order, [n_long])
             n_bins = config.per_sm(spec) * spec.multiprocessors
             self.long[side] = Bins.balance(device, long, degrees[long], n_bins)
             self.short[side] = device.upload(short)
             _check_walk(device, walk, self.stored, short=self.short[side])
         self._kernels = MsgdKernels(device, config)
-        self._fastest = MsgdKernels(device, BlockedConfig.fastest(*sizes, spec, self.read.itemsize))
 
     def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
         """See `Epochs`; adds half of each pass's loss, because an epoch processes every entry twice."""
@@ -615,7 +607,7 @@ class Msgd:
         """Number of sums of squared errors of a pass."""
         if side in self.bounds:
             return len(self.bounds[side]) - 1
-        return self.walks[side].n_ranges * sum(n for _, _, n in self._groups(side))
+        return self.walks[side].n_ranges * (len(self.long[side].rows) + len(self.short[side]))
 
     def launch_pass(self, side: Side, moved: FactorRows, fixed: FactorRows, terms: Terms, losses: Array) -> None:
         """Update all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,)."""
@@ -626,29 +618,20 @@ class Msgd:
             return
         if self.read != self.stored:
             fixed = FactorRows(fixed.matrix.astype(self.read), fixed.bias)
-        groups, begun, walk, first = self._groups(side), self.device.record(), self.walks[side], 0
-        beside = len(groups) - 1 if self.beside else 0
+        walk, long, short = self.walks[side], self.long[side], self.short[side]
+        n_long = walk.n_ranges * len(long.rows)
+        of_long = losses[:n_long].reshape(walk.n_ranges, len(long.rows))
+        of_short = losses[n_long:].reshape(walk.n_ranges, len(short))
+        begun, beside = self.device.record(), self.beside and len(long.rows) > 0 and len(short) > 0
         try:
-            for stream, (kernel, tasks, n) in enumerate(groups):
-                out = losses[first : first + walk.n_ranges * n].reshape(walk.n_ranges, n)
-                first += out.size
-                with self.device.beside(begun, stream) if stream < beside else nullcontext():
-                    kernel(moved, fixed, walk, tasks, terms, out)
+            with self.device.beside(begun) if beside else nullcontext():
+                self._kernels.blocked(moved, fixed, walk, long, terms, of_long)
+            self._kernels.centralized(moved, fixed, walk, short, terms, of_short)
         finally:  # memory must not be released before these launches end
-            for stream in range(beside):
-                with self.device.beside(begun, stream):
+            if beside:
+                with self.device.beside(begun):
                     walked = self.device.record()
                 self.device.wait(walked)
-
-    def _groups(self, side: Side) -> list[tuple[Callable[..., None], Any, int]]:
-        """Kernels, their rows (longest first), and the number of these."""
-        alone, long, short = self.alone[side], self.long[side], self.short[side]
-        groups: list[tuple[Callable[..., None], Any, int]] = [
-            (self._fastest.blocked, alone, len(alone.rows)),
-            (self._kernels.blocked, long, len(long.rows)),
-            (self._kernels.centralized, short, len(short)),
-        ]
-        return [group for group in groups if group[2]]
 
 
 # ---------------------------------------------------------------------------------------------- batch-Hogwild

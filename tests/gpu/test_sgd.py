@@ -582,7 +582,7 @@ class LateSecondStream(EmulatedDevice):
         self.waiting: list[Any] = []
 
     @contextmanager
-    def beside(self, begun: Any, stream: int = 0) -> Iterator[None]:
+    def beside(self, begun: Any) -> Iterator[None]:
         assert begun == "begun"
         self.inside = True
         yield
@@ -650,19 +650,19 @@ def test_rows_walk_range_after_range(monkeypatch, device, biases, ranks):
     assert msgd.walks["user"].n_ranges == count
     assert len(losses) == count * np.count_nonzero(np.diff(problem.matrix.indptr))
     if device.spec.name == "emulated":
-        assert device.launches == ["blocked"] * ranks + ["centralized"] * count
+        assert device.launches == ["blocked"] + ["centralized"] * count
 
 
 def test_the_longest_rows_of_a_shared_epoch_are_walked_fastest(device):
     """A step of several GPUs ends with its longest walk; alone, a GPU has others to do meanwhile."""
     matrix = as_csr(rows_of((90, 50, 44, 31, 9, 0), 100), dtype=np.float32)
     matrices = {"user": matrix, "item": transpose(matrix)}
-    alone = {ranks: sgd.Msgd(device, matrices, "mixed", 128, 30, ranks=ranks).alone["user"] for ranks in (1, 2)}
-    assert {ranks: len(bins.rows) for ranks, bins in alone.items()} == {1: 0, 2: 2}
-    fastest, most = (choose(64, 4, device.spec) for choose in (BlockedConfig.fastest, BlockedConfig.rule))
-    assert fastest.helpers > most.helpers
+    fastest, rule = (choose(64, 4, device.spec) for choose in (BlockedConfig.fastest, BlockedConfig.rule))
+    for ranks, config in ((1, rule), (2, fastest)):
+        assert sgd.Msgd(device, matrices, "mixed", 64, 30, ranks=ranks)._kernels._config == config
+    assert fastest.helpers > rule.helpers
     if device.spec.name == "emulated":
-        assert 2 * most.shared_bytes <= device.spec.shared_bytes < 2 * fastest.shared_bytes
+        assert (rule.per_sm(device.spec), fastest.per_sm(device.spec)) == (2, 1)
 
 
 def test_ranges_fit_the_cache():

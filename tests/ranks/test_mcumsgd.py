@@ -348,9 +348,9 @@ def test_no_epoch_after_the_first_chooses_configurations(monkeypatch, ratings_ma
     if emulated.compiler() is None:
         pytest.skip("no C++ compiler to run kernels on the CPU with")
     monkeypatch.setattr(mcumsgd, "open_rank", lambda name, control: (control, emulated.EmulatedDevice()))
-    found, looked_up = gpu_sgd.BlockedConfig.rule, []
+    found, looked_up = gpu_sgd.BlockedConfig.fastest, []
     counted = classmethod(lambda cls, *sizes: looked_up.append(1) or found(*sizes))
-    monkeypatch.setattr(gpu_sgd.BlockedConfig, "rule", counted)
+    monkeypatch.setattr(gpu_sgd.BlockedConfig, "fastest", counted)
     solver = multi(ratings_matrix.astype(np.float64), method_of(), biases=True)
     run(solver, 1)
     assert looked_up

@@ -257,7 +257,7 @@ class EmulatedDevice:
     def wait(self, mark: Any) -> None:
         pass
 
-    def beside(self, begun: Any, stream: int = 0) -> AbstractContextManager[None]:
+    def beside(self, begun: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def copier(self) -> EmulatedCopier:
