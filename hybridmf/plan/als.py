@@ -196,15 +196,16 @@ class AlsMethod:
             return self._gpu_blocks(plan, rates) + gpu_idle(plan, rates)
         steps = plan.cg_steps if plan.solver == "cg" else 0
         row = rates.row_seconds(f, itemsize, plan.assembly, steps, plan.solver == NONNEGATIVE)
-        seconds, filled = 0.0, rows / sum(side_sizes(plan, side)[0] for side in SIDES)
+        seconds, primal, filled = 0.0, 0.0, rows / sum(side_sizes(plan, side)[0] for side in SIDES)
         for side, size in zip(SIDES[::-1], problem.table_bytes, strict=True):
             entry = rates.entry_seconds(f, itemsize, size, cache, plan.assembly, plan.precision)
             solved = filled * side_sizes(plan, side)[0]
             short, entries, squares, _ = short_rows(dual_up_to(plan, side), plan.nnz / solved)
             seconds += (plan.nnz - solved * entries) * entry + solved * (1 - short) * row
             seconds += solved * (short * rates.dual_row + squares * rates.dual_pair * (f + 128))
+            primal += solved * (1 - short)
         if plan.feedback == "implicit":
-            seconds += rates.gram_seconds(rows, rows, f, itemsize)
+            seconds += rates.gram_seconds(rows, primal, f, itemsize)
         return max(seconds + gpu_idle(plan, rates), copies_beside(plan, machine))
 
     def _gpu_blocks(self, plan: Plan, rates: GpuRates) -> float:

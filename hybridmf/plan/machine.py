@@ -251,14 +251,14 @@ class GpuRates:
     float64: float = 2.5
     sgd: dict[str, Curve] = field(
         default_factory=lambda: {
-            "msgd": ((32, 6.4e12), (128, 1.15e13)),
-            "batch_hogwild": ((32, 2.7e12), (128, 7.3e12)),
+            "msgd": ((32, 6.3e12), (128, 1.45e13)),
+            "batch_hogwild": ((32, 3.7e12), (128, 9.6e12)),
         }
     )
     # bench/walk.py, f = 32 to 128
     serial_update: float = 1.4e-7
     solved_update: float = 3.2e-8
-    ccd: float = 3.1e12
+    ccd: float = 3.8e12
     ccd_row: float = 2.5e-10
     launch: float = 9.0e-6
     sweep: dict[str, float] = field(default_factory=lambda: {"als": 7.0e-4, "sgd": 3.5e-4, "ccd": 5.0e-4})

@@ -49,10 +49,11 @@ SCALES = {"float16": (1e-4, 1e6), "float32": (1e-9, 1e9), "float64": (1e-25, 1e2
 """Scales of ratings without overflow: factors grow with the square root, AdaGrad's sums with the cube of the scale."""
 
 LONG_ROW = 32768
-"""Entries of a row from which MSGD on a GPU processes it in a separate block, several entries at a time, concurrently
-with the other rows. All warps together are memory-bound, so a warp advances one entry in about 600 cycles: rows up to
-this length end with the rest of the pass. An epoch of Netflix's shape, f = 128, took 19.2 ms on an H200, 20.3 with
-16,384 and 21.6 with 8,192; f = 64 11.4, 11.6 and 12.9. On two H200s, 10.9 ms, 11.0 with 16,384 and 11.7 with 8,192."""
+"""Entries of a row from which MSGD on a GPU processes it several entries at a time, concurrently with the other rows:
+this takes more instructions, but otherwise a warp advances one entry in some 200 ns, and the longest rows would end
+long after the others. An epoch of Netflix's shape, f = 128, took 14.4 ms on an H200, 15.2 with 49,152, 16.7 with
+65,536, and 18.1 with 20,000 in an earlier version that took 16.7. With a still earlier one on two H200s, 10.9 ms, 11.0
+with half of it and 11.7 with a quarter."""
 
 TRIPLET_ENTRY = 3e-8
 """Seconds of one core to sort an entry into the order of a schedule on the CPU."""
@@ -493,8 +494,8 @@ MOST_RANGES = 8
 RANGE_ENTRIES = 64
 """Minimum average entries of a row in a range, since starting a row takes as long as some updates."""
 
-READ_AS_FLOAT16 = 0.72
-"""Time of an epoch of MSGD that reads the fixed side in float16, against float32 (Netflix's shape, f = 128, H100)."""
+READ_AS_FLOAT16 = 0.88
+"""Time of an epoch of MSGD that reads the fixed side in float16, against float32 (Netflix's shape, f = 128, H200)."""
 
 MOST_CROWDED = 0.5
 """Largest part of all entries in crowded rows of batch-Hogwild, whose entries are on the GPU twice."""
