@@ -247,9 +247,8 @@ def programs(rank: int, longest: int, implicit: bool, offsets: bool) -> Iterator
     for size in reversed(GPU_SIZES):
         if size < max(longest, 1) * 2 and longest:
             yield program("dual_rows.cu", "dual_rows", **dual_constants(size, rank, implicit, offsets, offsets))
-    if implicit:
-        for kernel in ("inverse_root", "to_basis", "from_basis"):
-            yield program("basis.cu", kernel, **basis_constants(rank))
+    if implicit and longest:  # stands for all kernels of the file, which is compiled once
+        yield program("basis.cu", "inverse_root", **basis_constants(rank))
 
 
 COMPILED_RANKS = (32, 64, 100, 128)
