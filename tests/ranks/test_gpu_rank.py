@@ -150,7 +150,7 @@ def test_operations_of_a_half_sweep(
     for side in SWEEP_ORDER:
         found.clear()
         solver.update(side)
-        gram = ["gram", "clear"] if "implicit" in name else []
+        gram = ["gram_tensor", "clear"] if "implicit" in name else []
         assert found == [*gram, *expected, "wait"]
     solver.close()
 
