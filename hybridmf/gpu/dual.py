@@ -97,7 +97,7 @@ def multiply_rows(
     inverse : float32 array, shape (width, width)
         Lower triangular.
     rank : int
-        Of the rows that are not padding.
+        Columns that are not padding.
     places : int32 array, shape (n,), optional
         Default: each row's own place.
     """
@@ -107,6 +107,7 @@ def multiply_rows(
     check("inverse", inverse, np.float32, (width, width))
     if places is not None:
         check("places", places, np.int32, (n,))
+        check_not_host(device, places=places)
     check_not_host(device, results=results, rows=rows, inverse=inverse)
     if not n:
         return

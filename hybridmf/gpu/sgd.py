@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -133,10 +134,13 @@ class Walk:
         """Number of ranges of columns."""
         return len(self.begins)
 
-    def part(self, k: int) -> Walk:
-        """Entries in range k."""
-        return replace(self, begins=self.begins[k : k + 1], ends=self.ends[k : k + 1])
+    @functools.cached_property
+    def parts(self) -> list[Walk]:
+        """The entries of each range, for launches in every epoch."""
+        pairs = [(self.begins[k : k + 1], self.ends[k : k + 1]) for k in range(self.n_ranges)]
+        return [replace(self, begins=begins, ends=ends) for begins, ends in pairs]
 
+    @functools.cached_property
     def whole(self) -> Walk:
         """The same entries in one range."""
         return replace(self, begins=self.begins[:1], ends=self.ends[-1:])
@@ -478,8 +482,8 @@ class MsgdKernels:
             name, team = "centralized_narrow", narrow_size(*shape)
         kernel, _ = self._found(name, moved, fixed)
         grid = ceil_div(len(tasks) * team, THREADS)
-        for k in range(walk.n_ranges):
-            arguments = _arguments(moved, out[k], fixed, walk.part(k), terms, tasks, np.int32(len(tasks)))
+        for part, sums in zip(walk.parts, out, strict=True):
+            arguments = _arguments(moved, sums, fixed, part, terms, tasks, np.int32(len(tasks)))
             kernel((grid,), (THREADS,), arguments, 0)
 
     def blocked(self, moved: FactorRows, fixed: FactorRows, walk: Walk, tasks: Bins, terms: Terms, out: Array) -> None:
@@ -613,7 +617,7 @@ class Msgd:
         """Update all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,)."""
         _check_rows(self.device, moved, fixed, self.stored)
         if side in self.bounds:
-            walk, bounds = self.walks[self.layouts[side]].whole(), self.bounds[side]
+            walk, bounds = self.walks[self.layouts[side]].whole, self.bounds[side]
             self._kernels.decentralized(moved, fixed, walk, bounds, terms, losses)
             return
         if self.read != self.stored:

@@ -384,6 +384,21 @@ def test_the_bench_compares_with_the_solver_that_a_fit_has(monkeypatch):
             assert variant.long_row in (mcumsgd.long_row_of(variant.ranks) // 2, mcumsgd.long_row_of(variant.ranks) * 2)
 
 
+def test_the_bench_makes_the_solver_of_a_fit_on_several_ranks(monkeypatch, ratings_matrix):
+    """The same factors after an epoch; the learning rate follows the scale of the ratings, which is not 1 here."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    bench = importlib.import_module("mcumsgd")
+    matrix = as_csr(10 * ratings_matrix, dtype="float32")
+    cpu = hmf.SGD(4, device="cpu", random_state=0)
+    monkeypatch.setattr(bench.Start, "model", cpu)
+    devices = ["cpu", "cpu"]
+    solver = bench.Start(bench.Data("x", matrix, transpose(matrix), ()), 4).solver(devices, bench.Variant(2))
+    bench.epochs(solver, 1)
+    fitted = hmf.SGD(4, device=devices, random_state=0, iterations=1).fit(matrix)
+    np.testing.assert_array_equal(solver.state.on_host().user.matrix, fitted.user_factors_)
+    solver.close()
+
+
 # --------------------------------------------------------------------------------------------- failures
 
 
