@@ -83,10 +83,10 @@ inverse_root(float* inverse, int* failed, const float* gram, const float* ridge,
 constexpr int THREADS = 256, WARPS = THREADS / WARP, TILE_ROWS = 16;
 constexpr int DEPTH = 16;                                    // columns of a row that are multiplied at a time
 constexpr int WIDTH = 8, AT_ONCE = 2;                        // columns of a product; products in flight
-constexpr int STRIDE = RANK16 + (48 - RANK16 % 32) % 32;     // 16 modulo 32: 16 bytes of two neighbouring rows are in different banks
+constexpr int STRIDE = RANK16 + (48 - RANK16 % 32) % 32;     // 16 modulo 32: two neighbouring rows are in different banks
 
-// Rows of a tile in parts: register q of step s holds columns 4 t + 2 s + q / 2 of row g + 8 (q % 2) of a piece of DEPTH columns. Any
-// order of the columns is right if the matrix has the same.
+// Rows of a tile in parts: register q of step s holds columns 4 t + 2 s + q / 2 of row g + 8 (q % 2) of a piece of DEPTH columns.
+// Any order of the columns is right if the matrix has the same.
 struct Operand {
     unsigned high[2][4], low[2][4];
 
@@ -112,7 +112,8 @@ __device__ __forceinline__ void multiply_piece(float (&sums)[RANK16 / WIDTH][4],
 #pragma unroll
     for (int k = 0; k < AT_ONCE; k++) {
         const float4 v = *reinterpret_cast<const float4*>(corner + (N + k) * WIDTH * STRIDE);
-        parts[k][0] = split_tf32<true>(v.x), parts[k][1] = split_tf32<true>(v.y), parts[k][2] = split_tf32<true>(v.z), parts[k][3] = split_tf32<true>(v.w);
+        parts[k][0] = split_tf32<true>(v.x), parts[k][1] = split_tf32<true>(v.y);
+        parts[k][2] = split_tf32<true>(v.z), parts[k][3] = split_tf32<true>(v.w);
     }
     float product[AT_ONCE][4] = {};
 #pragma unroll
@@ -133,7 +134,8 @@ __device__ __forceinline__ void multiply_piece(float (&sums)[RANK16 / WIDTH][4],
 
 // results[places[k]] = M rows[k], M = inverse or, if TRANSPOSED, its transpose; both have zeros on one side of the diagonal.
 template <bool TRANSPOSED>
-__device__ __forceinline__ void multiply_rows(float* results, const float* rows, const float* inverse, const int* places, int64 n_rows) {
+__device__ __forceinline__ void multiply_rows(float* results, const float* rows, const float* inverse, const int* places,
+                                              int64 n_rows) {
     float* const matrix = shared_memory<float>();  // row n has the factors of column n of the results
     for (int at = threadIdx.x; at < RANK16 * RANK16; at += THREADS) {
         const int r = at / RANK16, c = at % RANK16;

@@ -110,7 +110,8 @@ __device__ __forceinline__ void add_products(float (&sums)[ROW_BLOCKS][COLUMN_BL
 #pragma unroll
             for (int m = 0; m < ROW_BLOCKS; m++)
 #pragma unroll
-                for (int n = 0; n < COLUMN_BLOCKS; n++) mma_tf32(product[m][n], a[pass == 0][m], b[pass == 1][n][0], b[pass == 1][n][1]);
+                for (int n = 0; n < COLUMN_BLOCKS; n++)
+                    mma_tf32(product[m][n], a[pass == 0][m], b[pass == 1][n][0], b[pass == 1][n][1]);
     }
 #pragma unroll
     for (int m = 0; m < ROW_BLOCKS; m++)

@@ -645,9 +645,13 @@ struct Walker {
     }
 };
 
+// Whether a thread has at most 128 registers, so that blocks of short rows fit beside this kernel's. With biases
+// or in float64, it needs more.
+constexpr bool FEW_REGISTERS = HELPERS < 8 && !HAS_BIASES && sizeof(real) == 4;
+
 // Block b walks rows tasks[first_task[b]] ... tasks[first_task[b + 1] - 1], range by range of the fixed rows; entries of row v in
 // range k have the bounds (k, v) of the walk. losses (n_ranges, n_tasks).
-extern "C" __global__ void __launch_bounds__(HELPERS < 8 ? 8 * WARP : (HELPERS + 1) * WARP, HELPERS < 8 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(FEW_REGISTERS ? 8 * WARP : (HELPERS + 1) * WARP, FEW_REGISTERS ? 2 : 1)
 blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, const int* first_task, int n_ranges,
         int n_rows, Terms terms) {
     Work& work = *shared_memory<Work>();

@@ -1,4 +1,4 @@
-// warpgroup_sums.cu - partial sums of row segments, in the output format of `assemble_segments` (fused_als.cu), rank 113 to 128,
+// warpgroup_sums.cu - partial sums of row segments, in the output format of `assemble_segments` (fused_als.cu), rank 97 to 128,
 //                     by Hopper's warpgroup products (wgmma): A = sum_e w_e y_e y_e^T, b = sum_e c_e y_e (entry_weight)
 // grid  : as many blocks as fit on the device; block k sums segments k, k + gridDim.x, ...
 // block : 8 warps: four multiply, the other four fetch the next chunks
@@ -9,10 +9,11 @@
 // shared: SHARED_BYTES: BUFFERS chunks of 32 entries and their weights
 // traffic: nnz (4 RANK16 + 8) bytes read, 4 PARTIAL n_slots written     flops: nnz RANK (RANK + 1)
 // limits: compute capability 9.0 (sm_90a)
-// A product computes 64 rows by 64 columns of A over 16 entries. The row operand is in registers, where the weights are applied.
-// The column operand comes from shared memory, in the layout of the copies. The 128 x 128 sums take three products (0, 0), (1, 0)
-// and (1, 1). Each costs 32 cycles of a multiprocessor per pair of parts. The chunks of all segments of a block form one stream:
-// the first entries of a segment arrive while the previous segment is multiplied.
+// A product computes 64 rows by up to 64 columns of A over 16 entries. The row operand is in registers, where the weights are
+// applied. The column operand comes from shared memory, in the layout of the copies. With columns in two halves of 64 and REST,
+// the sums take three products: (0, 0), (0, 1), which is transposed when it is stored, and (1, 1). A pair of parts costs half a
+// cycle of a multiprocessor per column. The chunks of all segments of a block form one stream: the first entries of a segment
+// arrive while the previous segment is multiplied.
 // Tensor cores truncate their sums. For float32, the sums of each chunk start from zero and are added to the totals with rounding.
 #include "fragments.cuh"
 
@@ -31,8 +32,10 @@ constexpr int BLOCKS = ceil_div(RANK, BLOCK);
 constexpr int RANK16 = BLOCKS * BLOCK;
 constexpr int WARPS = 4;                               // per warpgroup
 constexpr int THREADS = WARPS * WARP;
-constexpr int HALF = 64;                               // rows and columns of a product; 64 columns take 128 bytes
+constexpr int HALF = 64;                               // rows of a product; 64 columns take 128 bytes
 constexpr int HALVES = 2;
+constexpr int REST = (RANK - HALF + 7) / 8 * 8;        // columns of the second half
+constexpr int UNITS = RANK16 / 8;                      // 16-byte units of a part of a row
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
 constexpr int CHUNK = 32;
@@ -41,12 +44,15 @@ constexpr int ROWS_BYTES = 8 * 2 * HALF;               // 8 rows; the 16-byte un
 constexpr int STEP_BYTES = 2 * ROWS_BYTES;
 constexpr int HALF_BYTES = STEPS * STEP_BYTES;         // one part of 64 columns of a chunk
 constexpr int CHUNK_BYTES = 2 * HALVES * HALF_BYTES;
-constexpr int BUFFERS = 5;
+constexpr int BUFFERS = 6;
 constexpr int SUMS = HALF * HALF / THREADS;            // sums of a product per thread
+constexpr int REST_SUMS = HALF * REST / THREADS;       // of a product with the second half's columns
+// Whether two products, not one, are under way while operands are weighted. With more columns, registers do not suffice.
+constexpr bool ACROSS_EARLY = IMPLICIT && REST_SUMS <= 24;
 // Registers per thread: a block starts with 128; the fetching warps release most of theirs to the multiplying warps.
 constexpr int FETCHING = 40, MULTIPLYING = 216;
 
-static_assert(RANK16 == HALVES * HALF, "two halves of 64 rows and columns");
+static_assert(RANK16 > 96 && RANK16 <= HALVES * HALF, "two halves of 64 rows and columns");
 static_assert(ARITHMETIC == FLOAT32 || ARITHMETIC == BF16X3, "the table holds two parts");
 
 constexpr int NOT_LAST = -1, END = -2;
@@ -130,20 +136,21 @@ struct Columns {
 #endif
 };
 
-// d (+)= A B: A (64 x 16) in registers, 16 rows per warp; B (16 x 64) at `offset` bytes. FROM_ZERO: d is overwritten.
-// The product is asynchronous: call `products_begin` before the first product of a group, `products_commit` after the last one,
-// and `products_wait` before reading d.
-template <bool FROM_ZERO>
-__device__ __forceinline__ void multiply_warpgroup(float (&d)[SUMS], const unsigned (&a)[4], Columns columns, int offset) {
+// d (+)= A B: A (64 x 16) in registers, 16 rows per warp; B at `offset` bytes, with as many columns as d holds sums of.
+// Without `adds`, d is overwritten. The product is asynchronous: call `products_begin` before the first product of a group,
+// `products_commit` after the last one, and `products_wait` before reading d.
+template <int COUNT>
+__device__ __forceinline__ void multiply_warpgroup(float (&d)[COUNT], const unsigned (&a)[4], Columns columns, int offset,
+                                                   bool adds = true) {
 #if defined(HYBRIDMF_EMULATE)
     const int lane = threadIdx.x % WARP, k = lane % 4 * 2, g = lane / 4;
     auto value = [&](int entry, int column) -> unsigned {
         const int place = entry / 8 * ROWS_BYTES + entry % 8 * 128 + ((column / 8) ^ (entry % 8)) * 16 + column % 8 * 2;
         return *reinterpret_cast<const unsigned short*>(columns.first + offset + place);
     };
-    for (int j = 0; j < HALF / 8; j++) {
+    for (int j = 0; j < COUNT / 4; j++) {
         float sum[4];
-        for (int q = 0; q < 4; q++) sum[q] = FROM_ZERO ? 0.0f : d[4 * j + q];
+        for (int q = 0; q < 4; q++) sum[q] = adds ? d[4 * j + q] : 0.0f;
         const unsigned first = value(k, 8 * j + g) | value(k + 1, 8 * j + g) << 16;
         const unsigned second = value(k + 8, 8 * j + g) | value(k + 9, 8 * j + g) << 16;
         emulator::mma_16bit<ARITHMETIC == BF16X3>(sum, a, first, second);
@@ -151,20 +158,36 @@ __device__ __forceinline__ void multiply_warpgroup(float (&d)[SUMS], const unsig
     }
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
     // High word of the descriptor: groups of 8 rows are ROWS_BYTES apart; 16-byte units are swizzled within 128 bytes.
-#define WARPGROUP_PRODUCT(TYPE)                                                                                                      \
-    asm volatile(                                                                                                                    \
-        "{ .reg .pred adds; .reg .b64 columns;\n setp.ne.b32 adds, %37, 0;\n mov.b64 columns, {%36, 0x40000040};\n"                 \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                                                 \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}," \
-        " {%32,%33,%34,%35}, columns, adds, 1, 1, 1; }"                                                                             \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),    \
-          "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),       \
-          "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),       \
-          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                                                         \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(columns.low + (offset >> 4)), "r"(int(!FROM_ZERO)))
-    if constexpr (ARITHMETIC == BF16X3) WARPGROUP_PRODUCT("bf16");
-    else WARPGROUP_PRODUCT("f16");
-#undef WARPGROUP_PRODUCT
+#define PRODUCT_OF_TYPE(TYPE, N, D, A, COLUMNS, ADDS, ...)                                        \
+    asm volatile("{ .reg .pred adds; .reg .b64 columns;\n setp.ne.b32 adds, " ADDS ", 0;\n"       \
+                 " mov.b64 columns, {" COLUMNS ", 0x40000040};\n"                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE                    \
+                 " {" D "}, {" A "}, columns, adds, 1, 1, 1; }"                                    \
+                 : __VA_ARGS__                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(columns.low + (offset >> 4)), "r"(int(adds)))
+#define PRODUCT(...)                                                              \
+    do {                                                                          \
+        if constexpr (ARITHMETIC == BF16X3) PRODUCT_OF_TYPE("bf16", __VA_ARGS__); \
+        else PRODUCT_OF_TYPE("f16", __VA_ARGS__);                                 \
+    } while (false)
+#define D4(k) "+f"(d[k]), "+f"(d[k + 1]), "+f"(d[k + 2]), "+f"(d[k + 3])
+#define D20 D4(0), D4(4), D4(8), D4(12), D4(16)
+#define NAMES_20 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19"
+#define NAMES_24 NAMES_20 ",%20,%21,%22,%23"
+#define NAMES_28 NAMES_24 ",%24,%25,%26,%27"
+#define NAMES_32 NAMES_28 ",%28,%29,%30,%31"
+    if constexpr (COUNT == 20) PRODUCT("40", NAMES_20, "%20,%21,%22,%23", "%24", "%25", D20);
+    else if constexpr (COUNT == 24) PRODUCT("48", NAMES_24, "%24,%25,%26,%27", "%28", "%29", D20, D4(20));
+    else if constexpr (COUNT == 28) PRODUCT("56", NAMES_28, "%28,%29,%30,%31", "%32", "%33", D20, D4(20), D4(24));
+    else PRODUCT("64", NAMES_32, "%32,%33,%34,%35", "%36", "%37", D20, D4(20), D4(24), D4(28));
+#undef NAMES_32
+#undef NAMES_28
+#undef NAMES_24
+#undef NAMES_20
+#undef D20
+#undef D4
+#undef PRODUCT
+#undef PRODUCT_OF_TYPE
 #endif
 }
 
@@ -180,13 +203,17 @@ __device__ __forceinline__ void products_commit() {
 #endif
 }
 
-// Waits until at most PENDING groups are incomplete. The compiler does not move reads of `d`, the sums of a completed group,
-// before the wait.
-template <int PENDING> __device__ __forceinline__ void products_wait(float (&d)[SUMS]) {
+// The compiler does not move reads of d, the sums of completed products, before this.
+template <int COUNT> __device__ __forceinline__ void keep_order(float (&d)[COUNT]) {
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) asm volatile("" : "+f"(d[k])::"memory");
+}
+
+// Waits until at most PENDING groups are incomplete; the others have left their sums in `completed`.
+template <int PENDING, class... Sums> __device__ __forceinline__ void products_wait(Sums&... completed) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-#pragma unroll
-    for (int k = 0; k < SUMS; k++) asm volatile("" : "+f"(d[k])::"memory");
+    (keep_order(completed), ...);
 #endif
 }
 
@@ -284,10 +311,10 @@ struct Scale {
     float factor, inverse;
 };
 
-// The scale that brings a value to the range 1/2 ... 1; bf16 needs none.
-__device__ __forceinline__ Scale scale_of(float most) {
-    if (!ROUNDED) return {1, 1};
-    const int exponent = min(max(int(__float_as_uint(most) >> 23 & 255u) - 126, -60), 60);
+// The scale that brings the largest value of a warp to the range 1/2 ... 1; bf16 needs none.
+__device__ __forceinline__ Scale scale_for(float value) {
+    if constexpr (!ROUNDED) return {1, 1};
+    const int exponent = min(max(int(__float_as_uint(warp_largest(value)) >> 23 & 255u) - 126, -60), 60);
     return {__uint_as_float(unsigned(127 - exponent) << 23), __uint_as_float(unsigned(127 + exponent) << 23)};
 }
 
@@ -298,7 +325,7 @@ __device__ __forceinline__ void prepare(Chunk& chunk, const Walk& walk, Entry en
         if (HAS_OFFSETS) entry.offset = __ldg(in.offsets + entry.index);
         w = entry_weight(entry.rating, entry.offset, in.alpha, in.unobserved_weight);
     }
-    const Scale outer = IMPLICIT ? scale_of(warp_largest(w.outer)) : Scale{1, 1}, linear = scale_of(warp_largest(fabsf(w.linear)));
+    const Scale outer = IMPLICIT ? scale_for(w.outer) : Scale{1, 1}, linear = scale_for(fabsf(w.linear));
     Parts parts;
     split<ARITHMETIC>(parts.high, parts.low, w.outer * outer.factor, w.linear * linear.factor);
     unsigned short* const outer_parts = reinterpret_cast<unsigned short*>(chunk.outer) + lane / 2 * 4 + lane % 2;
@@ -313,26 +340,31 @@ __device__ __forceinline__ void prepare(Chunk& chunk, const Walk& walk, Entry en
     }
 }
 
-// Starts the copies of a chunk's rows; all lanes copy each row. Lane e holds the index of row e, -1 beyond the last entry.
+// Starts the copies of a chunk's rows, eight lanes to a row. Lane e holds the index of row e, -1 beyond the last entry.
 __device__ __forceinline__ void copy_rows(char* buffer, int index, const Inputs& in, int lane) {
-    const int unit = lane % 16;  // 16-byte unit; the upper lanes copy the low parts
-    const char* const table = reinterpret_cast<const char*>(in.table) + 16 * lane;
-    char* const target = buffer + (lane / 16 * HALVES + unit / 8) * HALF_BYTES;
-    int place[8];  // offset of row k modulo 8
+    lane = fresh(lane);
+    const int unit = lane % 8, first = lane / 8;  // 16-byte unit of each half, and row
+    const char* const table = reinterpret_cast<const char*>(in.table) + 16 * unit;
+    char* const targets[2] = {buffer + first * 128 + (unit ^ first) * 16, buffer + first * 128 + (unit ^ (first + 4)) * 16};
 #pragma unroll
-    for (int k = 0; k < 8; k++) place[k] = k * 128 + ((unit % 8) ^ k) * 16;
-#pragma unroll 1
-    for (int group = 0; group < CHUNK; group += 8)
+    for (int group = 0; group < CHUNK / 4; group++) {
+        const int row = __shfl_sync(FULL_WARP, index, 4 * group + first);
+        const char* const source = table + unsigned(row) * static_cast<unsigned long long>(4 * RANK16);
+        char* const target = targets[group % 2] + 4 * group * 128;
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            const int row = __shfl_sync(FULL_WARP, index, group + k);  // -1: no read
-            copy_row_async_16<4 * RANK16>(target + group * 128 + place[k], table, row);
-        }
+        for (int part = 0; part < 2; part++)
+#pragma unroll
+            for (int half = 0; half < HALVES; half++)
+                if (half == 0 || 8 + unit < UNITS)
+                    copy_async_16(target + (part * HALVES + half) * HALF_BYTES, source + 2 * (part * RANK16 + half * HALF),
+                                  row >= 0);
+    }
     copy_commit();
 }
 
 // Fetches chunks warp, warp + 4, ... of the stream; the last one has no entries and marks the end.
-__device__ __forceinline__ void fetch(const Memory& memory, const Inputs& in, const int64* segments, int n_segments, int warp, int lane) {
+__device__ __forceinline__ void fetch(const Memory& memory, const Inputs& in, const int64* segments, int n_segments, int warp,
+                                      int lane) {
     Walk walk{segments, n_segments, int(blockIdx.x), 0, 0, 0, 0, 0, 0, 0};
     walk.load_next(walk.position);
     walk.enter(walk.position);
@@ -346,9 +378,10 @@ __device__ __forceinline__ void fetch(const Memory& memory, const Inputs& in, co
         prepare(memory.chunk(number), walk, arriving, in, lane);
         ended = walk.ended();
         if (!ended) {
-            copy_rows(memory.buffer(number), arriving.index, in, lane);
+            const int index = arriving.index;
             walk.advance(WARPS);
-            arriving = load_entry(walk, in, lane);
+            arriving = load_entry(walk, in, lane);  // arrives with the rows
+            copy_rows(memory.buffer(number), index, in, lane);
             copy_wait<0>();
             show_products();
         }
@@ -363,9 +396,14 @@ __device__ __forceinline__ void fetch(const Memory& memory, const Inputs& in, co
 
 // ---------------------------------------------------------------------------------------------- multiplying warps
 
+using Rows = unsigned[STEPS][2][4];  // the warp's rows of a half in a chunk, in two parts
+struct Operands {
+    Rows half[HALVES];
+};
+
 // Loads the warp's rows of a half as weighted operands and adds their contribution to b.
-__device__ __forceinline__ void load_operands(unsigned (&rows)[STEPS][2][4], float (&rhs)[2], const char* buffer, int half,
-                                              const Chunk& chunk, int warp, int lane) {
+__device__ __forceinline__ void load_operands(Rows& rows, float (&rhs)[2], const char* buffer, int half, const Chunk& chunk,
+                                              int warp, int lane) {
     const int g = lane / 4, pair = lane % 4 * 2;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -394,119 +432,245 @@ __device__ __forceinline__ void load_operands(unsigned (&rows)[STEPS][2][4], flo
     }
 }
 
-// sums (+)= products of a half's rows with 64 columns over a chunk, in the order low x high, high x low, high x high.
-__device__ __forceinline__ void multiply(float (&sums)[SUMS], const unsigned (&rows)[STEPS][2][4], Columns columns, int half) {
-    products_begin();
+// sums (+)= products of a half's rows with a half's columns over a chunk, in the order low x high, high x low, high x high.
+template <int COUNT>
+__device__ __forceinline__ void multiply(float (&sums)[COUNT], const Rows& rows, Columns columns, int half, bool adds) {
     static_for<0, STEPS>([&](auto index) {
         constexpr int step = decltype(index)::value;
         const int high = half * HALF_BYTES + step * STEP_BYTES, low = high + HALVES * HALF_BYTES;
-        multiply_warpgroup<ROUNDED && step == 0>(sums, rows[step][1], columns, high);
-        multiply_warpgroup<false>(sums, rows[step][0], columns, low);
-        multiply_warpgroup<false>(sums, rows[step][0], columns, high);
+        multiply_warpgroup(sums, rows[step][1], columns, high, adds || step > 0);
+        multiply_warpgroup(sums, rows[step][0], columns, low);
+        multiply_warpgroup(sums, rows[step][0], columns, high);
     });
-    products_commit();
 }
 
-__device__ __forceinline__ void add_scaled(float (&sums)[SUMS], const float (&more)[SUMS], float scale) {
+template <int COUNT>
+__device__ __forceinline__ void add_scaled(float (&sums)[COUNT], const float (&more)[COUNT], float scale) {
 #pragma unroll
-    for (int k = 0; k < SUMS; k++) sums[k] += scale * more[k];
+    for (int k = 0; k < COUNT; k++) sums[k] += scale * more[k];
 }
 
-__device__ __forceinline__ void store(float* partial, const float (&sums)[SUMS], int row, int first_column, int lane) {
-#pragma unroll
-    for (int block = 0; block < HALF / BLOCK; block++) {
-        const int j = first_column + block;
-        if (j > row) continue;
-        float* target = partial + (row * (row + 1) / 2 + j) * BLOCK * BLOCK + lane;
-#pragma unroll
-        for (int k = 0; k < 8; k++)
-            if (is_stored(RANK, row, j, k, lane)) target[k * WARP] = sums[8 * block + k];
+// Transposes 8 x 8 values: lane 4 g + t holds row g, columns 2 t and 2 t + 1, before and after.
+__device__ __forceinline__ void transpose(float& first, float& second, int lane) {
+#if defined(HYBRIDMF_EMULATE)
+    float result[2];
+    for (int k = 0; k < 2; k++) {
+        const int source = (lane % 4 * 2 + k) * 4 + lane / 8;
+        const float even = __shfl_sync(FULL_WARP, first, source), odd = __shfl_sync(FULL_WARP, second, source);
+        result[k] = lane / 4 % 2 ? odd : even;
     }
+    first = result[0];
+    second = result[1];
+#elif HAS_ASYNC_COPY
+    unsigned low = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x5410);
+    unsigned high = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(low));
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(high));
+    first = __uint_as_float(__byte_perm(low, high, 0x5410));
+    second = __uint_as_float(__byte_perm(low, high, 0x7632));
+#endif
+}
+
+// Stores the lower triangle's elements of block (row, column), of which `get` returns element k = 4 half + q.
+template <class Get> __device__ __forceinline__ void store_block(float* partial, int row, int column, int lane, Get&& get) {
+    float* target = partial + (row * (row + 1) / 2 + column) * BLOCK * BLOCK + lane;
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+        if (is_stored(RANK, row, column, k, lane)) target[k * WARP] = get(k);
+}
+
+// Stores the blocks (row, first_column), (row, first_column + 1), ... that are not above the diagonal.
+template <int COUNT>
+__device__ __forceinline__ void store(float* partial, const float (&sums)[COUNT], int row, int first_column, int lane) {
+#pragma unroll
+    for (int block = 0; block < (COUNT + 7) / 8; block++)
+        if (first_column + block <= row)
+            store_block(partial, row, first_column + block, lane, [&](int k) {
+                const int at = 8 * block + k;
+                return at < COUNT ? sums[at] : 0;
+            });
 }
 
 // A thread's share of a segment's sums.
 struct Totals {
-    float tiles[3][SUMS];  // products (0, 0), (1, 0), (1, 1)
-    float rhs[HALVES][2];  // the warp's rows g and g + 8, in lanes that are multiples of four
+    float first[SUMS], across[REST_SUMS], second[REST_SUMS];  // products (0, 0), (0, 1), (1, 1)
+    float rhs[HALVES][2];                                     // the warp's rows g and g + 8, in lanes that are multiples of four
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int k = 0; k < 3 * SUMS; k++) tiles[k / SUMS][k % SUMS] = 0;
+        for (int k = 0; k < SUMS; k++) first[k] = 0;
+#pragma unroll
+        for (int k = 0; k < REST_SUMS; k++) across[k] = second[k] = 0;
+        clear_rhs();
+    }
+    __device__ __forceinline__ void clear_rhs() {
 #pragma unroll
         for (int k = 0; k < HALVES * 2; k++) rhs[k / 2][k % 2] = 0;
     }
 
+    // Adds and clears a chunk's share of b, for the rows of a half.
+    __device__ __forceinline__ void take(float (&share)[2], int half) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            rhs[half][k] += share[k];
+            share[k] = 0;
+        }
+    }
+
     __device__ __forceinline__ void store_in(float* partial, int warp, int lane) const {
-        store(partial, tiles[0], warp, 0, lane);
-        store(partial, tiles[1], WARPS + warp, 0, lane);
-        store(partial, tiles[2], WARPS + warp, HALF / BLOCK, lane);
+        store(partial, first, warp, 0, lane);
+#pragma unroll
+        for (int block = 0; block < BLOCKS - WARPS; block++) {
+            float transposed[8];  // element 4 half + q is in half q / 2 of the block before
+#pragma unroll
+            for (int k = 0; k < 8; k += 2) {
+                const int at = 8 * block + k % 4 / 2 * 4 + k / 4 * 2;
+                transposed[k] = at < REST_SUMS ? across[at] : 0;
+                transposed[k + 1] = at < REST_SUMS ? across[at + 1] : 0;
+                if (at < REST_SUMS) transpose(transposed[k], transposed[k + 1], lane);
+            }
+            store_block(partial, WARPS + block, warp, lane, [&](int k) { return transposed[k]; });
+        }
+        if (warp < BLOCKS - WARPS) store(partial, second, WARPS + warp, WARPS, lane);
         float* target = partial + TILE_COUNT * BLOCK * BLOCK + warp * BLOCK + lane / 4;
         if (lane % 4 == 0)
 #pragma unroll
-            for (int k = 0; k < HALVES * 2; k++) target[k / 2 * HALF + k % 2 * 8] = rhs[k / 2][k % 2];
+            for (int k = 0; k < HALVES * 2; k++)
+                if (k / 2 == 0 || warp < BLOCKS - WARPS) target[k / 2 * HALF + k % 2 * 8] = rhs[k / 2][k % 2];
     }
 };
 
-// Multiplies all chunks of the stream and stores the sums of each segment.
+// The chunks of the stream in order, for the multiplying warps.
+struct Chunks {
+    const Memory& memory;
+    int number = 0, times = 1;  // the current chunk's buffer, and how often it has been filled
+    bool end;                   // the current chunk is the end
+
+    __device__ __forceinline__ explicit Chunks(const Memory& memory) : memory(memory) { wait(); }
+
+    __device__ __forceinline__ void wait() {
+        memory.full(number).wait(times);
+        end = memory.chunk(number).slot == END;
+    }
+    __device__ __forceinline__ void advance() {
+        if (++number == BUFFERS) {
+            number = 0;
+            times++;
+        }
+        wait();
+    }
+    __device__ __forceinline__ const Chunk& chunk() const { return memory.chunk(number); }
+    __device__ __forceinline__ const char* buffer() const { return memory.buffer(number); }
+};
+
+// Multiplies all chunks of the stream and stores the sums of each segment. The operands of the next chunk are loaded while the
+// products of a chunk are computed, and its products follow without a gap.
 __device__ __forceinline__ void multiply_chunks(const Memory& memory, float* partials, int warp, int lane) {
     Totals totals;
     totals.clear();
-    unsigned rows[HALVES][STEPS][2][4];
-    int number = 0, times = 1;
-    memory.full(0).wait(1);
-    bool ends = memory.chunk(0).slot == END;
-    if (!ends) load_operands(rows[0], totals.rhs[0], memory.buffer(0), 0, memory.chunk(0), warp, lane);
+    Operands operands, next;
+    float rhs[HALVES][2] = {};  // the loaded chunk's share of b
+    Chunks chunks(memory);
+    int slot = END, number = 0;  // of the chunk that is multiplied
+    auto load = [&](Operands& loaded) {
+        if (chunks.end) return;
+#pragma unroll
+        for (int half = 0; half < HALVES; half++)
+            load_operands(loaded.half[half], rhs[half], chunks.buffer(), half, chunks.chunk(), warp, lane);
+    };
+    // Starts the products of the current chunk, waits for those of the segment's chunk before, and goes on to the next chunk.
+    auto multiply_chunk = [&](const Operands& loaded, auto adds) {
+        constexpr bool ADDS = decltype(adds)::value == 1;  // to those of the chunk before
+        const Columns columns(chunks.buffer());
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) totals.take(rhs[half], half);
+        products_begin();
+        multiply(totals.first, loaded.half[0], columns, 0, ADDS);
+        multiply(totals.across, loaded.half[0], columns, 1, ADDS);
+        multiply(totals.second, loaded.half[1], columns, 1, ADDS);
+        products_commit();
+        if constexpr (ADDS) {
+            products_wait<1>();
+            memory.empty(number).arrive();
+        }
+        slot = chunks.chunk().slot;
+        number = chunks.number;
+        chunks.advance();
+    };
+    load(operands);
 #pragma unroll 1
-    while (!ends) {
+    while (!chunks.end) {
         lane = fresh(lane);
-        const Chunk& chunk = memory.chunk(number);
-        const char* buffer = memory.buffer(number);
-        const Columns columns(buffer);
-        const int slot = chunk.slot;
-        const float of_tiles = chunk.of_tiles;
-        BarrierOf used = memory.empty(number);
-        float next_rhs[2] = {};
-        // Loads the rows of the next chunk's first half while the last product is in flight.
-        auto begin_next = [&] {
-            if (++number == BUFFERS) {
-                number = 0;
-                times++;
+        multiply_chunk(operands, Index<0>{});
+#pragma unroll 1
+        while (true) {  // two chunks, so that the operands of either have registers of their own
+            load(next);
+            if (slot != NOT_LAST) {
+                products_wait<0>(totals.first, totals.across, totals.second);
+                operands = next;
+                break;
             }
-            memory.full(number).wait(times);
-            ends = memory.chunk(number).slot == END;
-            if (!ends) load_operands(rows[0], next_rhs, memory.buffer(number), 0, memory.chunk(number), warp, lane);
+            multiply_chunk(next, Index<1>{});
+            load(operands);
+            if (slot != NOT_LAST) {
+                products_wait<0>(totals.first, totals.across, totals.second);
+                break;
+            }
+            multiply_chunk(operands, Index<1>{});
+        }
+        memory.empty(number).arrive();
+        totals.store_in(partials + int64(slot) * PARTIAL, warp, lane);
+        totals.clear_rhs();
+    }
+}
+
+// The same with rounded sums. They take the registers of the next chunk's operands, of which only the first half is loaded early.
+__device__ __forceinline__ void multiply_rounded(const Memory& memory, float* partials, int warp, int lane) {
+    Totals totals;
+    totals.clear();
+    Operands operands;
+    float rhs[2] = {};  // the loaded half's share of b
+    Chunks chunks(memory);
+    auto load_half = [&](int half, float (&rhs)[2]) {
+        if (!chunks.end) load_operands(operands.half[half], rhs, chunks.buffer(), half, chunks.chunk(), warp, lane);
+    };
+    load_half(0, rhs);
+#pragma unroll 1
+    while (!chunks.end) {
+        lane = fresh(lane);
+        const int slot = chunks.chunk().slot;
+        const float scale = chunks.chunk().of_tiles;
+        const Columns columns(chunks.buffer());
+        BarrierOf used = memory.empty(chunks.number);
+        totals.take(rhs, 0);
+        float wide[SUMS], across[REST_SUMS];
+        auto& second = reinterpret_cast<float(&)[REST_SUMS]>(wide);
+        products_begin();
+        multiply(wide, operands.half[0], columns, 0, false);
+        products_commit();
+        auto multiply_across = [&] {
+            products_begin();
+            multiply(across, operands.half[0], columns, 1, false);
+            products_commit();
         };
-        if constexpr (ROUNDED) {
-            float even[SUMS], odd[SUMS];
-            multiply(even, rows[0], columns, 0);
-            load_operands(rows[1], totals.rhs[1], buffer, 1, chunk, warp, lane);
-            multiply(odd, rows[1], columns, 0);
-            products_wait<1>(even);
-            add_scaled(totals.tiles[0], even, of_tiles);
-            multiply(even, rows[1], columns, 1);
-            products_wait<1>(odd);
-            add_scaled(totals.tiles[1], odd, of_tiles);
-            begin_next();
-            products_wait<0>(even);
-            used.arrive();
-            add_scaled(totals.tiles[2], even, of_tiles);
-        } else {
-            multiply(totals.tiles[0], rows[0], columns, 0);
-            load_operands(rows[1], totals.rhs[1], buffer, 1, chunk, warp, lane);
-            multiply(totals.tiles[1], rows[1], columns, 0);
-            multiply(totals.tiles[2], rows[1], columns, 1);
-            products_wait<2>(totals.tiles[0]);
-            begin_next();
-            products_wait<1>(totals.tiles[1]);
-            products_wait<0>(totals.tiles[2]);
-            used.arrive();
-        }
-        if (slot != NOT_LAST) {
-            totals.store_in(partials + int64(slot) * PARTIAL, warp, lane);
-            totals.clear();
-        }
-        totals.rhs[0][0] += next_rhs[0];
-        totals.rhs[0][1] += next_rhs[1];
+        if constexpr (ACROSS_EARLY) multiply_across();
+        load_half(1, totals.rhs[1]);
+        if constexpr (!ACROSS_EARLY) multiply_across();
+        products_wait<1>(wide);
+        add_scaled(totals.first, wide, scale);
+        products_begin();
+        multiply(second, operands.half[1], columns, 1, false);
+        products_commit();
+        products_wait<1>(across);
+        add_scaled(totals.across, across, scale);
+        chunks.advance();
+        load_half(0, rhs);
+        products_wait<0>(second);
+        used.arrive();
+        add_scaled(totals.second, second, scale);
+        if (slot == NOT_LAST) continue;
+        totals.store_in(partials + int64(slot) * PARTIAL, warp, lane);
+        totals.clear();
     }
 }
 
@@ -531,6 +695,7 @@ warpgroup_sums(float* partials, const unsigned short* table, const int* indices,
         fetch(memory, in, segments, n_segments, warp - WARPS, lane);
     } else {
         take_registers<MULTIPLYING>();
-        multiply_chunks(memory, partials, warp, lane);
+        if constexpr (ROUNDED) multiply_rounded(memory, partials, warp, lane);
+        else multiply_chunks(memory, partials, warp, lane);
     }
 }

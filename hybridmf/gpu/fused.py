@@ -46,7 +46,7 @@ def choices_of(config: FusedConfig, precision: str, solver: str, spec: DeviceSpe
 
 WARPGROUP_THREADS = 256
 WARPGROUP_BLOCKS_PER_SM = 2
-WARPGROUP_BUFFERS = 5
+WARPGROUP_BUFFERS = 6
 
 
 def warpgroup_shared_bytes() -> int:

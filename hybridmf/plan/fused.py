@@ -32,10 +32,10 @@ instead of 57.2 ms, at rank 80 it would take 32.1 instead of 31.3. To measure it
 OPERAND_BYTES = {"float32": 4, "bf16x3": 4, "bf16": 2}
 """Bytes of an element in the converted factors that products read, by precision; others read the factors themselves."""
 
-WARPGROUP_RANK = 113
-"""Rank from which cuda/warpgroup_sums.cu sums on Hopper. It works on 64 rows and columns at a time, so rank 113 costs
-as much as rank 128. On an H200, the sums of both sides of Netflix's shape took 32.7 instead of 42.6 ms at rank 128; a
-variant for rank 100 took 31.2 instead of 32.5 ms and was not added."""
+WARPGROUP_RANK = 97
+"""Rank from which cuda/warpgroup_sums.cu sums on Hopper. On an H200, an iteration on Netflix's shape takes 36.3 instead
+of 39.8 ms at rank 100 (explicit, bf16x3), 46.2 instead of 47.5 ms with implicit feedback in float32. At rank 96 it
+would take 31.4 instead of 32.6 ms (explicit), but 37.8 instead of 36.6 ms (implicit)."""
 
 WARPGROUP_PRECISIONS = ("float32", "bf16x3")
 

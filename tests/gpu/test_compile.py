@@ -60,14 +60,12 @@ def excused_bytes(program: Program, function: str) -> float:
         return float("inf")  # the paper maps the sums of a row to local memory; it is there to be measured against
     if program.file == "fused_als.cu" and {"RANK=64", "RANK=96", "RANK=100", "RANK=128"} & set(program.constants):
         return FEW_SCALARS
-    if program.file == "warpgroup_sums.cu":
-        return FEW_SCALARS  # in the warps that fetch, which are not the bottleneck
     if program.file == "cholesky_sums.cu":
         return FEW_SCALARS  # 14 values at rank 100; with fewer systems on a multiprocessor it would be slower
     if program.file in ("cholesky.cu", "dual_rows.cu") and "RANK=64" in program.constants:
         return ONE_SCALAR
     if function == "blocked":
-        return WALK_SCALARS  # blocks that walk long rows leave registers to those of short rows: 128 a thread
+        return ONE_SCALAR  # blocks that walk long rows leave registers to those of short rows: 128 a thread
     if program.file == "top_k.cu" and program.architecture < 90:
         return ONE_SCALAR
     return 0
@@ -77,8 +75,6 @@ ONE_SCALAR = 24
 FEW_SCALARS = 208
 """Stack, stores and loads together: 2 to 12 scalars and right-hand sides beside the accumulators, outside of the
 products. What avoids them was 20 % slower at rank 100 (four warps a row instead of two), measured on an H200."""
-WALK_SCALARS = 256
-"""The same for a walk of long rows, with biases or in float64. Without the limit of 128 registers, it takes 138."""
 
 
 # ------------------------------------------------------------------------------------------------- what is compiled
