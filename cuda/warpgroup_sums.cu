@@ -34,7 +34,8 @@ constexpr int WARPS = 4;                               // per warpgroup
 constexpr int THREADS = WARPS * WARP;
 constexpr int HALF = 64;                               // rows of a product; 64 columns take 128 bytes
 constexpr int HALVES = 2;
-constexpr int REST = (RANK - HALF + 7) / 8 * 8;        // columns of the second half
+// Columns of the second half. Beyond 48, rounded sums of a product take the registers of those of another one of equal size.
+constexpr int REST = ROUNDED && RANK16 == HALVES * HALF ? HALF : ceil_div(RANK - HALF, 8) * 8;
 constexpr int UNITS = RANK16 / 8;                      // 16-byte units of a part of a row
 constexpr int TILE_COUNT = BLOCKS * (BLOCKS + 1) / 2;
 constexpr int PARTIAL = TILE_COUNT * BLOCK * BLOCK + RANK16;
@@ -47,8 +48,6 @@ constexpr int CHUNK_BYTES = 2 * HALVES * HALF_BYTES;
 constexpr int BUFFERS = 6;
 constexpr int SUMS = HALF * HALF / THREADS;            // sums of a product per thread
 constexpr int REST_SUMS = HALF * REST / THREADS;       // of a product with the second half's columns
-// Whether two products, not one, are under way while operands are weighted. With more columns, registers do not suffice.
-constexpr bool ACROSS_EARLY = IMPLICIT && REST_SUMS <= 24;
 // Registers per thread: a block starts with 128; the fetching warps release most of theirs to the multiplying warps.
 constexpr int FETCHING = 40, MULTIPLYING = 216;
 
@@ -624,10 +623,16 @@ __device__ __forceinline__ void multiply_chunks(const Memory& memory, float* par
     }
 }
 
+template <bool FIRST, class A, class B> __device__ __forceinline__ auto& one_of(A& first, B& second) {
+    if constexpr (FIRST) return first;
+    else return second;
+}
+
 // The same with rounded sums. They take the registers of the next chunk's operands, of which only the first half is loaded early.
 __device__ __forceinline__ void multiply_rounded(const Memory& memory, float* partials, int warp, int lane) {
     Totals totals;
     totals.clear();
+    constexpr bool FEW_REGISTERS = REST == HALF;  // for the sums of two products, and not of three
     Operands operands;
     float rhs[2] = {};  // the loaded half's share of b
     Chunks chunks(memory);
@@ -643,8 +648,8 @@ __device__ __forceinline__ void multiply_rounded(const Memory& memory, float* pa
         const Columns columns(chunks.buffer());
         BarrierOf used = memory.empty(chunks.number);
         totals.take(rhs, 0);
-        float wide[SUMS], across[REST_SUMS];
-        auto& second = reinterpret_cast<float(&)[REST_SUMS]>(wide);
+        float wide[SUMS], across[REST_SUMS], apart[REST_SUMS];
+        auto& second = one_of<FEW_REGISTERS>(wide, apart);
         products_begin();
         multiply(wide, operands.half[0], columns, 0, false);
         products_commit();
@@ -653,9 +658,9 @@ __device__ __forceinline__ void multiply_rounded(const Memory& memory, float* pa
             multiply(across, operands.half[0], columns, 1, false);
             products_commit();
         };
-        if constexpr (ACROSS_EARLY) multiply_across();
+        if constexpr (!FEW_REGISTERS) multiply_across();
         load_half(1, totals.rhs[1]);
-        if constexpr (!ACROSS_EARLY) multiply_across();
+        if constexpr (FEW_REGISTERS) multiply_across();
         products_wait<1>(wide);
         add_scaled(totals.first, wide, scale);
         products_begin();

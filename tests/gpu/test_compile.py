@@ -183,6 +183,7 @@ def test_compiles_without_local_memory(program: Program) -> None:
     report = resources_of(log)
     assert report, f"no resource report in the log:\n{log}"
     assert not [each for each in report if each.local_bytes > excused_bytes(program, each.function)]
+    assert "wgmma" not in log and "warpgroup.wait" not in log, f"products wait for each other:\n{log}"
 
 
 def test_every_kernel_is_compiled_for_every_architecture() -> None:
