@@ -292,7 +292,10 @@ def choices(fits: Iterable[dict[str, Any]], machine: Machine, spec: DeviceSpec |
 
 def report() -> None:
     """Accuracy of the predictions, and of the choices, of all recorded runs, as the tables of docs/dispatch.md."""
-    for machine_line, fits in read_runs():
+    runs = list(read_runs())
+    if not runs:
+        click.echo("no run with the cost model's present constants is recorded: measure one without --report")
+    for machine_line, fits in runs:
         spec = spec_of(machine_line)
         hardware = f"{machine_line['machine']['processor']}, {machine_line['machine']['cores']} cores"
         click.echo(f"\n{hardware}{', ' + spec.name if spec else ''} ({machine_line['date']}, {len(fits)} fits)\n")

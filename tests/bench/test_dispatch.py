@@ -37,10 +37,12 @@ def test_the_benchmark_covers_what_it_promises():
     assert published == {(device, name) for device, names in bench.ASSEMBLIES.items() for name in names}
 
 
-def test_the_benchmark_leaves_out_runs_with_other_constants(tmp_path, monkeypatch):
+def test_the_benchmark_leaves_out_runs_with_other_constants(tmp_path, monkeypatch, capsys):
     bench = load_bench()
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     assert list(bench.read_runs()) == []
+    bench.report()
+    assert "no run with the cost model's present constants" in capsys.readouterr().out
     now = {"task": "machine", "run": "now", "cpu": asdict(CpuRates()), "gpu": asdict(GpuRates()), "gpu_identity": {}}
     then = now | {"run": "then", "cpu": {"serial": 0.1}}
     lines = [then, {"task": "fit", "run": "then"}, now, {"task": "fit", "run": "now", "model": "MSGD"}]
