@@ -33,9 +33,9 @@ OPERAND_BYTES = {"float32": 4, "bf16x3": 4, "bf16": 2}
 """Bytes of an element in the converted factors that products read, by precision; others read the factors themselves."""
 
 WARPGROUP_RANK = 97
-"""Rank from which cuda/warpgroup_sums.cu sums on Hopper. On an H200, an iteration on Netflix's shape takes 36.3 instead
-of 39.8 ms at rank 100 (explicit, bf16x3), 46.2 instead of 47.5 ms with implicit feedback in float32. At rank 96 it
-would take 31.4 instead of 32.6 ms (explicit), but 37.8 instead of 36.6 ms (implicit)."""
+"""Rank from which cuda/warpgroup_sums.cu sums on Hopper. On an H200, an iteration on Netflix's shape in bf16x3 takes
+36.3 instead of 39.8 ms at rank 100 (explicit), 43.0 instead of 44.1 ms with implicit feedback. At rank 96 it would take
+31.4 instead of 32.6 ms (explicit), but 37.8 instead of 36.6 ms (implicit)."""
 
 WARPGROUP_PRECISIONS = ("float32", "bf16x3")
 

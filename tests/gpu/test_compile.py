@@ -103,6 +103,11 @@ def large_systems(architecture: int) -> Iterator[tuple[str, str, dict[str, Any]]
             yield build
 
 
+def warpgroup_builds(ranks: Sequence[int]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Builds of the sums for Hopper, whose products the compiler may serialize at one rank and not at another."""
+    return (build for build in fused.default_builds(SPECS[90], ranks) if build[0] == "warpgroup_sums.cu")
+
+
 def one_of_each_kernel(builds: Iterable[tuple[str, str, dict[str, Any]]]) -> list[tuple[str, str, dict[str, Any]]]:
     """The first build of each kernel and type of number (their code differs most)."""
     first: dict[Any, tuple[str, str, dict[str, Any]]] = {}
@@ -144,7 +149,7 @@ def programs() -> list[Program]:
         else:
             builds = one_of_each_kernel([*builds_for(architecture, (64,)), *large_systems(architecture)])
         if architecture == 90:
-            builds += shipped_builds()
+            builds += [*shipped_builds(), *warpgroup_builds((112, 120))]
         chosen += [Program(file, constant_texts(constants), architecture) for file, _, constants in builds]
     return sorted(dict.fromkeys(chosen), key=lambda program: program.file != "fused_als.cu")
 
@@ -158,8 +163,7 @@ def usual_programs() -> set[Program]:
     fused_builds = (build[2] for build in builds_of(fused, SPECS[90], (16,)) if build[0] == "fused_als.cu")
     usual = [each for each in fused_builds if each["ARITHMETIC"] == DEFAULT_PRECISION]
     builds += [("fused_als.cu", "", each) for each in usual if each["IMPLICIT"] and not each["HAS_OFFSETS"]]
-    of_largest = builds_of(fused, SPECS[90], (128,))
-    builds += one_of_each_kernel(build for build in of_largest if build[0] == "warpgroup_sums.cu")
+    builds += one_of_each_kernel(warpgroup_builds((100,)))
     return {Program(file, constant_texts(constants), 90) for file, _, constants in builds}
 
 
