@@ -6,10 +6,10 @@
 
 Tasks: "als", full iterations (item half sweep, user half sweep, Gram matrices included) with the factors on the device,
 their train RMSE or objective after a few iterations, and the set-up before; "cholesky", factorization and solve of
-systems in global memory, beside torch if it is installed; "syrk" and "bals", the published assemblies of the users'
-normal equations, rows and columns as they come and by degree; "topk", top 10 with filter from factors on the device;
-"precision", the error of a half sweep against float64 and its effect on RMSE and objective; "subspace", iALS++ beside
-the exact solver with many factors, in seconds to equal objective.
+systems in global memory, beside torch and cuSolverDx if they are installed; "syrk" and "bals", the published assemblies
+of the users' normal equations, rows and columns as they come and by degree; "topk", top 10 with filter from factors on
+the device; "precision", the error of a half sweep against float64 and its effect on RMSE and objective; "subspace",
+iALS++ beside the exact solver with many factors, in seconds to equal objective.
 
 A handful of rows is compared with float64 NumPy on the same data before anything is timed, and a wrong answer is not
 reported: its case is named at the end and the exit code is 1. Times are CUDA events, the median of five after a
@@ -39,6 +39,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import click
+import cusolverdx
 import numpy as np
 import scipy.sparse as sp
 from common import ROOT, median, record
@@ -658,8 +659,8 @@ def report_set_up(session: Session, sweeps: Sweeps) -> None:
 # ------------------------------------------------------------------------------------------ Cholesky
 
 CHOLESKY_CASES = {
-    "quick": [(32, 65536, 3.6), (64, 65536, 11.1), (100, 65536, 24.8), (128, 65536, 37.0), (256, 16384, None),
-              (512, 4096, None)],
+    "quick": [(32, 65536, 3.6), (64, 65536, 11.1), (96, 65536, None), (100, 65536, 24.8), (128, 65536, 37.0),
+              (256, 16384, None), (512, 4096, None)],
     "full": [(16, 65536, None), (32, 65536, 3.6), (64, 65536, 11.1), (80, 65536, None), (96, 65536, None),
              (100, 65536, 24.8), (128, 65536, 37.0), (200, 16384, None), (256, 16384, None), (512, 4096, None)],
 }  # fmt: skip
@@ -689,7 +690,7 @@ def check_systems(device: Any, matrices: Any, rhs: Any, solutions: Any) -> float
 
 
 def run_cholesky(session: Session, profile: str, shape: str | None) -> None:
-    """Factorization and solve of systems in global memory, ours and torch's in turn."""
+    """Factorization and solve of systems in global memory, ours and the rivals' in one run."""
     for rank, n, rival_ms in CHOLESKY_CASES[profile]:
         with session.case(f"cholesky, {rank}"):
             measure_cholesky(session, rank, n, rival_ms)
@@ -715,25 +716,32 @@ def measure_cholesky(session: Session, rank: int, n: int, rival_ms: float | None
     if bool(status.any()):
         raise WrongAnswerError("a system is said not to be positive definite")
     error = session.require(check_systems(device, matrices, rhs, solutions), TOLERANCES["float32"])
-    torch_run = torch_cholesky(device, matrices, rhs)
     times = [each[0] for each in timed(device, [ours], session.repeats, restore)]
     rival, more = "torch, measured before", dict[str, Any](systems=n)
-    if torch_run is not None:
-        session.require(check_systems(device, matrices, rhs, torch_run()), TOLERANCES["float32"])
-        torch_times = [each[0] for each in timed(device, [torch_run], session.repeats)]
-        more |= {"torch_spread": [min(torch_times), max(torch_times)], "torch_before_ms": rival_ms}
-        rival, rival_ms = "torch, same run", median(torch_times)
+    for library, solver in (("torch", torch_cholesky), ("cusolverdx", cusolverdx.solver)):
+        run = None if array_module(device) is np else solver(matrices, rhs)
+        if run is None:
+            continue
+        session.require(check_systems(device, matrices, rhs, run()), TOLERANCES["float32"])
+        rival_times = [each[0] for each in timed(device, [run], session.repeats)]
+        more[f"{library}_spread"] = [min(rival_times), max(rival_times)]
+        if library == "torch":
+            more["torch_before_ms"] = rival_ms
+            rival, rival_ms = "torch, same run", median(rival_times)
+        else:
+            more["cusolverdx_ms"] = median(rival_times)
+            more["cusolverdx_settings"] = cusolverdx.SETTINGS[rank]
     flops, read = n * (rank**3 / 3 + 2.0 * rank**2), 4.0 * n * (rank * (rank + 1) / 2 + 2 * rank)
     floor = floor_ms(flops, "ffma", read / COPY_TBPS / 1e9)
     name = f"Cholesky and solve of {n:,} systems"
     session.report(Row("cholesky", name, "-", rank, times, flops, read, floor, rival, rival_ms, error, more))
 
 
-def torch_cholesky(device: Any, matrices: Any, rhs: Any) -> Step | None:
+def torch_cholesky(matrices: Any, rhs: Any) -> Step | None:
     """The same work by torch on the same memory, as CuPy arrays again; None without torch or its GPU."""
-    xp = array_module(device)
-    if xp is np or importlib.util.find_spec("torch") is None:
+    if importlib.util.find_spec("torch") is None:
         return None
+    import cupy
     import torch
 
     if not torch.cuda.is_available():
@@ -742,7 +750,7 @@ def torch_cholesky(device: Any, matrices: Any, rhs: Any) -> Step | None:
 
     def run() -> Any:
         x = torch.cholesky_solve(b, torch.linalg.cholesky(A))
-        return xp.asarray(x)[:, :, 0]
+        return cupy.asarray(x)[:, :, 0]
 
     return run
 

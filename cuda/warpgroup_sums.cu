@@ -632,12 +632,11 @@ template <bool FIRST, class A, class B> __device__ __forceinline__ auto& one_of(
 __device__ __forceinline__ void multiply_rounded(const Memory& memory, float* partials, int warp, int lane) {
     Totals totals;
     totals.clear();
-    constexpr bool FEW_REGISTERS = REST == HALF;  // for the sums of two products, and not of three
     Operands operands;
     float rhs[2] = {};  // the loaded half's share of b
     Chunks chunks(memory);
-    auto load_half = [&](int half, float (&rhs)[2]) {
-        if (!chunks.end) load_operands(operands.half[half], rhs, chunks.buffer(), half, chunks.chunk(), warp, lane);
+    auto load_half = [&](int half, float (&sums)[2]) {
+        if (!chunks.end) load_operands(operands.half[half], sums, chunks.buffer(), half, chunks.chunk(), warp, lane);
     };
     load_half(0, rhs);
 #pragma unroll 1
@@ -649,18 +648,14 @@ __device__ __forceinline__ void multiply_rounded(const Memory& memory, float* pa
         BarrierOf used = memory.empty(chunks.number);
         totals.take(rhs, 0);
         float wide[SUMS], across[REST_SUMS], apart[REST_SUMS];
-        auto& second = one_of<FEW_REGISTERS>(wide, apart);
+        auto& second = one_of<REST == HALF>(wide, apart);  // registers suffice for the sums of three products up to rank 112
         products_begin();
         multiply(wide, operands.half[0], columns, 0, false);
         products_commit();
-        auto multiply_across = [&] {
-            products_begin();
-            multiply(across, operands.half[0], columns, 1, false);
-            products_commit();
-        };
-        if constexpr (!FEW_REGISTERS) multiply_across();
         load_half(1, totals.rhs[1]);
-        if constexpr (FEW_REGISTERS) multiply_across();
+        products_begin();
+        multiply(across, operands.half[0], columns, 1, false);
+        products_commit();
         products_wait<1>(wide);
         add_scaled(totals.first, wide, scale);
         products_begin();

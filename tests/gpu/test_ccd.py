@@ -26,6 +26,7 @@ from hybridmf.plan.ccd import CcdMethod
 from hybridmf.plan.ccd_gpu import CcdConfig
 from hybridmf.plan.start import initial_state
 from support.half_sweeps import plan_for, random_factors, relative_error
+from support.marks import exhaustive
 from support.ratings import planted
 from support.states import grown
 
@@ -127,7 +128,7 @@ def test_iterations_equal_the_reference(device, config, rank, inner, nonnegative
     assert not nonnegative or min(one.state.side(side).matrix.min() for side in SIDES) >= 0
 
 
-@pytest.mark.parametrize("config", ["one tile", "tiles", "gathered"])
+@pytest.mark.parametrize("config", ["one tile", exhaustive("tiles"), "gathered"])
 @objectives
 def test_float64(device, config, objective):
     matrix = uneven("float64")
@@ -249,7 +250,7 @@ def test_a_rerun_and_a_resumed_run_give_the_same_bits(device, config, objective)
             assert np.array_equal(first.side(side).bias, resumed.side(side).bias)
 
 
-@pytest.mark.parametrize(("blocks", "threads"), [(1, 32), (3, 128), (40, 32)])
+@pytest.mark.parametrize(("blocks", "threads"), [(1, 32), exhaustive(3, 128), (40, 32)])
 @pytest.mark.parametrize("config", ["tiles", "gathered"])
 def test_the_division_into_blocks_does_not_change_the_bits(device, monkeypatch, config, blocks, threads):
     matrix = uneven()

@@ -134,7 +134,7 @@ def test_every_way_to_hold_the_factor(device: Any, name: str) -> None:
     assert np.array_equal(solutions, again)
 
 
-@pytest.mark.parametrize("rank", [65, 96, 97, 100, 128])
+@pytest.mark.parametrize("rank", [65, exhaustive(96), 97, exhaustive(100), 128])
 def test_systems_of_four_warps(device: Any, rank: int) -> None:
     """An odd rank, an even one and a multiple of 16; systems of very different sizes, and one with a bad pivot."""
     assert WideTilesConfig.serves(rank, np.float32, device.spec)

@@ -353,7 +353,7 @@ def test_a_full_disk_is_an_error_before_the_fit(gpu, small_host, monkeypatch):
     assert len(_scratch._mapped) == before
 
 
-@pytest.mark.parametrize("factors", [7, 8])  # rows with padding, which a checkpoint copies, and without
+@pytest.mark.parametrize("factors", [7, exhaustive(8)])  # rows with padding, which a checkpoint copies, and without
 def test_a_full_disk_postpones_checkpoints(factors, gpu, small_host, monkeypatch, tmp_path):
     """The disk has room for the files that a fit begins with, and a slow checkpoint holds on to what is in them."""
     options = {"factors": factors, "iterations": 5, "random_state": 0, "device": "cuda", "gpu_memory_limit": HOST_LIMIT}
