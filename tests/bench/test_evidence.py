@@ -375,7 +375,7 @@ def scale_line(gpus, seconds, **more):
     halves = {"user": 0.75 * seconds, "item": 0.25 * seconds}
     line = {"shape": "netflix", "nnz": 99_000_000, "factors": 100, "gpus": gpus, "seconds": seconds, "halves": halves}
     line |= {"grids": {"user": [1, gpus], "item": [1, gpus]}, "speedup": 0.08 / seconds}
-    return line | {"users": 480_189, "items": 17_770} | more
+    return line | {"users": 480_189, "items": 17_770, "date": "2026-11-23"} | more
 
 
 def epoch_line(ranks, ms, **more):
@@ -415,12 +415,18 @@ def test_the_page_of_several_gpus_has_the_newest_line_of_each_case(bench, tmp_pa
     wiki = section_of(tmp_path, "hugewiki")
     assert "hugewiki x 0.5" in wiki and ".svg" not in wiki  # a single number of GPUs is no curve
     prediction = section_of(tmp_path, "prediction")
-    planned = 1e3 * bench["scale"].prediction(scale_line(1, 0.08))["predicted"]  # by the planner of today: 77 ms
+    planned = 1e3 * bench["scale"].prediction(scale_line(1, 0.08))["predicted"]  # with the kernels of the line: 77 ms
     assert f"| 1 | users 1 x 1, items 1 x 1 | 80.0 | {planned:.1f} | {planned / 80:.2f} |" in prediction
     assert "added up on one GPU" not in prediction  # which the planner does not do
     # 77, 23, 102 and 77 ms for 80, 25, 160 and 200
     assert "Of 4 iterations, 2 (50%) within 15% and 2 (50%) within 30%." in prediction
     assert "Of 8 half sweeps," in prediction
+
+
+def test_predictions_are_those_for_the_kernels_of_a_line(bench):
+    earlier, newer = (bench["scale"].prediction(scale_line(1, 0.04, date=f"2026-11-{day}")) for day in (25, 26))
+    assert 0.070 < earlier["predicted"] < 0.085
+    assert 0.040 < newer["predicted"] < 0.055
 
 
 def test_predictions_within_the_limits_are_counted(bench):
