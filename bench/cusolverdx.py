@@ -1,6 +1,6 @@
 """cuSolverDx, NVIDIA's Cholesky solver for device code, as a rival of the batched Cholesky: through numba-cuda.
 
-    pip install "nvmath-python[cu13-dx]"
+    pip install "nvmath-python[cu13-dx]" "numpy<2.5"    # numba-cuda 0.30 does not work with NumPy 2.5
 
 A block loads whole systems into shared memory, calls cuSolverDx's factorization and solve, and stores the solutions.
 """
@@ -15,8 +15,8 @@ import click
 import numpy as np
 
 SETTINGS = {32: (4, 128), 64: (1, 32), 96: (1, 128), 100: (1, 128)}
-"""Systems and threads of a block for each rank, up to which 48 KiB of shared memory hold a system. They are the fastest
-of those tried on an H100: 1 to 4 systems, 32 to 256 threads, and those that cuSolverDx suggests."""
+"""Systems and threads of a block by rank; 48 KiB of shared memory hold no system of a much larger rank. They are the
+fastest of those tried on an H100: 1 to 4 systems, 32 to 256 threads, and those that cuSolverDx suggests."""
 
 PADDING = 4
 """Unused rows between columns in shared memory, against bank conflicts; 0, 1 and 2 were slower or equal. Loads of the
@@ -36,7 +36,7 @@ def solver(matrices: Any, rhs: Any) -> Callable[[], Any] | None:
     -------
     Callable or None
         It returns the solutions, (n, rank). None for another rank than those of `SETTINGS`, without nvmath-python, and
-        if it cannot be imported, which is said: numba-cuda 0.30 does not work with NumPy 2.5.
+        if it cannot be imported, which is said.
     """
     n, rank = rhs.shape
     if rank not in SETTINGS or importlib.util.find_spec("nvmath") is None:
@@ -50,6 +50,8 @@ def solver(matrices: Any, rhs: Any) -> Callable[[], Any] | None:
     import cupy
 
     systems, threads = SETTINGS[rank]
+    if n % systems:
+        raise ValueError(f"n = {n} systems must be a multiple of {systems}, the systems of a block")
     column = rank + PADDING
     dx = CholeskySolver(
         size=(rank, rank, 1), precision=np.float32, execution="Block", fill_mode="lower",
@@ -76,8 +78,6 @@ def solver(matrices: Any, rhs: Any) -> Callable[[], Any] | None:
         for k in range(cuda.threadIdx.x, unknowns, threads):
             x[block * unknowns + k] = b_shared[k]
 
-    if n % systems:
-        raise ValueError(f"n = {n} systems must be a multiple of {systems}, the systems of a block")
     solutions = cupy.zeros_like(rhs)
     flat = [cuda.as_cuda_array(array.reshape(-1)) for array in (solutions, matrices, rhs)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 
 import numpy as np
@@ -35,5 +35,6 @@ def test_a_library_that_cannot_be_imported_is_named(monkeypatch, capsys, tmp_pat
     assert "cuSolverDx is left out: nvmath-python cannot be imported (no row_stack)" in capsys.readouterr().out
 
 
-def test_other_ranks_have_no_setting():
+def test_other_ranks_have_no_setting(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: pytest.fail(f"looked for {name}"))
     assert cusolverdx.solver(np.zeros((4, 33, 33), np.float32), np.zeros((4, 33), np.float32)) is None

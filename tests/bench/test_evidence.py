@@ -429,6 +429,18 @@ def test_predictions_are_those_for_the_kernels_of_a_line(bench):
     assert 0.040 < newer["predicted"] < 0.055
 
 
+def test_measured_iterations_are_predicted_within_30_percent(bench):
+    """Netflix's and Hugewiki's shapes on 1, 2 and 4 H200s, model and data parallel: the newest line of each case."""
+    newest = {}
+    for text in (ROOT / "bench" / "results" / "scale.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if line.get("reduction", "scatter") == "scatter":
+            newest[line["shape"], line["factors"], line["gpus"], str(line["grids"])] = line
+    assert len(newest) >= 6
+    for line in newest.values():
+        assert bench["scale"].prediction(line)["predicted"] == pytest.approx(line["seconds"], rel=0.3)
+
+
 def test_predictions_within_the_limits_are_counted(bench):
     told = bench["scale"].near([1.0, 1.14, 0.84, 1.31, 0.72], "things")
     assert told == "Of 5 things, 2 (40%) within 15% and 4 (80%) within 30%."
