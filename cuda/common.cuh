@@ -2,8 +2,9 @@
 // constants: REAL          float or double, the type of factors and arithmetic
 //            IMPLICIT      1: confidences of implicit feedback, 0: explicit ratings
 //            RESIDUAL      1: systems for changes of the solution; the offset of each entry is its prediction
+//            HYBRIDMF_DELAYS  a seed: random delays around every synchronization, for tests
 // Helpers: weights of entries, warp reductions, asynchronous copies, gates.
-// HYBRIDMF_EMULATE is set where tests run this code on the CPU, one thread of a block after the other.
+// HYBRIDMF_EMULATE is set where tests run this code on the CPU, in schedules of their own (tests/support/emulator).
 #pragma once
 
 #ifndef REAL
@@ -43,6 +44,38 @@ template <int BEGIN, int END, class Body> __device__ __forceinline__ void static
         static_for<BEGIN + 1, END>(body);
     }
 }
+
+// ---------------------------------------------------------------------------------------------- delays
+
+#if defined(HYBRIDMF_DELAYS) && !defined(HYBRIDMF_EMULATE)
+
+// Sleeps at one of 32 calls, for 16 ns to 8 us. With `lanes`, each lane decides for itself.
+__device__ __forceinline__ void delay(bool lanes = false) {
+    unsigned time;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(time)::"memory");
+    unsigned mixed = (time ^ (lanes ? threadIdx.x : threadIdx.x / WARP) * 0x9e3779b9u) * 0x85ebca6bu + blockIdx.x + HYBRIDMF_DELAYS;
+    mixed = (mixed ^ mixed >> 15) * 0x2c1b3c6du;
+    mixed ^= mixed >> 13;
+    if (mixed % 32 == 0) __nanosleep(16u << (mixed >> 8) % 10);
+}
+
+template <class T> __device__ __forceinline__ T after_delay(T value) {
+    delay();
+    return value;
+}
+
+#define __syncthreads() (delay(), __syncthreads(), delay())
+#define __syncthreads_or(value) after_delay(__syncthreads_or(after_delay(value)))
+#define __syncwarp(...) (delay(true), __syncwarp(__VA_ARGS__), delay())
+#define atomicAdd(...) (delay(true), atomicAdd(__VA_ARGS__))
+#define atomicMax(...) (delay(true), atomicMax(__VA_ARGS__))
+#define atomicOr(...) (delay(true), atomicOr(__VA_ARGS__))
+
+#else
+
+__device__ __forceinline__ void delay() {}
+
+#endif
 
 // ---------------------------------------------------------------------------------------------- weights of entries
 
@@ -135,6 +168,7 @@ template <class T> __device__ __forceinline__ void load_if(bool valid, T& value,
 
 // Copies 16 bytes from global to shared memory, both aligned to 16. If `valid` is false, writes zeros and does not read `source`.
 __device__ __forceinline__ void copy_async_16(void* target, const void* source, bool valid) {
+    delay();
 #if defined(HYBRIDMF_EMULATE)
     emulator::copy_16(target, source, valid);
 #elif HAS_ASYNC_COPY
@@ -162,77 +196,117 @@ template <unsigned STRIDE> __device__ __forceinline__ void copy_row_async_16(voi
 
 // Ends a group of this thread's copies.
 __device__ __forceinline__ void copy_commit() {
-#if !defined(HYBRIDMF_EMULATE) && HAS_ASYNC_COPY
+#if defined(HYBRIDMF_EMULATE)
+    emulator::copy_commit();
+#elif HAS_ASYNC_COPY
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
 // Waits until at most PENDING of this thread's latest groups are in flight.
 template <int PENDING> __device__ __forceinline__ void copy_wait() {
-#if !defined(HYBRIDMF_EMULATE) && HAS_ASYNC_COPY
+    delay();
+#if defined(HYBRIDMF_EMULATE)
+    emulator::copy_wait(PENDING);
+#elif HAS_ASYNC_COPY
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
+    delay();
 }
 
 // ---------------------------------------------------------------------------------------------- gates
 
-// A gate in shared memory: one warp signals another warp of its block that work is ready, without a block barrier. The gate
-// opens once per piece of work; a waiting warp is at most one opening behind. Turing and the emulator count the openings.
+// A gate in shared memory: warps signal other warps of their block that work is ready, or that memory is free, without a block
+// barrier. It opens once per piece of work, when all of its arrivals have come. What the arriving threads wrote before is
+// visible to those who pass, and what they read has been read: mbarriers release and acquire.
+// A gate knows its openings modulo two: a wait for opening t has to begin after opening t - 2 and to end before opening t + 1.
+// Each kernel says why. Turing counts the openings, by one warp.
 struct alignas(8) Gate {
-#if !defined(HYBRIDMF_EMULATE) && HAS_ASYNC_COPY
+#if defined(HYBRIDMF_EMULATE) || HAS_ASYNC_COPY
+#ifdef HYBRIDMF_EMULATE
+    emulator::MBarrier barrier;
+#else
     unsigned long long barrier;
 
     __device__ __forceinline__ unsigned address() const { return static_cast<unsigned>(__cvta_generic_to_shared(&barrier)); }
+#endif
 
-    // Initializes the gate. Called by one thread, before a block barrier.
-    __device__ __forceinline__ void make() {
-        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(WARP) : "memory");
+    // Initializes the gate for so many arrivals per opening. Called by one thread, before a block barrier.
+    __device__ __forceinline__ void make(int arrivals = WARP) {
+#ifdef HYBRIDMF_EMULATE
+        barrier.make(arrivals);
+#else
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+#endif
     }
 
-    // Called by all lanes of a warp, for the `times`-th time. A warp that passes sees their writes, and their reads are complete.
-    __device__ __forceinline__ void open(int, int) {
+    __device__ __forceinline__ void arrive() {
+        delay();
+#ifdef HYBRIDMF_EMULATE
+        barrier.arrive();
+#else
         asm volatile("{ .reg .b64 phase; mbarrier.arrive.shared.b64 phase, [%0]; }" ::"r"(address()) : "memory");
+#endif
+        delay();
     }
+
+    // One arrival for all lanes of a warp.
+    __device__ __forceinline__ void arrive_once(int lane) {
+        __syncwarp();
+        if (lane == 0) arrive();
+    }
+
+    // Called by all lanes of a warp, for the `times`-th time: WARP arrivals.
+    __device__ __forceinline__ void open(int, int) { arrive(); }
 
     // Whether the gate has been opened for the `times`-th time.
-    __device__ __forceinline__ bool is_open(int times) const {
+    __device__ __forceinline__ bool is_open(int times) {
+#ifdef HYBRIDMF_EMULATE
+        return barrier.test((times - 1) & 1);
+#else
         unsigned found;
         asm volatile(
             "{ .reg .pred open; mbarrier.test_wait.parity.shared.b64 open, [%1], %2; selp.u32 %0, 1, 0, open; }"
             : "=r"(found) : "r"(address()), "r"((times - 1) & 1) : "memory");
         return found;
+#endif
+    }
+
+    // Each lane waits on its own: lanes can pass at different times, so warp-wide operations need __syncwarp first.
+    __device__ __forceinline__ void wait(int times) {
+        delay();
+#ifdef HYBRIDMF_EMULATE
+        barrier.wait((times - 1) & 1);
+#else
+#if __CUDA_ARCH__ >= 900  // which suspends the warp for a while
+        asm volatile("{ .reg .pred open;\n again: mbarrier.try_wait.parity.shared.b64 open, [%0], %1;\n @!open bra again; }" ::"r"(
+                         address()), "r"((times - 1) & 1) : "memory");
+#else
+        while (!is_open(times)) {}
+#endif
+#endif
+        delay();
     }
 #else
     int opened, unused;
 
-    __device__ __forceinline__ void make() { opened = 0; }
+    __device__ __forceinline__ unsigned address() const { return static_cast<unsigned>(__cvta_generic_to_shared(&opened)); }
+
+    __device__ __forceinline__ void make(int = WARP) { opened = 0; }
 
     __device__ __forceinline__ void open(int times, int lane) {
         __syncwarp();
-        if (lane > 0) return;
-#ifdef HYBRIDMF_EMULATE
-        opened = times;
-#else
-        const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(&opened));
-        asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(address), "r"(times) : "memory");
-#endif
+        if (lane == 0) asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(address()), "r"(times) : "memory");
     }
 
     __device__ __forceinline__ bool is_open(int times) const {
-#ifdef HYBRIDMF_EMULATE
-        emulator::yield();
-        return opened >= times;
-#else
-        const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(&opened));
         int value;
-        asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+        asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(address()) : "memory");
         return value >= times;
-#endif
     }
-#endif
 
-    // Each lane waits on its own: lanes can pass at different times, so warp-wide operations need __syncwarp first.
     __device__ __forceinline__ void wait(int times) const {
         while (!is_open(times)) {}
     }
+#endif
 };

@@ -9,6 +9,13 @@
 // shared: SHARED_BYTES: BUFFERS chunks of 32 entries and their weights
 // traffic: nnz (4 RANK16 + 8) bytes read, 4 PARTIAL n_slots written     flops: nnz RANK (RANK + 1)
 // limits: compute capability 9.0 (sm_90a)
+// synchronization: chunk c of a block's stream is in buffer c % BUFFERS, filled by fetching warp c % WARPS, as the (c / BUFFERS)-th
+//     chunk there. full(b) opens when all lanes of that warp have written: their copies are complete and shown to the products.
+//     Every lane of the multiplying warps waits for it before it reads. empty(b) opens when each multiplying warp has arrived, after
+//     its products of the chunk are complete; every lane that fills the next chunk of b waits for it. Multiplying warps arrive in
+//     the order of the chunks. A buffer has several fetching warps (6 buffers, 4 warps), but generations cannot mix: a warp that
+//     waits for c - BUFFERS to be read has filled c - WARPS, so c - WARPS - BUFFERS has been read by all, and c - 2 BUFFERS before
+//     it, as WARPS <= BUFFERS. So the wait is for the very next opening of empty(b), and the one after that needs chunk c itself.
 // A product computes 64 rows by up to 64 columns of A over 16 entries. The row operand is in registers, where the weights are
 // applied. The column operand comes from shared memory, in the layout of the copies. With columns in two halves of 64 and REST,
 // the sums take three products: (0, 0), (0, 1), which is transposed when it is stored, and (1, 1). A pair of parts costs half a
@@ -52,6 +59,7 @@ constexpr int REST_SUMS = HALF * REST / THREADS;       // of a product with the 
 constexpr int FETCHING = 40, MULTIPLYING = 216;
 
 static_assert(RANK16 > 96 && RANK16 <= HALVES * HALF, "two halves of 64 rows and columns");
+static_assert(WARPS <= BUFFERS, "who waits for a gate misses no opening of it");
 static_assert(ARITHMETIC == FLOAT32 || ARITHMETIC == BF16X3, "the table holds two parts");
 
 constexpr int NOT_LAST = -1, END = -2;
@@ -68,48 +76,17 @@ struct Chunk {
     int unused;
 };
 
-// A reusable named barrier between one fetching warp and all multiplying warps (bar.sync 0 is __syncthreads). `arrive` does not
-// block; `wait` blocks until all have arrived.
-struct Barrier {
-    static constexpr int ALL = WARP + THREADS;
-#ifdef HYBRIDMF_EMULATE
-    int arrived;
-
-    void make() { arrived = 0; }
-    void arrive() { arrived++; }
-    void wait(int times) {
-        arrive();
-        while (arrived < times * ALL) emulator::yield();
-    }
-#else
-    int number;
-
-    __device__ __forceinline__ void make() {}
-    __device__ __forceinline__ void arrive() const { asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(ALL) : "memory"); }
-    __device__ __forceinline__ void wait(int) const { asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(ALL) : "memory"); }
-#endif
-};
-
-#ifdef HYBRIDMF_EMULATE
-using BarrierOf = Barrier&;
-#else
-using BarrierOf = Barrier;
-#endif
-
-constexpr int SHARED_BYTES = ROWS_BYTES + BUFFERS * (CHUNK_BYTES + int(sizeof(Chunk)) + 2 * int(sizeof(Barrier)));
+constexpr int SHARED_BYTES = ROWS_BYTES + BUFFERS * (CHUNK_BYTES + int(sizeof(Chunk)) + 2 * int(sizeof(Gate)));
 
 struct Memory {
     char* base;  // aligned to ROWS_BYTES
 
     __device__ __forceinline__ char* buffer(int k) const { return base + k * CHUNK_BYTES; }
     __device__ __forceinline__ Chunk& chunk(int k) const { return reinterpret_cast<Chunk*>(base + BUFFERS * CHUNK_BYTES)[k]; }
-#ifdef HYBRIDMF_EMULATE
-    Barrier& full(int k) const { return reinterpret_cast<Barrier*>(base + BUFFERS * (CHUNK_BYTES + int(sizeof(Chunk))))[k]; }
-    Barrier& empty(int k) const { return (&full(0))[BUFFERS + k]; }
-#else
-    __device__ __forceinline__ Barrier full(int k) const { return {1 + k}; }
-    __device__ __forceinline__ Barrier empty(int k) const { return {1 + BUFFERS + k}; }
-#endif
+    __device__ __forceinline__ Gate& full(int k) const {
+        return reinterpret_cast<Gate*>(base + BUFFERS * (CHUNK_BYTES + int(sizeof(Chunk))))[k];
+    }
+    __device__ __forceinline__ Gate& empty(int k) const { return full(BUFFERS + k); }
 };
 
 struct Inputs {
@@ -142,19 +119,21 @@ template <int COUNT>
 __device__ __forceinline__ void multiply_warpgroup(float (&d)[COUNT], const unsigned (&a)[4], Columns columns, int offset,
                                                    bool adds = true) {
 #if defined(HYBRIDMF_EMULATE)
-    const int lane = threadIdx.x % WARP, k = lane % 4 * 2, g = lane / 4;
-    auto value = [&](int entry, int column) -> unsigned {
-        const int place = entry / 8 * ROWS_BYTES + entry % 8 * 128 + ((column / 8) ^ (entry % 8)) * 16 + column % 8 * 2;
-        return *reinterpret_cast<const unsigned short*>(columns.first + offset + place);
-    };
-    for (int j = 0; j < COUNT / 4; j++) {
-        float sum[4];
-        for (int q = 0; q < 4; q++) sum[q] = adds ? d[4 * j + q] : 0.0f;
-        const unsigned first = value(k, 8 * j + g) | value(k + 1, 8 * j + g) << 16;
-        const unsigned second = value(k + 8, 8 * j + g) | value(k + 9, 8 * j + g) << 16;
-        emulator::mma_16bit<ARITHMETIC == BF16X3>(sum, a, first, second);
-        for (int q = 0; q < 4; q++) d[4 * j + q] = sum[q];
-    }
+    emulator::product([&d, &a, columns, offset, adds] {
+        const int lane = threadIdx.x % WARP, k = lane % 4 * 2, g = lane / 4;
+        auto value = [&](int entry, int column) -> unsigned {
+            const int place = entry / 8 * ROWS_BYTES + entry % 8 * 128 + ((column / 8) ^ (entry % 8)) * 16 + column % 8 * 2;
+            return *reinterpret_cast<const unsigned short*>(columns.first + offset + place);
+        };
+        for (int j = 0; j < COUNT / 4; j++) {
+            float sum[4];
+            for (int q = 0; q < 4; q++) sum[q] = adds ? d[4 * j + q] : 0.0f;
+            const unsigned first = value(k, 8 * j + g) | value(k + 1, 8 * j + g) << 16;
+            const unsigned second = value(k + 8, 8 * j + g) | value(k + 9, 8 * j + g) << 16;
+            emulator::mma_16bit<ARITHMETIC == BF16X3>(sum, a, first, second);
+            for (int q = 0; q < 4; q++) d[4 * j + q] = sum[q];
+        }
+    });
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
     // High word of the descriptor: groups of 8 rows are ROWS_BYTES apart; 16-byte units are swizzled within 128 bytes.
 #define PRODUCT_OF_TYPE(TYPE, N, D, A, COLUMNS, ADDS, ...)                                        \
@@ -197,7 +176,9 @@ __device__ __forceinline__ void products_begin() {
 }
 
 __device__ __forceinline__ void products_commit() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(HYBRIDMF_EMULATE)
+    emulator::products_commit();
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
@@ -210,7 +191,10 @@ template <int COUNT> __device__ __forceinline__ void keep_order(float (&d)[COUNT
 
 // Waits until at most PENDING groups are incomplete; the others have left their sums in `completed`.
 template <int PENDING, class... Sums> __device__ __forceinline__ void products_wait(Sums&... completed) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    delay();
+#if defined(HYBRIDMF_EMULATE)
+    emulator::products_wait(PENDING);
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
     (keep_order(completed), ...);
 #endif
@@ -372,8 +356,8 @@ __device__ __forceinline__ void fetch(const Memory& memory, const Inputs& in, co
     int number = warp, times = 0;  // buffer, and how often it has been used
     bool ended = false;
     while (!ended) {
-        if (times > 0)
-            memory.empty(number).wait(times);
+        if (times > 0) memory.empty(number).wait(times);
+        __syncwarp();
         prepare(memory.chunk(number), walk, arriving, in, lane);
         ended = walk.ended();
         if (!ended) {
@@ -549,6 +533,7 @@ struct Chunks {
 
     __device__ __forceinline__ void wait() {
         memory.full(number).wait(times);
+        __syncwarp();
         end = memory.chunk(number).slot == END;
     }
     __device__ __forceinline__ void advance() {
@@ -590,7 +575,7 @@ __device__ __forceinline__ void multiply_chunks(const Memory& memory, float* par
         products_commit();
         if constexpr (ADDS) {
             products_wait<1>();
-            memory.empty(number).arrive();
+            memory.empty(number).arrive_once(lane);
         }
         slot = chunks.chunk().slot;
         number = chunks.number;
@@ -617,7 +602,7 @@ __device__ __forceinline__ void multiply_chunks(const Memory& memory, float* par
             }
             multiply_chunk(operands, Index<1>{});
         }
-        memory.empty(number).arrive();
+        memory.empty(number).arrive_once(lane);
         totals.store_in(partials + int64(slot) * PARTIAL, warp, lane);
         totals.clear_rhs();
     }
@@ -645,7 +630,7 @@ __device__ __forceinline__ void multiply_rounded(const Memory& memory, float* pa
         const int slot = chunks.chunk().slot;
         const float scale = chunks.chunk().of_tiles;
         const Columns columns(chunks.buffer());
-        BarrierOf used = memory.empty(chunks.number);
+        Gate& used = memory.empty(chunks.number);
         totals.take(rhs, 0);
         float wide[SUMS], across[REST_SUMS], apart[REST_SUMS];
         auto& second = one_of<REST == HALF>(wide, apart);  // registers suffice for the sums of three products up to rank 112
@@ -666,7 +651,7 @@ __device__ __forceinline__ void multiply_rounded(const Memory& memory, float* pa
         chunks.advance();
         load_half(0, rhs);
         products_wait<0>(second);
-        used.arrive();
+        used.arrive_once(lane);
         add_scaled(totals.second, second, scale);
         if (slot == NOT_LAST) continue;
         totals.store_in(partials + int64(slot) * PARTIAL, warp, lane);
@@ -684,8 +669,8 @@ warpgroup_sums(float* partials, const unsigned short* table, const int* indices,
 #endif
     const Memory memory{base};
     if (threadIdx.x < BUFFERS) {
-        memory.full(threadIdx.x).make();
-        memory.empty(threadIdx.x).make();
+        memory.full(threadIdx.x).make(WARP);
+        memory.empty(threadIdx.x).make(WARPS);
         for (int k = 0; k < CHUNK; k++) memory.chunk(threadIdx.x).linear[2][k] = 0;
     }
     __syncthreads();

@@ -33,13 +33,22 @@ from hybridmf.errors import DeviceMemoryError
 HEADER = Path(__file__).parent / "emulator" / "emulator.h"
 
 WRAPPER = """
-extern "C" void KERNEL_launch(const unsigned* grid, const unsigned* block, unsigned long shared, void** values) {
-    emulator::run(grid, block, shared, emulator::thread<KERNEL>, values);
+extern "C" const char* KERNEL_launch(const unsigned* grid, const unsigned* block, unsigned long shared, void** values) {
+    return emulator::run(grid, block, shared, emulator::thread<KERNEL>, values);
 }
 extern "C" const auto KERNEL_sizes = emulator::sizes_of(KERNEL);
 """
 
 KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\(")
+
+SHARED = re.compile(r"^(\s*)__shared__ (?:__align__\(\d+\) )?(\w+) ([^;(]+);", re.MULTILINE)
+"""Static shared memory: a type and its variables, some of them arrays."""
+
+SEED = "HYBRIDMF_EMULATOR_SEED"
+"""Environment variable with the seed of the schedules; 0, the default, runs threads in order."""
+
+RACES = "HYBRIDMF_EMULATOR_RACES"
+"""Environment variable: 1 compiles kernels with ThreadSanitizer, whose library must be preloaded (.ci/races)."""
 
 ONE_AT_A_TIME = threading.Lock()
 """A launch: the emulator keeps its threads in one place, and ranks are threads."""
@@ -62,9 +71,47 @@ def _folder() -> Path:
     return folder
 
 
+def finds_races() -> bool:
+    """Whether kernels run under ThreadSanitizer."""
+    return os.environ.get(RACES, "") not in ("", "0")
+
+
 def _command(optimization: str = "-O0") -> list[str]:
     """The compiler: most kernels take it longer than they run."""
-    return [compiler() or "c++", "-std=c++17", optimization, "-fPIC", "-w"]
+    races = ["-DEMULATOR_RACES"] if finds_races() else []
+    return [compiler() or "c++", "-std=c++17", optimization, "-fPIC", "-w", *races]
+
+
+def _kernel_command() -> list[str]:
+    """The compiler of kernels, and of the header that is precompiled for them."""
+    return [*_command(), *(["-fsanitize=thread", "-g"] if finds_races() else [])]
+
+
+def _with_shared_variables(source: str) -> str:
+    """The source with static shared memory that each block of the emulator has for itself."""
+    number = itertools.count()
+
+    def declare(match: re.Match[str]) -> str:
+        space, kind, variables = match.groups()
+        texts = []
+        for variable in re.split(r",\s*(?![^\[]*\])", variables):
+            name, k = variable.split("[")[0].strip(), next(number)
+            shape = variable.strip()[len(name) :]
+            texts.append(
+                f"typedef {kind} shared_{k}_type{shape}; auto& {name} = emulator::shared_variable<shared_{k}_type>({k});"
+            )
+        return space + " ".join(texts)
+
+    changed = SHARED.sub(declare, source)
+    left = re.search(r"^\s*__shared__.*", changed, re.MULTILINE)
+    if left:
+        raise RuntimeError(f"the emulator does not understand this declaration: {left[0].strip()}")
+    return changed
+
+
+@functools.cache
+def _seed_function() -> Any:
+    return ctypes.CDLL(str(_emulator().parent / "emulator.so")).emulator_seed
 
 
 def _run(command: Sequence[str], what: str) -> None:
@@ -79,12 +126,12 @@ def _emulator() -> Path:
 
     The compiler finds the precompiled header beside the text; if it made none, it takes the text.
     """
-    texts = [*_command(), HEADER.read_text(), HEADER.with_suffix(".cpp").read_text()]
+    texts = [*_kernel_command(), HEADER.read_text(), HEADER.with_suffix(".cpp").read_text()]
     folder = _folder() / hashlib.sha256(repr(texts).encode()).hexdigest()[:24]
     if not folder.exists():
         own = Path(tempfile.mkdtemp(dir=_folder()))
         header = shutil.copy(HEADER, own)
-        subprocess.run([*_command(), "-x", "c++-header", header, "-o", f"{header}.gch"], capture_output=True)
+        subprocess.run([*_kernel_command(), "-x", "c++-header", header, "-o", f"{header}.gch"], capture_output=True)
         source = str(HEADER.with_suffix(".cpp"))
         _run([*_command("-O2"), "-shared", "-o", str(own / "emulator.so"), source], "emulator.cpp")
         with contextlib.suppress(OSError):  # another process was faster
@@ -102,7 +149,7 @@ def _kernels(source: Path, constants: Sequence[str]) -> list[str]:
 @functools.cache
 def _library(source: str, constants: tuple[str, ...]) -> Any:
     """All kernels of a file for some constants, compiled at once: each by itself would take nearly as long."""
-    header = _emulator()
+    header, source = _emulator(), _with_shared_variables(source)
     texts = [header.parent.name, WRAPPER, source, *constants]
     library = _folder() / f"{hashlib.sha256(repr(texts).encode()).hexdigest()[:24]}.so"
     if not library.exists():
@@ -112,7 +159,7 @@ def _library(source: str, constants: tuple[str, ...]) -> Any:
         text.write_text(source)
         names = _kernels(text, defined)
         text.write_text(source + "".join(WRAPPER.replace("KERNEL", name) for name in names))
-        command = [*_command(), "-shared", *_linker(), "-include", str(header), *defined, "-o", str(own), str(text)]
+        command = [*_kernel_command(), "-shared", *_linker(), "-include", str(header), *defined, "-o", str(own), str(text)]
         _run(command, f"{names} with {constants}")
         own.replace(library)  # complete, for concurrent readers
     return ctypes.CDLL(str(library))
@@ -124,7 +171,14 @@ def _kernel(source: str, name: str, constants: tuple[str, ...]) -> tuple[Any, tu
     library = _library(source, constants)
     count = ctypes.c_int.in_dll(library, f"{name}_sizes").value
     sizes = (ctypes.c_int * (1 + count)).in_dll(library, f"{name}_sizes")
-    return library[f"{name}_launch"], tuple(sizes[1:])
+    launch = library[f"{name}_launch"]
+    launch.restype = ctypes.c_char_p
+    return launch, tuple(sizes[1:])
+
+
+def _seed(number: int) -> None:
+    """Choose the schedule of the next launch."""
+    _seed_function()(ctypes.c_ulonglong(number))
 
 
 def _address(array: np.ndarray) -> int:
@@ -175,9 +229,20 @@ class EmulatedCopier:
 
 
 class EmulatedDevice:
-    """Has the methods of `hybridmf.device.cuda.CudaDevice`; arrays are NumPy's."""
+    """Has the methods of `hybridmf.device.cuda.CudaDevice`; arrays are NumPy's.
 
-    def __init__(self, memory_bytes: int = 1 << 30, capability: tuple[int, int] = (9, 0)) -> None:
+    Parameters
+    ----------
+    memory_bytes : int
+    capability : (int, int)
+    seed : int, optional
+        Of the schedules of threads: 0 runs them in order. Default: HYBRIDMF_EMULATOR_SEED, or 0.
+    """
+
+    def __init__(
+        self, memory_bytes: int = 1 << 30, capability: tuple[int, int] = (9, 0), seed: int | None = None
+    ) -> None:
+        self.seed = int(os.environ.get(SEED, "0")) if seed is None else seed
         self.spec = DeviceSpec(
             name="emulated",
             index=0,
@@ -228,7 +293,7 @@ class EmulatedDevice:
     def adopt(self, array: Any) -> np.ndarray:
         return self.upload(array.memory)  # of a support.gpu_arrays.GpuArray
 
-    def download(self, array: np.ndarray, target: np.ndarray | None = None) -> np.ndarray:
+    def download(self, array: np.ndarray, target: np.ndarray | None = None, *, settled: bool = False) -> np.ndarray:
         if target is None:
             return array.copy()
         target[...] = array
@@ -290,11 +355,14 @@ class EmulatedDevice:
             pointers = (ctypes.c_void_p * len(sizes))(*(first + place for place in places[:-1]))
             three = ctypes.c_uint * 3
             with ONE_AT_A_TIME:
-                start(
+                _seed(self.seed and (self.seed << 20) + len(self.launches))
+                failed = start(
                     three(*grid, *(1,) * (3 - len(grid))),
                     three(*block, *(1,) * (3 - len(block))),
                     ctypes.c_ulong(shared_bytes),
                     pointers,
                 )
+                if failed:
+                    raise RuntimeError(f"emulator, {name}: {failed.decode()}")
 
         return launch

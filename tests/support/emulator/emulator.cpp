@@ -1,17 +1,32 @@
-// emulator.cpp - the threads of a block, run by turns on one thread of the CPU; emulator.h says what is emulated.
-#undef _FORTIFY_SOURCE  // its longjmp takes another stack for a broken one
+// emulator.cpp - runs the threads of blocks by turns on one thread of the CPU; emulator.h describes what is emulated.
+#undef _FORTIFY_SOURCE  // its longjmp mistakes another stack for a broken one
 
 #include "emulator.h"
 
 #include <setjmp.h>
+#include <stdarg.h>
 #include <ucontext.h>
 
+#include <functional>
 #include <memory>
 #include <vector>
+
+#ifdef EMULATOR_RACES
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_acquire(void* address);
+void __tsan_release(void* address);
+void __tsan_read_range(void* address, unsigned long size);
+void __tsan_write_range(void* address, unsigned long size);
+}
+#endif
 
 namespace emulator {
 
 int linear = 0;
+bool in_order = true;
 dim3 thread_index, block_index, block_size, grid_size;
 void* dynamic = nullptr;
 
@@ -93,18 +108,93 @@ void prepare(Place& place, char* stack) { place.stack = stack; }
 
 #endif
 
-// ---------------------------------------------------------------------------------------------- fibers
+// ---------------------------------------------------------------------------------------------- happens-before
+
+// With EMULATOR_RACES, ThreadSanitizer sees each thread of a block as a thread. This file is compiled without its instrumentation:
+// the edges between threads are those given here, and no others. A switch is not an edge.
+#ifdef EMULATOR_RACES
+constexpr bool RACES = true;
+void* create_fiber() { return __tsan_create_fiber(0); }
+void enter_fiber(void* fiber) { __tsan_switch_to_fiber(fiber, 1); }
+void* this_fiber() { return __tsan_get_current_fiber(); }
+void release(void* place) { __tsan_release(place); }
+void acquire(void* place) { __tsan_acquire(place); }
+void note_copy(void* target, const void* source, bool valid, unsigned long size) {
+    if (valid) __tsan_read_range(const_cast<void*>(source), size);
+    __tsan_write_range(target, size);
+}
+#else
+constexpr bool RACES = false;
+void* create_fiber() { return nullptr; }
+void enter_fiber(void*) {}
+void* this_fiber() { return nullptr; }
+void release(void*) {}
+void acquire(void*) {}
+void note_copy(void*, const void*, bool, unsigned long) {}
+#endif
+
+// ThreadSanitizer would see memcpy as an access of the thread.
+void copy_bytes(unsigned char* target, const unsigned char* source, size_t size) {
+    if (!RACES) {
+        std::memcpy(target, source, size);
+        return;
+    }
+    for (size_t k = 0; k < size; k++) {
+        target[k] = source[k];
+        asm volatile("" ::: "memory");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- blocks
+
+struct Fiber;
+
+struct Waiting {  // threads, in the order of their arrival
+    std::vector<Fiber*> threads;
+};
+
+struct Edges {  // addresses by which ThreadSanitizer knows the even and the odd generations of a barrier
+    char even, odd;
+    void* of(unsigned generation) { return generation % 2 ? &odd : &even; }
+};
 
 struct Group {  // lanes of a warp that exchange values
     unsigned arrived = 0;
     unsigned generation = 0;
+    Waiting waiting;
+    Edges edges;
 };
 
 using Slots = unsigned char[2][32 * 64];  // the values of the lanes, one after another
 
 struct Barrier {
-    int arrived = 0;
+    int arrived = 0, expected = 0;
     unsigned generation = 0;
+    Waiting waiting;
+    Edges edges;
+};
+
+struct Variable {  // of static shared memory
+    int id;
+    size_t offset;
+};
+
+constexpr size_t STATIC_BYTES = 48 * 1024;
+
+struct Block {
+    dim3 index;
+    std::vector<std::unique_ptr<Fiber>> fibers;  // at least as many as threads
+    int threads = 0, alive = 0;                  // threads that have not ended
+    Barrier barriers[16];
+    std::vector<Group> groups;
+    std::unique_ptr<Slots[]> slots{new Slots[1024]};  // one for each group
+    Waiting at_phases;                                // threads that wait for an MBarrier
+    std::vector<std::unique_ptr<char[]>> memories;    // static and dynamic shared memory; the last one is the block's
+    char *fixed = nullptr, *dynamic = nullptr;
+    std::vector<Variable> variables;
+    size_t used = 0;  // bytes of static shared memory
+    int result = 0;   // of __syncthreads_or
+    char started;     // an address
 };
 
 struct Fiber {
@@ -113,131 +203,488 @@ struct Fiber {
     dim3 thread;
     int linear = 0;
     bool done = false;
+    Block* block = nullptr;
+    unsigned groups = 0;          // of copies, that are complete
+    unsigned products = 0;        // groups of products
+    bool fenced = false;          // since the launch
+    std::vector<void*> observed;  // places of atomics since the last fence
+    std::vector<std::pair<unsigned, std::function<void()>>> pending;  // products, by group
+    void *known = nullptr, *copier = nullptr;                         // to ThreadSanitizer; `copier` makes the copies
+    char issued, arrived;                                             // addresses
+    long stalled = 0;                                                 // until this switch
+};
+
+struct Copy {
+    void* target;
+    const void* source;
+    bool valid;
+    unsigned group;
+    Fiber* owner;
 };
 
 Place caller;  // of `run`
-std::vector<Fiber> fibers;
+void* caller_known = nullptr;
+std::vector<std::unique_ptr<Block>> blocks;
 Fiber* current = nullptr;
-Fiber* last = nullptr;  // of this block
-int alive = 0;
-std::vector<Group> groups;
-std::unique_ptr<Slots[]> slots(new Slots[1024]);  // one for each group
-Barrier barriers[16];
 void (*body)(void**) = nullptr;
 void** values = nullptr;
+char failure[256];
+char launch_end;              // an address
+std::vector<Copy> in_flight;  // asynchronous copies
+
+// ---------------------------------------------------------------------------------------------- schedule
+
+// In order: the thread that has waited longest goes on, and copies are made at once. With a seed: any thread that can, after a
+// stay of random length; now and then a warp stalls; copies arrive in any order, at the latest when they are waited for.
+constexpr int RESIDENT = 2;         // blocks at a time, with a seed
+constexpr long PATIENCE = 20000000; // switches without progress
+
+unsigned long long state = 0;  // of the random numbers
+long switches = 0, progress = 0;
+unsigned stay = 1, stall = 64;  // one in so many switches is taken, and stalls a warp
+std::vector<Fiber*> ready;      // a queue in order, a set otherwise
+size_t first_ready = 0;
+
+unsigned draw(unsigned n) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return unsigned((state >> 11) % n);
+}
+
+[[noreturn]] void fail(const char* text, ...) {
+    va_list arguments;
+    va_start(arguments, text);
+    std::vsnprintf(failure, sizeof(failure), text, arguments);
+    va_end(arguments);
+    if (caller_known) enter_fiber(caller_known);
+    Place abandoned;
+    switch_to(abandoned, caller);
+    __builtin_unreachable();
+}
+
+void make_ready(Fiber* fiber) { ready.push_back(fiber); }
+
+void wake(Waiting& waiting) {
+    for (Fiber* fiber : waiting.threads) make_ready(fiber);
+    waiting.threads.clear();
+    progress = switches;
+}
+
+Fiber* take_ready() {
+    if (in_order) {
+        Fiber* fiber = ready[first_ready++];
+        if (first_ready > 4096) {
+            ready.erase(ready.begin(), ready.begin() + first_ready);
+            first_ready = 0;
+        }
+        return fiber;
+    }
+    size_t chosen = draw(ready.size());
+    for (int attempt = 0; attempt < 64 && ready[chosen]->stalled > switches; attempt++) chosen = draw(ready.size());
+    Fiber* fiber = ready[chosen];
+    ready[chosen] = ready.back();
+    ready.pop_back();
+    return fiber;
+}
+
+bool none_ready() { return first_ready == ready.size(); }
 
 void go_on(Place& left, Fiber& fiber) {
     current = &fiber;
     linear = fiber.linear;
     thread_index = fiber.thread;
+    block_index = fiber.block->index;
+    dynamic = fiber.block->dynamic;
+    enter_fiber(fiber.known);
     switch_to(left, fiber.place);
+}
+
+void arrive_copy(size_t k);
+
+// Leaves the thread that runs, which is in `ready` or waits, for another one.
+void leave() {
+    if (none_ready()) fail("deadlock: all threads of block %u wait", current->block->index.x);
+    if (++switches - progress > PATIENCE) fail("deadlock: thread %d of block %u waits", current->linear, current->block->index.x);
+    if (!in_order) {
+        if (!in_flight.empty() && draw(8) == 0) arrive_copy(draw(in_flight.size()));
+        if (draw(stall) == 0) {  // the warp of this thread, for up to thousands of switches
+            const long until = switches + (1L << draw(13));
+            const int begin = current->linear / 32 * 32;
+            for (int k = begin; k < std::min(begin + 32, current->block->threads); k++)
+                current->block->fibers[k]->stalled = until;
+        }
+    }
+    Fiber* left = current;
+    Fiber* next = take_ready();
+    if (next != left) go_on(left->place, *next);
+}
+
+void wait_in(Waiting& waiting) {
+    waiting.threads.push_back(current);
+    leave();
+}
+
+// ---------------------------------------------------------------------------------------------- asynchronous copies
+
+void arrive_copy(size_t k) {
+    const Copy copy = in_flight[k];
+    in_flight[k] = in_flight.back();
+    in_flight.pop_back();
+    progress = switches;
+    Fiber& owner = *copy.owner;
+    if (RACES) {
+        void* left = this_fiber();
+        if (!owner.copier) owner.copier = create_fiber();
+        enter_fiber(owner.copier);
+        acquire(&owner.issued);
+        note_copy(copy.target, copy.source, copy.valid, 16);
+        release(&owner.arrived);
+        enter_fiber(left);
+    }
+    static const unsigned char zeros[16] = {};
+    const void* source = copy.valid ? copy.source : zeros;
+    copy_bytes(static_cast<unsigned char*>(copy.target), static_cast<const unsigned char*>(source), 16);
+}
+
+void wait_for_copies(unsigned groups) {  // of the thread that runs, from the first one on
+    std::vector<size_t> mine;
+    for (;;) {
+        mine.clear();
+        for (size_t k = 0; k < in_flight.size(); k++)
+            if (in_flight[k].owner == current && in_flight[k].group < groups) mine.push_back(k);
+        if (mine.empty()) break;
+        arrive_copy(mine[in_order ? 0 : draw(mine.size())]);
+    }
+    acquire(&current->arrived);
+}
+
+void run_products(unsigned groups) {
+    auto& pending = current->pending;
+    size_t k = 0;
+    for (; k < pending.size() && pending[k].first < groups; k++) {
+        const auto product = pending[k].second;  // which may switch
+        product();
+    }
+    pending.erase(pending.begin(), pending.begin() + k);
+}
+
+// ---------------------------------------------------------------------------------------------- barriers
+
+void complete(Barrier& b) {
+    b.arrived = 0;
+    b.generation++;
+    wake(b.waiting);
+}
+
+void end_thread() {
+    Block& block = *current->block;
+    run_products(~0u);
+    wait_for_copies(~0u);
+    release(&launch_end);
+    current->done = true;
+    progress = switches;
+    block.alive--;
+    Barrier& all = block.barriers[0];
+    if (block.alive > 0 && all.arrived >= block.alive) complete(all);  // ended threads count as arrived
+    if (block.alive > 0) leave();
+    else {
+        Fiber* left = current;
+        enter_fiber(caller_known);
+        switch_to(left->place, caller);
+    }
 }
 
 void enter() {
     for (;;) {  // a round for each block
+        acquire(&current->block->started);
         body(values);
-        current->done = true;
-        alive--;
-        if (alive > 0) yield();
-        else switch_to(current->place, caller);
+        end_thread();
     }
 }
 
-void run_block(size_t shared_bytes, void* shared) {
+// ---------------------------------------------------------------------------------------------- launches
+
+void make_memory(Block& block, size_t shared_bytes) {
+    const size_t bytes = STATIC_BYTES + shared_bytes + 1024;
+    // ThreadSanitizer would take the threads of different blocks for users of the same memory
+    if (!RACES) block.memories.clear();
+    block.memories.emplace_back(new char[bytes]);
+    char* memory = block.memories.back().get();
+    block.fixed = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory) + 127) / 128 * 128);
+    block.dynamic = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(block.fixed + STATIC_BYTES) + 1023) / 1024 * 1024);
+    block.used = 0;
+    block.variables.clear();
+    for (size_t k = 0; k < shared_bytes; k++) block.dynamic[k] = char(0xff);
+}
+
+void start(Block& block, dim3 index, size_t shared_bytes) {
     const int threads = block_size.x * block_size.y * block_size.z;
-    std::memset(shared, 0xff, shared_bytes);
-    dynamic = shared;
-    for (int t = fibers.size(); t < threads; t++) {
-        Fiber fiber;
+    make_memory(block, shared_bytes);
+    block.index = index;
+    for (int t = block.fibers.size(); t < threads; t++) {
+        auto fiber = std::make_unique<Fiber>();
         // stacks of the same alignment would take the same lines of the cache from each other
-        fiber.stack.reset(new char[STACK + t % 16 * 256]);
-        prepare(fiber.place, reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(fiber.stack.get() + t % 16 * 256) / 16 * 16));
-        fibers.push_back(std::move(fiber));
+        fiber->stack.reset(new char[STACK + t % 16 * 256]);
+        fiber->known = create_fiber();
+        prepare(fiber->place, reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(fiber->stack.get() + t % 16 * 256) / 16 * 16));
+        block.fibers.push_back(std::move(fiber));
     }
-    last = &fibers[threads - 1];
-    groups.assign((threads + 31) / 32 * 32, Group{});
-    for (Barrier& b : barriers) b = Barrier{};
-    alive = threads;
+    block.groups.resize((threads + 31) / 32 * 32);
+    for (Group& group : block.groups) group.arrived = 0;
+    for (Barrier& b : block.barriers) b.arrived = b.expected = 0;
+    block.threads = block.alive = threads;
+    release(&block.started);
     for (int t = 0; t < threads; t++) {
-        Fiber& fiber = fibers[t];
+        Fiber& fiber = *block.fibers[t];
         fiber.linear = t;
-        fiber.done = false;
+        fiber.done = fiber.fenced = false;
+        fiber.block = &block;
+        fiber.groups = fiber.products = 0;
+        fiber.stalled = 0;
+        fiber.observed.clear();
         fiber.thread = {t % block_size.x, t / block_size.x % block_size.y, t / (block_size.x * block_size.y)};
+        make_ready(&fiber);
     }
-    go_on(caller, fibers[0]);
 }
 
 }  // namespace
 
-// The threads go on in the order of their numbers.
+// Other threads may go on.
 void yield() {
-    Fiber* next = current;
-    do next = next == last ? fibers.data() : next + 1;
-    while (next->done);
-    if (next != current) go_on(current->place, *next);
+    make_ready(current);
+    leave();
+}
+
+void maybe_switch() {
+    if (!in_order && draw(stay) == 0) yield();
 }
 
 void barrier(int id, int expected) {
-    Barrier& b = barriers[id];
+    maybe_switch();
+    Barrier& b = current->block->barriers[id];
     const unsigned generation = b.generation;
+    release(b.edges.of(generation));
     b.arrived++;
-    long spins = 0;
-    while (b.generation == generation) {
-        if (b.arrived >= (expected ? expected : alive)) {
-            b.arrived = 0;
-            b.generation++;
-            break;
-        }
-        yield();
-        if (++spins > 50000000L) { std::fprintf(stderr, "emulator: deadlock at barrier %d\n", id); std::abort(); }
-    }
+    if (b.arrived >= (expected ? expected : current->block->alive)) complete(b);
+    else
+        while (b.generation == generation) wait_in(b.waiting);
+    acquire(b.edges.of(generation));
+    maybe_switch();
 }
 
-const void* exchange(unsigned mask, const void* value, size_t size, void (*combine)(void*)) {
+namespace {
+
+struct Arrival {
+    int id, expected;
+    unsigned generation;
+};
+
+// A warp's arrival, by the lane that comes last.
+void arrive_warp(void* values) {
+    Arrival* lanes = static_cast<Arrival*>(values);
+    Barrier& b = current->block->barriers[lanes[0].id];
+    if (b.arrived && b.expected != lanes[0].expected)
+        fail("barrier %d expects %d threads and %d", lanes[0].id, b.expected, lanes[0].expected);
+    b.expected = lanes[0].expected;
+    const unsigned generation = b.generation;
+    for (int lane = 0; lane < 32; lane++) {
+        if (lanes[lane].id != lanes[0].id) fail("lanes of a warp arrive at barriers %d and %d", lanes[0].id, lanes[lane].id);
+        lanes[lane].generation = generation;
+    }
+    Group& group = current->block->groups[current->linear / 32 * 32];
+    acquire(group.edges.of(group.generation));
+    release(b.edges.of(generation));
+    b.arrived += 32;
+    if (b.arrived > b.expected) fail("barrier %d: %d threads arrive, %d are expected", lanes[0].id, b.arrived, b.expected);
+    if (b.arrived == b.expected) complete(b);
+}
+
+}  // namespace
+
+void arrive(int id, int expected, bool waits) {
+    maybe_switch();
+    Arrival mine{id, expected, 0};
+    Group& group = current->block->groups[current->linear / 32 * 32];
+    release(group.edges.of(group.generation));
+    const void* all = exchange(0xffffffffu, &mine, sizeof(mine), arrive_warp);
+    if (!waits) return;
+    Barrier& b = current->block->barriers[id];
+    const unsigned generation = static_cast<const Arrival*>(all)[linear % 32].generation;
+    while (b.generation == generation) wait_in(b.waiting);
+    acquire(b.edges.of(generation));
+}
+
+void MBarrier::make(int arrivals) {
+    expected = pending = arrivals;
+    phase = 0;
+}
+
+void MBarrier::arrive() {
+    maybe_switch();
+    release(edge(phase));
+    if (--pending == 0) {
+        pending = expected;
+        phase++;
+        wake(current->block->at_phases);
+    }
+    maybe_switch();
+}
+
+// As in hardware, which keeps one bit of the phase.
+bool MBarrier::test(int parity) {
+    maybe_switch();
+    const bool complete = int(phase & 1) != parity;
+    if (complete) acquire(edge(phase - 1));
+    return complete;
+}
+
+void MBarrier::wait(int parity) {
+    while (!test(parity)) wait_in(current->block->at_phases);
+}
+
+const void* exchange(unsigned mask, const void* value, size_t size, void (*combine)(void*), bool ordered) {
+    maybe_switch();
     const int lane = linear % 32;
-    if (!(mask >> lane & 1)) { std::fprintf(stderr, "emulator: lane %d is not in mask %08x\n", lane, mask); std::abort(); }
+    if (!(mask >> lane & 1)) fail("lane %d is not in mask %08x", lane, mask);
     const int number = linear / 32 * 32 + __builtin_ctz(mask);
-    Group& g = groups[number];
+    Group& g = current->block->groups[number];
     const unsigned generation = g.generation;
-    unsigned char* values = slots[number][generation & 1];
-    std::memcpy(values + lane * size, value, size);
+    unsigned char* values = current->block->slots[number][generation & 1];
+    copy_bytes(values + lane * size, static_cast<const unsigned char*>(value), size);
+    if (g.arrived >> lane & 1) fail("lane %d comes twice", lane);
     g.arrived |= 1u << lane;
+    if (ordered) release(g.edges.of(generation));
     if (g.arrived == mask) {
         for (unsigned others = ~mask; others; others &= others - 1)
-            std::memset(values + __builtin_ctz(others) * size, 0, size);
+            for (size_t k = 0; k < size; k++) values[__builtin_ctz(others) * size + k] = 0;
         if (combine) combine(values);
         g.arrived = 0;
         g.generation++;
+        wake(g.waiting);
+    } else {
+        while (g.generation == generation) wait_in(g.waiting);
     }
-    for (long spins = 0; g.generation == generation; spins++) {
-        yield();
-        if (spins == 50000000L) { std::fprintf(stderr, "emulator: deadlock in a warp\n"); std::abort(); }
-    }
+    if (ordered) acquire(g.edges.of(generation));
+    maybe_switch();
     return values;
 }
 
 void copy_16(void* target, const void* source, bool valid) {
-    if (reinterpret_cast<uintptr_t>(target) % 16 || (valid && reinterpret_cast<uintptr_t>(source) % 16)) {
-        std::fprintf(stderr, "emulator: misaligned 16-byte copy\n");
-        std::abort();
+    if (reinterpret_cast<uintptr_t>(target) % 16 || (valid && reinterpret_cast<uintptr_t>(source) % 16))
+        fail("misaligned 16-byte copy");
+    if (!in_order || RACES) {
+        maybe_switch();
+        release(&current->issued);
+        in_flight.push_back({target, source, valid, current->groups, current});
+        if (!in_order && draw(4) == 0) arrive_copy(in_flight.size() - 1);
+        return;
     }
     if (valid) std::memcpy(target, source, 16);
     else std::memset(target, 0, 16);
 }
 
-void run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void (*body_)(void**), void** values_) {
+void copy_commit() { current->groups++; }
+
+void copy_wait(int pending) {
+    maybe_switch();
+    if (!in_flight.empty() || RACES) wait_for_copies(std::max(0, int(current->groups) - pending));
+}
+
+void product(std::function<void()> multiply) {
+    // all lanes of a warp decide alike; in the schedule in order, products are made at once
+    const bool late = !in_order && (current->products * 2654435761u >> 7 & 3);
+    if (late) current->pending.emplace_back(current->products, std::move(multiply));
+    else {
+        run_products(~0u);  // products are made in their order
+        multiply();
+    }
+}
+
+void products_commit() { current->products++; }
+
+void products_wait(int pending) { run_products(std::max(0, int(current->products) - pending)); }
+
+// CUDA's atomics order nothing. A fence before one orders what the thread did before the fence before what other threads do
+// after a fence that follows their atomic on the same place.
+void before_atomic(void* place) {
+    maybe_switch();
+    if (current->fenced) release(place);
+}
+
+void after_atomic(void* place) {
+    if (RACES) current->observed.push_back(place);
+}
+
+void fence() {
+    current->fenced = true;
+    for (void* place : current->observed) acquire(place);
+    current->observed.clear();
+    maybe_switch();
+}
+
+void* shared_variable(int id, size_t bytes) {
+    Block& block = *current->block;
+    for (const Variable& variable : block.variables)
+        if (variable.id == id) return block.fixed + variable.offset;
+    const size_t offset = block.used;
+    block.used += (bytes + 127) / 128 * 128;
+    if (block.used > STATIC_BYTES) fail("%zu bytes of static shared memory", block.used);
+    block.variables.push_back({id, offset});
+    for (size_t k = 0; k < bytes; k++) block.fixed[offset + k] = char(0xff);
+    return block.fixed + offset;
+}
+
+int any_thread(int value) {
+    Block& block = *current->block;
+    barrier(0, 0);
+    block.result = 0;
+    barrier(0, 0);
+    block.result |= value;
+    barrier(0, 0);
+    return block.result;
+}
+
+void seed(unsigned long long number) {
+    in_order = number == 0;
+    state = number * 0x9e3779b97f4a7c15ull | 1;
+    for (int k = 0; k < 8; k++) draw(2);
+    stay = 1 + draw(4) * draw(8);
+    stall = 16 << draw(8);
+}
+
+const char* run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void (*body_)(void**), void** values_) {
     grid_size = {grid[0], grid[1], grid[2]};
     block_size = {block[0], block[1], block[2]};
     body = body_;
     values = values_;
-    std::vector<char> memory(shared_bytes + 256);
-    void* shared = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 127) / 128 * 128);
-    for (unsigned z = 0; z < grid[2]; z++)
-        for (unsigned y = 0; y < grid[1]; y++)
-            for (unsigned x = 0; x < grid[0]; x++) {
-                block_index = {x, y, z};
-                run_block(shared_bytes, shared);
-            }
+    ready.clear();
+    in_flight.clear();
+    first_ready = 0;
+    switches = progress = 0;
+    failure[0] = 0;
+    caller_known = this_fiber();
+    // with several, ThreadSanitizer does not take a thread for the one of the same number in the block before
+    const size_t resident = in_order ? 1 : RESIDENT, places = RACES ? 3 : resident;
+    while (blocks.size() < places) blocks.push_back(std::make_unique<Block>());
+    const unsigned count = grid[0] * grid[1] * grid[2];
+    unsigned next = 0, ended = 0;
+    while (ended < count && !failure[0]) {
+        while (next < count && next < ended + resident) {
+            Block* chosen = nullptr;
+            for (size_t k = 0; !chosen; k++)
+                if (blocks[(next + k) % places]->alive == 0) chosen = blocks[(next + k) % places].get();
+            start(*chosen, {next % grid[0], next / grid[0] % grid[1], next / (grid[0] * grid[1])}, shared_bytes);
+            next++;
+        }
+        go_on(caller, *take_ready());
+        ended++;
+    }
+    acquire(&launch_end);
+    if (failure[0]) blocks.clear();  // their threads are amid the kernel
+    for (auto& one : blocks)
+        if (one->memories.size() > 1) one->memories.clear();
+    return failure[0] ? failure : nullptr;
 }
 
 // ---------------------------------------------------------------------------------------------- tensor cores
@@ -333,18 +780,16 @@ void mma_8bit(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { m
 
 EMULATOR_INSTANCES()
 
-void __syncthreads() { emulator::barrier(0, 0); }
-void __syncwarp(unsigned mask) { emulator::exchange<int>(mask, 0); }
+extern "C" void emulator_seed(unsigned long long number) { emulator::seed(number); }
 
-int __syncthreads_or(int value) {
-    static int result;
-    emulator::barrier(0, 0);
-    result = 0;
-    emulator::barrier(0, 0);
-    result |= value;
-    emulator::barrier(0, 0);
-    return result;
+void __syncthreads() { emulator::barrier(0, 0); }
+
+void __syncwarp(unsigned mask) {
+    const int nothing = 0;
+    emulator::exchange(mask, &nothing, sizeof(nothing), nullptr, true);
 }
+
+int __syncthreads_or(int value) { return emulator::any_thread(value); }
 
 unsigned __ballot_sync(unsigned mask, int predicate) {
     const auto all = emulator::exchange(mask, predicate);

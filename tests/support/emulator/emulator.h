@@ -4,9 +4,16 @@
 //
 // Each thread of a block is a fiber with a stack of its own; a fiber runs until it waits for others (barriers, warp
 // intrinsics), then the next one goes on, by a few instructions on x86-64 and by _setjmp and _longjmp elsewhere: switches
-// took most of the time of a kernel with many barriers. Blocks run one after another, so __shared__ variables are static.
-// Dynamic shared memory starts as NaN.
-// Not emulated: races between threads that no barrier separates, bank conflicts, the rounding of tensor cores.
+// took most of the time of a kernel with many barriers. Shared memory starts as NaN.
+//
+// Schedules: in order (seed 0), blocks run one after another, and threads by turns. With another seed, two blocks run at a
+// time, any thread that can may go on wherever it meets others (barriers, warp intrinsics, atomics, asynchronous copies,
+// fences), lanes of a warp are apart until something synchronizes them, warps stall, and copies and warpgroup products are
+// late and copies out of order, as far as the hardware promises nothing else.
+// Races: compiled with -fsanitize=thread (and EMULATOR_RACES), ThreadSanitizer reports conflicting accesses to shared and
+// global memory that CUDA does not order. Barriers and __syncwarp order memory, mbarriers do from arrival to wait, and so do
+// atomics between fences. Shuffles, votes and atomics alone do not.
+// Not emulated: bank conflicts, the rounding of tensor cores, the proxies of memory.
 #pragma once
 #define HYBRIDMF_EMULATE 1
 
@@ -18,6 +25,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <type_traits>
 #include <utility>
 
@@ -27,7 +35,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __restrict__ __restrict
-#define __shared__ static
+// __shared__: support/emulated.py writes shared_variable in its place
 #define __constant__ static
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
@@ -54,20 +62,40 @@ extern int linear;  // of the thread that runs, in its block
 extern dim3 thread_index, block_index, block_size, grid_size;
 extern void* dynamic;
 
-void yield();  // until the other threads have run as well
+void yield();         // other threads may go on
+void maybe_switch();  // the same at places where the schedule in order goes on
+
+// A barrier of `expected` threads, or of all that have not ended (0).
 void barrier(int id, int expected);
 
+// A named barrier, for whole warps: bar.sync if it waits, otherwise bar.arrive. A generation ends with the arrival of the
+// last of `expected` threads, whichever warps they are in, and the barrier starts anew.
+void arrive(int id, int expected, bool waits);
+
+// An mbarrier in shared memory, with one bit of its phase: a wait for a parity ends when the phase before has that parity.
+struct alignas(8) MBarrier {
+    short expected, pending;
+    unsigned phase;
+
+    void make(int arrivals);
+    void arrive();
+    bool test(int parity);
+    void wait(int parity);
+    void* edge(unsigned of) { return reinterpret_cast<char*>(this) + of % 2; }
+};
+
 // Every lane of `mask` gives `size` bytes. Returns the values of all 32 lanes, zeros for those not in `mask`, which stay
-// until the lane's next exchange. The lane that comes last may combine the values.
-const void* exchange(unsigned mask, const void* value, size_t size, void (*combine)(void* values) = nullptr);
+// until the lane's next exchange. The lane that comes last may combine the values. Memory is `ordered` by __syncwarp alone.
+const void* exchange(unsigned mask, const void* value, size_t size, void (*combine)(void* values) = nullptr,
+                     bool ordered = false);
 
 template <class T> const T* exchange(unsigned mask, const T& value) {
     static_assert(sizeof(T) <= 64);
     return static_cast<const T*>(exchange(mask, &value, sizeof(T)));
 }
 
-// Calls `body(values)` in every thread.
-void run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void (*body)(void**), void** values);
+// Calls `body(values)` in every thread. Returns what went wrong, or null.
+const char* run(const unsigned* grid, const unsigned* block, size_t shared_bytes, void (*body)(void**), void** values);
 
 template <auto kernel, class... Arguments, size_t... I>
 void call(void (*)(Arguments...), void** values, std::index_sequence<I...>) {
@@ -83,6 +111,33 @@ template <class... Arguments> constexpr std::array<int, sizeof...(Arguments) + 1
 }
 
 void copy_16(void* target, const void* source, bool valid);
+void copy_commit();
+void copy_wait(int pending);
+
+// A warpgroup product, which reads its operands between its start and the wait for its group. All lanes of the warp call it.
+void product(std::function<void()> multiply);
+void products_commit();
+void products_wait(int pending);
+
+void before_atomic(void* place);
+void after_atomic(void* place);
+void fence();
+
+// A variable of static shared memory, of the block that runs.
+void* shared_variable(int id, size_t bytes);
+template <class T> T& shared_variable(int id) { return *static_cast<T*>(shared_variable(id, sizeof(T))); }
+
+int any_thread(int value);
+
+template <class T, class Change> T atomically(T* place, Change&& change) {
+    before_atomic(place);
+    T old, changed;
+    __atomic_load(place, &old, __ATOMIC_RELAXED);
+    do changed = change(old);
+    while (!__atomic_compare_exchange(place, &old, &changed, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    after_atomic(place);
+    return old;
+}
 
 }  // namespace emulator
 
@@ -95,8 +150,8 @@ template <class T> T* shared_memory() { return static_cast<T*>(emulator::dynamic
 
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);
-inline void __threadfence() {}
-inline void __threadfence_block() {}
+inline void __threadfence() { emulator::fence(); }
+inline void __threadfence_block() { emulator::fence(); }
 int __syncthreads_or(int value);
 
 template <class T> T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
@@ -150,12 +205,14 @@ template <class T> T __ldg(const T* pointer) { return *pointer; }
 template <class T> T __ldcs(const T* pointer) { return *pointer; }
 template <class T> T __ldcg(const T* pointer) { return *pointer; }
 template <class T> void __stcs(T* pointer, T value) { *pointer = value; }
-template <class T, class U> T atomicAdd(T* pointer, U value) { T old = *pointer; *pointer += T(value); return old; }
-template <class T, class U> T atomicMax(T* pointer, U value) { T old = *pointer; *pointer = std::max(old, T(value)); return old; }
-template <class T, class U> T atomicMin(T* pointer, U value) { T old = *pointer; *pointer = std::min(old, T(value)); return old; }
-template <class T, class U, class V> T atomicCAS(T* p, U expected, V value) { T old = *p; if (old == T(expected)) *p = T(value); return old; }
-template <class T, class U> T atomicOr(T* pointer, U value) { T old = *pointer; *pointer |= T(value); return old; }
-template <class T, class U> T atomicExch(T* pointer, U value) { T old = *pointer; *pointer = T(value); return old; }
+template <class T, class U> T atomicAdd(T* p, U value) { return emulator::atomically(p, [&](T old) { return T(old + T(value)); }); }
+template <class T, class U> T atomicMax(T* p, U value) { return emulator::atomically(p, [&](T old) { return std::max(old, T(value)); }); }
+template <class T, class U> T atomicMin(T* p, U value) { return emulator::atomically(p, [&](T old) { return std::min(old, T(value)); }); }
+template <class T, class U> T atomicOr(T* p, U value) { return emulator::atomically(p, [&](T old) { return T(old | T(value)); }); }
+template <class T, class U> T atomicExch(T* p, U value) { return emulator::atomically(p, [&](T) { return T(value); }); }
+template <class T, class U, class V> T atomicCAS(T* p, U expected, V value) {
+    return emulator::atomically(p, [&](T old) { return old == T(expected) ? T(value) : old; });
+}
 
 inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
 inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
