@@ -30,6 +30,11 @@
 // traffic: a group of ROWS rows reads the rows of tile_colidx of its row block, RANK factors each, and 8 bytes per entry
 // flops: 2 TILE^2 N (N + 1) / 2 per entry, times longest / mean list of a warp's rows
 // Every element has one owner and a fixed order of summation: the same bits on every run.
+// synchronization: chip: at the barrier of a step, each thread has waited for its own copies, the step's lists are written, and all
+//         have read those of the previous step. After it, the next lists and factors go to the other buffers; with one buffer of
+//         factors, a second barrier follows their reads. All threads take the same steps: `again` comes from the barrier, and each
+//         warp computes the same next stage. One lane writes an element of a list; shuffles exchange registers only.
+//         local: one barrier follows the copies of a tile, each thread having waited for its own, and another one their reads.
 #include "common.cuh"
 
 enum Accumulators { local, chip };

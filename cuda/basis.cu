@@ -10,6 +10,9 @@
 //         the others: n_rows RANK^2, three times that on tensor cores, in two tf32 parts; traffic: 8 LD n_rows bytes
 // limits: RANK <= 128, because of registers; sm_80 or later
 // failed: the leading minor that is not positive definite, NON_FINITE, or 0.
+// synchronization: inverse_root: step j writes column[j % 2] and row[j % 2], which all read after its barrier. Step j + 2 writes
+//         there after the barrier of step j + 1, before which all reads of step j end. `roots` is read after a barrier of its own.
+//         the others: a barrier follows the writes of the matrix in shared memory; then it is only read, and warps are independent.
 #include "tensor.cuh"
 
 #ifndef RANK

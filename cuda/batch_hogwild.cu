@@ -10,6 +10,13 @@
 //         losses (grid,): sums of e^2, each e computed with the factors before its update
 // traffic: up to 2 LD nnz (1 + 1 / RUN) * sizeof(stored), most of it between the L2 cache and the multiprocessors
 // flops : 8 LD nnz
+// synchronization: none between workers, by design (batch-Hogwild!): loads and stores of rows and biases of both sides race with
+//         those of other workers, so an update may be lost, and a row may mix the 4-byte words of two updates. Loads read L2,
+//         where other multiprocessors write. All other arrays are read only, or written by one thread each. Within a worker: a
+//         lane reads and writes the same pieces of each row, in program order. All lanes read the owner's bias, lane 0 writes it,
+//         with __syncwarp before and after; a met bias is read and written by one lane in a run, and __syncwarp separates runs.
+//         The next run's row is read before the current run ends: if the current run changes it, it is replaced. A barrier
+//         separates writes and reads of the block's sums.
 // limits: concurrent updates of a row race, so results are not reproducible between runs
 //
 // Why runs. In shuffled order, each entry reads and writes one row of either side. The smaller side usually stays in L2, the
@@ -190,21 +197,23 @@ batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* wal
                     x[k] = rest * before + step * y[k];
                     y[k] = rest * y[k] + step * before;
                 }
-                if (counts) Piece_row::store(met + int64(places[j]) * LD, Piece_row::raw_of(y), lane);
+                if (counts) Piece_row::store<ALL_MULTIPROCESSORS>(met + int64(places[j]) * LD, Piece_row::raw_of(y), lane);
                 if (HAS_BIASES) {
                     const real bias_step = bias_rate * error;
                     bias = (counts ? bias_keep : real(1)) * bias + bias_step;
                     if (counts && lane == (part + j) % GROUP)
-                        sides.biases_met_by(owner)[places[j]] = bias_keep * met_biases.slot[(part + j) / GROUP] + bias_step;
+                        store_shared_with_others(sides.biases_met_by(owner) + places[j],
+                                                 bias_keep * met_biases.slot[(part + j) / GROUP] + bias_step);
                 }
                 squares += error * error;
             }
         }
         loss += squares;
         const auto moved = Piece_row::raw_of(x);
+        if (HAS_BIASES) __syncwarp();  // all lanes have read the owner's bias
         if (count > 0) {
-            Piece_row::store(sides.row_of(owner), moved, lane);
-            if (HAS_BIASES && lane == 0) *sides.bias_of(owner) = bias;
+            Piece_row::store<ALL_MULTIPROCESSORS>(sides.row_of(owner), moved, lane);
+            if (HAS_BIASES && lane == 0) store_shared_with_others(sides.bias_of(owner), bias);
         }
         // the next run was prepared before this one ended
         const bool again = count > 0 && next.run.owner() == owner;
@@ -212,7 +221,7 @@ batch_hogwild(stored* held_rows, stored* walked_rows, real* held_bias, real* wal
         for (int p = 0; p < Piece_row::PIECES; p++)
             if (again) next.x.piece[p] = moved.piece[p];
         if (walks(now, next.run.owner())) next.x = Piece_row::load<ALL_MULTIPROCESSORS>(sides.row_of(next.run.owner()), lane);
-        if (HAS_BIASES) __syncwarp();  // lane 0 has written the bias that all lanes read next
+        if (HAS_BIASES) __syncwarp();  // the next run's lanes read the biases that other lanes have written
     }
     // one sum per block, in a fixed order
     __shared__ double sums[THREADS];

@@ -13,6 +13,12 @@
 //          of 2 otherwise. Both passes of a factor, float32, STAGED: 20 nnz bytes; Netflix shape (99.07M entries) at
 //          4.24 TB/s: 0.467 ms, 18.7 ms for 40 factors; computing the residual at the start of an iteration reads and writes
 //          as much once more and gathers 2 nnz ld sizeof(real) bytes, mostly from L2
+// synchronization: rank_one: one lane reads and writes each quad of the residual; one lane writes each element of `solved` or
+//         `partials`, which only later kernels of the stream read (the vectors read here are other rows of the tables). A tile
+//         is copied between two barriers, which all threads of a block reach, since they process the same parts: before the
+//         first, the previous tile has been read; before the second, each thread waits for its own copies.
+//         transpose: a barrier separates writes and reads of the square; `status` is set by an atomic operation. In all
+//         kernels, shuffles exchange registers only.
 // limits: rows have ascending indices; TILE a multiple of 16 bytes, at most 65,536; fewer than 2^31 quads, at most 64 a piece
 //
 // Fused: one pass subtracts the product of the previous factor from the residual, adds back the old product of this factor and
@@ -453,7 +459,7 @@ transpose(real* out, const real* in, int* status, int64 n_rows, int64 n_columns,
     for (int k = warp; k < WARP; k += 8) {
         if (row + k >= n_rows || column + lane >= n_columns) continue;
         const real value = square[lane][k];
-        if (!(value - value == 0)) status[0] = 1;
+        if (!(value - value == 0)) atomicMax(status, 1);
         out[(row + k) * ld_out + column + lane] = value;
     }
 }

@@ -9,6 +9,10 @@
 // status: 0; -1 if something is not finite; -2 for negative curvature (A is not positive definite). x = 0 where not 0
 // order : all sums have a fixed order: a rerun gives the same bits
 // traffic: n^2 / 2 elements once (RESIDENT), else steps + 1 times     flops: 2 n^2 per step and for the first residual
+// synchronization: `apply`: barrier; each thread writes its elements of the vector; barrier; each warp writes the sums of its rows
+//         and its column sums; barrier; each thread reads the sums of its elements. The first barrier of the next product ends
+//         these reads. A row keeps its warp for all columns: lane 0 alone reads and writes its sum. `block_sum`: barriers before
+//         and after the writes. All threads compute the same inner products, so they take the same branches around barriers.
 #include "common.cuh"
 
 #ifndef RANK
@@ -35,7 +39,7 @@ constexpr int ELEMENTS = ceil_div(RANK, THREADS);              // elements of a 
 constexpr int PADDED = COLUMNS * WARP;
 constexpr int PIECE = COLUMNS < 16 ? COLUMNS : 16;             // columns at a time, as many as registers hold
 constexpr int ROWS_AT_ONCE = PIECE <= 4 ? 4 : 2;               // rows whose warp sums overlap their latencies
-static_assert(WARP % WARPS == 0, "");
+static_assert(WARP % WARPS == 0, "a row keeps its warp for all columns");
 constexpr int PACKED = RESIDENT ? RANK * (RANK + 1) / 2 : 0;
 
 // Shared memory: WARPS doubles, the vector A is applied to, row sums, WARPS vectors of column sums, A.

@@ -5,6 +5,8 @@
 //         solutions (n_out, width): the solution of system k, slot slots[k], goes to row rows[k]; zeros if it fails or has no slot
 // shared: TEAMS * TEAM_FLOATS * 4 bytes   traffic: RANK (RANK + 1) / 2 + 2 RANK floats per system   flops: RANK^3 / 3
 // limits: RANK <= 64; sm_80 or later
+// synchronization: warps are independent, and each has its own shared memory. __syncwarp separates the writes of the vectors from
+//         the solver, which ends with a barrier of the warp (system.cuh). Warps without a system return: no block barrier follows.
 #include "system.cuh"
 
 #ifndef TEAMS

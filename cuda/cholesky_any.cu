@@ -29,6 +29,13 @@
 // flops  : n^3 / 3 per system
 // order  : all sums have a fixed order: a rerun gives the same bits
 // limits : HEIGHT >= RANK if RESIDENT; 16-byte accesses where RANK allows them, else elementwise
+// synchronization: cholesky_warp: warps are independent; __syncwarp separates writes from reads by other lanes.
+//         cholesky_block: step s: each thread writes its elements of strip s % 2 and of the diagonal block; barrier; elimination
+//         reads them and writes L, one thread per row; warp 0 writes z and `failure`; barrier; updates read strip s, which step
+//         s + 2 overwrites after the barriers of step s + 1. Meanwhile, elements of A that this part does not write are loaded for
+//         the next part. Resident tiles: panel p reads old tiles before its first barrier, and writes new ones in their places
+//         after it. Stages: at the barrier of iteration k, each thread has waited for its copies of stage k - 1, and all have read
+//         stage k - 2, in whose buffer stage k arrives. Back substitution: between two barriers, warp 0 alone reads and writes x.
 #include "common.cuh"
 
 #ifndef RANK
@@ -159,7 +166,8 @@ constexpr int STAGE_CHUNKS = 4;                           // of a stage of rows 
 constexpr int STAGE = STAGE_CHUNKS * VECTOR;
 constexpr int LAST_COLUMNS = ceil_div(RANK - (PANELS - 1) * PANEL, COLUMN_THREADS);  // steps of the last panel
 static_assert(ROW_THREADS % 8 == 0 && PANEL % ROW_THREADS == 0 && PANEL % WARP == 0 && THREADS % WARP == 0, "");
-static_assert(RESIDENT ? HEIGHT >= RANK && GROUPS == PANELS : TILE_ROWS % GROUP == 0, "");
+static_assert(RESIDENT ? HEIGHT >= RANK && GROUPS == PANELS : TILE_ROWS % GROUP == 0,
+              "a panel is one part, or parts are whole tiles: only the first one writes rows of `diagonal`");
 
 // ---------------------------------------------------------------------------------------------- shared memory
 

@@ -13,6 +13,13 @@
 // Registers hold blocks of two panels only. While one warp factors the diagonal block of panel p, the others compute panel p + 1
 // as far as the earlier columns allow. Warp w owns block rows w and w + 4, and their part of the right-hand side. L is in scaled
 // float16 parts, as in system.cuh.
+//
+// synchronization: __syncthreads, or __syncwarp while one warp works alone. Panel p: warp p % 4 writes inverse(p) and y_p; barrier;
+//         each warp writes its blocks of column p of L and its rows of b; barrier; all read them. A block of L is written once per
+//         system. Back substitution: warp p % 4 writes x_p; barrier; each warp subtracts its products from its own rows of b, which
+//         other warps read only as x. Warp 0 scales x after the barrier of x_0. The last barrier of a system ends all reads of its
+//         memory. Descriptors: `current` is copied from `next` before the first barrier of a system; `next` is replaced after that
+//         barrier and read after the last one.
 #include "system.cuh"
 
 #ifndef LD
@@ -41,6 +48,8 @@ struct System {
     int more, row;      // further slots
     float scale;
 };
+static_assert(2 * sizeof(System) <= 12 * 4, "two descriptors take the place of `failed` and `extras`, which are not used here");
+static_assert(OWN * SYSTEM_WARPS >= BLOCKS, "a block row has one owner: row i is that of warp i % SYSTEM_WARPS");
 
 // Shared memory of a system: the factor, four vectors, and the descriptors of this system and the next one.
 struct SystemMemory : TeamMemory {

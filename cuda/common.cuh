@@ -17,6 +17,13 @@
 #define RESIDUAL 0
 #endif
 
+// Functions with accesses that race by design. ThreadSanitizer, under which tests run the kernels on a CPU, leaves them out.
+#ifdef HYBRIDMF_EMULATE
+#define RACES_BY_DESIGN inline __attribute__((no_sanitize_thread))
+#else
+#define RACES_BY_DESIGN __forceinline__
+#endif
+
 using real = REAL;
 using int64 = long long;
 
@@ -219,7 +226,7 @@ template <int PENDING> __device__ __forceinline__ void copy_wait() {
 // A gate in shared memory: warps signal other warps of their block that work is ready, or that memory is free, without a block
 // barrier. It opens once per piece of work, when all of its arrivals have come. What the arriving threads wrote before is
 // visible to those who pass, and what they read has been read: mbarriers release and acquire.
-// A gate knows its openings modulo two: a wait for opening t has to begin after opening t - 2 and to end before opening t + 1.
+// A gate knows its openings modulo two: a wait for opening t begins after opening t - 1 and ends before opening t + 1.
 // Each kernel says why. Turing counts the openings, by one warp.
 struct alignas(8) Gate {
 #if defined(HYBRIDMF_EMULATE) || HAS_ASYNC_COPY

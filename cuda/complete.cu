@@ -7,6 +7,8 @@
 // order : slots are added in their order, then gram, then ridge: a rerun gives the same bits
 // traffic: the lower triangles of all slots once in, of the first slots once out; for a system of one slot without gram,
 //         only the diagonal
+// synchronization: none; one thread reads an element in all slots of a system and writes it to the first of them. Blocks that share
+//         a system have different rows.
 #include "common.cuh"
 
 #ifndef RANK

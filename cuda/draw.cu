@@ -5,6 +5,7 @@
 // result: row k has the first `rank` columns of row rows[k], or first + k without `rows`; then a one if `ones`, then zeros
 // traffic: the table once out
 // source: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011
+// synchronization: none; one thread writes an element.
 #include "common.cuh"
 
 #ifndef HAS_ROWS

@@ -13,6 +13,9 @@
 // limits: RANK a multiple of 16 up to 64; ridge > 0; c >= w0; sm_80 or later
 // Factors are loaded from global memory straight into registers, in the operand layout of tensor cores, so a row of factors
 // is read once for both sides of the product.
+// synchronization: warps are independent, and each has its own shared memory. __syncwarp separates writes of entries, weights and
+//         vectors from reads by other lanes, and the last reads of some rows' entries from the writes of the next ones. The solver
+//         has its own barriers (system.cuh).
 #include "system.cuh"
 
 #ifndef FACTORS

@@ -8,6 +8,9 @@
 //
 // Tensor cores truncate their sums (error 2^-24 per step, always towards zero). For float32, they therefore sum only a few
 // rows at a time; ordinary, rounded additions add these sums to the accumulators.
+//
+// synchronization: products and shuffles order no memory. A barrier that the caller's warp reaches separates `load_raw` from the
+//         writes of these rows by other threads, and from later ones.
 #include "common.cuh"
 #include "tensor.cuh"
 

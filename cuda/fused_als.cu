@@ -12,6 +12,13 @@
 // limits: RANK <= 128; LD a multiple of 4; w_e >= 0 (ensured by the plan); sm_80 or later
 // Rows longer than a segment go through `assemble_segments` and `solve_partials`, which add the segments in order: one long
 // row never delays the sweep. Results do not depend on the assignment of rows to teams.
+// synchronization: chunk c is in stage c % STAGES, unit u of weights and indices in slot u % UNITS. At the barrier of chunk c, each
+//         thread has waited for its own copies of chunk c, and all have read chunk c - 1. After it, chunk c + STAGES - 1 is copied
+//         to the stage of c - 1; its indices were written before this barrier. One warp writes each unit, AHEAD units after those
+//         of chunk c, to a slot that no thread reads before the next barrier. `run` ends with a barrier after all reads of stages,
+//         slots and scales; no copy of data is in flight then, and the solver or the next row overwrites them.
+//         A team shares its row, so all its threads reach the same barriers; a team of several warps is a block.
+//         The counter gives each position to one team and orders nothing else; `Cleared` in assembly.py says when it is cleared.
 #include "system.cuh"
 
 #ifndef LD
@@ -67,6 +74,7 @@ constexpr int UNIT = WARP;                             // entries whose weights 
 constexpr int AHEAD = ceil_div(STAGES * CHUNK, UNIT);  // units that are ready before the chunk being multiplied
 constexpr int UNITS = power_of_two(AHEAD + CHUNK / UNIT);  // units in shared memory
 static_assert(CHUNK / UNIT <= WARPS, "a warp prepares at most one unit per chunk");
+static_assert(CHUNK % UNIT == 0 && UNITS >= AHEAD + CHUNK / UNIT, "units being read and units being written have different slots");
 constexpr int ROWS = product_rows(ARITHMETIC);         // entries of one product
 constexpr bool ROUNDED = ARITHMETIC == FLOAT32_WIDE;
 

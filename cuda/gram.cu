@@ -8,6 +8,10 @@
 // flops : n_rows side (side + 64); gram_tensor: three times that on tensor cores, in two tf32 parts
 // limits: gram_tensor: width a multiple of 4; sm_80 or later
 // Summation in REAL ends with a piece. A plain product of a long, narrow table would occupy only a few multiprocessors.
+// synchronization: gram: a barrier follows the writes of STEP rows, another one their reads. gram_tensor: step s is in buffer
+//         s % STAGES; at its barrier, each thread has waited for its own copies of s, and all have read step s - 1, in whose buffer
+//         step s + STAGES - 1 arrives. Each step commits one group of copies, even an empty one. One thread writes an element of
+//         `sums`.
 #include "tensor.cuh"
 
 constexpr int TILE = 64, STEP = 16, EDGE = 16, EACH = TILE / EDGE;
@@ -70,6 +74,7 @@ gram(real* __restrict__ sums, const real* __restrict__ table, int64 n_rows, int 
 constexpr int STAGES = 3, PITCH = TILE + 8;      // PITCH: 8 modulo 32, so that operands are read without bank conflicts
 constexpr int TENSOR_THREADS = 4 * WARP, QUARTER = TILE / 2;
 constexpr int ROW_BLOCKS = QUARTER / 16, COLUMN_BLOCKS = QUARTER / 8, DEPTH = 8;
+static_assert(STAGES >= 2, "one step is multiplied while the next ones arrive");
 
 // Starts the copy of rows `first` ... of a tile's columns; zeros beyond the piece and the table.
 __device__ __forceinline__ void copy_rows(float* target, const float* table, int64 first, int64 end, int width, int column) {

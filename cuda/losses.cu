@@ -2,6 +2,7 @@
 // grid  : one warp per segment (losses) or row (squares), WARPS_PER_BLOCK warps per block
 // shapes: users (n_users, LD)  items (n_items, LD)  segments (n_segments, 3): user, begin, end  losses (n_segments,)
 //         user_offsets (n_users,): mean + bias, with HAS_OFFSETS; offsets (n_items,): bias
+// synchronization: none; a warp owns a segment or row and exchanges registers only
 // traffic: nnz (FACTORS + 2) * sizeof(real) bytes read   flops: 2 FACTORS nnz
 #include "common.cuh"
 

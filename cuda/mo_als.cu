@@ -17,6 +17,10 @@
 // has the first 16 bytes of all tiles first, then the second 16 bytes, ...: neighbouring threads mostly share a tile row
 // and have neighbouring tile columns, so they read contiguous memory with few bank conflicts.
 // The teams' sums are added in a fixed order: the same bits on every run.
+// synchronization: bin k is in buffer k % 2. A barrier precedes bin 0. The one at the end of bin k follows all writes of bin k + 1
+//         and all reads of bin k, whose buffer bin k + 2 overwrites; the last one also precedes the exchange of the teams' sums. In
+//         a round of it, one barrier follows the writes and another one the reads. With REGISTERS 0, one thread reads and writes an
+//         element of the matrix.
 #include "common.cuh"
 
 #ifndef RANK

@@ -15,6 +15,14 @@
 //         losses (n_tasks,) or (grid,): sums of e^2, each e computed with the factors before its update
 // shared: blocked: sizeof(Work), CHUNK_SLOTS * CHUNK * (STRIDE + CHUNK + VECTOR + 1) reals and a little
 // traffic: LD * sizeof(real) * nnz read, mostly from L2     flops: 4 LD nnz
+// synchronization: one team or warp updates a row, and each lane its own pieces; all lanes read a bias, lane 0 writes it, with
+//         __syncwarp between. The fixed side is not written. Block barriers enclose each list of `decentralized`.
+//         blocked: chunk c of a block is in slot c % CHUNK_SLOTS. Helper c % HELPERS writes it after gate `walked` of chunk
+//         c - CHUNK_SLOTS, the walking warp reads it after gate `prepared` of chunk c. The two gates of a slot open in turn, so
+//         openings do not mix. Parity suffices, since a waiting warp is at most one opening behind: the walking warp waits for
+//         every chunk in order; a helper at chunk c has waited for chunk c - HELPERS - CHUNK_SLOTS to be walked, hence chunk
+//         c - 2 CHUNK_SLOTS is walked, too. Lanes of a warp exchange values in shared memory with __syncwarp after the writes
+//         (for copies after copy_wait in each lane) and after the reads.
 // limits: rows without entries are no tasks. For a range of columns: the walk has the begin and end of each row's part in the
 //         range, the tables start at the first row of either range, and `first` is subtracted from each index
 //
@@ -173,9 +181,9 @@ template <int TEAM> struct Centralized {
         const int count = mine ? int(walk.ends[row] - begin) : 0;
         const int rounds = most_of_groups<TEAM>(ceil_div(count, RING));
 
-        real v[Held::OWNED], u[Held::OWNED];
-        Held::read(v, moved.rows + row * LD, lane);
-        real bias = HAS_BIASES ? moved.bias[row] : real(0);
+        real v[Held::OWNED] = {}, u[Held::OWNED];
+        if (mine) Held::read(v, moved.rows + row * LD, lane);  // otherwise another team is writing the row
+        real bias = HAS_BIASES && mine ? moved.bias[row] : real(0);
         double loss = 0;
 
         // Places past the end refer to row `first`; their updates are discarded.
@@ -214,6 +222,7 @@ template <int TEAM> struct Centralized {
             loss += squares;
             rating = next_rating;
         }
+        if (HAS_BIASES) __syncwarp();  // all lanes have read the bias
         if (!mine) return;
         Held::write(moved.rows + row * LD, v, lane);
         if (lane == 0) {
@@ -241,7 +250,7 @@ constexpr int STRIDE = LD + (FIXED16 ? (96 - LD % 64) % 64 : CHUNK == 16 && size
 constexpr int FIXED_VECTOR = 16 / int(sizeof(fixed_value)), FIXED_VECTORS = LD / FIXED_VECTOR;  // pieces of a fixed row
 static_assert(CHUNK == power_of_two(CHUNK) && CHUNK >= 4 && CHUNK <= 16, "a lane computes an error");
 // A helper waits for the slot of its next chunk before it prepares the current chunk; the walking warp waits for the next chunk
-// before it frees a slot. With fewer slots they would deadlock.
+// before it frees a slot. With fewer slots they would deadlock; with fewer than HELPERS, parity would be ambiguous (see above).
 static_assert(CHUNK_SLOTS >= HELPERS + 2, "or walker and helpers would wait for each other");
 
 struct alignas(32) Slot {  // a chunk in shared memory; copies of rows keep the sectors of memory together
@@ -546,7 +555,7 @@ struct Walker {
 
     __device__ __forceinline__ void run(int chunks) {
         if (!chunks) return;  // no chunks: no helper prepares one
-        const Slot& slot = work.slot_of(earlier);
+        Slot& slot = work.slot_of(earlier);
         power = work.powers[lane % CHUNK];
         bias_power = work.bias_powers[lane % CHUNK];
         slot.prepared.wait(Slot::round_of(earlier));
@@ -566,7 +575,7 @@ struct Walker {
     }
 
     // Advances from the products of a chunk to those of the next chunk, which is prepared once its gate is open for `round`.
-    __device__ __forceinline__ void walk(int chunk, const Slot& slot, const Slot& next, int round) {
+    __device__ __forceinline__ void walk(int chunk, const Slot& slot, Slot& next, int round) {
         const int valid = min(CHUNK, count - chunk * CHUNK), entry = lane % CHUNK;
         const bool seen = next.prepared.is_open(round);  // read early: the result is available when it is used
         const real target = slot.targets[entry], shrink = work.powers[valid];
@@ -688,6 +697,7 @@ blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int*
                 walker.run(chunks);
                 Warp_row::store(moved.rows + int64(row) * LD, Warp_row::raw_of(walker.v), lane);
                 const double loss = warp_sum(lane < CHUNK ? walker.loss : 0.0);
+                if (HAS_BIASES) __syncwarp();  // all lanes have read the bias
                 if (lane == 0) {
                     if (HAS_BIASES) moved.bias[row] = walker.bias;
                     losses[int64(range) * n_tasks + task] = loss;

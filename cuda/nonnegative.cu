@@ -14,6 +14,13 @@
 // previous one, so a sweep processes 32 at a time: one warp moves them, with their part of the gradient in its registers,
 // then all warps update the rest of the gradient, 32 columns at once. The factor of the free system (U^T U, rows of U) is
 // stored above the diagonal of A, its diagonal in a separate vector.
+//
+// synchronization: __syncthreads separates phases, and conditions around it are the same in all threads: they depend on values
+//         that all read after a barrier, or come from __syncthreads_or. A sweep: warp 0 writes 32 coordinates, their gradient and
+//         `step`; barrier; each thread updates its other components of the gradient; barrier. Rows p ... p + 7 of U: warp 0 writes
+//         the columns of the pivots and `root`; barrier; all write their other columns; barrier. Meanwhile all read A, which U does
+//         not overlap, and the rows of U above p. Between two barriers, warp 0 alone lists the free coordinates, substitutes back
+//         and moves them; __syncwarp separates its writes of `solved` from reads by other lanes.
 #include "fragments.cuh"
 
 #ifndef RANK
@@ -47,6 +54,8 @@ constexpr int PARTIAL = TILE_COUNT * TILE_FLOATS + RANK16;
 constexpr int MATRIX = TILES ? PARTIAL : RANK * RANK;          // elements per slot
 constexpr real LARGEST = real(sizeof(real) == 4 ? 3.402823466e+38 : 1.7976931348623157e+308);
 static_assert(!TILES || sizeof(real) == 4, "assemble_segments leaves floats");
+static_assert(!TILES || RESIDENT, "in place of tiles, A would overwrite sums that other threads still read");
+static_assert(PANEL <= WARP, "warp 0 has the columns of all pivots of a panel");
 
 constexpr int SHARED_BYTES_OF_VECTORS = int(sizeof(real)) * (6 * PADDED + WARP) + 4 * (PADDED + 4);
 #ifdef SHARED_BYTES

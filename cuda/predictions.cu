@@ -2,6 +2,7 @@
 // grid  : one warp per segment, WARPS_PER_BLOCK warps per block; LANES lanes share an entry and read its row, 16 bytes each
 // shapes: predicted, indices (nnz,)  fixed (n_fixed, width)  solved (n_rows, width)  segments (n_segments, 3): row, begin,
 //         end; rows are whole pieces of 16 bytes
+// synchronization: none; one lane reads and writes each prediction, and shuffles exchange registers only
 // traffic: nnz (width + 2) * sizeof(real) bytes read   flops: 2 width nnz
 // Indices of later entries are loaded while the factors of the current ones are read. The order of a sum depends only on
 // LANES, so the bits do not depend on how rows are cut into segments.

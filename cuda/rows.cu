@@ -15,6 +15,8 @@
 //   grid  : any number of blocks     block : THREADS, one thread per segment
 //   shapes: clipped, segments (n_segments, 3): slot, begin, end; indices (nnz,), ascending within each segment
 //   result: slot - first_slot, and the entries of each segment whose index is in 0 ... columns - 1; begin == end if none
+// synchronization: add_pieces: one thread reads and writes the same elements of a row and its pieces. row_range: atomicMax, in any
+//           order with the same result; `found` is cleared and read by other operations of the stream. clip_segments: none
 // traffic: each piece once in, each row once out; the table once in; a few indices per segment
 #include "common.cuh"
 

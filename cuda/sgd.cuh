@@ -4,6 +4,8 @@
 //
 // A row is loaded and stored in pieces of 16 bytes. SIZE neighbouring lanes hold it: lane k holds the pieces k, k + SIZE, ...,
 // so each load of the lanes is contiguous. Updates preserve the zeros at the end of a row, so no mask is needed.
+// synchronization: lanes exchange registers by shuffles, which do not order accesses to memory. A lane loads and stores the same
+// pieces of a row, so its own updates need no barrier; `Writers` says whether others write the row while the kernel runs.
 #pragma once
 #include "common.cuh"
 
@@ -103,7 +105,7 @@ __device__ __forceinline__ int4 pack(const real* values) {
 enum Writers { NO_WRITER, THIS_WARP, ALL_MULTIPROCESSORS };
 
 // Loads from L2 and, unlike __ldcg, in order with this thread's stores.
-__device__ __forceinline__ int4 load_shared_with_others(const int4* place) {
+__device__ RACES_BY_DESIGN int4 load_shared_with_others(const int4* place) {
 #ifdef HYBRIDMF_EMULATE
     return *place;
 #else
@@ -116,7 +118,7 @@ __device__ __forceinline__ int4 load_shared_with_others(const int4* place) {
 #endif
 }
 
-__device__ __forceinline__ float load_shared_with_others(const float* place) {
+__device__ RACES_BY_DESIGN float load_shared_with_others(const float* place) {
 #ifdef HYBRIDMF_EMULATE
     return *place;
 #else
@@ -125,6 +127,8 @@ __device__ __forceinline__ float load_shared_with_others(const float* place) {
     return value;
 #endif
 }
+
+template <class T> __device__ RACES_BY_DESIGN void store_shared_with_others(T* place, T value) { *place = value; }
 
 // The part of a row that one of SIZE lanes holds.
 template <int SIZE> struct Row {
@@ -150,10 +154,14 @@ template <int SIZE> struct Row {
         return raw;
     }
 
-    __device__ static __forceinline__ void store(stored* row, const Raw& raw, int lane) {
+    template <Writers WRITERS = THIS_WARP> __device__ static __forceinline__ void store(stored* row, const Raw& raw, int lane) {
 #pragma unroll
-        for (int p = 0; p < PIECES; p++)
-            if (has(p, lane)) reinterpret_cast<int4*>(row)[p * SIZE + lane] = raw.piece[p];
+        for (int p = 0; p < PIECES; p++) {
+            int4* place = reinterpret_cast<int4*>(row) + p * SIZE + lane;
+            if (!has(p, lane)) continue;
+            if (WRITERS == ALL_MULTIPROCESSORS) store_shared_with_others(place, raw.piece[p]);
+            else *place = raw.piece[p];
+        }
     }
 
     __device__ static __forceinline__ void values_of(real (&values)[OWNED], const Raw& raw) {

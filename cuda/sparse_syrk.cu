@@ -20,6 +20,11 @@
 // - Stage s + STAGES - 1 is in flight (asynchronous copies of 16 bytes, past the registers) while stage s is summed;
 //   its row indices were read one stage earlier. One barrier per stage.
 // The groups' sums are added pairwise in a fixed order: the same bits on every run.
+// synchronization: stage s is in buffer s % STAGES. At the barrier of stage s, each thread has waited for its own copies of s, the
+//         weights of s are written, and all have read stage s - 1. After it, copies and weights of stage s + STAGES - 1 go to the
+//         buffer of s - 1. Each stage commits one group of copies, even an empty one: their number tells which are complete. When
+//         the groups exchange their sums, a barrier follows the reads of the stages or of the previous round, and another one the
+//         writes; no copy of data is in flight then.
 #include "common.cuh"
 
 #ifndef NB

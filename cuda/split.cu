@@ -6,6 +6,7 @@
 // traffic: 8 bytes per element, or 6
 // Runs once per half sweep, so that rows are not converted each time they are gathered. A part of a value 2^18 times smaller
 // than the largest is still a normal number.
+// synchronization: none; one thread reads and writes an element.
 #include "fragments.cuh"
 
 #ifndef RANK16

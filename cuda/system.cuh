@@ -12,6 +12,13 @@
 // within 2^-25, the error that a backward-stable Cholesky factorization in float32 has anyway.
 // shared (floats per team): staged: entries in flight, then FACTOR_FLOATS; vectors: TEAM_VECTORS
 // Failure goes to `status`: 0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
+// synchronization: threads of a team exchange values through TeamMemory alone. `team_sync` separates writes from reads and writes
+//         by other threads; while one warp works alone (`factor_block`, `multiply_by_inverse`), __syncwarp does. Shuffles order no
+//         memory. Panel p: the owner of block row p writes inverse(p) and y_p; barrier; each warp writes its rows of the panel and
+//         of b; barrier; all read the panel. These reads end before the first barrier of panel p + 1, and the panel is overwritten
+//         after it. Back substitution: the owner reads the shares and writes x_p; barrier; each warp reads x_p and writes its share
+//         for p - 1; barrier. Conjugate gradients: between the two barriers of a step, all read the direction and whether to go on,
+//         and write sums; then until the next step, warp 0 alone reads the sums and writes the others.
 #include "fragments.cuh"
 
 #ifndef RANK
@@ -124,6 +131,9 @@ constexpr int INVERSE_STRIDE = 20;             // 16 bytes of 8 rows hit all 32 
 constexpr int INVERSE_FLOATS = (BLOCK - 1) * INVERSE_STRIDE + BLOCK;
 constexpr int PANEL_FLOATS = WARPS == 1 ? BLOCK : BLOCKS * 4 * OPERAND_FLOATS;
 constexpr int FACTOR_FLOATS = PANEL_FLOATS + BLOCKS * INVERSE_FLOATS;
+static_assert(EXTRAS >= 2 + 4 * WARPS, "`failed`, whether conjugate gradients go on, and `extras` are apart");
+static_assert(WARPS * BLOCK <= PANEL_FLOATS, "the shares of the back substitution do not reach the inverses");
+static_assert((BLOCK - 1) * BLOCK <= INVERSE_FLOATS, "the columns that `factor_block` exchanges take the place of one block");
 
 struct TeamMemory {
     float* staged;

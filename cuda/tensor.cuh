@@ -2,6 +2,10 @@
 //
 // With g = lane / 4 and t = lane % 4, d[q] is row g + 8 (q / 2), column 2 t + q % 2. In tf32 a lane holds rows g and g + 8 of
 // A at column t, then at t + 4, and column g of B at rows t and t + 4. Tensor cores truncate their sums.
+//
+// synchronization: products exchange registers only and order no memory. All lanes of a warp execute each product and each
+//         `load_operand`: conditions around them are the same in all lanes. `load_operand` reads rows that other threads may have
+//         written: a barrier that the warp reaches separates it from these writes, and from later ones.
 #pragma once
 #include "common.cuh"
 

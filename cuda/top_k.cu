@@ -29,6 +29,14 @@
 //          item_ids, ascending_ids (n_items,)  positions (all items,): packed place or -1
 //          seen_ptr (n_users + 1,), seen_ids ascending in each row
 //          n_groups is a multiple of OCTET; n_items are packed, the items after them are zero and never chosen
+// synchronization: what a kernel reads, earlier kernels of the stream wrote, except as follows.
+//          group_max: one warp reads and writes each word; tile t is in buffer t % 2, copied after a barrier before which all
+//          warps have read tile t - 2, and read after the next one, before which each thread waits for its copies. A warp's trays
+//          alternate in the same way; its lanes overwrite words after __syncwarp, since four lanes read each.
+//          select_best: the lanes of a warp share lists, with __syncwarp after writes and after reads; lengths and thresholds are
+//          equal in all lanes, hence so are the branches. mark_seen: __syncwarp between clearing and atomicOr.
+//          score_rows, sort_rows: block barriers after writes and after reads of shared memory and of the list; atomics assign
+//          slots in any order, and the list is sorted afterwards.
 // flops  : 64 PADDED n_groups per user; select_best screens some n groups per user (float16) or 2 n (int8)
 // traffic: words are moved five times, 20 n_groups bytes per user; a screened group is 64 rank bytes
 // floor  : H200, rank 128, n 10, estimated. 384,546 items: float16 246 ns per user (400 TFLOP/s by mma.sync), int8 123; words 60

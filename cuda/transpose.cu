@@ -11,6 +11,9 @@
 //   grid  : any number of blocks         block : THREADS, one thread per entry, and per row
 //   result: adds to faults, which is 0 at first, the number of entries whose column is not in 0 ... n_columns - 1 or whose
 //           value is not finite, and of entries whose column does not exceed that of the previous entry in their row
+// synchronization: each kernel reads what earlier kernels of the stream wrote. The counts of a part belong to one warp:
+//         count_columns adds by atomics; in scatter_entries all lanes of a column read its place, then its last lane advances it,
+//         with __syncwarp after the reads and after the writes. Places are distinct. count_faults adds by atomics.
 // shapes: indptr (n_rows + 1,)  indices, values (nnz,)  bounds (n_parts + 1,): first entry of each part
 //         counts (n_parts, n_columns), zeros at first: entries of each column in a part, then its next free place in the
 //         column  totals (n_columns,)  faults (1,)  starts (n_columns + 1,)  rows, out_values (nnz,)

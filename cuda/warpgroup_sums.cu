@@ -11,11 +11,12 @@
 // limits: compute capability 9.0 (sm_90a)
 // synchronization: chunk c of a block's stream is in buffer c % BUFFERS, filled by fetching warp c % WARPS, as the (c / BUFFERS)-th
 //     chunk there. full(b) opens when all lanes of that warp have written: their copies are complete and shown to the products.
-//     Every lane of the multiplying warps waits for it before it reads. empty(b) opens when each multiplying warp has arrived, after
-//     its products of the chunk are complete; every lane that fills the next chunk of b waits for it. Multiplying warps arrive in
-//     the order of the chunks. A buffer has several fetching warps (6 buffers, 4 warps), but generations cannot mix: a warp that
-//     waits for c - BUFFERS to be read has filled c - WARPS, so c - WARPS - BUFFERS has been read by all, and c - 2 BUFFERS before
-//     it, as WARPS <= BUFFERS. So the wait is for the very next opening of empty(b), and the one after that needs chunk c itself.
+//     Every lane of the multiplying warps waits for it before it reads. empty(b) opens when each multiplying warp has arrived,
+//     after its products of the chunk are complete; every lane that fills the next chunk of b waits for it. Multiplying warps
+//     arrive in the order of the chunks. A buffer has several fetching warps (6 buffers, 4 warps), but generations cannot mix: a
+//     warp that waits for c - BUFFERS to be read has filled c - WARPS, so c - WARPS - BUFFERS has been read by all, and
+//     c - 2 BUFFERS before it, as WARPS <= BUFFERS. So the wait is for the very next opening of empty(b), and the one after that
+//     needs chunk c itself.
 // A product computes 64 rows by up to 64 columns of A over 16 entries. The row operand is in registers, where the weights are
 // applied. The column operand comes from shared memory, in the layout of the copies. With columns in two halves of 64 and REST,
 // the sums take three products: (0, 0), (0, 1), which is transposed when it is stored, and (1, 1). A pair of parts costs half a

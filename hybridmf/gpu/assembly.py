@@ -50,6 +50,10 @@ def default_builds(
 class Cleared:
     """Memory of a half sweep that starts as zeros, cleared by one operation at first use.
 
+    One thread launches a half sweep on one stream. So the memory is cleared before the first kernel that uses it, and a
+    kernel sees what earlier ones have written. Each launch has a separate counter, also if a batch is repeated because
+    memory ran out: no counter is cleared while a kernel may use it.
+
     Parameters
     ----------
     device : Device

@@ -157,7 +157,7 @@ class DualRows:
         return cls(device, objective, side, rank, parts[::-1])
 
     def solve(self, systems: SideSystems, table: Array, entries: DeviceEntries, indptr: Array, epsilon: float) -> None:
-        """Solve all rows.
+        """Solve all rows; in stream order, so the basis is complete before it is used, and memory before it is reused.
 
         Parameters
         ----------

@@ -47,7 +47,9 @@ class GpuEngine:
         """Copy the fixed side to the device; return it with its weighted Gram matrix."""
         table = self._table(fixed)
         with self.device.active():
-            return table, tables.weighted_gram(self.device, table.table, self.plan.rank, objective)
+            gram = tables.weighted_gram(self.device, table.table, self.plan.rank, objective)
+        self.device.synchronize()  # the result is kept, and other threads may use it from streams of their own
+        return table, gram
 
     def fold_in(
         self,

@@ -200,6 +200,7 @@ class FusedKernels(RowKernels):
     cleared: Cleared | None = field(default=None, compare=False)
 
     def _counter(self) -> Array:
+        """Work counter of one launch; the stream clears it before that launch, and no other launch uses it."""
         return self.device.zeros(1, np.int32) if self.cleared is None else self.cleared.counter()
 
     @functools.cached_property

@@ -449,7 +449,11 @@ class HalfSweep(GpuHalf):
     def _solve(
         self, prepared: tuple[RowKernels, Array], entries: DeviceEntries, systems: Callable[[], SideSystems]
     ) -> Iterator[None]:
-        """Launch the solution of all rows that are not solved in the dual form."""
+        """Launch the solution of all rows that are not solved in the dual form.
+
+        Stream order suffices: the sums of all pieces of a row are complete before they are solved, and systems are
+        solved before the next batch reuses their memory.
+        """
         kernels, operand = prepared
         for batch in self.batches:
             with self.batches.fitting(batch):

@@ -7,6 +7,7 @@ dtype, shape and layout, and passes NumPy scalars of the exact width.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ from ..device.cuda import Array, Device, Kernel
 
 HEADERS = ("common.cuh",)
 """Inserted into every source: CuPy's cache keys on the text, so it would miss changes of an #include."""
+
+
+DELAYS = "HYBRIDMF_KERNEL_DELAYS"
+"""Environment variable with a seed: kernels are compiled with random delays around every synchronization, for tests."""
 
 
 def kernel_folder() -> Path:
@@ -56,7 +61,9 @@ def get_kernel(device: Device, file: str, name: str, **constants: Any) -> Kernel
 @functools.lru_cache(maxsize=None, typed=True)
 def program(file: str, name: str, **constants: Any) -> tuple[str, str, tuple[str, ...]]:
     """The arguments of `Device.kernel` for the kernel `name` of ``cuda/<file>``."""
-    return source_text(file), name, constant_texts(constants)
+    seed = os.environ.get(DELAYS, "")
+    delays = {"HYBRIDMF_DELAYS": int(seed)} if seed else {}
+    return source_text(file), name, constant_texts(constants | delays)
 
 
 def constant_texts(constants: dict[str, Any]) -> tuple[str, ...]:

@@ -215,6 +215,7 @@ class PackedItems:
         self.steps: Array = None
         if self.config.fits(device.spec):
             self._prepare(on_device, in_bytes)
+        device.synchronize()  # other threads may use the items from streams of their own
 
     @property
     def vectors(self) -> int:

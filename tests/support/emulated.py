@@ -97,9 +97,8 @@ def _with_shared_variables(source: str) -> str:
         for variable in re.split(r",\s*(?![^\[]*\])", variables):
             name, k = variable.split("[")[0].strip(), next(number)
             shape = variable.strip()[len(name) :]
-            texts.append(
-                f"typedef {kind} shared_{k}_type{shape}; auto& {name} = emulator::shared_variable<shared_{k}_type>({k});"
-            )
+            texts.append(f"typedef {kind} shared_{k}{shape};")
+            texts.append(f"auto& {name} = emulator::shared_variable<shared_{k}>({k});")
         return space + " ".join(texts)
 
     changed = SHARED.sub(declare, source)
@@ -159,7 +158,17 @@ def _library(source: str, constants: tuple[str, ...]) -> Any:
         text.write_text(source)
         names = _kernels(text, defined)
         text.write_text(source + "".join(WRAPPER.replace("KERNEL", name) for name in names))
-        command = [*_kernel_command(), "-shared", *_linker(), "-include", str(header), *defined, "-o", str(own), str(text)]
+        command = [
+            *_kernel_command(),
+            "-shared",
+            *_linker(),
+            "-include",
+            str(header),
+            *defined,
+            "-o",
+            str(own),
+            str(text),
+        ]
         _run(command, f"{names} with {constants}")
         own.replace(library)  # complete, for concurrent readers
     return ctypes.CDLL(str(library))
@@ -237,17 +246,23 @@ class EmulatedDevice:
     capability : (int, int)
     seed : int, optional
         Of the schedules of threads: 0 runs them in order. Default: HYBRIDMF_EMULATOR_SEED, or 0.
+    multiprocessors : int, optional
+        With one, the blocks of small problems take several rows.
     """
 
     def __init__(
-        self, memory_bytes: int = 1 << 30, capability: tuple[int, int] = (9, 0), seed: int | None = None
+        self,
+        memory_bytes: int = 1 << 30,
+        capability: tuple[int, int] = (9, 0),
+        seed: int | None = None,
+        multiprocessors: int = 2,
     ) -> None:
         self.seed = int(os.environ.get(SEED, "0")) if seed is None else seed
         self.spec = DeviceSpec(
             name="emulated",
             index=0,
             capability=capability,
-            multiprocessors=2,
+            multiprocessors=multiprocessors,
             shared_bytes=227 * 1024,
             l2_bytes=60 << 20,
             memory_bytes=memory_bytes,

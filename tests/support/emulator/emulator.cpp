@@ -20,6 +20,10 @@ void __tsan_acquire(void* address);
 void __tsan_release(void* address);
 void __tsan_read_range(void* address, unsigned long size);
 void __tsan_write_range(void* address, unsigned long size);
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
 }
 #endif
 
@@ -123,6 +127,17 @@ void note_copy(void* target, const void* source, bool valid, unsigned long size)
     if (valid) __tsan_read_range(const_cast<void*>(source), size);
     __tsan_write_range(target, size);
 }
+// ThreadSanitizer's memmove and free would take the emulator's own lists for data of the threads.
+struct Unseen {
+    Unseen() {
+        AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+        AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+    }
+    ~Unseen() {
+        AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+        AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    }
+};
 #else
 constexpr bool RACES = false;
 void* create_fiber() { return nullptr; }
@@ -131,6 +146,9 @@ void* this_fiber() { return nullptr; }
 void release(void*) {}
 void acquire(void*) {}
 void note_copy(void*, const void*, bool, unsigned long) {}
+struct Unseen {
+    Unseen() {}
+};
 #endif
 
 // ThreadSanitizer would see memcpy as an access of the thread.
@@ -240,7 +258,7 @@ constexpr int RESIDENT = 2;         // blocks at a time, with a seed
 constexpr long PATIENCE = 20000000; // switches without progress
 
 unsigned long long state = 0;  // of the random numbers
-long switches = 0, progress = 0;
+long switches = 0, progress = 0, stalled_until = 0;
 unsigned stay = 1, stall = 64;  // one in so many switches is taken, and stalls a warp
 std::vector<Fiber*> ready;      // a queue in order, a set otherwise
 size_t first_ready = 0;
@@ -263,15 +281,20 @@ unsigned draw(unsigned n) {
     __builtin_unreachable();
 }
 
-void make_ready(Fiber* fiber) { ready.push_back(fiber); }
+void make_ready(Fiber* fiber) {
+    Unseen lists;
+    ready.push_back(fiber);
+}
 
 void wake(Waiting& waiting) {
+    Unseen lists;
     for (Fiber* fiber : waiting.threads) make_ready(fiber);
     waiting.threads.clear();
     progress = switches;
 }
 
 Fiber* take_ready() {
+    Unseen lists;
     if (in_order) {
         Fiber* fiber = ready[first_ready++];
         if (first_ready > 4096) {
@@ -308,11 +331,11 @@ void leave() {
     if (++switches - progress > PATIENCE) fail("deadlock: thread %d of block %u waits", current->linear, current->block->index.x);
     if (!in_order) {
         if (!in_flight.empty() && draw(8) == 0) arrive_copy(draw(in_flight.size()));
-        if (draw(stall) == 0) {  // the warp of this thread, for up to thousands of switches
-            const long until = switches + (1L << draw(13));
-            const int begin = current->linear / 32 * 32;
-            for (int k = begin; k < std::min(begin + 32, current->block->threads); k++)
-                current->block->fibers[k]->stalled = until;
+        if (switches > stalled_until && draw(stall) == 0) {  // any warp of this block, for up to a million switches
+            stalled_until = switches + (1L << (6 + draw(15)));
+            Block& block = *current->block;
+            const int begin = draw((block.threads + 31) / 32) * 32;
+            for (int k = begin; k < std::min(begin + 32, block.threads); k++) block.fibers[k]->stalled = stalled_until;
         }
     }
     Fiber* left = current;
@@ -321,7 +344,10 @@ void leave() {
 }
 
 void wait_in(Waiting& waiting) {
-    waiting.threads.push_back(current);
+    {
+        Unseen lists;
+        waiting.threads.push_back(current);
+    }
     leave();
 }
 
@@ -348,13 +374,14 @@ void arrive_copy(size_t k) {
 }
 
 void wait_for_copies(unsigned groups) {  // of the thread that runs, from the first one on
-    std::vector<size_t> mine;
+    const auto waited_for = [&](const Copy& copy) { return copy.owner == current && copy.group < groups; };
     for (;;) {
-        mine.clear();
-        for (size_t k = 0; k < in_flight.size(); k++)
-            if (in_flight[k].owner == current && in_flight[k].group < groups) mine.push_back(k);
-        if (mine.empty()) break;
-        arrive_copy(mine[in_order ? 0 : draw(mine.size())]);
+        const size_t count = std::count_if(in_flight.begin(), in_flight.end(), waited_for);
+        if (!count) break;
+        size_t k = 0;
+        for (size_t others = in_order ? 0 : draw(count);; k++)
+            if (waited_for(in_flight[k]) && others-- == 0) break;
+        arrive_copy(k);
     }
     acquire(&current->arrived);
 }
@@ -366,6 +393,7 @@ void run_products(unsigned groups) {
         const auto product = pending[k].second;  // which may switch
         product();
     }
+    Unseen lists;
     pending.erase(pending.begin(), pending.begin() + k);
 }
 
@@ -576,7 +604,10 @@ void copy_16(void* target, const void* source, bool valid) {
     if (!in_order || RACES) {
         maybe_switch();
         release(&current->issued);
-        in_flight.push_back({target, source, valid, current->groups, current});
+        {
+            Unseen lists;
+            in_flight.push_back({target, source, valid, current->groups, current});
+        }
         if (!in_order && draw(4) == 0) arrive_copy(in_flight.size() - 1);
         return;
     }
@@ -594,8 +625,10 @@ void copy_wait(int pending) {
 void product(std::function<void()> multiply) {
     // all lanes of a warp decide alike; in the schedule in order, products are made at once
     const bool late = !in_order && (current->products * 2654435761u >> 7 & 3);
-    if (late) current->pending.emplace_back(current->products, std::move(multiply));
-    else {
+    if (late) {
+        Unseen lists;
+        current->pending.emplace_back(current->products, std::move(multiply));
+    } else {
         run_products(~0u);  // products are made in their order
         multiply();
     }
@@ -613,6 +646,7 @@ void before_atomic(void* place) {
 }
 
 void after_atomic(void* place) {
+    Unseen lists;
     if (RACES) current->observed.push_back(place);
 }
 
@@ -661,7 +695,7 @@ const char* run(const unsigned* grid, const unsigned* block, size_t shared_bytes
     ready.clear();
     in_flight.clear();
     first_ready = 0;
-    switches = progress = 0;
+    switches = progress = stalled_until = 0;
     failure[0] = 0;
     caller_known = this_fiber();
     // with several, ThreadSanitizer does not take a thread for the one of the same number in the block before

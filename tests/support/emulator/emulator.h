@@ -32,7 +32,11 @@
 #define __global__
 #define __device__
 #define __host__
+#ifdef EMULATOR_RACES  // ThreadSanitizer does not see stores of structs that a function returns, unless it is inlined
+#define __forceinline__ inline __attribute__((always_inline))
+#else
 #define __forceinline__ inline
+#endif
 #define __noinline__
 #define __restrict__ __restrict
 // __shared__: support/emulated.py writes shared_variable in its place
@@ -48,10 +52,10 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) double2 { double x, y; };
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline double2 make_double2(double x, double y) { return {x, y}; }
+__forceinline__ float2 make_float2(float x, float y) { return {x, y}; }
+__forceinline__ float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+__forceinline__ int2 make_int2(int x, int y) { return {x, y}; }
+__forceinline__ double2 make_double2(double x, double y) { return {x, y}; }
 
 using std::max;
 using std::min;
