@@ -56,6 +56,38 @@ class DeviceError(HybridMFError, RuntimeError):
     """The requested device is missing or cannot run the request."""
 
 
+class DeviceLostError(DeviceError):
+    """A GPU failed, and CUDA cannot use it again in this process; or it does not answer.
+
+    The process has to be restarted. Until then, all calls for this GPU raise this error at once; fits on the CPU, and
+    `save` of factors on the host, still work.
+
+    Attributes
+    ----------
+    facts : dict
+        "device", "reason", and "work": what the GPU was computing, empty if unknown. Shared by all errors about the
+        same failure.
+    kept : str
+        State of the model after the fit that failed; empty for other calls.
+    """
+
+    def __init__(self, facts: dict[str, str]) -> None:
+        super().__init__(facts)
+        self.facts, self.kept = facts, ""
+
+    def __str__(self) -> str:
+        facts, work = self.facts, self.facts["work"]
+        text = (
+            f"{facts['device']} failed{f' while computing {work}' if work else ''}: {facts['reason']}; this process "
+            'cannot use the GPU any more: restart it, or use device="cpu"'
+        )
+        return f"{text}. {self.kept}" if self.kept else text
+
+    def during(self, work: str) -> None:
+        """Name the work of the GPU when it failed, in this and all later errors."""
+        self.facts["work"] = self.facts["work"] or work
+
+
 class MemoryBudgetError(HybridMFError, MemoryError):
     """The computation does not fit in the available memory; raised before it starts."""
 

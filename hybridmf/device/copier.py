@@ -1,4 +1,16 @@
-"""Copies between the host and a device, concurrent with kernels."""
+"""Copies between the host and a device, concurrent with kernels.
+
+Order. A copier has one stream, on which its copies run one after the other. `after(mark)` puts later ones behind
+kernels; `mark()` is an event behind the copies so far, for kernels to wait for.
+
+- A pinned buffer (`_stages`) that goes to the device is filled by the host only after the event of its last use. One
+  that comes from the device is read after the event behind its copy; a later copy into it is on the same stream, hence
+  behind the first one.
+- Memory that a caller has pinned is the source or target of copies itself: the caller leaves it alone until a mark
+  behind the copy, and `fetch` waits for it. It stays alive and pinned until `_unpin`, which waits for the device.
+- An interrupted wait leaves copies in flight whose arrays on the device are released next. `_wait` therefore puts later
+  launches of the current stream, which may reuse this memory, behind the copies.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import DeviceError
+from .health import Health, keep_alive
 from .mapped import reader_of, writer_of
 
 logger = logging.getLogger("hybridmf")
@@ -26,6 +39,8 @@ COPY_CHUNK = 16 << 20
 
 class Owner(Protocol):
     """Device whose streams a copier uses."""
+
+    health: Health
 
     def active(self) -> AbstractContextManager[None]:
         """Make it the current device."""
@@ -143,7 +158,7 @@ class CudaCopier:
         with reader_of(raw) as read:
             for start in range(0, raw.nbytes, COPY_CHUNK):
                 buffer, event = self._stage()
-                event.synchronize()  # its previous copy is complete
+                self._wait(event)  # its previous copy is complete
                 size = min(COPY_CHUNK, raw.nbytes - start)
                 self._fill(buffer[:size], read, start)
                 self._send(target, start, buffer.ctypes.data, size)
@@ -156,7 +171,7 @@ class CudaCopier:
         place = self._turn % STAGES
         self._turn += 1
         if place == len(self._stages):  # buffers are made when needed: small copies need one
-            self._stages.append((self._buffer(), self._cupy.cuda.Event(disable_timing=True)))
+            self._stages.append((self._buffer(), self._device.health.mark(self._stream)))
         return self._stages[place]
 
     def _buffer(self) -> np.ndarray:
@@ -193,7 +208,7 @@ class CudaCopier:
         with self._device.active():
             if self._is_pinned(target):
                 self._receive(target.ctypes.data, source, 0, target.nbytes)
-                self._stream.synchronize()
+                self._wait_for_all()
             else:
                 self._fetch_staged(target.reshape(-1).view(np.uint8), source)
 
@@ -217,20 +232,29 @@ class CudaCopier:
     def _take(
         self, write: Callable[[np.ndarray, int], None], start: int, size: int, buffer: np.ndarray, event: Any
     ) -> None:
-        event.synchronize()
+        self._wait(event)
         self._share(size, lambda k, end: write(buffer[k:end], start + k))
 
     def mark(self) -> Any:
         """An event after the copies started so far."""
         with self._device.active():
-            event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(self._stream)
-            return event
+            return self._device.health.mark(self._stream)
 
     def synchronize(self) -> None:
         """Wait for all copies."""
         with self._device.active():
-            self._stream.synchronize()
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        self._wait(self._device.health.mark(self._stream))
+
+    def _wait(self, event: Any) -> None:
+        """Wait for an event; if interrupted, later launches come after all copies, whose memory they may reuse."""
+        try:
+            self._device.health.wait(event)
+        except KeyboardInterrupt:
+            self._cupy.cuda.get_current_stream().wait_event(self.mark())
+            raise
 
     def twin(self) -> CudaCopier:
         """Another stream; see `Copier.twin`."""
@@ -243,5 +267,6 @@ def _unpin(device: Owner, cupy: Any, array: np.ndarray, first: int) -> None:
         with device.active():
             device.synchronize()
             cupy.cuda.runtime.hostUnregister(first)
-    except DeviceError as error:  # the device has failed before
+    except DeviceError as error:  # the device has failed before, and may still write to the memory
+        keep_alive(array)
         logger.info("memory of the host stays page-locked: %s", error)

@@ -1,6 +1,20 @@
 """Interface to a CUDA device: memory, copies, compiled kernels. No other module of the solvers uses CuPy.
 
 Tests run the same solvers on an emulated device with the methods of `CudaDevice`.
+
+Streams. Kernels are launched on the current stream, CuPy's null stream unless the caller changes it, and run in the
+order of their launches. CuPy's pool reuses memory on the stream on which it was allocated, so a kernel that is launched
+later than the release of an array comes after all kernels on the same stream that use the array. Other streams:
+
+- copies (`hybridmf.device.copier`): each waits for an event behind the launches so far (`after`). `upload` and
+  `download` wait on the host until the copy is complete, so nothing that is launched later overlaps with it.
+  `download(settled=True)` reads an array that no kernel in flight writes, and therefore waits for none.
+- `begin_download` copies on the current stream. Its buffer in pinned memory is in `_arriving` until the event behind
+  the copy is complete, whether or not the result is fetched.
+- `beside`: the stream waits for the mark `begun`, so its kernels see all results before it. The caller makes the
+  current stream wait for a mark behind them before it releases their arrays.
+
+The host waits only in `Health.wait`.
 """
 
 from __future__ import annotations
@@ -24,6 +38,7 @@ from ..core.system import available_cores, parse_bytes
 from ..errors import DeviceError, DeviceMemoryError
 from .arguments import passed
 from .copier import Copier, CudaCopier
+from .health import check_all, health_of, one_line
 
 logger = logging.getLogger("hybridmf")
 
@@ -129,8 +144,11 @@ class Device(Protocol):
     def adopt(self, array: Any) -> Array:
         """Copy of an array of any library that is on this device (see `gpu_of`), C order."""
 
-    def download(self, array: Array, target: np.ndarray | None = None) -> np.ndarray:
-        """Copy to the host, to `target` if given; waits for the kernels that compute the array."""
+    def download(self, array: Array, target: np.ndarray | None = None, *, settled: bool = False) -> np.ndarray:
+        """Copy to the host, to `target` if given; waits for the kernels that compute the array.
+
+        `settled`: these kernels are complete, and no other one writes to the array; later work is not waited for.
+        """
 
     def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
         """Start copying a small array to the host; the returned function waits for the copy, but not for later work."""
@@ -195,9 +213,9 @@ def _cupy() -> Any:
     except ModuleNotFoundError as error:
         if error.name == "cupy":
             raise DeviceError(f"CuPy is not installed; {INSTALL}") from error
-        raise DeviceError(f"CuPy cannot be imported: {_one_line(error)}; {INSTALL}") from error
+        raise DeviceError(f"CuPy cannot be imported: {one_line(error)}; {INSTALL}") from error
     except Exception as error:  # a library of CUDA that does not load, a CuPy built for another NumPy
-        raise DeviceError(f"CuPy cannot be imported: {_one_line(error)}; {INSTALL}") from error
+        raise DeviceError(f"CuPy cannot be imported: {one_line(error)}; {INSTALL}") from error
 
 
 def gpu_of(array: Any) -> str | None:
@@ -208,10 +226,6 @@ def gpu_of(array: Any) -> str | None:
     if hasattr(array, "__cuda_array_interface__"):
         return f"cuda:{_cupy().asarray(array).device.id}"
     return None
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def device_count() -> int:
@@ -226,7 +240,8 @@ def device_count() -> int:
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as error:  # CuPy's CUDARuntimeError
-        text = _one_line(error)
+        check_all(cupy)
+        text = one_line(error)
         if "InsufficientDriver" in text:
             hint = f"there is no NVIDIA driver, or CuPy's CUDA is too new for it: update it, or {INSTALL}"
         elif "NoDevice" in text:
@@ -261,6 +276,23 @@ def open_device(device: str = "cuda") -> CudaDevice:
     return opened
 
 
+class _Current:
+    """A device of CuPy as context whose exit does not hide the exception of its body: leaving a lost device fails."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.device.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.device.__exit__(None, None, None)
+        except Exception:
+            if kind is None:
+                raise
+
+
 class CudaDevice:
     """One CUDA device through CuPy.
 
@@ -279,15 +311,16 @@ class CudaDevice:
     def __init__(self, index: int) -> None:
         self._cupy = _cupy()
         self.index = index
+        self.health = health_of(index, self._cupy)
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self._compiling: dict[tuple[str, str, tuple[str, ...]], Future[Kernel]] = {}
         self._lock = threading.Lock()
-        self._beside: Any = None
         self._arriving: deque[tuple[np.ndarray, Any]] = deque()
         self._arriving_lock = threading.Lock()
         with self.active():
             properties = self._cupy.cuda.runtime.getDeviceProperties(index)
+            self._beside = self._cupy.cuda.Stream(non_blocking=True, priority=-1)  # one for all threads
         capability = (int(properties["major"]), int(properties["minor"]))
         name = properties["name"].decode()
         if capability < OLDEST:
@@ -308,28 +341,36 @@ class CudaDevice:
 
     def refresh(self) -> None:
         """Update the free memory in `spec`."""
+        self.health.forgive()
         self.spec = DeviceSpec(**self._properties, free_bytes=self.free_bytes())
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Run on this device; CuPy's exceptions are raised as hybridmf exceptions."""
+        """Run on this device; CuPy's exceptions are raised as hybridmf exceptions.
+
+        Raises
+        ------
+        DeviceLostError
+            The device failed for good, now or before.
+        """
         cupy = self._cupy
+        self.health.check()
         try:
-            with cupy.cuda.Device(self.index):
+            with _Current(cupy.cuda.Device(self.index)):
                 yield
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"cuda:{self.index} is out of memory: {' '.join(str(error).split())}; "
                 f"use fewer factors, another GPU, or free memory of other programs"
             ) from error
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            if "MemoryAllocation" in str(error):
-                raise DeviceMemoryError(f"cuda:{self.index} is out of memory: {error}") from error
-            raise DeviceError(f"cuda:{self.index} failed: {_one_line(error)}") from error
-        except cupy.cuda.driver.CUDADriverError as error:
-            raise DeviceError(f"cuda:{self.index} failed: {_one_line(error)}") from error
+        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+            raise self.health.failure(error) from error
         except ImportError as error:  # CuPy loads cuBLAS and others at first need
-            raise DeviceError(f"CuPy cannot load a library of CUDA: {_one_line(error)}; {TOOLKIT}") from error
+            raise DeviceError(f"CuPy cannot load a library of CUDA: {one_line(error)}; {TOOLKIT}") from error
+        except RuntimeError as error:
+            if not type(error).__module__.startswith("cupy"):
+                raise
+            raise self.health.failure(error) from error  # of cuBLAS and others
 
     # ------------------------------------------------------------------------------------------------ memory
 
@@ -394,19 +435,23 @@ class CudaDevice:
             given = cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
             target = self.empty(given.shape, given.dtype)
             target[...] = given
+            self.health.wait(self.record())  # the caller reads single numbers of it, by waits that ignore Ctrl-C
             return target
 
-    def download(self, array: Array, target: np.ndarray | None = None) -> np.ndarray:
+    def download(self, array: Array, target: np.ndarray | None = None, *, settled: bool = False) -> np.ndarray:
         """Copy to the host, through pinned buffers if large; waits for the kernels that compute the array."""
+        settled = settled and array.flags.c_contiguous  # otherwise a kernel makes a copy
         with self.active():
             source = self._cupy.ascontiguousarray(array)
             if target is None:
                 target = np.empty(source.shape, dtype=source.dtype)
-            if source.nbytes <= SMALL_COPY:
-                target[...] = source.get()  # which waits for the current stream
+            if source.nbytes <= SMALL_COPY and not settled:
+                self.health.wait(self.record())
+                target[...] = source.get()  # nothing is left to wait for
                 return target
             with self._lock:
-                self._copies.after(self.record())
+                if not settled:
+                    self._copies.after(self.record())
                 self._copies.fetch(target, source)
             return target
 
@@ -425,13 +470,13 @@ class CudaDevice:
             arrived = self.record()
             # keep the buffer until the copy is complete, waited for or not: CuPy would reuse its memory
             with self._arriving_lock:
-                while self._arriving and self._arriving[0][1].done:
+                while self._arriving and self.health.is_done(self._arriving[0][1]):
                     self._arriving.popleft()
                 self._arriving.append((target, arrived))
 
         def wait() -> np.ndarray:
             with self.active():
-                arrived.synchronize()
+                self.health.wait(arrived)
             return target.reshape(source.shape).copy()
 
         return wait
@@ -439,14 +484,12 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for all work of the current stream; raises its failures."""
         with self.active():
-            self._cupy.cuda.get_current_stream().synchronize()
+            self.health.wait(self.record())
 
     def record(self) -> Any:
         """An event behind the work launched so far on the current stream."""
         with self.active():
-            event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(self._cupy.cuda.get_current_stream())
-            return event
+            return self.health.mark()
 
     def wait(self, mark: Any) -> None:
         """Have the current stream wait for an event."""
@@ -456,12 +499,9 @@ class CudaDevice:
     @contextmanager
     def beside(self, begun: Any) -> Iterator[None]:
         """Launch on a high-priority stream, whose blocks are scheduled before those of the default one: long work."""
-        with self.active():
-            if self._beside is None:
-                self._beside = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
-            with self._beside:
-                self.wait(begun)
-                yield
+        with self.active(), self._beside:
+            self.wait(begun)
+            yield
 
     def copier(self) -> CudaCopier:
         """A stream of its own for copies."""
@@ -516,7 +556,7 @@ class CudaDevice:
                 if "nvrtc" not in str(error).lower():
                     raise
                 raise DeviceError(
-                    f"CuPy cannot load NVRTC, the run-time compiler of CUDA: {_one_line(error)}; {TOOLKIT}"
+                    f"CuPy cannot load NVRTC, the run-time compiler of CUDA: {one_line(error)}; {TOOLKIT}"
                 ) from error
 
         self._functions[source, name, constants] = function

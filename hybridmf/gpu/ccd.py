@@ -382,7 +382,7 @@ def rank_one(solved: Array, entries: CcdEntries, fixed: Vectors, own: Vectors, m
     Parameters
     ----------
     solved : float array, shape (n_rows + padding,)
-        Written; rows without entries are not.
+        Written; rows without entries are not. No part of `fixed` or `own`, which the kernel reads as constants.
     entries : CcdEntries
     fixed, own : Vectors
         The other side and this one, whose regressor is not read.
@@ -581,7 +581,9 @@ class GpuCCD(Unconnected):
             transpose(entries, bias, columns[self.biases.index(side) :], status, entries.n_rows, 1)
             bias = bias.reshape(-1)
         solved = DeviceFactors(self.device, table, factors, bias)
-        if self.device.download(status)[0]:
+        failed = self.device.download(status)[0]
+        solved.keep(settled=True)
+        if failed:
             self._raise_non_finite(side, solved.on_host())
         return solved
 

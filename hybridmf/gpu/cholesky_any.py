@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from ..core.system import ceil_div, round_up
+from ..core.validate import MAX_FACTORS
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import REGISTERS, RESERVED, WARP, require, tuned
 from ..plan.fused import solver_floats, vector_floats
 from .launch import check, check_not_host, get_kernel
 
-MAX_RANK = 2048
-"""Largest rank of the solvers."""
+MAX_RANK = MAX_FACTORS + 1
+"""Largest rank of the solvers: biases take one coordinate."""
 
 STEP = 8
 """Columns that cholesky_any.cu eliminates at a time, and threads along a row of accumulators."""

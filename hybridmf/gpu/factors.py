@@ -103,7 +103,14 @@ class DeviceFactors(GpuFactors):
     device_bias : float array, shape (n,), or None
     cleared : Cleared, optional
         Of the half sweep that solved the factors, for its check.
+
+    Attributes
+    ----------
+    settled : bool
+        Whether the kernels that compute the arrays are known to be complete: copies to the host wait for no others.
     """
+
+    settled = False
 
     def __init__(
         self,
@@ -156,6 +163,7 @@ class DeviceFactors(GpuFactors):
     def finish_check(self, found: Callable[[], np.ndarray]) -> bool:
         """Wait for the check of `begin_check`."""
         known, failed = read_range(found())
+        self.keep(settled=True)
         if self.has_range:
             self.keep(range=known)
         return failed
@@ -198,13 +206,13 @@ class DeviceFactors(GpuFactors):
     def write(self, target: np.ndarray) -> None:
         """See `Factors.write`; without a copy in between if rows are not padded."""
         if self._host is None and self.table.shape[1] == self.factors:
-            self.device.download(self.table, target)
+            self.device.download(self.table, target, settled=self.settled)
         else:
             super().write(target)
 
     def _brought(self) -> Factors:
-        bias = None if self.device_bias is None else self.device.download(self.device_bias)
-        matrix = self.device.download(self.table)
+        bias = None if self.device_bias is None else self.device.download(self.device_bias, settled=self.settled)
+        matrix = self.device.download(self.table, settled=self.settled)
         if matrix.shape[1] != self.factors:
             matrix = np.ascontiguousarray(matrix[:, : self.factors])
         return Factors(matrix, bias)

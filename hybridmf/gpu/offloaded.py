@@ -12,6 +12,11 @@ their bounds, and no entry is copied.
 
 If the host does not have enough memory, `HostTables` are files of `core.scratch`, created before the fit starts. This
 module processes only some rows of a table at a time.
+
+Order. Ratings and parts of the fixed side arrive in buffers of `hybridmf.gpu.stream.Loader`. `Copiers.send` copies to
+new memory after all launches so far, which may have read it, and later launches wait for the copy. `Drain` copies
+solutions behind a mark recorded after the kernels that compute them; its thread refers to the arrays until the host has
+waited for the copies, so their memory is not reused before. The table on the host is read after `Drain.finish`.
 """
 
 from __future__ import annotations

@@ -614,7 +614,12 @@ class Msgd:
         return self.walks[side].n_ranges * (len(self.long[side].rows) + len(self.short[side]))
 
     def launch_pass(self, side: Side, moved: FactorRows, fixed: FactorRows, terms: Terms, losses: Array) -> None:
-        """Update all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,)."""
+        """Update all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,).
+
+        A second stream may update the long rows between the events `begun` and `walked`, while the current one updates
+        the others. They write different rows and losses, and only read `fixed`. The current stream waits for `walked`,
+        so later launches, and the reuse of freed memory, come after both.
+        """
         _check_rows(self.device, moved, fixed, self.stored)
         if side in self.bounds:
             walk, bounds = self.walks[self.layouts[side]].whole, self.bounds[side]
@@ -1047,7 +1052,10 @@ def epoch_result(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[fl
     sound = _begin_finite_check(
         device, [array for side in sides for array in (side.table, side.device_bias) if array is not None]
     )
-    return float(known()[0]), math.isfinite(sound())
+    result = float(known()[0]), math.isfinite(sound())
+    for side in sides:
+        side.keep(settled=True)
+    return result
 
 
 def _begin_finite_check(device: Device, arrays: Sequence[Array]) -> Callable[[], float]:

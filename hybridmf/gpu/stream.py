@@ -7,6 +7,12 @@ Factors and row metadata (offsets, which rows are long) stay on the device: abou
 only the entries, 8 bytes each. Results equal those with all ratings on the device, bit for bit: rows are independent,
 and the scale of float16 parts, which depends on all rows, is computed before slabs are cut.
 `hybridmf.gpu.offloaded` is for factors that do not fit either.
+
+Order. A buffer is written after its readers: `release` records an event behind the launches that read it, and the
+thread makes the copier's stream wait for this event before it copies. A buffer is read after its copies: the thread
+passes on a mark behind them, and the stream of the kernels waits for it before the next launches. The first copies wait
+for all launches before, which may have used the memory. `end` waits for the thread and for its copies, so no copy is in
+flight when buffers are freed; a GPU that is lost cannot use them any more.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -30,6 +36,8 @@ from ..data.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries
 from ..data.store import StoreMatrix
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
+from ..device.health import hurry
+from ..errors import DeviceLostError
 from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.types import Plan
 from .assembly import Cleared, RowKernels
@@ -96,6 +104,9 @@ class Loader:
                 yield k, *(buffer[:size] for buffer, size in zip(self._buffers[slot], sizes, strict=True))
                 loading.release(slot)
             done = transfers.count > 0
+        except BaseException:  # a failure or Ctrl-C, here or in the caller: the end of the load must not block forever
+            hurry()
+            raise
         finally:
             if done and then is not None:
                 self._early = loading
@@ -184,7 +195,8 @@ class _Loading:
         self._free.put(None)
         if threading.current_thread() is not self._thread:  # the garbage collector runs on any thread
             self._thread.join()
-        self.copier.synchronize()
+        with suppress(DeviceLostError):  # raised where it is found; here it would hide Ctrl-C
+            self.copier.synchronize()
 
     def _run(self) -> None:
         try:

@@ -200,6 +200,8 @@ class FactorModel(ServingMixin):
             Raised before any work; the last one if the `checkpoint` folder has checkpoints of another run.
         NotPositiveDefiniteError, NonFiniteError, KeyboardInterrupt
             Raised during the work; the model keeps the factors of the last completed half sweep.
+        DeviceLostError
+            A GPU failed; the model keeps the last factors that were on the host, and the message names them.
         """
         stopwatch = Stopwatch()
         objective = self._objective()

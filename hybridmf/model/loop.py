@@ -18,7 +18,8 @@ from ..core.objective import Objective, State
 from ..core.progress import progress_bar
 from ..core.validate import as_csr, check_bool, check_choice, check_nonempty, check_shape
 from ..data.align import UNKNOWN, Labels, align, labels_of
-from ..errors import RatingsError
+from ..device.health import hurry
+from ..errors import DeviceError, DeviceLostError, RatingsError
 from ..metrics import _measure, _warn_of_overlap
 from ..plan.solver import Solver
 from . import checkpoint as checkpoints
@@ -28,6 +29,8 @@ from .learned import Learned
 from .stopwatch import Stopwatch
 
 logger = logging.getLogger("hybridmf")
+
+AS_BEFORE = "The model is as it was before the fit"
 
 Record: TypeAlias = dict[str, float]
 """One iteration of ``history_``."""
@@ -172,6 +175,7 @@ class FitLoop:
         self.watch = None if rule is None else Watch(rule)
         # whether the model lacks the current factors, and whether these are of an incomplete iteration; as on all ranks
         self.stale, self.partial = self.completed > 0, False
+        self.work = ""  # of the solver, for messages
         agreed = self.ranks.agreed
         self.needs_model, self.needs_objective = agreed(observers.need_model), agreed(observers.need_objective)
         self.saves, self.calls_back = agreed(self.writer is not None), agreed(observers.callback is not None)
@@ -180,27 +184,38 @@ class FitLoop:
         """Iterate until `iterations` are complete or the callback stops the fit."""
         name, shown = type(self.model).__name__, self.observers.show_progress
         bar = progress_bar(iterations, shown, initial=self.completed, desc=name)
-        ended = False
         with checkpoints.writing(self.writer):
             try:
                 for iteration in range(self.completed + 1, iterations + 1):
                     self.stopwatch.lap("observe")
+                    self.work = f"iteration {iteration}"
                     for _ in self.solver.sweep():
                         self.stale = self.partial = True
                     self.completed, self.partial = iteration, False
+                    self.work = f"the evaluation of iteration {iteration}"
                     record: Record = {"iteration": iteration, "seconds": self.stopwatch.lap("iterations")}
                     self.history.append(record)
                     self._observe(record, bar)
                     if self._asked_to_stop(record):
                         break
-                ended = True
-            finally:
-                bar.close()
-                self.stopwatch.lap("observe")
-                if ended or self.ranks.alone:
-                    self._finish()
+            except BaseException as error:
+                self._end(bar)
+                self._rescue(error)
+                raise
+            self._end(bar)
+            try:
+                self._finish()
+            except DeviceLostError as error:
+                error.during(self._work())
+                error.kept = self._keep_what_is_on_host()
+                raise
         if self.watch is not None:
             self._restore_best(self.watch)
+
+    def _end(self, bar: Any) -> None:
+        """End the iterations."""
+        bar.close()
+        self.stopwatch.lap("observe")
 
     def _observe(self, record: Record, bar: Any) -> None:
         """Run all work after an iteration except the callback."""
@@ -261,9 +276,15 @@ class FitLoop:
             self.model._learn(watch.learned)
             self.model.n_iter_ = watch.iteration
 
-    def _update_model(self) -> None:
-        """Update the model with the current factors; the first time, create its `Learned`."""
-        state, self.stale = self.ranks.gather(self.solver), False
+    def _update_model(self, *, on_host: bool = False) -> None:
+        """Update the model with the current factors; the first time, create its `Learned`.
+
+        `on_host`: copy the factors to the host first, so that a failure leaves the model as it is.
+        """
+        state = self.ranks.gather(self.solver)
+        if state is not None and on_host:
+            state = state.on_host()
+        self.stale = False
         if state is None:
             return
         first = self.learned is None
@@ -276,15 +297,60 @@ class FitLoop:
         self.model._learn(self.learned)
         self.model.n_iter_, self.model.history_ = self.completed, self.history
 
-    def _finish(self) -> None:
+    def _finish(self, *, on_host: bool = False) -> None:
         """Update the model, copy the factors to the host, and write the last checkpoint."""
         if self.stale:
-            self._update_model()
+            self._update_model(on_host=on_host)
         if self.learned is not None and self.model._learned is self.learned:
             self.learned = replace(self.learned, state=self.learned.state.on_host())
             self.model._learn(self.learned)
         if self.writer is not None and self.learned is not None and not self.partial:
             self.writer.finish(self.model)
+
+    # ------------------------------------------------------------------------------------------------ failures
+
+    def _rescue(self, error: BaseException) -> None:
+        """Leave a usable model after a failure: the last completed half sweep, or if a GPU is lost, the host's copy."""
+        if isinstance(error, KeyboardInterrupt):
+            hurry()
+        work = self._work()
+        if isinstance(error, DeviceLostError):
+            error.during(work)
+        if not self.ranks.alone:
+            return
+        level, why = logging.INFO, f"stopped while computing {work}"
+        try:
+            self._finish(on_host=True)
+            kept = AS_BEFORE if self.learned is None else "The model has the last completed half sweep"
+        except DeviceError as failure:
+            if isinstance(failure, DeviceLostError):
+                failure.during(work)
+            level, why, kept = logging.WARNING, str(failure), self._keep_what_is_on_host()
+        if isinstance(error, DeviceLostError):
+            error.kept = kept
+        else:
+            logger.log(level, "%s. %s", why, kept)
+
+    def _work(self) -> str:
+        """The work of the solver, for messages."""
+        side = getattr(self.solver, "solving", None)
+        return self.work if side is None else f"the {side} factors of {self.work}"
+
+    def _keep_what_is_on_host(self) -> str:
+        """Give the model the last factors on the host, without the GPU; returns a sentence that names them."""
+        saved = "" if self.writer is None else f"; checkpoints are in {str(self.writer.checkpoint.folder)!r}"
+        if self.learned is None:
+            return f"{AS_BEFORE}{saved}"
+        if self.model._learned is not self.learned:
+            return f"The model is as the callback left it{saved}"
+        try:
+            self.learned = replace(self.learned, state=self.learned.state.on_host())
+        except DeviceError:
+            self.model._forget()
+            return f"The model is not fitted: no factors of this fit are on the host{saved}"
+        self.model._learn(self.learned)
+        self.model.history_ = self.history[: self.model.n_iter_]
+        return f"The model has the factors of iteration {self.model.n_iter_}, which were on the host{saved}"
 
 
 def check_validation(

@@ -194,6 +194,11 @@ class ServingMixin(Estimator):
         """Replace the learned state, and with it everything derived from the old one."""
         self._learned = learned
 
+    def _forget(self) -> None:
+        """Remove the result of a fit."""
+        for name in ("_learned", "n_iter_", "history_"):
+            vars(self).pop(name, None)
+
     # ------------------------------------------------------------------------------------------------ top N
 
     def recommend(

@@ -123,7 +123,15 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
         spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
     plan = plan.changed(device=f"cuda:{spec.index}", gpu=spec)
     unobserved = objective.unobserved_weight if objective.is_implicit else 0.0
-    why_not = fused.supports(plan.system_rank, plan.dtype, spec, unobserved)
+    blocks = plan.system_rank < plan.rank
+    why_not = fused.supports(
+        plan.system_rank,
+        plan.dtype,
+        spec,
+        unobserved,
+        biases=objective.biases and not blocks,
+        size="block_size" if blocks else "factors",
+    )
     assembly, notes = plan.assembly, []
     if assembly == "auto":
         assembly = "sparse_syrk" if why_not else "fused"

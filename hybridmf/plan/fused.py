@@ -213,18 +213,42 @@ class FusedConfig:
         }
 
 
-def supports(rank: int, dtype: Any, spec: DeviceSpec, unobserved_weight: float = 0.0) -> str:
-    """Reason why the fused kernels do not support a problem; empty if they do."""
+def supports(
+    rank: int,
+    dtype: Any,
+    spec: DeviceSpec,
+    unobserved_weight: float = 0.0,
+    *,
+    biases: bool = False,
+    size: str = "factors",
+) -> str:
+    """Reason why the fused kernels do not support a problem, in the words of the caller; empty if they do.
+
+    Parameters
+    ----------
+    rank : int
+        Order of the systems, with the coordinate of the biases.
+    dtype : dtype
+    spec : DeviceSpec
+    unobserved_weight : float
+    biases : bool
+        Whether the rank includes a coordinate of biases.
+    size : {"factors", "block_size"}
+        Parameter that sets the rank.
+    """
+    given = f"{size}={rank - biases}" + (", and one coordinate for the biases," if biases else "")
     if rank > MAX_RANK:
-        return f"rank {rank} is beyond {MAX_RANK}"
+        remedy = f" (use {size}={MAX_RANK - 1}, or biases=False)" if biases and rank == MAX_RANK + 1 else ""
+        return f"{given} {'are' if biases else 'is'} beyond {MAX_RANK}{remedy}"
     if np.dtype(dtype) != np.float32:
         return f"dtype {np.dtype(dtype).name} has no tensor-core products"
     if spec.capability < (8, 0):
         return f"compute capability {spec.capability[0]}.{spec.capability[1]} is below 8.0"
     if unobserved_weight > 1:
         return f"unobserved_weight {unobserved_weight:g} above 1 makes weights negative, whose root does not exist"
-    if FusedConfig.rule(rank).shared_bytes("cg") > spec.shared_bytes:
-        return f"rank {rank} needs {FusedConfig.rule(rank).shared_bytes('cg')} bytes of shared memory"
+    shared = FusedConfig.rule(rank).shared_bytes("cg")
+    if shared > spec.shared_bytes:
+        return f"{given} {'need' if biases else 'needs'} {shared} bytes of shared memory"
     return ""
 
 

@@ -42,9 +42,16 @@ class Unconnected:
 
 
 class Alternating(Unconnected):
-    """A solver whose iteration consists of two half sweeps."""
+    """A solver whose iteration consists of two half sweeps.
+
+    Attributes
+    ----------
+    solving : {"user", "item"} or None
+        The side of the current half sweep, or of the one that failed.
+    """
 
     plan: Plan
+    solving: Side | None = None
 
     def update(self, side: Side) -> None:
         """Solve one side; the state changes only once the half sweep is complete."""
@@ -60,5 +67,7 @@ class Alternating(Unconnected):
             self.balance()  # before the items: the users' factors have to stay exact for the items' of the same sweep
         for side in SWEEP_ORDER:
             if side != self.plan.frozen:
+                self.solving = side
                 self.update(side)
+                self.solving = None
                 yield

@@ -137,17 +137,12 @@ class Streams:
     """
 
     def __init__(self, device: CudaDevice) -> None:
-        self._cuda = device._cupy.cuda
+        self._cuda, self._mark = device._cupy.cuda, device.health.mark
         self._aside = self._cuda.Stream(non_blocking=True)
 
     def assembled(self) -> Any:
         """Record an event after all launches so far."""
-        return self._record(self._cuda.get_current_stream())
-
-    def _record(self, stream: Any) -> Any:
-        event = self._cuda.Event(disable_timing=True)
-        event.record(stream)
-        return event
+        return self._mark()
 
     @contextmanager
     def after(self, mark: Any) -> Iterator[None]:
@@ -156,7 +151,7 @@ class Streams:
         self._aside.wait_event(mark)
         with self._aside:
             yield
-            done = self._record(self._aside)
+            done = self._mark()
         computing.wait_event(done)
 
 

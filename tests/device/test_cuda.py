@@ -22,7 +22,7 @@ from hybridmf.core.system import parse_bytes
 from hybridmf.device import copier as copiers
 from hybridmf.device import cuda as devices
 from hybridmf.device.cuda import MEMORY_LIMIT, CudaDevice, DeviceSpec, open_device, parse_device
-from hybridmf.errors import DeviceError, DeviceMemoryError, MemoryBudgetError, StoreError
+from hybridmf.errors import DeviceError, DeviceLostError, DeviceMemoryError, MemoryBudgetError, StoreError
 from hybridmf.plan import dispatch
 from hybridmf.plan import types as plan_types
 from support.emulated import EmulatedDevice
@@ -414,7 +414,7 @@ def test_arrays_of_others_are_not_the_devices(machine: Machine) -> None:
     [
         (OutOfMemoryError("Out of memory allocating\n 12 bytes"), DeviceMemoryError, "cuda:0 is out of memory: Out of"),
         (CUDARuntimeError("cudaErrorMemoryAllocation"), DeviceMemoryError, "cuda:0 is out of memory: cudaErrorMem"),
-        (CUDARuntimeError("cudaErrorIllegalAddress"), DeviceError, "cuda:0 failed: CUDARuntimeError: cudaErrorIll"),
+        (CUDARuntimeError("cudaErrorIllegalAddress"), DeviceLostError, "cuda:0 failed: CUDARuntimeError: cudaErrorI"),
         (CUDADriverError("CUDA_ERROR_UNKNOWN"), DeviceError, "cuda:0 failed: CUDADriverError: CUDA_ERROR_UNKNOWN"),
         (
             ImportError("libcublas.so.13: cannot open"),

@@ -478,8 +478,8 @@ def test_arrays_must_be_on_the_device(device: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 0}, "rank must be in 1 ... 2048"),
-        ({"rank": 4096}, "rank must be in 1 ... 2048"),
+        ({"rank": 0}, "rank must be in 1 ... 2049"),
+        ({"rank": 4096}, "rank must be in 1 ... 2049"),
         ({"itemsize": 2}, "itemsize must be 4"),
         ({"systems": 4}, "systems=4 a block need rank <= 32"),
         ({"rank": 32, "systems": 33}, "systems=33 warps are more"),
@@ -507,7 +507,7 @@ def test_configurations_that_cannot_work(change: dict[str, Any], message: str) -
 def test_defaults_fit_every_gpu(capability: tuple[int, int]) -> None:
     gpu = spec(GPUS[capability], capability)
     for itemsize in (4, 8):
-        for rank in (*range(1, 300), 511, 512, 513, 1024, 2048):
+        for rank in (*range(1, 300), 511, 512, 513, 1024, 2048, 2049):
             for config in (CholeskyConfig.default(rank, itemsize, gpu), CgConfig.default(rank, itemsize, gpu)):
                 assert config.rank == rank and config.itemsize == itemsize
                 assert config.shared_bytes <= gpu.shared_bytes

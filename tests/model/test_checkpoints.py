@@ -228,7 +228,7 @@ def test_factors_on_a_device_come_to_the_host_in_the_writers_thread(tmp_path):
     expected = model._learned.state
 
     class Device(emulated.EmulatedDevice):
-        def download(self, array):
+        def download(self, array, **options):
             threads.append(threading.current_thread().name)
             return super().download(array)
 

@@ -52,7 +52,9 @@ def measured(model: Any) -> list[dict[str, float]]:
 def test_the_model_is_updated_where_it_is_needed(observed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work between half sweeps leaves a GPU idle."""
     updates, update = [], FitLoop._update_model
-    monkeypatch.setattr(FitLoop, "_update_model", lambda loop: (updates.append(loop.completed), update(loop))[1])
+    monkeypatch.setattr(
+        FitLoop, "_update_model", lambda loop, **how: (updates.append(loop.completed), update(loop, **how))[1]
+    )
     KINDS["explicit"]().fit(TRAIN, callback=(lambda model, record: None) if observed else None)
     assert updates == ([1, 2, 3, 4] if observed else [4])
 

@@ -87,14 +87,33 @@ def test_plan_of_our_kernels(plan_on: Callable[..., Plan]) -> None:
 @pytest.mark.parametrize(
     ("options", "objective", "spec", "why"),
     [
-        ({"factors": 129}, EXPLICIT, H200, "rank 129 is beyond 128"),
-        ({"factors": 128}, Objective("explicit", 0.1, biases=True), H200, "rank 129 is beyond 128"),
+        ({"factors": 129}, EXPLICIT, H200, "factors=129 is beyond 128"),
+        (
+            {"factors": 128},
+            Objective("explicit", 0.1, biases=True),
+            H200,
+            "factors=128, and one coordinate for the biases, are beyond 128 (use factors=127, or biases=False)",
+        ),
+        (
+            {"factors": 200},
+            Objective("explicit", 0.1, biases=True),
+            H200,
+            "factors=200, and one coordinate for the biases, are beyond 128",
+        ),
         ({"dtype": "float64"}, EXPLICIT, H200, "dtype float64 has no tensor-core products"),
         ({}, EXPLICIT, T4, "compute capability 7.5 is below 8.0"),
         ({}, Objective("implicit", 0.1, unobserved_weight=1.5), H200, "unobserved_weight 1.5 above 1"),
-        ({}, EXPLICIT, DeviceSpec("Small", 0, (8, 0), 1, 8192, 0, GIB, 200 * GIB), "rank 64 needs"),
+        ({}, EXPLICIT, DeviceSpec("Small", 0, (8, 0), 1, 8192, 0, GIB, 200 * GIB), "factors=64 needs"),
     ],
-    ids=["rank", "rank with bias", "float64", "Turing", "negative weights", "little shared memory"],
+    ids=[
+        "factors",
+        "factors with biases",
+        "many factors with biases",
+        "float64",
+        "Turing",
+        "negative weights",
+        "little shared memory",
+    ],
 )
 def test_plan_where_our_kernels_do_not_apply(
     plan_on: Callable[..., Plan], options: dict, objective: Objective, spec: DeviceSpec, why: str

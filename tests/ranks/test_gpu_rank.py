@@ -102,9 +102,9 @@ def operations(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(method: str, *names: str) -> None:
         original = getattr(device, method)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             found.extend(names)
-            return original(*arguments)
+            return original(*arguments, **options)
 
         monkeypatch.setattr(device, method, call)
 

@@ -266,7 +266,7 @@ def test_factors_on_devices_are_copied_once(biases):
     copied: list[tuple[int, ...]] = []
 
     class Device:
-        def download(self, array, target=None):
+        def download(self, array, target=None, **options):
             copied.append(array.shape)
             return array.copy() if target is None else np.copyto(target, array)
 

@@ -10,6 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+
+from hybridmf.device.health import NOT_READY
 
 GIB = 1 << 30
 
@@ -57,46 +60,71 @@ class Pool:
 
 
 class Function:
-    """A compiled kernel that notes how it is launched."""
+    """A compiled kernel that notes how it is launched; "hang" never ends, and "crash" breaks the device."""
 
     max_dynamic_shared_size_bytes = 48 * 1024
 
-    def __init__(self, module: FakeCupy) -> None:
-        self.module = module
+    def __init__(self, module: FakeCupy, name: str) -> None:
+        self.module, self.name = module, name
 
     def __call__(self, grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
         self.module.fail("launch")
         self.module.launches.append((grid, block, arguments, shared_mem, self.max_dynamic_shared_size_bytes))
+        if self.name == "hang":
+            self.module.streams[-1].stuck = True
+        elif self.name == "crash":
+            self.module.broken = CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
 
 
-class Event:
-    """Knows the stream it was recorded on."""
+class Handle:
+    """An object whose deletion calls CUDA, which fails on a broken device: CuPy then prints an ignored exception."""
 
-    stream: Any = None
+    def __init_subclass__(cls) -> None:
+        cls.__module__ = "cupy.cuda"  # by which the package finds the objects to keep
 
     def __init__(self, module: FakeCupy) -> None:
         self.module = module
 
+    def __del__(self) -> None:
+        self.module.fail("destroy")
+
+
+class Event(Handle):
+    """Knows the stream it was recorded on, and whether a kernel before it never ends."""
+
+    stream: Any = None
+    stuck = False
+
+    @property
+    def ptr(self) -> Event:
+        return self
+
     def record(self, stream: Any) -> None:
-        self.stream = stream
+        self.module.fail("record")
+        self.stream, self.stuck = stream, stream.stuck
 
     def synchronize(self) -> None:
         self.module.fail("synchronize")
+        assert not self.stuck, "nobody could interrupt this wait"
 
 
-class Stream:
+class Stream(Handle):
     """A stream; inside of it, it is the current one."""
 
     ptr = 7
+    stuck = False
 
     def __init__(self, module: FakeCupy, priority: int) -> None:
-        self.module, self.priority = module, priority
+        super().__init__(module)
+        self.priority = priority
 
     def synchronize(self) -> None:
-        self.module.fail("synchronize")
+        pytest.fail("nobody could interrupt this wait")
 
-    def wait_event(self, event: Event) -> None:
-        self.module.waits.append((self, event.stream))
+    def wait_event(self, event: Any) -> None:
+        self.module.fail("wait")
+        self.module.waits.append((self, event.ptr.stream))
+        self.stuck |= event.ptr.stuck
 
     def __enter__(self) -> Stream:
         self.module.streams.append(self)
@@ -122,8 +150,9 @@ class FakeCupy(types.ModuleType):
                 CUDARuntimeError=CUDARuntimeError,
                 getDeviceCount=self.count,
                 getDeviceProperties=self.properties,
-                memGetInfo=lambda: (10 * GIB, 16 * GIB),
+                memGetInfo=self.memory,
                 memcpyAsync=self.copy,
+                eventQuery=self.query,
             ),
             driver=SimpleNamespace(CUDADriverError=CUDADriverError),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
@@ -136,7 +165,12 @@ class FakeCupy(types.ModuleType):
         )
         self.streams = [Stream(self, 0)]
 
+    broken: Exception | None = None
+    """What every call raises from now on."""
+
     def fail(self, name: str) -> None:
+        if self.broken is not None:
+            raise type(self.broken)(*self.broken.args)
         if name in self.errors:
             raise self.errors[name]
 
@@ -149,6 +183,15 @@ class FakeCupy(types.ModuleType):
         major, minor = self.capabilities[index]
         sizes = {"multiProcessorCount": 132, "sharedMemPerBlockOptin": 227 * 1024, "l2CacheSize": 60 << 20}
         return {"name": b"Fake", "major": major, "minor": minor, "totalGlobalMem": 16 * GIB, **sizes}
+
+    def memory(self) -> tuple[int, int]:
+        self.fail("memory")
+        return 10 * GIB, 16 * GIB
+
+    def query(self, event: Event) -> int:
+        if self.broken is not None or "synchronize" in self.errors:
+            return 700
+        return NOT_READY if event.stuck else 0
 
     def copy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
         self.fail("copy")
@@ -184,7 +227,7 @@ class FakeCupy(types.ModuleType):
     def RawModule(self, code: str, options: tuple[str, ...], backend: str) -> Any:
         self.fail("compile")
         self.compiled.append((code, options, backend))
-        return SimpleNamespace(get_function=lambda name: Function(self))
+        return SimpleNamespace(get_function=lambda name: Function(self, name))
 
 
 Machine = Callable[..., Any]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from hybridmf.device.health import NOT_READY
 from hybridmf.errors import CommunicatorError
 from hybridmf.ranks.transport.threads import ThreadCommunicator
 
@@ -62,7 +63,7 @@ class Stream:
         pass
 
     def wait_event(self, event):
-        assert event.recorded
+        assert event.ptr.recorded
 
     def synchronize(self):
         pass
@@ -74,6 +75,10 @@ class Event:
     def __init__(self, disable_timing):
         assert disable_timing
         self.recorded = False
+
+    @property
+    def ptr(self):
+        return self
 
     def record(self, stream):
         assert isinstance(stream, Stream)
@@ -214,7 +219,10 @@ class Nccl:
 
 def fake_cupy():
     stream = Stream(True, -1)
-    runtime = SimpleNamespace(deviceGetPCIBusId=lambda index: f"0000:{index:02X}:00.0")
+    runtime = SimpleNamespace(
+        deviceGetPCIBusId=lambda index: f"0000:{index:02X}:00.0",
+        eventQuery=lambda event: 0 if event.done else NOT_READY,
+    )
     cuda = SimpleNamespace(
         Device=Device, Stream=Stream, Event=Event, get_current_stream=lambda: stream, runtime=runtime
     )

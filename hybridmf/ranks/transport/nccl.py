@@ -10,6 +10,12 @@ the first meeting all memory is allocated, and ranks only launch. Before the sec
 waits for its GPU while it holds the interpreter's lock, such as loading a kernel in CuPy: others need the lock to
 launch. One thread that calls for all ranks (`allgatherv_together`) needs no meeting: its calls are one group of NCCL.
 
+Streams: a call runs on the current stream of its thread. The event behind it is in `_pending` until it is complete;
+`close` waits for all of them. `start_sendrecv` runs on a second stream, which first waits for all launches on the
+current one, so the arrays to send are complete. `answer` makes the current stream wait for the received arrays. Until
+then the sent arrays are referenced, and the memory of received ones belongs to the second stream, whose next call comes
+after an event behind their readers.
+
 NCCL takes 0.2 s to connect two GPUs and 0.6 s to release the connection, more than the iterations of many fits. So the
 connection between threads of a process stays open after a fit, and the next fit on the same GPUs uses it (`_Idle`).
 """
@@ -36,6 +42,7 @@ from typing import Any
 
 import numpy as np
 
+from ...device.health import health_of
 from ...errors import CommunicatorError, DeviceError
 from .communicator import Array, Communicator
 from .messages import check_counts, check_peer, check_timeout, even_counts
@@ -152,6 +159,7 @@ class NcclCommunicator(Communicator):
         self, control: Communicator, device: int, *, timeout: float | None = None, ordered: bool = False
     ) -> None:
         self._cupy, self._nccl = _modules()
+        self._health = health_of(device, self._cupy)
         self.control, self.device, self.ordered = control, device, ordered
         self.rank, self.size = control.rank, control.size
         self._timeout = check_timeout(control.timeout if timeout is None else timeout)
@@ -268,7 +276,7 @@ class NcclCommunicator(Communicator):
                     self._held.check_async_error()
         except self._nccl.NcclError as error:
             return f"NCCL failed on rank {self.rank}: {error}"
-        while self._pending and self._pending[0][1].done:
+        while self._pending and self._health.is_done(self._pending[0][1]):
             self._pending.popleft()
         if self._pending:
             what, _, deadline = self._pending[0]
@@ -298,9 +306,7 @@ class NcclCommunicator(Communicator):
 
     def _await(self, what: str) -> None:
         """Let the watch check that all launches on the current stream complete."""
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(self._cupy.cuda.get_current_stream())
-        self._pending.append((what, event, time.monotonic() + self.timeout))
+        self._pending.append((what, self._health.mark(), time.monotonic() + self.timeout))
 
     @contextmanager
     def _group(self) -> Iterator[None]:
@@ -460,13 +466,11 @@ class NcclCommunicator(Communicator):
         if self._is_host(*arrays, *likes):
             return self.control.start_sendrecv(arrays, dest, source, likes)
         with self._on_device():
-            launched, arrived = (self._cupy.cuda.Event(disable_timing=True) for _ in range(2))
-            launched.record(self._cupy.cuda.get_current_stream())
-            self._side.wait_event(launched)
+            self._side.wait_event(self._health.mark())
             with self._side:
                 # memory of the side stream: reused only by a later call, which waits for readers of this one
                 received = self._sendrecv(arrays, dest, source, likes)
-            arrived.record(self._side)
+                arrived = self._health.mark()
 
         def answer() -> list[Array]:
             self._check()
@@ -482,7 +486,7 @@ class NcclCommunicator(Communicator):
         """Wait for this rank's launches on the current stream, and for all ranks."""
         self._check()
         with self._on_device():
-            self._cupy.cuda.get_current_stream().synchronize()
+            self._health.wait(self._health.mark())
         self._check()
         if self.control.one_process:
             self._meet("barrier")
@@ -506,7 +510,7 @@ class NcclCommunicator(Communicator):
         if not self._cause:
             together = False
             with self._on_device():
-                self._cupy.cuda.Device(self.device).synchronize()
+                self._wait_for_calls()
                 with suppress(CommunicatorError):  # after a failure of others, do not wait for them
                     self.control.barrier()
                     together = not self.control.cause
@@ -515,6 +519,11 @@ class NcclCommunicator(Communicator):
             else:  # abort, since destroy would wait for the other ranks: none of them has work left
                 self._give_back()
         self.control.close()
+
+    def _wait_for_calls(self) -> None:
+        """Wait for all calls, on whichever stream, and for the current stream."""
+        for _, event, _ in (*self._pending, ("", self._health.mark(), 0.0)):
+            self._health.wait(event)
 
     def _leave(self) -> None:
         """Leave the connection open; no rank has work left."""
