@@ -223,11 +223,11 @@ template <int PENDING> __device__ __forceinline__ void copy_wait() {
 
 // ---------------------------------------------------------------------------------------------- gates
 
-// A gate in shared memory: warps signal other warps of their block that work is ready, or that memory is free, without a block
-// barrier. It opens once per piece of work, when all of its arrivals have come. What the arriving threads wrote before is
-// visible to those who pass, and what they read has been read: mbarriers release and acquire.
-// A gate knows its openings modulo two: a wait for opening t begins after opening t - 1 and ends before opening t + 1.
-// Each kernel says why. Turing counts the openings, by one warp.
+// A gate in shared memory: one warp signals another warp of its block that work is ready, or that memory is free, without a block
+// barrier. The gate opens once per piece of work, when all lanes have arrived. A warp that passes sees what they wrote before, and
+// what they read before has been read: mbarriers release and acquire.
+// A gate knows its openings modulo two: a wait for opening t begins after opening t - 1 and ends before opening t + 1. The kernel
+// says why. Turing counts the openings.
 struct alignas(8) Gate {
 #if defined(HYBRIDMF_EMULATE) || HAS_ASYNC_COPY
 #ifdef HYBRIDMF_EMULATE
@@ -238,16 +238,17 @@ struct alignas(8) Gate {
     __device__ __forceinline__ unsigned address() const { return static_cast<unsigned>(__cvta_generic_to_shared(&barrier)); }
 #endif
 
-    // Initializes the gate for so many arrivals per opening. Called by one thread, before a block barrier.
-    __device__ __forceinline__ void make(int arrivals = WARP) {
+    // Initializes the gate. Called by one thread, before a block barrier.
+    __device__ __forceinline__ void make() {
 #ifdef HYBRIDMF_EMULATE
-        barrier.make(arrivals);
+        barrier.make(WARP);
 #else
-        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(WARP) : "memory");
 #endif
     }
 
-    __device__ __forceinline__ void arrive() {
+    // Called by all lanes of a warp, for the `times`-th time.
+    __device__ __forceinline__ void open(int, int) {
         delay();
 #ifdef HYBRIDMF_EMULATE
         barrier.arrive();
@@ -256,15 +257,6 @@ struct alignas(8) Gate {
 #endif
         delay();
     }
-
-    // One arrival for all lanes of a warp.
-    __device__ __forceinline__ void arrive_once(int lane) {
-        __syncwarp();
-        if (lane == 0) arrive();
-    }
-
-    // Called by all lanes of a warp, for the `times`-th time: WARP arrivals.
-    __device__ __forceinline__ void open(int, int) { arrive(); }
 
     // Whether the gate has been opened for the `times`-th time.
     __device__ __forceinline__ bool is_open(int times) {
@@ -285,12 +277,7 @@ struct alignas(8) Gate {
 #ifdef HYBRIDMF_EMULATE
         barrier.wait((times - 1) & 1);
 #else
-#if __CUDA_ARCH__ >= 900  // which suspends the warp for a while
-        asm volatile("{ .reg .pred open;\n again: mbarrier.try_wait.parity.shared.b64 open, [%0], %1;\n @!open bra again; }" ::"r"(
-                         address()), "r"((times - 1) & 1) : "memory");
-#else
         while (!is_open(times)) {}
-#endif
 #endif
         delay();
     }
@@ -299,7 +286,7 @@ struct alignas(8) Gate {
 
     __device__ __forceinline__ unsigned address() const { return static_cast<unsigned>(__cvta_generic_to_shared(&opened)); }
 
-    __device__ __forceinline__ void make(int = WARP) { opened = 0; }
+    __device__ __forceinline__ void make() { opened = 0; }
 
     __device__ __forceinline__ void open(int times, int lane) {
         __syncwarp();

@@ -1,7 +1,7 @@
 // warpgroup_sums.cu - partial sums of row segments, in the output format of `assemble_segments` (fused_als.cu), rank 97 to 128,
 //                     by Hopper's warpgroup products (wgmma): A = sum_e w_e y_e y_e^T, b = sum_e c_e y_e (entry_weight)
 // grid  : as many blocks as fit on the device; block k sums segments k, k + gridDim.x, ...
-// block : 8 warps: four multiply, the other four fetch the next chunks
+// block : 8 warps: four multiply, three fetch the next chunks, one is there since registers move between groups of four warps
 // shapes: table (n_fixed, 2 RANK16) of 16-bit parts: the high parts of a row, then its low parts (split.cu)
 //         indices, ratings (nnz,)  offsets: of the fixed rows (HAS_OFFSETS) or of the entries (RESIDUAL)
 //         segments (n_segments, 3): slot, begin, end; longest first, to balance the entries per block
@@ -9,14 +9,13 @@
 // shared: SHARED_BYTES: BUFFERS chunks of 32 entries and their weights
 // traffic: nnz (4 RANK16 + 8) bytes read, 4 PARTIAL n_slots written     flops: nnz RANK (RANK + 1)
 // limits: compute capability 9.0 (sm_90a)
-// synchronization: chunk c of a block's stream is in buffer c % BUFFERS, filled by fetching warp c % WARPS, as the (c / BUFFERS)-th
-//     chunk there. full(b) opens when all lanes of that warp have written: their copies are complete and shown to the products.
-//     Every lane of the multiplying warps waits for it before it reads. empty(b) opens when each multiplying warp has arrived,
-//     after its products of the chunk are complete; every lane that fills the next chunk of b waits for it. Multiplying warps
-//     arrive in the order of the chunks. A buffer has several fetching warps (6 buffers, 4 warps), but generations cannot mix: a
-//     warp that waits for c - BUFFERS to be read has filled c - WARPS, so c - WARPS - BUFFERS has been read by all, and
-//     c - 2 BUFFERS before it, as WARPS <= BUFFERS. So the wait is for the very next opening of empty(b), and the one after that
-//     needs chunk c itself.
+// synchronization: chunk c of a block's stream is in buffer c % BUFFERS, and fetching warp c % FETCHERS alone fills this buffer, as
+//     BUFFERS % FETCHERS == 0. A buffer b has two named barriers of its fetching warp and all multiplying warps. full(b): the
+//     fetching warp arrives when it has written the chunk, its copies are complete and shown to the products; multiplying warps
+//     wait for it before they read. empty(b): multiplying warps arrive when their products of the chunk are complete; the fetching
+//     warp waits for it before it writes the next chunk. Generations cannot mix: the fetching warp arrives at full(b) again only
+//     after a generation of empty(b), for which every multiplying warp has passed full(b); and these arrive at empty(b) again only
+//     after the next generation of full(b), for which the fetching warp has passed empty(b).
 // A product computes 64 rows by up to 64 columns of A over 16 entries. The row operand is in registers, where the weights are
 // applied. The column operand comes from shared memory, in the layout of the copies. With columns in two halves of 64 and REST,
 // the sums take three products: (0, 0), (0, 1), which is transposed when it is stored, and (1, 1). A pair of parts costs half a
@@ -53,14 +52,15 @@ constexpr int ROWS_BYTES = 8 * 2 * HALF;               // 8 rows; the 16-byte un
 constexpr int STEP_BYTES = 2 * ROWS_BYTES;
 constexpr int HALF_BYTES = STEPS * STEP_BYTES;         // one part of 64 columns of a chunk
 constexpr int CHUNK_BYTES = 2 * HALVES * HALF_BYTES;
-constexpr int BUFFERS = 6;
+constexpr int BUFFERS = 6, FETCHERS = 3;               // with four fetching warps, or four buffers, no faster
 constexpr int SUMS = HALF * HALF / THREADS;            // sums of a product per thread
 constexpr int REST_SUMS = HALF * REST / THREADS;       // of a product with the second half's columns
 // Registers per thread: a block starts with 128; the fetching warps release most of theirs to the multiplying warps.
 constexpr int FETCHING = 40, MULTIPLYING = 216;
 
 static_assert(RANK16 > 96 && RANK16 <= HALVES * HALF, "two halves of 64 rows and columns");
-static_assert(WARPS <= BUFFERS, "who waits for a gate misses no opening of it");
+static_assert(FETCHERS <= WARPS && BUFFERS % FETCHERS == 0, "a buffer has one fetching warp");
+static_assert(2 * BUFFERS < 16, "named barriers of a block, of which __syncthreads takes one");
 static_assert(ARITHMETIC == FLOAT32 || ARITHMETIC == BF16X3, "the table holds two parts");
 
 constexpr int NOT_LAST = -1, END = -2;
@@ -77,17 +77,42 @@ struct Chunk {
     int unused;
 };
 
-constexpr int SHARED_BYTES = ROWS_BYTES + BUFFERS * (CHUNK_BYTES + int(sizeof(Chunk)) + 2 * int(sizeof(Gate)));
+// A reusable named barrier between one fetching warp and all multiplying warps (bar.sync 0 is __syncthreads). `arrive` does not
+// block; `wait` blocks until all have arrived.
+struct Barrier {
+    static constexpr int ALL = WARP + THREADS;
+    int number;
+
+    __device__ __forceinline__ void arrive() const {
+        delay();
+#ifdef HYBRIDMF_EMULATE
+        emulator::arrive(number, ALL, false);
+#else
+        asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(ALL) : "memory");
+#endif
+        delay();
+    }
+
+    __device__ __forceinline__ void wait() const {
+        delay();
+#ifdef HYBRIDMF_EMULATE
+        emulator::arrive(number, ALL, true);
+#else
+        asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(ALL) : "memory");
+#endif
+        delay();
+    }
+};
+
+constexpr int SHARED_BYTES = ROWS_BYTES + BUFFERS * (CHUNK_BYTES + int(sizeof(Chunk)));
 
 struct Memory {
     char* base;  // aligned to ROWS_BYTES
 
     __device__ __forceinline__ char* buffer(int k) const { return base + k * CHUNK_BYTES; }
     __device__ __forceinline__ Chunk& chunk(int k) const { return reinterpret_cast<Chunk*>(base + BUFFERS * CHUNK_BYTES)[k]; }
-    __device__ __forceinline__ Gate& full(int k) const {
-        return reinterpret_cast<Gate*>(base + BUFFERS * (CHUNK_BYTES + int(sizeof(Chunk))))[k];
-    }
-    __device__ __forceinline__ Gate& empty(int k) const { return full(BUFFERS + k); }
+    __device__ __forceinline__ Barrier full(int k) const { return {1 + k}; }
+    __device__ __forceinline__ Barrier empty(int k) const { return {1 + BUFFERS + k}; }
 };
 
 struct Inputs {
@@ -346,7 +371,7 @@ __device__ __forceinline__ void copy_rows(char* buffer, int index, const Inputs&
     copy_commit();
 }
 
-// Fetches chunks warp, warp + 4, ... of the stream; the last one has no entries and marks the end.
+// Fetches chunks warp, warp + FETCHERS, ... of the stream; the last one has no entries and marks the end.
 __device__ __forceinline__ void fetch(const Memory& memory, const Inputs& in, const int64* segments, int n_segments, int warp,
                                       int lane) {
     Walk walk{segments, n_segments, int(blockIdx.x), 0, 0, 0, 0, 0, 0, 0};
@@ -354,26 +379,25 @@ __device__ __forceinline__ void fetch(const Memory& memory, const Inputs& in, co
     walk.enter(walk.position);
     walk.advance(warp);
     Entry arriving = load_entry(walk, in, lane);
-    int number = warp, times = 0;  // buffer, and how often it has been used
-    bool ended = false;
+    int number = warp;  // of the buffer
+    bool first = true, ended = false;
     while (!ended) {
-        if (times > 0) memory.empty(number).wait(times);
-        __syncwarp();
+        if (!first) memory.empty(number).wait();  // its chunk before has been multiplied
         prepare(memory.chunk(number), walk, arriving, in, lane);
         ended = walk.ended();
         if (!ended) {
             const int index = arriving.index;
-            walk.advance(WARPS);
+            walk.advance(FETCHERS);
             arriving = load_entry(walk, in, lane);  // arrives with the rows
             copy_rows(memory.buffer(number), index, in, lane);
             copy_wait<0>();
             show_products();
         }
         memory.full(number).arrive();
-        number += WARPS;
+        number += FETCHERS;
         if (number >= BUFFERS) {
             number -= BUFFERS;
-            times++;
+            first = false;
         }
     }
 }
@@ -527,21 +551,17 @@ struct Totals {
 // The chunks of the stream in order, for the multiplying warps.
 struct Chunks {
     const Memory& memory;
-    int number = 0, times = 1;  // the current chunk's buffer, and how often it has been filled
-    bool end;                   // the current chunk is the end
+    int number = 0;  // of the current chunk's buffer
+    bool end;        // the current chunk is the end
 
     __device__ __forceinline__ explicit Chunks(const Memory& memory) : memory(memory) { wait(); }
 
     __device__ __forceinline__ void wait() {
-        memory.full(number).wait(times);
-        __syncwarp();
+        memory.full(number).wait();
         end = memory.chunk(number).slot == END;
     }
     __device__ __forceinline__ void advance() {
-        if (++number == BUFFERS) {
-            number = 0;
-            times++;
-        }
+        if (++number == BUFFERS) number = 0;
         wait();
     }
     __device__ __forceinline__ const Chunk& chunk() const { return memory.chunk(number); }
@@ -576,7 +596,7 @@ __device__ __forceinline__ void multiply_chunks(const Memory& memory, float* par
         products_commit();
         if constexpr (ADDS) {
             products_wait<1>();
-            memory.empty(number).arrive_once(lane);
+            memory.empty(number).arrive();
         }
         slot = chunks.chunk().slot;
         number = chunks.number;
@@ -603,7 +623,7 @@ __device__ __forceinline__ void multiply_chunks(const Memory& memory, float* par
             }
             multiply_chunk(operands, Index<1>{});
         }
-        memory.empty(number).arrive_once(lane);
+        memory.empty(number).arrive();
         totals.store_in(partials + int64(slot) * PARTIAL, warp, lane);
         totals.clear_rhs();
     }
@@ -631,7 +651,7 @@ __device__ __forceinline__ void multiply_rounded(const Memory& memory, float* pa
         const int slot = chunks.chunk().slot;
         const float scale = chunks.chunk().of_tiles;
         const Columns columns(chunks.buffer());
-        Gate& used = memory.empty(chunks.number);
+        const Barrier used = memory.empty(chunks.number);
         totals.take(rhs, 0);
         float wide[SUMS], across[REST_SUMS], apart[REST_SUMS];
         auto& second = one_of<REST == HALF>(wide, apart);  // registers suffice for the sums of three products up to rank 112
@@ -652,7 +672,7 @@ __device__ __forceinline__ void multiply_rounded(const Memory& memory, float* pa
         chunks.advance();
         load_half(0, rhs);
         products_wait<0>(second);
-        used.arrive_once(lane);
+        used.arrive();
         add_scaled(totals.second, second, scale);
         if (slot == NOT_LAST) continue;
         totals.store_in(partials + int64(slot) * PARTIAL, warp, lane);
@@ -669,16 +689,13 @@ warpgroup_sums(float* partials, const unsigned short* table, const int* indices,
     base += -static_cast<unsigned>(__cvta_generic_to_shared(base)) & (ROWS_BYTES - 1);
 #endif
     const Memory memory{base};
-    if (threadIdx.x < BUFFERS) {
-        memory.full(threadIdx.x).make(WARP);
-        memory.empty(threadIdx.x).make(WARPS);
+    if (threadIdx.x < BUFFERS)
         for (int k = 0; k < CHUNK; k++) memory.chunk(threadIdx.x).linear[2][k] = 0;
-    }
     __syncthreads();
     if (warp >= WARPS) {
         give_registers<FETCHING>();
         const Inputs in{table, indices, ratings, offsets, alpha, unobserved_weight, 1.0f / table_scale};
-        fetch(memory, in, segments, n_segments, warp - WARPS, lane);
+        if (warp - WARPS < FETCHERS) fetch(memory, in, segments, n_segments, warp - WARPS, lane);
     } else {
         take_registers<MULTIPLYING>();
         if constexpr (ROUNDED) multiply_rounded(memory, partials, warp, lane);

@@ -85,6 +85,7 @@ def assemble(fragments: list[dict[str, Any]]) -> dict[str, Any]:
         "date": max(fragment["date"] for fragment in fragments),
         **{key: _joined(fragments, key) for key in ("device", "cuda", "cupy")},
         "pytest": tests.get("pytest", NOT_RUN),
+        "lost_gpu": tests.get("lost_gpu", NOT_RUN),
         "several_gpus": tests.get("several_gpus", NOT_RUN),
         "sanitizer": {tool: tools.get("sanitizer", {}).get(tool, NOT_RUN) for tool in TOOLS},
         "cuda_sha256": fragments[0]["cuda_sha256"],

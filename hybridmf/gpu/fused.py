@@ -50,8 +50,8 @@ WARPGROUP_BUFFERS = 6
 
 
 def warpgroup_shared_bytes() -> int:
-    """Shared memory of a block of cuda/warpgroup_sums.cu: chunks of 32 rows in parts, their weights, barriers."""
-    return 1024 + WARPGROUP_BUFFERS * (32 * 2 * 128 * 2 + 336 + 2 * 8)
+    """Shared memory of a block of cuda/warpgroup_sums.cu: chunks of 32 rows in parts, and their weights."""
+    return 1024 + WARPGROUP_BUFFERS * (32 * 2 * 128 * 2 + 336)
 
 
 def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:

@@ -41,7 +41,7 @@ extern "C" const auto KERNEL_sizes = emulator::sizes_of(KERNEL);
 
 KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\(")
 
-SHARED = re.compile(r"^(\s*)__shared__ (?:__align__\(\d+\) )?(\w+) ([^;(]+);", re.MULTILINE)
+SHARED = re.compile(r"^(\s*)__shared__ (?:__align__\(\d+\) )?([\w:]+) ([^;(]+);", re.MULTILINE)
 """Static shared memory: a type and its variables, some of them arrays."""
 
 SEED = "HYBRIDMF_EMULATOR_SEED"

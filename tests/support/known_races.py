@@ -84,7 +84,7 @@ def _total(device: EmulatedDevice, kernel: Callable[..., None]) -> bool:
 
 KNOWN = {
     "named_barriers": Sample("six buffers, four fetching warps, a pair of named barriers each", True, False, _chunks),
-    "gates": Sample("more fetching warps than buffers, gates with parity", True, True, _chunks),
+    "phases": Sample("more fetching warps than buffers, mbarriers with parity", True, True, _chunks),
     "warp_exchange": Sample("a missing __syncwarp", True, True, _exchange),
     "shuffled_exchange": Sample("a shuffle in place of __syncwarp", False, True, _exchange),
     "block_exchange": Sample("a missing __syncthreads", True, True, _exchange),

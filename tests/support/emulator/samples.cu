@@ -35,10 +35,10 @@ template <int BUFFERS, int FETCHERS> __device__ void pass_chunks(int64* out, int
 
 extern "C" __global__ void named_barriers(int64* out, int n_chunks) { pass_chunks<6, BROKEN ? 4 : 3>(out, n_chunks); }
 
-// The same by gates, which know generations modulo two: with fewer buffers than fetching warps, a warp may be a generation early.
-extern "C" __global__ void gates(int64* out, int n_chunks) {
+// The same by mbarriers, which know phases modulo two: with fewer buffers than fetching warps, a warp may be a phase early.
+extern "C" __global__ void phases(int64* out, int n_chunks) {
     constexpr int BUFFERS = BROKEN ? 3 : 6;
-    __shared__ Gate full[6], empty[6];
+    __shared__ emulator::MBarrier full[6], empty[6];
     __shared__ int buffers[6][WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (threadIdx.x < BUFFERS) {
@@ -49,7 +49,7 @@ extern "C" __global__ void gates(int64* out, int n_chunks) {
     if (warp >= WARPS) {
         for (int chunk = warp - WARPS; chunk < n_chunks; chunk += WARPS) {
             const int buffer = chunk % BUFFERS;
-            if (chunk >= BUFFERS) empty[buffer].wait(chunk / BUFFERS);
+            if (chunk >= BUFFERS) empty[buffer].wait((chunk / BUFFERS - 1) % 2);
             buffers[buffer][lane] = chunk;
             full[buffer].arrive();
         }
@@ -58,9 +58,10 @@ extern "C" __global__ void gates(int64* out, int n_chunks) {
     int64 sum = 0;
     for (int chunk = 0; chunk < n_chunks; chunk++) {
         const int buffer = chunk % BUFFERS;
-        full[buffer].wait(chunk / BUFFERS + 1);
+        full[buffer].wait(chunk / BUFFERS % 2);
         sum += int64(chunk) * buffers[buffer][lane];
-        empty[buffer].arrive_once(lane);
+        __syncwarp();
+        if (lane == 0) empty[buffer].arrive();
     }
     out[threadIdx.x] = sum;
 }
@@ -137,8 +138,8 @@ extern "C" __global__ void products(int64* out, int n) {
     __shared__ int buffer[WARP];
     const int lane = threadIdx.x % WARP;
     if (threadIdx.x == 0) {
-        full.make(WARP);
-        empty.make(WARP);
+        full.make();
+        empty.make();
     }
     __syncthreads();
     int64 sum = 0;
@@ -146,14 +147,14 @@ extern "C" __global__ void products(int64* out, int n) {
         if (threadIdx.x < WARP) {
             if (k > 0) empty.wait(k);
             buffer[lane] = k;
-            full.arrive();
+            full.open(k + 1, lane);
         } else {
             full.wait(k + 1);
             emulator::product([&sum, &buffer, lane, k] { sum += int64(k + 1) * buffer[lane]; });
             emulator::products_commit();
-            if (BROKEN) empty.arrive();
+            if (BROKEN) empty.open(k + 1, lane);
             emulator::products_wait(0);
-            if (!BROKEN) empty.arrive();
+            if (!BROKEN) empty.open(k + 1, lane);
         }
     }
     if (threadIdx.x >= WARP) out[lane] = sum;
