@@ -85,6 +85,11 @@ def _name_of(error: BaseException) -> str:
     return name.replace("_", "").lower()
 
 
+_events: list[Any] = []
+"""All events of marks. The garbage collector finalizes all objects of a cycle that nothing else refers to: it would destroy
+the event of a mark in such a cycle, which the mark then hands on."""
+
+
 class Mark:
     """An event of CuPy that is used again once nothing refers to the mark: deleting it would call CUDA.
 
@@ -179,6 +184,7 @@ class Health:
             event = self._spare.pop()
         except IndexError:
             event = cuda.Event(disable_timing=True)
+            _events.append(event)
         mark = Mark(event, self._spare)
         mark.record(cuda.get_current_stream() if stream is None else stream)
         return mark

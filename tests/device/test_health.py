@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -260,3 +261,13 @@ def test_short_waits_do_not_sleep(device: CudaDevice, monkeypatch: pytest.Monkey
     mark.event.stuck = True
     device.health.wait(mark)
     assert sleeps == [0.0] * 5
+
+
+def test_events_survive_the_collection_of_a_cycle_with_their_mark(device: CudaDevice) -> None:
+    cycle: list[Any] = [device.record()]
+    cycle.append(cycle)
+    event = id(cycle[0].event)
+    del cycle
+    gc.collect()
+    again = device.record()  # with a destroyed event it would crash
+    assert id(again.event) == event

@@ -79,6 +79,8 @@ class Function:
 class Handle:
     """An object whose deletion calls CUDA, which fails on a broken device: CuPy then prints an ignored exception."""
 
+    destroyed = False
+
     def __init_subclass__(cls) -> None:
         cls.__module__ = "cupy.cuda"  # by which the package finds the objects to keep
 
@@ -86,6 +88,7 @@ class Handle:
         self.module = module
 
     def __del__(self) -> None:
+        self.destroyed = True
         self.module.fail("destroy")
 
 
@@ -100,6 +103,7 @@ class Event(Handle):
         return self
 
     def record(self, stream: Any) -> None:
+        assert not self.destroyed, "CUDA would crash"
         self.module.fail("record")
         self.stream, self.stuck = stream, stream.stuck
 
