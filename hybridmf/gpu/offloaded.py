@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from itertools import islice, pairwise
 from typing import Any
@@ -43,7 +43,7 @@ from .gram import gram_sum
 from .half import Batch, Launches, loss_segments, segment_losses
 from .launch import DeviceEntries
 from .rows import RowRange, clip_segments, widen_range
-from .stream import Loader, Pipeline, SlabHalf, StreamedHalf, Transfers
+from .stream import INTERRUPTIBLE, Loader, Pipeline, SlabHalf, StreamedHalf, Transfers
 from .systems import Sums
 
 
@@ -76,6 +76,8 @@ class Drain:
         """Wait for the current copies; raises their failure."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
+            while wait([under_way], timeout=INTERRUPTIBLE).not_done:
+                pass
             under_way.result()
 
     def close(self) -> None:

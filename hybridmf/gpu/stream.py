@@ -131,6 +131,11 @@ class Loader:
         return None
 
 
+INTERRUPTIBLE = 0.2
+"""Seconds for which the main thread waits for another thread at a time: Ctrl-C does not end a longer wait if a library,
+such as asyncio, has system calls restarted after signals."""
+
+
 @dataclass(frozen=True)
 class Transfers:
     """Sets of vectors of the host, one after the other.
@@ -175,7 +180,10 @@ class _Loading:
 
     def next(self) -> tuple[int, list[int], Any]:
         """Return (buffer, lengths of its vectors, mark after their copies) of the next set, or raise a failure."""
-        found = self._ready.get()
+        while True:
+            with suppress(queue.Empty):
+                found = self._ready.get(timeout=INTERRUPTIBLE)
+                break
         if isinstance(found, BaseException):
             raise found
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -147,8 +148,15 @@ def test_an_interrupted_upload_is_before_later_launches(device: CudaDevice) -> N
     assert (waiting, waited_for) == (device._cupy.streams[0], device._copies._stream)
 
 
-def test_ctrl_c_during_a_stream_ends_its_thread(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread waits for buffers that a kernel reads, and the interrupted call for the thread."""
+@pytest.mark.parametrize("restarted", [False, True])
+def test_ctrl_c_during_a_stream_ends_its_thread(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """The thread waits for buffers that a kernel reads, and the interrupted call for the thread.
+
+    `restarted`: as asyncio leaves it, signals do not end system calls.
+    """
+    signal.siginterrupt(signal.SIGINT, not restarted)
     monkeypatch.setattr(health, "PATIENCE", 0.3)
     monkeypatch.setattr(copiers, "COPY_CHUNK", 16)
     source, threads = np.ones(40, np.float32), set(threading.enumerate())
@@ -162,6 +170,7 @@ def test_ctrl_c_during_a_stream_ends_its_thread(device: CudaDevice, monkeypatch:
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         stream()
+    signal.siginterrupt(signal.SIGINT, True)
     assert time.monotonic() - begun < 3
     assert not [thread for thread in set(threading.enumerate()) - threads if thread.name == "hybridmf-slabs"]
 

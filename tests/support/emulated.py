@@ -132,7 +132,10 @@ def _emulator() -> Path:
         header = shutil.copy(HEADER, own)
         subprocess.run([*_kernel_command(), "-x", "c++-header", header, "-o", f"{header}.gch"], capture_output=True)
         source = str(HEADER.with_suffix(".cpp"))
-        _run([*_command("-O2"), "-shared", "-o", str(own / "emulator.so"), source], "emulator.cpp")
+        _run(
+            [*_command("-O2"), "-fno-semantic-interposition", "-shared", "-o", str(own / "emulator.so"), source],
+            "emulator.cpp",
+        )
         with contextlib.suppress(OSError):  # another process was faster
             own.rename(folder)
     ctypes.CDLL(str(folder / "emulator.so"), mode=ctypes.RTLD_GLOBAL)

@@ -244,6 +244,7 @@ Place caller;  // of `run`
 void* caller_known = nullptr;
 std::vector<std::unique_ptr<Block>> blocks;
 Fiber* current = nullptr;
+Block* running = nullptr;  // the block of `current`
 void (*body)(void**) = nullptr;
 void** values = nullptr;
 char failure[256];
@@ -297,7 +298,10 @@ Fiber* take_ready() {
     Unseen lists;
     if (in_order) {
         Fiber* fiber = ready[first_ready++];
-        if (first_ready > 4096) {
+        if (first_ready == ready.size()) {
+            ready.clear();
+            first_ready = 0;
+        } else if (first_ready > 4096) {
             ready.erase(ready.begin(), ready.begin() + first_ready);
             first_ready = 0;
         }
@@ -317,8 +321,11 @@ void go_on(Place& left, Fiber& fiber) {
     current = &fiber;
     linear = fiber.linear;
     thread_index = fiber.thread;
-    block_index = fiber.block->index;
-    dynamic = fiber.block->dynamic;
+    if (fiber.block != running) {
+        running = fiber.block;
+        block_index = running->index;
+        dynamic = running->dynamic;
+    }
     enter_fiber(fiber.known);
     switch_to(left, fiber.place);
 }
@@ -462,6 +469,7 @@ void start(Block& block, dim3 index, size_t shared_bytes) {
     for (Group& group : block.groups) group.arrived = 0;
     for (Barrier& b : block.barriers) b.arrived = b.expected = 0;
     block.threads = block.alive = threads;
+    running = nullptr;
     release(&block.started);
     for (int t = 0; t < threads; t++) {
         Fiber& fiber = *block.fibers[t];
