@@ -183,7 +183,8 @@ class Health:
         try:
             event = self._spare.pop()
         except IndexError:
-            event = cuda.Event(disable_timing=True)
+            with cuda.Device(self.index):
+                event = cuda.Event(disable_timing=True)
             _events.append(event)
         mark = Mark(event, self._spare)
         mark.record(cuda.get_current_stream() if stream is None else stream)

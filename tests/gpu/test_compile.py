@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ from support.compiler import Program, Resources, compile_program, needs_nvrtc, r
 from support.devices import SPECS
 
 needs_nvrtc()
+
+exhaustive = pytest.mark.exhaustive
 
 ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
 USUAL_RANKS = (16, 64, 100, 128)
@@ -188,6 +191,21 @@ def test_compiles_without_local_memory(program: Program) -> None:
     assert report, f"no resource report in the log:\n{log}"
     assert not [each for each in report if each.local_bytes > excused_bytes(program, each.function)]
     assert "wgmma" not in log and "warpgroup.wait" not in log, f"products wait for each other:\n{log}"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, id=f"{program.file}-usual", marks=() if program.file == "msgd.cu" else exhaustive)
+        for program in sorted(USUAL, key=str)
+        if "REAL=double" not in program.constants
+    ],
+)
+def test_compiles_with_delays(program: Program) -> None:
+    """For tests on a GPU (.ci/gpu); registers may be spilled."""
+    log = compile_program(replace(program, constants=(*program.constants, "HYBRIDMF_DELAYS=1")))
+    assert resources_of(log)
+    assert "wgmma" not in log
 
 
 def test_every_kernel_is_compiled_for_every_architecture() -> None:

@@ -40,6 +40,16 @@ def test_constants_become_options() -> None:
     assert launch.constant_texts({"REAL": np.dtype(np.float32)}) == ("REAL=float",)
 
 
+def test_delays_are_compiled_in_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        for seed, constants in (("", ("LD=8",)), ("7", ("HYBRIDMF_DELAYS=7", "LD=8"))):
+            monkeypatch.setenv(launch.DELAYS, seed)
+            launch.program.cache_clear()
+            assert launch.program("split.cu", "split_table", LD=8)[2] == constants
+    finally:
+        launch.program.cache_clear()
+
+
 @pytest.mark.parametrize(
     "array",
     [
