@@ -86,8 +86,8 @@ def _name_of(error: BaseException) -> str:
 
 
 _events: list[Any] = []
-"""All events of marks. The garbage collector finalizes all objects of a cycle that nothing else refers to: it would destroy
-the event of a mark in such a cycle, which the mark then hands on."""
+"""All events of marks. The garbage collector finalizes all objects of a cycle that nothing else refers to: it would
+destroy the event of a mark in such a cycle, which the mark then hands on."""
 
 
 class Mark:
