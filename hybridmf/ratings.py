@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -33,13 +34,16 @@ from .core.validate import (
     check_threads,
     frozen_csr,
 )
-from .data.columns import AUTO
+from .data.columns import AUTO, log_columns
 from .data.labels import (
+    MISSING,
     Entries,
+    NoEntriesError,
     as_times,
     as_vector,
     axis_sizes,
     joined_axis,
+    joined_entries,
     joined_times,
     label_array,
     label_kind,
@@ -52,14 +56,25 @@ from .data.lists import list_layout, read_lists
 from .data.readers import (
     check_where,
     column_place,
+    file_of,
     frame_entries,
     naming,
+    part_paths,
+    read_json_lines,
     read_matrix_market,
     read_npz,
     read_parquet,
     row_mask,
 )
-from .data.splits import WAYS, entries_of_users, fold_of_entries, last_of_each_user, latest_entries, random_entries
+from .data.splits import (
+    WAYS,
+    entries_of_users,
+    fold_of_entries,
+    in_time,
+    last_of_each_user,
+    latest_entries,
+    random_entries,
+)
 from .data.text import TextOptions, find_layout, read_fields, read_text, text_separator
 from .data.transforms import Transforms
 from .errors import DuplicateEntriesError, RatingsError
@@ -242,6 +257,7 @@ class Ratings(Transforms):
         duplicates: str = "error",
         timestamp: int | str | None = "auto",
         where: Mapping[Any, Any] | None = None,
+        missing: str = "error",
     ) -> Ratings:
         """Ratings from a data frame with one row for each entry.
 
@@ -262,6 +278,9 @@ class Ratings(Transforms):
         where : mapping, optional
             Row filters, such as ``{"behavior": "play"}``: for each column a value, a collection of values, or a
             function of the column as an array that returns a mask. Other rows are dropped before validation.
+        missing : {"error", "drop", "keep"}
+            What to do with entries without a user or an item: null, no text, or a word that stands for a missing value
+            (NULL, None, NA, nan and similar). "keep" takes such words for ids, not nulls.
 
         Returns
         -------
@@ -278,7 +297,8 @@ class Ratings(Transforms):
             `frame` is no data frame, or a column has a type that cannot be used.
         """
         check_choice("duplicates", duplicates, MERGE_RULES)
-        entries = frame_entries(frame, "frame", user, item, value, timestamp, check_where(where))
+        check_choice("missing", missing, MISSING)
+        entries = frame_entries(frame, "frame", user, item, value, timestamp, check_where(where), missing)
         ratings = _from_entries(entries, duplicates)
         ratings.frame_kind = kind_of(frame)
         return ratings
@@ -286,7 +306,7 @@ class Ratings(Transforms):
     @classmethod
     def from_file(
         cls,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | IO[Any],
         *,
         format: str = "auto",
         separator: str | None = None,
@@ -297,6 +317,9 @@ class Ratings(Transforms):
         duplicates: str = "error",
         encoding: str | None = None,
         comment: str | None = "#",
+        quote: str | None = "auto",
+        escape: str | None = None,
+        missing: str = "error",
         timestamp: int | str | None = "auto",
         where: Mapping[Any, Any] | None = None,
         show_progress: bool = False,
@@ -305,12 +328,14 @@ class Ratings(Transforms):
 
         Parameters
         ----------
-        path : str or path
-            Text and MatrixMarket files may be gzipped.
-        format : {"auto", "text", "csv", "tsv", "lists", "mtx", "npz", "parquet"}
+        path : str, path, list of these, or file object
+            Text and MatrixMarket files may be gzipped. A list of files, a pattern such as ``"logs/*.csv"`` and a folder
+            of Parquet files are read as one. A file object is read to its end.
+        format : {"auto", "text", "csv", "tsv", "lists", "jsonl", "mtx", "npz", "parquet"}
             "text" is delimited text with any separator. "lists" is text whose lines hold a user, then all items of the
-            user, separated by commas or white space (or `separator`); it is never detected. "npz" is the format of
-            `save` and ``scipy.sparse.save_npz``.
+            user, separated by commas or white space (or `separator`); it is never detected. "jsonl" has a JSON object
+            on each line, whose fields are the columns (needs pyarrow). "npz" is the format of `save` and
+            ``scipy.sparse.save_npz``.
         separator : str, optional
             Field separator of text: ``","``, ``"::"``, ...; ``" "`` is any run of white space. Default: detected.
             Fields may be quoted if the separator is one character other than a blank.
@@ -331,6 +356,15 @@ class Ratings(Transforms):
             Encoding of text; None is UTF-8, or UTF-16 after a byte order mark.
         comment : str or None
             Lines of text that start with this string are skipped; None skips no lines.
+        quote : str or None
+            Character around fields of text, which may then contain separators and line ends. "auto": quotation marks;
+            a quoted field that does not end in its line, or goes on after its closing mark, is an error. None: marks
+            are part of the text.
+        escape : str, optional
+            Character of text, such as a backslash, before a quotation mark or a separator that belongs to a field.
+        missing : {"error", "drop", "keep"}
+            What to do with entries without a user or an item: null, no text, or a word that stands for a missing value
+            (NULL, None, NA, nan and similar). "keep" takes such words for ids, not nulls.
         timestamp : int, str or None
             Column of times (numbers, or dates in ISO 8601) of text and Parquet, kept as `timestamps`. "auto" takes the
             only column with a time-like name, or without a header the fourth of four columns if it holds Unix times, as
@@ -365,34 +399,18 @@ class Ratings(Transforms):
         check_choice("format", format, FORMATS)
         check_choice("duplicates", duplicates, MERGE_RULES)
         check_choice("header", header, ("auto", True, False))
+        check_choice("missing", missing, MISSING)
         check_bool("show_progress", show_progress)
-        name, columns, where = os.fsdecode(path), (user, item, value), check_where(where)
-        head = read_head(name)
-        if format == "auto":
-            format = sniff_format(name, head)
-        if format in ("npz", "mtx", "lists"):
-            _refuse_columns(name, format, timestamp, where)
-        if format in ("npz", "mtx"):
-            read = read_npz if format == "npz" else read_matrix_market
-            matrix, labels = read(name, head)
-            with naming(name):
-                return _from_saved(matrix, labels, duplicates)
-        if format == "parquet":
-            return _from_entries(read_parquet(name, columns, timestamp, where), duplicates)
-        if format == "lists":
-            return _from_entries(
-                read_lists(list_layout(name, head, separator, header, columns, encoding, comment)), duplicates
-            )
-        separator = text_separator(format, separator)
-        options = TextOptions(separator, header, columns, encoding, comment, timestamp, where or ())
-        layout = find_layout(name, head, options)
-        entries = read_text(layout, show_progress)
-        if where is not None:
-            names, n_fields = layout.columns.names, layout.n_fields
-            places = {column: column_place("where", name, names, column, n_fields) for column in where}
-            fields = {column: read_fields(layout, place) for column, place in places.items()}
-            entries = entries.keep(row_mask(name, where, fields))
-        return _from_entries(entries, duplicates)
+        columns, where = (user, item, value), check_where(where)
+        text = TextOptions(separator, header, columns, encoding, comment, timestamp, where or (), quote, escape)
+        reading = _Reading(format, text, where, missing, show_progress)
+        if hasattr(path, "read"):
+            with file_of(path) as name:
+                return _from_file(name, reading, duplicates)
+        parts = part_paths(path)
+        if parts is None:
+            return _from_file(os.fsdecode(cast(Any, path)), reading, duplicates)
+        return _from_entries(_entries_of_parts(parts, reading), duplicates)
 
     @classmethod
     def concat(cls, parts: Iterable[Ratings], *, duplicates: str = "error") -> Ratings:
@@ -548,10 +566,79 @@ class Ratings(Transforms):
 
 
 def _from_entries(entries: Entries, duplicates: str) -> Ratings:
-    ratings = Ratings._checked(entries.to_matrix(duplicates))
+    try:
+        matrix = entries.to_matrix(duplicates)
+    except DuplicateEntriesError:
+        entries = entries.without_copies()
+        matrix = entries.to_matrix(duplicates)
+    ratings = Ratings._checked(matrix)
     ratings.user_ids, ratings.item_ids = entries.user_ids, entries.item_ids  # distinct in all entries
     ratings.timestamps = entries.times_of(duplicates)
     return ratings
+
+
+class _Reading(NamedTuple):
+    """Arguments of `Ratings.from_file`."""
+
+    format: str
+    text: TextOptions
+    where: Mapping[Any, Any] | None
+    missing: str
+    show_progress: bool
+
+
+def _from_file(name: str, reading: _Reading, duplicates: str) -> Ratings:
+    head = read_head(name)
+    format = sniff_format(name, head) if reading.format == "auto" else reading.format
+    if format not in ("npz", "mtx"):
+        return _from_entries(_file_entries(name, head, format, reading), duplicates)
+    _refuse_columns(name, format, reading.text.timestamp, reading.where)
+    matrix, labels = (read_npz if format == "npz" else read_matrix_market)(name, head)
+    with naming(name):
+        return _from_saved(matrix, labels, duplicates)
+
+
+def _file_entries(name: str, head: bytes, format: str, reading: _Reading) -> Entries:
+    """Entries of a file with a row for each entry, or of lists."""
+    text, where, missing = reading.text, reading.where, reading.missing
+    if format == "lists":
+        _refuse_columns(name, format, text.timestamp, where)
+        layout = list_layout(name, head, text.separator, text.header, text.selectors, text.encoding, text.comment)
+        return read_lists(layout, missing)
+    if format in ("parquet", "jsonl"):
+        read_table = read_parquet if format == "parquet" else read_json_lines
+        return read_table(name, text.selectors, text.timestamp, where, missing)
+    found = find_layout(name, head, replace(text, separator=text_separator(format, text.separator)))
+    log_columns(name, found.columns)
+    mask = None
+    if where is not None:
+        names, n_fields = found.columns.names, found.n_fields
+        places = {column: column_place("where", name, names, column, n_fields) for column in where}
+        mask = row_mask(name, where, {column: read_fields(found, place) for column, place in places.items()})
+    return read_text(found, reading.show_progress, mask=mask, missing=missing)
+
+
+def _entries_of_parts(paths: list[str], reading: _Reading) -> Entries:
+    """Entries of several files; parts without entries that are kept are skipped, unless all are."""
+    parts: list[Entries] = []
+    empty: NoEntriesError | None = None
+    formats = set()
+    for path in paths:
+        head = read_head(path)
+        format = sniff_format(path, head) if reading.format == "auto" else reading.format
+        if format in ("npz", "mtx"):
+            raise RatingsError(f"{path} is a matrix, which is not read with other files; use Ratings.concat")
+        try:
+            part = _file_entries(path, head, format, reading)
+        except NoEntriesError as error:
+            empty = error
+            continue
+        formats.add(format)
+        parts += [part] if len(part.values) else []
+    if not parts:
+        raise empty or RatingsError(f"{paths[0]} and {len(paths) - 1} other files hold no ratings")
+    text = formats.isdisjoint(("parquet", "jsonl"))
+    return joined_entries(parts, f"{paths[0]} and {len(paths) - 1} other files", text=text)
 
 
 def _from_saved(matrix: Any, labels: dict[str, np.ndarray], duplicates: str) -> Ratings:
@@ -588,7 +675,7 @@ def split(
     test_size : float or int
         Share, 0 < test_size < 1, or number (at least 1) to hold out; `by` defines of what.
     random_state : None, int, Generator or RandomState
-        The same seed gives the same split.
+        The same seed gives the same split. It breaks ties in time, too.
     by : {"random", "user", "time", "last"}
         "random" draws entries. "user" draws users and holds out all of their entries; `recommend_new` serves them from
         a part of these entries. "time" holds out the latest entries of the matrix. "last" holds out the last entries of
@@ -616,9 +703,9 @@ def split(
     elif by == "user":
         mask = entries_of_users(matrix, test_size, check_rng(random_state))
     elif by == "time":
-        mask = latest_entries(_times_of(ratings, by), test_size)
+        mask = latest_entries(in_time(_times_of(ratings, by), check_rng(random_state)), test_size)
     else:
-        mask = last_of_each_user(matrix, _times_of(ratings, by), test_size)
+        mask = last_of_each_user(matrix, in_time(_times_of(ratings, by), check_rng(random_state)), test_size)
     return _parts(ratings, matrix, mask)
 
 
@@ -680,7 +767,14 @@ def as_ratings(given: Any) -> Any:
     if isinstance(held, Ratings):
         return held
     names = frame_names(given)
-    return Ratings.from_frame(given) if names is not None and named_like_entries(names) else given
+    if names is None or not named_like_entries(names):
+        return given
+    try:
+        return Ratings.from_frame(given)
+    except RatingsError as error:  # whose advice is an argument of from_frame
+        raise type(error)(
+            f"{error} (arguments of Ratings.from_frame, whose result takes the place of the frame)"
+        ) from error
 
 
 def _matrix_of(ratings: Any) -> sp.csr_array:

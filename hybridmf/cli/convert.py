@@ -22,7 +22,7 @@ from ..plots import occupancy, save
 from ..ratings import Ratings
 from .options import check_folder_above, debug_option, examples, plot_option, refuse_overwriting
 from .report import facts_text, file_size, names_of, ratings_facts, store_facts, with_output
-from .sources import columns_text, open_store, ratings_options, read_ratings, reading_arguments
+from .sources import columns_text, is_store, open_store, ratings_options, read_ratings, reading_arguments
 
 
 @click.command(
@@ -83,8 +83,10 @@ def command(
     if target == "store":
         assert out is not None
         sizes: dict[str, Any] = {"slab_bytes": slab_bytes, "memory_limit": memory_limit, "overwrite": overwrite}
-        source = open_store(ratings_file) if os.path.isdir(ratings_file) else ratings_file
-        store = convert_to_store(source, out, **sizes, **reading_arguments(**options))
+        source = open_store(ratings_file) if is_store(ratings_file) else ratings_file
+        arguments = reading_arguments(**options)
+        del arguments["timestamp"]  # a store has no times
+        store = convert_to_store(source, out, **sizes, **arguments)
         if not quiet:
             click.echo(facts_text(_column_facts(ratings_file, options) | store_facts(store)))
         return
@@ -107,7 +109,7 @@ def command(
 
 def _column_facts(path: str, options: dict[str, Any]) -> dict[str, str]:
     """The columns in use; empty for a store and for files without columns."""
-    columns = None if os.path.isdir(path) else columns_text(path, **options)
+    columns = None if is_store(path) else columns_text(path, **options)
     return {} if columns is None else {"columns": columns}
 
 

@@ -47,7 +47,7 @@ from .options import (
     share_or_number,
 )
 from .report import file_size
-from .sources import columns_text, open_store, ratings_options, read_ratings, where_option
+from .sources import columns_text, is_store, open_store, ratings_options, read_ratings, where_option
 
 Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD
 MODELS: dict[tuple[str, str], type[Model]] = {
@@ -211,14 +211,14 @@ def command(
     model = _make_model(kind, method, {name: options.pop(name) for name in HYPERPARAMETERS}, seed)
     if freeze is not None and init_file is None:
         raise click.UsageError(f"--freeze {freeze} keeps the factors of a model: name it with --init MODEL")
-    if weights is not None and (kind != "implicit" or os.path.isdir(ratings_file)):
+    if weights is not None and (kind != "implicit" or is_store(ratings_file)):
         raise click.UsageError("--weights names a column of a file of ratings for --model implicit; leave it out")
     model.init = init if init_file is None else load(init_file)
     test_size = _test_size(test_file, test_size)
     share = _share_of(validation)
     watching = _early_stopping(validation, patience, metric)
     ratings: Any
-    if os.path.isdir(ratings_file):
+    if is_store(ratings_file):
         if where:
             raise click.UsageError(f"--where filters rows of a file, and {ratings_file} is a store; leave it out")
         ratings = _open_and_say(ratings_file, load=test_size != 0 or share is not None, say=say)
@@ -257,9 +257,11 @@ def command(
     if as_json:
         click.echo(json.dumps(_report(model, train, found, output), indent=2))
         return
-    whole = (
-        "" if train is ratings else f", trained on {train.nnz:,} of {ratings.nnz:,} ratings (--test-size 0 takes all)"
-    )
+    whole = ""
+    if train is not ratings:
+        ways = ["--test-size 0"] * bool(test_size) + ["leaving out --validation"] * bool(share)
+        take = "take" if len(ways) > 1 else "takes"
+        whole = f", trained on {train.nnz:,} of {ratings.nnz:,} ratings ({' and '.join(ways)} {take} all)"
     click.echo(f"Saved {output} ({file_size(output)}){whole}.")
 
 
@@ -310,9 +312,10 @@ def _test_size(test_file: str | None, test_size: float) -> float | int:
     """Share or number to hold out; 0 for none."""
     source = click.get_current_context().get_parameter_source("test_size")
     if test_file is not None:
-        if source is not ParameterSource.DEFAULT:
+        if source is not ParameterSource.DEFAULT and test_size:
             raise click.UsageError(
-                "--test FILE and --test-size both select the ratings to evaluate on; choose one of them"
+                "--test FILE and --test-size both select the ratings to evaluate on; choose one of them, or "
+                "--test-size 0"
             )
         return 0
     return share_or_number("--test-size", test_size)

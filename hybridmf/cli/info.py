@@ -15,6 +15,7 @@ from .options import debug_option, examples, plot_option, refuse_overwriting
 from .report import facts_text, file_size, label_text, pairs, ratings_facts, store_facts
 from .sources import (
     columns_text,
+    is_store,
     open_store,
     ratings_options,
     read_ratings,
@@ -36,14 +37,14 @@ from .sources import (
 def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str | None, **options: Any) -> None:
     """Describe this installation, a model, a file of ratings or a store."""
     refuse_overwriting(plot, file)
-    if plot and (file is None or (not os.path.isdir(file) and _is_model(file))):
+    if plot and (file is None or (not is_store(file) and _is_model(file))):
         raise click.UsageError("--plot draws the entries of a file of ratings or a store; leave it out")
-    if where and (file is None or os.path.isdir(file) or _is_model(file)):
+    if where and (file is None or is_store(file) or _is_model(file)):
         raise click.UsageError("--where filters rows of a file of ratings; leave it out")
     if file is None:
         refuse_reading_options("none is given")
         facts, text = config(), _installation_text
-    elif os.path.isdir(file):
+    elif is_store(file):
         store = open_store(file)
         facts, text = store_facts(store), facts_text
         _draw(store, plot)
@@ -76,6 +77,8 @@ def _installation_text(facts: dict[str, Any]) -> str:
 
 
 def _is_model(path: str) -> bool:
+    if os.path.isdir(path):
+        return False
     # A safetensors file starts with 8 bytes of length and a JSON object.
     with open(path, "rb") as stream:
         head = stream.read(9)

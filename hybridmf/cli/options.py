@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ..core.files import permissions_of
 from ..errors import HybridMFError
 
 USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
 """Exceptions of the library for unusable input; any other exception is a bug and keeps its traceback."""
 
 DEBUG = "hybridmf.debug"
+
+_READING = re.compile(
+    "format|separator|header|user|item|value|timestamp|where|duplicates|missing|quote|escape|encoding"
+)
+"""Arguments of `Ratings.from_file` whose options have the same names."""
+
+_ARGUMENT = re.compile(
+    r"""(?<![\w"'-])(?P<name>[a-z_]+)=(?:(?P<q>["'])(?P<text>.+?)(?P=q)|(?P<plain>None|True|False|\d+)|(?![\w"']))"""
+)
+"""An argument in a message of the library, with or without a value."""
 
 
 class Commands(click.Group):
@@ -23,7 +38,8 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; exit codes are those of `hybridmf.cli`."""
         try:
-            return super().invoke(ctx)
+            with self._speaking_of_options(ctx):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             click.echo("\nInterrupted.", err=True)
             raise click.exceptions.Exit(130) from None
@@ -32,8 +48,39 @@ class Commands(click.Group):
         except USER_MISTAKES as error:
             if ctx.meta.get(DEBUG):
                 raise
-            click.echo(f"Error: {_one_line(error)}", err=True)
+            click.echo(f"Error: {self._with_options(ctx, _one_line(error))}", err=True)
             raise click.exceptions.Exit(2) from None
+
+    def _with_options(self, ctx: click.Context, text: str) -> str:
+        """A message of the library with arguments as options of the command: duplicates="sum" as --duplicates sum."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        options = {name for param in getattr(command, "params", ()) for name in param.opts if name.startswith("--")}
+
+        def spelled(found: re.Match[str]) -> str:
+            option, value = f"--{found['name'].replace('_', '-')}", found["text"] or found["plain"] or ""
+            if option not in options or not _READING.fullmatch(found["name"]):
+                return found[0]
+            if found["name"] == "header" and value in ("True", "False"):
+                return "--header" if value == "True" else "--no-header"
+            value = shlex.quote(value) if found["text"] else value.lower()
+            return f"{option} {value}" if value else option
+
+        return _ARGUMENT.sub(spelled, text)
+
+    @contextlib.contextmanager
+    def _speaking_of_options(self, ctx: click.Context) -> Iterator[None]:
+        """Translate what the library logs as `_with_options` does."""
+
+        def translate(record: logging.LogRecord) -> bool:
+            record.msg, record.args = self._with_options(ctx, record.getMessage()), ()
+            return True
+
+        logger = logging.getLogger("hybridmf")
+        logger.addFilter(translate)
+        try:
+            yield
+        finally:
+            logger.removeFilter(translate)
 
 
 def _one_line(error: BaseException) -> str:
@@ -60,6 +107,11 @@ def check_folder(_: click.Context, __: click.Parameter, path: str | None) -> str
     """Reject an unusable output path before any work."""
     if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
         raise click.BadParameter(f"the folder {os.path.dirname(path)!r} does not exist")
+    if path is not None and not os.path.isdir(path):
+        try:
+            permissions_of(path)
+        except FileExistsError as error:
+            raise click.BadParameter(str(error)) from error
     return path
 
 
@@ -88,6 +140,16 @@ def output_option(text: str, *, required: bool = False) -> Callable[..., Any]:
     """``-o FILE``, validated immediately; commands write it only on success."""
     kind = click.Path(dir_okay=False, writable=True)
     return click.option("-o", "--output", type=kind, callback=check_folder, required=required, help=text)
+
+
+def refuse_ending(output: str | None, endings: Iterable[str], otherwise: str) -> None:
+    """Refuse an output whose name promises another content; `otherwise` is the way to write it all the same."""
+    ending = os.path.splitext(output or "")[1].lower()
+    if ending not in endings:
+        known = ", ".join(filter(None, endings))
+        raise click.UsageError(
+            f"-o {output} ends in {ending}, of which no file is written; end it in one of {known}, or {otherwise}"
+        )
 
 
 def check_plot(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:

@@ -19,13 +19,16 @@ from ..data.align import align
 from ..model.load import load
 from ..model.tables import FILES
 from ..ratings import Ratings
-from .options import debug_option, examples, output_option, refuse_overwriting
+from .options import debug_option, examples, output_option, refuse_ending, refuse_overwriting
 from .report import names_of, with_output
 from .sources import existing_file, read_ratings, spelled_separator
 from .titles import read_titles, warn_if_strangers
 
 BLOCK_USERS = 8_192
 """Users in each call of `recommend` of the model, so that --all needs no list of all results."""
+
+ENDINGS = {"": "table", ".txt": "table", ".csv": "csv", ".json": "json"}
+"""Formats of text by the ending of the output."""
 
 Recommendations = Iterator[tuple[Any, list[tuple[Any, float]]]]
 """(user label, [(item label, score), ...]) of one user after the other."""
@@ -85,10 +88,12 @@ def command(
     if as_json and layout not in (None, "json"):
         raise click.UsageError(f"--json and --format {layout} contradict each other; choose one of them")
     ending = os.path.splitext(output or "")[1].lower()
+    if layout is None and not as_json:
+        refuse_ending(output, (*ENDINGS, *FILES), "name the content with --format")
     binary = layout is None and not as_json and ending in FILES
     if binary and (not all_users or titles_file is not None):
         raise click.UsageError(f"a {ending} file takes --all and no --titles; choose --format csv or json for these")
-    layout = "json" if as_json else layout or {".csv": "csv", ".json": "json"}.get(ending, "table")
+    layout = "json" if as_json else layout or ENDINGS.get(ending, "table")
     model = load(model_file)
     positions = np.arange(model.n_users) if all_users else find_rows(model, "user", users)
     seen = None if ratings_file is None else seen_matrix(model, read_ratings(ratings_file), ratings_file)

@@ -11,7 +11,7 @@ from ..core import validate as _validate
 from ..core.objective import Side
 from ..core.table import format_table
 from ..model.load import load
-from .options import debug_option, examples, output_option, refuse_overwriting
+from .options import debug_option, examples, output_option, refuse_ending, refuse_overwriting
 from .recommend import find_rows
 from .report import names_of, with_output
 from .sources import existing_file, spelled_separator
@@ -55,6 +55,9 @@ def command(
     if users and titles_file:
         raise click.UsageError("--titles are those of items, and --user finds users; leave them out")
     refuse_overwriting(output, model_file, titles_file)
+    if not as_json:
+        refuse_ending(output, ("", ".txt", ".json"), "add --json")
+        as_json = (output or "").lower().endswith(".json")
     model = load(model_file)
     side: Side = "item" if items else "user"
     names = names_of(model.item_ids, model.n_items) if items else names_of(model.user_ids, model.n_users)

@@ -12,7 +12,8 @@ from click.core import ParameterSource
 
 from ..core import validate as _validate
 from ..core.files import FORMATS
-from ..data.readers import file_columns
+from ..data.labels import MISSING
+from ..data.readers import file_columns, number_of, part_paths
 from ..data.store import Store
 from ..ratings import Ratings
 
@@ -50,12 +51,34 @@ def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help='Column of values; auto: by name, else 2; "none": each is 1.',
         ),
         click.option(
+            "--timestamp",
+            "timestamp_column",
+            default="auto",
+            show_default=True,
+            help='Column of times; auto: by name; "none": no times.',
+        ),
+        click.option("--encoding", help="Of text.  [default: UTF-8]"),
+        click.option(
             "--duplicates",
             type=click.Choice(_validate.MERGE_RULES),
             default="error",
             show_default=True,
             help="What to do with a pair that occurs twice.",
         ),
+        click.option(
+            "--missing",
+            type=click.Choice(MISSING),
+            default="error",
+            show_default=True,
+            help="What to do with entries whose user or item is empty, NULL, None, NA, nan or \\N.",
+        ),
+        click.option(
+            "--quote",
+            default="auto",
+            show_default=True,
+            help='Mark around fields, which may then span lines; "none": marks are text; auto: \'"\', within a line.',
+        ),
+        click.option("--escape", help="Character before a quotation mark or separator that belongs to a field."),
     )
     for option in reversed(options):
         command = option(command)
@@ -64,7 +87,7 @@ def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def read_ratings(path: str, where: tuple[str, ...] = (), *, show_progress: bool = True, **options: Any) -> Ratings:
     """Ratings in memory: of a file, read as options of the command line say; or of a store."""
-    if os.path.isdir(path):
+    if is_store(path):
         if where:
             raise click.UsageError(f"--where filters rows of a file, and {path} is a store; convert the rows you need")
         return open_store(path).to_ratings()
@@ -78,23 +101,32 @@ where_option = click.option(
 )  # fmt: skip
 
 
-def row_filters(given: tuple[str, ...]) -> dict[int | str, list[str]] | None:
-    """Argument ``where=`` of `Ratings.from_file`."""
-    filters: dict[int | str, list[str]] = {}
+def row_filters(given: tuple[str, ...]) -> dict[int | str, list[Any]] | None:
+    """Argument ``where=`` of `Ratings.from_file`; a number is given as such and as text: 4 matches 4.0 and "4"."""
+    filters: dict[int | str, list[Any]] = {}
     for text in given:
         column, equals, values = text.partition("=")
         if not equals or not column:
             raise click.UsageError(f"--where takes COLUMN=VALUE, got {text!r}")
-        filters.setdefault(_column(column), []).extend(value.strip() for value in values.split(","))
+        for value in map(str.strip, values.split(",")):
+            number = number_of(value)
+            filters.setdefault(_column(column), []).extend([value] if number is None else [value, number])
     return filters or None
+
+
+def is_store(path: str) -> bool:
+    """Whether a path is a folder other than one of Parquet files, which is read as a file."""
+    return os.path.isdir(path) and part_paths(path) is None
 
 
 def columns_text(path: str, **options: Any) -> str | None:
     """The columns of a file that `read_ratings` uses; None if the file has no columns."""
+    path = (part_paths(path) or [path])[0]
     arguments = reading_arguments(**options)
     selectors = tuple(arguments.pop(name) for name in ("user", "item", "value"))
-    del arguments["duplicates"]
-    columns = file_columns(path, columns=selectors, encoding=None, comment="#", **arguments)
+    for name in ("duplicates", "missing", "timestamp"):
+        del arguments[name]
+    columns = file_columns(path, columns=selectors, comment="#", **arguments)
     return None if columns is None else str(columns)
 
 
@@ -124,6 +156,11 @@ def reading_arguments(
     item_column: str = "auto",
     value_column: str = "auto",
     duplicates: str = "error",
+    missing: str = "error",
+    quote: str = "auto",
+    escape: str | None = None,
+    timestamp_column: str = "auto",
+    encoding: str | None = None,
 ) -> dict[str, Any]:
     """Arguments of `Ratings.from_file` and `convert` for options of the command line."""
     return {
@@ -134,6 +171,11 @@ def reading_arguments(
         "item": _column(item_column),
         "value": None if value_column.lower() == "none" else _column(value_column),
         "duplicates": duplicates,
+        "missing": missing,
+        "quote": None if quote.lower() == "none" else quote,
+        "escape": escape,
+        "timestamp": None if timestamp_column.lower() == "none" else _column(timestamp_column),
+        "encoding": encoding,
     }
 
 

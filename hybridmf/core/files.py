@@ -36,8 +36,25 @@ except ImportError:  # Windows
 
 logger = logging.getLogger("hybridmf")
 
-FORMATS = ("auto", "text", "csv", "tsv", "lists", "mtx", "npz", "parquet")
+FORMATS = ("auto", "text", "csv", "tsv", "lists", "jsonl", "mtx", "npz", "parquet")
 """Values of ``Ratings.from_file(format=)``."""
+
+_FOREIGN: tuple[tuple[bytes, str, str], ...] = (
+    (rb"version https://git-lfs", "a Git LFS pointer, not the file itself", "run git lfs pull in its repository"),
+    (rb"(?i)\s*<(?:!doctype|html|head|body)", "an HTML page", "download the file that the page offers"),
+    (rb"\s*<\?xml", "XML", "read it into a data frame, and pass that to Ratings.from_frame"),
+    (rb"\s*\[\s*[{\[]", "one JSON array", "write one JSON object a line, or pass pandas.read_json(...) to from_frame"),
+    (rb"\x80[\x02-\x05]", "a pickle, which is never loaded", "unpickle it if you trust it, and pass the object"),
+    (rb"\x89HDF\r\n", "HDF5", "read it with pandas or h5py, and pass the table or matrix"),
+    (rb"\x93NUMPY", "a NumPy array", "pass numpy.load(...) to Ratings.from_matrix or from_coo"),
+    (rb"SQLite format 3", "an SQLite database", "query it, and pass the table to Ratings.from_frame"),
+    (rb"ARROW1|FEA1", "an Arrow file", "pass pyarrow.feather.read_table(...) to Ratings.from_frame"),
+    (rb"Obj\x01|ORC", "an Avro or ORC file", "read it into a data frame, and pass that to Ratings.from_frame"),
+    (rb"PK\x05\x06", "an empty ZIP archive", "copy or download it again"),
+    (rb"BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!", "packed with another program than gzip", "unpack it first"),
+    (rb"%PDF", "a PDF", "give the file of ratings"),
+)
+"""How contents begin that are no ratings, what they are, and the way out."""
 
 TEMPORARY = ".hybridmf-"
 """First letters of temporary files."""
@@ -140,7 +157,20 @@ def read_head(path: str) -> bytes:
 
 
 def sniff_format(path: str, head: bytes) -> str:
-    """One of `FORMATS`, by the first bytes, then by the ending of the name."""
+    """One of `FORMATS`, by the first bytes, then by the ending of the name.
+
+    Raises
+    ------
+    RatingsError
+        The content is none of them, but something well known.
+    """
+    for start, what, way_out in _FOREIGN:
+        if re.match(start, head.removeprefix(codecs.BOM_UTF8)):
+            raise RatingsError(f"{path} is {what}; {way_out}")
+    if head[257:262] == b"ustar":
+        raise RatingsError(f"{path} is a tar archive; unpack it, and give the file of ratings in it")
+    if re.match(rb'\s*\{\s*"', head.removeprefix(codecs.BOM_UTF8)):
+        return "jsonl"
     for magic, format in ((b"PK\x03\x04", "npz"), (b"PAR1", "parquet"), (b"%%MatrixMarket", "mtx")):
         if head.startswith(magic):
             return format
@@ -160,7 +190,7 @@ def write_atomically(
     Parameters
     ----------
     path : path-like
-        The file gets the permissions that the umask gives to new files.
+        A new file, which gets the permissions that the umask gives, or a regular file, whose permissions stay.
     content : bytes or callable
         A callable writes to the binary file it is called with, and leaves it open.
     prefix : str
@@ -170,14 +200,13 @@ def write_atomically(
 
     Raises
     ------
-    IsADirectoryError, FileNotFoundError
-        `path` is a folder; its folder does not exist.
+    IsADirectoryError, FileExistsError, FileNotFoundError
+        `path` is a folder; or a device, pipe or socket, which other programs use; its folder does not exist.
     OSError
         The system refuses, for example because the disk is full; it names `path`.
     """
     path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"path {str(path)!r} is a folder; give the name of a file")
+    permissions_of(path)  # before the content is made
     if not path.parent.is_dir():
         why = "is no folder" if os.path.lexists(path.parent) else "does not exist"
         raise FileNotFoundError(f"the folder {str(path.parent)!r} of path {str(path)!r} {why}")
@@ -191,16 +220,51 @@ def write_atomically(
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFCHR: "character device",
+    stat.S_IFBLK: "block device",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+}
+"""Files that a regular file must not replace."""
+
+
+def permissions_of(path: str | os.PathLike[str]) -> int | None:
+    """Permissions of the regular file at a path; None if there is none. Symbolic links are followed.
+
+    Raises
+    ------
+    IsADirectoryError, FileExistsError
+        `path` is something else.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if stat.S_ISREG(mode):
+        return stat.S_IMODE(mode)
+    kind = KINDS.get(stat.S_IFMT(mode), "special file")
+    found = f"path {os.fspath(path)!r} is a {kind}"
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"{found}; give the name of a file")
+    raise FileExistsError(f"{found}, and only regular files are replaced; give the name of a file")
+
+
 def _write_and_rename(path: Path, content: bytes | Callable[[BinaryIO], Any], prefix: str) -> None:
     temporary, handle = _new_temporary(path.parent, prefix)
     try:
         with os.fdopen(handle, "wb") as file:
+            permissions = permissions_of(path)
+            if permissions is not None and permissions != stat.S_IMODE(os.fstat(handle).st_mode):
+                os.chmod(temporary, permissions)  # before anything is in it
             if callable(content):
                 content(file)
             else:
                 file.write(content)
             file.flush()
             os.fsync(file.fileno())
+            permissions_of(path)  # it may have become something else in the meantime
             os.replace(temporary, path)  # while the lock is held: an unlocked file counts as abandoned
     except BaseException:
         temporary.unlink(missing_ok=True)

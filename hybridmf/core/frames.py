@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,6 +34,12 @@ def check_kind(name: str, value: Any, *usual: str | None) -> str:
     if found is None:
         raise ImportError(f"a data frame needs one of {', '.join(KINDS)}: pip install pandas")
     return found
+
+
+def import_before_arrow() -> None:
+    """Import pandas, if it is installed: arrays of pyarrow do so at first use, and lose a Ctrl-C in the meantime."""
+    with contextlib.suppress(ImportError):
+        import pandas  # noqa: F401
 
 
 def make_frame(columns: dict[str, np.ndarray], kind: str) -> Any:

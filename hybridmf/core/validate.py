@@ -311,7 +311,10 @@ def as_csr(
         refuse_triplets(matrix, name)
         return _from_dense(matrix, name, dtype)
     if matrix.ndim != 2:
-        raise RatingsError(f"{name} must have 2 dimensions (n_users, n_items), got shape {matrix.shape}")
+        raise RatingsError(
+            f"{name} must have 2 dimensions (n_users, n_items), got shape {matrix.shape}; reshape one row to "
+            f"{name}.reshape(1, -1)"
+        )
     _check_value_dtype(name, matrix.dtype)
     if max(matrix.shape) > MAX_AXIS:
         raise RatingsError(f"{name} has shape {matrix.shape}; at most {MAX_AXIS} rows and columns are supported")
@@ -335,6 +338,16 @@ def as_csr(
     indptr, indices, data = _sorted_unique(indptr, indices, data, matrix.shape, name, duplicates, sort)
     data = _finite_values(data, indices, indptr, name, dtype)
     return _assemble(indptr, indices, data, matrix.shape, drop_zeros)
+
+
+def one_row(matrix: Any) -> Any:
+    """A one-dimensional sparse array, such as row ``A[u]`` of one, as a matrix with one row; anything else as it is."""
+    return matrix.reshape(1, -1) if sp.issparse(matrix) and matrix.ndim == 1 else matrix
+
+
+def one_column(matrix: Any) -> Any:
+    """A one-dimensional sparse array, such as column ``A[:, i]`` of one, as a matrix with one column."""
+    return matrix.reshape(-1, 1) if sp.issparse(matrix) and matrix.ndim == 1 else matrix
 
 
 def from_triplets(

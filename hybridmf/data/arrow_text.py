@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..core.files import open_bytes
+from ..core.frames import import_before_arrow
 from . import lines
 from ._spelling import only_in_pairs, spelled_plainly
 from .labels import MAX_VALUE
@@ -131,7 +132,9 @@ def coded_strings(series: Any) -> tuple[np.ndarray, list[str]] | None:
     try:
         import pyarrow as pa
 
-        encoded = series.to_arrow().cast(pa.large_string()).dictionary_encode()
+        strings = series.to_arrow()
+        chunks = strings.chunks if isinstance(strings, pa.ChunkedArray) else [strings]  # pandas 3 has several
+        encoded = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in chunks]).dictionary_encode()
     except (ImportError, ValueError, TypeError, NotImplementedError):  # ValueError: lone surrogates
         return None
     return encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
@@ -154,7 +157,7 @@ def _tables(layout: TextLayout, size: int, *, integers: bool, narrow: bool = Fal
             header = header and not start
             content = block[start:]
             if content and not content.isspace():
-                content, delimiter, apart = _one_byte_delimiter(content, layout.separator)
+                content, delimiter, apart = _one_byte_delimiter(content, layout)
                 if integers and not spelled_plainly(content, delimiter):
                     raise _Irregular
                 table = _parse(content, delimiter, apart, layout, "int32") if narrow else None
@@ -212,14 +215,15 @@ def _below_header(block: bytes, separator: str) -> int:
     return 0
 
 
-def _one_byte_delimiter(block: bytes, separator: str) -> tuple[bytes, bytes, int]:
+def _one_byte_delimiter(block: bytes, layout: TextLayout) -> tuple[bytes, bytes, int]:
     """The block with one-byte delimiters, the delimiter, and the number of delimiters between two fields."""
-    mark = separator.encode(errors="surrogatepass")
+    separator, mark = layout.separator, layout.separator.encode(errors="surrogatepass")
     if separator == " ":
         return block, _blank_of(block), 1
     if len(mark) == 2 and mark[:1] == mark[1:] and only_in_pairs(block, mark[:1]):
         return block, mark[:1], 2  # an empty field between two others
-    if (_UNIT if len(mark) > 1 else b'"') in block or (len(separator) == 1 < len(mark)):
+    reserved = [_UNIT] if len(mark) > 1 else [each.encode(errors="surrogatepass") for each in layout.marks]
+    if any(each in block for each in reserved) or (len(separator) == 1 < len(mark)):
         raise _Irregular
     return (block.replace(mark, _UNIT), _UNIT, 1) if len(mark) > 1 else (block, mark, 1)
 
@@ -245,6 +249,7 @@ def _parse(block: bytes, delimiter: bytes, apart: int, layout: TextLayout, kind:
 
     `apart`: number of delimiters between two fields.
     """
+    import_before_arrow()
     try:
         import pyarrow as pa
         from pyarrow import csv as arrow_csv
@@ -253,7 +258,7 @@ def _parse(block: bytes, delimiter: bytes, apart: int, layout: TextLayout, kind:
     ids = pa.string() if kind == "labels" else getattr(pa, kind)()
     kinds = {layout.user: ids, layout.item: ids, layout.value: pa.float64()}
     if layout.times:
-        kinds[layout.columns.time] = {"integers": pa.int64(), "numbers": pa.float64(), "dates": pa.timestamp("ns")}[
+        kinds[layout.columns.time] = {"integers": pa.int64(), "numbers": pa.float64(), "dates": pa.timestamp("us")}[
             layout.times
         ]
     used = {place: str(place * apart) for place in range(layout.n_fields) if place in kinds}

@@ -38,6 +38,7 @@ class Columns:
     value: int | None
     names: tuple[Any, ...] | None
     time: int | None = None
+    guessed: tuple[str, ...] = ()  # roles of columns that are taken for their place, without a name that says so
 
     def __str__(self) -> str:
         places = {"user": self.user, "item": self.item, "value": self.value}
@@ -110,10 +111,29 @@ def resolve_columns(
     if timestamp is not None and not _is_auto(timestamp):
         time = places["timestamp"] = table.place("timestamp", timestamp)
         _check_distinct(places)
-    found = Columns(places["user"], places["item"], places["value"], table.names, time)  # type: ignore[arg-type]
-    if table.names is not None:
-        logger.info("%s has a header; %s", source, found)
-    return found
+    guessed = tuple(
+        role for role in given
+        if _is_auto(given[role]) and (place := places[role]) is not None and table.roles[place] != role
+    )  # fmt: skip
+    return Columns(places["user"], places["item"], places["value"], table.names, time, guessed)  # type: ignore[arg-type]
+
+
+def log_columns(source: str, columns: Columns) -> None:
+    """Report the columns in use; as a warning, if some are a guess."""
+    header = "no header" if columns.names is None else "a header"
+    if not columns.guessed:
+        logger.info("%s has %s; %s", source, header, columns)
+        return
+    pass_on = " or ".join(f"{role}=" for role in columns.guessed)
+    logger.warning(
+        "%s has %s%s; a guess by places: %s. If it is wrong, pass %s",
+        source, header, "" if columns.names is None else f" without a name that says {_words_or(columns.guessed)}",
+        columns, pass_on,
+    )  # fmt: skip
+
+
+def _words_or(roles: Iterable[str]) -> str:
+    return " or ".join(f"{role}s" for role in roles)
 
 
 def check_distinct_names(source: str, names: Iterable[Any]) -> None:

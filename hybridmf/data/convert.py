@@ -60,32 +60,40 @@ from ..core.validate import (
 from ..errors import DuplicateEntriesError, RatingsError
 from ..ratings import Ratings
 from . import arrow_text
+from .columns import log_columns
 from .labels import (
     MAX_POSITION,
+    MISSING,
     decode_labels,
     duplicate_error,
     encode_labels,
     factorize_objects,
     first_repeat,
     label_of,
+    note_copies,
+    whole_repeats,
 )
 from .layout import TextLayout
 from .lines import line_blocks
 from .lists import ListLayout, lines_of_lists, list_chunks, list_layout
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
-from .readers import MarketHeader, check_market_rows, market_header, parquet_chunks
+from .readers import MarketHeader, check_market_rows, market_header, parquet_chunks, parquet_layout, part_paths
 from .slabs import MemorySlabs, slab_bounds
 from .store import UNFINISHED, Store, file_checksum
 from .text import (
     BLOCK_CHARS,
     BLOCK_RECORDS,
+    MANY_LARGE,
     TextOptions,
     find_layout,
     integer_chunks,
+    large_integers,
     lines_of,
     record_chunks,
+    refuse_ids_as_values,
     sorted_labels,
     text_separator,
+    without_missing,
 )
 
 logger = logging.getLogger("hybridmf")
@@ -123,6 +131,9 @@ def convert(
     duplicates: str = "error",
     encoding: str | None = None,
     comment: str | None = "#",
+    quote: str | None = "auto",
+    escape: str | None = None,
+    missing: str = "error",
 ) -> Store:
     """Write ratings as a store, which a fit can read without holding it in memory.
 
@@ -134,7 +145,8 @@ def convert(
     Parameters
     ----------
     source : path-like, Store, Ratings, or sparse or dense matrix of shape (n_users, n_items)
-        The path of a file, or of the folder of a store.
+        The path of a file, or of the folder of a store. Files that a pattern or a folder of Parquet files stands for
+        are read into memory.
     path : path-like
         Folder of the store; created if it does not exist.
     slab_bytes : int or str
@@ -145,7 +157,7 @@ def convert(
         sorting them would exceed it.
     overwrite : bool
         Replace an existing store, which is removed first; otherwise an existing store is an error.
-    format, separator, header, user, item, value, duplicates, encoding, comment
+    format, separator, header, user, item, value, duplicates, encoding, comment, quote, escape, missing
         Options for reading a file, as for `Ratings.from_file`; `duplicates` also applies to matrices.
 
     Returns
@@ -166,14 +178,19 @@ def convert(
     check_choice("format", format, FORMATS)
     check_choice("duplicates", duplicates, MERGE_RULES)
     check_choice("header", header, ("auto", True, False))
+    check_choice("missing", missing, MISSING)
     limit = max(parse_bytes("memory_limit", memory_limit), 1 << 20)
     entries = max(1, min(parse_bytes("slab_bytes", slab_bytes) // 8, limit // SORT_BYTES))
-    options = {
+    options: dict[str, Any] = {
         "format": format, "separator": separator, "header": header, "user": user, "item": item, "value": value,
-        "duplicates": duplicates, "encoding": encoding, "comment": comment,
+        "duplicates": duplicates, "encoding": encoding, "comment": comment, "quote": quote, "escape": escape,
+        "missing": missing,
     }  # fmt: skip
     if isinstance(source, (str, os.PathLike)):
-        source = Store.open(source) if os.path.isdir(source) else os.fsdecode(source)
+        if part_paths(source) is not None:
+            source = Ratings.from_file(source, **options)
+        else:
+            source = Store.open(source) if os.path.isdir(source) else os.fsdecode(source)
     folder = _Folder(Path(check_path("path", path)))
     _refuse_itself(source, folder.path)
     reader = _reader_of(source, options, limit)
@@ -250,6 +267,7 @@ class _Folder:
         self.path, self.work = path, path / WORK
         self.files: dict[str, dict[str, Any]] = {}
         self.state: dict[str, Any] = {}
+        self.replaces = False  # whether `begin` has removed a store
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -298,6 +316,7 @@ class _Folder:
         """Remove files of previous conversions, and record the start of this one."""
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
+        self.replaces = (path / MANIFEST).exists()
         _write(path / UNFINISHED, b"{}")
         (path / MANIFEST).unlink(missing_ok=True)  # first: without a manifest, the folder is no store
         self._remove(keep=(UNFINISHED,))
@@ -330,7 +349,12 @@ class _Folder:
         """Remove all files after an error; after Ctrl-C or a kill, keep them so that the conversion can resume."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
+            if self.replaces:
+                said = "%s: the old store is gone: overwrite=True removed it before this conversion, which failed"
+                logger.warning(said, self.path)
+            if not isinstance(error, Exception):
+                raise
             self._remove()
             if isinstance(error, OSError) and error.errno in FULL:
                 why = "" if error.errno == errno.ENOSPC else f" for you ({os.strerror(error.errno)})"
@@ -500,6 +524,8 @@ class _Reader:
         Name of the source in messages.
     others : iterator of _Reader
         Readers to try in turn if this one does not support the source.
+    valued : bool
+        Whether the source has values: rows that repeat whole are copies.
     """
 
     chunks: Iterator[Chunk | None]
@@ -507,6 +533,7 @@ class _Reader:
     where: Callable[[int, int], str]
     source: str
     others: Iterator[_Reader] = field(default_factory=lambda: iter(()))
+    valued: bool = False
 
 
 class _Ids:
@@ -630,7 +657,7 @@ def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[
     head = read_head(path)
     format = options["format"] if options["format"] != "auto" else sniff_format(path, head)
     columns = (options["user"], options["item"], options["value"])
-    if format == "npz":
+    if format in ("npz", "jsonl"):
         return None
     if format == "mtx":
         header = market_header(path, head)
@@ -638,47 +665,76 @@ def _reader_of_file(path: str, options: dict[str, Any], limit: int) -> Callable[
             return None
         return lambda: _matrix_market(path, header, limit)
     if format == "parquet":
-        return lambda: _parquet(path, columns, max(1, limit // 256))
+        return lambda: _parquet(path, columns, max(1, limit // 256), options["missing"])
     as_text = (options["header"], columns, options["encoding"], options["comment"])
     if format == "lists":
-        return lambda: _lists(list_layout(path, head, options["separator"], *as_text), limit)
+        return lambda: _lists(list_layout(path, head, options["separator"], *as_text), limit, options["missing"])
     separator = text_separator(format, options["separator"])
 
     def text() -> _Reader:
-        layout = find_layout(path, head, TextOptions(separator, *as_text))
-        readers = _text_readers(layout, limit)
+        quoting = {"quote": options["quote"], "escape": options["escape"]}
+        layout = find_layout(path, head, TextOptions(separator, *as_text, **quoting))
+        log_columns(path, layout.columns)
+        readers = _text_readers(layout, limit, options["missing"])
         return replace(next(readers), others=readers)
 
     return text
 
 
-def _text_readers(layout: TextLayout, limit: int) -> Iterator[_Reader]:
+def _text_readers(layout: TextLayout, limit: int, missing: str) -> Iterator[_Reader]:
     """Readers to try one after the other; the last one reads any text, or raises the error."""
-    where = functools.partial(lines_of, layout)
+    where = functools.partial(lines_of, layout, dropped=missing == "drop")
     size = min(BLOCK_CHARS, limit // 32)
     readers: list[Any] = [(integer_chunks, record_chunks, max(1, min(BLOCK_RECORDS, limit // 256)))]
     if limit >= arrow_text.MEMORY:
         readers.insert(0, (arrow_text.integer_chunks, arrow_text.label_chunks, size))
     for integers, labels, length in readers:
         if layout.integer_ids:
-            yield _Reader(integers(layout, size), (_Integers(), _Integers()), where, layout.path)
-        users, items = _Codes(sorted_labels), _Codes(sorted_labels)
-        yield _Reader(labels(layout, users.table, items.table, length), (users, items), where, layout.path)
+            numbers = _checked_values(integers(layout, size), layout)
+            valued = layout.value is not None
+            yield _Reader(numbers, (_Integers(), _Integers()), where, layout.path, valued=valued)
+        place = functools.partial(lines_of, layout)
+        make = functools.partial(labels, layout, size=length)
+        found = _labelled(make, missing, layout.path, place, where)
+        yield replace(found, chunks=_checked_values(found.chunks, layout), valued=layout.value is not None)
 
 
-def _lists(layout: ListLayout, limit: int) -> _Reader:
+def _checked_values(chunks: Iterator[Any], layout: TextLayout) -> Iterator[Any]:
+    """The same chunks, whose values must not be ids; see `refuse_ids_as_values`."""
+    large = np.empty(0)
+    for chunk in chunks:
+        if chunk is not None:
+            large = np.union1d(large, large_integers(chunk[2]))[: MANY_LARGE + 1]
+            refuse_ids_as_values(layout, large)
+        yield chunk
+
+
+def _labelled(
+    make: Callable[[dict[str, int], dict[str, int]], Iterator[Any]],
+    missing: str,
+    path: str,
+    place: Callable[[int, int], str],
+    where: Callable[[int, int], str],
+) -> _Reader:
+    """Reader of chunks of codes, which `make` yields; `place` describes entries before `missing` drops some."""
     users, items = _Codes(sorted_labels), _Codes(sorted_labels)
-    chunks = list_chunks(layout, users.table, items.table, max(1, min(BLOCK_RECORDS, limit // 256)))
+    kept = (users.table, items.table)
+    tables: tuple[dict[str, int], dict[str, int]] = ({}, {}) if missing == "drop" else kept
+    return _Reader(without_missing(make(*tables), tables, missing, path, place, kept), (users, items), where, path)
+
+
+def _lists(layout: ListLayout, limit: int, missing: str) -> _Reader:
+    make = functools.partial(list_chunks, layout, size=max(1, min(BLOCK_RECORDS, limit // 256)))
     where = functools.partial(lines_of_lists, layout)
-    return _Reader(chunks, (users, items), where, layout.path)
+    return _labelled(make, missing, layout.path, where, where)
 
 
-def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int) -> _Reader:
+def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int, missing: str) -> _Reader:
     def sort(codes: np.ndarray, labels: list[Any]) -> tuple[np.ndarray, np.ndarray]:
         positions, unique = factorize_objects(f"a column of {path}", labels, "row")
         return positions[codes], unique
 
-    parts = parquet_chunks(path, columns, rows)
+    parts = parquet_chunks(path, columns, rows, missing)
     first = next(parts, None)
     if first is None:
         raise RatingsError(f"{path} holds no ratings")
@@ -697,7 +753,9 @@ def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int) -> _Reader:
             yield *ids, part[2]
             part = next(parts, None)
 
-    return _Reader(chunks(), (sides[0], sides[1]), lambda first, second: f"rows {first} and {second}", path)
+    where = "rows {} and {}".format
+    valued = parquet_layout(path, columns).value is not None
+    return _Reader(chunks(), (sides[0], sides[1]), where, path, valued=valued)
 
 
 def _streamable(header: MarketHeader) -> bool:
@@ -786,6 +844,17 @@ class _Streamed:
         _finish(folder, shape, bounds, counts)
 
     @property
+    def valued(self) -> bool:
+        """Whether the source has values: rows that repeat whole are copies."""
+        return bool(self.folder.state.get("valued", False))
+
+    @property
+    def _differ(self) -> bool:
+        """Whether the source has different values."""
+        values = np.memmap(self.folder.work / "values.bin", np.float64, "r")
+        return bool(values.min() != values.max())
+
+    @property
     def _shape(self) -> tuple[int, int]:
         n_users, n_items = self.folder.state["shape"]
         return n_users, n_items
@@ -811,6 +880,7 @@ class _Streamed:
         return {
             "shape": shape,
             "entries": count,
+            "valued": reader.valued,
             "kinds": [side.kind for side in reader.sides],
             "dtypes": [np.dtype(side.dtype).str for side in reader.sides],
         }
@@ -876,7 +946,7 @@ class _Streamed:
             try:
                 return from_triplets(rows - first, columns, values, shape, duplicates=self.duplicates)
             except DuplicateEntriesError:
-                raise self._duplicate_error(rows, columns, values) from None
+                return self._without_copies(rows, columns, values, shape, first)
             except RatingsError as error:
                 raise RatingsError(f"of the users from position {first} on: {error}") from error
 
@@ -885,14 +955,36 @@ class _Streamed:
             (self.folder.work / f"{name}.bin").unlink(missing_ok=True)
         return {}
 
+    def _without_copies(
+        self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: tuple[int, int], first: int
+    ) -> sp.csr_array:
+        """The matrix of a bucket without rows that repeat others whole; see `Entries.without_copies`."""
+        if not self.valued or not self._differ:
+            raise self._duplicate_error(rows, columns, values)
+        copies = whole_repeats(rows, columns, values)
+        kept = [each[~copies] for each in (rows, columns, values)]
+        try:
+            matrix = from_triplets(kept[0] - first, kept[1], kept[2], shape)
+        except DuplicateEntriesError:
+            raise self._duplicate_error(*kept) from None
+        note_copies(str(self.folder.path), int(np.count_nonzero(copies)))
+        return matrix
+
     def _duplicate_error(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> DuplicateEntriesError:
         """Error that names the first repeated pair of a bucket, and its locations in the source."""
         one, other = first_repeat(rows.astype(np.int64) * self._shape[1] + columns)
         places = self._places(int(rows[one]), int(columns[one]))
         reader = self.reader()
         user, item = (self._label(name, place) for name, place in zip(SIDES, (rows[one], columns[one]), strict=True))
-        where = reader.where(places[0], places[1])
-        return duplicate_error(reader.source, user, item, where, values[[one, other]], self._repeats())
+        where = reader.where(places[0], self._conflicting(places) if self.valued else places[1])
+        return duplicate_error(
+            reader.source, user, item, where, values[[one, other]], self._repeats(), not self._differ
+        )
+
+    def _conflicting(self, places: list[int]) -> int:
+        """The first of some entries whose value differs from that of the first; without one, the second."""
+        values = np.memmap(self.folder.work / "values.bin", np.float64, "r")
+        return next((place for place in places if values[place] != values[places[0]]), places[1])
 
     def _repeats(self) -> Repeats:
         """Count repeated pairs over all buckets of users; buckets that have become slabs had none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -22,11 +23,25 @@ from ..core.validate import (
 )
 from ..errors import DuplicateEntriesError, RatingsError, UnknownLabelError
 
+logger = logging.getLogger("hybridmf")
+
+MISSING = ("error", "drop", "keep")
+"""Values of ``missing=``: what to do with entries without the id of a user or an item."""
+
+MISSING_WORDS = frozenset(
+    ("", "NULL", "Null", "null", "None", "NA", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "-nan", "NaT", "\\N")
+)
+"""Text that SQL, Spark, Hive, R and pandas write for a missing value."""
+
 MAX_PADDED = 256
 """Longest label, in characters, of a NumPy string array, which pads all elements to the longest one."""
 
 MAX_POSITION = int(np.iinfo(np.int32).max)
 MAX_VALUE = float(np.finfo(np.float32).max)
+
+
+class NoEntriesError(RatingsError):
+    """A source, or a part of it, has no entries that are kept."""
 
 
 @dataclass
@@ -42,6 +57,7 @@ class Entries:
     source: str = "ratings"
     where: Callable[[int, int], str] = lambda first, second: f"entries {first} and {second}"
     times: np.ndarray | None = None  # (nnz,)
+    valued: bool = False  # rows of a source with values: one that repeats another whole is a copy
 
     def keep(self, mask: np.ndarray) -> Entries:
         """Entries where `mask` is true; labels without entries disappear."""
@@ -60,6 +76,32 @@ class Entries:
             where=lambda first, second: self.where(int(kept[first]), int(kept[second])),
             times=None if self.times is None else self.times[kept],
         )
+
+    def without_missing(self, missing: str) -> Entries:
+        """Entries with ids that are no `MISSING_WORDS`; under "keep", all.
+
+        Raises
+        ------
+        RatingsError
+            There are others under "error", or no entry is left under "drop".
+        """
+        absent = [_missing_words(ids) for ids in (self.user_ids, self.item_ids)]
+        if missing == "keep" or not any(map(np.any, absent)):
+            return self
+        lost = [
+            found[codes] if found.size else np.zeros(len(codes), dtype=bool)
+            for found, codes in zip(absent, (self.users, self.items), strict=True)
+        ]
+        gone = lost[0] | lost[1]
+        if missing == "error":
+            first = int(np.argmax(gone))
+            side = int(not lost[0][first])
+            ids, codes = ((self.user_ids, self.users), (self.item_ids, self.items))[side]
+            assert ids is not None
+            where, count = self.where(first, first), int(np.count_nonzero(gone))
+            raise missing_error(self.source, where, ("user", "item")[side], str(ids[codes[first]]), count, len(gone))
+        note_dropped(self.source, int(np.count_nonzero(gone)), len(gone))
+        return self.keep(~gone)
 
     def times_of(self, duplicates: str) -> np.ndarray | None:
         """Time of each entry of `to_matrix`, in its order; for merged entries the latest, or that of the entry kept."""
@@ -82,15 +124,65 @@ class Entries:
         except DuplicateEntriesError:
             raise self.duplicate_error() from None
 
-    def duplicate_error(self) -> DuplicateEntriesError:
-        """Name the first entry that repeats a pair, and the one it repeats."""
-        pairs = self.users.astype(np.int64) * self.shape[1] + self.items
+    def without_copies(self) -> Entries:
+        """Entries without those that have user, item, value and time of an earlier one.
+
+        Raises
+        ------
+        DuplicateEntriesError
+            A pair has other entries, too; or the source has no values, or the same value everywhere.
+        """
+        found = repeats(self._pairs(), self.values)
+        if not self.valued or self.values.min() == self.values.max():  # a log, in which a repeat is another event
+            raise self.duplicate_error(found)
+        copies = whole_repeats(self.users, self.items, self.values, self.times)
+        kept = self.keep(~copies)
+        if repeats(kept._pairs(), kept.values).pairs:
+            raise kept.duplicate_error(found)
+        note_copies(self.source, int(np.count_nonzero(copies)))
+        return kept
+
+    def _pairs(self) -> np.ndarray:
+        return self.users.astype(np.int64) * self.shape[1] + self.items
+
+    def duplicate_error(self, found: Repeats | None = None) -> DuplicateEntriesError:
+        """Name the first entry that repeats a pair, and the one it repeats; `found`: how many there are."""
+        pairs = self._pairs()
         first, second = first_repeat(pairs)
         user, item = label_of(self.user_ids, self.users[first]), label_of(self.item_ids, self.items[first])
         return duplicate_error(
             self.source, user, item, self.where(first, second), self.values[[first, second]],
-            repeats(pairs, self.values),
+            found or repeats(pairs, self.values), bool(self.values.min() == self.values.max()),
         )  # fmt: skip
+
+
+def _missing_words(ids: np.ndarray | None) -> np.ndarray:
+    """Mask of the labels that are `MISSING_WORDS`; empty without text."""
+    if ids is None or ids.dtype.kind not in "UO":
+        return np.zeros(0, dtype=bool)
+    return np.fromiter((isinstance(label, str) and label in MISSING_WORDS for label in ids.tolist()), bool, len(ids))
+
+
+def missing_error(source: str, where: str, side: str, found: str, count: int, total: int) -> RatingsError:
+    """The error for entries without an id; all arguments but the last two describe the first one."""
+    more = f"{count:,} of {total:,} entries have" if count > 1 else f"1 of {total:,} entries has"
+    return RatingsError(
+        f'{source}, {where} has no {side} ({found!r}); {more} no user or no item. missing="drop" leaves such entries '
+        f'out, missing="keep" takes {found!r} for an id like any other'
+    )
+
+
+def note_dropped(source: str, count: int, total: int) -> None:
+    """Report entries without ids that ``missing="drop"`` leaves out.
+
+    Raises
+    ------
+    RatingsError
+        No other entries are left.
+    """
+    if count == total:
+        raise NoEntriesError(f"{source} holds no ratings: each of its {total:,} entries has no user or no item")
+    logger.warning("%s: left out %s of %s entries, which have no user or no item", source, f"{count:,}", f"{total:,}")
 
 
 def _used(positions: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
@@ -102,6 +194,25 @@ def _used(positions: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray, np
     return (np.cumsum(used, dtype=np.int32) - 1)[positions], ids[used]
 
 
+def whole_repeats(
+    users: np.ndarray, items: np.ndarray, values: np.ndarray, times: np.ndarray | None = None
+) -> np.ndarray:
+    """Mask of the entries that repeat an earlier one in all columns."""
+    columns = [column for column in (times, values, items, users) if column is not None]
+    order = np.lexsort(columns)
+    same = np.ones(max(len(order) - 1, 0), dtype=bool)
+    for column in columns:
+        same &= column[order[1:]] == column[order[:-1]]
+    mask = np.zeros(len(order), dtype=bool)
+    mask[order[1:]] = same
+    return mask
+
+
+def note_copies(source: str, count: int) -> None:
+    """Report rows that are merged because they repeat others whole."""
+    logger.warning("%s: merged %s rows that repeat another row whole", source, f"{count:,}")
+
+
 def first_repeat(pairs: np.ndarray) -> tuple[int, int]:
     """Indices of the two entries of the first repeated pair: the earlier entry and its repetition."""
     order = np.argsort(pairs, kind="stable")
@@ -111,12 +222,13 @@ def first_repeat(pairs: np.ndarray) -> tuple[int, int]:
 
 
 def duplicate_error(
-    source: str, user: str, item: str, where: str, values: np.ndarray, found: Repeats
+    source: str, user: str, item: str, where: str, values: np.ndarray, found: Repeats, log: bool
 ) -> DuplicateEntriesError:
-    """The error for repeated pairs; all arguments but the last describe the first one."""
+    """The error for repeated pairs; all arguments but the last two describe the first one."""
+    fitting = '"sum" counts them, "first" keeps one' if log else '"sum" adds counts, "last" or "mean" suit ratings'
     return DuplicateEntriesError(
         f"{source} has more than one entry for the pair (user {user}, item {item}): "
-        f"{where}, values {float(values[0]):g} and {float(values[1]):g}. {found}. {MERGE_HINT}"
+        f"{where}, values {float(values[0]):g} and {float(values[1]):g}. {found}. {MERGE_HINT}: {fitting}"
     )
 
 
@@ -171,15 +283,65 @@ def joined_times(parts: Sequence[np.ndarray]) -> np.ndarray:
             f"timestamps are dates in part {dates.index(True)} and numbers in part {dates.index(False)}; convert one "
             "of them"
         )
-    times = np.concatenate(parts)
+    unit = np.result_type(*parts)
     if all(dates):
         for k, part in enumerate(parts):
-            if not np.array_equal(part.astype(times.dtype).astype(part.dtype), part):  # wraps around silently
+            if not _fits_unit(part, unit):
                 raise RatingsError(
-                    f"timestamps of part {k} go beyond {times.dtype}, the unit of another part; give all parts one "
+                    f"timestamps of part {k} go beyond {unit}, the unit of another part; give all parts one "
                     "unit, such as datetime64[us]"
                 )
-    return times
+    return np.concatenate(parts)
+
+
+def _fits_unit(times: np.ndarray, unit: np.dtype) -> bool:
+    """Whether dates keep their meaning in a unit; NumPy raises OverflowError from 2.5 on, and wraps around before."""
+    try:
+        return np.array_equal(times.astype(unit).astype(times.dtype), times)
+    except OverflowError:
+        return False
+
+
+def joined_entries(parts: Sequence[Entries], source: str, *, text: bool) -> Entries:
+    """Entries of several files, one after another; `text`: integers and other labels of a column may meet.
+
+    Raises
+    ------
+    RatingsError
+        Labels, or times, of different types.
+    """
+    joined = []
+    for side in ("user", "item"):
+        ids = [cast(np.ndarray, getattr(part, f"{side}_ids")) for part in parts]
+        kinds = [label_kind(each) for each in ids]
+        if len({each.dtype.kind in "iu" for each in ids}) > 1:
+            other = next(k for k, kind in enumerate(kinds) if kind != kinds[0])
+            if not text:
+                raise RatingsError(
+                    f"{side}s are of type {kinds[0]} in {parts[0].source} and of type {kinds[other]} in "
+                    f"{parts[other].source}; write them with one type"
+                )
+            ids = [each.astype(np.str_) if each.dtype.kind in "iu" else each for each in ids]
+        places, labels, _ = joined_axis(side, [(each, len(each)) for each in ids])
+        order, unique = factorize(f"{side}s of {source}", cast(np.ndarray, labels), "label")
+        codes = [order[place[getattr(part, f"{side}s")]] for place, part in zip(places, parts, strict=True)]
+        joined.append((np.concatenate(codes), unique))
+    (users, user_ids), (items, item_ids) = joined
+    ends = np.cumsum([len(part.values) for part in parts])
+
+    def place(entry: int) -> str:
+        k = int(np.searchsorted(ends, entry, side="right"))
+        inside = entry - int(ends[k]) + len(parts[k].values)
+        return f"{parts[k].source}, {parts[k].where(inside, inside)}"
+
+    times = [part.times for part in parts if part.times is not None]
+    return Entries(
+        users, items, np.concatenate([part.values for part in parts]), user_ids, item_ids,
+        (len(user_ids), len(item_ids)), source,
+        lambda first, second: f"{place(first)} and {place(second)}",
+        joined_times(times) if len(times) == len(parts) else None,
+        all(part.valued for part in parts),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- labels and positions

@@ -35,6 +35,21 @@ class TextLayout:
     columns: Columns
     times: str = ""  # "integers", "numbers" or "dates": kind of the column of times, if it is read with the others
     on_read: Callable[[int], object] | None = None  # called with the bytes of the file read so far
+    times_required: bool = False  # by an argument: times that cannot be read are an error
+    quote: str | None = "auto"
+    escape: str | None = None
+
+    @property
+    def quote_mark(self) -> str | None:
+        """Character that begins a quoted field; None if fields are never quoted."""
+        if len(self.separator) > 1 or self.separator == " ":
+            return None
+        return '"' if self.quote == "auto" else self.quote
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Characters of text that only the csv module reads."""
+        return tuple(filter(None, (self.quote_mark, self.escape)))
 
     def open(self) -> io.TextIOWrapper:
         """Open the file as text."""

@@ -25,6 +25,7 @@ from .text import (
     first_lines,
     sorted_labels,
     text_encoding,
+    typed_labels,
 )
 
 _TOKEN = re.compile(r"[^\s,]+")
@@ -82,7 +83,7 @@ def list_layout(
     return ListLayout(path, codec, comment, separator, header is True)
 
 
-def read_lists(layout: ListLayout) -> Entries:
+def read_lists(layout: ListLayout, missing: str = "error") -> Entries:
     """Entries of all lines, each with the value 1; labels as for `hybridmf.data.text.read_text`."""
     user_table: dict[str, int] = {}
     item_table: dict[str, int] = {}
@@ -95,7 +96,8 @@ def read_lists(layout: ListLayout) -> Entries:
     )
     shape = (len(user_ids), len(item_ids))
     where = functools.partial(lines_of_lists, layout)
-    return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where)
+    found = Entries(users, items, values, user_ids, item_ids, shape, layout.path, where)
+    return typed_labels(found.without_missing(missing), found)
 
 
 def list_chunks(

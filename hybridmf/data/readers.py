@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import io
 import logging
 import math
+import os
+import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.files import open_bytes, read_head, reading, sniff_format
+from ..core.files import TEMPORARY, open_bytes, read_head, reading, sniff_format
+from ..core.frames import import_before_arrow
 from ..core.system import available_memory
 from ..core.triplets import frame_names
 from ..core.validate import ROW_BYTES, check_int
-from ..errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
+from ..errors import DuplicateEntriesError, HybridMFError, MemoryBudgetError, RatingsError
 from . import arrow_text
-from .columns import AUTO, Columns, check_distinct_names, resolve_columns
-from .labels import MAX_VALUE, Entries, as_times, factorize
+from .columns import AUTO, Columns, check_distinct_names, log_columns, resolve_columns
+from .labels import MAX_VALUE, MISSING_WORDS, Entries, NoEntriesError, as_times, factorize, missing_error, note_dropped
 from .lines import numbered_lines
 from .text import TextOptions, find_layout, parse_dates, parse_times, text_separator
 
@@ -50,12 +56,14 @@ def frame_entries(
     value: Any = AUTO,
     timestamp: Any = None,
     where: Where | None = None,
+    missing: str = "error",
 ) -> Entries:
     """Entries of any frame that narwhals supports; `source` is its name in messages. See `Ratings.from_frame`."""
     import narwhals as nw
 
     table, names = _frame(frame, source)
     columns = resolve_columns(source, names, len(names), user, item, value, timestamp=timestamp, by_place=False)
+    log_columns(source, columns)
     taken = [names[place] for place in (columns.user, columns.item, columns.value) if place is not None]
     filters = {column: names[column_place("where", source, names, column)] for column in where or {}}
     time = None if columns.time is None else names[columns.time]
@@ -67,16 +75,21 @@ def frame_entries(
         fields = {column: eager.get_column(name).to_numpy() for column, name in filters.items()}
         mask = row_mask(source, where, fields)
         eager, rows, source = eager.filter(mask.tolist()), np.flatnonzero(mask), f"{source} (rows that where= keeps)"
+    present = _rows_with_ids(source, eager, taken[:2], missing, rows)
+    if not present.all():
+        rows = np.flatnonzero(present) if rows is None else rows[present]
+        eager = eager.filter(present.tolist())
     users, user_ids = _coded_column(source, eager, taken[0])
     items, item_ids = _coded_column(source, eager, taken[1])
     values = np.ones(len(users), np.float32) if len(taken) == 2 else _frame_values(source, eager, taken[2])
     times = None if time is None else _frame_times(source, eager, time, required=timestamp != AUTO)
 
     def place(first: int, second: int) -> str:
-        return f"rows {first} and {second}" if rows is None else f"rows {rows[first]} and {rows[second]}"
+        first, second = (first, second) if rows is None else (rows[first], rows[second])
+        return f"row {first}" if first == second else f"rows {first} and {second}"
 
     shape = (len(user_ids), len(item_ids))
-    return Entries(users, items, values, user_ids, item_ids, shape, source, place, times)
+    return Entries(users, items, values, user_ids, item_ids, shape, source, place, times, len(taken) > 2)
 
 
 def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
@@ -108,6 +121,56 @@ def _frame_column(source: str, table: Any, column: Any, first_row: int = 0) -> A
         row = first_row + int(np.flatnonzero(series.is_null().to_numpy())[0])
         raise RatingsError(f"column {column!r} of {source} is null at row {row}; remove or fill such rows")
     return series
+
+
+def _rows_with_ids(
+    source: str, table: Any, columns: Sequence[Any], missing: str, rows: np.ndarray | None, first_row: int = 0
+) -> np.ndarray:
+    """Mask of the rows that have both ids; `rows`: their numbers in the source, by default those from `first_row` on.
+
+    Raises
+    ------
+    RatingsError
+        Rows without ids, unless `missing` says what to do with them.
+    """
+    nulls, words = (
+        [test(table.get_column(column)) for column in columns] for test in (_null_rows, _rows_of_missing_words)
+    )
+    lost = nulls if missing == "keep" else [null | word for null, word in zip(nulls, words, strict=True)]
+    gone = lost[0] | lost[1]
+    count = int(np.count_nonzero(gone))
+    if count and missing != "drop":
+        at = int(np.argmax(gone))
+        side = int(not lost[0][at])
+        row = at + first_row if rows is None else int(rows[at])
+        if nulls[side][at]:
+            raise RatingsError(
+                f"column {columns[side]!r} of {source} is null at row {row}; {count:,} of {len(gone):,} rows have no "
+                'user or no item: missing="drop" leaves them out, or fill them'
+            )
+        found = table.get_column(columns[side])[at]
+        where = f"column {columns[side]!r}, row {row}"
+        raise missing_error(source, where, ("user", "item")[side], str(found), count, len(gone))
+    if count:
+        note_dropped(source, count, len(gone))
+    return ~gone
+
+
+def _null_rows(series: Any) -> np.ndarray:
+    absent = series.is_null() | series.is_nan() if series.dtype.is_float() else series.is_null()
+    return np.asarray(absent.to_numpy(), dtype=bool)
+
+
+def _rows_of_missing_words(series: Any) -> np.ndarray:
+    """Mask of the rows whose text is one of `MISSING_WORDS`, but not empty: that is a label of a frame."""
+    import narwhals as nw
+
+    if series.dtype in (nw.Categorical, nw.Enum):
+        series = series.cast(nw.String)
+    if series.dtype != nw.String:
+        return np.zeros(len(series), dtype=bool)
+    found = series.is_in(sorted(MISSING_WORDS - {""}))
+    return np.asarray(found.fill_null(False).to_numpy(), dtype=bool)
 
 
 def _coded_column(source: str, table: Any, column: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +226,11 @@ def _frame_times(source: str, table: Any, column: Any, required: bool) -> np.nda
             ) from error
         if required:
             raise
-        logger.info("column %r of %s is not kept as times: %s", column, source, error)
+        logger.warning(
+            "column %r of %s is not kept as times: %s; convert it to numbers or dates (pandas.to_datetime reads many "
+            "forms), or pass timestamp=None to do without",
+            column, source, error,
+        )  # fmt: skip
         return None
 
 
@@ -174,12 +241,54 @@ def _times_of_objects(given: list[Any]) -> np.ndarray:
     return np.asarray(given) if all(isinstance(time, (int, float)) for time in given) else parse_dates(given)
 
 
-def read_parquet(path: str, columns: Selectors, timestamp: Any = None, where: Where | None = None) -> Entries:
+def part_paths(path: Any) -> list[str] | None:
+    """Files that are read as one: of a sequence, a pattern or a folder with Parquet files; None for a single file.
+
+    Raises
+    ------
+    FileNotFoundError, TypeError
+    """
+    if isinstance(path, (list, tuple)):
+        if not path:
+            raise FileNotFoundError("path is an empty list; give the files of ratings")
+        return [part for each in path for part in part_paths(each) or [os.fsdecode(each)]]
+    name = os.fsdecode(path)
+    if os.path.isdir(name):
+        inside = sorted(Path(name).rglob("*"))
+        parts = [str(each) for each in inside if each.suffix in (".parquet", ".pq") and each.name[0] not in "._"]
+        return parts or None
+    if os.path.exists(name) or not glob.has_magic(name):
+        return None
+    found = sorted(each for each in glob.glob(name, recursive=True) if os.path.isfile(each))
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "no file matches the pattern", name)
+    return found
+
+
+@contextlib.contextmanager
+def file_of(stream: Any) -> Iterator[str]:
+    """Path of a temporary file with the content of a file object from its position on; messages name the object."""
+    content = stream.read()
+    given = getattr(stream, "name", None)
+    shown = os.path.basename(given) if isinstance(given, str) else type(stream).__name__
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as folder:
+        path = os.path.join(folder, shown)
+        Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
+        try:
+            yield path
+        except HybridMFError as error:
+            raise type(error)(str(error).replace(path, shown)) from error
+
+
+def read_parquet(
+    path: str, columns: Selectors, timestamp: Any = None, where: Where | None = None, missing: str = "error"
+) -> Entries:
     """Entries of a Parquet file; reads only the required columns."""
     with _parquet(path) as file:
         names = file.schema_arrow.names
         check_distinct_names(path, names)
         found = resolve_columns(path, names, len(names), *columns, timestamp=timestamp)
+        log_columns(path, found)
         used = [None if k is None else names[k] for k in (found.user, found.item, found.value)]
         time = None if found.time is None else names[found.time]
         filters = [names[column_place("where", path, names, column)] for column in where or {}]
@@ -187,7 +296,36 @@ def read_parquet(path: str, columns: Selectors, timestamp: Any = None, where: Wh
     kept = None if where is None else dict(zip(filters, where.values(), strict=True))
     user, item, value = used
     timestamp = AUTO if timestamp == AUTO and time is not None else time
-    return frame_entries(table, path, user, item, value, timestamp, kept)
+    return frame_entries(table, path, user, item, value, timestamp, kept, missing)
+
+
+def read_json_lines(
+    path: str, columns: Selectors, timestamp: Any = None, where: Where | None = None, missing: str = "error"
+) -> Entries:
+    """Entries of a file with a JSON object on each line, whose fields are columns."""
+    return frame_entries(_json_lines(path), path, *columns, timestamp, where, missing)
+
+
+def _json_lines(path: str) -> Any:
+    """Table of a file of JSON lines.
+
+    Raises
+    ------
+    ImportError, RatingsError
+    """
+    import_before_arrow()
+    try:
+        import pyarrow as pa
+        import pyarrow.json as arrow_json
+    except ImportError as error:
+        raise ImportError(f"reading {path} needs pyarrow, which reads JSON lines: pip install pyarrow") from error
+    try:
+        with reading(path), open_bytes(path) as stream:
+            return arrow_json.read_json(stream)
+    except pa.ArrowException as error:
+        raise RatingsError(
+            f"{path} cannot be read as JSON lines ({error}); expected one object a line, with fields of one type each"
+        ) from error
 
 
 def column_place(
@@ -221,7 +359,7 @@ def row_mask(source: str, where: Where, fields: dict[Any, np.ndarray]) -> np.nda
         mask &= _matches(column, fields[column], wanted)
         if not mask.any():
             some = ", ".join(map(repr, sorted(set(fields[column][:1000].tolist()), key=str)[:5]))
-            raise RatingsError(
+            raise NoEntriesError(
                 f"{source}: where= keeps none of {len(mask)} rows; column {column!r} has values such as {some}"
             )
     return mask
@@ -256,7 +394,7 @@ def _matches(column: Any, fields: np.ndarray, wanted: Any) -> np.ndarray:
     if any(isinstance(value, (int, float, np.number)) and not isinstance(value, bool) for value in values):
         fields = _numbers_if_possible(fields)
     if fields.dtype.kind in "iuf":  # the command line passes numbers as text
-        values = [value for value in map(_number_of, values) if value is not None]
+        values = [value for value in map(number_of, values) if value is not None]
     if fields.dtype.kind in "iu":  # compared as integers: float64 would merge ids from 2**53 on
         limits = np.iinfo(fields.dtype)
         whole = [int(value) for value in values if value == value // 1 and limits.min <= value <= limits.max]
@@ -264,7 +402,7 @@ def _matches(column: Any, fields: np.ndarray, wanted: Any) -> np.ndarray:
     return np.isin(fields, np.array(values, dtype=fields.dtype if fields.dtype.kind in "OU" else None))
 
 
-def _number_of(value: Any) -> int | float | None:
+def number_of(value: Any) -> int | float | None:
     """A number from a number or its text; integers stay exact."""
     if isinstance(value, (int, np.integer, str)):
         with contextlib.suppress(ValueError):  # a text such as "2.5"
@@ -297,26 +435,31 @@ def parquet_layout(path: str, columns: Selectors) -> Columns:
 
 
 def parquet_chunks(
-    path: str, columns: Selectors, rows: int
+    path: str, columns: Selectors, rows: int, missing: str = "error"
 ) -> Iterator[tuple[np.ndarray | list[Any], np.ndarray | list[Any], np.ndarray]]:
     """Ids (integers as an array, others as a list) and values of a Parquet file, in chunks of rows."""
     import narwhals as nw
     import pyarrow as pa
 
     with _parquet(path) as file:
+        log_columns(path, _resolved(path, file, columns))
         user, item, value = _parquet_columns(path, file, columns)
         first = 0
         for batch in file.iter_batches(rows, columns=[name for name in (user, item, value) if name is not None]):
             table = nw.from_native(pa.Table.from_batches([batch]), eager_only=True)
+            read = len(table)
+            present = _rows_with_ids(path, table, [user, item], missing, None, first)
+            table = table if present.all() else table.filter(present.tolist())
             users, items = (_frame_ids(path, table, column, first) for column in (user, item))
             values = np.ones(len(table)) if value is None else _frame_values(path, table, value, first)
             yield users, items, values
-            first += len(table)
+            first += read
 
 
 @contextlib.contextmanager
 def _parquet(path: str) -> Iterator[Any]:
     """Open a Parquet file; errors of pyarrow become RatingsErrors."""
+    import_before_arrow()
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -354,8 +497,8 @@ def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
         raise RatingsError(f"{path} cannot be read as .npz ({error}); it is damaged or not one of ours") from error
     if matrix is None:
         raise RatingsError(
-            f"{path} holds no sparse matrix but {', '.join(names[:5]) or 'nothing'}; expected a file of Ratings.save "
-            "or scipy.sparse.save_npz (unpack other archives first)"
+            f"{path} is a ZIP archive that holds no sparse matrix but {', '.join(names[:5]) or 'nothing'}; expected a "
+            "file of Ratings.save or scipy.sparse.save_npz (unpack other archives first)"
         )
     return matrix, ids
 
@@ -494,15 +637,22 @@ def file_columns(
     columns: Selectors,
     encoding: str | None,
     comment: str | None,
+    quote: str | None = AUTO,
+    escape: str | None = None,
 ) -> Columns | None:
     """Columns that `Ratings.from_file` uses with these options, by the first lines; None for files without columns."""
     head = read_head(path)
     format = sniff_format(path, head) if format == "auto" else format
     if format == "parquet":
         return parquet_layout(path, columns)
+    if format == "jsonl":
+        names = _json_lines(path).column_names
+        return resolve_columns(path, names, len(names), *columns, by_place=False)
     if format in ("npz", "mtx", "lists"):
         return None
-    options = TextOptions(text_separator(format, separator), header, columns, encoding, comment)
+    options = TextOptions(
+        text_separator(format, separator), header, columns, encoding, comment, quote=quote, escape=escape
+    )
     return find_layout(path, head, options).columns
 
 

@@ -18,7 +18,7 @@ import re
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,18 @@ from ..core.validate import check_bool
 from ..errors import RatingsError
 from . import arrow_text
 from .columns import AUTO, DEFAULT_PLACES, Columns, resolve_columns
-from .labels import MAX_POSITION, MAX_VALUE, Entries, as_times, factorize_integers, factorize_objects
+from .labels import (
+    MAX_POSITION,
+    MAX_VALUE,
+    MISSING_WORDS,
+    Entries,
+    NoEntriesError,
+    as_times,
+    factorize_integers,
+    factorize_objects,
+    missing_error,
+    note_dropped,
+)
 from .layout import Chunk, TextLayout, TimedChunk, open_text
 from .lines import Lines, line_blocks
 
@@ -55,6 +66,8 @@ LISTS_HINT = '; a file whose lines hold a user and then all items of that user i
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")  # -0, 007 and +7 are labels, not the numbers 0 and 7
 _ID_NAME = re.compile(r"(?i)ids?$|^users?$|^items?$")  # other names of users and items, such as "song", may be labels
 _UNIX_TIME = re.compile(r"[0-9]{9,19}")  # seconds since 1973, up to nanoseconds
+_DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?(?:[T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{4}(?:[T ].*)?")
+_COORDINATE = re.compile(r"[-+]?\d{1,3}\.\d{5,}")
 _ITEM_LIST = re.compile(r"[0-9]+(?:[ ,;|]+[0-9]+)+")
 Columnar = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]
 """(positions, labels) of users, the same of items, and values."""
@@ -81,6 +94,10 @@ class TextOptions:
         Column of times.
     others : iterable of int or str
         Other columns named by arguments.
+    quote : str or None
+        Character around quoted fields, which may then span lines; "auto": quotation marks, within a line; None: none.
+    escape : str or None
+        Character before a quote, or a separator, that belongs to the field.
     """
 
     separator: str | None
@@ -90,6 +107,8 @@ class TextOptions:
     comment: str | None
     timestamp: int | str | None = None
     others: Iterable[int | str] = ()
+    quote: str | None = AUTO
+    escape: str | None = None
 
 
 def find_layout(path: str, head: bytes, options: TextOptions) -> TextLayout:
@@ -97,10 +116,16 @@ def find_layout(path: str, head: bytes, options: TextOptions) -> TextLayout:
     separator, comment, selectors, timestamp = options.separator, options.comment, options.selectors, options.timestamp
     codec = text_encoding(path, head, options.encoding)
     check_text_options(separator, comment)
+    _check_quoting(options.quote, options.escape)
     lines = first_lines(path, codec, comment)
-    found = separator is None
-    separator = _sniff_separator(path, lines, selectors[2]) if separator is None else separator
-    rows = _sample(lines, separator)
+    found, quoting = separator is None, (options.quote, options.escape)
+    separator = _sniff_separator(path, lines, selectors[2], quoting) if separator is None else separator
+    if (separator == " " or len(separator) > 1) and quoting not in ((AUTO, None), (None, None)):
+        raise ValueError(
+            f"quote={options.quote!r} and escape={options.escape!r} need a separator of one character other than a "
+            f"blank, and that of {path} is {separator!r}; leave them out"
+        )
+    rows = _sample(lines, separator, quoting)
     n_fields = _usual_width(rows)[0]
     first = [field.strip() for field in rows[0]]
     has_header = _has_header(rows, n_fields, options.header, selectors, (timestamp, *options.others))
@@ -109,38 +134,142 @@ def find_layout(path: str, head: bytes, options: TextOptions) -> TextLayout:
     columns = resolve_columns(path, first if has_header else None, n_fields, *selectors, timestamp=timestamp)
     user, item, value = columns.user, columns.item, columns.value
     whole = [row for row in rows[has_header:] if len(row) == n_fields]
-    if columns.names is None and selectors[2] == AUTO and value is not None:
-        _refuse_times_as_values(path, value, whole)
+    if columns.names is None:
+        _check_places(path, columns, whole)
     if timestamp == AUTO:
-        columns = replace(columns, time=_time_column(columns, whole))
+        columns = replace(columns, time=_time_column(path, columns, whole))
     if found and n_fields == 2 and any(_ITEM_LIST.fullmatch(row[item].strip()) for row in whole):
         raise RatingsError(f"{path} has several items in a field, such as {_cut(lines[-1])}{LISTS_HINT}")
     sample = whole[0] if whole else rows[0]
     integer_ids = all(INTEGER.fullmatch(sample[column].strip()) for column in (user, item))
-    return TextLayout(path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids, columns)
+    return TextLayout(
+        path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids, columns,
+        quote=options.quote, escape=options.escape, times_required=timestamp != AUTO,
+    )  # fmt: skip
 
 
-def _time_column(columns: Columns, rows: list[list[str]]) -> int | None:
+def _time_column(path: str, columns: Columns, rows: list[list[str]]) -> int | None:
     """Column of times by its name; without a header, the fourth if it has Unix times, as in MovieLens."""
     place = columns.time
     if columns.names is None and rows and len(rows[0]) == 4 and 3 not in (columns.user, columns.item, columns.value):
         place = 3 if all(_UNIX_TIME.fullmatch(row[3].strip()) for row in rows) else None
     if place is None or not rows:
         return None
+    texts = [row[place].strip() for row in rows]
     try:
-        parse_times([row[place].strip() for row in rows])
+        parse_times(texts)
     except ValueError:
+        warn_times(path, place, texts)
         return None
     return place
 
 
-def _refuse_times_as_values(path: str, value: int, rows: list[list[str]]) -> None:
-    """Raise if an unnamed column of values holds Unix times."""
-    if rows and all(_UNIX_TIME.fullmatch(row[value].strip()) for row in rows):
+def warn_times(path: str, place: int, texts: list[str]) -> None:
+    """Report a column of times that cannot be read."""
+    logger.warning("%s has no times: %s; %s", path, _bad_time(place, texts), _TIMES_HINT)
+
+
+_TIMES_HINT = (
+    "write them as numbers or as 2026-11-23T12:00:00 (pandas.to_datetime reads many forms), or pass timestamp=None to "
+    "do without"
+)
+
+
+def _bad_time(place: int, texts: list[str]) -> str:
+    """Name the first text of a column that is no time."""
+    kinds = {_time_kind(text) for text in texts}
+    if len(kinds - {""}) > 1:
+        return f"column {place} has numbers and dates"
+    k = next((k for k, text in enumerate(texts) if not _time_kind(text)), 0)
+    empty = sum(not text for text in texts)
+    more = f"; {empty:,} of {len(texts):,} are empty" if empty else ""
+    return f"column {place} has {_cut(texts[k])} at entry {k}{more}"
+
+
+def _time_kind(text: str) -> str:
+    if _is_number(text):
+        return "number"
+    try:
+        return "" if np.isnat(parse_dates([text])[0]) else "date"
+    except ValueError:
+        return ""
+
+
+def _check_places(path: str, columns: Columns, rows: list[list[str]]) -> None:
+    """Raise if a column that is taken for its place, without a header, holds something else.
+
+    Raises
+    ------
+    RatingsError
+    """
+    fields = [[row[k].strip() for row in rows] for k in range(len(rows[0]) if rows else 0)]
+    looks = [_look(column, "value" if k == columns.value else "", len(fields)) for k, column in enumerate(fields)]
+    for role in columns.guessed:
+        place = getattr(columns, role)
+        if not rows or (look := looks[place]) is None or (role == "value" and look == "fractions"):
+            continue
         raise RatingsError(
-            f"{path} has no header, and column {value}, where values are expected, looks like times "
-            f"({rows[0][value].strip()}): pass value=None, timestamp={value} to read them as such (each value is 1), "
-            f"or value={value} if they are values"
+            f"{path} has no header, and column {place}, where {role}s are expected, looks like {look} "
+            f"({fields[place][0]}): pass {_other_places(columns, looks)} if these are the columns (value=None makes "
+            f"each value 1), or {role}={place} if they are {role}s"
+        )
+
+
+def _other_places(columns: Columns, looks: list[str | None]) -> str:
+    """Arguments for the usual columns, or for others if these hold something else."""
+    free = [k for k, look in enumerate(looks) if look is None]
+    if len(free) < 2:
+        return "user=, item= and value= (numbers from 0)"
+    user = columns.user if columns.user in free else free[0]
+    others = sorted((k for k in free if k != user), key=lambda k: k == columns.value)
+    item = columns.item if columns.item in others else others[0]
+    kept = columns.value is not None and looks[columns.value] in (None, "fractions") and columns.value != item
+    time = next((k for k, look in enumerate(looks) if look == "times"), None)
+    told = f"user={user}, item={item}, value={columns.value if kept else None}"
+    return told if time is None else f"{told}, timestamp={time}"
+
+
+def _look(fields: list[str], role: str, width: int) -> str | None:
+    """What a column without a name holds if it can hold neither ids nor, fractions excepted, values.
+
+    A place takes two coordinates, so a file of three columns has none.
+    """
+    if all(map(_UNIX_TIME.fullmatch, fields)) and (len(fields) > 2 or role == "value"):
+        recent = [1e9 <= int(field) / 10.0 ** (len(field) - 10) <= 2.2e9 for field in fields if len(field) > 9]
+        if role == "value" or (recent.count(True) == len(fields)):
+            return "times"
+    if all(map(_DATE.fullmatch, fields)):
+        return "times"
+    if not all(map(_is_number, fields)):
+        return None
+    if width > 3 and 2 * sum(_COORDINATE.fullmatch(field) is not None for field in fields) >= len(fields):
+        return "coordinates"
+    return "fractions" if 2 * sum(not float(field).is_integer() for field in fields) >= len(fields) else None
+
+
+LARGE = 100_000
+MANY_LARGE = 1000
+"""Distinct integers above `LARGE` from which values without a name count as ids of something: plays are rarer."""
+
+
+def large_integers(values: np.ndarray) -> np.ndarray:
+    """The distinct integers above `LARGE`."""
+    large = values[values > LARGE]
+    return np.unique(large[large == np.floor(large)])
+
+
+def refuse_ids_as_values(layout: TextLayout, large: np.ndarray) -> None:
+    """Raise if values, whose column is a guess, are ids, such as those of categories.
+
+    Raises
+    ------
+    RatingsError
+    """
+    if len(large) > MANY_LARGE and layout.columns.names is None and "value" in layout.columns.guessed:
+        raise RatingsError(
+            f"{layout.path} has no header, and column {layout.value}, where values are expected, looks like ids: it "
+            f"has more than {MANY_LARGE:,} distinct integers above {LARGE:,}, such as {large[0]:.0f}. Pass value=None "
+            f"if each entry counts 1 (or the column of values), or value={layout.value} if they are values"
         )
 
 
@@ -156,6 +285,8 @@ def parse_times(fields: list[str]) -> np.ndarray:
     numbers = [_number(field) for field in fields]
     if None not in numbers:
         return as_times(np.array(numbers, dtype=np.float64))
+    if any(number is not None and not 0 < number < 10_000 for number in numbers):  # NumPy takes them for years
+        raise ValueError("it has numbers and dates")
     return as_times(parse_dates(fields))
 
 
@@ -169,7 +300,10 @@ def parse_dates(dates: Any) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about time zones, which NumPy applies
         coarse = np.array(dates, dtype="datetime64[us]")
-        fine = np.array(dates, dtype="datetime64[ns]")  # wraps around silently
+        try:
+            fine = np.array(dates, dtype="datetime64[ns]")  # wraps around silently before NumPy 2.5
+        except OverflowError:
+            return coarse
     return fine if np.array_equal(fine.astype(coarse.dtype), coarse, equal_nan=True) else coarse
 
 
@@ -221,20 +355,43 @@ def _check_separator(separator: Any) -> None:
         raise ValueError(f"separator must be a string without quotes and line ends, got {separator!r}")
 
 
-def _split_lines(lines: Iterable[str], separator: str) -> Iterator[list[str]]:
+def _check_quoting(quote: Any, escape: Any) -> None:
+    for name, value in (("quote", None if quote == AUTO else quote), ("escape", escape)):
+        if value is not None and (not isinstance(value, str) or len(value) != 1 or value.isspace()):
+            raise ValueError(
+                f"{name} must be one character{', None or auto' if name == 'quote' else ' or None'}, got {value!r}"
+            )
+
+
+def _split_lines(
+    lines: Iterable[str], separator: str, quote: str | None = AUTO, escape: str | None = None
+) -> Iterator[list[str]]:
     """Fields of each record; only with a separator of one character, fields may be quoted and span lines."""
     if separator == " ":
         return (line.split() for line in lines)
-    if len(separator) > 1:
+    if len(separator) > 1 or (quote is None and escape is None):
         return (line.rstrip("\n").split(separator) for line in lines)
-    return csv.reader(lines, delimiter=separator)
+    if escape is not None:  # the csv module would take \\N, a missing value, for N
+        null = re.compile(rf"(^|{re.escape(separator)}){re.escape(escape)}N(?={re.escape(separator)}|\n?$)")
+        lines = (null.sub(lambda found: f"{found[1]}{escape}{escape}N", line) for line in lines)
+    if quote is None:
+        return csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE, escapechar=escape)
+    mark = '"' if quote == AUTO else quote
+    return csv.reader(lines, delimiter=separator, quotechar=mark, escapechar=escape, strict=True)
 
 
-def _sample(lines: list[str], separator: str) -> list[list[str]]:
-    """Return the records of the first lines, up to the first that the csv module rejects."""
+def _sample(lines: list[str], separator: str, quoting: tuple[str | None, str | None]) -> list[list[str]]:
+    """Return the records of the first lines, without lines that cannot be read alone."""
     rows: list[list[str]] = []
-    with contextlib.suppress(csv.Error):
-        rows.extend(_split_lines(lines, separator))
+    if quoting[0] in (AUTO, None):
+        for line in lines:
+            try:
+                rows.extend(_split_lines([line], separator, *quoting))
+            except csv.Error:
+                rows += [] if rows else [line.rstrip("\n").split(separator)]
+    else:
+        with contextlib.suppress(csv.Error):  # up to the first that the csv module rejects
+            rows.extend(_split_lines(lines, separator, *quoting))
     return rows or [lines[:1]]
 
 
@@ -245,11 +402,13 @@ def _usual_width(rows: list[list[str]]) -> tuple[int, float]:
     return width, widths[width] / len(rows)
 
 
-def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> str:
+def _sniff_separator(
+    path: str, lines: list[str], value: int | str | None, quoting: tuple[str | None, str | None]
+) -> str:
     """Return the separator for which the lines look most like ratings; of equal ones, the first."""
 
     def score(separator: str) -> tuple[bool, bool, float]:
-        rows = _sample(lines, separator)
+        rows = _sample(lines, separator, quoting)
         width, share = _usual_width(rows)
         if width < 2 or share < 0.5:
             return False, False, 0.0
@@ -265,7 +424,7 @@ def _sniff_separator(path: str, lines: list[str], value: int | str | None) -> st
         best = max(group, key=score)
         if score(best)[2]:
             return best
-    if any(len(row) > 1 for separator in LIST_SEPARATORS for row in _sample(lines, separator)):
+    if any(len(row) > 1 for separator in LIST_SEPARATORS for row in _sample(lines, separator, quoting)):
         raise RatingsError(f"{path}: its lines have {UNEQUAL}, such as {_cut(lines[0])}{LISTS_HINT}")
     tried = ", ".join(map(repr, SEPARATORS))
     raise RatingsError(f"{path}: no separator in {_cut(lines[0])}; tried {tried}. Pass the right one as separator=")
@@ -324,35 +483,62 @@ def _has_header(
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-def read_text(layout: TextLayout, show_progress: bool = False) -> Entries:
-    """Entries after the header, with sorted labels: int64 if all ids of a column are integers, else strings."""
-    with reading_progress(layout.path, show_progress) as on_read:
-        ((users, user_ids), (items, item_ids), values), times = _read_columns(replace(layout, on_read=on_read))
-        if not len(users):
-            raise RatingsError(f"{layout.path} holds no ratings, only a header")
+def read_text(
+    layout: TextLayout, show_progress: bool = False, *, mask: np.ndarray | None = None, missing: str = "error"
+) -> Entries:
+    """Entries after the header, with sorted labels: int64 if all ids of a column are integers, else strings.
 
+    `mask`: records to keep; the ids and values of others may be missing. `missing`: one of `labels.MISSING`.
+    """
+    with reading_progress(layout.path, show_progress) as on_read:
+        ((users, user_ids), (items, item_ids), values), times = _read_columns(replace(layout, on_read=on_read), mask)
+        if not len(users):
+            raise NoEntriesError(f"{layout.path} holds no ratings, only a header")
+
+    refuse_ids_as_values(layout, large_integers(values))
     shape = (len(user_ids), len(item_ids))
     where = functools.partial(lines_of, layout)
-    return Entries(users, items, values, user_ids, item_ids, shape, layout.path, where, times)
+    found = entries = Entries(users, items, values, user_ids, item_ids, shape, layout.path, where, times)
+    entries.valued = layout.value is not None
+    if mask is not None and len(users) == len(mask):
+        entries = entries.keep(mask)
+    elif mask is not None:
+        kept = np.flatnonzero(mask)
+        entries.where = lambda first, second: lines_of(layout, int(kept[first]), int(kept[second]))
+    return typed_labels(entries.without_missing(missing), found)
 
 
-def _read_columns(layout: TextLayout) -> tuple[Columnar, np.ndarray | None]:
-    """Users, items and values, and the times of all entries if the layout has a column of them."""
+def typed_labels(entries: Entries, before: Entries) -> Entries:
+    """A part of the entries `before`, with labels of text as int64 where all are integers in that range."""
+    if entries is before:
+        return entries
+    (users, user_ids), (items, item_ids) = (
+        (codes, ids) if ids is None or ids.dtype.kind not in "UO" else sorted_labels(codes, ids.tolist())
+        for codes, ids in ((entries.users, entries.user_ids), (entries.items, entries.item_ids))
+    )
+    return replace(entries, users=users, items=items, user_ids=user_ids, item_ids=item_ids)
+
+
+def _read_columns(layout: TextLayout, mask: np.ndarray | None = None) -> tuple[Columnar, np.ndarray | None]:
+    """Users, items and values, and the times of all entries if the layout has a column of them.
+
+    Records that the mask excludes are included if the file is regular.
+    """
     place = layout.columns.time
     if place is None:
-        return _read_regular(layout) or _read_any(layout), None
+        return _read_regular(layout) or _read_any(layout, mask), None
     if place not in (layout.user, layout.item, layout.value):
         integers, numbers, dates = (replace(layout, times=kind) for kind in ("integers", "numbers", "dates"))
         found = _read_regular(integers) or _read_regular(numbers) or _read_regular(dates)
         found = found or _read_integers(integers) or _read_integers(numbers)
         if found is not None and not _rounded(found[3]):
-            return found[:3], as_times(found[3])
+            return found[:3], parse_dates(found[3]) if found[3].dtype.kind == "M" else as_times(found[3])
     # times are parsed later, so that irregular ones do not slow down the other columns
     columns = _read_regular(layout) or _read_integers(layout)
     if columns is not None:
         return columns, _parsed_times(layout, place, [row[place].strip() for _, row in _records(layout)])
     texts: list[str] = []
-    return _read_records(layout, place, texts), _parsed_times(layout, place, texts)
+    return _read_records(layout, place, texts, mask), _parsed_times(layout, place, texts)
 
 
 def _rounded(times: np.ndarray) -> bool:
@@ -360,8 +546,8 @@ def _rounded(times: np.ndarray) -> bool:
     return times.dtype.kind == "f" and bool(np.any(np.abs(times) >= 2**53))
 
 
-def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarray:
-    """Times of all entries, from their text.
+def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarray | None:
+    """Times of all entries, from their text; None if they cannot be read and are not required.
 
     Raises
     ------
@@ -370,9 +556,12 @@ def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarra
     try:
         return parse_times(texts)
     except ValueError as error:
+        if not layout.times_required:
+            warn_times(layout.path, place, texts)
+            return None
         raise RatingsError(
-            f"{layout.path}, column {place} (timestamp) is neither numbers nor dates as 2026-11-23T12:00:00 ({error}); "
-            "timestamp=None leaves it out"
+            f"{layout.path}, column {place} (timestamp) is neither numbers nor dates as 2026-11-23T12:00:00 ({error}): "
+            f"{_bad_time(place, texts)}; timestamp=None leaves it out"
         ) from error
 
 
@@ -398,9 +587,9 @@ def _read_integers(layout: TextLayout) -> Any:
     return None if numeric is None else _with_integer_labels(numeric)
 
 
-def _read_any(layout: TextLayout) -> Columnar:
+def _read_any(layout: TextLayout, mask: np.ndarray | None = None) -> Columnar:
     """Users, items and values, for regular and irregular files."""
-    return _read_integers(layout) or _read_records(layout)
+    return _read_integers(layout) or _read_records(layout, mask=mask)
 
 
 def _with_integer_labels(chunk: TimedChunk) -> Any:
@@ -431,10 +620,65 @@ def _narrow(ids: np.ndarray) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def lines_of(layout: TextLayout, first: int, second: int) -> str:
-    """Text that says where two entries are in the file."""
-    lines = [lines.number for k, (lines, _) in enumerate(_records(layout)) if k in (first, second)]
-    return f"lines {lines[0]} and {lines[1]}"
+def lines_of(layout: TextLayout, first: int, second: int, dropped: bool = False) -> str:
+    """Text that says where two entries are in the file; `dropped`: entries without ids are not counted."""
+    records = (lines.number for lines, row in _records(layout) if not (dropped and _lacks_id(layout, row)))
+    lines = [number for k, number in enumerate(records) if k in (first, second)]
+    return f"line {lines[0]}" if first == second else f"lines {lines[0]} and {lines[1]}"
+
+
+def _lacks_id(layout: TextLayout, row: list[str]) -> bool:
+    return row[layout.user].strip() in MISSING_WORDS or row[layout.item].strip() in MISSING_WORDS
+
+
+def without_missing(
+    chunks: Iterator[Any], tables: tuple[dict[str, int], dict[str, int]], missing: str, source: str,
+    where: Callable[[int, int], str], kept: tuple[dict[str, int], dict[str, int]],
+) -> Iterator[Any]:  # fmt: skip
+    """`Entries.without_missing` for chunks of codes, whose labels are in the tables.
+
+    Under "drop", codes are those of `kept`, tables that get the labels with entries.
+    """
+    total = count = 0
+    first: tuple[int, str, str] | None = None
+    recoded = tuple(zip(map(_Recoding, tables, kept), range(2), strict=True))
+    for chunk in chunks:
+        if chunk is not None and missing != "keep":
+            absent = [[table[word] for word in MISSING_WORDS & table.keys()] for table in tables]
+            lost = [np.isin(codes, words) for codes, words in zip(chunk, absent, strict=False)]
+            gone = lost[0] | lost[1]
+            if gone.any() and first is None:
+                at = int(np.argmax(gone))
+                side = int(not lost[0][at])
+                found = next(word for word in MISSING_WORDS if tables[side].get(word) == chunk[side][at])
+                first = total + at, ("user", "item")[side], found
+            total, count = total + len(gone), count + int(np.count_nonzero(gone))
+            if missing == "drop":
+                chunk = tuple(column[~gone] for column in chunk)
+                chunk = *(recode(chunk[side]) for recode, side in recoded), *chunk[2:]
+        yield chunk
+    if first is None:
+        return
+    if missing == "error":
+        raise missing_error(source, where(first[0], first[0]), first[1], first[2], count, total)
+    note_dropped(source, count, total)
+
+
+class _Recoding:
+    """Codes of one table as codes of another, which gets the labels that occur."""
+
+    def __init__(self, table: dict[str, int], kept: dict[str, int]) -> None:
+        self.table, self.kept = table, kept
+        self.codes = np.empty(0, dtype=np.int32)
+
+    def __call__(self, codes: np.ndarray) -> np.ndarray:
+        more = len(self.table) - len(self.codes)
+        self.codes = np.concatenate((self.codes, np.full(more, -1, dtype=np.int32)))
+        new = np.unique(codes[self.codes[codes] < 0])
+        labels = list(self.table) if len(new) else []
+        for code in new.tolist():
+            self.codes[code] = self.kept.setdefault(labels[code], len(self.kept))
+        return self.codes[codes]
 
 
 def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[TimedChunk | None]:
@@ -447,7 +691,8 @@ def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[Time
     odd = re.compile(rf"(?:\n|{separator})[ \t]*(?:-?0[0-9]|-0(?![0-9.]))")
     header = layout.header
     for block in _blocks(layout, size):
-        if "+" in block or odd.search("\n" + block):  # loadtxt would parse text that `INTEGER` rejects as integers
+        # loadtxt would parse text that `INTEGER` rejects as integers, and reads quotation marks literally
+        if "+" in block or any(mark in block for mark in layout.marks) or odd.search("\n" + block):
             yield None
             return
         lines = _block_lines(block, layout)
@@ -499,9 +744,8 @@ def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
     """Fields of each record after the header, and the `Lines` that has the start of the record."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
         lines = Lines(stream, layout.path, layout.comment)
-        rows = _split_lines(lines, layout.separator)
-        if layout.header:
-            next(rows)
+        rows = _split_lines(lines, layout.separator, layout.quote, layout.escape)
+        header = layout.header
         while True:
             lines.start()
             try:
@@ -509,7 +753,12 @@ def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
             except StopIteration:
                 return
             except csv.Error as error:
-                raise _bad_line(layout, lines, f"cannot be split into fields ({error})") from error
+                raise _bad_line(layout, lines, *_quoting_problem(layout, lines, error)) from error
+            if layout.quote == AUTO and layout.quote_mark:
+                _check_quotes(layout, lines)
+            if header:
+                header = False
+                continue
             if len(row) != layout.n_fields:
                 problem = f"has {len(row)} field{'s' if len(row) != 1 else ''}"
                 lists = layout.separator in LIST_SEPARATORS
@@ -517,11 +766,41 @@ def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
             yield lines, row
 
 
-def _read_records(layout: TextLayout, column: int | None = None, texts: list[str] | None = None) -> Columnar:
+QUOTE_HINT = (
+    "quote=None reads quotation marks as part of the text; quote='\"' reads fields by the rules of CSV, over several "
+    "lines if necessary"
+)
+ESCAPE_HINT = 'escape="\\\\" takes the mark after a backslash as part of the field; ' + QUOTE_HINT
+
+
+def _check_quotes(layout: TextLayout, lines: Lines) -> None:
+    """Raise if a record ends in another line than it begins in, or has a backslash before a quotation mark."""
+    if lines.last > lines.number:
+        raise _bad_line(layout, lines, *_quoting_problem(layout, lines, None))
+    text = lines.text
+    if not layout.escape and '\\"' in text and (text.lstrip().startswith('"') or f'{layout.separator}"' in text):
+        raise _bad_line(layout, lines, "has a backslash before a quotation mark", f". {ESCAPE_HINT}")
+
+
+def _quoting_problem(layout: TextLayout, lines: Lines, error: csv.Error | None) -> tuple[str, str]:
+    """What is wrong with a record that is not one line of the csv module, and the arguments that help."""
+    if layout.quote_mark is None or layout.quote_mark not in lines.text:
+        return f"cannot be split into fields ({error})", ""
+    hint = ". " + (QUOTE_HINT if layout.escape or '\\"' not in lines.text else ESCAPE_HINT)
+    if error is not None and "expected after" in str(error) and lines.last == lines.number:
+        return "has a field that goes on after its closing quotation mark", hint
+    if error is not None and "field larger" in str(error):
+        return f"cannot be split into fields ({error})", hint
+    return "has a quotation mark that is not closed in this line", hint
+
+
+def _read_records(
+    layout: TextLayout, column: int | None = None, texts: list[str] | None = None, mask: np.ndarray | None = None
+) -> Columnar:
     """((positions, labels) of users, the same of items, values) through the csv module; appends a column to `texts`."""
     user_table: dict[str, int] = {}
     item_table: dict[str, int] = {}
-    coded = _join(record_chunks(layout, user_table, item_table, column=column, texts=texts))
+    coded = _join(record_chunks(layout, user_table, item_table, column=column, texts=texts, mask=mask))
     assert coded is not None
     columns: Columnar = _with_sorted_labels(coded, user_table, item_table)
     return columns
@@ -534,17 +813,18 @@ def record_chunks(
     size: int = BLOCK_RECORDS,
     column: int | None = None,
     texts: list[str] | None = None,
+    mask: np.ndarray | None = None,
 ) -> Iterator[Chunk]:
     """Codes (int32) of users and items, and values (float64), in chunks of `size` records through the csv module.
 
-    New labels enter the tables with codes in the order of their first appearance. The text of a `column` is appended to
-    `texts`.
+    New labels enter the tables with codes in the order of their first appearance; a missing id is the label "". The
+    text of a `column` is appended to `texts`. Records that `mask` excludes are skipped.
     """
     users, items, values = array("i"), array("i"), array("d")
-    for lines, row in _records(layout):
+    for k, (lines, row) in enumerate(_records(layout)):
+        if mask is not None and not mask[k]:
+            continue
         user, item = row[layout.user].strip(), row[layout.item].strip()
-        if not user or not item:
-            raise _bad_line(layout, lines, f"has no {'item' if user else 'user'}")
         users.append(user_table.setdefault(user, len(user_table)))
         items.append(item_table.setdefault(item, len(item_table)))
         values.append(1.0 if layout.value is None else _value(layout, lines, row[layout.value]))
@@ -568,7 +848,7 @@ def _value(layout: TextLayout, lines: Lines, text: str) -> float:
 
 def _bad_line(layout: TextLayout, lines: Lines, problem: str, more: str = "") -> RatingsError:
     columns = f"user={layout.user}, item={layout.item}" + ("" if layout.value is None else f", value={layout.value}")
-    hint = f". It runs to line {lines.last}: is a quote left open?" if lines.last > lines.number else ""
+    hint = f". It runs to line {lines.last}: is a quote left open?" if lines.last > lines.number and not more else ""
     separator = "white space" if layout.separator == " " else repr(layout.separator)
     return RatingsError(
         f"{layout.path}, line {lines.number} {problem}: {_cut(lines.text)}; "

@@ -226,6 +226,13 @@ def test_similar(folder, tmp_path):
         succeed("similar", folder / "model.safetensors", "--item", "m3", "--titles", folder / "titles.csv", "--json")
     )
     assert titled[0]["similar"][0]["item"] == "m3" and titled[0]["similar"][0]["title"]
+    written = ("similar", folder / "model.safetensors", "--item", "m3", "-o")
+    assert "-o x.xlsx ends in .xlsx, of which no file is written; end it in one of .txt, .json" in refuse(
+        *written, "x.xlsx"
+    )
+    succeed(*written, tmp_path / "x.json")
+    succeed(*written, tmp_path / "x.out", "--json")
+    assert json.loads((tmp_path / "x.json").read_text()) == json.loads((tmp_path / "x.out").read_text())
     assert "unknown item m999; the model has" in refuse("similar", folder / "model.safetensors", "--item", "m999")
     assert "either --item LABEL or --user" in refuse("similar", folder / "model.safetensors")
     assert "--titles are those of items" in refuse(

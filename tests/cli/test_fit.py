@@ -117,6 +117,21 @@ def test_fit_test_size(folder, tmp_path, test_size, held_out):
     assert ("RMSE" in output) == ("Held out" in output) == ("--test-size 0" in output) == (held_out > 0)
 
 
+@pytest.mark.parametrize("test", [True, False])
+@pytest.mark.parametrize("validation", ["0.1", "file", None])
+def test_what_takes_all_ratings_does(folder, tmp_path, test, validation):
+    """The options that the last line names, followed, train on all ratings."""
+    ratings, out = folder / "ratings.csv", tmp_path / "m.safetensors"
+    given = ["--test", ratings] if test else []
+    held = [] if validation is None else ["--validation", ratings if validation == "file" else validation]
+    last = succeed("fit", ratings, "-o", out, "--factors", 2, *given, *held).splitlines()[-1]
+    parts = ["--test-size 0"] * (not test) + ["leaving out --validation"] * (validation == "0.1")
+    assert last.endswith(f"({' and '.join(parts)} {'take' if len(parts) > 1 else 'takes'} all)." if parts else "B).")
+    followed = ["--test-size", 0, *given, *([] if validation == "0.1" else held)]
+    assert "trained on" not in succeed("fit", ratings, "-o", out, "--factors", 2, *followed)
+    assert hmf.load(out).plan_.nnz == hmf.Ratings.from_file(ratings).nnz
+
+
 def test_fit_reads_columns_separators_and_duplicates(tmp_path):
     text = "score\titem\tuser\n1\ta\tx\n3\ta\tx\n2\tb\ty\n5\tb\tx\n"
     file, out = tmp_path / "r.txt", tmp_path / "m.safetensors"

@@ -72,6 +72,13 @@ def test_recommend_json_to_a_file(folder, tmp_path):
     assert json.loads(succeed(*arguments))[0]["recommendations"][0].keys() == {"item", "score"}
 
 
+def test_any_ending_goes_with_a_format(folder, tmp_path):
+    arguments = ["recommend", folder / "model.safetensors", "--user", "u1", "-N", 2]
+    for name, options in (("a", []), ("a.txt", []), ("a.xyz", ["--format", "table"]), ("a.tsv", ["--json"])):
+        succeed(*arguments, *options, "-o", tmp_path / name)
+        assert (tmp_path / name).read_text().startswith("[" if "--json" in options else "user u1")
+
+
 def test_recommend_by_ratings_file(folder, tmp_path):
     model = load_model(folder)
     items = model.item_ids_.tolist()
@@ -141,6 +148,11 @@ RECOMMEND_MISTAKES = [
     (["--user", "u1", "--ratings", "strangers.csv"], "none of the 2 users of strangers.csv is known to the model"),
     (["--user", "u1", "--ratings", "strange_items.csv"], "none of the 2 items"),
     (["--user", "u1", "-o", "no/such/folder/x"], "folder"),
+    (["--all", "-o", "x.xlsx"], "-o x.xlsx ends in .xlsx, of which no file is written; end it in one of .txt, .csv"),
+    (
+        ["--user", "u1", "-o", "x.tsv"],
+        ".json, .parquet, .pq, .arrow, .feather, .ipc, or name the content with --format",
+    ),
 ]
 
 

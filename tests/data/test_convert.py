@@ -295,6 +295,22 @@ def test_a_failed_conversion_keeps_the_old_store(tmp_path):
     assert_same_matrix(again.user_items, as_csr(planted()))
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_conversion_that_lost_the_old_store_says_so(error, tmp_path, monkeypatch, caplog):
+    def fail(*_: Any) -> None:
+        raise error
+
+    for overwrite in (False, True):
+        monkeypatch.setattr(conversion, "_convert_matrix", fail)
+        caplog.clear()
+        with pytest.raises(error):
+            hmf.convert(planted(), tmp_path / "store", overwrite=overwrite)
+        said = f"{tmp_path / 'store'}: the old store is gone: overwrite=True removed it before this conversion"
+        assert any(said in message for message in caplog.messages) == overwrite
+        monkeypatch.undo()
+        hmf.convert(planted(), tmp_path / "store", overwrite=overwrite)
+
+
 def test_a_comment_is_text(tmp_path):
     path = write_text(tmp_path / "r.csv", triplets())
     for read in (hmf.Ratings.from_file, lambda path, **options: hmf.convert(path, tmp_path / "store", **options)):
@@ -314,7 +330,7 @@ def test_an_empty_parquet_file(tmp_path):
 def test_a_null_names_its_row_in_any_chunk(tmp_path, monkeypatch):
     path = _parquet(tmp_path / "r.parquet", [*triplets(), (1, 2, None)])
     original = conversion._parquet
-    monkeypatch.setattr(conversion, "_parquet", lambda path, columns, rows: original(path, columns, 64))
+    monkeypatch.setattr(conversion, "_parquet", lambda path, columns, _, missing: original(path, columns, 64, missing))
     with pytest.raises(RatingsError, match="null at row 300"):
         hmf.convert(path, tmp_path / "store")
 

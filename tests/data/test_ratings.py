@@ -368,7 +368,7 @@ def test_frame_refusals():
         Ratings.from_frame(frame.assign(rating=["good", "bad"]))
     with pytest.raises(TypeError, match=r"no real numbers .its dtype is datetime64"):
         Ratings.from_frame(frame.assign(rating=pd.Timestamp(0)))
-    with pytest.raises(RatingsError, match=r"column 'user' of frame has no id \(nan\) at row 1"):
+    with pytest.raises(RatingsError, match="column 'user' of frame is null at row 1; 1 of 2 rows"):
         Ratings.from_frame(pl.DataFrame({"user": [1.0, np.nan], "item": [1, 2]}))
     with pytest.raises(ValueError, match="duplicates must be one of"):
         Ratings.from_frame(frame, duplicates="keep")

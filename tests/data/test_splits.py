@@ -124,7 +124,7 @@ def test_one_odd_time_leaves_the_entries_to_the_fast_readers(tmp_path, monkeypat
     path = write(tmp_path, "user,item,rating,timestamp\n" + "\n".join(rows) + "\n")
     monkeypatch.setattr(arrow_text, "SMALLEST", 1)
     with pytest.raises(RatingsError, match=says("column 3 (timestamp) is neither numbers nor dates")):
-        hmf.Ratings.from_file(path)
+        hmf.Ratings.from_file(path, timestamp="timestamp")
     monkeypatch.setattr(text, "_read_records", None)
     assert hmf.Ratings.from_file(path, timestamp=None).nnz == 60
 
@@ -354,8 +354,23 @@ def test_split_by_time():
     assert test.nnz == round(ratings.nnz * 0.25)
     assert train.timestamps.max() < test.timestamps.min()
     assert ratings.split(3, by="time")[1].timestamps.tolist() != []
-    ties = hmf.Ratings.from_coo([0, 0, 1, 1], [0, 1, 0, 1], timestamps=[1, 1, 1, 1])
-    assert hmf.split(ties, 2, by="time")[1].user_items.toarray().tolist() == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("by", ["time", "last"])
+@pytest.mark.parametrize("times", [np.int64, "datetime64[s]"])
+def test_ties_in_time_are_broken_by_the_seed(by, times):
+    """Not by position: items of low positions would never be held out. Later entries still come first."""
+    n_users, n_items = 200, 6
+    users, items = np.repeat(np.arange(n_users), n_items), np.tile(np.arange(n_items), n_users)
+    stamps = (1_700_000_000 + 60 * (items >= 2)).astype(np.int64).astype(times)  # items 2 to 5 at one time
+    ratings = hmf.Ratings.from_coo(users, items, timestamps=stamps)
+    size = 1 if by == "last" else n_users
+    parts = [hmf.split(ratings, size, random_state=seed, by=by)[1].user_items.toarray() for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(parts[0], parts[1])
+    assert not np.array_equal(parts[0], parts[2])
+    held = parts[0].sum(axis=0)
+    assert held[:2].tolist() == [0, 0] and held.sum() == n_users
+    assert np.all(np.abs(held[2:] - n_users / 4) < 4 * np.sqrt(n_users * 3 / 16))
 
 
 @pytest.mark.parametrize("size", [1, 2, 0.3])
