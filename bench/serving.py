@@ -79,7 +79,7 @@ def peer(matrix: sp.csr_array, model: hmf.ImplicitALS) -> Callable[[int], Any] |
     import implicit
 
     theirs = implicit.als.AlternatingLeastSquares(factors=FACTORS, use_gpu=False, num_threads=os.cpu_count())
-    theirs.user_factors, theirs.item_factors = model.user_factors, model.item_factors
+    theirs.user_factors, theirs.item_factors = model.user_factors.copy(), model.item_factors.copy()
     rows = sp.csr_matrix((matrix.data.copy(), matrix.indices.copy(), matrix.indptr.copy()), shape=matrix.shape)
     return lambda user: theirs.recommend(user, rows[user], N=10)
 

@@ -44,5 +44,9 @@ class _Package(ModuleType):
         if not (name in ("compare", "plan") and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """By name: cloudpickle knows plain modules only, and functions that use this one have to reach workers."""
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package

@@ -70,15 +70,16 @@ class AnnIndex:
         ------
         TypeError, ValueError
         """
-        users = check_ids("userid", userid, self._model.n_users, "n_users")
+        model = self._model._holding()
+        users = check_ids("userid", userid, model.n_users, "n_users")
         N = check_int("N", N, 1, MAX_N)
         ids = np.full((len(users), N), -1, dtype=np.int32)
         scores = np.full((len(users), N), -np.inf, dtype=np.float32)
         seen = None
         if check_bool("filter_already_liked_items", filter_already_liked_items):
-            seen = seen_by(self._model._learned, users, user_items)
-        queries = self._model.export_users(users)
-        warm = np.flatnonzero(~self._model.cold_users_[users])
+            seen = seen_by(model._fitted(), users, user_items)
+        queries = model.export_users(users)
+        warm = np.flatnonzero(~model.cold_users_[users])
         more = np.zeros(len(users), dtype=np.int64) if seen is None else np.diff(seen.indptr)
         # users with similar numbers of seen items form a group, so that one with thousands does not slow down all
         asked = np.minimum(N + 2 ** np.ceil(np.log2(more + 1)).astype(np.int64) - 1, len(self._positions))

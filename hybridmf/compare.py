@@ -144,6 +144,12 @@ class Run:
             return False
         return self.difference.high < 0 if self.metric == "rmse" else self.difference.low > 0
 
+    def is_ahead_of(self, baseline: Baseline) -> bool:
+        """Whether the last score is better than that of the baseline, significantly or not."""
+        if not self.scores:
+            return False
+        return self.scores[-1] < baseline.score if self.metric == "rmse" else self.scores[-1] > baseline.score
+
     @property
     def before_first(self) -> float:
         """Seconds before the first iteration, including the compilation of kernels."""
@@ -261,9 +267,17 @@ class Comparison:
             f"Shortest iteration: {fastest.title}, {_seconds(fastest.per_iteration)} s.",
             f"Lowest objective: {lowest.title}, {_amount(lowest.objective[-1])}.",
         ]
-        lost = [run.title for run in self.runs if self.baseline is not None and not run.beats_the_baseline]
-        if self.baseline is not None and lost:
-            lines.append(f"No better than the {self.baseline.name}: {', '.join(lost)}.")
+        if self.baseline is not None:
+            even = [run for run in self.runs if not run.beats_the_baseline]
+            lost = [run.title for run in even if not run.is_ahead_of(self.baseline)]
+            open_ones = [run.title for run in even if run.is_ahead_of(self.baseline)]
+            if lost:
+                lines.append(f"No better than the {self.baseline.name} with these settings: {', '.join(lost)}.")
+            if open_ones:
+                lines.append(
+                    f"Better than the {self.baseline.name}, but by less than the test part can tell: "
+                    f"{', '.join(open_ones)}."
+                )
         best = self._best_score()
         if best is not None:
             metric = best.metric.upper()
@@ -431,8 +445,8 @@ def _seconds(value: float) -> str:
 def default_models(feedback: str, factors: int = 64, iterations: int = 10) -> dict[str, FactorModel]:
     """Default methods of a comparison: exact and approximate ones of each family that supports the feedback.
 
-    They minimize the same objective: the default lambda of all explicit estimators is the same, and none of them fits
-    biases here.
+    They minimize the same objective: the default lambda of all explicit estimators is the same, and all of them fit
+    biases, as `hybridmf fit` does.
     """
     common: dict[str, Any] = {"factors": factors, "iterations": iterations, "random_state": 0}
     if feedback == "implicit":
@@ -441,14 +455,15 @@ def default_models(feedback: str, factors: int = 64, iterations: int = 10) -> di
             "als-cg": ImplicitALS(**common, solver="cg"),
             "als-subspace": ImplicitALS(**common, solver="subspace"),
         }
+    biased = common | {"biases": True}
     return {
-        "als": ExplicitALS(biases=False, **common),
-        "als-cg": ExplicitALS(biases=False, **common, solver="cg"),
-        "sgd-blocks": SGD(**common, schedule="blocks"),
-        "sgd-hogwild": SGD(**common, schedule="hogwild"),
-        "sgd-msgd": SGD(**common, schedule="msgd"),
-        "sgd-batch-hogwild": SGD(**common, schedule="batch_hogwild"),
-        "ccd": CCD(**common),
+        "als": ExplicitALS(**biased),
+        "als-cg": ExplicitALS(**biased, solver="cg"),
+        "sgd-blocks": SGD(**biased, schedule="blocks"),
+        "sgd-hogwild": SGD(**biased, schedule="hogwild"),
+        "sgd-msgd": SGD(**biased, schedule="msgd"),
+        "sgd-batch-hogwild": SGD(**biased, schedule="batch_hogwild"),
+        "ccd": CCD(**biased),
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .core.sparse import as_ones, entries_in, entry_rows, keep_entries, take_rows
+from .core.sparse import as_ones, entries_in, entry_rows, keep_entries, take_rows, without_zeros
 from .core.validate import (
     as_csr,
     check_choice,
@@ -589,6 +589,9 @@ def evaluate(
     test, dropped = _checked_like(model, test, "test", unknown)
     if train is not None:
         train, _ = _checked_like(model, train, "train", unknown)
+        learned = getattr(model, "_learned", None)
+        if learned is not None and learned.objective.is_implicit:
+            train = without_zeros(train)  # as the fit does
     elif "auc" in names:
         raise ValueError('metric "auc" needs train=, the matrix the model was fitted on: its items are left out')
     cold = _cold_users(model, train)
@@ -651,6 +654,9 @@ def _adapted(model: Any, test: Any, train: Any) -> Any:
     """The model; with the users and items of the ratings if it has none of its own."""
     if not isinstance(model, np.ndarray) and hasattr(model, "__dlpack__"):
         model = np.from_dlpack(model)
+    learned = getattr(model, "_learned", None)
+    if learned is not None:
+        return model._holding(learned)  # one state for all blocks of users
     if isinstance(model, (np.ndarray, list, tuple)):
         return ReadyLists(model, _with_shape("test", test) if train is None else _with_shape("train", train))
     known = isinstance(model, (type, PopularityRecommender)) or _has(model, "n_users")

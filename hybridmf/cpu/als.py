@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,10 @@ from ..plan.ordering import reordered
 from ..plan.row_forms import changes_basis, dual_up_to
 from ..plan.solver import Alternating
 from ..plan.types import NONNEGATIVE, Plan
+from .nonnegative import finish_rows
+from .precision import LARGEST_ERROR, least_pivot, rounding, sampled
+
+logger = logging.getLogger("hybridmf")
 
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
 
@@ -284,6 +289,33 @@ class HalfSweep:
             fixed, indices = fixed.take(columns), indices.astype(np.int32)
         return self.solve_for(FixedSide(self.side, fixed, mean, self.objective, plan, gram), start, indices)
 
+    def warn_of_precision(self, fixed: Factors, gram: WeightedGram) -> bool:
+        """Log a warning if float32 is too short for the exact solution of the longest row; returns whether it is."""
+        plan, objective = self.plan, self.objective
+        if self.ratings.dtype != np.float32 or plan.solver not in ("cholesky", NONNEGATIVE) or not len(self.indices):
+            return False
+        row = int(self.order[0])  # the penalty is smallest beside the sums of its entries
+        begin, n_entries = int(self.indptr[row]), int(self.degrees[row])
+        if n_entries <= max(plan.rank, dual_up_to(plan, self.side)) and not objective.is_implicit:
+            return False  # the dual form has fewer equations
+        taken = begin + np.arange(0, n_entries, -(-n_entries // sampled(n_entries, len(self.indices), plan.rank)))
+        entries = (self.indices[taken], self.ratings[taken])
+        pivot = least_pivot(objective, self.side, fixed, entries, n_entries, gram.matrix)
+        error = rounding(n_entries)
+        if error < LARGEST_ERROR * pivot:
+            return False
+        logger.warning(
+            "the equations of %s %d, and probably others, are beyond the precision of float32: their least pivot is "
+            "%.1g of its diagonal element, and rounding is %.1g. The factors may be far from the minimum; increase "
+            'regularization (now %g), or use dtype="float64"',
+            self.side,
+            row if self.names is None else self.names[row],
+            pivot,
+            error,
+            objective.regularization.of(self.side),
+        )
+        return True
+
     def solve_for(self, fixed: FixedSide, start: Factors | None = None, indices: np.ndarray | None = None) -> Factors:
         """`solve` for a fixed side that is prepared; `indices` refer to its rows. Default: those of the ratings."""
         plan = self.plan
@@ -295,6 +327,10 @@ class HalfSweep:
             out, status = self._first_rows(start, self.ratings.dtype), np.zeros(len(self), dtype=np.int32)
             for solve_batch in self._kernel_calls(out, fixed.systems, rows, status):
                 solve_batch()
+        unfinished = np.flatnonzero(status == _als.UNFINISHED)
+        if len(unfinished):
+            finish_rows(out, fixed.systems, rows, unfinished, plan.factors)
+            status[unfinished] = 0
         if fixed.back is not None:
             _als.times_panels(out, out, *fixed.back, status, plan.num_threads)
         check_status(status, self.side, self.objective, self.names)
@@ -491,6 +527,7 @@ class CpuALS(Alternating):
         state: State,
     ) -> None:
         self.objective, self.plan, self.state = objective, plan, state
+        self.imprecise = False  # whether a warning said that float32 is not enough
         self.order, ratings = reordered(user_items, item_users, plan.reorder, plan.num_threads)
         half = StreamedHalf if plan.streamed else HalfSweep
         self.halves = {side: half(side, ratings[side], objective, plan, self.order.names(side)) for side in SIDES}
@@ -501,7 +538,13 @@ class CpuALS(Alternating):
 
     def update(self, side: Side) -> None:
         """One half sweep: solve `side` for the factors of the other; the state changes only once it is complete."""
-        solved = self.halves[side].solve(self._inward(other_side(side)), self.state.mean, self._inward(side))
+        half, fixed, start, plan = self.halves[side], self._inward(other_side(side)), self._inward(side), self.plan
+        if isinstance(half, HalfSweep):
+            gram = WeightedGram(side, fixed.matrix, self.objective, plan.num_threads, blas=plan.uses_blas)
+            solved = half.solve(fixed, self.state.mean, start, gram)
+            self.imprecise = self.imprecise or half.warn_of_precision(fixed, gram)
+        else:
+            solved = half.solve(fixed, self.state.mean, start)
         self.state = self.state.with_side(side, self.order.outward(side, solved))
 
     def balance(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import scipy.sparse as sp
@@ -42,9 +42,9 @@ from ..ratings import Ratings, as_ratings
 from . import checkpoint as checkpoints
 from . import files as _io
 from .early_stopping import EarlyStopping, check_early_stopping
-from .estimator import check_is_fitted, numeric_matrix
+from .estimator import numeric_matrix
 from .late import LateMatrix, late_matrix
-from .learned import Learned, pattern, summary_of
+from .learned import Learned, likes_of, pattern, summary_of
 from .loop import FitLoop, Observers, Progress, Record, check_validation
 from .prepared import PreparedRatings, prepared_for
 from .serving import ServingMixin
@@ -79,8 +79,9 @@ class FactorModel(ServingMixin):
     """Length of initial factors, relative to the root of the scale of explicit ratings. Longer factors leave noise in
     rows with few entries; with shorter ones, the first pass makes item factors so long that SGD steps overshoot."""
 
-    n_iter_: int
-    history_: list[Record]
+    _keeps_first_rows = False
+    """Whether rows without entries keep their factors of `init` until they are solved, as those of `implicit` do."""
+
     timings_: dict[str, float]
 
     def _objective(self, spread: float = 1.0) -> Objective:
@@ -273,7 +274,8 @@ class FactorModel(ServingMixin):
             del state, resumed, init  # frees the initial factors after the first sweep
             stopwatch.lap("set up")
             loop.run(iterations)
-        _warn_of_collapse(self._learned, ratings.scale(objective), matrix.nnz)
+        assert loop.learned is not None
+        _warn_of_collapse(loop.learned, ratings.scale(objective), matrix.nnz)
         dispatch.remember(plan)
         stopwatch.lap("finish")
         self.timings_ = stopwatch.seconds
@@ -301,7 +303,15 @@ class FactorModel(ServingMixin):
         def kept() -> dict[str, Any]:  # by the first half sweep a late check of the matrix is done, or nearly
             seen = getattr(matrix, "seen", None) if ratings.seen is None else ratings.seen
             values = None if weighted or isinstance(matrix, StoreMatrix) else matrix.data
-            return {"seen": pattern(matrix) if seen is None else seen, "values": values}
+            return {"seen": pattern(matrix) if seen is None else seen, "values": values, "item_likes": likes()}
+
+        def likes() -> np.ndarray | None:
+            low = (ratings.values.value_range or (1.0, 1.0))[0]
+            if low > 0:
+                return None
+            return likes_of(
+                matrix.matrices() if isinstance(matrix, StoreMatrix) else (matrix,), ratings.degrees["item"]
+            )
 
         return lambda state: learn(state, **kept())
 
@@ -337,7 +347,8 @@ class FactorModel(ServingMixin):
         start = replace(self._start(objective, scale), signed=init.signed, num_threads=plan.num_threads)
         counts = (degrees["user"], degrees["item"])
         drawn = initial_state(*counts, plan.factors, plan.dtype, objective, mean, seed, start)
-        return init.placed(drawn, degrees, self._sides_read(plan.frozen), plan.frozen)
+        kept = SIDES if self._keeps_first_rows else (plan.frozen,)
+        return init.placed(drawn, degrees, self._sides_read(plan.frozen), kept)
 
     def _init(self, shape: tuple[int, int], labels: Labels | None = None, frozen: Side | None = None) -> Init:
         """The checked `init` for ratings of this shape and these labels."""
@@ -380,21 +391,29 @@ class FactorModel(ServingMixin):
 
     # ------------------------------------------------------------------------------------------------ files
 
-    def save(self, path: str | os.PathLike[str], *, include_seen: bool = True) -> None:
+    def save(self, path: str | os.PathLike[str] | BinaryIO, *, include_seen: bool = True) -> None:
         """Write the fitted model as one safetensors file, atomically; ``hybridmf.load(path)`` reads it.
 
         Parameters
         ----------
-        path : path-like
+        path : path-like or binary file
+            A new or a regular file, which keeps its permissions; other kinds are refused. To an open file, such as
+            ``io.BytesIO()``, the model is written from its position on, and not atomically.
         include_seen : bool
             Store the items seen by each user (4 bytes an entry), so that ``recommend`` can exclude them, and their
             values (none if all are equal, a byte for up to 256 distinct ones, else 4 or 8), for ``explain``.
+
+        Raises
+        ------
+        NotFittedError, TypeError
+        OSError
+            `path` is a folder, device, pipe or socket, or cannot be written.
         """
-        check_is_fitted(self)
-        metadata = _io.model_metadata(self)
-        tensors = _io.lasting_tensors(self, include_seen=check_bool("include_seen", include_seen))
-        tensors |= _io.state_tensors(self._learned.state)
-        _io.write_atomically(path, lambda file: _io.write_model(file, metadata, tensors))
+        learned = self._fitted()
+        metadata = _io.model_metadata(type(self).__name__, learned)
+        tensors = _io.lasting_tensors(learned, include_seen=check_bool("include_seen", include_seen))
+        tensors |= _io.state_tensors(learned.state)
+        _io.save_model(path, metadata, tensors)
 
     def _restore(self, content: _io.ModelFile) -> Any:
         """Restore the state from a model file."""
@@ -416,9 +435,11 @@ class FactorModel(ServingMixin):
                 content.value_range,
                 content.frame_kind,
                 content.values,
+                content.item_likes,
+                int(content.summary["n_iter"]),
+                list(content.summary["history"]),
             )
         )
-        self.n_iter_, self.history_ = int(content.summary["n_iter"]), list(content.summary["history"])
         self.n_features_in_ = shape[1]
         return self
 
@@ -484,9 +505,10 @@ def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
     if objective.is_implicit:
         logger.warning(
             "the factors have shrunk to nothing: scores are below %g on average, and recommendations little more than "
-            "the most popular items. regularization=%s is too strong here; lower it, or increase alpha",
+            "the most popular items. regularization=%s is too strong here; lower it%s",
             COLLAPSED,
             objective.regularization,
+            ", or increase alpha" if objective.alpha else "",
         )
         return
     degree = nnz / math.sqrt(max(1, learned.shape[0] * learned.shape[1]))

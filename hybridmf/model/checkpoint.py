@@ -24,6 +24,7 @@ from ..core.validate import check_bool, check_int, check_path, check_real
 from ..data.manifest import MANIFEST
 from ..errors import ModelFileError
 from .files import ModelFile, jsonable, lasting_tensors, model_metadata, state_tensors, stored_iteration, write_model
+from .learned import Learned
 
 logger = logging.getLogger("hybridmf")
 
@@ -215,14 +216,16 @@ class Writer:
         Raises errors of the writer thread other than those that are retried.
         """
         self._raise()
-        if self.due(model.n_iter_):
-            self._take(model)
+        learned: Learned = model._learned
+        if self.due(learned.n_iter):
+            self._take(type(model).__name__, learned)
 
     def finish(self, model: Any) -> None:
         """Take the state of the last iteration if it is not written yet, or if its file is gone."""
         self._wait(report=False)
-        if model.n_iter_ > self._written or (self._newest is not None and not self._newest.exists()):
-            self._take(model)
+        learned: Learned = model._learned
+        if learned.n_iter > self._written or (self._newest is not None and not self._newest.exists()):
+            self._take(type(model).__name__, learned)
 
     def release(self) -> bool:
         """Wait until the writer holds no state; returns False in the writer thread, which would wait for itself."""
@@ -231,11 +234,11 @@ class Writer:
         self._wait(report=False)
         return True
 
-    def _take(self, model: Any) -> None:
+    def _take(self, kind: str, learned: Learned) -> None:
         if self._lasting is None:
-            self._lasting = lasting_tensors(model, include_seen=self.checkpoint.include_seen)
+            self._lasting = lasting_tensors(learned, include_seen=self.checkpoint.include_seen)
         # the history grows while the thread writes: it is serialized here
-        snapshot = _Snapshot(model.n_iter_, model_metadata(model, self.extra), model._learned.state)
+        snapshot = _Snapshot(learned.n_iter, model_metadata(kind, learned, self.extra), learned.state)
         for factors in snapshot.lazy():
             factors.wait_by(self.release)
         self._next_time = time.monotonic() + 60 * (self.checkpoint.minutes or 0)

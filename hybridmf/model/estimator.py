@@ -11,6 +11,7 @@ import functools
 import inspect
 import reprlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,16 @@ _MISSING: Any = object()
 
 class Estimator:
     """Base of estimators whose constructor stores its keyword arguments under their names."""
+
+    # The lock of writers has a slot: scikit-learn takes the other attributes for parameters, and pickles hold them.
+    __slots__ = ("__dict__", "__weakref__", "_lock")
+    _lock: threading.RLock
+
+    def __new__(cls: type[_Model], *args: Any, **kwargs: Any) -> _Model:
+        """An estimator with a lock of its own, copies and pickles included."""
+        model = super().__new__(cls)
+        model._lock = threading.RLock()
+        return model
 
     @classmethod
     @functools.cache
@@ -147,10 +158,15 @@ def check_is_fitted(model: Estimator) -> None:
     sklearn.exceptions.NotFittedError
     """
     if not model.__sklearn_is_fitted__():
-        raise not_fitted(
-            f"This {type(model).__name__} instance is not fitted yet. Call 'fit' with appropriate arguments before "
-            "using this estimator."
-        )
+        raise unfitted_error(model)
+
+
+def unfitted_error(model: Estimator) -> Exception:
+    """The error of `check_is_fitted`."""
+    return not_fitted(
+        f"This {type(model).__name__} instance is not fitted yet. Call 'fit' with appropriate arguments before "
+        "using this estimator."
+    )
 
 
 def not_fitted(message: str) -> Exception:

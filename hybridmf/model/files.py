@@ -4,6 +4,7 @@ Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biase
 ``item_squares``, ``user_bias_squares``, ``item_bias_squares`` (checkpoints of AdaGrad); ``seen_indptr``,
 ``seen_indices`` (items seen by users); ``seen_values`` (their values, or one value if all are equal; or, for up to 256
 distinct values, a table of which ``seen_codes`` has the places); ``item_counts`` (training entries of each item);
+``item_likes`` (positive ones, where others exist);
 ``user_ids``, ``item_ids`` (labels: integers as int64 or uint64, others as the UTF-8 bytes of a JSON list). Metadata:
 ``format``, ``version``, ``model`` (class name), ``params``, ``state`` and ``checksums``, the last three JSON objects.
 Kernels do not validate a loaded model, so an inconsistent file raises an error.
@@ -11,15 +12,19 @@ Kernels do not validate a loaded model, so an inconsistent file raises an error.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import safetensors
+import safetensors.numpy
 
 from .. import _formats
 from ..core.files import write_atomically as write_atomically
@@ -28,6 +33,7 @@ from ..core.objective import Factors, Objective, State, check_nonnegative, check
 from ..core.validate import check_choice, check_int, check_range, check_real, make_csr
 from ..data.labels import LABEL_DTYPES, decode_labels, encode_labels
 from ..errors import ModelFileError
+from .learned import Learned, likes_of
 
 FORMAT, VERSION = "hybridmf", 1
 
@@ -43,6 +49,7 @@ TENSORS = frozenset(
         "seen_values",
         "seen_codes",
         "item_counts",
+        "item_likes",
         "user_ids",
         "item_ids",
     ]
@@ -101,18 +108,18 @@ def _squares(state: State) -> dict[str, np.ndarray]:
     return tensors
 
 
-def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str, str]:
-    """Metadata of a fitted model; `extra` is added to its state."""
+def model_metadata(kind: str, learned: Learned, extra: dict[str, Any] | None = None) -> dict[str, str]:
+    """Metadata of a fitted model of the class named `kind`; `extra` is added to its state."""
     summary = {
-        "mean": model._learned.state.mean,
-        "n_iter": model.n_iter_,
-        "history": model.history_,
-        "nnz": model.plan_.nnz,
-        "total": model._learned.total,
-        "value_range": model._learned.value_range,
-        "frame_kind": model._learned.frame_kind,
+        "mean": learned.state.mean,
+        "n_iter": learned.n_iter,
+        "history": learned.history,
+        "nnz": learned.plan.nnz,
+        "total": learned.total,
+        "value_range": learned.value_range,
+        "frame_kind": learned.frame_kind,
     } | (extra or {})
-    objective = model._learned.objective
+    objective = learned.objective
     if objective.biases:  # a default depends on the ratings
         users, items = objective.bias_regularization
         summary["bias_regularization"] = users if users == items else [users, items]
@@ -121,8 +128,8 @@ def model_metadata(model: Any, extra: dict[str, Any] | None = None) -> dict[str,
     return {
         "format": FORMAT,
         "version": str(VERSION),
-        "model": type(model).__name__,
-        "params": json.dumps(model._learned.params),  # as they were at the fit
+        "model": kind,
+        "params": json.dumps(learned.params),  # as they were at the fit
         "state": json.dumps(summary, default=_json_default),
     }
 
@@ -135,17 +142,19 @@ def state_tensors(state: State, *, resumable: bool = False) -> dict[str, np.ndar
     return tensors | _squares(state) if resumable else tensors
 
 
-def lasting_tensors(model: Any, *, include_seen: bool = True) -> dict[str, np.ndarray]:
+def lasting_tensors(learned: Learned, *, include_seen: bool = True) -> dict[str, np.ndarray]:
     """Tensors that do not change during a fit: labels, counts of items, and items seen by users."""
     tensors: dict[str, np.ndarray] = {}
-    if include_seen and model._learned.seen is not None:
-        seen = model._learned.seen_matrix()
+    seen = learned.seen_matrix() if include_seen else None
+    if seen is not None:
         tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
-        if model._learned.values is not None:
-            tensors |= _encode_values(model._learned.values)
-    if model._learned.item_counts is not None:
-        tensors["item_counts"] = model._learned.item_counts
-    for name, labels in (("user_ids", model.user_ids_), ("item_ids", model.item_ids_)):
+        if learned.values is not None:
+            tensors |= _encode_values(learned.values)
+    if learned.item_counts is not None:
+        tensors["item_counts"] = learned.item_counts
+    if learned.item_likes is not None:
+        tensors["item_likes"] = learned.item_likes
+    for name, labels in (("user_ids", learned.user_ids), ("item_ids", learned.item_ids)):
         if labels is not None:
             tensors[name] = encode_labels(name, labels)
     return tensors
@@ -183,6 +192,27 @@ def _decode_values(tensors: dict[str, np.ndarray], nnz: int) -> np.ndarray | Non
     if len(values) != nnz:
         raise ValueError(f"seen_values has {len(values)} values for {nnz} entries")
     return values
+
+
+def save_model(path: Any, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
+    """Write a model to a file that appears complete, or to an open binary file.
+
+    Raises
+    ------
+    TypeError, OSError
+    """
+    if not hasattr(path, "write"):
+        write_atomically(path, lambda file: write_model(file, metadata, tensors))
+        return
+    _refuse_text(path, "wb")
+    write_model(path, metadata, tensors)
+
+
+def _refuse_text(file: Any, mode: str) -> None:
+    if isinstance(file, io.TextIOBase):
+        raise TypeError(
+            f"path is a text file ({type(file).__name__}), and models are bytes: open it with mode {mode!r}"
+        )
 
 
 def write_model(file: BinaryIO, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
@@ -240,23 +270,32 @@ class ModelFile:
     seen : csr_array or None
     values : array or None
         Values of the entries of `seen`.
-    item_counts : int64 array or None
+    item_counts, item_likes : int64 array or None
     user_ids, item_ids : array or None
 
     Parameters
     ----------
-    path : path-like
+    path : path-like or binary file
     mapped : bool
         Map the tensors of `LARGE` from the file instead of reading them; it must not change while they are used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, mapped: bool = False) -> None:
-        self.path = Path(path)
-        if self.path.is_dir():
-            raise IsADirectoryError(f"path {str(path)!r} is a folder, not a model file")
-        if not self.path.exists():
-            raise FileNotFoundError(f"there is no model file {str(path)!r}")
-        metadata, tensors = self._read(LARGE if mapped else frozenset())
+    def __init__(self, path: str | os.PathLike[str] | BinaryIO, *, mapped: bool = False) -> None:
+        if not hasattr(path, "read"):
+            self.path = Path(path)
+            if self.path.is_dir():
+                raise IsADirectoryError(f"path {str(path)!r} is a folder, not a model file")
+            if not self.path.exists():
+                raise FileNotFoundError(f"there is no model file {str(path)!r}")
+            metadata, tensors = self._read(LARGE if mapped else frozenset())
+        else:
+            if mapped:
+                raise ValueError(
+                    "mapped=True needs the path of a file, got an open one; give its path, or mapped=False"
+                )
+            _refuse_text(path, "rb")
+            self.path = Path(str(getattr(path, "name", type(path).__name__)))
+            metadata, tensors = self._read_open(cast(BinaryIO, path))
         if metadata.get("format") != FORMAT:
             raise self._error("is a safetensors file, but not a hybridmf model")
         if metadata.get("version") != str(VERSION):
@@ -275,6 +314,7 @@ class ModelFile:
             self.seen = self._seen(tensors)
             self.values = None if self.seen is None else _decode_values(tensors, self.seen.nnz)
             self.item_counts = self._item_counts(tensors)
+            self.item_likes = self._item_likes(tensors)
             self.user_ids = self._labels("user_ids", tensors, len(self.state.user))
             self.item_ids = self._labels("item_ids", tensors, len(self.state.item))
         except ModelFileError:
@@ -290,12 +330,22 @@ class ModelFile:
             raise self._error(f"is corrupt: {problem}")
 
     def _read(self, to_map: frozenset[str]) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+        with self._complete(), safetensors.safe_open(self.path, framework="numpy") as file:
+            metadata, names = file.metadata() or {}, file.keys()
+            return metadata, {name: self._mapped(name) if name in to_map else file.get_tensor(name) for name in names}
+
+    def _read_open(self, file: BinaryIO) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+        content = file.read()
+        with self._complete():
+            tensors: dict[str, np.ndarray] = safetensors.numpy.load(content)  # validates the header
+            size = int.from_bytes(content[:8], "little")
+            return json.loads(content[8 : 8 + size]).get("__metadata__", {}), tensors
+
+    @contextlib.contextmanager
+    def _complete(self) -> Iterator[None]:
+        """Turn errors of the library into one that names the file."""
         try:
-            with safetensors.safe_open(self.path, framework="numpy") as file:
-                metadata, names = file.metadata() or {}, file.keys()
-                return metadata, {
-                    name: self._mapped(name) if name in to_map else file.get_tensor(name) for name in names
-                }
+            yield
         except (safetensors.SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise self._error(
                 f"is not a complete model file ({error}); it is truncated, altered, or of another format"
@@ -424,6 +474,18 @@ class ModelFile:
         sound = sound and (counted is None or np.array_equal(counts, counted))
         self._require(sound, "item_counts contradicts the seen items")
         return counts
+
+    def _item_likes(self, tensors: dict[str, np.ndarray]) -> np.ndarray | None:
+        """Positive training entries of each item; None if all are positive, or if the file does not say."""
+        likes, counts = tensors.get("item_likes"), self.item_counts
+        if likes is None:
+            if self.seen is None or self.values is None or np.all(self.values > 0):
+                return None
+            return likes_of([make_csr(self.seen.indptr, self.seen.indices, self.values, self.seen.shape)], counts)
+        sound = counts is not None and likes.shape == counts.shape and likes.dtype == np.int64
+        sound = sound and bool(np.all(likes >= 0) and np.all(likes <= counts))
+        self._require(sound, "item_likes contradicts item_counts")
+        return likes
 
     def _labels(self, name: str, tensors: dict[str, np.ndarray], count: int) -> np.ndarray | None:
         tensor = tensors.get(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +43,14 @@ class Learned:
         Library of the data frame that the ratings came from, in which tables are returned.
     values : array, shape (nnz,), or None
         Values of the training entries, in the order of `seen`; None for a store, and for files of earlier versions.
+    item_likes : int64 array, shape (n_items,), or None
+        Positive training entries of each item; None if all entries are positive, so that `item_counts` has them.
+    n_iter : int
+        Iterations of the fit.
+    history : list of dict
+        Record of each iteration.
+    feature_names : object array, shape (n_items,), or None
+        Names of the columns of the frame that the model was fitted on.
     derived : dict
         Values that serving derived from the other attributes. A copy starts empty, so derived values never outlive
         their factors, even if another thread replaces the result of a fit during a call.
@@ -60,6 +68,10 @@ class Learned:
     value_range: tuple[float, float] | None = None
     frame_kind: str | None = None
     values: np.ndarray | None = None
+    item_likes: np.ndarray | None = None
+    n_iter: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    feature_names: np.ndarray | None = None
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,6 +93,11 @@ class Learned:
         return table
 
     @property
+    def popularity(self) -> np.ndarray | None:
+        """Positive training entries of each item, by which items rank for users without factors."""
+        return self.item_counts if self.item_likes is None else self.item_likes
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(n_users, n_items)."""
         return len(self.state.user), len(self.state.item)
@@ -97,7 +114,10 @@ class Learned:
         """A copy with other rows on one side."""
         state = self.state.with_side(side, factors)
         copy = replace(self, state=state, seen=seen, total=None, item_counts=item_counts, values=values)
-        return replace(copy, user_ids=labels) if side == "user" else replace(copy, item_ids=labels)
+        if side == "user":
+            return replace(copy, user_ids=labels)
+        named = len(factors) == len(self.state.item)  # new columns have no names
+        return replace(copy, item_ids=labels, feature_names=self.feature_names if named else None)
 
     def widened(self, values: np.ndarray) -> Learned:
         """A copy whose range of values, if known, includes `values`."""
@@ -136,6 +156,24 @@ def summary_of(matrix: sp.csr_array | StoreMatrix, num_threads: int | None = Non
 def count_items(matrix: sp.csr_array) -> np.ndarray:
     """Entries of each column, int64, shape (n_items,)."""
     return np.bincount(matrix.indices, minlength=matrix.shape[1]).astype(np.int64)
+
+
+def likes_of(parts: Iterable[Any], counts: np.ndarray | None) -> np.ndarray | None:
+    """Positive entries of each column, int64, shape (n_items,); None if these are all `counts` entries.
+
+    Parameters
+    ----------
+    parts : iterable of csr_array
+        Some rows each.
+    counts : int64 array, shape (n_items,), or None
+        Entries of each column; None if they are unknown.
+    """
+    if counts is None:
+        return None
+    likes = np.zeros(len(counts), dtype=np.int64)
+    for part in parts:
+        likes += np.bincount(part.indices[part.data > 0], minlength=len(likes))
+    return None if np.array_equal(likes, counts) else likes
 
 
 def scale_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> float:

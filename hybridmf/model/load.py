@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..als import ExplicitALS, ImplicitALS
 from ..ccd import CCD
@@ -17,12 +17,13 @@ ESTIMATORS: dict[str, type[FactorModel]] = {cls.__name__: cls for cls in (CCD, S
 """The classes of models that files hold."""
 
 
-def load(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
+def load(path: str | os.PathLike[str] | BinaryIO, *, mapped: bool = False) -> Any:
     """Read a model that ``model.save(path)`` wrote.
 
     Parameters
     ----------
-    path : path-like
+    path : path-like or binary file
+        An open file, such as ``io.BytesIO``, is read from its position to its end.
     mapped : bool
         Map factors and seen items from the file instead of reading them: processes that map one file share its memory.
         The file must not be modified in place; `save` replaces it, which does not affect the mapped one.
@@ -35,18 +36,20 @@ def load(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
     Raises
     ------
     FileNotFoundError, IsADirectoryError
+    TypeError, ValueError
+        A file that is open in text mode, or an open file with ``mapped=True``.
     ModelFileError
         Truncated, altered, of another format, or from a newer version.
     """
     content = ModelFile(path, mapped=check_bool("mapped", mapped))
     if content.model not in ESTIMATORS:
         raise ModelFileError(
-            f"{str(path)!r} holds a model of class {content.model!r}; this hybridmf supports "
+            f"{str(content.path)!r} holds a model of class {content.model!r}; this hybridmf supports "
             f"{', '.join(sorted(ESTIMATORS))}"
         )
     try:
         model = ESTIMATORS[content.model](**content.params)._restore(content)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ModelFileError(f"{str(path)!r} holds parameters this hybridmf cannot use: {error}") from error
+        raise ModelFileError(f"{str(content.path)!r} holds parameters this hybridmf cannot use: {error}") from error
     content.check_model(model)
     return model

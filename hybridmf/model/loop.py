@@ -253,11 +253,14 @@ class FitLoop:
             logger.info("iteration %d of %d: %s", self.completed, bar.total, said)
 
     def _asked_to_stop(self, record: Record) -> bool:
+        ends = False
         if self.watch is not None and self.learned is not None:
-            stops = self.watch.see(self.completed, record[self.watch.metric], self.learned)
-            if stops:
+            ends = self.watch.see(self.completed, record[self.watch.metric], self.learned)
+            if ends:
                 logger.info("no better %s for %d iterations", self.watch.metric, self.completed - self.watch.iteration)
-                return True
+        return self._callback_stops(record) or ends
+
+    def _callback_stops(self, record: Record) -> bool:
         if not self.calls_back:
             return False
         answer = None if self.observers.callback is None else self.observers.callback(self.model, record)
@@ -272,9 +275,8 @@ class FitLoop:
             logger.info(
                 "factors of iteration %d of %d: %s %.5g", watch.iteration, self.completed, watch.metric, watch.value
             )
-            self.learned = watch.learned
-            self.model._learn(watch.learned)
-            self.model.n_iter_ = watch.iteration
+            self.learned = replace(watch.learned, n_iter=watch.iteration, history=self.history)
+            self.model._learn(self.learned)
 
     def _update_model(self, *, on_host: bool = False) -> None:
         """Update the model with the current factors; the first time, create its `Learned`.
@@ -290,20 +292,25 @@ class FitLoop:
         first = self.learned is None
         if first:
             take_columns(self.model, self.columns)
-        self.learned = self.learn(state)  # releases the previous state
+        named = vars(self.model).get("feature_names_in_") if self.learned is None else self.learned.feature_names
+        # a list of its own, since `self.history` grows; this releases the previous state
+        self.learned = replace(
+            self.learn(state), n_iter=self.completed, history=list(self.history), feature_names=named
+        )
         if first and self.observers.validation is not None:
             seen = self.learned.seen if self.observers.seen is None else self.observers.seen
             _warn_of_overlap("validation", self.observers.validation, seen if isinstance(seen, sp.csr_array) else None)
         self.model._learn(self.learned)
-        self.model.n_iter_, self.model.history_ = self.completed, self.history
 
     def _finish(self, *, on_host: bool = False) -> None:
         """Update the model, copy the factors to the host, and write the last checkpoint."""
         if self.stale:
             self._update_model(on_host=on_host)
-        if self.learned is not None and self.model._learned is self.learned:
-            self.learned = replace(self.learned, state=self.learned.state.on_host())
-            self.model._learn(self.learned)
+        if self.learned is not None:
+            with self.model._lock:  # an update by another thread, or by the callback, stays
+                if self.model._learned is self.learned:
+                    self.learned = replace(self.learned, state=self.learned.state.on_host())
+                    self.model._learn(self.learned)
         if self.writer is not None and self.learned is not None and not self.partial:
             self.writer.finish(self.model)
 
@@ -341,16 +348,16 @@ class FitLoop:
         saved = "" if self.writer is None else f"; checkpoints are in {str(self.writer.checkpoint.folder)!r}"
         if self.learned is None:
             return f"{AS_BEFORE}{saved}"
-        if self.model._learned is not self.learned:
-            return f"The model is as the callback left it{saved}"
-        try:
-            self.learned = replace(self.learned, state=self.learned.state.on_host())
-        except DeviceError:
-            self.model._forget()
-            return f"The model is not fitted: no factors of this fit are on the host{saved}"
-        self.model._learn(self.learned)
-        self.model.history_ = self.history[: self.model.n_iter_]
-        return f"The model has the factors of iteration {self.model.n_iter_}, which were on the host{saved}"
+        with self.model._lock:
+            if self.model._learned is not self.learned:
+                return f"The model is as the callback left it{saved}"
+            try:
+                self.learned = replace(self.learned, state=self.learned.state.on_host())
+            except DeviceError:
+                self.model._forget()
+                return f"The model is not fitted: no factors of this fit are on the host{saved}"
+            self.model._learn(self.learned)
+        return f"The model has the factors of iteration {self.learned.n_iter}, which were on the host{saved}"
 
 
 def check_validation(

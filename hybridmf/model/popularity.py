@@ -23,6 +23,7 @@ from ..data.align import align_rows, labels_of
 from ..plan.memory import check_answer
 from ..ratings import as_ratings
 from .estimator import not_fitted
+from .learned import count_items, likes_of
 
 
 class PopularityRecommender:
@@ -35,7 +36,7 @@ class PopularityRecommender:
     damping : float
         Number of virtual ratings at the global mean added to each item; at least 0.
     rank_by : {"count", "mean"}
-        Recommend the items with the most entries, or with the highest damped mean.
+        Recommend the items with the most positive entries, or with the highest damped mean.
 
     Attributes
     ----------
@@ -44,11 +45,13 @@ class PopularityRecommender:
         Labels of the training `Ratings`.
     item_counts_ : int64 array, shape (n_items,)
         Entries (users) of each item.
+    item_likes_ : int64 array, shape (n_items,)
+        Positive entries of each item: negative ones are dislikes, and zeros no preference.
     item_means_ : float64 array, shape (n_items,)
         ``(sum + damping * global_mean) / (count + damping)``; the global mean if the denominator is 0.
     global_mean_ : float
     user_factors, item_factors : float32 array, shape (n, 1)
-        1 and the count or the mean, whose product is the score, for ``auc``.
+        1 and the likes or the mean, whose product is the score, for ``auc``.
     """
 
     def __init__(self, *, damping: float = 5.0, rank_by: str = "count") -> None:
@@ -83,14 +86,16 @@ class PopularityRecommender:
         self.user_ids_: np.ndarray | None = labels[0]
         self.item_ids_: np.ndarray | None = labels[1]
         self._user_items = matrix
-        self.item_counts_ = np.bincount(matrix.indices, minlength=self.n_items).astype(np.int64)
+        self.item_counts_ = count_items(matrix)
+        likes = likes_of([matrix], self.item_counts_)
+        self.item_likes_ = self.item_counts_ if likes is None else likes
         sums = np.bincount(matrix.indices, weights=matrix.data, minlength=self.n_items)
         self.global_mean_ = float(matrix.data.mean(dtype=np.float64))
         weight = self.item_counts_ + damping
         self.item_means_ = np.full(self.n_items, self.global_mean_)
         np.divide(sums + damping * self.global_mean_, weight, out=self.item_means_, where=weight > 0)
         self.user_factors = np.ones((self.n_users, 1), dtype=np.float32)
-        self._item_scores = self.item_means_ if by_mean else self.item_counts_
+        self._item_scores = self.item_means_ if by_mean else self.item_likes_
         self.item_factors = self._item_scores.astype(np.float32)[:, None]
         return self
 
@@ -103,7 +108,7 @@ class PopularityRecommender:
         filter_items: Any = None,
         items: Any = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rank candidate items by their number of entries, or their mean; ties by lower position.
+        """Rank candidate items by their number of positive entries, or their mean; ties by lower position.
 
         Parameters
         ----------
@@ -126,7 +131,7 @@ class PopularityRecommender:
         ids : int32 array, shape (n, N), or (N,) for a single user
             -1 if fewer than N items are left.
         scores : float32 array of the same shape
-            Entry counts, or means; -inf where the id is -1.
+            Numbers of positive entries, or means; -inf where the id is -1.
 
         Raises
         ------

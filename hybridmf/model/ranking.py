@@ -13,8 +13,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Side, other_side, scoring_rows
-from ..core.sparse import RowColumns, entries_in, entry_rows, keep_entries
-from ..core.validate import from_triplets
+from ..core.sparse import RowColumns, entries_in, entry_rows, keep_entries, take_rows, transposed
+from ..core.validate import from_triplets, make_csr
+from ..errors import NonFiniteError, NotPositiveDefiniteError
 from ..native import _als
 from ..plan.memory import check_answer
 from ..plan.threads import threads_for
@@ -108,7 +109,9 @@ def _rank_lists(
         by_count[users.blank_rows()] = True
     if by_count.any():
         cold = by_count[rows]
-        counts = np.zeros(len(scored)) if learned.item_counts is None or cold_users == "mask" else learned.item_counts
+        counts = learned.popularity
+        if counts is None or cold_users == "mask":
+            counts = np.zeros(len(scored))
         scores[cold], shown[cold] = counts[items[cold]], counts[items[cold]] > 0
     if candidates.shared is not None:
         shown &= candidates.shared[items]
@@ -136,7 +139,7 @@ def _rank_cold(
     if cold_users == "popular" and learned.state.user.bias is not None:
         return
     ids[cold], scores[cold] = -1, -np.inf
-    counts = learned.item_counts
+    counts = learned.popularity
     if cold_users == "mask":
         return
     if counts is None:
@@ -179,11 +182,34 @@ def _with_factors(learned: Learned, allowed: np.ndarray | None = None) -> np.nda
 
 
 def blank_mask(learned: Learned, side: Side) -> np.ndarray:
-    """Which rows of a side have no factors, bool."""
+    """Which rows of a side have no factors, bool.
+
+    Zero factors may be the solution of a row of explicit feedback with entries, such as ratings of 0: then the row has
+    factors. In implicit feedback they are those of a row without a positive entry, which nothing recommends.
+    """
     factors = learned.state.side(side)
     blank = np.zeros(len(factors), dtype=bool)
-    blank[factors.blank_rows()] = True
+    places = factors.blank_rows()
+    blank[places] = True
+    if len(places) and not learned.objective.is_implicit:
+        blank[_solved_by_zero(learned, side, blank)] = False
     return blank
+
+
+def _solved_by_zero(learned: Learned, side: Side, blank: np.ndarray) -> np.ndarray:
+    """Rows with entries, among those without factors, whose solution is zero; none if their ratings are unknown."""
+    if learned.values is None or not isinstance(learned.seen, sp.csr_array):
+        return np.empty(0, np.int64)
+    matrix = make_csr(learned.seen.indptr, learned.seen.indices, learned.values, learned.seen.shape)
+    if side == "item":
+        matrix = transposed(keep_entries(matrix, blank[matrix.indices]))
+    rated = np.flatnonzero(blank & (np.diff(matrix.indptr) > 0))
+    if not len(rated):
+        return rated
+    try:  # of rows that came with an update of the other side, zero factors are no solution
+        return rated[fold_in(learned, side, take_rows(matrix, rated)).blank_rows()]
+    except (NotPositiveDefiniteError, NonFiniteError):
+        return np.empty(0, np.int64)
 
 
 # ----------------------------------------------------------------------------------------------------- neighbours
@@ -207,11 +233,10 @@ def neighbours(
 
     packed = learned.cached(("normalized", side, engine.name), pack)
     candidates = None if allowed is None else np.setdiff1d(np.flatnonzero(allowed), factors.blank_rows())
-    found, scores = engine.top_k(normalized[positions], packed, N, None, candidates)
+    queries = normalized[positions]
+    found, scores = engine.top_k(queries, packed, N, None, candidates)
     inside = np.arange(len(positions)) if allowed is None else np.flatnonzero(allowed[positions])
-    own, values = found[inside], scores[inside]
-    _itself_first(own, values, positions[inside])
-    found[inside], scores[inside] = own, values
+    found[inside], scores[inside] = itself_first(found[inside], scores[inside], queries[inside], positions[inside])
     blank = factors.blank_rows(positions)
     found[blank], scores[blank] = -1, -np.inf
     return found, scores
@@ -224,15 +249,28 @@ def _normalized(factors: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(wide / np.where(lengths == 0, 1, lengths), dtype=factors.dtype)
 
 
-def _itself_first(found: np.ndarray, scores: np.ndarray, positions: np.ndarray) -> None:
-    """Move each query to the front of its neighbours, in place, if ties or zero factors ranked others before it."""
+def itself_first(
+    found: np.ndarray, scores: np.ndarray, queries: np.ndarray, positions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Neighbours with each query in front, also where ties or rounding ranked others before it, or left it out.
+
+    Parameters
+    ----------
+    found, scores : array, shape (n, N)
+        By descending score; changed in place.
+    queries : float array, shape (n, rank)
+        Rows of length 1.
+    positions : int array, shape (n,)
+        Position of each query.
+    """
     for row in np.flatnonzero(found[:, 0] != positions):
         place = np.flatnonzero(found[row] == positions[row])
         last = int(place[0]) if place.size else found.shape[1] - 1
-        own = scores[row, last] if place.size else 0
+        own = max(queries[row] @ queries[row], scores[row, 0])  # scores never rise
         found[row, 1 : last + 1] = found[row, :last].copy()
         scores[row, 1 : last + 1] = scores[row, :last].copy()
         found[row, 0], scores[row, 0] = positions[row], own
+    return found, scores
 
 
 # -------------------------------------------------------------------------------------------------------- fold-in

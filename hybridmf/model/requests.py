@@ -98,7 +98,7 @@ def read_history(learned: Learned, rows: Any, by_label: bool, unknown: str) -> H
     ----------
     learned : Learned
     rows : sequence of items, or mapping from items to values; or a list of these
-        Without values each item is an entry of 1, which explicit feedback refuses.
+        Without values each item is an entry of 1, which explicit feedback refuses. Repeats add up.
     by_label : bool
         Whether items are labels.
     unknown : {"error", "drop"}
@@ -123,6 +123,7 @@ def read_history(learned: Learned, rows: Any, by_label: bool, unknown: str) -> H
         name="rows",
         dtype=learned.state.item.matrix.dtype,
         drop_zeros=learned.objective.is_implicit,
+        duplicates="sum" if learned.objective.is_implicit else "error",
     )
     return History(matrix, single)
 

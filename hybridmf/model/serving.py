@@ -9,14 +9,14 @@ import logging
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
 
 from ..core.frames import check_kind, kind_of
 from ..core.objective import Side, scoring_rows
-from ..core.sparse import RowColumns, keep_entries, transposed, without_zeros
+from ..core.sparse import RowColumns, keep_entries, transposed
 from ..core.system import available_memory
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
@@ -30,6 +30,8 @@ from ..core.validate import (
     check_shape,
     csr_arrays,
     make_csr,
+    one_column,
+    one_row,
     refuse_gpu,
     without_mask,
 )
@@ -42,13 +44,22 @@ from ..plan.threads import threads_for
 from ..plan.types import Plan
 from ..ratings import Ratings, as_ratings
 from .engine import engine_for
-from .estimator import Estimator, check_columns, check_is_fitted, numeric_matrix
+from .estimator import Estimator, check_columns, numeric_matrix, unfitted_error
 from .explain import Explanation, contributions, training_row
 from .learned import Learned, pattern
 from .ranking import blank_mask, fold_in, neighbours, rank
 from .requests import Asked, History, is_history, is_single, labelled, positions_of, read_history
 from .tables import Request, file_format, to_file, to_frame
-from .updates import check_positions, extended_labels, replace_rows, turned, updated_axis, updated_counts
+from .updates import (
+    check_positions,
+    extended_labels,
+    replace_rows,
+    turned,
+    updated_axis,
+    updated_counts,
+    updated_likes,
+    with_factors,
+)
 
 logger = logging.getLogger("hybridmf")
 
@@ -59,62 +70,75 @@ class ServingMixin(Estimator):
     _recommends_in_blocks = True  # `recommend` never holds the scores of all items for all users
     _learned: Learned  # set by fit and load
     n_features_in_: int
+    feature_names_in_: np.ndarray  # only of models fitted on frames
 
     # --------------------------------------------------------------------------------------------- learned state
 
     def __sklearn_is_fitted__(self) -> bool:
         return "_learned" in vars(self)
 
+    def _fitted(self) -> Learned:
+        """The learned state. Each public method takes it once and passes it on: a later one may be of another fit.
+
+        Raises
+        ------
+        NotFittedError
+        """
+        try:
+            return self._learned
+        except AttributeError:
+            raise unfitted_error(self) from None
+
+    def _holding(self, learned: Learned | None = None) -> Any:
+        """A copy of the model with a state (default: the present one) that no fit or update of this model replaces."""
+        learned = self._fitted() if learned is None else learned
+        model = type(self).__new__(type(self))
+        vars(model).update(vars(self))
+        model._learned, model.n_features_in_ = learned, learned.shape[1]
+        vars(model).pop("feature_names_in_", None)
+        if learned.feature_names is not None:
+            model.feature_names_in_ = learned.feature_names
+        return model
+
     @property
     def user_factors_(self) -> np.ndarray:
-        """User factors, shape (n_users, factors), in the dtype of the computation.
-
-        A view: writing to its values changes the model, setting its shape does not.
-        """
-        check_is_fitted(self)
-        return self._learned.state.user.matrix.view()
+        """User factors, shape (n_users, factors), in the dtype of the computation; read-only: see `set_factors`."""
+        return _read_only(self._fitted().state.user.matrix)
 
     @property
     def item_factors_(self) -> np.ndarray:
-        """Item factors, shape (n_items, factors), in the dtype of the computation; a view as `user_factors_`."""
-        check_is_fitted(self)
-        return self._learned.state.item.matrix.view()
+        """Item factors, shape (n_items, factors), in the dtype of the computation; read-only: see `set_factors`."""
+        return _read_only(self._fitted().state.item.matrix)
 
     @property
     def user_factors(self) -> np.ndarray:
-        """User factors, float32, C order, shape (n_users, factors), for every device and dtype."""
-        return np.ascontiguousarray(self.user_factors_, dtype=np.float32)
+        """User factors, float32, C order, shape (n_users, factors), for every device and dtype; read-only."""
+        return _read_only(np.ascontiguousarray(self.user_factors_, dtype=np.float32))
 
     @property
     def item_factors(self) -> np.ndarray:
-        """Item factors, float32, C order, shape (n_items, factors), for every device and dtype."""
-        return np.ascontiguousarray(self.item_factors_, dtype=np.float32)
+        """Item factors, float32, C order, shape (n_items, factors), for every device and dtype; read-only."""
+        return _read_only(np.ascontiguousarray(self.item_factors_, dtype=np.float32))
 
     @property
     def user_bias_(self) -> np.ndarray | None:
-        """User biases, shape (n_users,), or None for a model without biases."""
-        check_is_fitted(self)
-        bias = self._learned.state.user.bias
-        return None if bias is None else bias.view()
+        """User biases, shape (n_users,), or None for a model without biases; read-only."""
+        return _read_only(self._fitted().state.user.bias)
 
     @property
     def item_bias_(self) -> np.ndarray | None:
-        """Item biases, shape (n_items,), or None for a model without biases."""
-        check_is_fitted(self)
-        bias = self._learned.state.item.bias
-        return None if bias is None else bias.view()
+        """Item biases, shape (n_items,), or None for a model without biases; read-only."""
+        return _read_only(self._fitted().state.item.bias)
 
     @property
     def mean_(self) -> float:
         """Mean training rating (mu); 0 for a model without biases."""
-        check_is_fitted(self)
-        return self._learned.state.mean
+        return self._fitted().state.mean
 
     @property
     def plan_(self) -> Plan:
         """Every size and choice of the fit."""
-        check_is_fitted(self)
-        return self._learned.plan
+        return self._fitted().plan
 
     @property
     def device_(self) -> str:
@@ -123,15 +147,13 @@ class ServingMixin(Estimator):
 
     @property
     def user_ids_(self) -> np.ndarray | None:
-        """Label of each user, or None for a model fitted on positions."""
-        check_is_fitted(self)
-        return self._learned.user_ids
+        """Label of each user, or None for a model fitted on positions; read-only."""
+        return _read_only(self._fitted().user_ids)
 
     @property
     def item_ids_(self) -> np.ndarray | None:
-        """Label of each item, or None for a model fitted on positions."""
-        check_is_fitted(self)
-        return self._learned.item_ids
+        """Label of each item, or None for a model fitted on positions; read-only."""
+        return _read_only(self._fitted().item_ids)
 
     @property
     def user_ids(self) -> np.ndarray | None:
@@ -152,52 +174,65 @@ class ServingMixin(Estimator):
         return self._index("item", labels)
 
     def _index(self, side: Side, labels: Any) -> Any:
-        check_is_fitted(self)
-        learned = self._learned
+        learned = self._fitted()
         ids = learned.labels(side)
         return look_up(side, labels, ids, learned.label_table(side), len(learned.state.side(side)))
 
     @property
     def cold_users_(self) -> np.ndarray:
-        """Users without factors, usually because they have no training entries: bool array, shape (n_users,)."""
-        check_is_fitted(self)
-        return blank_mask(self._learned, "user")
+        """Users without factors: bool array, shape (n_users,).
+
+        They have no training entries; in implicit feedback, no positive ones.
+        """
+        return blank_mask(self._fitted(), "user")
 
     @property
     def cold_items_(self) -> np.ndarray:
-        """Items without factors, usually because they have no training entries: bool array, shape (n_items,)."""
-        check_is_fitted(self)
-        return blank_mask(self._learned, "item")
+        """Items without factors, which are never recommended: bool array, shape (n_items,).
+
+        They have no training entries; in implicit feedback, no positive ones.
+        """
+        return blank_mask(self._fitted(), "item")
 
     @property
     def item_counts_(self) -> np.ndarray | None:
         """Training entries of each item, int64, shape (n_items,); None for files of models that lack them."""
-        check_is_fitted(self)
-        counts = self._learned.item_counts
-        return None if counts is None else counts.view()
+        return _read_only(self._fitted().item_counts)
 
     @property
     def n_users(self) -> int:
         """Number of users the model has factors for."""
-        return len(self.user_factors_)
+        return len(self._fitted().state.user)
 
     @property
     def n_items(self) -> int:
         """Number of items the model has factors for."""
-        return len(self.item_factors_)
+        return len(self._fitted().state.item)
 
     @property
     def _n_features_out(self) -> int:
-        return self.item_factors_.shape[1] + (self.user_bias_ is not None)
+        items = self._fitted().state.item
+        return items.matrix.shape[1] + (items.bias is not None)
+
+    @property
+    def n_iter_(self) -> int:
+        """Iterations of the fit; with early stopping, the best one."""
+        return self._fitted().n_iter
+
+    @property
+    def history_(self) -> list[dict[str, Any]]:
+        """Record of each iteration; see `fit`."""
+        return self._fitted().history
 
     def _learn(self, learned: Learned) -> None:
         """Replace the learned state, and with it everything derived from the old one."""
-        self._learned = learned
+        with self._lock:
+            self._learned = learned
 
     def _forget(self) -> None:
         """Remove the result of a fit."""
-        for name in ("_learned", "n_iter_", "history_"):
-            vars(self).pop(name, None)
+        with self._lock:
+            vars(self).pop("_learned", None)
 
     # ------------------------------------------------------------------------------------------------ top N
 
@@ -225,7 +260,8 @@ class ServingMixin(Estimator):
         user_items : Ratings or sparse matrix, shape (n, n_items), optional
             Items seen by each user of `userid`, one row per user in the same order, also where these are all users. A
             matrix with all n_users rows is indexed by `userid` if that names another number of users; labelled ratings
-            are aligned by label. Default: the training entries of the model.
+            are aligned by label. Explicit zeros are no entries of implicit feedback. Default: the training entries of
+            the model.
         N : int
             Number of items for each user.
         filter_already_liked_items : bool
@@ -236,7 +272,8 @@ class ServingMixin(Estimator):
             Candidates of all users, or of each user; default: all items.
         cold_users : {"popular", "mask"}
             Result for users without training entries, whose factors are zero (`cold_users_`). "popular" ranks by the
-            item biases of a model with biases, else by the number of training entries. "mask" returns no items.
+            item biases of a model with biases, else by the number of positive training entries. "mask" returns no
+            items.
         recalculate_user : bool
             Rank by factors computed from the rows of `user_items` (fold-in) instead of the trained factors. The model
             does not change. `userid` may then have positions >= n_users, of users who are not in the model.
@@ -250,7 +287,7 @@ class ServingMixin(Estimator):
             Best first, ties by lower position; -1 if fewer than N items are left. With ``labels=True`` an object array
             of labels, with None in place of -1.
         scores : float array, same shape
-            For cold users of a model without biases, the numbers of training entries; -inf where ids is -1.
+            For cold users of a model without biases, the numbers of positive training entries; -inf where ids is -1.
 
         Raises
         ------
@@ -258,8 +295,7 @@ class ServingMixin(Estimator):
         MemoryBudgetError
             N results for each user do not fit in memory.
         """
-        check_is_fitted(self)
-        learned, user_items = self._learned, as_ratings(user_items)
+        learned, user_items = self._fitted(), as_ratings(user_items)
         asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
         by_label = asked.by_label
         recalculated = check_bool("recalculate_user", recalculate_user)
@@ -278,7 +314,7 @@ class ServingMixin(Estimator):
             seen = _seen_in_training(learned, users)
         if recalculated:
             assert rows is not None
-            factors = fold_in(learned, "user", without_zeros(rows) if learned.objective.is_implicit else rows)
+            factors = fold_in(learned, "user", rows)
         else:
             factors = learned.state.user.take(users)
         ids, scores = rank(learned, factors, asked.N, seen, candidates, asked.cold_users)
@@ -326,8 +362,7 @@ class ServingMixin(Estimator):
         ------
         NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, MemoryBudgetError
         """
-        check_is_fitted(self)
-        learned = self._learned
+        learned = self._fitted()
         asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
         kind = check_kind("backend", backend, kind_of(userid), learned.frame_kind)
         users = None if userid is None else positions_of(learned, "user", "userid", userid, asked.by_label)
@@ -369,8 +404,7 @@ class ServingMixin(Estimator):
         ------
         NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, OSError, MemoryBudgetError
         """
-        check_is_fitted(self)
-        learned, shown = self._learned, check_bool("show_progress", show_progress)
+        learned, shown = self._fitted(), check_bool("show_progress", show_progress)
         asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
         kind = None if path is not None else check_kind("backend", backend, learned.frame_kind)
         if path is not None:
@@ -402,7 +436,8 @@ class ServingMixin(Estimator):
         ----------
         rows : sequence of items, mapping {item: value}, a list of these, or a matrix, shape (n, n_items)
             One user's items; a list of them for several users; or Ratings or a sparse or dense matrix with one row for
-            each user. Labelled ratings are aligned by label. Models of explicit feedback need values.
+            each user. Labelled ratings are aligned by label. Models of explicit feedback need values; for implicit
+            feedback, repeated items add up.
         N, filter_already_liked_items, filter_items, items, cold_users
             As for `recommend`; an empty history is that of a cold user.
         labels : bool
@@ -421,13 +456,12 @@ class ServingMixin(Estimator):
         ------
         NotFittedError, TypeError, ValueError, RatingsError, UnknownLabelError, MemoryBudgetError
         """
-        check_is_fitted(self)
-        learned = self._learned
+        learned = self._fitted()
         asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
         if is_history(rows):
             history = read_history(learned, rows, asked.by_label, unknown)
         else:
-            history = History(self._new_rows(rows, "rows", unknown=unknown), single=False)
+            history = History(self._new_rows(learned, rows, "rows", unknown=unknown), single=one_row(rows) is not rows)
         n_rows = history.matrix.shape[0]
         candidates = asked.candidates(learned, n_rows, partial(_rows_of_strangers, learned, n_rows))
         factors = fold_in(learned, "user", history.matrix)
@@ -472,8 +506,7 @@ class ServingMixin(Estimator):
         self, side: Side, ids: Any, N: int, chosen: dict[str, Any], labels: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """`chosen` are the candidates and what to exclude, by the names of their arguments."""
-        check_is_fitted(self)
-        learned, by_label = self._learned, check_bool("labels", labels)
+        learned, by_label = self._fitted(), check_bool("labels", labels)
         queries = positions_of(learned, side, f"{side}id", ids, by_label)
         allowed: np.ndarray | None = None
         for name, given in chosen.items():
@@ -516,8 +549,7 @@ class ServingMixin(Estimator):
         ------
         NotFittedError, TypeError, ValueError, UnknownLabelError
         """
-        check_is_fitted(self)
-        learned, by_label = self._learned, check_bool("labels", labels)
+        learned, by_label = self._fitted(), check_bool("labels", labels)
         user = positions_of(learned, "user", "userid", userid, by_label)
         item = positions_of(learned, "item", "itemid", itemid, by_label)
         if not is_single(userid, by_label) or not is_single(itemid, by_label):
@@ -533,12 +565,12 @@ class ServingMixin(Estimator):
     # ------------------------------------------------------------------------------------------------ vectors
 
     def to_torch(self) -> tuple[Any, Any]:
-        """Factors as PyTorch tensors on the CPU that share their memory with the model.
+        """Copies of the factors as PyTorch tensors on the CPU; PyTorch has no read-only ones.
 
         Returns
         -------
         user_factors, item_factors : torch.Tensor, shapes (n_users, factors) and (n_items, factors)
-            In the dtype of the computation. Writing to them changes the model: ``clone()`` them to train on.
+            In the dtype of the computation. `set_factors` takes them back after changes.
 
         Raises
         ------
@@ -546,12 +578,12 @@ class ServingMixin(Estimator):
         ImportError
             PyTorch is not installed.
         """
-        check_is_fitted(self)
+        state = self._fitted().state
         try:
             import torch
         except ImportError as error:
             raise ImportError("to_torch needs PyTorch: pip install torch") from error
-        return torch.from_dlpack(self.user_factors_), torch.from_dlpack(self.item_factors_)
+        return torch.from_dlpack(state.user.matrix.copy()), torch.from_dlpack(state.item.matrix.copy())
 
     def export_items(self, *, labels: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Vectors for an index of maximal inner products: their products with those of `export_users` are the scores.
@@ -572,7 +604,8 @@ class ServingMixin(Estimator):
         ------
         NotFittedError, TypeError
         """
-        return self._exported("item", None, check_bool("labels", labels))
+        learned, by_label = self._fitted(), check_bool("labels", labels)
+        return _exported(learned, "item", np.flatnonzero(~blank_mask(learned, "item")), by_label)
 
     def export_users(self, userid: Any = None) -> np.ndarray:
         """Vectors of users, to search an index of the vectors of `export_items`.
@@ -590,20 +623,11 @@ class ServingMixin(Estimator):
         ------
         NotFittedError, TypeError, ValueError
         """
-        check_is_fitted(self)
-        users = None if userid is None else check_ids("userid", userid, self.n_users, "n_users")
-        vectors, _ = self._exported("user", users, False)
+        learned = self._fitted()
+        n_users = learned.shape[0]
+        users = np.arange(n_users) if userid is None else check_ids("userid", userid, n_users, "n_users")
+        vectors, _ = _exported(learned, "user", users, False)
         return vectors[0] if userid is not None and np.ndim(userid) == 0 else vectors
-
-    def _exported(self, side: Side, rows: np.ndarray | None, by_label: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Scoring rows of a side, and their labels or positions; without `rows`, of all items that have factors."""
-        check_is_fitted(self)
-        learned = self._learned
-        if rows is None:
-            rows = np.arange(self.n_users) if side == "user" else np.flatnonzero(~blank_mask(learned, "item"))
-        vectors = scoring_rows(learned.state.side(side).take(rows), side, learned.state.mean)
-        ids = learned.labels(side)
-        return np.ascontiguousarray(vectors, dtype=np.float32), ids[rows] if by_label and ids is not None else rows
 
     # ------------------------------------------------------------------------------------------------ predictions
 
@@ -630,22 +654,23 @@ class ServingMixin(Estimator):
             If `items` is None: each row is folded in, and the best item that it does not contain is returned, -1 if it
             contains all items. scikit-learn uses this form.
         """
-        check_is_fitted(self)
-        limits = self._clip_limits(clip)
+        learned = self._fitted()
+        limits = _clip_limits(learned, clip)
         if items is None:
             if not sp.issparse(users) and not isinstance(users, (Ratings, Store)) and np.ndim(users) < 2:
                 raise ValueError(
                     f"Expected 2D array, got {np.ndim(users)}D array instead: predict(users, items) takes ids of both, "
                     "predict(matrix) rows of ratings. Reshape your data (array.reshape(1, -1): one row) or pass items"
                 )
-            return self._best_unseen(users)
-        user_ids = check_ids("users", users, self.n_users, "n_users")
-        item_ids = check_ids("items", items, self.n_items, "n_items")
+            return self._best_unseen(learned, users)
+        n_users, n_items = learned.shape
+        user_ids = check_ids("users", users, n_users, "n_users")
+        item_ids = check_ids("items", items, n_items, "n_items")
         if len(user_ids) != len(item_ids) and 1 not in (len(user_ids), len(item_ids)):
             raise ValueError(f"users has {len(user_ids)} ids and items has {len(item_ids)}; expected as many of each")
         user_ids, item_ids = (np.ascontiguousarray(ids) for ids in np.broadcast_arrays(user_ids, item_ids))
-        state = self._learned.state
-        threads = threads_for(len(user_ids) * self.plan_.factors, len(user_ids), self.plan_.num_threads)
+        state, plan = learned.state, learned.plan
+        threads = threads_for(len(user_ids) * plan.factors, len(user_ids), plan.num_threads)
         values = _als.predict_pairs(state.user.matrix, state.item.matrix, user_ids, item_ids, threads)
         if state.user.bias is not None and state.item.bias is not None:
             values += state.mean + state.user.bias[user_ids] + state.item.bias[item_ids]
@@ -653,21 +678,16 @@ class ServingMixin(Estimator):
             np.clip(values, *limits, out=values)
         return values[0] if np.ndim(users) == 0 and np.ndim(items) == 0 else values
 
-    def _clip_limits(self, clip: Any) -> tuple[float, float] | None:
-        """Limits of predictions, from the argument `clip` of `predict`."""
-        if isinstance(clip, str) and clip == "auto":
-            return self._learned.value_range
-        return None if clip is False else check_range("clip", clip, '"auto", False or a pair (low, high)')
-
-    def _best_unseen(self, rows: Any) -> np.ndarray:
-        matrix = self._new_rows(rows, "users")
-        ids, _ = self._serving_for(matrix).recommend(np.arange(matrix.shape[0]), N=1)
+    def _best_unseen(self, learned: Learned, rows: Any) -> np.ndarray:
+        matrix = self._new_rows(learned, rows, "users")
+        ids, _ = self._serving_for(learned, matrix).recommend(np.arange(matrix.shape[0]), N=1)
         return ids[:, 0]
 
     # ------------------------------------------------------------------------------------------------ fold-in
 
     def _rows(
         self,
+        learned: Learned,
         rows: Any,
         name: str = "user_items",
         users: Any = IN_ORDER,
@@ -675,8 +695,7 @@ class ServingMixin(Estimator):
         owner: str = "the model",
     ) -> sp.csr_array:
         """A matrix for the kernels of the fitted model: in its dtype, with labelled ratings in the order of `users`."""
-        learned = self._learned
-        matrix = rows = as_ratings(rows)
+        matrix = rows = one_row(as_ratings(rows))
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
             refuse_gpu(rows, name)
             refuse_triplets(rows, name)  # by column names, which check_array drops
@@ -687,25 +706,25 @@ class ServingMixin(Estimator):
         )
         return align(matrix, labels_of(rows), (users, learned.item_ids), name=name, unknown=unknown, owner=owner)[0]
 
-    def _new_rows(self, rows: Any, name: str = "user_items", **options: Any) -> sp.csr_array:
+    def _new_rows(self, learned: Learned, rows: Any, name: str = "user_items", **options: Any) -> sp.csr_array:
         """Rows over the model's items, validated; messages name both axes. `options` are those of `_rows`."""
-        rows = as_ratings(rows)
-        matrix = self._rows(rows, name, **options)
-        if matrix.shape[1] != self.n_items:
-            n, shape = self.n_items, matrix.shape
+        rows = one_row(as_ratings(rows))
+        matrix, n = self._rows(learned, rows, name, **options), learned.shape[1]
+        if matrix.shape[1] != n:
+            shape = matrix.shape
             hint = f"; rows are users and columns are items: pass {name}.T" if shape[0] == n else ""
             raise RatingsError(
                 f"X has {shape[1]} features, but {type(self).__name__} is expecting {n} features as input: "
                 f"{name} has shape {shape}, expected (n_rows, n_items={n}){hint}"
             )
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
-            check_columns(self, rows)
+            check_columns(self._holding(learned), rows)
         return matrix
 
-    def _training_rows(self, rows: Any, unknown: str) -> sp.csr_array:
+    def _training_rows(self, learned: Learned, rows: Any, unknown: str) -> sp.csr_array:
         """A matrix whose rows are the training users, with labelled ratings reordered to match."""
-        matrix = self._rows(rows, users=self.user_ids_, unknown=unknown)
-        check_shape("user_items", matrix, (self.n_users, self.n_items), ("n_users", "n_items"))
+        matrix = self._rows(learned, rows, users=learned.user_ids, unknown=unknown)
+        check_shape("user_items", matrix, learned.shape, ("n_users", "n_items"))
         return matrix
 
     def transform(self, user_items: Any) -> np.ndarray:
@@ -723,11 +742,15 @@ class ServingMixin(Estimator):
             predictions of ``rows = model.transform(user_items)`` are ``rows[:, :-1] @ model.item_factors_.T +
             rows[:, -1:] + model.item_bias_ + model.mean_``; without biases, ``rows @ model.item_factors_.T``.
         """
-        return super().transform(user_items)
+        return Estimator.transform(self._holding(), user_items)
+
+    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
+        """Names of the columns of `transform`: the name of the class in small letters, and a number."""
+        return Estimator.get_feature_names_out(self._holding(), input_features)
 
     def _factors_of(self, user_items: Any) -> np.ndarray:
-        check_is_fitted(self)
-        factors = fold_in(self._learned, "user", self._new_rows(user_items))
+        learned = self._fitted()
+        factors = fold_in(learned, "user", self._new_rows(learned, user_items))
         return factors.matrix if factors.bias is None else np.column_stack((factors.matrix, factors.bias))
 
     def objective(self, user_items: Any, *, unknown: str = "error") -> float:
@@ -746,15 +769,15 @@ class ServingMixin(Estimator):
         -------
         float
         """
-        check_is_fitted(self)
-        matrix = self._training_rows(user_items, unknown)
-        engine = engine_for(self.plan_)
+        learned = self._fitted()
+        matrix = self._training_rows(learned, user_items, unknown)
+        engine = engine_for(learned.plan)
         try:
-            return engine.objective_value(self._learned.objective, matrix, self._learned.state)
+            return engine.objective_value(learned.objective, matrix, learned.state)
         except DeviceMemoryError as error:  # ratings that the fit streamed to a GPU do not fit on it
             logger.info("%s; the CPU computes the objective", error)
-            on_cpu = engine_for(self.plan_.changed(gpu=None))
-            return on_cpu.objective_value(self._learned.objective, matrix, self._learned.state)
+            on_cpu = engine_for(learned.plan.changed(gpu=None))
+            return on_cpu.objective_value(learned.objective, matrix, learned.state)
 
     # ------------------------------------------------------------------------------------------------ updates
 
@@ -774,13 +797,14 @@ class ServingMixin(Estimator):
         -------
         self
         """
-        check_is_fitted(self)
         rows = as_ratings(rows)
-        positions, names = self._updated_labels("user", ids, labels)
-        wanted = updated_axis("rows", rows, 0, positions, names)
-        matrix = self._new_rows(rows, "rows", users=wanted, owner="the model or to ids")
-        check_shape("rows", matrix, (len(positions), self.n_items), ("n_ids", "n_items"))
-        self._update("user", positions, matrix, names)
+        with self._lock:
+            learned = self._fitted()
+            positions, names = _updated_labels(learned, "user", ids, labels)
+            wanted = updated_axis("rows", rows, 0, positions, names)
+            matrix = self._new_rows(learned, rows, "rows", users=wanted, owner="the model or to ids")
+            check_shape("rows", matrix, (len(positions), learned.shape[1]), ("n_ids", "n_items"))
+            self._learn(_updated(learned, "user", positions, matrix, names))
         return self
 
     def partial_fit_items(self, ids: Any, cols: Any, *, labels: Any = None) -> Any:
@@ -799,53 +823,54 @@ class ServingMixin(Estimator):
         -------
         self
         """
-        check_is_fitted(self)
         cols = as_ratings(cols)
-        positions, names = self._updated_labels("item", ids, labels)
-        learned = self._learned
-        matrix = as_csr(
-            cols, name="cols", dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
-        )
-        want = (learned.user_ids, updated_axis("cols", cols, 1, positions, names))
-        matrix, _ = align(matrix, labels_of(cols), want, name="cols", unknown=None, owner="the model or to ids")
-        check_shape("cols", matrix, (self.n_users, len(positions)), ("n_users", "n_ids"))
-        grown = positions.max() >= self.n_items
-        self._update("item", positions, transposed(matrix, self.plan_.num_threads), names)
-        self.n_features_in_ = self.n_items
-        if grown:
-            self.__dict__.pop("feature_names_in_", None)  # the new columns have no names
+        with self._lock:
+            learned = self._fitted()
+            positions, names = _updated_labels(learned, "item", ids, labels)
+            matrix = _entries_of(learned, one_column(cols), "cols")
+            want = (learned.user_ids, updated_axis("cols", cols, 1, positions, names))
+            matrix, _ = align(matrix, labels_of(cols), want, name="cols", unknown=None, owner="the model or to ids")
+            check_shape("cols", matrix, (learned.shape[0], len(positions)), ("n_users", "n_ids"))
+            rows = transposed(matrix, learned.plan.num_threads)
+            grown = _updated(learned, "item", positions, rows, names)
+            self._learn(grown)
+            self.n_features_in_ = grown.shape[1]
+            if grown.feature_names is None:
+                vars(self).pop("feature_names_in_", None)  # the new columns have no names
         return self
 
-    def _updated_labels(self, side: Side, ids: Any, labels: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        """Positions of an update, and the labels of all rows after it."""
-        positions = check_positions("ids", ids)
-        known = self._learned.state.side(side)
-        size = max(len(known), int(positions.max()) + 1)
-        free, needed = available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
-        if free is not None and needed > free:
-            raise MemoryBudgetError(
-                f"ids has {positions.max()}, so the model would need {size} {side}s and {needed / 2**20:,.0f} MiB; "
-                f"{free / 2**20:,.0f} MiB are free. Positions are counted from 0: is the id a label?"
-            )
-        old = self._learned.user_ids if side == "user" else self._learned.item_ids
-        return positions, extended_labels(side, old, positions, size, labels)
+    def set_factors(
+        self, user_factors: Any = None, item_factors: Any = None, *, user_bias: Any = None, item_bias: Any = None
+    ) -> Any:
+        """Replace the factors of all users or all items, for example by edited copies of `user_factors_`.
 
-    def _update(self, side: Side, positions: np.ndarray, rows: sp.csr_array, names: np.ndarray | None) -> None:
-        """Fold rows in and store them at their positions; nothing is replaced until all results are computed."""
-        learned = self._learned
-        known = learned.state.side(side)
-        size = max(len(known), int(positions.max()) + 1)
-        factors = known.put(positions, fold_in(learned, side, rows), size)
-        seen, values = learned.seen_matrix(), learned.values
-        if seen is not None:
-            history = seen if values is None else make_csr(seen.indptr, seen.indices, values, seen.shape)
-            if side == "user":
-                history = replace_rows(history, positions, rows, size)
-            else:
-                history = turned(replace_rows(turned(history), positions, rows, size))
-            seen, values = pattern(history), None if values is None else history.data
-        counts = updated_counts(learned, side, positions, rows, seen)
-        self._learn(learned.with_side(side, factors, seen, names, counts, values).widened(rows.data))
+        Every later call uses them, `save` included; calls in progress keep the old ones. What is not given stays as it
+        is, and so do the training entries.
+
+        Parameters
+        ----------
+        user_factors : float array, shape (n_users, factors), optional
+            Copied in the dtype of the computation. To add users, use `partial_fit_users`.
+        item_factors : float array, shape (n_items, factors), optional
+        user_bias : float array, shape (n_users,), optional
+            For models with biases.
+        item_bias : float array, shape (n_items,), optional
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        NotFittedError
+        TypeError, ValueError
+            No array is given; or one has another shape, values that are not finite or, in a nonnegative model, negative
+            factors.
+        """
+        with self._lock:
+            given: dict[Side, tuple[Any, Any]] = {"user": (user_factors, user_bias), "item": (item_factors, item_bias)}
+            self._learn(with_factors(self._fitted(), given))
+        return self
 
     # ------------------------------------------------------------------------------------------------ score
 
@@ -871,46 +896,106 @@ class ServingMixin(Estimator):
         float
             Explicit feedback: minus the RMSE. Implicit feedback: NDCG@10.
         """
-        check_is_fitted(self)
+        learned = self._fitted()
         check_choice("users", users, ("auto", "training", "new"))
         user_items = as_ratings(user_items)
-        matrix = self._new_rows(user_items, unknown=unknown)
-        if users == "training" or (users == "auto" and self._are_training_users(user_items, matrix, unknown)):
-            matrix = self._training_rows(user_items, unknown)
+        matrix = self._new_rows(learned, user_items, unknown=unknown)
+        if users == "training" or (users == "auto" and _are_training_users(learned, user_items, matrix, unknown)):
+            matrix = self._training_rows(learned, user_items, unknown)
             # training entries are ranked among all items, held-out entries among unseen items
-            fitted_on = self._learned.is_training_data(matrix)
-            return self._held_out_score(self, matrix, sp.csr_array(matrix.shape, dtype=np.int8) if fitted_on else None)
+            seen = sp.csr_array(matrix.shape, dtype=np.int8) if learned.is_training_data(matrix) else None
+            return _held_out_score(self._holding(learned), matrix, seen)
         shown, hidden = _hide_every_fifth(matrix)
-        return self._held_out_score(self._serving_for(shown), hidden)
+        return _held_out_score(self._serving_for(learned, shown), hidden)
 
-    def _are_training_users(self, given: Any, matrix: sp.csr_array, unknown: str) -> bool:
-        learned, have = self._learned, labels_of(given)
-        if have is not None and have[0] is not None and learned.user_ids is not None:
-            theirs, ours = set(have[0].tolist()), set(learned.user_ids.tolist())
-            return bool(theirs & ours) if unknown == "drop" else theirs <= ours
-        if matrix.shape != learned.shape:
-            return False
-        return learned.is_training_data(matrix) or not learned.overlaps(matrix)
-
-    def _serving_for(self, rows: sp.csr_array) -> Any:
+    def _serving_for(self, learned: Learned, rows: sp.csr_array) -> Any:
         """A copy of this model whose users are the given new rows."""
-        model = object.__new__(type(self))
-        model.__dict__.update(self.__dict__)
-        state = self._learned.state.with_side("user", fold_in(self._learned, "user", rows))
-        model._learn(
-            replace(self._learned, state=state, seen=pattern(rows), total=None, user_ids=None, values=rows.data)
+        state = learned.state.with_side("user", fold_in(learned, "user", rows))
+        return self._holding(
+            replace(learned, state=state, seen=pattern(rows), total=None, user_ids=None, values=rows.data)
         )
-        return model
-
-    def _held_out_score(self, model: Any, held_out: sp.csr_array, seen: sp.csr_array | None = None) -> float:
-        from ..metrics import evaluate
-
-        metric = self._validation_metric()
-        value = evaluate(model, held_out, train=seen, metrics=(metric,))[metric]
-        return value if metric != "rmse" else -value
 
     def _validation_metric(self) -> str:
-        return "ndcg@10" if self._learned.objective.is_implicit else "rmse"
+        return "ndcg@10" if self._fitted().objective.is_implicit else "rmse"
+
+
+def _held_out_score(model: Any, held_out: sp.csr_array, seen: sp.csr_array | None = None) -> float:
+    from ..metrics import evaluate
+
+    metric = model._validation_metric()
+    value = evaluate(model, held_out, train=seen, metrics=(metric,))[metric]
+    return value if metric != "rmse" else -value
+
+
+def _are_training_users(learned: Learned, given: Any, matrix: sp.csr_array, unknown: str) -> bool:
+    have = labels_of(given)
+    if have is not None and have[0] is not None and learned.user_ids is not None:
+        theirs, ours = set(have[0].tolist()), set(learned.user_ids.tolist())
+        return bool(theirs & ours) if unknown == "drop" else theirs <= ours
+    if matrix.shape != learned.shape:
+        return False
+    return learned.is_training_data(matrix) or not learned.overlaps(matrix)
+
+
+_Array = TypeVar("_Array", np.ndarray, "np.ndarray | None")
+
+
+def _read_only(array: _Array) -> _Array:
+    """A view that cannot be written to, since what serving derived from the values would not follow; None for None."""
+    if array is None:
+        return None
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _clip_limits(learned: Learned, clip: Any) -> tuple[float, float] | None:
+    """Limits of predictions, from the argument `clip` of `predict`."""
+    if isinstance(clip, str) and clip == "auto":
+        return learned.value_range
+    return None if clip is False else check_range("clip", clip, '"auto", False or a pair (low, high)')
+
+
+def _exported(learned: Learned, side: Side, rows: np.ndarray, by_label: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Scoring rows of a side, and their labels or positions."""
+    vectors = scoring_rows(learned.state.side(side).take(rows), side, learned.state.mean)
+    ids = learned.labels(side)
+    return np.ascontiguousarray(vectors, dtype=np.float32), ids[rows] if by_label and ids is not None else rows
+
+
+def _updated_labels(learned: Learned, side: Side, ids: Any, labels: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """Positions of an update, and the labels of all rows after it."""
+    positions = check_positions("ids", ids)
+    known = learned.state.side(side)
+    size = max(len(known), int(positions.max()) + 1)
+    free, needed = available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
+    if free is not None and needed > free:
+        raise MemoryBudgetError(
+            f"ids has {positions.max()}, so the model would need {size} {side}s and {needed / 2**20:,.0f} MiB; "
+            f"{free / 2**20:,.0f} MiB are free. Positions are counted from 0: is the id a label?"
+        )
+    return positions, extended_labels(side, learned.labels(side), positions, size, labels)
+
+
+def _updated(
+    learned: Learned, side: Side, positions: np.ndarray, rows: sp.csr_array, names: np.ndarray | None
+) -> Learned:
+    """The state with rows folded in and stored at their positions."""
+    known = learned.state.side(side)
+    size = max(len(known), int(positions.max()) + 1)
+    factors = known.put(positions, fold_in(learned, side, rows), size)
+    seen, values, history = learned.seen_matrix(), learned.values, None
+    if seen is not None:
+        history = seen if values is None else make_csr(seen.indptr, seen.indices, values, seen.shape)
+        if side == "user":
+            history = replace_rows(history, positions, rows, size)
+        else:
+            history = turned(replace_rows(turned(history), positions, rows, size))
+        seen, values = pattern(history), None if values is None else history.data
+    counts = updated_counts(learned, side, positions, rows, seen)
+    likes = updated_likes(learned, side, positions, rows, history, counts)
+    updated = learned.with_side(side, factors, seen, names, counts, values).widened(rows.data)
+    return replace(updated, item_likes=likes)
 
 
 def _request(learned: Learned, users: np.ndarray | None, user_items: Any, asked: Asked) -> Request:
@@ -929,8 +1014,8 @@ def _request(learned: Learned, users: np.ndarray | None, user_items: Any, asked:
 def _rows_of_users(learned: Learned, users: np.ndarray, name: str, given: Any) -> sp.csr_array:
     """Rows of an argument, one for each of `users`."""
     labels, n_users = (learned.user_ids, learned.item_ids), learned.shape[0]
-    given = as_ratings(given)
-    matrix = as_csr(given, name=name, dtype=learned.state.user.matrix.dtype)
+    given = one_row(as_ratings(given))
+    matrix = _entries_of(learned, given, name)
     if matrix.shape[0] == n_users != len(users):
         check_ids("userid", users, n_users, "n_users")
     matrix = align_rows(matrix, given, users, labels, n_users, name)
@@ -940,11 +1025,17 @@ def _rows_of_users(learned: Learned, users: np.ndarray, name: str, given: Any) -
 
 def _rows_of_strangers(learned: Learned, n_rows: int, name: str, given: Any) -> sp.csr_array:
     """Rows of an argument, one for each new user, in their order."""
-    given = as_ratings(given)
-    matrix = as_csr(given, name=name, dtype=learned.state.user.matrix.dtype)
+    given = one_row(as_ratings(given))
+    matrix = _entries_of(learned, given, name)
     matrix, _ = align(matrix, labels_of(given), (IN_ORDER, learned.item_ids), name=name, unknown=None)
     check_shape(name, matrix, (n_rows, learned.shape[1]), ("n_rows", "n_items"))
     return matrix
+
+
+def _entries_of(learned: Learned, given: Any, name: str) -> sp.csr_array:
+    """A matrix as the fit reads one: an explicit zero is no entry of implicit feedback, and a rating otherwise."""
+    dtype, drop_zeros = learned.state.user.matrix.dtype, learned.objective.is_implicit
+    return as_csr(given, name=name, dtype=dtype, drop_zeros=drop_zeros)
 
 
 def seen_by(learned: Learned, users: np.ndarray, user_items: Any = None) -> sp.csr_array:

@@ -1,19 +1,22 @@
-"""Updates of a fitted model by `partial_fit_users` and `partial_fit_items`: positions, labels, counts, histories."""
+"""Updates of a fitted model: positions, labels, counts, histories, and factors that are set."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Side
-from ..core.sparse import take_rows, transposed
+from ..core.objective import SIDES, Factors, Side
+from ..core.sparse import keep_entries, take_rows, transposed
 from ..core.validate import check_ids, csr_arrays, make_csr
 from ..data.align import IN_ORDER, labels_of
 from ..data.labels import check_storable_labels
 from ..errors import UnknownLabelError
-from .learned import Learned, count_items, transposed_pattern
+from ..plan.start import check_given
+from ..plan.types import NONNEGATIVE
+from .learned import Learned, count_items, likes_of, transposed_pattern
 
 
 def check_positions(name: str, ids: Any) -> np.ndarray:
@@ -72,6 +75,55 @@ def updated_counts(
     grown[: len(counts)] = counts
     grown[positions] = np.diff(rows.indptr)
     return grown
+
+
+def updated_likes(
+    learned: Learned,
+    side: Side,
+    positions: np.ndarray,
+    rows: sp.csr_array,
+    history: sp.csr_array | None,
+    counts: np.ndarray | None,
+) -> np.ndarray | None:
+    """Positive entries of each item after an update to `counts` entries; `history` has the values, if they are known.
+
+    None if all entries are positive.
+    """
+    if history is not None and history.dtype != np.int8:
+        return likes_of([history], counts)
+    if counts is None or (learned.item_likes is None and not np.any(rows.data <= 0)):
+        return None
+    liked = keep_entries(rows, rows.data > 0)
+    before = replace(learned, item_counts=learned.popularity)
+    likes = updated_counts(before, side, positions, liked, None)
+    return None if likes is None else np.minimum(likes, counts)
+
+
+def with_factors(learned: Learned, given: dict[Side, tuple[Any, Any]]) -> Learned:
+    """The state with other factors and biases of the sides; it keeps those for which None is given.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if all(array is None for pair in given.values() for array in pair):
+        raise ValueError("set_factors needs user_factors, item_factors, user_bias or item_bias; all of them are None")
+    state = learned.state
+    for side, (matrix, bias) in given.items():
+        known, wanted = state.side(side), f"for the {side}s of this model"
+        new, new_bias = known.matrix, known.bias
+        if matrix is not None:
+            new = check_given(f"{side}_factors", matrix, new.shape, new.dtype, wanted)
+            if learned.plan.solver == NONNEGATIVE and new.min(initial=0) < 0:
+                raise ValueError(f"{side}_factors has negative elements, and nonnegative=True; clip them at 0")
+        if bias is not None:
+            if new_bias is None:
+                raise ValueError(
+                    f"{side}_bias was given, and the model has no biases; leave it out, or fit biases=True"
+                )
+            new_bias = check_given(f"{side}_bias", bias, new_bias.shape, new_bias.dtype, wanted)
+        state = state.with_side(side, Factors(new, new_bias))
+    return replace(learned, state=state)
 
 
 def extended_labels(side: str, known: Any, positions: np.ndarray, size: int, labels: Any) -> np.ndarray | None:

@@ -80,7 +80,8 @@ cdef int _RANK1 = 0, _SIMD = 2
 OK = 0
 NON_FINITE = -1
 NEGATIVE_CURVATURE = -2
-cdef int32_t _NON_FINITE = -1, _NEGATIVE_CURVATURE = -2
+UNFINISHED = -3                       # of `nonnegative_rows`, for the caller to solve
+cdef int32_t _NON_FINITE = -1, _NEGATIVE_CURVATURE = -2, _UNFINISHED = -3
 
 # Rows gathered before a syrk: 64 KB at f = 64 in float32, which leaves room for A in a 256 KB L2.
 GATHER_ROWS = 256
@@ -1104,7 +1105,8 @@ def nonnegative_rows(
         Py_ssize_t bounded):
     """Minimize each row in `order` with its first `bounded` coordinates >= 0; sets rows without entries to zero.
 
-    The Gram matrix is zero-padded.
+    The Gram matrix is zero-padded. The status is UNFINISHED for a row that is not at its minimum after MOST_SWEEPS, or
+    whose system is singular to working precision.
     """
     cdef Systems its = _systems(systems, out)
     cdef Rows all_rows = _rows(rows, out)
@@ -1148,11 +1150,12 @@ cdef int32_t _descend(
     cdef const hmf_kernel_table* table = systems.table
     cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), j
     cdef int sweep
+    cdef int32_t status = _UNFINISHED
+    cdef bint solved = True
     cdef double curvature, step, moved, largest
     for sweep in range(MOST_SWEEPS):
         if sweep % FREE_SWEEPS == 0:
-            if sweep:
-                _solve_free(systems, bounded, a, b, work, x)
+            solved = not sweep or _solve_free(systems, bounded, a, b, work, x)
             memset(gradient, 0, ld * sizeof(real))
             combine(table, rank, ld, a, <const real*> x, gradient)
             axpy(table, rank, <real> -1.0, b, gradient)
@@ -1173,21 +1176,23 @@ cdef int32_t _descend(
                 axpy(table, rank, <real> step, a + j * ld, gradient)
             moved = max(moved, fabs(step) * curvature)
         if sweep % FREE_SWEEPS == 0 and moved <= 4 * systems.epsilon * largest:
+            # where the free system is singular to working precision, small steps do not mean a minimum
+            status = 0 if solved else _UNFINISHED
             break
     for j in range(rank):
         if not isfinite(x[j]):
             return _NON_FINITE
-    return 0
+    return status
 
 
-cdef void _solve_free(
+cdef bint _solve_free(
         const Systems* systems, Py_ssize_t bounded,
         const real* a, const real* b,
         real* work,                         # scratch ((ld + 5) * ld,)
         real* x) noexcept nogil:            # IN OUT (rank,)
     """Move x towards the minimum over its free coordinates (unbounded, or > 0), until one would become negative.
 
-    Leaves x unchanged if the system of these coordinates is not positive definite.
+    Returns whether the system of these coordinates is positive definite; if not, x stays as it is.
     """
     cdef Py_ssize_t rank = systems.rank, n = 0, ld, i, j, k = 0, m, code
     cdef real* free_b
@@ -1196,7 +1201,7 @@ cdef void _solve_free(
     for j in range(rank):
         n += j >= bounded or x[j] > 0
     if n == 0:
-        return
+        return True
     ld = _padded(n)
     free_b = work + ld * ld
     solved = free_b + ld
@@ -1212,12 +1217,12 @@ cdef void _solve_free(
             k += 1
     _solve_side_by_side(systems, 1, n, &work, &free_b, solved + ld, &solved, &code)
     if code != 0:
-        return
+        return False
     k = 0
     for j in range(rank):
         if j >= bounded or x[j] > 0:
             if not isfinite(solved[k]):
-                return
+                return False
             if j < bounded and solved[k] < 0:
                 share = min(share, x[j] / (x[j] - solved[k]))
             k += 1
@@ -1228,6 +1233,7 @@ cdef void _solve_free(
             if j < bounded and solved[k] < 0 and x[j] < 0:
                 x[j] = 0
             k += 1
+    return True
 
 
 def subspace_workspace_size(Py_ssize_t rank, Py_ssize_t block, Py_ssize_t itemsize, Py_ssize_t longest):

@@ -197,9 +197,9 @@ class Init:
         state: State,
         degrees: Mapping[Side, np.ndarray],
         sides: Sequence[Side] = SIDES,
-        frozen: Side | None = None,
+        kept: Sequence[Side | None] = (),
     ) -> State:
-        """The state with the given factors of `sides`; rows without entries are zero, unless their side is frozen."""
+        """The state with the given factors of `sides`; rows without entries are zero, except those of sides `kept`."""
         for side in sides:
             factors = self.given.get(side)
             if factors is None:
@@ -207,7 +207,7 @@ class Init:
             rows = self.new.get(side, np.empty(0, np.int64))
             if len(rows):
                 factors.matrix[rows] = state.side(side).reordered(rows).matrix
-            if side != frozen:
+            if side not in kept:
                 empty = np.asarray(degrees[side]) == 0
                 for array in factors.arrays:
                     array[empty] = 0
@@ -252,6 +252,7 @@ def check_init(
     if init[0] is None and init[1] is None:
         raise ValueError("init has neither user_factors nor item_factors; give one of them, or init=None")
     given: dict[Side, Factors] = {}
+    wanted = "for these ratings and `factors`"
     for place, (side, n) in enumerate(zip(SIDES, shape, strict=True)):
         matrix = init[place]
         bias = init[place + 2] if len(init) == 4 else None
@@ -259,29 +260,34 @@ def check_init(
             if bias is not None:
                 raise ValueError(f"init has {side}_bias without {side}_factors; give both, or None for both")
             continue
-        rows = _check_given(f"{side}_factors", matrix, (n, factors), dtype)
+        rows = check_given(f"init: {side}_factors", matrix, (n, factors), dtype, wanted)
         if nonnegative and rows.min(initial=0) < 0:
             raise ValueError(f"init: {side}_factors has negative elements, and nonnegative=True; clip them at 0")
         known = None
         if biases:
-            known = np.zeros(n, dtype) if bias is None else _check_given(f"{side}_bias", bias, (n,), dtype)
+            known = np.zeros(n, dtype) if bias is None else check_given(f"init: {side}_bias", bias, (n,), dtype, wanted)
         given[side] = Factors(rows, known)
     return Init(given=given)
 
 
-def _check_given(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A copy in the type of the computation."""
+def check_given(name: str, array: Any, shape: tuple[int, ...], dtype: Any, wanted: str) -> np.ndarray:
+    """A copy in the type of the computation; messages say `wanted` behind the expected shape.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
     found = np.asarray(array)
     if found.dtype.kind not in "fiu":
-        raise TypeError(f"init: {name} must be an array of real numbers, got {type(array).__name__} of {found.dtype}")
+        raise TypeError(f"{name} must be an array of real numbers, got {type(array).__name__} of {found.dtype}")
     if found.shape != shape:
-        raise ValueError(f"init: {name} has shape {found.shape}, expected {shape} for these ratings and `factors`")
+        raise ValueError(f"{name} has shape {found.shape}, expected {shape} {wanted}")
     with np.errstate(over="ignore"):
         copy = np.array(found, dtype=dtype, order="C")
     finite = np.isfinite(copy)
     if not finite.all():
         at = tuple(int(k) for k in np.argwhere(~finite)[0])
         raise ValueError(
-            f"init: {name} has the value {found[at]} at {list(at)}; expected numbers that are finite in {copy.dtype}"
+            f"{name} has the value {found[at]} at {list(at)}; expected numbers that are finite in {copy.dtype}"
         )
     return copy

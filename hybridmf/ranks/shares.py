@@ -378,6 +378,16 @@ class RankBlocks:
             return None
         return make_csr(indptr, indices, np.ones(len(indices), dtype=np.int8), self._shape)
 
+    def item_likes(self, communicator: Communicator, ratings: RankRatings) -> np.ndarray | None:
+        """Positive entries of each item on all ranks, int64; None if all entries are positive."""
+        if self.value_range is None or self.value_range[0] > 0:
+            return None
+        rows = [self._own_users(communicator, ratings)] if self._users is None else self._slabs(self._users)
+        likes = np.zeros(self._shape[1], dtype=np.int64)
+        for part in rows:
+            likes += np.bincount(part.indices[part.data > 0], minlength=len(likes))
+        return communicator.allreduce(likes)
+
     def scale(self, communicator: Communicator, objective: Objective) -> float:
         """Scale that standardizes all ratings; streamed ratings are read for it."""
         if objective.is_implicit:

@@ -197,6 +197,7 @@ class _RankFit:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
         check_preferences(self.objective, self.cut.value_range)
         self.scale = self.cut.scale(communicator, self.objective)
+        self.item_likes = self.cut.item_likes(communicator, ratings)
         self.objective = model._objective(self.scale).for_shape(ratings.shape)
         stopwatch.lap("convert")
         self.history: list[Record] = []
@@ -364,6 +365,7 @@ class _RankFit:
             params=_io.jsonable(self.model.get_params(deep=False)),
             item_counts=self.cut.degrees["item"].astype(np.int64),
             value_range=None if self.objective.is_implicit else self.cut.value_range,
+            item_likes=self.item_likes,
         )
 
 

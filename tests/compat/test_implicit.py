@@ -281,3 +281,49 @@ def test_mistakes():
         model.recommend(0, PLAYS[0], items=[-1])
     with pytest.raises(ValueError, match="Can't set both items and filter_items"):
         model.recommend(0, PLAYS[0], items=[1], filter_items=[2])
+
+
+@pytest.mark.parametrize("use_cg", [True, False])
+def test_empty_users_and_items_change_nothing_else(use_cg):
+    """Their drawn factors are in the first Gram matrix of `implicit`, too."""
+    empty = sp.vstack([PLAYS, sp.csr_matrix((30, PLAYS.shape[1]), dtype=np.float32)])
+    plays = sp.csr_matrix(sp.hstack([empty, sp.csr_matrix((empty.shape[0], 60), dtype=np.float32)]), dtype=np.float64)
+    theirs, model = pair(plays, use_cg=use_cg, dtype=np.float64)
+    expected, found = (each.user_factors @ each.item_factors.T for each in (theirs, model))
+    np.testing.assert_allclose(found, expected, atol=1e-9 * np.abs(expected).max())
+    assert not model.user_factors[-30:].any() and not model.item_factors[-60:].any()
+
+
+@pytest.mark.parametrize("candidates", [{}, {"items": np.arange(10, 40)}, {"filter_items": [1, 2]}])
+def test_an_item_comes_first_among_items_with_the_same_factors(candidates):
+    _, model = pair()
+    model.item_factors = model.item_factors.copy()
+    model.item_factors[10:40] = model.item_factors[10]
+    for n in (1, 3, 30):
+        ids, scores = model.similar_items(np.arange(10, 40), N=n, **candidates)
+        np.testing.assert_array_equal(ids[:, 0], np.arange(10, 40))
+        np.testing.assert_allclose(scores, 1, atol=1e-6)
+        assert all(len(set(row)) == n for row in ids.tolist())
+    assert model.similar_items(38, N=2)[0][0] == 38
+
+
+def test_one_dimensional_rows_of_sparse_arrays(same_factors):
+    _, model = same_factors
+    row = sp.csr_array(PLAYS)[3]
+    assert row.ndim == 1
+    for method in (
+        lambda rows: model.recommend(3, rows, N=5)[0],
+        lambda rows: model.recommend(3, rows, N=5, recalculate_user=True)[0],
+        lambda rows: model.recalculate_user(3, rows),
+    ):
+        np.testing.assert_array_equal(method(row), method(PLAYS[3]))
+
+
+@pytest.mark.parametrize("seed", [np.random.default_rng(0), np.random.RandomState(0), np.int64(3), None])
+def test_files_hold_seeds_that_are_integers(seed, tmp_path):
+    model = ours.AlternatingLeastSquares(**OPTIONS | {"random_state": seed})
+    model.fit(PLAYS, show_progress=False)
+    model.save(tmp_path / "model.npz")
+    loaded = ours.AlternatingLeastSquares.load(tmp_path / "model.npz")
+    np.testing.assert_array_equal(loaded.item_factors, model.item_factors)
+    assert loaded.random_state == (3 if isinstance(seed, np.int64) else None)

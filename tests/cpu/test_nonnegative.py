@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.sparse as sp
 from scipy.optimize import lsq_linear, nnls
 
 import hybridmf as hmf
 from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.als import HalfSweep
+from hybridmf.cpu.nonnegative import minimum
 from support.half_sweeps import OBJECTIVES, dense_system, plan_for
 from support.ratings import rows_of
 
@@ -59,6 +61,55 @@ def test_rows_meet_the_conditions_of_the_minimum(name, rank):
         single = near.matrix[row] if near.bias is None else np.append(near.matrix[row], near.bias[row])
         loss, best = (y @ A @ y / 2 - b @ y for y in (single.astype(float), exact))
         assert loss <= best + 1e-5 * abs(best)
+
+
+def nearly_singular(seed: int) -> tuple[sp.csr_array, np.ndarray]:
+    """Rows with fewer entries than factors, and a fixed side of rank three and some noise."""
+    rng = np.random.default_rng(seed)
+    fixed = np.abs(rng.normal(size=(20, 3))) @ np.abs(rng.normal(size=(3, 40)))
+    fixed += 0.05 * np.abs(rng.normal(size=fixed.shape))
+    return sp.csr_array((rng.random((12, 20)) < 0.5) * rng.integers(1, 6, (12, 20)).astype(float)), fixed
+
+
+@pytest.mark.parametrize("name", ["explicit", "biases", "implicit", "dislikes"])
+@pytest.mark.parametrize("lambda_", [1e-6, 1e-4])
+def test_nearly_singular_rows_reach_the_minimum(name, lambda_):
+    """Descent alone ends far above it after its last sweep."""
+    matrix, factors = nearly_singular(3)
+    if name == "dislikes":
+        matrix.data[::3] *= -1
+    biased = name == "biases"
+    objective = (
+        Objective("explicit", lambda_, biases=biased, bias_regularization=lambda_)
+        if name in ("explicit", "biases")
+        else Objective("implicit", lambda_, alpha=1000.0)
+    )
+    fixed = Factors(factors, np.linspace(-1, 1, 20) if biased else None)
+    found = half_sweep(as_csr(matrix, dtype=np.float64), fixed, objective, 1.5 if biased else 0.0, "float64", 40)
+    assert (found.matrix >= 0).all()
+    for row in range(12):
+        A, b = dense_system(matrix, row, fixed, 1.5 if biased else 0.0, objective)
+        x = found.matrix[row] if found.bias is None else np.append(found.matrix[row], found.bias[row])
+        root = scipy.linalg.cholesky(A, lower=True)
+        least = np.where(np.arange(len(x)) < 40, 0, -np.inf)
+        exact = lsq_linear(root.T, scipy.linalg.solve_triangular(root, b, lower=True), (least, np.inf), "bvls", 1e-14).x
+        loss, best = (y @ A @ y / 2 - b @ y for y in (x, exact))
+        assert loss <= best + 1e-7 * abs(best)
+
+
+@pytest.mark.parametrize("bounded", [5, 6])
+def test_the_finish_meets_the_conditions_of_the_minimum(bounded):
+    """Also of a singular system, and of one whose free coordinate nothing determines."""
+    rng = np.random.default_rng(0)
+    for rank, last in ((6, 1.0), (2, 1.0), (6, 0.0)):
+        design = rng.normal(size=(rank, 6))
+        design[:, -1] *= last
+        A, b = design.T @ design, design.T @ rng.normal(size=rank)
+        x = minimum(A, b, bounded)
+        gradient, free = A @ x - b, np.arange(6) >= bounded
+        assert (x[:bounded] >= 0).all() and (gradient[:bounded] >= -1e-9).all()
+        assert np.abs(gradient[(x > 0) | free]).max(initial=0) <= 1e-9
+    np.testing.assert_array_equal(minimum(np.zeros((6, 6)), np.zeros(6), bounded), np.zeros(6))
 
 
 def test_factors_that_overflow_are_refused():

@@ -196,7 +196,7 @@ def test_compiles_without_local_memory(program: Program) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(program, id=f"{program.file}-usual", marks=() if program.file == "msgd.cu" else exhaustive)
+        pytest.param(program, id=program.file, marks=() if program.file == "msgd.cu" else exhaustive)
         for program in sorted(USUAL, key=str)
         if "REAL=double" not in program.constants
     ],

@@ -324,3 +324,110 @@ def test_popularity_for_cold_users_beats_positions_on_real_plays(data_dir):
     assert found["ndcg@10"] > 2 * np.nanmean(by_position)
     warm = evaluate(model, test, train=train, metrics="ndcg@10", users="warm")
     assert warm.n_cold_users == 0 and warm["ndcg@10"] > 0
+
+
+# ------------------------------------------------------------------------------------------- dislikes, zero solutions
+
+DISLIKED = 5
+
+
+def signed() -> sp.csr_array:
+    """`MATRIX` with an item that everybody dislikes, and other dislikes."""
+    matrix = MATRIX.tolil()
+    matrix[WARM, DISLIKED] = -3
+    matrix[WARM[:9], 7] = -1
+    return sp.csr_array(matrix)
+
+
+def likes_of(matrix: sp.csr_array) -> np.ndarray:
+    return np.count_nonzero(matrix.toarray() > 0, axis=0)
+
+
+def assert_ranks_by_likes(model, likes: np.ndarray) -> None:
+    order, _ = reference.top_k(likes[None].astype(float), len(likes), (likes == 0)[None])
+    answers = [
+        model.recommend(17, N=len(likes), filter_already_liked_items=False),
+        model.recommend_new(sp.csr_array((1, len(likes))), N=len(likes)),
+    ]
+    for ids, scores in answers:
+        np.testing.assert_array_equal(np.ravel(ids), order[0])
+        found = np.ravel(ids) >= 0
+        np.testing.assert_array_equal(np.ravel(scores)[found], likes[np.ravel(ids)[found]])
+    listed = sp.csr_array(np.ones((1, len(likes))))
+    ids, _ = model.recommend([17], N=len(likes), filter_already_liked_items=False, items=listed)
+    np.testing.assert_array_equal(ids, order)
+
+
+@pytest.mark.parametrize("kind", UNBIASED)
+def test_popularity_is_the_number_of_likes(kind):
+    assert_ranks_by_likes(MODELS[kind]().fit(signed()), likes_of(signed()))
+    everything = np.zeros(M, dtype=np.int64)
+    model = PopularityRecommender().fit(signed())
+    np.testing.assert_array_equal(model.item_likes_, likes_of(signed()))
+    ids, scores = model.recommend(everything, N=N_ITEMS, filter_already_liked_items=False)
+    np.testing.assert_array_equal(ids[0], np.argsort(-likes_of(signed()), kind="stable"))
+    np.testing.assert_array_equal(scores[0], likes_of(signed())[ids[0]])
+
+
+def test_likes_survive_files_stores_ranks_weights_and_updates(tmp_path):
+    matrix, likes = signed(), likes_of(signed())
+    hmf.Ratings.from_matrix(matrix).save(tmp_path / "ratings.npz")
+    hmf.convert(tmp_path / "ratings.npz", tmp_path / "store")
+    weights = sp.csr_array((np.full(matrix.nnz, 2.0), matrix.indices, matrix.indptr), shape=matrix.shape)
+    models = {
+        "memory": MODELS["implicit"]().fit(matrix),
+        "store": MODELS["implicit"]().fit(hmf.Store.open(tmp_path / "store")),
+        "weights": MODELS["implicit"]().fit(matrix, weights=weights),
+        "ranks": run_ranks(
+            2, lambda c: spmd.fit_rank(MODELS["implicit"](), WholeRatings(matrix.astype(np.float32)), c), timeout=30
+        )[0],
+    }
+    rows = np.zeros((2, N_ITEMS), dtype=np.float32)
+    rows[:, 0], rows[:, 1] = 1, -1
+    for name, model in models.items():
+        for include_seen in (True, False):
+            model.save(tmp_path / f"{name}.safetensors", include_seen=include_seen)
+            loaded = hmf.load(tmp_path / f"{name}.safetensors")
+            assert_ranks_by_likes(loaded, likes)
+            loaded.partial_fit_users([M, M + 1], rows)
+            assert_ranks_by_likes(loaded, likes + 2 * (np.arange(N_ITEMS) == 0))
+            column = np.zeros((M + 2, 1), dtype=np.float32)
+            column[:6], column[6:30] = 1, -1
+            loaded.partial_fit_items([N_ITEMS], column)
+            assert_ranks_by_likes(loaded, np.append(likes + 2 * (np.arange(N_ITEMS) == 0), 6))
+
+
+@pytest.mark.parametrize("damage", [lambda likes: likes[:-1], lambda likes: -likes - 1, lambda likes: likes + 10**6])
+def test_likes_that_contradict_a_file_are_refused(damage, tmp_path):
+    MODELS["implicit"]().fit(signed()).save(tmp_path / "model")
+    with safetensors.safe_open(tmp_path / "model", "numpy") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    del header["checksums"]
+    tensors["item_likes"] = damage(tensors["item_likes"])
+    safetensors.numpy.save_file(tensors, tmp_path / "model", header)
+    with pytest.raises(ModelFileError, match="item_likes contradicts item_counts"):
+        hmf.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("options", [{}, {"nonnegative": True}], ids=["rated 0", "at the bound"])
+def test_an_item_whose_solution_is_zero_is_not_cold(options, tmp_path):
+    """Its prediction of 0 is the answer; items without ratings, or rated in an update of users only, have none."""
+    matrix = MATRIX.tolil()
+    matrix[WARM, DISLIKED] = -1 if options else 0  # lil drops zeros: they are entries of the matrix below
+    dense = matrix.toarray().astype(np.float32)
+    rated = dense != 0
+    rated[WARM, DISLIKED] = True
+    rows, columns = np.nonzero(rated)
+    matrix = sp.csr_array((dense[rows, columns], (rows, columns)), shape=dense.shape)
+    model = MODELS["explicit"](**options).fit(matrix)
+    assert not model.item_factors_[DISLIKED].any()
+    model.save(tmp_path / "model")
+    for one in (model, hmf.load(tmp_path / "model")):
+        np.testing.assert_array_equal(one.cold_items_.nonzero()[0], [EMPTY_ITEM])
+        ids, scores = one.recommend(WARM, N=N_ITEMS, filter_already_liked_items=False)
+        assert np.all(scores[ids == DISLIKED] == 0) and np.count_nonzero(ids == DISLIKED) == len(WARM)
+        assert DISLIKED in one.export_items()[1]
+    users = np.zeros((1, N_ITEMS), dtype=np.float32)
+    users[0, [EMPTY_ITEM, 0]] = 5
+    model.partial_fit_users([M], users)
+    assert model.cold_items_[EMPTY_ITEM] and not model.cold_items_[DISLIKED]

@@ -99,6 +99,19 @@ def test_a_callback_may_stop_earlier():
     assert len(model.history_) == 2
 
 
+def test_a_callback_sees_every_iteration_that_was_run():
+    """The one after which early stopping ends the fit, too, with its factors."""
+    seen = []
+    model = overfitting().fit(
+        TRAIN,
+        validation=HELD,
+        early_stopping=2,
+        callback=lambda model, record: seen.append((record["iteration"], model.n_iter_)),
+    )
+    assert seen == [(record["iteration"],) * 2 for record in model.history_]
+    assert model.n_iter_ < len(seen) < model.iterations
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "parts"),
     [

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
+import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -296,6 +299,90 @@ def test_targets_that_cannot_be_written(tmp_path):
     with pytest.raises(FileNotFoundError, match=says("the folder", "file", "is no folder")):
         fitted().save(tmp_path / "file" / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "character device"])
+def test_only_regular_files_are_replaced(kind, linked, tmp_path):
+    path = target = tmp_path / "target"
+    if kind == "pipe":
+        os.mkfifo(target)
+    elif kind == "socket":
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as server:
+            server.bind(os.path.relpath(target))
+    else:
+        try:
+            os.mknod(target, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        except OSError as error:
+            pytest.skip(f"no right to make a device: {error}")
+    if linked:
+        path = tmp_path / "link"
+        path.symlink_to(target)
+    before = os.stat(path)
+    model = fitted()
+    with pytest.raises(FileExistsError, match=says("path", str(path), f"is a {kind}", "give the name of a file")):
+        model.save(path)
+    assert os.path.samestat(os.stat(path), before) and len(list(tmp_path.iterdir())) == 1 + linked
+
+
+def test_a_pipe_that_appears_while_a_file_is_written_stays(tmp_path):
+    path = tmp_path / "target"
+    with pytest.raises(FileExistsError, match="is a pipe"):
+        _files.write_atomically(path, lambda _: os.mkfifo(path))
+    assert stat.S_ISFIFO(path.stat().st_mode) and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path):
+    path = tmp_path / "model"
+    fitted().save(path)
+    mask = os.umask(0o022)
+    try:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+        for mode in (0o600, 0o664):
+            path.chmod(mode)
+            fitted().save(path)
+            assert stat.S_IMODE(path.stat().st_mode) == mode
+            temporary = []  # while the file is written, nobody else may read it either
+            _files.write_atomically(path, lambda file, found=temporary: found.append(os.fstat(file.fileno()).st_mode))
+            assert list(map(stat.S_IMODE, temporary)) == [mode]
+    finally:
+        os.umask(mask)
+
+
+# ----------------------------------------------------------------------------------------------------------- open files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_open_files(kind, tmp_path):
+    model, file = fitted(kind, True), io.BytesIO()
+    model.save(file)
+    model.save(tmp_path / "model")
+    assert file.getvalue() == (tmp_path / "model").read_bytes()
+    file.seek(0)
+    assert_equal_models(model, hmf.load(file))
+    with open(tmp_path / "model", "rb") as stored:
+        assert_equal_models(model, hmf.load(stored))
+    with open(tmp_path / "other", "wb") as written:
+        model.save(written)
+        assert not written.closed
+    assert_equal_models(model, hmf.load(tmp_path / "other"))
+
+
+def test_open_files_that_are_refused(tmp_path):
+    model, file = fitted(), io.BytesIO()
+    with pytest.raises(TypeError, match=says("path is a text file (StringIO)", "mode 'wb'")):
+        model.save(io.StringIO())
+    with pytest.raises(TypeError, match=says("path is a text file (StringIO)", "mode 'rb'")):
+        hmf.load(io.StringIO())
+    with pytest.raises(ValueError, match=says("mapped=True needs the path of a file")):
+        hmf.load(file, mapped=True)
+    model.save(file)
+    for content in (b"", file.getvalue()[:-1], file.getvalue() + b"x"):
+        with pytest.raises(ModelFileError, match=says("'BytesIO' is not a complete model file")):
+            hmf.load(io.BytesIO(content))
+    (tmp_path / "model").write_bytes(file.getvalue()[:40])
+    with open(tmp_path / "model", "rb") as cut, pytest.raises(ModelFileError, match=says(str(tmp_path / "model"))):
+        hmf.load(cut)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")

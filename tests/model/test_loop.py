@@ -194,7 +194,7 @@ def test_ranks_show_one_bar_or_log(monkeypatch, caplog):
 def test_ranks_write_checkpoints_by_the_schedule(tmp_path, monkeypatch):
     """Where the model has the factors of each iteration anyway, and where only the schedule asks for them."""
     take, taken = Writer._take, []
-    monkeypatch.setattr(Writer, "_take", lambda self, model: taken.append(model.n_iter_) or take(self, model))
+    monkeypatch.setattr(Writer, "_take", lambda self, *given: taken.append(given[1].n_iter) or take(self, *given))
     for name, own in (("observed", {"validation": TEST}), ("alone", {})):
         taken.clear()
         together(2, KINDS["explicit"], checkpoint=hmf.Checkpoint(tmp_path / name, every=2), **own)

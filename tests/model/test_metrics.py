@@ -1006,3 +1006,19 @@ def test_compiled_code_takes_few_rows_with_many_entries(monkeypatch, row, compil
     monkeypatch.setattr(sparse._formats, "take_rows", lambda *args: calls.append(1) or original(*args))
     np.testing.assert_array_equal(take_rows(as_csr(dense), np.array([row])).toarray(), dense[[row]])
     assert len(calls) == compiled
+
+
+def test_explicit_zeros_of_train_are_no_entries_for_implicit_models():
+    """As they are none for `fit`: they are not seen, not counted as popular, and not left out of the AUC."""
+    rng = np.random.default_rng(0)
+    dense = ((rng.random((60, 30)) < 0.4) * rng.integers(1, 6, (60, 30))).astype(np.float32)
+    test = np.where(rng.random(dense.shape) < 0.2, dense, 0)
+    known, zeros = dense - test, (dense == 0) & (rng.random(dense.shape) < 0.2)
+    rows, columns = np.nonzero((known > 0) | zeros)
+    with_zeros = sp.csr_array((known[rows, columns], (rows, columns)), shape=dense.shape)
+    model = ImplicitALS(4, device="cpu", random_state=0).fit(with_zeros)
+    names = ("ndcg@10", "novelty@5", "auc")
+    found, expected = (
+        evaluate(model, sp.csr_array(test), train=train, metrics=names) for train in (with_zeros, sp.csr_array(known))
+    )
+    assert dict(found) == dict(expected)

@@ -90,6 +90,17 @@ def test_values_of_a_history_count():
         model.recommend_new(["i3"], labels=True)
 
 
+def test_repeated_items_of_implicit_histories_add_up():
+    model = with_labels()
+    expected = model.recommend_new({"i3": 3.0, "i8": 1.0}, N=4, labels=True)
+    for history in (["i3", "i8", "i3", "i3"], np.array(["i3", "i3", "i8", "i3"]), pd.Series(["i8"] + ["i3"] * 3)):
+        for found, wanted in zip(model.recommend_new(history, N=4, labels=True), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    several, _ = model.recommend_new([[3, 8, 3, 3], [8, 8]], N=4)
+    np.testing.assert_array_equal(several[0], model.recommend_new({3: 3.0, 8: 1.0}, N=4)[0])
+    np.testing.assert_array_equal(several[1], model.recommend_new({8: 2.0}, N=4)[0])
+
+
 def test_items_that_the_model_does_not_have():
     model = with_labels()
     with pytest.raises(UnknownLabelError, match=says("rows: unknown item label 'new'", "such as 'i0'")):
@@ -108,7 +119,6 @@ def test_items_that_the_model_does_not_have():
         ("i3", {"labels": True}, TypeError, ("rows must be a matrix, or items of one or several users, got 'i3'",)),
         (["i3"], {}, TypeError, ("rows must be integers",)),
         ([N_ITEMS], {}, ValueError, (f"rows has {N_ITEMS} at position 0",)),
-        ([3, 3], {}, RatingsError, ("rows has more than one entry for the pair",)),
         (np.ones((1, 3)), {}, RatingsError, ("rows has shape (1, 3), expected (n_rows, n_items=40)",)),
         (["i3"], {"items": ["i99"], "labels": True}, UnknownLabelError, ("items: unknown item label 'i99'",)),
         ([3], {"unknown": "skip"}, ValueError, ("unknown must be one of 'error', 'drop'",)),

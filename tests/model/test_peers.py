@@ -61,7 +61,7 @@ def test_fold_in_equals_implicits_recalculated_user():
     peer = implicit_model(
         plays, Factors(model.item_factors), factors=8, alpha=1.0, regularization=0.1, iterations=1, dtype=np.float32
     )
-    peer.item_factors = model.item_factors
+    peer.item_factors = model.item_factors.copy()
     peer._YtY = None
     confidence = sp.csr_matrix(plays[:5], copy=True)
     confidence.data = 1 + confidence.data
@@ -81,7 +81,7 @@ def same_factors():
     peer = implicit_model(
         plays, Factors(model.item_factors), factors=8, alpha=2.0, regularization=0.1, iterations=1, dtype=np.float32
     )
-    peer.user_factors, peer.item_factors, peer._YtY = model.user_factors, model.item_factors, None
+    peer.user_factors, peer.item_factors, peer._YtY = model.user_factors.copy(), model.item_factors.copy(), None
     confidence = sp.csr_matrix(plays, copy=True)
     confidence.data = 1 + 2 * confidence.data
     return model, peer, plays, confidence

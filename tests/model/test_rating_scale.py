@@ -228,6 +228,11 @@ def test_implicit_factors_that_shrink_to_nothing_are_named(caplog):
     with caplog.at_level(logging.WARNING, "hybridmf"):
         hmf.ImplicitALS(regularization=1e4, **IMPLICIT).fit(planted(60, 40, 0.5))
     assert "factors have shrunk to nothing" in caplog.text and "regularization=10000 is too strong" in caplog.text
+    assert "lower it, or increase alpha" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "hybridmf"):
+        hmf.ImplicitALS(regularization=1e4, **IMPLICIT | {"alpha": 0.0}).fit(planted(60, 40, 0.5))
+    assert caplog.text.rstrip().endswith("is too strong here; lower it")  # alpha of 0 is a choice
     caplog.clear()
     with caplog.at_level(logging.WARNING, "hybridmf"):
         hmf.ImplicitALS(regularization=0.01, **IMPLICIT).fit(planted(60, 40, 0.5))

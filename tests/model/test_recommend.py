@@ -28,7 +28,9 @@ def planted_with(model, users: np.ndarray, items: np.ndarray, seen, biases=None)
     dtype = model.user_factors_.dtype
     cast = [None if a is None else np.asarray(a, dtype=dtype) for a in (users, user_bias, items, item_bias)]
     state, seen = State(Factors(*cast[:2]), Factors(*cast[2:]), mean), pattern(_validate.as_csr(seen))
-    model._learn(replace(model._learned, state=state, seen=seen, total=None, item_counts=count_items(seen)))
+    model._learn(
+        replace(model._learned, state=state, seen=seen, total=None, item_counts=count_items(seen), values=None)
+    )
     model.n_features_in_ = len(items)
     return model
 
@@ -187,6 +189,58 @@ def test_explicit_zeros_of_user_items_count_as_seen():
     np.testing.assert_array_equal(model.recommend(0, zeros, N=2)[0], [0, -1])
 
 
+@pytest.mark.parametrize("kind", ["implicit", "explicit"])
+def test_an_explicit_zero_means_the_same_in_every_call(kind):
+    """No entry of implicit feedback, a rating otherwise."""
+    dense = planted().toarray()
+    user = 3
+    item = int(np.flatnonzero((dense[user] == 0) & (np.arange(N_ITEMS) != EMPTY_ITEM))[0])
+    rated = dense != 0
+    rated[user, item] = True
+    rows, columns = np.nonzero(rated)
+    matrix = sp.csr_array((dense[rows, columns], (rows, columns)), shape=dense.shape)
+    model = make(kind).fit(matrix)
+    lists = [
+        model.recommend(user, N=N_ITEMS)[0],
+        model.recommend(user, matrix, N=N_ITEMS)[0],
+        model.recommend(user, matrix[[user]], N=N_ITEMS, recalculate_user=True)[0],
+        model.recommend_new(matrix[[user]], N=N_ITEMS)[0],
+        model.recommend_table([user], N=N_ITEMS, labels=False, backend="pandas")["item"].to_numpy(),
+        model.recommend_table([user], matrix, N=N_ITEMS, labels=False, backend="pandas")["item"].to_numpy(),
+    ]
+    assert [item in found for found in lists] == [kind == "implicit"] * len(lists)
+
+
+@pytest.mark.parametrize("kind", ["implicit", "biases"])
+def test_a_one_dimensional_sparse_row_is_a_row(kind):
+    """SciPy's sparse arrays give one for ``A[u]``."""
+    matrix = sp.csr_array(planted())
+    user, twice = 3, (copy.deepcopy(fitted(kind)), copy.deepcopy(fitted(kind)))
+    row, one = matrix[user], matrix[[user]]
+    assert row.ndim == 1
+    model = fitted(kind)
+    for call in (
+        lambda rows: model.recommend(user, rows, N=4)[0],
+        lambda rows: model.recommend(user, rows, N=4, recalculate_user=True)[0],
+        lambda rows: model.recommend(user, N=4, items=rows)[0],
+        lambda rows: model.recommend(user, N=4, filter_items=rows)[0],
+        lambda rows: np.ravel(model.recommend_new(rows, N=4)[0]),
+        lambda rows: model.recommend_table([user], rows, N=4, labels=False, backend="pandas").to_numpy(),
+        lambda rows: model.explain(user, 2, rows, N=4).contributions,
+        lambda rows: model.predict(rows),
+        lambda rows: model.transform(rows),
+    ):
+        for given_row in (row, row.tocoo()):
+            np.testing.assert_array_equal(call(given_row), call(one))
+    assert model.recommend_new(row, N=4)[0].shape == (4,)
+    for fresh, rows, columns in zip(twice, (row, one), (matrix[:, 5], matrix[:, [5]]), strict=True):
+        fresh.partial_fit_users([user], rows).partial_fit_items([5], columns)
+    np.testing.assert_array_equal(twice[0].user_factors_, twice[1].user_factors_)
+    np.testing.assert_array_equal(twice[0].item_factors_, twice[1].item_factors_)
+    with pytest.raises(RatingsError, match=says("user_items must have 2 dimensions", "user_items.reshape(1, -1)")):
+        make(kind).fit(row)
+
+
 def test_user_items_may_be_ratings():
     model = hmf.ExplicitALS(biases=False, factors=2, iterations=1, random_state=0, device="cpu").fit(labelled())
     np.testing.assert_array_equal(model.recommend([1, 2], labelled())[0], model.recommend([1, 2])[0])
@@ -274,6 +328,25 @@ def test_similar_is_the_cosine(kind, side):
     one_ids, one_scores = similar(3, N=7)
     np.testing.assert_array_equal(one_ids, ids[3])
     np.testing.assert_array_equal(one_scores, scores[3])
+
+
+@pytest.mark.parametrize("side", ["item", "user"])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_row_comes_first_among_rows_with_the_same_factors(side, allowed):
+    model, rng = fitted(), np.random.default_rng(0)
+    users, items = rng.normal(size=(M, 4)), rng.normal(size=(N_ITEMS, 4))
+    twins = np.arange(5, 30)
+    (users if side == "user" else items)[twins] = rng.normal(size=4)
+    planted_with(model, users, items, planted())
+    similar = getattr(model, f"similar_{side}s")
+    options = {f"{side}s": twins} if allowed else {}
+    for n in (1, 2, 10, len(twins) + 3):
+        ids, scores = similar(twins, N=n, **options)
+        np.testing.assert_array_equal(ids[:, 0], twins)
+        np.testing.assert_allclose(scores[:, : len(twins)], 1, atol=1e-6)
+        with np.errstate(invalid="ignore"):
+            assert not np.any(np.diff(scores, axis=1) > 0)
+        assert all(len(set(row[row >= 0])) == np.count_nonzero(row >= 0) for row in ids)
 
 
 def test_similar_of_nothing_and_of_too_many():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -154,7 +155,8 @@ def test_skipped_checkpoints_replace_no_later_ones(tmp_path):
         (tmp_path / f"checkpoint-{k:06d}.safetensors").write_bytes(b"")
     model = make(iterations=4).fit(planted(), resume_from=tmp_path)
     with checkpoints.Writer(hmf.Checkpoint(tmp_path), {"data": data}) as writer:
-        for model.n_iter_ in (3, 4):
+        for n_iter in (3, 4):
+            model._learn(replace(model._learned, n_iter=n_iter))
             writer.offer(model)
     assert [name.removeprefix("checkpoint-") for name in names(tmp_path)] == [
         "000003.safetensors", "000004.safetensors", "000007.safetensors", "1000001.safetensors",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from importlib import metadata
@@ -156,6 +157,15 @@ def test_functions_named_like_modules_stay_functions(tmp_path):
         "print(type(hmf.compare).__name__, type(hmf.plan).__name__)"
     )
     assert run_python("-c", code, cwd=tmp_path).stdout.split() == ["function", "function"]
+
+
+def test_the_package_is_pickled_by_name():
+    """So functions that use it reach other processes, through cloudpickle (joblib, Dask, Ray, Spark)."""
+    assert pickle.loads(pickle.dumps(hybridmf)) is hybridmf
+    cloudpickle = pytest.importorskip("cloudpickle")
+    namespace = {"hmf": hybridmf}
+    exec("def make():\n    return hmf.ImplicitALS()", namespace)  # as in a notebook: pickled by value
+    assert type(cloudpickle.loads(cloudpickle.dumps(namespace["make"]))()) is hybridmf.ImplicitALS
 
 
 def test_gpu_stand_ins_are_detected(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -41,9 +42,9 @@ def test_a_calibration_of_an_earlier_version_is_read_or_ignored(folder, name, ca
 
 
 def test_each_format_has_a_file():
-    tuning = [json.loads((folder / expected(folder)["tuning"]["table"]["file"]).read_text()) for folder in folders()]
-    assert tables.VERSION in {table["version"] for table in tuning}
-    rates = [
-        json.loads((folder / expected(folder)["tuning"]["calibration"]["file"]).read_text()) for folder in folders()
-    ]
-    assert machine.FORMAT in {each["format"] for each in rates}
+    found: dict[str, list[Any]] = {"table": [], "calibration": []}
+    for folder in folders():
+        for name, case in expected(folder)["tuning"].items():
+            found[name].append(json.loads((folder / case["file"]).read_text()))
+    assert tables.VERSION in {each["version"] for each in found["table"]}
+    assert machine.FORMAT in {each["format"] for each in found["calibration"]}

@@ -96,8 +96,8 @@ def als_cases() -> Iterator[tuple[str, Case]]:
     for rank in (20, 100, 140):
         yield f"als-implicit-{rank}-nonnegative", functools.partial(als, "implicit", rank, nonnegative=True, **common)
     yield "als-explicit-30-float64", functools.partial(als, "explicit", 30, dtype="float64", **common)
-    for name, options in (("dual", {}), ("primal", {"row_form": "primal"})):
-        yield f"als-implicit-90-{name}", functools.partial(als, "implicit", 90, **(common | options))
+    for rank, form in ((48, "dual"), (90, "auto"), (90, "primal")):
+        yield f"als-implicit-{rank}-{form}", functools.partial(als, "implicit", rank, row_form=form, **common)
 
 
 def warpgroups(rank: int, precision: str, offsets: bool) -> Arrays:

@@ -154,10 +154,12 @@ def test_indexes_of_other_libraries_find_nearly_all(model, library, make, monkey
         make(model)
 
 
-def test_factors_for_pytorch_share_their_memory(model, monkeypatch):
+def test_factors_for_pytorch_are_copies(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_dlpack=np.from_dlpack))
     users, items = model.to_torch()
-    assert np.shares_memory(users, model.user_factors_) and np.shares_memory(items, model.item_factors_)
+    for copy, factors in ((users, model.user_factors_), (items, model.item_factors_)):
+        np.testing.assert_array_equal(copy, factors)
+        assert copy.flags.writeable and not np.shares_memory(copy, factors)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match="pip install torch"):
         model.to_torch()

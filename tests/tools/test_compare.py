@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import hybridmf as hmf
 from hybridmf import cli, datasets
 from hybridmf.compare import Comparison, compare, default_models
 from hybridmf.errors import DeviceError
+from hybridmf.metrics import Interval
 from support.ratings import planted
 
 SMALL = planted(60, 40, 0.3)
@@ -177,12 +179,37 @@ def test_the_baseline_is_a_row_of_the_report(feedback):
     text = str(result)
     assert f"{good.difference.value:+.4f} ({good.difference.low:+.4f} to {good.difference.high:+.4f})" in text
     name = {"explicit": "mean rating of each item", "implicit": "most popular items"}[feedback]
-    assert f"\n{name}  " in text and f"No better than the {name}: " in text
+    assert f"\n{name}  " in text and f"No better than the {name} with these settings: " in text
     content = json.loads(result.to_json())
     low = f"{metric}_low"
     assert content["baseline"]["name"] == name and content["baseline"][low] == popular.interval(metric).low
     assert content["runs"][0][low] == good.interval.low
     assert content["runs"][0]["minus_baseline"] == good.difference.value
+
+
+def test_default_methods_beat_the_item_means_where_biases_are_all_there_is():
+    rng = np.random.default_rng(0)
+    users, items = rng.integers(0, 150, 6000), rng.integers(0, 120, 6000)
+    stars = 3.5 + rng.normal(size=150)[users] + rng.normal(size=120)[items] * 0.3 + rng.normal(size=6000) * 0.3
+    ratings = hmf.Ratings.from_coo(users, items, stars, duplicates="first")
+    result = compare(ratings, default_models("explicit", 4, 8), devices=["cpu"])
+    assert all(run.beats_the_baseline for run in result.runs) and "No better" not in str(result)
+    without = compare(ratings, {"plain": als(regularization=100.0), "als": default_models("explicit", 4, 8)["als"]})
+    assert "No better than the mean rating of each item with these settings: plain" in str(without)
+
+
+def test_a_difference_that_the_test_part_cannot_tell_is_named_so():
+    result = compare(SMALL, als(), devices=["cpu"])
+    run = result.runs[0]
+    better = Interval(run.scores[-1] - result.baseline.score, -1.0, 1.0)
+    for score, sentence in (
+        (99.0, "Better than the mean rating of each item, but by less than the test part can tell"),
+        (0.0, "No better than the mean rating of each item with these settings"),
+    ):
+        baseline = replace(result.baseline, score=score)
+        changed = replace(result, runs=(replace(run, difference=better),), baseline=baseline)
+        assert f"{sentence}: {run.title}." in str(changed)
+        assert str(changed).count("etter than the mean") == 1
 
 
 def test_one_held_out_user_has_no_interval():

@@ -9,6 +9,7 @@ rounding.
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,12 +22,13 @@ import scipy.sparse as sp
 from ...als import ImplicitALS
 from ...core.objective import Factors, Objective, Side
 from ...core.sparse import RowColumns
-from ...core.validate import as_csr, check_bool, check_int
+from ...core.validate import as_csr, check_bool, check_int, one_row
 from ...errors import RatingsError
 from ...formats import transpose
 from ...model.base import plan_to_serve
 from ...model.engine import Engine, engine_for
 from ...model.estimator import not_fitted
+from ...model.ranking import itself_first
 
 NOTHING_LEFT = np.finfo(np.float32).min
 """Score of items that were to be left out, at the end of a list where nothing else is left."""
@@ -144,6 +146,7 @@ class AlternatingLeastSquares:
         total = confidence.shape[0] * confidence.shape[1] - confidence.nnz + float(sizes.sum(dtype=np.float64))
         self._nnz = confidence.nnz
         model = self._estimator(init=(self.item_factors, self.user_factors))
+        model._keeps_first_rows = True
 
         def observe(_: Any, record: dict[str, float]) -> None:
             loss = self._scale * record["objective"] / total if self.calculate_training_loss else None
@@ -242,8 +245,7 @@ class AlternatingLeastSquares:
         return self._recalculated("user", itemid, item_users, "item_users")
 
     def _recalculated(self, fixed: Side, ids: Any, rows: Any, name: str) -> np.ndarray:
-        _check_rows(ids, rows, name)
-        found = self._fold_in(fixed, rows, name)
+        found = self._fold_in(fixed, _check_rows(ids, rows, name), name)
         return found[0] if np.ndim(ids) == 0 else found
 
     def partial_fit_users(self, userids: Any, user_items: Any) -> None:
@@ -305,7 +307,7 @@ class AlternatingLeastSquares:
         if liked or recalculate_user:
             if not sp.issparse(user_items):
                 raise ValueError("user_items needs to be a CSR sparse matrix, to filter what users have or recalculate")
-            _check_rows(userid, user_items, "user_items")
+            user_items = _check_rows(userid, user_items, "user_items")
             seen = as_csr(user_items, name="user_items") if liked else None
         rows = self._side("user").factors
         users = self.recalculate_user(userid, user_items) if recalculate_user else rows[_positions(userid, len(rows))]
@@ -336,9 +338,14 @@ class AlternatingLeastSquares:
         self, side: Side, ids: Any, N: int, chosen: Any, left_out: Any, query: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         rows = self._side(side).factors
-        query = _normalized(rows[_positions(ids, len(rows))] if query is None else query)
+        own = None if query is not None else np.atleast_1d(_positions(ids, len(rows)))
+        queries = np.atleast_2d(_normalized(rows[_positions(ids, len(rows))] if query is None else query))
         allowed = _candidates(chosen, left_out, len(rows), f"{side}s")
-        found = self._top(side, np.atleast_2d(query), N, None, allowed, chosen is not None, normalized=True)
+        found = self._top(side, queries, N, None, allowed, chosen is not None, normalized=True)
+        if own is not None and found[0].shape[1]:
+            inside = np.flatnonzero(queries.any(axis=1) & (allowed is None or np.isin(own, allowed)))
+            first = itself_first(found[0][inside], found[1][inside], queries[inside], own[inside])
+            found[0][inside], found[1][inside] = first
         return (found[0][0], found[1][0]) if np.ndim(ids) == 0 else found
 
     def _top(
@@ -410,10 +417,12 @@ class AlternatingLeastSquares:
     # ------------------------------------------------------------------------------------------------ files
 
     def save(self, fileobj_or_path: Any) -> None:
-        """Write the model as an npz file, which `implicit` loads, too."""
+        """Write the model as an npz file, which `implicit` loads, too; a `random_state` only if it is an integer."""
         names = ["user_factors", "item_factors", "regularization", "factors", "num_threads", "iterations", "use_native"]
         names += ["use_cg", "cg_steps", "calculate_training_loss", "random_state", "alpha"]
         content = {name: getattr(self, name) for name in names} | {"dtype": self.dtype.name}
+        if not isinstance(self.random_state, numbers.Integral):
+            del content["random_state"]  # a generator would be a pickle, which `load` refuses
         np.savez(fileobj_or_path, **{name: value for name, value in content.items() if value is not None})
 
     @classmethod
@@ -429,11 +438,14 @@ class AlternatingLeastSquares:
         return model
 
 
-def _check_rows(ids: Any, rows: Any, name: str) -> None:
+def _check_rows(ids: Any, rows: Any, name: str) -> Any:
+    """The rows, where there is one for each id; a one-dimensional sparse array is a row."""
+    rows = one_row(rows)
     count = 1 if np.ndim(ids) == 0 else len(ids)
     if rows is None or rows.shape[0] != count:
         got = "None" if rows is None else f"{rows.shape[0]} rows"
         raise ValueError(f"{name} must contain 1 row for each of the {count} ids, got {got}; pass {name}[ids]")
+    return rows
 
 
 def _positions(ids: Any, count: int) -> Any:
