@@ -298,7 +298,7 @@ class HalfSweep:
         begin, n_entries = int(self.indptr[row]), int(self.degrees[row])
         if n_entries <= max(plan.rank, dual_up_to(plan, self.side)) and not objective.is_implicit:
             return False  # the dual form has fewer equations
-        taken = begin + np.arange(0, n_entries, -(-n_entries // sampled(n_entries, len(self.indices), plan.rank)))
+        taken = begin + np.arange(0, n_entries, -(-n_entries // sampled(n_entries, plan.rank)))
         entries = (self.indices[taken], self.ratings[taken])
         pivot = least_pivot(objective, self.side, fixed, entries, n_entries, gram.matrix)
         error = rounding(n_entries)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import scipy.linalg
 
 from ..core.objective import Factors, Objective, Side
 
 LARGEST_ERROR = 0.05
 """Rounding relative to the least pivot, about the relative error of a solution, from which it is worth a warning."""
 
-LARGEST_SHARE = 1 / 20
-"""Share of the entries of a half sweep that the check may take; it takes at least `ENTRIES_PER_FACTOR`."""
+SINGLE_THREADED = 1 << 18
+"""Multiplications of a matrix product up to which OpenBLAS uses one thread."""
 
-MOST_ENTRIES, ENTRIES_PER_FACTOR = 2048, 4
+ENTRIES_PER_FACTOR = 4
+"""Entries that stand for all of a row. More would take a part of a half sweep that users notice."""
 
 
 def rounding(n_entries: int) -> float:
@@ -23,9 +23,22 @@ def rounding(n_entries: int) -> float:
     return float(np.finfo(np.float32).eps) * math.sqrt(max(1, n_entries))
 
 
-def sampled(n_entries: int, nnz: int, rank: int) -> int:
+def sampled(n_entries: int, rank: int) -> int:
     """Number of entries of a row that stand for all of them."""
-    return min(n_entries, MOST_ENTRIES, max(ENTRIES_PER_FACTOR * rank, int(nnz * LARGEST_SHARE)))
+    return min(n_entries, ENTRIES_PER_FACTOR * rank)
+
+
+def _weighted_gram(design: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Sum of the outer products of rows, by products so small that OpenBLAS starts no threads for them.
+
+    Its threads spin for a while after a product and take the cores from the kernels that follow.
+    """
+    rank = design.shape[1]
+    system, step = np.zeros((rank, rank)), max(1, SINGLE_THREADED // rank**2)
+    for k in range(0, len(design), step):
+        part = design[k : k + step]
+        system += (part.T * weights[k : k + step]) @ part
+    return system
 
 
 def least_pivot(
@@ -60,13 +73,13 @@ def least_pivot(
     weights = np.full(len(columns), n_entries / len(columns))
     if objective.is_implicit:
         weights *= 1 + objective.alpha * np.abs(values) - objective.unobserved_weight
-    system = (design.T * weights) @ design
+    system = _weighted_gram(design, weights)
     if objective.is_implicit:
         system += gram
     scale = objective.row_scale(side, np.array([n_entries]))[0]
     system[np.diag_indices(len(system))] += scale * objective.ridge(side, factors, len(system))
     try:
-        root = scipy.linalg.cholesky(system, lower=True)
-    except (np.linalg.LinAlgError, ValueError):
+        root = np.linalg.cholesky(system)
+    except np.linalg.LinAlgError:
         return 0.0
     return float(np.min(np.diag(root) ** 2 / np.diag(system)))

@@ -69,8 +69,6 @@ def test_the_least_pivot_is_that_of_the_dense_system(name):
     assert least_pivot(singular, "user", Factors(np.zeros((120, 7))), row, end - begin, gram) == 0
 
 
-@pytest.mark.parametrize(("given", "expected"), [((100, 10**6, 64), 100), ((10**5, 10**9, 64), 2048)])
-def test_the_check_reads_a_share_of_the_entries(given, expected):
-    assert sampled(*given) == expected
-    assert sampled(10**5, 10**5, 64) == 2048
-    assert sampled(5000, 6000, 64) == 300
+def test_the_check_reads_a_few_entries_for_each_factor():
+    assert sampled(100, 64) == 100
+    assert sampled(10**5, 64) == 256

@@ -109,7 +109,7 @@ class Event(Handle):
 
     def synchronize(self) -> None:
         self.module.fail("synchronize")
-        assert not self.stuck, "nobody could interrupt this wait"
+        assert not self.stuck, "Ctrl-C does not end this wait"
 
 
 class Stream(Handle):
@@ -123,7 +123,7 @@ class Stream(Handle):
         self.priority = priority
 
     def synchronize(self) -> None:
-        pytest.fail("nobody could interrupt this wait")
+        pytest.fail("Ctrl-C does not end this wait")
 
     def wait_event(self, event: Any) -> None:
         self.module.fail("wait")
