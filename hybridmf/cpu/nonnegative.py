@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from ..native.systems import Rows, Systems
+
+logger = logging.getLogger("hybridmf")
 
 
 def finish_rows(out: np.ndarray, systems: Systems, rows: Rows, unfinished: np.ndarray, bounded: int) -> None:
@@ -27,7 +31,11 @@ def finish_rows(out: np.ndarray, systems: Systems, rows: Rows, unfinished: np.nd
     for row in unfinished:
         matrix, right = _system(systems, rows, int(row))
         before = out[row].astype(np.float64)
-        found = minimum(matrix, right, bounded).astype(out.dtype).astype(np.float64)
+        try:
+            found = minimum(matrix, right, bounded).astype(out.dtype).astype(np.float64)
+        except RuntimeError as error:  # of SciPy, at its limit of steps
+            logger.warning("a nonnegative row is not at its minimum (%s); increase regularization", error)
+            continue
         if _value(matrix, right, found) < _value(matrix, right, before):
             out[row] = found
 

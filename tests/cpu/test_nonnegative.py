@@ -97,6 +97,18 @@ def test_nearly_singular_rows_reach_the_minimum(name, lambda_):
         assert loss <= best + 1e-7 * abs(best)
 
 
+def test_rows_that_scipy_does_not_finish_keep_the_solution_of_descent(monkeypatch, caplog):
+    def stop(*arguments, **options):
+        raise RuntimeError("Maximum number of iterations reached.")
+
+    monkeypatch.setattr("scipy.optimize.nnls", stop)
+    matrix, factors = nearly_singular(3)
+    objective = Objective("explicit", 1e-6)
+    found = half_sweep(as_csr(matrix, dtype=np.float64), Factors(factors), objective, 0.0, "float64", 40)
+    assert (found.matrix >= 0).all() and found.matrix.any(axis=1).all()
+    assert "a nonnegative row is not at its minimum" in caplog.text
+
+
 @pytest.mark.parametrize("bounded", [5, 6])
 def test_the_finish_meets_the_conditions_of_the_minimum(bounded):
     """Also of a singular system, and of one whose free coordinate nothing determines."""

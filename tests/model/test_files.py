@@ -342,7 +342,7 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path):
             path.chmod(mode)
             fitted().save(path)
             assert stat.S_IMODE(path.stat().st_mode) == mode
-            temporary = []  # while the file is written, nobody else may read it either
+            temporary = []  # other users may not read it while it is written, either
             _files.write_atomically(path, lambda file, found=temporary: found.append(os.fstat(file.fileno()).st_mode))
             assert list(map(stat.S_IMODE, temporary)) == [mode]
     finally:

@@ -1,4 +1,4 @@
-"""Fits on a stand-in for CuPy, whose kernels compute nothing and fail as they are told."""
+"""Fits on a stand-in for CuPy, whose kernels compute nothing and fail on request."""
 
 from __future__ import annotations
 
