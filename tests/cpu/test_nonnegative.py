@@ -73,9 +73,10 @@ def nearly_singular(seed: int) -> tuple[sp.csr_array, np.ndarray]:
 
 @pytest.mark.parametrize("name", ["explicit", "biases", "implicit", "dislikes"])
 @pytest.mark.parametrize("lambda_", [1e-6, 1e-4])
-def test_nearly_singular_rows_reach_the_minimum(name, lambda_):
+@pytest.mark.parametrize("seed", [3, 4])
+def test_nearly_singular_rows_reach_the_minimum(name, lambda_, seed):
     """Descent alone ends far above it after its last sweep."""
-    matrix, factors = nearly_singular(3)
+    matrix, factors = nearly_singular(seed)
     if name == "dislikes":
         matrix.data[::3] *= -1
     biased = name == "biases"
@@ -102,7 +103,7 @@ def test_rows_that_scipy_does_not_finish_keep_the_solution_of_descent(monkeypatc
         raise RuntimeError("Maximum number of iterations reached.")
 
     monkeypatch.setattr("scipy.optimize.nnls", stop)
-    matrix, factors = nearly_singular(3)
+    matrix, factors = nearly_singular(4)
     objective = Objective("explicit", 1e-6)
     found = half_sweep(as_csr(matrix, dtype=np.float64), Factors(factors), objective, 0.0, "float64", 40)
     assert (found.matrix >= 0).all() and found.matrix.any(axis=1).all()
