@@ -470,7 +470,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
     free = 10**6 if device == "cpu" else 10_000  # too little to hold the store for the GPUs
     monkeypatch.setattr(system, "available_memory", lambda: free)
     monkeypatch.setattr(StoreMatrix, "load", None)
-    options = {"iterations": 2, "random_state": 0, "device": "cpu"}
+    options = {"iterations": 2, "random_state": 0, "device": "cpu", "num_threads": 2}  # more take more memory
     limited = {"gpu_memory_limit": limit} if limit else {}
 
     def run(communicator: Any) -> Any:
