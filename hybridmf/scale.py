@@ -5,20 +5,19 @@ from .plan.half_sweep import Problem
 from .plan.partitions import plan_scale
 from .plan.ranks import ScalePlan
 from .ranks.transport.communicator import Communicator
+from .ranks.transport.mpi import MpiCommunicator
 from .ranks.transport.nccl import NcclCommunicator
-from .ranks.transport.sockets import SocketCommunicator, local_rank
 from .ranks.transport.threads import run_ranks
 from .tools.launch import fit
 
 __all__ = [
     "Communicator",
+    "MpiCommunicator",
     "NcclCommunicator",
     "Problem",
     "ScalePlan",
-    "SocketCommunicator",
     "fit",
     "has_checkpoints",
-    "local_rank",
     "plan_scale",
     "run_ranks",
 ]

@@ -1,4 +1,4 @@
-"""`hybridmf.scale.fit`, for a program started once per rank; the environment (such as SLURM's) identifies the ranks."""
+"""`hybridmf.scale.fit`, for a program started once per rank, by ``mpirun`` or ``srun``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..model.stopwatch import Stopwatch
 from ..model.weights import weighted_entries
 from ..ranks.shares import RankRatings, StoredRatings, WholeRatings
 from ..ranks.transport.communicator import TIMEOUT, Communicator
-from ..ranks.transport.sockets import SocketCommunicator, local_rank
+from ..ranks.transport.mpi import MpiCommunicator
 from ..ratings import Ratings, as_ratings
 from .spmd import RankOptions, check_model, fit_rank
 
@@ -53,7 +53,7 @@ def fit(
     ratings : path, Store, Ratings or matrix
         A folder is a store that every rank can read; each rank reads its part. Every rank reads all of a file.
     communicator : Communicator, optional
-        Communicator for NumPy arrays. Default: `SocketCommunicator.from_environment`, closed after the fit.
+        Communicator for NumPy arrays. Default: `MpiCommunicator()`, closed after the fit.
     validation : Ratings or matrix, optional
         As for ``fit`` of a model, evaluated on the first rank. For implicit feedback, that rank stores the training
         items of the users of `validation`, 5 bytes each.
@@ -88,7 +88,7 @@ def fit(
     stopwatch = Stopwatch()
     check_model(model)
     own = communicator is None
-    ranks = SocketCommunicator.from_environment(timeout=timeout) if communicator is None else communicator
+    ranks = MpiCommunicator(timeout=timeout) if communicator is None else communicator
     try:
         device = _device(model, ranks)
         share = _share(model, ratings, weights)
@@ -136,7 +136,7 @@ def _device(model: Any, ranks: Communicator) -> str:
     from ..device.cuda import device_count
 
     try:
-        device = f"cuda:{local_rank() % device_count()}"
+        device = f"cuda:{ranks.local_rank % device_count()}"
     except DeviceError:
         if asked == "cuda":
             raise

@@ -23,7 +23,6 @@ from hybridmf.ranks.su_als import RankALS
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import launch, spmd
-from support.communicators import over_sockets
 from support.marks import exhaustive
 from support.ratings import planted
 
@@ -37,9 +36,9 @@ USERS, ITEMS = [f"u{k}" for k in range(60)], [f"i{k}" for k in range(40)]
 TRAIN, TEST = hmf.split(hmf.Ratings.from_matrix(planted(), user_ids=USERS, item_ids=ITEMS), random_state=0)
 
 
-def together(size: int, make: Any, ratings: Any = TRAIN, start: Any = run_ranks, **options: Any) -> Any:
+def together(size: int, make: Any, ratings: Any = TRAIN, **options: Any) -> Any:
     """The model of the first rank."""
-    models = start(size, lambda ranks: hmf.scale.fit(make(), ratings, ranks, **options), timeout=30)
+    models = run_ranks(size, lambda ranks: hmf.scale.fit(make(), ratings, ranks, **options), timeout=30)
     assert all(model is None for model in models[1:])
     return models[0]
 
@@ -97,8 +96,8 @@ def test_ranks_measure_what_one_process_measures(kind, size, tmp_path):
     metric = "ndcg@10" if kind == "implicit" else "rmse"
     assert [list(record) for record in expected] == [["iteration", "objective", metric]] * 4
     store = hmf.convert(TRAIN, tmp_path / "store", slab_bytes=600)
-    for ratings, start in ((TRAIN, run_ranks), (TRAIN, over_sockets), (store, run_ranks)):
-        found = measured(together(size, KINDS[kind], ratings, start, validation=TEST))
+    for ratings in (TRAIN, store):
+        found = measured(together(size, KINDS[kind], ratings, validation=TEST))
         assert [list(record) for record in found] == [list(record) for record in expected]
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-6)

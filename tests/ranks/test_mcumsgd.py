@@ -36,7 +36,6 @@ from hybridmf.ranks.transport import threads as scale_threads
 from hybridmf.ranks.transport.communicator import Single, check_agreement
 from hybridmf.ranks.transport.threads import run_ranks
 from support.checkout import ROOT
-from support.communicators import over_sockets
 from support.fake_nccl import wait_until
 from support.ranks import need_gpus
 from support.ratings import planted
@@ -294,14 +293,6 @@ def spmd(communicator, parts, epochs=2, **changes):
     for _ in range(epochs):
         factors = worker.sweep()
     return factors, worker.objective_value()
-
-
-def test_sockets_give_the_bits_of_threads(ratings_matrix):
-    parts = problem(ratings_matrix, method_of(), biases=True, threads=1)
-    ours, theirs = over_sockets(2, lambda c: spmd(c, parts)), run_ranks(2, lambda c: spmd(c, parts))
-    for a, b in zip(ours, theirs, strict=True):
-        assert a[1] == b[1]
-        assert_same_bits(State(a[0]["user"], a[0]["item"]), State(b[0]["user"], b[0]["item"]))
 
 
 def test_a_single_communicator(ratings_matrix):

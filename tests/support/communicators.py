@@ -1,14 +1,10 @@
-"""The laws of the collectives, and ranks on threads that meet over sockets."""
+"""The laws of the collectives."""
 
 from __future__ import annotations
-
-import socket
-import threading
 
 import numpy as np
 
 from hybridmf.ranks.transport.messages import SMALL
-from hybridmf.ranks.transport.sockets import SocketCommunicator
 
 DTYPES = [np.float32, np.float64, np.int32, np.int64, np.uint8]
 
@@ -87,37 +83,6 @@ def laws(communicator, device=np.asarray, host=np.asarray, whole=False) -> int:
     communicator.barrier()
     assert not communicator.cause
     return checks
-
-
-# --------------------------------------------------------------------------------------------- sockets
-
-
-def free_address() -> tuple[str, int]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()
-
-
-def over_sockets(size, function, timeout=20.0, tokens=None, address=None, sizes=None, ranks=None):
-    """As run_ranks, with connections on the loopback; what each rank returned or raised."""
-    address, answers = address or free_address(), [None] * size
-    tokens, sizes, ranks = tokens or ["secret"] * size, sizes or [size] * size, ranks or range(size)
-    timeouts = timeout if isinstance(timeout, list) else [timeout] * size
-
-    def run(k):
-        try:
-            communicator = SocketCommunicator.connect(ranks[k], sizes[k], address, token=tokens[k], timeout=timeouts[k])
-            answers[k] = function(communicator)
-            communicator.close()
-        except BaseException as error:
-            answers[k] = error
-
-    workers = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(size)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert not any(worker.is_alive() for worker in workers)
-    return answers
 
 
 # ------------------------------------------------------------------------------------------------ meetings of threads

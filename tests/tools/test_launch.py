@@ -1,13 +1,10 @@
-"""The same program started once a rank: ranks find each other by the environment and fit together."""
+"""The same program started once a rank: the ranks fit together."""
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
-import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +14,17 @@ import hybridmf as hmf
 from hybridmf.errors import DeviceError
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
-from support.checkout import ROOT
+from support.mpi import run_job
 from support.ratings import planted
 
 SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
-PACKAGE = Path(hmf.__file__).parents[1]
-SEARCHED = os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 PROGRAM = """
-import os, signal, sys
-sys.path.insert(0, TESTS)
+import os, signal
+from mpi4py import MPI
 from support.ratings import planted
 import hybridmf as hmf
-rank = int(os.environ.get("HYBRIDMF_RANK") or os.environ["SLURM_PROCID"])
+rank = MPI.COMM_WORLD.rank
 if KILLED == rank:
     from hybridmf.cpu.als import HalfSweep
     solve, calls = HalfSweep.solve, []
@@ -48,31 +43,15 @@ if model is not None:
 """
 
 
-def start(
-    size: int, model: Path, *, killed: int = -1, watched: int = 0, slurm: bool = False, small: dict = SMALL, **options
-) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    names = {"TESTS": str(ROOT / "tests"), "SMALL": small, "MODEL": str(model), "KILLED": killed, "WATCHED": watched}
-    code = "\n".join(f"{name} = {value!r}" for name, value in (names | {"OPTIONS": options}).items()) + PROGRAM
-    ranks = []
-    for rank in range(size):
-        own = (
-            {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank}
-            if slurm
-            else {"HYBRIDMF_RANK": rank, "HYBRIDMF_WORLD_SIZE": size}
-        )
-        variables = own | {"HYBRIDMF_MASTER_PORT": port, "HYBRIDMF_TOKEN": "secret", "PYTHONPATH": SEARCHED}
-        environment = os.environ | {name: str(value) for name, value in variables.items()}
-        ranks.append(subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True))
-    return ranks
+def run(
+    size: int, model: Path, *, killed: int = -1, watched: int = 0, small: dict[str, Any] = SMALL, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    return run_job(size, PROGRAM, SMALL=small, MODEL=str(model), KILLED=killed, WATCHED=watched, OPTIONS=options)
 
 
-def test_ranks_started_one_by_one_fit_measure_and_stop_together(tmp_path):
-    for rank in start(2, tmp_path / "model", slurm=True, watched=2):
-        _, said = rank.communicate(timeout=60)
-        assert rank.returncode == 0, said
+def test_processes_fit_measure_and_stop_together(tmp_path):
+    job = run(2, tmp_path / "model", watched=2)
+    assert job.returncode == 0, job.stderr
     found = hmf.load(tmp_path / "model")
     expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(planted(), validation=planted(seed=1))
     np.testing.assert_array_equal(found.user_factors, expected.user_factors)
@@ -87,9 +66,8 @@ def test_processes_with_a_gpu_each_fit_together(tmp_path):
 
     if not gpu_status()[0] or device_count() < 2:
         pytest.skip("fewer than two GPUs")
-    for rank in start(2, tmp_path / "model", slurm=True, small=SMALL | {"device": "cuda"}):
-        _, said = rank.communicate(timeout=120)
-        assert rank.returncode == 0, said
+    job = run(2, tmp_path / "model", small=SMALL | {"device": "cuda"})
+    assert job.returncode == 0, job.stderr
     found = hmf.load(tmp_path / "model")
     expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
     assert found.objective(planted()) == pytest.approx(expected.objective(planted()), rel=1e-5)
@@ -97,18 +75,13 @@ def test_processes_with_a_gpu_each_fit_together(tmp_path):
     np.testing.assert_allclose(found.user_factors, expected.user_factors, rtol=2e-2, atol=2e-3)
 
 
-def test_a_killed_rank_stops_the_others_and_the_run_resumes(tmp_path):
+def test_a_killed_process_ends_the_job_and_the_run_resumes(tmp_path):
     """In its third iteration, with a checkpoint of the second or the first."""
     folder = str(tmp_path / "run")
-    begun = time.monotonic()
-    ranks = start(2, tmp_path / "model", killed=1, checkpoint=folder)
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert time.monotonic() - begun < 60  # within the timeout of 60 s, as the ranks ended
-    assert ranks[1].returncode == -9
-    assert ranks[0].returncode == 1 and "CommunicatorError" in said[0] and "rank 1" in said[0]
-    for rank in start(2, tmp_path / "model", checkpoint=folder, resume_from=folder):
-        _, text = rank.communicate(timeout=60)
-        assert rank.returncode == 0, text
+    assert run(2, tmp_path / "model", killed=1, checkpoint=folder).returncode != 0
+    assert hmf.scale.has_checkpoints(folder)
+    job = run(2, tmp_path / "model", checkpoint=folder, resume_from=folder)
+    assert job.returncode == 0, job.stderr
     expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=5).fit(planted())
     np.testing.assert_array_equal(hmf.load(tmp_path / "model").user_factors, expected.user_factors)
 
@@ -197,7 +170,6 @@ def test_devices_of_ranks(monkeypatch):
     options = SMALL | {"device": "cuda:1"}
     with pytest.raises(ValueError, match=r"device='cuda:1': ranks choose their GPU by their number on the node"):
         hmf.scale.fit(hmf.ExplicitALS(biases=False, **options), planted(), Single())
-    monkeypatch.setenv("HYBRIDMF_RANK", "0")
 
     def none():
         raise DeviceError("there is no NVIDIA driver")
@@ -207,24 +179,3 @@ def test_devices_of_ranks(monkeypatch):
         hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "cuda"}), planted(), Single())
     model = hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "auto"}), planted(), Single())
     assert model.device_ == "cpu"
-
-
-def test_a_rank_without_an_environment_names_the_variables(monkeypatch):
-    for name in ("HYBRIDMF_RANK", "HYBRIDMF_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="HYBRIDMF_RANK"):
-        hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), planted())
-    with pytest.raises(AttributeError, match="nothing"):
-        hmf.scale.nothing
-
-
-@pytest.mark.parametrize(
-    ("rank", "size", "match"),
-    [("2", "2", "HYBRIDMF_RANK must satisfy 0 <= HYBRIDMF_RANK <= 1, got 2"), ("0", "0", "HYBRIDMF_WORLD_SIZE must")],
-)
-def test_a_variable_that_contradicts_another_is_named(rank, size, match, monkeypatch):
-    monkeypatch.setenv("HYBRIDMF_RANK", rank)
-    monkeypatch.setenv("HYBRIDMF_WORLD_SIZE", size)
-    monkeypatch.setenv("HYBRIDMF_TOKEN", "secret")
-    with pytest.raises(ValueError, match=match):
-        hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL), planted())

@@ -1,1 +1,1 @@
-"""Exchange of arrays between ranks: threads, sockets, NCCL."""
+"""Exchange of arrays between ranks: threads, MPI, NCCL."""

@@ -41,6 +41,8 @@ class Communicator(Protocol):
         Seconds a rank waits for another.
     one_process : bool
         Whether all ranks are threads of one process.
+    local_rank : int
+        Number among the ranks of its machine, which selects its GPU.
     """
 
     rank: int
@@ -51,6 +53,11 @@ class Communicator(Protocol):
     def timeout(self) -> float:
         """Seconds a rank waits for another."""
         return TIMEOUT
+
+    @property
+    def local_rank(self) -> int:
+        """Number among the ranks of its machine: by default, all are on one."""
+        return self.rank
 
     @property
     def cause(self) -> str:

@@ -1,4 +1,4 @@
-"""Collectives over messages between pairs of ranks; threads and sockets implement the messages.
+"""Collectives over messages between pairs of ranks; threads, MPI and Dask implement the messages.
 
 Sums are added in the order of ranks on every rank, so that they have the same bits on all ranks, in every rerun, and
 over every transport.
