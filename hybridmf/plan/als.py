@@ -143,7 +143,7 @@ class AlsMethod:
 
     def bytes_per_iteration(self, plan: Plan) -> float:
         """Each entry gathers a row of factors in both half sweeps."""
-        return 2.0 * plan.nnz * plan.rank * plan.problem.itemsize
+        return 2.0 * plan.nnz * plan.rank * plan.itemsize
 
     # ----------------------------------------------------------------------------------------------- costs
 
@@ -158,7 +158,7 @@ class AlsMethod:
 
     def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
         """Sums over entries at the roofline, and systems at a separate rate; see `hybridmf.plan.cost`."""
-        f, rows, entries = plan.rank, plan.problem.filled_rows, 2 * plan.nnz
+        f, rows, entries = plan.rank, plan.filled_rows, 2 * plan.nnz
         implicit = plan.feedback == "implicit"
         gram = rows * f * f / rate_at(rates.assembly, f) if implicit else 0.0
         floor = max(gather_seconds(plan, rates), memory_floor(entries * f * 4.0, plan, rates))
@@ -189,15 +189,15 @@ class AlsMethod:
         """Both half sweeps, and concurrent copies."""
         if plan.scale is not None:
             return plan.scale.seconds
-        rates, problem = machine.gpu, plan.problem
+        rates = machine.gpu
         assert plan.gpu is not None
-        f, itemsize, rows, cache = plan.rank, problem.itemsize, problem.filled_rows, plan.gpu.l2_bytes
+        f, itemsize, rows, cache = plan.rank, plan.itemsize, plan.filled_rows, plan.gpu.l2_bytes
         if plan.solver == "subspace":
             return self._gpu_blocks(plan, rates) + gpu_idle(plan, rates)
         steps = plan.cg_steps if plan.solver == "cg" else 0
         row = rates.row_seconds(f, itemsize, plan.assembly, steps, plan.solver == NONNEGATIVE)
         seconds, primal, filled = 0.0, 0.0, rows / sum(side_sizes(plan, side)[0] for side in SIDES)
-        for side, size in zip(SIDES[::-1], problem.table_bytes, strict=True):
+        for side, size in zip(SIDES[::-1], plan.table_bytes, strict=True):
             entry = rates.entry_seconds(f, itemsize, size, cache, plan.assembly, plan.precision)
             solved = filled * side_sizes(plan, side)[0]
             short, entries, squares, _ = short_rows(dual_up_to(plan, side), plan.nnz / solved)
@@ -211,14 +211,14 @@ class AlsMethod:
     def _gpu_blocks(self, plan: Plan, rates: GpuRates) -> float:
         """Seconds of iALS++ on a GPU: predictions at the start and after each block, and the systems of each block."""
         assert plan.gpu is not None
-        problem, cache, widths = plan.problem, plan.gpu.l2_bytes, [last - first for first, last in plan.blocks]
-        f, itemsize, rows = plan.rank, problem.itemsize, problem.filled_rows
+        cache, widths = plan.gpu.l2_bytes, [last - first for first, last in plan.blocks]
+        f, itemsize, rows = plan.rank, plan.itemsize, plan.filled_rows
         kernels = plan.assembly, plan.precision
         seconds = BLOCK_LAUNCHES * 2 * len(widths) * rates.launch
         if plan.feedback == "implicit":  # products of solutions and Gram matrix cost as much as the Gram matrix
             seconds += rates.gram_seconds(2 * rows, 0, f, itemsize)
         seconds += 2 * plan.nnz * (2 * f - widths[-1]) * itemsize / rates.gather_bytes
-        for size in problem.table_bytes:
+        for size in plan.table_bytes:
             for width in widths:
                 seconds += plan.nnz * rates.entry_seconds(width, itemsize, size * width / f, cache, *kernels)
         return seconds + rows * sum(rates.row_seconds(width, itemsize, plan.assembly) for width in widths)
@@ -229,7 +229,7 @@ class AlsMethod:
             return 0.0
         if plan.gpu is None:
             return plan.rank / 3
-        f, itemsize = plan.rank, plan.problem.itemsize
+        f, itemsize = plan.rank, plan.itemsize
         assembly = fused_or_published(f, itemsize)
         row = H200.gpu.row_seconds(f, itemsize, assembly, nonnegative=plan.solver == NONNEGATIVE)
         return row / H200.gpu.entry_seconds(f, itemsize, 0, 0, assembly)

@@ -48,7 +48,7 @@ def cpu_plan(plan: Plan, settings: Settings, objective: Objective) -> Plan:
             'use assembly="auto"'
         )
     check_row_form(plan, objective)
-    itemsize = plan.problem.itemsize
+    itemsize = plan.itemsize
     tile_rows = tile_cols = 0
     if assembly == "bals":
         tile_rows = int(np.clip(L2_ACCUMULATORS // system_bytes(plan), 4, 256))
@@ -71,8 +71,6 @@ def _cpu_reordering(plan: Plan, assembly: str) -> str:
         return plan.reorder
     rows = plan.n_users + plan.n_items
     pays = (
-        assembly == "bals"
-        and plan.nnz >= REORDER_DEGREE * rows
-        and rows * plan.rank * plan.problem.itemsize >= REORDER_BYTES
+        assembly == "bals" and plan.nnz >= REORDER_DEGREE * rows and rows * plan.rank * plan.itemsize >= REORDER_BYTES
     )
     return "both" if pays else "none"

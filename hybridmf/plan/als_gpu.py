@@ -49,7 +49,7 @@ def gpu_segment(assembly: str) -> int:
 def slot_bytes(plan: Plan) -> int:
     """Bytes of one system, or of the partial sums of one segment of a row."""
     rank = plan.system_rank
-    return 4 * fused.partial_floats(rank) if plan.assembly == "fused" else (rank + 1) * rank * plan.problem.itemsize
+    return 4 * fused.partial_floats(rank) if plan.assembly == "fused" else (rank + 1) * rank * plan.itemsize
 
 
 def _gpu_reordering(asked: str, assembly: str) -> str:
@@ -149,9 +149,7 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
         raise ValueError(f"precision={plan.precision!r} is for the fused kernels{because}; use precision='float32'")
     tile_rows, tile_cols = (0, 0)
     if assembly == "bals":
-        tile_rows, tile_cols = assemblies.bals_tile_sizes(
-            plan.rank, plan.problem.itemsize, spec, local=plan.variant == "local"
-        )
+        tile_rows, tile_cols = assemblies.bals_tile_sizes(plan.rank, plan.itemsize, spec, local=plan.variant == "local")
     if tile_rows and plan.streamed:
         raise ValueError(
             'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '
@@ -197,7 +195,7 @@ def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
 
 def host_has_room(plan: Plan, beside: int = 0) -> bool:
     """Whether all ratings of a store, in both orientations, fit in host memory together with `beside` bytes."""
-    loaded = 2 * plan.nnz * (4 + plan.problem.itemsize) + 8 * (plan.n_users + plan.n_items)
+    loaded = 2 * plan.nnz * (4 + plan.itemsize) + 8 * (plan.n_users + plan.n_items)
     free = system.available_memory()
     # leaves room for other programs, and for the system, which cannot page out locked memory
     return free is not None and 2 * loaded + beside < free
@@ -205,24 +203,24 @@ def host_has_room(plan: Plan, beside: int = 0) -> bool:
 
 def streaming_note(plan: Plan, where: str) -> str:
     """Note of a plan that streams ratings in memory."""
-    moved = 2 * plan.nnz * (4 + plan.problem.itemsize)
+    moved = 2 * plan.nnz * (4 + plan.itemsize)
     return f"the ratings do not fit on the {where}: {mib(moved)} come from the memory of the host in each iteration"
 
 
 def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
     """The plan that streams ratings from host memory, in slabs that fit."""
-    itemsize = plan.problem.itemsize
+    itemsize = plan.itemsize
     left = spec.free_bytes - sum(_streamed_bytes(plan).values())
     # half of it for the buffers, the other half for batches
     slab = int(np.clip(left / 2 / (SLAB_BUFFERS * (4 + itemsize)), 1, STREAM_SLAB))
-    slab = min(max(slab, *plan.problem.longest), plan.nnz)  # a row is never cut
+    slab = min(max(slab, *plan.longest), plan.nnz)  # a row is never cut
     plan = plan.changed(streamed="host", slab=slab, notes=(*plan.notes, streaming_note(plan, "GPU")))
     return _with_batches(plan, _streamed_bytes(plan), spec)
 
 
 def _streamed_bytes(plan: Plan) -> dict[str, int]:
     """`_gpu_fixed_bytes` with a few slabs in place of all ratings."""
-    sizes, itemsize = _gpu_fixed_bytes(plan), plan.problem.itemsize
+    sizes, itemsize = _gpu_fixed_bytes(plan), plan.itemsize
     sizes["ratings"] += (SLAB_BUFFERS * plan.slab - 2 * plan.nnz) * (4 + itemsize)
     return sizes
 
@@ -233,7 +231,7 @@ def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
     most = _most_slots(plan, max(plan.n_users, plan.n_items))
     left = min(BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
     # BALS assembles whole blocks of rows; the others sum all segments of a row together
-    least = plan.tile_rows or max(1, -(-max(plan.problem.longest) // plan.segment))
+    least = plan.tile_rows or max(1, -(-max(plan.longest) // plan.segment))
     slots = int(np.clip(left // each, least, max(least, most)))
     return plan.changed(batch_slots=slots, bytes=sizes | {"batch": max(slots * each, _gram_excess(plan))})
 
@@ -242,7 +240,7 @@ def _gram_excess(plan: Plan) -> int:
     """Bytes by which the sums of the Gram matrix exceed the new factors, which reuse their memory."""
     if plan.feedback == "explicit":
         return 0
-    rows, itemsize = max(plan.n_users, plan.n_items), plan.problem.itemsize
+    rows, itemsize = max(plan.n_users, plan.n_items), plan.itemsize
     width = fused.table_width(plan.rank, plan.dtype)
     return max(0, gram.gram_bytes(rows, width, itemsize) - rows * width * itemsize)
 
@@ -257,7 +255,7 @@ def _most_slots(plan: Plan, rows: int) -> int:
 def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
     """Memory by purpose, without batches."""
     m, n, nnz = plan.n_users, plan.n_items, plan.nnz
-    itemsize = plan.problem.itemsize
+    itemsize = plan.itemsize
     width = fused.table_width(plan.rank, plan.dtype)
     if plan.rank > plan.factors:  # biases, and offsets of the ratings by the fixed side's biases
         width += 2
@@ -283,7 +281,7 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
 
 def _subspace_bytes(plan: Plan) -> dict[str, int]:
     """Memory by purpose of iALS++ beside that of the exact solver of systems of the size of a block."""
-    m, n, itemsize = plan.n_users, plan.n_items, plan.problem.itemsize
+    m, n, itemsize = plan.n_users, plan.n_items, plan.itemsize
     widths = [fused.table_width(last - first, plan.dtype) for first, last in plan.blocks]
     return {
         # of each entry; (row, begin, end) of pieces of rows
@@ -313,8 +311,8 @@ def gpu_problem(plan: Plan) -> Problem:
         (plan.n_users, plan.n_items),
         plan.nnz,
         plan.rank,
-        plan.problem.itemsize,
-        longest=plan.problem.longest,
+        plan.itemsize,
+        longest=plan.longest,
         implicit=plan.feedback == "implicit",
         cg_steps=plan.cg_steps if plan.solver == "cg" else 0,
         nonnegative=plan.solver == NONNEGATIVE,

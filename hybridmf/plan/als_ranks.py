@@ -46,7 +46,7 @@ def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: Devic
         plan = cpu_plan(plan, settings, objective)
         # the ranks share memory: all of them together need the gathered side, and each the slab it reads
         sizes, ranks = dict(plan.bytes), len(plan.devices)
-        itemsize = plan.problem.itemsize
+        itemsize = plan.itemsize
         sizes["gathered"] = ranks * max(plan.n_users, plan.n_items) * plan.rank * itemsize
         if plan.streamed:
             sizes["ratings"] += 2 * (ranks - 1) * plan.slab * (itemsize + 4)

@@ -120,8 +120,8 @@ class CcdMethod:
 
     def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
         """Passes over all entries, one factor at a time; factors are converted to columns and back to rows."""
-        once = plan.nnz * rates.ccd_entry + plan.problem.filled_rows * rates.ccd_row
-        floor = memory_floor(self.bytes_per_iteration(plan) * 4 / plan.problem.itemsize, plan, rates)
+        once = plan.nnz * rates.ccd_entry + plan.filled_rows * rates.ccd_row
+        floor = memory_floor(self.bytes_per_iteration(plan) * 4 / plan.itemsize, plan, rates)
         regions = plan.factors * (2.0 * self.inner_iterations + 2.0) + len(self.bias_columns(plan)) * 4.0
         return CpuWork(max(self.columns_of_work(plan) * once, floor), regions, new_tables=2.0)
 
@@ -133,7 +133,7 @@ class CcdMethod:
         """Bytes divided by their rate, and several launches for each factor."""
         rates, biases = machine.gpu, len(self.bias_columns(plan))
         launches = plan.factors * (2.0 * self.inner_iterations + 4.0) + biases * 6.0
-        rows = plan.problem.filled_rows * (plan.factors + biases) * rates.ccd_row
+        rows = plan.filled_rows * (plan.factors + biases) * rates.ccd_row
         return self.bytes_per_iteration(plan) / rates.ccd + rows + launches * rates.launch + gpu_idle(plan, rates)
 
     def row_cost(self, plan: Plan) -> float:

@@ -76,7 +76,7 @@ def cost_of(plan: Plan, machine: Machine, warmth: Warmth | None = None) -> Cost:
     warmth : Warmth, optional
         Default: a fresh process whose kernels have been compiled before.
     """
-    method = plan.kernels.method
+    method = plan.method
     # a GPU that has all ratings transposes them, and draws the initial factors, itself
     transposed = 0.0 if plan.ratings_on_device else TRANSPOSE_ENTRY
     entry = (CHECK_ENTRY + transposed) / machine.cpu.speedup(plan.num_threads) + method.entry_seconds
@@ -93,12 +93,12 @@ def cost_of(plan: Plan, machine: Machine, warmth: Warmth | None = None) -> Cost:
 
 
 def _cpu_iteration(plan: Plan, rates: CpuRates) -> float:
-    work, problem = plan.kernels.method.cpu_work(plan, rates), plan.problem
+    work = plan.method.cpu_work(plan, rates)
     # vector registers hold half as many float64, and memory moves twice the bytes
-    wider = problem.itemsize / 4
+    wider = plan.itemsize / 4
     shared = work.seconds * wider / rates.speedup(plan.num_threads)
     new = 0.0
-    if max(problem.table_bytes) > rates.cache:  # smaller ones get memory that has been used before
+    if max(plan.table_bytes) > rates.cache:  # smaller ones get memory that has been used before
         new = work.new_tables * (plan.n_users + plan.n_items) * plan.rank * rates.fresh * wider
     gram = 2.0 * rates.gram if plan.feedback == "implicit" else 0.0
     return max(shared, work.longest * wider) + new + work.regions * rates.region + 2 * rates.sweep + gram
@@ -108,13 +108,13 @@ def gather_seconds(plan: Plan, rates: CpuRates) -> float:
     """Seconds of one core to gather the row of factors of each entry, both half sweeps."""
     return sum(
         plan.nnz * plan.rank * 4 / (rates.cached_bytes if size <= rates.cache else rates.gather_bytes)
-        for size in plan.problem.table_bytes
+        for size in plan.table_bytes
     )
 
 
 def memory_floor(moved: float, plan: Plan, rates: CpuRates) -> float:
     """Core seconds to move `moved` bytes at the memory bandwidth shared by all cores, a lower bound."""
-    if max(plan.problem.table_bytes) <= rates.cache:
+    if max(plan.table_bytes) <= rates.cache:
         return 0.0
     return moved / rates.memory_bytes * rates.speedup(plan.num_threads)
 
@@ -123,10 +123,10 @@ def memory_floor(moved: float, plan: Plan, rates: CpuRates) -> float:
 
 
 def _gpu_setup(plan: Plan, rates: GpuRates, warmth: Warmth) -> dict[str, float]:
-    method = plan.kernels.method
+    method = plan.method
     assembly, what = method.names(plan)
     name = plan.assembly if assembly else what
-    ratings, tables, rows = plan.bytes.get("ratings", 0), sum(plan.problem.table_bytes), plan.n_users + plan.n_items
+    ratings, tables, rows = plan.bytes.get("ratings", 0), sum(plan.table_bytes), plan.n_users + plan.n_items
     if plan.ratings_on_device:
         ratings //= 2  # one orientation is uploaded
     kernels = rates.load if warmth.compiled else rates.compile[name]
@@ -145,7 +145,7 @@ def _gpu_setup(plan: Plan, rates: GpuRates, warmth: Warmth) -> dict[str, float]:
 def gpu_idle(plan: Plan, rates: GpuRates) -> float:
     """Seconds of both half sweeps on a GPU with no work."""
     gram = rates.gram if plan.feedback == "implicit" else 0.0
-    return 2 * (rates.sweep[plan.kernels.method.kind] + gram)
+    return 2 * (rates.sweep[plan.method.kind] + gram)
 
 
 def copies_beside(plan: Plan, machine: Machine) -> float:
@@ -153,4 +153,4 @@ def copies_beside(plan: Plan, machine: Machine) -> float:
     if not plan.streamed or plan.resident:
         return 0.0
     rate = machine.links.pinned_bytes if plan.streamed == "host" else machine.links.disk_bytes
-    return 2 * plan.nnz * (4 + plan.problem.itemsize) / rate
+    return 2 * plan.nnz * (4 + plan.itemsize) / rate

@@ -131,7 +131,7 @@ def estimate(plan: Plan, iterations: int, machine: _machine.Machine, process: Pr
     """
     cost = _cost.cost_of(plan, machine, process.warmth(plan))
     setup = sum(cost.setup.values())
-    assembly, solver = plan.kernels.method.names(plan)
+    assembly, solver = plan.method.names(plan)
     total = setup + iterations * cost.iteration
     return Estimate(plan.device, assembly, solver, plan.precision, cost.iteration, setup, total, plan.total_bytes)
 
@@ -297,7 +297,7 @@ _loaded: set[str] = set()
 def _signature(plan: Plan) -> str:
     """Key of the kernels that a plan compiles, so that a later process knows whether they are cached on disk."""
     assert plan.gpu is not None
-    method = " ".join(plan.kernels.method.names(plan)).strip()
+    method = " ".join(plan.method.names(plan)).strip()
     parts = (__version__, plan.gpu.capability, plan.rank, plan.feedback, plan.dtype, plan.precision, method)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

@@ -21,11 +21,8 @@ from .types import (
     BATCH_FLOPS,
     VARIANTS,
     DegreeFacts,
-    Kernels,
-    Placement,
     Plan,
     Settings,
-    Sizes,
     instruction_set_notes,
     seconds_text,
 )
@@ -119,7 +116,7 @@ def _short_on_cpu(
         plan = make_plan(objective, on_cpu, shape, nnz, facts)
     except (DeviceError, ValueError):
         return None
-    seconds = plan.estimate.decisive[0].total_seconds
+    seconds = plan.decisive[0].total_seconds
     if seconds > start:
         return None
     reason = f"in about {seconds_text(seconds)} done on the CPU, before a GPU is started ({seconds_text(start)})"
@@ -162,7 +159,7 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
     """The requested settings, including "auto"."""
     rank = settings.factors + (1 if objective.biases else 0)
     assembly, variant = VARIANTS.get(settings.assembly, (settings.assembly, ""))
-    problem = Sizes(
+    return Plan(
         n_users=shape[0],
         n_items=shape[1],
         nnz=nnz,
@@ -170,8 +167,6 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
         rank=rank,
         feedback=objective.feedback,
         dtype=settings.dtype,
-    )
-    kernels = Kernels(
         method=settings.method or ALS,
         solver=settings.planned_solver,
         cg_steps=settings.cg_steps,
@@ -181,12 +176,12 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
         reorder=settings.reorder,
         precision=settings.precision,
         instruction_set=_als.instruction_set(),
+        num_threads=settings.num_threads,
         balance=settings.balance,
         frozen=settings.frozen,
         row_form=settings.row_form,
         batch_flops=BATCH_FLOPS * settings.num_threads,
     )
-    return Plan(problem, Placement("cpu", "", settings.num_threads), kernels)
 
 
 def check_memory(plan: Plan) -> None:
@@ -211,7 +206,7 @@ def check_memory(plan: Plan) -> None:
 
 def _needs_all(plan: Plan) -> str:
     """Setting that keeps ratings and factors on the GPU, and its alternative; empty if there is none."""
-    if not plan.kernels.method.streams:
+    if not plan.method.streams:
         return ""
     if plan.tile_rows:
         return 'assembly="bals" needs ratings and factors on the GPU, assembly="auto" streams them; or '
@@ -224,13 +219,13 @@ def _needs_all(plan: Plan) -> str:
 
 def _long_row(plan: Plan) -> str:
     """Remedy if the longest row is the reason why a plan does not fit; empty if it is not."""
-    entries = max(plan.problem.longest)
+    entries = max(plan.longest)
     size = SLAB_BUFFERS * entries * (4 + np.dtype(plan.dtype).itemsize)
-    if plan.gpu is None or plan.facts is None or not plan.kernels.method.streams or _needs_all(plan):
+    if plan.gpu is None or plan.facts is None or not plan.method.streams or _needs_all(plan):
         return ""
     if 4 * size <= plan.gpu.free_bytes:
         return ""
-    user = plan.problem.longest[0] == entries
+    user = plan.longest[0] == entries
     row = f"{'user' if user else 'item'} {plan.facts.positions[0 if user else 1]}"
     return (
         f"a row is never cut, so that slabs which hold {row} with its {entries:,} entries take {mib(size)}: leave some "

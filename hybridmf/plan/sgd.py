@@ -204,14 +204,14 @@ class SgdMethod:
         entry = seconds_at(rates.sgd[self.schedule], lambda f: flops * f, plan.rank)
         if self.rate_schedule in ("rpcs", "adagrad"):
             entry *= 3.0  # a square root and a division for each updated row or coordinate
-        moved = self.bytes_per_iteration(plan) * 4 / plan.problem.itemsize
+        moved = self.bytes_per_iteration(plan) * 4 / plan.itemsize
         # blocks keep the rows they update in a core's cache
         near = self.schedule == "blocks"
         floor = 0.0 if near else max(gather_seconds(plan, rates), memory_floor(moved, plan, rates))
-        seconds = max(plan.nnz * entry, floor) + plan.problem.filled_rows * rates.sgd_row
+        seconds = max(plan.nnz * entry, floor) + plan.filled_rows * rates.sgd_row
         longest = 0.0
         if self.schedule == "msgd":
-            longest = max(plan.problem.longest) * seconds_at(rates.sgd["msgd"], lambda f: 5 * f, plan.rank)
+            longest = max(plan.longest) * seconds_at(rates.sgd["msgd"], lambda f: 5 * f, plan.rank)
         return CpuWork(seconds, regions=4.0, new_tables=0.2, longest=longest)
 
     def gpu_setup(self, plan: Plan) -> dict[str, float]:
@@ -221,12 +221,12 @@ class SgdMethod:
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
         """Bytes over their rate, or the longest user and item."""
         rates = machine.gpu
-        itemsize: float = plan.problem.itemsize
+        itemsize: float = plan.itemsize
         if plan.precision == "float16":
             itemsize = READ_AS_FLOAT16 * itemsize if self.schedule == "msgd" else 2
         seconds = plan.nnz * seconds_at(rates.sgd[self.schedule], lambda f: 4 * f * itemsize, plan.rank)
         if self.schedule == "msgd":
-            seconds = max(seconds, sum(chain_seconds(one, rates) for one in plan.problem.longest))
+            seconds = max(seconds, sum(chain_seconds(one, rates) for one in plan.longest))
         return seconds + gpu_idle(plan, rates)
 
     def row_cost(self, plan: Plan) -> float:

@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import scipy.sparse as sp
@@ -61,8 +61,6 @@ MAX_CG_STEPS = 10_000
 
 BATCH_FLOPS = 1e10
 """Work of one kernel call per thread, a few tenths of a second, which bounds the delay of Ctrl-C."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -207,19 +205,69 @@ def check_dtype(dtype: Any) -> str:
     return str(check_choice("dtype", dtype, DTYPES))
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the problem.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every size and choice of one run; ``print(plan)`` shows it.
 
     Attributes
     ----------
     n_users, n_items, nnz, factors : int
+        Sizes of the problem.
     rank : int
-        Columns of the systems that are solved: `factors`, plus one for a bias.
+        Columns of the systems: `factors`, plus one for a bias.
     feedback : {"explicit", "implicit"}
     dtype : {"float32", "float64"}
+    method : Method
+        ALS, SGD or CCD++; `solver`, `assembly` and `reorder` apply to ALS only.
+    solver, assembly, reorder, precision : str
+        The choices made; never "auto".
+    cg_steps, block_size, num_threads : int
+    instruction_set : str
+        Instruction set of the vector kernels.
+    device, reason : str
+        Device of the fit, and the reason for it.
     facts : DegreeFacts or None
         Known properties of the degrees.
+    gpu : DeviceSpec or None
+        Properties of the GPU when the plan was made.
+    devices : tuple of str
+        Devices of the ranks, if there are several; `device` is the first of them and serves the fitted model.
+    reduction : {"parallel", "two_phase", "root"}
+        Reduction of partial sums over a split fixed side.
+    streamed : {"", "host", "disk"}
+        Source of ratings that are streamed slab by slab in each half sweep: a store on disk, or host memory for a GPU.
+        Empty if ratings stay in the memory of the device.
+    slab : int
+        Entries of the largest slab; 0 if nothing is streamed.
+    resident : bool
+        Whether the slabs of a store stay on the GPU after they are read.
+    scale : ScalePlan or None
+        Partition of ALS over several GPUs, or of offloaded factors on one GPU.
+    scratch : tuple of str
+        Folders for files of factors that fit neither on a GPU nor in host memory, preferred folder first.
+    balance : bool
+    frozen : {"user", "item"} or None
+        Side that keeps its factors.
+    row_form : {"auto", "primal", "dual"}
+        Requested form of short rows.
+    dual_sides : tuple of {"user", "item"}
+        Sides whose short rows are solved in the dual form; see `hybridmf.plan.row_forms`.
+    variant : str
+        Variant of the assembly, one of `VARIANTS`; usually empty.
+    tile_rows, tile_cols : int
+        BALS tile (0 for other assemblies).
+    batch_flops : float
+        Work of one kernel call; Ctrl-C takes effect between calls.
+    segment, batch_slots : int
+        On a GPU: entries above which a row is split, and number of systems (or segments of them) in memory at a time.
+    bytes : dict of str to int
+        Peak memory by purpose.
+    decisive : tuple of Estimate
+        Estimates that the choice of the device depended on.
+    alternatives : callable or None
+        Prices the alternatives.
+    notes : tuple of str
+        Remarks about the choices.
     """
 
     n_users: int
@@ -229,7 +277,54 @@ class Sizes:
     rank: int
     feedback: str
     dtype: str
+    method: Method
+    solver: str
+    assembly: str
+    reorder: str
+    precision: str
+    cg_steps: int
+    block_size: int
+    num_threads: int
+    instruction_set: str
+    device: str = "cpu"
+    reason: str = ""
     facts: DegreeFacts | None = field(default=None, compare=False, repr=False)
+    gpu: DeviceSpec | None = None
+    devices: tuple[str, ...] = ()
+    reduction: str = "parallel"
+    streamed: str = ""
+    slab: int = 0
+    resident: bool = False
+    scale: ScalePlan | None = None
+    scratch: tuple[str, ...] = ()
+    balance: bool = False
+    frozen: Side | None = None
+    row_form: str = "auto"
+    dual_sides: tuple[Side, ...] = ()
+    variant: str = ""
+    tile_rows: int = 0
+    tile_cols: int = 0
+    batch_flops: float = BATCH_FLOPS
+    segment: int = 0
+    batch_slots: int = 0
+    bytes: dict[str, int] = field(default_factory=dict)
+    decisive: tuple[Estimate, ...] = field(default=(), compare=False, repr=False)
+    alternatives: Callable[[], tuple[Estimate, ...]] | None = field(default=None, compare=False, repr=False)
+    notes: tuple[str, ...] = ()
+
+    def changed(self, **values: Any) -> Plan:
+        """Copy of the plan with other values."""
+        return replace(self, **values)
+
+    @functools.cached_property
+    def estimates(self) -> tuple[Estimate, ...]:
+        """Predictions for this plan, first, and its alternatives, which are priced here: no choice depends on them."""
+        return self.decisive if self.alternatives is None else self.alternatives()
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak memory, the sum of `bytes`."""
+        return sum(self.bytes.values())
 
     @property
     def itemsize(self) -> int:
@@ -252,23 +347,6 @@ class Sizes:
         """Bytes of the users' and of the items' factors."""
         return self.n_users * self.rank * self.itemsize, self.n_items * self.rank * self.itemsize
 
-
-@dataclass(frozen=True)
-class Placement:
-    """Devices, and location of ratings and factors between half sweeps; `Plan` describes the attributes."""
-
-    device: str
-    reason: str
-    num_threads: int
-    gpu: DeviceSpec | None = None
-    devices: tuple[str, ...] = ()
-    reduction: str = "parallel"
-    streamed: str = ""
-    slab: int = 0
-    resident: bool = False
-    scale: ScalePlan | None = None
-    scratch: tuple[str, ...] = ()
-
     @property
     def device_name(self) -> str:
         """All devices."""
@@ -286,198 +364,6 @@ class Placement:
     def factors_on(self) -> Place:
         """Location of factors between half sweeps."""
         return "device" if self.scale is None else self.scale.factors
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Algorithm and kernel configuration; `Plan` describes the attributes."""
-
-    method: Method
-    solver: str
-    cg_steps: int
-    block_size: int
-    assembly: str
-    reorder: str
-    precision: str
-    instruction_set: str
-    balance: bool = False
-    frozen: Side | None = None
-    row_form: str = "auto"
-    dual_sides: tuple[Side, ...] = ()
-    variant: str = ""
-    tile_rows: int = 0
-    tile_cols: int = 0
-    batch_flops: float = BATCH_FLOPS
-    segment: int = 0
-    batch_slots: int = 0
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted memory and time; `Plan` describes the attributes."""
-
-    bytes: dict[str, int] = field(default_factory=dict)
-    decisive: tuple[Estimate, ...] = field(default=(), compare=False, repr=False)
-    alternatives: Callable[[], tuple[Estimate, ...]] | None = field(default=None, compare=False, repr=False)
-
-    @functools.cached_property
-    def estimates(self) -> tuple[Estimate, ...]:
-        """Estimates of the plan and of its alternatives, which are priced here: no choice depends on them."""
-        return self.decisive if self.alternatives is None else self.alternatives()
-
-    @property
-    def total_bytes(self) -> int:
-        """Peak memory, the sum of `bytes`."""
-        return sum(self.bytes.values())
-
-
-class _PlanAttribute(Generic[T]):
-    """A public attribute of a plan, stored in one of its parts."""
-
-    def __init__(self, read: Callable[[Plan], T]) -> None:
-        self.read = read
-
-    @overload
-    def __get__(self, plan: None, owner: type[Plan]) -> _PlanAttribute[T]: ...
-
-    @overload
-    def __get__(self, plan: Plan, owner: type[Plan]) -> T: ...
-
-    def __get__(self, plan: Plan | None, owner: type[Plan]) -> _PlanAttribute[T] | T:
-        return self if plan is None else self.read(plan)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Every size and choice of one run, in four parts; ``print(plan)`` shows it.
-
-    Attributes
-    ----------
-    problem : Sizes
-        Sizes: `n_users`, `n_items`, `nnz`, `factors`, `rank`, `feedback`, `dtype`, `facts`.
-    placement : Placement
-        Devices, and location of ratings and factors: `device`, `reason`, `devices`, `gpu`, `num_threads`, `streamed`,
-        `slab`, `resident`, `scale`, `scratch`.
-    kernels : Kernels
-        `method`, `solver`, `cg_steps`, `block_size`, `assembly`, `variant`, `reorder`, `precision`, `balance`,
-        `frozen`, `row_form`, `dual_sides`, `instruction_set`, `tile_rows`, `tile_cols`, `batch_flops`, `segment`,
-        `batch_slots`.
-    estimate : Prediction
-        `bytes`, `estimates`; `decisive` are the estimates that the choice of the device depended on.
-    notes : tuple of str
-        Remarks about the choices.
-    device, reason : str
-        Device of the fit, and the reason for it.
-    n_users, n_items, nnz, factors : int
-        Sizes of the problem.
-    rank : int
-        Columns of the systems: `factors`, plus one for a bias.
-    solver, assembly, reorder, precision, dtype : str
-        The choices made; never "auto".
-    cg_steps, block_size, num_threads : int
-    balance : bool
-    frozen : {"user", "item"} or None
-        Side that keeps its factors.
-    row_form : {"auto", "primal", "dual"}
-        Requested form of short rows.
-    dual_sides : tuple of {"user", "item"}
-        Sides whose short rows are solved in the dual form; see `hybridmf.plan.row_forms`.
-    instruction_set : str
-        Instruction set of the vector kernels.
-    variant : str
-        Variant of the assembly, one of `VARIANTS`; usually empty.
-    tile_rows, tile_cols : int
-        BALS tile (0 for other assemblies).
-    batch_flops : float
-        Work of one kernel call; Ctrl-C takes effect between calls.
-    gpu : DeviceSpec or None
-        Properties of the GPU when the plan was made.
-    segment, batch_slots : int
-        On a GPU: entries above which a row is split, and number of systems (or segments of them) in memory at a time.
-    bytes : dict of str to int
-        Peak memory by purpose.
-    method : Method
-        ALS, SGD or CCD++; `solver`, `assembly` and `reorder` apply to ALS only.
-    streamed : {"", "host", "disk"}
-        Source of ratings that are streamed slab by slab in each half sweep: a store on disk, or host memory for a GPU.
-        Empty if ratings stay in the memory of the device.
-    slab : int
-        Entries of the largest slab; 0 if nothing is streamed.
-    resident : bool
-        Whether the slabs of a store stay on the GPU after they are read.
-    devices : tuple of str
-        Devices of the ranks, if there are several; `device` is the first of them and serves the fitted model.
-    reduction : {"parallel", "two_phase", "root"}
-        Reduction of partial sums over a split fixed side.
-    scale : ScalePlan or None
-        Partition of ALS over several GPUs, or of offloaded factors on one GPU.
-    scratch : tuple of str
-        Folders for files of factors that fit neither on a GPU nor in host memory, preferred folder first.
-    facts : DegreeFacts or None
-        Known properties of the degrees.
-    estimates : tuple of Estimate
-        Predictions for this plan and its alternatives; the chosen one first.
-    """
-
-    problem: Sizes
-    placement: Placement
-    kernels: Kernels
-    estimate: Prediction = field(default_factory=Prediction)
-    notes: tuple[str, ...] = ()
-
-    n_users = _PlanAttribute(lambda plan: plan.problem.n_users)
-    n_items = _PlanAttribute(lambda plan: plan.problem.n_items)
-    nnz = _PlanAttribute(lambda plan: plan.problem.nnz)
-    factors = _PlanAttribute(lambda plan: plan.problem.factors)
-    rank = _PlanAttribute(lambda plan: plan.problem.rank)
-    feedback = _PlanAttribute(lambda plan: plan.problem.feedback)
-    dtype = _PlanAttribute(lambda plan: plan.problem.dtype)
-    facts = _PlanAttribute(lambda plan: plan.problem.facts)
-    device = _PlanAttribute(lambda plan: plan.placement.device)
-    device_name = _PlanAttribute(lambda plan: plan.placement.device_name)
-    reason = _PlanAttribute(lambda plan: plan.placement.reason)
-    devices = _PlanAttribute(lambda plan: plan.placement.devices)
-    reduction = _PlanAttribute(lambda plan: plan.placement.reduction)
-    gpu = _PlanAttribute(lambda plan: plan.placement.gpu)
-    num_threads = _PlanAttribute(lambda plan: plan.placement.num_threads)
-    streamed = _PlanAttribute(lambda plan: plan.placement.streamed)
-    slab = _PlanAttribute(lambda plan: plan.placement.slab)
-    resident = _PlanAttribute(lambda plan: plan.placement.resident)
-    scale = _PlanAttribute(lambda plan: plan.placement.scale)
-    grids = _PlanAttribute(lambda plan: plan.placement.grids)
-    factors_on = _PlanAttribute(lambda plan: plan.placement.factors_on)
-    scratch = _PlanAttribute(lambda plan: plan.placement.scratch)
-    method = _PlanAttribute(lambda plan: plan.kernels.method)
-    solver = _PlanAttribute(lambda plan: plan.kernels.solver)
-    cg_steps = _PlanAttribute(lambda plan: plan.kernels.cg_steps)
-    block_size = _PlanAttribute(lambda plan: plan.kernels.block_size)
-    assembly = _PlanAttribute(lambda plan: plan.kernels.assembly)
-    variant = _PlanAttribute(lambda plan: plan.kernels.variant)
-    reorder = _PlanAttribute(lambda plan: plan.kernels.reorder)
-    precision = _PlanAttribute(lambda plan: plan.kernels.precision)
-    balance = _PlanAttribute(lambda plan: plan.kernels.balance)
-    frozen = _PlanAttribute(lambda plan: plan.kernels.frozen)
-    row_form = _PlanAttribute(lambda plan: plan.kernels.row_form)
-    dual_sides = _PlanAttribute(lambda plan: plan.kernels.dual_sides)
-    instruction_set = _PlanAttribute(lambda plan: plan.kernels.instruction_set)
-    tile_rows = _PlanAttribute(lambda plan: plan.kernels.tile_rows)
-    tile_cols = _PlanAttribute(lambda plan: plan.kernels.tile_cols)
-    batch_flops = _PlanAttribute(lambda plan: plan.kernels.batch_flops)
-    segment = _PlanAttribute(lambda plan: plan.kernels.segment)
-    batch_slots = _PlanAttribute(lambda plan: plan.kernels.batch_slots)
-    bytes = _PlanAttribute(lambda plan: plan.estimate.bytes)
-    total_bytes = _PlanAttribute(lambda plan: plan.estimate.total_bytes)
-    estimates = _PlanAttribute(lambda plan: plan.estimate.estimates)
-
-    def changed(self, **values: Any) -> Plan:
-        """Copy of the plan with other values of public attributes, each set in its part."""
-        parts: dict[str, Any] = {}
-        for name in ("problem", "placement", "kernels", "estimate"):
-            part = getattr(self, name)
-            held = {one.name for one in fields(part)} & values.keys()
-            if held:
-                parts[name] = replace(part, **{one: values.pop(one) for one in held})
-        return replace(self, **parts, **values)
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
@@ -503,7 +389,7 @@ class Plan:
     @property
     def ratings_on_device(self) -> bool:
         """Whether GPUs have all ratings in memory, whole rows in the order of the input, and need them nowhere else."""
-        if self.gpu is None or self.streamed or self.offloaded or self.kernels.method.kind != "als":
+        if self.gpu is None or self.streamed or self.offloaded or self.method.kind != "als":
             return False
         # the layout of BALS is built on the host
         if self.reorder != "none" or self.assembly == "bals":
@@ -534,7 +420,7 @@ class Plan:
         rows = self.tables_of("user") * self.n_users + self.tables_of("item") * self.n_items
         if self.devices:
             rows += len(self.devices) * max(self.n_users, self.n_items)  # gathered by each rank
-        return rows * table_width(self.rank, self.dtype) * self.problem.itemsize
+        return rows * table_width(self.rank, self.dtype) * self.itemsize
 
     @property
     def host_bytes(self) -> int:
@@ -554,7 +440,7 @@ class Plan:
     @property
     def asks_for_degrees(self) -> bool:
         """Whether memory depends on the unknown degree of the longest item, since slabs hold whole rows."""
-        if self.gpu is None or not self.method.streams or self.problem.longest[1]:
+        if self.gpu is None or not self.method.streams or self.longest[1]:
             return False
         most = min(self.nnz, self.n_users)
         in_slabs = self.streamed != "" and not self.resident and (self.scale is not None or self.slab < most)
