@@ -8,7 +8,7 @@ invalid ones, so that a tuner can enumerate them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,30 +21,6 @@ from . import cholesky_any
 from .launch import DeviceEntries, check, check_not_host
 from .nonnegative import nonnegative_solve
 from .systems import SideSystems, Sums
-
-COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
-"""Ranks whose default builds the tests compile."""
-
-COMPILED_ENTRIES = ((4, False, False), (4, True, False), (4, False, True), (8, True, True))
-"""(itemsize, implicit, offsets) of these builds."""
-
-
-def default_builds(
-    name: str, config_of: Callable[[int, int], Any], ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of every default configuration of an assembly, for a test that compiles them all.
-
-    For sm_90 all compile without spilled registers and stack frame, except ``ACCUMULATORS=local``: the paper's mapping
-    keeps sums in local memory.
-    """
-    seen = set()
-    for rank in ranks:
-        for itemsize, implicit, offsets in COMPILED_ENTRIES:
-            entries = {"REAL": np.dtype(f"f{itemsize}"), "IMPLICIT": implicit, "HAS_OFFSETS": offsets}
-            constants = config_of(rank, itemsize).constants | entries
-            if tuple(constants.values()) not in seen:
-                seen.add(tuple(constants.values()))
-                yield f"{name}.cu", name, constants
 
 
 class Cleared:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,8 +21,7 @@ from ..plan.assemblies import (
     require_positive,
     require_square_tile,
 )
-from . import assembly
-from .assembly import COMPILED_RANKS, PublishedKernels, check_factors, require_fit, require_match
+from .assembly import PublishedKernels, check_factors, require_fit, require_match
 from .launch import DeviceEntries, check, check_not_host, get_kernel
 from .systems import Sums
 
@@ -314,14 +312,6 @@ class TileKernels(PublishedKernels):
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: RowBlocks) -> None:
         """See `RowKernels`."""
         bals(self.device, sums, table, entries, self.tiles, segments, self.config or self.variant)
-
-
-def default_builds(
-    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """See `hybridmf.gpu.assembly.default_builds`; for both variants."""
-    for kind in (BalsConfig.default, BalsLocalConfig.default):
-        yield from assembly.default_builds("bals", functools.partial(_config, kind, spec), ranks)
 
 
 def _config(default: Callable[..., Any], spec: DeviceSpec, rank: int, itemsize: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,12 @@ import scipy.sparse as sp
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..core.system import ceil_div
 from ..core.validate import csr_arrays
-from ..device.cuda import Array, Device, DeviceSpec, Kernel
+from ..device.cuda import Array, Device, Kernel
 from ..errors import DeviceMemoryError
 from ..plan import ccd_gpu
 from ..plan.assemblies import WARP
 from ..plan.ccd import CcdMethod, non_finite
-from ..plan.ccd_gpu import QUAD, SEGMENT, VECTORS, CcdConfig, padded
+from ..plan.ccd_gpu import QUAD, VECTORS, CcdConfig, padded
 from ..plan.fused import table_width
 from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
@@ -40,9 +40,6 @@ LEAST_ROUNDS = 16
 
 LEAST_SHARE = 0.05
 """Smallest part of a block's work for which it joins the team of a tile."""
-
-COMPILED_RANKS = (64,)
-"""One rank suffices: the kernels do not depend on it."""
 
 WARPS_PER_BLOCK = 8
 """Warps of a block of the kernels besides `rank_one`; each processes one piece, or one or more rows."""
@@ -623,23 +620,3 @@ class GpuCCD(Unconnected):
                 bias = None if held.device_bias is None else self.device.download(held.device_bias)
                 total += self.objective.penalty_of_squares(side, squares, self.entries[side].degrees, bias)
             return total
-
-
-def default_builds(
-    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of all builds on a device; these kernels do not depend on the rank."""
-    helpers = ("combine", "cut_rows", "place", "subtract_products", "squared_errors", "transpose")
-    for real, staged in itertools.product((np.float32, np.float64), (True, False)) if ranks else ():
-        dtype = np.dtype(real)
-        name = {"REAL": {4: "float", 8: "double"}[dtype.itemsize]}
-        # kernels that gather two or three vectors also exist for one
-        for gathered, vectors in ((3, 3), (2, 2), (3, 1), (2, 1)) if staged else ((3, 3), (2, 2), (1, 1)):
-            config = CcdConfig(False, 16, 1, SEGMENT, 1, 256)
-            if staged:  # the tile size of the build is that of the device; its value does not change registers
-                chosen = CcdConfig.choose(1, 1, 1, gathered, dtype, spec)
-                config = CcdConfig(True, 4096, 1, SEGMENT, 1, chosen.threads)
-            for kernel in ("rank_one",) if staged else ("rank_one", "interleave"):
-                yield "ccd.cu", kernel, config.constants(vectors, dtype) | name
-        for kernel in helpers:
-            yield "ccd.cu", kernel, name | {"STAGED": int(staged)}

@@ -7,7 +7,7 @@ read. Only lower triangles are used. Row ``rows[k]`` of ``solutions`` and ``stat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +28,6 @@ STEP = 8
 
 STAGE_BYTES = 64
 """Bytes of each row of L in a stage."""
-
-COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
 
 def _require_fit(config: CholeskyConfig | CgConfig, spec: DeviceSpec) -> None:
@@ -577,20 +575,3 @@ def cg_solve(
     kernel = get_kernel(device, "cg_any.cu", "cg", **config.constants)
     arguments = (solutions, status, matrices, rhs, slots, rows, np.int64(solutions.shape[1]), np.int32(steps))
     kernel((n,), (config.threads,), arguments, config.shared_bytes)
-
-
-def default_builds(
-    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of every default configuration on a device, for a test that compiles them all."""
-    for rank in ranks:
-        for itemsize in (4, 8):
-            for has_gram in (False, True):
-                yield "complete.cu", "complete", _complete_constants(rank, itemsize, has_gram)
-            config = CholeskyConfig.default(rank, itemsize, spec)
-            yield "cholesky_any.cu", config.kernel, config.constants
-            if TilesConfig.serves(rank, f"f{itemsize}", spec):
-                yield "cholesky.cu", "cholesky_tiles", TilesConfig.rule(rank).constants
-            if WideTilesConfig.serves(rank, f"f{itemsize}", spec):
-                yield "cholesky_sums.cu", "cholesky_matrices", WideTilesConfig.rule(rank, spec).constants
-            yield "cg_any.cu", "cg", CgConfig.default(rank, itemsize, spec).constants

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from ..core.system import ceil_div
@@ -67,10 +64,3 @@ def draw_rows(device: Device, table: Array, scales: Array, factors: DrawnFactors
     what = (np.uint32(how.stream), *key, np.int32(how.signed), np.int32(how.biases))
     # without row numbers an arbitrary pointer, which is not read
     kernel((blocks,), (THREADS,), (table, scales, scales if rows is None else rows, where, what), 0)
-
-
-def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of all builds."""
-    for real in ("float", "double"):
-        for has_rows in (0, 1):
-            yield "draw.cu", "draw_rows", {"REAL": real, "HAS_ROWS": has_rows, "THREADS": THREADS}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.objective import Objective, Side
 from ..core.system import ceil_div, round_up
-from ..device.cuda import Array, Device, DeviceSpec
+from ..device.cuda import Array, Device
 from ..plan.als_gpu import ROWS_AT_ONCE
 from ..plan.fused import BLOCK, solver_floats, table_width, vector_floats
 from ..plan.row_forms import GPU_SIZES
@@ -250,19 +250,3 @@ def programs(rank: int, longest: int, implicit: bool, offsets: bool) -> Iterator
             yield program("dual_rows.cu", "dual_rows", **dual_constants(size, rank, implicit, offsets, offsets))
     if implicit and longest:  # stands for all kernels of the file, which is compiled once
         yield program("basis.cu", "inverse_root", **basis_constants(rank))
-
-
-COMPILED_RANKS = (32, 64, 100, 128)
-
-
-def default_builds(
-    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of the builds for usual ranks, the same for all devices."""
-    for rank in ranks:
-        for size in GPU_SIZES:
-            for implicit, biased in ((False, False), (False, True), (True, False)):
-                if size <= rank:
-                    yield "dual_rows.cu", "dual_rows", dual_constants(size, rank, implicit, biased, biased)
-        for kernel in ("inverse_root", "to_basis", "from_basis"):
-            yield "basis.cu", kernel, basis_constants(rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -406,42 +405,3 @@ class FusedKernels(RowKernels):
 
 
 # ---------------------------------------------------------------------------------------------------- builds
-
-COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128)
-
-
-def default_builds(
-    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of the builds for usual ranks; a program has all kernels of its file.
-
-    Every precision and solver for rank 64, the default ones for the others.
-    """
-    for rank in ranks:
-        precisions = tuple(PRECISION_CODES) if rank == 64 else ("float32",)
-        if summed_by_warpgroups(rank, "bf16x3", "cholesky", spec):
-            precisions += ("bf16x3",)
-        solvers = tuple(SOLVER_CODES) if rank == 64 else ("cholesky",)
-        for implicit, offsets in ((False, False), (False, True), (True, False)):
-            for precision in precisions:
-                for solver in solvers:
-                    config = FusedConfig.default(rank, spec, precision, solver)
-                    choices = choices_of(config, precision, solver, spec)
-                    # each with its own warps
-                    if choices["by_warpgroups"] or config.assembling(precision, solver) != config:
-                        yield from builds(config, precision, solver, implicit, offsets, **choices)
-                        continue
-                    constants = build_constants(config, precision, solver, implicit, offsets)
-                    yield "fused_als.cu", "assemble_segments", constants
-        if solved_apart(rank, "cholesky"):  # but not by conjugate gradients
-            config = FusedConfig.default(rank, spec, "bf16", "cg")
-            yield from builds(config, "bf16", "cg", False, False, **choices_of(config, "bf16", "cg", spec))
-        config = FusedConfig.default(rank, spec)
-        for implicit in (False, True) if rank in (32, 64) else ():
-            choices = choices_of(config, "float32", "cholesky", spec)
-            yield from builds(config, "float32", "cholesky", implicit, False, residual=True, **choices)
-        if config.solved_by_sums("cholesky"):
-            tiles = WideTilesConfig.rule(rank, spec, sums=True)
-            yield "cholesky_sums.cu", "cholesky_sums", tiles.sums_constants(config.width)
-        for precision in OPERAND_BYTES:
-            yield "split.cu", "split_table", split_constants(config, precision)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -48,9 +47,3 @@ def gram_sum(device: Device, table: Array) -> Array:
     sizes = (np.int64(n), np.int32(width), np.int32(side), np.int64(rows))
     kernel((tiles, pieces), (THREADS[name],), (sums, table, *sizes), 0)
     return sums.sum(axis=0, dtype=np.float64)[:width, :width]
-
-
-def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of all builds."""
-    for kernel, real in (("gram", np.float32), ("gram", np.float64), ("gram_tensor", np.float32)):
-        yield "gram.cu", kernel, {"REAL": np.dtype(real)}

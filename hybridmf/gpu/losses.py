@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import numpy as np
 
 from ..core.system import ceil_div
@@ -77,16 +74,3 @@ def row_squares(device: Device, table: Array, factors: int) -> np.ndarray:
     grid = (ceil_div(len(table), WARPS_PER_BLOCK),)
     kernel(grid, (32 * WARPS_PER_BLOCK,), (out, table, np.int64(len(table))), 0)
     return device.download(out)
-
-
-COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
-
-
-def default_builds(ranks: Sequence[int] = COMPILED_RANKS) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of the builds for usual ranks."""
-    for factors in ranks:
-        for real in ("float", "double"):
-            shape = {"REAL": real, "FACTORS": factors, "LD": factors}
-            yield "losses.cu", "row_squares", shape
-            for implicit, offsets in ((0, 0), (0, 1), (1, 0)):
-                yield "losses.cu", "segment_losses", shape | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,10 +141,3 @@ def _counts(device: Device, nnz: int, n_columns: int) -> tuple[Array, Array]:
             parts //= 2
         else:
             return device.upload(np.arange(parts + 1, dtype=np.int64) * nnz // parts), counts
-
-
-def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of all builds."""
-    for kernel in ("count_columns", "column_places", "scatter_entries", "count_faults"):
-        for real in ("float", "double"):
-            yield "transpose.cu", kernel, {"REAL": real, "THREADS": THREADS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +20,7 @@ from ..plan.assemblies import (
     resident_warps,
     tile_size,
 )
-from . import assembly
-from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
+from .assembly import check_segments, require_fit, require_match
 from .launch import DeviceEntries, get_kernel
 from .systems import Sums
 
@@ -176,10 +174,3 @@ def mo_als(
     kernel = get_kernel(device, "mo_als.cu", "mo_als", **config.constants, **entries.constants, **switches)
     arguments = (*sums, factors, *entries.arrays, segments, np.int32(factors.shape[1]), *entries.scalars)
     kernel((n_segments, config.parts), (config.threads,), arguments, config.shared_bytes)
-
-
-def default_builds(
-    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """See `hybridmf.gpu.assembly.default_builds`."""
-    return assembly.default_builds("mo_als", lambda rank, size: MoAlsConfig.default(rank, size, spec), ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +22,6 @@ THREAD_REGISTERS = {4: 96, 8: 192}
 
 SHARED_BYTES_PER_SM = 228 << 10
 """Shared memory of a multiprocessor of an H200; other GPUs hold fewer blocks."""
-
-COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -189,14 +186,3 @@ def nonnegative_solve(
     scalars = (np.int64(solutions.shape[1]), np.int32(systems.bounded), dtype.type(epsilon))
     kernel = get_kernel(device, file, name, **constants)
     kernel((len(rows),), (config.threads,), (*arrays, *scalars), config.shared_bytes)
-
-
-def default_builds(
-    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of every default configuration on a device, for a test that compiles them all."""
-    for rank in ranks:
-        if rank <= MAX_TILED_RANK and spec.capability >= (8, 0):
-            yield NonnegativeConfig.of_tiles(rank).build
-        for itemsize in (4, 8):
-            yield NonnegativeConfig.of_matrices(rank, itemsize, spec).build

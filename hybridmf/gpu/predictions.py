@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -57,10 +56,3 @@ def programs(plan: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
     widths = [plan.rank, *(last - first for first, last in plan.blocks)]
     constants = [product_constants(table_width(width, plan.dtype), plan.dtype) for width in widths]
     return list(dict.fromkeys(program("predictions.cu", "add_products", **one) for one in constants))
-
-
-def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of all builds."""
-    for itemsize in (4, 8):
-        for lanes in (1, 2, 4, 8, 16, 32):
-            yield "predictions.cu", "add_products", product_constants(lanes * 16 // itemsize, f"f{itemsize}")

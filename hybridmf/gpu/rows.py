@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -146,12 +145,3 @@ def clip_segments(device: Device, segments: Array, indices: Array, columns: int,
         sizes = (np.int64(len(segments)), np.int64(first_slot), np.int32(columns))
         kernel((blocks,), (THREADS,), (clipped, segments, indices, *sizes), 0)
     return clipped
-
-
-def default_builds() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of all builds."""
-    for real, itemsize in (("float", 4), ("double", 8)):
-        for vector in (1, 16 // itemsize):
-            yield "rows.cu", "add_pieces", {"REAL": real, "VECTOR": vector, "THREADS": THREADS}
-    yield "rows.cu", "row_range", {"REAL": "float", "THREADS": THREADS}
-    yield "rows.cu", "clip_segments", {"THREADS": THREADS}

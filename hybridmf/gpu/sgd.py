@@ -77,8 +77,6 @@ and 15.6 with 1 / 600, 1 / 1200, 1 / 2400 and 1 / 5000."""
 RANGES_PER_SM = 2
 """Blocks per multiprocessor in a decentralized pass, each with one range of updated rows."""
 
-COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
-
 
 # ---------------------------------------------------------------------------------------------- operands
 
@@ -1074,28 +1072,3 @@ def _begin_finite_check(device: Device, arrays: Sequence[Array]) -> Callable[[],
 
 
 # ---------------------------------------------------------------------------------------------- builds
-
-
-def default_builds(
-    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of the builds for usual ranks on a device."""
-    for factors in ranks:
-        for biases in (False, True):
-            for real in (np.dtype(np.float32), np.dtype(np.float64)):
-                ld = stored_width(factors, real)
-                config = BlockedConfig.rule(ld, real.itemsize, spec)
-                for kernel in ("centralized", "centralized_narrow", "blocked", "decentralized"):
-                    yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | config.constants
-                fastest = BlockedConfig.fastest(ld, real.itemsize, spec)
-                if fastest != config and real == np.float32 and not biases:  # for several GPUs; the code is the same
-                    yield "msgd.cu", "blocked", {"REAL": real, "HAS_BIASES": biases} | fastest.constants
-                if real == np.float32 and spec.capability >= (8, 0):
-                    narrow = BlockedConfig.rule(stored_width(factors, np.float16), real.itemsize, spec, 2)
-                    for kernel in ("centralized", "centralized_narrow", "blocked"):
-                        yield "msgd.cu", kernel, {"REAL": real, "HAS_BIASES": biases} | narrow.constants
-            for stored in (np.dtype(np.float16), np.dtype(np.float32)):
-                ld = stored_width(factors, stored)
-                chosen = HogwildConfig.rule(spec, ld, stored.itemsize, biases)
-                constants = chosen.constants(ld, stored.itemsize == 2, biases)
-                yield "batch_hogwild.cu", "batch_hogwild", constants

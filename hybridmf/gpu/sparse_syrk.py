@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +20,7 @@ from ..plan.assemblies import (
     require_square_tile,
     tuned,
 )
-from . import assembly
-from .assembly import COMPILED_RANKS, check_segments, require_fit, require_match
+from .assembly import check_segments, require_fit, require_match
 from .launch import DeviceEntries, get_kernel
 from .systems import Sums
 
@@ -194,12 +192,3 @@ def sparse_syrk(
     arguments = (*sums, factors, *entries.arrays, segments)
     sizes = (np.int32(rank), np.int32(factors.shape[1]))
     kernel((n_segments, config.tiles), (config.threads,), (*arguments, *sizes, *entries.scalars), config.shared_bytes)
-
-
-def default_builds(
-    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """See `hybridmf.gpu.assembly.default_builds`."""
-    yield from assembly.default_builds("sparse_syrk", lambda rank, size: SyrkConfig.default(rank, size, spec), ranks)
-    residual = {"REAL": np.dtype("f8"), "IMPLICIT": True, "HAS_OFFSETS": False, "RESIDUAL": True}
-    yield "sparse_syrk.cu", "sparse_syrk", SyrkConfig.default(32, 8, spec).constants | residual

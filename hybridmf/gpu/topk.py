@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -384,28 +384,6 @@ def top_k_on_device(
     if n:
         _in_batches(n_users, _batch_users(device, _bytes_per_user(packed, n)), run)
     return ids, scores
-
-
-COMPILED_RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
-
-
-def default_builds(
-    spec: DeviceSpec, ranks: Sequence[int] = COMPILED_RANKS
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(file, kernel, constants) of the builds for usual ranks."""
-    for padded in sorted({round_up(rank, 16) for rank in ranks}):
-        yield SOURCE, "group_max", GroupMaxConfig.rule(padded).constants
-    if spec.capability >= (8, 0):
-        for padded in sorted({round_up(rank, 32) for rank in ranks}):
-            yield SOURCE, "group_max", GroupMaxConfig.rule(padded, True).constants
-    packing = ("row_norms", "pack_panels", "prepare_items")
-    serving = ("prepare_users", "mark_seen", "score_rows", "drop_seen", "sort_rows")
-    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
-        for name in packing + serving:
-            yield SOURCE, name, _constants(dtype)
-        for kept in LIST_SIZES:
-            for name in ("prune", "select_best"):
-                yield SOURCE, name, _constants(dtype, kept)
 
 
 # ---------------------------------------------------------------------------------------------------- batches

@@ -19,6 +19,7 @@ from hybridmf.gpu.mo_als import MoAlsConfig, mo_als
 from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
 from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan.assemblies import BalsConfig
+from support.builds import RANKS, builds_of
 from support.marks import mostly_exhaustive
 
 H200 = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
@@ -369,12 +370,12 @@ def test_default_configurations_fit(spec, itemsize):
 
 
 def test_default_builds_name_kernels_once():
-    builds = [build for module in (sparse_syrk_module, mo_als_module, bals) for build in module.default_builds(H200)]
+    builds = [build for module in (sparse_syrk_module, mo_als_module, bals) for build in builds_of(module, H200)]
     assert {(file, name) for file, name, _ in builds} == {
         (f"{name}.cu", name) for name in ("sparse_syrk", "mo_als", "bals")
     }
     assert len({(name, *constants.items()) for _, name, constants in builds}) == len(builds)
-    assert {constants["RANK"] for _, name, constants in builds if name == "mo_als"} == set(assembly.COMPILED_RANKS)
+    assert {constants["RANK"] for _, name, constants in builds if name == "mo_als"} == set(RANKS)
 
 
 SYRK = SyrkConfig(32, 4, nb=32, kb=32, dx=4, dy=4, dz=2)

@@ -14,6 +14,7 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.gpu import cholesky_any
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, WideTilesConfig
 from hybridmf.gpu.launch import source_text
+from support.builds import RANKS, builds_of
 from support.marks import exhaustive, mostly_exhaustive
 
 FLOATS = (np.float32, np.float64)
@@ -533,7 +534,7 @@ def test_a_device_without_memory() -> None:
 
 
 def test_default_builds() -> None:
-    builds = list(cholesky_any.default_builds(spec(227)))
+    builds = list(builds_of(cholesky_any, spec(227)))
     assert {(file, name) for file, name, _ in builds} == {
         ("complete.cu", "complete"),
         ("cholesky_any.cu", "cholesky_warp"),
@@ -542,7 +543,7 @@ def test_default_builds() -> None:
         ("cholesky_sums.cu", "cholesky_matrices"),
         ("cg_any.cu", "cg"),
     }
-    assert {constants["RANK"] for _, _, constants in builds} == set(cholesky_any.COMPILED_RANKS)
+    assert {constants["RANK"] for _, _, constants in builds} == set(RANKS)
     for file, name, constants in builds:
         text = source_text(file)
         assert f"{name}(" in text

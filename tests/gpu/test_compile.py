@@ -17,29 +17,15 @@ from typing import Any
 
 import pytest
 
-from hybridmf.device.cuda import DeviceSpec
 from hybridmf.gpu import (
-    bals,
-    ccd,
-    cholesky_any,
-    draw,
     dual,
     fused,
-    gram,
-    losses,
-    matrix,
-    mo_als,
-    nonnegative,
-    predictions,
-    rows,
-    sgd,
-    sparse_syrk,
-    topk,
 )
 from hybridmf.gpu.launch import constant_texts, kernel_folder
 from hybridmf.gpu.tuning.spaces import SPACES
 from hybridmf.plan import fused as plan_fused
 from hybridmf.plan import tables
+from support.builds import BUILDS, builds_of
 from support.compiler import Program, Resources, compile_program, needs_nvrtc, resources_of
 from support.devices import SPECS
 
@@ -50,11 +36,6 @@ exhaustive = pytest.mark.exhaustive
 ALL = os.environ.get("HYBRIDMF_ALL_KERNELS", "0") not in ("", "0")
 USUAL_RANKS = (16, 64, 100, 128)
 DEFAULT_PRECISION = fused.PRECISION_CODES["float32"]
-
-WITHOUT_SPEC = (rows, predictions, matrix, draw, gram)
-MODULES = (
-    fused, sparse_syrk, mo_als, bals, cholesky_any, nonnegative, topk, losses, *WITHOUT_SPEC, dual, ccd, sgd,
-)  # fmt: skip
 
 
 def excused_bytes(program: Program, function: str) -> float:
@@ -83,18 +64,10 @@ products. What avoids them was 20 % slower at rank 100 (four warps a row instead
 # ------------------------------------------------------------------------------------------------- what is compiled
 
 
-def builds_of(module: Any, spec: DeviceSpec, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of a module's launchers on a device; ranks None stands for all it knows."""
-    if module in WITHOUT_SPEC:
-        return module.default_builds()
-    chosen = {} if ranks is None else {"ranks": tuple(rank for rank in ranks if rank in module.COMPILED_RANKS)}
-    return module.default_builds(**chosen) if module is losses else module.default_builds(spec, **chosen)
-
-
 def builds_for(architecture: int, ranks: Sequence[int] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Builds of all modules; the fused kernels only where the plan may choose them (tensor cores from sm_80 on)."""
     spec = SPECS[architecture]
-    for module in MODULES:
+    for module in BUILDS:
         if module not in (fused, dual) or not plan_fused.supports(64, "float32", spec):
             yield from builds_of(module, spec, ranks)
 
@@ -108,7 +81,7 @@ def large_systems(architecture: int) -> Iterator[tuple[str, str, dict[str, Any]]
 
 def warpgroup_builds(ranks: Sequence[int]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Builds of the sums for Hopper, whose products the compiler may serialize at one rank and not at another."""
-    return (build for build in fused.default_builds(SPECS[90], ranks) if build[0] == "warpgroup_sums.cu")
+    return (build for build in builds_of(fused, SPECS[90], ranks) if build[0] == "warpgroup_sums.cu")
 
 
 def one_of_each_kernel(builds: Iterable[tuple[str, str, dict[str, Any]]]) -> list[tuple[str, str, dict[str, Any]]]:
@@ -241,7 +214,7 @@ def test_every_precision_is_compiled_with_every_solver_and_feedback() -> None:
 
 
 def test_every_kernel_is_in_a_build() -> None:
-    """A kernel that no `default_builds` names may still be in the program of another one."""
+    """A kernel that no builds name may still be in the program of another one."""
     builds = list(builds_for(90, None))
     for path in kernel_folder().glob("*.cu"):
         kernels = set(

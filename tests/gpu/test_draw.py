@@ -7,7 +7,7 @@ import pytest
 
 from hybridmf.core.objective import Factors, Objective
 from hybridmf.device.cuda import Device
-from hybridmf.gpu.draw import default_builds, draw_rows
+from hybridmf.gpu.draw import draw_rows
 from hybridmf.gpu.factors import to_device, to_host
 from hybridmf.plan.start import DrawnFactors, Start, initial_state
 
@@ -52,7 +52,3 @@ def test_arrays_elsewhere_are_refused(device: Device) -> None:
         draw_rows(device, table, device.upload(drawn.scales[:3]), drawn, None)
     with pytest.raises(TypeError, match="rows must be int64"):
         draw_rows(device, table, scales, drawn, scales)
-
-
-def test_builds() -> None:
-    assert len(list(default_builds())) == 4

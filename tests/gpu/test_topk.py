@@ -19,6 +19,7 @@ from hybridmf.gpu import topk
 from hybridmf.gpu.launch import kernel_folder
 from hybridmf.gpu.topk import PackedItems, top_k, top_k_on_device
 from support import emulated
+from support.builds import builds_of
 
 
 def integer_factors(rows: int, rank: int, seed: int, dtype: Any = np.float32) -> np.ndarray:
@@ -398,7 +399,7 @@ def test_wrong_arguments(device):
 
 def test_builds_name_kernels_of_the_file():
     text = (kernel_folder() / topk.SOURCE).read_text()
-    builds = list(topk.default_builds(emulated.EmulatedDevice().spec))
+    builds = list(builds_of(topk, emulated.EmulatedDevice().spec))
     assert {file for file, _, _ in builds} == {topk.SOURCE}
     assert all(f"\n{name}(" in text or f" {name}(" in text for _, name, _ in builds)
     assert {constants["PADDED"] for _, name, constants in builds if name == "group_max"} >= {16, 64, 112, 128, 512}
