@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import scipy.sparse as sp
@@ -21,9 +21,11 @@ from ..device.cuda import DeviceSpec
 from ..native import _als
 from .fused import solved_apart, table_width
 from .grid import Grid
-from .half_sweep import Place
-from .machine import CpuRates, Machine
-from .ranks import ScalePlan
+
+if TYPE_CHECKING:  # planners, which import this module
+    from .half_sweep import Place
+    from .machine import CpuRates, Machine
+    from .ranks import ScalePlan
 
 CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
 
