@@ -186,7 +186,7 @@ def baseline_and_residuals(data: HeldOut, grid: Grid) -> Iterator[Row]:
 def measured(data: HeldOut, grid: Grid, *, rank: bool) -> Iterator[Row]:
     """All methods over their settings."""
     for biases in (False, True):
-        yield fitted(data, "defaults", 1.0, {"biases": biases}, rank=False)
+        yield fitted(data, "defaults", 1.0, {"biases": biases, "regularization": 0.05}, rank=False)
     yield from baseline_and_residuals(data, grid)
     for nu, factors, value in grid.settings():
         options = {"factors": factors, "regularization": value}

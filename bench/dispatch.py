@@ -58,8 +58,8 @@ MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "implicit exact": (hmf.ImplicitALS, {}),
     "explicit CG 3": (hmf.ExplicitALS, {"biases": False, "solver": "cg"}),
     "implicit CG 3": (hmf.ImplicitALS, {"solver": "cg"}),
-    "MSGD": (hmf.SGD, {}),
-    "CCD++": (hmf.CCD, {}),
+    "MSGD": (hmf.SGD, {"biases": False}),
+    "CCD++": (hmf.CCD, {"biases": False}),
 }
 
 FULL = {

@@ -153,7 +153,9 @@ def measure_sgd(
 ) -> None:
     """Check, time and judge one schedule."""
     data = session.data(shape)
-    model = hmf.SGD(f, regularization=LAMBDA, device="cuda", random_state=0, iterations=QUALITY["SGD"], **options)
+    model = hmf.SGD(
+        f, biases=False, regularization=LAMBDA, device="cuda", random_state=0, iterations=QUALITY["SGD"], **options
+    )
     hogwild = options["schedule"] == "batch_hogwild"
     error = None if hogwild else check_pass(session, data, model, f)
     started = time.perf_counter()
@@ -201,7 +203,7 @@ def run_ccd(session: Session, profile: str, shape: str | None) -> None:
 def measure_ccd(session: Session, shape: str, f: int, options: dict[str, Any]) -> None:
     """Check, time and judge CCD++."""
     data, inner = session.data(shape), options.get("inner_iterations", 1)
-    model = hmf.CCD(f, regularization=LAMBDA, device="cuda", random_state=0, **options)
+    model = hmf.CCD(f, biases=False, regularization=LAMBDA, device="cuda", random_state=0, **options)
     started = time.perf_counter()
     solver = make_solver(model, data)
     session.device.synchronize()

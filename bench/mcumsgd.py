@@ -103,7 +103,7 @@ class Start:
     @cached_property
     def model(self) -> Any:
         """An estimator of one GPU."""
-        return hmf.SGD(factors=self.factors, device="cuda:0", random_state=0)
+        return hmf.SGD(factors=self.factors, regularization=0.05, biases=False, device="cuda:0", random_state=0)
 
     @cached_property
     def state(self) -> Any:
@@ -115,7 +115,12 @@ class Start:
     def solver(self, devices: Any, variant: Variant) -> Any:
         """The solver of a fit, before its first epoch."""
         order = variant.order
-        model, data = hmf.SGD(factors=self.factors, order=order, device=devices, random_state=0), self.data
+        model, data = (
+            hmf.SGD(
+                factors=self.factors, regularization=0.05, biases=False, order=order, device=devices, random_state=0
+            ),
+            self.data,
+        )
         objective = model._objective()
         plan = make_plan(objective, model._settings(), data.user.shape, data.user.nnz)
         ratings = TrainingData.on_host(data.user, plan)

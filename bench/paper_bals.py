@@ -497,13 +497,13 @@ def run_methods(bench: Bench, data: Drawn, work: Work) -> None:
 
 def methods(bench: Bench, f: int, iterations: dict[str, int]) -> dict[str, Any]:
     """Each family as the paper has it: the same lambda, ALS-WR's penalty."""
-    same: dict[str, Any] = {"factors": f, "regularization": LAMBDA, "random_state": 0}
+    same: dict[str, Any] = {"factors": f, "regularization": LAMBDA, "biases": False, "random_state": 0}
     if bench.device is None:
         same["num_threads"] = bench.threads
     schedule: Any = "blocks" if bench.device is None else "batch_hogwild"
     return {
-        "ALS, BALS tiles": hmf.ExplicitALS(biases=False, **same, iterations=iterations["ALS"], assembly="bals"),
-        "ALS, ours": hmf.ExplicitALS(biases=False, **same, iterations=iterations["ALS"]),
+        "ALS, BALS tiles": hmf.ExplicitALS(**same, iterations=iterations["ALS"], assembly="bals"),
+        "ALS, ours": hmf.ExplicitALS(**same, iterations=iterations["ALS"]),
         "CCD++": hmf.CCD(**same, iterations=iterations["CCD++"]),
         f"SGD, {schedule}": hmf.SGD(**same, iterations=iterations["SGD"], schedule=schedule),
     }

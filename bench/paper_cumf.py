@@ -108,12 +108,12 @@ def contestants(device: str, f: int, iterations: int, threads: int) -> dict[str,
         for name, options in (exact | ours).items()
     }
     found["SGD, blocks, RPCS (LIBMF's method), CPU"] = (
-        hmf.SGD(f, **sgd, schedule="blocks", rate_schedule="rpcs", deterministic=False), 3 * iterations
+        hmf.SGD(f, biases=False, **sgd, schedule="blocks", rate_schedule="rpcs", deterministic=False), 3 * iterations
     )  # fmt: skip
-    found["SGD, blocks, our defaults, CPU"] = (hmf.SGD(f, **sgd, schedule="blocks"), 3 * iterations)
+    found["SGD, blocks, our defaults, CPU"] = (hmf.SGD(f, biases=False, **sgd, schedule="blocks"), 3 * iterations)
     if device == "cuda":
         gpu_sgd = {key: value for key, value in als.items() if key != "num_threads"}
-        found["batch-Hogwild, GPU"] = (hmf.SGD(f, **gpu_sgd, schedule="batch_hogwild"), 3 * iterations)
+        found["batch-Hogwild, GPU"] = (hmf.SGD(f, biases=False, **gpu_sgd, schedule="batch_hogwild"), 3 * iterations)
     return found
 
 

@@ -115,7 +115,7 @@ class Session:
 
 def sgd(r: int, device: str, **options: Any) -> hmf.SGD:
     """A model of rank r at the defaults of its schedule."""
-    return hmf.SGD(r, **({"regularization": LAMBDA, "device": device, "random_state": 0} | options))
+    return hmf.SGD(r, **({"regularization": LAMBDA, "biases": False, "device": device, "random_state": 0} | options))
 
 
 def epoch_ms_cpu(models: dict[str, Any], data: Split, repeats: int) -> dict[str, list[float]]:
@@ -338,14 +338,20 @@ def measure_ordering(session: Session, r: int) -> None:
 def methods(session: Session, threads: int) -> dict[str, Any]:
     """Every method on the CPU, by its name in the paper where it has one."""
     f = session.profile.factors
-    common: dict[str, Any] = {"regularization": LAMBDA, "device": "cpu", "random_state": 0, "num_threads": threads}
+    common: dict[str, Any] = {
+        "regularization": LAMBDA,
+        "biases": False,
+        "device": "cpu",
+        "random_state": 0,
+        "num_threads": threads,
+    }
     return {
         "MSGD": hmf.SGD(f, **common, schedule="msgd"),
         "Hogwild!": hmf.SGD(f, **common, schedule="hogwild"),
         "DSGD": hmf.SGD(f, **common, schedule="blocks"),
         "FPSGD": hmf.SGD(f, **common, schedule="blocks", deterministic=False),
         "CCD++": hmf.CCD(f, **common),
-        "ALS": hmf.ExplicitALS(f, biases=False, **common),
+        "ALS": hmf.ExplicitALS(f, **common),
     }
 
 
@@ -354,12 +360,12 @@ def run_convergence(session: Session) -> None:
     f, profile = session.profile.factors, session.profile
     models = {f"{name}, CPU": model for name, model in methods(session, session.threads).items()}
     if session.device is not None:
-        gpu: dict[str, Any] = {"regularization": LAMBDA, "device": "cuda", "random_state": 0}
+        gpu: dict[str, Any] = {"regularization": LAMBDA, "biases": False, "device": "cuda", "random_state": 0}
         models |= {
             "CUMSGD": hmf.SGD(f, **gpu, schedule="msgd"),
             "batch-Hogwild, GPU": hmf.SGD(f, **gpu, schedule="batch_hogwild"),
             "CCD++, GPU": hmf.CCD(f, **gpu),
-            "ALS, GPU": hmf.ExplicitALS(f, biases=False, **gpu),
+            "ALS, GPU": hmf.ExplicitALS(f, **gpu),
         }
     for name, model in models.items():
         session.case(f"convergence, {name}", lambda name=name, model=model: measure_race(session, name, model))  # type: ignore[misc]

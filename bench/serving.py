@@ -271,7 +271,9 @@ def main(tasks: tuple[str, ...], scale: float) -> None:
         if scale == 1
         else hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=scale, seed=0).user_items
     )
-    model = hmf.ImplicitALS(factors=FACTORS, iterations=2, device="cpu", random_state=0).fit(matrix)
+    model = hmf.ImplicitALS(factors=FACTORS, regularization=0.01, iterations=2, device="cpu", random_state=0).fit(
+        matrix
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         model.save(path)

@@ -86,7 +86,9 @@ def contestants(matrix: sp.csr_array, f: int, threads: int) -> dict[str, Contest
     }  # fmt: skip
 
     def sgd(**options: Any) -> Contestant:
-        return Contestant(Fit(matrix, lambda n: hmf.SGD(f, **common, **options, iterations=n)).fit, give_up=GIVE_UP)
+        return Contestant(
+            Fit(matrix, lambda n: hmf.SGD(f, biases=False, **common, **options, iterations=n)).fit, give_up=GIVE_UP
+        )
 
     raw = scale_of(matrix, Objective.explicit(LAMBDA, "count", False))  # turns rates of the ratings' unit into ours
     ways = {
@@ -95,7 +97,9 @@ def contestants(matrix: sp.csr_array, f: int, threads: int) -> dict[str, Contest
         "ours, blocks, RPCS": sgd(schedule="blocks", rate_schedule="rpcs"),
         "ours, blocks, AdaGrad": sgd(schedule="blocks", rate_schedule="adagrad"),
         "ours, msgd, power": sgd(schedule="msgd"),
-        "ours, CCD++": Contestant(Fit(matrix, lambda n: hmf.CCD(f, **common, iterations=n)).fit, give_up=GIVE_UP),
+        "ours, CCD++": Contestant(
+            Fit(matrix, lambda n: hmf.CCD(f, biases=False, **common, iterations=n)).fit, give_up=GIVE_UP
+        ),
         "ours, ALS": Contestant(
             Fit(matrix, lambda n: hmf.ExplicitALS(f, biases=False, **common, iterations=n)).fit, give_up=GIVE_UP
         ),

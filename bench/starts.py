@@ -49,10 +49,10 @@ STARTS: dict[str, tuple[str, float, bool]] = {
 
 MODELS: dict[str, Callable[..., Any]] = {
     "implicit": lambda **options: hmf.ImplicitALS(regularization=5.0, **options),
-    "explicit": lambda **options: hmf.ExplicitALS(biases=False, **options),
-    "explicit, biases": lambda **options: hmf.ExplicitALS(**options),
-    "SGD": lambda **options: hmf.SGD(**options),
-    "CCD": lambda **options: hmf.CCD(**options),
+    "explicit": lambda **options: hmf.ExplicitALS(regularization=0.05, biases=False, **options),
+    "explicit, biases": lambda **options: hmf.ExplicitALS(regularization=0.05, **options),
+    "SGD": lambda **options: hmf.SGD(regularization=0.05, biases=False, **options),
+    "CCD": lambda **options: hmf.CCD(regularization=0.05, biases=False, **options),
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {"": {}, "balance": {"balance": True}, "cg": {"solver": "cg"}}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from .core.objective import SIDES, Objective, Scaling, Side, State
 from .cpu.als import CpuALS
@@ -91,14 +93,20 @@ class ImplicitALS(_ALS):
     ``c = 1 + alpha |r|``, ``p = 1`` if ``r > 0`` else 0 for the entries, and ``c = unobserved_weight``, ``p = 0``
     elsewhere (Hu, Koren and Volinsky 2008; Gates et al. 2015, eq. 1). A negative entry is a confident dislike.
 
+    Without any weight (`regularization`, `alpha`, `unobserved_weight`, `regularization_scaling`, `count_unobserved`),
+    lambda is 7, alpha 0 and the unobserved weight 0.1: values of entries do not matter, so neither does their unit.
+    With one of them, those left out are 0.01, 1 and 1, the usual values of the literature.
+
     Parameters
     ----------
     factors : int
         Rank, 1 to 2048.
-    regularization : float or (float, float)
+    regularization : float or (float, float), optional
         lambda >= 0, of both sides or of (users, items). At the minimum, predictions depend on the product of the two
-        alone; their ratio sets the length of user factors against that of item factors.
-    alpha : float
+        alone; their ratio sets the length of user factors against that of item factors. Default: see above; for small
+        data, less than 7: at most half of ``|d_u| |d_i| / nnz``, where d are the numbers of entries of users and of
+        items. Above this estimate of the largest singular value, all factors are nearly zero.
+    alpha : float, optional
         Confidence per unit of feedback, >= 0; ``fit(weights=)`` takes other confidences. The library `implicit` uses
         ``c = alpha r``: pass it ``1 + alpha r`` with its ``alpha=1`` for the same model.
     iterations : int
@@ -111,10 +119,10 @@ class ImplicitALS(_ALS):
         "auto" chooses the device with the shortest predicted time and logs the reason. "cuda" is the first GPU; a named
         device that cannot be used raises an error. A list runs the fit on several devices, one rank on each; the first
         device serves the fitted model.
-    regularization_scaling : {"none", "count"} or float, or a pair of them
-        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power;
-        of both sides or of (users, items).
-    unobserved_weight : float
+    regularization_scaling : {"none", "count"} or float, or a pair of them, optional
+        The factor s of a row: 1 ("none", the default), its number of entries ("count", ALS-WR), or that number to the
+        given power; of both sides or of (users, items).
+    unobserved_weight : float, optional
         Confidence of pairs without an entry, >= 0.
     count_unobserved : bool
         Also count all pairs of a row in s, each with `unobserved_weight`: the factor of a user is
@@ -178,6 +186,8 @@ class ImplicitALS(_ALS):
     ----------
     user_factors, item_factors : float32 array, shape (n_users, factors) and (n_items, factors)
     user_factors_, item_factors_ : the same factors in `dtype`
+    regularization_, alpha_, unobserved_weight_, regularization_scaling_ : float
+        Weights of the fit, also where a parameter is None; a pair if users and items differ.
     n_iter_ : int
         Completed iterations.
     history_ : list of dict
@@ -204,13 +214,13 @@ class ImplicitALS(_ALS):
         self,
         factors: int = 64,
         *,
-        regularization: float | tuple[float, float] = 0.01,
-        alpha: float = 1.0,
+        regularization: float | tuple[float, float] | None = None,
+        alpha: float | None = None,
         iterations: int = 10,
         solver: str = "cholesky",
         device: str | Sequence[str] = "auto",
-        regularization_scaling: Scaling | tuple[Scaling, Scaling] = "none",
-        unobserved_weight: float = 1.0,
+        regularization_scaling: Scaling | tuple[Scaling, Scaling] | None = None,
+        unobserved_weight: float | None = None,
         count_unobserved: bool = False,
         cg_steps: int = 3,
         assembly: str = "auto",
@@ -251,27 +261,40 @@ class ImplicitALS(_ALS):
         self.reduction = reduction
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self, spread: float = 1.0) -> Objective:
+    @property
+    def alpha_(self) -> float:
+        """`alpha` of the fit, also where the parameter is None."""
+        return self._fitted().objective.alpha
+
+    @property
+    def unobserved_weight_(self) -> float:
+        """`unobserved_weight` of the fit, also where the parameter is None."""
+        return self._fitted().objective.unobserved_weight
+
+    def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
         weights = (self.alpha, self.unobserved_weight, self.count_unobserved)
-        return Objective.implicit(self.regularization, self.regularization_scaling, *weights)
+        return Objective.implicit(self.regularization, self.regularization_scaling, *weights, degrees)
 
 
 class ExplicitALS(_ALS):
     """Matrix factorization of explicit ratings by alternating least squares, exact by default.
 
     Minimizes ``sum_(u,i observed) (r_ui - mu - b_u - b_i - x_u.y_i)^2 + lambda (sum_u s_u |x_u|^2 + sum_i s_i
-    |y_i|^2) + lambda_b (sum_u s_u b_u^2 + sum_i s_i b_i^2)``, without a factor 1/2. The default
-    ``regularization_scaling="count"`` is that of ALS-WR (Zhou et al. 2008; cuMF eq. 1), which has no biases.
+    |y_i|^2) + lambda_b (sum_u s_u b_u^2 + sum_i s_i b_i^2)``, without a factor 1/2.
 
     Parameters
     ----------
     factors : int
         Rank, 1 to 2048.
-    regularization : float or (float, float)
-        lambda >= 0, of both sides or of (users, items).
-    regularization_scaling : {"none", "count"} or float, or a pair of them
-        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power;
-        of both sides or of (users, items).
+    regularization : float or (float, float), optional
+        lambda >= 0, of both sides or of (users, items), in the unit of the ratings. Default: ``0.1 * 144 ** (1 - nu)``
+        standard deviations of the training ratings (their root mean square if all are equal, 1 if all are 0), with nu
+        the power of `regularization_scaling`: 0.1 for "count", 1.2 for 0.5 and 14.4 for "none". Multiplying the ratings
+        by k then multiplies predictions by k.
+    regularization_scaling : {"none", "count"} or float, or a pair of them, optional
+        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR: Zhou et al. 2008, cuMF eq. 1), or
+        that number to the given power; of both sides or of (users, items). Default: 0.5 for models with biases and the
+        default `regularization`, else "count".
     biases : bool
         Fit the mean mu (fixed at the training mean) and user and item biases, solved together with the factors. The
         systems of a biased model have one more unknown.
@@ -289,6 +312,8 @@ init, nonnegative, block_size, balance, row_form, reduction, gpu_memory_limit
     user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, timings_, plan_, device_, user_ids_, \
 item_ids_
         As for `ImplicitALS`.
+    regularization_, regularization_scaling_ : float
+        lambda and nu of the fit, also where the parameters are None; a pair if users and items differ.
     user_bias_, item_bias_ : array or None
     mean_ : float
 
@@ -306,8 +331,8 @@ item_ids_
         self,
         factors: int = 64,
         *,
-        regularization: float | tuple[float, float] = 0.05,
-        regularization_scaling: Scaling | tuple[Scaling, Scaling] = "count",
+        regularization: float | tuple[float, float] | None = None,
+        regularization_scaling: Scaling | tuple[Scaling, Scaling] | None = None,
         biases: bool = True,
         bias_regularization: float | tuple[float, float] | None = None,
         iterations: int = 15,
@@ -351,7 +376,7 @@ item_ids_
         self.reduction = reduction
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self, spread: float = 1.0) -> Objective:
+    def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
         return Objective.explicit(
             self.regularization, self.regularization_scaling, self.biases, self.bias_regularization, spread
         )

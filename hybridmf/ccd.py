@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from .core.objective import Objective, Scaling, State
+import numpy as np
+
+from .core.objective import Objective, Scaling, Side, State
 from .model.base import FactorModel
 from .model.training import TrainingData
 from .plan.ccd import CcdMethod
@@ -26,11 +29,11 @@ class CCD(FactorModel):
     ----------
     factors : int
         Rank, 1 to 2048.
-    regularization : float or (float, float)
-        lambda >= 0, of both sides or of (users, items).
-    regularization_scaling : {"none", "count"} or float, or a pair of them
+    regularization : float or (float, float), optional
+        lambda >= 0, of both sides or of (users, items). Default: as for `ExplicitALS`.
+    regularization_scaling : {"none", "count"} or float, or a pair of them, optional
         The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power;
-        of both sides or of (users, items).
+        of both sides or of (users, items). Default: as for `ExplicitALS`.
     iterations : int
         Outer iterations; each visits every factor once.
     inner_iterations : int
@@ -62,6 +65,8 @@ class CCD(FactorModel):
     ----------
     user_factors, item_factors : float32 array, shape (n_users, factors) and (n_items, factors)
     user_factors_, item_factors_ : the same factors in `dtype`
+    regularization_, regularization_scaling_ : float
+        lambda and nu of the fit, also where the parameters are None; a pair if users and items differ.
     user_bias_, item_bias_ : array or None
     mean_ : float
     n_iter_ : int
@@ -99,12 +104,12 @@ class CCD(FactorModel):
         self,
         factors: int = 64,
         *,
-        regularization: float | tuple[float, float] = 0.05,
-        regularization_scaling: Scaling | tuple[Scaling, Scaling] = "count",
+        regularization: float | tuple[float, float] | None = None,
+        regularization_scaling: Scaling | tuple[Scaling, Scaling] | None = None,
         iterations: int = 15,
         inner_iterations: int = 1,
         nonnegative: bool = False,
-        biases: bool = False,
+        biases: bool = True,
         bias_regularization: float | tuple[float, float] | None = None,
         device: str = "auto",
         dtype: Any = "float32",
@@ -128,7 +133,7 @@ class CCD(FactorModel):
         self.init = init
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self, spread: float = 1.0) -> Objective:
+    def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
         return Objective.explicit(
             self.regularization, self.regularization_scaling, self.biases, self.bias_regularization, spread
         )

@@ -18,6 +18,7 @@ import numpy as np
 from .als import ExplicitALS, ImplicitALS
 from .ccd import CCD
 from .core.files import write_atomically
+from .core.objective import Objective
 from .core.progress import progress_bar
 from .core.table import format_table
 from .core.validate import check_bool, check_choice, check_int, check_real
@@ -94,6 +95,8 @@ class Run:
         Useful work per second in GFLOP/s, and as a share of the rate of a float32 matrix product on the same device.
     bytes_per_second : float
         Factors and residuals gathered and written per second, by the counts of the papers.
+    minimized : Objective or None
+        With the weights of the fit: values of different objectives are not comparable.
     """
 
     method: str
@@ -110,6 +113,7 @@ class Run:
     bytes_per_second: float
     interval: Interval | None = None
     difference: Interval | None = None
+    minimized: Objective | None = None
 
     @property
     def per_iteration(self) -> float:
@@ -263,10 +267,9 @@ class Comparison:
         """The best methods of the tables, in sentences."""
         fastest = min(self.runs, key=lambda run: run.per_iteration)
         lowest = min(self.runs, key=lambda run: run.objective[-1])
-        lines = [
-            f"Shortest iteration: {fastest.title}, {_seconds(fastest.per_iteration)} s.",
-            f"Lowest objective: {lowest.title}, {_amount(lowest.objective[-1])}.",
-        ]
+        lines = [f"Shortest iteration: {fastest.title}, {_seconds(fastest.per_iteration)} s."]
+        if all(run.minimized == lowest.minimized for run in self.runs):
+            lines.append(f"Lowest objective: {lowest.title}, {_amount(lowest.objective[-1])}.")
         if self.baseline is not None:
             even = [run for run in self.runs if not run.beats_the_baseline]
             lost = [run.title for run in even if not run.is_ahead_of(self.baseline)]
@@ -445,8 +448,8 @@ def _seconds(value: float) -> str:
 def default_models(feedback: str, factors: int = 64, iterations: int = 10) -> dict[str, FactorModel]:
     """Default methods of a comparison: exact and approximate ones of each family that supports the feedback.
 
-    They minimize the same objective: the default lambda of all explicit estimators is the same, and all of them fit
-    biases, as `hybridmf fit` does.
+    All have their defaults, as `hybridmf fit` does, so explicit ones fit biases. ALS and CCD++ minimize the same
+    objective; the lambda of SGD differs.
     """
     common: dict[str, Any] = {"factors": factors, "iterations": iterations, "random_state": 0}
     if feedback == "implicit":
@@ -455,15 +458,14 @@ def default_models(feedback: str, factors: int = 64, iterations: int = 10) -> di
             "als-cg": ImplicitALS(**common, solver="cg"),
             "als-subspace": ImplicitALS(**common, solver="subspace"),
         }
-    biased = common | {"biases": True}
     return {
-        "als": ExplicitALS(**biased),
-        "als-cg": ExplicitALS(**biased, solver="cg"),
-        "sgd-blocks": SGD(**biased, schedule="blocks"),
-        "sgd-hogwild": SGD(**biased, schedule="hogwild"),
-        "sgd-msgd": SGD(**biased, schedule="msgd"),
-        "sgd-batch-hogwild": SGD(**biased, schedule="batch_hogwild"),
-        "ccd": CCD(**biased),
+        "als": ExplicitALS(**common),
+        "als-cg": ExplicitALS(**common, solver="cg"),
+        "sgd-blocks": SGD(**common, schedule="blocks"),
+        "sgd-hogwild": SGD(**common, schedule="hogwild"),
+        "sgd-msgd": SGD(**common, schedule="msgd"),
+        "sgd-batch-hogwild": SGD(**common, schedule="batch_hogwild"),
+        "ccd": CCD(**common),
     }
 
 
@@ -664,7 +666,7 @@ def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratin
     rate = model.plan_.flops_per_iteration / usual / 1e9
     run = Run(
         name, model.plan_.device_name, model.plan_, seconds, phases, tuple(objective), metric, tuple(scores), peak,
-        rate, rate / ceiling, model.plan_.bytes_per_iteration / usual,
+        rate, rate / ceiling, model.plan_.bytes_per_iteration / usual, minimized=model._fitted().objective,
     )  # fmt: skip
     return _Result(run, model.user_factors_, model.item_factors_, found[-1] if found else None)
 

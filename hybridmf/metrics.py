@@ -6,6 +6,7 @@ averages the other values. docs/evaluation.md has the formulas.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -581,7 +582,7 @@ def evaluate(
         ``users="warm"`` if the cold users are unknown.
     """
     names = _checked_names(metrics)
-    test, train = as_ratings(test), as_ratings(train)
+    test, train = as_ratings(test, "test"), as_ratings(train, "train")
     model = _adapted(model, test, train)
     _check_model(model, names)
     if block_users is not None:
@@ -657,6 +658,8 @@ def _adapted(model: Any, test: Any, train: Any) -> Any:
     learned = getattr(model, "_learned", None)
     if learned is not None:
         return model._holding(learned)  # one state for all blocks of users
+    if isinstance(model, PopularityRecommender):
+        return copy.copy(model)  # with one state, too
     if isinstance(model, (np.ndarray, list, tuple)):
         return ReadyLists(model, _with_shape("test", test) if train is None else _with_shape("train", train))
     known = isinstance(model, (type, PopularityRecommender)) or _has(model, "n_users")

@@ -76,7 +76,8 @@ from .data.splits import (
     random_entries,
 )
 from .data.text import TextOptions, find_layout, read_fields, read_text, text_separator
-from .data.transforms import Transforms
+from .data.transforms import EntryView, Transforms
+from .data.wide import is_wide, read_wide
 from .errors import DuplicateEntriesError, RatingsError
 
 
@@ -86,7 +87,8 @@ class Ratings(Transforms):
     Parameters
     ----------
     user_items : sparse or dense matrix, shape (n_users, n_items)
-        Validated and copied to canonical CSR, float32. Ratings or a store keep their labels, unless others are given.
+        Validated and copied to canonical CSR, float32. Ratings, a store or a wide data frame (see `from_matrix`) keep
+        their labels, unless others are given.
     user_ids : sequence, shape (n_users,), optional
         Label of each row; None if rows are identified by position.
     item_ids : sequence, shape (n_items,), optional
@@ -113,8 +115,10 @@ class Ratings(Transforms):
     """
 
     def __init__(self, user_items: Any, user_ids: Iterable[Any] | None = None, item_ids: Iterable[Any] | None = None):
-        self.user_items: sp.csr_array = as_csr(user_items, name="user_items")
+        if is_wide(user_items):
+            user_items = as_ratings(user_items, "user_items", users=user_ids is None)
         given = getattr(user_items, "ratings", user_items) if hasattr(user_items, "user_items") else None
+        self.user_items: sp.csr_array = as_csr(user_items, name="user_items")
         user_ids = getattr(given, "user_ids", None) if user_ids is None else user_ids
         item_ids = getattr(given, "item_ids", None) if item_ids is None else item_ids
         self.user_ids = label_array("user_ids", user_ids, self.n_users)
@@ -218,9 +222,11 @@ class Ratings(Transforms):
         Parameters
         ----------
         matrix : sparse matrix or array of any SciPy format, or 2-D array, shape (n_users, n_items)
-            Explicit zeros of a sparse matrix are entries; zeros and masked cells of a dense one are absent.
+            Explicit zeros of a sparse matrix are entries; zeros and masked cells of a dense one are absent. Or a wide
+            data frame (a pivot table): its index and the names of its columns become labels, and missing cells (NaN,
+            null) are absent, too. A default index of pandas (0, 1, 2, ...) stands for positions.
         user_ids, item_ids : sequence, optional
-            Label of each row and of each column.
+            Label of each row and of each column; default: those of a frame.
         duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once.
 
@@ -236,7 +242,7 @@ class Ratings(Transforms):
             A repeated pair under ``duplicates="error"``; the message names its labels.
         """
         check_choice("duplicates", duplicates, MERGE_RULES)
-        if hasattr(matrix, "user_items"):  # has labels of its own, and no pair twice
+        if hasattr(matrix, "user_items") or is_wide(matrix):  # has labels of its own, and no pair twice
             return cls(matrix, user_ids, item_ids)
         try:
             return cls(as_csr(matrix, name="matrix", duplicates=duplicates), user_ids, item_ids)
@@ -330,7 +336,8 @@ class Ratings(Transforms):
         ----------
         path : str, path, list of these, or file object
             Text and MatrixMarket files may be gzipped. A list of files, a pattern such as ``"logs/*.csv"`` and a folder
-            of Parquet files are read as one. A file object is read to its end.
+            of Parquet files are read as one; columns in the names of folders (``year=2024``) can be named as others. A
+            file object is read to its end.
         format : {"auto", "text", "csv", "tsv", "lists", "jsonl", "mtx", "npz", "parquet"}
             "text" is delimited text with any separator. "lists" is text whose lines hold a user, then all items of the
             user, separated by commas or white space (or `separator`); it is never detected. "jsonl" has a JSON object
@@ -367,8 +374,8 @@ class Ratings(Transforms):
             (NULL, None, NA, nan and similar). "keep" takes such words for ids, not nulls.
         timestamp : int, str or None
             Column of times (numbers, or dates in ISO 8601) of text and Parquet, kept as `timestamps`. "auto" takes the
-            only column with a time-like name, or without a header the fourth of four columns if it holds Unix times, as
-            in the files of MovieLens. None keeps none.
+            only column with a time-like name, or without a header the fourth if it holds dates or, of four columns,
+            Unix times, as in the files of MovieLens. None keeps none.
         where : mapping, optional
             Row filters of text and Parquet, such as ``{"behavior": "play"}``: for each column, by name or number, a
             value, a collection of values, or a function of the column as an array that returns a mask. Ids that occur
@@ -761,14 +768,45 @@ def k_fold(ratings: Any, n_splits: int = 5, random_state: Any = None) -> Iterato
     return (_parts(ratings, matrix, folds == fold) for fold in range(n_splits))
 
 
-def as_ratings(given: Any) -> Any:
-    """Ratings of a data frame with columns of users and items, a view of entries or `PreparedRatings`; others as is."""
+def is_pairs(given: Any) -> bool:
+    """Whether `given` is a table of pairs: a frame with columns of users and items, or a view of entries."""
+    names = frame_names(given)
+    return isinstance(given, EntryView) if names is None else named_like_entries(names)
+
+
+def as_ratings(given: Any, name: str = "frame", *, users: bool = True) -> Any:
+    """Ratings of a data frame, of entries or wide, of a view of entries, or of `PreparedRatings`; others as is.
+
+    Parameters
+    ----------
+    given : any
+    name : str
+        Argument name for messages.
+    users : bool
+        False ignores the index of a wide frame; see `hybridmf.data.wide.read_wide`.
+
+    Returns
+    -------
+    Ratings, or `given`
+        Values of a wide frame keep their precision.
+
+    Raises
+    ------
+    RatingsError, TypeError, ValueError
+        A frame that cannot be read.
+    """
     held = getattr(given, "ratings", None)
     if isinstance(held, Ratings):
         return held
     names = frame_names(given)
-    if names is None or not named_like_entries(names):
+    if names is None:
         return given
+    if not named_like_entries(names):
+        wide = read_wide(given, name, users=users)
+        matrix = as_csr(wide.cells, name=name, dtype=_exact_dtype(wide.cells))
+        ratings = Ratings._checked(matrix, wide.user_ids, wide.item_ids)
+        ratings.frame_kind = kind_of(given)
+        return ratings
     try:
         return Ratings.from_frame(given)
     except RatingsError as error:  # whose advice is an argument of from_frame

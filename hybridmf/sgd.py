@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from .core.objective import Objective, State
+import numpy as np
+
+from .core.objective import Objective, Side, State
 from .core.validate import check_int, seed_of
 from .model.base import FactorModel
 from .model.training import TrainingData
 from .plan.sgd import SgdMethod
 from .plan.solver import Solver
 from .plan.types import Plan, Settings
+
+DEFAULT_MULTIPLE = 0.05
+"""Default lambda in standard deviations of the ratings, less than that of exact solvers, since SGD ends before
+the minimum (bench/defaults.py)."""
 
 
 class SGD(FactorModel):
@@ -32,8 +39,10 @@ class SGD(FactorModel):
     ----------
     factors : int
         Rank, 1 to 2048 (512 on a GPU).
-    regularization : float
-        lambda >= 0, in the unit of the ratings; ``learning_rate * regularization / c`` must be less than 1.
+    regularization : float, optional
+        lambda >= 0, in the unit of the ratings; ``learning_rate * regularization / c`` must be less than 1. Default:
+        0.05 standard deviations of the training ratings (their root mean square if all are equal, 1 if all are 0).
+        Multiplying the ratings by k then multiplies predictions by k, up to rounding.
     learning_rate : float, optional
         Learning rate of the first epoch, > 0, for standardized ratings. Default, without and with biases: "power" 0.12
         and 0.04, "geometric" 0.11 and 0.035, "constant" 0.038 and 0.015, "rpcs" and "adagrad" 0.08 and 0.05. A
@@ -104,6 +113,8 @@ class SGD(FactorModel):
     user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, timings_, plan_, device_, user_ids_, \
 item_ids_
         As for `ImplicitALS`.
+    regularization_ : float
+        lambda of the fit, also where the parameter is None.
     user_bias_, item_bias_ : array or None
     mean_ : float
 
@@ -128,14 +139,14 @@ item_ids_
         self,
         factors: int = 64,
         *,
-        regularization: float = 0.05,
+        regularization: float | None = None,
         learning_rate: float | None = None,
         decay: float | None = None,
         rate_schedule: str = "power",
         schedule: str = "msgd",
         ordering: str = "mixed",
         order: str = "passes",
-        biases: bool = False,
+        biases: bool = True,
         bias_regularization: float | None = None,
         iterations: int = 20,
         device: str | list[str] = "auto",
@@ -167,7 +178,7 @@ item_ids_
         self.init = init
         self.gpu_memory_limit = gpu_memory_limit
 
-    def _objective(self, spread: float = 1.0) -> Objective:
+    def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
         for name in ("regularization", "bias_regularization"):
             value = getattr(self, name)
             if isinstance(value, (tuple, list)):
@@ -175,7 +186,8 @@ item_ids_
                     f"{name} must be one number for users and items, got {value!r}: an update moves a user and an item "
                     "by the same terms; ExplicitALS and CCD take a pair"
                 )
-        return Objective.explicit(self.regularization, "count", self.biases, self.bias_regularization, spread)
+        weights = (self.regularization, "count", self.biases, self.bias_regularization)
+        return Objective.explicit(*weights, spread, DEFAULT_MULTIPLE)
 
     def _settings(self) -> Settings:
         method = SgdMethod.check(

@@ -163,7 +163,7 @@ class Case:
         """All parameters of the model, apart from the device."""
         given = {"factors": self.factors, "iterations": self.iterations, "random_state": 0, **self.options}
         given["regularization"] = REGULARIZATION[self.feedback]
-        if self.model in ("explicit", "biased"):
+        if self.model != "implicit":
             given["biases"] = self.biases
         if self.biases:
             given["bias_regularization"] = BIAS_REGULARIZATION

@@ -12,10 +12,11 @@ import click
 
 from ..compare import FEEDBACK, default_models
 from ..compare import compare as run_compare
+from ..data.readers import part_paths
 from ..datasets import SHAPES
 from ..ratings import Ratings
 from .options import check_folder, debug_option, device_list, examples, plot_option, refuse_overwriting
-from .sources import ratings_options, read_ratings, refuse_reading_options, where_option
+from .sources import files_of, ratings_options, read_ratings, refuse_reading_options, where_option
 
 
 @click.command(
@@ -74,9 +75,9 @@ def command(
 ) -> None:
     """Compare methods and devices on the same ratings, from the same initial factors.
 
-    RATINGS is a file or a store (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m, ml-10m,
-    ml-20m, netflix, yahoo-r1, sls, rucci, msd, epinions, eachmovie, yahoo-songs. Without a GPU the methods of the CPU
-    are compared. The exit code is 1 if two devices disagree on the objective of a method.
+    RATINGS is a file, a pattern or a store (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m,
+    ml-10m, ml-20m, netflix, yahoo-r1, sls, rucci, msd, epinions, eachmovie, yahoo-songs. Without a GPU the methods of
+    the CPU are compared. The exit code is 1 if two devices disagree on the objective of a method.
 
     \b
     als                exact alternating least squares
@@ -88,8 +89,8 @@ def command(
     sgd-batch-hogwild  runs of ratings without synchronization (GPU)
     ccd                cyclic coordinate descent, CCD++
     """  # noqa: D301 (click wants the backspace itself before a paragraph that keeps its lines)
-    refuse_overwriting(json_file, ratings)
-    refuse_overwriting(plot, ratings)
+    for output in (json_file, plot):
+        refuse_overwriting(output, *files_of(ratings))
     models = default_models(feedback, factors, iterations)
     unknown = [method for method in methods if method not in models]
     if unknown:
@@ -125,7 +126,7 @@ def _source(name: str, where: tuple[str, ...], options: dict[str, Any], quiet: b
             raise click.UsageError(f"--where filters rows of a file, and {name} is drawn from a seed; leave it out")
         refuse_reading_options(f"{name} is drawn from a seed")
         return name
-    if not os.path.exists(name):
+    if not os.path.exists(name) and not part_paths(name):
         shapes = ", ".join(SHAPES)
         raise click.UsageError(f"{name!r} is neither a file nor a known shape; shapes: demo, {shapes}")
     return read_ratings(name, where, show_progress=not quiet, **options)

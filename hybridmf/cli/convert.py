@@ -22,7 +22,18 @@ from ..plots import occupancy, save
 from ..ratings import Ratings
 from .options import check_folder_above, debug_option, examples, plot_option, refuse_overwriting
 from .report import facts_text, file_size, names_of, ratings_facts, store_facts, with_output
-from .sources import columns_text, is_store, open_store, ratings_options, read_ratings, reading_arguments
+from .sources import (
+    Source,
+    columns_text,
+    files_of,
+    is_store,
+    one_source,
+    open_store,
+    ratings_options,
+    ratings_path,
+    read_ratings,
+    reading_arguments,
+)
 
 
 @click.command(
@@ -35,15 +46,14 @@ from .sources import columns_text, is_store, open_store, ratings_options, read_r
         "hybridmf convert store/ finer/ --slab-bytes 4MiB",
     ),
 )
-@click.argument("ratings_file", metavar="RATINGS", type=click.Path(exists=True))
-@click.argument("out", required=False, type=click.Path(writable=True), callback=check_folder_above)
+@click.argument("paths", metavar="RATINGS... [OUT]", nargs=-1, required=True)
 @click.option(
     "--to", "target", type=click.Choice(["npz", "mtx", "csv", "bals-stats", "store"]),
     help="Format of OUT; bals-stats writes the statistics as JSON.  [default: by the ending of OUT; store: a folder]",
 )  # fmt: skip
 @click.option("--slab-bytes", default="64MiB", show_default=True, help="Size of a slab of a store.")
 @click.option("--memory-limit", default="1GiB", show_default=True, help="Memory for a conversion to a store.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing store.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing store, or the file OUT after several RATINGS.")
 @click.option("--tile-rows", type=int, default=256, show_default=True, help="Height of a BALS tile.")
 @click.option("--tile-cols", type=int, default=192, show_default=True, help="Width of a BALS tile.")
 @click.option("--num-threads", type=int, help="[default: all cores]")
@@ -52,8 +62,7 @@ from .sources import columns_text, is_store, open_store, ratings_options, read_r
 @click.option("--quiet", is_flag=True, help="No statistics.")
 @debug_option
 def command(
-    ratings_file: str,
-    out: str | None,
+    paths: tuple[str, ...],
     target: str | None,
     tile_rows: int,
     tile_cols: int,
@@ -71,10 +80,12 @@ def command(
     by slab: text, MatrixMarket and Parquet files, and stores, may be larger than memory, and a stopped conversion
     continues when it is started again. npz and csv keep the labels of users and items; mtx has positions only (its rows
     are the users in sorted order). The statistics show the savings of BALS tiles on these ratings, as read and
-    reordered by degree.
+    reordered by degree. Several files, a pattern in quotation marks ("logs/*.csv") and a folder of Parquet files become
+    one.
     """
-    refuse_overwriting(out, ratings_file)
-    refuse_overwriting(plot, ratings_file)
+    ratings_file, out = _source_and_out(paths, overwrite)
+    for output in (out, plot):
+        refuse_overwriting(output, *files_of(ratings_file))
     target = target or _format_of(out)
     if out is None and target != "bals-stats":
         raise click.UsageError("give a file OUT to write, or --to bals-stats for statistics only")
@@ -107,7 +118,23 @@ def command(
             click.echo(f"\nWrote {out} ({file_size(out)}).")
 
 
-def _column_facts(path: str, options: dict[str, Any]) -> dict[str, str]:
+def _source_and_out(paths: tuple[str, ...], overwrite: bool) -> tuple[Source, str | None]:
+    """RATINGS and OUT, the last path, unless there is one only."""
+    context = click.get_current_context()
+    given, out = (paths[:-1], paths[-1]) if len(paths) > 1 else (paths, None)
+    if len(given) > 1 and out is not None and os.path.isfile(out) and not overwrite:  # "convert logs/*.csv"
+        raise click.UsageError(
+            f"the last path is the output, and {out} exists; name another after the {len(given)} files, or pass "
+            "--overwrite"
+        )
+    parameter = next(each for each in context.command.params if each.name == "paths")
+    if out is not None:
+        click.Path(writable=True).convert(out, parameter, context)
+        check_folder_above(context, parameter, out)
+    return one_source(tuple(ratings_path.convert(path, parameter, context) for path in given)), out
+
+
+def _column_facts(path: Source, options: dict[str, Any]) -> dict[str, str]:
     """The columns in use; empty for a store and for files without columns."""
     columns = None if is_store(path) else columns_text(path, **options)
     return {} if columns is None else {"columns": columns}

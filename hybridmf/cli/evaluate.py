@@ -16,7 +16,16 @@ from ..plots import recall_curves, save
 from .fit import METRICS
 from .options import debug_option, examples, plot_option, refuse_overwriting
 from .recommend import seen_matrix
-from .sources import existing_file, ratings_options, read_ratings, where_option
+from .sources import (
+    existing_file,
+    files_of,
+    one_source,
+    ratings_options,
+    ratings_path,
+    read_ratings,
+    source_name,
+    where_option,
+)
 
 
 @click.command(
@@ -27,9 +36,9 @@ from .sources import existing_file, ratings_options, read_ratings, where_option
     ),
 )
 @click.argument("model_file", metavar="MODEL", type=existing_file)
-@click.argument("test_file", metavar="TEST", type=click.Path(exists=True))
+@click.argument("test_files", metavar="TEST...", nargs=-1, required=True, type=ratings_path)
 @click.option(
-    "--train", "train_file", type=click.Path(exists=True),
+    "--train", "train_file", type=ratings_path,
     help="Ratings the model was trained on: they are not recommended, and a baseline is fitted on them. "
     "[default: those in the model, without a baseline]",
 )  # fmt: skip
@@ -46,7 +55,7 @@ from .sources import existing_file, ratings_options, read_ratings, where_option
 @debug_option
 def command(
     model_file: str,
-    test_file: str,
+    test_files: tuple[str, ...],
     train_file: str | None,
     metrics: tuple[str, ...],
     relevance_threshold: float | None,
@@ -62,13 +71,14 @@ def command(
     Users and items are matched by label; ratings of those that the model does not have are left out. The options for
     columns and separators hold for both files.
     """
-    refuse_overwriting(plot, model_file, test_file, train_file)
+    test_source = one_source(test_files)
+    refuse_overwriting(plot, model_file, *files_of(test_source, train_file))
     if plot is not None and train_file is None:
         raise click.UsageError("--plot compares with the most popular items of --train FILE; give it")
     model = load(model_file)
     kind = "implicit" if model._learned.objective.is_implicit else "explicit"
     names = tuple(dict.fromkeys(metrics)) or METRICS[kind]
-    test = seen_matrix(model, read_ratings(test_file, where, **options), test_file)
+    test = seen_matrix(model, read_ratings(test_source, where, **options), source_name(test_source))
     train = None
     models = {type(model).__name__: model}
     if train_file is not None:

@@ -22,6 +22,7 @@ from ..compare import BASELINES
 from ..core import validate as _validate
 from ..core.objective import SIDES, Side
 from ..core.table import format_table
+from ..data.readers import part_paths
 from ..data.splits import WAYS
 from ..data.store import Store
 from ..errors import MemoryBudgetError
@@ -47,7 +48,19 @@ from .options import (
     share_or_number,
 )
 from .report import file_size
-from .sources import columns_text, is_store, open_store, ratings_options, read_ratings, where_option
+from .sources import (
+    Source,
+    columns_text,
+    files_of,
+    is_store,
+    one_source,
+    open_store,
+    ratings_options,
+    ratings_path,
+    read_ratings,
+    source_name,
+    where_option,
+)
 
 Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD
 MODELS: dict[tuple[str, str], type[Model]] = {
@@ -69,11 +82,12 @@ HYPERPARAMETERS = (
     "fit",
     epilog=examples(
         "hybridmf fit ratings.dat -o model.safetensors --factors 32 --test-size 0.1",
+        "hybridmf fit 2025.csv 2026.csv -o model.safetensors",
         "hybridmf fit plays.tsv.gz -o model.safetensors --model implicit --alpha 0.01",
         "hybridmf fit ratings.csv -o model.safetensors --user userId --item movieId --value rating",
     ),
 )
-@click.argument("ratings_file", metavar="RATINGS", type=click.Path(exists=True))
+@click.argument("ratings_files", metavar="RATINGS...", nargs=-1, required=True, type=ratings_path)
 @output_option("Model file (safetensors).", required=True)
 @click.option(
     "--model", "kind", type=click.Choice(list(METRICS)), default="explicit", show_default=True,
@@ -86,14 +100,18 @@ HYPERPARAMETERS = (
 @click.option("--factors", type=int, help="Rank.  [default: 64]")
 @click.option(
     "--regularization", type=PairType(), metavar="LAMBDA[,LAMBDA]",
-    help="Lambda, or that of users,items.  [default: 0.05 explicit, 0.01 implicit]",
+    help="Lambda, or that of users,items.  [default: by the std of explicit ratings; 7 implicit]",
 )  # fmt: skip
 @click.option(
     "--regularization-scaling", type=PairType("none", "count"), metavar="none|count|POWER[,...]",
-    help="Factor of lambda for a row: 1, its number of ratings, or a power of it; or users,items.",
+    help="Factor of lambda for a row: 1, its number of ratings, or a power of it; or users,items.  [default: 0.5 for "
+    "explicit ratings with the default lambda, else count; none implicit]",
 )  # fmt: skip
-@click.option("--alpha", type=float, help="Confidence per unit of feedback (implicit only).  [default: 1]")
-@click.option("--unobserved-weight", type=float, help="Confidence of all other pairs (implicit only).  [default: 1]")
+@click.option("--alpha", type=float, help="Confidence per unit of feedback (implicit only).  [default: 0]")
+@click.option(
+    "--unobserved-weight", type=float,
+    help="Confidence of all other pairs (implicit only).  [default: 0.1; with another weight 1, Lambda 0.01, alpha 1]",
+)  # fmt: skip
 @click.option(
     "--count-unobserved", is_flag=True, default=None,
     help="Scaling also counts all other pairs of a row, with their weight (implicit only).",
@@ -148,9 +166,7 @@ HYPERPARAMETERS = (
     "--test-size", type=float, default=0.1, show_default=True,
     help="Share (below 1) or number of ratings held out for the evaluation; 0 trains on everything.",
 )  # fmt: skip
-@click.option(
-    "--test", "test_file", type=click.Path(exists=True), help="Ratings to evaluate on, in place of --test-size."
-)
+@click.option("--test", "test_file", type=ratings_path, help="Ratings to evaluate on, in place of --test-size.")
 @click.option(
     "--validation", metavar="SHARE|NUMBER|FILE",
     help="Ratings to measure after each iteration: held out of the training, or of a file.",
@@ -173,7 +189,7 @@ HYPERPARAMETERS = (
 @click.option("--quiet", is_flag=True, help="No progress bar and no plan: results only.")
 @debug_option
 def command(
-    ratings_file: str,
+    ratings_files: tuple[str, ...],
     output: str,
     kind: str,
     method: str,
@@ -200,30 +216,33 @@ def command(
 
     RATINGS is delimited text (CSV, TSV, "::" and others, also gzipped), MatrixMarket, .npz or Parquet; or a store
     that "hybridmf convert" made, which is read slab by slab with --test-size 0 and loaded into memory otherwise. The
-    model file is written only on success.
+    model file is written only on success. Several files, a pattern in quotation marks ("logs/*.csv") and a folder of
+    Parquet files are read as one.
     """
+    source = one_source(ratings_files)
     init_file = init if init not in STARTS else None
-    refuse_overwriting(output, ratings_file, test_file, init_file)
-    refuse_overwriting(plot, ratings_file, test_file, output, init_file)
+    read_files = files_of(source, test_file, init_file)
+    refuse_overwriting(output, *read_files)
+    refuse_overwriting(plot, *read_files, output)
     quiet = quiet or as_json
     say = _silent if quiet else click.echo
     saving = _checkpoint_options(checkpoint, checkpoint_every, resume)
     model = _make_model(kind, method, {name: options.pop(name) for name in HYPERPARAMETERS}, seed)
     if freeze is not None and init_file is None:
         raise click.UsageError(f"--freeze {freeze} keeps the factors of a model: name it with --init MODEL")
-    if weights is not None and (kind != "implicit" or is_store(ratings_file)):
+    if weights is not None and (kind != "implicit" or is_store(source)):
         raise click.UsageError("--weights names a column of a file of ratings for --model implicit; leave it out")
     model.init = init if init_file is None else load(init_file)
     test_size = _test_size(test_file, test_size)
     share = _share_of(validation)
     watching = _early_stopping(validation, patience, metric)
     ratings: Any
-    if is_store(ratings_file):
+    if is_store(source):
         if where:
-            raise click.UsageError(f"--where filters rows of a file, and {ratings_file} is a store; leave it out")
-        ratings = _open_and_say(ratings_file, load=test_size != 0 or share is not None, say=say)
+            raise click.UsageError(f"--where filters rows of a file, and {source} is a store; leave it out")
+        ratings = _open_and_say(source, load=test_size != 0 or share is not None, say=say)
     else:
-        ratings = _read_and_say(ratings_file, options, where, say, quiet)
+        ratings = _read_and_say(source, options, where, say, quiet)
     held: dict[str, Any] = {"random_state": seed, "by": split_by}
     train, test = (ratings, None) if test_size == 0 else split(ratings, test_size, **held)
     if test is not None:
@@ -243,7 +262,7 @@ def command(
     if plot is not None:
         watching["callback"] = _record_objective
     if weights is not None:
-        given = read_ratings(ratings_file, where, show_progress=not quiet, **options | {"value_column": weights})
+        given = read_ratings(source, where, show_progress=not quiet, **options | {"value_column": weights})
         watching["weights"] = _weights_of(given, train, weights)
     model.fit(train, show_progress=not quiet, freeze=freeze, **saving, **watching)
     if not as_json:
@@ -328,7 +347,7 @@ def _share_of(validation: str | None) -> float | int | None:
     try:
         value = float(validation)
     except ValueError:
-        if not os.path.exists(validation):
+        if not os.path.exists(validation) and not part_paths(validation):
             raise click.UsageError(f"--validation {validation!r} is neither a number nor a file") from None
         return None
     return share_or_number("--validation", value)
@@ -343,20 +362,21 @@ def _early_stopping(validation: str | None, patience: int | None, metric: str | 
 
 
 def _read_and_say(
-    path: str, options: dict[str, Any], where: tuple[str, ...], say: Callable[[str], Any], quiet: bool
+    source: Source, options: dict[str, Any], where: tuple[str, ...], say: Callable[[str], Any], quiet: bool
 ) -> Ratings:
     started = time.perf_counter()
-    ratings = read_ratings(path, where, show_progress=not quiet, **options)
+    ratings = read_ratings(source, where, show_progress=not quiet, **options)
     seconds = time.perf_counter() - started
     n_users, n_items = ratings.shape
-    say(f"Read {path} in {seconds:.2f} s: {n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings.")
-    columns = columns_text(path, **options)
+    found = f"{n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings"
+    say(f"Read {source_name(source)} in {seconds:.2f} s: {found}.")
+    columns = columns_text(source, **options)
     if columns is not None:
         say(f"Columns: {columns}.")
     return ratings
 
 
-def _open_and_say(path: str, load: bool, say: Callable[[str], Any]) -> Ratings | Store:
+def _open_and_say(path: Source, load: bool, say: Callable[[str], Any]) -> Ratings | Store:
     store = open_store(path)
     n_users, n_items = store.shape
     say(f"Opened {path}: {n_users:,} users, {n_items:,} items, {store.nnz:,} ratings.")

@@ -15,9 +15,11 @@ from .options import debug_option, examples, plot_option, refuse_overwriting
 from .report import facts_text, file_size, label_text, pairs, ratings_facts, store_facts
 from .sources import (
     columns_text,
+    files_of,
     is_store,
     open_store,
     ratings_options,
+    ratings_path,
     read_ratings,
     refuse_reading_options,
     where_option,
@@ -28,7 +30,7 @@ from .sources import (
     "info",
     epilog=examples("hybridmf info", "hybridmf info model.safetensors", "hybridmf info ratings.csv --json"),
 )
-@click.argument("file", required=False, type=click.Path(exists=True))
+@click.argument("file", required=False, type=ratings_path)
 @where_option
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object of numbers.")
 @plot_option("Picture of the ratings of each user and item, of a file of ratings or a store")
@@ -36,7 +38,7 @@ from .sources import (
 @debug_option
 def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str | None, **options: Any) -> None:
     """Describe this installation, a model, a file of ratings or a store."""
-    refuse_overwriting(plot, file)
+    refuse_overwriting(plot, *files_of(file))
     if plot and (file is None or (not is_store(file) and _is_model(file))):
         raise click.UsageError("--plot draws the entries of a file of ratings or a store; leave it out")
     if where and (file is None or is_store(file) or _is_model(file)):
@@ -77,7 +79,7 @@ def _installation_text(facts: dict[str, Any]) -> str:
 
 
 def _is_model(path: str) -> bool:
-    if os.path.isdir(path):
+    if not os.path.isfile(path):
         return False
     # A safetensors file starts with 8 bytes of length and a JSON object.
     with open(path, "rb") as stream:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
@@ -13,16 +15,20 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core import validate as _validate
-from ..core.objective import Side
+from ..core.objective import SIDES, Side
 from ..core.table import format_table
 from ..data.align import align
+from ..data.labels import check_label_types, label_kind
 from ..model.load import load
+from ..model.requests import UNKNOWN_IDS
 from ..model.tables import FILES
 from ..ratings import Ratings
 from .options import debug_option, examples, output_option, refuse_ending, refuse_overwriting
 from .report import names_of, with_output
-from .sources import existing_file, read_ratings, spelled_separator
+from .sources import existing_file, files_of, ratings_path, read_ratings, spelled_separator
 from .titles import read_titles, warn_if_strangers
+
+logger = logging.getLogger("hybridmf")
 
 BLOCK_USERS = 8_192
 """Users in each call of `recommend` of the model, so that --all needs no list of all results."""
@@ -46,9 +52,13 @@ Recommendations = Iterator[tuple[Any, list[tuple[Any, float]]]]
 @click.option("--user", "users", multiple=True, metavar="LABEL", help="User to recommend to; may be repeated.")
 @click.option("--all", "--all-users", "all_users", is_flag=True, help="All users of the model.")
 @click.option("-N", "count", type=int, default=10, show_default=True, help="Recommendations for each user.")
+@click.option(
+    "--unknown", type=click.Choice(UNKNOWN_IDS), default="error", show_default=True,
+    help="Users of --user that the model does not have: refused, left out, or given the most popular items (last).",
+)  # fmt: skip
 @click.option("--include-seen", is_flag=True, help="Also recommend seen items.")
 @click.option(
-    "--ratings", "ratings_file", type=click.Path(exists=True),
+    "--ratings", "ratings_file", type=ratings_path,
     help="Ratings with the seen items (file or store), instead of the training ratings.",
 )  # fmt: skip
 @click.option("--titles", "titles_file", type=existing_file, help="Text file of item id, title, ...; may be gzipped.")
@@ -66,6 +76,7 @@ def command(
     users: tuple[str, ...],
     all_users: bool,
     count: int,
+    unknown: str,
     include_seen: bool,
     ratings_file: str | None,
     titles_file: str | None,
@@ -84,7 +95,7 @@ def command(
         raise click.UsageError("give either --user LABEL (once or more) or --all")
     if include_seen and ratings_file:
         raise click.UsageError("--include-seen excludes nothing, so --ratings has no effect; choose one of them")
-    refuse_overwriting(output, model_file, ratings_file, titles_file)
+    refuse_overwriting(output, model_file, *files_of(ratings_file), titles_file)
     if as_json and layout not in (None, "json"):
         raise click.UsageError(f"--json and --format {layout} contradict each other; choose one of them")
     ending = os.path.splitext(output or "")[1].lower()
@@ -95,7 +106,9 @@ def command(
         raise click.UsageError(f"a {ending} file takes --all and no --titles; choose --format csv or json for these")
     layout = "json" if as_json else layout or ENDINGS.get(ending, "table")
     model = load(model_file)
-    positions = np.arange(model.n_users) if all_users else find_rows(model, "user", users)
+    strangers = [] if unknown == "error" else unknown_of(model, users)
+    known = [user for user in users if user not in strangers]
+    positions = np.arange(model.n_users) if all_users else find_rows(model, "user", known)
     seen = None if ratings_file is None else seen_matrix(model, read_ratings(ratings_file), ratings_file)
     titles = None
     if titles_file is not None:
@@ -106,25 +119,53 @@ def command(
         model.recommend_all(output, seen, count, filter_already_liked_items=liked, show_progress=True)
         return
     found = recommendations(model, positions, _validate.check_int("-N", count, 1), include_seen, seen)
+    if strangers and unknown == "popular":
+        found = itertools.chain(found, ((user, most_popular(model, count)) for user in strangers))
     with_output(output, lambda stream: WRITERS[layout](stream, found, titles))
 
 
 def find_rows(model: Any, side: Side, labels: Iterable[str]) -> np.ndarray:
-    """Positions of users or items given as text, whatever type their labels have."""
+    """Positions of users or items given as text, which stands for the label that is written so."""
     ids, count = (model.user_ids, model.n_users) if side == "user" else (model.item_ids, model.n_items)
     names = names_of(ids, count)
-    table = {str(name): position for position, name in enumerate(names)}
+    table: dict[str, int] = {}
+    several = {str(name) for position, name in enumerate(names) if table.setdefault(str(name), position) != position}
     unknown = [label for label in labels if label not in table]
     if unknown:
-        what = f"{side}s" if ids is not None else f"{side}s by position (it has no labels)"
+        what = f"{side}s of type {label_kind(ids)}" if ids is not None else f"{side}s by position (it has no labels)"
         some = ", ".join(map(str, names[:3]))
         raise ValueError(f"unknown {side} {', '.join(unknown)}; the model has {len(names):,} {what}, such as {some}")
+    unclear = several.intersection(labels)
+    if unclear:
+        raise ValueError(
+            f"{side} {', '.join(sorted(unclear))}: the model has labels of several types that are written so; choose "
+            "one in Python: model.recommend(..., labels=True)"
+        )
     return np.array([table[label] for label in labels], dtype=np.int64)
+
+
+def unknown_of(model: Any, users: tuple[str, ...]) -> list[str]:
+    """Users given as text that the model does not have, which are reported."""
+    known = set(map(str, names_of(model.user_ids, model.n_users)))
+    strangers = [user for user in users if user not in known]
+    if strangers:
+        logger.warning("%d of %d users are unknown to the model, such as %s", len(strangers), len(users), strangers[0])
+    return strangers
+
+
+def most_popular(model: Any, count: int) -> list[tuple[Any, float]]:
+    """What a cold user gets: items by label with their scores."""
+    names = names_of(model.item_ids_, model.n_items)
+    ids, scores = model.recommend_new([{}], N=count)
+    return [(names[item], score) for item, score in zip(ids[0].tolist(), scores[0].tolist(), strict=True) if item >= 0]
 
 
 def seen_matrix(model: Any, ratings: Ratings, source: str) -> sp.csr_array:
     """Bring `ratings` to the positions of `model` by labels as text: csr_array, shape (n_users, n_items)."""
     ours, theirs = (model.user_ids_, model.item_ids_), (ratings.user_ids, ratings.item_ids)
+    for side, mine, other in zip(SIDES, ours, theirs, strict=True):
+        if mine is not None and other is not None and "U" not in mine.dtype.kind + other.dtype.kind:
+            check_label_types(side, ("the model", mine), (source, other))  # all text stands for what is written so
     counts = (model.n_users, model.n_items), ratings.shape
     texts = [_as_text(ids, others, count) for ids, others, count in zip(ours, theirs, counts[0], strict=True)]
     read = [_as_text(ids, others, count) for ids, others, count in zip(theirs, ours, counts[1], strict=True)]

@@ -20,6 +20,46 @@ from ..ratings import Ratings
 existing_file = click.Path(exists=True, dir_okay=False)
 
 
+class RatingsPath(click.Path):
+    """A file of ratings, a folder, or a pattern that matches files."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, unchanged."""
+        try:
+            return value if part_paths(value) else super().convert(value, param, ctx)
+        except FileNotFoundError as error:
+            self.fail(f"{error.strerror} {value!r}", param, ctx)
+
+
+ratings_path = RatingsPath(exists=True)
+
+Source = str | list[str]
+"""A file, a pattern or a folder; or several, whose files are read as one."""
+
+
+def one_source(paths: tuple[str, ...]) -> Source:
+    """The path of a command's argument, or the list of several.
+
+    Raises
+    ------
+    click.UsageError
+        One of several is a store.
+    """
+    if len(paths) > 1 and (stores := list(filter(is_store, paths))):
+        raise click.UsageError(f"{stores[0]} is a store, which is not read with other files; give it alone")
+    return paths[0] if len(paths) == 1 else list(paths)
+
+
+def files_of(*sources: Source | None) -> list[str]:
+    """The paths of all files, for `refuse_overwriting`."""
+    return [path for source in sources if source for path in part_paths(source) or [str(source)]]
+
+
+def source_name(source: Source) -> str:
+    """Name of a source in messages."""
+    return source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more"
+
+
 def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a ratings file is to be read; they arrive as keyword arguments of `read_ratings`."""
     options = (
@@ -85,8 +125,8 @@ def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def read_ratings(path: str, where: tuple[str, ...] = (), *, show_progress: bool = True, **options: Any) -> Ratings:
-    """Ratings in memory: of a file, read as options of the command line say; or of a store."""
+def read_ratings(path: Source, where: tuple[str, ...] = (), *, show_progress: bool = True, **options: Any) -> Ratings:
+    """Ratings in memory: of files, read as options of the command line say; or of a store."""
     if is_store(path):
         if where:
             raise click.UsageError(f"--where filters rows of a file, and {path} is a store; convert the rows you need")
@@ -114,14 +154,14 @@ def row_filters(given: tuple[str, ...]) -> dict[int | str, list[Any]] | None:
     return filters or None
 
 
-def is_store(path: str) -> bool:
+def is_store(path: Source) -> bool:
     """Whether a path is a folder other than one of Parquet files, which is read as a file."""
-    return os.path.isdir(path) and part_paths(path) is None
+    return isinstance(path, str) and os.path.isdir(path) and part_paths(path) is None
 
 
-def columns_text(path: str, **options: Any) -> str | None:
-    """The columns of a file that `read_ratings` uses; None if the file has no columns."""
-    path = (part_paths(path) or [path])[0]
+def columns_text(source: Source, **options: Any) -> str | None:
+    """The columns of a file that `read_ratings` uses, the first of several; None if the file has no columns."""
+    path = files_of(source)[0]
     arguments = reading_arguments(**options)
     selectors = tuple(arguments.pop(name) for name in ("user", "item", "value"))
     for name in ("duplicates", "missing", "timestamp"):
@@ -130,9 +170,9 @@ def columns_text(path: str, **options: Any) -> str | None:
     return None if columns is None else str(columns)
 
 
-def open_store(path: str) -> Store:
+def open_store(path: Source) -> Store:
     """Open a store; options that say how a file is read are refused."""
-    store = Store.open(path)
+    store = Store.open(str(path))
     refuse_reading_options(f"{path} is a store")
     return store
 

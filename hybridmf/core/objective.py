@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -16,6 +16,21 @@ SIDES: tuple[Side, Side] = ("user", "item")
 
 Scaling: TypeAlias = "str | float"
 """One value of `regularization_scaling`."""
+
+HU_KOREN_VOLINSKY: dict[str, float] = {"regularization": 0.01, "alpha": 1.0, "unobserved_weight": 1.0}
+"""Weights of implicit feedback that are left out beside others that are given."""
+
+DEFAULT_IMPLICIT: dict[str, float] = {"regularization": 7.0, "alpha": 0.0, "unobserved_weight": 0.1}
+"""Weights of implicit feedback if none is given (bench/defaults.py, docs/tuning.md); see `default_implicit_lambda`."""
+
+STRONGEST = 0.5
+"""Most of the largest singular value of implicit preferences that the default lambda takes: near 1, factors are 0."""
+
+DEFAULT_MULTIPLE = 0.1
+"""Default lambda of explicit ratings with ``regularization_scaling="count"``, in standard deviations of the ratings."""
+
+USUAL_DEGREE = 144
+"""Entries of the row whose penalty by the default lambda is the same with every power of the entries."""
 
 SCALES = (1e-30, 1e30)
 """Bounds of `rating_scale`: initial factors are drawn in float32 for any ratings."""
@@ -128,19 +143,28 @@ class Objective:
         biases: object,
         bias_regularization: object = None,
         spread: float = 1.0,
+        multiple: float = DEFAULT_MULTIPLE,
     ) -> Objective:
         """Checked objective of explicit feedback for ratings with a standard deviation of `spread`.
 
-        lambda has the unit of the ratings and lambda_b has none: a `bias_regularization` of None is lambda / `spread`.
+        None for `regularization` is `default_lambdas`; for `scaling`, 0.5 for models with biases and the default
+        lambda, else "count". lambda has the unit of the ratings and lambda_b has none: a `bias_regularization` of None
+        is lambda / `spread`.
         """
-        lambdas = check_per_side("regularization", regularization, check_nonnegative)
+        biased = check_bool("biases", biases)
+        if scaling is None:
+            scaling = 0.5 if biased and regularization is None else "count"
+        powers = check_per_side("regularization_scaling", scaling, _check_scaling)
+        lambdas = default_lambdas(powers, spread, multiple)
+        if regularization is not None:
+            lambdas = check_per_side("regularization", regularization, check_nonnegative)
         if bias_regularization is None:
             bias_regularization = tuple(lambda_ / spread for lambda_ in lambdas)
         return cls(
             "explicit",
             lambdas,
-            check_per_side("regularization_scaling", scaling, _check_scaling),
-            biases=check_bool("biases", biases),
+            powers,
+            biases=biased,
             bias_regularization=check_per_side("bias_regularization", bias_regularization, check_nonnegative),
         )
 
@@ -152,14 +176,23 @@ class Objective:
         alpha: object,
         unobserved_weight: object,
         count_unobserved: object = False,
+        degrees: Mapping[Side, np.ndarray] | None = None,
     ) -> Objective:
-        """Checked objective of implicit feedback (Hu, Koren and Volinsky 2008; Gates et al. eq. 1)."""
+        """Checked objective of implicit feedback (Hu, Koren and Volinsky 2008; Gates et al. eq. 1).
+
+        Weights that are None are `DEFAULT_IMPLICIT` if no weight is given, lambda for ratings of these `degrees`; else
+        they are `HU_KOREN_VOLINSKY`.
+        """
+        given = {"regularization": regularization, "alpha": alpha, "unobserved_weight": unobserved_weight}
+        none_given = scaling is None and not count_unobserved and all(value is None for value in given.values())
+        usual = DEFAULT_IMPLICIT | default_implicit_lambda(degrees) if none_given else HU_KOREN_VOLINSKY
+        weights = {name: usual[name] if value is None else value for name, value in given.items()}
         objective = cls(
             "implicit",
-            check_per_side("regularization", regularization, check_nonnegative),
-            check_per_side("regularization_scaling", scaling, _check_scaling),
-            alpha=check_real("alpha", alpha, 0.0),
-            unobserved_weight=check_real("unobserved_weight", unobserved_weight, 0.0),
+            check_per_side("regularization", weights["regularization"], check_nonnegative),
+            check_per_side("regularization_scaling", "none" if scaling is None else scaling, _check_scaling),
+            alpha=check_real("alpha", weights["alpha"], 0.0),
+            unobserved_weight=check_real("unobserved_weight", weights["unobserved_weight"], 0.0),
             count_unobserved=check_bool("count_unobserved", count_unobserved),
         )
         if objective.count_unobserved and not any(objective.scaling):
@@ -230,6 +263,27 @@ class Objective:
         if bias is not None:
             rows = rows + self.bias_regularization.of(side) * np.square(bias, dtype=np.float64)
         return float(rows @ self.row_scale(side, degrees))
+
+
+def default_lambdas(scaling: PerSide, spread: float, multiple: float = DEFAULT_MULTIPLE) -> PerSide:
+    """Default lambda of explicit ratings with a standard deviation of `spread`: ``multiple * spread * 144**(1 - nu)``.
+
+    That is 0.1 standard deviations for "count", 1.2 for 0.5 and 14.4 for "none".
+    """
+    return PerSide(*(multiple * spread * USUAL_DEGREE ** (1 - power) for power in scaling))
+
+
+def default_implicit_lambda(degrees: Mapping[Side, np.ndarray] | None) -> dict[str, float]:
+    """Default lambda of implicit feedback: 7, or less for small data, whose factors it would shrink to nothing.
+
+    The minimum is zero for lambda above the largest singular value of the preferences. ``|d_u| |d_i| / nnz`` estimates
+    it from the degrees, within 25 % on the sets of bench/defaults.py.
+    """
+    if degrees is None:
+        return {}
+    users, items = (degrees[side].astype(np.float64) for side in SIDES)
+    largest = math.sqrt((users @ users) * (items @ items)) / max(1.0, users.sum())
+    return {"regularization": min(DEFAULT_IMPLICIT["regularization"], STRONGEST * largest)}
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,15 @@ def take_rows(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
     return make_csr(pointer, matrix.indices[entries], matrix.data[entries], (len(rows), matrix.shape[1]))
 
 
+def rows_or_empty(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
+    """`take_rows`, in which a position of -1 gives a row without entries."""
+    absent = rows < 0
+    if not absent.any():
+        return take_rows(matrix, rows)
+    taken = take_rows(matrix, np.maximum(rows, 0))
+    return keep_entries(taken, ~absent[entry_rows(taken)])
+
+
 @dataclass(frozen=True)
 class RowColumns:
     """Columns of the entries of some rows of a canonical matrix, as views: no entry is copied.
@@ -98,6 +107,10 @@ class RowColumns:
     def take(self, rows: np.ndarray) -> RowColumns:
         """Some of the rows."""
         return RowColumns(self.first[rows], self.last[rows], self.columns, self.n_columns)
+
+    def without_rows(self, emptied: np.ndarray) -> RowColumns:
+        """The same rows, of which those of a mask have no entries."""
+        return RowColumns(self.first, np.where(emptied, self.first, self.last), self.columns, self.n_columns)
 
     def with_columns(self, added: np.ndarray) -> RowColumns:
         """All rows with more columns, the same for each; `added` ascends."""

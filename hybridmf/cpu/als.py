@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,21 +15,21 @@ from threadpoolctl import ThreadpoolController
 
 from .. import _formats
 from ..core.balance import balancing
+from ..core.nonnegative import finished
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.row_systems import Row, row_system
+from ..core.sparse import csr_of, take_rows
 from ..core.validate import MAX_AXIS, csr_arrays
-from ..data.slabs import Slabs
+from ..data.slabs import Slabs, take_slab_rows
 from ..formats import BalsMatrix, tiled
 from ..native import _als
 from ..native.status import SINGULAR_PIVOT, check_status
 from ..native.systems import Rows, Systems, Tiles, Weights
 from ..plan.ordering import reordered
+from ..plan.precision import PrecisionCheck
 from ..plan.row_forms import changes_basis, dual_up_to
-from ..plan.solver import Alternating
+from ..plan.solver import Alternating, Choose
 from ..plan.types import NONNEGATIVE, Plan
-from .nonnegative import finish_rows
-from .precision import LARGEST_ERROR, least_pivot, rounding, sampled
-
-logger = logging.getLogger("hybridmf")
 
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
 
@@ -185,6 +184,7 @@ class FixedSide:
     def __init__(
         self, side: Side, fixed: Factors, mean: float, objective: Objective, plan: Plan, gram: WeightedGram
     ) -> None:
+        self.factors, self.mean, self.gram = fixed, mean, gram.matrix
         design, longest, self.back = _design(fixed, objective), dual_up_to(plan, side), None
         matrix, ridge = gram.matrix, objective.ridge(side, plan.factors, plan.rank)
         if changes_basis(plan, side):
@@ -243,6 +243,7 @@ class HalfSweep:
         self.check: Callable[[], None] | None = None  # called between batches; an exception ends the half sweep
         self.side, self.objective, self.plan = side, objective, plan
         self.indptr, self.indices, self.ratings = csr_arrays(matrix)
+        self.n_fixed = matrix.shape[1]
         self.degrees = np.diff(self.indptr)
         self.scale = objective.row_scale(side, self.degrees)
         self.order = _formats.degree_order(self.indptr)
@@ -289,33 +290,6 @@ class HalfSweep:
             fixed, indices = fixed.take(columns), indices.astype(np.int32)
         return self.solve_for(FixedSide(self.side, fixed, mean, self.objective, plan, gram), start, indices)
 
-    def warn_of_precision(self, fixed: Factors, gram: WeightedGram) -> bool:
-        """Log a warning if float32 is too short for the exact solution of the longest row; returns whether it is."""
-        plan, objective = self.plan, self.objective
-        if self.ratings.dtype != np.float32 or plan.solver not in ("cholesky", NONNEGATIVE) or not len(self.indices):
-            return False
-        row = int(self.order[0])  # the penalty is smallest beside the sums of its entries
-        begin, n_entries = int(self.indptr[row]), int(self.degrees[row])
-        if n_entries <= max(plan.rank, dual_up_to(plan, self.side)) and not objective.is_implicit:
-            return False  # the dual form has fewer equations
-        taken = begin + np.arange(0, n_entries, -(-n_entries // sampled(n_entries, plan.rank)))
-        entries = (self.indices[taken], self.ratings[taken])
-        pivot = least_pivot(objective, self.side, fixed, entries, n_entries, gram.matrix)
-        error = rounding(n_entries)
-        if error < LARGEST_ERROR * pivot:
-            return False
-        logger.warning(
-            "the equations of %s %d, and probably others, are beyond the precision of float32: their least pivot is "
-            "%.1g of its diagonal element, and rounding is %.1g. The factors may be far from the minimum; increase "
-            'regularization (now %g), or use dtype="float64"',
-            self.side,
-            row if self.names is None else self.names[row],
-            pivot,
-            error,
-            objective.regularization.of(self.side),
-        )
-        return True
-
     def solve_for(self, fixed: FixedSide, start: Factors | None = None, indices: np.ndarray | None = None) -> Factors:
         """`solve` for a fixed side that is prepared; `indices` refer to its rows. Default: those of the ratings."""
         plan = self.plan
@@ -329,7 +303,7 @@ class HalfSweep:
                 solve_batch()
         unfinished = np.flatnonzero(status == _als.UNFINISHED)
         if len(unfinished):
-            finish_rows(out, fixed.systems, rows, unfinished, plan.factors)
+            self._finish(out, fixed, rows, unfinished)
             status[unfinished] = 0
         if fixed.back is not None:
             _als.times_panels(out, out, *fixed.back, status, plan.num_threads)
@@ -337,6 +311,19 @@ class HalfSweep:
         if not self.objective.biases:
             return Factors(out)
         return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
+
+    def _finish(self, out: np.ndarray, fixed: FixedSide, rows: Rows, unfinished: np.ndarray) -> None:
+        """Replace nonnegative rows that descent left above their minima."""
+        gram = fixed.gram if self.objective.is_implicit else None
+        for at in unfinished:
+            span = slice(rows.indptr[at], rows.indptr[at + 1])
+            row = Row(rows.indices[span], rows.ratings[span], int(self.degrees[at]))
+            matrix, right, _ = row_system(self.objective, self.side, row, fixed.factors, fixed.mean, gram)
+            out[at], _, _ = finished(matrix, right, out[at], self.plan.factors)
+
+    def row_entries(self, at: np.ndarray) -> sp.csr_array:
+        """Entries of some rows."""
+        return take_rows(csr_of(self.indptr, self.indices, self.ratings, self.n_fixed), at)
 
     def _first_rows(self, start: Factors | None, dtype: np.dtype) -> np.ndarray:
         """Allocate the solutions, filled with the start of the iterative solvers; zeros if there are no entries."""
@@ -492,6 +479,10 @@ class StreamedHalf:
                 bias[rows] = solved.bias
         return Factors(out, bias)
 
+    def row_entries(self, at: np.ndarray) -> sp.csr_array:
+        """Entries of some rows."""
+        return take_slab_rows(self.slabs, at)
+
     def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
         """See `HalfSweep`."""
         losses = np.zeros(len(self.degrees))
@@ -527,10 +518,10 @@ class CpuALS(Alternating):
         state: State,
     ) -> None:
         self.objective, self.plan, self.state = objective, plan, state
-        self.imprecise = False  # whether a warning said that float32 is not enough
         self.order, ratings = reordered(user_items, item_users, plan.reorder, plan.num_threads)
         half = StreamedHalf if plan.streamed else HalfSweep
         self.halves = {side: half(side, ratings[side], objective, plan, self.order.names(side)) for side in SIDES}
+        self.check_precision = PrecisionCheck(objective, plan, self.halves)
 
     def _inward(self, side: Side) -> Factors:
         """Current factors of a side in the order of the layouts."""
@@ -542,10 +533,16 @@ class CpuALS(Alternating):
         if isinstance(half, HalfSweep):
             gram = WeightedGram(side, fixed.matrix, self.objective, plan.num_threads, blas=plan.uses_blas)
             solved = half.solve(fixed, self.state.mean, start, gram)
-            self.imprecise = self.imprecise or half.warn_of_precision(fixed, gram)
         else:
             solved = half.solve(fixed, self.state.mean, start)
+        self.check_precision(side, fixed)
         self.state = self.state.with_side(side, self.order.outward(side, solved))
+
+    def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array]:
+        """See `Alternating.rows`."""
+        half = self.halves[side]
+        at = choose(half.degrees)
+        return self.order.entries(side, at, half.row_entries(at))
 
     def balance(self) -> None:
         """Transform both sides to the basis of least penalty; keeps predictions, and is independent of threads."""

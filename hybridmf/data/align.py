@@ -14,11 +14,11 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Side
-from ..core.sparse import entry_rows, take_rows
+from ..core.sparse import entry_rows, rows_or_empty
 from ..core.validate import check_choice, check_shape, from_triplets
 from ..errors import RatingsError, UnknownLabelError
 from ..ratings import Ratings
-from .labels import label_kind, label_table
+from .labels import check_label_types, label_table
 from .store import Store
 
 logger = logging.getLogger("hybridmf")
@@ -96,14 +96,20 @@ def align(
     if dropped:
         if unknown != "drop" or dropped == len(kept):
             raise UnknownLabelError(_problem(name, owner, have, want, strangers, dropped, len(kept), unknown))
-        logger.info("%s: %d of %d entries left out, %s", name, dropped, len(kept), _said(strangers, have, owner))
+        logger.warning("%s: %d of %d entries left out, %s", name, dropped, len(kept), _said(strangers, have, owner))
     shape = [matrix.shape[axis] if found is None else len(want[axis]) for axis, found in enumerate(places)]
     rows, columns, values = index[0][kept], index[1][kept], matrix.data[kept]
     return from_triplets(rows, columns, values, (shape[0], shape[1]), name=name, dtype=matrix.dtype), dropped
 
 
 def align_rows(
-    matrix: sp.csr_array, given: Any, users: np.ndarray, want: Labels, n_users: int, name: str = "user_items"
+    matrix: sp.csr_array,
+    given: Any,
+    users: np.ndarray,
+    want: Labels,
+    n_users: int,
+    name: str = "user_items",
+    unknown: str | None = None,
 ) -> sp.csr_array:
     """Items that some users have seen, row by row in the order of `users`.
 
@@ -115,20 +121,22 @@ def align_rows(
         Labelled rows are matched by label. Others are in the order of `users`, or there is one row for each user of the
         model.
     users : int array, shape (n,)
-        Positions.
+        Positions; -1 for a user who is not in the model, whose row is empty unless rows are in the order of `users`.
     want : (user labels, item labels)
         Labels of the model.
     n_users : int
         Users of the model.
     name : str
         Argument name for messages.
+    unknown : {"error", "drop"} or None
+        As for `align`.
     """
     have = labels_of(given)
-    labelled = have is not None and have[0] is not None
-    matrix, _ = align(matrix, have, (want[0] if labelled else IN_ORDER, want[1]), name=name, unknown=None)
+    labelled = have is not None and have[0] is not None and not (want[0] is None and are_positions(have[0], users))
+    matrix, _ = align(matrix, have, (want[0] if labelled else IN_ORDER, want[1]), name=name, unknown=unknown)
     if labelled:
         check_shape(name, matrix, (n_users, None), ("n_users", "n_items"))
-    return take_rows(matrix, users) if labelled or matrix.shape[0] == n_users != len(users) else matrix
+    return rows_or_empty(matrix, users) if labelled or matrix.shape[0] == n_users != len(users) else matrix
 
 
 def positions_in(side: Side, have: Any, want: Any, counts: tuple[int, int], name: str, owner: str) -> np.ndarray:
@@ -162,22 +170,22 @@ def positions_in(side: Side, have: Any, want: Any, counts: tuple[int, int], name
 
 def _places(axis: int, have: Any, want: Any, count: int, name: str, owner: str) -> np.ndarray | None:
     """Position in `want` of each label of an axis, -1 for unknown ones; None if all positions agree."""
-    if want is IN_ORDER or have is want or _are_positions(have, want):
+    labels = want if have is None else have
+    half = (have is None) != (want is None)
+    if want is IN_ORDER or have is want or (half and are_positions(labels, np.arange(len(labels)))):
         return None
     if have is None or want is None:
         _refuse_half_labelled(SIDES[axis], want is None, name, owner)
+    check_label_types(SIDES[axis], (owner, want), (name, have))
     if len(have) == len(want) and bool(np.all(have == want)):
         return None
     table = label_table(want)
     return np.fromiter((table.get(label, -1) for label in have.tolist()), np.int64, count)
 
 
-def _are_positions(have: Any, want: Any) -> bool:
-    """Whether one of the two has positions, and the labels of the other are 0, 1, 2, ..."""
-    if (have is None) == (want is None):
-        return False
-    labels = want if have is None else have
-    return labels.dtype.kind in "iu" and bool(np.array_equal(labels, np.arange(len(labels))))
+def are_positions(labels: np.ndarray, positions: np.ndarray) -> bool:
+    """Whether labels are numbers that name these positions, as the index of rows from a frame without labels does."""
+    return labels.dtype.kind in "iu" and bool(np.array_equal(labels, positions))
 
 
 def _refuse_half_labelled(side: str, only_given: bool, name: str, owner: str) -> None:
@@ -185,7 +193,8 @@ def _refuse_half_labelled(side: str, only_given: bool, name: str, owner: str) ->
     remedy = "fit on labelled Ratings" if only_given else f"give {name} labels (Ratings.from_matrix(..., {side}_ids=))"
     raise RatingsError(
         f"{labelled} has {side} labels and {other} only positions, so {side}s cannot be matched; {remedy}, or pass "
-        f"{name}.user_items, a plain matrix, if its rows and columns are the positions of {owner}"
+        f"{name}.user_items (of a frame, {name}.to_numpy()), a plain matrix, if its rows and columns are the positions "
+        f"of {owner}"
     )
 
 
@@ -224,9 +233,6 @@ def _problem(
         if ids is None or theirs is None or theirs is IN_ORDER or set(ids.tolist()) & set(theirs.tolist()):
             continue
         text += f"; none of the {len(ids):,} {side}s of {name} is known to {owner}"
-        mine, other = label_kind(ids), label_kind(theirs)
-        if mine != other:
-            text += f", whose {side} labels are of type {other} and not {mine}: convert one of them"
     if dropped == entries and unknown == "drop":
         return f"{text}; nothing would be left"
     return f"{text}; " + ('drop them with unknown="drop"' if unknown is not None else "leave them out")

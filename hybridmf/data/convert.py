@@ -144,9 +144,9 @@ def convert(
 
     Parameters
     ----------
-    source : path-like, Store, Ratings, or sparse or dense matrix of shape (n_users, n_items)
-        The path of a file, or of the folder of a store. Files that a pattern or a folder of Parquet files stands for
-        are read into memory.
+    source : path-like, list of these, Store, Ratings, or sparse or dense matrix of shape (n_users, n_items)
+        The path of a file, or of the folder of a store. The files of a list, a pattern or a folder of Parquet files
+        become one store; they are read into memory.
     path : path-like
         Folder of the store; created if it does not exist.
     slab_bytes : int or str
@@ -186,7 +186,7 @@ def convert(
         "duplicates": duplicates, "encoding": encoding, "comment": comment, "quote": quote, "escape": escape,
         "missing": missing,
     }  # fmt: skip
-    if isinstance(source, (str, os.PathLike)):
+    if isinstance(source, (str, os.PathLike)) or _is_list_of_paths(source):
         if part_paths(source) is not None:
             source = Ratings.from_file(source, **options)
         else:
@@ -209,6 +209,10 @@ def convert(
             else:
                 _Streamed(folder, reader, duplicates, entries, max(1, limit // CHUNK_BYTES)).run()
     return Store.open(path)
+
+
+def _is_list_of_paths(source: Any) -> bool:
+    return isinstance(source, (list, tuple)) and all(isinstance(each, (str, os.PathLike)) for each in source)
 
 
 def _refuse_itself(source: Any, path: Path) -> None:

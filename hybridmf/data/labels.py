@@ -237,6 +237,97 @@ def label_kind(ids: np.ndarray | None) -> str:
     return "positions" if ids is None else "str" if ids.dtype.kind == "U" else ids.dtype.name
 
 
+_TYPES = {"bool": (bool, np.bool_), "int": (int, np.integer), "float": (float, np.floating), "str": (str,)}
+"""Types of labels: those of one type may be equal whatever NumPy or Python class they have."""
+
+_KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float", "U": "str"}
+"""Types of labels by the kind of their dtype."""
+
+
+def _type_of(label: Any) -> str:
+    return next((name for name, kinds in _TYPES.items() if isinstance(label, kinds)), type(label).__name__)
+
+
+def _label_types(ids: np.ndarray) -> set[str]:
+    """Types of labels; of objects there may be several."""
+    if ids.dtype.kind != "O":
+        return {_KINDS.get(ids.dtype.kind, ids.dtype.name)} if len(ids) else set()
+    return {_type_of(label) for label in {type(label): label for label in ids}.values()}
+
+
+def check_label_types(side: str, *sources: tuple[str, np.ndarray | None]) -> None:
+    """Refuse to match labels of different types, such as "101" and 101, or 17850.0 and 17850.
+
+    They would be strangers, or meet by chance. A source with labels of several types, such as 1 and "guest", may meet
+    others unless these spell a label of it with another type.
+
+    Parameters
+    ----------
+    side : {"user", "item"}
+    sources : (name, labels or None)
+        Names are for messages. Sources without labels are ignored.
+
+    Raises
+    ------
+    RatingsError
+        It names both types, and how to convert the labels.
+    """
+    labelled = [(name, ids, _label_types(ids)) for name, ids in sources if ids is not None]
+    if len(set().union(*(types for _, _, types in labelled))) < 2:
+        return
+    spelled: dict[str, dict[str, tuple[str, np.ndarray, Any]]] = {}
+    for name, ids, _ in labelled:
+        for label in ids:
+            same = spelled.setdefault(_spelling(label), {})
+            kind = _type_of(label)
+            others = [each for other, each in same.items() if other != kind and each[0] != name]
+            if others and kind not in same:
+                raise _types_error(side, others[0], (name, ids, label))
+            same.setdefault(kind, (name, ids, label))
+    known: set[str] = set()
+    for name, ids, types in labelled:
+        if known and types and known.isdisjoint(types):
+            first = next(each for each in labelled if len(each[1]))
+            raise _types_error(side, (first[0], first[1], first[1][0]), (name, ids, ids[0]))
+        known |= types
+
+
+def _spelling(label: Any) -> str:
+    """Text that labels of different types may share."""
+    return str(int(label)) if isinstance(label, (float, np.floating)) and float(label).is_integer() else str(label)
+
+
+def _types_error(side: str, *two: tuple[str, np.ndarray, Any]) -> RatingsError:
+    """The error for labels of two sources, each with one of them."""
+    plain = [label.item() if isinstance(label, np.generic) else label for _, _, label in two]
+    kinds = [
+        _type_of(label) if ids.dtype == object else label_kind(ids)
+        for (_, ids, _), label in zip(two, plain, strict=True)
+    ]
+    text = " and ".join(f"of type {kind} in {name}" for kind, (name, _, _) in zip(kinds, two, strict=True))
+    return RatingsError(
+        f"{side}s are {text} (such as {plain[0]!r} and {plain[1]!r}), and labels meet only if they have one type; "
+        f"{_conversion(side, two) or _conversion(side, two[::-1]) or 'write them with one type'}"
+    )
+
+
+def _conversion(side: str, two: Sequence[tuple[str, np.ndarray, Any]]) -> str | None:
+    """How to give the labels of the second source the type of the first; None if that is not possible."""
+    (_, wanted, like), (name, given, _) = two
+    target = {"int": np.int64, "float": np.float64, "str": np.str_}.get(_type_of(like))
+    if target is None or len(_label_types(wanted)) > 1:
+        return None
+    try:
+        converted = given.astype(target)
+    except (TypeError, ValueError):
+        return None
+    lossy = given.dtype.kind == "f" and (target is np.str_ or not np.array_equal(converted, given))
+    if lossy or len(set(converted.tolist())) < len(given):
+        return None
+    call = f"Ratings(ratings, {side}_ids=ratings.{side}_ids.astype({_type_of(like)}))"
+    return f"convert those of {name}: {call}"
+
+
 def label_of(ids: np.ndarray | None, position: int) -> str:
     """Text for a row in messages: its label, or its position without labels."""
     return f"at position {position}" if ids is None else repr(ids[position : position + 1].tolist()[0])
@@ -313,16 +404,9 @@ def joined_entries(parts: Sequence[Entries], source: str, *, text: bool) -> Entr
     joined = []
     for side in ("user", "item"):
         ids = [cast(np.ndarray, getattr(part, f"{side}_ids")) for part in parts]
-        kinds = [label_kind(each) for each in ids]
-        if len({each.dtype.kind in "iu" for each in ids}) > 1:
-            other = next(k for k, kind in enumerate(kinds) if kind != kinds[0])
-            if not text:
-                raise RatingsError(
-                    f"{side}s are of type {kinds[0]} in {parts[0].source} and of type {kinds[other]} in "
-                    f"{parts[other].source}; write them with one type"
-                )
+        if text and len({each.dtype.kind in "iu" for each in ids}) > 1:
             ids = [each.astype(np.str_) if each.dtype.kind in "iu" else each for each in ids]
-        places, labels, _ = joined_axis(side, [(each, len(each)) for each in ids])
+        places, labels, _ = joined_axis(side, [(each, len(each)) for each in ids], [part.source for part in parts])
         order, unique = factorize(f"{side}s of {source}", cast(np.ndarray, labels), "label")
         codes = [order[place[getattr(part, f"{side}s")]] for place, part in zip(places, parts, strict=True)]
         joined.append((np.concatenate(codes), unique))
@@ -474,7 +558,7 @@ def _known_codes(name: str, ids: np.ndarray, ids_name: str, labels: np.ndarray) 
 
 
 def joined_axis(
-    side: str, parts: Sequence[tuple[np.ndarray | None, int]]
+    side: str, parts: Sequence[tuple[np.ndarray | None, int]], names: Sequence[str] = ()
 ) -> tuple[list[np.ndarray], np.ndarray | None, int]:
     """Join axes: the new positions of each part's rows, the labels in order of appearance, and the number of rows.
 
@@ -483,11 +567,13 @@ def joined_axis(
     side : str
         For messages.
     parts : sequence of (labels or None, number of rows)
+    names : sequence of str
+        Of the parts, for messages; default: their numbers.
 
     Raises
     ------
     RatingsError
-        Only some parts have labels.
+        Only some parts have labels, or labels are of different types.
     """
     labelled = [ids is not None for ids, _ in parts]
     if not any(labelled):
@@ -497,6 +583,8 @@ def joined_axis(
             f"{side}s have labels in part {labelled.index(True)} and only positions in part {labelled.index(False)}; "
             "give all parts labels, or none"
         )
+    called = names or [f"part {k}" for k in range(len(parts))]
+    check_label_types(side, *((name, ids) for name, (ids, _) in zip(called, parts, strict=True)))
     table: dict[Any, int] = {}
     places = [
         np.array([table.setdefault(label, len(table)) for label in cast(np.ndarray, ids).tolist()], dtype=np.int64)
@@ -594,8 +682,18 @@ def _find(table: dict[Any, int], labels: np.ndarray) -> np.ndarray:
     return np.fromiter((table.get(label, -1) for label in labels.tolist()), np.int64, len(labels))
 
 
-def look_up(side: str, labels: Any, ids: np.ndarray | None, table: dict[Any, int], count: int) -> Any:
-    """Position of a label, or positions of a vector of them; see `Ratings.user_index`."""
+def look_up(
+    side: str,
+    labels: Any,
+    ids: np.ndarray | None,
+    table: dict[Any, int],
+    count: int,
+    strangers: list[Any] | None = None,
+) -> Any:
+    """Position of a label, or positions of a vector of them; see `Ratings.user_index`.
+
+    With a list of `strangers`, unknown labels are added to it and have the position -1.
+    """
     if getattr(labels, "ndim", 1) == 0:  # NumPy scalars and 0-d arrays
         labels = labels.item()
     scalar = isinstance(labels, (str, bytes)) or not isinstance(labels, Iterable)
@@ -603,12 +701,17 @@ def look_up(side: str, labels: Any, ids: np.ndarray | None, table: dict[Any, int
     if ids is None:
         positions = check_ids("labels", labels, count, f"n_{side}s")
         return int(positions[0]) if scalar else positions
-    if scalar and labels in table:
+    kind = _KINDS.get(ids.dtype.kind)
+    if scalar and labels in table and kind in (None, type(labels).__name__):
         return table[labels]
     wanted = np.fromiter([labels], dtype=object, count=1) if scalar else as_vector("labels", labels)
     positions = _find(table, wanted)
+    if kind is not None and not _label_types(wanted) <= {kind}:  # 17850.0 is no label 17850, though they are equal
+        positions[[_type_of(label) != kind for label in wanted]] = -1
     unknown = np.flatnonzero(positions < 0)
-    if unknown.size:
+    if unknown.size and strangers is not None:
+        strangers.extend(wanted[unknown].tolist())
+    elif unknown.size:
         more = f" (and {unknown.size - 1} more)" if unknown.size > 1 else ""
         raise UnknownLabelError(
             f"unknown {side} label {label_of(wanted, unknown[0])}{more}; there are {count} {side} labels of type "

@@ -9,15 +9,19 @@ import io
 import logging
 import math
 import os
+import re
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 import scipy.sparse as sp
 
+from ..core.column_names import role_of
 from ..core.files import TEMPORARY, open_bytes, read_head, reading, sniff_format
 from ..core.frames import import_before_arrow
 from ..core.system import available_memory
@@ -28,7 +32,7 @@ from . import arrow_text
 from .columns import AUTO, Columns, check_distinct_names, log_columns, resolve_columns
 from .labels import MAX_VALUE, MISSING_WORDS, Entries, NoEntriesError, as_times, factorize, missing_error, note_dropped
 from .lines import numbered_lines
-from .text import TextOptions, find_layout, parse_dates, parse_times, text_separator
+from .text import INTEGER, TextOptions, find_layout, parse_dates, parse_times, text_separator
 
 logger = logging.getLogger("hybridmf")
 
@@ -255,14 +259,32 @@ def part_paths(path: Any) -> list[str] | None:
     name = os.fsdecode(path)
     if os.path.isdir(name):
         inside = sorted(Path(name).rglob("*"))
-        parts = [str(each) for each in inside if each.suffix in (".parquet", ".pq") and each.name[0] not in "._"]
+        parts = [str(each) for each in inside if each.suffix in (".parquet", ".pq") and not _hidden(each, name)]
         return parts or None
     if os.path.exists(name) or not glob.has_magic(name):
         return None
-    found = sorted(each for each in glob.glob(name, recursive=True) if os.path.isfile(each))
+    matches = sorted(glob.glob(name, recursive=True))
+    found = [part for each in matches for part in part_paths(each) or ([each] if os.path.isfile(each) else [])]
     if not found:
         raise FileNotFoundError(errno.ENOENT, "no file matches the pattern", name)
-    return found
+    return list(dict.fromkeys(found))  # a file may match by itself and in its folder
+
+
+def _hidden(path: Path, folder: str) -> bool:
+    """Whether a file, or a folder below the given one, is bookkeeping by its name, as in Spark and Delta Lake."""
+    return any(part[0] in "._" and "=" not in part for part in path.relative_to(folder).parts)
+
+
+def hive_columns(path: str) -> dict[str, int | str | None]:
+    """Columns of the folders of a path, such as ``year=2024``; Hive and Spark leave them out of the files."""
+    pairs = (part.split("=", 1) for part in Path(path).parts[:-1] if re.fullmatch("[^=]+=.*", part))
+    return {unquote(name): _hive_value(unquote(text)) for name, text in pairs}
+
+
+def _hive_value(text: str) -> int | str | None:
+    if text == "__HIVE_DEFAULT_PARTITION__":
+        return None
+    return int(text) if INTEGER.fullmatch(text) and abs(int(text)) < 2**63 else text
 
 
 @contextlib.contextmanager
@@ -285,14 +307,14 @@ def read_parquet(
 ) -> Entries:
     """Entries of a Parquet file; reads only the required columns."""
     with _parquet(path) as file:
-        names = file.schema_arrow.names
-        check_distinct_names(path, names)
-        found = resolve_columns(path, names, len(names), *columns, timestamp=timestamp)
+        found, hive = _resolved(path, file, columns, timestamp, where or ())
+        names = found.names or ()
         log_columns(path, found)
         used = [None if k is None else names[k] for k in (found.user, found.item, found.value)]
         time = None if found.time is None else names[found.time]
         filters = [names[column_place("where", path, names, column)] for column in where or {}]
-        table = file.read(columns=list(dict.fromkeys(name for name in (*used, time, *filters) if name is not None)))
+        table = file.read(columns=list({*used, time, *filters} - {None, *hive}))
+    table = _with_columns(table, hive)
     kept = None if where is None else dict(zip(filters, where.values(), strict=True))
     user, item, value = used
     timestamp = AUTO if timestamp == AUTO and time is not None else time
@@ -431,7 +453,7 @@ def _numbers_if_possible(fields: np.ndarray) -> np.ndarray:
 def parquet_layout(path: str, columns: Selectors) -> Columns:
     """Columns of a Parquet file, from its schema."""
     with _parquet(path) as file:
-        return _resolved(path, file, columns)
+        return _resolved(path, file, columns)[0]
 
 
 def parquet_chunks(
@@ -442,11 +464,13 @@ def parquet_chunks(
     import pyarrow as pa
 
     with _parquet(path) as file:
-        log_columns(path, _resolved(path, file, columns))
-        user, item, value = _parquet_columns(path, file, columns)
-        first = 0
-        for batch in file.iter_batches(rows, columns=[name for name in (user, item, value) if name is not None]):
-            table = nw.from_native(pa.Table.from_batches([batch]), eager_only=True)
+        found, hive = _resolved(path, file, columns)
+        log_columns(path, found)
+        names = found.names or ()
+        user, item, value = (None if k is None else names[k] for k in (found.user, found.item, found.value))
+        first, own = 0, [name for name in (user, item, value) if name is not None and name not in hive]
+        for batch in file.iter_batches(rows, columns=own):
+            table = nw.from_native(_with_columns(pa.Table.from_batches([batch]), hive), eager_only=True)
             read = len(table)
             present = _rows_with_ids(path, table, [user, item], missing, None, first)
             table = table if present.all() else table.filter(present.tolist())
@@ -472,15 +496,37 @@ def _parquet(path: str) -> Iterator[Any]:
         raise RatingsError(f"{path} cannot be read as Parquet ({error}); it is damaged or another format") from error
 
 
-def _resolved(path: str, file: Any, columns: Selectors) -> Columns:
+def _resolved(
+    path: str, file: Any, selectors: Selectors, timestamp: Any = None, others: Iterable[Any] = ()
+) -> tuple[Columns, dict[str, Any]]:
+    """The columns of a Parquet file, and those that its folders add: the ones named by arguments or for their role.
+
+    Others are ignored, so that no folder's name is taken for a value by its place.
+    """
     names = file.schema_arrow.names
     check_distinct_names(path, names)
-    return resolve_columns(path, names, len(names), *columns)
+    folders = {name: value for name, value in hive_columns(path).items() if name not in names}
+    hive = {
+        name: value
+        for name, value in folders.items()
+        if name in selectors or role_of(name) in ("user", "item", "value")
+    }
+    late = {name: value for name, value in folders.items() if name not in hive and name in (timestamp, *others)}
+    names = [*names, *hive]
+    found = resolve_columns(path, names, len(names), *selectors, timestamp=None if timestamp in late else timestamp)
+    names = [*names, *late]
+    time = names.index(timestamp) if timestamp in late else found.time
+    return replace(found, names=tuple(names), time=time), hive | late
 
 
-def _parquet_columns(path: str, file: Any, columns: Selectors) -> list[Any]:
-    names, found = file.schema_arrow.names, _resolved(path, file, columns)
-    return [None if k is None else names[k] for k in (found.user, found.item, found.value)]
+def _with_columns(table: Any, constants: dict[str, Any]) -> Any:
+    """An Arrow table with more columns of one value each."""
+    import pyarrow as pa
+
+    for name, value in constants.items():
+        column = pa.nulls(len(table), pa.string()) if value is None else pa.repeat(value, len(table))
+        table = table.append_column(name, column)
+    return table
 
 
 def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.sparse import columns_of, rows_of
+from ..core.sparse import columns_of, csr_of, rows_of, stacked
 from ..core.validate import csr_arrays, make_csr
 
 
@@ -42,6 +42,20 @@ class Slabs(Protocol):
 
     def prefetch(self, slab: int) -> None:
         """Ask the system to read a slab ahead, if it is in a file."""
+
+
+def take_slab_rows(slabs: Slabs, rows: np.ndarray) -> sp.csr_array:
+    """Entries of some rows."""
+    if not len(rows):
+        return csr_of(np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, slabs.dtype), slabs.shape[1])
+    places = np.searchsorted(slabs.bounds, rows, side="right") - 1
+    parts = {int(k): slabs.matrix(int(k)) for k in np.unique(places)}
+    starts = slabs.bounds[places].tolist()
+    found = [
+        rows_of(parts[k], row - first, row - first + 1)
+        for k, row, first in zip(places.tolist(), rows.tolist(), starts, strict=True)
+    ]
+    return stacked(found)
 
 
 def slab_bounds(degrees: np.ndarray, entries: int, rows: int | None = None) -> np.ndarray:

@@ -66,7 +66,14 @@ LISTS_HINT = '; a file whose lines hold a user and then all items of that user i
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")  # -0, 007 and +7 are labels, not the numbers 0 and 7
 _ID_NAME = re.compile(r"(?i)ids?$|^users?$|^items?$")  # other names of users and items, such as "song", may be labels
 _UNIX_TIME = re.compile(r"[0-9]{9,19}")  # seconds since 1973, up to nanoseconds
-_DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?(?:[T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{4}(?:[T ].*)?")
+_MONTH = (
+    "(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    r"|(?:nov|dec)(?:ember)?)\b\.?"
+)
+_DATE = re.compile(
+    r"\d{4}[-/.]\d\d?[-/.]\d\d?(?:[T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{4}(?:[T ].*)?"
+    rf"|(?i:(?:[a-z]{{3,9}},? )?(?:\d\d?[- ]{_MONTH}|{_MONTH}[- ]\d\d?\b).*\d{{4}}.*)"
+)
 _COORDINATE = re.compile(r"[-+]?\d{1,3}\.\d{5,}")
 _ITEM_LIST = re.compile(r"[0-9]+(?:[ ,;|]+[0-9]+)+")
 Columnar = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]
@@ -149,16 +156,30 @@ def find_layout(path: str, head: bytes, options: TextOptions) -> TextLayout:
 
 
 def _time_column(path: str, columns: Columns, rows: list[list[str]]) -> int | None:
-    """Column of times by its name; without a header, the fourth if it has Unix times, as in MovieLens."""
+    """Column of times by its name; without a header, the fourth if it has dates, or of four, Unix times (MovieLens).
+
+    Raises
+    ------
+    RatingsError
+        A column without a name has dates that cannot be read.
+    """
     place = columns.time
-    if columns.names is None and rows and len(rows[0]) == 4 and 3 not in (columns.user, columns.item, columns.value):
-        place = 3 if all(_UNIX_TIME.fullmatch(row[3].strip()) for row in rows) else None
+    if columns.names is None and rows and len(rows[0]) > 3 and 3 not in (columns.user, columns.item, columns.value):
+        fourth = [row[3].strip() for row in rows]
+        unix = len(rows[0]) == 4 and all(map(_UNIX_TIME.fullmatch, fourth))
+        place = 3 if unix or 2 * sum(_DATE.fullmatch(text) is not None for text in fourth) >= len(fourth) else None
     if place is None or not rows:
         return None
     texts = [row[place].strip() for row in rows]
     try:
         parse_times(texts)
-    except ValueError:
+    except ValueError as error:
+        if columns.names is None:
+            raise RatingsError(
+                f"{path} has no header, and column {place} looks like times that cannot be read "
+                f"({_bad_time(place, texts)}): write dates as 2026-11-23T12:00:00, or pass timestamp=None to do "
+                "without times"
+            ) from error
         warn_times(path, place, texts)
         return None
     return place

@@ -14,7 +14,8 @@ from ..data.store import StoreMatrix
 from ..device.cuda import Device
 from ..plan.fused import table_width
 from ..plan.ordering import reordered
-from ..plan.solver import Alternating
+from ..plan.precision import PrecisionCheck
+from ..plan.solver import Alternating, Choose
 from ..plan.types import Plan
 from .factors import Copiers, GpuFactors, HostTables, to_device, to_host
 from .half import HalfSweep, objective_value
@@ -130,6 +131,7 @@ class GpuALS(Alternating):
                 side, matrices[side], objective, plan, self.order.names(side), tables=tables
             )
             self.inward[side] = self._half_sweeps.factors(self.order.inward(side, state.side(side)), plan, tables)
+        self.check_precision = PrecisionCheck(objective, plan, self.halves)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -148,7 +150,16 @@ class GpuALS(Alternating):
         with self.device.active():
             *_, (solved, status) = half.launches(fixed, self.mean, self.inward[side])
             half.check(solved, status)
+            self.check_precision(side, fixed)
         self.inward[side] = solved
+
+    def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array]:
+        """See `Alternating.rows`; slabs are no longer loaded ahead."""
+        self.close()  # its thread reads the same slabs
+        half = self.halves[side]
+        at = choose(half.degrees)
+        with self.device.active():
+            return self.order.entries(side, at, half.row_entries(at))
 
     def balance(self) -> None:
         """Transform both sides to the basis of least penalty; predictions stay the same."""

@@ -194,6 +194,12 @@ class DeviceFactors(GpuFactors):
             at = self.device.upload(rows)
             return self.with_arrays([array[at] for array in self.arrays])
 
+    def take(self, rows: np.ndarray) -> Factors:
+        """Some rows, on the host."""
+        found = self.reordered(rows)
+        bias = None if found.device_bias is None else self.device.download(found.device_bias)
+        return Factors(self.device.download(found.table)[:, : self.factors], bias)
+
     def part(self, rows: slice) -> DeviceFactors:
         """Some rows, as views."""
         return self.with_arrays([array[rows] for array in self.arrays])
@@ -324,6 +330,10 @@ class HostFactors(GpuFactors):
     def beside(self, array: np.ndarray) -> Array:
         """The array itself."""
         return array
+
+    def take(self, rows: np.ndarray) -> Factors:
+        """Some rows."""
+        return Factors(self.table[rows, : self.factors], None if self.host_bias is None else self.host_bias[rows])
 
     def wait_by(self, release: Callable[[], bool]) -> None:
         """See `HostTables.wait_by`."""

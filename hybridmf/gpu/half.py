@@ -15,6 +15,7 @@ import scipy.sparse as sp
 
 from .._formats import degree_order
 from ..core.objective import SIDES, Objective, Side
+from ..core.sparse import csr_of
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
@@ -394,7 +395,7 @@ class HalfSweep(GpuHalf):
     ) -> None:
         self.device, self.side, self.objective, self.plan, self.names = device, side, objective, plan, names
         held = DeviceMatrix.of(device, matrix)
-        self.dtype = held.dtype
+        self.dtype, self.n_fixed = held.dtype, held.shape[1]
         self.degrees = np.diff(held.indptr)
         self.width = table_width(plan.rank, self.dtype)
         self.indptr, self.indices, self.ratings = held.starts, held.indices, held.data
@@ -419,6 +420,15 @@ class HalfSweep(GpuHalf):
 
     def __len__(self) -> int:
         return len(self.degrees)
+
+    def row_entries(self, at: np.ndarray) -> sp.csr_array:
+        """Entries of some rows, on the host."""
+        counts = self.degrees[at]
+        indptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
+        begins = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.degrees, dtype=np.int64)))[at]
+        places = self.device.upload(np.arange(indptr[-1]) + np.repeat(begins - indptr[:-1], counts))
+        indices, ratings = (self.device.download(each[places]) for each in (self.indices, self.ratings))
+        return csr_of(indptr, indices, ratings, self.n_fixed)
 
     def _sums_apart(self) -> bool:
         """Whether the sums of all rows, not only of long ones, go through global memory before they are solved."""

@@ -32,7 +32,7 @@ import scipy.sparse as sp
 
 from ..core.objective import Objective, Side
 from ..core.validate import csr_arrays
-from ..data.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries
+from ..data.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries, take_slab_rows
 from ..data.store import StoreMatrix
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
@@ -436,6 +436,10 @@ class StreamedHalf(GpuHalf):
                     bias[rows] = solved.device_bias
                 yield None
         yield DeviceFactors(device, table, plan.factors, bias, cleared=cleared), status
+
+    def row_entries(self, at: np.ndarray) -> sp.csr_array:
+        """Entries of some rows; not while slabs are loaded."""
+        return take_slab_rows(self.slabs, at)
 
     @contextmanager
     def _kernels(self, fixed: Any, cleared: Cleared) -> Iterator[None]:

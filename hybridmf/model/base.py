@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Objective, Side, State
+from ..core.objective import SIDES, Objective, PerSide, Side, State, default_lambdas
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
     as_csr,
@@ -31,6 +31,7 @@ from ..data import fingerprint
 from ..data import labels as data_labels
 from ..data.align import Labels, labels_of
 from ..data.store import Store, StoreMatrix
+from ..data.wide import is_wide, without_rows
 from ..errors import DeviceError, RatingsError
 from ..plan import dispatch
 from ..plan.als import ALS
@@ -61,9 +62,6 @@ COLLAPSED = 1e-3
 SAMPLED_ROWS = 10_000
 """About the number of rows that stand for all factors of a side."""
 
-USUAL_RATIO = {False: 0.0135, True: 0.045}
-"""The default lambda of 0.05 divided by the scale of ratings of 1 to 5 stars, without and with biases."""
-
 
 class FactorModel(ServingMixin):
     """Base of the estimators. Subclasses define the objective, the settings and the solver."""
@@ -84,8 +82,8 @@ class FactorModel(ServingMixin):
 
     timings_: dict[str, float]
 
-    def _objective(self, spread: float = 1.0) -> Objective:
-        """Objective by the current parameters, for ratings of this standard deviation.
+    def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
+        """Objective by the current parameters, for ratings of this standard deviation and these degrees.
 
         A fitted model uses the objective of its fit instead.
         """
@@ -124,6 +122,16 @@ class FactorModel(ServingMixin):
 
     # ------------------------------------------------------------------------------------------------ fit
 
+    @property
+    def regularization_(self) -> float | tuple[float, float]:
+        """lambda of the fit, also where `regularization` is None; a pair if users and items have different ones."""
+        return _one_or_pair(self._fitted().objective.regularization)
+
+    @property
+    def regularization_scaling_(self) -> float | tuple[float, float]:
+        """The power nu of the fit, 0 for "none" and 1 for "count"; a pair if users and items have different ones."""
+        return _one_or_pair(self._fitted().objective.scaling)
+
     def fit(
         self,
         user_items: Any,
@@ -145,7 +153,8 @@ class FactorModel(ServingMixin):
         ----------
         user_items : Ratings, Store, or sparse or dense matrix, shape (n_users, n_items); or a data frame
             Or `PreparedRatings`, for several fits of the same ratings; or a sparse matrix of CuPy. A frame with columns
-            of users and items is read by `Ratings.from_frame`, here and in all other methods.
+            of users and items is read by `Ratings.from_frame`, here and in all other methods, and a wide one (a pivot
+            table) by `Ratings.from_matrix`: its index and columns are labels.
             Zeros and masked cells of a dense matrix are absent entries. The fit copies a matrix, so later changes to it
             have no effect; Ratings are read-only and not copied. ALS reads a store slab by slab, with the same result
             as in memory; other models load it.
@@ -153,7 +162,8 @@ class FactorModel(ServingMixin):
             Present for scikit-learn.
         validation : Ratings or matrix, shape (n_users, n_items), optional
             Held-out entries, whose RMSE (explicit) or NDCG@10 (implicit) is recorded in ``history_`` after each
-            iteration. Labelled ratings are aligned with `user_items` by label.
+            iteration. If the most popular items reach a higher NDCG@10 than the model, a warning is logged. Labelled
+            ratings are aligned with `user_items` by label.
         callback : callable, optional
             Called as ``callback(model, record)`` after each iteration with a usable model; returning True stops the
             fit.
@@ -214,8 +224,9 @@ class FactorModel(ServingMixin):
         if observers.early_stopping is not None and validation is None:
             raise ValueError("early_stopping measures held-out entries: pass them as validation")
         source = self._source(user_items)
-        user_items, validation = as_ratings(user_items if source is None else source), as_ratings(validation)
-        weights = as_ratings(weights)
+        columns = user_items
+        user_items = as_ratings(user_items if source is None else source, "user_items")
+        validation, weights = as_ratings(validation, "validation"), as_ratings(weights, "weights")
         check_labels(labels_of(user_items))
         plain = source is None and weights is None and checkpoint is None and resume_from is None
         late = self._late_matrix(user_items) if plain else None
@@ -251,7 +262,7 @@ class FactorModel(ServingMixin):
         stopwatch.lap("convert")
         log_empty_rows(*ratings.degrees.values())
         check_preferences(objective, ratings.values.value_range)
-        objective = self._objective(ratings.scale(objective)).for_shape(matrix.shape)
+        objective = self._objective(ratings.spread(objective), ratings.degrees).for_shape(matrix.shape)
         state = resumed.state if resumed else self._initial_state(ratings, plan, objective, init)
         completed = int(resumed.summary["n_iter"]) if resumed else 0
         seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
@@ -266,7 +277,7 @@ class FactorModel(ServingMixin):
                 self,
                 solver,
                 self._learner(user_items, matrix, objective, plan, ratings, weighted=weights is not None),
-                _columns(user_items, matrix.shape),
+                _columns(columns if is_wide(columns) else user_items, matrix.shape),
                 replace(observers, validation=held_out, unit=unit or 1.0),
                 stopwatch,
                 progress,
@@ -275,7 +286,7 @@ class FactorModel(ServingMixin):
             stopwatch.lap("set up")
             loop.run(iterations)
         assert loop.learned is not None
-        _warn_of_collapse(loop.learned, ratings.scale(objective), matrix.nnz)
+        _warn_of_collapse(loop.learned, ratings.scale(objective), ratings.spread(objective), matrix.nnz)
         dispatch.remember(plan)
         stopwatch.lap("finish")
         self.timings_ = stopwatch.seconds
@@ -486,7 +497,7 @@ def check_preferences(objective: Objective, value_range: tuple[float, float] | N
         )
 
 
-def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
+def _warn_of_collapse(learned: Learned, scale: float, spread: float, nnz: int) -> None:
     """Log a warning if `nnz` equal ratings leave nothing to learn, or factors are almost zero relative to `scale`."""
     objective, zeros = learned.objective, not learned.total
     low, high = learned.value_range or (0.0, 1.0)
@@ -511,8 +522,7 @@ def _warn_of_collapse(learned: Learned, scale: float, nnz: int) -> None:
             ", or increase alpha" if objective.alpha else "",
         )
         return
-    degree = nnz / math.sqrt(max(1, learned.shape[0] * learned.shape[1]))
-    usual = USUAL_RATIO[objective.biases] * scale * degree ** (1 - sum(objective.scaling) / 2)
+    usual = math.sqrt(math.prod(default_lambdas(objective.scaling, spread)))
     logger.warning(
         "the factors have shrunk to zero: they add less than %g %% of the ratings' scale (%.3g) to predictions. "
         "regularization=%s is too strong for ratings of this scale; try regularization=%.1g",
@@ -528,6 +538,11 @@ def _root_mean_square(factors: np.ndarray) -> float:
     sample = factors[:: max(1, len(factors) // SAMPLED_ROWS)]
     squares = np.einsum("ij,ij->i", sample, sample)
     return math.sqrt(float(squares.sum(dtype=np.float64)) / max(1, int(np.count_nonzero(squares))))
+
+
+def _one_or_pair(values: PerSide) -> float | tuple[float, float]:
+    """A number for both sides, or one for users and one for items."""
+    return values.user if values.user == values.item else (values.user, values.item)
 
 
 def plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
@@ -548,7 +563,9 @@ def _seeded(plan: Plan, seed_bits: int | None) -> Plan:
 
 
 def _columns(given: Any, shape: tuple[int, int]) -> Any:
-    """Object that scikit-learn reads the number and names of features from: a frame or array itself, else its shape."""
+    """Object that scikit-learn reads the number and names of features from: an array, or the columns of a frame."""
+    if is_wide(given):
+        return without_rows(given)
     if sp.issparse(given) or isinstance(given, (Ratings, Store)):
         return np.broadcast_to(np.float32(0), shape)
     return given

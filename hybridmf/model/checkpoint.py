@@ -45,6 +45,11 @@ FREE_PARAMS = frozenset(
 }
 """Parameters that may change when a fit resumes: they do not affect the objective."""
 
+OBJECTIVE_PARAMS = frozenset(
+    {"regularization", "regularization_scaling", "bias_regularization", "alpha", "unobserved_weight"}
+)
+"""Parameters whose default, None, may mean what a checkpoint has as a number; compared by the objective."""
+
 UNFINISHED = ".checkpoint-"
 """Prefix of files that are being written."""
 
@@ -397,8 +402,9 @@ def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = 
     if content.model != type(model).__name__:
         raise ModelFileError(f"{name!r} is a checkpoint of {content.model}, not of {type(model).__name__}")
     ours = jsonable(model.get_params(deep=False))
+    free = FREE_PARAMS | OBJECTIVE_PARAMS if _same_objective(model, content.params) else FREE_PARAMS
     for key, value in content.params.items():
-        if key not in FREE_PARAMS and ours.get(key) != value:
+        if key not in free and ours.get(key) != value:
             raise ModelFileError(f"{name!r} was written with {key}={value!r}, this model has {key}={ours.get(key)!r}")
     content.check_model(model)
     if content.summary["data"] != data:
@@ -411,6 +417,13 @@ def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = 
         raise ModelFileError(f"{name!r} is corrupt: it holds factors of {shape} users x items for other data ({data})")
     _warn_of_too_many(content, model.iterations)
     return content
+
+
+def _same_objective(model: Any, params: dict[str, Any]) -> bool:
+    """Whether the parameters of a checkpoint give the objective of the model, for ratings of any scale."""
+    given = {name: params[name] for name in OBJECTIVE_PARAMS & params.keys()}
+    written = type(model)(**(model.get_params(deep=False) | given))
+    return all(written._objective(spread) == model._objective(spread) for spread in (1.0, 2.0))
 
 
 def _warn_of_too_many(content: ModelFile, iterations: int) -> None:

@@ -120,9 +120,14 @@ def model_metadata(kind: str, learned: Learned, extra: dict[str, Any] | None = N
         "frame_kind": learned.frame_kind,
     } | (extra or {})
     objective = learned.objective
-    if objective.biases:  # a default depends on the ratings
-        users, items = objective.bias_regularization
-        summary["bias_regularization"] = users if users == items else [users, items]
+    for name in ("regularization", "bias_regularization") if objective.biases else ("regularization",):
+        users, items = getattr(objective, name)  # defaults depend on the ratings
+        summary[name] = users if users == items else [users, items]
+    if learned.params.get("regularization_scaling", 0.0) is None:
+        summary["scaling"] = list(objective.scaling)
+    for name in ("alpha", "unobserved_weight"):
+        if learned.params.get(name, 0.0) is None:
+            summary[name] = getattr(objective, name)
     if objective.count_unobserved:  # users and items of the fit; updates may have added some
         summary["unobserved"] = list(objective.added)
     return {
@@ -306,7 +311,7 @@ class ModelFile:
         try:
             self._check_sums(metadata, tensors)
             self.model = metadata["model"]
-            self.params = _with_bias_regularization(self._object("params", metadata["params"]))
+            self.params = _with_biases(self._object("params", metadata["params"]), self.model)
             self.summary = self._object("state", metadata["state"])
             self._check_summary()
             self._require(tensors.keys() <= TENSORS, f"unknown tensors {sorted(tensors.keys() - TENSORS)}")
@@ -388,20 +393,25 @@ class ModelFile:
         self.value_range = None if found is None else check_range("value_range", found)
         kind = summary.setdefault("frame_kind", None)  # files of earlier versions have none
         self.frame_kind: str | None = None if kind is None else check_choice("frame_kind", kind, KINDS)
-        for name in ("bias_regularization", "unobserved"):
+        for name in ("regularization", "bias_regularization", "scaling", "unobserved"):
             if name in summary:
                 summary[name] = check_per_side(name, summary[name], check_nonnegative)
+        for name in ("alpha", "unobserved_weight"):
+            if name in summary:
+                check_nonnegative(name, summary[name])
         history = summary["history"]
         records = isinstance(history, list) and all(isinstance(record, dict) for record in history)
         self._require(records, "history is not a list of records")
 
     def objective(self, by_params: Objective) -> Objective:
-        """The objective of the fit: `by_params`, with the values derived from the training ratings."""
+        """The objective of the fit: `by_params`, with its defaults, some of which follow from the ratings."""
         objective = replace(by_params, added=self.summary.get("unobserved", by_params.added))
-        found = self.summary.get("bias_regularization")  # files of earlier versions have none
-        if found is None or self.params.get("bias_regularization") is not None:
-            return objective
-        return replace(objective, bias_regularization=found)
+        names = ("regularization", "bias_regularization", "alpha", "unobserved_weight", "regularization_scaling")
+        left_out = [
+            name.replace("regularization_scaling", "scaling") for name in names if self.params.get(name) is None
+        ]
+        found = {name: self.summary[name] for name in left_out if name in self.summary}  # earlier files have fewer
+        return replace(objective, **found)
 
     def _state(self, tensors: dict[str, np.ndarray]) -> State:
         users, items = tensors["user_factors"], tensors["item_factors"]
@@ -506,8 +516,10 @@ class ModelFile:
             self._require(params[name] == found, problem)
 
 
-def _with_bias_regularization(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of a file; files written before biases had a penalty get a penalty of zero."""
+def _with_biases(params: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Parameters of a file; files written before `CCD` had biases have none, before their penalty one of zero."""
+    if kind == "CCD":
+        params = {"biases": False} | params
     if "biases" in params and "bias_regularization" not in params:
         return params | {"bias_regularization": 0.0 if params["biases"] else None}
     return params

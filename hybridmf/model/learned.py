@@ -17,8 +17,40 @@ from ..data.store import StoredSeen, StoreMatrix
 from ..plan.types import Plan
 
 
+class Labelled:
+    """Methods of a state with labels of users and of items, and with values derived from it."""
+
+    user_ids: np.ndarray | None
+    item_ids: np.ndarray | None
+    derived: dict[Any, Any]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_users, n_items)."""
+        raise NotImplementedError
+
+    def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """The result of `compute`, computed at first use."""
+        if key not in self.derived:
+            self.derived[key] = compute()
+        return self.derived[key]
+
+    def labels(self, side: Side) -> np.ndarray | None:
+        """Labels of one side."""
+        return self.user_ids if side == "user" else self.item_ids
+
+    def label_table(self, side: Side) -> dict[Any, int]:
+        """Position of each label of one side."""
+        table: dict[Any, int] = self.cached(("labels", side), lambda: label_table(self.labels(side)))
+        return table
+
+    def count(self, side: Side) -> int:
+        """Number of users or items."""
+        return int(self.shape[0 if side == "user" else 1])
+
+
 @dataclass(frozen=True)
-class Learned:
+class Learned(Labelled):
     """Complete state of a fitted model, including the hyperparameters of the fit.
 
     Attributes
@@ -77,21 +109,6 @@ class Learned:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"derived": {}}
 
-    def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """The result of `compute`, computed at first use."""
-        if key not in self.derived:
-            self.derived[key] = compute()
-        return self.derived[key]
-
-    def labels(self, side: Side) -> np.ndarray | None:
-        """Labels of one side."""
-        return self.user_ids if side == "user" else self.item_ids
-
-    def label_table(self, side: Side) -> dict[Any, int]:
-        """Position of each label of one side."""
-        table: dict[Any, int] = self.cached(("labels", side), lambda: label_table(self.labels(side)))
-        return table
-
     @property
     def popularity(self) -> np.ndarray | None:
         """Positive training entries of each item, by which items rank for users without factors."""
@@ -101,6 +118,10 @@ class Learned:
     def shape(self) -> tuple[int, int]:
         """(n_users, n_items)."""
         return len(self.state.user), len(self.state.item)
+
+    def count(self, side: Side) -> int:
+        """Number of users or items."""
+        return len(self.state.side(side))
 
     def with_side(
         self,

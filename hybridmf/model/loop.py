@@ -25,7 +25,9 @@ from ..plan.solver import Solver
 from . import checkpoint as checkpoints
 from .early_stopping import EarlyStopping, Watch
 from .estimator import take_columns
+from .exactness import finished_users
 from .learned import Learned
+from .popularity import popularity_of
 from .stopwatch import Stopwatch
 
 logger = logging.getLogger("hybridmf")
@@ -211,6 +213,14 @@ class FitLoop:
                 raise
         if self.watch is not None:
             self._restore_best(self.watch)
+        if self.learned is not None:
+            with self.model._lock:
+                found = finished_users(self.learned, self.solver)
+                if found is not None and self.model._learned is self.learned:
+                    self.learned = found
+                    self.model._learn(found)
+        if self.learned is not None and self.observers.validation is not None:
+            self._warn_if_below_popularity(self.learned, self.observers.validation)
 
     def _end(self, bar: Any) -> None:
         """End the iterations."""
@@ -277,6 +287,27 @@ class FitLoop:
             )
             self.learned = replace(watch.learned, n_iter=watch.iteration, history=self.history)
             self.model._learn(self.learned)
+
+    def _warn_if_below_popularity(self, learned: Learned, validation: sp.csr_array) -> None:
+        """Log a warning if an implicit model ranks held-out entries worse than the most popular items do."""
+        seen, likes = learned.seen if self.observers.seen is None else self.observers.seen, learned.popularity
+        metric = self.model._validation_metric()
+        if not learned.objective.is_implicit or likes is None or not isinstance(seen, sp.csr_array):
+            return  # a store is not read again
+        popular = popularity_of(seen, likes)
+        theirs = _measure(popular, validation, seen, (metric,), np.arange(validation.shape[0]))[metric]
+        ours = learned.history[learned.n_iter - 1].get(metric, theirs)
+        if ours < theirs:
+            logger.warning(
+                "%s of the validation set is %.4f, and recommending the most popular items reaches %.4f: increase "
+                "regularization (now %s) with alpha=%g and unobserved_weight=%g, or recommend by popularity",
+                metric,
+                ours,
+                theirs,
+                learned.objective.regularization,
+                learned.objective.alpha,
+                learned.objective.unobserved_weight,
+            )
 
     def _update_model(self, *, on_host: bool = False) -> None:
         """Update the model with the current factors; the first time, create its `Learned`.

@@ -2,34 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.sparse import entry_rows, take_rows
+from ..core.sparse import as_ones, entries_in, entry_rows, keep_entries, rows_or_empty, take_rows
 from ..core.validate import (
-    MAX_N,
     as_csr,
     check_bool,
     check_choice,
-    check_ids,
-    check_int,
     check_nonempty,
     check_real,
     check_shape,
+    from_triplets,
+    one_row,
 )
 from ..data.align import align_rows, labels_of
 from ..plan.memory import check_answer
-from ..ratings import as_ratings
+from ..ratings import as_ratings, is_pairs
 from .estimator import not_fitted
-from .learned import count_items, likes_of
+from .learned import Labelled, count_items, likes_of
+from .requests import Asked, Unknown, is_single, labelled, pairs_of, positions_of
+
+
+@dataclass(frozen=True)
+class Popularity(Labelled):
+    """The result of a fit as one value: see the attributes of `PopularityRecommender`, and `Learned`."""
+
+    seen: sp.csr_array
+    item_counts: np.ndarray
+    item_likes: np.ndarray
+    item_means: np.ndarray
+    global_mean: float
+    scores: np.ndarray  # by which items are ranked
+    user_ids: np.ndarray | None
+    item_ids: np.ndarray | None
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n_users, n_items)."""
+        return int(self.seen.shape[0]), int(self.seen.shape[1])
+
+
+def popularity_of(seen: sp.csr_array, likes: np.ndarray) -> PopularityRecommender:
+    """The baseline of a fit, from the pattern of its entries and the positive entries of each item."""
+    popular = PopularityRecommender().fit(as_ones(seen, np.float32))
+    popular._state = replace(popular._state, item_likes=likes, scores=likes)
+    return popular
 
 
 class PopularityRecommender:
     """Non-personalized baseline: recommends the same items to all users and predicts each item's damped mean.
 
-    A useful factor model must beat this baseline under the same `evaluate`.
+    A useful factor model must beat this baseline under the same `evaluate`. Each call uses one fit as a whole, also
+    while another thread fits again.
 
     Parameters
     ----------
@@ -37,22 +66,9 @@ class PopularityRecommender:
         Number of virtual ratings at the global mean added to each item; at least 0.
     rank_by : {"count", "mean"}
         Recommend the items with the most positive entries, or with the highest damped mean.
-
-    Attributes
-    ----------
-    n_users, n_items : int
-    user_ids_, item_ids_ : array or None
-        Labels of the training `Ratings`.
-    item_counts_ : int64 array, shape (n_items,)
-        Entries (users) of each item.
-    item_likes_ : int64 array, shape (n_items,)
-        Positive entries of each item: negative ones are dislikes, and zeros no preference.
-    item_means_ : float64 array, shape (n_items,)
-        ``(sum + damping * global_mean) / (count + damping)``; the global mean if the denominator is 0.
-    global_mean_ : float
-    user_factors, item_factors : float32 array, shape (n, 1)
-        1 and the likes or the mean, whose product is the score, for ``auc``.
     """
+
+    _state: Popularity  # set by fit
 
     def __init__(self, *, damping: float = 5.0, rank_by: str = "count") -> None:
         self.damping = damping
@@ -78,26 +94,91 @@ class PopularityRecommender:
         """
         by_mean = check_choice("rank_by", self.rank_by, ("count", "mean")) == "mean"
         damping = check_real("damping", self.damping, 0.0)
-        user_items = as_ratings(user_items)
+        user_items = as_ratings(user_items, "user_items")
         matrix = as_csr(user_items)
         check_nonempty(matrix, "user_items")
-        self.n_users, self.n_items = matrix.shape
-        labels = labels_of(user_items) or (None, None)
-        self.user_ids_: np.ndarray | None = labels[0]
-        self.item_ids_: np.ndarray | None = labels[1]
-        self._user_items = matrix
-        self.item_counts_ = count_items(matrix)
-        likes = likes_of([matrix], self.item_counts_)
-        self.item_likes_ = self.item_counts_ if likes is None else likes
-        sums = np.bincount(matrix.indices, weights=matrix.data, minlength=self.n_items)
-        self.global_mean_ = float(matrix.data.mean(dtype=np.float64))
-        weight = self.item_counts_ + damping
-        self.item_means_ = np.full(self.n_items, self.global_mean_)
-        np.divide(sums + damping * self.global_mean_, weight, out=self.item_means_, where=weight > 0)
-        self.user_factors = np.ones((self.n_users, 1), dtype=np.float32)
-        self._item_scores = self.item_means_ if by_mean else self.item_likes_
-        self.item_factors = self._item_scores.astype(np.float32)[:, None]
+        user_ids, item_ids = labels_of(user_items) or (None, None)
+        counts = count_items(matrix)
+        likes = likes_of([matrix], counts)
+        likes = counts if likes is None else likes
+        sums = np.bincount(matrix.indices, weights=matrix.data, minlength=matrix.shape[1])
+        global_mean = float(matrix.data.mean(dtype=np.float64))
+        weight = counts + damping
+        means = np.full(matrix.shape[1], global_mean)
+        np.divide(sums + damping * global_mean, weight, out=means, where=weight > 0)
+        scores = means if by_mean else likes
+        self._state = Popularity(matrix, counts, likes, means, global_mean, scores, user_ids, item_ids)
         return self
+
+    def _fitted(self) -> Popularity:
+        """The state, which each public method takes once.
+
+        Raises
+        ------
+        NotFittedError
+        """
+        try:
+            return self._state
+        except AttributeError:
+            raise not_fitted("this PopularityRecommender is not fitted; call fit(user_items) first") from None
+
+    @property
+    def n_users(self) -> int:
+        """Number of users."""
+        return self._fitted().shape[0]
+
+    @property
+    def n_items(self) -> int:
+        """Number of items."""
+        return self._fitted().shape[1]
+
+    @property
+    def user_ids_(self) -> np.ndarray | None:
+        """Label of each user of the training `Ratings`, or None."""
+        return self._fitted().user_ids
+
+    @property
+    def item_ids_(self) -> np.ndarray | None:
+        """Label of each item, or None."""
+        return self._fitted().item_ids
+
+    @property
+    def item_counts_(self) -> np.ndarray:
+        """Entries (users) of each item: int64 array, shape (n_items,)."""
+        return self._fitted().item_counts
+
+    @property
+    def item_likes_(self) -> np.ndarray:
+        """Positive entries of each item, int64 array, shape (n_items,): negative ones are dislikes, zeros none."""
+        return self._fitted().item_likes
+
+    @property
+    def item_means_(self) -> np.ndarray:
+        """Damped mean of each item, float64 array, shape (n_items,).
+
+        ``(sum + damping * global_mean) / (count + damping)``; the global mean if the denominator is 0.
+        """
+        return self._fitted().item_means
+
+    @property
+    def global_mean_(self) -> float:
+        """Mean of all values."""
+        return self._fitted().global_mean
+
+    @property
+    def user_factors(self) -> np.ndarray:
+        """Ones, float32 array, shape (n_users, 1); times `item_factors`, they are the scores, for ``auc``."""
+        return np.ones((self.n_users, 1), dtype=np.float32)
+
+    @property
+    def item_factors(self) -> np.ndarray:
+        """Likes or means, by which items are ranked: float32 array, shape (n_items, 1)."""
+        return self._fitted().scores.astype(np.float32)[:, None]
+
+    @property
+    def cold_users_(self) -> np.ndarray:
+        """Users without training entries: bool array, shape (n_users,)."""
+        return np.diff(self._fitted().seen.indptr) == 0
 
     def recommend(
         self,
@@ -107,13 +188,16 @@ class PopularityRecommender:
         filter_already_liked_items: bool = True,
         filter_items: Any = None,
         items: Any = None,
+        *,
+        labels: bool = False,
+        unknown: str = "error",
     ) -> tuple[np.ndarray, np.ndarray]:
         """Rank candidate items by their number of positive entries, or their mean; ties by lower position.
 
         Parameters
         ----------
         userid : int or integer array, shape (n,)
-            Positions of users.
+            Positions of users, or with ``labels=True`` their labels.
         user_items : Ratings or sparse matrix, shape (n, n_items), optional
             Row j holds the items seen by ``userid[j]``; labelled ratings are aligned by label. Default: the rows of the
             training matrix.
@@ -121,15 +205,14 @@ class PopularityRecommender:
             At least 1.
         filter_already_liked_items : bool
             Exclude the entries of `user_items`.
-        filter_items : integer array, optional
-            Items to exclude for all users.
-        items : integer array, optional
-            Candidates; default: all items.
+        filter_items, items, labels, unknown
+            As for `recommend` of the estimators: items to exclude, candidates, whether ids are labels, and the
+            treatment of ids that are unknown.
 
         Returns
         -------
         ids : int32 array, shape (n, N), or (N,) for a single user
-            -1 if fewer than N items are left.
+            -1 if fewer than N items are left. With ``labels=True`` an object array of labels, with None in place of -1.
         scores : float32 array of the same shape
             Numbers of positive entries, or means; -inf where the id is -1.
 
@@ -137,71 +220,111 @@ class PopularityRecommender:
         ------
         NotFittedError
             `fit` was not called.
-        TypeError, ValueError
-            A position is out of range, N < 1, or `user_items` does not have a row for each user.
+        TypeError, ValueError, UnknownLabelError
+            An id is unknown, N < 1, or `user_items` does not have a row for each user.
         MemoryBudgetError
             N results for each user do not fit in memory.
         """
-        self._check_fitted()
-        users = check_ids("userid", userid, self.n_users, "n_users")
-        N = check_int("N", N, 1, MAX_N)
-        allowed = allowed_items(self.n_items, items, filter_items)
-        seen = None
-        if check_bool("filter_already_liked_items", filter_already_liked_items):
-            seen = self._rows_seen(user_items, users)
-        check_answer(len(users), N, int(np.count_nonzero(allowed)), np.dtype(np.float32).itemsize)
-        ids, scores = rank_by_count(self._item_scores, allowed, seen, len(users), N)
-        return (ids[0], scores[0]) if np.ndim(userid) == 0 else (ids, scores)
+        state = self._fitted()
+        asked = Asked.check(N, filter_already_liked_items, filter_items, items, "popular", labels, unknown)
+        users = positions_of(state, "user", "userid", userid, asked.by_label, asked.unknown)
 
-    def predict(self, users: Any, items: Any) -> np.ndarray:
+        def rows_of(name: str, given: Any) -> sp.csr_array:
+            return _rows_of_users(state, users, name, given, asked.unknown)
+
+        candidates = asked.candidates(state, len(users), rows_of)
+        asked.unknown.report()
+        seen, absent = candidates.denied, asked.unknown.absent(users)
+        if asked.filter_liked:
+            take = take_rows if absent is None else rows_or_empty
+            liked = take(state.seen, users) if user_items is None else rows_of("user_items", user_items)
+            seen = liked if seen is None else union(seen, liked)
+        if candidates.allowed is not None:
+            pairs = (
+                candidates.allowed
+                if seen is None
+                else keep_entries(candidates.allowed, ~entries_in(candidates.allowed, seen))
+            )
+            rows, found = entry_rows(pairs), pairs.indices.astype(np.int64)
+            if candidates.shared is not None:
+                rows, found = rows[candidates.shared[found]], found[candidates.shared[found]]
+            check_answer(len(users), asked.N, state.shape[1], np.dtype(np.float32).itemsize)
+            ids, scores = best_pairs(rows, found, state.scores[found].astype(np.float32), len(users), asked.N)
+        else:
+            allowed = np.ones(state.shape[1], dtype=bool) if candidates.shared is None else candidates.shared
+            check_answer(len(users), asked.N, int(np.count_nonzero(allowed)), np.dtype(np.float32).itemsize)
+            ids, scores = rank_by_count(state.scores, allowed, seen, len(users), asked.N)
+        if absent is not None and asked.unknown.rule == "drop":
+            ids[absent], scores[absent] = -1, -np.inf
+        shown = labelled(state, "item", ids) if asked.by_label else ids
+        return (shown[0], scores[0]) if is_single(userid, asked.by_label) else (shown, scores)
+
+    def predict(self, users: Any, items: Any = None, *, labels: bool = False, unknown: str = "error") -> np.ndarray:
         """Damped item mean for each pair, float32 of shape (n,).
 
         Parameters
         ----------
-        users, items : integer array, shape (n,)
-            Positions; predictions do not depend on the user.
+        users, items : int or integer array, shape (n,); or a table of pairs as `users` alone
+            Positions, or labels, broadcast against each other; predictions do not depend on the user.
+        labels, unknown
+            As for `predict` of the estimators. Unknown items have the global mean under "popular"; unknown users do
+            not matter then.
 
         Raises
         ------
         NotFittedError
             `fit` was not called.
-        TypeError, ValueError
-            A position is out of range, or the lengths differ.
+        TypeError, ValueError, UnknownLabelError
+            An id is unknown, or the lengths differ.
         """
-        self._check_fitted()
-        users = check_ids("users", users, self.n_users, "n_users")
-        items = check_ids("items", items, self.n_items, "n_items")
-        if len(users) != len(items):
-            raise ValueError(f"users has {len(users)} positions and items has {len(items)}; expected pairs")
-        return self.item_means_[items].astype(np.float32)
-
-    @property
-    def cold_users_(self) -> np.ndarray:
-        """Users without training entries: bool array, shape (n_users,)."""
-        self._check_fitted()
-        return np.diff(self._user_items.indptr) == 0
-
-    def _check_fitted(self) -> None:
-        if "item_counts_" not in vars(self):
-            raise not_fitted("this PopularityRecommender is not fitted; call fit(user_items) first")
-
-    def _rows_seen(self, user_items: Any, users: np.ndarray) -> sp.csr_array:
-        if user_items is None:
-            return take_rows(self._user_items, users)
-        labels = (self.user_ids_, self.item_ids_)
-        rows = align_rows(as_csr(user_items), user_items, users, labels, self.n_users)
-        check_shape("user_items", rows, (len(users), self.n_items), ("number of users asked for", "n_items"))
-        return rows
+        state, by_label, strangers = self._fitted(), check_bool("labels", labels), Unknown.check(unknown)
+        if items is None and not is_pairs(users):
+            raise ValueError("predict takes users and items, or a table of pairs (a data frame, ratings.entries)")
+        users, items = pairs_of(state, users, items, by_label, strangers)
+        strangers.report()
+        found = state.item_means[np.maximum(items, 0)].astype(np.float32)
+        found[items < 0] = state.global_mean
+        if strangers.rule == "drop":
+            found[(users < 0) | (items < 0)] = np.nan
+        return found
 
 
-def allowed_items(n_items: int, items: Any, filter_items: Any) -> np.ndarray:
-    """Mask of the candidates: `items` (None: all) without `filter_items`."""
-    allowed = np.full(n_items, items is None)
-    if items is not None:
-        allowed[check_ids("items", items, n_items, "n_items")] = True
-    if filter_items is not None:
-        allowed[check_ids("filter_items", filter_items, n_items, "n_items")] = False
-    return allowed
+def _rows_of_users(state: Popularity, users: np.ndarray, name: str, given: Any, unknown: Unknown) -> sp.csr_array:
+    """Rows of an argument, one for each of `users`."""
+    given = one_row(as_ratings(given, name))
+    labels, n_users = (state.user_ids, state.item_ids), state.shape[0]
+    rows = align_rows(as_csr(given, name=name), given, users, labels, n_users, name, unknown.of_entries)
+    check_shape(name, rows, (len(users), state.shape[1]), ("number of users asked for", "n_items"))
+    return rows
+
+
+def union(left: sp.csr_array, right: sp.csr_array) -> sp.csr_array:
+    """All entries of both matrices."""
+    rows = np.concatenate([entry_rows(part) for part in (left, right)])
+    columns = np.concatenate([part.indices for part in (left, right)])
+    return from_triplets(rows, columns, np.ones(len(rows)), left.shape, duplicates="first")
+
+
+def best_pairs(
+    rows: np.ndarray, items: np.ndarray, scores: np.ndarray, n_rows: int, N: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The N items of each row with the highest scores, of pairs (row, item).
+
+    Returns
+    -------
+    ids : int32 array, shape (n_rows, N)
+        Ties in order of position; -1 where a row has fewer items.
+    scores : array of the dtype of `scores`, shape (n_rows, N)
+        -inf where ids is -1.
+    """
+    order = np.lexsort((items, -scores, rows))
+    rows, items, scores = rows[order], items[order], scores[order]
+    place = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    best = place < N
+    ids: np.ndarray = np.full((n_rows, N), -1, dtype=np.int32)
+    values: np.ndarray = np.full((n_rows, N), -np.inf, dtype=scores.dtype)
+    ids[rows[best], place[best]], values[rows[best], place[best]] = items[best], scores[best]
+    return ids, values
 
 
 def rank_by_count(

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from ..core.frames import kind_of
 from ..core.sparse import ValueSummary, transposed, without_zeros
 from ..core.validate import as_csr, check_threads, frozen_csr, make_csr
 from ..data.labels import axis_sizes
 from ..data.store import Store
+from ..data.wide import is_wide
 from ..device.cuda import gpu_of, parse_device
 from ..plan.make import NOTHING, Held
 from ..plan.types import check_device, check_dtype
@@ -92,7 +94,7 @@ class PreparedRatings:
                 raise TypeError(
                     "user_items is a Store, which fits read slab by slab as it is; prepare store.to_ratings()"
                 )
-            self._take(as_ratings(user_items), user_ids, item_ids)
+            self._take(user_items, user_ids, item_ids)
             return
         from ..gpu.intake import host_matrix, read_matrix
 
@@ -170,6 +172,12 @@ class PreparedRatings:
 
     def _take(self, given: Any, user_ids: Any, item_ids: Any) -> None:
         """Check ratings on the host, and copy them to the device or transpose them."""
+        kind = None
+        if is_wide(given):
+            kind, wide = kind_of(given), as_ratings(given, "user_items", users=user_ids is None)
+            given, user_ids = wide.user_items, wide.user_ids if user_ids is None else user_ids
+            item_ids = wide.item_ids if item_ids is None else item_ids
+        given = as_ratings(given)
         if isinstance(given, Ratings):
             if user_ids is not None or item_ids is not None:
                 raise ValueError("user_ids and item_ids are labels of a matrix; Ratings have their own: leave them out")
@@ -177,6 +185,7 @@ class PreparedRatings:
         else:
             self.user_items = as_csr(given, name="user_items", dtype=self.dtype)
             self.ratings = Ratings._checked(_single(self.user_items), user_ids, item_ids)
+            self.ratings.frame_kind = kind
         if self.device == "cpu":
             self.item_users  # noqa: B018, made here and not by the first fit
             return

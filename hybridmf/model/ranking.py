@@ -14,15 +14,18 @@ import scipy.sparse as sp
 
 from ..core.objective import Factors, Side, other_side, scoring_rows
 from ..core.sparse import RowColumns, entries_in, entry_rows, keep_entries, take_rows, transposed
-from ..core.validate import from_triplets, make_csr
+from ..core.validate import make_csr
+from ..data.store import StoredSeen
 from ..errors import NonFiniteError, NotPositiveDefiniteError
 from ..native import _als
 from ..plan.memory import check_answer
 from ..plan.threads import threads_for
+from ..plan.types import NONNEGATIVE
 from .engine import Engine, engine_for
+from .exactness import warn_of_fold_in
 from .learned import Learned
-from .popularity import rank_by_count
-from .requests import Candidates
+from .popularity import best_pairs, rank_by_count, union
+from .requests import Asked, Candidates
 
 logger = logging.getLogger("hybridmf")
 
@@ -56,7 +59,7 @@ def rank(
         return _rank_lists(learned, users, N, seen, candidates, cold_users)
     if candidates.denied is not None:
         denied = candidates.denied
-        seen = RowColumns.of(denied if seen is None else _union(seen.matrix(), denied))
+        seen = RowColumns.of(denied if seen is None else union(seen.matrix(), denied))
     n_items, allowed, chosen = len(learned.state.item), candidates.shared, None
     n_allowed = n_items if allowed is None else int(np.count_nonzero(allowed))
     if allowed is not None:
@@ -80,11 +83,45 @@ def rank(
     return ids, scores
 
 
-def _union(left: sp.csr_array, right: sp.csr_array) -> sp.csr_array:
-    """All entries of both matrices."""
-    rows = np.concatenate([entry_rows(part) for part in (left, right)])
-    columns = np.concatenate([part.indices for part in (left, right)])
-    return from_triplets(rows, columns, np.ones(len(rows)), left.shape, duplicates="first")
+def answer(
+    learned: Learned, users: Factors, asked: Asked, seen: RowColumns | None, candidates: Candidates, absent: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """`rank` for users of whom some may be unknown to the model.
+
+    Parameters
+    ----------
+    absent : bool array, shape (len(users),), or None
+        Mask of unknown users, whose factors are zero or folded in; None: there are none.
+    """
+    if absent is None:
+        return rank(learned, users, asked.N, seen, candidates, asked.cold_users)
+    popular = asked.unknown.rule == "popular"
+    ids, scores = rank(learned, users, asked.N, seen, candidates, "popular" if popular else asked.cold_users)
+    empty = absent
+    if popular:
+        empty = np.zeros(len(users), dtype=bool)
+        if asked.cold_users == "mask":
+            empty[users.blank_rows()] = True
+            empty &= ~absent
+    ids[empty], scores[empty] = -1, -np.inf
+    return ids, scores
+
+
+def rows_of_users(learned: Learned, users: np.ndarray, absent: np.ndarray | None) -> Factors:
+    """Factors of users; those of unknown ones, of a mask, are zero."""
+    if absent is None:
+        return learned.state.user.take(users)
+    taken = learned.state.user.take(np.maximum(users, 0))
+    for array in taken.arrays:
+        array[absent] = 0
+    return taken
+
+
+def seen_in_training(seen: sp.csr_array | StoredSeen, users: np.ndarray, absent: np.ndarray | None) -> RowColumns:
+    """Training entries of users; unknown ones, of a mask, have none."""
+    places = users if absent is None else np.maximum(users, 0)
+    rows = RowColumns.of(seen.take_rows(places)) if isinstance(seen, StoredSeen) else RowColumns.of(seen, places)
+    return rows if absent is None else rows.without_rows(absent)
 
 
 def _rank_lists(
@@ -116,14 +153,7 @@ def _rank_lists(
     if candidates.shared is not None:
         shown &= candidates.shared[items]
     rows, items, scores = rows[shown], items[shown], scores[shown]
-    order = np.lexsort((items, -scores, rows))
-    rows, items, scores = rows[order], items[order], scores[order]
-    place = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    best = place < N
-    ids: np.ndarray = np.full((len(users), N), -1, dtype=np.int32)
-    values: np.ndarray = np.full((len(users), N), -np.inf, dtype=dtype)
-    ids[rows[best], place[best]], values[rows[best], place[best]] = items[best], scores[best]
-    return ids, values
+    return best_pairs(rows, items, scores, len(users), N)
 
 
 def _rank_cold(
@@ -212,6 +242,63 @@ def _solved_by_zero(learned: Learned, side: Side, blank: np.ndarray) -> np.ndarr
         return np.empty(0, np.int64)
 
 
+# ---------------------------------------------------------------------------------------------------- predictions
+
+
+def predicted(learned: Learned, users: np.ndarray, items: np.ndarray, unknown: str) -> np.ndarray:
+    """Values of pairs without clipping; see `ServingMixin.predict`.
+
+    Parameters
+    ----------
+    learned : Learned
+    users, items : int64 arrays, shape (n,)
+        Positions; -1 for unknown ones.
+    unknown : {"error", "drop", "popular"}
+        Value of pairs with unknown ones; with "error", there are none.
+
+    Returns
+    -------
+    float array, shape (n,)
+    """
+    state, plan = learned.state, learned.plan
+    if unknown != "error":
+        no_user, no_item = users < 0, items < 0
+        users, items = np.maximum(users, 0), np.maximum(items, 0)
+    threads = threads_for(len(users) * plan.factors, len(users), plan.num_threads)
+    values: np.ndarray = _als.predict_pairs(state.user.matrix, state.item.matrix, users, items, threads)
+    if state.user.bias is not None and state.item.bias is not None:
+        values += state.mean + state.user.bias[users] + state.item.bias[items]
+    if unknown != "error" and (absent := no_user | no_item).any():
+        values[absent] = np.nan
+        if unknown == "popular":
+            known = (users[absent], items[absent], ~no_user[absent], ~no_item[absent])
+            values[absent] = _without_factors(learned, *known)
+    return values
+
+
+def _without_factors(
+    learned: Learned, users: np.ndarray, items: np.ndarray, user_known: np.ndarray, item_known: np.ndarray
+) -> np.ndarray:
+    """Predictions of pairs of which the model does not know both: means, biases, and shares of users who like items."""
+    user, item = learned.state.user, learned.state.item
+    if learned.objective.is_implicit:
+        likes = learned.popularity
+        shares = np.full(len(items), np.nan) if likes is None else likes[items] / learned.shape[0]
+        return np.where(item_known, shares, 0.0)
+    if user.bias is not None and item.bias is not None:
+        return (
+            learned.state.mean + np.where(user_known, user.bias[users], 0) + np.where(item_known, item.bias[items], 0)
+        )
+    return np.full(len(users), _mean_rating(learned))
+
+
+def _mean_rating(learned: Learned) -> float:
+    """Mean of the training ratings; NaN where neither they nor their sum are stored."""
+    if learned.values is not None and len(learned.values):
+        return float(learned.values.mean(dtype=np.float64))
+    return np.nan if learned.total is None or learned.seen is None else learned.total / learned.seen.nnz
+
+
 # ----------------------------------------------------------------------------------------------------- neighbours
 
 
@@ -279,7 +366,11 @@ def itself_first(
 def fold_in(learned: Learned, side: Side, matrix: sp.csr_array) -> Factors:
     """Exact factors of new rows of `side`, given the factors of the other side."""
     fixed = learned.state.side(other_side(side))
-    engine = engine_for(learned.plan)
+    # the kernel of a GPU does not finish nearly singular nonnegative rows
+    on_cpu = learned.plan.solver == NONNEGATIVE and learned.plan.gpu is not None
+    engine = engine_for(learned.plan.changed(gpu=None) if on_cpu else learned.plan)
     # independent of the rows; for a few rows, this is most of the work
     gram = learned.cached(("gram", side, engine.name), lambda: engine.gram(side, fixed, learned.objective))
-    return engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)
+    found = engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)
+    warn_of_fold_in(learned, side, matrix)
+    return found

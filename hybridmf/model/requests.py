@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,34 +10,224 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import Side
-from ..core.sparse import take_rows
+from ..core.objective import SIDES, Side
+from ..core.sparse import entry_rows, take_rows
 from ..core.validate import MAX_N, check_bool, check_choice, check_ids, check_int, from_triplets
-from ..data.align import UNKNOWN
-from ..data.labels import look_up
+from ..data.labels import check_label_types, look_up, plain_array
+from ..data.readers import frame_entries
+from ..data.wide import is_wide
 from ..errors import RatingsError, UnknownLabelError
-from .learned import Learned
+from ..ratings import Ratings, is_pairs
+from .learned import Labelled, Learned
+
+logger = logging.getLogger("hybridmf")
 
 COLD_USERS = ("popular", "mask")
 """Values of ``cold_users=`` of `recommend`."""
 
+UNKNOWN_IDS = ("error", "drop", "popular")
+"""Values of ``unknown=`` of requests."""
 
-def positions_of(learned: Learned, side: Side, name: str, given: Any, by_label: bool) -> np.ndarray:
+
+class Unknown:
+    """Treatment of ids that the model does not have, and those that one call has met.
+
+    Parameters
+    ----------
+    rule : one of `rules`
+        "error" raises; the others give unknown ids the position -1.
+    rules : tuple of str
+        Choices of the method.
+
+    Attributes
+    ----------
+    rule : str
+    of_entries : {"error", "drop"}
+        The rule for entries of labelled ratings, which `align` knows.
+    """
+
+    __slots__ = ("_met", "of_entries", "rule")
+
+    def __init__(self, rule: Any, rules: tuple[str, ...] = UNKNOWN_IDS) -> None:
+        self.rule: str = check_choice("unknown", rule, rules)
+        self.of_entries = "error" if self.rule == "error" else "drop"
+        self._met: dict[str, tuple[list[Any], str]] = {}
+
+    @classmethod
+    def check(cls, rule: Any, rules: tuple[str, ...] = UNKNOWN_IDS) -> Unknown:
+        """The treatment that an argument asks for.
+
+        Raises
+        ------
+        ValueError
+        """
+        return _STRICT if isinstance(rule, str) and rule == "error" else cls(rule, rules)
+
+    def meet(self, name: str, strangers: list[Any], text: str) -> None:
+        """Keep the unknown ids of the argument `name`, and their number as text."""
+        self._met[name] = (strangers, text)
+
+    def strangers(self, name: str) -> list[Any]:
+        """Unknown ids of the argument `name`, in their order."""
+        return self._met[name][0] if name in self._met else []
+
+    def absent(self, positions: np.ndarray) -> np.ndarray | None:
+        """Mask of the unknown ids, bool; None if all are known."""
+        if not self._met:
+            return None
+        mask = positions < 0
+        return mask if mask.any() else None
+
+    def report(self) -> None:
+        """Log what the call has met, in one message."""
+        if self._met:
+            parts = [f"{name} has {text}" for name, (_, text) in self._met.items()]
+            logger.warning("ids unknown to the model (unknown=%r): %s", self.rule, "; ".join(parts))
+
+
+_STRICT = Unknown("error")
+"""Meets nothing, so that all calls share it."""
+
+
+def positions_of(
+    learned: Labelled, side: Side, name: str, given: Any, by_label: bool, unknown: Unknown | None = None
+) -> np.ndarray:
     """Positions of users or items, int64, from positions or labels.
+
+    Parameters
+    ----------
+    learned : Labelled
+    side : {"user", "item"}
+    name : str
+        Argument name for messages.
+    given : an id, or a vector of them
+    by_label : bool
+        Whether ids are labels; a side without labels has positions.
+    unknown : Unknown, optional
+        Default: an error, in methods that offer no choice.
+
+    Returns
+    -------
+    int64 array, shape (n,)
+        -1 for unknown ids.
 
     Raises
     ------
     UnknownLabelError, TypeError, ValueError
         The message names the argument `name`.
     """
-    count = len(learned.state.side(side))
-    ids = learned.labels(side)
+    count, ids = learned.count(side), learned.labels(side)
+    lenient = unknown is not None and unknown.rule != "error"
     if not by_label or ids is None:
-        return check_ids(name, given, count, f"n_{side}s")
-    try:
-        return np.atleast_1d(np.asarray(look_up(side, given, ids, learned.label_table(side), count), dtype=np.int64))
-    except UnknownLabelError as error:
-        raise UnknownLabelError(f"{name}: {error.args[0]}") from error
+        if not lenient:
+            try:
+                return check_ids(name, given, count, f"n_{side}s")
+            except (TypeError, ValueError) as error:
+                if ids is None:
+                    raise
+                raise type(error)(f"{error}. The model has {side} labels: labels=True takes these") from error
+        positions = check_ids(name, given, 2**31 - 1, "2**31 - 1")
+        strangers: list[Any] = positions[positions >= count].tolist()
+        positions = np.where(positions < count, positions, -1)
+    else:
+        strangers = []
+        try:
+            found = look_up(side, given, ids, learned.label_table(side), count, strangers if lenient else None)
+        except UnknownLabelError as error:
+            hint = "" if unknown is None else '; unknown="drop" leaves such ids out'
+            raise UnknownLabelError(f"{name}: {error.args[0]}{hint}") from error
+        positions = np.atleast_1d(np.asarray(found, dtype=np.int64))
+        if strangers:
+            refuse_other_types(learned, side, name, strangers)
+    if strangers and unknown is not None:
+        unknown.meet(name, strangers, _counted(strangers, len(positions), f"{side}s"))
+    return positions
+
+
+def _counted(strangers: list[Any], total: int, things: str, count: int | None = None) -> str:
+    """Number of unknown ids, or of `count` pairs with one, and an example as text."""
+    return f"{len(strangers) if count is None else count:,} of {total:,} {things}, such as {strangers[0]!r}"
+
+
+def refuse_other_types(learned: Labelled, side: Side, name: str, strangers: list[Any]) -> None:
+    """Refuse unknown labels whose type no label of the model has, such as "101" where these are numbers.
+
+    Raises
+    ------
+    RatingsError
+    """
+    given = [label for label in strangers if label is not None and label == label]  # a missing id has no type
+    check_label_types(side, ("the model", learned.labels(side)), (name, plain_array(given)))
+
+
+def pairs_of(
+    learned: Labelled, users: Any, items: Any, by_label: bool, unknown: Unknown
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the users and items of pairs, int64, equally many of both; -1 for unknown ids.
+
+    Parameters
+    ----------
+    learned : Labelled
+    users, items : ids, or vectors of them
+        Broadcast against each other; `items` is None if `users` is a table of pairs, which are taken row by row.
+    by_label : bool
+        Whether they are labels; for a table, its own ids decide.
+    unknown : Unknown
+
+    Raises
+    ------
+    UnknownLabelError, TypeError, ValueError
+    RatingsError
+        A table has labels and the model positions, or the reverse; or its columns are ambiguous or have missing ids.
+    """
+    if items is None:
+        return _positions_of_table(learned, users, unknown)
+    places = positions_of(learned, "user", "users", users, by_label, unknown)
+    columns = positions_of(learned, "item", "items", items, by_label, unknown)
+    if len(places) != len(columns) and 1 not in (len(places), len(columns)):
+        raise ValueError(f"users has {len(places)} ids and items has {len(columns)}; expected as many of each")
+    if len(places) != len(columns):
+        places, columns = np.broadcast_arrays(places, columns)
+    return np.ascontiguousarray(places), np.ascontiguousarray(columns)
+
+
+def _positions_of_table(learned: Labelled, given: Any, unknown: Unknown) -> tuple[np.ndarray, np.ndarray]:
+    """`pairs_of` for a table."""
+    view = getattr(given, "ratings", None)
+    codes: tuple[np.ndarray, np.ndarray]
+    if isinstance(view, Ratings):
+        codes, labels = (entry_rows(view.user_items), view.user_items.indices), (view.user_ids, view.item_ids)
+    else:
+        try:
+            read = frame_entries(given, "users", value=None)
+        except RatingsError as error:
+            raise type(error)(
+                f"{error} (arguments of Ratings.from_frame; or pass two columns: predict(users, items, labels=True))"
+            ) from error
+        codes, labels = (read.users, read.items), (read.user_ids, read.item_ids)
+    users, items = (
+        _places(learned, side, ids, code.astype(np.int64), unknown)
+        for side, ids, code in zip(SIDES, labels, codes, strict=True)
+    )
+    return users, items
+
+
+def _places(learned: Labelled, side: Side, ids: np.ndarray | None, codes: np.ndarray, unknown: Unknown) -> np.ndarray:
+    """Positions in the model of the users or items of pairs, given as codes of the labels `ids`."""
+    name = f"{side}s"
+    if (ids is None) != (learned.labels(side) is None):
+        has, lacks = ("the table", "the model") if ids is not None else ("the model", "the table")
+        raise RatingsError(
+            f"{has} has {side} labels and {lacks} only positions, so {name} cannot be matched; fit on labelled Ratings "
+            "and pass a table with labels, or pass positions: predict(users, items)"
+        )
+    if ids is None:
+        return positions_of(learned, side, name, codes, False, unknown)
+    found = positions_of(learned, side, name, ids, True, unknown)[codes]
+    strangers = unknown.strangers(name)
+    if strangers:
+        unknown.meet(name, strangers, _counted(strangers, len(found), "pairs", int(np.count_nonzero(found < 0))))
+    return found
 
 
 def is_single(given: Any, by_label: bool) -> bool:
@@ -47,7 +238,7 @@ def is_single(given: Any, by_label: bool) -> bool:
     return not several and np.ndim(given) == 0
 
 
-def labelled(learned: Learned, side: Side, found: np.ndarray) -> np.ndarray:
+def labelled(learned: Labelled, side: Side, found: np.ndarray) -> np.ndarray:
     """Labels of positions as Python objects, None for -1; positions themselves where that side has no labels.
 
     Returns
@@ -57,13 +248,25 @@ def labelled(learned: Learned, side: Side, found: np.ndarray) -> np.ndarray:
 
     def make() -> np.ndarray:
         ids = learned.labels(side)
-        names = range(len(learned.state.side(side))) if ids is None else ids.tolist()
+        names = range(learned.count(side)) if ids is None else ids.tolist()
         table: np.ndarray = np.full(len(names) + 1, None, dtype=object)  # the last one is that of -1
         table[:-1] = list(names)
         return table
 
     table: np.ndarray = learned.cached(("names", side), make)
     return table[found]
+
+
+def names_of(learned: Labelled, side: Side, name: str, positions: np.ndarray, asked: Asked) -> np.ndarray:
+    """Ids of an argument, from its positions and unknown ids: labels, or positions."""
+    ids = learned.labels(side) if asked.by_label else None
+    absent = asked.unknown.absent(positions)
+    names = positions if ids is None else ids[positions]
+    if absent is None:
+        return names
+    mixed = names.astype(object)
+    mixed[absent] = asked.unknown.strangers(name)
+    return plain_array(mixed.tolist())
 
 
 # ------------------------------------------------------------------------------------------------------- histories
@@ -91,7 +294,7 @@ def is_history(rows: Any) -> bool:
     return (getattr(rows, "ndim", 2) == 1 and not sp.issparse(rows)) or hasattr(rows, "to_list")  # a Series
 
 
-def read_history(learned: Learned, rows: Any, by_label: bool, unknown: str) -> History:
+def read_history(learned: Learned, rows: Any, by_label: bool, unknown: Unknown) -> History:
     """Histories as a matrix.
 
     Parameters
@@ -101,22 +304,22 @@ def read_history(learned: Learned, rows: Any, by_label: bool, unknown: str) -> H
         Without values each item is an entry of 1, which explicit feedback refuses. Repeats add up.
     by_label : bool
         Whether items are labels.
-    unknown : {"error", "drop"}
-        Treatment of labels that the model does not have.
+    unknown : Unknown
 
     Raises
     ------
     RatingsError, UnknownLabelError, TypeError, ValueError
     """
-    check_choice("unknown", unknown, UNKNOWN)
     single = not _are_several(rows)
-    histories = [rows] if single else list(rows)
-    parts = [_entries(learned, history, by_label, unknown) for history in histories]
-    counts = [len(items) for items, _ in parts]
-    items = np.concatenate([items for items, _ in parts]) if parts else np.empty(0, np.int64)
+    parts = [_entries(learned, history) for history in ([rows] if single else rows)]
+    items = positions_of(learned, "item", "rows", [item for items, _ in parts for item in items], by_label, unknown)
+    users = np.repeat(np.arange(len(parts)), [len(items) for items, _ in parts])
     values = np.concatenate([values for _, values in parts]) if parts else np.empty(0)
+    absent = unknown.absent(items)
+    if absent is not None:
+        users, items, values = users[~absent], items[~absent], values[~absent]
     matrix = from_triplets(
-        np.repeat(np.arange(len(parts)), counts),
+        users,
         items,
         values,
         (len(parts), len(learned.state.item)),
@@ -135,8 +338,8 @@ def _are_several(rows: Any) -> bool:
     return all(isinstance(row, (list, tuple, set, frozenset, Mapping)) or np.ndim(row) == 1 for row in rows)
 
 
-def _entries(learned: Learned, history: Any, by_label: bool, unknown: str) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and values of one history."""
+def _entries(learned: Learned, history: Any) -> tuple[list[Any], np.ndarray]:
+    """Items and values of one history."""
     if isinstance(history, (str, bytes)):
         raise TypeError(f"rows must be a matrix, or items of one or several users, got {history!r}; pass [{history!r}]")
     weighted = isinstance(history, Mapping)
@@ -147,12 +350,7 @@ def _entries(learned: Learned, history: Any, by_label: bool, unknown: str) -> tu
         )
     tensor = hasattr(history, "__dlpack__") and not isinstance(history, np.ndarray)
     items = np.from_dlpack(history).tolist() if tensor else list(history)
-    values = np.asarray(list(history.values()) if weighted else np.ones(len(items)))
-    if by_label and unknown == "drop" and learned.item_ids is not None:
-        table = learned.label_table("item")
-        known = np.array([item in table for item in items], dtype=bool)
-        items, values = [item for item, kept in zip(items, known, strict=True) if kept], values[known]
-    return positions_of(learned, "item", "rows", items, by_label), values
+    return items, np.asarray(list(history.values()) if weighted else np.ones(len(items)))
 
 
 # ------------------------------------------------------------------------------------------------------ candidates
@@ -193,7 +391,8 @@ class Asked:
     filter_items, items : vector of items for all users; list of such vectors, or matrix, for each; or None
     cold_users : {"popular", "mask"}
     by_label : bool
-        Whether items are labels.
+        Whether users and items are labels.
+    unknown : Unknown
     """
 
     N: int
@@ -202,9 +401,12 @@ class Asked:
     items: Any
     cold_users: str
     by_label: bool
+    unknown: Unknown
 
     @classmethod
-    def check(cls, N: Any, filter_liked: Any, filter_items: Any, items: Any, cold_users: Any, labels: Any) -> Asked:
+    def check(
+        cls, N: Any, filter_liked: Any, filter_items: Any, items: Any, cold_users: Any, labels: Any, unknown: Any
+    ) -> Asked:
         """Read the arguments, except `filter_items` and `items`, which depend on the model.
 
         Raises
@@ -218,26 +420,36 @@ class Asked:
             items,
             check_choice("cold_users", cold_users, COLD_USERS),
             check_bool("labels", labels),
+            Unknown.check(unknown),
         )
 
-    def candidates(self, learned: Learned, n_users: int, rows_of: Callable[[str, Any], sp.csr_array]) -> Candidates:
+    def candidates(self, learned: Labelled, n_users: int, rows_of: Callable[[str, Any], sp.csr_array]) -> Candidates:
         """Candidates of users; `rows_of` is a function of an argument's name and a matrix: the rows of the users."""
         shared: np.ndarray | None = None
         lists: dict[str, sp.csr_array | None] = {"items": None, "filter_items": None}
         for name, given in (("items", self.items), ("filter_items", self.filter_items)):
             if given is None:
                 continue
-            if sp.issparse(given) or hasattr(given, "user_items"):
+            if sp.issparse(given) or hasattr(given, "user_items") or is_pairs(given) or is_wide(given):
                 lists[name] = rows_of(name, given)
             elif _are_several(given) or (isinstance(given, np.ndarray) and given.ndim == 2):
-                lists[name] = _lists(learned, name, given, self.by_label, n_users)
+                lists[name] = _lists(learned, name, given, self.by_label, n_users, self.unknown)
             else:
-                shared = np.full(len(learned.state.item), name != "items") if shared is None else shared
-                shared[positions_of(learned, "item", name, given, self.by_label)] = name == "items"
+                shared = np.full(learned.count("item"), name != "items") if shared is None else shared
+                choose(shared, learned, "item", name, given, self.by_label, self.unknown)
         return Candidates(shared, lists["items"], lists["filter_items"])
 
 
-def _lists(learned: Learned, name: str, given: Any, by_label: bool, n_users: int) -> sp.csr_array:
+def choose(
+    mask: np.ndarray, learned: Labelled, side: Side, name: str, given: Any, by_label: bool, unknown: Unknown
+) -> None:
+    """Mark the ids of an allow list in a mask of all rows of a side; or unmark those of a list named ``filter_...``."""
+    places = positions_of(learned, side, name, given, by_label, unknown)
+    absent = unknown.absent(places)
+    mask[places if absent is None else places[~absent]] = not name.startswith("filter_")
+
+
+def _lists(learned: Labelled, name: str, given: Any, by_label: bool, n_users: int, unknown: Unknown) -> sp.csr_array:
     """Items of each user as a matrix."""
     if len(given) != n_users:
         raise ValueError(
@@ -245,7 +457,10 @@ def _lists(learned: Learned, name: str, given: Any, by_label: bool, n_users: int
         )
     counts = [len(one) for one in given]
     flat = [item for one in given for item in (one.tolist() if isinstance(one, np.ndarray) else one)]
-    columns = positions_of(learned, "item", name, flat, by_label)
-    shape = (n_users, len(learned.state.item))
+    columns = positions_of(learned, "item", name, flat, by_label, unknown)
     rows = np.repeat(np.arange(n_users), counts)
+    absent = unknown.absent(columns)
+    if absent is not None:
+        rows, columns = rows[~absent], columns[~absent]
+    shape = (n_users, learned.count("item"))
     return from_triplets(rows, columns, np.ones(len(columns)), shape, name=name, duplicates="first")

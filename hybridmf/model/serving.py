@@ -35,24 +35,36 @@ from ..core.validate import (
     refuse_gpu,
     without_mask,
 )
-from ..data.align import IN_ORDER, align, align_rows, labels_of
+from ..data.align import IN_ORDER, UNKNOWN, align, align_rows, labels_of
 from ..data.labels import look_up
 from ..data.store import Store, StoredSeen
+from ..data.wide import is_wide
 from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError
-from ..native import _als
-from ..plan.threads import threads_for
 from ..plan.types import Plan
-from ..ratings import Ratings, as_ratings
+from ..ratings import Ratings, as_ratings, is_pairs
 from .engine import engine_for
 from .estimator import Estimator, check_columns, numeric_matrix, unfitted_error
 from .explain import Explanation, contributions, training_row
 from .learned import Learned, pattern
-from .ranking import blank_mask, fold_in, neighbours, rank
-from .requests import Asked, History, is_history, is_single, labelled, positions_of, read_history
+from .ranking import answer, blank_mask, fold_in, neighbours, predicted, rows_of_users, seen_in_training
+from .requests import (
+    Asked,
+    History,
+    Unknown,
+    choose,
+    is_history,
+    is_single,
+    labelled,
+    names_of,
+    pairs_of,
+    positions_of,
+    read_history,
+)
 from .tables import Request, file_format, to_file, to_frame
 from .updates import (
     check_positions,
     extended_labels,
+    named_positions,
     replace_rows,
     turned,
     updated_axis,
@@ -248,6 +260,7 @@ class ServingMixin(Estimator):
         *,
         recalculate_user: bool = False,
         labels: bool = False,
+        unknown: str = "error",
     ) -> tuple[np.ndarray, np.ndarray]:
         """Recommend the N items with the highest scores to each user.
 
@@ -280,6 +293,10 @@ class ServingMixin(Estimator):
         labels : bool
             `userid`, `items` and `filter_items` are labels, and labels are returned. A side without labels has
             positions.
+        unknown : {"error", "drop", "popular"}
+            Treatment of ids that the model does not have (labels, or positions behind the last). Under both others,
+            unknown items of `items`, `filter_items` and labelled ratings are left out, and a warning is logged with the
+            number of ids. The row of an unknown user has no items under "drop"; under "popular", those of a cold user.
 
         Returns
         -------
@@ -295,8 +312,8 @@ class ServingMixin(Estimator):
         MemoryBudgetError
             N results for each user do not fit in memory.
         """
-        learned, user_items = self._fitted(), as_ratings(user_items)
-        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
+        learned, user_items = self._fitted(), as_ratings(user_items, "user_items")
+        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown)
         by_label = asked.by_label
         recalculated = check_bool("recalculate_user", recalculate_user)
         if recalculated and user_items is None:
@@ -304,20 +321,23 @@ class ServingMixin(Estimator):
         if recalculated and not by_label and (labels_of(user_items) or (None,))[0] is None:
             users = check_ids("userid", userid, 2**31 - 1, "2**31 - 1")
         else:
-            users = positions_of(learned, "user", "userid", userid, by_label)
-        candidates = asked.candidates(learned, len(users), partial(_rows_of_users, learned, users))
+            users = positions_of(learned, "user", "userid", userid, by_label, asked.unknown)
+        rows_of = partial(_rows_of_users, learned, users, unknown=asked.unknown.of_entries)
+        candidates = asked.candidates(learned, len(users), rows_of)
+        asked.unknown.report()
+        absent = asked.unknown.absent(users)
         rows, seen = None, None
         if user_items is not None:
-            rows = _rows_of_users(learned, users, "user_items", user_items)  # validated even if unused
+            rows = rows_of("user_items", user_items)  # validated even if unused
             seen = RowColumns.of(rows) if asked.filter_liked else None
         elif asked.filter_liked:
-            seen = _seen_in_training(learned, users)
+            seen = seen_in_training(_all_seen(learned), users, absent)
         if recalculated:
             assert rows is not None
             factors = fold_in(learned, "user", rows)
         else:
-            factors = learned.state.user.take(users)
-        ids, scores = rank(learned, factors, asked.N, seen, candidates, asked.cold_users)
+            factors = rows_of_users(learned, users, absent)
+        ids, scores = answer(learned, factors, asked, seen, candidates, absent)
         found = labelled(learned, "item", ids) if by_label else ids
         return (found[0], scores[0]) if is_single(userid, by_label) else (found, scores)
 
@@ -332,6 +352,7 @@ class ServingMixin(Estimator):
         cold_users: str = "popular",
         *,
         labels: bool = True,
+        unknown: str = "error",
         backend: str | None = None,
         show_progress: bool = False,
     ) -> Any:
@@ -347,6 +368,8 @@ class ServingMixin(Estimator):
             As for `recommend`.
         labels : bool
             Users and items are labels, in the arguments and in the frame; False: positions.
+        unknown : {"error", "drop", "popular"}
+            As for `recommend`; "drop" leaves unknown users without rows.
         backend : {"pandas", "polars", "pyarrow"}, optional
             Library of the frame. Default: that of `userid`, else of the frame that the ratings of the fit came from,
             else the first of the three that is installed.
@@ -363,9 +386,11 @@ class ServingMixin(Estimator):
         NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, MemoryBudgetError
         """
         learned = self._fitted()
-        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
+        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown)
         kind = check_kind("backend", backend, kind_of(userid), learned.frame_kind)
-        users = None if userid is None else positions_of(learned, "user", "userid", userid, asked.by_label)
+        users = (
+            None if userid is None else positions_of(learned, "user", "userid", userid, asked.by_label, asked.unknown)
+        )
         request = _request(learned, users, user_items, asked)
         return to_frame(request, asked.by_label, kind, check_bool("show_progress", show_progress))
 
@@ -380,6 +405,7 @@ class ServingMixin(Estimator):
         cold_users: str = "popular",
         *,
         labels: bool = True,
+        unknown: str = "error",
         backend: str | None = None,
         show_progress: bool = False,
     ) -> Any:
@@ -393,7 +419,7 @@ class ServingMixin(Estimator):
             frame is returned.
         user_items, N, filter_already_liked_items, filter_items, items, cold_users
             As for `recommend`.
-        labels, backend, show_progress
+        labels, unknown, backend, show_progress
             As for `recommend_table`.
 
         Returns
@@ -405,7 +431,7 @@ class ServingMixin(Estimator):
         NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, OSError, MemoryBudgetError
         """
         learned, shown = self._fitted(), check_bool("show_progress", show_progress)
-        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
+        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown)
         kind = None if path is not None else check_kind("backend", backend, learned.frame_kind)
         if path is not None:
             file_format(path)
@@ -437,13 +463,15 @@ class ServingMixin(Estimator):
         rows : sequence of items, mapping {item: value}, a list of these, or a matrix, shape (n, n_items)
             One user's items; a list of them for several users; or Ratings or a sparse or dense matrix with one row for
             each user. Labelled ratings are aligned by label. Models of explicit feedback need values; for implicit
-            feedback, repeated items add up.
+            feedback, repeated items add up. The users of a data frame of entries are in the order of
+            ``Ratings.from_frame(rows).user_ids``.
         N, filter_already_liked_items, filter_items, items, cold_users
             As for `recommend`; an empty history is that of a cold user.
         labels : bool
             Items of `rows`, `items` and `filter_items` are labels, and labels are returned. Default: positions.
-        unknown : {"error", "drop"}
-            Treatment of labelled items that the model does not have.
+        unknown : {"error", "drop", "popular"}
+            Treatment of items that the model does not have, in all arguments. "drop" leaves them out and logs a warning
+            with their number; a user whose history has no other items is a cold user. "popular" is the same.
 
         Returns
         -------
@@ -457,21 +485,33 @@ class ServingMixin(Estimator):
         NotFittedError, TypeError, ValueError, RatingsError, UnknownLabelError, MemoryBudgetError
         """
         learned = self._fitted()
-        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels)
+        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown)
         if is_history(rows):
-            history = read_history(learned, rows, asked.by_label, unknown)
+            history = read_history(learned, rows, asked.by_label, asked.unknown)
         else:
-            history = History(self._new_rows(learned, rows, "rows", unknown=unknown), single=one_row(rows) is not rows)
+            history = History(
+                self._new_rows(learned, rows, "rows", unknown=asked.unknown.of_entries),
+                single=one_row(rows) is not rows,
+            )
         n_rows = history.matrix.shape[0]
-        candidates = asked.candidates(learned, n_rows, partial(_rows_of_strangers, learned, n_rows))
+        rows_of = partial(_rows_of_strangers, learned, n_rows, unknown=asked.unknown.of_entries)
+        candidates = asked.candidates(learned, n_rows, rows_of)
+        asked.unknown.report()
         factors = fold_in(learned, "user", history.matrix)
         seen = RowColumns.of(history.matrix) if asked.filter_liked else None
-        ids, scores = rank(learned, factors, asked.N, seen, candidates, asked.cold_users)
+        ids, scores = answer(learned, factors, asked, seen, candidates, None)
         found = labelled(learned, "item", ids) if asked.by_label else ids
         return (found[0], scores[0]) if history.single else (found, scores)
 
     def similar_items(
-        self, itemid: Any, N: int = 10, *, items: Any = None, filter_items: Any = None, labels: bool = False
+        self,
+        itemid: Any,
+        N: int = 10,
+        *,
+        items: Any = None,
+        filter_items: Any = None,
+        labels: bool = False,
+        unknown: str = "error",
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the N items with the highest cosine similarity of factors to `itemid`, which comes first itself.
 
@@ -485,6 +525,9 @@ class ServingMixin(Estimator):
             Items to exclude.
         labels : bool
             `itemid`, `items` and `filter_items` are labels, and labels are returned.
+        unknown : {"error", "drop"}
+            Treatment of items that the model does not have, in all arguments. "drop" leaves unknown candidates out,
+            gives an unknown `itemid` no neighbours, and logs a warning with their number.
 
         Returns
         -------
@@ -494,27 +537,38 @@ class ServingMixin(Estimator):
         scores : float array, same shape
             Cosine similarities; -inf where ids is -1.
         """
-        return self._similar("item", itemid, N, {"items": items, "filter_items": filter_items}, labels)
+        return self._similar("item", itemid, N, {"items": items, "filter_items": filter_items}, labels, unknown)
 
     def similar_users(
-        self, userid: Any, N: int = 10, *, users: Any = None, filter_users: Any = None, labels: bool = False
+        self,
+        userid: Any,
+        N: int = 10,
+        *,
+        users: Any = None,
+        filter_users: Any = None,
+        labels: bool = False,
+        unknown: str = "error",
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the N users with the highest cosine similarity of factors to `userid`; see `similar_items`."""
-        return self._similar("user", userid, N, {"users": users, "filter_users": filter_users}, labels)
+        return self._similar("user", userid, N, {"users": users, "filter_users": filter_users}, labels, unknown)
 
     def _similar(
-        self, side: Side, ids: Any, N: int, chosen: dict[str, Any], labels: bool
+        self, side: Side, ids: Any, N: int, chosen: dict[str, Any], labels: bool, unknown: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """`chosen` are the candidates and what to exclude, by the names of their arguments."""
-        learned, by_label = self._fitted(), check_bool("labels", labels)
-        queries = positions_of(learned, side, f"{side}id", ids, by_label)
+        learned, by_label, strangers = self._fitted(), check_bool("labels", labels), Unknown.check(unknown, UNKNOWN)
+        queries = positions_of(learned, side, f"{side}id", ids, by_label, strangers)
         allowed: np.ndarray | None = None
         for name, given in chosen.items():
             if given is not None:
-                keep = not name.startswith("filter_")
-                allowed = np.full(len(learned.state.side(side)), not keep) if allowed is None else allowed
-                allowed[positions_of(learned, side, name, given, by_label)] = keep
+                allowed = np.full(learned.count(side), name.startswith("filter_")) if allowed is None else allowed
+                choose(allowed, learned, side, name, given, by_label, strangers)
+        strangers.report()
+        absent = strangers.absent(queries)
+        queries = queries if absent is None else np.maximum(queries, 0)
         found, scores = neighbours(learned, side, queries, check_int("N", N, 1, MAX_N), allowed)
+        if absent is not None:
+            found[absent], scores[absent] = -1, -np.inf
         found = labelled(learned, side, found) if by_label else found
         return (found[0], scores[0]) if is_single(ids, by_label) else (found, scores)
 
@@ -607,13 +661,15 @@ class ServingMixin(Estimator):
         learned, by_label = self._fitted(), check_bool("labels", labels)
         return _exported(learned, "item", np.flatnonzero(~blank_mask(learned, "item")), by_label)
 
-    def export_users(self, userid: Any = None) -> np.ndarray:
+    def export_users(self, userid: Any = None, *, labels: bool = False) -> np.ndarray:
         """Vectors of users, to search an index of the vectors of `export_items`.
 
         Parameters
         ----------
         userid : int or int array, shape (n,), optional
             Positions; default: all users.
+        labels : bool
+            `userid` is labels.
 
         Returns
         -------
@@ -621,65 +677,81 @@ class ServingMixin(Estimator):
 
         Raises
         ------
-        NotFittedError, TypeError, ValueError
+        NotFittedError, TypeError, ValueError, UnknownLabelError
         """
-        learned = self._fitted()
-        n_users = learned.shape[0]
-        users = np.arange(n_users) if userid is None else check_ids("userid", userid, n_users, "n_users")
+        learned, by_label = self._fitted(), check_bool("labels", labels)
+        if userid is None:
+            return _exported(learned, "user", np.arange(learned.shape[0]), False)[0]
+        users = positions_of(learned, "user", "userid", userid, by_label)
         vectors, _ = _exported(learned, "user", users, False)
-        return vectors[0] if userid is not None and np.ndim(userid) == 0 else vectors
+        return vectors[0] if is_single(userid, by_label) else vectors
 
     # ------------------------------------------------------------------------------------------------ predictions
 
     def predict(
-        self, users: Any, items: Any = None, *, clip: Literal["auto", False] | tuple[float, float] = "auto"
+        self,
+        users: Any,
+        items: Any = None,
+        *,
+        clip: Literal["auto", False] | tuple[float, float] = "auto",
+        labels: bool = False,
+        unknown: str = "error",
     ) -> np.ndarray:
         """Predict values of (user, item) pairs; for a matrix of rows, the best item for each row.
 
         Parameters
         ----------
-        users : int or int array, shape (n_pairs,); or a matrix, shape (n_rows, n_items), when `items` is None
+        users : int or int array, shape (n_pairs,); or, if `items` is None, a table of pairs or a matrix
+            A table of pairs is a data frame with columns of users and items, as `Ratings.from_frame` recognizes them,
+            or ``ratings.entries``. It has one row for each pair, and its ids are labels where it has labels. A matrix
+            has shape (n_rows, n_items).
         items : int or int array, shape (n_pairs,), optional
             Broadcast against `users`.
         clip : {"auto", False} or (low, high)
             "auto" clips predicted ratings to the range of the training values. It does not clip predictions of implicit
             feedback, nor those of model files written before the range was stored. False clips nothing; a pair clips to
             that range. Rankings do not depend on it.
+        labels : bool
+            `users` and `items` are labels; the best items of a matrix are returned as labels.
+        unknown : {"error", "drop", "popular"}
+            Treatment of ids that the model does not have. Under both others, a warning is logged with the number of
+            pairs. "drop" predicts NaN, so that predictions match the pairs. "popular" predicts what is known without
+            the unknown row: the mean rating plus the bias of the known row, or the mean alone in models without
+            biases (NaN where a model file lacks it); for implicit feedback, the share of the users who like the item,
+            and 0 for an unknown item. For a matrix, unknown items of labelled rows are left out.
 
         Returns
         -------
         float array, shape (n_pairs,) (a scalar for two scalars)
             ``mu + b_u + b_i + x_u.y_i``; for implicit feedback the predicted preference ``x_u.y_i``.
         int32 array, shape (n_rows,)
-            If `items` is None: each row is folded in, and the best item that it does not contain is returned, -1 if it
-            contains all items. scikit-learn uses this form.
+            If `users` is a matrix: each row is folded in, and the best item that it does not contain is returned, -1 if
+            it contains all items. scikit-learn uses this form.
+
+        Raises
+        ------
+        NotFittedError, TypeError, ValueError, RatingsError, UnknownLabelError
         """
-        learned = self._fitted()
+        learned, by_label, strangers = self._fitted(), check_bool("labels", labels), Unknown.check(unknown)
         limits = _clip_limits(learned, clip)
-        if items is None:
+        if items is None and not is_pairs(users):
             if not sp.issparse(users) and not isinstance(users, (Ratings, Store)) and np.ndim(users) < 2:
                 raise ValueError(
                     f"Expected 2D array, got {np.ndim(users)}D array instead: predict(users, items) takes ids of both, "
                     "predict(matrix) rows of ratings. Reshape your data (array.reshape(1, -1): one row) or pass items"
                 )
-            return self._best_unseen(learned, users)
-        n_users, n_items = learned.shape
-        user_ids = check_ids("users", users, n_users, "n_users")
-        item_ids = check_ids("items", items, n_items, "n_items")
-        if len(user_ids) != len(item_ids) and 1 not in (len(user_ids), len(item_ids)):
-            raise ValueError(f"users has {len(user_ids)} ids and items has {len(item_ids)}; expected as many of each")
-        user_ids, item_ids = (np.ascontiguousarray(ids) for ids in np.broadcast_arrays(user_ids, item_ids))
-        state, plan = learned.state, learned.plan
-        threads = threads_for(len(user_ids) * plan.factors, len(user_ids), plan.num_threads)
-        values = _als.predict_pairs(state.user.matrix, state.item.matrix, user_ids, item_ids, threads)
-        if state.user.bias is not None and state.item.bias is not None:
-            values += state.mean + state.user.bias[user_ids] + state.item.bias[item_ids]
+            best = self._best_unseen(learned, users, strangers.of_entries)
+            return labelled(learned, "item", best) if by_label else best
+        user_ids, item_ids = pairs_of(learned, users, items, by_label, strangers)
+        strangers.report()
+        values = predicted(learned, user_ids, item_ids, strangers.rule)
         if limits is not None:
             np.clip(values, *limits, out=values)
-        return values[0] if np.ndim(users) == 0 and np.ndim(items) == 0 else values
+        return values[0] if items is not None and is_single(users, by_label) and is_single(items, by_label) else values
 
-    def _best_unseen(self, learned: Learned, rows: Any) -> np.ndarray:
-        matrix = self._new_rows(learned, rows, "users")
+    def _best_unseen(self, learned: Learned, rows: Any, unknown: str) -> np.ndarray:
+        self._check_names(learned, rows)
+        matrix = self._new_rows(learned, rows, "users", unknown=unknown)
         ids, _ = self._serving_for(learned, matrix).recommend(np.arange(matrix.shape[0]), N=1)
         return ids[:, 0]
 
@@ -695,20 +767,18 @@ class ServingMixin(Estimator):
         owner: str = "the model",
     ) -> sp.csr_array:
         """A matrix for the kernels of the fitted model: in its dtype, with labelled ratings in the order of `users`."""
-        matrix = rows = one_row(as_ratings(rows))
+        matrix = rows = one_row(as_ratings(rows, name, users=users is not IN_ORDER))
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
             refuse_gpu(rows, name)
             refuse_triplets(rows, name)  # by column names, which check_array drops
             plain = without_mask(rows, name)
             matrix = numeric_matrix(self, plain, name)
-        matrix = as_csr(
-            matrix, name=name, dtype=learned.state.user.matrix.dtype, drop_zeros=learned.objective.is_implicit
-        )
+        matrix = _entries_of(learned, matrix, name, repeats=users is IN_ORDER)
         return align(matrix, labels_of(rows), (users, learned.item_ids), name=name, unknown=unknown, owner=owner)[0]
 
     def _new_rows(self, learned: Learned, rows: Any, name: str = "user_items", **options: Any) -> sp.csr_array:
         """Rows over the model's items, validated; messages name both axes. `options` are those of `_rows`."""
-        rows = one_row(as_ratings(rows))
+        rows = one_row(as_ratings(rows, name, users="users" in options))
         matrix, n = self._rows(learned, rows, name, **options), learned.shape[1]
         if matrix.shape[1] != n:
             shape = matrix.shape
@@ -720,6 +790,11 @@ class ServingMixin(Estimator):
         if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
             check_columns(self._holding(learned), rows)
         return matrix
+
+    def _check_names(self, learned: Learned, rows: Any) -> None:
+        """Compare the columns of a frame with those of the fit as scikit-learn does; other methods align them."""
+        if learned.feature_names is not None and is_wide(rows):
+            check_columns(self._holding(learned), rows)
 
     def _training_rows(self, learned: Learned, rows: Any, unknown: str) -> sp.csr_array:
         """A matrix whose rows are the training users, with labelled ratings reordered to match."""
@@ -733,7 +808,8 @@ class ServingMixin(Estimator):
         Parameters
         ----------
         user_items : Ratings, or sparse or dense matrix, shape (n_rows, n_items)
-            Labelled items are aligned by label.
+            Labelled items are aligned by label. The rows of a data frame of entries are its users in the order of
+            ``Ratings.from_frame(user_items).user_ids``.
 
         Returns
         -------
@@ -750,6 +826,7 @@ class ServingMixin(Estimator):
 
     def _factors_of(self, user_items: Any) -> np.ndarray:
         learned = self._fitted()
+        self._check_names(learned, user_items)
         factors = fold_in(learned, "user", self._new_rows(learned, user_items))
         return factors.matrix if factors.bias is None else np.column_stack((factors.matrix, factors.bias))
 
@@ -787,17 +864,19 @@ class ServingMixin(Estimator):
         Parameters
         ----------
         ids : int or int array, shape (n,)
-            Positions. Positions >= n_users add users (skipped positions get zero factors).
+            Positions. Positions >= n_users add users (skipped positions get zero factors). With ``labels=True``,
+            labels: known ones are updated, and unknown ones are added in their order.
         rows : Ratings, or sparse or dense matrix, shape (n, n_items)
             All entries of each of these users, in the order of `ids`; labelled ratings are aligned by label.
-        labels : array, shape (n,), optional
-            Labels of new users, required if the model has labels.
+        labels : True, or array, shape (n,), optional
+            True: `ids` are labels (of a model without labels, positions). An array: labels of users at the positions
+            `ids`, required for new users of a model with labels.
 
         Returns
         -------
         self
         """
-        rows = as_ratings(rows)
+        rows = as_ratings(rows, "rows")
         with self._lock:
             learned = self._fitted()
             positions, names = _updated_labels(learned, "user", ids, labels)
@@ -813,17 +892,19 @@ class ServingMixin(Estimator):
         Parameters
         ----------
         ids : int or int array, shape (n,)
-            Positions. Positions >= n_items add items.
+            Positions. Positions >= n_items add items. With ``labels=True``, labels: known ones are updated, and unknown
+            ones are added in their order.
         cols : Ratings, or sparse or dense matrix, shape (n_users, n)
             All entries of each of these items, as columns in the order of `ids`; labelled ratings are aligned by label.
-        labels : array, shape (n,), optional
-            Labels of new items, required if the model has labels.
+        labels : True, or array, shape (n,), optional
+            True: `ids` are labels (of a model without labels, positions). An array: labels of items at the positions
+            `ids`, required for new items of a model with labels.
 
         Returns
         -------
         self
         """
-        cols = as_ratings(cols)
+        cols = as_ratings(cols, "cols")
         with self._lock:
             learned = self._fitted()
             positions, names = _updated_labels(learned, "item", ids, labels)
@@ -898,9 +979,14 @@ class ServingMixin(Estimator):
         """
         learned = self._fitted()
         check_choice("users", users, ("auto", "training", "new"))
-        user_items = as_ratings(user_items)
-        matrix = self._new_rows(learned, user_items, unknown=unknown)
-        if users == "training" or (users == "auto" and _are_training_users(learned, user_items, matrix, unknown)):
+        self._check_names(learned, user_items)
+        user_items = as_ratings(user_items, "user_items")
+        named = _has_labels_of_training_users(learned, user_items, unknown)
+        training = users == "training" or (users == "auto" and bool(named))
+        if named is None or not training:  # else aligned once, below: it reports what it leaves out
+            matrix = self._new_rows(learned, user_items, unknown=unknown)
+            training |= users == "auto" and named is None and _may_be_training_users(learned, matrix)
+        if training:
             matrix = self._training_rows(learned, user_items, unknown)
             # training entries are ranked among all items, held-out entries among unseen items
             seen = sp.csr_array(matrix.shape, dtype=np.int8) if learned.is_training_data(matrix) else None
@@ -927,14 +1013,18 @@ def _held_out_score(model: Any, held_out: sp.csr_array, seen: sp.csr_array | Non
     return value if metric != "rmse" else -value
 
 
-def _are_training_users(learned: Learned, given: Any, matrix: sp.csr_array, unknown: str) -> bool:
+def _has_labels_of_training_users(learned: Learned, given: Any, unknown: str) -> bool | None:
+    """Whether labelled rows are of training users: all of them, or under "drop" any; None without labels."""
     have = labels_of(given)
-    if have is not None and have[0] is not None and learned.user_ids is not None:
-        theirs, ours = set(have[0].tolist()), set(learned.user_ids.tolist())
-        return bool(theirs & ours) if unknown == "drop" else theirs <= ours
-    if matrix.shape != learned.shape:
-        return False
-    return learned.is_training_data(matrix) or not learned.overlaps(matrix)
+    if have is None or have[0] is None or learned.user_ids is None:
+        return None
+    theirs, ours = set(have[0].tolist()), set(learned.user_ids.tolist())
+    return bool(theirs & ours) if unknown == "drop" else theirs <= ours
+
+
+def _may_be_training_users(learned: Learned, matrix: sp.csr_array) -> bool:
+    """Whether rows without labels are as many as the training users, and all or none of their entries are known."""
+    return matrix.shape == learned.shape and (learned.is_training_data(matrix) or not learned.overlaps(matrix))
 
 
 _Array = TypeVar("_Array", np.ndarray, "np.ndarray | None")
@@ -965,6 +1055,8 @@ def _exported(learned: Learned, side: Side, rows: np.ndarray, by_label: bool) ->
 
 def _updated_labels(learned: Learned, side: Side, ids: Any, labels: Any) -> tuple[np.ndarray, np.ndarray | None]:
     """Positions of an update, and the labels of all rows after it."""
+    if isinstance(labels, bool):
+        ids, labels = named_positions(learned, side, ids) if labels else (ids, None)
     positions = check_positions("ids", ids)
     known = learned.state.side(side)
     size = max(len(known), int(positions.max()) + 1)
@@ -1000,42 +1092,52 @@ def _updated(
 
 def _request(learned: Learned, users: np.ndarray | None, user_items: Any, asked: Asked) -> Request:
     """Checked arguments of a table; `users` None means all."""
+    everybody = learned.user_ids if users is None and asked.by_label else None
     users = np.arange(learned.shape[0]) if users is None else users
-    rows_of = partial(_rows_of_users, learned, users)
+    rows_of = partial(_rows_of_users, learned, users, unknown=asked.unknown.of_entries)
     candidates = asked.candidates(learned, len(users), rows_of)
+    asked.unknown.report()
     seen: Any = None
     if user_items is not None:
         seen = rows_of("user_items", user_items)
     elif asked.filter_liked:
         seen = _all_seen(learned)
-    return Request(learned, users, asked.N, seen if asked.filter_liked else None, candidates, asked.cold_users)
+    names = names_of(learned, "user", "userid", users, asked) if everybody is None else everybody
+    return Request(learned, users, names, asked, seen if asked.filter_liked else None, candidates)
 
 
-def _rows_of_users(learned: Learned, users: np.ndarray, name: str, given: Any) -> sp.csr_array:
+def _rows_of_users(
+    learned: Learned, users: np.ndarray, name: str, given: Any, unknown: str | None = None
+) -> sp.csr_array:
     """Rows of an argument, one for each of `users`."""
     labels, n_users = (learned.user_ids, learned.item_ids), learned.shape[0]
-    given = one_row(as_ratings(given))
-    matrix = _entries_of(learned, given, name)
+    given = one_row(as_ratings(given, name))
+    matrix = _entries_of(learned, given, name, repeats=True)
     if matrix.shape[0] == n_users != len(users):
-        check_ids("userid", users, n_users, "n_users")
-    matrix = align_rows(matrix, given, users, labels, n_users, name)
+        known = users[users >= 0]  # unknown users have empty rows
+        check_ids("userid", known, n_users, "n_users")
+    matrix = align_rows(matrix, given, users, labels, n_users, name, unknown)
     check_shape(name, matrix, (len(users), learned.shape[1]), ("n_userids", "n_items"))
     return matrix
 
 
-def _rows_of_strangers(learned: Learned, n_rows: int, name: str, given: Any) -> sp.csr_array:
+def _rows_of_strangers(learned: Learned, n_rows: int, name: str, given: Any, unknown: str) -> sp.csr_array:
     """Rows of an argument, one for each new user, in their order."""
-    given = one_row(as_ratings(given))
-    matrix = _entries_of(learned, given, name)
-    matrix, _ = align(matrix, labels_of(given), (IN_ORDER, learned.item_ids), name=name, unknown=None)
+    given = one_row(as_ratings(given, name, users=False))
+    matrix = _entries_of(learned, given, name, repeats=True)
+    matrix, _ = align(matrix, labels_of(given), (IN_ORDER, learned.item_ids), name=name, unknown=unknown)
     check_shape(name, matrix, (n_rows, learned.shape[1]), ("n_rows", "n_items"))
     return matrix
 
 
-def _entries_of(learned: Learned, given: Any, name: str) -> sp.csr_array:
-    """A matrix as the fit reads one: an explicit zero is no entry of implicit feedback, and a rating otherwise."""
-    dtype, drop_zeros = learned.state.user.matrix.dtype, learned.objective.is_implicit
-    return as_csr(given, name=name, dtype=dtype, drop_zeros=drop_zeros)
+def _entries_of(learned: Learned, given: Any, name: str, *, repeats: bool = False) -> sp.csr_array:
+    """A matrix as the fit reads one: an explicit zero is no entry of implicit feedback, and a rating otherwise.
+
+    `repeats`: in histories of implicit feedback, repeated items add up.
+    """
+    dtype, implicit = learned.state.user.matrix.dtype, learned.objective.is_implicit
+    rule = "sum" if repeats and implicit else "error"
+    return as_csr(given, name=name, dtype=dtype, drop_zeros=implicit, duplicates=rule)
 
 
 def seen_by(learned: Learned, users: np.ndarray, user_items: Any = None) -> sp.csr_array:
@@ -1046,13 +1148,8 @@ def seen_by(learned: Learned, users: np.ndarray, user_items: Any = None) -> sp.c
     TypeError, ValueError, UnknownLabelError
     """
     if user_items is None:
-        return _seen_in_training(learned, users).matrix()
-    return _rows_of_users(learned, users, "user_items", as_ratings(user_items))
-
-
-def _seen_in_training(learned: Learned, users: np.ndarray) -> RowColumns:
-    seen = _all_seen(learned)
-    return RowColumns.of(seen.take_rows(users)) if isinstance(seen, StoredSeen) else RowColumns.of(seen, users)
+        return seen_in_training(_all_seen(learned), users, None).matrix()
+    return _rows_of_users(learned, users, "user_items", user_items)
 
 
 def _all_seen(learned: Learned) -> sp.csr_array | StoredSeen:

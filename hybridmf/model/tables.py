@@ -17,8 +17,8 @@ from ..core.sparse import RowColumns
 from ..core.validate import check_path
 from ..data.store import StoredSeen
 from .learned import Learned
-from .ranking import rank
-from .requests import Candidates
+from .ranking import answer, rows_of_users, seen_in_training
+from .requests import Asked, Candidates
 
 BLOCK_USERS = 16_384
 """Users of a block: enough to fill a GPU, and the row group of a Parquet file."""
@@ -28,9 +28,9 @@ FILES = {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather":
 
 
 class Block(NamedTuple):
-    """Recommendations of some users, without gaps: positions of users and items, ranks from 1, and scores."""
+    """Recommendations of some users, without gaps: rows of the request, ranks from 1, positions of items, scores."""
 
-    users: np.ndarray
+    rows: np.ndarray
     ranks: np.ndarray
     items: np.ndarray
     scores: np.ndarray
@@ -44,19 +44,21 @@ class Request:
     ----------
     learned : Learned
     users : int64 array, shape (n,)
-    N : int
+        Positions; -1 for users who are unknown to the model.
+    names : array, shape (n,)
+        Users as they are named in the table.
+    asked : Asked
     seen : csr_array, shape (n, n_items), StoredSeen or None
         Entries to exclude: rows in the order of `users`, or of all users by position if it is that of `learned`.
     candidates : Candidates
-    cold_users : {"popular", "mask"}
     """
 
     learned: Learned
     users: np.ndarray
-    N: int
+    names: np.ndarray
+    asked: Asked
     seen: sp.csr_array | StoredSeen | None
     candidates: Candidates
-    cold_users: str
 
     def blocks(self, show_progress: bool) -> Iterator[Block]:
         """Recommendations of `BLOCK_USERS` users after others."""
@@ -67,18 +69,19 @@ class Request:
                 bar.update(stop - start)
 
     def _block(self, start: int, stop: int) -> Block:
-        learned, users = self.learned, self.users[start:stop]
+        learned, users, N = self.learned, self.users[start:stop], self.asked.N
+        absent = self.asked.unknown.absent(users)
         seen: RowColumns | None = None
-        if isinstance(self.seen, StoredSeen):
-            seen = RowColumns.of(self.seen.take_rows(users))
+        if self.seen is not None and self.seen is learned.seen:
+            seen = seen_in_training(self.seen, users, absent)
         elif self.seen is not None:
-            seen = RowColumns.of(self.seen, users if self.seen is learned.seen else np.arange(start, stop))
-        factors = learned.state.user.take(users)
-        candidates = self.candidates.of_users(start, stop)
-        ids, scores = rank(learned, factors, self.N, seen, candidates, self.cold_users)
+            seen = RowColumns.of(self.seen, np.arange(start, stop))
+        factors = rows_of_users(learned, users, absent)
+        ids, scores = answer(learned, factors, self.asked, seen, self.candidates.of_users(start, stop), absent)
         found = ids >= 0
-        ranks = np.broadcast_to(np.arange(1, self.N + 1, dtype=np.int32), ids.shape)
-        return Block(np.repeat(users, np.count_nonzero(found, axis=1)), ranks[found], ids[found], scores[found])
+        ranks = np.broadcast_to(np.arange(1, N + 1, dtype=np.int32), ids.shape)
+        rows = np.repeat(np.arange(start, stop), np.count_nonzero(found, axis=1))
+        return Block(rows, ranks[found], ids[found], scores[found])
 
 
 def to_frame(request: Request, by_label: bool, kind: str, show_progress: bool) -> Any:
@@ -86,9 +89,8 @@ def to_frame(request: Request, by_label: bool, kind: str, show_progress: bool) -
     parts = list(request.blocks(show_progress))
     empty = Block(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
     whole = Block(*map(np.concatenate, zip(*(parts or [empty]), strict=True)))
-    users, items = whole.users, whole.items
-    if by_label:
-        users, items = _names(request.learned.user_ids, users), _names(request.learned.item_ids, items)
+    users = _names(request.names, whole.rows)
+    items = _names(request.learned.item_ids, whole.items) if by_label else whole.items
     return make_frame({"user": users, "rank": whole.ranks, "item": items, "score": whole.scores}, kind)
 
 
@@ -130,15 +132,14 @@ def _write(request: Request, by_label: bool, format: str, stream: BinaryIO, show
     import pyarrow.parquet as pq
 
     learned = request.learned
-    names = [
-        pa.array(np.arange(count, dtype=np.int32) if ids is None or not by_label else ids)
-        for ids, count in zip((learned.user_ids, learned.item_ids), learned.shape, strict=True)
-    ]
+    ids = learned.item_ids
+    items = pa.array(np.arange(learned.shape[1], dtype=np.int32) if ids is None or not by_label else ids)
+    users = pa.array(request.names if by_label and learned.user_ids is not None else request.names.astype(np.int32))
     score = pa.from_numpy_dtype(learned.state.item.matrix.dtype)
-    fields = [("user", names[0].type), ("rank", pa.int32()), ("item", names[1].type), ("score", score)]
+    fields = [("user", users.type), ("rank", pa.int32()), ("item", items.type), ("score", score)]
     schema = pa.schema(fields)
     writer = pq.ParquetWriter(stream, schema) if format == "parquet" else pa.ipc.new_file(stream, schema)
     with writer:
         for block in request.blocks(show_progress):
-            columns = [names[0].take(pa.array(block.users)), block.ranks, names[1].take(pa.array(block.items))]
+            columns = [users.take(pa.array(block.rows)), block.ranks, items.take(pa.array(block.items))]
             writer.write_table(pa.table([*columns, block.scores], schema=schema))

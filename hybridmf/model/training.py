@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,10 @@ class TrainingData:
     def scale(self, objective: Objective) -> float:
         """Scale that standardizes explicit ratings; see `hybridmf.core.objective.rating_scale`."""
         return scale_of_values(self.values, self.nnz, objective)
+
+    def spread(self, objective: Objective) -> float:
+        """Standard deviation of explicit ratings; their root mean square if all are equal."""
+        return self.scale(replace(objective, biases=True))
 
 
 def _uploaded(

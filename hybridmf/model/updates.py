@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,13 @@ import scipy.sparse as sp
 from ..core.objective import SIDES, Factors, Side
 from ..core.sparse import keep_entries, take_rows, transposed
 from ..core.validate import check_ids, csr_arrays, make_csr
-from ..data.align import IN_ORDER, labels_of
-from ..data.labels import check_storable_labels
+from ..data.align import IN_ORDER, are_positions, labels_of
+from ..data.labels import check_label_types, check_storable_labels, plain_array
 from ..errors import UnknownLabelError
 from ..plan.start import check_given
 from ..plan.types import NONNEGATIVE
 from .learned import Learned, count_items, likes_of, transposed_pattern
+from .requests import Unknown, positions_of
 
 
 def check_positions(name: str, ids: Any) -> np.ndarray:
@@ -35,6 +37,34 @@ def check_positions(name: str, ids: Any) -> np.ndarray:
     return positions
 
 
+def named_positions(learned: Learned, side: Side, ids: Any) -> tuple[Any, list[Any] | None]:
+    """Positions of labels to update or to add, and these labels; of a model without labels, `ids` and None.
+
+    Unknown labels have the next free positions, in their order.
+
+    Raises
+    ------
+    ValueError
+        A label occurs twice.
+    RatingsError
+        A new label is of another type than those of the model.
+    """
+    known = learned.labels(side)
+    if known is None:
+        return ids, None
+    added = Unknown("drop")
+    positions = positions_of(learned, side, "ids", ids, True, added)
+    strangers, absent = added.strangers("ids"), positions < 0
+    names = np.empty(len(positions), dtype=object)
+    names[~absent], names[absent] = known[positions[~absent]], strangers
+    positions[absent] = len(known) + np.arange(len(strangers))
+    labels = _plain_list(list(names))
+    twice = next((label for label, count in Counter(labels).items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"ids has {twice!r} more than once; give each label once")
+    return positions, labels
+
+
 def updated_axis(name: str, given: Any, axis: int, positions: np.ndarray, names: np.ndarray | None) -> Any:
     """Labels to align the updated rows (axis 0) or columns (axis 1) with; without labels they keep the order of ids.
 
@@ -46,9 +76,10 @@ def updated_axis(name: str, given: Any, axis: int, positions: np.ndarray, names:
     have = labels_of(given)
     if have is None or have[axis] is None:
         return IN_ORDER
-    if names is None:
-        return None  # `align` raises
+    if names is None:  # `align` raises unless the labels are the positions
+        return IN_ORDER if are_positions(have[axis], positions) else None
     wanted = names[positions]
+    check_label_types(SIDES[axis], ("the model or of labels", names), (name, have[axis]))
     given_labels = set(have[axis].tolist())
     missing = [label for label in wanted.tolist() if label not in given_labels]
     if missing:
@@ -140,12 +171,13 @@ def extended_labels(side: str, known: Any, positions: np.ndarray, size: int, lab
             f"ids adds {side}s up to position {size - 1} and this model's {side}s have labels; pass labels= for them"
         )
     given = _plain_list(labels)
+    check_storable_labels("labels", given)
+    check_label_types(side, ("the model", known), ("labels", plain_array(given)))
     if len(given) != len(positions):
         raise ValueError(f"labels has {len(given)} elements; expected one for each of {len(positions)} ids")
     missing = sorted(set(range(len(plain), size)) - set(positions.tolist()))
     if missing:
         raise ValueError(f"ids skips position {missing[0]}, which would have no label; add positions without gaps")
-    check_storable_labels("labels", given)
     extended = plain + [None] * (size - len(plain))
     for position, label in zip(positions.tolist(), given, strict=True):
         if position < len(plain) and label != plain[position]:

@@ -19,7 +19,7 @@ def _overflow_advice(objective: Objective) -> str:
     """Advice for factors that became infinite."""
     name, value = max(objective.weights.items(), key=lambda item: item[1])
     if value > LARGE_WEIGHT:
-        return f"lower {name} (now {value:g}), or use dtype='float64'"
+        return f"scale the ratings down, lower {name} (now {value:g}), or use dtype='float64'"
     return f"scale the ratings down, {'lower alpha, ' if objective.is_implicit else ''}or use dtype='float64'"
 
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 
-from ..core.objective import Factors, Side
+from ..core.objective import Factors, Side, other_side
 from ..core.sparse import transposed
+from ..core.validate import make_csr
 from ..formats import reorder
 
 
@@ -27,6 +29,13 @@ class Ordering:
     def names(self, side: Side) -> np.ndarray | None:
         """Row of the input at each position; None if nothing is reordered."""
         return self.rows.get(side)
+
+    def entries(self, side: Side, at: np.ndarray, rows: sp.csr_array) -> tuple[np.ndarray, sp.csr_array]:
+        """Numbers of rows of the input, and their entries with its columns; `rows` are those of positions `at`."""
+        names, columns = self.rows.get(side), self.rows.get(other_side(side))
+        if columns is not None:
+            rows = make_csr(rows.indptr, columns[rows.indices], rows.data, rows.shape)
+        return at if names is None else names[at], rows
 
     def inward(self, side: Side, factors: Factors) -> Factors:
         """Factors in the solver's order."""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import scipy.sparse as sp
 
 from ..core.objective import Side, State
 from .types import Plan
 
 SWEEP_ORDER: tuple[Side, Side] = ("item", "user")
 """Items first: the final user factors are then exact given the item factors, so fold-in reproduces them."""
+
+
+Choose: TypeAlias = Callable[[np.ndarray], np.ndarray]
+"""Function from the degrees of rows to the positions of some of them."""
 
 
 def frozen_text(plan: Plan) -> str:
@@ -52,6 +59,12 @@ class Alternating(Unconnected):
 
     plan: Plan
     solving: Side | None = None
+    incomplete = False
+    """Whether `rows` has only some of the rows, those of this process."""
+
+    def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array] | None:
+        """Numbers and entries of some rows, in the order of the input; None where rows are split."""
+        return None
 
     def update(self, side: Side) -> None:
         """Solve one side; the state changes only once the half sweep is complete."""

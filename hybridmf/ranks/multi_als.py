@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Objective, Side, State
+from ..core.objective import SIDES, Objective, Side, State, other_side
+from ..core.sparse import stacked
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..data.store import StoreMatrix
 from ..errors import CommunicatorError
 from ..plan.grid import Grid, RankLayout
 from ..plan.ordering import reordered
-from ..plan.solver import Alternating
+from ..plan.solver import Alternating, Choose
 from ..plan.types import Plan
 from . import gpu_rank
 from .cpu_rank import CpuWorker
@@ -135,6 +137,22 @@ class MultiALS(Alternating):
         balanced = self.group.run(lambda control: self.ranks[control.rank].balanced())
         for rank, own in zip(self.ranks, balanced, strict=True):
             rank.own = own
+
+    def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array] | None:
+        """See `Alternating.rows`."""
+        degrees = [rank.degrees[side] for rank in self.ranks]
+        at, ends = choose(np.concatenate(degrees)), np.cumsum([0, *map(len, degrees)])
+        if any(rank.splits_rows(side) for rank in self.ranks):
+            return None
+        numbers, parts = [], []
+        for rank, (first, last) in zip(self.ranks, pairwise(ends.tolist()), strict=True):
+            own, entries = rank.own_rows(side, at[(at >= first) & (at < last)] - first)
+            numbers.append(own)
+            parts.append(entries)
+        rows, columns = stacked(parts), self.order.names(other_side(side))
+        if columns is not None:
+            rows.indices = columns[rows.indices].astype(np.int32)
+        return np.concatenate(numbers), rows
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""

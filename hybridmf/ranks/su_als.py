@@ -25,8 +25,9 @@ from ..errors import CommunicatorError, RatingsError
 from ..gpu.matrix import DeviceMatrix
 from ..plan.grid import RankLayout
 from ..plan.half_sweep import SLAB_BUFFERS
+from ..plan.precision import PrecisionCheck
 from ..plan.ranks import ScalePlan, check_rank
-from ..plan.solver import Alternating
+from ..plan.solver import Alternating, Choose
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries, batch_rows, bounded_batches, even_batches
 from .reduction import Reduction, make_reduction
@@ -220,7 +221,10 @@ class RankALS(Alternating):
             if plan.scale is not None:
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
             self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
+            self.numbers: dict[Side, np.ndarray] = {}
             self.halves = {side: self._half(side, blocks[side], share.names) for side in SIDES}
+            whole = {side: half for side, half in self.halves.items() if not self.splits_rows(side)}
+            self.check_precision = PrecisionCheck(objective, plan, whole)
             self.gathers_ahead = self._all_agree(
                 worker.gathers_ahead and has_room_for_both(plan) and plan.frozen is None
             )
@@ -353,6 +357,7 @@ class RankALS(Alternating):
 
     def _half(self, side: Side, block: Block, names: Mapping[Side, np.ndarray] | None) -> Any:
         own = np.arange(*self.layout.own(side, self.rank), dtype=np.int64) if names is None else names[side]
+        self.numbers[side] = own
         arguments = (side, block, self.objective, self.plan)
         if self.layout.grids[side].splits == 1:
             return self.worker.whole(*arguments, own)
@@ -415,6 +420,22 @@ class RankALS(Alternating):
         """Factors of the rows that this rank owns."""
         return State(self.own["user"], self.own["item"], self.mean)
 
+    incomplete = True
+
+    def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array] | None:
+        """See `Alternating.rows`."""
+        return None if self.splits_rows(side) else self.own_rows(side, choose(self.degrees[side]))
+
+    def splits_rows(self, side: Side) -> bool:
+        """Whether ranks share the entries of a row."""
+        return self.layout.grids[side].splits > 1
+
+    def own_rows(self, side: Side, at: np.ndarray) -> tuple[np.ndarray, sp.csr_array]:
+        """Numbers and entries of own rows, at the end of a fit."""
+        self.worker.close()  # its thread reads the same slabs
+        with self.worker.active():
+            return self.numbers[side][at], self.halves[side].row_entries(at)
+
     def update(self, side: Side) -> None:
         """One half sweep: solve `side`; own factors change only once all own rows are solved."""
         self.own[side] = self.solve(side)
@@ -426,6 +447,8 @@ class RankALS(Alternating):
                 # each rank has the whole fixed side: its Gram matrix has the bits of a fit on one device
                 fixed, start = self._gathered(side), self.own[side]
                 solved = self.worker.solve(self.halves[side], fixed, self.mean, start, self._gather_ahead(side))
+                if self.rank == 0:  # has its share of the longest rows, and one warning is enough
+                    self.check_precision(side, fixed)
             else:
                 solved = self._solve_split(side)
             self.communicator.barrier()  # failures of other ranks are raised here at the latest

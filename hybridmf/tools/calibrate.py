@@ -259,9 +259,9 @@ def _measure_cpu(say: Say) -> CpuRates:
         slower={"simd": 1.0} | {name: _slower(name, long, options, rates) for name in ("bals", "blas3", "rank1")},
     )
     sparse = regular(*SPARSE)  # too large for the caches
-    waiting = _idle(Machine(cpu=replace(rates, sgd_row=0.0)), SGD(32, **options), sparse)
+    waiting = _idle(Machine(cpu=replace(rates, sgd_row=0.0)), SGD(32, biases=False, **options), sparse)
     rates = replace(rates, sgd_row=waiting / sum(sparse.shape))
-    ccd = [_twice(CCD(16, **options), problem) / 16 / 2 for problem in (long, sparse)]
+    ccd = [_twice(CCD(16, biases=False, **options), problem) / 16 / 2 for problem in (long, sparse)]
     entry, row = entry_and_row((ccd[0], ccd[1]), (long, sparse))
     say("cores: together")
     rates = replace(rates, ccd_entry=4 * entry, ccd_row=2 * row, serial=_serial(options))
@@ -285,7 +285,7 @@ def _measure_overheads(rates: CpuRates) -> CpuRates:
     rates = replace(rates, region=0.0, sweep=0.0, gram=0.0, fresh=0.0)
     tiny, small = regular(*TINY), regular(*SMALL)
     idle = partial(_idle, Machine(cpu=rates))
-    als, ccd = idle(ExplicitALS(8, biases=False, **options), tiny), idle(CCD(16, **options), tiny)
+    als, ccd = idle(ExplicitALS(8, biases=False, **options), tiny), idle(CCD(16, biases=False, **options), tiny)
     region = max(0.0, ccd - als) / (16 * 4 - 4)  # 4 regions per factor of CCD++, and 4 for ALS
     explicit, implicit = (idle(cls(64, **options), small) for cls in (ExplicitALS, ImplicitALS))
     fit = _fit(ExplicitALS(8, biases=False, **(options | {"iterations": 2})), tiny)
@@ -312,7 +312,7 @@ def _measure_memory(rates: CpuRates) -> CpuRates:
 
 def _sgd_curve(schedule: str, problem: sp.csr_array, options: dict[str, Any]) -> Curve:
     flops = 10 if schedule == "msgd" else 8
-    seconds = [_twice(SGD(f, schedule=schedule, **options), problem) / problem.nnz for f in CPU_RANKS]
+    seconds = [_twice(SGD(f, schedule=schedule, biases=False, **options), problem) / problem.nnz for f in CPU_RANKS]
     return _curve(CPU_RANKS, lambda f: flops * f, seconds)
 
 
@@ -378,9 +378,9 @@ def _measure_gpu(spec: DeviceSpec, cpu: CpuRates, say: Say) -> GpuRates:
     for name, model in (
         ("fused", ExplicitALS(61, biases=False, **options)),
         ("sparse_syrk", ExplicitALS(61, biases=False, assembly="sparse_syrk", **options)),
-        ("msgd", SGD(61, **options)),
-        ("batch_hogwild", SGD(61, schedule="batch_hogwild", **options)),
-        ("ccd++", CCD(61, **options)),
+        ("msgd", SGD(61, biases=False, **options)),
+        ("batch_hogwild", SGD(61, schedule="batch_hogwild", biases=False, **options)),
+        ("ccd++", CCD(61, biases=False, **options)),
     ):
         if name != "fused" or fused:
             compiled, loaded = _compile_seconds(open_device(device), model, tiny)
@@ -429,8 +429,8 @@ def _measure_launches(rates: GpuRates, tiny: sp.csr_array, options: dict[str, An
     idle = partial(_idle, Machine(gpu=replace(rates, sweep=none, gram=0.0, launch=0.0, serial_update=0.0)))
     explicit = idle(ExplicitALS(40, biases=False, assembly="sparse_syrk", **options), tiny)
     implicit = idle(ImplicitALS(40, assembly="sparse_syrk", **options), tiny)
-    sgd = idle(SGD(61, **options), tiny)
-    few, many = (idle(CCD(f, **options), tiny) for f in (16, 61))
+    sgd = idle(SGD(61, biases=False, **options), tiny)
+    few, many = (idle(CCD(f, biases=False, **options), tiny) for f in (16, 61))
     launch = max(1e-7, (many - few) / (45 * 6))
     sweep = {"als": explicit / 2, "sgd": sgd / 2, "ccd": max(1e-5, few / 2 - 16 * 3 * launch)}
     return replace(rates, sweep=sweep, gram=max(0.0, implicit - explicit) / 2, launch=launch)
@@ -485,7 +485,10 @@ def _measure_setup(rates: GpuRates, cpu: CpuRates, device: str) -> GpuRates:
     none = dict.fromkeys(("als", "sgd", "ccd"), 0.0)
     rates = replace(rates, upload_bytes=data.nbytes / min(seconds), row_setup=0.0, factor_setup=0.0)
     rates = replace(rates, fit=none, entry_setup=dict.fromkeys(rates.entry_setup, 0.0))
-    tiny, models = regular(*TINY), {"als": ExplicitALS(SPARSE_RANKS[0], biases=False), "sgd": SGD(61), "ccd": CCD(16)}
+    tiny, models = (
+        regular(*TINY),
+        {"als": ExplicitALS(SPARSE_RANKS[0], biases=False), "sgd": SGD(61, biases=False), "ccd": CCD(16, biases=False)},
+    )
     rates = replace(
         rates,
         fit={kind: max(1e-4, beyond(model, tiny)) for kind, model in models.items()},
@@ -495,7 +498,11 @@ def _measure_setup(rates: GpuRates, cpu: CpuRates, device: str) -> GpuRates:
     less, more = (beyond(ExplicitALS(f, biases=False), sparse) for f in (low, high))
     factor = max(0.0, (more - less) / (rows * (high - low)))
     rates = replace(rates, factor_setup=factor, row_setup=max(0.0, less / rows - low * factor))
-    entries = {"msgd": SGD(61), "batch_hogwild": SGD(61, schedule="batch_hogwild"), "ccd++": CCD(16)}
+    entries = {
+        "msgd": SGD(61, biases=False),
+        "batch_hogwild": SGD(61, schedule="batch_hogwild", biases=False),
+        "ccd++": CCD(16, biases=False),
+    }
     dense = regular(*GPU_SETUP)
     setup = {name: max(0.0, beyond(model, dense)) / dense.nnz for name, model in entries.items()}
     return replace(rates, entry_setup=setup)
@@ -510,14 +517,14 @@ def _beyond_host(model: Any, matrix: sp.csr_array, device: str, machine: Machine
 
 def _gpu_others(rates: GpuRates, long: sp.csr_array, short: sp.csr_array, options: dict[str, Any]) -> GpuRates:
     def entry(f: int, schedule: str) -> float:
-        seconds = iteration_seconds(SGD(f, schedule=schedule, **options), long)
+        seconds = iteration_seconds(SGD(f, schedule=schedule, biases=False, **options), long)
         return max(seconds - 2 * rates.sweep["sgd"], 0.1 * seconds) / long.nnz
 
     sgd = {
         schedule: _curve(SGD_RANKS, lambda f: 16 * f, [entry(f, schedule) for f in SGD_RANKS])
         for schedule in ("msgd", "batch_hogwild")
     }
-    model = CCD(16, **options)
+    model = CCD(16, biases=False, **options)
     idle = 2 * rates.sweep["ccd"] + 16 * 6 * rates.launch
     times = [iteration_seconds(model, problem) for problem in (long, short)]
     busy = [max(seconds - idle, 0.1 * seconds) for seconds in times]

@@ -197,8 +197,9 @@ class _RankFit:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
         check_preferences(self.objective, self.cut.value_range)
         self.scale = self.cut.scale(communicator, self.objective)
+        spread = self.cut.scale(communicator, replace(self.objective, biases=True))
         self.item_likes = self.cut.item_likes(communicator, ratings)
-        self.objective = model._objective(self.scale).for_shape(ratings.shape)
+        self.objective = model._objective(spread, self.cut.degrees).for_shape(ratings.shape)
         stopwatch.lap("convert")
         self.history: list[Record] = []
         self.writer: checkpoints.Writer | None = None

@@ -96,13 +96,14 @@ def test_a_race_is_a_fit():
     """The errors of a race are those of fits of as many iterations; the clock stops where it is told to."""
     data = paper_race.Split.of("ml-1m", 0.05)
     assert data.nnz + data.test.nnz == data.user.nnz + data.test.nnz
-    found = paper_race.race(hmf.ExplicitALS(4, biases=False, device="cpu", random_state=0), data, 3)
+    given = {"regularization": 0.05, "biases": False, "device": "cpu", "random_state": 0}
+    found = paper_race.race(hmf.ExplicitALS(4, **given), data, 3)
     for iterations, error in enumerate(found["rmse"], 1):
-        model = hmf.ExplicitALS(4, biases=False, device="cpu", random_state=0, iterations=iterations).fit(data.user)
+        model = hmf.ExplicitALS(4, **given, iterations=iterations).fit(data.user)
         wanted = np.sqrt(np.mean((data.test.data - model.predict(data.test.row, data.test.col, clip=False)) ** 2))
         assert error == pytest.approx(wanted, rel=1e-5)
     assert len(paper_race.race(hmf.ExplicitALS(4, biases=False, device="cpu"), data, 3, seconds=0)["seconds"]) == 0
-    wild = paper_race.race(hmf.SGD(4, device="cpu", learning_rate=10.0, random_state=0), data, 3)
+    wild = paper_race.race(hmf.SGD(4, **given, learning_rate=10.0), data, 3)
     assert "diverged" in wild["diverged"] and wild["rmse"] == []
 
 
@@ -134,7 +135,7 @@ def test_the_papers_mapping_is_msgd(device, monkeypatch, r, warp_sync):
     data = paper_race.Split.of("ml-1m", 0.02)
     epochs = [paper_msgd.BlockedEpoch(device, data, r, warp_sync) for _ in range(3)]
     assert epochs[0].check(3) < paper_msgd.TOLERANCE
-    fit = hmf.SGD(r, regularization=paper_msgd.LAMBDA, schedule="msgd", iterations=1, device="cpu", random_state=0)
+    fit = paper_msgd.sgd(r, "cpu", schedule="msgd", iterations=1)
     fit.fit(data.user)
     for epoch, blocks in ((epochs[1], 1), (epochs[2], 7)):
         epoch.run(blocks)

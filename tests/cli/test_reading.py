@@ -55,6 +55,36 @@ def test_where_compares_numbers_as_numbers(tmp_path):
     assert re.search(r"users\s+2\b", succeed("info", mixed, "--where", "kind=4,5"))
 
 
+def test_several_files_and_patterns_are_read_as_one(tmp_path):
+    folder, model = tmp_path / "logs", tmp_path / "m.safetensors"
+    folder.mkdir()
+    one, two = (write(folder, f"user,item\n{k},1\n{k},2\n7,{k}\n", f"{k}.csv") for k in (1, 2))
+    trained = ("-o", model, "--factors", 2, "--test-size", 0, "--regularization", 0.1)
+    for given in ([one, two], [folder / "*.csv"]):
+        said = succeed("fit", *given, *trained)
+        assert "3 users" in said and "Columns: user = column 0" in said
+        assert re.search(r"users\s+3\b", succeed("convert", *given, f"{tmp_path}/store/", "--overwrite"))
+        succeed("convert", *given, tmp_path / "all.csv", "--overwrite")
+        succeed("evaluate", model, *given, "--metric", "rmse")
+    assert re.search(r"users\s+3\b", succeed("info", tmp_path / "all.csv"))
+    assert re.search(r"users\s+3\b", succeed("info", folder / "*.csv"))
+    assert "no file matches the pattern" in refuse("fit", folder / "*.tsv", *trained)
+    assert "does not exist" in refuse("fit", one, folder / "3.csv", *trained)
+    assert "is a store, which is not read with other files" in refuse("fit", one, tmp_path / "store", *trained)
+
+
+def test_no_file_of_several_is_overwritten(tmp_path):
+    """A shell expands "convert *.csv" to all files, the last of which is the output."""
+    one, two, three = (write(tmp_path, f"user,item\n{k},1\n", f"{k}.csv") for k in (1, 2, 3))
+    assert "the last path is the output, and" in refuse("convert", one, two, three)
+    assert three.read_text() == "user,item\n3,1\n"
+    for output in (one, three):
+        assert "is a file that is read" in refuse("convert", tmp_path / "*.csv", output)
+        assert "is a file that is read" in refuse("fit", one, tmp_path / "[23].csv", "-o", output)
+    assert "give a file OUT to write" in refuse("convert", one)
+    assert "Missing argument" in refuse("convert")
+
+
 def test_folders_of_parquet_files_are_read_as_one(tmp_path):
     folder = tmp_path / "parts"
     folder.mkdir()

@@ -114,6 +114,20 @@ def test_recommend_by_position(folder, tmp_path):
     assert "the model has user labels" in message
 
 
+def test_recommend_to_users_without_a_row(folder):
+    arguments = ["recommend", folder / "model.safetensors", "--user", "zoe", "--user", "u7", "-N", 3, "--json"]
+    assert "unknown user zoe" in refuse(*arguments)
+    model = load_model(folder)
+    expected = model.recommend("u7", N=3, labels=True)[0].tolist()
+    for rule, users in (("drop", ["u7"]), ("popular", ["u7", "zoe"])):
+        output = succeed(*arguments, "--unknown", rule)
+        answers = json.loads(output[output.index("[") :])
+        assert [each["user"] for each in answers] == users
+        assert [each["item"] for each in answers[0]["recommendations"]] == expected
+    popular = model.recommend(["zoe"], N=3, labels=True, unknown="popular")[0][0].tolist()
+    assert [each["item"] for each in answers[1]["recommendations"]] == popular
+
+
 def test_recommend_needs_seen_items(folder, tmp_path):
     bare = tmp_path / "m.safetensors"
     load_model(folder).save(bare, include_seen=False)
@@ -140,7 +154,7 @@ def test_recommend_writes_no_file_when_it_fails(folder, tmp_path, monkeypatch):
 RECOMMEND_MISTAKES = [
     ([], "give either --user LABEL"),
     (["--user", "u1", "--all-users"], "give either --user LABEL"),
-    (["--user", "u1", "--user", "me"], "unknown user me; the model has 90 users, such as u0, u1"),
+    (["--user", "u1", "--user", "me"], "unknown user me; the model has 90 users of type str, such as u0, u1"),
     (["--user", "u1", "-N", 0], "-N"),
     (["--user", "u1", "--format", "xml"], "'--format'"),
     (["--user", "u1", "--include-seen", "--ratings", "ratings.csv"], "choose one"),
@@ -171,3 +185,24 @@ def test_recommend_refuses_other_files(folder, tmp_path):
     assert "not a complete model file" in refuse("recommend", part, "--user", "u1")
     assert "not a complete model file" in refuse("info", part)
     assert "does not exist" in refuse("recommend", tmp_path / "missing", "--user", "u1")
+
+
+def test_labels_are_named_with_their_type(tmp_path):
+    """On the command line all is text: it stands for the label that is written so, and for no other."""
+    cells = np.eye(3, 4) + 1
+    plays = {
+        "numbers": hmf.Ratings(cells, user_ids=[17850.0, 17851.0, 17852.0]),
+        "mixed": hmf.Ratings(cells, user_ids=np.array([101, "101", "x"], dtype=object)),
+    }
+    for name, ratings in plays.items():
+        hmf.ImplicitALS(factors=2, device="cpu").fit(ratings).save(tmp_path / name)
+    numbers, mixed = tmp_path / "numbers", tmp_path / "mixed"
+    succeed("recommend", numbers, "--user", "17850.0", "--include-seen")
+    message = refuse("recommend", numbers, "--user", "17850")
+    assert "unknown user 17850; the model has 3 users of type float64, such as 17850.0" in message
+    message = refuse("recommend", mixed, "--user", "101")
+    assert "user 101: the model has labels of several types that are written so" in message
+    succeed("recommend", mixed, "--user", "x", "--include-seen")
+    (tmp_path / "seen.csv").write_text("user,item,plays\n17850,1,1\n17851,2,1\n")
+    message = refuse("recommend", numbers, "--user", "17850.0", "--ratings", tmp_path / "seen.csv")
+    assert "users are of type float64 in the model and of type int64 in" in message

@@ -228,7 +228,6 @@ COMMON = [
     ("regularization_scaling", "degree", ValueError, "one of 'none', 'count'; got 'degree'"),
     ("regularization_scaling", -1.0, ValueError, "regularization_scaling must be >= 0, got -1"),
     ("regularization_scaling", NAN, ValueError, "regularization_scaling must be finite, got nan"),
-    ("regularization_scaling", None, TypeError, "regularization_scaling must be a real number, got None"),
     ("solver", "lu", ValueError, f"solver must be one of {known(SOLVERS)}; got 'lu'"),
     ("solver", None, ValueError, f"solver must be one of {known(SOLVERS)}; got None"),
     (
@@ -270,7 +269,6 @@ EXPLICIT = [("biases", 1, TypeError, "biases must be True or False, got 1 of typ
 IMPLICIT = [
     ("alpha", -1.0, ValueError, "alpha must be >= 0, got -1"),
     ("alpha", NAN, ValueError, "alpha must be finite, got nan"),
-    ("alpha", None, TypeError, "alpha must be a real number, got None"),
     ("unobserved_weight", -0.5, ValueError, "unobserved_weight must be >= 0, got -0.5"),
     ("unobserved_weight", INF, ValueError, "unobserved_weight must be finite, got inf"),
 ]

@@ -333,6 +333,7 @@ def test_nonnegative_minimum_has_no_better_neighbour():
     """Projected gradients vanish: inside they are zero, at zero they point outside."""
     dense = np.abs(np.random.default_rng(3).normal(size=(8, 6))) + 0.1
     model = hmf.CCD(
+        biases=False,
         factors=2, regularization=0.05, nonnegative=True, iterations=1500, dtype="float64", random_state=1,
         device="cpu", num_threads=1,
     ).fit(dense)  # fmt: skip
@@ -458,7 +459,8 @@ def test_rows_without_entries_get_zeros(lam):
 @pytest.mark.parametrize("lam", [0.0, 0.1])
 @pytest.mark.parametrize("factors", [1, 3])
 def test_a_matrix_of_one_entry(lam, factors):
-    model = hmf.CCD(factors=factors, iterations=300, regularization=lam, random_state=0, device="cpu", dtype="float64",
+    model = hmf.CCD(factors=factors, iterations=300, regularization=lam, biases=False, random_state=0, device="cpu",
+                    dtype="float64",
                     num_threads=1)  # fmt: skip
     model.fit(sp.csr_array([[4.0]]))
     # the minimum of (4 - xy)^2 + lambda (x^2 + y^2) has xy = 4 - lambda
@@ -516,11 +518,11 @@ def test_parameters_are_checked_by_name(option, value, error):
 def test_overflow_is_reported_and_keeps_the_last_factors():
     matrix = planted()
     matrix.data *= np.float32(2e37)
-    model = hmf.CCD(factors=3, random_state=0, device="cpu")
+    model = hmf.CCD(biases=False, factors=3, random_state=0, device="cpu")
     with pytest.raises(NonFiniteError, match=r"factor 0 of item \d+ became infinite or NaN.*use dtype='float64'"):
         model.fit(matrix)
     assert not hasattr(model, "user_factors_")
-    wide = hmf.CCD(factors=3, random_state=0, device="cpu", dtype="float64").fit(matrix)
+    wide = hmf.CCD(biases=False, factors=3, random_state=0, device="cpu", dtype="float64").fit(matrix)
     assert np.isfinite(wide.user_factors_).all()
 
 
@@ -553,7 +555,7 @@ def test_a_resumed_fit_gives_the_bits_of_an_uninterrupted_one(tmp_path, biases):
 
 def test_an_interrupted_fit_keeps_the_last_iteration(monkeypatch):
     matrix = planted()
-    expected = hmf.CCD(factors=5, iterations=2, random_state=0, device="cpu").fit(matrix)
+    expected = hmf.CCD(biases=False, factors=5, iterations=2, random_state=0, device="cpu").fit(matrix)
     calls, update = [], _ccd.update
 
     def interrupted(*arguments):
@@ -563,7 +565,7 @@ def test_an_interrupted_fit_keeps_the_last_iteration(monkeypatch):
         update(*arguments)
 
     monkeypatch.setattr(_ccd, "update", interrupted)
-    model = hmf.CCD(factors=5, iterations=9, random_state=0, device="cpu")
+    model = hmf.CCD(biases=False, factors=5, iterations=9, random_state=0, device="cpu")
     with pytest.raises(KeyboardInterrupt):
         model.fit(matrix)
     assert model.n_iter_ == 2
@@ -628,7 +630,9 @@ def test_serving(tmp_path, biases):
 
 def test_a_changed_parameter_changes_the_answer():
     def factors(**options):
-        return hmf.CCD(**({"factors": 3, "iterations": 2, "random_state": 0, "device": "cpu"} | options)).fit(planted())
+        return hmf.CCD(
+            **({"factors": 3, "iterations": 2, "biases": False, "random_state": 0, "device": "cpu"} | options)
+        ).fit(planted())
 
     first = factors()
     for change in ({"regularization": 0.4}, {"regularization_scaling": "none"}, {"inner_iterations": 2},
@@ -674,7 +678,7 @@ def test_a_named_gpu_with_too_little_memory_is_refused():
 
 
 def test_plan_prints_and_counts():
-    plan = hmf.plan(planted(), hmf.CCD(factors=8, inner_iterations=2, nonnegative=True, device="cpu"))
+    plan = hmf.plan(planted(), hmf.CCD(biases=False, factors=8, inner_iterations=2, nonnegative=True, device="cpu"))
     text = str(plan)
     assert "ccd++, 2 inner iterations of each rank-one update, non-negative" in text
     assert plan.flops_per_iteration == 2 * planted().nnz * 8 * (4 * 2 + 6)
@@ -706,7 +710,7 @@ def test_memory_equals_the_plan(name):
 
 def test_biases_are_estimated_to_take_as_long_as_two_factors():
     biased = hmf.plan(planted(), hmf.CCD(8, biases=True, device="cpu"))
-    wider = hmf.plan(planted(), hmf.CCD(10, device="cpu"))
+    wider = hmf.plan(planted(), hmf.CCD(10, biases=False, device="cpu"))
     works = [plan.method.cpu_work(plan, CpuRates()) for plan in (biased, wider)]
     assert [works[0].seconds, works[0].regions] == pytest.approx([works[1].seconds, works[1].regions])
     iterations = [plan.method.gpu_iteration(plan, Machine()) for plan in (biased, wider)]

@@ -9,10 +9,10 @@ import scipy.sparse as sp
 from scipy.optimize import lsq_linear, nnls
 
 import hybridmf as hmf
+from hybridmf.core.nonnegative import minimum
 from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.als import HalfSweep
-from hybridmf.cpu.nonnegative import minimum
 from support.half_sweeps import OBJECTIVES, dense_system, plan_for
 from support.ratings import rows_of
 

@@ -379,8 +379,8 @@ def test_a_diverging_run_raises(schedule, deterministic):
 def test_a_diverging_run_keeps_the_last_valid_factors(monkeypatch):
     monkeypatch.setattr(plan_sgd, "learning_rate_at", lambda method, epoch: 0.12 if epoch < 2 else 30.0)
     model, expected = (
-        hmf.SGD(**SMALL),
-        hmf.SGD(**SMALL | {"iterations": 2}, rate_schedule="constant", learning_rate=0.12),
+        hmf.SGD(biases=False, **SMALL),
+        hmf.SGD(biases=False, **SMALL | {"iterations": 2}, rate_schedule="constant", learning_rate=0.12),
     )
     with pytest.raises(DivergedError, match=r"iteration 3: .*learning_rate=0.12 \(30 in this epoch\)"):
         model.fit(planted())
@@ -502,7 +502,8 @@ def test_save_load_recommend_transform(schedule, biases, tmp_path):
     assert loaded.get_params() == model.get_params()
     np.testing.assert_array_equal(loaded.recommend(np.arange(5))[0], model.recommend(np.arange(5))[0])
     np.testing.assert_array_equal(loaded.transform(planted()), model.transform(planted()))
-    als = hmf.ExplicitALS(factors=4, biases=biases, device="cpu", num_threads=1).fit(planted())
+    als = hmf.ExplicitALS(factors=4, regularization=model.regularization_, biases=biases, device="cpu", num_threads=1)
+    als.fit(planted())
     als._learn(replace(als._learned, state=model._learned.state))
     np.testing.assert_allclose(model.transform(planted()), als.transform(planted()), rtol=1e-5, atol=1e-6)
     assert model.objective(planted()) == pytest.approx(
@@ -520,13 +521,15 @@ def test_history_validation_and_early_stopping():
 
 
 def test_float64_and_plan():
-    model = hmf.SGD(**SMALL, dtype="float64", schedule="blocks").fit(planted())
+    model = hmf.SGD(biases=False, **SMALL, dtype="float64", schedule="blocks").fit(planted())
     assert model.user_factors_.dtype == np.float64
     assert model.device_ == "cpu"
     text = str(model.plan_)
     assert "SGD, schedule blocks; power rate 0.12, decay 0.1" in text
     assert model.plan_.flops_per_iteration == 8 * planted().nnz * 4
-    assert "adagrad rate 0.08\n" in str(hmf.plan(planted(), hmf.SGD(rate_schedule="adagrad", device="cpu")))
+    assert "adagrad rate 0.08\n" in str(
+        hmf.plan(planted(), hmf.SGD(biases=False, rate_schedule="adagrad", device="cpu"))
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input

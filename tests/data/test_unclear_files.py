@@ -246,6 +246,34 @@ def test_times_that_cannot_be_read_are_a_warning(times, words, tmp_path, caplog)
     assert words in warning and "timestamp=None" in warning
 
 
+@pytest.mark.parametrize("more", ["", ",x"], ids=["four columns", "five"])
+@pytest.mark.parametrize("where", [None, {0: [1, 2]}])
+def test_dates_in_the_fourth_column_without_a_header_are_times(more, where, tmp_path):
+    rows = "".join(f"{k},{k + 1},3,2024-01-0{k} 10:00:00{more}\n" for k in range(1, 4))
+    ratings = hmf.Ratings.from_file(write(tmp_path, rows), where=where)
+    days = [f"2024-01-0{k}" for k in ((1, 2, 3) if where is None else where[0])]
+    assert ratings.timestamps.astype("datetime64[D]").astype(str).tolist() == days
+    assert hmf.Ratings.from_file(write(tmp_path, rows), timestamp=None).timestamps is None
+
+
+@pytest.mark.parametrize(
+    "date",
+    ["31/12/2024", "12-31-2024 08:26", "31 Dec 2024", "Dec 31; 2024", "Tue Dec 31 22:19:45 PDT 2024", "2024/12/31"],
+)
+def test_dates_of_other_forms_without_a_header_are_refused(date, tmp_path):
+    path = write(tmp_path, "".join(f"{k},{k + 1},3,{date}\n" for k in range(1, 9)) + "9,9,3,\n")
+    with pytest.raises(RatingsError, match=r"column 3 looks like times.*timestamp=None to do without"):
+        hmf.Ratings.from_file(path)
+    assert hmf.Ratings.from_file(path, timestamp=None).timestamps is None
+    hmf.convert(path, tmp_path / "store")  # which has no times
+
+
+def test_other_fourth_columns_without_a_header_are_no_times(tmp_path):
+    for field in ("may be", "Dec", "3/4", "2024-x", "Maria 12 (2001)"):
+        path = write(tmp_path, "".join(f"{k},{k + 1},3,{field}\n" for k in range(1, 9)))
+        assert hmf.Ratings.from_file(path).timestamps is None
+
+
 def test_times_of_frames_that_cannot_be_read_are_a_warning(caplog):
     frame = pd.DataFrame({"user": [1], "item": [2], "timestamp": ["12/1/2010 8:26"]})
     assert hmf.Ratings.from_frame(frame).timestamps is None
@@ -401,6 +429,65 @@ def test_folders_of_parquet_parts_are_read_as_one(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(IsADirectoryError):
         hmf.Ratings.from_file(tmp_path / "none")
+
+
+def write_parts(folder, **parts):
+    """One Parquet file in each folder of a partition."""
+    for name, data in parts.items():
+        (folder / name).mkdir(parents=True)
+        pq.write_table(pa.table(data), folder / name / "part-0.parquet")
+
+
+@pytest.mark.parametrize("pattern", [".", "year=*", "**/*.parquet"])
+@both
+def test_columns_in_the_names_of_folders(reader, pattern, tmp_path):
+    """Hive and Spark leave the columns of a partition out of the files: arguments name them, and roles take them."""
+    folder = tmp_path / "by year"
+    first, second = {"user": [1, 2], "item": [5, 6]}, {"user": [1], "item": [6]}
+    write_parts(folder, **{"year=2023": first, "year=2024": second})
+    (folder / "_delta_log").mkdir()
+    pq.write_table(pa.table({"user": [9], "item": [9]}), folder / "_delta_log" / "1.checkpoint.parquet")
+    path = folder / pattern if pattern != "**/*.parquet" else folder / "year=*" / "*.parquet"
+    assert triplets(reader(path, tmp_path / "a")) == {(1, 5): 1, (2, 6): 1, (1, 6): 1}
+    named = reader(path, tmp_path / "b", item="year", duplicates="sum")
+    assert triplets(named) == {(1, 2023): 1, (2, 2023): 1, (1, 2024): 1}
+    assert triplets(reader(path, tmp_path / "c", value="year")) == {(1, 5): 2023, (2, 6): 2023, (1, 6): 2024}
+    for year in (2024, "2024", [2024]):
+        assert triplets(hmf.Ratings.from_file(path, where={"year": year})) == {(1, 6): 1}
+    assert triplets(reader(folder / "year=2023" / "part-0.parquet", tmp_path / "d", value="year")) == {
+        (1, 5): 2023, (2, 6): 2023,
+    }  # fmt: skip
+    timed = hmf.Ratings.from_file(path, timestamp="year")
+    assert sorted(timed.timestamps.tolist()) == [2023, 2023, 2024] and set(timed.user_items.data) == {1}
+    with pytest.raises(RatingsError, match="no column 'month'"):
+        hmf.Ratings.from_file(path, where={"month": 1})
+
+
+def test_roles_in_the_names_of_folders(tmp_path):
+    rows = {"user": [1, 2], "item": [5, 6]}
+    write_parts(tmp_path / "ratings", **{"rating=3": rows, "rating=5": {"user": [1], "item": [6]}})
+    assert triplets(hmf.Ratings.from_file(tmp_path / "ratings")) == {(1, 5): 3, (2, 6): 3, (1, 6): 5}
+    assert triplets(hmf.convert(tmp_path / "ratings" / "rating=3", tmp_path / "s").to_ratings()) == {
+        (1, 5): 3,
+        (2, 6): 3,
+    }
+    null = {"user=__HIVE_DEFAULT_PARTITION__": {"item": ["x"]}, "user=a%20b": {"item": ["y"]}}
+    write_parts(tmp_path / "users", **null)
+    with pytest.raises(RatingsError, match=r"column 'user' of .* is null"):
+        hmf.Ratings.from_file(tmp_path / "users")
+    assert triplets(hmf.Ratings.from_file(tmp_path / "users", missing="drop")) == {("a b", "y"): 1}
+    write_parts(tmp_path / "plain", **{"n=4": {"a": [1], "b": [2]}})  # its place says nothing
+    assert triplets(hmf.Ratings.from_file(tmp_path / "plain")) == {(1, 2): 1}
+
+
+def test_files_become_one_store(tmp_path):
+    first = write(tmp_path, "user,item,plays\n1,a,1\n2,b,2\n", "1.csv")
+    second = write(tmp_path, "user,item,plays\n1,b,3\n", "2.csv")
+    for k, source in enumerate(([first, second], (str(first), second), tmp_path / "[12].csv")):
+        assert triplets(from_store(source, tmp_path / str(k))) == {(1, "a"): 1, (2, "b"): 2, (1, "b"): 3}
+    assert not (tmp_path / "missing").exists()
+    with pytest.raises(FileNotFoundError, match="empty list"):
+        hmf.convert([], tmp_path / "missing")
 
 
 @pytest.mark.parametrize("wrap", [io.BytesIO, lambda content: io.StringIO(content.decode())])

@@ -506,7 +506,7 @@ def test_a_fit_takes_published_kernels_by_name(kind, assembly, gpu, monkeypatch)
     assert launched and all(wanted.items() <= one.items() for one in launched)
     assert f"assembly {assembly}" in str(model.plan_) and model.plan_.estimates[0].assembly == assembly
     fixed = Factors(model.item_factors.astype(np.float64))
-    exact = reference.half_sweep(SMALL, fixed, 0.0, model._objective())
+    exact = reference.half_sweep(SMALL, fixed, 0.0, model._learned.objective)
     assert relative_error(model.user_factors, exact.matrix) < 1e-4
 
 

@@ -7,14 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.sparse as sp
 from scipy.optimize import lsq_linear
 
+import hybridmf as hmf
 from hybridmf.core.objective import Factors
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import NonFiniteError
 from hybridmf.gpu.nonnegative import NonnegativeConfig, nonnegative_solve
 from hybridmf.gpu.systems import SideSystems
-from support.devices import SPECS
+from support.devices import SPECS, serve_cuda
 from support.half_sweeps import OBJECTIVES, Problem, dense_system, joined, plan_for
 from support.marks import exhaustive, mostly_exhaustive
 from support.ratings import rows_of
@@ -120,6 +122,41 @@ def test_matrices_that_do_not_fit_in_shared_memory(device, rank, dtype, warps):
         target = scipy.linalg.solve_triangular(root, b, lower=True)
         exact = lsq_linear(root.T, target, (least, np.inf), "bvls", 1e-14).x
         np.testing.assert_allclose(x[:rank], exact, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("place", ["memory", "store"])
+def test_users_left_above_their_minima_are_finished(place, device, monkeypatch, tmp_path, caplog):
+    """The kernel ends after its last sweep at 1.8 times the minimum of these nearly singular systems."""
+    serve_cuda(device, monkeypatch)
+    rng = np.random.default_rng(3)
+    rank, n_items, lambda_, alpha = int(rng.choice([8, 20, 40, 64])), 20, 1.5e-5, 1600.0
+    rng.choice([20, 60, 200]), rng.uniform(size=2)
+    items = np.abs(rng.normal(size=(n_items, rank))) * (rng.random((n_items, rank)) < 0.6)
+    if rng.random() < 0.5:
+        items = np.abs(rng.normal(size=(n_items, 3))) @ np.abs(rng.normal(size=(3, rank)))
+        items += 0.05 * np.abs(rng.normal(size=items.shape))
+    matrix = sp.csr_array((rng.random((12, n_items)) < 0.5) * rng.integers(1, 6, (12, n_items)).astype(float))
+
+    def fit(where: str):
+        model = hmf.ImplicitALS(
+            rank, regularization=lambda_, regularization_scaling="none", alpha=alpha, nonnegative=True, iterations=1,
+            init=(None, items), dtype="float64", random_state=0, device=where,
+        )  # fmt: skip
+        return model.fit(matrix if place == "memory" else store, freeze="item")
+
+    store = hmf.convert(matrix, tmp_path / "store", slab_bytes=400)
+    exact = fit("cpu").objective(matrix)
+    with caplog.at_level("INFO"):
+        model = fit("cuda")
+    assert model.objective(matrix) <= exact * (1 + 1e-6)
+    assert model.user_factors_.min() >= 0
+    folded = model.transform(matrix) @ model.item_factors_.T
+    np.testing.assert_allclose(folded, model.user_factors_ @ model.item_factors_.T, rtol=1e-3, atol=1e-3)
+    assert "nonnegative users that the GPU left above their minima" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr("hybridmf.model.exactness.MOST_ROWS", 5)
+    assert fit("cuda").objective(matrix) > exact * 1.1
+    assert "are not at their minima" in caplog.text and "use device='cpu'" in caplog.text
 
 
 def test_factors_that_overflow_are_refused(device):

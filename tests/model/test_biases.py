@@ -116,7 +116,7 @@ def test_invalid_penalties_are_refused(value, error):
 
 def test_files_keep_the_penalty_and_older_ones_have_none(tmp_path):
     path, old = tmp_path / "model", tmp_path / "old"
-    model = als(bias_regularization=0.3).fit(RATINGS)
+    model = als(regularization=0.05, bias_regularization=0.3).fit(RATINGS)
     model.save(path)
     assert hmf.load(path).bias_regularization == 0.3
     assert hmf.load(path).objective(RATINGS) == model.objective(RATINGS)

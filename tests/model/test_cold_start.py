@@ -29,8 +29,8 @@ MODELS = {
     "explicit": lambda **o: hmf.ExplicitALS(**SMALL | {"biases": False} | o),
     "biases": lambda **o: hmf.ExplicitALS(**SMALL | {"biases": True} | o),
     "implicit": lambda **o: hmf.ImplicitALS(**SMALL | o),
-    "sgd": lambda **o: hmf.SGD(**SMALL | {"learning_rate": 0.01} | o),
-    "ccd": lambda **o: hmf.CCD(**SMALL | o),
+    "sgd": lambda **o: hmf.SGD(**SMALL | {"learning_rate": 0.01, "biases": False} | o),
+    "ccd": lambda **o: hmf.CCD(**SMALL | {"biases": False} | o),
 }
 UNBIASED = [kind for kind in MODELS if kind != "biases"]
 COLD = np.array([0, 17, M // 2, M - 1])  # one of them is the empty user of `planted`

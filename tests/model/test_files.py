@@ -79,7 +79,7 @@ def test_a_model_comes_back_bit_for_bit(kind, labels, tmp_path):
     "model",
     [
         hmf.ExplicitALS(biases=False, factors=3, iterations=2, random_state=0),
-        hmf.SGD(factors=3, iterations=2, random_state=0),
+        hmf.SGD(factors=3, iterations=2, biases=False, random_state=0),
     ],
 )
 def test_a_model_with_gpu_features_is_served_without_a_gpu(model, tmp_path, monkeypatch):

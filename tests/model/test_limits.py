@@ -108,7 +108,7 @@ def test_other_weights_beyond_the_type_are_refused(cls, name):
 @pytest.mark.parametrize(
     ("model", "advice"),
     [
-        (hmf.ExplicitALS(regularization=1e38), r"lower regularization \(now 1e\+38\), or use"),
+        (hmf.ExplicitALS(regularization=1e38), r"scale the ratings down, lower regularization \(now 1e\+38\), or use"),
         (hmf.ExplicitALS(biases=True, bias_regularization=1e30), r"lower bias_regularization \(now 1e\+30\), or use"),
         (hmf.ImplicitALS(alpha=1e30), r"lower alpha \(now 1e\+30\), or use"),
         (hmf.ImplicitALS(unobserved_weight=1e30), r"lower unobserved_weight \(now 1e\+30\), or use"),

@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.errors import RatingsError, UnknownLabelError
+from hybridmf.errors import DuplicateEntriesError, RatingsError, UnknownLabelError
 from support.messages import says
 from support.ratings import planted
 from support.served_models import EMPTY_USER, KINDS, N_ITEMS, M, assert_same, fitted, labelled, make, snapshot
@@ -99,6 +100,26 @@ def test_repeated_items_of_implicit_histories_add_up():
     several, _ = model.recommend_new([[3, 8, 3, 3], [8, 8]], N=4)
     np.testing.assert_array_equal(several[0], model.recommend_new({3: 3.0, 8: 1.0}, N=4)[0])
     np.testing.assert_array_equal(several[1], model.recommend_new({8: 2.0}, N=4)[0])
+
+
+def test_repeated_entries_of_implicit_rows_add_up():
+    """A matrix of new events is a history, too; held-out entries and the training data stay strict."""
+    model, summed = with_labels(), sp.csr_array(planted()[:4])
+    twice = sp.coo_array(summed)
+    twice = sp.coo_array(
+        (np.tile(twice.data / 2, 2), [np.tile(index, 2) for index in twice.coords]), shape=summed.shape
+    )
+    for call in (
+        model.transform,
+        model.predict,
+        lambda rows: model.recommend_new(rows, N=4)[0],
+        lambda rows: model.recommend(range(4), rows, N=4, recalculate_user=True)[0],
+        lambda rows: model.recommend(range(4), N=4, filter_items=rows)[0],
+    ):
+        np.testing.assert_array_equal(call(twice), call(summed))
+    for call in (model.objective, lambda rows: hmf.ExplicitALS(factors=2).fit(planted()).transform(rows)):
+        with pytest.raises(DuplicateEntriesError, match="more than one entry"):
+            call(twice)
 
 
 def test_items_that_the_model_does_not_have():

@@ -15,7 +15,9 @@ from support.ratings import planted
 
 MODELS = {
     "implicit": hmf.ImplicitALS(6, alpha=4.0, nonnegative=True, device="cpu", dtype="float64", random_state=0),
-    "explicit": hmf.ExplicitALS(6, nonnegative=True, device="cpu", dtype="float64", random_state=0),
+    "explicit": hmf.ExplicitALS(
+        6, regularization=0.05, nonnegative=True, device="cpu", dtype="float64", random_state=0
+    ),
     "no biases": hmf.ExplicitALS(6, biases=False, nonnegative=True, device="cpu", dtype="float64", random_state=0),
 }
 
@@ -37,7 +39,7 @@ def test_fits_stay_nonnegative_and_the_loss_never_rises(name, backend):
 def test_ccd_finds_no_better_factors_nearby():
     options = {"regularization": 0.1, "dtype": "float64", "device": "cpu", "nonnegative": True, "random_state": 0}
     als = hmf.ExplicitALS(2, biases=False, iterations=400, **options).fit(planted())
-    ccd = hmf.CCD(2, init=als, iterations=5, **options).fit(planted())
+    ccd = hmf.CCD(2, biases=False, init=als, iterations=5, **options).fit(planted())
     assert als.objective(planted()) == pytest.approx(ccd.objective(planted()), rel=1e-6)
 
 

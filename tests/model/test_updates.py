@@ -245,9 +245,54 @@ def test_labels_that_contradict_known_ones_are_refused():
         make(iterations=1).fit(labelled()).partial_fit_users([3], planted()[:1], labels=["somebody else"])
 
 
+def test_updates_by_label():
+    """Known labels are updated, new ones appended in their order, whatever the order of the rows' own labels."""
+    rows = planted(9, N_ITEMS, density=0.5, seed=8)[:4]  # none is empty
+    model = make().fit(labelled()).partial_fit_users(["newbie", "u5", "abe", "u2"], rows, labels=True)
+    expected = make().fit(labelled()).partial_fit_users([M, 5, M + 1, 2], rows, labels=["newbie", "u5", "abe", "u2"])
+    assert_same(snapshot(model), snapshot(expected))
+    assert model.user_ids_.tolist() == [*(f"u{k}" for k in range(M)), "newbie", "abe"]
+    named = labelled(rows[[2, 0, 3, 1]], ["abe", "newbie", "u2", "u5"])
+    for given in (named, pd.DataFrame({
+        "user": named.user_ids[named.user_items.tocoo().row], "item": named.item_ids[named.user_items.indices],
+        "rating": named.user_items.data,
+    })):  # fmt: skip
+        again = make().fit(labelled()).partial_fit_users(pd.Series(["newbie", "u5", "abe", "u2"]), given, labels=True)
+        np.testing.assert_array_equal(again.user_factors_, model.user_factors_)
+    one = make().fit(labelled()).partial_fit_users("zoe", rows[:1], labels=True)
+    assert one.user_ids_[-1] == "zoe" and one.n_users == M + 1
+    items = make().fit(labelled()).partial_fit_items(["i3", "new"], planted(M, 2, seed=3), labels=True)
+    assert_same(
+        snapshot(items),
+        snapshot(make().fit(labelled()).partial_fit_items([3, N_ITEMS], planted(M, 2, seed=3), labels=["i3", "new"])),
+    )
+    by_position = make().fit(planted()).partial_fit_users([5, M], rows[:2], labels=True)
+    assert_same(snapshot(by_position), snapshot(make().fit(planted()).partial_fit_users([5, M], rows[:2])))
+    numbers = make().fit(labelled(users=range(100, 100 + M))).partial_fit_users([105, 7], rows[:2], labels=True)
+    assert numbers.user_ids_.tolist() == [*range(100, 100 + M), 7] and numbers.user_ids_.dtype.kind == "i"
+
+
+@pytest.mark.parametrize(
+    ("ids", "parts"),
+    [
+        (["u5", "zoe", "zoe"], ("ids has 'zoe' more than once",)),
+        (["u5", "u5"], ("ids has 'u5' more than once",)),
+        ([], ("ids is empty",)),
+        ([5], ("in the model", "in ids", "one type")),
+        (["zoe", None], ("NoneType",)),
+    ],
+)
+def test_updates_by_label_refuse(ids, parts):
+    model = make().fit(labelled())
+    before = snapshot(model)
+    with pytest.raises((ValueError, TypeError), match=says(*parts)):
+        model.partial_fit_users(ids, planted()[: len(ids)], labels=True)
+    assert_same(before, snapshot(model))
+
+
 def test_feature_names_follow_added_items():
     frame = pd.DataFrame(planted().toarray(), columns=[f"i{k}" for k in range(N_ITEMS)])
-    model = make(iterations=1).fit(frame).partial_fit_items([N_ITEMS], np.ones((M, 1)))
+    model = make(iterations=1).fit(frame).partial_fit_items([N_ITEMS], np.ones((M, 1)), labels=["new"])
     assert len(getattr(model, "feature_names_in_", range(N_ITEMS + 1))) == model.n_features_in_
 
 

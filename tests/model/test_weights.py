@@ -32,7 +32,7 @@ def test_confidences_are_those_given(options, backend):
     """Each user's factors are the minimum for the items, under the weights."""
     model = clone(MODEL).set_params(device=backend, regularization=(0.3, 0.5), **options)
     model.fit(PLAYS, weights=WEIGHTS, callback=lambda m, r: None)
-    Y, unobserved = model.item_factors_, model.unobserved_weight
+    Y, unobserved = model.item_factors_, model.unobserved_weight_
     for user in (0, 7, 59):
         c = np.where(WEIGHTS[[user]].toarray()[0] > 0, WEIGHTS[[user]].toarray()[0], unobserved)
         liked = PLAYS[[user]].toarray()[0] > 0

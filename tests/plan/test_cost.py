@@ -45,9 +45,9 @@ def gpu_cases() -> dict[tuple[Any, ...], tuple[Any, float, str]]:
             if name.split()[1].rstrip(",") in ("user", "item"):  # orderings for comparison, which are not predicted
                 continue
             half = {"precision": "float16"} if "float16" in name else {}
-            model = hmf.SGD(f, device="cuda", schedule=name.split()[0].rstrip(","), **half)
+            model = hmf.SGD(f, biases=False, device="cuda", schedule=name.split()[0].rstrip(","), **half)
         elif line["task"] == "ccd":
-            model = hmf.CCD(f, inner_iterations=int(name.split()[2]), device="cuda")
+            model = hmf.CCD(f, biases=False, inner_iterations=int(name.split()[2]), device="cuda")
         else:
             continue
         if getattr(model, "precision", "float32") not in GpuRates().precision or line["shape"] not in SHAPES:

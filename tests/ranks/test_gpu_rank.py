@@ -177,8 +177,8 @@ def test_waits_of_ranks_in_processes(gpus: Machine, monkeypatch: pytest.MonkeyPa
         run_ranks(2, lambda c: spmd.fit_rank(make(iterations=iterations), entries(SMALL, c.rank, 2), c, options))
         return Counter(found)
 
-    more = run(5)
-    more.subtract(run(2))
+    more = run(7)  # the check of float32's precision follows sweeps 1, 2, 4 and 8
+    more.subtract(run(4))
     assert {name: more[name] / 6 for name in ("wait", "barrier", "upload")} == {"wait": 1, "barrier": 1, "upload": 0}
 
 

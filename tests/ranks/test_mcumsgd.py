@@ -380,12 +380,12 @@ def test_the_bench_makes_the_solver_of_a_fit_on_several_ranks(monkeypatch, ratin
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     bench = importlib.import_module("mcumsgd")
     matrix = as_csr(10 * ratings_matrix, dtype="float32")
-    cpu = hmf.SGD(4, device="cpu", random_state=0)
+    cpu = hmf.SGD(4, regularization=0.05, biases=False, device="cpu", random_state=0)
     monkeypatch.setattr(bench.Start, "model", cpu)
     devices = ["cpu", "cpu"]
     solver = bench.Start(bench.Data("x", matrix, transpose(matrix), ()), 4).solver(devices, bench.Variant(2))
     bench.epochs(solver, 1)
-    fitted = hmf.SGD(4, device=devices, random_state=0, iterations=1).fit(matrix)
+    fitted = hmf.SGD(4, regularization=0.05, biases=False, device=devices, random_state=0, iterations=1).fit(matrix)
     np.testing.assert_array_equal(solver.state.on_host().user.matrix, fitted.user_factors_)
     solver.close()
 

@@ -515,7 +515,9 @@ def test_a_fit_takes_the_reduction_by_name(reduction: str, gpus: Machine, monkey
     # sockets matter from four GPUs on, for which the planner finds better than to split so few users
     monkeypatch.setattr(als_ranks, "_spread", lambda plan, free: partition(MANY_USERS, both((4, 1)), 3))
     options = {"factors": 7, "iterations": 1, "random_state": 0, "reduction": reduction}
-    model = hmf.ExplicitALS(biases=False, device=gpus(4), **options).fit(MANY_USERS)
+    model = hmf.ExplicitALS(biases=False, regularization=objective.regularization.user, device=gpus(4), **options).fit(
+        MANY_USERS
+    )
     assert model.plan_.grids == both((4, 1))
     assert used == {{"root": RootReduction, "two_phase": TwoPhaseReduction}.get(reduction, Reduction)}
     assert model.plan_.reduction == ("parallel" if reduction == "auto" else reduction)

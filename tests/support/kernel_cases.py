@@ -63,8 +63,9 @@ def changed(module: Any, **values: Any) -> Iterator[None]:
 
 
 def als(kind: str, rank: int, matrix: sp.csr_array | None = None, **options: Any) -> Arrays:
-    """A fit of systems of order `rank`, with the defaults of the model."""
-    model: Any = hmf.ImplicitALS(rank, **options) if kind == "implicit" else hmf.ExplicitALS(rank - 1, **options)
+    """A fit of systems of order `rank`."""
+    implicit: Any = {"alpha": 1.0} | options  # without it, values do not matter
+    model: Any = hmf.ImplicitALS(rank, **implicit) if kind == "implicit" else hmf.ExplicitALS(rank - 1, **options)
     matrix = ratings() if matrix is None else matrix
     arrays = factors_of(model.fit(matrix))
     return [*arrays, np.array([model.objective(matrix)])] if kind == "implicit" else arrays
@@ -166,7 +167,7 @@ def sgd_fit(rank: int, narrow: bool = False, **options: Any) -> Arrays:
     """A fit of SGD; rows from 16 entries on count as long."""
     limits = {"LONG_ROW": 16} | ({"NARROW_WARPS": 0} if narrow else {})
     with changed(sgd, **limits):
-        model = hmf.SGD(rank, iterations=1, device="cuda", random_state=0, **options)
+        model = hmf.SGD(rank, iterations=1, device="cuda", random_state=0, **{"biases": False} | options)
         arrays = factors_of(model.fit(ratings()))
         return [*arrays, np.array([model.objective(ratings())])]
 

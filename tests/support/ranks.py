@@ -45,11 +45,13 @@ RANK = 7
 """As in half_sweeps.py, so that few kernels are compiled for the emulator."""
 
 MODELS: dict[str, Callable[..., Any]] = {
-    "explicit": lambda **more: hmf.ExplicitALS(biases=False, factors=RANK, **more),
-    "biases": lambda **more: hmf.ExplicitALS(factors=RANK - 1, biases=True, **more),
+    "explicit": lambda **more: hmf.ExplicitALS(**{"biases": False, "regularization": 0.05, "factors": RANK} | more),
+    "biases": lambda **more: hmf.ExplicitALS(**{"factors": RANK - 1, "regularization": 0.05} | more),
     "implicit": lambda **more: hmf.ImplicitALS(factors=RANK, alpha=3.0, regularization=0.1, **more),
     "implicit cg": lambda **more: hmf.ImplicitALS(factors=RANK, alpha=3.0, regularization=0.1, solver="cg", **more),
-    "nonnegative": lambda **more: hmf.ExplicitALS(factors=RANK - 1, nonnegative=True, **more),
+    "nonnegative": lambda **more: hmf.ExplicitALS(
+        **{"factors": RANK - 1, "regularization": 0.05, "nonnegative": True} | more
+    ),
 }
 
 Machine = Callable[[int], list[str]]

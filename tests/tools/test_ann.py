@@ -88,6 +88,8 @@ def test_products_of_exported_vectors_are_the_scores(model):
     assert queries.shape == (300, vectors.shape[1])
     np.testing.assert_array_equal(model.export_users([7, 9]), queries[[7, 9]])
     np.testing.assert_array_equal(model.export_users(7), queries[7])
+    np.testing.assert_array_equal(model.export_users("u7", labels=True), queries[7])
+    np.testing.assert_array_equal(model.export_users(["u9", "u7"], labels=True), queries[[9, 7]])
     found, scores = model.recommend("u7", N=5, labels=True)
     by_label = dict(zip(ids.tolist(), (vectors @ queries[7]).tolist(), strict=True))
     assert [by_label[label] for label in found] == pytest.approx(scores.tolist(), rel=1e-5)

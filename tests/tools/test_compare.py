@@ -28,7 +28,9 @@ def small_product(monkeypatch):
 
 
 def als(**options):
-    return hmf.ExplicitALS(**{"factors": 3, "iterations": 3, "random_state": 0, "biases": False} | options)
+    return hmf.ExplicitALS(
+        **{"factors": 3, "iterations": 3, "random_state": 0, "biases": False, "regularization": 0.05} | options
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- comparisons

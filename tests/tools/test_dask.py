@@ -301,13 +301,13 @@ def test_a_missing_client_is_an_error(monkeypatch):
 class Hanging(hmf.ExplicitALS):
     """Waits on one of the workers, before it begins, until the fit has failed."""
 
-    def _objective(self, spread=1.0):
+    def _objective(self, spread=1.0, degrees=None):
         with contextlib.suppress(ValueError):  # not on a worker
             if distributed.get_worker().address == self.__dict__.get("victim"):
                 deadline = time.monotonic() + 60
                 while time.monotonic() < deadline and not any(inbox.cause for inbox in hmf_dask._inboxes.values()):
                     time.sleep(0.01)
-        return super()._objective(spread)
+        return super()._objective(spread, degrees)
 
 
 def test_a_rank_that_hangs_stops_all(client):
