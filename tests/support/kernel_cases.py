@@ -140,7 +140,7 @@ def ccd_fit(inner: int, dtype: str, biases: bool) -> Arrays:
 def ccd_layout(staged: bool, tile: int, rank: int = 3) -> Arrays:
     """CCD++ iterations over tiles, or gathering from global memory."""
     matrix, device, rng = ratings(), cuda.open_device(), np.random.default_rng(2)
-    plan = hmf.plan(matrix, hmf.CCD(rank, inner_iterations=2, device="cuda"))
+    plan = hmf.plan(matrix, hmf.CCD(rank, inner_iterations=2, biases=False, device="cuda"))
     state = State(*(Factors(rng.random((n, rank), dtype=np.float32)) for n in matrix.shape))
     configs = {
         side: ccd_gpu.CcdConfig(staged, tile, -(-n // 32) if staged else 1, segment=64, blocks=5, threads=128)
