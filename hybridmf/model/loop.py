@@ -16,6 +16,7 @@ import scipy.sparse as sp
 
 from ..core.objective import Objective, State
 from ..core.progress import progress_bar
+from ..core.sparse import entry_rows
 from ..core.validate import as_csr, check_bool, check_choice, check_nonempty, check_shape
 from ..data.align import UNKNOWN, Labels, align, labels_of
 from ..device.health import hurry
@@ -33,6 +34,9 @@ from .stopwatch import Stopwatch
 logger = logging.getLogger("hybridmf")
 
 AS_BEFORE = "The model is as it was before the fit"
+
+COMPARED_USERS = 4000
+"""Most users by whom a fitted model is compared with popularity; all would take longer than a short fit on a GPU."""
 
 Record: TypeAlias = dict[str, float]
 """One iteration of ``history_``."""
@@ -294,14 +298,18 @@ class FitLoop:
         metric = self.model._validation_metric()
         if not learned.objective.is_implicit or likes is None or not isinstance(seen, sp.csr_array):
             return  # a store is not read again
-        popular = popularity_of(seen, likes)
-        theirs = _measure(popular, validation, seen, (metric,), np.arange(validation.shape[0]))[metric]
-        ours = learned.history[learned.n_iter - 1].get(metric, theirs)
+        users = np.unique(entry_rows(validation)[validation.data > 0])
+        users = users[:: max(1, -(-len(users) // COMPARED_USERS))]
+        ours, theirs = (
+            _measure(model, validation, seen, (metric,), users)[metric]
+            for model in (self.model, popularity_of(seen, likes))
+        )
         if ours < theirs:
             logger.warning(
-                "%s of the validation set is %.4f, and recommending the most popular items reaches %.4f: increase "
-                "regularization (now %s) with alpha=%g and unobserved_weight=%g, or recommend by popularity",
+                "%s of %d users of the validation set is %.4f, and recommending the most popular items reaches %.4f: "
+                "increase regularization (now %s) with alpha=%g and unobserved_weight=%g, or recommend by popularity",
                 metric,
+                len(users),
                 ours,
                 theirs,
                 learned.objective.regularization,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.sparse import as_ones, entries_in, entry_rows, keep_entries, rows_or_empty, take_rows
+from ..core.sparse import entries_in, entry_rows, keep_entries, rows_or_empty, take_rows
 from ..core.validate import (
     as_csr,
     check_bool,
@@ -48,9 +48,10 @@ class Popularity(Labelled):
 
 
 def popularity_of(seen: sp.csr_array, likes: np.ndarray) -> PopularityRecommender:
-    """The baseline of a fit, from the pattern of its entries and the positive entries of each item."""
-    popular = PopularityRecommender().fit(as_ones(seen, np.float32))
-    popular._state = replace(popular._state, item_likes=likes, scores=likes)
+    """The baseline of a fit for rankings, from the pattern of its entries and the positive entries of each item."""
+    popular = PopularityRecommender()
+    means = np.where(likes > 0, 1.0, 0.0)
+    popular._state = Popularity(seen, likes, likes, means, 1.0, likes, None, None)
     return popular
 
 

@@ -87,6 +87,11 @@ class _Arriving:
     requests: list[Any]
 
 
+def _pause(waited: float) -> None:
+    """Sleep between two questions of a wait that has taken so long."""
+    time.sleep(0.0 if waited < SPIN else min(LONGEST_PAUSE, waited / 100))
+
+
 def _pieces(array: np.ndarray) -> list[np.ndarray]:
     """The bytes of a contiguous array in parts that MPI can count."""
     flat = array.reshape(-1).view(np.uint8)
@@ -147,7 +152,7 @@ class MpiTransport(Transport):
                 self.fail(f"rank {source} has closed its communicator while rank {dest} waits for it in {what}")
             elif waited > self.timeout:
                 self.fail(f"rank {source} did not answer rank {dest} within {self.timeout:g} s in {what}")
-            time.sleep(0.0 if waited < SPIN else min(LONGEST_PAUSE, waited / 100))
+            _pause(waited)
 
     def _box(self, context: str, source: int) -> deque[_Arriving]:
         return self.boxes.setdefault((context, source), deque())
@@ -203,12 +208,12 @@ class MpiTransport(Transport):
             if peer != self.comm.rank:
                 self._start(peer, header, [])
         # arrays that were sent before are on their way as long as their receivers work
-        deadline = time.monotonic() + (self.timeout if self._closed else FAREWELL)
-        while self.sending and time.monotonic() < deadline:
+        begun, limit = time.monotonic(), self.timeout if self._closed else FAREWELL
+        while self.sending and (waited := time.monotonic() - begun) < limit:
             self._take_all()
             if self._closed and self._cause:
                 return
-            time.sleep(0)
+            _pause(waited)
 
 
 class MpiCommunicator(MessageCommunicator):
