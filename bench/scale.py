@@ -3,6 +3,8 @@
     python bench/scale.py                              Netflix shape, f = 100, on 1, 2 and 4 GPUs: model parallel
     python bench/scale.py --task hugewiki              Hugewiki's shape, items data parallel; --fraction of its entries
     python bench/scale.py --task reduction             sums added up in parallel, in two phases and on one GPU
+    python bench/scale.py --task short --factors 128   implicit feedback with few entries a row, the dual form's: the
+                                                       Million Song Dataset's shape and a shop's
     python bench/scale.py --task streamed --factors 32 --fraction 0.15 --limit 12 --limit 9
                                                        Hugewiki's shape where a GPU may use so many GB
 
@@ -42,7 +44,7 @@ from hybridmf.ranks.multi_als import MultiALS
 HUGEWIKI = (50_082_603, 39_780, 3_100_000_000)
 """Users, items and entries (cuMF, table 5)."""
 
-TASKS = ("netflix", "hugewiki", "reduction", "streamed")
+TASKS = ("netflix", "short", "hugewiki", "reduction", "streamed")
 USERS_AT_A_TIME = 2_000_000
 AGREE = 1e-3
 """Relative difference of the objectives of one and of several GPUs: rounding over some sweeps."""
@@ -91,8 +93,8 @@ def hugewiki(fraction: float, seed: int) -> sp.csr_array:
 class Case:
     """One problem, fitted by any number of GPUs from the same factors."""
 
-    def __init__(self, name: str, matrix: sp.csr_array, factors: int) -> None:
-        self.name, self.matrix, self.factors = name, matrix, factors
+    def __init__(self, name: str, matrix: sp.csr_array, factors: int, implicit: bool = False) -> None:
+        self.name, self.matrix, self.factors, self.implicit = name, matrix, factors, implicit
         started = time.perf_counter()
         self.item_users = transpose(matrix, num_threads=os.cpu_count() or 1)
         click.echo(f"transposed {matrix.nnz:,} entries in {time.perf_counter() - started:.1f} s")
@@ -109,13 +111,10 @@ class Case:
         """The solver on so many GPUs; `limit`: gigabytes that each may use."""
         names = [f"cuda:{k}" for k in range(gpus)]
         memory = None if limit is None else int(limit * 1e9)
-        model = hmf.ExplicitALS(
-            biases=False,
-            factors=self.factors,
-            regularization=0.05,
-            device=names if gpus > 1 else names[0],
-            gpu_memory_limit=memory,
-        )
+        options = {"device": names if gpus > 1 else names[0], "gpu_memory_limit": memory, "factors": self.factors}
+        model: Any = hmf.ImplicitALS(**options)
+        if not self.implicit:
+            model = hmf.ExplicitALS(biases=False, regularization=0.05, **options)
         plan = make_plan(model._objective(), model._settings(), self.matrix.shape, self.matrix.nnz)
         arguments = (self.matrix, self.item_users, model._objective(), plan, self.state)
         if gpus == 1:
@@ -143,6 +142,7 @@ class Case:
         line = {
             "bench": "scale", "shape": self.name, "users": self.matrix.shape[0], "items": self.matrix.shape[1],
             "nnz": int(self.matrix.nnz), "factors": self.factors, "gpus": gpus, "gpu": open_device("cuda:0").spec.name,
+            "implicit": self.implicit, "dual_sides": list(solver.plan.dual_sides),
             "seconds": median(whole), "halves": halves,
             "spread": {side: [min(seconds[side][1:]), max(seconds[side][1:])] for side in SIDES},
             "spread_iteration": [min(whole), max(whole)],
@@ -159,7 +159,7 @@ class Case:
         return line
 
     def _prediction(self, solver: Any, gpus: int) -> dict[str, Any]:
-        problem = Problem(self.matrix.shape, int(self.matrix.nnz), self.factors)
+        problem = Problem(self.matrix.shape, int(self.matrix.nnz), self.factors, implicit=self.implicit)
         grids = {side: Grid(1, 1) for side in SIDES} if gpus == 1 else dict(solver.layout.grids)
         halves = {
             side: priced(problem, HalfPlan(side, grid.splits, grid.groups, gpus)).total for side, grid in grids.items()
@@ -242,6 +242,12 @@ def main(
     there = device_count()
     used = [count for count in counts or (1, 2, 4) if count <= there]
     started = time.perf_counter()
+    if task == "short":
+        for shape in ("msd", "shop"):
+            case = Case(shape, synthetic_gpu(shape, seed=seed, implicit=True), factors, implicit=True)
+            for count in used:
+                _keep(case.run(count, sweeps))
+        return
     if task in ("hugewiki", "streamed"):
         case = Case(f"hugewiki x {fraction:g}", hugewiki(fraction, seed), factors)
     else:

@@ -267,9 +267,9 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
     }
     if plan.assembly == "fused":
         sizes["operands"] = max(m, n) * fused.operand_bytes(plan.system_rank, plan.precision)
-    changing = [side_sizes(plan, side) for side in SIDES if changes_basis(plan, side)]
-    if changing:
-        sizes["basis"] = max(fixed + 2 * min(rows, ROWS_AT_ONCE) for rows, fixed in changing) * width * itemsize
+    basis = basis_bytes(plan)
+    if basis:
+        sizes["basis"] = basis
     if plan.solver == "subspace":
         sizes |= _subspace_bytes(plan)
     if not plan.tile_rows:
@@ -277,6 +277,14 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
     else:
         sizes["tiles"] = 2 * nnz * (8 + itemsize) + 8 * (tile_pointers(m, n, plan) + tile_pointers(n, m, plan))
     return sizes
+
+
+def basis_bytes(plan: Plan) -> int:
+    """Memory of a GPU for the fixed side, and some solutions, in the basis of implicit rows in the dual form."""
+    changing = [side_sizes(plan, side) for side in SIDES if changes_basis(plan, side)]
+    width, ranks = fused.table_width(plan.rank, plan.dtype), max(1, len(plan.devices))
+    rows = (fixed + 2 * min(-(-solved // ranks), ROWS_AT_ONCE) for solved, fixed in changing)
+    return max(rows, default=0) * width * plan.itemsize
 
 
 def _subspace_bytes(plan: Plan) -> dict[str, int]:

@@ -12,6 +12,7 @@ from . import machine as machines
 from .als_cpu import cpu_plan
 from .als_gpu import (
     STREAM_SLAB,
+    basis_bytes,
     choices,
     gpu_problem,
     host_has_room,
@@ -24,7 +25,7 @@ from .als_gpu import (
 from .half_sweep import BATCH_BYTES, Place
 from .partitions import plan_host_ranks, plan_ranks, plan_streamed_ranks
 from .ranks import ScalePlan
-from .row_forms import check_row_form
+from .row_forms import check_row_form, dual_sides
 from .types import Plan, Settings
 
 
@@ -52,18 +53,25 @@ def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: Devic
             sizes["ratings"] += 2 * (ranks - 1) * plan.slab * (itemsize + 4)
         return plan.changed(bytes=sizes)
     plan = choices(plan, settings, objective, spec)
-    check_row_form(plan, objective)
     assert plan.gpu is not None
     free = plan.gpu.free_bytes
     scale = _spread(plan, free)
     plan = _placed(plan, scale)
+    check_row_form(plan.changed(scale=scale), objective)
     if scale.factors != "device":
         return with_scale(plan, scale)
+    plan = plan.changed(scale=scale)
+    dual = plan.changed(dual_sides=dual_sides(plan, objective))
+    basis = basis_bytes(dual)
+    if plan.row_form == "dual" or scale.bytes_per_gpu + basis <= free:
+        plan = dual
+    else:
+        basis = 0
     fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
     beside = max(sum(half.bytes.values()) - half.bytes["systems"] for half in scale.halves.values())
-    left = min(BATCH_BYTES, max(0, free - beside))
+    left = min(BATCH_BYTES, max(0, free - beside - basis))
     slots = max(left // slot_bytes(plan), plan.tile_rows, 1)
-    return plan.changed(scale=scale, bytes=fullest.bytes, batch_slots=slots)
+    return plan.changed(bytes=fullest.bytes | ({"basis": basis} if basis else {}), batch_slots=slots)
 
 
 def _spread(plan: Plan, free: int) -> ScalePlan:

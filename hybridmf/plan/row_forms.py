@@ -50,6 +50,8 @@ def check_row_form(plan: Plan, objective: Objective) -> None:
     if plan.row_form != "dual":
         return
     reason = next(filter(None, (obstacle(objective, side) for side in SIDES)), "") or _kernel_obstacle(plan)
+    if not reason and plan.gpu is not None and any(grid.splits > 1 for grid in plan.grids.values()):
+        reason = "it needs all entries of a row on one GPU, and the plan splits rows over GPUs"
     if reason:
         raise ValueError(f'row_form="dual" does not apply: {reason}; use row_form="auto" or "primal"')
 
@@ -63,8 +65,8 @@ def _kernel_obstacle(plan: Plan) -> str:
             return f'it needs assembly="simd", and this is assembly={plan.assembly_name!r}'
     elif plan.assembly != "fused":
         return f'on a GPU it needs assembly="fused", and this is assembly={plan.assembly_name!r}'
-    elif len(plan.devices) > 1 or plan.streamed or plan.offloaded:
-        return "it needs all ratings and factors in the memory of one GPU"
+    elif plan.streamed or plan.offloaded:
+        return "it needs all ratings and factors in the memory of the GPUs"
     return ""
 
 
@@ -83,8 +85,8 @@ def dual_up_to(plan: Plan, side: Side) -> int:
     longest = plan.rank if plan.row_form == "dual" else _share(plan)
     if plan.gpu is None:
         return longest
-    everything_there = plan.scale is None and not plan.streamed
-    return min(longest, GPU_SIZES[-1]) if everything_there else 0
+    whole_rows_there = not plan.streamed and not plan.offloaded and plan.grids[side].splits == 1
+    return min(longest, GPU_SIZES[-1]) if whole_rows_there else 0
 
 
 def changes_basis(plan: Plan, side: Side) -> bool:

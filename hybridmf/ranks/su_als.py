@@ -276,6 +276,7 @@ class RankALS(Alternating):
             plan.precision,
             plan.batch_slots,
             plan.reduction,
+            plan.dual_sides,
             *(plan.scale.slab(side) for side in SIDES if plan.scale and self._splits_streamed(side)),
         )
         return repr((bounds, [layout.grids[side] for side in SIDES], asdict(self.objective), choices, self.mean))

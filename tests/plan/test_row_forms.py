@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import hybridmf as hmf
+from hybridmf.core.objective import SIDES
 from hybridmf.plan.cost import cost_of
-from hybridmf.plan.row_forms import DUAL_SHARE, GPU_SIZES, dual_up_to
+from hybridmf.plan.half_sweep import HalfPlan
+from hybridmf.plan.row_forms import DUAL_SHARE, GPU_SIZES, check_row_form, dual_up_to
 from support.cost_model import H200, built_in, plan_of
 
 SHOP = {"shape": (100_000, 60_000), "nnz": 800_000}
@@ -70,8 +73,16 @@ def test_a_gpu_has_the_dual_form_where_it_holds_everything() -> None:
             plan_of(hmf.ImplicitALS(64, device="cuda", row_form="dual", **options), H200, **SHOP)
 
 
-def test_several_gpus_are_primal() -> None:
+def test_several_gpus_take_the_dual_form_where_each_has_the_whole_fixed_side() -> None:
     devices = ["cuda:0", "cuda:1"]
-    assert plan_of(hmf.ImplicitALS(64, device=devices), H200, **SHOP).dual_sides == ()
-    with pytest.raises(ValueError, match="in the memory of one GPU"):
-        plan_of(hmf.ImplicitALS(64, device=devices, row_form="dual"), H200, **SHOP)
+    one, two = (plan_of(hmf.ImplicitALS(64, device=where), H200, **SHOP) for where in ("cuda", devices))
+    for side in SIDES:
+        assert dual_up_to(two, side) == dual_up_to(one, side) == int(DUAL_SHARE * 64)
+    assert 0 < two.bytes["basis"] <= one.bytes["basis"]
+    assert two.total_bytes <= H200.free_bytes
+    split = two.changed(scale=replace(two.scale, halves={side: HalfPlan(side, 2, 1, 2) for side in SIDES}))
+    assert dual_up_to(split, "user") == 0
+    with pytest.raises(ValueError, match="all entries of a row on one GPU"):
+        check_row_form(split.changed(row_form="dual"), hmf.ImplicitALS(64)._objective())
+    with pytest.raises(ValueError, match="in the memory of the GPUs"):
+        plan_of(hmf.ImplicitALS(64, device=devices, row_form="dual", gpu_memory_limit="120 MB"), H200, **SHOP)

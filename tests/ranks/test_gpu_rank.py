@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hybridmf as hmf
 from hybridmf.core import reference
 from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.cpu.als import CpuALS
@@ -18,8 +20,9 @@ from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, N
 from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.rows import row_range
+from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
-from hybridmf.plan.make import check_memory
+from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.solver import SWEEP_ORDER
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, su_als
@@ -50,6 +53,28 @@ def test_model_parallel_equals_one_gpu(name: str, gpus: Machine) -> None:
     solver = MultiALS(*parts(name, names, SMALL), grids=both((1, 2)))
     alone = GpuALS(group.open_device("cuda:0"), *parts(name, "cuda:0", SMALL))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["implicit", "explicit"])
+def test_short_rows_are_solved_in_the_dual_form(name: str, gpus: Machine) -> None:
+    """Bit for bit as on one GPU: each rank has the whole fixed side."""
+    kinds = {"implicit": hmf.ImplicitALS, "explicit": functools.partial(hmf.ExplicitALS, biases=False)}
+    data, names, found = planted(60, 80, 0.1), gpus(2), {}
+    for where, form in ((names, "dual"), ("cuda:0", "dual"), (names, "primal")):
+        model = kinds[name](32, regularization=0.1, iterations=2, random_state=0, device=where, row_form=form)
+        plan = make_plan(model._objective(), model._settings(), data.shape, data.nnz)
+        ratings = TrainingData.on_host(model._check_matrix(data), plan)
+        state = model._initial_state(ratings, plan, model._objective())
+        solver = model._solver(plan, model._objective(), ratings, state, 0)
+        found[isinstance(solver, MultiALS), form] = sweeps(solver)
+        assert plan.dual_sides == (("user", "item") if form == "dual" else ())
+        solver.close()
+    for side in SIDES:
+        several, one, primal = (
+            found[key].side(side).matrix for key in ((True, "dual"), (False, "dual"), (True, "primal"))
+        )
+        np.testing.assert_array_equal(several, one)
+        assert (several != primal).any()
 
 
 @pytest.mark.parametrize("name", MODELS)
