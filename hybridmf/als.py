@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,33 +16,26 @@ from .model.prepared import PreparedRatings
 from .model.training import TrainingData
 from .plan.solver import Solver
 from .plan.start import Init, Start
-from .plan.types import Plan, Settings
+from .plan.types import Plan
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class _ALS(FactorModel):
-    """Settings and solver of both estimators."""
+    """Parameters and solver of both estimators."""
+
+    solver: str = "cholesky"
+    regularization_scaling: Scaling | tuple[Scaling, Scaling] | None = None
+    cg_steps: int = 3
+    assembly: str = "auto"
+    reorder: str | bool = "auto"
+    precision: str = "float32"
+    nonnegative: bool = False
+    block_size: int = 32
+    balance: bool = False
+    row_form: str = "auto"
+    reduction: str = "auto"
 
     _reads_slabs = True
-
-    def _settings(self) -> Settings:
-        return Settings.check(
-            factors=self.factors,
-            solver=self.solver,
-            cg_steps=self.cg_steps,
-            assembly=self.assembly,
-            reorder=self.reorder,
-            precision=self.precision,
-            dtype=self.dtype,
-            num_threads=self.num_threads,
-            device=self.device,
-            block_size=self.block_size,
-            balance=self.balance,
-            nonnegative=self.nonnegative,
-            row_form=self.row_form,
-            reduction=self.reduction,
-            gpu_memory_limit=self.gpu_memory_limit,
-            iterations=self.iterations,
-        )
 
     def _start(self, objective: Objective, scale: float) -> Start:
         """Of the users: items are solved first, and solvers that start from earlier factors do as well from zeros.
@@ -86,6 +79,7 @@ class _ALS(FactorModel):
         return GpuALS(open_device(plan.device), *arguments)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ImplicitALS(_ALS):
     """Matrix factorization of implicit feedback by alternating least squares, exact by default.
 
@@ -210,56 +204,10 @@ class ImplicitALS(_ALS):
     (2,)
     """
 
-    def __init__(
-        self,
-        factors: int = 64,
-        *,
-        regularization: float | tuple[float, float] | None = None,
-        alpha: float | None = None,
-        iterations: int = 10,
-        solver: str = "cholesky",
-        device: str | Sequence[str] = "auto",
-        regularization_scaling: Scaling | tuple[Scaling, Scaling] | None = None,
-        unobserved_weight: float | None = None,
-        count_unobserved: bool = False,
-        cg_steps: int = 3,
-        assembly: str = "auto",
-        reorder: str | bool = "auto",
-        precision: str = "float32",
-        dtype: Any = "float32",
-        num_threads: int | None = None,
-        random_state: Any = None,
-        init: Any = None,
-        nonnegative: bool = False,
-        block_size: int = 32,
-        balance: bool = False,
-        row_form: str = "auto",
-        reduction: str = "auto",
-        gpu_memory_limit: str | int | None = None,
-    ) -> None:
-        self.factors = factors
-        self.regularization = regularization
-        self.alpha = alpha
-        self.iterations = iterations
-        self.solver = solver
-        self.device = device
-        self.regularization_scaling = regularization_scaling
-        self.unobserved_weight = unobserved_weight
-        self.count_unobserved = count_unobserved
-        self.cg_steps = cg_steps
-        self.assembly = assembly
-        self.reorder = reorder
-        self.precision = precision
-        self.dtype = dtype
-        self.num_threads = num_threads
-        self.random_state = random_state
-        self.init = init
-        self.nonnegative = nonnegative
-        self.block_size = block_size
-        self.balance = balance
-        self.row_form = row_form
-        self.reduction = reduction
-        self.gpu_memory_limit = gpu_memory_limit
+    alpha: float | None = None
+    iterations: int = 10
+    unobserved_weight: float | None = None
+    count_unobserved: bool = False
 
     @property
     def alpha_(self) -> float:
@@ -276,6 +224,7 @@ class ImplicitALS(_ALS):
         return Objective.implicit(self.regularization, self.regularization_scaling, *weights, degrees)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ExplicitALS(_ALS):
     """Matrix factorization of explicit ratings by alternating least squares, exact by default.
 
@@ -327,54 +276,8 @@ item_ids_
     np.float64(5.0)
     """
 
-    def __init__(
-        self,
-        factors: int = 64,
-        *,
-        regularization: float | tuple[float, float] | None = None,
-        regularization_scaling: Scaling | tuple[Scaling, Scaling] | None = None,
-        biases: bool = True,
-        bias_regularization: float | tuple[float, float] | None = None,
-        iterations: int = 15,
-        solver: str = "cholesky",
-        device: str | Sequence[str] = "auto",
-        cg_steps: int = 3,
-        assembly: str = "auto",
-        reorder: str | bool = "auto",
-        precision: str = "float32",
-        dtype: Any = "float32",
-        num_threads: int | None = None,
-        random_state: Any = None,
-        init: Any = None,
-        nonnegative: bool = False,
-        block_size: int = 32,
-        balance: bool = False,
-        row_form: str = "auto",
-        reduction: str = "auto",
-        gpu_memory_limit: str | int | None = None,
-    ) -> None:
-        self.factors = factors
-        self.regularization = regularization
-        self.regularization_scaling = regularization_scaling
-        self.biases = biases
-        self.bias_regularization = bias_regularization
-        self.iterations = iterations
-        self.solver = solver
-        self.device = device
-        self.cg_steps = cg_steps
-        self.assembly = assembly
-        self.reorder = reorder
-        self.precision = precision
-        self.dtype = dtype
-        self.num_threads = num_threads
-        self.random_state = random_state
-        self.init = init
-        self.nonnegative = nonnegative
-        self.block_size = block_size
-        self.balance = balance
-        self.row_form = row_form
-        self.reduction = reduction
-        self.gpu_memory_limit = gpu_memory_limit
+    biases: bool = True
+    bias_regularization: float | tuple[float, float] | None = None
 
     def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
         return Objective.explicit(

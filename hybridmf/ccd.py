@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,9 +12,10 @@ from .model.base import FactorModel
 from .model.training import TrainingData
 from .plan.ccd import CcdMethod
 from .plan.solver import Solver
-from .plan.types import Plan, Settings
+from .plan.types import Plan
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CCD(FactorModel):
     """Matrix factorization of explicit ratings by cyclic coordinate descent, one rank-one update after another.
 
@@ -48,18 +49,11 @@ class CCD(FactorModel):
     device : {"auto", "cpu", "cuda", "cuda:N"}
         "auto" chooses the device with the shortest predicted time and logs the reason. "cuda" is the first GPU; a named
         device that cannot be used raises an error.
-    dtype : {"float32", "float64"}
-        Type of factors and arithmetic.
-    num_threads : int, optional
-        Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
-    random_state : int, Generator or None
-        Seed of the initial factors.
+    dtype, num_threads, random_state, gpu_memory_limit
+        As for `ImplicitALS`.
     init : {"nonnegative", "signed"}, fitted model or tuple of arrays, optional
         As for `ImplicitALS`; factors and biases of both sides are used, and None for one of them draws it. A
         nonnegative model needs nonnegative factors.
-    gpu_memory_limit : int or str, optional
-        GPU memory that the plan may use, in bytes or as text such as "6GB". Default: the free memory, limited by the
-        environment variable HYBRIDMF_GPU_MEMORY_LIMIT.
 
     Attributes
     ----------
@@ -100,54 +94,19 @@ class CCD(FactorModel):
     np.float64(5.0)
     """
 
-    def __init__(
-        self,
-        factors: int = 64,
-        *,
-        regularization: float | tuple[float, float] | None = None,
-        regularization_scaling: Scaling | tuple[Scaling, Scaling] | None = None,
-        iterations: int = 15,
-        inner_iterations: int = 1,
-        nonnegative: bool = False,
-        biases: bool = True,
-        bias_regularization: float | tuple[float, float] | None = None,
-        device: str = "auto",
-        dtype: Any = "float32",
-        num_threads: int | None = None,
-        random_state: Any = None,
-        init: Any = None,
-        gpu_memory_limit: str | int | None = None,
-    ) -> None:
-        self.factors = factors
-        self.regularization = regularization
-        self.regularization_scaling = regularization_scaling
-        self.iterations = iterations
-        self.inner_iterations = inner_iterations
-        self.nonnegative = nonnegative
-        self.biases = biases
-        self.bias_regularization = bias_regularization
-        self.device = device
-        self.dtype = dtype
-        self.num_threads = num_threads
-        self.random_state = random_state
-        self.init = init
-        self.gpu_memory_limit = gpu_memory_limit
+    regularization_scaling: Scaling | tuple[Scaling, Scaling] | None = None
+    inner_iterations: int = 1
+    nonnegative: bool = False
+    biases: bool = True
+    bias_regularization: float | tuple[float, float] | None = None
 
     def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
         return Objective.explicit(
             self.regularization, self.regularization_scaling, self.biases, self.bias_regularization, spread
         )
 
-    def _settings(self) -> Settings:
-        return Settings.check(
-            factors=self.factors,
-            dtype=self.dtype,
-            num_threads=self.num_threads,
-            device=self.device,
-            iterations=self.iterations,
-            gpu_memory_limit=self.gpu_memory_limit,
-            method=CcdMethod.check(inner_iterations=self.inner_iterations, nonnegative=self.nonnegative),
-        )
+    def _method(self) -> CcdMethod:
+        return CcdMethod.check(inner_iterations=self.inner_iterations, nonnegative=self.nonnegative)
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)

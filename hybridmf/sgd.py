@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,13 +13,14 @@ from .model.base import FactorModel
 from .model.training import TrainingData
 from .plan.sgd import SgdMethod
 from .plan.solver import Solver
-from .plan.types import Plan, Settings
+from .plan.types import Plan
 
 DEFAULT_MULTIPLE = 0.05
 """Default lambda in standard deviations of the ratings, less than that of exact solvers, since SGD ends before
 the minimum (bench/defaults.py)."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SGD(FactorModel):
     """Matrix factorization of explicit ratings by stochastic gradient descent.
 
@@ -96,17 +97,13 @@ class SGD(FactorModel):
         For "blocks": visit blocks by shuffled diagonals of the grid (DSGD, Gemulla et al. 2011), each block after its
         predecessors in its row and column. The grid depends on the data and `factors` only, so the factors are the
         same for any number of threads. False: visit the free block with the fewest visits (FPSGD, Zhuang et al. 2013).
-    dtype : {"float32", "float64"}
-        Type of factors and arithmetic.
-    num_threads : int, optional
-        Default: OMP_NUM_THREADS, else the cores this process may use.
+    dtype, num_threads, gpu_memory_limit
+        As for `ImplicitALS`.
     random_state : int, Generator or None
         Seed of the initial factors and of every shuffle. A fit resumed from a checkpoint repeats the shuffles of the
         uninterrupted fit, since the checkpoint stores their seed.
     init : {"nonnegative", "signed"}, fitted model or tuple of arrays, optional
         As for `ImplicitALS`; factors and biases of both sides are used, and None for one of them draws it.
-    gpu_memory_limit : int or str, optional
-        As for `ImplicitALS`.
 
     Attributes
     ----------
@@ -135,48 +132,18 @@ item_ids_
     np.float64(5.0)
     """
 
-    def __init__(
-        self,
-        factors: int = 64,
-        *,
-        regularization: float | None = None,
-        learning_rate: float | None = None,
-        decay: float | None = None,
-        rate_schedule: str = "power",
-        schedule: str = "msgd",
-        ordering: str = "mixed",
-        order: str = "passes",
-        biases: bool = True,
-        bias_regularization: float | None = None,
-        iterations: int = 20,
-        device: str | list[str] = "auto",
-        precision: str = "float32",
-        deterministic: bool = True,
-        dtype: Any = "float32",
-        num_threads: int | None = None,
-        random_state: Any = None,
-        init: Any = None,
-        gpu_memory_limit: str | int | None = None,
-    ) -> None:
-        self.factors = factors
-        self.regularization = regularization
-        self.learning_rate = learning_rate
-        self.decay = decay
-        self.rate_schedule = rate_schedule
-        self.schedule = schedule
-        self.ordering = ordering
-        self.order = order
-        self.biases = biases
-        self.bias_regularization = bias_regularization
-        self.iterations = iterations
-        self.device = device
-        self.precision = precision
-        self.deterministic = deterministic
-        self.dtype = dtype
-        self.num_threads = num_threads
-        self.random_state = random_state
-        self.init = init
-        self.gpu_memory_limit = gpu_memory_limit
+    regularization: float | None = None
+    learning_rate: float | None = None
+    decay: float | None = None
+    rate_schedule: str = "power"
+    schedule: str = "msgd"
+    ordering: str = "mixed"
+    order: str = "passes"
+    biases: bool = True
+    bias_regularization: float | None = None
+    iterations: int = 20
+    precision: str = "float32"
+    deterministic: bool = True
 
     def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
         for name in ("regularization", "bias_regularization"):
@@ -189,8 +156,8 @@ item_ids_
         weights = (self.regularization, "count", self.biases, self.bias_regularization)
         return Objective.explicit(*weights, spread, DEFAULT_MULTIPLE)
 
-    def _settings(self) -> Settings:
-        method = SgdMethod.check(
+    def _method(self) -> SgdMethod:
+        return SgdMethod.check(
             self.schedule,
             self.ordering,
             self.rate_schedule,
@@ -199,16 +166,6 @@ item_ids_
             self.deterministic,
             self._objective().biases,
             self.order,
-        )
-        return Settings.check(
-            factors=self.factors,
-            precision=self.precision,
-            dtype=self.dtype,
-            num_threads=self.num_threads,
-            device=self.device,
-            gpu_memory_limit=self.gpu_memory_limit,
-            iterations=self.iterations,
-            method=method,
         )
 
     def _seed_bits(self, kept: int | None) -> int:

@@ -6,9 +6,9 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -38,7 +38,7 @@ from ..plan.als import ALS
 from ..plan.make import NOTHING, check_memory, make_plan, plan_for
 from ..plan.solver import Solver
 from ..plan.start import Init, Start, check_init, initial_state
-from ..plan.types import Plan, Settings
+from ..plan.types import Method, Plan, Settings
 from ..ratings import Ratings, as_ratings
 from . import checkpoint as checkpoints
 from . import files as _io
@@ -63,12 +63,27 @@ SAMPLED_ROWS = 10_000
 """About the number of rows that stand for all factors of a side."""
 
 
-class FactorModel(ServingMixin):
-    """Base of the estimators. Subclasses define the objective, the settings and the solver."""
+SETTINGS = frozenset(each.name for each in fields(Settings))
+"""Parameters of estimators that a plan reads."""
 
-    iterations: int
-    random_state: Any
-    init: Any
+
+@dataclass(eq=False, repr=False)
+class FactorModel(ServingMixin):
+    """Base of the estimators. Subclasses define the objective and the solver.
+
+    The fields of an estimator and of its bases are the parameters of its constructor: the one table of them.
+    """
+
+    factors: int = 64
+    _: KW_ONLY
+    regularization: float | tuple[float, float] | None = None
+    iterations: int = 15
+    device: str | Sequence[str] = "auto"
+    dtype: Any = "float32"
+    num_threads: int | None = None
+    random_state: Any = None
+    init: Any = None
+    gpu_memory_limit: str | int | None = None
 
     _reads_slabs = False
     """Whether the solvers read a `Store` slab by slab; for other solvers it is loaded into memory."""
@@ -80,8 +95,6 @@ class FactorModel(ServingMixin):
     _keeps_first_rows = False
     """Whether rows without entries keep their factors of `init` until they are solved, as those of `implicit` do."""
 
-    timings_: dict[str, float]
-
     def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
         """Objective by the current parameters, for ratings of this standard deviation and these degrees.
 
@@ -89,8 +102,16 @@ class FactorModel(ServingMixin):
         """
         raise NotImplementedError
 
+    def _method(self) -> Method | None:
+        """Optimization method with its hyperparameters; None for ALS, whose hyperparameters are settings."""
+        return None
+
     def _settings(self) -> Settings:
-        raise NotImplementedError
+        method = self._method()
+        names = SETTINGS if method is None else SETTINGS - vars(method).keys()
+        return Settings.check(
+            method=method, **{name: getattr(self, name) for name in self._defaults() if name in names}
+        )
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         """The solver; `state` is the result of `completed` iterations."""

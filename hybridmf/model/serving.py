@@ -82,6 +82,7 @@ class ServingMixin(Estimator):
     _recommends_in_blocks = True  # `recommend` never holds the scores of all items for all users
     _learned: Learned  # set by fit and load
     n_features_in_: int
+    timings_: dict[str, float]
     feature_names_in_: np.ndarray  # only of models fitted on frames
 
     # --------------------------------------------------------------------------------------------- learned state
