@@ -15,15 +15,8 @@ def balancing(user_gram: np.ndarray, item_gram: np.ndarray) -> tuple[np.ndarray,
     the other side. The penalty ``tr(A S) + tr(B S^-1)``, ``S = G G^T``, is convex in S, and least at the geometric mean
     ``S = A^-1/2 (A^1/2 B A^1/2)^1/2 A^-1/2``.
 
-    Parameters
-    ----------
-    user_gram, item_gram : float64 array, shape (rank, rank)
-        ``A = sum_u s_u x_u x_u^T`` and ``B = sum_i s_i y_i y_i^T``, each times lambda of its side where these differ.
-
-    Returns
-    -------
-    user_basis, item_basis : float64 array, shape (rank, rank)
-        G, symmetric, and ``H = G^-1``; identities where a side is all zero or not finite.
+    The Gram matrices are ``A = sum_u s_u x_u x_u^T`` and ``B = sum_i s_i y_i y_i^T``, float64, each times lambda of its
+    side where these differ. G is symmetric and ``H = G^-1``; identities where a side is all zero or not finite.
     """
     identity = np.eye(len(user_gram))
     for gram in (user_gram, item_gram):

@@ -14,11 +14,8 @@ CACHE_DIR = "HYBRIDMF_CACHE_DIR"
 def cache_dir() -> Path:
     """Folder of files that are measured again if they are lost; it may not exist yet.
 
-    Returns
-    -------
-    Path
-        HYBRIDMF_CACHE_DIR ("~" is the home folder) if set, else ``hybridmf`` in the user's cache folder
-        (``~/.cache`` on Linux).
+    HYBRIDMF_CACHE_DIR ("~" is the home folder) if set, else ``hybridmf`` in the user's cache folder
+    (``~/.cache`` on Linux).
     """
     named = os.environ.get(CACHE_DIR, "").strip()
     # unlike pathlib's, it leaves an unknown user unchanged

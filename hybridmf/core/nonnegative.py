@@ -15,20 +15,8 @@ def finished(
     """The minimum of ``x.A x / 2 - b.x``, its value, and by how much that is lower than the value of `before`.
 
     Nearly singular systems, with a small penalty and more coordinates than entries, take descent more sweeps than it
-    has. They are few, and the method of Lawson and Hanson (1974) ends at the exact minimum.
-
-    Parameters
-    ----------
-    matrix, right, bounded
-        As for `minimum`.
-    before : float array, shape (rank,)
-        The solution so far.
-
-    Returns
-    -------
-    x : float array, shape (rank,)
-        In the dtype of `before`, which it is where nothing lower is found.
-    value, gain : float
+    has. They are few, and the method of Lawson and Hanson (1974) ends at the exact minimum. `before` is the solution so
+    far, and the result where nothing lower is found.
     """
     given = value(matrix, right, before.astype(np.float64))
     try:
@@ -41,15 +29,9 @@ def finished(
 
 
 def minimum(matrix: np.ndarray, right: np.ndarray, bounded: int) -> np.ndarray:
-    """Minimize x.A x / 2 - b.x, the first `bounded` coordinates >= 0.
+    """Minimize x.A x / 2 - b.x for a positive semidefinite A, the first `bounded` coordinates >= 0.
 
-    Parameters
-    ----------
-    matrix : float64 array, shape (rank, rank)
-        Symmetric, positive semidefinite.
-    right : float64 array, shape (rank,)
-    bounded : int
-        `rank`, or one less: the last coordinate is then free.
+    These are all coordinates, or all but the last, which is then free.
     """
     from scipy.optimize import nnls  # here: few models are non-negative, and it takes longer than most fits
 

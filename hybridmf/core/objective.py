@@ -62,12 +62,7 @@ ZERO = PerSide(0.0, 0.0)
 
 
 def check_per_side(name: str, value: object, check: Callable[[str, object], float]) -> PerSide:
-    """The checked numbers of users and items, from one value for both or a pair (users, items).
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """The checked numbers of users and items, from one value for both or a pair (users, items)."""
     if not isinstance(value, (tuple, list)):
         number = check(name, value)
         return PerSide(number, number)
@@ -98,36 +93,19 @@ class Objective:
     and ``c = unobserved_weight``, ``p = 0`` elsewhere.
 
     lambda, lambda_b and nu may differ between users and items; a number given for one of them stands for both sides.
-
-    Attributes
-    ----------
-    feedback : {"explicit", "implicit"}
-    regularization : PerSide
-        lambda.
-    scaling : PerSide
-        nu; ``s = (n + added) ** nu`` for a row with n entries.
-    alpha, unobserved_weight : float
-        Implicit feedback only.
-    biases : bool
-        Explicit feedback only.
-    bias_regularization : PerSide
-        lambda_b, the penalty of squared biases.
-    count_unobserved : bool
-        Implicit feedback only: whether s counts all pairs of a row, each as `unobserved_weight`, beside its entries
-        (Rendle, Krichene, Zhang and Koren 2022, who write alpha_0 for this weight).
-    added : PerSide
-        Their sum; see `for_shape`.
     """
 
     feedback: Literal["explicit", "implicit"]
-    regularization: PerSide
-    scaling: PerSide = ZERO
-    alpha: float = 1.0
+    regularization: PerSide  # lambda
+    scaling: PerSide = ZERO  # nu: s = (n + added) ** nu for a row with n entries
+    alpha: float = 1.0  # as the next: implicit feedback only
     unobserved_weight: float = 1.0
-    biases: bool = False
-    bias_regularization: PerSide = ZERO
+    biases: bool = False  # explicit feedback only
+    bias_regularization: PerSide = ZERO  # lambda_b
     count_unobserved: bool = False
-    added: PerSide = ZERO
+    """Implicit feedback only: whether s counts all pairs of a row, each as `unobserved_weight`, beside its entries
+    (Rendle, Krichene, Zhang and Koren 2022, who write alpha_0 for this weight)."""
+    added: PerSide = ZERO  # sum of the weights of the pairs so counted; see `for_shape`
 
     def __post_init__(self) -> None:
         for name in ("regularization", "scaling", "bias_regularization", "added"):
@@ -219,12 +197,7 @@ class Objective:
         return {name: float(np.max(getattr(self, name))) for name in names}
 
     def check_finite_in(self, dtype: np.dtype) -> None:
-        """Reject a weight that is infinite in the type of the computation.
-
-        Raises
-        ------
-        ValueError
-        """
+        """Reject a weight that is infinite in the type of the computation."""
         largest = float(np.finfo(dtype).max)
         for name, value in self.weights.items():
             if value > largest:
@@ -288,19 +261,11 @@ def default_implicit_lambda(degrees: Mapping[Side, np.ndarray] | None) -> dict[s
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of one side.
+    """Factors of one side."""
 
-    Attributes
-    ----------
-    matrix : float array, shape (n, rank), C order
-    bias : float array, shape (n,), or None
-    squares : Factors or None
-        AdaGrad's sums of squared steps of each coordinate, during a fit.
-    """
-
-    matrix: np.ndarray
-    bias: np.ndarray | None = None
-    squares: Factors | None = None
+    matrix: np.ndarray  # shape (n, rank), C order
+    bias: np.ndarray | None = None  # shape (n,)
+    squares: Factors | None = None  # AdaGrad's sums of squared steps of each coordinate, during a fit
 
     def __len__(self) -> int:
         return len(self.matrix)
@@ -455,19 +420,8 @@ def rating_scale(total: float, squares: float, nnz: int, biases: bool) -> float:
     """Root mean square of ratings: about their mean where a model has biases and ratings differ, else about zero.
 
     Ratings divided by it are standardized: in any unit, factors with a norm of about 1 explain them. Learning
-    rates of `SGD` and initial factors refer to it.
-
-    Parameters
-    ----------
-    total, squares : float
-        Sums of the ratings and of their squares.
-    nnz : int
-    biases : bool
-
-    Returns
-    -------
-    float
-        Within `SCALES`; 1 if all ratings are zero.
+    rates of `SGD` and initial factors refer to it. `squares` is the sum of the squared ratings. The result is within
+    `SCALES`; 1 if all ratings are zero.
     """
     about_zero = squares / nnz
     if not about_zero:
@@ -480,27 +434,13 @@ def rating_scale(total: float, squares: float, nnz: int, biases: bool) -> float:
 
 
 class Terms(NamedTuple):
-    """Parameters of an update of stochastic gradient descent, apart from its entry.
-
-    Attributes
-    ----------
-    rate, regularization : float
-        Learning rate and lambda of factors.
-    mean : float
-        Mean rating.
-    bias_rate, bias_regularization : float
-        Learning rate and lambda of biases.
-    root, bias_root : float
-        AdaGrad and RPCS divide a step by the square root of this plus a sum of squared steps.
-    head_only : bool
-        RPCS updates only the heads of rows.
-    """
+    """Parameters of an update of stochastic gradient descent, apart from its entry."""
 
     rate: float
     regularization: float
     mean: float
     bias_rate: float
     bias_regularization: float
-    root: float = 1.0
+    root: float = 1.0  # AdaGrad and RPCS divide a step by the square root of this plus a sum of squared steps
     bias_root: float = 1.0
-    head_only: bool = False
+    head_only: bool = False  # RPCS updates only the heads of rows

@@ -16,17 +16,7 @@ LONG = 1.0
 
 
 def progress_bar(total: int, shown: bool, **options: Any) -> tqdm:
-    """A bar on standard error if that is a terminal, or in a notebook; elsewhere, or unless `shown`, none is drawn.
-
-    Parameters
-    ----------
-    total : int
-        Number of iterations, or of units given by the option `unit`.
-    shown : bool
-        Whether a bar is requested.
-    **options
-        As for `tqdm.tqdm`.
-    """
+    """tqdm's bar, with its options, on a terminal (standard error) or in a notebook; elsewhere, or unless `shown`, none."""
     from tqdm.auto import tqdm
 
     stream = sys.stderr  # None under pythonw and in some services

@@ -28,15 +28,7 @@ def solve_row(
     objective: Objective,
     side: Side = "user",
 ) -> tuple[np.ndarray, float]:
-    """Minimizer (x, b) of the objective over the factors and the bias of one row of a side.
-
-    Parameters
-    ----------
-    columns : int array, shape (n_entries,)
-    ratings : float array, shape (n_entries,)
-    fixed : Factors
-        The other side.
-    """
+    """Minimizer (x, b) of the objective over the factors and the bias of one row of a side, given by its entries."""
     Y = fixed.matrix.astype(np.float64)
     rank = Y.shape[1]
     if len(columns) == 0:
@@ -212,12 +204,7 @@ def ccd(
 ) -> State:
     """CCD++ from a given state: biases, then factor by factor, items first (Yu, Hsieh, Si and Dhillon 2012, Alg. 2).
 
-    Parameters
-    ----------
-    matrix : sparse matrix, shape (n_users, n_items)
-        Canonical CSR.
-    weights : float array, shape (nnz,), optional
-        In the order of the entries by rows.
+    `weights`, shape (nnz,), are in the order of the entries by rows.
     """
     coo = sp.csr_array(matrix).tocoo()
     index: dict[Side, np.ndarray] = {"user": coo.row, "item": coo.col}
@@ -313,25 +300,12 @@ def _error(state: State, user: int, item: int, rating: float) -> float:
 
 
 def sgd_entries(
-    users: np.ndarray,
-    items: np.ndarray,
-    ratings: np.ndarray,
-    state: State,
-    terms: Terms,
-    sums_width: int = 0,
+    users: np.ndarray, items: np.ndarray, ratings: np.ndarray, state: State, terms: Terms, sums_width: int = 0
 ) -> State:
     """Update entry by entry in the order given, both rows from their old values (MSGD eq. 3).
 
-    Parameters
-    ----------
-    users, items : int array, shape (n,)
-    ratings : float array, shape (n,)
-    state : State
-        With sums of squares where AdaGrad or RPCS goes on.
-    terms : Terms
-        But for the mean, which is the state's.
-    sums_width : int
-        Sums of squares of a row: as many as factors (AdaGrad), 2 (RPCS) or 0.
+    The state has sums of squares where AdaGrad or RPCS goes on; its mean replaces that of `terms`. `sums_width` is the
+    number of sums of squares of a row: as many as factors (AdaGrad), 2 (RPCS) or 0.
     """
     state = _copied(state, sums_width)
     for user, item, rating in zip(users, items, np.asarray(ratings, dtype=np.float64), strict=True):
@@ -359,13 +333,8 @@ def mcumsgd(
 ) -> State:
     """One epoch of MCUMSGD: in step l each range q of users meets range (q + l) mod p of items (Alg. 4).
 
-    Parameters
-    ----------
-    user_bounds, item_bounds : int array, shape (p + 1,)
-        Ranges of consecutive users and items.
-    order : {"passes", "blocks"}
-        "passes": the items move in steps 0 ... p - 1, the users in steps p - 1 ... 2 p - 2, so that an epoch is one of
-        Alg. 1; "blocks": both in each of p steps, as Alg. 4 has it.
+    By the order "passes" the items move in steps 0 ... p - 1 and the users in steps p - 1 ... 2 p - 2, so that an epoch
+    is one of Alg. 1; by "blocks" both move in each of p steps, as Alg. 4 has it.
     """
     sides: tuple[Side, Side] = ("item", "user")
     state, size = _copied(state, sums_width), len(user_bounds) - 1
@@ -383,13 +352,7 @@ def mcumsgd(
     return state
 
 
-def _walk_block(
-    matrix: Any,
-    state: State,
-    side: Side,
-    block: tuple[slice, slice],
-    terms: Terms,
-) -> None:
+def _walk_block(matrix: Any, state: State, side: Side, block: tuple[slice, slice], terms: Terms) -> None:
     """Each row of a side walks its entries of a block in ascending order, the other side fixed."""
     coo, (users, items) = sp.coo_array(matrix), block
     rows, columns, ratings = coo.row, coo.col, coo.data.astype(np.float64)
@@ -406,15 +369,7 @@ def _walk_block(
 
 
 def philox(counter: Any, key: int) -> list[np.ndarray]:
-    """The four words of Philox4x32-10 for counters of four words each (Salmon et al. 2011, section 3.3).
-
-    Parameters
-    ----------
-    counter : four int arrays or ints
-        That broadcast together.
-    key : int
-        64 bits.
-    """
+    """The four words of Philox4x32-10 for counters of four words, broadcast together (Salmon et al. 2011, section 3.3)."""
     low = np.uint64(0xFFFFFFFF)
     words: Any = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) for word in counter))
     keys = [key & 0xFFFFFFFF, key >> 32]

@@ -20,19 +20,11 @@ ENTRIES_PER_FACTOR = 4
 
 
 class Row(NamedTuple):
-    """Entries of a row, or a sample of them.
-
-    Attributes
-    ----------
-    columns : int array, shape (n,)
-    values : float array, shape (n,)
-    n_entries : int
-        Number of all entries.
-    """
+    """Entries of a row, or a sample of them."""
 
     columns: np.ndarray
     values: np.ndarray
-    n_entries: int
+    n_entries: int  # of the whole row
 
     def sample(self, rank: int) -> Row:
         """At most `ENTRIES_PER_FACTOR` entries for each factor, evenly spaced."""
@@ -50,20 +42,8 @@ def row_system(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """A and b of a row's equations A x = b, float64, the bias last; estimates of them from a sample of its entries.
 
-    The third value is c of the row's part of the objective, ``x.A x - 2 b.x + c``.
-
-    Parameters
-    ----------
-    objective : Objective
-    side : {"user", "item"}
-        The side of the row.
-    row : Row
-    fixed : Factors
-        The other side.
-    mean : float
-        Mean rating (0 without biases).
-    gram : float64 array, shape (rank, rank), optional
-        Weighted Gram matrix of implicit feedback. Default: an estimate from a sample of the fixed rows.
+    The third value is c of the row's part of the objective, ``x.A x - 2 b.x + c``. `gram` is the weighted Gram matrix of
+    implicit feedback; None: an estimate from a sample of the fixed rows.
     """
     design = fixed.matrix[row.columns].astype(np.float64)
     factors, target = design.shape[1], row.values.astype(np.float64)

@@ -35,16 +35,8 @@ _mapped: dict[int, tuple[int, int]] = {}
 def scratch_folders(beside: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
     """Folders that such files may go to, the first one first.
 
-    Parameters
-    ----------
-    beside : path-like, optional
-        Where the data are.
-
-    Returns
-    -------
-    tuple of str
-        Only HYBRIDMF_SCRATCH_DIR ("~" is the home folder) if it is set; else `beside` and the system's
-        folder for temporary files.
+    Only HYBRIDMF_SCRATCH_DIR ("~" is the home folder) if it is set; else `beside`, where the data are, and the system's
+    folder for temporary files.
     """
     named = os.environ.get(SCRATCH_DIR)
     if named:
@@ -95,19 +87,7 @@ def file_system(folder: str) -> str:
 
 
 def mapped(shape: tuple[int, ...], dtype: Any, folder: str) -> np.ndarray:
-    """A new array of zeros whose memory is a file without a name, gone with the last view of it or with the process.
-
-    Parameters
-    ----------
-    shape : tuple of int
-    dtype : dtype
-    folder : str
-
-    Raises
-    ------
-    OSError
-        The disk has no room for it, or the folder cannot be used; the message contains a remedy.
-    """
+    """A new array of zeros whose memory is a file without a name, gone with the last view of it or with the process."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if not size:
@@ -166,12 +146,7 @@ def _forget(start: int, handle: int) -> None:
 
 
 def scratch_file(array: np.ndarray) -> tuple[int, int] | None:
-    """Descriptor of the file that is the memory of an array, and where in it the array begins; None for other arrays.
-
-    Parameters
-    ----------
-    array : ndarray, C order
-    """
+    """Descriptor of the file that is the memory of an array (C order), and its offset there; None for other arrays."""
     first = array.ctypes.data
     # copied at once: iteration creates objects, and the garbage collector may then remove an array of a cycle from it
     for start, (size, handle) in _mapped.copy().items():

@@ -96,12 +96,7 @@ def available_cores() -> int:
 
 
 def parse_bytes(name: str, value: Any) -> int:
-    """Bytes of a number or a text such as "6GB", "1.5 GiB".
-
-    Raises
-    ------
-    ValueError
-    """
+    """Bytes of a number or a text such as "6GB", "1.5 GiB"."""
     units = {"": 1, "b": 1}
     units |= {prefix + "b": 1000**power for power, prefix in enumerate("kmgt", 1)}
     units |= {prefix + "ib": 1024**power for power, prefix in enumerate("kmgt", 1)}

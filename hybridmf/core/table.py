@@ -7,17 +7,7 @@ from typing import Any
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], align: str, indent: int = 2) -> str:
-    """Text columns under a ruled header.
-
-    Parameters
-    ----------
-    header : sequence of str
-    rows : iterable of sequences
-    align : str
-        ``"<"`` or ``">"`` for each column.
-    indent : int
-        Blanks before each line.
-    """
+    """Text columns under a ruled header; `align` has ``"<"`` or ``">"`` for each column."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
