@@ -16,7 +16,7 @@ LONG = 1.0
 
 
 def progress_bar(total: int, shown: bool, **options: Any) -> tqdm:
-    """tqdm's bar, with its options, on a terminal (standard error) or in a notebook; elsewhere, or unless `shown`, none."""
+    """A bar with tqdm's options on a terminal (standard error) or in a notebook; none elsewhere, or unless `shown`."""
     from tqdm.auto import tqdm
 
     stream = sys.stderr  # None under pythonw and in some services

@@ -369,7 +369,7 @@ def _walk_block(matrix: Any, state: State, side: Side, block: tuple[slice, slice
 
 
 def philox(counter: Any, key: int) -> list[np.ndarray]:
-    """The four words of Philox4x32-10 for counters of four words, broadcast together (Salmon et al. 2011, section 3.3)."""
+    """The four words of Philox4x32-10 for counters of four words each (Salmon et al. 2011, section 3.3), broadcast."""
     low = np.uint64(0xFFFFFFFF)
     words: Any = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) for word in counter))
     keys = [key & 0xFFFFFFFF, key >> 32]

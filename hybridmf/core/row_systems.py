@@ -42,8 +42,8 @@ def row_system(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """A and b of a row's equations A x = b, float64, the bias last; estimates of them from a sample of its entries.
 
-    The third value is c of the row's part of the objective, ``x.A x - 2 b.x + c``. `gram` is the weighted Gram matrix of
-    implicit feedback; None: an estimate from a sample of the fixed rows.
+    The third value is c of the row's part of the objective, ``x.A x - 2 b.x + c``. `gram` is the weighted Gram matrix
+    of implicit feedback; None: an estimate from a sample of the fixed rows.
     """
     design = fixed.matrix[row.columns].astype(np.float64)
     factors, target = design.shape[1], row.values.astype(np.float64)

@@ -47,13 +47,7 @@ class Engine(Protocol):
 def engine_for(plan: Plan, scores: float = np.inf) -> Engine:
     """The backend for a model fitted by `plan`: its GPU if available and worthwhile for the work, else the CPU.
 
-    The CPU serves factors that did not fit on the GPU during the fit.
-
-    Parameters
-    ----------
-    plan : Plan
-    scores : float
-        Multiply-adds of the requested scores.
+    The work is in multiply-adds of scores. The CPU serves factors that did not fit on the GPU during the fit.
     """
     from ..cpu.engine import CpuEngine
 

@@ -8,6 +8,7 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse as sp
 
+from ..core.row_systems import Row, row_system
 from ..core.validate import make_csr
 from ..plan.types import NONNEGATIVE
 from .learned import Learned
@@ -33,13 +34,7 @@ class Explanation(NamedTuple):
 
 
 def training_row(learned: Learned, user: int) -> sp.csr_array:
-    """Training entries of a user with their values.
-
-    Raises
-    ------
-    ValueError
-        The model does not have the values.
-    """
+    """Training entries of a user with their values; an error if the model does not have the values."""
     if learned.values is None or not isinstance(learned.seen, sp.csr_array):
         raise ValueError(
             "the model does not hold the training entries of its users (it was fitted on a store or with weights, or "
@@ -53,41 +48,27 @@ def training_row(learned: Learned, user: int) -> sp.csr_array:
 def contributions(learned: Learned, row: sp.csr_array, item: int, N: int) -> Explanation:
     """Solve the user's normal equations A x = sum_j w_j z_j for the item z: its score z.x is sum_j w_j z_j.(A^-1 z).
 
-    Where factors are nonnegative, A and z are those of the coordinates of x that are not 0.
-
-    Parameters
-    ----------
-    learned : Learned
-    row : csr_array, shape (1, n_items)
-        Entries of the user.
-    item : int
-    N : int
-        Entries to return.
+    Where factors are nonnegative, A and z are those of the coordinates of x that are not 0. The first N entries are
+    returned.
     """
-    objective, factors = learned.objective, learned.state.item
+    objective, items, mean = learned.objective, learned.state.item, learned.state.mean
     values, columns = row.data.astype(np.float64), row.indices
-    z, target = _features(learned, columns), _features(learned, np.array([item]))[0]
-    degree = np.array([np.count_nonzero(values) if objective.is_implicit else len(values)])
-    ridge = objective.row_scale("user", degree)[0] * objective.ridge("user", factors.matrix.shape[1], z.shape[1])
-    baseline = 0.0
+    baseline, gram = 0.0, None
     if objective.is_implicit:
         kept = values != 0
-        z, values, columns = z[kept], values[kept], columns[kept]
-        confidence = 1.0 + objective.alpha * np.abs(values)
-        weights = np.where(values > 0, confidence, 0.0)
-        gram = learned.cached("gram in float64", lambda: _gram(factors.matrix))
-        matrix = objective.unobserved_weight * gram + (z.T * (confidence - objective.unobserved_weight)) @ z
+        values, columns = values[kept], columns[kept]
+        weights = np.where(values > 0, 1.0 + objective.alpha * np.abs(values), 0.0)
+        gram = objective.unobserved_weight * learned.cached("gram in float64", lambda: _gram(items.matrix))
     else:
-        biases = np.zeros(len(columns)) if factors.bias is None else factors.bias[columns].astype(np.float64)
-        baseline = learned.state.mean + (0.0 if factors.bias is None else float(factors.bias[item]))
-        weights = values - learned.state.mean - biases
-        matrix = z.T @ z
+        baseline = mean if items.bias is None else mean + float(items.bias[item])
+        weights = values - mean - (0.0 if items.bias is None else items.bias[columns])
     if not len(columns):
         return Explanation(baseline, baseline, np.empty(0, np.int32), np.empty(0))
-    matrix[np.diag_indices(len(matrix))] += ridge
+    matrix, right, _ = row_system(objective, "user", Row(columns, values, len(columns)), items, mean, gram)
+    z, target = _features(learned, columns), _features(learned, np.array([item]))[0]
     moved = np.ones(len(matrix), bool)
     if learned.plan.solver == NONNEGATIVE:
-        moved = _off_bounds(matrix, weights @ z, factors.matrix.shape[1])
+        moved = _off_bounds(matrix, right, items.matrix.shape[1])
     parts = weights * (z[:, moved] @ scipy.linalg.solve(matrix[np.ix_(moved, moved)], target[moved], assume_a="pos"))
     order = np.argsort(-parts, kind="stable")[:N]
     return Explanation(baseline + float(parts.sum()), baseline, columns[order].astype(np.int32), parts[order])

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.sparse import entries_in, entry_rows, keep_entries, rows_or_empty, take_rows
+from ..core.sparse import entry_rows, rows_or_empty, take_rows
 from ..core.validate import (
     as_csr,
     check_bool,
     check_choice,
     check_nonempty,
     check_real,
-    check_shape,
     from_triplets,
-    one_row,
 )
-from ..data.align import align_rows, labels_of
+from ..data.align import labels_of
 from ..plan.memory import check_answer
 from ..ratings import as_ratings, is_pairs
 from .estimator import not_fitted
 from .learned import Labelled, count_items, likes_of
-from .requests import Asked, Unknown, is_single, labelled, pairs_of, positions_of
+from .requests import Asked, Unknown, given_rows, is_single, pairs_of, positions_of, shown
 
 
 @dataclass(frozen=True)
@@ -112,12 +111,7 @@ class PopularityRecommender:
         return self
 
     def _fitted(self) -> Popularity:
-        """The state, which each public method takes once.
-
-        Raises
-        ------
-        NotFittedError
-        """
+        """The state, which each public method takes once."""
         try:
             return self._state
         except AttributeError:
@@ -230,9 +224,10 @@ class PopularityRecommender:
         asked = Asked.check(N, filter_already_liked_items, filter_items, items, "popular", labels, unknown)
         users = positions_of(state, "user", "userid", userid, asked.by_label, asked.unknown)
 
-        def rows_of(name: str, given: Any) -> sp.csr_array:
-            return _rows_of_users(state, users, name, given, asked.unknown)
+        def read(given: Any, name: str) -> sp.csr_array:
+            return as_csr(given, name=name)
 
+        rows_of = partial(given_rows, state, users, unknown=asked.unknown.of_entries, read=read)
         candidates = asked.candidates(state, len(users), rows_of)
         asked.unknown.report()
         seen, absent = candidates.denied, asked.unknown.absent(users)
@@ -240,25 +235,18 @@ class PopularityRecommender:
             take = take_rows if absent is None else rows_or_empty
             liked = take(state.seen, users) if user_items is None else rows_of("user_items", user_items)
             seen = liked if seen is None else union(seen, liked)
+        shared, itemsize = candidates.shared, np.dtype(np.float32).itemsize
         if candidates.allowed is not None:
-            pairs = (
-                candidates.allowed
-                if seen is None
-                else keep_entries(candidates.allowed, ~entries_in(candidates.allowed, seen))
-            )
-            rows, found = entry_rows(pairs), pairs.indices.astype(np.int64)
-            if candidates.shared is not None:
-                rows, found = rows[candidates.shared[found]], found[candidates.shared[found]]
-            check_answer(len(users), asked.N, state.shape[1], np.dtype(np.float32).itemsize)
+            check_answer(len(users), asked.N, state.shape[1], itemsize)
+            rows, found = candidates.pairs(seen)
             ids, scores = best_pairs(rows, found, state.scores[found].astype(np.float32), len(users), asked.N)
         else:
-            allowed = np.ones(state.shape[1], dtype=bool) if candidates.shared is None else candidates.shared
-            check_answer(len(users), asked.N, int(np.count_nonzero(allowed)), np.dtype(np.float32).itemsize)
+            allowed = np.ones(state.shape[1], dtype=bool) if shared is None else shared
+            check_answer(len(users), asked.N, int(np.count_nonzero(allowed)), itemsize)
             ids, scores = rank_by_count(state.scores, allowed, seen, len(users), asked.N)
         if absent is not None and asked.unknown.rule == "drop":
             ids[absent], scores[absent] = -1, -np.inf
-        shown = labelled(state, "item", ids) if asked.by_label else ids
-        return (shown[0], scores[0]) if is_single(userid, asked.by_label) else (shown, scores)
+        return shown(state, "item", ids, scores, asked.by_label, is_single(userid, asked.by_label))
 
     def predict(self, users: Any, items: Any = None, *, labels: bool = False, unknown: str = "error") -> np.ndarray:
         """Damped item mean for each pair, float32 of shape (n,).
@@ -290,15 +278,6 @@ class PopularityRecommender:
         return found
 
 
-def _rows_of_users(state: Popularity, users: np.ndarray, name: str, given: Any, unknown: Unknown) -> sp.csr_array:
-    """Rows of an argument, one for each of `users`."""
-    given = one_row(as_ratings(given, name))
-    labels, n_users = (state.user_ids, state.item_ids), state.shape[0]
-    rows = align_rows(as_csr(given, name=name), given, users, labels, n_users, name, unknown.of_entries)
-    check_shape(name, rows, (len(users), state.shape[1]), ("number of users asked for", "n_items"))
-    return rows
-
-
 def union(left: sp.csr_array, right: sp.csr_array) -> sp.csr_array:
     """All entries of both matrices."""
     rows = np.concatenate([entry_rows(part) for part in (left, right)])
@@ -309,14 +288,9 @@ def union(left: sp.csr_array, right: sp.csr_array) -> sp.csr_array:
 def best_pairs(
     rows: np.ndarray, items: np.ndarray, scores: np.ndarray, n_rows: int, N: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The N items of each row with the highest scores, of pairs (row, item).
+    """The N items of each row with the highest scores, of pairs (row, item), and these scores; shape (n_rows, N).
 
-    Returns
-    -------
-    ids : int32 array, shape (n_rows, N)
-        Ties in order of position; -1 where a row has fewer items.
-    scores : array of the dtype of `scores`, shape (n_rows, N)
-        -inf where ids is -1.
+    Ties are in order of position; -1 and -inf where a row has fewer items.
     """
     order = np.lexsort((items, -scores, rows))
     rows, items, scores = rows[order], items[order], scores[order]
@@ -331,23 +305,9 @@ def best_pairs(
 def rank_by_count(
     counts: np.ndarray, allowed: np.ndarray, seen: sp.csr_array | None, n_users: int, N: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rank items by descending count, for users without factors.
+    """Rank the `allowed` items (a mask) by descending count, for users without factors; without entries of `seen`.
 
-    Parameters
-    ----------
-    counts : array of numbers, shape (n_items,)
-    allowed : bool array, shape (n_items,)
-        Candidates.
-    seen : csr_array, shape (n_users, n_items), or None
-        Entries to exclude.
-    n_users, N : int
-
-    Returns
-    -------
-    ids : int32 array, shape (n_users, N)
-        Ties in order of position; -1 where fewer than N items are left.
-    scores : float32 array, shape (n_users, N)
-        The counts; -inf where ids is -1.
+    Items and counts have the shape (n_users, N). Ties are in order of position; -1 and -inf where fewer items are left.
     """
     order = np.argsort(-counts, kind="stable")
     order = order[allowed[order]]

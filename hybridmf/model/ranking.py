@@ -13,7 +13,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Side, other_side, scoring_rows
-from ..core.sparse import RowColumns, entries_in, entry_rows, keep_entries, take_rows, transposed
+from ..core.sparse import RowColumns, keep_entries, take_rows, transposed
 from ..core.validate import make_csr
 from ..data.store import StoredSeen
 from ..errors import NonFiniteError, NotPositiveDefiniteError
@@ -33,27 +33,9 @@ logger = logging.getLogger("hybridmf")
 def rank(
     learned: Learned, users: Factors, N: int, seen: RowColumns | None, candidates: Candidates, cold_users: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The N best items of each row of `users`; see `ServingMixin.recommend`.
+    """The N best items of each row of `users`, of the model or folded in, but those `seen`; see `recommend`.
 
-    Parameters
-    ----------
-    learned : Learned
-    users : Factors
-        Of users of the model, or folded in.
-    N : int
-    seen : RowColumns of len(users) rows, or None
-        Items to exclude.
-    candidates : Candidates
-    cold_users : {"popular", "mask"}
-
-    Returns
-    -------
-    ids : int32 array, shape (len(users), N)
-    scores : float array, shape (len(users), N)
-
-    Raises
-    ------
-    MemoryBudgetError
+    Items (int32) and scores have the shape (len(users), N).
     """
     if candidates.allowed is not None:
         return _rank_lists(learned, users, N, seen, candidates, cold_users)
@@ -86,13 +68,7 @@ def rank(
 def answer(
     learned: Learned, users: Factors, asked: Asked, seen: RowColumns | None, candidates: Candidates, absent: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`rank` for users of whom some may be unknown to the model.
-
-    Parameters
-    ----------
-    absent : bool array, shape (len(users),), or None
-        Mask of unknown users, whose factors are zero or folded in; None: there are none.
-    """
+    """`rank` for users of whom some, the mask `absent`, may be unknown to the model: their factors are zero."""
     if absent is None:
         return rank(learned, users, asked.N, seen, candidates, asked.cold_users)
     popular = asked.unknown.rule == "popular"
@@ -129,13 +105,9 @@ def _rank_lists(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`rank` among a list of candidates for each user, whose scores alone are computed, on the CPU."""
     assert candidates.allowed is not None
-    pairs = candidates.allowed
-    dtype, longest = learned.state.item.matrix.dtype, int(np.diff(pairs.indptr).max(initial=0))
+    dtype, longest = learned.state.item.matrix.dtype, int(np.diff(candidates.allowed.indptr).max(initial=0))
     check_answer(len(users), N, longest, dtype.itemsize)
-    for excluded in (None if seen is None else seen.matrix(), candidates.denied):
-        if excluded is not None:
-            pairs = keep_entries(pairs, ~entries_in(pairs, excluded))
-    rows, items = entry_rows(pairs), pairs.indices.astype(np.int64)
+    rows, items = candidates.pairs(None if seen is None else seen.matrix(), candidates.denied)
     scored = _scoring_items(learned)
     user_rows = scoring_rows(users, "user", learned.state.mean)
     threads = threads_for(len(rows) * scored.shape[1], len(rows), learned.plan.num_threads)
@@ -150,10 +122,7 @@ def _rank_lists(
         if counts is None or cold_users == "mask":
             counts = np.zeros(len(scored))
         scores[cold], shown[cold] = counts[items[cold]], counts[items[cold]] > 0
-    if candidates.shared is not None:
-        shown &= candidates.shared[items]
-    rows, items, scores = rows[shown], items[shown], scores[shown]
-    return best_pairs(rows, items, scores, len(users), N)
+    return best_pairs(rows[shown], items[shown], scores[shown], len(users), N)
 
 
 def _rank_cold(
@@ -246,20 +215,7 @@ def _solved_by_zero(learned: Learned, side: Side, blank: np.ndarray) -> np.ndarr
 
 
 def predicted(learned: Learned, users: np.ndarray, items: np.ndarray, unknown: str) -> np.ndarray:
-    """Values of pairs without clipping; see `ServingMixin.predict`.
-
-    Parameters
-    ----------
-    learned : Learned
-    users, items : int64 arrays, shape (n,)
-        Positions; -1 for unknown ones.
-    unknown : {"error", "drop", "popular"}
-        Value of pairs with unknown ones; with "error", there are none.
-
-    Returns
-    -------
-    float array, shape (n,)
-    """
+    """Values of pairs of positions (-1 for unknown ones) without clipping; see `ServingMixin.predict`."""
     state, plan = learned.state, learned.plan
     if unknown != "error":
         no_user, no_item = users < 0, items < 0
@@ -341,14 +297,7 @@ def itself_first(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Neighbours with each query in front, also where ties or rounding ranked others before it, or left it out.
 
-    Parameters
-    ----------
-    found, scores : array, shape (n, N)
-        By descending score; changed in place.
-    queries : float array, shape (n, rank)
-        Rows of length 1.
-    positions : int array, shape (n,)
-        Position of each query.
+    `found` and `scores`, shape (n, N), by descending score, change in place. Queries are rows of length 1.
     """
     for row in np.flatnonzero(found[:, 0] != positions):
         place = np.flatnonzero(found[row] == positions[row])

@@ -15,20 +15,9 @@ NOTHING_LEFT = np.finfo(np.float32).min
 
 
 class OtherModel:
-    """A model with `recommend` but without sizes and labels, which are those of given ratings.
+    """A model with `recommend` but without sizes and labels, which are those of the ratings that it was fitted on.
 
-    Parameters
-    ----------
-    model : object
-        Has ``recommend(users, rows, N=, filter_already_liked_items=)``, which returns item positions, or these and
-        scores. All other attributes are its own.
-    ratings : Ratings or sparse matrix, shape (n_users, n_items)
-        Those that the model was fitted on.
-
-    Raises
-    ------
-    ValueError
-        The model is not fitted, or on ratings of another shape.
+    Its ``recommend(users, rows, N=, filter_already_liked_items=)`` returns item positions, or these and scores.
     """
 
     def __init__(self, model: Any, ratings: Any) -> None:
@@ -72,22 +61,7 @@ class OtherModel:
 
 
 class ReadyLists:
-    """Item positions of each user, best first, in place of a model.
-
-    Parameters
-    ----------
-    ids : integer array, shape (n_users, k)
-        -1 for none.
-    ratings : Ratings or sparse matrix, shape (n_users, n_items)
-        Whose users and items they are.
-
-    Raises
-    ------
-    TypeError
-        `ids` are not integers.
-    ValueError
-        `ids` has another shape, or is masked.
-    """
+    """Item positions of each user, best first and -1 for none, in place of a model; shape (n_users, k)."""
 
     def __init__(self, ids: Any, ratings: Any) -> None:
         refuse_masked("model", ids)

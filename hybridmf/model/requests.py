@@ -11,13 +11,14 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Side
-from ..core.sparse import entry_rows, take_rows
-from ..core.validate import MAX_N, check_bool, check_choice, check_ids, check_int, from_triplets
+from ..core.sparse import entries_in, entry_rows, keep_entries, take_rows
+from ..core.validate import MAX_N, check_bool, check_choice, check_ids, check_int, check_shape, from_triplets, one_row
+from ..data.align import align_rows
 from ..data.labels import check_label_types, look_up, plain_array
 from ..data.readers import frame_entries
 from ..data.wide import is_wide
 from ..errors import RatingsError, UnknownLabelError
-from ..ratings import Ratings, is_pairs
+from ..ratings import Ratings, as_ratings, is_pairs
 from .learned import Labelled, Learned
 
 logger = logging.getLogger("hybridmf")
@@ -32,18 +33,8 @@ UNKNOWN_IDS = ("error", "drop", "popular")
 class Unknown:
     """Treatment of ids that the model does not have, and those that one call has met.
 
-    Parameters
-    ----------
-    rule : one of `rules`
-        "error" raises; the others give unknown ids the position -1.
-    rules : tuple of str
-        Choices of the method.
-
-    Attributes
-    ----------
-    rule : str
-    of_entries : {"error", "drop"}
-        The rule for entries of labelled ratings, which `align` knows.
+    The rule "error" raises; the others give unknown ids the position -1. `of_entries`, "error" or "drop", is the rule
+    for entries of labelled ratings, which `align` knows.
     """
 
     __slots__ = ("_met", "of_entries", "rule")
@@ -55,12 +46,7 @@ class Unknown:
 
     @classmethod
     def check(cls, rule: Any, rules: tuple[str, ...] = UNKNOWN_IDS) -> Unknown:
-        """The treatment that an argument asks for.
-
-        Raises
-        ------
-        ValueError
-        """
+        """The treatment that an argument asks for."""
         return _STRICT if isinstance(rule, str) and rule == "error" else cls(rule, rules)
 
     def meet(self, name: str, strangers: list[Any], text: str) -> None:
@@ -92,29 +78,9 @@ _STRICT = Unknown("error")
 def positions_of(
     learned: Labelled, side: Side, name: str, given: Any, by_label: bool, unknown: Unknown | None = None
 ) -> np.ndarray:
-    """Positions of users or items, int64, from positions or labels.
+    """Positions of users or items, int64, from an id or a vector of them; -1 for unknown ones.
 
-    Parameters
-    ----------
-    learned : Labelled
-    side : {"user", "item"}
-    name : str
-        Argument name for messages.
-    given : an id, or a vector of them
-    by_label : bool
-        Whether ids are labels; a side without labels has positions.
-    unknown : Unknown, optional
-        Default: an error, in methods that offer no choice.
-
-    Returns
-    -------
-    int64 array, shape (n,)
-        -1 for unknown ids.
-
-    Raises
-    ------
-    UnknownLabelError, TypeError, ValueError
-        The message names the argument `name`.
+    Ids are positions, or labels if `by_label` and the side has them. `unknown` is None in methods that offer no choice.
     """
     count, ids = learned.count(side), learned.labels(side)
     lenient = unknown is not None and unknown.rule != "error"
@@ -150,12 +116,7 @@ def _counted(strangers: list[Any], total: int, things: str, count: int | None = 
 
 
 def refuse_other_types(learned: Labelled, side: Side, name: str, strangers: list[Any]) -> None:
-    """Refuse unknown labels whose type no label of the model has, such as "101" where these are numbers.
-
-    Raises
-    ------
-    RatingsError
-    """
+    """Refuse unknown labels whose type no label of the model has, such as "101" where these are numbers."""
     given = [label for label in strangers if label is not None and label == label]  # a missing id has no type
     check_label_types(side, ("the model", learned.labels(side)), (name, plain_array(given)))
 
@@ -165,20 +126,8 @@ def pairs_of(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Positions of the users and items of pairs, int64, equally many of both; -1 for unknown ids.
 
-    Parameters
-    ----------
-    learned : Labelled
-    users, items : ids, or vectors of them
-        Broadcast against each other; `items` is None if `users` is a table of pairs, which are taken row by row.
-    by_label : bool
-        Whether they are labels; for a table, its own ids decide.
-    unknown : Unknown
-
-    Raises
-    ------
-    UnknownLabelError, TypeError, ValueError
-    RatingsError
-        A table has labels and the model positions, or the reverse; or its columns are ambiguous or have missing ids.
+    Users and items are broadcast against each other. `items` is None if `users` is a table of pairs, whose own ids
+    decide whether they are labels.
     """
     if items is None:
         return _positions_of_table(learned, users, unknown)
@@ -239,12 +188,7 @@ def is_single(given: Any, by_label: bool) -> bool:
 
 
 def labelled(learned: Labelled, side: Side, found: np.ndarray) -> np.ndarray:
-    """Labels of positions as Python objects, None for -1; positions themselves where that side has no labels.
-
-    Returns
-    -------
-    object array, shape of `found`
-    """
+    """Labels of positions as Python objects, None for -1; positions themselves where that side has no labels."""
 
     def make() -> np.ndarray:
         ids = learned.labels(side)
@@ -255,6 +199,14 @@ def labelled(learned: Labelled, side: Side, found: np.ndarray) -> np.ndarray:
 
     table: np.ndarray = learned.cached(("names", side), make)
     return table[found]
+
+
+def shown(
+    learned: Labelled, side: Side, found: np.ndarray, scores: np.ndarray, by_label: bool, single: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Answers as a method returns them: ids and scores of each query, or of the single one."""
+    found = labelled(learned, side, found) if by_label else found
+    return (found[0], scores[0]) if single else (found, scores)
 
 
 def names_of(learned: Labelled, side: Side, name: str, positions: np.ndarray, asked: Asked) -> np.ndarray:
@@ -269,22 +221,35 @@ def names_of(learned: Labelled, side: Side, name: str, positions: np.ndarray, as
     return plain_array(mixed.tolist())
 
 
+def given_rows(
+    learned: Labelled,
+    users: np.ndarray,
+    name: str,
+    given: Any,
+    unknown: str | None,
+    read: Callable[[Any, str], sp.csr_array],
+) -> sp.csr_array:
+    """Rows of an argument, one for each of `users`, or of them among the rows of all users; `read` gives its matrix."""
+    labels, n_users = (learned.labels("user"), learned.labels("item")), learned.count("user")
+    given = one_row(as_ratings(given, name))
+    matrix = read(given, name)
+    if matrix.shape[0] == n_users != len(users):
+        known = users[users >= 0]  # unknown users have empty rows
+        check_ids("userid", known, n_users, "n_users")
+    matrix = align_rows(matrix, given, users, labels, n_users, name, unknown)
+    check_shape(name, matrix, (len(users), learned.count("item")), ("n_userids", "n_items"))
+    return matrix
+
+
 # ------------------------------------------------------------------------------------------------------- histories
 
 
 @dataclass(frozen=True)
 class History:
-    """Rows of new users.
+    """Rows of new users."""
 
-    Attributes
-    ----------
-    matrix : csr_array, shape (n, n_items)
-    single : bool
-        One user's history, not a list of histories.
-    """
-
-    matrix: sp.csr_array
-    single: bool
+    matrix: sp.csr_array  # (n, n_items)
+    single: bool  # one user's history, not a list of histories
 
 
 def is_history(rows: Any) -> bool:
@@ -295,20 +260,9 @@ def is_history(rows: Any) -> bool:
 
 
 def read_history(learned: Learned, rows: Any, by_label: bool, unknown: Unknown) -> History:
-    """Histories as a matrix.
+    """Histories as a matrix: items, or mappings from items to values, of one user or of several.
 
-    Parameters
-    ----------
-    learned : Learned
-    rows : sequence of items, or mapping from items to values; or a list of these
-        Without values each item is an entry of 1, which explicit feedback refuses. Repeats add up.
-    by_label : bool
-        Whether items are labels.
-    unknown : Unknown
-
-    Raises
-    ------
-    RatingsError, UnknownLabelError, TypeError, ValueError
+    Without values each item is an entry of 1, which explicit feedback refuses. Repeats add up.
     """
     single = not _are_several(rows)
     parts = [_entries(learned, history) for history in ([rows] if single else rows)]
@@ -358,19 +312,22 @@ def _entries(learned: Learned, history: Any) -> tuple[list[Any], np.ndarray]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Items that may be recommended.
+    """Items that may be recommended."""
 
-    Attributes
-    ----------
-    shared : bool array, shape (n_items,), or None
-        Candidates of all users; None: all items.
-    allowed, denied : csr_array, shape (n, n_items), or None
-        Candidates of each user, and items to exclude for each user.
-    """
+    shared: np.ndarray | None = None  # mask of the candidates of all users; None: all items
+    allowed: sp.csr_array | None = None  # (n, n_items): candidates of each user
+    denied: sp.csr_array | None = None  # (n, n_items): items to exclude for each user
 
-    shared: np.ndarray | None = None
-    allowed: sp.csr_array | None = None
-    denied: sp.csr_array | None = None
+    def pairs(self, *excluded: sp.csr_array | None) -> tuple[np.ndarray, np.ndarray]:
+        """Users and items of the lists of candidates, without the entries of `excluded`."""
+        assert self.allowed is not None
+        pairs = self.allowed
+        for each in excluded:
+            if each is not None:
+                pairs = keep_entries(pairs, ~entries_in(pairs, each))
+        if self.shared is not None:
+            pairs = keep_entries(pairs, self.shared[pairs.indices])
+        return entry_rows(pairs), pairs.indices.astype(np.int64)
 
     def of_users(self, start: int, stop: int) -> Candidates:
         """Candidates of some of the users."""
@@ -381,38 +338,21 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Asked:
-    """Arguments of a recommendation that do not name users.
-
-    Attributes
-    ----------
-    N : int
-    filter_liked : bool
-        Exclude the items that the user has seen.
-    filter_items, items : vector of items for all users; list of such vectors, or matrix, for each; or None
-    cold_users : {"popular", "mask"}
-    by_label : bool
-        Whether users and items are labels.
-    unknown : Unknown
-    """
+    """Arguments of a recommendation that do not name users."""
 
     N: int
-    filter_liked: bool
-    filter_items: Any
-    items: Any
+    filter_liked: bool  # exclude the items that the user has seen
+    filter_items: Any  # ids to exclude for all users; a list of such vectors, or a matrix, for each; or None
+    items: Any  # candidates, likewise
     cold_users: str
-    by_label: bool
+    by_label: bool  # whether users and items are labels
     unknown: Unknown
 
     @classmethod
     def check(
         cls, N: Any, filter_liked: Any, filter_items: Any, items: Any, cold_users: Any, labels: Any, unknown: Any
     ) -> Asked:
-        """Read the arguments, except `filter_items` and `items`, which depend on the model.
-
-        Raises
-        ------
-        TypeError, ValueError
-        """
+        """Read the arguments, except `filter_items` and `items`, which depend on the model."""
         return cls(
             check_int("N", N, 1, MAX_N),
             check_bool("filter_already_liked_items", filter_liked),

@@ -35,7 +35,7 @@ from ..core.validate import (
     refuse_gpu,
     without_mask,
 )
-from ..data.align import IN_ORDER, UNKNOWN, align, align_rows, labels_of
+from ..data.align import IN_ORDER, UNKNOWN, align, labels_of
 from ..data.labels import look_up
 from ..data.store import Store, StoredSeen
 from ..data.wide import is_wide
@@ -52,6 +52,7 @@ from .requests import (
     History,
     Unknown,
     choose,
+    given_rows,
     is_history,
     is_single,
     labelled,
@@ -59,6 +60,7 @@ from .requests import (
     pairs_of,
     positions_of,
     read_history,
+    shown,
 )
 from .tables import Request, file_format, to_file, to_frame
 from .updates import (
@@ -91,12 +93,7 @@ class ServingMixin(Estimator):
         return "_learned" in vars(self)
 
     def _fitted(self) -> Learned:
-        """The learned state. Each public method takes it once and passes it on: a later one may be of another fit.
-
-        Raises
-        ------
-        NotFittedError
-        """
+        """The learned state. Each public method takes it once and passes it on: a later one may be of another fit."""
         try:
             return self._learned
         except AttributeError:
@@ -339,8 +336,7 @@ class ServingMixin(Estimator):
         else:
             factors = rows_of_users(learned, users, absent)
         ids, scores = answer(learned, factors, asked, seen, candidates, absent)
-        found = labelled(learned, "item", ids) if by_label else ids
-        return (found[0], scores[0]) if is_single(userid, by_label) else (found, scores)
+        return shown(learned, "item", ids, scores, by_label, is_single(userid, by_label))
 
     def recommend_table(
         self,
@@ -356,8 +352,9 @@ class ServingMixin(Estimator):
         unknown: str = "error",
         backend: str | None = None,
         show_progress: bool = False,
+        path: str | os.PathLike[str] | None = None,
     ) -> Any:
-        """Recommendations as a data frame with one row for each of them.
+        """Recommendations as a data frame, or a Parquet or Arrow file, with one row for each of them.
 
         Users are served block by block, so no users x items matrix exists.
 
@@ -376,24 +373,31 @@ class ServingMixin(Estimator):
             else the first of the three that is installed.
         show_progress : bool
             Show a progress bar on standard error if that is a terminal, or in a notebook.
+        path : path-like, optional
+            File that ends in ``.parquet`` or ``.pq``; or, for Arrow's IPC format, in ``.arrow``, ``.feather`` or
+            ``.ipc``. It is written block by block under a temporary name and appears when it is complete. Default: a
+            frame is returned.
 
         Returns
         -------
-        frame
+        frame, or None if a file was written
             Columns ``user``, ``rank`` (from 1), ``item`` and ``score``; users with fewer than N items have fewer rows.
 
         Raises
         ------
-        NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, MemoryBudgetError
+        NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, OSError, MemoryBudgetError
         """
-        learned = self._fitted()
+        learned, show_progress = self._fitted(), check_bool("show_progress", show_progress)
         asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown)
-        kind = check_kind("backend", backend, kind_of(userid), learned.frame_kind)
-        users = (
-            None if userid is None else positions_of(learned, "user", "userid", userid, asked.by_label, asked.unknown)
-        )
+        if path is None:
+            kind = check_kind("backend", backend, kind_of(userid), learned.frame_kind)
+        else:
+            file_format(path)
+        users = None
+        if userid is not None:
+            users = positions_of(learned, "user", "userid", userid, asked.by_label, asked.unknown)
         request = _request(learned, users, user_items, asked)
-        return to_frame(request, asked.by_label, kind, check_bool("show_progress", show_progress))
+        return to_frame(request, kind, show_progress) if path is None else to_file(request, path, show_progress)
 
     def recommend_all(
         self,
@@ -414,14 +418,10 @@ class ServingMixin(Estimator):
 
         Parameters
         ----------
-        path : path-like, optional
-            File that ends in ``.parquet`` or ``.pq``; or, for Arrow's IPC format, in ``.arrow``, ``.feather`` or
-            ``.ipc``. It is written block by block under a temporary name and appears when it is complete. Default: a
-            frame is returned.
+        path, labels, unknown, backend, show_progress
+            As for `recommend_table`.
         user_items, N, filter_already_liked_items, filter_items, items, cold_users
             As for `recommend`.
-        labels, unknown, backend, show_progress
-            As for `recommend_table`.
 
         Returns
         -------
@@ -431,16 +431,10 @@ class ServingMixin(Estimator):
         ------
         NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, OSError, MemoryBudgetError
         """
-        learned, shown = self._fitted(), check_bool("show_progress", show_progress)
-        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown)
-        kind = None if path is not None else check_kind("backend", backend, learned.frame_kind)
-        if path is not None:
-            file_format(path)
-        request = _request(learned, None, user_items, asked)
-        if kind is not None:
-            return to_frame(request, asked.by_label, kind, shown)
-        to_file(request, asked.by_label, path, shown)
-        return None
+        return self.recommend_table(
+            None, user_items, N, filter_already_liked_items, filter_items, items, cold_users,
+            labels=labels, unknown=unknown, backend=backend, show_progress=show_progress, path=path,
+        )  # fmt: skip
 
     def recommend_new(
         self,
@@ -501,8 +495,7 @@ class ServingMixin(Estimator):
         factors = fold_in(learned, "user", history.matrix)
         seen = RowColumns.of(history.matrix) if asked.filter_liked else None
         ids, scores = answer(learned, factors, asked, seen, candidates, None)
-        found = labelled(learned, "item", ids) if asked.by_label else ids
-        return (found[0], scores[0]) if history.single else (found, scores)
+        return shown(learned, "item", ids, scores, asked.by_label, history.single)
 
     def similar_items(
         self,
@@ -570,8 +563,7 @@ class ServingMixin(Estimator):
         found, scores = neighbours(learned, side, queries, check_int("N", N, 1, MAX_N), allowed)
         if absent is not None:
             found[absent], scores[absent] = -1, -np.inf
-        found = labelled(learned, side, found) if by_label else found
-        return (found[0], scores[0]) if is_single(ids, by_label) else (found, scores)
+        return shown(learned, side, found, scores, by_label, is_single(ids, by_label))
 
     def explain(
         self, userid: Any, itemid: Any, user_items: Any = None, N: int = 10, *, labels: bool = False
@@ -1111,15 +1103,7 @@ def _rows_of_users(
     learned: Learned, users: np.ndarray, name: str, given: Any, unknown: str | None = None
 ) -> sp.csr_array:
     """Rows of an argument, one for each of `users`."""
-    labels, n_users = (learned.user_ids, learned.item_ids), learned.shape[0]
-    given = one_row(as_ratings(given, name))
-    matrix = _entries_of(learned, given, name, repeats=True)
-    if matrix.shape[0] == n_users != len(users):
-        known = users[users >= 0]  # unknown users have empty rows
-        check_ids("userid", known, n_users, "n_users")
-    matrix = align_rows(matrix, given, users, labels, n_users, name, unknown)
-    check_shape(name, matrix, (len(users), learned.shape[1]), ("n_userids", "n_items"))
-    return matrix
+    return given_rows(learned, users, name, given, unknown, partial(_entries_of, learned, repeats=True))
 
 
 def _rows_of_strangers(learned: Learned, n_rows: int, name: str, given: Any, unknown: str) -> sp.csr_array:
@@ -1142,25 +1126,14 @@ def _entries_of(learned: Learned, given: Any, name: str, *, repeats: bool = Fals
 
 
 def seen_by(learned: Learned, users: np.ndarray, user_items: Any = None) -> sp.csr_array:
-    """Items that users have seen, a row for each: those of `user_items`, as `recommend` takes it, else of the training.
-
-    Raises
-    ------
-    TypeError, ValueError, UnknownLabelError
-    """
+    """Items that users have seen, a row for each: of `user_items`, as `recommend` takes it, else of the training."""
     if user_items is None:
         return seen_in_training(_all_seen(learned), users, None).matrix()
     return _rows_of_users(learned, users, "user_items", user_items)
 
 
 def _all_seen(learned: Learned) -> sp.csr_array | StoredSeen:
-    """Items that users have seen in the training data.
-
-    Raises
-    ------
-    ValueError
-        The model does not have it.
-    """
+    """Items that users have seen in the training data."""
     if learned.seen is None:
         raise ValueError(
             "this model was saved without seen items: pass user_items, or filter_already_liked_items=False"

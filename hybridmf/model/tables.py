@@ -38,26 +38,14 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """Users, and the items that may be recommended to them.
-
-    Attributes
-    ----------
-    learned : Learned
-    users : int64 array, shape (n,)
-        Positions; -1 for users who are unknown to the model.
-    names : array, shape (n,)
-        Users as they are named in the table.
-    asked : Asked
-    seen : csr_array, shape (n, n_items), StoredSeen or None
-        Entries to exclude: rows in the order of `users`, or of all users by position if it is that of `learned`.
-    candidates : Candidates
-    """
+    """Users, and the items that may be recommended to them."""
 
     learned: Learned
-    users: np.ndarray
-    names: np.ndarray
+    users: np.ndarray  # positions, int64; -1 for users who are unknown to the model
+    names: np.ndarray  # users as they are named in the table
     asked: Asked
     seen: sp.csr_array | StoredSeen | None
+    """Entries to exclude: rows in the order of `users`, or of all users by position if it is that of `learned`."""
     candidates: Candidates
 
     def blocks(self, show_progress: bool) -> Iterator[Block]:
@@ -84,13 +72,13 @@ class Request:
         return Block(rows, ranks[found], ids[found], scores[found])
 
 
-def to_frame(request: Request, by_label: bool, kind: str, show_progress: bool) -> Any:
+def to_frame(request: Request, kind: str, show_progress: bool) -> Any:
     """Data frame with the columns user, rank, item and score."""
     parts = list(request.blocks(show_progress))
     empty = Block(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
     whole = Block(*map(np.concatenate, zip(*(parts or [empty]), strict=True)))
     users = _names(request.names, whole.rows)
-    items = _names(request.learned.item_ids, whole.items) if by_label else whole.items
+    items = _names(request.learned.item_ids, whole.items) if request.asked.by_label else whole.items
     return make_frame({"user": users, "rank": whole.ranks, "item": items, "score": whole.scores}, kind)
 
 
@@ -102,15 +90,7 @@ def _names(ids: np.ndarray | None, positions: np.ndarray) -> np.ndarray:
 
 
 def file_format(path: Any) -> str:
-    """Format of a file by its name.
-
-    Raises
-    ------
-    ValueError, TypeError
-        The end of the name is none of `FILES`.
-    ImportError
-        pyarrow, which writes both formats, is not installed.
-    """
+    """Format of a file by its name."""
     ending = os.path.splitext(check_path("path", path))[1].lower()
     if ending not in FILES:
         raise ValueError(f"path must end in one of {', '.join(FILES)}, got {os.fspath(path)!r}")
@@ -121,17 +101,17 @@ def file_format(path: Any) -> str:
     return FILES[ending]
 
 
-def to_file(request: Request, by_label: bool, path: Any, show_progress: bool) -> None:
+def to_file(request: Request, path: Any, show_progress: bool) -> None:
     """Write the columns user, rank, item and score block by block; the file appears when it is complete."""
     format = file_format(path)
-    write_atomically(path, lambda stream: _write(request, by_label, format, stream, show_progress))
+    write_atomically(path, lambda stream: _write(request, format, stream, show_progress))
 
 
-def _write(request: Request, by_label: bool, format: str, stream: BinaryIO, show_progress: bool) -> None:
+def _write(request: Request, format: str, stream: BinaryIO, show_progress: bool) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    learned = request.learned
+    learned, by_label = request.learned, request.asked.by_label
     ids = learned.item_ids
     items = pa.array(np.arange(learned.shape[1], dtype=np.int32) if ids is None or not by_label else ids)
     users = pa.array(request.names if by_label and learned.user_ids is not None else request.names.astype(np.int32))
