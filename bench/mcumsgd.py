@@ -40,7 +40,7 @@ from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import ORDERS
-from hybridmf.ranks.mcumsgd import Bounds, MultiSGD, long_row_of
+from hybridmf.ranks.mcumsgd import Bounds, MultiSGD
 
 SAMPLE = 1 << 20
 """Entries whose errors give the RMSE."""
@@ -129,7 +129,7 @@ class Start:
             options = {"long_row": variant.long_row, "beside": variant.beside}
             return MultiSGD(data.user, data.item, objective, plan, self.state, 0, **options)
         solver = model._solver(plan, objective, ratings, self.state, 0)
-        solver.epochs.beside = variant.beside
+        solver.kernels.schedules[0].beside = variant.beside
         return solver
 
 
@@ -164,9 +164,9 @@ def passes_of_an_epoch(solver: Any) -> dict[str, float]:
     """Where the time of one more epoch goes; see the top."""
     import cupy
 
-    ranks = [rank.backend.epochs for rank in solver.ranks] if isinstance(solver, MultiSGD) else []
+    ranks = solver.ranks if isinstance(solver, MultiSGD) else [solver]
     marks: list[list[Mark]] = []
-    for own in ranks or [[solver.epochs]]:
+    for own in [rank.kernels.schedules for rank in ranks]:
         marks.append([])
         for msgd in own:
             msgd.launch_pass = _marked(msgd.launch_pass, marks[-1], cupy.cuda.Event)
@@ -232,7 +232,7 @@ def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
         "ranks": ranks,
         "order": variant.order,
         "streams": 1 + variant.beside,
-        "long_row": solver.ranks[0].backend.long_row if ranks else gpu_sgd.LONG_ROW,
+        "long_row": solver.ranks[0].kernels.long_row if ranks else gpu_sgd.LONG_ROW,
         "ms": 1e3 * statistics.median(seconds),
         "ms_all": [round(1e3 * value, 3) for value in seconds],
         "set_up_s": round(set_up, 3),
@@ -263,7 +263,7 @@ def all_variants(numbers: list[int]) -> Iterator[Variant]:
     """Of --compare: one thing other than usual at a time."""
     yield from variants(numbers, ORDERS, (), True)
     for ranks in numbers:
-        rule = long_row_of(ranks)
+        rule = gpu_sgd.long_row_of(ranks)
         yield Variant(ranks, long_row=rule // 2)
         yield Variant(ranks, long_row=rule * 2)
 

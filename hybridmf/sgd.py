@@ -11,6 +11,7 @@ from .core.objective import Objective, Side, State
 from .core.validate import check_int, seed_of
 from .model.base import FactorModel
 from .model.training import TrainingData
+from .plan.epochs import EpochKernels, EpochSolver, GridBlock, degrees_of
 from .plan.sgd import SgdMethod
 from .plan.solver import Solver
 from .plan.types import Plan
@@ -185,11 +186,15 @@ item_ids_
             from .ranks.mcumsgd import MultiSGD
 
             return MultiSGD(*arguments)
+        blocks: list[GridBlock] = [{"user": ratings.user_items, "item": ratings.item_users}]
+        kernels: EpochKernels
         if plan.gpu is None:
-            from .cpu.sgd import CpuSGD
+            from .cpu.sgd import CpuEpochs
 
-            return CpuSGD(*arguments)
-        from .device.cuda import open_device
-        from .gpu.sgd import GpuSGD
+            kernels = CpuEpochs(blocks, objective, plan)
+        else:
+            from .device.cuda import open_device
+            from .gpu.sgd import GpuEpochs
 
-        return GpuSGD(open_device(plan.device), *arguments)
+            kernels = GpuEpochs(open_device(plan.device), blocks, objective, plan)
+        return EpochSolver(kernels, objective, plan, state, degrees_of(blocks[0]), completed)

@@ -1,10 +1,11 @@
-"""SGD on the CPU: the schedules, and the solver that runs epochs on copies of the factors."""
+"""SGD on the CPU: the schedules, and their kernels on copies of the factors."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,13 +15,12 @@ from .. import _formats
 from ..core.objective import Factors, Objective, Side, State, Terms, other_side
 from ..core.sparse import entry_rows
 from ..core.validate import csr_arrays
-from ..errors import ModelFileError
 from ..native import _sgd
 from ..native.updates import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
-from ..plan.sgd import RISE, SgdMethod, diverged, terms_at
-from ..plan.solver import SWEEP_ORDER, Unconnected
-from ..plan.types import Plan
-from .als import CACHE_LINE, aligned_zeros, objective_value
+from ..plan.epochs import GridBlock, passes_of, sums_width
+from ..plan.sgd import SgdMethod
+from ..plan.types import BATCH_FLOPS, Plan
+from .als import CACHE_LINE, aligned_zeros, losses_of_rows
 
 BLOCK_ENTRIES = 4096
 """Average entries of a block: about 20 microseconds of work, much more than the cost of taking a block."""
@@ -33,12 +33,7 @@ MSGD_PIECES = 512
 
 
 class Copies:
-    """Working copies of one side: rows padded with zeros to whole cache lines, so that kernels need no remainder loop.
-
-    Attributes
-    ----------
-    rows : WorkingRows
-    """
+    """Working copies of one side: rows padded with zeros to whole cache lines, so kernels need no remainder loop."""
 
     def __init__(self, factors: Factors, sums_width: int, num_threads: int) -> None:
         self.rank, self.num_threads = factors.matrix.shape[1], num_threads
@@ -67,9 +62,11 @@ class Copies:
         _sgd.copy_rows(out, matrix, self.num_threads)
         return out
 
-    def is_finite(self) -> bool:
-        """Whether no factor and no bias is infinite or NaN."""
-        return _sgd.all_finite(self.rows.matrix, self.num_threads) and bool(np.isfinite(self.rows.bias).all())
+    def with_rows(self, rows: WorkingRows) -> Copies:
+        """Copies of the same form with other rows."""
+        other = copy.copy(self)
+        other.rows = rows
+        return other
 
     def factors(self) -> Factors:
         """Return the copies as factors of a state; the copies must not be used afterwards."""
@@ -88,11 +85,15 @@ def _both(work: WorkingCopies) -> BothSides:
     return BothSides(work["user"].rows, work["item"].rows)
 
 
+Record = Callable[[np.ndarray], bool]
+"""Takes the losses of a kernel call; False: the epoch has diverged, and its other calls are not needed."""
+
+
 class Schedule(Protocol):
     """The order of updates in an epoch, in kernel calls of bounded length."""
 
-    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
-        """Run epoch `epoch` on `work`, in place; yields the training loss of each kernel call."""
+    def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
+        """One pass of `hybridmf.plan.epochs.EpochKernels`, in place."""
 
 
 def _calls(plan: Plan) -> int:
@@ -101,16 +102,9 @@ def _calls(plan: Plan) -> int:
 
 
 class RowSweeps:
-    """MSGD (Alg. 1): update the items from their entries with the users fixed, then the users with the items fixed.
+    """MSGD (Alg. 1): update the rows of a side from their entries, with the other side fixed."""
 
-    Parameters
-    ----------
-    matrices : dict of csr_array
-        The ratings by the rows of each side.
-    plan : Plan
-    """
-
-    def __init__(self, matrices: dict[Side, sp.csr_array], plan: Plan) -> None:
+    def __init__(self, matrices: GridBlock, plan: Plan) -> None:
         self.plan = plan
         self.csr = {side: csr_arrays(matrix) for side, matrix in matrices.items()}
         self.order = {side: _formats.degree_order(csr[0]) for side, csr in self.csr.items()}
@@ -123,32 +117,22 @@ class RowSweeps:
         inner = np.searchsorted(entries, entries[-1] * np.arange(1, MSGD_PIECES) / MSGD_PIECES) + 1
         return np.unique(np.concatenate([[0], inner, [np.count_nonzero(degrees)]]))
 
-    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
+    def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
         """See `Schedule`."""
-        for side in SWEEP_ORDER:
-            yield from self.one_pass(side, work, terms)
-
-    def one_pass(self, side: Side, work: WorkingCopies, terms: Terms) -> Iterator[float]:
-        """Update the rows of a side; yield half of the loss, because an epoch processes every entry twice."""
+        assert side is not None
         moved, fixed = work[side].rows, work[other_side(side)].rows
         indptr, columns, ratings = self.csr[side]
         entries, order, cuts = UpdateRows(indptr[:-1], indptr[1:], columns, ratings), self.order[side], self.cuts[side]
-        for pieces in np.array_split(np.arange(len(cuts) - 1), min(_calls(self.plan), len(cuts) - 1)):
-            losses = np.zeros(len(pieces))
-            part = cuts[pieces[0] : pieces[-1] + 2]
-            _sgd.rows(moved, fixed, entries, order, part, terms, losses, self.plan.num_threads)
-            yield float(losses.sum()) / 2
+        for tasks in np.array_split(np.arange(len(cuts) - 1), min(_calls(self.plan), len(cuts) - 1)):
+            losses = np.zeros(len(tasks))
+            bounds = cuts[tasks[0] : tasks[-1] + 2]
+            _sgd.rows(moved, fixed, entries, order, bounds, terms, losses, self.plan.num_threads)
+            if not record(losses):
+                return
 
 
 class Stretches:
-    """Hogwild!: entries in an order drawn once; each thread takes a consecutive range.
-
-    Parameters
-    ----------
-    user_items : csr_array
-    plan : Plan
-    method : SgdMethod
-    """
+    """Hogwild!: entries in an order drawn once; each thread takes a consecutive range."""
 
     def __init__(self, user_items: sp.csr_array, plan: Plan, method: SgdMethod) -> None:
         self.plan = plan
@@ -156,31 +140,28 @@ class Stretches:
         users = entry_rows(user_items).astype(np.int32, copy=False)[order]
         self.entries = EntryList(users, user_items.indices[order], user_items.data[order])
 
-    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
+    def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
         """See `Schedule`."""
         n, calls, threads = len(self.entries.users), _calls(self.plan), self.plan.num_threads
         for call in range(calls):
-            part = slice(n * call // calls, n * (call + 1) // calls)
+            taken = slice(n * call // calls, n * (call + 1) // calls)
             losses = np.zeros(threads)
-            _sgd.entries(_both(work), EntryList(*(array[part] for array in self.entries)), terms, losses, threads)
-            yield float(losses.sum())
+            _sgd.entries(_both(work), EntryList(*(array[taken] for array in self.entries)), terms, losses, threads)
+            if not record(losses):
+                return
 
 
 class Blocks:
-    """A grid of blocks (DSGD, FPSGD): users and items in random order, so that its rows and columns have equal work.
+    """A grid of blocks: users and items in random order, so that its rows and columns have equal work.
 
-    Parameters
-    ----------
-    user_items : csr_array
-    plan : Plan
-    method : SgdMethod
-
-    Attributes
-    ----------
-    grid : int
-        Rows and columns of the grid; independent of the number of threads, and so are results.
-    blocks : EntryBlocks
+    DSGD (`deterministic`): the blocks of shuffled diagonals; equivalent to processing one diagonal after the other.
+    FPSGD: any block that the epoch has not processed yet and whose row and column are free.
     """
+
+    grid: int
+    """Rows and columns of the grid; independent of the number of threads, and so are results."""
+    seen: np.ndarray
+    """FPSGD: position of each block in the order of the last epoch, 1, 2, ...; int32, shape (grid * grid,)."""
 
     def __init__(self, user_items: sp.csr_array, plan: Plan, method: SgdMethod) -> None:
         self.plan, self.method = plan, method
@@ -207,147 +188,139 @@ class Blocks:
         """Diagonals of the grid in the order of the epoch: (p, (p + shift) % grid) for all p."""
         return self.method.rng(epoch).permutation(self.grid)
 
-    def _call(self, kernel: Any, work: WorkingCopies, terms: Terms, *how: Any) -> float:
-        losses = np.zeros((self.grid, self.grid))
-        kernel(_both(work), self.blocks, *how, terms, losses, self.plan.num_threads)
-        return float(losses.sum())
-
-
-class Diagonals(Blocks):
-    """DSGD: the blocks of shuffled diagonals; equivalent to processing one diagonal after the other."""
-
-    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
+    def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
         """See `Schedule`."""
+        if self.method.deterministic:
+            self._move_diagonals(_both(work), terms, epoch, record)
+        else:
+            self._move_free_blocks(_both(work), terms, epoch, record)
+
+    def _move_diagonals(self, both: BothSides, terms: Terms, epoch: int, record: Record) -> None:
         for shifts in np.array_split(self.shifts(epoch), min(_calls(self.plan), self.grid)):
-            yield self._call(_sgd.diagonals, work, terms, shifts)
+            losses = np.zeros((self.grid, self.grid))
+            _sgd.diagonals(both, self.blocks, shifts, terms, losses, self.plan.num_threads)
+            if not record(losses):
+                return
 
-
-class FreeBlocks(Blocks):
-    """FPSGD: any block that the epoch has not processed yet and whose row and column are free.
-
-    Attributes
-    ----------
-    seen : int32 array, shape (grid * grid,)
-        Position of each block in the order of the last epoch: 1, 2, ...
-    """
-
-    def run(self, work: WorkingCopies, terms: Terms, epoch: int) -> Iterator[float]:
-        """See `Schedule`."""
+    def _move_free_blocks(self, both: BothSides, terms: Terms, epoch: int, record: Record) -> None:
         self.seen = np.zeros(self.grid**2, dtype=np.int32)
         rng = self.method.rng(epoch)
         quota = math.ceil(self.grid**2 / _calls(self.plan))
         while not self.seen.all():
-            seed = int(rng.integers(2**63))
-            yield self._call(_sgd.free_blocks, work, terms, self.seen, quota, seed)
+            losses, seed = np.zeros((self.grid, self.grid)), int(rng.integers(2**63))
+            _sgd.free_blocks(both, self.blocks, self.seen, quota, seed, terms, losses, self.plan.num_threads)
+            if not record(losses):
+                return
 
 
-def _schedule(user_items: sp.csr_array, item_users: sp.csr_array, plan: Plan, method: SgdMethod) -> Schedule:
+def _schedule(block: GridBlock, plan: Plan, method: SgdMethod) -> Schedule:
     if method.schedule == "msgd":
-        return RowSweeps({"user": user_items, "item": item_users}, plan)
-    if method.schedule == "hogwild":
-        return Stretches(user_items, plan, method)
-    return (Diagonals if method.deterministic else FreeBlocks)(user_items, plan, method)
+        return RowSweeps(block, plan)
+    return (Stretches if method.schedule == "hogwild" else Blocks)(block["user"], plan, method)
 
 
-def sums_width(method: SgdMethod, factors: int) -> int:
-    """Number of sums of squared steps per row."""
-    return {"adagrad": factors, "rpcs": 2}.get(method.rate_schedule, 0)
-
-
-def starting_state(state: State, method: SgdMethod, factors: int, completed: int) -> State:
-    """Return the state with the sums of squares that the method continues from, or without any.
-
-    Raises
-    ------
-    ModelFileError
-        AdaGrad or RPCS resumes from a state without its sums of squares.
-    """
-    width = sums_width(method, factors)
-    if not width:
-        users, items = (
-            side if side.squares is None else replace(side, squares=None) for side in (state.user, state.item)
-        )
-        return State(users, items, state.mean)
-    if completed and (state.user.squares is None or state.user.squares.matrix.shape[1] != width):
-        raise ModelFileError(
-            f"the checkpoint holds no sums of squares that rate_schedule={method.rate_schedule!r} could "
-            "continue from; start anew, or resume with another rate_schedule"
-        )
-    return state
-
-
-class CpuSGD(Unconnected):
-    """Stochastic gradient descent on the CPU: owns the order of the entries and the current factors.
+class CpuEpochs:
+    """SGD on the CPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `Copies`.
 
     Parameters
     ----------
-    user_items, item_users : csr_array
-        The ratings in both orientations.
-    objective : Objective
+    blocks : list of GridBlock
+        One; a rank has one for each range of items.
     plan : Plan
-        Its method is an `SgdMethod`.
-    state : State
-        Initial factors and mean.
-    completed : int
-        Completed epochs that led to `state`.
-
-    Raises
-    ------
-    ModelFileError
-        AdaGrad resumes from a state without sums of squares.
+        `num_threads` is the number of this rank.
     """
 
-    def __init__(
-        self,
-        user_items: sp.csr_array,
-        item_users: sp.csr_array,
-        objective: Objective,
-        plan: Plan,
-        state: State,
-        completed: int,
-    ) -> None:
+    def __init__(self, blocks: list[GridBlock], objective: Objective, plan: Plan) -> None:
         assert isinstance(plan.method, SgdMethod)
-        self.objective, self.plan, self.method = objective, plan, plan.method
-        self.csr, self.item_degrees = csr_arrays(user_items), np.diff(item_users.indptr)
-        self.sums_width = sums_width(self.method, plan.factors)
-        self.state = starting_state(state, self.method, plan.factors, completed)
-        self.epoch, self.best = completed, math.inf
-        self.schedule = _schedule(user_items, item_users, plan, self.method)
+        self.blocks, self.objective, self.plan = blocks, objective, plan
+        self.sums_width = sums_width(plan.method, plan.factors)
+        alone, share = len(blocks) == 1, plan.changed(batch_flops=BATCH_FLOPS * plan.num_threads)
+        self.schedules = [
+            _schedule(block, plan if alone else share.changed(nnz=block["user"].nnz), plan.method)
+            if block["user"].nnz
+            else None
+            for block in blocks
+        ]
+        self.passes = passes_of(plan.method)
+        self._losses: list[float] = []
 
-    def sweep(self) -> Iterator[None]:
-        """Run one epoch on copies; the state changes once the epoch is complete and finite.
+    def active(self) -> AbstractContextManager[None]:
+        """Ignore overflow, which is checked at the end of an epoch."""
+        return np.errstate(over="ignore", invalid="ignore")
 
-        Raises
-        ------
-        DivergedError
-        """
-        threads = self.plan.num_threads
-        work: WorkingCopies = {
-            "user": Copies(self.state.user, self.sums_width, threads),
-            "item": Copies(self.state.item, self.sums_width, threads),
-        }
-        terms = terms_at(self.method, self.objective, self.state.mean, self.epoch)
-        with np.errstate(over="ignore", invalid="ignore"):  # overflow is checked here
-            loss = math.fsum(self._checked(self.schedule.run(work, terms, self.epoch)))
-            if not (work["user"].is_finite() and work["item"].is_finite()):
-                self._fail("factors became infinite or NaN")
-        if loss > RISE * self.best:
-            self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
-        self.best = min(self.best, loss)
-        self.state = State(work["user"].factors(), work["item"].factors(), self.state.mean)
-        self.epoch += 1
-        yield
+    def hold(self, factors: Factors) -> Factors:
+        """Return the factors unchanged."""
+        return factors
 
-    def _checked(self, losses: Iterator[float]) -> Iterator[float]:
-        for loss in losses:
-            if not math.isfinite(loss):
-                self._fail("errors became infinite or NaN")
-            yield loss
+    def copies(self, factors: Factors) -> Copies:
+        """See `EpochKernels`."""
+        return Copies(factors, self.sums_width, self.plan.num_threads)
 
-    def _fail(self, what: str) -> None:
-        raise diverged(what, self.method, self.epoch)
+    def move(
+        self,
+        block: int,
+        side: Side | None,
+        work: WorkingCopies,
+        terms: Terms,
+        epoch: int,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See `EpochKernels`."""
 
-    def objective_value(self) -> float:
-        """The objective at the current factors, in float64."""
-        degrees = np.diff(self.csr[0])
-        return objective_value(self.objective, self.csr, self.state, degrees, self.item_degrees, self.plan.num_threads)
+        def record(losses: np.ndarray) -> bool:
+            between()
+            self._losses.append(float(losses.sum()))
+            return math.isfinite(self._losses[-1])
+
+        schedule = self.schedules[block]
+        if schedule is not None:
+            schedule.move(side, work, terms, epoch, record)
+
+    def factors(self, work: Copies) -> Factors:
+        """See `EpochKernels`."""
+        return work.factors()
+
+    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
+        """See `EpochKernels`; MSGD processes every entry twice."""
+        losses, self._losses = self._losses, []
+        return float(np.sum(losses)) / len(self.passes), all(map(self.is_finite, sides))
+
+    def is_finite(self, factors: Factors) -> bool:
+        """Whether no factor and no bias is infinite or NaN."""
+        bias_is_finite = factors.bias is None or bool(np.isfinite(factors.bias).all())
+        return bias_is_finite and _sgd.all_finite(factors.matrix, self.plan.num_threads)
+
+    def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
+        """See `EpochKernels`."""
+        matrix, state = self.blocks[block]["user"], State(users, items, mean)
+        if not matrix.nnz:
+            return 0.0
+        return float(losses_of_rows(self.objective, csr_arrays(matrix), state, self.plan.num_threads).sum())
+
+    def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
+        """See `EpochKernels`."""
+        return self.objective.penalty(side, factors.matrix, degrees, factors.bias)
+
+    # ------------------------------------------------------------------------------------------------ exchange
+
+    def arrays(self, work: Copies) -> list[np.ndarray]:
+        """Arrays of working copies that ranks exchange: factors, biases and sums of squares."""
+        return [getattr(work.rows, name) for name in self._names()]
+
+    def likes(self, work: Copies, rows: int) -> list[np.ndarray]:
+        """Arrays with the shapes and dtypes of `arrays`, for `rows` rows."""
+        return [np.empty((rows, *array.shape[1:]), dtype=array.dtype) for array in self.arrays(work)]
+
+    def arrived(self, work: Copies, arrays: Sequence[np.ndarray]) -> Copies:
+        """Working copy of received rows, in the form of `work`."""
+        received: dict[str, Any] = {}
+        for name, array in zip(self._names(), arrays, strict=True):
+            received[name] = aligned_zeros(array.shape, array.dtype)
+            received[name][...] = array
+        return work.with_rows(work.rows._replace(**received))
+
+    def _names(self) -> list[str]:
+        names = ["matrix"] + ["bias"] * self.objective.biases
+        if self.sums_width:
+            names += ["squares"] + ["bias_squares"] * self.objective.biases
+        return names

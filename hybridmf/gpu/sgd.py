@@ -1,37 +1,26 @@
-"""SGD on a GPU: launches of cuda/msgd.cu and cuda/batch_hogwild.cu, and the solver; see also `hybridmf.cpu.sgd`."""
+"""SGD on a GPU: launches of cuda/msgd.cu and cuda/batch_hogwild.cu, and the schedules; see also `hybridmf.cpu.sgd`."""
 
 from __future__ import annotations
 
 import functools
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Objective, Side, State, Terms, other_side
+from ..core.objective import SIDES, Factors, Objective, Side, Terms, other_side
 from ..core.sparse import take_rows
 from ..core.system import ceil_div, round_up
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..plan.als_gpu import PREDICTED_ROWS
-from ..plan.sgd import (
-    LONG_ROW,
-    MOST_CROWDED,
-    MOST_RANGES,
-    RISE,
-    RUN,
-    SgdMethod,
-    diverged,
-    range_count,
-    stored_width,
-    terms_at,
-)
-from ..plan.solver import SWEEP_ORDER, Unconnected
+from ..plan.epochs import GridBlock, passes_of
+from ..plan.sgd import LONG_ROW, MOST_CROWDED, MOST_RANGES, RUN, SgdMethod, range_count, stored_width
 from ..plan.types import Plan
 from . import losses
 from .factors import DeviceFactors, to_device
@@ -68,6 +57,9 @@ long with 8 and with 128."""
 WORKER_ENTRIES = 16_000
 """Minimum entries of each worker in an epoch. Concurrent updates of a row from the same values count as one; fewer
 workers on small problems limit that effect."""
+
+SHORTEST_LONG_ROW = 1024
+"""Rows up to this length never get a separate thread block: its setup takes as long as processing the row."""
 
 CROWDED = 1 / 2400
 """Part of all entries from which on a row of the smaller side has runs of its own; see cuda/batch_hogwild.cu. In trials
@@ -368,79 +360,6 @@ class BlockedConfig:
         return {"LD": self.ld, "FIXED16": fixed16, **sizes, "SHARED_BYTES": self.shared_bytes}
 
 
-def centralized(device: Device, moved: FactorRows, fixed: FactorRows, walk: Walk, tasks: Array, terms: Terms) -> Array:
-    """Update each row of `tasks` from its entries, one group of lanes per row (MSGD Alg. 3).
-
-    Parameters
-    ----------
-    moved : FactorRows
-        In and out.
-    fixed : FactorRows
-        Float16 beside float32 `moved` is allowed, in rows of equal width.
-    walk : Walk
-        By the updated rows.
-    tasks : int32 array, shape (n_tasks,)
-        Distinct rows; the longest first, so that no long row starts last.
-    terms : Terms
-
-    Returns
-    -------
-    float64 array, shape (n_tasks,)
-        Sum of squared errors of each row, each error before its update.
-    """
-    _check_rows(device, moved, fixed, moved.matrix.dtype, read_dtype(moved, fixed))
-    _check_walk(device, walk, moved.matrix.dtype, tasks=tasks)
-    out = device.empty((walk.n_ranges, len(tasks)), np.float64)
-    MsgdKernels(device).centralized(moved, fixed, walk, tasks, terms, out)
-    return out.sum(axis=0)
-
-
-def blocked(
-    device: Device,
-    moved: FactorRows,
-    fixed: FactorRows,
-    walk: Walk,
-    tasks: Array | Bins,
-    terms: Terms,
-    config: BlockedConfig | None = None,
-) -> Array:
-    """Like `centralized`, with one block per row or bin and several entries at a time: ours, for long rows."""
-    bins = tasks if isinstance(tasks, Bins) else Bins.single(device, tasks)
-    _check_rows(device, moved, fixed, moved.matrix.dtype, read_dtype(moved, fixed))
-    _check_walk(device, walk, moved.matrix.dtype, tasks=bins.rows, first=bins.first)
-    out = device.empty((walk.n_ranges, len(bins.rows)), np.float64)
-    MsgdKernels(device, config).blocked(moved, fixed, walk, bins, terms, out)
-    return out.sum(axis=0)
-
-
-def decentralized(
-    device: Device, moved: FactorRows, fixed: FactorRows, walk: Walk, bounds: Array, terms: Terms
-) -> Array:
-    """Blocks own ranges of updated rows, and process all rows of the fixed side in ascending order (MSGD Alg. 2).
-
-    Parameters
-    ----------
-    moved : FactorRows
-        In and out.
-    fixed : FactorRows
-    walk : Walk
-        By the fixed rows.
-    bounds : int32 array, shape (n_ranges + 1,)
-        Bounds of ranges of updated rows, from 0 to their number.
-    terms : Terms
-
-    Returns
-    -------
-    float64 array, shape (n_ranges,)
-        Sums of squared errors.
-    """
-    _check_rows(device, moved, fixed, moved.matrix.dtype)
-    _check_walk(device, walk, moved.matrix.dtype, bounds=bounds)
-    out = device.empty(len(bounds) - 1, np.float64)
-    MsgdKernels(device).decentralized(moved, fixed, walk, bounds, terms, out)
-    return out
-
-
 class MsgdKernels:
     """Launches of msgd.cu for rows of one kind, like the functions above, without checks of operands.
 
@@ -509,64 +428,33 @@ def even_ranges(degrees: np.ndarray, n_ranges: int) -> np.ndarray:
     return np.unique(np.concatenate([[0], inner, [len(degrees)]])).astype(np.int32)
 
 
-class Epochs(Protocol):
-    """The epochs of a schedule."""
-
-    stored: np.dtype
-    """Dtype of the updated rows."""
-    read: np.dtype
-    """Dtype in which a kernel reads rows of the fixed side; in this dtype, rows are multiples of 16 bytes."""
-    walks: dict[Side, Walk]
-
-    def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
-        """Launch one epoch on `work`, in place, without waiting.
-
-        Returns
-        -------
-        float64 array of one
-            Training loss of the epoch, each error before its update.
-        """
-
-
 class Msgd:
-    """MSGD (Alg. 1): update the items from their entries with the users fixed, then the users with the items fixed.
+    """MSGD (Alg. 1): update the rows of a side from their entries, with the other side fixed.
 
     Parameters
     ----------
-    device : Device
-    matrices : dict of csr_array
-        The ratings by the rows of each side.
     ordering : str
         See `LAYOUTS`.
-    factors : int
-    long_row : int, optional
-        Entries from which a row gets a separate block; default `LONG_ROW`.
+    long_row : int
+        Entries from which a row gets a separate block.
     beside : bool
         Process long rows concurrently with the others, on a separate stream, not before them: the others keep all
         multiprocessors busy while the last long rows end. The result is the same.
     ranks : int
         GPUs that share an epoch. With several, each has a block of the ratings, and its longest row decides the time of
         a step, so long rows take the configuration with the lowest latency.
-    read : dtype, optional
-        Float16: each pass reads a copy of the fixed side in float16, and "mixed" is the only ordering. Default: the
-        dtype of the ratings.
+    read : dtype
+        That of the ratings (default), or float16: each pass reads a copy of the fixed side in float16, and "mixed" is
+        the only ordering.
     """
 
     def __init__(
-        self,
-        device: Device,
-        matrices: dict[Side, sp.csr_array],
-        ordering: str,
-        factors: int,
-        long_row: int | None = None,
-        beside: bool = True,
-        ranks: int = 1,
-        read: Any = None,
-    ) -> None:
+        self, device: Device, matrices: GridBlock, ordering: str, factors: int, long_row: int,
+        beside: bool = True, ranks: int = 1, read: np.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.device, self.layouts, self.beside = device, LAYOUTS[ordering], beside
-        long_row = LONG_ROW if long_row is None else long_row
         self.stored = matrices["user"].dtype
-        self.read = self.stored if read is None else np.dtype(read)
+        self.read = self.stored if read is None else read
         spec, sizes = device.spec, (stored_width(factors, self.read), self.stored.itemsize)
         choose = BlockedConfig.fastest if ranks > 1 else BlockedConfig.rule
         config = choose(*sizes, spec, self.read.itemsize)
@@ -596,28 +484,22 @@ class Msgd:
             _check_walk(device, walk, self.stored, short=self.short[side])
         self._kernels = MsgdKernels(device, config)
 
-    def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
-        """See `Epochs`; adds half of each pass's loss, because an epoch processes every entry twice."""
-        counts = {side: self.n_losses(side) for side in SWEEP_ORDER}
-        losses, first = self.device.empty(sum(counts.values()), np.float64), 0
-        for side, count in counts.items():
-            self.launch_pass(side, work[side], work[other_side(side)], terms, losses[first : first + count])
-            first += count
-        return losses.sum(keepdims=True) / 2
-
-    def n_losses(self, side: Side) -> int:
+    def n_losses(self, side: Side | None) -> int:
         """Number of sums of squared errors of a pass."""
+        assert side is not None
         if side in self.bounds:
             return len(self.bounds[side]) - 1
         return self.walks[side].n_ranges * (len(self.long[side].rows) + len(self.short[side]))
 
-    def launch_pass(self, side: Side, moved: FactorRows, fixed: FactorRows, terms: Terms, losses: Array) -> None:
-        """Update all rows of a side, without waiting; the training loss is the sum of `losses`, shape (n_losses,).
+    def launch_pass(self, side: Side | None, work: dict[Side, FactorRows], terms: Terms, losses: Array) -> None:
+        """See `Schedule`.
 
         A second stream may update the long rows between the events `begun` and `walked`, while the current one updates
         the others. They write different rows and losses, and only read `fixed`. The current stream waits for `walked`,
         so later launches, and the reuse of freed memory, come after both.
         """
+        assert side is not None
+        moved, fixed = work[side], work[other_side(side)]
         _check_rows(self.device, moved, fixed, self.stored)
         if side in self.bounds:
             walk, bounds = self.walks[self.layouts[side]].whole, self.bounds[side]
@@ -691,6 +573,10 @@ class HogwildConfig:
         """Compile-time constants of the kernel."""
         widths = {"LD": ld, "RUN": self.run, "BLOCKS_PER_SM": self.blocks_per_sm}
         return {"REAL": np.dtype(np.float32), "FLOAT16": float16, "HAS_BIASES": biases} | widths
+
+    def blocks(self, ld: int, itemsize: int) -> int:
+        """Blocks of a launch."""
+        return ceil_div(self.n_workers * group_size(ld, itemsize), THREADS)
 
     @staticmethod
     def blocks_for(ld: int, itemsize: int, biases: bool) -> int:
@@ -805,8 +691,14 @@ def _joined(device: Device, arrays: Sequence[np.ndarray], dtype: Any) -> Array:
 
 
 def batch_hogwild(
-    device: Device, held: FactorRows, walked: FactorRows, entries: HogwildEntries, terms: Terms, config: HogwildConfig
-) -> Array:
+    device: Device,
+    held: FactorRows,
+    walked: FactorRows,
+    entries: HogwildEntries,
+    terms: Terms,
+    config: HogwildConfig,
+    out: Array,
+) -> None:
     """One epoch over all runs, lock-free.
 
     Parameters
@@ -815,12 +707,7 @@ def batch_hogwild(
         In and out; float16 or float32, biases in float32.
     entries : HogwildEntries
         In runs of at most ``config.run`` entries.
-    terms : Terms
-    config : HogwildConfig
-
-    Returns
-    -------
-    float64 array, shape (n_blocks,)
+    out : float64 array, one element for each of ``config.blocks``
         Sums of squared errors.
     """
     ld, stored = held.matrix.shape[1], held.matrix.dtype
@@ -830,8 +717,8 @@ def batch_hogwild(
     check("crowded", entries.crowded, np.uint8, (len(walked.matrix),))
     check("runs", entries.runs, np.int64, (None, 2))
     check_not_host(device, **vars(entries))
-    blocks = ceil_div(config.n_workers * group_size(ld, stored.itemsize), THREADS)
-    out = device.empty(blocks, np.float64)
+    blocks = config.blocks(ld, stored.itemsize)
+    check("out", out, np.float64, (blocks,))
     float16, biases = stored == np.float16, held.bias is not None
     kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **config.constants(ld, float16, biases))
     sizes = (np.int64(len(entries.runs)), np.int32(config.n_workers), np.int32(config.batch))
@@ -839,136 +726,179 @@ def batch_hogwild(
     factors = (held_matrix, walked_matrix, held_bias, walked_bias)
     arrays = (entries.indices, entries.ratings, entries.crowded, entries.runs)
     kernel((blocks,), (THREADS,), (*factors, out, *arrays, *sizes, *scalars(terms, np.float32)), 0)
-    return out
 
 
 class BatchHogwild:
-    """Batch-Hogwild (cuMF_SGD): runs of entries, shuffled once; the row that owns a run stays in registers meanwhile.
+    """Batch-Hogwild (cuMF_SGD): runs of entries, shuffled once; the row that owns a run stays in registers."""
 
-    Parameters
-    ----------
-    device : Device
-    matrices : dict of csr_array
-        The ratings by the rows of each side.
-    plan : Plan
-    method : SgdMethod
-    """
-
-    def __init__(self, device: Device, matrices: dict[Side, sp.csr_array], plan: Plan, method: SgdMethod) -> None:
+    def __init__(self, device: Device, matrices: GridBlock, plan: Plan, method: SgdMethod) -> None:
         self.device = device
         self.stored = self.read = np.dtype(plan.precision)
         self.held: Side = "user" if plan.n_users >= plan.n_items else "item"
         held, walked = matrices[self.held], matrices[other_side(self.held)]
-        shape = (stored_width(plan.factors, self.stored), self.stored.itemsize)
-        config = HogwildConfig.rule(device.spec, *shape, plan.rank > plan.factors)
+        self._shape = (stored_width(plan.factors, self.stored), self.stored.itemsize)
+        config = HogwildConfig.rule(device.spec, *self._shape, plan.rank > plan.factors)
         self.entries = HogwildEntries.upload(device, held, walked, config.run, method.rng())
         bounds = device.upload(np.asarray(held.indptr, dtype=np.int64))
         self.walks = {self.held: Walk(self.entries.indices, self.entries.ratings, bounds[None, :-1], bounds[None, 1:])}
         self.config = config.limited(held.nnz)
 
-    def run(self, work: dict[Side, FactorRows], terms: Terms) -> Array:
-        """See `Epochs`."""
+    def n_losses(self, side: Side | None) -> int:
+        """See `Schedule`."""
+        return self.config.blocks(*self._shape)
+
+    def launch_pass(self, side: Side | None, work: dict[Side, FactorRows], terms: Terms, losses: Array) -> None:
+        """See `Schedule`."""
         held, walked = work[self.held], work[other_side(self.held)]
-        return batch_hogwild(self.device, held, walked, self.entries, terms, self.config).sum(keepdims=True)
+        batch_hogwild(self.device, held, walked, self.entries, terms, self.config, losses)
 
 
-# ---------------------------------------------------------------------------------------------- solver
+# ---------------------------------------------------------------------------------------------- epochs
 
 
-class GpuSGD(Unconnected):
-    """Stochastic gradient descent on one GPU: owns the layouts and the current factors.
+class Schedule(Protocol):
+    """The order of updates in an epoch, as launches of passes."""
+
+    stored: np.dtype
+    """Dtype of the updated rows."""
+    read: np.dtype
+    """Dtype in which a kernel reads rows of the fixed side; in this dtype, rows are multiples of 16 bytes."""
+    walks: dict[Side, Walk]
+
+    def n_losses(self, side: Side | None) -> int:
+        """Number of sums of squared errors of a pass."""
+
+    def launch_pass(self, side: Side | None, work: dict[Side, FactorRows], terms: Terms, losses: Array) -> None:
+        """Launch one pass of `hybridmf.plan.epochs.EpochKernels`, in place, without waiting.
+
+        The training loss is the sum of `losses`, shape (n_losses,).
+        """
+
+
+def long_row_of(ranks: int) -> int:
+    """Default number of entries, in a block of ratings, from which a row gets a separate thread block.
+
+    In a block of ratings the longest row has about 1 / ranks of its entries, so the threshold falls with the ranks.
+    """
+    return max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW // ranks)
+
+
+class GpuEpochs:
+    """SGD on a GPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `FactorRows`.
 
     Parameters
     ----------
-    device : Device
-    user_items, item_users : csr_array
-        The ratings in both orientations.
-    objective : Objective
-    plan : Plan
-        Its method is an `SgdMethod`.
-    state : State
-        Initial factors and mean.
-    completed : int
-        Completed epochs that led to `state`.
+    blocks : list of GridBlock
+        One; a rank has one for each range of items.
+    long_row : int, optional
+        Entries of a row, in a block of ratings, from which it gets a thread block. Default: `long_row_of`.
+    beside : bool
+        See `Msgd`.
     """
 
     def __init__(
-        self,
-        device: Device,
-        user_items: sp.csr_array,
-        item_users: sp.csr_array,
-        objective: Objective,
-        plan: Plan,
-        state: State,
-        completed: int,
-    ) -> None:
+        self, device: Device, blocks: list[GridBlock], objective: Objective, plan: Plan,
+        long_row: int | None = None, beside: bool = True,
+    ) -> None:  # fmt: skip
         assert isinstance(plan.method, SgdMethod)
         self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
-        matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
-        self.indptr = {side: csr_arrays(matrix)[0] for side, matrix in matrices.items()}
-        self.epochs: Epochs
-        if self.method.schedule == "msgd":
-            self.epochs = Msgd(
-                device, matrices, self.method.ordering, plan.factors, read="f2" if plan.precision == "float16" else None
-            )
-        else:
-            self.epochs = BatchHogwild(device, matrices, plan, self.method)
+        self.dtype, self.ranks, self.beside = blocks[0]["user"].dtype, len(blocks), beside
+        self.long_row = long_row_of(self.ranks) if long_row is None else long_row
+        self.passes = passes_of(self.method)
+        self.schedules = [self._schedule(block) if block["user"].nnz else None for block in blocks]
+        working = next((schedule for schedule in self.schedules if schedule is not None), None)
+        self._form = (self.dtype, self.dtype) if working is None else (working.stored, working.read)
+        # for all passes of an epoch, added up once
+        sizes = {
+            (block, side): schedule.n_losses(side)
+            for block, schedule in enumerate(self.schedules)
+            if schedule is not None
+            for side in self.passes
+        }
+        ends = np.cumsum(list(sizes.values()), dtype=np.int64).tolist()
+        self._sums = device.zeros(ends[-1] if ends else 0, np.float64)
+        self._sums_of = {key: self._sums[end - sizes[key] : end] for key, end in zip(sizes, ends, strict=True)}
+        self.losses = [
+            None
+            if schedule is None
+            else TrainingLoss(device, schedule.walks, {side: block[side].indptr for side in SIDES}, plan.factors)
+            for schedule, block in zip(self.schedules, blocks, strict=True)
+        ]
+
+    def _schedule(self, block: GridBlock) -> Schedule:
+        if self.method.schedule != "msgd":
+            return BatchHogwild(self.device, block, self.plan, self.method)
+        read = np.dtype(np.float16) if self.plan.precision == "float16" else None
+        sizes = (self.method.ordering, self.plan.factors, self.long_row)
+        return Msgd(self.device, block, *sizes, self.beside, self.ranks, read)
+
+    def active(self) -> AbstractContextManager[None]:
+        """Make the device current."""
+        return self.device.active()
+
+    def hold(self, factors: Factors) -> DeviceFactors:
+        """Copy the factors to a table on the device."""
         # with biases, serving and fold-in expect a constant 1 beside the factors
-        width = stored_width(plan.rank, user_items.dtype)
-        self.tables = {side: to_device(device, state.side(side), width) for side in SIDES}
-        self.mean, self.epoch, self.best = state.mean, completed, math.inf
-        self._training_loss = TrainingLoss(device, self.epochs.walks, self.indptr, plan.factors)
+        return to_device(self.device, factors, stored_width(self.plan.rank, self.dtype))
 
-    @property
-    def state(self) -> State:
-        """Factors after the last completed epoch."""
-        return State(self.tables["user"], self.tables["item"], self.mean)
+    def copies(self, factors: Factors) -> FactorRows:
+        """See `EpochKernels`."""
+        assert isinstance(factors, DeviceFactors)
+        return working_rows(factors, self.plan.factors, *self._form)
 
-    def sweep(self) -> Iterator[None]:
-        """Run one epoch on copies; the state changes once the epoch is complete and finite.
+    def move(
+        self,
+        block: int,
+        side: Side | None,
+        work: dict[Side, FactorRows],
+        terms: Terms,
+        epoch: int,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See `EpochKernels`; launches without waiting."""
+        schedule = self.schedules[block]
+        if schedule is not None:
+            schedule.launch_pass(side, work, terms, self._sums_of[block, side])
+            between()
 
-        Raises
-        ------
-        DivergedError
-        """
-        with self.device.active():
-            self._epoch()
-        yield
+    def factors(self, work: FactorRows) -> DeviceFactors:
+        """See `EpochKernels`."""
+        return table_of(self.device, work, self.plan, self.dtype)
 
-    def _epoch(self) -> None:
-        terms = terms_at(self.method, self.objective, self.mean, self.epoch)
-        work = {side: self._copy(side) for side in SIDES}
-        launched = self.epochs.run(work, terms)
-        tables = {side: self._table(work.pop(side)) for side in SIDES}
-        loss, finite = epoch_result(self.device, launched, *tables.values())
-        if not math.isfinite(loss):
-            self._fail("errors became infinite or NaN")
-        if not finite:
-            self._fail("factors became infinite or NaN")
-        if loss > RISE * self.best:
-            self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
-        self.best, self.tables = min(self.best, loss), tables
-        self.epoch += 1
+    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
+        """See `EpochKernels`; synchronizes once. MSGD processes every entry twice."""
+        device, tables = self.device, [factors for factors in sides if isinstance(factors, DeviceFactors)]
+        known = device.begin_download(self._sums.sum(keepdims=True) / len(self.passes))
+        sound = begin_finite_check(device, *tables)
+        result = float(known()[0]), sound()
+        for side in tables:
+            side.keep(settled=True)
+        return result
 
-    def _fail(self, what: str) -> None:
-        raise diverged(what, self.method, self.epoch)
+    def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
+        """See `EpochKernels`."""
+        assert isinstance(users, DeviceFactors) and isinstance(items, DeviceFactors)
+        loss = self.losses[block]
+        return 0.0 if loss is None else loss.at({"user": users, "item": items}, mean)
 
-    def _copy(self, side: Side) -> FactorRows:
-        return working_rows(self.tables[side], self.plan.factors, self.epochs.stored, self.epochs.read)
+    def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
+        """See `EpochKernels`."""
+        assert isinstance(factors, DeviceFactors)
+        return factors.penalty(self.device, self.objective, side, degrees)
 
-    def _table(self, rows: FactorRows) -> DeviceFactors:
-        return table_of(self.device, rows, self.plan, self.tables["user"].table.dtype)
+    # ------------------------------------------------------------------------------------------------ exchange
 
-    def objective_value(self) -> float:
-        """The objective at the current factors, losses and sums in float64."""
-        with self.device.active():
-            return self._loss() + sum(map(self._penalty, SIDES))
+    def arrays(self, work: FactorRows) -> list[Array]:
+        """Arrays of working copies that ranks exchange: factors and biases."""
+        return [work.matrix] if work.bias is None else [work.matrix, work.bias]
 
-    def _loss(self) -> float:
-        return self._training_loss.at(self.tables, self.mean)
+    def likes(self, work: FactorRows, rows: int) -> list[np.ndarray]:
+        """Arrays with the shapes and dtypes of `arrays`, for `rows` rows, on the host."""
+        return [np.empty((rows, *array.shape[1:]), dtype=array.dtype) for array in self.arrays(work)]
 
-    def _penalty(self, side: Side) -> float:
-        return penalty(side, self.tables[side], self.objective, np.diff(self.indptr[side]))
+    def arrived(self, work: FactorRows, arrays: Sequence[Array]) -> FactorRows:
+        """Working copy of received rows, in the form of `work`."""
+        return FactorRows(*arrays)
 
 
 def working_rows(table: DeviceFactors, factors: int, stored: Any, read: Any = None) -> FactorRows:
@@ -1027,48 +957,17 @@ class TrainingLoss:
         return self._segments
 
 
-def penalty(side: Side, table: DeviceFactors, objective: Objective, degrees: np.ndarray) -> float:
-    """Penalty of the rows of a side, in float64."""
-    if not len(table):
-        return 0.0
-    squares = losses.row_squares(table.device, table.table, table.factors)
-    bias = None if table.device_bias is None else table.device.download(table.device_bias)
-    return objective.penalty_of_squares(side, squares, degrees, bias)
-
-
-def epoch_result(device: Device, loss: Array, *sides: DeviceFactors) -> tuple[float, bool]:
-    """Return a training loss, and whether all factors and biases are finite; synchronizes once.
-
-    Parameters
-    ----------
-    device : Device
-    loss : float64 array of one
-    sides : DeviceFactors
-        All of one dtype.
-    """
-    known = device.begin_download(loss)
-    sound = _begin_finite_check(
-        device, [array for side in sides for array in (side.table, side.device_bias) if array is not None]
-    )
-    result = float(known()[0]), math.isfinite(sound())
-    for side in sides:
-        side.keep(settled=True)
-    return result
-
-
-def _begin_finite_check(device: Device, arrays: Sequence[Array]) -> Callable[[], float]:
-    """Launch a check; the returned function waits and returns a finite number if all elements are finite."""
+def begin_finite_check(device: Device, *sides: DeviceFactors) -> Callable[[], bool]:
+    """Launch a check of tables of one dtype; the returned function waits, and says whether all elements are finite."""
+    arrays = [array for side in sides for array in (side.table, side.device_bias) if array is not None]
     if all(array.dtype == np.float32 for array in arrays):
         found = device.zeros(3, np.uint32)
         for array in arrays:
             widen_range(device, found, array if len(array.shape) == 2 else array[:, None])
         seen = device.begin_download(found)
-        return lambda: read_range(seen())[0].largest
+        return lambda: math.isfinite(read_range(seen())[0].largest)
     total = device.zeros(1, np.float64)
     for array in arrays:
         total += array.sum(dtype=np.float64)
     added = device.begin_download(total)
-    return lambda: float(added()[0])
-
-
-# ---------------------------------------------------------------------------------------------- builds
+    return lambda: math.isfinite(added()[0])

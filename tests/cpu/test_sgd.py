@@ -21,12 +21,13 @@ from hybridmf.core.objective import Factors, Objective, State, Terms
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import sgd as cpu_sgd
 from hybridmf.cpu.als import aligned_zeros
-from hybridmf.cpu.sgd import Copies, CpuSGD, Diagonals, FreeBlocks, RowSweeps, Stretches
+from hybridmf.cpu.sgd import Blocks, Copies, RowSweeps, Stretches
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DivergedError, DuplicateEntriesError, ModelFileError, RatingsError
 from hybridmf.native import _als, _sgd
 from hybridmf.native.updates import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
 from hybridmf.plan import sgd as plan_sgd
+from hybridmf.plan.epochs import EpochSolver
 from hybridmf.plan.sgd import SgdMethod, learning_rate_at, terms_at
 from support.ratings import planted
 from support.sgd_states import arrays, assert_same_bits, method_of, relative_error, solver_of
@@ -45,19 +46,19 @@ def small_blocks(monkeypatch):
 PLAIN = Terms(0.05, 0.1, 0.0, 0.03, 0.2)
 
 
-def run(solver: CpuSGD, epochs: int) -> State:
+def run(solver: EpochSolver, epochs: int) -> State:
     for _ in range(epochs):
         assert len(list(solver.sweep())) == 1
     return solver.state
 
 
-def sequence(solver: CpuSGD, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def sequence(solver: EpochSolver, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The entries of an epoch (the last one, of free blocks) in the order in which one thread updates them."""
-    schedule = solver.schedule
+    schedule = solver.kernels.schedules[0]
     if isinstance(schedule, Stretches):
         return schedule.entries
-    assert isinstance(schedule, (Diagonals, FreeBlocks))
-    if isinstance(schedule, FreeBlocks):
+    assert isinstance(schedule, Blocks)
+    if not solver.method.deterministic:
         blocks = np.argsort(schedule.seen)
     else:
         rows = np.arange(schedule.grid)
@@ -67,11 +68,11 @@ def sequence(solver: CpuSGD, epoch: int) -> tuple[np.ndarray, np.ndarray, np.nda
     return users[order], items[order], ratings[order]
 
 
-def reference_epoch(solver: CpuSGD, matrix, state: State, epoch: int) -> State:
+def reference_epoch(solver: EpochSolver, matrix, state: State, epoch: int) -> State:
     terms = terms_at(solver.method, solver.objective, state.mean, epoch)
-    if isinstance(solver.schedule, RowSweeps):
-        return reference.msgd(matrix, state, terms, solver.sums_width)
-    return reference.sgd_entries(*sequence(solver, epoch), state, terms, solver.sums_width)
+    if isinstance(solver.kernels.schedules[0], RowSweeps):
+        return reference.msgd(matrix, state, terms, solver.kernels.sums_width)
+    return reference.sgd_entries(*sequence(solver, epoch), state, terms, solver.kernels.sums_width)
 
 
 def check_against_reference(matrix, method, rank, *, biases=False, epochs=2, threads=1, **changes) -> None:
@@ -142,8 +143,10 @@ def test_cut_into_many_kernel_calls(schedule, deterministic):
     """Ctrl-C is answered between calls, which change nothing but where an epoch can stop."""
     matrix, method = planted().astype(np.float64), method_of(schedule, deterministic)
     whole, cut = (solver_of(matrix, method, 5, **changes) for changes in ({}, {"batch_flops": 3000.0}))
-    work, terms = ({side: Copies(cut.state.side(side), 0, 1) for side in ("user", "item")}, PLAIN)
-    assert len(list(cut.schedule.run(work, terms, 0))) > 5
+    work, calls = {side: Copies(cut.state.side(side), 0, 1) for side in ("user", "item")}, []
+    for side in cut.kernels.passes:
+        cut.kernels.move(0, side, work, PLAIN, 0, lambda: calls.append(1))
+    assert len(calls) > 5
     if deterministic:
         assert_same_bits(run(cut, 2), run(whole, 2))
     else:
@@ -155,7 +158,9 @@ def test_losses_are_those_before_each_update():
     for schedule in ("msgd", "hogwild", "blocks"):
         solver = solver_of(matrix, method_of(schedule), 4, regularization=0.0)
         work = {side: Copies(solver.state.side(side), 0, 1) for side in ("user", "item")}
-        loss = sum(solver.schedule.run(work, Terms(1e-300, 0.0, 0.0, 0.0, 0.0), 0))  # no step: the loss of the state
+        for side in solver.kernels.passes:
+            solver.kernels.move(0, side, work, Terms(1e-300, 0.0, 0.0, 0.0, 0.0), 0)  # no step: the loss of the state
+        loss, _ = solver.kernels.epoch_result()
         assert loss == pytest.approx(solver.objective_value(), rel=1e-12)
 
 
@@ -267,7 +272,7 @@ def test_blocks_hold_every_entry_once_and_share_no_row(m, n, density, seed, thre
     dense = rng.random((m, n)) * (rng.random((m, n)) < density)
     dense[rng.integers(m), rng.integers(n)] = 1
     matrix = sp.csr_array(dense)
-    schedule = solver_of(matrix, replace(method_of("blocks"), seed_bits=seed), 2, threads=threads).schedule
+    schedule = solver_of(matrix, replace(method_of("blocks"), seed_bits=seed), 2, threads=threads).kernels.schedules[0]
     users, items, ratings = schedule.blocks.entries
     dealt = sp.coo_array((ratings, (users, items)), shape=(m, n))
     np.testing.assert_array_equal(dealt.toarray(), dense)
@@ -280,7 +285,7 @@ def test_blocks_hold_every_entry_once_and_share_no_row(m, n, density, seed, thre
 
 def test_users_take_turns_within_a_block():
     """Consecutive updates of a block share no user while there are several: their chains of operations overlap."""
-    blocks = solver_of(planted(400, 50, 0.3), method_of("blocks"), 2).schedule.blocks
+    blocks = solver_of(planted(400, 50, 0.3), method_of("blocks"), 2).kernels.schedules[0].blocks
     first = slice(*blocks.pointer[:2])
     assert np.mean(np.diff(blocks.entries.users[first]) == 0) < 0.2
 
@@ -293,24 +298,26 @@ def test_free_blocks_are_taken_once_and_never_collide(threads):
     solver = solver_of(matrix, method, 4, threads=threads)
     for _ in range(3):
         run(solver, 1)
-        np.testing.assert_array_equal(np.sort(solver.schedule.seen), np.arange(solver.schedule.grid**2) + 1)
+        blocks = solver.kernels.schedules[0]
+        np.testing.assert_array_equal(np.sort(blocks.seen), np.arange(blocks.grid**2) + 1)
 
 
 def test_grid_depends_on_the_problem_alone(monkeypatch):
     matrix = planted(150, 90, 0.3)
-    grids = {solver_of(matrix, method_of("blocks"), 4, threads=threads).schedule.grid for threads in (1, 2, 7)}
+    solvers = [solver_of(matrix, method_of("blocks"), 4, threads=threads) for threads in (1, 2, 7)]
+    grids = {solver.kernels.schedules[0].grid for solver in solvers}
     assert grids == {math.isqrt(matrix.nnz // 8)}
     monkeypatch.setattr(cpu_sgd, "MAX_GRID", 3)
-    assert solver_of(matrix, method_of("blocks"), 4).schedule.grid == 3
-    assert solver_of(matrix[:2], method_of("blocks"), 4).schedule.grid == 2
+    assert solver_of(matrix, method_of("blocks"), 4).kernels.schedules[0].grid == 3
+    assert solver_of(matrix[:2], method_of("blocks"), 4).kernels.schedules[0].grid == 2
 
 
 def test_shuffles_depend_on_the_seed_and_the_epoch():
     method = method_of("blocks")
-    schedule = solver_of(planted(), method, 4).schedule
+    schedule = solver_of(planted(), method, 4).kernels.schedules[0]
     assert not np.array_equal(schedule.shifts(0), schedule.shifts(1))
-    np.testing.assert_array_equal(schedule.shifts(3), solver_of(planted(), method, 4).schedule.shifts(3))
-    other = solver_of(planted(), replace(method, seed_bits=8), 4).schedule
+    np.testing.assert_array_equal(schedule.shifts(3), solver_of(planted(), method, 4).kernels.schedules[0].shifts(3))
+    other = solver_of(planted(), replace(method, seed_bits=8), 4).kernels.schedules[0]
     assert not np.array_equal(schedule.blocks.entries.users, other.blocks.entries.users)
     for kind in ("hogwild", "blocks"):
         fits = [hmf.SGD(**SMALL | {"random_state": seed}, schedule=kind).fit(planted()) for seed in (0, 0, 1)]

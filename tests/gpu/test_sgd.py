@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core import reference
-from hybridmf.core.objective import SIDES, Factors, Objective, State, Terms, other_side
+from hybridmf.core.objective import SIDES, Factors, Objective, State, Terms
 from hybridmf.core.validate import as_csr
 from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
@@ -28,7 +28,7 @@ from hybridmf.gpu.sgd import (
     Bins,
     BlockedConfig,
     FactorRows,
-    GpuSGD,
+    GpuEpochs,
     HogwildConfig,
     HogwildEntries,
     Walk,
@@ -37,11 +37,12 @@ from hybridmf.gpu.sgd import (
     make_runs,
 )
 from hybridmf.plan import sgd as plan_sgd
+from hybridmf.plan.epochs import EpochSolver, degrees_of
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import SgdMethod, stored_width, terms_at
 from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
-from support import emulated
+from support import emulated, msgd
 from support.devices import on_a_gpu
 from support.emulated import EmulatedDevice
 from support.marks import exhaustive
@@ -127,7 +128,7 @@ def narrow(device, *operands):
     """`centralized_narrow` takes many rows; here it takes any number."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sgd, "NARROW_WARPS", 0)
-        return sgd.centralized(device, *operands)
+        return msgd.centralized(device, *operands)
 
 
 def check_walk(
@@ -148,7 +149,7 @@ def check_walk(
     np.testing.assert_array_equal(device.download(fixed.matrix), before)
 
 
-@pytest.mark.parametrize("kernel", [sgd.centralized, narrow, sgd.blocked])
+@pytest.mark.parametrize("kernel", [msgd.centralized, narrow, msgd.blocked])
 @pytest.mark.parametrize(
     ("dtype", "biases"),
     [(np.float32, True), (np.float64, False), exhaustive(np.float32, False), exhaustive(np.float64, True)],
@@ -157,13 +158,13 @@ def test_rows_walk_their_entries(device, kernel, dtype, biases):
     check_walk(device, kernel, 7, dtype, biases)
 
 
-@pytest.mark.parametrize("kernel", [sgd.centralized, narrow, sgd.blocked])
+@pytest.mark.parametrize("kernel", [msgd.centralized, narrow, msgd.blocked])
 @pytest.mark.parametrize("rank", [1, 33, exhaustive(100)])
 def test_every_width(device, kernel, rank):
     check_walk(device, kernel, rank, lengths=(0, 1, 17, 33, 9))
 
 
-@pytest.mark.parametrize("kernel", [sgd.centralized, narrow, sgd.blocked])
+@pytest.mark.parametrize("kernel", [msgd.centralized, narrow, msgd.blocked])
 @pytest.mark.parametrize(
     ("rank", "biases"),
     [(7, True), (33, False), *(exhaustive(*case) for case in ((7, False), (33, True), (100, False), (100, True)))],
@@ -177,12 +178,12 @@ def test_fixed_rows_in_float16(device, kernel, rank, biases):
 def test_chunks_of_fixed_rows_in_float16(device, helpers, slots):
     config = BlockedConfig(stored_width(20, np.float16), 4, 16, helpers, slots, 2)
     lengths = (1, 16, 48, 49, 70, 190)
-    check_walk(device, sgd.blocked, 20, lengths=lengths, n_columns=200, read=np.float16, config=config)
+    check_walk(device, msgd.blocked, 20, lengths=lengths, n_columns=200, read=np.float16, config=config)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("kernel", [sgd.centralized, narrow, sgd.blocked])
+@pytest.mark.parametrize("kernel", [msgd.centralized, narrow, msgd.blocked])
 @pytest.mark.parametrize("rank", [1, 8, 16, 32, 64, 100, 128, 200, 256, 400, 512])
 def test_every_width_of_fixed_rows_in_float16(device, kernel, rank, biases):
     check_walk(device, kernel, rank, biases=biases, read=np.float16)
@@ -191,7 +192,7 @@ def test_every_width_of_fixed_rows_in_float16(device, kernel, rank, biases):
 @on_a_gpu
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("kernel", [sgd.centralized, narrow, sgd.blocked])
+@pytest.mark.parametrize("kernel", [msgd.centralized, narrow, msgd.blocked])
 @pytest.mark.parametrize("rank", [1, 2, 5, 8, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 256, 400, 512])
 def test_every_width_on_a_gpu(device, kernel, rank, dtype, biases):
     check_walk(device, kernel, rank, dtype, biases)
@@ -208,7 +209,7 @@ def test_every_width_on_a_gpu(device, kernel, rank, dtype, biases):
 def test_chunks_helpers_and_slots(device, chunk, helpers, slots, dtype, biases):
     """Down to the fewest slots with which walker and helpers do not wait for each other."""
     config = BlockedConfig(stored_width(20, dtype), np.dtype(dtype).itemsize, chunk, helpers, slots)
-    check_walk(device, sgd.blocked, 20, dtype, biases, lengths=(1, 4, 48, 49, 70, 190), n_columns=200, config=config)
+    check_walk(device, msgd.blocked, 20, dtype, biases, lengths=(1, 4, 48, 49, 70, 190), n_columns=200, config=config)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_many_rows_have_half_the_lanes(monkeypatch, rank, n, kernel):
         pytest.skip("no C++ compiler to run kernels on the CPU with")
     device = EmulatedDevice()
     monkeypatch.setattr(sgd, "NARROW_WARPS", 40 / (32 * device.spec.multiprocessors))
-    check_walk(device, sgd.centralized, rank, lengths=(3,) * n)
+    check_walk(device, msgd.centralized, rank, lengths=(3,) * n)
     assert device.launches == [kernel]
 
 
@@ -237,7 +238,7 @@ def test_a_block_walks_several_rows_in_several_ranges(device, dtype, biases, n_b
     bins = Bins.balance(device, tasks, lengths, n_bins)
     for config in (None, BlockedConfig(stored_width(20, dtype), np.dtype(dtype).itemsize, 4, 3, 6)):
         moved, fixed = map(problem.rows, problem.factors)
-        losses = sgd.blocked(device, moved, fixed, walk, bins, problem.terms, config)
+        losses = msgd.blocked(device, moved, fixed, walk, bins, problem.terms, config)
         problem.compare(moved, losses, tasks=device.download(bins.rows))
 
 
@@ -254,7 +255,7 @@ def test_a_long_row_without_entries(device):
     problem = Pass(device, rows_of((0, 3), 10), 6)
     moved, fixed = map(problem.rows, problem.factors)
     tasks = np.array([0, 1], dtype=np.int32)
-    losses = sgd.blocked(device, moved, fixed, problem.walk, device.upload(tasks), problem.terms)
+    losses = msgd.blocked(device, moved, fixed, problem.walk, device.upload(tasks), problem.terms)
     problem.compare(moved, losses, tasks=tasks)
 
 
@@ -262,7 +263,7 @@ def test_a_long_row_without_entries(device):
 def test_rows_that_are_read_twice(device, helpers):
     """Too wide to be kept in registers between product and update; more chunks than slots."""
     config = BlockedConfig(stored_width(260, np.float32), 4, 8, helpers, helpers + 3)
-    check_walk(device, sgd.blocked, 260, lengths=(100, 7), n_columns=120, config=config)
+    check_walk(device, msgd.blocked, 260, lengths=(100, 7), n_columns=120, config=config)
 
 
 def test_steps_that_overshoot(device):
@@ -273,7 +274,7 @@ def test_steps_that_overshoot(device):
     problem.factors[1].matrix[...] = user * np.sqrt(1.6 / 0.9) / np.linalg.norm(user)
     expected, loss = problem.expected()
     tasks = longest_first(problem.matrix)
-    for kernel in (sgd.centralized, sgd.blocked):
+    for kernel in (msgd.centralized, msgd.blocked):
         moved, fixed = map(problem.rows, problem.factors)
         losses = kernel(device, moved, fixed, problem.walk, device.upload(tasks), problem.terms)
         np.testing.assert_allclose(device.download(moved.matrix)[:, :5], expected.matrix, rtol=0, atol=2e-5)
@@ -295,7 +296,7 @@ def test_columns_move_while_rows_are_walked(device, dtype, biases):
     problem = Pass(device, rows_of(LENGTHS, 80), 7, dtype, biases)
     fixed, moved = map(problem.rows, problem.factors)
     bounds = device.upload(np.array([0, 1, 50, 50, 80], dtype=np.int32))
-    losses = sgd.decentralized(device, moved, fixed, problem.walk, bounds, problem.terms)
+    losses = msgd.decentralized(device, moved, fixed, problem.walk, bounds, problem.terms)
     problem.compare(moved, losses, side=1)
 
 
@@ -308,7 +309,7 @@ def test_decentralized_tiles_and_lists(device, rank, shape):
     problem.terms = problem.terms._replace(rate=0.01)
     fixed, moved = map(problem.rows, problem.factors)
     bounds = device.upload(np.array([0, shape[1]], dtype=np.int32))
-    losses = sgd.decentralized(device, moved, fixed, problem.walk, bounds, problem.terms)
+    losses = msgd.decentralized(device, moved, fixed, problem.walk, bounds, problem.terms)
     problem.compare(moved, losses, side=1)
 
 
@@ -336,17 +337,17 @@ def test_sub_blocks(device, kernel):
     rows, columns = map(problem.rows, problem.factors)
     if kernel == "decentralized":
         bounds = device.upload(np.array([0, 11, 40], dtype=np.int32))
-        problem.compare(columns, sgd.decentralized(device, columns, rows, walk, bounds, problem.terms), side=1)
+        problem.compare(columns, msgd.decentralized(device, columns, rows, walk, bounds, problem.terms), side=1)
     else:
         tasks = longest_first(part)
-        losses = getattr(sgd, kernel)(device, rows, columns, walk, device.upload(tasks), problem.terms)
+        losses = getattr(msgd, kernel)(device, rows, columns, walk, device.upload(tasks), problem.terms)
         problem.compare(rows, losses, tasks=tasks)
 
 
 def test_a_diverged_row_does_not_spoil_others(device):
     problem = Pass(device, rows_of((5, 20, 3), 30), 6)
     problem.factors[0].matrix[1] = np.inf
-    for kernel in (sgd.centralized, sgd.blocked):
+    for kernel in (msgd.centralized, msgd.blocked):
         moved, fixed = map(problem.rows, problem.factors)
         losses = kernel(device, moved, fixed, problem.walk, device.upload(np.arange(3, dtype=np.int32)), problem.terms)
         np.testing.assert_array_equal(np.isfinite(device.download(losses)), [True, False, True])
@@ -371,7 +372,8 @@ def hogwild_epoch(
         rows.append(FactorRows(device.upload(padded), None if factors.bias is None else device.upload(factors.bias)))
     blocks = HogwildConfig.blocks_for(width, np.dtype(stored).itemsize, biases)
     config = HogwildConfig(blocks, workers, longest, batch)
-    losses = sgd.batch_hogwild(device, *rows, entries, problem.terms, config)
+    losses = device.empty(config.blocks(width, np.dtype(stored).itemsize), np.float64)
+    sgd.batch_hogwild(device, *rows, entries, problem.terms, config, losses)
     users, items, ratings = entries_of(device, entries)
     start = State(*(Factors(f.matrix.astype(stored), f.bias) for f in problem.factors), problem.terms.mean)
     expected = reference.sgd_entries(users, items, ratings, start, problem.terms)
@@ -602,9 +604,9 @@ class LateSecondStream(EmulatedDevice):
             launch(*arguments)
 
 
-def one_pass(msgd: sgd.Msgd, side: Any, work: dict[Any, Any]) -> float:
-    losses = msgd.device.empty(msgd.n_losses(side), np.float64)
-    msgd.launch_pass(side, work[side], work[other_side(side)], TERMS, losses)
+def one_pass(schedule: sgd.Msgd, side: Any, work: dict[Any, Any]) -> float:
+    losses = schedule.device.empty(schedule.n_losses(side), np.float64)
+    schedule.launch_pass(side, work, TERMS, losses)
     return float(losses.sum())
 
 
@@ -617,9 +619,9 @@ def test_long_rows_beside_the_others(long_row):
     for device, beside in ((EmulatedDevice(), False), (LateSecondStream(), True)):
         problem = Pass(device, SMALL, 5)
         matrices = {"user": problem.matrix, "item": transpose(problem.matrix)}
-        msgd = sgd.Msgd(device, matrices, "mixed", 5, long_row, beside)
+        schedule = sgd.Msgd(device, matrices, "mixed", 5, long_row, beside)
         work = dict(zip(SIDES, map(problem.rows, problem.factors), strict=True))
-        losses = [one_pass(msgd, side, work) for side in ("item", "user", "item")]
+        losses = [one_pass(schedule, side, work) for side in ("item", "user", "item")]
         assert not getattr(device, "waiting", [])
         results.append((losses, *(work[side].matrix for side in ("user", "item")), device.launches))
     (losses, *factors, launches), (late_losses, *late_factors, late_launches) = results
@@ -639,15 +641,15 @@ def test_rows_walk_range_after_range(monkeypatch, device, biases, ranks):
     monkeypatch.setattr(plan_sgd, "RANGE_ENTRIES", 1)
     problem = Pass(device, rows_of(LENGTHS, 80), 5, biases=biases)
     matrices = {"user": problem.matrix, "item": transpose(problem.matrix)}
-    msgd = sgd.Msgd(device, matrices, "mixed", 5, 30, ranks=ranks)
+    schedule = sgd.Msgd(device, matrices, "mixed", 5, 30, ranks=ranks)
     work = dict(zip(SIDES, map(problem.rows, problem.factors), strict=True))
-    losses = device.empty(msgd.n_losses("user"), np.float64)
+    losses = device.empty(schedule.n_losses("user"), np.float64)
     if device.spec.name == "emulated":
         device.launches.clear()
-    msgd.launch_pass("user", work["user"], work["item"], problem.terms, losses)
+    schedule.launch_pass("user", work, problem.terms, losses)
     problem.compare(work["user"], losses)
     count = plan_sgd.MOST_RANGES // ranks
-    assert msgd.walks["user"].n_ranges == count
+    assert schedule.walks["user"].n_ranges == count
     assert len(losses) == count * np.count_nonzero(np.diff(problem.matrix.indptr))
     if device.spec.name == "emulated":
         assert device.launches == ["blocked"] + ["centralized"] * count
@@ -693,7 +695,7 @@ def test_an_interrupted_pass_leaves_no_concurrent_work(monkeypatch):
         pytest.skip("no C++ compiler to run kernels on the CPU with")
     device = LateSecondStream()
     problem = Pass(device, SMALL, 5)
-    msgd = sgd.Msgd(device, {"user": problem.matrix, "item": transpose(problem.matrix)}, "mixed", 5, 7)
+    schedule = sgd.Msgd(device, {"user": problem.matrix, "item": transpose(problem.matrix)}, "mixed", 5, 7)
     work = dict(zip(SIDES, map(problem.rows, problem.factors), strict=True))
 
     def interrupted(*_: Any) -> None:
@@ -702,7 +704,7 @@ def test_an_interrupted_pass_leaves_no_concurrent_work(monkeypatch):
 
     monkeypatch.setattr(sgd.MsgdKernels, "centralized", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        one_pass(msgd, "item", work)
+        one_pass(schedule, "item", work)
     assert not device.waiting
 
 
@@ -732,10 +734,12 @@ def solver_on(device, matrix, method, rank=5, *, biases=False, completed=0, stat
         degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
         mean = float(matrix.data.mean())
         state = initial_state(*degrees, rank, matrix.dtype.type, objective, mean, 0)
-    return GpuSGD(device, matrix, transpose(matrix), objective, plan, state, completed)
+    block = {"user": matrix, "item": transpose(matrix)}
+    kernels = GpuEpochs(device, [block], objective, plan)
+    return EpochSolver(kernels, objective, plan, state, degrees_of(block), completed)
 
 
-def run(solver: GpuSGD, epochs: int) -> State:
+def run(solver: EpochSolver, epochs: int) -> State:
     for _ in range(epochs):
         assert len(list(solver.sweep())) == 1
     return solver.state.on_host()
@@ -746,8 +750,9 @@ def test_memory_of_runs_is_within_what_is_planned(device, monkeypatch, held):
     monkeypatch.setattr(sgd, "RUN", 8)
     matrix = as_csr(popular() if held == "item" else transpose(as_csr(popular(), dtype="float32")), dtype="float32")
     solver = solver_on(device, matrix, method_of("batch_hogwild"))
-    assert solver.epochs.held == held
-    taken = sum(array.nbytes for array in vars(solver.epochs.entries).values()) + 8 * (max(matrix.shape) + 1)
+    assert solver.kernels.schedules[0].held == held
+    entries = solver.kernels.schedules[0].entries
+    taken = sum(array.nbytes for array in vars(entries).values()) + 8 * (max(matrix.shape) + 1)
     assert taken <= solver.method._gpu_bytes(solver.plan)["ratings"] <= 1.5 * taken
 
 
@@ -761,10 +766,9 @@ def test_infinite_values_are_found(dtype, bad, where, device):
             (table if where == "table" else bias)[(rows - 1, 5) if where == "table" else rows - 1] = value
         return DeviceFactors(device, device.upload(table), 5, device.upload(bias))
 
-    loss = device.upload(np.array([0.25]))
     with device.active():
-        assert sgd.epoch_result(device, loss, side(0, None), side(37, bad)) == (0.25, bad is None)
-        assert sgd.epoch_result(device, loss, side(3, bad), side(37, None)) == (0.25, bad is None)
+        assert sgd.begin_finite_check(device, side(0, None), side(37, bad))() == (bad is None)
+        assert sgd.begin_finite_check(device, side(3, bad), side(37, None))() == (bad is None)
 
 
 @pytest.mark.parametrize("ordering", sgd.LAYOUTS)
@@ -781,7 +785,7 @@ def test_orderings_are_msgd(device, ordering, biases, monkeypatch):
     names |= {"mixed": ("blocked", "centralized"), "crossed": ("decentralized",)}
     if device.spec.name == "emulated":
         assert set(device.launches) - {"row_range", "draw_rows"} == set(names[ordering])
-    assert len(solver.epochs.walks) == (1 if ordering in ("user", "item") else 2)
+    assert len(solver.kernels.schedules[0].walks) == (1 if ordering in ("user", "item") else 2)
 
 
 @pytest.mark.parametrize("rank", [3, 4, 8])
@@ -792,7 +796,7 @@ def test_tables_of_a_biased_model(device, rank, dtype):
     solver = solver_on(device, matrix, method_of(), rank, biases=True)
     state = run(solver, 1)
     for side in ("user", "item"):
-        table = device.download(solver.tables[side].table)
+        table = device.download(solver.state.side(side).table)
         np.testing.assert_array_equal(table[:, rank], 1)
         assert not table[:, rank + 1 :].any()
     assert not state.user.matrix[12].any()
@@ -851,7 +855,7 @@ def test_batch_hogwild_learns(device, precision, tall, monkeypatch):
     monkeypatch.setattr(sgd, "WORKER_ENTRIES", 32)
     matrix = as_csr(SMALL if tall else sp.csr_array(SMALL.T), dtype="float32")
     solver = solver_on(device, matrix, method_of("batch_hogwild"), biases=True, precision=precision)
-    assert solver.epochs.held == ("user" if tall else "item")
+    assert solver.kernels.schedules[0].held == ("user" if tall else "item")
     start = solver.objective_value()
     run(solver, 8)
     assert solver.objective_value() < 0.6 * start

@@ -18,10 +18,10 @@ from hybridmf.errors import CommunicatorError, DeviceMemoryError
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.half import HalfSweep
 from hybridmf.gpu.matrix import DeviceMatrix
+from hybridmf.gpu.sgd import GpuEpochs
 from hybridmf.model.loop import Observers
 from hybridmf.ranks import group, mcumsgd
 from hybridmf.ranks.gpu_rank import GpuWorker, PartialRows
-from hybridmf.ranks.mcumsgd import GpuBackend
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
 from hybridmf.tools import spmd
@@ -65,14 +65,14 @@ SPLIT_SIDE = [
     (ThreadCommunicator, "reduce_scatter", 1),
     (ThreadCommunicator, "reduce_scatter", 2),
 ]
-SGD_SET_UP = [(GpuBackend, "hold", 1), (GpuBackend, "hold", 2)]
+SGD_SET_UP = [(GpuEpochs, "hold", 1), (GpuEpochs, "hold", 2)]
 SGD_EPOCH = [
-    (GpuBackend, "copies", 1),
-    (GpuBackend, "move", 1),
-    (GpuBackend, "move", 4),
+    (GpuEpochs, "copies", 1),
+    (GpuEpochs, "move", 1),
+    (GpuEpochs, "move", 4),
     (ThreadCommunicator, "start_sendrecv", 1),
     (ThreadCommunicator, "start_sendrecv", 2),
-    (GpuBackend, "epoch_result", 1),
+    (GpuEpochs, "epoch_result", 1),
 ]
 
 

@@ -19,13 +19,15 @@ import hybridmf as hmf
 from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective, State
 from hybridmf.core.validate import as_csr
-from hybridmf.cpu.sgd import sums_width
+from hybridmf.cpu.sgd import CpuEpochs
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import CommunicatorError, DeviceError, DivergedError, ModelFileError
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.gpu.factors import DeviceFactors
+from hybridmf.gpu.sgd import GpuEpochs
 from hybridmf.plan import sgd as _sgd_method
+from hybridmf.plan.epochs import EpochSolver, degrees_of, sums_width
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
@@ -94,8 +96,7 @@ def backend(request, monkeypatch):
         if emulated.compiler() is None:
             pytest.skip("no C++ compiler to run kernels on the CPU with")
         monkeypatch.setattr(mcumsgd, "open_rank", lambda name, control: (control, emulated.EmulatedDevice()))
-        for module in (gpu_sgd, mcumsgd):
-            monkeypatch.setattr(module, "LONG_ROW", 12)  # all kernels have work
+        monkeypatch.setattr(gpu_sgd, "LONG_ROW", 12)  # all kernels have work
     return request.param
 
 
@@ -189,7 +190,9 @@ def test_one_gpu_rank_is_the_single_device(backend, ratings_matrix):
     method = method_of()
     ratings_matrix = ratings_matrix.astype(np.float64)
     matrix, objective, plan, state = problem(ratings_matrix, method, biases=True, ranks=1)
-    alone = gpu_sgd.GpuSGD(emulated.EmulatedDevice(), matrix, transpose(matrix), objective, plan, state, 0)
+    block = {"user": matrix, "item": transpose(matrix)}
+    kernels = GpuEpochs(emulated.EmulatedDevice(), [block], objective, plan)
+    alone = EpochSolver(kernels, objective, plan, state, degrees_of(block))
     solver = multi(ratings_matrix, method, ranks=1, biases=True)
     for both in range(2):
         list(alone.sweep()), list(solver.sweep())
@@ -291,15 +294,15 @@ def spmd(communicator, parts, epochs=2, **changes):
     matrix, objective, plan, state = parts
     worker = RankSGD(communicator, matrix, objective, plan, state, **changes)
     for _ in range(epochs):
-        factors = worker.sweep()
-    return factors, worker.objective_value()
+        state = worker.run_epoch()
+    return state, worker.objective_value()
 
 
 def test_a_single_communicator(ratings_matrix):
     parts = problem(ratings_matrix, method_of())
-    factors, _ = spmd(Single(), parts)
+    state, _ = spmd(Single(), parts)
     alone = run(solver_of(ratings_matrix, method_of(), 5), 2)
-    assert_same_bits(State(factors["user"], factors["item"]), alone)
+    assert_same_bits(state, alone)
 
 
 @pytest.mark.parametrize(("order", "first"), [("passes", 2), ("blocks", 1)])
@@ -309,24 +312,24 @@ def test_items_travel_while_users_move(monkeypatch, order, first, ratings_matrix
     By "passes" a range of items arrives before any users move, and the second one then.
     """
     arrived, arrivals = threading.Event(), []
-    original = mcumsgd.CpuBackend.move
+    original = CpuEpochs.move
 
-    def move(self, block, side, work, terms):
+    def move(self, block, side, *given):
         if side == "user" and threading.current_thread().name == "hybridmf rank 0":
             assert arrived.wait(20)
-        yield from original(self, block, side, work, terms)
+        original(self, block, side, *given)
 
-    received = mcumsgd.CpuBackend.arrived
+    received = CpuEpochs.arrived
 
-    def note(self, moved):
+    def note(self, *moved):
         if threading.current_thread().name == "hybridmf rank 1":
             arrivals.append(1)
             if len(arrivals) == first:
                 arrived.set()
-        return received(self, moved)
+        return received(self, *moved)
 
-    monkeypatch.setattr(mcumsgd.CpuBackend, "move", move)
-    monkeypatch.setattr(mcumsgd.CpuBackend, "arrived", note)
+    monkeypatch.setattr(CpuEpochs, "move", move)
+    monkeypatch.setattr(CpuEpochs, "arrived", note)
     solver = multi(ratings_matrix, method_of(), order=order)
     run(solver, 1)
     assert len(arrivals) == 2
@@ -356,11 +359,11 @@ def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
 
     matrix, objective, plan, _ = problem(ratings_matrix, method_of())
     blocks = cut_share(matrix, Bounds.even(matrix, 4), 0, 1)
-    rows = [mcumsgd.GpuBackend(emulated.EmulatedDevice(), blocks[:n], objective, plan).long_row for n in (1, 2, 4)]
-    assert rows == [gpu_sgd.LONG_ROW, mcumsgd.LONG_ROW // 2, mcumsgd.LONG_ROW // 4]
-    monkeypatch.setattr(mcumsgd, "LONG_ROW", 2 * mcumsgd.SHORTEST_LONG_ROW)
-    backend = mcumsgd.GpuBackend(emulated.EmulatedDevice(), blocks, objective, plan)
-    assert backend.long_row == mcumsgd.SHORTEST_LONG_ROW
+    rows = [GpuEpochs(emulated.EmulatedDevice(), blocks[:n], objective, plan).long_row for n in (1, 2, 4)]
+    assert rows == [gpu_sgd.LONG_ROW, gpu_sgd.LONG_ROW // 2, gpu_sgd.LONG_ROW // 4]
+    monkeypatch.setattr(gpu_sgd, "LONG_ROW", 2 * gpu_sgd.SHORTEST_LONG_ROW)
+    backend = GpuEpochs(emulated.EmulatedDevice(), blocks, objective, plan)
+    assert backend.long_row == gpu_sgd.SHORTEST_LONG_ROW
 
 
 def test_the_bench_compares_with_the_solver_that_a_fit_has(monkeypatch):
@@ -372,7 +375,7 @@ def test_the_bench_compares_with_the_solver_that_a_fit_has(monkeypatch):
     assert next(bench.variants([1, 2], ("passes",), (), one=True)) == usual
     for variant in bench.all_variants([1, 2, 4]):
         if variant.long_row is not None:
-            assert variant.long_row in (mcumsgd.long_row_of(variant.ranks) // 2, mcumsgd.long_row_of(variant.ranks) * 2)
+            assert variant.long_row in (gpu_sgd.long_row_of(variant.ranks) // 2, gpu_sgd.long_row_of(variant.ranks) * 2)
 
 
 def test_the_bench_makes_the_solver_of_a_fit_on_several_ranks(monkeypatch, ratings_matrix):
@@ -422,37 +425,33 @@ def test_divergence_is_found_by_all_ranks(backend, rate, ratings_matrix):
 
 
 def test_factors_that_become_infinite_are_found(monkeypatch, ratings_matrix):
-    monkeypatch.setattr(mcumsgd.CpuBackend, "is_finite", lambda self, *sides: {len(side) for side in sides} == {60})
+    monkeypatch.setattr(CpuEpochs, "is_finite", lambda self, factors: len(factors) == 60)
     solver = multi(ratings_matrix, method_of(), ranks=1)
     with pytest.raises(DivergedError, match="factors became infinite or NaN"):
         list(solver.sweep())
 
 
-def test_nan_on_one_rank_only(monkeypatch, ratings_matrix):
-    def is_finite(self, *sides):
-        return all(np.isfinite(side.matrix).all() for side in sides)
-
-    monkeypatch.setattr(mcumsgd.CpuBackend, "is_finite", is_finite)
+def test_nan_on_one_rank_only(ratings_matrix):
     solver = multi(ratings_matrix, method_of(), ranks=3)
     run(solver, 1)
     before = solver.state
-    solver.ranks[2].factors["user"].matrix[0, 0] = np.nan
+    solver.ranks[2].state.user.matrix[0, 0] = np.nan
     with pytest.raises(DivergedError, match="infinite or NaN"):
         list(solver.sweep())
     assert solver.state is before
 
 
 def test_a_failure_of_one_rank_is_raised_unchanged(monkeypatch, ratings_matrix):
-    original, moves = mcumsgd.CpuBackend.move, Counter()
+    original, moves = CpuEpochs.move, Counter()
 
-    def move(self, block, side, work, terms):
+    def move(self, block, side, *given):
         rank = threading.current_thread().name
         moves[rank] += 1
         if moves[rank] > 2 * 3 and side == "user" and rank == "hybridmf rank 1":  # in the second epoch
             raise MemoryError("rank 1 is out of memory")
-        yield from original(self, block, side, work, terms)
+        original(self, block, side, *given)
 
-    monkeypatch.setattr(mcumsgd.CpuBackend, "move", move)
+    monkeypatch.setattr(CpuEpochs, "move", move)
     model = hmf.SGD(factors=4, iterations=5, device=["cpu"] * 3, num_threads=3, random_state=0)
     started = time.monotonic()
     with pytest.raises(MemoryError, match="rank 1 is out of memory"):
@@ -463,19 +462,19 @@ def test_a_failure_of_one_rank_is_raised_unchanged(monkeypatch, ratings_matrix):
 
 
 def test_ctrl_c_leaves_the_last_epoch(monkeypatch, ratings_matrix):
-    original, moves = mcumsgd.CpuBackend.move, Counter()
+    original, moves = CpuEpochs.move, Counter()
 
-    def move(self, block, side, work, terms):
+    def move(self, block, side, *given):
         rank = threading.current_thread().name
         moves[rank] += 1
         if moves[rank] > 2 * 4:  # in the third epoch
             if rank == "hybridmf rank 1":
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             time.sleep(0.2)
-        yield from original(self, block, side, work, terms)
+        original(self, block, side, *given)
 
     model = hmf.SGD(factors=4, iterations=2, device=["cpu", "cpu"], random_state=0).fit(ratings_matrix)
-    monkeypatch.setattr(mcumsgd.CpuBackend, "move", move)
+    monkeypatch.setattr(CpuEpochs, "move", move)
     stopped = hmf.SGD(factors=4, iterations=9, device=["cpu", "cpu"], random_state=0)
     with pytest.raises(KeyboardInterrupt):
         stopped.fit(ratings_matrix)
@@ -618,8 +617,7 @@ def test_plans_of_gpus(monkeypatch):
 @pytest.mark.parametrize(("order", "beside"), [("passes", True), ("passes", False), ("blocks", True)])
 def test_the_cyclic_order_on_gpus(order, beside, ranks, biases, ratings_matrix, monkeypatch):
     need_gpus(ranks)
-    for module in (gpu_sgd, mcumsgd):
-        monkeypatch.setattr(module, "LONG_ROW", 12)
+    monkeypatch.setattr(gpu_sgd, "LONG_ROW", 12)
     method = replace(method_of(), order=order)
     matrix, objective, plan, state = problem(ratings_matrix.astype(np.float64), method, biases=biases, ranks=ranks)
     plan = plan.changed(devices=tuple(f"cuda:{rank}" for rank in range(ranks)))
@@ -661,7 +659,7 @@ def test_memory_of_one_gpu_only(monkeypatch, ratings_matrix):
     from hybridmf.errors import DeviceMemoryError
 
     need_gpus(2)
-    original = mcumsgd.GpuBackend.copies
+    original = GpuEpochs.copies
 
     def copies(self, factors):
         if self.device.spec.index == 1 and calls.append(1) is None and len(calls) > 2:
@@ -669,7 +667,7 @@ def test_memory_of_one_gpu_only(monkeypatch, ratings_matrix):
         return original(self, factors)
 
     calls: list[int] = []
-    monkeypatch.setattr(mcumsgd.GpuBackend, "copies", copies)
+    monkeypatch.setattr(GpuEpochs, "copies", copies)
     model = hmf.SGD(factors=8, device=["cuda:0", "cuda:1"], iterations=5, random_state=0)
     with pytest.raises(DeviceMemoryError, match="cuda:1 is out of memory"):
         model.fit(ratings_matrix)

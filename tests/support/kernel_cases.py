@@ -23,6 +23,7 @@ from hybridmf.gpu import ccd, cholesky_any, fused, rows, sgd, topk
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.plan import ccd_gpu
 from hybridmf.plan.fused import FusedConfig
+from support import msgd
 
 Arrays = list[np.ndarray]
 Case = Callable[[], Arrays]
@@ -200,7 +201,7 @@ def long_rows(rank: int = 20) -> Arrays:
     lengths = np.diff(matrix.indptr)
     order = np.argsort(-lengths).astype(np.int32)
     bins = sgd.Bins.balance(device, order, lengths[order], 3)
-    sgd.blocked(device, moved, fixed, sgd.Walk.upload(device, matrix, 3), bins, Terms(0.01, 0.05, 0.0, 0.0, 0.0))
+    msgd.blocked(device, moved, fixed, sgd.Walk.upload(device, matrix, 3), bins, Terms(0.01, 0.05, 0.0, 0.0, 0.0))
     return [device.download(moved.matrix)]
 
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from hybridmf.core.objective import Objective, State
 from hybridmf.core.validate import as_csr
-from hybridmf.cpu.sgd import CpuSGD
+from hybridmf.cpu.sgd import CpuEpochs
 from hybridmf.formats import transpose
+from hybridmf.plan.epochs import EpochSolver, degrees_of
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import SgdMethod
 from hybridmf.plan.start import initial_state
@@ -25,7 +26,8 @@ def method_of(
 
 def solver_of(
     matrix, method, rank, *, biases=False, threads=1, completed=0, regularization=0.05, state=None, **changes
-) -> CpuSGD:
+) -> EpochSolver:
+    """A solver on the CPU."""
     matrix = as_csr(matrix, dtype=matrix.dtype)
     objective = Objective.explicit(regularization, "count", biases)
     checked = Settings.check(
@@ -36,7 +38,9 @@ def solver_of(
         degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
         mean = float(matrix.data.mean())
         state = initial_state(*degrees, rank, matrix.dtype.type, objective, mean, 0)
-    return CpuSGD(matrix, transpose(matrix), objective, plan, state, completed)
+    block = {"user": matrix, "item": transpose(matrix)}
+    kernels = CpuEpochs([block], objective, plan)
+    return EpochSolver(kernels, objective, plan, state, degrees_of(block), completed)
 
 
 def arrays(state: State) -> list[np.ndarray]:

@@ -1,0 +1,174 @@
+"""SGD as a solver: the epochs of every schedule, device and rank; kernels are in `cpu.sgd` and `gpu.sgd`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import SIDES, Factors, Objective, Side, State, Terms
+from ..errors import ModelFileError
+from .sgd import RISE, SgdMethod, diverged, terms_at
+from .solver import SWEEP_ORDER, Unconnected
+from .types import Plan
+
+GridBlock = dict[Side, sp.csr_array]
+"""Ratings of some users and some items, by the rows of either side; rows and columns count from 0."""
+
+Passes = tuple[Side | None, ...]
+"""Of an epoch. MSGD (Alg. 1) updates the items by their entries with the users fixed, then the users with the items
+fixed; other schedules have one pass (None), whose updates move a user and an item."""
+
+
+class EpochKernels(Protocol):
+    """A schedule on a device, over blocks of ratings: all of them, or those of a rank with each range of items.
+
+    `work` is a working copy of the factors of some rows, whose form is the device's.
+    """
+
+    passes: Passes
+
+    def active(self) -> AbstractContextManager[None]:
+        """Context of all computation."""
+
+    def hold(self, factors: Factors) -> Factors:
+        """Move factors to where they stay between epochs."""
+
+    def copies(self, factors: Factors) -> Any:
+        """Working copy of factors."""
+
+    def move(
+        self,
+        block: int,
+        side: Side | None,
+        work: dict[Side, Any],
+        terms: Terms,
+        epoch: int,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        """One pass over the ratings of a block; calls `between` where it may be stopped."""
+
+    def factors(self, work: Any) -> Factors:
+        """Convert a working copy to factors; `work` must not be used afterwards."""
+
+    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
+        """Wait for the epoch; return its training loss, and whether all of `sides` is finite.
+
+        The loss is that of all updates since the last call, each error before its update.
+        """
+
+    def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
+        """Squared errors of the ratings of a block."""
+
+    def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
+        """Penalty of some rows of a side."""
+
+
+class EpochSolver(Unconnected):
+    """Stochastic gradient descent on one device; `hybridmf.ranks.mcumsgd.RankSGD` has the order of updates of a rank.
+
+    Parameters
+    ----------
+    plan : Plan
+        Its method is an `SgdMethod`.
+    state : State
+        Initial factors and mean, after `completed` epochs.
+    degrees : dict of side to int array
+        For the penalty.
+    """
+
+    def __init__(
+        self,
+        kernels: EpochKernels,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+        degrees: dict[Side, np.ndarray],
+        completed: int = 0,
+    ) -> None:
+        assert isinstance(plan.method, SgdMethod)
+        self.kernels, self.objective, self.plan, self.method = kernels, objective, plan, plan.method
+        self.degrees = degrees
+        state = starting_state(state, plan.method, plan.factors, completed)
+        with kernels.active():
+            self.state = State(kernels.hold(state.user), kernels.hold(state.item), state.mean)
+        self.epoch, self.best = completed, math.inf
+
+    def sweep(self) -> Iterator[None]:
+        """Run one epoch; the state changes once it is complete."""
+        self.run_epoch()
+        yield
+
+    def run_epoch(self) -> State:
+        """Run one epoch on copies; the state changes once the epoch is complete and finite."""
+        with self.kernels.active():
+            new = self._updated(terms_at(self.method, self.objective, self.state.mean, self.epoch))
+            loss, is_finite = self._agreed(*self.kernels.epoch_result(new.user, new.item))
+        if not math.isfinite(loss):
+            self._fail("errors became infinite or NaN")
+        if not is_finite:
+            self._fail("factors became infinite or NaN")
+        if loss > RISE * self.best:
+            self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
+        self.state, self.best = new, min(self.best, loss)
+        self.epoch += 1
+        return new
+
+    def _updated(self, terms: Terms) -> State:
+        work = {side: self.kernels.copies(self.state.side(side)) for side in SIDES}
+        for side in self.kernels.passes:
+            self.kernels.move(0, side, work, terms, self.epoch)
+        users, items = (self.kernels.factors(work.pop(side)) for side in SIDES)
+        return State(users, items, self.state.mean)
+
+    def _agreed(self, loss: float, is_finite: bool) -> tuple[float, bool]:
+        """The results of an epoch of all ranks."""
+        return loss, is_finite
+
+    def _fail(self, what: str) -> None:
+        raise diverged(what, self.method, self.epoch)
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, losses and sums in float64."""
+        with self.kernels.active():
+            return self._with_penalty(self.kernels.loss(0, self.state.user, self.state.item, self.state.mean))
+
+    def _with_penalty(self, loss: float) -> float:
+        """A sum of squared errors, and the penalty of the rows of this solver."""
+        return sum((self.kernels.penalty(side, self.state.side(side), self.degrees[side]) for side in SIDES), loss)
+
+
+def passes_of(method: SgdMethod) -> Passes:
+    """The passes of the method's schedule."""
+    return SWEEP_ORDER if method.schedule == "msgd" else (None,)
+
+
+def degrees_of(block: GridBlock) -> dict[Side, np.ndarray]:
+    """Degrees of the rows of a block."""
+    return {side: np.diff(matrix.indptr) for side, matrix in block.items()}
+
+
+def sums_width(method: SgdMethod, factors: int) -> int:
+    """Number of sums of squared steps per row."""
+    return {"adagrad": factors, "rpcs": 2}.get(method.rate_schedule, 0)
+
+
+def starting_state(state: State, method: SgdMethod, factors: int, completed: int) -> State:
+    """The state with the sums of squares that the method continues from, or without any."""
+    width = sums_width(method, factors)
+    if not width:
+        users, items = (
+            side if side.squares is None else replace(side, squares=None) for side in (state.user, state.item)
+        )
+        return State(users, items, state.mean)
+    if completed and (state.user.squares is None or state.user.squares.matrix.shape[1] != width):
+        raise ModelFileError(
+            f"the checkpoint holds no sums of squares that rate_schedule={method.rate_schedule!r} could "
+            "continue from; start anew, or resume with another rate_schedule"
+        )
+    return state
