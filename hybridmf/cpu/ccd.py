@@ -46,13 +46,7 @@ def by_row(columns: np.ndarray) -> np.ndarray:
 class _Half:
     """One side's rows: ratings, residual and schedule.
 
-    Parameters
-    ----------
-    side : {"user", "item"}
-    matrix : csr_array, shape (n_rows, n_fixed)
-        One row for each row of the side.
-    weights : csr_array of the same pattern, or None
-    objective : Objective
+    `matrix`: one row for each row of the side.
     """
 
     def __init__(self, side: Side, matrix: sp.csr_array, weights: sp.csr_array | None, objective: Objective) -> None:
@@ -68,23 +62,12 @@ class _Half:
 class CpuCCD(Unconnected):
     """Cyclic coordinate descent over rank-one factors on the CPU: owns both copies of the residual.
 
-    Parameters
-    ----------
-    user_items, item_users : csr_array
-        The ratings in both orientations.
-    objective : Objective
-        Explicit.
-    plan : Plan
-        Its `method` is a `CcdMethod`.
-    state : State
-        Initial factors; not negative for a non-negative model.
-    weights : array, shape (nnz,), optional
-        Weight of each entry's squared error, >= 0, in the order of `user_items`. Weights do not change the penalty.
-
-    Raises
-    ------
-    ValueError
-        The weights are not one finite number >= 0 for each entry.
+    `user_items`, `item_users`: the ratings in both orientations.
+    `objective`: explicit.
+    `plan`: its `method` is a `CcdMethod`.
+    `state`: initial factors; not negative for a non-negative model.
+    `weights`, (nnz,): weight of each entry's squared error, >= 0, in the order of `user_items`. Weights do not change
+        the penalty.
     """
 
     def __init__(

@@ -19,10 +19,7 @@ from . import als, topk
 class CpuEngine:
     """The CPU as `hybridmf.model.engine.Engine`.
 
-    Parameters
-    ----------
-    plan : Plan
-        Of the fit, on any device.
+    `plan`: of the fit, on any device.
     """
 
     name = "cpu"

@@ -222,12 +222,7 @@ def _schedule(block: GridBlock, plan: Plan, method: SgdMethod) -> Schedule:
 class CpuEpochs:
     """SGD on the CPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `Copies`.
 
-    Parameters
-    ----------
-    blocks : list of GridBlock
-        One; a rank has one for each range of items.
-    plan : Plan
-        `num_threads` is the number of this rank.
+    `blocks`: one; a rank has one for each range of items. `plan`: `num_threads` is the number of this rank.
     """
 
     def __init__(self, blocks: list[GridBlock], objective: Objective, plan: Plan) -> None:

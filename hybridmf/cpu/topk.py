@@ -15,21 +15,11 @@ NOTHING = RowColumns(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, n
 class PackedItems:
     """Items packed for the score kernel, by descending norm; made once, used by any number of calls.
 
-    Parameters
-    ----------
-    items : float array, shape (n_items, rank)
-    candidates : int64 array, optional
-        Consider only these items.
-    num_threads : int
-
-    Attributes
-    ----------
-    packed : float array
-        See `hybridmf.native._topk.pack`.
-    ids : int32 array, shape (n_items,)
-        In packed order.
-    block_norms : float64 array, shape (n_blocks,)
-        Largest norm of the items of each block, descending.
+    `candidates`, int64: consider only these items.
+    `packed`: see `hybridmf.native._topk.pack`.
+    `ids`, int32 (n_items,): in packed order.
+    `block_norms`, float64 (n_blocks,): largest norm of the items of each block, descending.
+    `items`, float (n_items, rank).
     """
 
     def __init__(self, items: np.ndarray, candidates: np.ndarray | None = None, num_threads: int = 1) -> None:
@@ -55,24 +45,13 @@ def top_k(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The `n` items with the highest ``users @ items.T``, ties to the lower item.
 
-    Parameters
-    ----------
-    users : float array, shape (n_users, rank)
-    items : float array, shape (n_items, rank), or PackedItems
-    n : int
-    seen : RowColumns of n_users rows, optional
-        Items of each user to exclude.
-    candidates : int64 array, ascending, optional
-        Consider only these items.
-    num_threads : int
-        Maximum number of threads. One thread serves a user; the calling thread does small amounts of work alone.
-
-    Returns
-    -------
-    ids : int32 array, shape (n_users, n)
-        -1 where fewer than `n` items are left.
-    scores : float array, shape (n_users, n)
-        -inf where ids is -1.
+    `seen`: items of each user to exclude.
+    `candidates`, int64, ascending: consider only these items.
+    `num_threads`: maximum number of threads. One thread serves a user; the calling thread does small amounts of work
+        alone.
+    Returns `ids`, int32 (n_users, n): -1 where fewer than `n` items are left.
+    Returns `scores`, float (n_users, n): -inf where ids is -1.
+    `users`, float (n_users, rank); `items`, float (n_items, rank), or PackedItems.
     """
     if candidates is not None:
         items = PackedItems(items.items if isinstance(items, PackedItems) else items, candidates, num_threads)

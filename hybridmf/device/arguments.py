@@ -12,12 +12,8 @@ import numpy as np
 def passed(argument: Any, address: Callable[[Any], int]) -> Any:
     """The form of an argument that a launch accepts: for a tuple, the bytes of the C struct with its elements.
 
-    Parameters
-    ----------
-    argument : array, NumPy scalar or tuple of these
-        Arrays in a tuple become pointers; the caller keeps them until the kernel is launched.
-    address : callable
-        Of an array on the device.
+    `argument`: arrays in a tuple become pointers; the caller keeps them until the kernel is launched. `address`: of an
+    array on the device.
     """
     if not isinstance(argument, tuple):
         return argument

@@ -87,12 +87,7 @@ STAGING_PART = 1 << 20
 class CudaCopier:
     """Copies on a separate stream: directly for pinned memory, through pinned buffers for other memory.
 
-    Parameters
-    ----------
-    device : Owner
-    cupy : module
-    first : CudaCopier, optional
-        Copier whose pinned memory this one shares and keeps alive.
+    `first`: copier whose pinned memory this one shares and keeps alive.
     """
 
     def __init__(self, device: Owner, cupy: Any, first: CudaCopier | None = None) -> None:

@@ -70,17 +70,10 @@ Array = Any
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of a compiled kernel, per thread.
-
-    Attributes
-    ----------
-    registers : int
-    local_bytes : int
-        Local memory: spilled registers, and arrays with run-time indices.
-    """
+    """Resources of a compiled kernel, per thread."""
 
     registers: int
-    local_bytes: int
+    local_bytes: int  # local memory: spilled registers, and arrays with run-time indices
 
 
 Kernel = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]
@@ -90,31 +83,16 @@ which are C structs passed by value."""
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Properties of a device that a plan depends on.
-
-    Attributes
-    ----------
-    name : str
-    index : int
-    capability : (int, int)
-        Compute capability.
-    multiprocessors : int
-    shared_bytes : int
-        Largest dynamic shared memory of a block.
-    l2_bytes : int
-    memory_bytes : int
-    free_bytes : int
-        At the time of the query, limited by HYBRIDMF_GPU_MEMORY_LIMIT.
-    """
+    """Properties of a device that a plan depends on."""
 
     name: str
     index: int
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # compute capability
     multiprocessors: int
-    shared_bytes: int
+    shared_bytes: int  # largest dynamic shared memory of a block
     l2_bytes: int
     memory_bytes: int
-    free_bytes: int
+    free_bytes: int  # at the time of the query, limited by HYBRIDMF_GPU_MEMORY_LIMIT
 
     def __str__(self) -> str:
         major, minor = self.capability
@@ -229,13 +207,7 @@ def gpu_of(array: Any) -> str | None:
 
 
 def device_count() -> int:
-    """Number of CUDA devices.
-
-    Raises
-    ------
-    DeviceError
-        Without CuPy, driver or device; says what to install.
-    """
+    """Number of CUDA devices."""
     cupy = _cupy()
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
@@ -264,13 +236,7 @@ def _open(index: int) -> CudaDevice:
 
 
 def open_device(device: str = "cuda") -> CudaDevice:
-    """The device of that name, opened once per process.
-
-    Raises
-    ------
-    DeviceError
-        The device cannot be used; the message gives the reason and a remedy.
-    """
+    """The device of that name, opened once per process."""
     opened = _open(parse_device(device))
     opened.refresh()
     return opened
@@ -294,17 +260,7 @@ class _Current:
 
 
 class CudaDevice:
-    """One CUDA device through CuPy.
-
-    Parameters
-    ----------
-    index : int
-
-    Raises
-    ------
-    DeviceError
-        The device is too old.
-    """
+    """One CUDA device through CuPy."""
 
     spec: DeviceSpec
 
@@ -346,13 +302,7 @@ class CudaDevice:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Run on this device; CuPy's exceptions are raised as hybridmf exceptions.
-
-        Raises
-        ------
-        DeviceLostError
-            The device failed for good, now or before.
-        """
+        """Run on this device; CuPy's exceptions are raised as hybridmf exceptions."""
         cupy = self._cupy
         self.health.check()
         try:

@@ -118,15 +118,7 @@ class Mark:
 class Health:
     """Whether a GPU works, and waits for it.
 
-    Parameters
-    ----------
-    index : int
-    cupy : module
-
-    Attributes
-    ----------
-    loss : dict or None
-        Why this process cannot use the GPU any more: `DeviceLostError.facts`.
+    `loss`: why this process cannot use the GPU any more: `DeviceLostError.facts`.
     """
 
     def __init__(self, index: int, cupy: Any) -> None:
@@ -140,12 +132,7 @@ class Health:
     # ------------------------------------------------------------------------------------------------ failures
 
     def check(self) -> None:
-        """Raise an error if the GPU is lost.
-
-        Raises
-        ------
-        DeviceLostError
-        """
+        """Raise an error if the GPU is lost."""
         if self.loss is not None:
             raise DeviceLostError(self.loss)
 
@@ -191,26 +178,14 @@ class Health:
         return mark
 
     def is_done(self, mark: Mark) -> bool:
-        """Whether the work before a mark is complete.
-
-        Raises
-        ------
-        DeviceError
-            The work failed. `Event.done` of CuPy would be False forever.
-        """
+        """Whether the work before a mark is complete."""
         status = self.cupy.cuda.runtime.eventQuery(mark.ptr)
         if status and status != NOT_READY:
             self._raise_failure_of(mark)
         return not status
 
     def wait(self, mark: Mark) -> None:
-        """Wait until the work before a mark is complete; Ctrl-C interrupts the wait.
-
-        Raises
-        ------
-        DeviceError
-            The work failed, or the GPU is lost.
-        """
+        """Wait until the work before a mark is complete; Ctrl-C interrupts the wait."""
         query, pointer, begun, waited = self.cupy.cuda.runtime.eventQuery, mark.ptr, time.perf_counter(), 0.0
         try:
             while status := query(pointer):
@@ -296,12 +271,7 @@ def health_of(index: int, cupy: Any) -> Health:
 
 
 def check_all(cupy: Any) -> None:
-    """Raise an error if a GPU of this process is lost: calls for no particular GPU fail, too.
-
-    Raises
-    ------
-    DeviceLostError
-    """
+    """Raise an error if a GPU of this process is lost: calls for no particular GPU fail, too."""
     for health in tuple(_known.values()):
         if health.cupy is cupy:
             health.check()

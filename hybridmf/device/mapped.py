@@ -19,10 +19,7 @@ from ..errors import StoreError
 def file_behind(array: np.ndarray) -> tuple[str, int] | None:
     """Path of the file behind a mapped array, and the offset of the array in it; None for other arrays.
 
-    Parameters
-    ----------
-    array : ndarray
-        A `numpy.memmap` that shares its memory with the file, or a view of one; C order.
+    `array`: a `numpy.memmap` that shares its memory with the file, or a view of one; C order.
     """
     base = array
     while not isinstance(base, np.memmap):
@@ -39,18 +36,9 @@ def file_behind(array: np.ndarray) -> tuple[str, int] | None:
 def read_into(buffer: np.ndarray, handle: int, begin: int) -> None:
     """Fill a buffer from a file.
 
-    Parameters
-    ----------
-    buffer : uint8 array, C order
-    handle : int
-        Descriptor of the file; threads may share it.
-    begin : int
-        Offset in the file.
-
-    Raises
-    ------
-    StoreError
-        The file is too short.
+    `handle`: descriptor of the file; threads may share it.
+    `begin`: offset in the file.
+    `buffer`, uint8, C order.
     """
     rest = buffer.data
     while len(rest):
@@ -63,13 +51,9 @@ def read_into(buffer: np.ndarray, handle: int, begin: int) -> None:
 def write_from(buffer: np.ndarray, handle: int, begin: int) -> None:
     """Write a buffer to a file.
 
-    Parameters
-    ----------
-    buffer : uint8 array, C order
-    handle : int
-        Descriptor of the file; threads may share it.
-    begin : int
-        Offset in the file.
+    `handle`: descriptor of the file; threads may share it.
+    `begin`: offset in the file.
+    `buffer`, uint8, C order.
     """
     rest = buffer.data
     while len(rest):
@@ -91,10 +75,8 @@ def _opened(path: str) -> int | None:
 def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]:
     """A function ``read(buffer, start)`` that fills a buffer with the bytes of an array from `start` on.
 
-    Parameters
-    ----------
-    source : uint8 array, C order
-        If it is mapped from a file that still exists by name, or from a file of `core.scratch`, the file is read.
+    `source`, uint8, C order: if it is mapped from a file that still exists by name, or from a file of `core.scratch`,
+    the file is read.
     """
     scratch = scratch_file(source)
     if scratch is not None and hasattr(os, "preadv"):
@@ -114,10 +96,7 @@ def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]
 def writer_of(target: np.ndarray) -> Callable[[np.ndarray, int], None]:
     """A function ``write(buffer, start)`` that writes the bytes of a buffer to an array from `start` on.
 
-    Parameters
-    ----------
-    target : uint8 array, C order
-        If it is mapped from a file of `hybridmf.core.scratch`, the file is written.
+    `target`, uint8, C order: if it is mapped from a file of `hybridmf.core.scratch`, the file is written.
     """
     scratch = scratch_file(target)
     if scratch is None or not hasattr(os, "pwrite"):  # as on Windows

@@ -30,11 +30,7 @@ class Cleared:
     kernel sees what earlier ones have written. Each launch has a separate counter, also if a batch is repeated because
     memory ran out: no counter is cleared while a kernel may use it.
 
-    Parameters
-    ----------
-    device : Device
-    n_rows : int
-        Rows that the half sweep solves.
+    `n_rows`: rows that the half sweep solves.
     """
 
     FOUND, HEAD = 3, 64
@@ -78,14 +74,8 @@ class RowKernels:
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Any) -> None:
         """Write the sums of segments of entries.
 
-        Parameters
-        ----------
-        sums : Sums
-        table : float array, shape (n_fixed, width)
-            `operand` of the fixed side.
-        entries : DeviceEntries
-        segments : int64 array, shape (n_segments, 3)
-            (slot, begin, end) of each.
+        `table`, float (n_fixed, width): `operand` of the fixed side. `segments`, int64 (n_segments, 3): (slot, begin,
+        end) of each.
         """
         raise NotImplementedError
 
@@ -102,27 +92,16 @@ class RowKernels:
 
 @dataclass(frozen=True)
 class PublishedKernels(RowKernels):
-    """Base of the published assemblies: sums are matrices and right-hand sides, solved by a kernel for any rank.
-
-    Attributes
-    ----------
-    device : Device
-    rank : int
-    dtype : dtype
-    solver : {"cholesky", "cg", "nonnegative"}
-    epsilon : float
-        Pivots at or below this part of their diagonal element count as rounding errors.
-    cg_steps : int
-    config, solver_config : optional
-        Configurations of the assembly and of the solver. Default: the tuned ones, or those of the rules.
-    """
+    """Base of the published assemblies: sums are matrices and right-hand sides, solved by a kernel for any rank."""
 
     device: Device
     rank: int
     dtype: Any
-    solver: str
-    epsilon: float
+    solver: str  # {"cholesky", "cg", "nonnegative"}
+    epsilon: float  # pivots at or below this part of their diagonal element count as rounding errors
     cg_steps: int
+    # config, solver_config: configurations of the assembly and of the solver. Default: the tuned ones, or those of the
+    # rules
     config: Any = field(default=None, kw_only=True)
     solver_config: Any = field(default=None, kw_only=True)
 
@@ -153,15 +132,9 @@ class PublishedKernels(RowKernels):
 
 @dataclass(frozen=True)
 class SegmentKernels(PublishedKernels):
-    """An assembly that sums segments of rows.
+    """An assembly that sums segments of rows."""
 
-    Attributes
-    ----------
-    sum_segments : callable
-        `hybridmf.gpu.sparse_syrk.sparse_syrk` or `hybridmf.gpu.mo_als.mo_als`.
-    """
-
-    sum_segments: Callable[..., None]
+    sum_segments: Callable[..., None]  # `hybridmf.gpu.sparse_syrk.sparse_syrk` or `hybridmf.gpu.mo_als.mo_als`
 
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
         """See `RowKernels`."""
@@ -170,12 +143,7 @@ class SegmentKernels(PublishedKernels):
 
 
 def require_fit(config: Any, spec: DeviceSpec) -> None:
-    """Check that the shared memory of a configuration fits in a block of the device.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Check that the shared memory of a configuration fits in a block of the device."""
     require(
         config.shared_bytes <= spec.shared_bytes,
         f"{config} needs {config.shared_bytes} bytes of shared memory a block, {spec.name} has {spec.shared_bytes}",
@@ -183,12 +151,7 @@ def require_fit(config: Any, spec: DeviceSpec) -> None:
 
 
 def require_match(config: Any, rank: int, dtype: np.dtype[Any]) -> None:
-    """Check that a configuration is for the rank and dtype of the arrays.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Check that a configuration is for the rank and dtype of the arrays."""
     require(
         config.rank == rank and config.itemsize == dtype.itemsize,
         f"config is for rank {config.rank} and items of {config.itemsize} bytes; these have rank {rank} and "
@@ -197,12 +160,7 @@ def require_match(config: Any, rank: int, dtype: np.dtype[Any]) -> None:
 
 
 def check_factors(factors: Array, dtype: Any, rank: int) -> None:
-    """Check that a table of factors has the layout of the kernels.
-
-    Raises
-    ------
-    TypeError
-    """
+    """Check that a table of factors has the layout of the kernels."""
     check("factors", factors, dtype, (None, None))
     ld = factors.shape[1]
     if ld < rank or ld * np.dtype(dtype).itemsize % 16:

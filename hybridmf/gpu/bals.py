@@ -30,24 +30,13 @@ Variant = Literal["chip", "local"]
 
 @dataclass(frozen=True)
 class BalsTiles:
-    """The arrays of a `hybridmf.formats.BalsMatrix` on a device.
+    """The arrays of a `hybridmf.formats.BalsMatrix` on a device."""
 
-    Attributes
-    ----------
-    values : float array, shape (nnz,)
-    tile_colidx : int32 array, shape (nnz - redundancy,)
-    tile_ptr : int64 array, shape (n_tiles + 1,)
-    seg_colidx : int32 array, shape (nnz,)
-    seg_ptr : int64 array, shape (n_rows * n_tile_cols + 1,)
-    shape : (n_rows, n_cols)
-    tile_rows, tile_cols : int
-    """
-
-    values: Array
-    tile_colidx: Array
-    tile_ptr: Array
-    seg_colidx: Array
-    seg_ptr: Array
+    values: Array  # float (nnz,)
+    tile_colidx: Array  # int32 (nnz - redundancy,)
+    tile_ptr: Array  # int64 (n_tiles + 1,)
+    seg_colidx: Array  # int32 (nnz,)
+    seg_ptr: Array  # int64 (n_rows * n_tile_cols + 1,)
     shape: tuple[int, int]
     tile_rows: int
     tile_cols: int
@@ -74,36 +63,18 @@ def upload_tiles(device: Device, bals: BalsMatrix) -> BalsTiles:
 
 @dataclass(frozen=True)
 class BalsLocalConfig:
-    """Compile-time choices of cuda/bals.cu with ACCUMULATORS=local, the mapping of the paper (section 4.2).
-
-    Attributes
-    ----------
-    rank : int
-    itemsize : int
-        4 for float32, 8 for float64.
-    tile_rows, tile_cols : int
-        The matrix tile, the paper's xb and yb.
-    nb : int
-        Rows and columns of a tile of a row's system.
-    dx, dy : int
-        Threads along the columns and rows of that tile.
-    dz : int
-        Rows of the matrix tile processed at a time.
-
-    Raises
-    ------
-    ValueError
-        A constraint is violated; the message names it.
-    """
+    """Compile-time choices of cuda/bals.cu with ACCUMULATORS=local, the mapping of the paper (section 4.2)."""
 
     rank: int
-    itemsize: int
+    itemsize: int  # 4 for float32, 8 for float64
+    # tile_rows, tile_cols: the matrix tile, the paper's xb and yb
     tile_rows: int
     tile_cols: int
-    nb: int
+    nb: int  # rows and columns of a tile of a row's system
+    # dx, dy: threads along the columns and rows of that tile
     dx: int
     dy: int
-    dz: int
+    dz: int  # rows of the matrix tile processed at a time
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -114,13 +85,7 @@ class BalsLocalConfig:
     def default(
         cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_rows: int = 256, tile_cols: int = 192
     ) -> BalsLocalConfig:
-        """The choice of the paper: nb = 16, 4 x 4 threads per row, 64 rows at a time; smaller nb for wide tiles.
-
-        Raises
-        ------
-        ValueError
-            The tile is too wide for any nb.
-        """
+        """The choice of the paper: nb = 16, 4 x 4 threads per row, 64 rows at a time; smaller nb for wide tiles."""
         for nb in (16, 8, 4):
             side = min(4, nb // 2)
             dz = min(MAX_THREADS // side**2, -(-tile_rows // 2) * 2)
@@ -166,31 +131,15 @@ def bals(
 ) -> None:
     """Sums of each row of some row blocks by the BALS kernel (Algorithm 2).
 
-    Parameters
-    ----------
-    device : Device
-    sums : tuple of float arrays (matrices, rhs), shapes (n_batch, rank, rank) and (n_batch, rank)
-        Written: lower triangles of `matrices` for the rows of the blocks; the last row block of the matrix may be
-        shorter.
-    factors : float array, shape (n_fixed, ld)
-        As for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
-    entries_of_tiles : DeviceEntries
-        Offsets, implicit, alpha and unobserved_weight of the entries; indices and ratings are those of `tiles`.
-    tiles : BalsTiles
-    blocks : RowBlocks
-        The row blocks of the batch.
-    config : BalsConfig or BalsLocalConfig, or {"chip", "local"}
-        Sums in registers, or mapped to threads as in the paper and kept in local memory. A name selects the default
-        configuration.
-    skip_vacant : bool
-        Skip a vacant tile after one test. False, with sums in local memory only, measures the benefit (6.4).
-
-    Raises
-    ------
-    TypeError
-        An array has the wrong dtype, shape or layout.
-    ValueError
-        The configuration is for another rank, dtype or tile, or does not fit on the device; or row blocks do not exist.
+    `sums`, tuple of float (matrices, rhs) (n_batch, rank, rank) and (n_batch, rank): written: lower triangles of
+        `matrices` for the rows of the blocks; the last row block of the matrix may be shorter.
+    `factors`, float (n_fixed, ld): as for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
+    `entries_of_tiles`: offsets, implicit, alpha and unobserved_weight of the entries; indices and ratings are those of
+        `tiles`.
+    `blocks`: the row blocks of the batch.
+    `config`: sums in registers, or mapped to threads as in the paper and kept in local memory. A name selects the
+        default configuration.
+    `skip_vacant`: skip a vacant tile after one test. False, with sums in local memory only, measures the benefit (6.4).
     """
     rank = _check_tiles(device, sums, factors, entries_of_tiles, tiles, blocks)
     dtype, tile_rows, tile_cols = np.dtype(factors.dtype), tiles.tile_rows, tiles.tile_cols
@@ -271,19 +220,12 @@ def _check_tiles(
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Row blocks whose rows are summed together; takes the place of segments.
+    """Row blocks whose rows are summed together; takes the place of segments."""
 
-    Attributes
-    ----------
-    first, count : int
-        Row blocks.
-    rows : int
-        Rows in them.
-    """
-
+    # first, count: row blocks
     first: int
     count: int
-    rows: int
+    rows: int  # rows in them
 
     @classmethod
     def of(cls, tiles: BalsTiles, first: int, count: int) -> RowBlocks:
@@ -297,17 +239,10 @@ class RowBlocks:
 
 @dataclass(frozen=True)
 class TileKernels(PublishedKernels):
-    """The BALS kernel as `RowKernels`; each row of a batch has one slot.
-
-    Attributes
-    ----------
-    tiles : BalsTiles
-    variant : {"chip", "local"}
-        See `bals`.
-    """
+    """The BALS kernel as `RowKernels`; each row of a batch has one slot."""
 
     tiles: BalsTiles
-    variant: Variant
+    variant: Variant  # {"chip", "local"}: see `bals`
 
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: RowBlocks) -> None:
         """See `RowKernels`."""

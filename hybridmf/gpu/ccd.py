@@ -49,24 +49,13 @@ WARPS_PER_BLOCK = 8
 
 @dataclass(frozen=True)
 class PieceLayout:
-    """Pieces of rows in memory order: by tile, longest first within a tile.
+    """Pieces of rows in memory order: by tile, longest first within a tile."""
 
-    Attributes
-    ----------
-    pieces : int32 array, shape (n_pieces, 4)
-        First quad, quads, row, slot of the partial sums (-1: the piece is the whole row).
-    tiles : int32 array, shape (n_pieces,)
-    sources : int64 array, shape (n_pieces, 2)
-        First entry in the order of the matrix, number of entries.
-    split : int32 array, shape (n_split, 4)
-        Row, first slot, number of slots and 0, for each row of several pieces.
-    n_slots, n_quads : int
-    """
-
+    # int32 (n_pieces, 4): first quad, quads, row, slot of the partial sums (-1: the piece is the whole row)
     pieces: np.ndarray
-    tiles: np.ndarray
-    sources: np.ndarray
-    split: np.ndarray
+    tiles: np.ndarray  # int32 (n_pieces,)
+    sources: np.ndarray  # int64 (n_pieces, 2): first entry in the order of the matrix, number of entries
+    split: np.ndarray  # int32 (n_split, 4): row, first slot, number of slots and 0, for each row of several pieces
     n_slots: int
     n_quads: int
 
@@ -74,17 +63,8 @@ class PieceLayout:
     def cut(cls, begins: np.ndarray, counts: np.ndarray, segment: int) -> PieceLayout:
         """Cut rows at the bounds of tiles, and longer parts into segments of at most `segment` entries.
 
-        Parameters
-        ----------
-        begins : int64 array, shape (n_rows,)
-            First entry of each row.
-        counts : int64 array, shape (n_rows, n_tiles)
-            Entries of each row in each tile; a row's entries are sorted by tile.
-
-        Raises
-        ------
-        DeviceMemoryError
-            More entries than the kernels can address (8.6e9).
+        `begins`, int64 (n_rows,): first entry of each row. `counts`, int64 (n_rows, n_tiles): entries of each row in
+        each tile; a row's entries are sorted by tile.
         """
         rows, tiles = np.nonzero(counts)
         lengths = counts[rows, tiles]
@@ -121,11 +101,8 @@ class PieceLayout:
         together in memory. A block at the border of two tiles is in the team of either for a part of the pieces. In
         tiles of few pieces each block has its own: there the last turns would leave many blocks without work.
 
-        Returns
-        -------
-        parts : int32 array, shape (n_parts, 8)
-            Tile, first piece, end, lanes that share a piece, rank of the block in its team, blocks of the team, 0, 0.
-        first_part : int32 array, shape (n_blocks + 1,)
+        Returns `parts`, int32 (n_parts, 8): tile, first piece, end, lanes that share a piece, rank of the block in its
+        team, blocks of the team, 0, 0. Returns `first_part`, int32 (n_blocks + 1,).
         """
         n = len(self.pieces)
         blocks = max(1, min(blocks, n))
@@ -218,14 +195,7 @@ def _slots(rows: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
 class CcdEntries:
     """Entries of one side on a device: ratings, residual, and their division into blocks.
 
-    Parameters
-    ----------
-    device : Device
-    side : {"user", "item"}
-    matrix : csr_array, shape (n_rows, n_fixed)
-        One row for each row of the side, indices ascending.
-    objective : Objective
-    config : CcdConfig
+    `matrix`: one row for each row of the side, indices ascending.
     """
 
     def __init__(
@@ -333,14 +303,9 @@ def _chunks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Vectors:
-    """Coordinates of one side: new ones of the previous factor, old ones of this factor, and the regressor.
+    """Coordinates of one side: new ones of the previous factor, old ones of this factor, and the regressor."""
 
-    Attributes
-    ----------
-    subtracted, added, regressor : float array, shape (n + padding,)
-        Padded with zeros to 16 bytes.
-    """
-
+    # subtracted, added, regressor: float (n + padding,): padded with zeros to 16 bytes
     subtracted: Array
     added: Array
     regressor: Array
@@ -353,37 +318,21 @@ class Vectors:
 
 @dataclass(frozen=True)
 class PassMode:
-    """Options of a pass.
+    """Options of a pass."""
 
-    Attributes
-    ----------
-    vectors : {1, 2, 3}
-        Gathered vectors: 1 (the regressor alone) does not change the residual, 2 uses `added` as the regressor.
-    pending : bool
-        Whether the product of the previous factor is still in the residual.
-    nonnegative : bool
-        Whether negative coordinates become zero.
-    bias : bool
-        Whether the coordinates are biases, which have their own penalty.
-    """
-
+    # {1, 2, 3}: gathered vectors: 1 (the regressor alone) does not change the residual, 2 uses `added` as the
+    # regressor
     vectors: int
-    pending: bool
-    nonnegative: bool
-    bias: bool = False
+    pending: bool  # whether the product of the previous factor is still in the residual
+    nonnegative: bool  # whether negative coordinates become zero
+    bias: bool = False  # whether the coordinates are biases, which have their own penalty
 
 
 def rank_one(solved: Array, entries: CcdEntries, fixed: Vectors, own: Vectors, mode: PassMode) -> None:
     """Compute the coordinates of all rows with entries from the residual, and update the residual.
 
-    Parameters
-    ----------
-    solved : float array, shape (n_rows + padding,)
-        Written; rows without entries are not. No part of `fixed` or `own`, which the kernel reads as constants.
-    entries : CcdEntries
-    fixed, own : Vectors
-        The other side and this one, whose regressor is not read.
-    mode : PassMode
+    `solved`, float (n_rows + padding,): written; rows without entries are not. No part of `fixed` or `own`, which the
+    kernel reads as constants. `fixed`, `own`: the other side and this one, whose regressor is not read.
     """
     if not len(entries.pieces):
         return
@@ -464,19 +413,11 @@ def transpose(entries: CcdEntries, out: Array, array: Array, status: Array, n_ro
 class GpuCCD(Unconnected):
     """Cyclic coordinate descent over rank-one factors on one GPU: owns both copies of the residual.
 
-    Parameters
-    ----------
-    device : Device
-    user_items, item_users : csr_array
-        The ratings in both orientations.
-    objective : Objective
-        Explicit.
-    plan : Plan
-        Its `method` is a `CcdMethod`.
-    state : State
-        Initial factors and mean.
-    configs : dict of side to CcdConfig, optional
-        Default: those of `CcdConfig.choose`.
+    `user_items`, `item_users`: the ratings in both orientations.
+    `objective`: explicit.
+    `plan`: its `method` is a `CcdMethod`.
+    `state`: initial factors and mean.
+    `configs`: default: those of `CcdConfig.choose`.
     """
 
     def __init__(

@@ -40,39 +40,19 @@ def _require_fit(config: CholeskyConfig | CgConfig, spec: DeviceSpec) -> None:
 
 @dataclass(frozen=True)
 class CholeskyConfig:
-    """Compile-time choices of cuda/cholesky_any.cu.
+    """Compile-time choices of cuda/cholesky_any.cu."""
 
-    Attributes
-    ----------
-    rank : int
-        Order of the systems.
-    itemsize : int
-        4 (float32) or 8 (float64).
-    systems : int
-        Systems of a block, a warp each (rank 1 to 32); 0: one block per system, with the parameters below.
-    row_threads : int
-        Threads down a column of accumulators, a multiple of 8; a block has 8 times as many.
-    tile_rows, tile_columns : int
-        Accumulators of a thread. Panels have ``8 tile_columns`` columns, a multiple of 32.
-    resident : bool
-        Keep the part of L that later panels need in shared memory; otherwise read it from the matrix again.
-    blocks_per_sm : int
-        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
-
-    Raises
-    ------
-    ValueError
-        The kernel does not support the combination.
-    """
-
-    rank: int
-    itemsize: int
+    rank: int  # order of the systems
+    itemsize: int  # 4 (float32) or 8 (float64)
+    # systems of a block, a warp each (rank 1 to 32); 0: one block per system, with the parameters below
     systems: int = 0
-    row_threads: int = 16
+    row_threads: int = 16  # threads down a column of accumulators, a multiple of 8; a block has 8 times as many
+    # tile_rows, tile_columns: accumulators of a thread. Panels have ``8 tile_columns`` columns, a multiple of 32
     tile_rows: int = 4
     tile_columns: int = 4
+    # keep the part of L that later panels need in shared memory; otherwise read it from the matrix again
     resident: bool = True
-    blocks_per_sm: int = 1
+    blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
     def __post_init__(self) -> None:
         require(1 <= self.rank <= MAX_RANK, f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
@@ -100,24 +80,12 @@ class CholeskyConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
-        """The tuned choice for a device, or that of the rule.
-
-        Raises
-        ------
-        ValueError
-            As for `rule`.
-        """
+        """The tuned choice for a device, or that of the rule."""
         return tuned(cls, "cholesky_any", rank, itemsize, spec) or cls.rule(rank, itemsize, spec)
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
-        """The choice for a rank on a device without a tuned table entry.
-
-        Raises
-        ------
-        ValueError
-            Even the smallest configuration does not fit in shared memory.
-        """
+        """The choice for a rank on a device without a tuned table entry."""
         if rank <= WARP:
             return cls(rank, itemsize, systems=4, blocks_per_sm=4)
         candidates = list(cls._candidates(rank, itemsize, spec))
@@ -208,26 +176,13 @@ class CholeskyConfig:
 
 @dataclass(frozen=True)
 class CgConfig:
-    """Compile-time choices of cuda/cg_any.cu.
-
-    Attributes
-    ----------
-    rank : int
-    itemsize : int
-        4 (float32) or 8 (float64).
-    warps : int
-        Warps of a block, which solves one system.
-    resident : bool
-        Keep the matrix in shared memory; otherwise read it again in each step.
-    blocks_per_sm : int
-        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
-    """
+    """Compile-time choices of cuda/cg_any.cu."""
 
     rank: int
-    itemsize: int
-    warps: int
-    resident: bool
-    blocks_per_sm: int
+    itemsize: int  # 4 (float32) or 8 (float64)
+    warps: int  # warps of a block, which solves one system
+    resident: bool  # keep the matrix in shared memory; otherwise read it again in each step
+    blocks_per_sm: int  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
     def __post_init__(self) -> None:
         require(self.warps in (1, 2, 4, 8, 16, 32), f"warps must be a power of two of at most 32, got {self.warps}")
@@ -235,24 +190,12 @@ class CgConfig:
 
     @classmethod
     def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:
-        """The tuned choice for a device, or that of the rule.
-
-        Raises
-        ------
-        ValueError
-            As for `rule`.
-        """
+        """The tuned choice for a device, or that of the rule."""
         return tuned(cls, "cg_any", rank, itemsize, spec) or cls.rule(rank, itemsize, spec)
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:
-        """The choice without a tuned table entry: resident if two blocks fit; one loads while the other computes.
-
-        Raises
-        ------
-        ValueError
-            The sums of one warp do not fit in shared memory.
-        """
+        """The choice without a tuned table entry: resident if two blocks fit; one loads while the other computes."""
         warps = 1 if rank <= 32 else 2 if rank <= 64 else 4 if rank <= 128 else 8
         registers = 64 if rank <= 128 else 128 if itemsize == 4 else 255
         config = cls(rank, itemsize, warps, True, max(1, min(16, REGISTERS // (warps * WARP * registers))))
@@ -331,23 +274,10 @@ def complete(
 
     Slots are added in order: a rerun gives the same bits.
 
-    Parameters
-    ----------
-    device : Device
-    matrices : float array, shape (n_slots, rank, rank)
-        Lower triangles; system k is written to ``matrices[slots[k]]``.
-    rhs : float array, shape (n_slots, rank)
-    slots : int64 array, shape (n + 1,)
-        First slot of each system; a system without slots is skipped.
-    gram : float array, shape (rank, rank), or None
-        Lower triangle.
-    ridge : float array, shape (rank,)
-    scale : float array, shape (n,)
-
-    Raises
-    ------
-    TypeError
-        An array has another dtype, shape, layout or device.
+    `matrices`, float (n_slots, rank, rank): lower triangles; system k is written to ``matrices[slots[k]]``.
+    `slots`, int64 (n + 1,): first slot of each system; a system without slots is skipped.
+    `gram`, float (rank, rank), or None: lower triangle.
+    `rhs`, float (n_slots, rank); `ridge`, float (rank,); `scale`, float (n,).
     """
     n, rank = _check_batch(device, matrices, rhs, slots)
     dtype = matrices.dtype
@@ -367,21 +297,11 @@ def complete(
 
 @dataclass(frozen=True)
 class TilesConfig:
-    """Compile-time choices of cuda/cholesky.cu: one warp per system, products on tensor cores.
+    """Compile-time choices of cuda/cholesky.cu: one warp per system, products on tensor cores."""
 
-    Attributes
-    ----------
-    rank : int
-        1 to 64.
-    teams : int
-        Warps of a block.
-    blocks_per_sm : int
-        Bounds the registers of a thread.
-    """
-
-    rank: int
-    teams: int
-    blocks_per_sm: int
+    rank: int  # 1 to 64
+    teams: int  # warps of a block
+    blocks_per_sm: int  # bounds the registers of a thread
 
     def __post_init__(self) -> None:
         require(1 <= self.rank <= 64, f"rank must be in 1 ... 64, got {self.rank}")
@@ -410,18 +330,10 @@ class TilesConfig:
 
 @dataclass(frozen=True)
 class WideTilesConfig:
-    """Compile-time choices of cuda/cholesky_sums.cu: four warps per system, products on tensor cores.
+    """Compile-time choices of cuda/cholesky_sums.cu: four warps per system, products on tensor cores."""
 
-    Attributes
-    ----------
-    rank : int
-        65 to 128.
-    blocks_per_sm : int
-        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
-    """
-
-    rank: int
-    blocks_per_sm: int = 5
+    rank: int  # 65 to 128
+    blocks_per_sm: int = 5  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
     threads = 4 * WARP
 
@@ -481,26 +393,14 @@ def cholesky_solve(
 ) -> None:
     """Solve the first slot of each system by Cholesky; the matrices are destroyed.
 
-    Parameters
-    ----------
-    device : Device
-    solutions : float array, shape (n_out, ld), ld >= rank
-        ``solutions[rows[k], :rank]`` is written: zeros where the status is not 0, or where a system has no slots.
-    status : int32 array, shape (n_out,)
-        ``status[rows[k]]`` is 0; j + 1 if pivot j is at or below `pivot_epsilon` times its diagonal element;
-        -1 if a pivot or the solution is infinite or NaN.
-    sums : tuple of float arrays (matrices, rhs), shapes (n_slots, rank, rank) and (n_slots, rank)
-        Only lower triangles of `matrices` are read.
-    slots : int64 array, shape (n + 1,)
-    rows : int32 array, shape (n,)
-        Distinct.
-    pivot_epsilon : float
-    config : CholeskyConfig, TilesConfig or WideTilesConfig, optional
-
-    Raises
-    ------
-    TypeError
-        An array has another dtype, shape, layout or device.
+    `solutions`, float (n_out, ld), ld >= rank: ``solutions[rows[k], :rank]`` is written: zeros where the status is not
+        0, or where a system has no slots.
+    `status`, int32 (n_out,): ``status[rows[k]]`` is 0; j + 1 if pivot j is at or below `pivot_epsilon` times its
+        diagonal element; -1 if a pivot or the solution is infinite or NaN.
+    `sums`, tuple of float (matrices, rhs) (n_slots, rank, rank) and (n_slots, rank): only lower triangles of `matrices`
+        are read.
+    `rows`, int32 (n,): distinct.
+    `slots`, int64 (n + 1,).
     """
     matrices, rhs = sums
     n, rank = _check_batch(device, matrices, rhs, slots)
@@ -544,26 +444,14 @@ def cg_solve(
 
     The stopping rule is that of the CPU: the residual has fallen by 1e-10 or is close to underflow.
 
-    Parameters
-    ----------
-    device : Device
-    solutions : float array, shape (n_out, ld), ld >= rank
-        ``solutions[rows[k], :rank]`` is the warm start and is overwritten: zeros where the status is not 0, or where a
-        system has no slots.
-    status : int32 array, shape (n_out,)
-        ``status[rows[k]]`` is 0; -1 if residual or solution became infinite or NaN; -2 for negative curvature.
-    sums : tuple of float arrays (matrices, rhs), shapes (n_slots, rank, rank) and (n_slots, rank)
-        Only lower triangles of `matrices` are read.
-    slots : int64 array, shape (n + 1,)
-    rows : int32 array, shape (n,)
-        Distinct.
-    steps : int
-    config : CgConfig, optional
-
-    Raises
-    ------
-    TypeError
-        An array has another dtype, shape, layout or device.
+    `solutions`, float (n_out, ld), ld >= rank: ``solutions[rows[k], :rank]`` is the warm start and is overwritten:
+        zeros where the status is not 0, or where a system has no slots.
+    `status`, int32 (n_out,): ``status[rows[k]]`` is 0; -1 if residual or solution became infinite or NaN; -2 for
+        negative curvature.
+    `sums`, tuple of float (matrices, rhs) (n_slots, rank, rank) and (n_slots, rank): only lower triangles of `matrices`
+        are read.
+    `rows`, int32 (n,): distinct.
+    `slots`, int64 (n + 1,).
     """
     matrices, rhs = sums
     n, rank = _check_batch(device, matrices, rhs, slots)

@@ -20,14 +20,7 @@ LOW = 0xFFFFFFFF
 def drawn_table(device: Device, factors: DrawnFactors, width: int) -> Array:
     """Draw factors as a table of `width` columns on a device: factors, a constant 1 if there are biases, zeros.
 
-    Parameters
-    ----------
-    factors : DrawnFactors
-    width : int
-
-    Returns
-    -------
-    float array, shape (n, width)
+    Returns float (n, width).
     """
     table = device.empty((len(factors), width), factors.drawing.dtype)
     scales = device.upload(factors.scales)
@@ -40,12 +33,7 @@ def drawn_table(device: Device, factors: DrawnFactors, width: int) -> Array:
 def draw_rows(device: Device, table: Array, scales: Array, factors: DrawnFactors, rows: Array | None) -> None:
     """Fill a table on the device; `scales` and `rows` are those of `factors`.
 
-    Parameters
-    ----------
-    table : float array, shape (n, width)
-    scales : float32 array, shape (n,)
-    factors : DrawnFactors
-    rows : int64 array, shape (n,), or None
+    `table`, float (n, width); `scales`, float32 (n,); `rows`, int64 (n,), or None.
     """
     (n, width), how = table.shape, factors.drawing
     check("table", table, how.dtype, (len(factors), None))

@@ -171,32 +171,16 @@ def _gram_pointer(systems: SideSystems) -> Any:
 
 @dataclass(frozen=True)
 class FusedKernels(RowKernels):
-    """The fused kernels as `RowKernels`; the sums of a segment are one vector.
-
-    Attributes
-    ----------
-    device : Device
-    config : FusedConfig
-    precision : str
-        A key of `PRECISION_CODES`.
-    solver : {"cholesky", "cg", "nonnegative"}
-    epsilon : float
-        Pivots up to this share of their diagonal element count as rounding errors.
-    cg_steps : int
-    largest : float
-        Largest absolute value of the factors; read only if the precision is float32.
-    cleared : Cleared or None
-        Counters of the half sweep.
-    """
+    """The fused kernels as `RowKernels`; the sums of a segment are one vector."""
 
     device: Device
     config: FusedConfig
-    precision: str = "float32"
-    solver: str = "cholesky"
-    epsilon: float = 0.0
+    precision: str = "float32"  # a key of `PRECISION_CODES`
+    solver: str = "cholesky"  # {"cholesky", "cg", "nonnegative"}
+    epsilon: float = 0.0  # pivots up to this share of their diagonal element count as rounding errors
     cg_steps: int = 1
-    largest: float = 1.0
-    cleared: Cleared | None = field(default=None, compare=False)
+    largest: float = 1.0  # largest absolute value of the factors; read only if the precision is float32
+    cleared: Cleared | None = field(default=None, compare=False)  # counters of the half sweep
 
     def _counter(self) -> Array:
         """Work counter of one launch; the stream clears it before that launch, and no other launch uses it."""
@@ -246,14 +230,9 @@ class FusedKernels(RowKernels):
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
         """Launch assemble_segments or warpgroup_sums: sums of segments of rows.
 
-        Parameters
-        ----------
-        sums : (float32 array, shape (n_slots, partial_floats),)
-        table : array, shape (n_fixed, columns)
-            The result of `operand`.
-        entries : DeviceEntries
-        segments : int64 array, shape (n_segments, 3)
-            (slot, begin, end) of each.
+        `table`, (n_fixed, columns): the result of `operand`.
+        `segments`, int64 (n_segments, 3): (slot, begin, end) of each.
+        `sums`, (float32 (n_slots, partial_floats),).
         """
         if not len(segments):
             return
@@ -353,14 +332,9 @@ class FusedKernels(RowKernels):
     ) -> None:
         """Launch solve_rows: solve the systems of `rows`, each assembled by one team.
 
-        Parameters
-        ----------
-        systems : SideSystems
-        table, entries
-            As for `assemble`.
-        indptr : int64 array, shape (n_rows + 1,)
-        rows : int32 array
-            Longest first.
+        `table`, `entries`: as for `assemble`.
+        `rows`, int32: longest first.
+        `indptr`, int64 (n_rows + 1,).
         """
         if not len(rows):
             return

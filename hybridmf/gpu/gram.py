@@ -28,10 +28,7 @@ def gram_program(spec: DeviceSpec, dtype: Any) -> tuple[str, str, tuple[str, ...
 def gram_sum(device: Device, table: Array) -> Array:
     """``F^T F`` of a table, shape (width, width), float64; pieces of a few thousand rows are summed in its own type.
 
-    Parameters
-    ----------
-    device : Device
-    table : float array, shape (n_rows, width)
+    `table`, float (n_rows, width).
     """
     n, width = table.shape
     side, tiles = gram_sides(width)

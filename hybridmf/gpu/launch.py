@@ -103,29 +103,18 @@ def check_not_host(device: Device, **arrays: Array) -> None:
 
 @dataclass(frozen=True)
 class DeviceEntries:
-    """Entries of the rows of one side on a device, and their weights.
+    """Entries of the rows of one side on a device, and their weights."""
 
-    Attributes
-    ----------
-    indices : int32 array, shape (nnz,)
-        Row of the fixed side of each entry.
-    ratings : float array, shape (nnz,)
-    offsets : float array, shape (n_fixed,), or None
-        Mean rating plus the biases of the fixed side, to subtract from the ratings.
-    implicit : bool
-    alpha, unobserved_weight : float
-        For implicit feedback.
-    predicted : float array, shape (nnz,), or None
-        Predictions, including `offsets`. Systems then solve for changes of the solutions; `SideSystems.solutions` holds
-        the part of the right-hand sides that does not come from entries.
-    """
-
-    indices: Array
-    ratings: Array
+    indices: Array  # int32 (nnz,): row of the fixed side of each entry
+    ratings: Array  # float (nnz,)
+    # float (n_fixed,), or None: mean rating plus the biases of the fixed side, to subtract from the ratings
     offsets: Array | None = None
     implicit: bool = False
+    # alpha, unobserved_weight: for implicit feedback
     alpha: float = 1.0
     unobserved_weight: float = 1.0
+    # float (nnz,), or None: predictions, including `offsets`. Systems then solve for changes of the solutions;
+    # `SideSystems.solutions` holds the part of the right-hand sides that does not come from entries
     predicted: Array | None = None
 
     @property

@@ -22,17 +22,11 @@ def total_loss(
 ) -> float:
     """Sum of the losses of all entries, in float64.
 
-    Parameters
-    ----------
-    users, items : float array, shape (n_users, width) and (n_items, width)
-    entries : DeviceEntries
-        Offsets are the biases of items, if there are any.
-    user_offsets : float array, shape (n_users,), or None
-        Mean and biases of users.
-    segments : int64 array, shape (n_segments, 3)
-        (user, begin, end) of segments of rows.
-    factors : int
-        Number of columns that are factors.
+    `entries`: offsets are the biases of items, if there are any.
+    `user_offsets`, float (n_users,), or None: mean and biases of users.
+    `segments`, int64 (n_segments, 3): (user, begin, end) of segments of rows.
+    `factors`: number of columns that are factors.
+    `users`, `items`, float (n_users, width) and (n_items, width).
     """
     out = segment_losses(device, users, items, entries, user_offsets, segments, factors)
     return float(out.sum())

@@ -27,37 +27,15 @@ from .systems import Sums
 
 @dataclass(frozen=True)
 class MoAlsConfig:
-    """Compile-time choices of cuda/mo_als.cu (cuMF, Algorithm 2, sections 3.3 and 3.4).
-
-    Attributes
-    ----------
-    rank : int
-    itemsize : int
-        4 for float32, 8 for float64.
-    tile : int
-        Rows and columns of a thread's tile of the lower triangle.
-    bin : int
-        Entries staged at a time.
-    groups : int
-        Teams of threads that share the entries of a bin.
-    part_tiles : int
-        Tiles of a block. If fewer than the lower triangle has, several blocks share a segment.
-    blocks_per_sm : int
-        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
-
-    Raises
-    ------
-    ValueError
-        A constraint is violated; the message names it.
-    """
+    """Compile-time choices of cuda/mo_als.cu (cuMF, Algorithm 2, sections 3.3 and 3.4)."""
 
     rank: int
-    itemsize: int
-    tile: int
-    bin: int
-    groups: int
-    part_tiles: int
-    blocks_per_sm: int = 1
+    itemsize: int  # 4 for float32, 8 for float64
+    tile: int  # rows and columns of a thread's tile of the lower triangle
+    bin: int  # entries staged at a time
+    groups: int  # teams of threads that share the entries of a bin
+    part_tiles: int  # tiles of a block. If fewer than the lower triangle has, several blocks share a segment
+    blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -142,22 +120,9 @@ def mo_als(
 ) -> None:
     """Sums of each segment of entries by cuMF's MO-ALS (Algorithm 2).
 
-    Parameters
-    ----------
-    device, sums, factors, entries, segments
-        As for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
-    config : MoAlsConfig, optional
-    read_only : bool
-        Read factors through the read-only path, cached in L1 (the paper's texture memory, fig. 8).
-    registers : bool
-        Sum in registers. False: in global memory, the baseline of the paper (fig. 7).
-
-    Raises
-    ------
-    TypeError
-        An array has the wrong dtype, shape or layout.
-    ValueError
-        The configuration is for another rank or dtype, or does not fit on the device.
+    `device`, `sums`, `factors`, `entries`, `segments`: as for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
+    `read_only`: read factors through the read-only path, cached in L1 (the paper's texture memory, fig. 8).
+    `registers`: sum in registers. False: in global memory, the baseline of the paper (fig. 7).
     """
     rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
     dtype = np.dtype(factors.dtype)

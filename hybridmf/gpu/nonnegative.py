@@ -26,29 +26,14 @@ SHARED_BYTES_PER_SM = 228 << 10
 
 @dataclass(frozen=True)
 class NonnegativeConfig:
-    """Compile-time choices of cuda/nonnegative.cu.
-
-    Attributes
-    ----------
-    rank : int
-    itemsize : int
-        4 (float32) or 8 (float64).
-    tiles : bool
-        Sums are tiles of the fused kernels; otherwise matrices and right-hand sides.
-    resident : bool
-        Keep the matrix in shared memory; otherwise work in the sums.
-    warps : int
-        Warps of a block, which solves one system.
-    blocks_per_sm : int
-        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
-    """
+    """Compile-time choices of cuda/nonnegative.cu."""
 
     rank: int
-    itemsize: int
-    tiles: bool
-    resident: bool
-    warps: int
-    blocks_per_sm: int = 1
+    itemsize: int  # 4 (float32) or 8 (float64)
+    tiles: bool  # sums are tiles of the fused kernels; otherwise matrices and right-hand sides
+    resident: bool  # keep the matrix in shared memory; otherwise work in the sums
+    warps: int  # warps of a block, which solves one system
+    blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
     def __post_init__(self) -> None:
         require(1 <= self.warps <= WARP, f"warps must be in 1 ... {WARP}, got {self.warps}")
@@ -65,13 +50,7 @@ class NonnegativeConfig:
 
     @classmethod
     def of_matrices(cls, rank: int, itemsize: int, spec: DeviceSpec) -> NonnegativeConfig:
-        """The choice for other sums, resident if shared memory suffices.
-
-        Raises
-        ------
-        ValueError
-            Not even the vectors of a system fit in shared memory.
-        """
+        """The choice for other sums, resident if shared memory suffices."""
         warps = min(MAX_WARPS, ceil_div(rank, WARP))
         for resident in (True, False):
             config = cls(rank, itemsize, False, resident, warps)
@@ -130,31 +109,15 @@ def nonnegative_solve(
 ) -> None:
     """Minimize each row with its first `bounded` coordinates >= 0; the sums are destroyed.
 
-    Parameters
-    ----------
-    device : Device
-    systems : SideSystems
-        ``solutions[rows[k], :rank]`` is the start, which meets the bounds, and is overwritten; zeros where the status
-        is not 0, or where a system has no slots. ``status[rows[k]]`` is 0, or -1 if a value is infinite or NaN. The
-        Gram matrix and ``scale[row] ridge`` on the diagonal are added to the sums.
-    sums : Sums
-        Lower triangles of matrices (n_slots, rank, rank), and right-hand sides (n_slots, rank); or one array, partial
-        sums of the fused kernels.
-    slots : int64 array, shape (n + 1,)
-        System k is the sum of ``slots[k] ... slots[k + 1] - 1``, in this order.
-    rows : int32 array, shape (n,)
-        Distinct.
-    epsilon : float
-        As for `cholesky_any.cholesky_solve`. Descent ends after a sweep that moves no component of the gradient by more
-        than 4 times this share of the largest term.
-    config : NonnegativeConfig, optional
-
-    Raises
-    ------
-    TypeError
-        An array has another dtype, shape, layout or device.
-    ValueError
-        See `NonnegativeConfig.of_matrices`.
+    `systems`: ``solutions[rows[k], :rank]`` is the start, which meets the bounds, and is overwritten; zeros where the
+        status is not 0, or where a system has no slots. ``status[rows[k]]`` is 0, or -1 if a value is infinite or NaN.
+        The Gram matrix and ``scale[row] ridge`` on the diagonal are added to the sums.
+    `sums`: lower triangles of matrices (n_slots, rank, rank), and right-hand sides (n_slots, rank); or one array,
+        partial sums of the fused kernels.
+    `slots`, int64 (n + 1,): system k is the sum of ``slots[k] ... slots[k + 1] - 1``, in this order.
+    `rows`, int32 (n,): distinct.
+    `epsilon`: as for `cholesky_any.cholesky_solve`. Descent ends after a sweep that moves no component of the gradient
+        by more than 4 times this share of the largest term.
     """
     solutions, status, gram = systems.solutions, systems.status, systems.gram
     ridge, scale = systems.ridge, systems.scale

@@ -26,15 +26,9 @@ def add_products(
 ) -> None:
     """Launch add_products: ``predicted[e] += fixed[indices[e]] . solved[row]`` for all entries e of segments of rows.
 
-    Parameters
-    ----------
-    device : Device
-    predicted : float array, shape (nnz,)
-    fixed, solved : float arrays, shape (n_fixed, width) and (n_rows, width)
-        Rows are multiples of 16 bytes.
-    indices : int32 array, shape (nnz,)
-    segments : int64 array, shape (n_segments, 3)
-        (row, begin, end).
+    `fixed`, `solved`, float (n_fixed, width) and (n_rows, width): rows are multiples of 16 bytes.
+    `segments`, int64 (n_segments, 3): (row, begin, end).
+    `predicted`, float (nnz,); `indices`, int32 (nnz,).
     """
     if not len(segments):
         return

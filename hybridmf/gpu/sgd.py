@@ -75,17 +75,10 @@ RANGES_PER_SM = 2
 
 @dataclass(frozen=True)
 class FactorRows:
-    """Working copy of the factors of one side.
+    """Working copy of the factors of one side."""
 
-    Attributes
-    ----------
-    matrix : float array, shape (n, ld)
-        Padded with zeros to a multiple of 16 bytes.
-    bias : float array, shape (n,), or None
-    """
-
-    matrix: Array
-    bias: Array | None = None
+    matrix: Array  # float (n, ld): padded with zeros to a multiple of 16 bytes
+    bias: Array | None = None  # float (n,), or None
 
     @property
     def struct(self) -> tuple[Array, Array]:
@@ -95,24 +88,15 @@ class FactorRows:
 
 @dataclass(frozen=True)
 class Walk:
-    """Entries on a device, by the rows of one side.
+    """Entries on a device, by the rows of one side."""
 
-    Attributes
-    ----------
-    indices : int32 array, shape (n,)
-        Rows of the other side, ascending in each row; there may be more than those of the rows.
-    ratings : float array, shape (n,)
-    begins, ends : int64 array, shape (n_ranges, n_rows)
-        Bounds of the entries of each row in each range of columns.
-    first : int
-        Column of row 0 of the other side's `FactorRows`; 0 if `FactorRows` has all columns.
-    """
-
+    # int32 (n,): rows of the other side, ascending in each row; there may be more than those of the rows
     indices: Array
-    ratings: Array
+    ratings: Array  # float (n,)
+    # begins, ends: int64 (n_ranges, n_rows): bounds of the entries of each row in each range of columns
     begins: Array
     ends: Array
-    first: int = 0
+    first: int = 0  # column of row 0 of the other side's `FactorRows`; 0 if `FactorRows` has all columns
 
     @property
     def struct(self) -> tuple[Any, ...]:
@@ -146,30 +130,16 @@ class Walk:
 
 @dataclass(frozen=True)
 class Bins:
-    """Rows that the blocks of a kernel process one after another.
+    """Rows that the blocks of a kernel process one after another."""
 
-    Attributes
-    ----------
-    rows : int32 array, shape (n_rows,)
-        By block.
-    first : int32 array, shape (n_bins + 1,)
-        Bounds of the rows of each block.
-    """
-
-    rows: Array
-    first: Array
+    rows: Array  # int32 (n_rows,): by block
+    first: Array  # int32 (n_bins + 1,): bounds of the rows of each block
 
     @classmethod
     def balance(cls, device: Device, rows: np.ndarray, lengths: np.ndarray, most: int) -> Bins:
         """Divide rows among at most `most` bins of about equal total length: each goes to the shortest bin so far.
 
-        Parameters
-        ----------
-        device : Device
-        rows : int32 array, shape (n_rows,)
-            Longest first.
-        lengths : int array, shape (n_rows,)
-        most : int
+        `rows`, int32 (n_rows,): longest first. `lengths`, int (n_rows,).
         """
         n = min(len(rows), most)
         totals = [(0, k) for k in range(n)]
@@ -189,16 +159,9 @@ class Bins:
 def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
     """Bounds in each row: its begin, the first entry at or after each of some columns, its end.
 
-    Parameters
-    ----------
-    matrix : csr_array, shape (n_rows, n_columns)
-        Indices ascend in each row.
-    columns : int array, shape (n,)
-        Ascending.
-
-    Returns
-    -------
-    int64 array, shape (n + 2, n_rows)
+    `matrix`: indices ascend in each row.
+    `columns`, int (n,): ascending.
+    Returns int64 (n + 2, n_rows).
     """
     indptr, indices, _ = csr_arrays(matrix)
     begins, ends = indptr[:-1].astype(np.int64), indptr[1:].astype(np.int64)
@@ -269,32 +232,15 @@ def _arguments(moved: FactorRows, losses: Array, fixed: FactorRows, walk: Walk, 
 
 @dataclass(frozen=True)
 class BlockedConfig:
-    """Compile-time choices of the kernel `blocked`.
+    """Compile-time choices of the kernel `blocked`."""
 
-    Attributes
-    ----------
-    ld, itemsize : int
-        Row width and size of an element.
-    chunk : {4, 8, 16}
-        Entries that are solved at a time.
-    helpers : int
-        Warps that prepare chunks for the warp that updates the row.
-    slots : int
-        Chunks in shared memory at a time.
-    read_size : int, optional
-        Size of an element of the fixed side; 2: float16 beside updated rows in float32. Default: `itemsize`.
-
-    Raises
-    ------
-    ValueError
-        The kernel does not support the combination.
-    """
-
+    # ld, itemsize: row width and size of an element
     ld: int
     itemsize: int
-    chunk: int
-    helpers: int
-    slots: int
+    chunk: int  # {4, 8, 16}: entries that are solved at a time
+    helpers: int  # warps that prepare chunks for the warp that updates the row
+    slots: int  # chunks in shared memory at a time
+    # size of an element of the fixed side; 2: float16 beside updated rows in float32. Default: `itemsize`
     read_size: int = 0
 
     def __post_init__(self) -> None:
@@ -366,11 +312,7 @@ class MsgdKernels:
     Kernel and configuration are looked up once: the lookup takes as long as a short pass, and makes the threads of
     other ranks wait.
 
-    Parameters
-    ----------
-    device : Device
-    config : BlockedConfig, optional
-        Default: the rule's for the device and the first rows.
+    `config`: default: the rule's for the device and the first rows.
     """
 
     def __init__(self, device: Device, config: BlockedConfig | None = None) -> None:
@@ -431,21 +373,14 @@ def even_ranges(degrees: np.ndarray, n_ranges: int) -> np.ndarray:
 class Msgd:
     """MSGD (Alg. 1): update the rows of a side from their entries, with the other side fixed.
 
-    Parameters
-    ----------
-    ordering : str
-        See `LAYOUTS`.
-    long_row : int
-        Entries from which a row gets a separate block.
-    beside : bool
-        Process long rows concurrently with the others, on a separate stream, not before them: the others keep all
+    `ordering`: see `LAYOUTS`.
+    `long_row`: entries from which a row gets a separate block.
+    `beside`: process long rows concurrently with the others, on a separate stream, not before them: the others keep all
         multiprocessors busy while the last long rows end. The result is the same.
-    ranks : int
-        GPUs that share an epoch. With several, each has a block of the ratings, and its longest row decides the time of
-        a step, so long rows take the configuration with the lowest latency.
-    read : dtype
-        That of the ratings (default), or float16: each pass reads a copy of the fixed side in float16, and "mixed" is
-        the only ordering.
+    `ranks`: GPUs that share an epoch. With several, each has a block of the ratings, and its longest row decides the
+        time of a step, so long rows take the configuration with the lowest latency.
+    `read`: that of the ratings (default), or float16: each pass reads a copy of the fixed side in float16, and "mixed"
+        is the only ordering.
     """
 
     def __init__(
@@ -528,29 +463,12 @@ class Msgd:
 
 @dataclass(frozen=True)
 class HogwildConfig:
-    """Workers of batch-Hogwild, and the entries that each takes at a time.
+    """Workers of batch-Hogwild, and the entries that each takes at a time."""
 
-    Attributes
-    ----------
-    blocks_per_sm : int
-        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
-    n_workers : int
-        Groups of lanes that process runs.
-    run : int
-        Maximum entries of a run, all of one row.
-    batch : int
-        Runs that a worker takes at a time.
-
-    Raises
-    ------
-    ValueError
-        The kernel does not support the combination.
-    """
-
-    blocks_per_sm: int
-    n_workers: int
-    run: int = RUN
-    batch: int = BATCH
+    blocks_per_sm: int  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
+    n_workers: int  # groups of lanes that process runs
+    run: int = RUN  # maximum entries of a run, all of one row
+    batch: int = BATCH  # runs that a worker takes at a time
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -592,17 +510,9 @@ class HogwildConfig:
 def make_runs(indptr: np.ndarray, longest: int, owners: np.ndarray | None = None) -> np.ndarray:
     """Cut rows into runs, in the order of the entries.
 
-    Parameters
-    ----------
-    indptr : int array, shape (n_rows + 1,)
-    longest : int
-    owners : int64 array, shape (n_rows,), optional
-        What runs have in place of the row.
-
-    Returns
-    -------
-    int64 array, shape (n_runs, 2)
-        First entry; row times 2^32 plus number of entries, at most `longest`.
+    `owners`, int64 (n_rows,): what runs have in place of the row.
+    Returns int64 (n_runs, 2): first entry; row times 2^32 plus number of entries, at most `longest`.
+    `indptr`, int (n_rows + 1,).
     """
     pieces = Pieces.cut(np.asarray(indptr, dtype=np.int64), np.flatnonzero(np.diff(indptr)), longest)
     rows = np.repeat(pieces.rows, np.diff(pieces.slots)).astype(np.int64)
@@ -612,22 +522,12 @@ def make_runs(indptr: np.ndarray, longest: int, owners: np.ndarray | None = None
 
 @dataclass(frozen=True)
 class HogwildEntries:
-    """Entries of batch-Hogwild on a device: those of each held row, then again those of each crowded walked row.
+    """Entries of batch-Hogwild on a device: those of each held row, then again those of each crowded walked row."""
 
-    Attributes
-    ----------
-    indices : int32 array, shape (n,)
-    ratings : float32 array, shape (n,)
-    crowded : uint8 array, shape (n_walked,)
-        1: the entries of this row belong to its own runs, not to those of held rows.
-    runs : int64 array, shape (n_runs, 2)
-        See `make_runs`; the row is ``~row`` in runs of walked rows.
-    """
-
-    indices: Array
-    ratings: Array
-    crowded: Array
-    runs: Array
+    indices: Array  # int32 (n,)
+    ratings: Array  # float32 (n,)
+    crowded: Array  # uint8 (n_walked,): 1: the entries of this row belong to its own runs, not to those of held rows
+    runs: Array  # int64 (n_runs, 2): see `make_runs`; the row is ``~row`` in runs of walked rows
 
     @classmethod
     def upload(
@@ -640,11 +540,7 @@ class HogwildEntries:
     ) -> HogwildEntries:
         """Upload the ratings by the rows of both sides, with runs in random order (without `rng` in sequence).
 
-        Parameters
-        ----------
-        held, walked : csr_array
-        longest : int
-            Maximum entries of a run.
+        `longest`: maximum entries of a run.
         """
         rows = crowded_rows(np.diff(walked.indptr))
         again = take_rows(walked, rows)
@@ -665,14 +561,7 @@ class HogwildEntries:
 def crowded_rows(degrees: np.ndarray) -> np.ndarray:
     """Rows with at least `CROWDED` of all entries and `RUN` entries, fullest first, up to `MOST_CROWDED` together.
 
-    Parameters
-    ----------
-    degrees : int array, shape (n_rows,)
-
-    Returns
-    -------
-    int64 array, shape (n_crowded,)
-        Ascending.
+    Returns int64 (n_crowded,): ascending. `degrees`, int (n_rows,).
     """
     total = int(degrees.sum())
     order = np.argsort(-degrees, kind="stable")
@@ -701,14 +590,9 @@ def batch_hogwild(
 ) -> None:
     """One epoch over all runs, lock-free.
 
-    Parameters
-    ----------
-    held, walked : FactorRows
-        In and out; float16 or float32, biases in float32.
-    entries : HogwildEntries
-        In runs of at most ``config.run`` entries.
-    out : float64 array, one element for each of ``config.blocks``
-        Sums of squared errors.
+    `held`, `walked`: in and out; float16 or float32, biases in float32.
+    `entries`: in runs of at most ``config.run`` entries.
+    `out`, float64, one element for each of ``config.blocks``: sums of squared errors.
     """
     ld, stored = held.matrix.shape[1], held.matrix.dtype
     _check_rows(device, held, walked, np.float32)
@@ -786,14 +670,9 @@ def long_row_of(ranks: int) -> int:
 class GpuEpochs:
     """SGD on a GPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `FactorRows`.
 
-    Parameters
-    ----------
-    blocks : list of GridBlock
-        One; a rank has one for each range of items.
-    long_row : int, optional
-        Entries of a row, in a block of ratings, from which it gets a thread block. Default: `long_row_of`.
-    beside : bool
-        See `Msgd`.
+    `blocks`: one; a rank has one for each range of items.
+    `long_row`: entries of a row, in a block of ratings, from which it gets a thread block. Default: `long_row_of`.
+    `beside`: see `Msgd`.
     """
 
     def __init__(
@@ -926,14 +805,7 @@ def table_of(device: Device, rows: FactorRows, plan: Plan, dtype: Any) -> Device
 class TrainingLoss:
     """Squared errors of the entries of a layout.
 
-    Parameters
-    ----------
-    device : Device
-    walks : dict of Walk
-        For one side or both.
-    indptr : dict of int64 array
-        For the rows of the same sides.
-    factors : int
+    `walks`: for one side or both. `indptr`: for the rows of the same sides.
     """
 
     def __init__(self, device: Device, walks: dict[Side, Walk], indptr: dict[Side, np.ndarray], factors: int) -> None:

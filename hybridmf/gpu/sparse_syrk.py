@@ -41,45 +41,19 @@ def warp_shape(nb: int, dx: int, dy: int, dz: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SyrkConfig:
-    """Compile-time choices of cuda/sparse_syrk.cu (Gates et al., section V; constraints: section VIII).
+    """Compile-time choices of cuda/sparse_syrk.cu (Gates et al., section V; constraints: section VIII)."""
 
-    Attributes
-    ----------
-    rank : int
-        Order of the matrices; affects only the size of a stage.
-    itemsize : int
-        4 for float32, 8 for float64.
-    nb : int
-        Rows and columns of a tile of a matrix.
-    kb : int
-        Entries staged at a time.
-    dx, dy : int
-        Threads along the columns and rows of a tile.
-    dz : int
-        Groups of ``dx * dy`` threads that share the entries of a stage.
-    stages : int
-        Stages being loaded or in use.
-    unroll : int
-        Entries of a group whose loads from shared memory may overlap.
-    blocks_per_sm : int
-        Minimum resident blocks per multiprocessor, which bounds the registers of a thread.
-
-    Raises
-    ------
-    ValueError
-        A constraint is violated; the message names it.
-    """
-
-    rank: int
-    itemsize: int
-    nb: int
-    kb: int
+    rank: int  # order of the matrices; affects only the size of a stage
+    itemsize: int  # 4 for float32, 8 for float64
+    nb: int  # rows and columns of a tile of a matrix
+    kb: int  # entries staged at a time
+    # dx, dy: threads along the columns and rows of a tile
     dx: int
     dy: int
-    dz: int = 1
-    stages: int = 2
-    unroll: int = 2
-    blocks_per_sm: int = 1
+    dz: int = 1  # groups of ``dx * dy`` threads that share the entries of a stage
+    stages: int = 2  # stages being loaded or in use
+    unroll: int = 2  # entries of a group whose loads from shared memory may overlap
+    blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -161,24 +135,10 @@ def sparse_syrk(
 ) -> None:
     """Sums of each segment of entries by Gates' batched sparse-syrk (section V, fig. 9).
 
-    Parameters
-    ----------
-    device : Device
-    sums : tuple of float arrays (matrices, rhs), shapes (n_slots, rank, rank) and (n_slots, rank)
-        Written; only lower triangles of `matrices`, elements above the diagonal are undefined.
-    factors : float array, shape (n_fixed, ld)
-        ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
-    entries : DeviceEntries
-    segments : int64 array, shape (n_segments, 3)
-        Slot, begin and end of each segment; every slot once. Longest first is fastest.
-    config : SyrkConfig, optional
-
-    Raises
-    ------
-    TypeError
-        An array has the wrong dtype, shape or layout.
-    ValueError
-        The configuration is for another rank or dtype, or does not fit on the device.
+    `sums`, tuple of float (matrices, rhs) (n_slots, rank, rank) and (n_slots, rank): written; only lower triangles of
+        `matrices`, elements above the diagonal are undefined.
+    `factors`, float (n_fixed, ld): ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
+    `segments`, int64 (n_segments, 3): slot, begin and end of each segment; every slot once. Longest first is fastest.
     """
     rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
     dtype = np.dtype(factors.dtype)

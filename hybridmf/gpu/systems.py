@@ -13,25 +13,13 @@ Sums: TypeAlias = "tuple[Array, ...]"
 
 @dataclass(frozen=True)
 class SideSystems:
-    """The systems of one side without their sums: solutions, status, Gram matrix and regularization.
+    """The systems of one side without their sums: solutions, status, Gram matrix and regularization."""
 
-    Attributes
-    ----------
-    solutions : float array, shape (n_rows, width)
-        Written; read as warm start by all solvers but Cholesky, and as part of the right-hand sides if entries have
-        predictions.
-    status : int32 array, shape (n_rows,)
-        Written for the rows that are solved.
-    gram : float array, shape (rank16, rank16), or None
-    ridge : float array, shape (rank,)
-    scale : float array, shape (n_rows,)
-    bounded : int
-        Number of first coordinates that must not be negative; only the nonnegative solver reads it.
-    """
-
+    # float (n_rows, width): written; read as warm start by all solvers but Cholesky, and as part of the right-hand
+    # sides if entries have predictions
     solutions: Array
-    status: Array
-    gram: Array | None
-    ridge: Array
-    scale: Array
-    bounded: int = 0
+    status: Array  # int32 (n_rows,): written for the rows that are solved
+    gram: Array | None  # float (rank16, rank16), or None
+    ridge: Array  # float (rank,)
+    scale: Array  # float (n_rows,)
+    bounded: int = 0  # number of first coordinates that must not be negative; only the nonnegative solver reads it

@@ -68,29 +68,12 @@ def round_up(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class GroupMaxConfig:
-    """Compile-time choices of the kernel group_max.
+    """Compile-time choices of the kernel group_max."""
 
-    Attributes
-    ----------
-    padded : int
-        The rank rounded up to 16; to 32 for int8.
-    users_per_warp : {16, 32, 64}
-        Users whose factors a warp keeps in registers.
-    tile_groups : {1, 2, 4, 8}
-        Groups that are copied to shared memory together.
-    in_bytes : bool
-        Products of int8 factors instead of float16 ones.
-
-    Raises
-    ------
-    ValueError
-        The kernel does not support the combination.
-    """
-
-    padded: int
-    users_per_warp: int
-    tile_groups: int
-    in_bytes: bool = False
+    padded: int  # the rank rounded up to 16; to 32 for int8
+    users_per_warp: int  # {16, 32, 64}: users whose factors a warp keeps in registers
+    tile_groups: int  # {1, 2, 4, 8}: groups that are copied to shared memory together
+    in_bytes: bool = False  # products of int8 factors instead of float16 ones
 
     def __post_init__(self) -> None:
         if self.users_per_warp not in (16, 32, 64):
@@ -144,42 +127,22 @@ class GroupMaxConfig:
 class PackedItems:
     """Items packed for the kernels, by descending norm; made once, used by any number of calls.
 
-    Parameters
-    ----------
-    device : Device
-    items : float32 or float64 array, shape (n_items, rank)
-        On the host or on the device.
-    candidates : int64 array, ascending, optional
-        Consider only these items.
-    in_bytes : bool, optional
-        Whether group_max multiplies int8 factors or float16 ones; the result is the same. Default: the faster one.
-
-    Attributes
-    ----------
-    n_items : int
-        Items considered.
-    n_groups : int
-        Groups of 32 items, the last ones empty: a multiple of 8.
-    panels : float array, shape (n_groups, rank rounded up to 16 bytes, 32)
-        Factors for exact scores.
-    halves : float16 bits as uint16, shape (n_groups, rank rounded up to 16 / 8, 32, 8), or None
-        Scaled items; None if tensor cores cannot be used, and whole rows of scores are computed.
-    operands : uint16 array
-        Items as group_max multiplies them: `halves`, or int8 factors, shape (n_groups, padded / 16, 32, 8).
-    groups : float32 array, shape (n_groups, 2), or None
-        Largest norm of a group, and largest norm of the rounding errors of an item in `operands`; both scaled.
-    steps : float32 array, shape (n_groups, 2), or None
-        Value of 1 in the operands of a group, and largest norm of the rounding errors of an item in `halves`.
-    ids, ascending : int32 arrays, shape (n_items,)
-        Items in packed order; the same in ascending order.
-    positions : int32 array, shape (all items,)
-        Position in packed order, -1 for excluded items.
-
-    Raises
-    ------
-    TypeError
-        `items` is not a matrix of float32 or float64.
-    DeviceMemoryError
+    `items`, float32 or float64 (n_items, rank): on the host or on the device.
+    `candidates`, int64, ascending: consider only these items.
+    `in_bytes`: whether group_max multiplies int8 factors or float16 ones; the result is the same. Default: the faster
+        one.
+    `n_items`: items considered.
+    `n_groups`: groups of 32 items, the last ones empty: a multiple of 8.
+    `panels`, float (n_groups, rank rounded up to 16 bytes, 32): factors for exact scores.
+    `halves`: scaled items; None if tensor cores cannot be used, and whole rows of scores are computed.
+    `operands`, uint16: items as group_max multiplies them: `halves`, or int8 factors, shape (n_groups, padded / 16, 32,
+        8).
+    `groups`, float32 (n_groups, 2), or None: largest norm of a group, and largest norm of the rounding errors of an
+        item in `operands`; both scaled.
+    `steps`, float32 (n_groups, 2), or None: value of 1 in the operands of a group, and largest norm of the rounding
+        errors of an item in `halves`.
+    `ids`, `ascending`, int32 (n_items,): items in packed order; the same in ascending order.
+    `positions`, int32 (all items,): position in packed order, -1 for excluded items.
     """
 
     def __init__(
@@ -283,28 +246,12 @@ def top_k(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The `n` items with the highest ``users @ items.T``, ties to the lower item, as `hybridmf.cpu.topk.top_k`.
 
-    Parameters
-    ----------
-    device : Device
-    users : float array, shape (n_users, rank)
-    items : float array, shape (n_items, rank), or PackedItems
-    n : int
-    seen : csr_array, shape (n_users, n_items), optional
-        Pairs to exclude, explicit zeros included.
-    candidates : int64 array, ascending, optional
-        Consider only these items.
-
-    Returns
-    -------
-    ids : int32 array, shape (n_users, n)
-        -1 where fewer than `n` items are left.
-    scores : float array, shape (n_users, n)
-        One chain of fused multiply-adds over the factors in order; -inf where ids is -1.
-
-    Raises
-    ------
-    DeviceMemoryError
-        The items, or one user's work, do not fit.
+    `seen`: pairs to exclude, explicit zeros included.
+    `candidates`, int64, ascending: consider only these items.
+    Returns `ids`, int32 (n_users, n): -1 where fewer than `n` items are left.
+    Returns `scores`, float (n_users, n): one chain of fused multiply-adds over the factors in order; -inf where ids is
+        -1.
+    `users`, float (n_users, rank); `items`, float (n_items, rank), or PackedItems.
     """
     if candidates is not None:
         items = PackedItems(device, items.items if isinstance(items, PackedItems) else items, candidates)
@@ -339,28 +286,11 @@ def top_k_on_device(
 ) -> tuple[Array, Array]:
     """`top_k` of device arrays.
 
-    Parameters
-    ----------
-    device : Device
-    users : array of the items' dtype, shape (n_users, rank)
-    packed : PackedItems
-    n : int
-    seen_ptr : int64 array, shape (n_users + 1,), optional
-        Bounds of each user's part of `seen_ids`.
-    seen_ids : int32 array, optional
-        Items to exclude, ascending within each user.
-
-    Returns
-    -------
-    ids : int32 array on the device, shape (n_users, n)
-    scores : array on the device, shape (n_users, n)
-
-    Raises
-    ------
-    TypeError
-        An argument is not on the device, or has another dtype, shape or layout.
-    DeviceMemoryError
-        The result, or one user's workspace, does not fit.
+    `seen_ptr`, int64 (n_users + 1,): bounds of each user's part of `seen_ids`.
+    `seen_ids`, int32: items to exclude, ascending within each user.
+    Returns `ids`, int32 on the device (n_users, n).
+    Returns `scores`, on the device (n_users, n).
+    `users`, (n_users, rank).
     """
     check_not_host(device, users=users)
     check("users", users, packed.dtype, (None, packed.rank))
@@ -474,20 +404,13 @@ def _row_norms(device: Device, rows: Array) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _ScoreBounds:
-    """Bounds of the scores of a batch of users.
+    """Bounds of the scores of a batch of users."""
 
-    Attributes
-    ----------
-    words : uint32 array, shape (n_users, n_groups)
-        Bits of float32: largest approximate score of the unseen items of each group, of scaled factors.
-    users : float32 array, shape (n_users, 4)
-        Norm, factors of the slack and exponent of each user: UserBound in the kernels.
-    limits : int32 array, shape (n_users,)
-        First group that cannot have one of a user's best items; words after its octet are not written.
-    """
-
+    # uint32 (n_users, n_groups): bits of float32: largest approximate score of the unseen items of each group, of
+    # scaled factors
     words: Array
-    users: Array
+    users: Array  # float32 (n_users, 4): norm, factors of the slack and exponent of each user: UserBound in the kernels
+    # int32 (n_users,): first group that cannot have one of a user's best items; words after its octet are not written
     limits: Array
 
 

@@ -47,13 +47,9 @@ from .transport.communicator import Array, Communicator, LocalCommunicator, chec
 
 @dataclass(frozen=True)
 class Bounds:
-    """Ranges of users and of items, one of each per rank.
+    """Ranges of users and of items, one of each per rank."""
 
-    Attributes
-    ----------
-    user, item : int64 array, shape (n_ranks + 1,)
-    """
-
+    # user, item: int64 (n_ranks + 1,)
     user: np.ndarray
     item: np.ndarray
 
@@ -100,20 +96,12 @@ class RankSGD(EpochSolver):
 
     Its `state` has this rank's users and own items after the last complete epoch.
 
-    Parameters
-    ----------
-    user_items : csr_array, shape (n_users, n_items)
-        The ratings, equal on all ranks; a rank keeps those of its users.
-    plan : Plan
-        Its method is an `SgdMethod` of schedule "msgd" with the order; `num_threads` is the number of this rank.
-    state : State
-        Initial factors of all users and items, equal on all ranks.
-    completed : int
-        Completed epochs that led to `state`.
-    make_kernels : callable
-        Maps ``(blocks, objective, plan)`` to this rank's device. Default: the CPU.
-    agreed : bool
-        Skip the check that all ranks have the same arguments.
+    `user_items`: the ratings, equal on all ranks; a rank keeps those of its users.
+    `plan`: its method is an `SgdMethod` of schedule "msgd" with the order; `num_threads` is the number of this rank.
+    `state`: initial factors of all users and items, equal on all ranks.
+    `completed`: completed epochs that led to `state`.
+    `make_kernels`: maps ``(blocks, objective, plan)`` to this rank's device. Default: the CPU.
+    `agreed`: skip the check that all ranks have the same arguments.
     """
 
     kernels: RankKernels

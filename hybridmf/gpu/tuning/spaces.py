@@ -77,49 +77,30 @@ def occupancy(threads: int, shared_bytes: int, registers: int, spec: DeviceSpec)
 
 @dataclass(frozen=True)
 class Space:
-    """A tunable kernel.
+    """A tunable kernel."""
 
-    Attributes
-    ----------
-    facts : callable
-        Maps ``(factors, itemsize)`` to the facts that a choice depends on; empty if the kernel does not apply.
-    config : class
-        Takes the facts named in `given` and the parameters; raises ValueError if the kernel does not support them.
-    rule : callable
-        Maps ``(facts, spec)`` to the configuration without a table; ValueError if the device cannot run it.
-    parameters : dict of str to Values
-    builds : callable
-        Maps ``(facts, config, spec, implicit, offsets)`` to the programs for a kind of entries.
-    trial : callable
-        Maps ``(device, sample, facts)`` to the work to check and to time.
-    blocks : tuple of float
-        Values of ``blocks_per_sm``, as shares of the largest number that registers and shared memory allow.
-    registers, shared : callable
-        Map ``(facts, config)`` to the least registers of a thread, and to the shared memory of a block.
-    work : callable
-        Maps a configuration to multiply-adds per element read from shared memory, and their useful share.
-    family : tuple of str
-        Parameters that make a family.
-    weight : float
-        Share of the time budget: higher for kernels with long compilations or tiles to build.
-    block : int
-        Ranks with equal numbers of blocks of this size may share a table entry.
-    """
-
+    # maps ``(factors, itemsize)`` to the facts that a choice depends on; empty if the kernel does not apply
     facts: Callable[[int, int], list[Facts]]
+    # takes the facts named in `given` and the parameters; raises ValueError if the kernel does not support them
     config: Callable[..., Any]
+    # maps ``(facts, spec)`` to the configuration without a table; ValueError if the device cannot run it
     rule: Callable[[Facts, DeviceSpec], Any]
     parameters: dict[str, Values]
+    # maps ``(facts, config, spec, implicit, offsets)`` to the programs for a kind of entries
     builds: Callable[..., list[Build]]
-    trial: Callable[[Device, Sample, Facts], Trial]
+    trial: Callable[[Device, Sample, Facts], Trial]  # maps ``(device, sample, facts)`` to the work to check and to time
     given: tuple[str, ...] = ("rank", "itemsize")
+    # values of ``blocks_per_sm``, as shares of the largest number that registers and shared memory allow
     blocks: tuple[float, ...] = ()
+    # registers, shared: map ``(facts, config)`` to the least registers of a thread, and to the shared memory of a
+    # block
     registers: Callable[[Facts, Any], int] = lambda facts, config: 0
     shared: Callable[[Facts, Any], int] = lambda facts, config: config.shared_bytes
+    # maps a configuration to multiply-adds per element read from shared memory, and their useful share
     work: Callable[[Any], tuple[float, float]] = lambda config: (1.0, 1.0)
-    family: tuple[str, ...] = ()
-    weight: float = 1.0
-    block: int = 8
+    family: tuple[str, ...] = ()  # parameters that make a family
+    weight: float = 1.0  # share of the time budget: higher for kernels with long compilations or tiles to build
+    block: int = 8  # ranks with equal numbers of blocks of this size may share a table entry
 
     def programs(self, facts: Facts, config: Any, spec: DeviceSpec) -> tuple[list[Build], list[Build]]:
         """Programs that a trial runs, and those for other kinds of entries, which must not spill registers either."""
@@ -127,13 +108,7 @@ class Space:
         return timed, [build for kind in others for build in kind if build not in timed]
 
     def candidates(self, facts: Facts, spec: DeviceSpec) -> list[Any]:
-        """Configurations to time: the rule's, then the most promising of each family, then the second of each ...
-
-        Raises
-        ------
-        ValueError
-            The device cannot run even the rule's choice.
-        """
+        """Configurations to time: the rule's, then the most promising of each family, then the second of each ..."""
         ruled = self.rule(facts, spec)
         if self.shared(facts, ruled) > spec.shared_bytes:
             raise ValueError(f"{ruled} needs {self.shared(facts, ruled)} bytes of shared memory")

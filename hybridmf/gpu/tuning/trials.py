@@ -43,46 +43,25 @@ KEPT_HALVES = 6
 
 @dataclass(frozen=True)
 class TimedRun:
-    """A timed run.
+    """A timed run."""
 
-    Attributes
-    ----------
-    run, prepare : callable
-        The timed function, and an untimed one that runs before it.
-    flops : float
-        Useful multiplications and additions.
-    """
-
+    # run, prepare: the timed function, and an untimed one that runs before it
     run: Callable[[], Any]
     prepare: Callable[[], Any] | None = None
-    flops: float = 0.0
+    flops: float = 0.0  # useful multiplications and additions
 
 
 @dataclass(frozen=True)
 class KernelRun:
-    """A run of a kernel over data on the device, for any configuration.
-
-    Attributes
-    ----------
-    name : {"user", "item"}
-    launch : callable
-        Takes a configuration.
-    error : callable
-        Error of the results of the last `check` against float64 NumPy.
-    flops : float
-        Useful multiplications and additions.
-    reset : callable
-        Restores the inputs and invalidates the results of another configuration, before each launch.
-    check : callable
-        Launches a configuration for `error`.
-    """
+    """A run of a kernel over data on the device, for any configuration."""
 
     name: Side
-    launch: Callable[[Any], Any]
-    error: Callable[[], float]
-    flops: float
+    launch: Callable[[Any], Any]  # takes a configuration
+    error: Callable[[], float]  # error of the results of the last `check` against float64 NumPy
+    flops: float  # useful multiplications and additions
+    # restores the inputs and invalidates the results of another configuration, before each launch
     reset: Callable[[], Any]
-    check: Callable[[Any], Any]
+    check: Callable[[Any], Any]  # launches a configuration for `error`
 
 
 @dataclass(frozen=True)
@@ -113,18 +92,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sample:
-    """Ratings that trials work on.
-
-    Attributes
-    ----------
-    user_items, item_users : csr_array, float32
-    name : str
-        Name in records.
-    """
+    """Ratings that trials work on."""
 
     user_items: sp.csr_array
     item_users: sp.csr_array
-    name: str
+    name: str  # name in records
 
     @classmethod
     def draw(cls, n_users: int = 138_493, n_items: int = 27_278, nnz: int = 12_000_000, seed: int = 0) -> Sample:

@@ -87,32 +87,17 @@ def _wall_ms(device: Device, part: TimedRun) -> float:
 
 @dataclass
 class Measurement:
-    """Result of one configuration.
-
-    Attributes
-    ----------
-    config : dataclass
-    values : dict
-        Its values in a tuned table.
-    status : {"timed", "spills", "failed", "wrong"}
-    reason : str
-        Why it was not timed.
-    ms, gflops : dict of str to float
-        Of each part of the trial: median milliseconds, and useful operations per time.
-    error : float or None
-        Error found by the check.
-    resources : Resources or None
-        Maximum over its kernels.
-    """
+    """Result of one configuration."""
 
     config: Any
-    values: dict[str, Any]
-    status: str
-    reason: str = ""
+    values: dict[str, Any]  # its values in a tuned table
+    status: str  # {"timed", "spills", "failed", "wrong"}
+    reason: str = ""  # why it was not timed
+    # ms, gflops: of each part of the trial: median milliseconds, and useful operations per time
     ms: dict[str, float] = field(default_factory=dict)
     gflops: dict[str, float] = field(default_factory=dict)
-    error: float | None = None
-    resources: Resources | None = None
+    error: float | None = None  # error found by the check
+    resources: Resources | None = None  # maximum over its kernels
 
     @property
     def score(self) -> float:
@@ -129,34 +114,18 @@ class Measurement:
 
 @dataclass
 class Job:
-    """A kernel with the facts that its choice depends on, and the results.
-
-    Attributes
-    ----------
-    kernel : str
-    factors : int
-    facts : dict
-    known : list of dict
-        Values of tables for these facts.
-    measurements : list of Measurement
-        The rule's configuration first, then those of tables.
-    winner : Measurement or None
-    candidates : int
-        Number of configurations.
-    seconds : float
-    reason : str
-        Why there is no winner, or why the search ended early.
-    """
+    """A kernel with the facts that its choice depends on, and the results."""
 
     kernel: str
     factors: int
     facts: Facts
-    known: list[dict[str, Any]] = field(default_factory=list)
+    known: list[dict[str, Any]] = field(default_factory=list)  # values of tables for these facts
+    # the rule's configuration first, then those of tables
     measurements: list[Measurement] = field(default_factory=list)
     winner: Measurement | None = None
-    candidates: int = 0
+    candidates: int = 0  # number of configurations
     seconds: float = 0.0
-    reason: str = ""
+    reason: str = ""  # why there is no winner, or why the search ended early
 
     @property
     def space(self) -> Space:
@@ -258,24 +227,11 @@ def stamp(device: Device) -> dict[str, Any]:
 class Tuner:
     """One run of the tuner on a device.
 
-    Parameters
-    ----------
-    device : Device
-    budget : float
-        Seconds, from the drawing of ratings; the last job may take slightly longer.
-    most : int, optional
-        Maximum configurations of a job, beside those of the rule and of tables.
-    num_threads : int, optional
-        Compilations at a time; default: all cores.
-    timer : callable
-        Replaces `event_times` in tests.
-    table : Table, optional
-        Destination of the results, if fits do not read it: its configurations are timed, too.
-
-    Raises
-    ------
-    ValueError
-        An invalid budget or maximum.
+    `budget`: seconds, from the drawing of ratings; the last job may take slightly longer.
+    `most`: maximum configurations of a job, beside those of the rule and of tables.
+    `num_threads`: compilations at a time; default: all cores.
+    `timer`: replaces `event_times` in tests.
+    `table`: destination of the results, if fits do not read it: its configurations are timed, too.
     """
 
     def __init__(
@@ -305,23 +261,10 @@ class Tuner:
     ) -> Iterator[Job]:
         """Tune kernels; yield each job once it is done, so that its results are not lost.
 
-        Parameters
-        ----------
-        kernels : sequence of str, optional
-            Keys of `spaces.SPACES`; default: all.
-        factors : sequence of int
-            Ranks.
-        dtype : {"float32", "float64"}
-            Dtype of factors; kernels without support for it are left out.
-        sample : Sample, optional
-            Ratings; default: `Sample.draw()`.
-
-        Raises
-        ------
-        ValueError
-            An unknown kernel or dtype, or an invalid rank.
-        DeviceError
-            The device failed; jobs already yielded stay valid.
+        `kernels`: keys of `spaces.SPACES`; default: all.
+        `factors`: ranks.
+        `dtype`, {"float32", "float64"}: dtype of factors; kernels without support for it are left out.
+        `sample`: ratings; default: `Sample.draw()`.
         """
         for kernel in kernels or ():
             check_choice("kernel", kernel, tuple(SPACES))
@@ -361,13 +304,7 @@ class Tuner:
         job.seconds = time.monotonic() - started
 
     def _prepare(self, job: Job) -> tuple[dict[Future[Resources], Any], list[Any]]:
-        """Compilations of the rule's configuration and of those of tables, and all other candidates.
-
-        Raises
-        ------
-        ValueError
-            The device cannot run even the rule's configuration.
-        """
+        """Compilations of the rule's configuration and of those of tables, and all other candidates."""
         if job.name not in self.prepared:
             spec = self.device.spec
             rule, *others = job.space.candidates(job.facts, spec)
