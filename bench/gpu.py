@@ -51,7 +51,6 @@ from hybridmf.device.cuda import CudaDevice, open_device
 from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix, reorder, transpose
 from hybridmf.gpu import bals, cholesky_any
-from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.factors import DeviceFactors, to_device
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.gpu.launch import DeviceEntries
@@ -64,6 +63,8 @@ from hybridmf.plan.fused import table_width
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Plan, Settings
+from hybridmf.ranks.gpu_rank import GpuWorker
+from hybridmf.ranks.su_als import RankALS
 
 OBJECTIVES = {
     "explicit": Objective.explicit(0.05, "count", False),
@@ -1142,9 +1143,8 @@ def path_of(
     asked = {"factors": factors, "device": "cuda", "dtype": "float32", "num_threads": None, "reorder": "none"}
     plan = make_plan(TASTES, Settings.check(**(asked | options)), data.user.shape, data.nnz)
     degrees = np.diff(data.user.indptr), np.diff(data.item.indptr)
-    solver = GpuALS(
-        device, data.user, data.item, TASTES, plan, initial_state(*degrees, factors, np.float32, TASTES, 0.0, 0)
-    )
+    state = initial_state(*degrees, factors, np.float32, TASTES, 0.0, 0)
+    solver = RankALS.of_one_device(GpuWorker(device), data.user, data.item, TASTES, plan, state)
     ms: list[float] = []
     values: list[float] = []
     while not values or goes_on(values):

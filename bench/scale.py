@@ -34,12 +34,13 @@ from hybridmf.core.objective import SIDES, Factors, Side, State
 from hybridmf.core.sparse import csr_of
 from hybridmf.device.cuda import CudaDevice, device_count, open_device
 from hybridmf.formats import transpose
-from hybridmf.gpu.als import GpuALS
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.half_sweep import HalfPlan, Problem, priced
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Plan
+from hybridmf.ranks.gpu_rank import GpuWorker
 from hybridmf.ranks.multi_als import MultiALS
+from hybridmf.ranks.su_als import RankALS
 
 HUGEWIKI = (50_082_603, 39_780, 3_100_000_000)
 """Users, items and entries (cuMF, table 5)."""
@@ -107,7 +108,7 @@ class Case:
 
     def solver(
         self, gpus: int, grids: Any = None, reduction: Any = "scatter", limit: float | None = None
-    ) -> GpuALS | MultiALS:
+    ) -> RankALS | MultiALS:
         """The solver on so many GPUs; `limit`: gigabytes that each may use."""
         names = [f"cuda:{k}" for k in range(gpus)]
         memory = None if limit is None else int(limit * 1e9)
@@ -118,7 +119,7 @@ class Case:
         plan = make_plan(model._objective(), model._settings(), self.matrix.shape, self.matrix.nnz)
         arguments = (self.matrix, self.item_users, model._objective(), plan, self.state)
         if gpus == 1:
-            return GpuALS(open_device("cuda:0"), *arguments)
+            return RankALS.of_one_device(GpuWorker(open_device("cuda:0")), *arguments)
         topology = [k * 2 // gpus for k in range(gpus)] if reduction == "two_phase" else None
         plan = arguments[3].changed(reduction="parallel" if reduction == "scatter" else reduction)
         return MultiALS(*arguments[:3], plan, *arguments[4:], grids=grids, topology=topology)
@@ -136,8 +137,7 @@ class Case:
                 seconds[side].append(_timed(solver, [side], devices))
         whole = [_timed(solver, SIDES, devices) for _ in range(sweeps)]
         objective = solver.objective_value()
-        if isinstance(solver, MultiALS):
-            solver.close()
+        solver.close()
         halves = {side: median(seconds[side][1:]) for side in SIDES}
         line = {
             "bench": "scale", "shape": self.name, "users": self.matrix.shape[0], "items": self.matrix.shape[1],

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from .core.objective import SIDES, Objective, Scaling, Side, State
-from .cpu.als import CpuALS
 from .data.align import Labels
 from .model.base import FactorModel
 from .model.prepared import PreparedRatings
@@ -17,6 +16,8 @@ from .model.training import TrainingData
 from .plan.solver import Solver
 from .plan.start import Init, Start
 from .plan.types import Plan
+from .ranks.cpu_rank import CpuWorker
+from .ranks.su_als import RankALS, Worker
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -71,12 +72,13 @@ class _ALS(FactorModel):
             from .ranks.multi_als import MultiALS
 
             return MultiALS(*arguments)
-        if plan.gpu is None:
-            return CpuALS(*arguments)
-        from .device.cuda import open_device
-        from .gpu.als import GpuALS
+        worker: Worker = CpuWorker(plan.num_threads)
+        if plan.gpu is not None:
+            from .device.cuda import open_device
+            from .ranks.gpu_rank import GpuWorker
 
-        return GpuALS(open_device(plan.device), *arguments)
+            worker = GpuWorker(open_device(plan.device))
+        return RankALS.of_one_device(worker, *arguments)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +14,8 @@ import scipy.sparse as sp
 from threadpoolctl import ThreadpoolController
 
 from .. import _formats
-from ..core.balance import balancing
 from ..core.nonnegative import finished
-from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.objective import Factors, Objective, Side, State
 from ..core.row_systems import Row, row_system
 from ..core.sparse import csr_of, take_rows
 from ..core.validate import MAX_AXIS, csr_arrays
@@ -25,10 +24,7 @@ from ..formats import BalsMatrix, tiled
 from ..native import _als
 from ..native.status import SINGULAR_PIVOT, check_status
 from ..native.systems import Rows, Systems, Tiles, Weights
-from ..plan.ordering import reordered
-from ..plan.precision import PrecisionCheck
 from ..plan.row_forms import changes_basis, dual_up_to
-from ..plan.solver import Alternating, Choose
 from ..plan.types import NONNEGATIVE, Plan
 
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
@@ -299,8 +295,12 @@ class HalfSweep:
         blas = plan.solver in ("cholesky", NONNEGATIVE) and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
         with single_threaded_blas() if blas else nullcontext():
             out, status = self._first_rows(start, self.ratings.dtype), np.zeros(len(self), dtype=np.int32)
-            for solve_batch in self._kernel_calls(out, fixed.systems, rows, status):
-                solve_batch()
+            if not len(self.indices):
+                pass
+            elif self.bals is not None:
+                self._solve_tiles(self.bals, out, fixed.systems, status)
+            else:
+                self._solve_rows(out, fixed.systems, rows, status)
         unfinished = np.flatnonzero(status == _als.UNFINISHED)
         if len(unfinished):
             self._finish(out, fixed, rows, unfinished)
@@ -311,6 +311,46 @@ class HalfSweep:
         if not self.objective.biases:
             return Factors(out)
         return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
+
+    def _solve_rows(self, out: np.ndarray, systems: Systems, rows: Rows, status: np.ndarray) -> None:
+        """Call the kernel of the plan's solver and assembly for one batch of rows after the other."""
+        plan, order = self.plan, self.order
+        size = _als.workspace_size(plan.rank, out.itemsize)
+        if plan.solver == "subspace":
+            longest = int(self.degrees.max(initial=0))
+            size = _als.subspace_workspace_size(plan.rank, plan.block_size, out.itemsize, longest)
+        workspace = workspaces(plan.num_threads, size, out.dtype)
+        if plan.solver == "cholesky" and plan.assembly == "simd":
+            n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # they come first in `order`
+            long_rows, order = order[:n_long], order[n_long:]
+            if n_long:
+                ld = _als.padded_rank(plan.rank)
+                sums = aligned_zeros((_als.SEGMENTS, (ld + 1) * ld), out.dtype)
+                for segments in _als.long_row_waves(self.indptr, long_rows):
+                    _als.cholesky_long_rows(out, systems, rows, long_rows, segments, status, sums, workspace)
+        for batch in self._batches(order, self.degrees):
+            common = (out, systems, rows, batch, status, workspace)
+            if plan.solver == "cg":
+                _als.cg_rows(*common, plan.cg_steps, _cg_forms_from(plan))
+            elif plan.solver == NONNEGATIVE:
+                _als.nonnegative_rows(*common, plan.factors)
+            elif plan.solver == "subspace":
+                _als.subspace_rows(*common, plan.block_size)
+            else:
+                _als.cholesky_rows(*common, ASSEMBLY_CODES[plan.assembly])
+
+    def _solve_tiles(self, bals: BalsMatrix, out: np.ndarray, systems: Systems, status: np.ndarray) -> None:
+        """Call the kernel of BALS for one batch of row blocks after the other."""
+        plan = self.plan
+        pointers = (bals.values, bals.tile_colidx, self.tile_ptr, bals.seg_colidx, self.seg_ptr)
+        tiles = Tiles(*pointers, plan.tile_rows, plan.tile_cols, self.scale)
+        starts = np.arange(0, len(self), plan.tile_rows)
+        entries = np.add.reduceat(self.degrees, starts)
+        blocks = np.argsort(-entries, kind="stable")
+        size = _als.bals_workspace_size(plan.rank, out.itemsize, plan.tile_rows, plan.tile_cols)
+        workspace = workspaces(plan.num_threads, size, out.dtype)
+        for batch in self._batches(blocks, entries):
+            _als.cholesky_bals(out, systems, tiles, batch, status, workspace)
 
     def _finish(self, out: np.ndarray, fixed: FixedSide, rows: Rows, unfinished: np.ndarray) -> None:
         """Replace nonnegative rows that descent left above their minima."""
@@ -333,79 +373,6 @@ class HalfSweep:
             if start.bias is not None:
                 out[:, self.plan.factors] = start.bias
         return out
-
-    def _kernel_calls(
-        self, out: np.ndarray, systems: Systems, rows: Rows, status: np.ndarray
-    ) -> Iterator[Callable[[], None]]:
-        """Calls of the kernel of the plan's solver and assembly, one for each batch of rows."""
-        if not len(self.indices):
-            return
-        if self.bals is None:
-            yield from self._row_calls(out, systems, rows, status)
-        else:
-            yield from self._bals_calls(out, systems, status)
-
-    def _row_calls(
-        self, out: np.ndarray, systems: Systems, rows: Rows, status: np.ndarray
-    ) -> Iterator[Callable[[], None]]:
-        plan = self.plan
-        size = _als.workspace_size(plan.rank, out.itemsize)
-        if plan.solver == "subspace":
-            longest = int(self.degrees.max(initial=0))
-            size = _als.subspace_workspace_size(plan.rank, plan.block_size, out.itemsize, longest)
-        workspace = workspaces(plan.num_threads, size, out.dtype)
-        order = self.order
-        if plan.solver == "cholesky" and plan.assembly == "simd":
-            n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # they come first in `order`
-            yield from self._long_row_calls(out, systems, rows, order[:n_long], status, workspace)
-            order = order[n_long:]
-        for batch in self._batches(order, self.degrees):
-            common = (out, systems, rows, batch, status, workspace)
-            if plan.solver == "cg":
-                yield partial(_als.cg_rows, *common, plan.cg_steps, _cg_forms_from(plan))
-            elif plan.solver == NONNEGATIVE:
-                yield partial(_als.nonnegative_rows, *common, plan.factors)
-            elif plan.solver == "subspace":
-                yield partial(_als.subspace_rows, *common, plan.block_size)
-            else:
-                yield partial(_als.cholesky_rows, *common, ASSEMBLY_CODES[plan.assembly])
-
-    def _long_row_calls(
-        self,
-        out: np.ndarray,
-        systems: Systems,
-        rows: Rows,
-        order: np.ndarray,
-        status: np.ndarray,
-        workspace: np.ndarray,
-    ) -> Iterator[Callable[[], None]]:
-        if not len(order):
-            return
-        ld = _als.padded_rank(self.plan.rank)
-        sums = aligned_zeros((_als.SEGMENTS, (ld + 1) * ld), out.dtype)
-        for segments in _als.long_row_waves(self.indptr, order):
-            yield partial(_als.cholesky_long_rows, out, systems, rows, order, segments, status, sums, workspace)
-
-    def _bals_calls(self, out: np.ndarray, systems: Systems, status: np.ndarray) -> Iterator[Callable[[], None]]:
-        plan, bals = self.plan, self.bals
-        assert bals is not None
-        tiles = Tiles(
-            bals.values,
-            bals.tile_colidx,
-            self.tile_ptr,
-            bals.seg_colidx,
-            self.seg_ptr,
-            plan.tile_rows,
-            plan.tile_cols,
-            self.scale,
-        )
-        starts = np.arange(0, len(self), plan.tile_rows)
-        entries = np.add.reduceat(self.degrees, starts)
-        blocks = np.argsort(-entries, kind="stable")
-        size = _als.bals_workspace_size(plan.rank, out.itemsize, plan.tile_rows, plan.tile_cols)
-        workspace = workspaces(plan.num_threads, size, out.dtype)
-        for batch in self._batches(blocks, entries):
-            yield partial(_als.cholesky_bals, out, systems, tiles, batch, status, workspace)
 
     def _batches(self, order: np.ndarray, entries: np.ndarray) -> Iterator[np.ndarray]:
         """Split `order` into batches of about ``plan.batch_flops`` each: Python handles Ctrl-C between two of them."""
@@ -492,81 +459,6 @@ class StreamedHalf:
             csr = csr_arrays(self.slabs.matrix(k))
             losses[first:last] = losses_of_rows(self.objective, csr, part, self.plan.num_threads)
         return losses
-
-
-class CpuALS(Alternating):
-    """Alternating least squares on the CPU (Gates et al., fig. 4): owns the layouts and the current factors.
-
-    Parameters
-    ----------
-    user_items, item_users : csr_array, or Slabs where ratings are streamed
-        The ratings in both orientations.
-    objective : Objective
-    plan : Plan
-    state : State
-        Initial factors and mean.
-    """
-
-    halves: dict[Side, HalfSweep | StreamedHalf]
-
-    def __init__(
-        self,
-        user_items: sp.csr_array | Slabs,
-        item_users: sp.csr_array | Slabs,
-        objective: Objective,
-        plan: Plan,
-        state: State,
-    ) -> None:
-        self.objective, self.plan, self.state = objective, plan, state
-        self.order, ratings = reordered(user_items, item_users, plan.reorder, plan.num_threads)
-        half = StreamedHalf if plan.streamed else HalfSweep
-        self.halves = {side: half(side, ratings[side], objective, plan, self.order.names(side)) for side in SIDES}
-        self.check_precision = PrecisionCheck(objective, plan, self.halves)
-
-    def _inward(self, side: Side) -> Factors:
-        """Current factors of a side in the order of the layouts."""
-        return self.order.inward(side, self.state.side(side))
-
-    def update(self, side: Side) -> None:
-        """One half sweep: solve `side` for the factors of the other; the state changes only once it is complete."""
-        half, fixed, start, plan = self.halves[side], self._inward(other_side(side)), self._inward(side), self.plan
-        if isinstance(half, HalfSweep):
-            gram = WeightedGram(side, fixed.matrix, self.objective, plan.num_threads, blas=plan.uses_blas)
-            solved = half.solve(fixed, self.state.mean, start, gram)
-        else:
-            solved = half.solve(fixed, self.state.mean, start)
-        self.check_precision(side, fixed)
-        self.state = self.state.with_side(side, self.order.outward(side, solved))
-
-    def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array]:
-        """See `Alternating.rows`."""
-        half = self.halves[side]
-        at = choose(half.degrees)
-        return self.order.entries(side, at, half.row_entries(at))
-
-    def balance(self) -> None:
-        """Transform both sides to the basis of least penalty; keeps predictions, and is independent of threads."""
-        users, items = map(self._penalty_gram, SIDES)
-        for side, basis in zip(SIDES, balancing(users, items), strict=True):
-            factors = self.state.side(side)
-            matrix = aligned_zeros(factors.matrix.shape, factors.matrix.dtype)
-            with single_threaded_blas():
-                np.matmul(factors.matrix, basis.astype(matrix.dtype), out=matrix)
-            self.state = self.state.with_side(side, Factors(matrix, factors.bias))
-
-    def _penalty_gram(self, side: Side) -> np.ndarray:
-        """``sum_u s_u x_u x_u^T`` times lambda relative to that of items; float64, shape (factors, factors)."""
-        matrix = self._inward(side).matrix
-        weights = np.sqrt(self.halves[side].scale).astype(matrix.dtype)
-        gram: np.ndarray = _als.gram(matrix * weights[:, None], self.plan.num_threads)
-        return self.objective.share(side) * gram
-
-    def objective_value(self) -> float:
-        """The objective at the current factors, in float64."""
-        half, state = self.halves["user"], State(self._inward("user"), self._inward("item"), self.state.mean)
-        losses = half.losses(state.user, state.item, state.mean)
-        item_degrees = self.halves["item"].degrees
-        return total_objective(self.objective, losses, state, half.degrees, item_degrees, self.plan.num_threads)
 
 
 def objective_value(

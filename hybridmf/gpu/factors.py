@@ -17,7 +17,7 @@ from ..core.scratch import mapped
 from ..core.system import round_up
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
-from ..plan.fused import BLOCK, table_width
+from ..plan.fused import BLOCK
 from ..plan.start import DrawnFactors
 from ..plan.types import Plan
 from . import losses
@@ -436,10 +436,9 @@ class HostTables:
         self._release: Callable[[], bool] | None = None
 
     @classmethod
-    def of(cls, side: Side, plan: Plan, dtype: Any) -> HostTables:
+    def of(cls, side: Side, plan: Plan, shape: tuple[int, int]) -> HostTables:
         """Tables of a side of a fit; creates the files of all tables that the fit needs."""
-        shape = (plan.n_users if side == "user" else plan.n_items, table_width(plan.rank, dtype))
-        tables = cls(shape, dtype, plan.scratch[0] if plan.factors_on == "disk" else "")
+        tables = cls(shape, plan.dtype, plan.scratch[0] if plan.factors_on == "disk" else "")
         if tables.folder:
             tables._free = [tables._make() for _ in range(plan.tables_of(side))]
         return tables

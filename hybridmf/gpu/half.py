@@ -334,20 +334,22 @@ class GpuHalf:
         mean: float,
         start: Any = None,
         gram: Array | None = None,
+        then: Callable[[Any], Any] | None = None,
     ) -> Any:
         """New factors of the side, complete; see `launches`.
 
-        Raises
-        ------
-        NotPositiveDefiniteError, NonFiniteError
-        DeviceMemoryError
-            Even the smallest batch does not fit.
+        Parameters
+        ----------
+        then : callable, optional
+            Called with the new factors before they are complete; returns those that the next half sweep uses, whose
+            range is found by the check.
         """
         with self.device.active():
             *_, launched = self.launches(fixed, mean, start, gram)
             assert launched is not None
-            self.check(*launched)
-        return launched[0]
+            solved, status = launched
+            self.check(solved if then is None else then(solved), status)
+        return solved
 
     def check(self, solved: GpuFactors, status: Array) -> None:
         """Wait until factors are complete; raise the failure of a row. Also finds the range of the rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -66,9 +66,17 @@ class Alternating(Unconnected):
         """Numbers and entries of some rows, in the order of the input; None where rows are split."""
         return None
 
+    def solve(self, side: Side) -> Any:
+        """New factors of one side; the state does not change."""
+        raise NotImplementedError
+
+    def keep(self, side: Side, solved: Any) -> None:
+        """Replace the factors of one side by the result of `solve`."""
+        raise NotImplementedError
+
     def update(self, side: Side) -> None:
         """Solve one side; the state changes only once the half sweep is complete."""
-        raise NotImplementedError
+        self.keep(side, self.solve(side))
 
     def balance(self) -> None:
         """Transform the factors to the basis with the smallest penalty; see `hybridmf.core.balance`."""
@@ -81,6 +89,6 @@ class Alternating(Unconnected):
         for side in SWEEP_ORDER:
             if side != self.plan.frozen:
                 self.solving = side
-                self.update(side)
+                self.keep(side, self.solve(side))
                 self.solving = None
                 yield

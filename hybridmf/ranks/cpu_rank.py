@@ -1,18 +1,18 @@
-"""A rank of SU-ALS on the CPU; see `hybridmf.ranks.su_als.Worker`."""
+"""A rank of ALS on the CPU; see `hybridmf.ranks.su_als.Worker`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side
 from ..cpu import als
-from ..data.slabs import RangeSlabs
 from ..native import _als
 from ..plan.types import Plan
-from .su_als import Block, Then
 
 
 class CpuWorker:
@@ -20,29 +20,30 @@ class CpuWorker:
 
     Parameters
     ----------
+    num_threads : int
     check : callable, optional
         Called between batches; an exception ends the half sweep.
     """
 
-    gathers_ahead = False
+    gathers_ahead = False  # nothing would overlap
 
-    def __init__(self, check: Callable[[], None] | None = None) -> None:
-        self.check = check
+    def __init__(self, num_threads: int, check: Callable[[], None] | None = None) -> None:
+        self.num_threads, self.check = num_threads, check
 
     def active(self) -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()
 
-    def own(self, factors: Factors, plan: Plan) -> Factors:
-        """Return the factors unchanged."""
-        return factors.on_host()
+    def own(self, side: Side, factors: Factors, plan: Plan) -> Factors:
+        """Return the factors unchanged: drawn ones may never be read."""
+        return factors
 
-    def exact_gram(self, factors: Factors, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
+    def exact_gram(self, factors: Factors, weights: np.ndarray | None = None) -> np.ndarray:
         """Gram matrix in float64."""
         matrix = factors.matrix
         if weights is not None:
             matrix = matrix * np.sqrt(weights).astype(matrix.dtype)[:, None]
-        gram: np.ndarray = _als.gram(np.ascontiguousarray(matrix), plan.num_threads)
+        gram: np.ndarray = _als.gram(np.ascontiguousarray(matrix), self.num_threads)
         return gram
 
     def times(self, factors: Factors, basis: np.ndarray) -> Factors:
@@ -56,23 +57,16 @@ class CpuWorker:
         """`Objective.penalty` of own rows."""
         return objective.penalty(side, factors.matrix, degrees, factors.bias)
 
-    def whole(
-        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray
-    ) -> als.HalfSweep | als.StreamedHalf:
-        """Half sweep of one device over its rows; slabs are read again in each half sweep."""
-        half: als.HalfSweep | als.StreamedHalf
-        if isinstance(block, RangeSlabs):
-            half = als.StreamedHalf(side, block, objective, plan, names)
-        else:
-            half = als.HalfSweep(side, block, objective, plan, names)
+    def total(self, loss: float, unobserved: float, penalties: tuple[float, float]) -> float:
+        """As `hybridmf.cpu.als.total_objective`."""
+        return loss + unobserved + penalties[0] + penalties[1]
+
+    def whole(self, side: Side, block: Any, objective: Objective, plan: Plan, names: np.ndarray | None) -> Any:
+        """Half sweep over complete rows; slabs are read again in each half sweep."""
+        kind: Any = als.HalfSweep if isinstance(block, sp.csr_array) else als.StreamedHalf
+        half = kind(side, block, objective, plan, names)
         half.check = self.check
         return half
-
-    def solve(
-        self, half: als.HalfSweep | als.StreamedHalf, fixed: Factors, mean: float, start: Factors, then: Then | None
-    ) -> Factors:
-        """New factors of the rows of `whole`. Factors are not gathered ahead: nothing would overlap."""
-        return half.solve(fixed, mean, start)
 
     def close(self) -> None:
         """Do nothing: the worker has no thread of its own."""

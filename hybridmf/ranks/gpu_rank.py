@@ -1,9 +1,9 @@
-"""A rank of SU-ALS on a GPU, the counterpart of `hybridmf.ranks.cpu_rank`; see `hybridmf.ranks.su_als.SplitWorker`."""
+"""A rank of SU-ALS on a GPU, the counterpart of `hybridmf.ranks.cpu_rank`; see `hybridmf.ranks.su_als.Worker`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,23 +12,25 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import Factors, Objective, Side
+from ..core.objective import SIDES, Factors, Objective, Side
 from ..core.sparse import csr_of, rows_of
 from ..core.system import ceil_div, round_up
-from ..data.slabs import ColumnSlabs, RangeSlabs
+from ..data.slabs import ColumnSlabs
 from ..device.cuda import Array, CudaDevice, Device, open_device
-from ..gpu.als import HalfSweeps
 from ..gpu.assembly import Cleared
-from ..gpu.factors import DeviceFactors, GpuFactors, weighted_gram
-from ..gpu.half import HalfSweep, row_segments, segment_losses
+from ..gpu.factors import Copiers, DeviceFactors, GpuFactors, HostTables, to_device, to_host, weighted_gram
+from ..gpu.half import GpuHalf, HalfSweep, row_segments, segment_losses
+from ..gpu.matrix import DeviceMatrix
+from ..gpu.offloaded import HostHalf
 from ..gpu.rows import add_pieces
-from ..gpu.stream import Pipeline, StreamedHalf, Transfers
-from ..plan.fused import BLOCK
+from ..gpu.stream import Pipeline, StreamedHalf, Transfers, slabs_of
+from ..gpu.subspace import SubspaceHalf
+from ..plan.fused import BLOCK, table_width
 from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries
 from .group import open_rank
-from .su_als import Block, Owned, Then, degrees_of
+from .su_als import degrees_of
 from .transport.communicator import Communicator
 
 MOST_SEGMENTS = 32
@@ -39,7 +41,7 @@ FEW_SEGMENTS = 4096
 
 
 class GpuWorker:
-    """A GPU as a `SplitWorker`; arrays are those of its device.
+    """A GPU as a `Worker`; owns what the half sweeps of both sides share. Arrays are those of its device.
 
     Parameters
     ----------
@@ -49,16 +51,23 @@ class GpuWorker:
     gathers_ahead = True
 
     def __init__(self, device: Device) -> None:
-        self.device, self.half_sweeps = device, HalfSweeps(device)
+        self.device, self.copiers = device, Copiers(device)
+        self.pipeline: Pipeline | None = None
+        self._tables: dict[Side, HostTables] = {}
+        self._last: Any = None  # the last streamed half sweep made
         self._streams: Streams | None = None
 
     def active(self) -> AbstractContextManager[None]:
         """Make the device current."""
         return self.device.active()
 
-    def own(self, factors: Factors, plan: Plan) -> GpuFactors:
+    def own(self, side: Side, factors: Factors, plan: Plan) -> GpuFactors:
         """Move factors to their location between half sweeps."""
-        return self.half_sweeps.factors(factors, plan)
+        width = table_width(plan.rank, plan.dtype)
+        if not plan.offloaded:
+            return to_device(self.device, factors, width)
+        self._tables[side] = HostTables.of(side, plan, (len(factors), width))
+        return to_host(factors, width, self._tables[side])
 
     def blank(self, like: Array, rows: int) -> Array:
         """Zeros of the dtype and width of an array."""
@@ -71,46 +80,58 @@ class GpuWorker:
             return self.device.zeros((side, side), factors.table.dtype)
         return weighted_gram(self.device, factors.table, plan.rank, objective)
 
-    def exact_gram(self, factors: GpuFactors, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
-        """Gram matrix in float64."""
-        gram = factors.exact_gram(self.device, None if weights is None else factors.beside(weights))
-        return gram[: plan.factors, : plan.factors].copy()
+    def exact_gram(self, factors: GpuFactors, weights: Any = None) -> np.ndarray:
+        """Gram matrix of the tables in float64."""
+        return factors.exact_gram(self.device, weights)
 
     def times(self, factors: GpuFactors, basis: np.ndarray) -> GpuFactors:
         """Factors in another basis."""
-        return factors.times(self.half_sweeps.copiers, basis)
+        return factors.times(self.copiers, basis)
 
     def penalty(self, objective: Objective, side: Side, factors: GpuFactors, degrees: np.ndarray) -> float:
         """`Objective.penalty` of own rows."""
         return factors.penalty(self.device, objective, side, degrees)
 
-    def whole(
-        self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray
-    ) -> HalfSweep | StreamedHalf:
-        """The half sweep of one device."""
-        assert not isinstance(block, ColumnSlabs)
-        return self.half_sweeps.make(side, block, objective, plan, names)
+    def total(self, loss: float, unobserved: float, penalties: tuple[float, float]) -> float:
+        """As `hybridmf.gpu.half.objective_value`."""
+        return loss + (unobserved + sum(penalties))
 
-    def solve(
-        self, half: HalfSweep | StreamedHalf, fixed: Any, mean: float, start: Any, then: Then | None
-    ) -> GpuFactors:
-        """New factors of the rows of `whole`."""
-        *_, launched = half.launches(fixed, mean, start)
-        assert launched is not None
-        solved, status = launched
-        half.check(solved if then is None else then(solved), status)
-        return solved
+    def whole(self, side: Side, block: Any, objective: Objective, plan: Plan, names: np.ndarray | None) -> GpuHalf:
+        """The half sweep over complete rows, for the placement of ratings and factors in the plan."""
+        device = self.device
+        if plan.offloaded:
+            slabs, tables = slabs_of(block, side, plan), self._tables[side]
+            return HostHalf(device, side, slabs, objective, plan, self.copiers, names, tables)
+        if isinstance(block, sp.csr_array | DeviceMatrix) and not plan.streamed:
+            kind = SubspaceHalf if plan.solver == "subspace" else HalfSweep
+            return kind(device, side, block, objective, plan, names)
+        slabs = slabs_of(block, side, plan)
+        pipeline = None if plan.resident else self._entries(plan, slabs.dtype)
+        return self._linked(StreamedHalf(device, side, slabs, objective, plan, pipeline, names))
 
-    def partial(self, side: Side, block: Block, objective: Objective, plan: Plan, rows: BatchedRows) -> PartialRows:
+    def partial(self, side: Side, block: Any, objective: Objective, plan: Plan, rows: BatchedRows) -> PartialRows:
         """Half sweep over entries on the device, or streamed batch by batch, according to the plan."""
-        assert not isinstance(block, RangeSlabs)
         if isinstance(block, ColumnSlabs) and plan.streamed == "host":
             block = block.load()
-        arguments = (side, block, objective, plan, rows)
+        arguments = (self.device, side, block, objective, plan, rows)
         if plan.resident or not plan.streamed:
-            return PartialRows(self.device, *arguments)
-        half = StreamedPartialRows(self.device, *arguments, self.half_sweeps.entries(plan, block.dtype))
-        self.half_sweeps.link(half)
+            return PartialRows(*arguments)
+        return self._linked(StreamedPartialRows(*arguments, self._entries(plan, block.dtype)))
+
+    def _entries(self, plan: Plan, dtype: Any) -> Pipeline:
+        """The pipeline that loads the entries of both half sweeps."""
+        if self.pipeline is None:
+            longest = plan.slab
+            if plan.scale is not None:
+                longest = max(plan.scale.slab(side) // plan.grids[side].splits for side in SIDES)
+            self.pipeline = Pipeline(self.device, longest, dtype)
+        return self.pipeline
+
+    def _linked(self, half: Any) -> Any:
+        """The half sweep, whose entries start to load while the other one ends, and the other way round."""
+        if self._last is not None and self._last.side != half.side and half.plan.frozen is None:
+            half.following, self._last.following = self._last.transfers, half.transfers
+        self._last = half
         return half
 
     def overlap(self) -> AbstractContextManager[Any]:
@@ -122,7 +143,8 @@ class GpuWorker:
 
     def close(self) -> None:
         """Stop loading."""
-        self.half_sweeps.close()
+        if self.pipeline is not None:
+            self.pipeline.close()
 
 
 class Streams:
@@ -233,7 +255,7 @@ class PartialRows(HalfSweep):
     ----------
     device : Device
     side, block, objective, plan, rows
-        See `hybridmf.ranks.su_als.SplitWorker.partial`.
+        See `hybridmf.ranks.su_als.Worker.partial`.
 
     Raises
     ------
@@ -322,14 +344,14 @@ class PartialRows(HalfSweep):
         """Release the state of this half sweep; there is no thread to stop."""
         self._operand = self._entries_at_hand = None
 
-    def result(self, then: Then | None = None) -> DeviceFactors:
+    def result(self, then: Callable[[Any], Any] | None = None) -> DeviceFactors:
         """Return the factors of the rows solved here."""
         (systems, _, cleared), self._under_way = self._under_way, None
         solved = self._unpack(systems.solutions, cleared)
         self.check(solved if then is None else then(solved), systems.status)
         return solved
 
-    def loss(self, users: Iterator[Owned], items: DeviceFactors, mean: float) -> float:
+    def loss(self, users: Iterator[tuple[tuple[int, int], DeviceFactors]], items: DeviceFactors, mean: float) -> float:
         """Loss of all entries, where rows are users. `users` follow the order of the batches, without empty ranges."""
         total = 0.0
         with closing(self._at_hand()) as batches:

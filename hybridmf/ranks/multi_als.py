@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Objective, Side, State, other_side
+from ..core.objective import SIDES, Objective, Side, State
 from ..core.sparse import stacked
 from ..data.slabs import ColumnSlabs, RangeSlabs
 from ..data.store import StoreMatrix
@@ -24,7 +24,7 @@ from .dealt import DealtColumns, DealtRows
 from .gpu_rank import GpuWorker
 from .group import RankGroup
 from .joined import JoinedFactors
-from .su_als import Block, RankALS, RankShare, Worker, rank_plan
+from .su_als import Block, RankALS, Worker, rank_plan
 from .transport.communicator import Communicator, LocalCommunicator
 from .transport.threads import RankThreads
 
@@ -92,11 +92,18 @@ class MultiALS(Alternating):
             rank = control.rank
             own = {side: inward[side].part(slice(*self.layout.own(side, rank))) for side in SIDES}
             blocks = {side: self._block(side, matrices[side], communicator, worker) for side in SIDES}
-            share = RankShare(self.layout, blocks, {side: self._names(side, rank) for side in SIDES})
             first = State(own["user"], own["item"], state.mean)
-            in_memory = not any(isinstance(matrix, StoreMatrix) for matrix in matrices.values())
             return RankALS(
-                communicator, share, objective, rank_plan(plan), first, worker, known_topology, one_matrix=in_memory
+                communicator,
+                self.layout,
+                blocks,
+                objective,
+                rank_plan(plan),
+                first,
+                worker,
+                order=self.order,
+                topology=known_topology,
+                one_matrix=not any(isinstance(matrix, StoreMatrix) for matrix in matrices.values()),
             )
 
         self.ranks: list[RankALS] = self.group.open(make)
@@ -108,11 +115,6 @@ class MultiALS(Alternating):
         assert isinstance(worker, GpuWorker)
         with worker.active():
             return matrix.block(worker.device, communicator, self.layout.bounds[side])
-
-    def _names(self, side: Side, rank: int) -> np.ndarray:
-        first, last = self.layout.own(side, rank)
-        order = self.order.names(side)
-        return np.arange(first, last, dtype=np.int64) if order is None else order[first:last].astype(np.int64)
 
     def _topology(self, given: Sequence[int] | None) -> list[int] | None:
         if given is not None or self.plan.reduction != "two_phase":
@@ -127,10 +129,14 @@ class MultiALS(Alternating):
         )
         return State(users, items, self.mean)
 
-    def update(self, side: Side) -> None:
-        """One half sweep; the state changes only once it is complete on all ranks."""
-        for rank, factors in zip(self.ranks, self.group.solve(side), strict=True):
-            rank.own[side] = factors
+    def solve(self, side: Side) -> list[Any]:
+        """New factors of each rank; see `Alternating.solve`."""
+        return self.group.solve(side)
+
+    def keep(self, side: Side, solved: list[Any]) -> None:
+        """See `Alternating.keep`."""
+        for rank, factors in zip(self.ranks, solved, strict=True):
+            rank.keep(side, factors)
 
     def balance(self) -> None:
         """Transform both sides to the basis of least penalty; predictions stay the same."""
@@ -149,10 +155,7 @@ class MultiALS(Alternating):
             own, entries = rank.own_rows(side, at[(at >= first) & (at < last)] - first)
             numbers.append(own)
             parts.append(entries)
-        rows, columns = stacked(parts), self.order.names(other_side(side))
-        if columns is not None:
-            rows.indices = columns[rows.indices].astype(np.int32)
-        return np.concatenate(numbers), rows
+        return np.concatenate(numbers), stacked(parts)
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
@@ -192,5 +195,5 @@ def worker_maker(plan: Plan, threads: RankThreads) -> MakeWorker:
             if threads.stopping.is_set():
                 raise CommunicatorError("another rank has failed, or the fit was stopped")
 
-        return lambda communicator: (communicator, CpuWorker(check))
+        return lambda communicator: (communicator, CpuWorker(rank_plan(plan).num_threads, check))
     return lambda communicator: gpu_rank.gpu_worker(plan.devices, communicator)

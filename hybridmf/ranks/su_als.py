@@ -1,4 +1,4 @@
-"""SU-ALS: one rank's share of alternating least squares, the same program on every rank (cuMF Algorithm 3).
+"""SU-ALS: alternating least squares by ranks, one program on every rank (cuMF Algorithm 3); one device is one rank.
 
 `hybridmf.plan.grid` describes which rank owns and sums which rows. A half sweep on a grid of one split is model
 parallel: each rank gathers the whole fixed side and solves its own rows as one device would. With more splits a rank
@@ -12,8 +12,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeAlias, cast
+from dataclasses import asdict
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -21,87 +21,45 @@ import scipy.sparse as sp
 from ..core.balance import balancing
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..data.slabs import ColumnSlabs, RangeSlabs, slab_bounds, slab_entries
+from ..data.store import StoreMatrix
 from ..errors import CommunicatorError, RatingsError
 from ..gpu.matrix import DeviceMatrix
-from ..plan.grid import RankLayout
+from ..plan.grid import Grid, RankLayout
 from ..plan.half_sweep import SLAB_BUFFERS
+from ..plan.ordering import Ordering, reordered
 from ..plan.precision import PrecisionCheck
 from ..plan.ranks import ScalePlan, check_rank
 from ..plan.solver import Alternating, Choose
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries, batch_rows, bounded_batches, even_batches
 from .reduction import Reduction, make_reduction
-from .transport.communicator import Array, Communicator
+from .transport.communicator import Communicator, Single
 
 ROOM = 0.9
 """Maximum share of a GPU's memory for both sides if the next fixed side is gathered ahead."""
 
-Then = Callable[[Any], Any]
-"""Called with new factors that may not be complete yet; returns the factors that the next half sweep uses."""
-
-Block: TypeAlias = "sp.csr_array | DeviceMatrix | RangeSlabs | ColumnSlabs"
+Block: TypeAlias = "sp.csr_array | DeviceMatrix | StoreMatrix | RangeSlabs | ColumnSlabs"
 """Entries of a rank, in memory or in slabs read in each half sweep: those of its own rows, or of a group's rows."""
-
-Owned: TypeAlias = "tuple[tuple[int, int], Any]"
-"""A range of rows of a rank's block (the first, the one after the last), and their factors."""
-
-
-class Whole(Protocol):
-    """A half sweep over complete rows: `hybridmf.cpu.als.HalfSweep`, `hybridmf.gpu.half.GpuHalf`.
-
-    Attributes
-    ----------
-    one_thread : bool
-        Whether one thread can launch it for all ranks; see `hybridmf.ranks.group`.
-    """
-
-    one_thread: bool
-
-    def losses(self, users: Any, items: Any, mean: float) -> np.ndarray:
-        """Losses of pieces of the rows, where rows are users; float64."""
-
-
-class Partial(Protocol):
-    """A half sweep over rows whose entries are distributed over several ranks."""
-
-    one_thread: bool
-
-    def start(self, fixed: Any, mean: float, start: Any, gram: Array | None) -> None:
-        """Start from the part of the fixed side on this rank, and the Gram matrix of the whole."""
-
-    def assemble(self, batch: int) -> tuple[Array, ...]:
-        """Sums over this rank's entries of a batch; the first axis has the rows of all members, one after another."""
-
-    def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
-        """Complete and solve the systems of the rows of a batch that this rank solves."""
-
-    def close(self) -> None:
-        """Stop background work: all batches have been assembled, or the half sweep has failed."""
-
-    def result(self, then: Then | None = None) -> Any:
-        """Factors of the rows that this rank solves; raises the failure of a row."""
-
-    def loss(self, users: Iterator[Owned], items: Any, mean: float) -> float:
-        """Loss of all entries, where rows are users, in float64; `users` follow the order of the batches."""
 
 
 class Worker(Protocol):
-    """The device of a rank.
+    """The device of a rank: `hybridmf.ranks.cpu_rank.CpuWorker`, `hybridmf.ranks.gpu_rank.GpuWorker`.
 
-    It has its own type of factors, and arrays on its device; its communicator sends these and NumPy's arrays.
+    It has its own type of factors, and arrays on its device; its communicator sends these and NumPy's arrays. Only GPUs
+    split the fixed side, with the methods `blank`, `gram`, `partial` and `overlap` of `GpuWorker`.
     """
 
     gathers_ahead: bool
-    """Whether `then` is called. If so before new factors are complete, ranks exchange them meanwhile."""
+    """Whether `solve` of a half sweep calls `then` before new factors are complete: ranks exchange them meanwhile."""
 
     def active(self) -> AbstractContextManager[None]:
         """A rank does all its work in this context."""
 
-    def own(self, factors: Factors, plan: Plan) -> Any:
-        """Move factors of the host to where the plan keeps them."""
+    def own(self, side: Side, factors: Factors, plan: Plan) -> Any:
+        """Move factors to where the plan keeps them."""
 
-    def exact_gram(self, factors: Any, weights: np.ndarray | None, plan: Plan) -> np.ndarray:
-        """Weighted Gram matrix in float64, shape (factors, factors)."""
+    def exact_gram(self, factors: Any, weights: Any = None) -> np.ndarray:
+        """``F^T diag(weights) F`` in float64, at least (factors, factors); `weights` as in a half sweep's `scale`."""
 
     def times(self, factors: Any, basis: np.ndarray) -> Any:
         """Factors in another basis."""
@@ -109,69 +67,27 @@ class Worker(Protocol):
     def penalty(self, objective: Objective, side: Side, factors: Any, degrees: np.ndarray) -> float:
         """Penalty of own rows in float64."""
 
-    def whole(self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray) -> Whole:
-        """See `Whole`."""
+    def total(self, loss: float, unobserved: float, penalties: tuple[float, float]) -> float:
+        """The objective from its parts, in the order in which the device's serving adds them."""
 
-    def solve(self, half: Any, fixed: Any, mean: float, start: Any, then: Then | None) -> Any:
-        """New factors of the rows of `whole`."""
+    def whole(self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray | None) -> Any:
+        """A half sweep over complete rows: `hybridmf.cpu.als.HalfSweep`, `hybridmf.gpu.half.GpuHalf`."""
 
     def close(self) -> None:
         """Stop background work; no half sweep is running."""
 
 
-class SplitWorker(Worker, Protocol):
-    """A device whose ranks may split the fixed side; plans split it only over GPUs."""
-
-    def blank(self, like: Array, rows: int) -> Array:
-        """Zeros of the dtype and width of an array."""
-
-    def gram(self, factors: Any, objective: Objective, plan: Plan) -> Array | None:
-        """Weighted Gram matrix of this rank's rows, None for explicit feedback."""
-
-    def partial(self, side: Side, block: Block, objective: Objective, plan: Plan, rows: BatchedRows) -> Partial:
-        """See `Partial`; `block` has the entries of this rank."""
-
-    def overlap(self) -> AbstractContextManager[Any]:
-        """Overlap of the reduction of a batch with the assembly of the next one; see `Overlap`."""
-
-
-class Overlap(Protocol):
-    """Order between assembly and reduction of batches."""
-
-    def assembled(self) -> Any:
-        """Return a mark after all launches so far."""
-
-    def after(self, mark: Any) -> AbstractContextManager[None]:
-        """Launches in this context wait for the mark, not for later launches; later launches wait for them."""
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """The ratings of a rank.
-
-    Attributes
-    ----------
-    layout : RankLayout
-        The same on all ranks.
-    blocks : dict of side to csr_array, RangeSlabs or ColumnSlabs
-        `RankLayout.cut` of both orientations of the ratings, or slabs of the same rows, and with a split fixed side of
-        the same columns.
-    names : dict of side to int64 array, or None
-        Number of each own row in error messages; None: its position.
-    """
-
-    layout: RankLayout
-    blocks: Mapping[Side, Block]
-    names: Mapping[Side, np.ndarray] | None = None
-
-
 class RankALS(Alternating):
-    """One rank of SU-ALS; every rank makes one, and all call its methods together.
+    """One rank of ALS; every rank makes one, and all call its methods together.
 
     Parameters
     ----------
     communicator : Communicator
-    share : RankShare
+    layout : RankLayout
+        The same on all ranks.
+    blocks : mapping of side to Block
+        `RankLayout.cut` of both orientations of the ratings, or slabs of the same rows, and with a split fixed side of
+        the same columns.
     objective : Objective
     plan : Plan
         The same on all ranks, but for `num_threads` and `gpu`. Its `reduction` is one of `hybridmf.ranks.reduction`.
@@ -179,6 +95,8 @@ class RankALS(Alternating):
         Initial factors of the rows this rank owns, on the host.
     worker : Worker
         The device of this rank.
+    order : Ordering, optional
+        Of all rows. Default: that of the input.
     topology : sequence of int, optional
         Socket of each rank, for ``reduction="two_phase"``.
     one_matrix : bool
@@ -193,47 +111,51 @@ class RankALS(Alternating):
     def __init__(
         self,
         communicator: Communicator,
-        share: RankShare,
+        layout: RankLayout,
+        blocks: Mapping[Side, Block],
         objective: Objective,
         plan: Plan,
         state: State,
         worker: Worker,
+        *,
+        order: Ordering | None = None,
         topology: list[int] | None = None,
         one_matrix: bool = False,
     ) -> None:
-        layout, blocks = share.layout, share.blocks
         self.communicator, self.layout, self.objective, self.plan = communicator, layout, objective, plan
-        self.worker, self.mean = worker, state.mean
-        self.rank = communicator.rank
+        self.worker: Any = worker
+        self.mean, self.order = state.mean, order or Ordering()
+        self.rank, self.alone = communicator.rank, layout.size == 1
+        self.incomplete = not self.alone
         if communicator.size != layout.size:
             raise ValueError(f"the layout is of {layout.size} ranks, the communicator of {communicator.size}")
-        if plan.factors_on == "disk":
-            raise ValueError(
-                "ranks keep factors on the GPUs or in the memory of the host, and the plan has them on disk; a fit "
-                'without ranks on one GPU, device="cuda:0", does that'
-            )
         with worker.active():
             self._check_alike(blocks, one_matrix)
             self._split_communicators(topology)
             self.degrees = {side: self._whole_degrees(side, blocks[side]) for side in SIDES}
             self._pieces = {side: self._pieces_of(side) for side in SIDES}
             self.batches = {side: self._batches(side) for side in SIDES}
-            if plan.scale is not None:
+            if plan.scale is not None and not self.alone:
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
-            self.own = {side: worker.own(state.side(side), plan) for side in SIDES}
-            self.numbers: dict[Side, np.ndarray] = {}
-            self.halves = {side: self._half(side, blocks[side], share.names) for side in SIDES}
+            self.own = {side: worker.own(side, state.side(side), plan) for side in SIDES}
+            self.halves = {side: self._half(side, blocks[side]) for side in SIDES}
             whole = {side: half for side, half in self.halves.items() if not self.splits_rows(side)}
             self.check_precision = PrecisionCheck(objective, plan, whole)
-            self.gathers_ahead = self._all_agree(
-                worker.gathers_ahead and has_room_for_both(plan) and plan.frozen is None
-            )
+            ahead = worker.gathers_ahead and has_room_for_both(plan) and plan.frozen is None
+            self.gathers_ahead = not self.alone and self._all_agree(ahead)
         self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, gathered factors)
 
-    @property
-    def _split_worker(self) -> SplitWorker:
-        """The worker as one that supports a split fixed side."""
-        return cast(SplitWorker, self.worker)
+    @classmethod
+    def of_one_device(
+        cls, worker: Worker, user_items: Block, item_users: Block, objective: Objective, plan: Plan, state: State
+    ) -> RankALS:
+        """The rank that has all rows, in the order that the plan asks for."""
+        order, blocks = reordered(user_items, item_users, plan.reorder, plan.num_threads)
+        bounds = {side: np.array([0, blocks[side].shape[0]]) for side in SIDES}
+        layout = RankLayout(bounds, dict.fromkeys(SIDES, Grid(1, 1)))
+        users, items = (order.inward(side, state.side(side)) for side in SIDES)
+        first = State(users, items, state.mean)
+        return cls(Single(), layout, blocks, objective, plan, first, worker, order=order)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -247,6 +169,8 @@ class RankALS(Alternating):
                     f"the {side} block of rank {self.rank} has shape {blocks[side].shape}, the layout says "
                     f"{(rows, last - first)}; cut it with RankLayout.cut"
                 )
+        if self.alone:
+            return
         mine = np.array([zlib.crc32(self._description().encode())], dtype=np.int64)
         all_of = self.communicator.allgatherv(mine, [1] * self.layout.size)
         others = np.flatnonzero(all_of != all_of[0])
@@ -356,19 +280,25 @@ class RankALS(Alternating):
         degrees: np.ndarray = members.reduce_scatter(local, self._member_counts(side))
         return degrees
 
-    def _half(self, side: Side, block: Block, names: Mapping[Side, np.ndarray] | None) -> Any:
-        own = np.arange(*self.layout.own(side, self.rank), dtype=np.int64) if names is None else names[side]
-        self.numbers[side] = own
-        arguments = (side, block, self.objective, self.plan)
-        if self.layout.grids[side].splits == 1:
+    def _half(self, side: Side, block: Block) -> Any:
+        arguments, own = (side, block, self.objective, self.plan), self.names(side)
+        if not self.splits_rows(side):
             return self.worker.whole(*arguments, own)
+        assert own is not None
         degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
         if members is not None and reduction.everything_here is not None:
             counts = self._member_counts(side)
             own, degrees = members.allgatherv(own, counts), members.allgatherv(degrees, counts)
             if not reduction.everything_here:
                 own, degrees = own[:0], degrees[:0]
-        return self._split_worker.partial(*arguments, BatchedRows(own, degrees, self.batches[side], self._solved(side)))
+        return self.worker.partial(*arguments, BatchedRows(own, degrees, self.batches[side], self._solved(side)))
+
+    def names(self, side: Side) -> np.ndarray | None:
+        """Row of the input of each own row, int64; None if they are all rows in the order of the input."""
+        (first, last), names = self.layout.own(side, self.rank), self.order.names(side)
+        if names is not None:
+            return names[first:last].astype(np.int64)
+        return None if self.alone else np.arange(first, last, dtype=np.int64)
 
     def _member_counts(self, side: Side) -> list[int]:
         """Rows of `side` that each rank of this rank's group owns."""
@@ -418,10 +348,9 @@ class RankALS(Alternating):
 
     @property
     def state(self) -> State:
-        """Factors of the rows that this rank owns."""
-        return State(self.own["user"], self.own["item"], self.mean)
-
-    incomplete = True
+        """Factors of the rows that this rank owns; of all rows, in the order of the input, if it is the only one."""
+        users, items = (self.order.outward(side, self.own[side]) if self.alone else self.own[side] for side in SIDES)
+        return State(users, items, self.mean)
 
     def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array] | None:
         """See `Alternating.rows`."""
@@ -432,26 +361,30 @@ class RankALS(Alternating):
         return self.layout.grids[side].splits > 1
 
     def own_rows(self, side: Side, at: np.ndarray) -> tuple[np.ndarray, sp.csr_array]:
-        """Numbers and entries of own rows, at the end of a fit."""
+        """Numbers and entries of own rows, in the order of the input; slabs are no longer loaded ahead."""
         self.worker.close()  # its thread reads the same slabs
+        names = self.names(side)
         with self.worker.active():
-            return self.numbers[side][at], self.halves[side].row_entries(at)
+            _, rows = self.order.entries(side, at, self.halves[side].row_entries(at))
+        return at if names is None else names[at], rows
 
-    def update(self, side: Side) -> None:
-        """One half sweep: solve `side`; own factors change only once all own rows are solved."""
-        self.own[side] = self.solve(side)
+    def keep(self, side: Side, solved: Any) -> None:
+        """See `Alternating.keep`."""
+        self.own[side] = solved
 
     def solve(self, side: Side) -> Any:
         """New factors of own rows of `side`, once all ranks have theirs; the state does not change."""
         with self.worker.active():
-            if self.layout.grids[side].splits == 1:
+            if self.splits_rows(side):
+                solved = self._solve_split(side)
+            else:
                 # each rank has the whole fixed side: its Gram matrix has the bits of a fit on one device
-                fixed, start = self._gathered(side), self.own[side]
-                solved = self.worker.solve(self.halves[side], fixed, self.mean, start, self._gather_ahead(side))
+                fixed, then = self._gathered(side), self._gather_ahead(side)
+                half, start = self.halves[side], self.own[side]
+                further = {} if then is None else {"then": then}
+                solved = half.solve(fixed, self.mean, start, **further)
                 if self.rank == 0:  # has its share of the longest rows, and one warning is enough
                     self.check_precision(side, fixed)
-            else:
-                solved = self._solve_split(side)
             self.communicator.barrier()  # failures of other ranks are raised here at the latest
             return solved
 
@@ -481,7 +414,7 @@ class RankALS(Alternating):
         arrays = [communicator.allgatherv(array, counts) for array in fixed.arrays]
         return fixed.with_arrays(arrays)
 
-    def _gather_ahead(self, side: Side) -> Then | None:
+    def _gather_ahead(self, side: Side) -> Callable[[Any], Any] | None:
         """Function that gathers new factors of `side` for the next half sweep, while they are still being computed."""
         if not self.gathers_ahead:
             return None
@@ -496,11 +429,11 @@ class RankALS(Alternating):
 
     def _solve_split(self, side: Side) -> Any:
         half, reduction = self.halves[side], self._reductions[side]
-        gram = self._split_worker.gram(self.own[other_side(side)], self.objective, self.plan)
+        gram = self.worker.gram(self.own[other_side(side)], self.objective, self.plan)
         if gram is not None:
             gram = self.communicator.allreduce(gram)
         half.start(self._gathered(side), self.mean, self._start(side), gram)
-        with closing(half), self._split_worker.overlap() as overlap:
+        with closing(half), self.worker.overlap() as overlap:
             for batch, sums, mark, counts in _one_behind(self._assembled(side, half, overlap)):
                 with overlap.after(mark):
                     mine = tuple(reduction.reduce(array, counts) for array in sums)
@@ -519,12 +452,12 @@ class RankALS(Alternating):
         arrays = [members.allgatherv(array, counts) for array in own.arrays]
         return own.with_arrays(arrays if everything_here else [array[:0] for array in arrays])
 
-    def _assembled(self, side: Side, half: Partial, overlap: Overlap) -> Iterator[tuple[int, Any, Any, list[int]]]:
+    def _assembled(self, side: Side, half: Any, overlap: Any) -> Iterator[tuple[int, Any, Any, list[int]]]:
         for batch, pieces in enumerate(self.batches[side]):
             sums = half.assemble(batch)
             yield batch, sums, overlap.assembled(), [last - first for first, last in pieces]
 
-    def _returned(self, side: Side, half: Partial) -> Any:
+    def _returned(self, side: Side, half: Any) -> Any:
         """Own rows of the solution, sent by the root if one rank solves the rows of all members."""
         members, everything_here = self._members[side], self._reductions[side].everything_here
         if members is None or everything_here is None:
@@ -534,7 +467,7 @@ class RankALS(Alternating):
         if everything_here:
             arrays = half.result().arrays
         else:
-            arrays = [self._split_worker.blank(array, sum(counts)) for array in own.arrays]
+            arrays = [self.worker.blank(array, sum(counts)) for array in own.arrays]
         rows = slice(first, first + counts[members.rank])
         return own.with_arrays([members.broadcast(array)[rows].copy() for array in arrays])
 
@@ -548,29 +481,44 @@ class RankALS(Alternating):
         """Own factors in the basis of least penalty; the state does not change."""
         with self.worker.active():
             users, items = (self._penalty_gram(side) for side in SIDES)
-            # the same bits on all ranks, independent of their LAPACK
-            bases = [self.communicator.broadcast(np.ascontiguousarray(basis)) for basis in balancing(users, items)]
-            return {side: self.worker.times(self.own[side], basis) for side, basis in zip(SIDES, bases, strict=True)}
+            bases = balancing(users, items)
+            if not self.alone:  # the same bits on all ranks, independent of their LAPACK
+                bases = tuple(self.communicator.broadcast(np.ascontiguousarray(basis)) for basis in bases)
+            return {side: self._times(side, basis) for side, basis in zip(SIDES, bases, strict=True)}
+
+    def _times(self, side: Side, basis: np.ndarray) -> Any:
+        """Own factors in another basis."""
+        own = self.own[side]
+        if not self.alone or self.plan.gpu is not None:
+            return self.worker.times(own, basis)
+        # in the order of the input: BLAS may round a row by its place
+        return self.order.inward(side, self.worker.times(self.order.outward(side, own), basis))
 
     def _penalty_gram(self, side: Side) -> np.ndarray:
-        scale = self.objective.row_scale(side, self.degrees[side])
-        return self.objective.share(side) * self._sum(self.worker.exact_gram(self.own[side], scale, self.plan))
+        """``sum_u s_u x_u x_u^T`` times lambda relative to that of items."""
+        own, factors = self.own[side], self.plan.factors
+        if self.splits_rows(side):  # a half sweep may have the rows of other ranks, too
+            scale = own.beside(self.objective.row_scale(side, self.degrees[side]))
+        else:
+            scale = self.halves[side].scale
+        gram = self.worker.exact_gram(own, scale)[:factors, :factors]
+        return self.objective.share(side) * self._sum(np.ascontiguousarray(gram))
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
-        total: np.ndarray = self.communicator.allreduce(array)
+        total: np.ndarray = array if self.alone else self.communicator.allreduce(array)
         return total
 
     def objective_value(self) -> float:
         """The objective at the current factors, the same on all ranks; sums in float64."""
-        with self.worker.active():
-            total = self._losses()
-            for side in SIDES:
-                total += self.worker.penalty(self.objective, side, self.own[side], self.degrees[side])
-            total = float(self._sum(np.array([total]))[0])
+        worker, unobserved = self.worker, 0.0
+        with worker.active():
+            parts = [self._losses()]
+            parts += [worker.penalty(self.objective, side, self.own[side], self.degrees[side]) for side in SIDES]
+            loss, users, items = self._sum(np.array(parts)).tolist()
             if self.objective.is_implicit:
-                users, items = (self._sum(self.worker.exact_gram(self.own[side], None, self.plan)) for side in SIDES)
-                total += self.objective.unobserved_weight * float(np.sum(users * items))
-        return total
+                grams = [self._sum(worker.exact_gram(self.own[side])) for side in SIDES]
+                unobserved = self.objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
+        return worker.total(loss, unobserved, (users, items))
 
     def _losses(self) -> float:
         """Loss of the entries of this rank's users' block."""
@@ -579,7 +527,7 @@ class RankALS(Alternating):
             return float(half.losses(self.own["user"], items, self.mean).sum())
         return float(half.loss(self._users(), items, self.mean))
 
-    def _users(self) -> Iterator[Owned]:
+    def _users(self) -> Iterator[tuple[tuple[int, int], Any]]:
         """Rows of the users' block in the order of their entries, with factors from their owners."""
         members = self._members["user"]
         assert members is not None
@@ -595,7 +543,7 @@ class RankALS(Alternating):
         if members.rank == root:
             arrays = [array[rows] for array in arrays]
         else:
-            arrays = [self._split_worker.blank(array, rows.stop - rows.start) for array in arrays]
+            arrays = [self.worker.blank(array, rows.stop - rows.start) for array in arrays]
         return own.with_arrays([members.broadcast(array, root) for array in arrays])
 
     def stop(self) -> None:
@@ -613,7 +561,7 @@ class RankALS(Alternating):
 
 def degrees_of(block: Block) -> np.ndarray:
     """Entries of each row, int64."""
-    degrees = block.degrees if isinstance(block, RangeSlabs | ColumnSlabs) else np.diff(block.indptr)
+    degrees = np.diff(block.indptr) if isinstance(block, sp.csr_array | DeviceMatrix) else block.degrees
     return degrees.astype(np.int64, copy=False)
 
 

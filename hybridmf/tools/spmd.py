@@ -42,7 +42,7 @@ from ..plan.start import DrawnFactors
 from ..plan.types import DegreeFacts, Plan
 from ..ranks.cpu_rank import CpuWorker
 from ..ranks.shares import RankBlocks, RankRatings
-from ..ranks.su_als import RankALS, RankShare, Worker
+from ..ranks.su_als import RankALS, Worker
 from ..ranks.transport.communicator import Communicator, gather
 
 logger = logging.getLogger("hybridmf")
@@ -210,8 +210,7 @@ class _RankFit:
         own = State(self._own("user", state), self._own("item", state), state.mean)
         self.moves, worker = _worker(self.plan, options.device, communicator)
         solved = self.objective if ratings.unit is None else in_units(self.objective, ratings.unit)
-        share = RankShare(self.cut.layout, self.cut.blocks)
-        self.solver = RankALS(self.moves, share, solved, self.plan, own, worker)
+        self.solver = RankALS(self.moves, self.cut.layout, self.cut.blocks, solved, self.plan, own, worker)
         self.ranks = _Together(communicator, self.cut.layout)
         self.observers = replace(observers, validation=held_out, unit=ratings.unit or 1.0, seen=self._seen(held_out))
         stopwatch.lap("set up")
@@ -378,7 +377,7 @@ def _worker(plan: Plan, device: str, communicator: Communicator) -> tuple[Commun
             if communicator.cause:
                 raise CommunicatorError(communicator.cause)
 
-        return communicator, CpuWorker(check)
+        return communicator, CpuWorker(plan.num_threads, check)
     from ..ranks.gpu_rank import gpu_worker
 
     return gpu_worker((device,) * communicator.size, communicator)

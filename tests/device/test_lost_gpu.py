@@ -19,7 +19,7 @@ import gc, json, os, signal, sys, threading, time
 import numpy as np
 import hybridmf as hmf
 from hybridmf.device import health
-from hybridmf.gpu.als import GpuALS
+from hybridmf.ranks.su_als import RankALS
 from hybridmf.gpu.factors import DeviceFactors
 from support.ratings import planted
 
@@ -38,23 +38,23 @@ HANGS = 40  # seconds: no GPU is blocked for longer
 FAILING, HALF = KERNEL, 4  # the users of iteration 2
 
 count, before, sent = 0, [], []
-update = GpuALS.update
+solve = RankALS.solve
 
-def failing_update(self, side):
+def failing_solve(self, side):
     global count
     count += 1
     if count == HALF:
-        device = self.device
-        before.extend(device.download(self.inward[each].table) for each in ("user", "item"))
+        device = self.worker.device
+        before.extend(device.download(self.own[each].table) for each in ("user", "item"))
         if FAILING == "crash":
             device.kernel(SOURCE, "crash", ())((1,), (1,), (), 0)
         else:
             flag = device.zeros(1, np.int32)
             device.kernel(SOURCE, "hang", ())((1,), (1,), (flag, np.int64(HANGS * 10**9)), 0)
             threading.Timer(2.0, lambda: (sent.append(time.monotonic()), os.kill(os.getpid(), signal.SIGINT))).start()
-    update(self, side)
+    return solve(self, side)
 
-GpuALS.update = failing_update
+RankALS.solve = failing_solve
 
 def model_on(device, **options):
     return hmf.ExplicitALS(biases=False, factors=8, iterations=5, random_state=0, device=device, **options)

@@ -619,7 +619,7 @@ def test_a_failure_in_the_second_half_sweep_keeps_the_state_before_it(backend, m
         raise NonFiniteError("factors of user 3 became infinite or NaN")
 
     halves = {}
-    name = "hybridmf.cpu.als.HalfSweep" if backend == "cpu" else "hybridmf.gpu.als.HalfSweep"
+    name = "hybridmf.cpu.als.HalfSweep" if backend == "cpu" else "hybridmf.ranks.gpu_rank.HalfSweep"
     original = cpu.HalfSweep if backend == "cpu" else HalfSweep
 
     class Recorded(original):

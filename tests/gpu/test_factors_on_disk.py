@@ -502,9 +502,9 @@ def test_ranks_refuse_factors_in_files(gpu):
     from hybridmf.ranks.multi_als import MultiALS
 
     host = solver("implicit", gpu, 1, 2)
-    scale = replace(host.plan.scale, factors="disk")
-    plan = host.plan.changed(scale=scale, devices=("cuda:0",))
-    with pytest.raises(ValueError, match="the plan has them on disk; a fit without ranks on one GPU"):
+    scale = replace(host.plan.scale, factors="disk", gpus=2)
+    plan = host.plan.changed(scale=scale, devices=("cuda:0", "cuda:1"))
+    with pytest.raises(ValueError, match="keeps factors on them or on the host; the partition has them on disk"):
         MultiALS(MATRIX, MATRIX.T.tocsr(), host.objective, plan, host.state, make_worker=lambda one: (one, None))
 
 

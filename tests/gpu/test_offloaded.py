@@ -19,7 +19,6 @@ from hybridmf.core.validate import as_csr
 from hybridmf.data.slabs import MemorySlabs, slab_bounds
 from hybridmf.errors import DeviceMemoryError, MemoryBudgetError, NotPositiveDefiniteError, StoreError
 from hybridmf.formats import transpose
-from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.factors import Copiers, HostFactors, HostTables, range_on_host, to_device, to_host
 from hybridmf.gpu.offloaded import Drain, HostHalf, part_bounds
 from hybridmf.gpu.rows import row_range
@@ -29,6 +28,7 @@ from hybridmf.plan.cost import cost_of
 from hybridmf.plan.gram import gram_bytes
 from hybridmf.plan.machine import Machine
 from hybridmf.plan.make import check_memory
+from hybridmf.ranks.su_als import RankALS
 from support.devices import NETFLIX, Tracked, on_a_gpu, plan_of
 from support.half_sweeps import FITS, OBJECTIVES, Problem, check_solution, plan_on, row_errors
 from support.host_factors import (
@@ -42,6 +42,7 @@ from support.host_factors import (
     solver,
 )
 from support.marks import exhaustive
+from support.ranks import one_device
 from support.ratings import planted
 
 pytestmark = pytest.mark.usefixtures("tiny_gpu")
@@ -53,12 +54,12 @@ def store(tmp_path_factory) -> hmf.Store:
     return hmf.convert(MATRIX, tmp_path_factory.mktemp("store") / "store", slab_bytes=960)
 
 
-def in_memory(host: GpuALS, data: Any = MATRIX) -> GpuALS:
+def in_memory(host: RankALS, data: Any = MATRIX) -> RankALS:
     """The same fit by a device that holds all."""
     plan = host.plan.changed(scale=None, streamed="")
-    state = State(*(host.inward[side].on_host() for side in SIDES), host.mean)
+    state = State(*(host.own[side].on_host() for side in SIDES), host.mean)
     matrix = as_csr(data, dtype=plan.dtype, drop_zeros=host.objective.is_implicit)
-    return GpuALS(host.device, matrix, transpose(matrix, num_threads=1), host.objective, plan, state)
+    return one_device(matrix, transpose(matrix, num_threads=1), host.objective, plan, state, device=host.worker.device)
 
 
 def test_missing_memory_for_new_rows_is_reported(gpu, monkeypatch):
@@ -120,7 +121,7 @@ def test_balance_is_that_of_a_fit_that_holds_all(gpu):
 
 def test_an_interrupted_balance_changes_neither_side(gpu, monkeypatch):
     host = solver("explicit", gpu, 1, 3)
-    before = dict(host.inward)
+    before = dict(host.own)
     calls = iter(range(9))
 
     def interrupted(*arguments: Any) -> Any:
@@ -132,7 +133,7 @@ def test_an_interrupted_balance_changes_neither_side(gpu, monkeypatch):
     monkeypatch.setattr(HostFactors, "times", interrupted)
     with pytest.raises(KeyboardInterrupt):
         host.balance()
-    assert all(host.inward[side] is before[side] for side in SIDES)
+    assert all(host.own[side] is before[side] for side in SIDES)
 
 
 @pytest.mark.parametrize("source", ["ratings", "host", "disk"])
@@ -295,10 +296,10 @@ def test_a_system_that_cannot_be_solved_is_named_by_its_row(gpu):
     matrix = sp.vstack([MATRIX[:41], one_entry, MATRIX[42:]], format="csr")
     for parts in (1, 3):
         host = solver("explicit", gpu, parts, 4, matrix.T.tocsr(), regularization=0.0)  # users' factors are drawn
-        before = host.inward["item"]
+        before = host.own["item"]
         with pytest.raises(NotPositiveDefiniteError, match="of item 41 are"):
             host.update("item")
-        assert host.inward["item"] is before and no_threads()
+        assert host.own["item"] is before and no_threads()
 
 
 def test_an_altered_slab_leaves_the_half_sweep_before_it(gpu, tmp_path, monkeypatch):
@@ -319,7 +320,7 @@ def test_an_altered_slab_leaves_the_half_sweep_before_it(gpu, tmp_path, monkeypa
 def test_ctrl_c_leaves_the_last_complete_half_sweep(parts, gpu, monkeypatch):
     host = solver("implicit", gpu, parts, 4)
     factors_after(host)
-    before = [host.inward[side].matrix.copy() for side in SIDES]
+    before = [host.own[side].matrix.copy() for side in SIDES]
     calls = iter(range(100))
     put = Drain.put
 
@@ -424,7 +425,7 @@ def test_a_half_sweep_finds_the_range_of_its_factors(gpu):
     for parts in (1, 3):
         host = solver("explicit", gpu, parts, 4)
         host.update("item")
-        found = host.inward["item"]
+        found = host.own["item"]
         assert found.range == range_on_host(found.table)
 
 

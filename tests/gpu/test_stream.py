@@ -19,12 +19,12 @@ from hybridmf.core.validate import as_csr
 from hybridmf.data.slabs import MemorySlabs
 from hybridmf.device import copier as copiers
 from hybridmf.errors import NotPositiveDefiniteError, StoreError
-from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import Pipeline, slab_transfers
 from hybridmf.plan.als_gpu import STREAM_SLAB
 from hybridmf.plan.cost import cost_of
 from hybridmf.plan.machine import LinkRates, Machine
 from hybridmf.plan.make import check_memory
+from hybridmf.ranks.su_als import RankALS
 from support.devices import NETFLIX, limit_memory, on_a_gpu, plan_of
 from support.half_sweeps import FITS
 from support.host_factors import assert_same_fit
@@ -342,15 +342,15 @@ def test_a_larger_fit_streams_to_the_same_bits(device):
 def test_the_streamed_solver_is_the_plans(gpu, store):
     model = hmf.ImplicitALS(factors=7, device="cuda", random_state=0)
     seen = []
-    original = GpuALS.update
+    original = RankALS.solve
 
-    def update(self: GpuALS, side: Any) -> None:
-        seen.append(self.pipeline)
-        original(self, side)
+    def solve(self: RankALS, side: Any) -> Any:
+        seen.append(self.worker.pipeline)
+        return original(self, side)
 
-    GpuALS.update = update  # type: ignore[method-assign]
+    RankALS.solve = solve  # type: ignore[method-assign]
     try:
         model.set_params(iterations=1).fit(store)
     finally:
-        GpuALS.update = original  # type: ignore[method-assign]
+        RankALS.solve = original  # type: ignore[method-assign]
     assert seen == [None, None]  # resident: no pipeline

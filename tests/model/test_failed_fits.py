@@ -23,16 +23,16 @@ from support.served_models import assert_same, fitted, labelled, make, snapshot
 
 def half_states(kind: str, monkeypatch, **options) -> list[State]:
     """The state after each completed half sweep of an uninterrupted fit; the first is the initial one."""
-    states, update = [], hmf.als.CpuALS.update
+    states, keep = [], hmf.als.RankALS.keep
 
-    def recorded(self, side):
+    def recorded(self, side, solved):
         if not states:
             states.append(self.state)
-        update(self, side)
+        keep(self, side, solved)
         states.append(self.state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hmf.als.CpuALS, "update", recorded)
+        patch.setattr(hmf.als.RankALS, "keep", recorded)
         make(kind, **options).fit(planted())
     return states
 

@@ -12,7 +12,6 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import CommunicatorError, RatingsError, UnknownLabelError
 from hybridmf.model import base, stopwatch, training
 from hybridmf.model.checkpoint import Writer
@@ -62,17 +61,17 @@ def test_the_model_is_updated_where_it_is_needed(observed: bool, monkeypatch: py
 def test_a_failure_leaves_the_last_half_sweep(completed: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its factors are in the model; a checkpoint has those of the last iteration."""
     halves: list[str] = []
-    alone = CpuALS.update
+    alone = RankALS.keep
 
-    def update(solver: CpuALS, side: Any) -> None:
+    def keep(solver: RankALS, side: Any, solved: Any) -> None:
         if len(halves) == completed:
             raise MemoryError("no room")
-        alone(solver, side)
+        alone(solver, side, solved)
         halves.append(side)
         states.append(solver.state)
 
     states: list[Any] = []
-    monkeypatch.setattr(CpuALS, "update", update)
+    monkeypatch.setattr(RankALS, "keep", keep)
     model = KINDS["explicit"]()
     with pytest.raises(MemoryError, match="no room"):
         model.fit(TRAIN, checkpoint=tmp_path)
@@ -238,12 +237,12 @@ def test_every_second_of_a_fit_belongs_to_a_part(monkeypatch, tmp_path):
         (base.fingerprint, "fingerprint", 4.0),
         (training, "transposed", 100.0),
         (base, "log_empty_rows", 200.0),
-        (CpuALS, "__init__", 400.0),
-        (CpuALS, "update", 1e3),
-        (CpuALS, "objective_value", 1e4),
+        (RankALS, "__init__", 400.0),
+        (RankALS, "solve", 1e3),
+        (RankALS, "objective_value", 1e4),
         (base.checkpoints.Writer, "offer", 2e4),
         (base.checkpoints.Writer, "finish", 1e6),
-        (CpuALS, "close", 2e6),
+        (RankALS, "close", 2e6),
         (base.dispatch, "remember", 4e6),
     ):
         clock.takes(owner, name, seconds)
@@ -270,7 +269,7 @@ def test_every_second_of_a_rank_belongs_to_a_part(monkeypatch):
         (spmd, "RankBlocks", 100.0),
         (hmf.ExplicitALS, "_first_state", 200.0),
         (RankALS, "__init__", 400.0),
-        (RankALS, "update", 1e3),
+        (RankALS, "solve", 1e3),
         (RankALS, "objective_value", 1e4),
         (RankALS, "close", 1e6),
     ):

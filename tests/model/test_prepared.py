@@ -15,8 +15,8 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf.data.align import labels_of
 from hybridmf.errors import DeviceMemoryError, DuplicateEntriesError, NonFiniteError, RatingsError
-from hybridmf.gpu.als import GpuALS
 from hybridmf.model import prepared as prepared_module
+from hybridmf.ranks.su_als import RankALS
 from support.devices import Tracked
 from support.gpu_arrays import GpuArray, broken, cupy_matrix, to_gpu
 from support.ratings import planted
@@ -192,7 +192,7 @@ def test_memory_is_freed_with_the_object(
     gc.collect()
     assert tracked.alive == prepared.nbytes
     with monkeypatch.context() as patch:
-        patch.setattr(GpuALS, "update", lambda self, side: (_ for _ in ()).throw(NonFiniteError("x")))
+        patch.setattr(RankALS, "solve", lambda self, side: (_ for _ in ()).throw(NonFiniteError("x")))
         with pytest.raises(NonFiniteError):
             model.fit(prepared)
     gc.collect()

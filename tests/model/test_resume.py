@@ -11,10 +11,11 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.cpu.als import CpuALS, HalfSweep
+from hybridmf.cpu.als import HalfSweep
 from hybridmf.data import fingerprint
 from hybridmf.errors import ModelFileError
 from hybridmf.model import checkpoint as checkpoints
+from hybridmf.ranks.su_als import RankALS
 from support.messages import says
 from support.model_files import KINDS, N_ITEMS, M, alter, assert_equal_models, fitted, make, read_parts
 from support.ratings import planted
@@ -76,8 +77,8 @@ def test_a_resumed_fit_ends_with_the_same_bits(kind, tmp_path):
 
 def test_a_resumed_fit_runs_only_the_remaining_iterations(tmp_path, monkeypatch):
     interrupted("explicit", tmp_path)
-    sides, update = [], CpuALS.update
-    monkeypatch.setattr(CpuALS, "update", lambda self, side: sides.append(side) or update(self, side))
+    sides, solve = [], RankALS.solve
+    monkeypatch.setattr(RankALS, "solve", lambda self, side: sides.append(side) or solve(self, side))
     make().fit(planted(), resume_from=tmp_path)
     assert sides == ["item", "user"] * 2
     finished = make(iterations=3).fit(planted(), resume_from=tmp_path)

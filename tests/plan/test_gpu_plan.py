@@ -312,7 +312,7 @@ def test_a_fit_goes_to_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyP
         return EmulatedDevice()
 
     monkeypatch.setattr(devices, "open_device", opened)
-    monkeypatch.setattr("hybridmf.gpu.als.GpuALS", _reached)
+    monkeypatch.setattr("hybridmf.ranks.gpu_rank.GpuWorker", _reached)
     with pytest.raises(InterruptedError):
         hmf.ExplicitALS(biases=False, factors=4, device="cuda").fit(planted())
     assert asked[0] == "cuda" and set(asked[1:]) == {"cuda:0"}

@@ -14,10 +14,8 @@ import pytest
 import hybridmf as hmf
 from hybridmf.core import reference
 from hybridmf.core.objective import SIDES, Factors, State
-from hybridmf.cpu.als import CpuALS
 from hybridmf.device.cuda import Device, open_device
 from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
-from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.rows import row_range
 from hybridmf.model.training import TrainingData
@@ -31,7 +29,19 @@ from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.su_als import RankALS
 from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
 from hybridmf.tools import spmd
-from support.ranks import MODELS, RANK, Machine, assert_close, both, changed, entries, parts, sweeps, workers_on
+from support.ranks import (
+    MODELS,
+    RANK,
+    Machine,
+    assert_close,
+    both,
+    changed,
+    entries,
+    one_device,
+    parts,
+    sweeps,
+    workers_on,
+)
 from support.ratings import planted
 
 SMALL = planted(24, 16, 0.4)
@@ -42,7 +52,7 @@ SMALL = planted(24, 16, 0.4)
 def test_ranks_give_the_factors_of_one(name: str, grid: tuple[int, int], gpus: Machine) -> None:
     names = gpus(grid[0] * grid[1])
     solver = MultiALS(*changed(parts(name, names, SMALL), segment=17, batch_slots=40), grids=both(grid))
-    alone = CpuALS(*parts(name, "cpu", SMALL))
+    alone = one_device(*parts(name, "cpu", SMALL))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-2 if "cg" in name else 1e-3)
     np.testing.assert_allclose(solver.objective_value(), alone.objective_value(), rtol=1e-3)
 
@@ -51,7 +61,7 @@ def test_ranks_give_the_factors_of_one(name: str, grid: tuple[int, int], gpus: M
 def test_model_parallel_equals_one_gpu(name: str, gpus: Machine) -> None:
     names = gpus(2)
     solver = MultiALS(*parts(name, names, SMALL), grids=both((1, 2)))
-    alone = GpuALS(group.open_device("cuda:0"), *parts(name, "cuda:0", SMALL))
+    alone = one_device(*parts(name, "cuda:0", SMALL), device=group.open_device("cuda:0"))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-6)
 
 
@@ -84,14 +94,16 @@ def test_one_thread_launches_for_all_gpus(name: str, gpus: Machine, monkeypatch:
     alone = RankALS.solve
 
     def solve(rank: RankALS, side: Any) -> Any:
-        solved.append(side)
+        solved.extend([] if rank.alone else [side])
         return alone(rank, side)
 
     monkeypatch.setattr(RankALS, "solve", solve)
     arguments = changed(parts(name, names, SMALL), segment=17, batch_slots=9)  # several batches
     grids = {"user": Grid(1, 2), "item": Grid(2, 1)}
     mixed = MultiALS(*arguments, grids=grids)
-    one = GpuALS(group.open_device("cuda:0"), *changed(parts(name, "cuda:0", SMALL), segment=17, batch_slots=9))
+    one = one_device(
+        *changed(parts(name, "cuda:0", SMALL), segment=17, batch_slots=9), device=group.open_device("cuda:0")
+    )
     assert_close(sweeps(mixed, 2), sweeps(one, 2), 1e-2 if "cg" in name else 1e-3)
     assert solved == ["item", "item"] * 2
     solved.clear()
@@ -110,8 +122,8 @@ def test_the_first_step_ends_with_sums_under_way(gpus: Machine, request: pytest.
     device: Any = group.open_device(gpus(1)[0])
     for assembly in ("fused", "sparse_syrk", "mo_als"):
         arguments = changed(parts("explicit", "cuda:0", SMALL), segment=3, batch_slots=9, assembly=assembly)
-        alone = GpuALS(device, *arguments)
-        launches = alone.halves["user"].launches(alone.inward["item"], alone.mean)
+        alone = one_device(*arguments, device=device)
+        launches = alone.halves["user"].launches(alone.own["item"], alone.mean)
         device.launches.clear()
         next(launches)
         assert [name for name in device.launches if name != "row_range"] == {
@@ -271,7 +283,7 @@ def test_an_exception_of_the_one_thread_stops_the_ranks(gpus: Machine, monkeypat
 def test_published_assemblies_over_a_split_side(name: str, assembly: str, dtype: str, gpus: Machine) -> None:
     more = {"assembly": assembly, "dtype": dtype}
     solver = MultiALS(*changed(parts(name, gpus(2), SMALL, **more), segment=5, batch_slots=40), grids=both((2, 1)))
-    alone = CpuALS(*parts(name, "cpu", SMALL, dtype=dtype))
+    alone = one_device(*parts(name, "cpu", SMALL, dtype=dtype))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-2 if "cg" in name else 1e-3)
 
 
@@ -306,7 +318,7 @@ def test_more_ranks_than_rows(gpus: Machine) -> None:
     matrix = planted(3, 2, density=0.9)
     for grid in ((1, 4), (4, 1)):
         solver = MultiALS(*parts("implicit", gpus(4), matrix), grids=both(grid))
-        assert_close(sweeps(solver, 1), sweeps(CpuALS(*parts("implicit", "cpu", matrix)), 1), 1e-3)
+        assert_close(sweeps(solver, 1), sweeps(one_device(*parts("implicit", "cpu", matrix)), 1), 1e-3)
 
 
 def test_estimator(gpus: Machine) -> None:
@@ -428,7 +440,7 @@ def test_large_on_gpus(name: str, grid: tuple[int, int], gpus: Machine, request:
     names = gpus(grid[0] * grid[1])
     matrix = planted(6000, 900, 0.03, seed=3)
     solver = MultiALS(*changed(parts(name, names, matrix), batch_slots=3000), grids=both(grid))
-    alone = GpuALS(open_device("cuda:0"), *parts(name, "cuda:0", matrix))
+    alone = one_device(*parts(name, "cuda:0", matrix), device=open_device("cuda:0"))
     ours, theirs = sweeps(solver, 3), sweeps(alone, 3)
     assert_close(ours, theirs, 2e-2 if "cg" in name else 5e-3)
     np.testing.assert_allclose(solver.objective_value(), alone.objective_value(), rtol=1e-4)

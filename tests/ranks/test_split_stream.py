@@ -26,7 +26,6 @@ from hybridmf.errors import (
     NotPositiveDefiniteError,
     StoreError,
 )
-from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.model.loop import Observers
 from hybridmf.plan import als_ranks
@@ -47,7 +46,19 @@ from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
 from support.marks import exhaustive
-from support.ranks import MODELS, Machine, assert_close, both, changed, entries, no_loaders, parts, sweeps, workers_on
+from support.ranks import (
+    MODELS,
+    Machine,
+    assert_close,
+    both,
+    changed,
+    entries,
+    no_loaders,
+    one_device,
+    parts,
+    sweeps,
+    workers_on,
+)
 from support.ratings import planted
 
 pytestmark = pytest.mark.usefixtures("tiny_gpu")
@@ -174,7 +185,7 @@ def test_popular_rows_first_make_batches_of_even_size(grid: tuple[int, int], gpu
         for half in whole:
             assert half.pipeline.capacity >= sizes_of_batches(half).max()
             assert isinstance(half, StreamedPartialRows) and not len(half.indices) and not len(half.ratings)
-    alone = GpuALS(group.open_device("cuda:0"), *parts("explicit", "cuda:0", matrix))
+    alone = one_device(*parts("explicit", "cuda:0", matrix), device=group.open_device("cuda:0"))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-3)
     solver.close()
     assert no_loaders()
@@ -324,7 +335,7 @@ def test_more_ranks_than_rows_and_rows_without_entries(gpus: Machine) -> None:
     matrix = sp.csr_array(np.array([[0, 2, 0, 3], [0, 0, 0, 0], [4, 0, 1, 2]], dtype=np.float32))
     for grid in ((4, 1), (2, 2)):
         solver = MultiALS(*streamed(parts("implicit", gpus(4), matrix), both(grid), batches=2))
-        alone = GpuALS(group.open_device("cuda:0"), *parts("implicit", "cuda:0", matrix))
+        alone = one_device(*parts("implicit", "cuda:0", matrix), device=group.open_device("cuda:0"))
         assert_close(sweeps(solver, 2), sweeps(alone, 2), 1e-3)
         assert solver.objective_value() == pytest.approx(alone.objective_value(), rel=1e-4)
         solver.close()
@@ -587,7 +598,7 @@ def test_planned_partitions_are_fitted(gpus: Machine) -> None:
     *data, fit, state = parts("explicit", gpus(2), MANY_USERS)
     sizes = {"streamed": "host", "slab": max(map(plan.slab, SIDES))}
     solver = MultiALS(*data, fit.changed(scale=plan, **sizes), state)
-    alone = GpuALS(group.open_device("cuda:0"), *parts("explicit", "cuda:0", MANY_USERS))
+    alone = one_device(*parts("explicit", "cuda:0", MANY_USERS), device=group.open_device("cuda:0"))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-3)
     solver.close()
     with pytest.raises(ValueError, match=r"keeps factors on the host where each GPU solves its own rows; .* p = 2"):

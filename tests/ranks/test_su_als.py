@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 import hybridmf as hmf
 from hybridmf.cli import main
 from hybridmf.core.objective import SIDES, Factors, State
-from hybridmf.cpu.als import CpuALS
 from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError, RatingsError
 from hybridmf.formats import transpose
 from hybridmf.model.training import TrainingData
@@ -35,10 +34,10 @@ from hybridmf.ranks.batches import BATCH_BYTES, batch_rows
 from hybridmf.ranks.cpu_rank import CpuWorker
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.reduction import make_reduction
-from hybridmf.ranks.su_als import RankALS, RankShare
+from hybridmf.ranks.su_als import RankALS
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
-from support.ranks import assert_close, both, sweeps
+from support.ranks import assert_close, both, one_device, sweeps
 from support.ratings import planted
 
 MODELS: dict[str, Callable[..., Any]] = {
@@ -76,9 +75,9 @@ def multi(name: str, matrix: sp.csr_array, grids: dict[str, Grid]) -> MultiALS:
     return MultiALS(checked, transpose(checked, num_threads=1), model._objective(), plan, state, grids=grids)
 
 
-def single(name: str, matrix: sp.csr_array) -> CpuALS:
+def single(name: str, matrix: sp.csr_array) -> RankALS:
     model, plan, checked, state = problem(name, matrix, 1)
-    return CpuALS(checked, transpose(checked, num_threads=1), model._objective(), plan, state)
+    return one_device(checked, transpose(checked, num_threads=1), model._objective(), plan, state)
 
 
 # ------------------------------------------------------------------------------------------------------------ factors
@@ -179,7 +178,7 @@ def test_row_that_fails_is_named_and_stops_all_ranks(ratings_matrix: sp.csr_arra
     state = initial_state(*degrees, plan.factors, np.float32, objective, state.mean, 0)  # both sides: users come first
     solver = MultiALS(checked, transpose(checked, num_threads=1), objective, plan, state)
     alone_plan = plan.changed(devices=())
-    alone = CpuALS(checked, transpose(checked, num_threads=1), objective, alone_plan, state)
+    alone = one_device(checked, transpose(checked, num_threads=1), objective, alone_plan, state)
     before = solver.state.on_host()
     with pytest.raises(NotPositiveDefiniteError) as theirs:
         alone.update("user")
@@ -212,8 +211,8 @@ def rank_of(comm: Any, layout: RankLayout, matrix: sp.csr_array, columns: int | 
     if columns is not None:
         blocks["user"] = blocks["user"][:, :columns]
     plan = plan.changed(**changes)
-    share, start = RankShare(layout, blocks), State(own["user"], own["item"])
-    return RankALS(comm, share, model._objective(), plan, start, CpuWorker())
+    start, worker = State(own["user"], own["item"]), CpuWorker(plan.num_threads)
+    return RankALS(comm, layout, blocks, model._objective(), plan, start, worker)
 
 
 def layout_of(matrix: sp.csr_array, grid: tuple[int, int]) -> RankLayout:

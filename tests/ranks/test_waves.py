@@ -23,7 +23,6 @@ from hybridmf.errors import (
     NotPositiveDefiniteError,
     StoreError,
 )
-from hybridmf.gpu.als import GpuALS
 from hybridmf.gpu.offloaded import HostHalf
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.model.learned import scale_of
@@ -43,7 +42,7 @@ from hybridmf.ranks.transport.threads import run_ranks
 from hybridmf.tools import spmd
 from support.host_factors import partitioned
 from support.marks import exhaustive
-from support.ranks import MODELS, Machine, entries, no_loaders, workers_on
+from support.ranks import MODELS, Machine, entries, no_loaders, one_device, workers_on
 from support.ranks import parts as solver_parts
 from support.ratings import planted
 
@@ -442,7 +441,9 @@ def test_more_ranks_than_rows_and_factors_on_the_host(parts: int, gpus: Machine)
     *data, plan, state = solver_parts("biases", gpus(4), matrix)
     counts = [dict.fromkeys(SIDES, count) for count in (parts, 4)]
     several = MultiALS(*data, partitioned(plan, *counts), state)
-    one = GpuALS(group.open_device("cuda:0"), *data, plan.changed(devices=(), scale=None, streamed=""), state)
+    one = one_device(
+        *data, plan.changed(devices=(), scale=None, streamed=""), state, device=group.open_device("cuda:0")
+    )
     for solver in (several, one):
         for _ in solver.sweep():
             pass

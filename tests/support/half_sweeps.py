@@ -9,12 +9,12 @@ from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
-from hybridmf.gpu.als import HalfSweeps
 from hybridmf.gpu.factors import to_device
 from hybridmf.gpu.half import HalfSweep
 from hybridmf.plan.als_gpu import gpu_plan
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Settings
+from hybridmf.ranks.gpu_rank import GpuWorker
 from support.ratings import planted
 
 OBJECTIVES = {
@@ -114,7 +114,7 @@ class Problem:
 
     def half(self, device, **changes) -> HalfSweep:
         plan = plan_on(device, self.objective, self.matrix, self.rank, self.dtype, **changes)
-        return HalfSweeps(device).make("user", self.matrix, self.objective, plan)
+        return GpuWorker(device).whole("user", self.matrix, self.objective, plan, None)
 
     def solve(self, device, start: Factors | None = None, **changes) -> Factors:
         half = self.half(device, **changes)

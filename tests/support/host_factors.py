@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from hybridmf.core.objective import SIDES
-from hybridmf.gpu.als import GpuALS
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.als_gpu import host_problem
 from hybridmf.plan.half_sweep import HalfPlan, priced
@@ -16,7 +15,9 @@ from hybridmf.plan.machine import H200
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.ranks import ScalePlan
 from hybridmf.plan.types import Plan
+from hybridmf.ranks.su_als import RankALS
 from support.half_sweeps import FITS
+from support.ranks import one_device
 from support.ratings import planted
 
 
@@ -49,7 +50,7 @@ def partitioned(plan: Plan, parts: dict[str, int], batches: dict[str, int], buff
     return plan.changed(scale=scale, streamed="host", slab=max(map(scale.slab, SIDES)))
 
 
-def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX, **options: Any) -> GpuALS:
+def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX, **options: Any) -> RankALS:
     cls, given = FITS[kind]
     sizes = {name: options.pop(name) for name in ("segment", "buffers") if name in options}
     model = cls(**(given | {"random_state": 0, "device": "cuda"} | options))
@@ -59,7 +60,7 @@ def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX,
     plan = partitioned(plan, *(dict.fromkeys(SIDES, count) for count in (parts, batches)), sizes.get("buffers", 2))
     ratings = TrainingData.on_host(matrix, plan)
     state = model._initial_state(ratings, plan, model._objective())
-    return GpuALS(device, ratings.user_items, ratings.item_users, model._objective(), plan, state)
+    return one_device(ratings.user_items, ratings.item_users, model._objective(), plan, state, device=device)
 
 
 def fitted(kind: str, data: Any, **options: Any) -> Any:

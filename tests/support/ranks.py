@@ -18,7 +18,9 @@ from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import make_plan
 from hybridmf.ranks import gpu_rank
+from hybridmf.ranks.cpu_rank import CpuWorker
 from hybridmf.ranks.shares import SharedEntries
+from hybridmf.ranks.su_als import RankALS
 
 
 def both(grid: tuple[int, int]) -> dict[str, Grid]:
@@ -65,6 +67,12 @@ def parts(name: str, devices: Any, matrix: sp.csr_array, **more: Any) -> tuple[A
     ratings = TrainingData.on_host(checked, plan)
     state = model._initial_state(ratings, plan, model._objective())
     return checked, ratings.item_users, model._objective(), plan, state
+
+
+def one_device(*arguments: Any, device: Any = None) -> RankALS:
+    """The solver of one device: the CPU by default."""
+    worker = CpuWorker(arguments[3].num_threads) if device is None else gpu_rank.GpuWorker(device)
+    return RankALS.of_one_device(worker, *arguments)
 
 
 def changed(arguments: tuple[Any, ...], **changes: Any) -> tuple[Any, ...]:
