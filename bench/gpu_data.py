@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from published import draw_pairs, published_degrees
 
-from hybridmf.datasets import SHAPES, draw_pairs, published_degrees
+from hybridmf.datasets import SHAPES
 
 # users, items, entries, sigma of the log-normal user degrees, exponent and shift of the Zipf item popularity
 GPU_SHAPES = {
@@ -95,7 +96,7 @@ def _valued(cp: Any, random: Any, keys: Any, m: int, n: int, rank: int, implicit
 
 
 def published_gpu(shape: str, *, scale: float = 1.0, seed: int = 0, implicit: bool = False) -> Any:
-    """CSR of a shape with its published degrees (`datasets.published_degrees`), values as in `synthetic_gpu`."""
+    """CSR of a shape with its published degrees (`published.published_degrees`), values as in `synthetic_gpu`."""
     import cupy as cp
 
     assert shape in SHAPES

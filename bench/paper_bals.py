@@ -8,7 +8,7 @@
 Tasks: "distribution" (fig. 5), "vacancies" (table 3's shares), "orders" (table 3's benefit of skipping, on a GPU, and
 table 4), "steps" (fig. 2), "assemblies" (figs. 10 and 15), "tiles" (figs. 13 and 14), "methods" (figs. 11 and 12).
 
-Data have the published sizes, and degrees fitted to the published figures (`hybridmf.datasets.PUBLISHED`); on a
+Data have the published sizes, and degrees fitted to the published figures (`bench/published.py`); on a
 GPU machine they are drawn there. Answers are checked against float64 before anything is timed. On a GPU "orders",
 "tiles" and "steps" time the users' normal equations alone, "assemblies" whole iterations; on a CPU all but "steps" time
 whole half sweeps or iterations, since one kernel assembles and solves.

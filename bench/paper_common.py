@@ -23,10 +23,10 @@ from typing import Any, Protocol, TypeVar
 import click
 import common
 import numpy as np
+import published
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf import datasets
 from hybridmf.errors import DeviceError
 from hybridmf.formats import reorder, transpose
 from hybridmf.plan import assemblies as plan_assemblies
@@ -50,8 +50,7 @@ def draw(shape: str, *, scale: float = 1.0, implicit: bool = False, seed: int = 
         from gpu_data import published_gpu
 
         return published_gpu(shape, scale=scale, seed=seed, implicit=implicit)
-    feedback: Any = "implicit" if implicit else "explicit"
-    return datasets.synthetic(shape, feedback=feedback, scale=scale, seed=seed, degrees="published").user_items
+    return published.published(shape, implicit=implicit, scale=scale, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,12 @@ def degree_summary(degrees: np.ndarray) -> Line:
 
 def distribution(data: Drawn) -> Line:
     """Degrees of users and items as drawn, and the published figures."""
-    published = datasets.PUBLISHED.get(data.name, datasets.Published())
-    facts = {side: vars(getattr(published, side)) for side in ("users", "items")}
+    known = published.PUBLISHED.get(data.name, published.Published())
+    facts = {side: vars(getattr(known, side)) for side in ("users", "items")}
     return data.line | {
         "users": degree_summary(np.diff(data.user.indptr)),
         "items": degree_summary(np.diff(data.item.indptr)),
-        "published": facts | {"source": published.source},
+        "published": facts | {"source": known.source},
     }
 
 

@@ -20,13 +20,14 @@ from matplotlib.figure import Figure
 from scipy.stats import norm
 
 from hybridmf import datasets
-from hybridmf.datasets import Degrees, Published
 from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix
 from support.checkout import ROOT
 from support.devices import serve_cuda
 
 BENCH = ROOT / "bench"
+sys.path.insert(0, str(BENCH))
+import published  # noqa: E402
 
 STAMPED = {"bench", "task", "shape", "scale", "size", "nnz", "device", "machine", "versions", "commit",
            "sources_sha256", "date"}  # fmt: skip
@@ -35,14 +36,13 @@ STAMPED = {"bench", "task", "shape", "scale", "size", "nnz", "device", "machine"
 # ---------------------------------------------------------------------------------------------------- degrees
 
 
-def degrees_of(ratings):
-    matrix = ratings.user_items
+def degrees_of(matrix):
     return np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
 
 
 def test_published_degrees_are_reached():
     """MovieLens 1M, whose medians (96 and 124, from the data) were not fitted."""
-    users, items = degrees_of(datasets.synthetic("ml-1m", degrees="published"))
+    users, items = degrees_of(published.published("ml-1m"))
     assert users.sum() == pytest.approx(1_000_209, rel=0.002)
     assert users.max() == pytest.approx(2_314, rel=0.01)
     assert items.max() == pytest.approx(3_428, rel=0.03)
@@ -52,36 +52,32 @@ def test_published_degrees_are_reached():
 
 
 def test_ids_that_never_occur_and_rows_with_one_entry():
-    users, items = degrees_of(datasets.synthetic("ml-10m", scale=0.1, degrees="published"))
+    users, items = degrees_of(published.published("ml-10m", scale=0.1))
     assert np.count_nonzero(users) == pytest.approx(6_988, rel=0.01)
     assert np.count_nonzero(items) <= 1_068  # as many ids occur; the rarest were not drawn
     assert users.sum() == pytest.approx(80_000, rel=0.01)  # BALS table 1, not the shape's 9,000,000
-    users, _ = degrees_of(datasets.synthetic("yahoo-r1", scale=0.05, degrees="published"))
+    users, _ = degrees_of(published.published("yahoo-r1", scale=0.05))
     assert np.count_nonzero(users <= 1) == pytest.approx(0.05 * 197_277, rel=0.05)
 
 
 def test_even_degrees():
-    users, items = degrees_of(datasets.synthetic("rucci", scale=0.1, degrees="published"))
+    users, items = degrees_of(published.published("rucci", scale=0.1))
     assert set(users) <= {0, 1}  # 0.39 on average at this scale
     assert items.std() == pytest.approx(np.sqrt(items.mean()), rel=0.1)  # as Poisson's
 
 
 def test_a_shape_of_which_nothing_is_published_has_its_sizes():
-    ratings = datasets.synthetic("yahoo-songs", scale=0.05, degrees="published", feedback="implicit")
+    ratings = published.published("yahoo-songs", scale=0.05, implicit=True)
     m, n, nnz = datasets.shape_of("yahoo-songs", 0.05)
     assert ratings.shape == (m, n)
     assert ratings.nnz == pytest.approx(nnz, rel=0.01)
-    assert set(np.unique(ratings.user_items.data)) > {1, 2, 3}
+    assert set(np.unique(ratings.data)) > {1, 2, 3}
 
 
 def test_published_degrees_are_drawn_from_the_seed():
-    first, again, other = (
-        datasets.synthetic("ml-1m", scale=0.1, degrees="published", seed=seed).user_items for seed in (1, 1, 2)
-    )
+    first, again, other = (published.published("ml-1m", scale=0.1, seed=seed) for seed in (1, 1, 2))
     assert (first != again).nnz == 0
     assert (first != other).nnz > 0
-    with pytest.raises(ValueError, match="degrees must be one of"):
-        datasets.synthetic("ml-1m", scale=0.1, degrees="real")
 
 
 @given(
@@ -91,8 +87,8 @@ def test_published_degrees_are_drawn_from_the_seed():
 @settings(max_examples=8)
 def test_fitted_degrees_have_the_mean_and_the_longest(count, mean, over, shortest, balance):
     total, longest = int(count * (mean + shortest)), int(over * (mean + shortest))
-    facts = Degrees(shortest=shortest, longest=longest, balance=balance)
-    found = datasets._fitted(count, total, 10**9, facts, 1.0)
+    facts = published.Degrees(shortest=shortest, longest=longest, balance=balance)
+    found = published._fitted(count, total, 10**9, facts, 1.0)
     assert found.sum() == pytest.approx(total, rel=1e-6)
     assert found[0] == pytest.approx(longest, rel=0.1)
     assert list(found) == sorted(found, reverse=True)
@@ -101,10 +97,10 @@ def test_fitted_degrees_have_the_mean_and_the_longest(count, mean, over, shortes
 
 def test_balance_is_the_share_of_rows_that_have_the_rest_of_the_entries():
     """Of a log-normal distribution: the normal distribution at -sigma / 2."""
-    quantiles = datasets._Quantiles((np.arange(200_000) + 0.5) / 200_000, np.ones(200_000), 10**7, 0, 10**9)
+    quantiles = published._Quantiles((np.arange(200_000) + 0.5) / 200_000, np.ones(200_000), 10**7, 0, 10**9)
     for sigma in (0.5, 1.0, 2.0):
         assert quantiles.balance(sigma, 0.0) == pytest.approx(norm.cdf(-sigma / 2), rel=0.01)
-    fitted = datasets._fitted(20_000, 10**6, 10**9, Degrees(longest=4_000, balance=0.2), 1.0)
+    fitted = published._fitted(20_000, 10**6, 10**9, published.Degrees(longest=4_000, balance=0.2), 1.0)
     top = np.searchsorted(np.cumsum(fitted) / fitted.sum(), 0.8)
     assert top / 20_000 == pytest.approx(0.2, abs=0.01)
 
@@ -112,16 +108,16 @@ def test_balance_is_the_share_of_rows_that_have_the_rest_of_the_entries():
 def test_no_pair_twice_and_no_user_has_more_items_than_exist():
     rng = np.random.default_rng(0)
     users, weights = np.array([5, 0, 3, 9, 1]), np.array([1.0, 0, 3, 1, 1, 100])
-    pairs = datasets.draw_pairs(np, rng, users, weights)
+    pairs = published.draw_pairs(np, rng, users, weights)
     assert len(set(pairs.tolist())) == len(pairs)
     assert list(np.bincount(pairs // 6, minlength=5)) == [5, 0, 3, 5, 1]
     assert not np.any(pairs % 6 == 1)  # weighs nothing
 
 
 def test_facts_are_of_known_shapes():
-    assert set(datasets.PUBLISHED) <= set(datasets.SHAPES)
-    for facts in datasets.PUBLISHED.values():
-        assert isinstance(facts, Published)
+    assert set(published.PUBLISHED) <= set(datasets.SHAPES)
+    for facts in published.PUBLISHED.values():
+        assert isinstance(facts, published.Published)
         assert facts.source
 
 
