@@ -6,9 +6,11 @@ found it.
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,68 +42,8 @@ METHODS = (
 WIDTH = 80
 """Maximum width of the report in characters."""
 
-# Title words of each genre: all combinations of subject and ending give 1,600 titles.
-GENRES: dict[str, tuple[str, str]] = {
-    "Science fiction": (
-        "Comet,Android,Nebula,Starship,Quasar,Colony,Reactor,Signal,Orbit,Probe",
-        "of Titan,beyond Mars,in Sector Nine,at Light Speed,from the Iron Moon,of the Eleventh Planet,without Gravity,"
-        "under Two Suns,and the Machine,in Cold Sleep,of the Last Engineer,outside Time,on Platform Six,for Robots,"
-        "at Station Delta,of Glass",
-    ),
-    "Romance": (
-        "Letters,Kisses,Summer,Promises,Roses,Wedding,Heartbeats,Dances,Secrets,Autumn",
-        "in Lisbon,for Clara,by the Lake,under the Linden,from Vienna,and Champagne,of the Florist,at First Snow,"
-        "for Two,on the Balcony,in Old Handwriting,on Sunrise Avenue,of Miss Amelie,in Waltz Time,without Goodbye,"
-        "across the Bay",
-    ),
-    "Crime": (
-        "Murder,Alibi,Evidence,Ransom,Witness,Inspector,Heist,Poison,Verdict,Blackmail",
-        "on Dock Street,in the Archive,after Midnight,of Inspector Voss,at the Bank,without Motive,in Cell Eleven,"
-        "at the Opera,on the Night Train,for the Jury,of the Twin Brothers,in Broad Daylight,behind the Wall,"
-        "of the Silent Partner,on Tape,at Pier Forty",
-    ),
-    "Comedy": (
-        "Uncle,Holiday,Neighbours,Goat,Butler,Picnic,Mayor,Wig,Parrot,Plumber",
-        "in Trouble,and the Pudding,on Strike,without Trousers,by Mistake,next Door,and a Half,of the Year,"
-        "at the Wrong Hotel,in Pyjamas,for Sale,and the Tuba,gone Fishing,on a Diet,with Extra Cheese,"
-        "and the Missing Sofa",
-    ),
-    "Horror": (
-        "Cellar,Shadows,Scarecrow,Whispers,Crypt,Mirror,Fog,Puppet,Coffin,Mask",
-        "of Blackmoor,in the Attic,of Cold Breath,after Dark,under the Floor,of Old Mother Crane,with No Face,"
-        "at the Window,of the Drowned,on Hollow Hill,in Ward Thirteen,of Teeth,in Waiting,behind the Door,"
-        "of the Red Nursery,at Candle End",
-    ),
-    "Western": (
-        "Saddle,Sheriff,Canyon,Stagecoach,Outlaw,Rifle,Mustang,Frontier,Saloon,Gold",
-        "of Dry Creek,from Abilene Pass,at Noon Ridge,in the Dust,for Nine Dollars,of the Lone Pine,without Law,"
-        "at Sundown,of Copper Gulch,on the Ridge,for Hire,beyond the Pecan River,of Jeb Harlow,and the Preacher,"
-        "in Red Valley,of Broken Spur",
-    ),
-    "Documentary": (
-        "Glaciers,Bees,Bridges,Volcanoes,Rivers,Bread,Lighthouses,Whales,Deserts,Clocks",
-        "of the North,and Us,in Numbers,through the Seasons,from Above,in Danger,by Hand,of the World,in Slow Motion,"
-        "and Their Keepers,in Close-up,of Today,in a Hundred Objects,after the Ice,at Work,of the Old Continent",
-    ),
-    "Fantasy": (
-        "Dragon,Wizard,Crown,Sword,Oracle,Unicorn,Goblins,Rune,Griffin,Sorceress",
-        "of Eldermere,and the Seven Keys,of the Silver Wood,in Exile,of Ember Hall,without a Name,of the Hidden Isle,"
-        "and the Riddle,of Winter's Gate,beneath the Mountain,of Thorn and Ash,of the Long Night,and the Apprentice,"
-        "of Mirrordeep,in Stone,of the Third Age",
-    ),
-    "War": (
-        "Regiment,Trenches,Convoy,Bunker,Siege,Radio,Medic,Barrage,Airfield,Ceasefire",
-        "at Dawn,of the Ninth Army,in the Snow,on Hill Thirty,behind the Lines,of Brothers,without Orders,"
-        "across the Channel,in Silence,of the Lost Battalion,at the Border,under Fire,on the Eastern Road,"
-        "of Forgotten Men,at Fort Lindel,in November",
-    ),
-    "Animation": (
-        "Hedgehog,Penguins,Teapot,Snail,Robot Kitten,Balloon,Otter,Firefly,Cloud,Beetle",
-        "and Friends,in the City,at School,on Wheels,and the Paper Moon,in Wonder Woods,at Breakfast Time,"
-        "of Marzipan Hill,on the Roof,and the Tiny King,in Socks,of Jelly Bay,in Full Song,and the Giant,"
-        "in Space Boots,of Button Town",
-    ),
-}
+GENRES: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("films.json").read_text())
+"""Title words of each genre: all combinations of subject and ending give 1,600 titles."""
 
 GENRE_NAMES = tuple(GENRES)
 
@@ -122,27 +64,14 @@ TASTE_GROUPS = (
 
 @dataclass(frozen=True)
 class Films:
-    """The generated data set and its planted structure.
-
-    Attributes
-    ----------
-    users, items : int array, shape (nnz,)
-        User and item of each rating; sorted by user, then item.
-    values : float32 array, shape (nnz,)
-        Ratings 1 to 5.
-    titles : list of str, length n_items
-    item_genres : bool array, shape (n_items, n_genres)
-        One or two genres per item.
-    liked_genres : bool array, shape (n_users, n_genres)
-        The two genres of the user's taste group.
-    """
+    """The generated data set and its planted structure."""
 
     users: np.ndarray
-    items: np.ndarray
-    values: np.ndarray
+    items: np.ndarray  # of each rating; sorted by user, then item
+    values: np.ndarray  # float32 ratings 1 to 5
     titles: list[str]
-    item_genres: np.ndarray
-    liked_genres: np.ndarray
+    item_genres: np.ndarray  # bool, shape (n_items, n_genres); one or two genres per item
+    liked_genres: np.ndarray  # bool, shape (n_users, n_genres); the two genres of the user's taste group
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -167,25 +96,7 @@ def generate(n_users: int = 4000, n_items: int = 1500, seed: int = 0) -> Films:
 
     A rating is 3.3 + the user's mood + the film's quality + how well its genres match the user's taste + noise, rounded
     and clipped to 1..5. Popularity follows a power law, and users choose films they expect to like, so that ratings are
-    missing not at random, as in real data.
-
-    Parameters
-    ----------
-    n_users : int
-        At least 1.
-    n_items : int
-        1 to 1,600, the number of titles.
-    seed : int
-        At least 0.
-
-    Returns
-    -------
-    Films
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is not an integer or out of range.
+    missing not at random, as in real data. There are at most 1,600 titles.
     """
     check_int("n_users", n_users, 1)
     check_int("n_items", n_items, 1, MOST_TITLES)
@@ -215,8 +126,8 @@ def _draw_films(n_items: int, rng: np.random.Generator) -> tuple[list[str], np.n
 
 
 def _titles(genre: str) -> list[str]:
-    subjects, endings = (words.split(",") for words in GENRES[genre])
-    return [f"{subject} {ending}" for subject in subjects for ending in endings]
+    words = GENRES[genre]
+    return [f"{subject} {ending}" for subject in words["subjects"] for ending in words["endings"]]
 
 
 MOST_TITLES = sum(len(_titles(name)) for name in GENRE_NAMES)
@@ -253,19 +164,13 @@ def _draw_pairs(
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The numbers of the report.
+    """The numbers of the report, on held-out entries.
 
-    Attributes
-    ----------
-    explicit, item_means : float
-        Held-out RMSE of ExplicitALS and of each film's mean rating.
-    implicit, popularity : dict of str to float
-        Held-out ``"ndcg@10"`` and ``"precision@10"``, and ``"genre_share"``: the share of recommendations in a genre
-        the user likes.
-    seconds : dict of (assembly, solver) to (explicit, implicit) seconds per iteration
+    Rankings have ``"ndcg@10"``, ``"precision@10"`` and ``"genre_share"``, the share of recommendations in a genre the
+    user likes. Seconds per iteration are (explicit, implicit), by (assembly, solver).
     """
 
-    explicit: float
+    explicit: float  # RMSE
     item_means: float
     implicit: dict[str, float]
     popularity: dict[str, float]
@@ -275,28 +180,7 @@ class DemoResult:
 def run_demo(
     write: Callable[[str], Any], *, seed: int = 0, quick: bool = False, show_progress: bool = True
 ) -> DemoResult:
-    """Generate the films, train both models, and report.
-
-    Parameters
-    ----------
-    write : callable
-        Called with a few lines of the report at a time.
-    seed : int
-        Of the data, the split and the initial factors.
-    quick : bool
-        Fewer users and films: a second or two.
-    show_progress : bool
-        Progress bars on standard error.
-
-    Returns
-    -------
-    DemoResult
-
-    Raises
-    ------
-    TypeError, ValueError
-        `seed` is not an integer >= 0.
-    """
+    """Generate the films, train both models, and report, a few lines at a time; `quick` takes a second or two."""
     films = generate(*((1200, 600) if quick else (4000, 1500)), seed=seed)
     ratings = Ratings.from_coo(films.users, films.items, films.values, shape=films.shape)
     train, test = split(ratings, test_size=0.1, random_state=seed)

@@ -22,10 +22,7 @@ def clouds(lines: Iterable[Line]) -> dict[str, Any]:
     Gray lines connect the ranks of one configuration. Configurations that are fastest at some rank have a color; a ring
     marks the chosen one.
 
-    Returns
-    -------
-    dict of str to matplotlib figure
-        By file name, without suffix.
+    The result: by file name, without suffix.
     """
     groups: dict[str, list[Line]] = {}
     for line in lines:
