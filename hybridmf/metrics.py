@@ -7,10 +7,11 @@ averages the other values. docs/evaluation.md has the formulas.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -52,7 +53,20 @@ BLOCK_ENTRIES = 1 << 22
 AUC_BLOCK_BYTES = 64 << 20
 """Bytes of float32 scores, shape (block, n_items), that `auc` holds at a time."""
 
+_RANKING: Mapping[str, int] = {
+    "ndcg": _rankings.NDCG,
+    "precision": _rankings.PRECISION,
+    "recall": _rankings.RECALL,
+    "map": _rankings.AVERAGE_PRECISION,
+    "mrr": _rankings.RECIPROCAL_RANK,
+    "hit_rate": _rankings.HIT_RATE,
+    "novelty": _rankings.NOVELTY,
+}
+"""Kernels of the metrics of each user, by the names that `evaluate` gives them before ``@k``."""
+
 _AXES = ("n_users", "n_items")
+
+_Metric = TypeVar("_Metric", bound=Callable[..., np.ndarray])
 
 logger = logging.getLogger("hybridmf")
 
@@ -141,25 +155,34 @@ def precision_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     ValueError
         Shapes disagree, an item position is out of range, a user is recommended an item twice, or k < 1.
     """
-    return _per_user(recommended, relevant, k, _rankings.PRECISION)
+    return _per_user("precision", recommended, relevant, k)
 
 
+def _like_precision(metric: _Metric) -> _Metric:
+    """Complete a docstring with the arguments, the result and the errors, which are those of `precision_at_k`."""
+    if metric.__doc__ and precision_at_k.__doc__:  # python -OO removes both
+        _, title, sections = inspect.cleandoc(precision_at_k.__doc__).partition("Parameters\n")
+        metric.__doc__ = f"{inspect.cleandoc(metric.__doc__)}\n\n{title}{sections}"
+    return metric
+
+
+@_like_precision
 def recall_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     """Relevant items among the first k, divided by the number of the user's relevant items (not by at most k).
 
-    Equals ``ir_measures.R@k``. Parameters, result and errors as for `precision_at_k`.
+    Equals ``ir_measures.R@k``.
     """
-    return _per_user(recommended, relevant, k, _rankings.RECALL)
+    return _per_user("recall", recommended, relevant, k)
 
 
+@_like_precision
 def map_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     """Average precision: the sum of precision@r over the ranks r <= k of hits, divided by the number of relevant items.
 
     Equals ``ir_measures.AP@k`` (trec_eval's ``map_cut_k``), which divides by *all* relevant items of the user: with
     more than k of them the best possible value is k / n_relevant. Some libraries divide by min(k, n_relevant) instead.
-    Parameters, result and errors as for `precision_at_k`.
     """
-    return _per_user(recommended, relevant, k, _rankings.AVERAGE_PRECISION)
+    return _per_user("map", recommended, relevant, k)
 
 
 def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") -> np.ndarray:
@@ -186,23 +209,25 @@ def ndcg_at_k(recommended: Any, relevant: Any, k: int, gains: str = "binary") ->
         As for `precision_at_k`; also for an unknown `gains`.
     """
     check_choice("gains", gains, ("binary", "value"))
-    return _per_user(recommended, relevant, k, _rankings.NDCG, gains)
+    return _per_user("ndcg", recommended, relevant, k, gains)
 
 
+@_like_precision
 def mrr_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     """Reciprocal rank: 1 over the rank of the first relevant item among the first k, 0 without one.
 
-    Equals ``ir_measures.RR@k``; its mean over users is the MRR. Parameters, result and errors as for `precision_at_k`.
+    Equals ``ir_measures.RR@k``; its mean over users is the MRR.
     """
-    return _per_user(recommended, relevant, k, _rankings.RECIPROCAL_RANK)
+    return _per_user("mrr", recommended, relevant, k)
 
 
+@_like_precision
 def hit_rate_at_k(recommended: Any, relevant: Any, k: int) -> np.ndarray:
     """Whether a relevant item is among the first k, as 1 or 0.
 
-    Equals ``ir_measures.Success@k``. Parameters, result and errors as for `precision_at_k`.
+    Equals ``ir_measures.Success@k``.
     """
-    return _per_user(recommended, relevant, k, _rankings.HIT_RATE)
+    return _per_user("hit_rate", recommended, relevant, k)
 
 
 def novelty_at_k(recommended: Any, train: Any, k: int) -> np.ndarray:
@@ -232,7 +257,7 @@ def novelty_at_k(recommended: Any, train: Any, k: int) -> np.ndarray:
     recommended = _as_rankings(recommended, train.shape[0], k)
     information = _information(count_items(train), train.shape[0])
     everybody = np.arange(train.shape[0])
-    return _ranking_values(recommended, everybody, train, [(_rankings.NOVELTY, k)], information)[0]
+    return _ranking_values(recommended, everybody, train, [(_RANKING["novelty"], k)], information)[0]
 
 
 def coverage_at_k(recommended: Any, n_items: int, k: int) -> float:
@@ -289,14 +314,14 @@ def mean_over_users(values: Any) -> float:
     return float(values.mean())
 
 
-def _per_user(recommended: Any, relevant: Any, k: int, kind: int, gains: str = "binary") -> np.ndarray:
+def _per_user(metric: str, recommended: Any, relevant: Any, k: int, gains: str = "binary") -> np.ndarray:
     k = check_int("k", k, 1)
     relevant = as_csr(relevant, name="relevant")
     relevant = keep_entries(relevant, relevant.data > 0)
     if gains == "binary":
         relevant = as_ones(relevant, np.float32)
     recommended = _as_rankings(recommended, relevant.shape[0], k)
-    return _ranking_values(recommended, np.arange(relevant.shape[0]), relevant, [(kind, k)])[0]
+    return _ranking_values(recommended, np.arange(relevant.shape[0]), relevant, [(_RANKING[metric], k)])[0]
 
 
 def _ranking_values(
@@ -476,8 +501,10 @@ def _auc_of_scores(scores: np.ndarray, relevant: sp.csr_array, seen: sp.csr_arra
     unseen = values < np.inf
     rows, values = rows[unseen], values[unseen]
     scores.sort(axis=1)
-    # Items below plus half of those equal, the item itself among them.
-    below = 0.5 * (_count_below(scores, rows, values, False) + _count_below(scores, rows, values, True))
+    bounds, below = np.searchsorted(rows, np.arange(n_rows + 1)), np.empty(len(rows))
+    for row, in_order in enumerate(scores):  # items below plus half of those equal, the item itself among them
+        own = slice(bounds[row], bounds[row + 1])
+        below[own] = 0.5 * (in_order.searchsorted(values[own]) + in_order.searchsorted(values[own], "right"))
     n_relevant = np.bincount(rows, minlength=n_rows).astype(np.float64)
     # Relevant items among themselves: each pair adds 1 in total and each item with itself a half, n**2 / 2 in all.
     wins = np.bincount(rows, weights=below, minlength=n_rows) - 0.5 * n_relevant**2
@@ -486,30 +513,8 @@ def _auc_of_scores(scores: np.ndarray, relevant: sp.csr_array, seen: sp.csr_arra
     return wins / pairs
 
 
-def _count_below(table: np.ndarray, rows: np.ndarray, values: np.ndarray, or_equal: bool) -> np.ndarray:
-    """Number of elements of the sorted row table[rows[j]] that are < values[j] (or <=), by bisection for all j."""
-    low = np.zeros(len(rows), dtype=np.int64)
-    high = np.full(len(rows), table.shape[1], dtype=np.int64)
-    for _ in range(table.shape[1].bit_length()):
-        middle = (low + high) // 2
-        # Finished searches have low == high, possibly one past the end; neither bound moves any more.
-        element = table[rows, np.minimum(middle, table.shape[1] - 1)]
-        right = ((element <= values) if or_equal else (element < values)) & (low < high)
-        low, high = np.where(right, middle + 1, low), np.where(right, high, middle)
-    return low
-
-
 # -------------------------------------------------------------------------------------------------------- evaluate
 
-_RANKING: Mapping[str, int] = {
-    "ndcg": _rankings.NDCG,
-    "precision": _rankings.PRECISION,
-    "recall": _rankings.RECALL,
-    "map": _rankings.AVERAGE_PRECISION,
-    "mrr": _rankings.RECIPROCAL_RANK,
-    "hit_rate": _rankings.HIT_RATE,
-    "novelty": _rankings.NOVELTY,
-}
 _RANKING_NAME = re.compile(rf"({'|'.join(_RANKING)}|coverage)@([1-9][0-9]*)")
 _ERRORS: Mapping[str, Callable[[Any, Any], float]] = {"rmse": rmse, "mae": mae}
 
@@ -847,7 +852,7 @@ def _evaluate_rankings(
     of_lists = {name: int(match[2]) for name, match in cuts.items() if match[1] == "coverage"}
     wanted = {name: (_RANKING[match[1]], int(match[2])) for name, match in cuts.items() if name not in of_lists}
     information = None
-    if any(kind == _rankings.NOVELTY for kind, _ in wanted.values()):
+    if any(kind == _RANKING["novelty"] for kind, _ in wanted.values()):
         counts = _item_counts(model, train)
         assert counts is not None
         information = _information(counts, model.n_users)
