@@ -262,7 +262,7 @@ def command(
     if plot is not None:
         watching["callback"] = _record_objective
     if weights is not None:
-        given = read_ratings(source, where, show_progress=not quiet, **options | {"value_column": weights})
+        given = read_ratings(source, where, show_progress=not quiet, **options | {"value": weights})
         watching["weights"] = _weights_of(given, train, weights)
     model.fit(train, show_progress=not quiet, freeze=freeze, **saving, **watching)
     if not as_json:

@@ -16,7 +16,6 @@ import scipy.sparse as sp
 
 from ..core import validate as _validate
 from ..core.objective import SIDES, Side
-from ..core.table import format_table
 from ..data.align import align
 from ..data.labels import check_label_types, label_kind
 from ..model.load import load
@@ -24,9 +23,9 @@ from ..model.requests import UNKNOWN_IDS
 from ..model.tables import FILES
 from ..ratings import Ratings
 from .options import debug_option, examples, output_option, refuse_ending, refuse_overwriting
-from .report import names_of, with_output
-from .sources import existing_file, files_of, ratings_path, read_ratings, spelled_separator
-from .titles import read_titles, warn_if_strangers
+from .report import Answer, answer_entries, answer_table, names_of, with_output
+from .sources import existing_file, files_of, ratings_path, read_ratings
+from .titles import titles_of, titles_options
 
 logger = logging.getLogger("hybridmf")
 
@@ -36,8 +35,10 @@ BLOCK_USERS = 8_192
 ENDINGS = {"": "table", ".txt": "table", ".csv": "csv", ".json": "json"}
 """Formats of text by the ending of the output."""
 
-Recommendations = Iterator[tuple[Any, list[tuple[Any, float]]]]
-"""(user label, [(item label, score), ...]) of one user after the other."""
+COLUMNS = ("item", "score")
+
+Recommendations = Iterator[Answer]
+"""Those of one user after the other."""
 
 
 @click.command(
@@ -61,9 +62,7 @@ Recommendations = Iterator[tuple[Any, list[tuple[Any, float]]]]
     "--ratings", "ratings_file", type=ratings_path,
     help="Ratings with the seen items (file or store), instead of the training ratings.",
 )  # fmt: skip
-@click.option("--titles", "titles_file", type=existing_file, help="Text file of item id, title, ...; may be gzipped.")
-@click.option("--titles-separator", help='Between its fields: ",", "::", "|", "tab".  [default: detected]')
-@click.option("--titles-encoding", help="[default: UTF-8, else latin-1]")
+@titles_options
 @click.option(
     "--format", "layout", type=click.Choice(["table", "csv", "json"]),
     help="[default: by the ending of the output, else table; .parquet and .arrow with --all]",
@@ -79,12 +78,11 @@ def command(
     unknown: str,
     include_seen: bool,
     ratings_file: str | None,
-    titles_file: str | None,
-    titles_separator: str | None,
-    titles_encoding: str | None,
     layout: str | None,
     as_json: bool,
     output: str | None,
+    titles_file: str | None,
+    **titles_format: Any,
 ) -> None:
     """Recommend items to users of a trained model.
 
@@ -110,10 +108,7 @@ def command(
     known = [user for user in users if user not in strangers]
     positions = np.arange(model.n_users) if all_users else find_rows(model, "user", known)
     seen = None if ratings_file is None else seen_matrix(model, read_ratings(ratings_file), ratings_file)
-    titles = None
-    if titles_file is not None:
-        titles = read_titles(titles_file, spelled_separator(titles_separator), titles_encoding)
-        warn_if_strangers(titles, model, titles_file)
+    titles = titles_of(model, titles_file, **titles_format)
     if binary:
         liked = not include_seen
         model.recommend_all(output, seen, count, filter_already_liked_items=liked, show_progress=True)
@@ -196,14 +191,8 @@ def recommendations(
 
 
 def _write_tables(stream: TextIO, found: Recommendations, titles: dict[str, str] | None) -> None:
-    header, align = ["rank", "item", "score"], ">>>"
-    for user, best in found:
-        rows = [[rank, item, f"{score:.3f}"] for rank, (item, score) in enumerate(best, 1)]
-        if titles is not None:
-            header, align = ["rank", "item", "score", "title"], ">>><"
-            rows = [[*row, titles.get(str(row[1]), "")] for row in rows]
-        body = format_table(header, rows, align) if rows else "  nothing left to recommend"
-        stream.write(f"user {user}\n{body}\n\n")
+    for answer in found:
+        stream.write(answer_table(answer, "user", COLUMNS, titles, "  nothing left to recommend"))
 
 
 def _write_csv(stream: TextIO, found: Recommendations, titles: dict[str, str] | None) -> None:
@@ -218,11 +207,9 @@ def _write_csv(stream: TextIO, found: Recommendations, titles: dict[str, str] | 
 def _write_json(stream: TextIO, found: Recommendations, titles: dict[str, str] | None) -> None:
     lines = ",\n  "
     stream.write("[")
-    for number, (user, best) in enumerate(found):
-        entries = [{"item": item, "score": float(f"{score:.7g}")} for item, score in best]
-        if titles is not None:
-            entries = [entry | {"title": titles.get(str(entry["item"]))} for entry in entries]
-        text = json.dumps({"user": user, "recommendations": entries}, ensure_ascii=False)
+    for number, answer in enumerate(found):
+        entries = answer_entries(answer, COLUMNS, titles)
+        text = json.dumps({"user": answer[0], "recommendations": entries}, ensure_ascii=False)
         stream.write((lines if number else "\n  ") + text)
     stream.write("\n]\n")
 

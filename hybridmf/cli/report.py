@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, TextIO
 import numpy as np
 
 from ..core.files import write_atomically
+from ..core.table import format_table
 from ..data.store import Store
 from ..ratings import Ratings
 
@@ -126,3 +127,28 @@ def with_output(path: str | None, write: Callable[[TextIO], Any]) -> None:
         text.detach()  # `stream` is the caller's to close
 
     write_atomically(path, write_text)
+
+
+Answer = tuple[Any, list[tuple[Any, float]]]
+"""Label of a user or item, and the labels and scores of what was found for it, best first."""
+
+
+def answer_table(answer: Answer, of: str, columns: tuple[str, str], titles: dict[str, str] | None, nothing: str) -> str:
+    """An answer as text; `of` is "user" or "item", `columns` are the names of what was found and of its score."""
+    name, best = answer
+    rows = [[rank, other, f"{score:.3f}"] for rank, (other, score) in enumerate(best, 1)]
+    header, align = ["rank", *columns], ">>>"
+    if titles is not None:
+        header, align = [*header, "title"], ">>><"
+        rows = [[*row, titles.get(str(row[1]), "")] for row in rows]
+    return f"{of} {name}\n{format_table(header, rows, align) if rows else nothing}\n\n"
+
+
+def answer_entries(answer: Answer, columns: tuple[str, str], titles: dict[str, str] | None) -> list[dict[str, Any]]:
+    """What was found, for JSON."""
+    entries: list[dict[str, Any]] = [
+        dict(zip(columns, (o, float(f"{score:.7g}")), strict=True)) for o, score in answer[1]
+    ]
+    if titles is not None:
+        entries = [entry | {"title": titles.get(str(entry[columns[0]]))} for entry in entries]
+    return entries

@@ -9,13 +9,12 @@ import click
 
 from ..core import validate as _validate
 from ..core.objective import Side
-from ..core.table import format_table
 from ..model.load import load
 from .options import debug_option, examples, output_option, refuse_ending, refuse_overwriting
 from .recommend import find_rows
-from .report import names_of, with_output
-from .sources import existing_file, spelled_separator
-from .titles import read_titles, warn_if_strangers
+from .report import answer_entries, answer_table, names_of, with_output
+from .sources import existing_file
+from .titles import titles_of, titles_options
 
 
 @click.command(
@@ -29,9 +28,7 @@ from .titles import read_titles, warn_if_strangers
 @click.option("--item", "items", multiple=True, metavar="LABEL", help="Item to find neighbours of; may be repeated.")
 @click.option("--user", "users", multiple=True, metavar="LABEL", help="User to find neighbours of; may be repeated.")
 @click.option("-N", "count", type=int, default=10, show_default=True, help="Neighbours of each, the first is itself.")
-@click.option("--titles", "titles_file", type=existing_file, help="Text file of item id, title, ...; may be gzipped.")
-@click.option("--titles-separator", help='Between its fields: ",", "::", "|", "tab".  [default: detected]')
-@click.option("--titles-encoding", help="[default: UTF-8, else latin-1]")
+@titles_options
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @output_option("Write there, not to the terminal.")
 @debug_option
@@ -40,11 +37,10 @@ def command(
     items: tuple[str, ...],
     users: tuple[str, ...],
     count: int,
-    titles_file: str | None,
-    titles_separator: str | None,
-    titles_encoding: str | None,
     as_json: bool,
     output: str | None,
+    titles_file: str | None,
+    **titles_format: Any,
 ) -> None:
     """Find the items, or users, that are most similar to others by the cosine of their factors.
 
@@ -64,36 +60,15 @@ def command(
     rows = find_rows(model, side, items or users)
     count = _validate.check_int("-N", count, 1)
     found, scores = model.similar_items(rows, count) if items else model.similar_users(rows, count)
-    titles: dict[str, str] | None = None
-    if titles_file is not None:
-        titles = read_titles(titles_file, spelled_separator(titles_separator), titles_encoding)
-        warn_if_strangers(titles, model, titles_file)
+    titles = titles_of(model, titles_file, **titles_format)
     answers = [
         (names[row], [(names[k], value) for k, value in zip(ids, values, strict=True) if k >= 0])
         for row, ids, values in zip(rows.tolist(), found.tolist(), scores.tolist(), strict=True)
     ]
-    text = _json(side, answers, titles) if as_json else _tables(side, answers, titles)
+    columns = (side, "cosine")
+    if as_json:
+        lists = [{side: each[0], "similar": answer_entries(each, columns, titles)} for each in answers]
+        text = json.dumps(lists, ensure_ascii=False, indent=2) + "\n"
+    else:
+        text = "".join(answer_table(each, side, columns, titles, "  no factors, so no neighbours") for each in answers)
     with_output(output, lambda stream: stream.write(text))
-
-
-def _tables(side: Side, answers: list[tuple[Any, list[tuple[Any, float]]]], titles: dict[str, str] | None) -> str:
-    parts = []
-    for name, best in answers:
-        header, align = ["rank", side, "cosine"], ">>>"
-        rows = [[rank, other, f"{value:.3f}"] for rank, (other, value) in enumerate(best, 1)]
-        if titles is not None:
-            header, align = [*header, "title"], ">>><"
-            rows = [[*row, titles.get(str(row[1]), "")] for row in rows]
-        body = format_table(header, rows, align) if rows else "  no factors, so no neighbours"
-        parts.append(f"{side} {name}\n{body}\n\n")
-    return "".join(parts)
-
-
-def _json(side: Side, answers: list[tuple[Any, list[tuple[Any, float]]]], titles: dict[str, str] | None) -> str:
-    found = []
-    for name, best in answers:
-        entries = [{side: other, "cosine": float(f"{value:.7g}")} for other, value in best]
-        if titles is not None:
-            entries = [entry | {"title": titles.get(str(entry[side]))} for entry in entries]
-        found.append({side: name, "similar": entries})
-    return json.dumps(found, ensure_ascii=False, indent=2) + "\n"

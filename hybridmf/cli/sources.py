@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..core import validate as _validate
 from ..core.files import FORMATS
+from ..core.validate import MERGE_RULES
 from ..data.labels import MISSING
 from ..data.readers import file_columns, number_of, part_paths
 from ..data.store import Store
@@ -38,13 +37,7 @@ Source = str | list[str]
 
 
 def one_source(paths: tuple[str, ...]) -> Source:
-    """The path of a command's argument, or the list of several.
-
-    Raises
-    ------
-    click.UsageError
-        One of several is a store.
-    """
+    """The path of a command's argument, or the list of several, which are no stores."""
     if len(paths) > 1 and (stores := list(filter(is_store, paths))):
         raise click.UsageError(f"{stores[0]} is a store, which is not read with other files; give it alone")
     return paths[0] if len(paths) == 1 else list(paths)
@@ -60,69 +53,85 @@ def source_name(source: Source) -> str:
     return source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more"
 
 
+def _column(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def _optional_column(text: str) -> int | str | None:
+    return None if text.lower() == "none" else _column(text)
+
+
+def spelled_separator(text: str | None) -> str | None:
+    """Translate names of separators that are hard to type in a shell."""
+    return {"tab": "\t", "\\t": "\t", "space": " "}.get(text, text) if text else None
+
+
+TRANSLATED: dict[str, Callable[[Any], Any]] = {
+    "separator": spelled_separator,
+    "header": lambda given: "auto" if given is None else given,
+    "user": _column,
+    "item": _column,
+    "value": _optional_column,
+    "timestamp": _optional_column,
+    "quote": lambda given: None if given.lower() == "none" else given,
+}
+"""Arguments of `Ratings.from_file` from the values of their options; others are taken as they are."""
+
+RATINGS_OPTIONS: dict[str, Callable[..., Any]] = {
+    "format": click.option(
+        "--format", type=click.Choice(FORMATS), default="auto", show_default=True,
+        help='Of RATINGS; "lists": each line has a user, then all items of the user.',
+    ),
+    "separator": click.option(
+        "--separator", help='Between fields: ",", "::", "\\t" or "tab", ...  [default: detected]'
+    ),
+    "header": click.option(
+        "--header/--no-header", default=None, help="Whether line 1 has names.  [default: detected]"
+    ),
+    "user": click.option(
+        "--user", default="auto", show_default=True,
+        help="Column of users: its name, or a number from 0; auto: by the names in the header, else 0.",
+    ),
+    "item": click.option(
+        "--item", default="auto", show_default=True, help="Column of items; auto: by name, else 1."
+    ),
+    "value": click.option(
+        "--value", default="auto", show_default=True,
+        help='Column of values; auto: by name, else 2; "none": each is 1.',
+    ),
+    "timestamp": click.option(
+        "--timestamp", default="auto", show_default=True, help='Column of times; auto: by name; "none": no times.'
+    ),
+    "encoding": click.option("--encoding", help="Of text.  [default: UTF-8]"),
+    "duplicates": click.option(
+        "--duplicates", type=click.Choice(MERGE_RULES), default="error", show_default=True,
+        help="What to do with a pair that occurs twice.",
+    ),
+    "missing": click.option(
+        "--missing", type=click.Choice(MISSING), default="error", show_default=True,
+        help="What to do with entries whose user or item is empty, NULL, None, NA, nan or \\N.",
+    ),
+    "quote": click.option(
+        "--quote", default="auto", show_default=True,
+        help='Mark around fields, which may then span lines; "none": marks are text; auto: \'"\', within a line.',
+    ),
+    "escape": click.option(
+        "--escape", help="Character before a quotation mark or separator that belongs to a field."
+    ),
+}  # fmt: skip
+"""By the arguments of `Ratings.from_file`."""
+
+
 def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a ratings file is to be read; they arrive as keyword arguments of `read_ratings`."""
-    options = (
-        click.option(
-            "--format",
-            "file_format",
-            type=click.Choice(FORMATS),
-            default="auto",
-            show_default=True,
-            help='Of RATINGS; "lists": each line has a user, then all items of the user.',
-        ),
-        click.option("--separator", help='Between fields: ",", "::", "\\t" or "tab", ...  [default: detected]'),
-        click.option("--header/--no-header", default=None, help="Whether line 1 has names.  [default: detected]"),
-        click.option(
-            "--user",
-            "user_column",
-            default="auto",
-            show_default=True,
-            help="Column of users: its name, or a number from 0; auto: by the names in the header, else 0.",
-        ),
-        click.option(
-            "--item", "item_column", default="auto", show_default=True, help="Column of items; auto: by name, else 1."
-        ),
-        click.option(
-            "--value",
-            "value_column",
-            default="auto",
-            show_default=True,
-            help='Column of values; auto: by name, else 2; "none": each is 1.',
-        ),
-        click.option(
-            "--timestamp",
-            "timestamp_column",
-            default="auto",
-            show_default=True,
-            help='Column of times; auto: by name; "none": no times.',
-        ),
-        click.option("--encoding", help="Of text.  [default: UTF-8]"),
-        click.option(
-            "--duplicates",
-            type=click.Choice(_validate.MERGE_RULES),
-            default="error",
-            show_default=True,
-            help="What to do with a pair that occurs twice.",
-        ),
-        click.option(
-            "--missing",
-            type=click.Choice(MISSING),
-            default="error",
-            show_default=True,
-            help="What to do with entries whose user or item is empty, NULL, None, NA, nan or \\N.",
-        ),
-        click.option(
-            "--quote",
-            default="auto",
-            show_default=True,
-            help='Mark around fields, which may then span lines; "none": marks are text; auto: \'"\', within a line.',
-        ),
-        click.option("--escape", help="Character before a quotation mark or separator that belongs to a field."),
-    )
-    for option in reversed(options):
+    for option in reversed(RATINGS_OPTIONS.values()):
         command = option(command)
     return command
+
+
+def reading_arguments(**options: Any) -> dict[str, Any]:
+    """Arguments of `Ratings.from_file` and `convert` from options of the command line."""
+    return {name: TRANSLATED[name](value) if name in TRANSLATED else value for name, value in options.items()}
 
 
 def read_ratings(path: Source, where: tuple[str, ...] = (), *, show_progress: bool = True, **options: Any) -> Ratings:
@@ -180,49 +189,7 @@ def open_store(path: Source) -> Store:
 def refuse_reading_options(why: str) -> None:
     """Refuse options of `ratings_options` that would have no effect in the running command."""
     context = click.get_current_context()
-    names = inspect.signature(reading_arguments).parameters
     for option in context.command.params:
-        if option.name in names and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT:
+        if option.name in RATINGS_OPTIONS and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT:
             spelled = option.secondary_opts if context.params[option.name] is False else option.opts
             raise click.UsageError(f"{spelled[0]} says how a file of ratings is read, and {why}; leave it out")
-
-
-def reading_arguments(
-    *,
-    file_format: str = "auto",
-    separator: str | None = None,
-    header: bool | None = None,
-    user_column: str = "auto",
-    item_column: str = "auto",
-    value_column: str = "auto",
-    duplicates: str = "error",
-    missing: str = "error",
-    quote: str = "auto",
-    escape: str | None = None,
-    timestamp_column: str = "auto",
-    encoding: str | None = None,
-) -> dict[str, Any]:
-    """Arguments of `Ratings.from_file` and `convert` for options of the command line."""
-    return {
-        "format": file_format,
-        "separator": spelled_separator(separator),
-        "header": "auto" if header is None else header,
-        "user": _column(user_column),
-        "item": _column(item_column),
-        "value": None if value_column.lower() == "none" else _column(value_column),
-        "duplicates": duplicates,
-        "missing": missing,
-        "quote": None if quote.lower() == "none" else quote,
-        "escape": escape,
-        "timestamp": None if timestamp_column.lower() == "none" else _column(timestamp_column),
-        "encoding": encoding,
-    }
-
-
-def spelled_separator(text: str | None) -> str | None:
-    """Translate names of separators that are hard to type in a shell."""
-    return {"tab": "\t", "\\t": "\t", "space": " "}.get(text, text) if text else None
-
-
-def _column(text: str) -> int | str:
-    return int(text) if text.isdigit() else text

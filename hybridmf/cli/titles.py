@@ -4,39 +4,53 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
 from ..core.files import open_bytes, reading
 from .report import names_of
+from .sources import existing_file, spelled_separator
 
 TITLE_SEPARATORS = ("::", "\t", "|", ";", ",")
 
 
+def titles_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that name a file of titles; they arrive as keyword arguments of `titles_of`."""
+    for option in (
+        click.option("--titles-encoding", help="[default: UTF-8, else latin-1]"),
+        click.option("--titles-separator", help='Between its fields: ",", "::", "|", "tab".  [default: detected]'),
+        click.option(
+            "--titles", "titles_file", type=existing_file, help="Text file of item id, title, ...; may be gzipped."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def titles_of(
+    model: Any, titles_file: str | None, titles_separator: str | None, titles_encoding: str | None
+) -> dict[str, str] | None:
+    """Titles by item id, None without a file; a warning on stderr if it has no item of the model."""
+    if titles_file is None:
+        return None
+    titles = read_titles(titles_file, spelled_separator(titles_separator), titles_encoding)
+    names = names_of(model.item_ids_, model.n_items)
+    if not any(str(name) in titles for name in names):
+        click.echo(
+            f"Warning: none of the ids in {titles_file} is an item of the model, such as {names[0]}; "
+            f"the file has {next(iter(titles))!r}",
+            err=True,
+        )
+    return titles
+
+
 def read_titles(path: str, separator: str | None = None, encoding: str | None = None) -> dict[str, str]:
-    """Titles by item id from text whose first two fields are id and title; a header is allowed.
+    """Titles by item id from text, maybe gzipped, whose first two fields are id and title; a header is allowed.
 
-    Parameters
-    ----------
-    path : str
-        May be gzipped.
-    separator : str, optional
-        Default: the one of TITLE_SEPARATORS that comes first in the first line.
-    encoding : str, optional
-        Default: UTF-8, and latin-1 for what is not valid UTF-8 (MovieLens).
-
-    Returns
-    -------
-    dict of str to str
-
-    Raises
-    ------
-    RatingsError
-        A corrupt gzip file, or bytes that are not in `encoding`.
-    ValueError
-        An empty file, an unknown encoding, no separator, or a line of one field.
+    By default the separator is the one of TITLE_SEPARATORS that comes first in the first line, and the encoding UTF-8,
+    or latin-1 for what is not valid UTF-8 (MovieLens).
     """
     text = _decode(path, encoding)
     lines = [line for line in io.StringIO(text, newline=None).read().split("\n") if line.strip()]
@@ -82,14 +96,3 @@ def _decode(path: str, encoding: str | None) -> str:
             return content.decode("utf-8-sig")
         except UnicodeDecodeError:
             return content.decode("latin-1")
-
-
-def warn_if_strangers(titles: dict[str, str], model: Any, path: str) -> None:
-    """Warn on stderr if the file has no title of an item of the model."""
-    names = names_of(model.item_ids_, model.n_items)
-    if not any(str(name) in titles for name in names):
-        click.echo(
-            f"Warning: none of the ids in {path} is an item of the model, such as {names[0]}; "
-            f"the file has {next(iter(titles))!r}",
-            err=True,
-        )
