@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..device.cuda import Array, Device, DeviceSpec
-from ..plan.assemblies import require
+from ..device.cuda import Array, Device
 from ..plan.types import NONNEGATIVE
 from . import cholesky_any
 from .launch import DeviceEntries, check, check_not_host
@@ -140,23 +139,6 @@ class SegmentKernels(PublishedKernels):
         """See `RowKernels`."""
         if len(segments):
             self.sum_segments(self.device, sums, table, entries, segments, self.config)
-
-
-def require_fit(config: Any, spec: DeviceSpec) -> None:
-    """Check that the shared memory of a configuration fits in a block of the device."""
-    require(
-        config.shared_bytes <= spec.shared_bytes,
-        f"{config} needs {config.shared_bytes} bytes of shared memory a block, {spec.name} has {spec.shared_bytes}",
-    )
-
-
-def require_match(config: Any, rank: int, dtype: np.dtype[Any]) -> None:
-    """Check that a configuration is for the rank and dtype of the arrays."""
-    require(
-        config.rank == rank and config.itemsize == dtype.itemsize,
-        f"config is for rank {config.rank} and items of {config.itemsize} bytes; these have rank {rank} and "
-        f"{dtype.itemsize} bytes",
-    )
 
 
 def check_factors(factors: Array, dtype: Any, rank: int) -> None:

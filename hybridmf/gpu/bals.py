@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -15,13 +14,11 @@ from ..plan.assemblies import (
     MAX_GRID_Y,
     MAX_THREADS,
     BalsConfig,
-    constants_of,
     lower_tiles,
-    require,
-    require_positive,
     require_square_tile,
 )
-from .assembly import PublishedKernels, check_factors, require_fit, require_match
+from ..plan.tables import KernelConfig, require
+from .assembly import PublishedKernels, check_factors
 from .launch import DeviceEntries, check, check_not_host, get_kernel
 from .systems import Sums
 
@@ -62,7 +59,7 @@ def upload_tiles(device: Device, bals: BalsMatrix) -> BalsTiles:
 
 
 @dataclass(frozen=True)
-class BalsLocalConfig:
+class BalsLocalConfig(KernelConfig):
     """Compile-time choices of cuda/bals.cu with ACCUMULATORS=local, the mapping of the paper (section 4.2)."""
 
     rank: int
@@ -76,13 +73,15 @@ class BalsLocalConfig:
     dy: int
     dz: int  # rows of the matrix tile processed at a time
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    names: ClassVar[dict[str, str]] = {"itemsize": ""}
+
+    def check(self) -> None:
+        """See `KernelConfig`."""
         require_square_tile(self)
         require(self.tiles <= MAX_GRID_Y, f"nb={self.nb} gives {self.tiles} tiles, more than {MAX_GRID_Y}")
 
     @classmethod
-    def default(
+    def rule(
         cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_rows: int = 256, tile_cols: int = 192
     ) -> BalsLocalConfig:
         """The choice of the paper: nb = 16, 4 x 4 threads per row, 64 rows at a time; smaller nb for wide tiles."""
@@ -115,7 +114,7 @@ class BalsLocalConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        return {"ACCUMULATORS": "local"} | constants_of(self)
+        return {"ACCUMULATORS": "local"} | super().constants
 
 
 def bals(
@@ -145,8 +144,8 @@ def bals(
     dtype, tile_rows, tile_cols = np.dtype(factors.dtype), tiles.tile_rows, tiles.tile_cols
     if isinstance(config, str):
         config = _bals_default(config, rank, dtype.itemsize, device.spec, tile_rows, tile_cols)
-    require_match(config, rank, dtype)
-    require_fit(config, device.spec)
+    config.require_match(rank, dtype)
+    config.require_fit(device.spec)
     if isinstance(config, BalsConfig):
         require(
             config.capacity >= min(tile_cols, tiles.shape[1]),
@@ -171,18 +170,15 @@ def bals(
     kernel(grid, (config.threads,), arguments, config.shared_bytes)
 
 
-def _bals_class(variant: str) -> type[BalsConfig] | type[BalsLocalConfig]:
-    if variant not in ("chip", "local"):
-        raise ValueError(f'config must be a configuration, "chip" or "local", got {variant!r}')
-    return BalsConfig if variant == "chip" else BalsLocalConfig
-
-
 def _bals_default(
     variant: str, rank: int, itemsize: int, spec: DeviceSpec, tile_rows: int, tile_cols: int
 ) -> BalsConfig | BalsLocalConfig:
-    if _bals_class(variant) is BalsLocalConfig:
+    if variant not in ("chip", "local"):
+        raise ValueError(f'config must be a configuration, "chip" or "local", got {variant!r}')
+    if variant == "local":
         return BalsLocalConfig.default(rank, itemsize, spec, tile_rows=tile_rows, tile_cols=tile_cols)
-    return BalsConfig.default(rank, itemsize, spec, tile_cols=tile_cols)
+    config: BalsConfig = BalsConfig.default(rank, itemsize, spec, tile_cols=tile_cols)
+    return config
 
 
 def _check_tiles(
@@ -247,7 +243,3 @@ class TileKernels(PublishedKernels):
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: RowBlocks) -> None:
         """See `RowKernels`."""
         bals(self.device, sums, table, entries, self.tiles, segments, self.config or self.variant)
-
-
-def _config(default: Callable[..., Any], spec: DeviceSpec, rank: int, itemsize: int) -> Any:
-    return default(rank, itemsize, spec)

@@ -244,7 +244,7 @@ class CcdEntries:
         if (name, vectors) not in self._kernels:
             constants: dict[str, Any] = {"REAL": self.dtype, "STAGED": self.config.staged}
             if vectors is not None:
-                constants = self.config.constants(vectors, self.dtype)
+                constants = self.config.constants_for(vectors, self.dtype)
             self._kernels[name, vectors] = get_kernel(self.device, "ccd.cu", name, **constants)
         return self._kernels[name, vectors]
 

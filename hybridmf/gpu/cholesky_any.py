@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..core.system import ceil_div, round_up
 from ..core.validate import MAX_FACTORS
 from ..device.cuda import Array, Device, DeviceSpec
-from ..plan.assemblies import REGISTERS, RESERVED, WARP, require, tuned
+from ..plan.assemblies import REGISTERS, RESERVED, WARP
 from ..plan.fused import solver_floats, vector_floats
+from ..plan.tables import KernelConfig, require
 from .launch import check, check_not_host, get_kernel
 
 MAX_RANK = MAX_FACTORS + 1
@@ -26,20 +27,15 @@ MAX_RANK = MAX_FACTORS + 1
 STEP = 8
 """Columns that cholesky_any.cu eliminates at a time, and threads along a row of accumulators."""
 
+OF_SYSTEMS = ("RANK", "REAL", "SYSTEMS", "MIN_BLOCKS")
+"""Constants of the kernel with a warp for each system."""
+
 STAGE_BYTES = 64
 """Bytes of each row of L in a stage."""
 
 
-def _require_fit(config: CholeskyConfig | CgConfig, spec: DeviceSpec) -> None:
-    require(
-        config.shared_bytes <= spec.shared_bytes,
-        f"systems of rank {config.rank} need {config.shared_bytes} bytes of shared memory, {spec.name} has "
-        f"{spec.shared_bytes} for a block; use fewer factors or device='cpu'",
-    )
-
-
 @dataclass(frozen=True)
-class CholeskyConfig:
+class CholeskyConfig(KernelConfig):
     """Compile-time choices of cuda/cholesky_any.cu."""
 
     rank: int  # order of the systems
@@ -54,9 +50,13 @@ class CholeskyConfig:
     resident: bool = True
     blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
-    def __post_init__(self) -> None:
-        require(1 <= self.rank <= MAX_RANK, f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
-        require(self.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {self.itemsize}")
+    tuned_as: ClassVar[str] = "cholesky_any"
+    names: ClassVar[dict[str, str]] = {"itemsize": "REAL", "blocks_per_sm": "MIN_BLOCKS"}
+    may_be_zero: ClassVar[tuple[str, ...]] = ("systems",)
+
+    def check(self) -> None:
+        """See `KernelConfig`."""
+        require(self.rank <= MAX_RANK, f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
         if self.systems:
             require(self.rank <= WARP, f"systems={self.systems} a block need rank <= {WARP}, got {self.rank}")
             require(self.systems * WARP <= 1024, f"systems={self.systems} warps are more than the 32 of a block")
@@ -79,18 +79,13 @@ class CholeskyConfig:
             )
 
     @classmethod
-    def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
-        """The tuned choice for a device, or that of the rule."""
-        return tuned(cls, "cholesky_any", rank, itemsize, spec) or cls.rule(rank, itemsize, spec)
-
-    @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
         """The choice for a rank on a device without a tuned table entry."""
         if rank <= WARP:
             return cls(rank, itemsize, systems=4, blocks_per_sm=4)
         candidates = list(cls._candidates(rank, itemsize, spec))
         config = next((one for one in candidates if one.shared_bytes <= spec.shared_bytes), candidates[-1])
-        _require_fit(config, spec)
+        config.require_fit(spec)
         return replace(config, blocks_per_sm=config._blocks_per_sm(spec))
 
     @classmethod
@@ -161,21 +156,13 @@ class CholeskyConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        constants = {"RANK": self.rank, "REAL": _dtype(self.itemsize), "SYSTEMS": self.systems}
-        constants["MIN_BLOCKS"] = self.blocks_per_sm
-        if self.systems:
-            return constants
-        return constants | {
-            "ROW_THREADS": self.row_threads,
-            "TILE_ROWS": self.tile_rows,
-            "TILE_COLUMNS": self.tile_columns,
-            "RESIDENT": self.resident,
-            "SHARED_BYTES": self.shared_bytes,
-        }
+        if not self.systems:
+            return super().constants | {"SHARED_BYTES": self.shared_bytes}
+        return {name: value for name, value in super().constants.items() if name in OF_SYSTEMS}
 
 
 @dataclass(frozen=True)
-class CgConfig:
+class CgConfig(KernelConfig):
     """Compile-time choices of cuda/cg_any.cu."""
 
     rank: int
@@ -184,14 +171,12 @@ class CgConfig:
     resident: bool  # keep the matrix in shared memory; otherwise read it again in each step
     blocks_per_sm: int  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
-    def __post_init__(self) -> None:
-        require(self.warps in (1, 2, 4, 8, 16, 32), f"warps must be a power of two of at most 32, got {self.warps}")
-        require(self.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {self.itemsize}")
+    tuned_as: ClassVar[str] = "cg_any"
+    names: ClassVar[dict[str, str]] = {"itemsize": "REAL", "blocks_per_sm": "MIN_BLOCKS"}
 
-    @classmethod
-    def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:
-        """The tuned choice for a device, or that of the rule."""
-        return tuned(cls, "cg_any", rank, itemsize, spec) or cls.rule(rank, itemsize, spec)
+    def check(self) -> None:
+        """See `KernelConfig`."""
+        require(self.warps in (1, 2, 4, 8, 16, 32), f"warps must be a power of two of at most 32, got {self.warps}")
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CgConfig:
@@ -204,7 +189,7 @@ class CgConfig:
         config = replace(config, resident=False)
         while config.shared_bytes > spec.shared_bytes and config.warps > 1:  # each warp has its own sums
             config = replace(config, warps=config.warps // 2)
-        _require_fit(config, spec)
+        config.require_fit(spec)
         return config
 
     @property
@@ -221,23 +206,12 @@ class CgConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        return {
-            "RANK": self.rank,
-            "REAL": _dtype(self.itemsize),
-            "WARPS": self.warps,
-            "RESIDENT": self.resident,
-            "MIN_BLOCKS": self.blocks_per_sm,
-            "SHARED_BYTES": self.shared_bytes,
-        }
-
-
-def _dtype(itemsize: int) -> np.dtype:
-    return np.dtype(f"f{itemsize}")
+        return super().constants | {"SHARED_BYTES": self.shared_bytes}
 
 
 def _complete_constants(rank: int, itemsize: int, has_gram: bool) -> dict[str, Any]:
     # Several blocks per system: otherwise a row with very many slots keeps one block busy after all others end.
-    return {"RANK": rank, "REAL": _dtype(itemsize), "HAS_GRAM": has_gram, "PARTS": min(8, ceil_div(rank, 32))}
+    return {"RANK": rank, "REAL": np.dtype(f"f{itemsize}"), "HAS_GRAM": has_gram, "PARTS": min(8, ceil_div(rank, 32))}
 
 
 COMPLETE_THREADS = 128
@@ -296,16 +270,17 @@ def complete(
 
 
 @dataclass(frozen=True)
-class TilesConfig:
+class TilesConfig(KernelConfig):
     """Compile-time choices of cuda/cholesky.cu: one warp per system, products on tensor cores."""
 
     rank: int  # 1 to 64
     teams: int  # warps of a block
     blocks_per_sm: int  # bounds the registers of a thread
 
-    def __post_init__(self) -> None:
-        require(1 <= self.rank <= 64, f"rank must be in 1 ... 64, got {self.rank}")
-        require(1 <= self.teams <= WARP, f"teams must be in 1 ... {WARP}, got {self.teams}")
+    def check(self) -> None:
+        """See `KernelConfig`."""
+        require(self.rank <= 64, f"rank must be in 1 ... 64, got {self.rank}")
+        require(self.teams <= WARP, f"teams must be in 1 ... {WARP}, got {self.teams}")
 
     @staticmethod
     def serves(rank: int, dtype: Any, spec: DeviceSpec) -> bool:
@@ -318,6 +293,11 @@ class TilesConfig:
         return cls(rank, 4, {1: 8, 2: 6, 3: 4, 4: 3}[ceil_div(rank, 16)])
 
     @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return WARP * self.teams
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         return 4 * self.teams * (solver_floats(self.rank, 1) + vector_floats(self.rank, 1))
@@ -325,21 +305,25 @@ class TilesConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        return {"RANK": self.rank, "WARPS": 1, "TEAMS": self.teams, "BLOCKS_PER_SM": self.blocks_per_sm}
+        return super().constants | {"WARPS": 1}
 
 
 @dataclass(frozen=True)
-class WideTilesConfig:
+class WideTilesConfig(KernelConfig):
     """Compile-time choices of cuda/cholesky_sums.cu: four warps per system, products on tensor cores."""
 
     rank: int  # 65 to 128
     blocks_per_sm: int = 5  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
-    threads = 4 * WARP
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 4 * WARP
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """See `KernelConfig`."""
         require(65 <= self.rank <= 128, f"rank must be in 65 ... 128, got {self.rank}")
-        require(1 <= self.blocks_per_sm <= 7, f"blocks_per_sm must be in 1 ... 7, got {self.blocks_per_sm}")
+        require(self.blocks_per_sm <= 7, f"blocks_per_sm must be in 1 ... 7, got {self.blocks_per_sm}")
 
     @classmethod
     def rule(cls, rank: int, spec: DeviceSpec, *, sums: bool = False) -> WideTilesConfig:
@@ -370,11 +354,11 @@ class WideTilesConfig:
 
         WARPS is that of cuda/system.cuh, for which each of the four warps works alone.
         """
-        return {"RANK": self.rank, "WARPS": 1, "BLOCKS_PER_SM": self.blocks_per_sm, "MATRICES": True}
+        return super().constants | {"WARPS": 1, "MATRICES": True}
 
     def sums_constants(self, width: int) -> dict[str, Any]:
         """Compile-time constants of the kernel that solves sums, with solutions of `width` columns."""
-        return {"RANK": self.rank, "LD": width, "WARPS": 1, "BLOCKS_PER_SM": self.blocks_per_sm}
+        return super().constants | {"LD": width, "WARPS": 1}
 
     def grid(self, n: int, spec: DeviceSpec) -> tuple[int]:
         """Blocks for n systems."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,21 +12,19 @@ from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import (
     BUSY_WARPS,
     WARP,
-    constants_of,
     lower_tiles,
-    require,
-    require_positive,
     require_triangle,
     resident_warps,
     tile_size,
 )
-from .assembly import check_segments, require_fit, require_match
+from ..plan.tables import KernelConfig, require
+from .assembly import check_segments
 from .launch import DeviceEntries, get_kernel
 from .systems import Sums
 
 
 @dataclass(frozen=True)
-class MoAlsConfig:
+class MoAlsConfig(KernelConfig):
     """Compile-time choices of cuda/mo_als.cu (cuMF, Algorithm 2, sections 3.3 and 3.4)."""
 
     rank: int
@@ -37,8 +35,10 @@ class MoAlsConfig:
     part_tiles: int  # tiles of a block. If fewer than the lower triangle has, several blocks share a segment
     blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    names: ClassVar[dict[str, str]] = {"itemsize": ""}
+
+    def check(self) -> None:
+        """See `KernelConfig`."""
         require_triangle(self, "groups * part_tiles in full warps")
         require(self.bin % self.groups == 0, f"bin={self.bin} must be a multiple of groups={self.groups}")
         require(self.bin <= self.threads, f"bin={self.bin} must not exceed the {self.threads} threads of a block")
@@ -48,7 +48,7 @@ class MoAlsConfig:
         )
 
     @classmethod
-    def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
+    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
         """The choice with the fewest idle lanes and enough warps per multiprocessor."""
         tile = tile_size(rank, itemsize)
         tiles, chunks = lower_tiles(rank, tile), ceil_div(rank, tile) * tile * itemsize // 16
@@ -101,11 +101,6 @@ class MoAlsConfig:
         sums = self.tile**2 + ceil_div(self.chunks, self.part_tiles) * chunk
         return self.itemsize * max(staged, self.groups // 2 * self.part_tiles * sums)
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
-        return constants_of(self)
-
 
 def mo_als(
     device: Device,
@@ -127,8 +122,8 @@ def mo_als(
     rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
     dtype = np.dtype(factors.dtype)
     config = config or MoAlsConfig.default(rank, dtype.itemsize, device.spec, registers=registers)
-    require_match(config, rank, dtype)
-    require_fit(config, device.spec)
+    config.require_match(rank, dtype)
+    config.require_fit(device.spec)
     require(
         registers or config.groups == 1,
         f"registers=False needs groups=1, an element of global memory has one owner; got groups={config.groups}",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..core.system import ceil_div, round_up
 from ..device.cuda import Array, Device, DeviceSpec
-from ..plan.assemblies import REGISTERS, RESERVED, WARP, require
+from ..plan.assemblies import REGISTERS, RESERVED, WARP
 from ..plan.fused import BLOCK, partial_floats
 from ..plan.fused import MAX_RANK as MAX_TILED_RANK
+from ..plan.tables import KernelConfig, require
 from .launch import check, check_not_host, get_kernel
 from .systems import SideSystems, Sums
 
@@ -25,7 +26,7 @@ SHARED_BYTES_PER_SM = 228 << 10
 
 
 @dataclass(frozen=True)
-class NonnegativeConfig:
+class NonnegativeConfig(KernelConfig):
     """Compile-time choices of cuda/nonnegative.cu."""
 
     rank: int
@@ -35,9 +36,11 @@ class NonnegativeConfig:
     warps: int  # warps of a block, which solves one system
     blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
-    def __post_init__(self) -> None:
-        require(1 <= self.warps <= WARP, f"warps must be in 1 ... {WARP}, got {self.warps}")
-        require(self.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {self.itemsize}")
+    names: ClassVar[dict[str, str]] = {"itemsize": "REAL", "blocks_per_sm": "MIN_BLOCKS"}
+
+    def check(self) -> None:
+        """See `KernelConfig`."""
+        require(self.warps <= WARP, f"warps must be in 1 ... {WARP}, got {self.warps}")
         require(
             not self.tiles or (self.resident and self.itemsize == 4 and self.rank <= MAX_TILED_RANK),
             f"tiles need resident=True, itemsize=4 and a rank of at most {MAX_TILED_RANK}, got {self}",
@@ -55,11 +58,9 @@ class NonnegativeConfig:
         for resident in (True, False):
             config = cls(rank, itemsize, False, resident, warps)
             if config.shared_bytes <= spec.shared_bytes:
-                return config._crowded()
-        raise ValueError(
-            f"nonnegative systems of rank {rank} need {config.shared_bytes} bytes of shared memory, {spec.name} has "
-            f"{spec.shared_bytes} for a block; use fewer factors or device='cpu'"
-        )
+                break
+        config.require_fit(spec)
+        return config._crowded()
 
     def _crowded(self) -> NonnegativeConfig:
         """The choice with as many blocks per multiprocessor as shared memory and registers allow."""
@@ -82,15 +83,7 @@ class NonnegativeConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        return {
-            "RANK": self.rank,
-            "REAL": np.dtype(f"f{self.itemsize}"),
-            "TILES": self.tiles,
-            "RESIDENT": self.resident,
-            "WARPS": self.warps,
-            "MIN_BLOCKS": self.blocks_per_sm,
-            "SHARED_BYTES": self.shared_bytes,
-        }
+        return super().constants | {"SHARED_BYTES": self.shared_bytes}
 
     @property
     def build(self) -> tuple[str, str, dict[str, Any]]:

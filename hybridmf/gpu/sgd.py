@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import scipy.sparse as sp
@@ -21,6 +21,7 @@ from ..device.cuda import Array, Device, DeviceSpec, Kernel
 from ..plan.als_gpu import PREDICTED_ROWS
 from ..plan.epochs import GridBlock, passes_of
 from ..plan.sgd import LONG_ROW, MOST_CROWDED, MOST_RANGES, RUN, SgdMethod, range_count, stored_width
+from ..plan.tables import KernelConfig
 from ..plan.types import Plan
 from . import losses
 from .factors import DeviceFactors, to_device
@@ -231,7 +232,7 @@ def _arguments(moved: FactorRows, losses: Array, fixed: FactorRows, walk: Walk, 
 
 
 @dataclass(frozen=True)
-class BlockedConfig:
+class BlockedConfig(KernelConfig):
     """Compile-time choices of the kernel `blocked`."""
 
     # ld, itemsize: row width and size of an element
@@ -243,7 +244,10 @@ class BlockedConfig:
     # size of an element of the fixed side; 2: float16 beside updated rows in float32. Default: `itemsize`
     read_size: int = 0
 
-    def __post_init__(self) -> None:
+    may_be_zero: ClassVar[tuple[str, ...]] = ("read_size",)
+
+    def check(self) -> None:
+        """See `KernelConfig`."""
         if not self.read_size:
             object.__setattr__(self, "read_size", self.itemsize)
         if self.read_size != self.itemsize and (self.itemsize, self.read_size, self.chunk) != (4, 2, 16):
@@ -462,7 +466,7 @@ class Msgd:
 
 
 @dataclass(frozen=True)
-class HogwildConfig:
+class HogwildConfig(KernelConfig):
     """Workers of batch-Hogwild, and the entries that each takes at a time."""
 
     blocks_per_sm: int  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
@@ -470,10 +474,8 @@ class HogwildConfig:
     run: int = RUN  # maximum entries of a run, all of one row
     batch: int = BATCH  # runs that a worker takes at a time
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+    def check(self) -> None:
+        """See `KernelConfig`."""
         if self.run not in (8, 16, 32, 64):
             raise ValueError(f"run must be 8, 16, 32 or 64: it is read in parts of up to 8; got {self.run}")
 
@@ -487,7 +489,7 @@ class HogwildConfig:
         """Limit the workers if there are few entries."""
         return replace(self, n_workers=max(1, min(self.n_workers, nnz // WORKER_ENTRIES)))
 
-    def constants(self, ld: int, float16: bool, biases: bool) -> dict[str, Any]:
+    def constants_for(self, ld: int, float16: bool, biases: bool) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
         widths = {"LD": ld, "RUN": self.run, "BLOCKS_PER_SM": self.blocks_per_sm}
         return {"REAL": np.dtype(np.float32), "FLOAT16": float16, "HAS_BIASES": biases} | widths
@@ -604,7 +606,7 @@ def batch_hogwild(
     blocks = config.blocks(ld, stored.itemsize)
     check("out", out, np.float64, (blocks,))
     float16, biases = stored == np.float16, held.bias is not None
-    kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **config.constants(ld, float16, biases))
+    kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **config.constants_for(ld, float16, biases))
     sizes = (np.int64(len(entries.runs)), np.int32(config.n_workers), np.int32(config.batch))
     (held_matrix, held_bias), (walked_matrix, walked_bias) = held.struct, walked.struct
     factors = (held_matrix, walked_matrix, held_bias, walked_bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,14 +13,11 @@ from ..plan.assemblies import (
     MAX_GRID_Y,
     RESERVED,
     WARP,
-    constants_of,
-    require,
-    require_positive,
     require_registers,
     require_square_tile,
-    tuned,
 )
-from .assembly import check_segments, require_fit, require_match
+from ..plan.tables import KernelConfig, require
+from .assembly import check_segments
 from .launch import DeviceEntries, get_kernel
 from .systems import Sums
 
@@ -40,7 +37,7 @@ def warp_shape(nb: int, dx: int, dy: int, dz: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class SyrkConfig:
+class SyrkConfig(KernelConfig):
     """Compile-time choices of cuda/sparse_syrk.cu (Gates et al., section V; constraints: section VIII)."""
 
     rank: int  # order of the matrices; affects only the size of a stage
@@ -55,8 +52,11 @@ class SyrkConfig:
     unroll: int = 2  # entries of a group whose loads from shared memory may overlap
     blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    tuned_as: ClassVar[str] = "sparse_syrk"
+    names: ClassVar[dict[str, str]] = {"rank": "", "itemsize": ""}
+
+    def check(self) -> None:
+        """See `KernelConfig`."""
         nb, kb, dx, dy, dz = self.nb, self.kb, self.dx, self.dy, self.dz
         require_square_tile(self)
         require(kb % dz == 0, f"kb={kb} must be a multiple of dz={dz}")
@@ -69,11 +69,6 @@ class SyrkConfig:
         require(self.stages >= 2, f"stages={self.stages} must be at least 2: one is summed while others arrive")
         tx, ty = nb // dx, nb // dy
         require_registers(tx * ty, tx + ty, self.threads, self.itemsize, self.blocks_per_sm)
-
-    @classmethod
-    def default(cls, rank: int, itemsize: int, spec: DeviceSpec) -> SyrkConfig:
-        """The tuned choice for a device, or that of the rule."""
-        return tuned(cls, "sparse_syrk", rank, itemsize, spec) or cls.rule(rank, itemsize, spec)
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> SyrkConfig:
@@ -122,7 +117,7 @@ class SyrkConfig:
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
         wx, wy = warp_shape(self.nb, self.dx, self.dy, self.dz)
-        return constants_of(self, "rank") | {"WX": wx, "WY": wy}
+        return super().constants | {"WX": wx, "WY": wy}
 
 
 def sparse_syrk(
@@ -143,8 +138,8 @@ def sparse_syrk(
     rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
     dtype = np.dtype(factors.dtype)
     config = config or SyrkConfig.default(rank, dtype.itemsize, device.spec)
-    require_match(config, rank, dtype)
-    require_fit(config, device.spec)
+    config.require_match(rank, dtype)
+    config.require_fit(device.spec)
     require(config.tiles <= MAX_GRID_Y, f"nb={config.nb} gives {config.tiles} tiles, more than {MAX_GRID_Y}")
     if not n_segments:
         return

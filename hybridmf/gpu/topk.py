@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.system import ceil_div
+from ..core.system import ceil_div, round_up
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec
 from ..errors import DeviceMemoryError
+from ..plan.tables import KernelConfig
 from .launch import check, check_not_host, get_kernel
 
 SOURCE = "top_k.cu"
@@ -61,13 +62,8 @@ HEAD_SHARE = 8
 """An eighth of the groups, those of largest norm, are scored before users are pruned."""
 
 
-def round_up(a: int, b: int) -> int:
-    """The smallest multiple of b that is at least a."""
-    return ceil_div(a, b) * b
-
-
 @dataclass(frozen=True)
-class GroupMaxConfig:
+class GroupMaxConfig(KernelConfig):
     """Compile-time choices of the kernel group_max."""
 
     padded: int  # the rank rounded up to 16; to 32 for int8
@@ -75,7 +71,10 @@ class GroupMaxConfig:
     tile_groups: int  # {1, 2, 4, 8}: groups that are copied to shared memory together
     in_bytes: bool = False  # products of int8 factors instead of float16 ones
 
-    def __post_init__(self) -> None:
+    names: ClassVar[dict[str, str]] = {"in_bytes": "BYTES"}
+
+    def check(self) -> None:
+        """See `KernelConfig`."""
         if self.users_per_warp not in (16, 32, 64):
             raise ValueError(f"users_per_warp must be 16, 32 or 64, got {self.users_per_warp}")
         if self.tile_groups not in (1, 2, 4, 8):
@@ -108,16 +107,6 @@ class GroupMaxConfig:
         tile = self.tile_groups * GROUP * self.row_bytes
         tray = self.users_per_warp * 12 * 4
         return 2 * tile + 2 * WARPS * tray
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
-        return {
-            "PADDED": self.padded,
-            "BYTES": self.in_bytes,
-            "USERS_PER_WARP": self.users_per_warp,
-            "TILE_GROUPS": self.tile_groups,
-        }
 
     def fits(self, spec: DeviceSpec) -> bool:
         """Whether a device can run it."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 from ..core.system import ceil_div
 from ..device.cuda import DeviceSpec
-from . import tables
+from .tables import KernelConfig, require
 
 WARP = 32
 
@@ -30,21 +29,6 @@ BUSY_WARPS = 12
 
 RESERVED = 1024
 """Bytes of shared memory that CUDA takes from each block."""
-
-Config = TypeVar("Config")
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def require_positive(config: Any) -> None:
-    """All fields must be integers of at least 1."""
-    for name, value in vars(config).items():
-        require(isinstance(value, int) and value >= 1, f"{name} must be an integer >= 1, got {value!r}")
-    require(config.itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {config.itemsize}")
 
 
 def require_threads(threads: int, what: str) -> None:
@@ -91,17 +75,6 @@ def require_triangle(config: Any, threads: str) -> None:
     require_registers(config.tile**2, 2 * config.tile, config.threads, config.itemsize, config.blocks_per_sm)
 
 
-def constants_of(config: Any, *omitted: str) -> dict[str, Any]:
-    """Compile-time constants of a kernel: the fields of its configuration in capitals, except the item size."""
-    return {name.upper(): value for name, value in vars(config).items() if name not in ("itemsize", *omitted)}
-
-
-def tuned(make: Callable[..., Config], kernel: str, rank: int, itemsize: int, spec: DeviceSpec) -> Config | None:
-    """The tuned configuration, if it fits in the device's shared memory."""
-    found: Any = tables.best(make, kernel, spec, {"rank": rank, "itemsize": itemsize})
-    return found if found is not None and found.shared_bytes <= spec.shared_bytes else None
-
-
 def tile_size(rank: int, itemsize: int) -> int:
     """Rows and columns of a thread's tile in registers: 8 x 8 in float32, 4 x 4 in float64 and for tiny systems."""
     return 8 if itemsize == 4 and rank > 16 else 4
@@ -124,53 +97,26 @@ def _list_bytes(rows: int, window: int, itemsize: int) -> int:
 
 
 @dataclass(frozen=True)
-class BalsConfig:
-    """Compile-time choices of cuda/bals.cu with ACCUMULATORS=chip.
-
-    Attributes
-    ----------
-    rank : int
-    itemsize : int
-        4 for float32, 8 for float64.
-    tile : int
-        Rows and columns of a thread's tile of a row's lower triangle.
-    rows : int
-        Rows of a row block whose sums a block of threads holds.
-    part_tiles : int
-        Tiles of each row in a block of threads. If fewer than the lower triangle has, several blocks share the rows.
-    capacity : int
-        Factor rows staged at a time, of one or several neighbouring matrix tiles; at least the width of one.
-    buffers : int
-        1, or 2 to load the next factor rows while the current ones are summed.
-    lanes : int
-        Lanes that list one row's entries, and matrix tiles staged at a time.
-    window : int
-        Entries of each row listed at a time.
-    blocks_per_sm : int
-        Blocks per multiprocessor, which bounds the registers of a thread.
-    height : int
-        Height of a matrix tile, in multiples of `rows`; only `bals_tile_sizes` uses it.
-
-    Raises
-    ------
-    ValueError
-        A constraint is violated; the message names it.
-    """
+class BalsConfig(KernelConfig):
+    """Compile-time choices of cuda/bals.cu with ACCUMULATORS=chip."""
 
     rank: int
     itemsize: int
-    tile: int
-    rows: int
-    part_tiles: int
-    capacity: int
-    buffers: int = 2
-    lanes: int = 8
-    window: int = 16
-    blocks_per_sm: int = 1
-    height: int = 1
+    tile: int  # rows and columns of a thread's tile of a row's lower triangle
+    rows: int  # rows of a row block whose sums a block of threads holds
+    part_tiles: int  # tiles of each row in a block of threads; if not all, several blocks share the rows
+    capacity: int  # factor rows staged at a time, of one or several matrix tiles; at least the width of one
+    buffers: int = 2  # 1, or 2 to load the next factor rows while the current ones are summed
+    lanes: int = 8  # lanes that list one row's entries, and matrix tiles staged at a time
+    window: int = 16  # entries of each row listed at a time
+    blocks_per_sm: int = 1  # bounds the registers of a thread
+    height: int = 1  # height of a matrix tile, in multiples of `rows`; only `bals_tile_sizes` uses it
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    tuned_as: ClassVar[str] = "bals"
+    names: ClassVar[dict[str, str]] = {"itemsize": "", "height": ""}
+
+    def check(self) -> None:
+        """See `KernelConfig`."""
         require_triangle(self, "rows * part_tiles in full warps")
         require(self.buffers <= 2, f"buffers must be 1 or 2, got {self.buffers}")
         require(
@@ -179,29 +125,13 @@ class BalsConfig:
         require(self.window % self.lanes == 0, f"window={self.window} must be a multiple of lanes={self.lanes}")
         require(self.parts <= MAX_GRID_Y, f"part_tiles={self.part_tiles} gives {self.parts} parts, over {MAX_GRID_Y}")
 
-    @classmethod
-    def default(cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_cols: int = 1) -> BalsConfig:
-        """The tuned configuration for a device if it holds tiles of `tile_cols` columns, else that of `rule`.
-
-        Raises
-        ------
-        ValueError
-            As for `rule`.
-        """
-        found = tuned(cls, "bals", rank, itemsize, spec)
-        if found is not None and found.capacity >= tile_cols:
-            return found
-        return cls.rule(rank, itemsize, spec, tile_cols=tile_cols)
+    def holds(self, **sizes: Any) -> bool:
+        """Whether a stage holds the factor rows of tiles of `tile_cols` columns."""
+        return self.capacity >= sizes.get("tile_cols", 1)
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_cols: int = 1) -> BalsConfig:
-        """The configuration without a tuned one: two blocks per multiprocessor and two buffers if tiles fit.
-
-        Raises
-        ------
-        ValueError
-            Not even one buffer holds the factor rows of `tile_cols` columns.
-        """
+        """Two blocks per multiprocessor and two buffers if factor rows of `tile_cols` columns fit."""
         # wide enough for several entries of a row in a stage, unless narrower tiles are requested
         for least in (max(tile_cols, 64), tile_cols):
             for blocks, buffers in ((2, 2), (1, 2), (2, 1), (1, 1)):
@@ -257,7 +187,7 @@ class BalsConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        return {"ACCUMULATORS": "chip"} | constants_of(self, "height")
+        return {"ACCUMULATORS": "chip"} | super().constants
 
     @property
     def matrix_tile(self) -> tuple[int, int]:

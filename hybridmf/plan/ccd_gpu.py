@@ -11,6 +11,7 @@ from ..core.objective import SIDES, Side, other_side
 from ..core.system import ceil_div
 from ..device.cuda import DeviceSpec
 from .fused import table_width
+from .tables import KernelConfig
 
 QUAD = 4
 """Entries a lane reads at a time; rows are padded to whole quads."""
@@ -37,37 +38,19 @@ VECTORS: dict[Side, int] = {"item": 2, "user": 3}
 
 
 @dataclass(frozen=True)
-class CcdConfig:
-    """Layout of one side's entries, and launch configuration of its passes.
+class CcdConfig(KernelConfig):
+    """Layout of one side's entries, and launch configuration of its passes."""
 
-    Attributes
-    ----------
-    staged : bool
-        Stage vectors of the other side in shared memory, tile by tile; else gather them from global memory.
-    tile : int
-        Elements of a staged vector; the last 16 bytes are zeros.
-    n_tiles : int
-        1 if vectors are not staged.
-    segment : int
-        Entries above which a piece is split; at most `SEGMENT`.
-    blocks, threads : int
-        Maximum blocks of a pass, and threads of each.
+    staged: bool  # stage vectors of the other side in shared memory, tile by tile; else gather them from global memory
+    tile: int  # elements of a staged vector; the last 16 bytes are zeros
+    n_tiles: int  # 1 if vectors are not staged
+    segment: int  # entries above which a piece is split; at most `SEGMENT`
+    blocks: int  # maximum blocks of a pass
+    threads: int  # threads of each
 
-    Raises
-    ------
-    ValueError
-        The kernel does not support the segment.
-    """
-
-    staged: bool
-    tile: int
-    n_tiles: int
-    segment: int
-    blocks: int
-    threads: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.segment <= SEGMENT:
+    def check(self) -> None:
+        """See `KernelConfig`."""
+        if self.segment > SEGMENT:
             raise ValueError(f"segment must be 1 to {SEGMENT} entries, which a warp reads together; got {self.segment}")
 
     @classmethod
@@ -89,7 +72,7 @@ class CcdConfig:
         n_tiles = ceil_div(n_fixed, tile - 16 // itemsize)
         return cls(True, tile, n_tiles, SEGMENT, spec.multiprocessors, STAGED_THREADS[itemsize])
 
-    def constants(self, vectors: int, dtype: Any) -> dict[str, Any]:
+    def constants_for(self, vectors: int, dtype: Any) -> dict[str, Any]:
         """Compile-time constants of a pass that gathers `vectors` vectors."""
         return {
             "REAL": np.dtype(dtype),

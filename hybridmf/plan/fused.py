@@ -77,50 +77,31 @@ def vector_floats(rank: int, warps: int) -> int:
 
 
 @dataclass(frozen=True)
-class FusedConfig:
-    """Compile-time choices of cuda/fused_als.cu.
+class FusedConfig(tables.KernelConfig):
+    """Compile-time choices of cuda/fused_als.cu."""
 
-    Attributes
-    ----------
-    rank : int
-        Order of the systems, 1 to 128.
-    warps : int
-        Warps of a team: 1, 2 or 4.
-    teams : int
-        Teams of a block of threads.
-    stages : int
-        Chunks of entries being loaded or in use.
-    blocks_per_sm : int
-        Blocks of threads per multiprocessor, which bounds the registers of a thread.
+    rank: int  # order of the systems, 1 to 128
+    warps: int  # warps of a team: 1, 2 or 4
+    teams: int  # teams of a block of threads
+    stages: int  # chunks of entries being loaded or in use
+    blocks_per_sm: int  # bounds the registers of a thread
 
-    Raises
-    ------
-    ValueError
-        The kernels do not support the combination.
-    """
-
-    rank: int
-    warps: int
-    teams: int
-    stages: int
-    blocks_per_sm: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.rank <= MAX_RANK:
+    def check(self) -> None:
+        """See `KernelConfig`."""
+        if self.rank > MAX_RANK:
             raise ValueError(f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
         if self.warps not in (1, 2, 4) or (self.warps > 1 and self.rank16 < 5 * BLOCK):
             raise ValueError(
                 f"warps must be 1, or 2 or 4 from rank {4 * BLOCK + 1} on; got {self.warps} at rank {self.rank}"
             )
-        if self.teams < 1 or (self.warps > 1 and self.teams > 1) or self.threads > 1024:
+        if (self.warps > 1 and self.teams > 1) or self.threads > 1024:
             raise ValueError(f"teams must be 1, or with warps=1 up to 32; got {self.teams} with warps={self.warps}")
-        if self.stages < 2 or self.blocks_per_sm < 1:
-            raise ValueError(
-                f"stages must be at least 2 and blocks_per_sm 1, got {self.stages} and {self.blocks_per_sm}"
-            )
+        tables.require(self.stages >= 2, f"stages must be at least 2, got {self.stages}")
 
     @classmethod
-    def default(cls, rank: int, spec: DeviceSpec, precision: str = "float32", solver: str = "cholesky") -> FusedConfig:
+    def default(  # type: ignore[override]
+        cls, rank: int, spec: DeviceSpec, precision: str = "float32", solver: str = "cholesky"
+    ) -> FusedConfig:
         """The tuned configuration for a device, else that of `rule`."""
         facts = {"rank": rank, "precision": precision, "solver": "cg" if solver == "cg" else "cholesky"}
         found = tables.best(cls, "fused", spec, facts, given={"rank": rank}, block=BLOCK)
@@ -203,14 +184,7 @@ class FusedConfig:
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernels."""
-        return {
-            "RANK": self.rank,
-            "LD": self.width,
-            "WARPS": self.warps,
-            "TEAMS": self.teams,
-            "STAGES": self.stages,
-            "BLOCKS_PER_SM": self.blocks_per_sm,
-        }
+        return super().constants | {"LD": self.width}
 
 
 def supports(

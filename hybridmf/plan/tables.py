@@ -17,7 +17,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from .._version import __version__
 from ..core.cache import cache_dir
@@ -344,3 +346,78 @@ def best(
         if exact:  # an entry for another rank need not be valid for this one
             _warn_once(f"the tuned {kernel} {config} for {facts} cannot be used ({error}); a rule chooses instead")
         return None
+
+
+# ---------------------------------------------------------------------------------------------- configurations
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Compile-time choices of a kernel, the same for all its launches in a fit.
+
+    A subclass has a field for each, `threads` and `shared_bytes` of a block, and raises ValueError for a combination
+    that the kernel does not support.
+    """
+
+    tuned_as: ClassVar[str] = ""
+    """Name of the kernel in tuned tables."""
+    names: ClassVar[dict[str, str]] = {}
+    """Constants of fields whose names are not those of the fields in capitals; "" for none."""
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
+    rule: ClassVar[Callable[..., Any]]
+    """The choice without a tuned one; raises ValueError if the device cannot run any."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = 0 if name in self.may_be_zero or isinstance(value, bool) else 1
+            require(isinstance(value, int) and value >= least, f"{name} must be an integer >= {least}, got {value!r}")
+        itemsize = getattr(self, "itemsize", 4)
+        require(itemsize in (4, 8), f"itemsize must be 4 (float32) or 8 (float64), got {itemsize}")
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError for a combination of positive integers that the kernel does not support."""
+
+    @classmethod
+    def default(cls, rank: int, itemsize: int, spec: DeviceSpec, **sizes: Any) -> Any:
+        """The tuned choice for a device if it fits, or that of the rule."""
+        facts = {"rank": rank, "itemsize": itemsize}
+        found: Any = best(cls, cls.tuned_as, spec, facts) if cls.tuned_as else None
+        fits = found is not None and found.shared_bytes <= spec.shared_bytes and found.holds(**sizes)
+        return found if fits else cls.rule(rank, itemsize, spec, **sizes)
+
+    def holds(self, **sizes: Any) -> bool:
+        """Whether the choice applies to other sizes that `rule` takes."""
+        return True
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time constants of the kernel."""
+        found = {self.names.get(name, name.upper()): value for name, value in vars(self).items()}
+        found.pop("", None)
+        if "REAL" in found:
+            found["REAL"] = np.dtype(f"f{found['REAL']}")
+        return found
+
+    def require_fit(self, spec: DeviceSpec) -> None:
+        """Raise ValueError if a block needs more shared memory than a device has."""
+        needed: int = self.shared_bytes  # type: ignore[attr-defined]
+        require(
+            needed <= spec.shared_bytes,
+            f"systems of rank {getattr(self, 'rank', '')} need {needed} bytes of shared memory a block, {spec.name} "
+            f"has {spec.shared_bytes}; use fewer factors or device='cpu'",
+        )
+
+    def require_match(self, rank: int, dtype: Any) -> None:
+        """Raise ValueError if the configuration is not for the rank and dtype of arrays."""
+        mine, size = vars(self)["rank"], vars(self)["itemsize"]
+        require(
+            (mine, size) == (rank, dtype.itemsize),
+            f"config is for rank {mine} and items of {size} bytes; these have rank {rank} and {dtype.itemsize} bytes",
+        )

@@ -357,16 +357,16 @@ def test_bals_with_the_paper_s_tiles_gives_the_same_bits_again(device, variant):
 @pytest.mark.parametrize("itemsize", [4, 8])
 def test_default_configurations_fit(spec, itemsize):
     for rank in (*range(1, 140), 200, 256, 512, 1000):
-        assembly.require_fit(SyrkConfig.default(rank, itemsize, spec), spec)
+        SyrkConfig.default(rank, itemsize, spec).require_fit(spec)
         for registers in (True, False):
             config = MoAlsConfig.default(rank, itemsize, spec, registers=registers)
-            assembly.require_fit(config, spec)
+            config.require_fit(spec)
             assert registers or config.groups == 1
         tile_rows, tile_cols = plan_assemblies.bals_tile_sizes(rank, itemsize, spec)
         config = BalsConfig.default(rank, itemsize, spec, tile_cols=tile_cols)
-        assembly.require_fit(config, spec)
+        config.require_fit(spec)
         assert tile_rows == config.rows and 1 <= tile_cols <= config.capacity
-        assembly.require_fit(BalsLocalConfig.default(rank, itemsize, spec, tile_cols=tile_cols), spec)
+        BalsLocalConfig.default(rank, itemsize, spec, tile_cols=tile_cols).require_fit(spec)
 
 
 def test_default_builds_name_kernels_once():
@@ -432,8 +432,8 @@ def test_more_parts_than_a_grid_has():
 
 
 def test_configurations_too_large_for_a_device():
-    with pytest.raises(ValueError, match=r"needs 66560 bytes of shared memory a block, Turing has 65536"):
-        assembly.require_fit(replace(SYRK, nb=64, kb=64, dx=8, dy=8, rank=100), TURING)
+    with pytest.raises(ValueError, match=r"need 66560 bytes of shared memory a block, Turing has 65536"):
+        replace(SYRK, nb=64, kb=64, dx=8, dy=8, rank=100).require_fit(TURING)
     with pytest.raises(ValueError, match=r"tile_cols=192 factor rows of rank 128 do not fit in 65536 .* <= 1"):
         BalsConfig.default(128, 4, TURING, tile_cols=192)
     with pytest.raises(ValueError, match=r"tile_cols=2049 columns of nb=4 factors do not fit .* use tile_cols <= 2048"):

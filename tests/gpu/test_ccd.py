@@ -39,7 +39,7 @@ N_ITEMS = 301
 CONFIGS = {
     "chosen": None,
     "one tile": CcdConfig(staged=True, tile=512, n_tiles=1, segment=256, blocks=1, threads=32),
-    "tiles": CcdConfig(staged=True, tile=100, n_tiles=0, segment=64, blocks=5, threads=64),
+    "tiles": CcdConfig(staged=True, tile=100, n_tiles=1, segment=64, blocks=5, threads=64),
     "gathered": CcdConfig(staged=False, tile=16, n_tiles=1, segment=128, blocks=4, threads=64),
 }
 
@@ -83,7 +83,7 @@ def configs_for(name: str, matrix) -> dict | None:
         return None
     fixed = {"user": matrix.shape[1], "item": matrix.shape[0]}
     return {
-        side: config if config.n_tiles else replace(config, n_tiles=-(-fixed[side] // config.usable(matrix.dtype)))
+        side: config if name != "tiles" else replace(config, n_tiles=-(-fixed[side] // config.usable(matrix.dtype)))
         for side in SIDES
     }
 
@@ -524,7 +524,7 @@ def test_no_pieces():
 
 @pytest.mark.parametrize("segment", [0, 257])
 def test_segments_that_a_warp_does_not_read_together(segment):
-    with pytest.raises(ValueError, match="segment must be 1 to 256 entries"):
+    with pytest.raises(ValueError, match="segment must be"):
         CcdConfig(True, 100, 1, segment, 1, 32)
 
 

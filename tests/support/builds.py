@@ -55,8 +55,8 @@ def assembly_builds(name: str, config_of: Callable[[int, int], Any], ranks: Sequ
 
 
 def bals_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
-    for kind in (bals.BalsConfig.default, bals.BalsLocalConfig.default):
-        yield from assembly_builds("bals", functools.partial(bals._config, kind, spec), ranks)
+    for kind in (bals.BalsConfig, bals.BalsLocalConfig):
+        yield from assembly_builds("bals", functools.partial(kind.default, spec=spec), ranks)
 
 
 def ccd_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
@@ -71,7 +71,7 @@ def ccd_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
                 chosen = ccd.CcdConfig.choose(1, 1, 1, gathered, dtype, spec)
                 config = ccd.CcdConfig(True, 4096, 1, SEGMENT, 1, chosen.threads)
             for kernel in ("rank_one",) if staged else ("rank_one", "interleave"):
-                yield "ccd.cu", kernel, config.constants(vectors, dtype) | name
+                yield "ccd.cu", kernel, config.constants_for(vectors, dtype) | name
         for kernel in helpers:
             yield "ccd.cu", kernel, name | {"STAGED": int(staged)}
 
@@ -206,7 +206,7 @@ def sgd_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
             for stored in (np.dtype(np.float16), np.dtype(np.float32)):
                 ld = sgd.stored_width(factors, stored)
                 chosen = sgd.HogwildConfig.rule(spec, ld, stored.itemsize, biases)
-                constants = chosen.constants(ld, stored.itemsize == 2, biases)
+                constants = chosen.constants_for(ld, stored.itemsize == 2, biases)
                 yield "batch_hogwild.cu", "batch_hogwild", constants
 
 
