@@ -108,22 +108,22 @@ class ImplicitALS(_ALS):
     iterations : int
         Full sweeps; each solves the items, then the users.
     solver : {"cholesky", "cg", "subspace"}
-        "cholesky" is exact. "cg" takes `cg_steps` conjugate gradient steps. "subspace" solves blocks of `block_size`
-        coordinates in turn (iALS++: Rendle, Krichene, Zhang and Koren 2021). The last two start from the previous
-        factors.
+        How the equations of a row are solved. "cholesky" is exact. "cg" takes `cg_steps` conjugate gradient steps.
+        "subspace" solves blocks of `block_size` coordinates in turn (iALS++: Rendle, Krichene, Zhang and Koren 2021).
+        The last two start from the previous factors.
     device : {"auto", "cpu", "cuda", "cuda:N"}, or list of them
-        "auto" chooses the device with the shortest predicted time and logs the reason. "cuda" is the first GPU; a named
-        device that cannot be used raises an error. A list runs the fit on several devices, one rank on each; the first
-        device serves the fitted model.
+        Where to compute. "auto" chooses the device with the shortest predicted time and logs the reason. "cuda" is the
+        first GPU; a named device that cannot be used raises an error. A list runs the fit on several devices, one rank
+        on each; the first device serves the fitted model.
     regularization_scaling : {"none", "count"} or float, or a pair of them, optional
         The factor s of a row: 1 ("none", the default), its number of entries ("count", ALS-WR), or that number to the
         given power; of both sides or of (users, items).
     unobserved_weight : float, optional
         Confidence of pairs without an entry, >= 0.
     count_unobserved : bool
-        Also count all pairs of a row in s, each with `unobserved_weight`: the factor of a user is
-        ``(n_u + unobserved_weight n_items) ** nu``, with nu = 1 for "count" (the
-        frequency scaling of Rendle, Krichene, Zhang and Koren 2022).
+        Also count all pairs of a row in s, each with `unobserved_weight`. The factor of a user is then ``(n_u +
+        unobserved_weight n_items) ** nu``, with nu = 1 for "count" (the frequency scaling of Rendle, Krichene, Zhang
+        and Koren 2022).
     cg_steps : int
         Steps of ``solver="cg"``.
     assembly : {"auto", "simd", "rank1", "blas3", "bals", "fused", "sparse_syrk", "mo_als", ...}
@@ -140,7 +140,8 @@ class ImplicitALS(_ALS):
     dtype : {"float32", "float64"}
         Type of factors and arithmetic.
     num_threads : int, optional
-        Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on it.
+        Threads of the CPU. Default: OMP_NUM_THREADS, else the cores this process may use. The result does not depend on
+        it.
     random_state : int, Generator or None
         Seed of the initial factors.
     init : {"nonnegative", "signed"}, fitted model or tuple of arrays, optional

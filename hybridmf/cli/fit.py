@@ -9,15 +9,13 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import click
 import numpy as np
 import scipy.sparse as sp
 from click.core import ParameterSource
 
-from ..als import ExplicitALS, ImplicitALS
-from ..ccd import CCD
 from ..compare import BASELINES
 from ..core import validate as _validate
 from ..core.objective import SIDES, Side
@@ -30,15 +28,12 @@ from ..metrics import Evaluation, PopularityRecommender, evaluate
 from ..model.checkpoint import Checkpoint, has_checkpoints
 from ..model.early_stopping import EarlyStopping
 from ..model.load import load
-from ..plan.sgd import ORDERINGS, ORDERS, RATE_SCHEDULES, SCHEDULES
 from ..plan.start import STARTS
-from ..plan.types import ASSEMBLIES, DTYPES, PRECISIONS, REDUCTIONS, REORDERINGS, ROW_FORMS, SOLVERS
 from ..plots import save, training
 from ..ratings import Ratings, split
-from ..sgd import SGD
 from ..tools.preview import plan
+from .hyperparameters import HYPERPARAMETERS, MODELS, Model, hyperparameter_options
 from .options import (
-    PairType,
     debug_option,
     device_list,
     examples,
@@ -62,20 +57,7 @@ from .sources import (
     where_option,
 )
 
-Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD
-MODELS: dict[tuple[str, str], type[Model]] = {
-    ("explicit", "als"): ExplicitALS,
-    ("implicit", "als"): ImplicitALS,
-    ("explicit", "sgd"): SGD,
-    ("explicit", "ccd"): CCD,
-}
 METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
-HYPERPARAMETERS = (
-    "factors", "regularization", "regularization_scaling", "alpha", "unobserved_weight", "count_unobserved", "biases",
-    "bias_regularization", "iterations", "solver", "cg_steps", "block_size", "assembly", "balance", "learning_rate",
-    "decay", "rate_schedule", "schedule", "order", "ordering", "deterministic", "inner_iterations", "nonnegative",
-    "reorder", "row_form", "reduction", "device", "gpu_memory_limit", "precision", "dtype", "num_threads",
-)  # fmt: skip
 
 
 @click.command(
@@ -97,47 +79,7 @@ HYPERPARAMETERS = (
     "--method", type=click.Choice(["als", "sgd", "ccd"]), default="als", show_default=True,
     help="Alternating least squares, stochastic gradient descent or CCD++; the last two are explicit.",
 )  # fmt: skip
-@click.option("--factors", type=int, help="Rank.  [default: 64]")
-@click.option(
-    "--regularization", type=PairType(), metavar="LAMBDA[,LAMBDA]",
-    help="Lambda, or that of users,items.  [default: by the std of explicit ratings; 7 implicit]",
-)  # fmt: skip
-@click.option(
-    "--regularization-scaling", type=PairType("none", "count"), metavar="none|count|POWER[,...]",
-    help="Factor of lambda for a row: 1, its number of ratings, or a power of it; or users,items.  [default: 0.5 for "
-    "explicit ratings with the default lambda, else count; none implicit]",
-)  # fmt: skip
-@click.option("--alpha", type=float, help="Confidence per unit of feedback (implicit only).  [default: 0]")
-@click.option(
-    "--unobserved-weight", type=float,
-    help="Confidence of all other pairs (implicit only).  [default: 0.1; with another weight 1, Lambda 0.01, alpha 1]",
-)  # fmt: skip
-@click.option(
-    "--count-unobserved", is_flag=True, default=None,
-    help="Scaling also counts all other pairs of a row, with their weight (implicit only).",
-)  # fmt: skip
-@click.option("--biases/--no-biases", default=None, help="User and item biases (explicit only).  [default: --biases]")
-@click.option(
-    "--bias-regularization", type=PairType(), metavar="LAMBDA_B[,LAMBDA_B]",
-    help="Penalty of squared biases (explicit only); 0: none.  [default: Lambda / std of the ratings]",
-)  # fmt: skip
-@click.option("--iterations", type=int, help="Full sweeps.  [default: 15 explicit, 10 implicit, 20 sgd]")
-@click.option("--solver", metavar="|".join(SOLVERS), help="Exact, or approximate and faster.  [default: cholesky]")
-@click.option("--cg-steps", type=int, help="Steps of --solver cg.  [default: 3]")
-@click.option("--block-size", type=int, help="Coordinates in a block of --solver subspace.  [default: 32]")
-@click.option("--learning-rate", type=float, help="Of the first epoch (sgd).  [default: by the schedules]")
-@click.option("--decay", type=float, help="Of the learning rate (sgd).")
-@click.option("--rate-schedule", metavar="|".join(RATE_SCHEDULES), help="Learning rates (sgd).  [default: power]")
-@click.option("--schedule", metavar="|".join(SCHEDULES), help="Order of the updates (sgd).  [default: msgd]")
-@click.option("--order", metavar="|".join(ORDERS), help="Of MSGD on several devices (sgd).  [default: passes]")
-@click.option("--ordering", metavar="|".join(ORDERINGS), help="Of MSGD's passes on a GPU (sgd).  [default: mixed]")
-@click.option(
-    "--deterministic/--no-deterministic", default=None,
-    help="Fixed order of the blocks of --schedule blocks (sgd).  [default: --deterministic]",
-)  # fmt: skip
-@click.option("--inner-iterations", type=int, help="Updates of each coordinate (ccd).  [default: 1]")
-@click.option("--nonnegative", is_flag=True, default=None, help="Factors of at least 0 (als, ccd).")
-@click.option("--assembly", metavar="|".join(ASSEMBLIES), help="Kernels that build the equations.  [default: auto]")
+@hyperparameter_options
 @click.option(
     "--init", metavar="MODEL|nonnegative|signed",
     help="Initial factors: those of a saved model, by label, or random ones.  [default: nonnegative]",
@@ -148,19 +90,6 @@ HYPERPARAMETERS = (
 @click.option(
     "--weights", metavar="COLUMN", help="Confidence of each rating, in place of 1 + alpha x value (implicit only)."
 )
-@click.option(
-    "--balance", is_flag=True, default=None, help="Change basis before each sweep: fewer sweeps to the minimum."
-)
-@click.option("--reorder", metavar="|".join(REORDERINGS), help="Sort users or items by their ratings.  [default: auto]")
-@click.option("--row-form", metavar="|".join(ROW_FORMS), help="Solution of rows with few ratings.  [default: auto]")
-@click.option("--reduction", metavar="|".join(REDUCTIONS), help="Sums over several GPUs.  [default: auto]")
-@click.option(
-    "--device", metavar="auto|cpu|cuda|cuda:N", help="Where to compute; several: cuda:0,cuda:1.  [default: auto]"
-)
-@click.option("--gpu-memory-limit", metavar="BYTES", help='As "6GB".  [default: the free memory]')
-@click.option("--precision", metavar="|".join(PRECISIONS), help="Products on a GPU.  [default: float32]")
-@click.option("--dtype", metavar="|".join(DTYPES), help="Precision of the factors.  [default: float32]")
-@click.option("--num-threads", type=int, help="[default: all cores]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the split and the initial factors.")
 @click.option(
     "--test-size", type=float, default=0.1, show_default=True,

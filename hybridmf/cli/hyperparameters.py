@@ -1,0 +1,120 @@
+"""Options of ``hybridmf fit`` for hyperparameters, from the fields and the docstrings of the estimators."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Any, TypeAlias
+
+import click
+
+from ..als import ExplicitALS, ImplicitALS
+from ..ccd import CCD
+from ..sgd import SGD
+from .options import PairType
+
+Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD
+MODELS: dict[tuple[str, str], type[Model]] = {
+    ("explicit", "als"): ExplicitALS,
+    ("implicit", "als"): ImplicitALS,
+    ("explicit", "sgd"): SGD,
+    ("explicit", "ccd"): CCD,
+}
+
+OWN_OPTIONS = ("init", "random_state")
+"""Parameters whose options, ``--init`` and ``--seed``, mean more than the parameter."""
+
+TYPES: dict[str, Any] = {
+    "int": int,
+    "int | None": int,
+    "float | None": float,
+    "float | tuple[float, float] | None": PairType(),
+    "Scaling | tuple[Scaling, Scaling] | None": PairType("none", "count"),
+}
+"""Types of options by the annotations of the fields; others are text."""
+
+METAVARS = {
+    "regularization": "LAMBDA[,LAMBDA]",
+    "regularization_scaling": "none|count|POWER[,...]",
+    "bias_regularization": "LAMBDA_B[,LAMBDA_B]",
+    "device": "auto|cpu|cuda|cuda:N[,...]",
+    "gpu_memory_limit": "BYTES",
+}
+"""How values are written in a shell, where that is not as in Python."""
+
+DECIDED_LATER = {
+    "regularization": "by the std of explicit ratings; 7 implicit",
+    "regularization_scaling": "0.5 for explicit ratings with the default lambda, else count; none implicit",
+    "bias_regularization": "lambda / std of the ratings",
+    "alpha": "0, or 1 with another weight",
+    "unobserved_weight": "0.1, or 1 with another weight, then with lambda 0.01",
+    "learning_rate": "by the rate schedule",
+    "gpu_memory_limit": "the free memory",
+    "num_threads": "all cores",
+}
+"""What a default of None stands for."""
+
+
+def hyperparameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options for all parameters of all estimators; None where they are not given."""
+    for name in reversed(HYPERPARAMETERS):
+        command = _option(name)(command)
+    return command
+
+
+def _fields(model: type[Model]) -> dict[str, Field[Any]]:
+    return {field.name: field for field in fields(model) if field.init and field.name not in OWN_OPTIONS}
+
+
+HYPERPARAMETERS = tuple(dict.fromkeys(name for model in MODELS.values() for name in _fields(model)))
+
+
+def _option(name: str) -> Callable[..., Any]:
+    owners = {key: _fields(model)[name] for key, model in MODELS.items() if name in _fields(model)}
+    field = next(iter(owners.values()))
+    kind, about = next((found for key in owners if (found := _documented(MODELS[key]).get(name))), ("", ""))
+    about = re.sub(r'`*(\w+)="(\w+)"`*', lambda found: f"--{found[1].replace('_', '-')} {found[2]}", about)
+    text = f"{about}{_scope(set(owners))}".replace("`", "")
+    default = _default_text(name, owners)
+    option = f"--{name.replace('_', '-')}"
+    if field.type == "bool":
+        flags = f"{option}/--no-{option[2:]}" if field.default else option
+        return click.option(flags, is_flag=True, default=None, help=f"{text}.{default if field.default else ''}")
+    choices = re.findall(r'(?<=")[\w:]+(?=")|\.\.\.', kind.partition("{")[2].partition("}")[0])
+    metavar = METAVARS.get(name, "|".join(choices) or None)
+    return click.option(option, type=TYPES.get(str(field.type), str), metavar=metavar, help=f"{text}.{default}")
+
+
+def _scope(owners: set[tuple[str, str]]) -> str:
+    """The models that have a parameter, unless all have it."""
+    if owners == set(MODELS):
+        return ""
+    kinds = {kind for kind, _ in owners}
+    if len(kinds) == 1 and owners == {key for key in MODELS if key[0] in kinds}:
+        return f" ({kinds.pop()} only)"
+    return f" ({', '.join(sorted({method for _, method in owners}))})"
+
+
+def _default_text(name: str, owners: dict[tuple[str, str], Field[Any]]) -> str:
+    values: dict[Any, list[str]] = {}
+    for key, field in owners.items():
+        values.setdefault(field.default, []).append(key[0] if key[1] == "als" else key[1])
+    first, *others = values
+    if first is None:
+        return f"  [default: {DECIDED_LATER[name]}]" if name in DECIDED_LATER else ""
+    shown = f"--{name.replace('_', '-')}" if first is True else first
+    return "  [default: " + "; ".join([str(shown), *(f"{each} {', '.join(values[each])}" for each in others)]) + "]"
+
+
+def _documented(model: type[Model]) -> dict[str, tuple[str, str]]:
+    """Type and first sentence of each parameter that the docstring of a class describes."""
+    section = inspect.cleandoc(model.__doc__ or "").partition("Parameters\n----------\n")[2]
+    section = re.split(r"\n\n\w+\n-{3,}\n", section)[0]
+    found = {}
+    for names, kind, text in re.findall(r"^(\w[\w, ]*) : (.*)((?:\n    .*|\n)*)", section, re.MULTILINE):
+        paragraph = " ".join(text.strip().split("\n\n")[0].split())
+        sentence = re.split(r'\.(?=\s+[A-Z`"]|$)', paragraph)[0].rstrip(":")
+        found |= dict.fromkeys(names.split(", "), (kind, sentence))
+    return found
