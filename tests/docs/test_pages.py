@@ -321,7 +321,7 @@ def test_every_method_of_a_model_is_documented() -> None:
 def test_cited_tests_exist(page: Path) -> None:
     for file, name in re.findall(r"((?:\w+/)*test_\w+\.py)::(\w+)", page.read_text(encoding="utf-8")):
         text = (ROOT / "tests" / file).read_text(encoding="utf-8")
-        assert re.search(rf"^def {name}\(", text, flags=re.MULTILINE), f"no {file}::{name}"
+        assert re.search(rf"^(def|class) {name}\(", text, flags=re.MULTILINE), f"no {file}::{name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)

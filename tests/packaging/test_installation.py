@@ -48,7 +48,7 @@ def test_types_are_installed():
 
 
 def test_modules_of_the_gpu_are_installed():
-    names = {"als", "assembly", "bals", "cholesky_any", "engine", "fused", "launch", "losses", "topk", "tune"}
+    names = {"assembly", "bals", "cholesky_any", "engine", "fused", "launch", "losses", "topk", "tune"}
     assert names <= {path.stem for path in (PACKAGE / "gpu").rglob("*.py")}
     assert list((PACKAGE / "plan" / "tuned").glob("*.json"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -17,8 +18,10 @@ from hybridmf.ranks.transport import nccl
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.nccl import NcclCommunicator
 from hybridmf.ranks.transport.threads import RankThreads, ThreadCommunicator, run_ranks
+from hybridmf.testing import CommunicatorContract
+from hybridmf.testing.communicators import check_arguments, check_collectives
 from support import fake_nccl
-from support.communicators import laws
+from support.communicators import run_in_threads
 from support.fake_nccl import as_fake, wait_until
 from support.ranks import need_gpus
 
@@ -47,15 +50,21 @@ def on_fakes(function, **options):
     return rank
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_laws(fake, size, ordered):
-    run = on_fakes(lambda c: laws(c, as_fake, np.asarray, whole=not ordered), ordered=ordered)
-    assert min(run_ranks(size, run, timeout=20)) > 80
-    assert os.environ[nccl.MULTICAST] == os.environ[nccl.CONNECT] == "0"
-    kinds = {"send", "recv", "broadcast"} if ordered else {"allReduce", "reduce", "reduceScatter"}
-    assert size == 1 or kinds <= set(fake.calls)
-    assert "destroy" not in fake.calls  # it waits for other threads with the interpreter locked
+class TestStandIns(CommunicatorContract):
+    @pytest.fixture(autouse=True, params=[False, True])
+    def _fake(self, fake, request):
+        self.fake, self.ordered = fake, request.param
+
+    def run(self, size, check):
+        def connected(control):
+            return NcclCommunicator(control, control.rank, ordered=self.ordered)
+
+        law = functools.partial(check, device=as_fake, in_order=self.ordered, matched=False)
+        run_in_threads(size, law, connected)
+        kinds = {"send", "recv", "broadcast"} if self.ordered else {"allReduce", "reduce", "reduceScatter"}
+        assert size == 1 or kinds <= set(self.fake.calls)
+        assert os.environ[nccl.MULTICAST] == os.environ[nccl.CONNECT] == "0"
+        assert "destroy" not in self.fake.calls  # it waits for other threads with the interpreter locked
 
 
 @pytest.mark.parametrize("name", ["allreduce", "reduce_scatter", "allgatherv", "broadcast", "sendrecv"])
@@ -153,7 +162,7 @@ def test_nccl_is_aborted_without_the_interpreters_lock(fake, monkeypatch):
 
 def test_numpy_arrays_go_by_the_control(fake):
     def rank(communicator):
-        checks = laws(communicator)
+        checks = check_collectives(communicator)
         communicator.start_sendrecv([np.zeros(1)], 0, 0, [np.zeros(1)]) if communicator.size == 1 else None
         return checks
 
@@ -364,8 +373,12 @@ def on_gpus(function, **options):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_laws_on_gpus(size, ordered):
     need_gpus(size)
-    run = on_gpus(lambda c, d: laws(c, d.upload, d.download, whole=not ordered), ordered=ordered)
-    assert min(run_ranks(size, run, timeout=120)) > 80
+    run_ranks(size, on_gpus(lambda c, d: obeys_laws(c, d, in_order=ordered), ordered=ordered), timeout=120)
+
+
+def obeys_laws(communicator, gpu, in_order=False):
+    assert check_collectives(communicator, gpu.upload, gpu.download, in_order=in_order) > 80
+    check_arguments(communicator, gpu.upload) if communicator.size > 1 else None
 
 
 @pytest.mark.gpu
@@ -415,7 +428,7 @@ def test_a_rank_that_fails_ends_the_waits_of_others():
     with RankThreads(2, timeout=120) as ranks, pytest.raises(ArithmeticError, match="NaN on rank 1"):
         ranks.run(on_gpus(rank))
     assert time.monotonic() - started < 60  # half the timeout
-    run_ranks(2, on_gpus(lambda c, d: laws(c, d.upload, d.download, whole=True)), timeout=120)
+    run_ranks(2, on_gpus(obeys_laws), timeout=120)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,54 @@
+"""The contract of `hybridmf.testing` for our estimators, on every device."""
+
+from __future__ import annotations
+
+import pytest
+
+import hybridmf as hmf
+from hybridmf.testing import EstimatorContract
+
+
+class OnEveryDevice(EstimatorContract):
+    @pytest.fixture(autouse=True)
+    def _device(self, backend):
+        self.device = backend
+
+    def test_scikit_learns_checks(self):
+        if self.device == "cpu":  # they are about the interface
+            super().test_scikit_learns_checks()
+
+
+class TestImplicitALS(OnEveryDevice):
+    estimator = hmf.ImplicitALS
+
+
+class TestExplicitALS(OnEveryDevice):
+    estimator = hmf.ExplicitALS
+
+
+class TestPlainExplicitALS(OnEveryDevice):
+    estimator = hmf.ExplicitALS
+    options = {"biases": False, "dtype": "float64"}
+
+
+class TestOtherSolvers(EstimatorContract):
+    estimator = hmf.ImplicitALS
+    options = {"solver": "subspace", "regularization_scaling": "count", "reorder": "both"}
+    exact = False
+
+
+class TestSGD(OnEveryDevice):
+    estimator = hmf.SGD
+    exact = False
+
+
+class TestCCD(OnEveryDevice):
+    estimator = hmf.CCD
+    options = {"biases": True}
+    exact = False
+
+
+class TestNonnegativeCCD(EstimatorContract):
+    estimator = hmf.CCD
+    options = {"nonnegative": True, "dtype": "float64"}
+    exact = False
