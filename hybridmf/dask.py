@@ -14,25 +14,26 @@ import threading
 import time
 import uuid
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from .core.objective import Side
 from .core.validate import check_choice
-from .data.align import UNKNOWN
 from .data.labels import factorize, label_table
 from .data.readers import frame_entries
 from .data.store import Store
 from .errors import CommunicatorError, RatingsError
-from .model.base import fit_settings
-from .model.loop import Callback, Observers
+from .model.base import check_model
+from .model.early_stopping import EarlyStopping
+from .model.fit import Fit, Options
+from .model.loop import Callback
+from .model.ranked import RankedRatings, aborting
 from .model.stopwatch import Stopwatch
 from .ranks.shares import RankRatings, SharedEntries, StoredRatings
 from .ranks.transport.communicator import TIMEOUT
 from .ranks.transport.messages import MessageCommunicator, Transport, check_timeout
-from .tools.spmd import RankOptions, check_model, fit_rank
 
 try:
     import distributed
@@ -277,14 +278,15 @@ def _positions(ids: np.ndarray, labels: np.ndarray, codes: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class _FitRequest:
-    """Arguments of a fit that all ranks share."""
+    """Arguments of a fit of one rank; the validation set comes beside them."""
 
     job: str
     addresses: tuple[str, ...]
     model: Any
     timeout: float
     duplicates: str
-    options: RankOptions
+    device: str
+    options: Options
 
 
 def _rank_ratings(request: _FitRequest, chunks: list[Chunk], labels: Any, store: str | None) -> RankRatings:
@@ -308,27 +310,20 @@ def _rank_ratings(request: _FitRequest, chunks: list[Chunk], labels: Any, store:
 
 
 def _run_rank(
-    request: _FitRequest,
-    rank: int,
-    chunks: list[Chunk],
-    labels: Any,
-    store: str | None,
-    observers: Observers,
-    validation: Any,
+    request: _FitRequest, rank: int, chunks: list[Chunk], labels: Any, store: str | None, validation: Any
 ) -> Any:
     """The task of one worker."""
     stopwatch = Stopwatch()
-    worker = distributed.get_worker()
+    worker, model = distributed.get_worker(), request.model
     transport = WorkerTransport(worker, request.job, rank, request.addresses, request.timeout)
     communicator = MessageCommunicator(transport, range(len(request.addresses)), rank)
-    threads = worker.state.nthreads if request.model.num_threads is None else None
+    threads = worker.state.nthreads if model.num_threads is None else None
     try:
-        ratings = _rank_ratings(request, chunks, labels, store)
-        options = request.options._replace(num_threads=threads, validation=validation)
-        return fit_rank(request.model, ratings, communicator, options, observers, stopwatch)
-    except BaseException as error:
-        communicator.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
-        raise
+        with aborting(communicator):
+            ratings = _rank_ratings(request, chunks, labels, store)
+            source = RankedRatings(model, ratings, communicator, request.device, threads)
+            options = request.options if validation is None else replace(request.options, validation=validation)
+            return Fit(model, source, options, communicator, stopwatch).run()
     finally:
         communicator.close()
 
@@ -351,6 +346,7 @@ def fit(
     checkpoint: Any = None,
     resume_from: str | os.PathLike[str] | None = None,
     unknown: str = "error",
+    early_stopping: EarlyStopping | int | bool | None = None,
     freeze: Side | None = None,
     weights: None = None,
     track_objective: bool = False,
@@ -388,6 +384,8 @@ def fit(
         Checkpoint to continue from, which may come from a fit on other devices.
     unknown : {"error", "drop"}
         As for ``fit`` of a model.
+    early_stopping : EarlyStopping, int or bool, optional
+        As for ``fit`` of a model; the first rank decides for all.
     freeze : {"user", "item"}, optional
         As for ``fit`` of a model; the factors that `init` gives are sent to all workers.
     weights : None
@@ -400,8 +398,8 @@ def fit(
     Returns
     -------
     model
-        The given model, fitted, with ``history_`` and ``timings_`` as after ``fit`` of a model. It does not store the
-        items seen by users: ``recommend`` needs `user_items`.
+        The given model, fitted, with ``history_`` and ``timings_`` as after ``fit`` of a model. Unless it was fitted on
+        a store, it does not have the items seen by users: ``recommend`` needs `user_items`.
 
     Raises
     ------
@@ -415,14 +413,15 @@ def fit(
     check_choice("duplicates", duplicates, MERGE_RULES)
     check_timeout(timeout)
     check_model(model)
-    fit_settings(model, freeze)
+    options = Options(
+        validation, callback, False, checkpoint, resume_from, unknown, early_stopping, freeze, track_objective
+    )
+    options.settings(model)
     if weights is not None:
         raise ValueError(
             "weights are not available on a cluster, whose workers have parts of the ratings; give values (w - 1) / "
             "alpha, whose confidence 1 + alpha |r| is w, or use hybridmf.scale.fit, where each rank has all of them"
         )
-    observers = Observers(callback=callback, track_objective=track_objective)
-    check_choice("unknown", unknown, UNKNOWN)
     client = _client() if client is None else client
     if not isinstance(client, distributed.Client):
         raise TypeError(f"client must be a distributed.Client of the cluster, got {client!r}")
@@ -442,16 +441,16 @@ def fit(
     else:
         chunks = _chunks(client, addresses, ratings, user, item, value)
         labels = _labels(client, addresses, chunks)
-    options = RankOptions(checkpoint=checkpoint, resume_from=resume_from, unknown=unknown, freeze=freeze)
     held_out = None if validation is None else client.scatter(validation, workers=[addresses[0]], hash=False)
     job = uuid.uuid4().hex
     with distributed.MultiLock([f"hybridmf {address}" for address in addresses], client=client):
-        options = options._replace(device=_device(client, addresses, model))
-        request = _FitRequest(job, addresses, model, timeout, duplicates, options)
+        device = _device(client, addresses, model)
+        sent = replace(options, validation=None if validation is None else True)
+        request = _FitRequest(job, addresses, model, timeout, duplicates, device, sent)
         stopwatch.lap("check")
         with _inboxes_on(client, addresses, job):
             by_worker = _by_worker(client, addresses, chunks)
-            fitted = _run(client, request, by_worker, labels, store, observers, held_out)
+            fitted = _run(client, request, by_worker, labels, store, held_out)
     model.__dict__.update(fitted.__dict__)
     stopwatch.lap("finish")
     stopwatch.split("finish", fitted.timings_)
@@ -544,19 +543,18 @@ def _run(
     chunks: list[list[Any]],
     labels: Any,
     store: str | None,
-    observers: Observers,
     held_out: Any,
 ) -> Any:
     """Run all ranks; the first failure stops them."""
+    others = replace(request, options=request.options.on(1))
     futures = [
         client.submit(
             _run_rank,
-            request,
+            request if rank == 0 else others,
             rank,
             chunks[rank],
             labels,
             store,
-            Observers() if rank else observers,
             None if rank else held_out,
             workers=[address],
             allow_other_workers=False,

@@ -1,14 +1,37 @@
 """Fits by several processes: `fit`, the communicators that connect ranks, and the planner."""
 
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from .core.objective import Side
+from .core.validate import as_csr
+from .data.store import Store
+from .errors import DeviceError
+from .model.base import check_model
 from .model.checkpoint import has_checkpoints
+from .model.early_stopping import EarlyStopping
+from .model.fit import Fit, Options
+from .model.learned import summary_of
+from .model.loop import Callback
+from .model.ranked import RankedRatings, aborting
+from .model.stopwatch import Stopwatch
+from .model.weights import weighted_entries
 from .plan.half_sweep import Problem
 from .plan.partitions import plan_scale
 from .plan.ranks import ScalePlan
-from .ranks.transport.communicator import Communicator
+from .ranks.shares import RankRatings, StoredRatings, WholeRatings
+from .ranks.transport.communicator import TIMEOUT, Communicator
 from .ranks.transport.mpi import MpiCommunicator
 from .ranks.transport.nccl import NcclCommunicator
 from .ranks.transport.threads import run_ranks
-from .tools.launch import fit
+from .ratings import Ratings, as_ratings
 
 __all__ = [
     "Communicator",
@@ -21,3 +44,129 @@ __all__ = [
     "plan_scale",
     "run_ranks",
 ]
+
+logger = logging.getLogger("hybridmf")
+
+
+def fit(
+    model: Any,
+    ratings: Any,
+    communicator: Communicator | None = None,
+    *,
+    validation: Any = None,
+    callback: Callback | None = None,
+    show_progress: bool = False,
+    checkpoint: Any = None,
+    resume_from: str | os.PathLike[str] | None = None,
+    unknown: str = "error",
+    early_stopping: EarlyStopping | int | bool | None = None,
+    freeze: Side | None = None,
+    weights: Any = None,
+    track_objective: bool = False,
+    timeout: float = TIMEOUT,
+) -> Any:
+    """Fit ALS on all ranks together; each rank calls it with the same arguments.
+
+    Parameters
+    ----------
+    model : ImplicitALS or ExplicitALS
+        With ``device="cuda"`` each rank uses the GPU with its local rank as index; with "auto" ranks use GPUs if every
+        rank has one. Otherwise ranks use the CPU.
+    ratings : path, Store, Ratings or matrix
+        A folder is a store that every rank can read; each rank reads its part. Every rank reads all of a file.
+    communicator : Communicator, optional
+        Communicator for NumPy arrays. Default: `MpiCommunicator()`, closed after the fit.
+    validation : Ratings or matrix, optional
+        As for ``fit`` of a model, evaluated on the first rank. For implicit feedback and a store, that rank keeps the
+        training items of the users of `validation`, 5 bytes each.
+    callback : callable, optional
+        As for ``fit`` of a model, called on the first rank; returning True stops all ranks. With a validation set or a
+        callback, the first rank gathers all factors after each iteration.
+    show_progress : bool
+        Show a progress bar on the first rank.
+    checkpoint, resume_from, unknown
+        As for ``fit`` of a model; the first rank writes and reads.
+    early_stopping : EarlyStopping, int or bool, optional
+        As for ``fit`` of a model; the first rank decides for all.
+    freeze : {"user", "item"}, optional
+        As for ``fit`` of a model; all ranks need the factors that `init` gives.
+    weights : path, Ratings or matrix, optional
+        As for ``fit`` of a model; every rank needs all of them, and of the ratings, which cannot be a store.
+    track_objective : bool
+        Record the objective of each iteration in ``history_``, even without observers.
+    timeout : float
+        Seconds that a rank waits for another rank, unless a communicator is given.
+
+    Returns
+    -------
+    model or None
+        Fitted, on the first rank, with ``history_`` and ``timings_`` as after ``fit`` of a model; None on the others.
+
+    Raises
+    ------
+    CommunicatorError
+        Another rank has failed, does not respond, was killed, or has different ratings or parameters.
+    Exception
+        An error on this rank.
+    """
+    stopwatch = Stopwatch()
+    check_model(model)
+    ranks = MpiCommunicator(timeout=timeout) if communicator is None else communicator
+    try:
+        with aborting(ranks):
+            options = Options(
+                validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, freeze,
+                track_objective,
+            )  # fmt: skip
+            device = _device(model, ranks)
+            source = RankedRatings(model, _share(model, ratings, weights), ranks, device)
+            return Fit(model, source, options, ranks, stopwatch).run()
+    finally:
+        if communicator is None:
+            ranks.close()
+
+
+def _share(model: Any, ratings: Any, weights: Any = None) -> RankRatings:
+    """The ratings of this rank."""
+    settings, objective = model._settings(), model._objective()
+    implicit = objective.is_implicit
+    if isinstance(ratings, (str, os.PathLike)):
+        ratings = Store.open(ratings) if Path(ratings).is_dir() else Ratings.from_file(os.fspath(ratings))
+    if isinstance(ratings, Store):
+        if weights is not None:
+            raise TypeError("weights need ratings in memory, and a store is read slab by slab; fit store.to_ratings()")
+        return StoredRatings(ratings, settings.dtype, implicit)
+    if not sp.issparse(ratings) and not isinstance(ratings, Ratings):
+        kind = type(ratings).__name__
+        raise TypeError(f"ratings must be the path of a store or file, a Store, Ratings or a sparse matrix, got {kind}")
+    labels = (ratings.user_ids, ratings.item_ids) if isinstance(ratings, Ratings) else (None, None)
+    matrix = as_csr(ratings, name="ratings", dtype=settings.dtype, drop_zeros=implicit)
+    if weights is None:
+        return WholeRatings(matrix, *labels)
+    if isinstance(weights, (str, os.PathLike)):
+        weights = Ratings.from_file(os.fspath(weights))
+    entries, unit = weighted_entries(matrix, labels, as_ratings(weights), objective)
+    return WholeRatings(entries, *labels, unit, summary_of(matrix).total)
+
+
+def _device(model: Any, ranks: Communicator) -> str:
+    """The device of this rank; all ranks call it together."""
+    asked = model._settings().device
+    if asked == "cpu":
+        return "cpu"
+    if asked not in ("auto", "cuda"):
+        raise ValueError(f'device={asked!r}: ranks choose their GPU by their number on the node; use "cuda" or "cpu"')
+    from .device.cuda import device_count
+
+    try:
+        device = f"cuda:{ranks.local_rank % device_count()}"
+    except DeviceError:
+        if asked == "cuda":
+            raise
+        device = "cpu"
+    with_gpu = int(ranks.allreduce(np.array([device != "cpu"], dtype=np.int64))[0])
+    if with_gpu == ranks.size:
+        return device
+    if with_gpu:
+        logger.info("device='auto' chose the CPU: %d of %d ranks have a GPU", with_gpu, ranks.size)
+    return "cpu"

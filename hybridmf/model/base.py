@@ -2,66 +2,49 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Objective, PerSide, Side, State, default_lambdas
+from ..core.objective import SIDES, Objective, PerSide, Side, State
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
     as_csr,
     check_bool,
-    check_choice,
-    check_int,
-    check_nonempty,
     refuse_gpu,
     seed_of,
     without_mask,
 )
-from ..data import fingerprint
-from ..data import labels as data_labels
-from ..data.align import Labels, labels_of
+from ..data.align import Labels
 from ..data.store import Store, StoreMatrix
-from ..data.wide import is_wide, without_rows
-from ..errors import DeviceError, RatingsError
-from ..plan import dispatch
+from ..errors import DeviceError
 from ..plan.als import ALS
-from ..plan.make import NOTHING, check_memory, make_plan, plan_for
+from ..plan.make import make_plan
 from ..plan.solver import Solver
 from ..plan.start import Init, Start, check_init, initial_state
 from ..plan.types import Method, Plan, Settings
-from ..ratings import Ratings, as_ratings
+from ..ratings import Ratings
 from . import checkpoint as checkpoints
 from . import files as _io
-from .early_stopping import EarlyStopping, check_early_stopping
+from .early_stopping import EarlyStopping
 from .estimator import numeric_matrix
+from .fit import Fit, Options
 from .late import LateMatrix, late_matrix
-from .learned import Learned, likes_of, pattern, summary_of
-from .loop import FitLoop, Observers, Progress, Record, check_validation
+from .learned import Learned
+from .loop import Record
 from .prepared import PreparedRatings, prepared_for
 from .serving import ServingMixin
 from .stopwatch import Stopwatch
-from .training import TrainingData
+from .training import LocalRatings, TrainingData
 from .warm_start import factors_from
-from .weights import in_units, weighted_entries
 
 logger = logging.getLogger("hybridmf")
-
-COLLAPSED = 1e-3
-"""Contribution of factors to predictions, relative to the scale of the ratings, below which they count as zero."""
-
-SAMPLED_ROWS = 10_000
-"""About the number of rows that stand for all factors of a side."""
-
 
 SETTINGS = frozenset(each.name for each in fields(Settings))
 """Parameters of estimators that a plan reads."""
@@ -236,116 +219,10 @@ class FactorModel(ServingMixin):
             A GPU failed; the model keeps the last factors that were on the host, and the message names them.
         """
         stopwatch = Stopwatch()
-        objective = self._objective()
-        settings, iterations = fit_settings(self, freeze)
-        frozen = settings.frozen
-        observers = Observers(
-            callback=callback, show_progress=show_progress, early_stopping=check_early_stopping(early_stopping)
-        )
-        if observers.early_stopping is not None and validation is None:
-            raise ValueError("early_stopping measures held-out entries: pass them as validation")
-        source = self._source(user_items)
-        columns = user_items
-        user_items = as_ratings(user_items if source is None else source, "user_items")
-        validation, weights = as_ratings(validation, "validation"), as_ratings(weights, "weights")
-        check_labels(labels_of(user_items))
-        plain = source is None and weights is None and checkpoint is None and resume_from is None
-        late = self._late_matrix(user_items) if plain else None
-        matrix: Any = late
-        if late is None:
-            matrix = self._check_matrix(user_items) if source is None else source.user_items
-        check_nonempty(matrix, "user_items")
-        init = self._init(matrix.shape, labels_of(user_items), frozen)
-        entries: Any = matrix
-        unit: float | None = None
-        if weights is not None:
-            entries, unit = weighted_entries(matrix, labels_of(user_items), weights, objective)
-            source = None  # its values on a GPU are those that the weights replace
-        stopwatch.lap("check")
-        held = NOTHING if source is None else source.held
-        plan = plan_for(entries, objective if unit is None else in_units(objective, unit), settings, held)
-        check_memory(plan)
-        stopwatch.lap("plan")
-        if late is not None and not plan.ratings_on_device:
-            entries = matrix = late.checked
-        held_out = check_validation(validation, labels_of(user_items), matrix.shape, objective, unknown)
-        where = None if checkpoint is None else checkpoints.prepare(checkpoint, resume_from)
-        data = ""
-        if where or resume_from is not None:
-            data = data_identity(fingerprint.fingerprint(entries), unit)
-        resumed = None if resume_from is None else checkpoints.read(resume_from, self, data, mapped=plan.offloaded)
-        if resumed:
-            check_frozen(resumed.state, init, frozen)
-        stopwatch.lap("check")
-
-        logger.info("plan:\n%s", plan)
-        ratings = self._training_data(entries, plan, source)
-        stopwatch.lap("convert")
-        log_empty_rows(*ratings.degrees.values())
-        check_preferences(objective, ratings.values.value_range)
-        objective = self._objective(ratings.spread(objective), ratings.degrees).for_shape(matrix.shape)
-        state = resumed.state if resumed else self._initial_state(ratings, plan, objective, init)
-        completed = int(resumed.summary["n_iter"]) if resumed else 0
-        seed_bits = self._seed_bits(resumed.summary.get("seed_bits") if resumed else None)
-        solved = objective if unit is None else in_units(objective, unit)
-        solver = self._solver(_seeded(plan, seed_bits), solved, ratings, state, completed)
-        with closing(solver):  # ends threads and connections of ranks, however the fit ends
-            progress = Progress(completed, list(resumed.summary["history"]) if resumed else [])
-            if where is not None:
-                writer = checkpoints.Writer(where, {"data": data, "seed_bits": seed_bits}, completed)
-                progress = replace(progress, writer=writer)
-            loop = FitLoop(
-                self,
-                solver,
-                self._learner(user_items, matrix, objective, plan, ratings, weighted=weights is not None),
-                _columns(columns if is_wide(columns) else user_items, matrix.shape),
-                replace(observers, validation=held_out, unit=unit or 1.0),
-                stopwatch,
-                progress,
-            )
-            del state, resumed, init  # frees the initial factors after the first sweep
-            stopwatch.lap("set up")
-            loop.run(iterations)
-        assert loop.learned is not None
-        _warn_of_collapse(loop.learned, ratings.scale(objective), ratings.spread(objective), matrix.nnz)
-        dispatch.remember(plan)
-        stopwatch.lap("finish")
-        self.timings_ = stopwatch.seconds
-        return self
-
-    def _learner(
-        self, given: Any, matrix: Any, objective: Objective, plan: Plan, ratings: TrainingData, *, weighted: bool
-    ) -> Callable[[State], Learned]:
-        """Function from a state to `Learned`, for a fit on `given`, validated as `matrix`."""
-        user_ids, item_ids = labels_of(given) or (None, None)
-        learn = partial(
-            Learned,
-            objective,
-            plan,
-            total=summary_of(matrix).total if weighted else ratings.values.total,
-            user_ids=user_ids,
-            item_ids=item_ids,
-            params=_io.jsonable(self.get_params(deep=False)),
-            item_counts=ratings.degrees["item"],
-            value_range=None if objective.is_implicit else ratings.values.value_range,
-            frame_kind=getattr(given, "frame_kind", None),
-        )
-
-        @functools.cache
-        def kept() -> dict[str, Any]:  # by the first half sweep a late check of the matrix is done, or nearly
-            seen = getattr(matrix, "seen", None) if ratings.seen is None else ratings.seen
-            values = None if weighted or isinstance(matrix, StoreMatrix) else matrix.data
-            return {"seen": pattern(matrix) if seen is None else seen, "values": values, "item_likes": likes()}
-
-        def likes() -> np.ndarray | None:
-            low = (ratings.values.value_range or (1.0, 1.0))[0]
-            if low > 0:
-                return None
-            return likes_of(
-                matrix.matrices() if isinstance(matrix, StoreMatrix) else (matrix,), ratings.degrees["item"]
-            )
-
-        return lambda state: learn(state, **kept())
+        options = Options(validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, freeze)
+        late = checkpoint is None and resume_from is None
+        source = LocalRatings(self, user_items, weights, late=late)
+        return Fit(self, source, options, stopwatch=stopwatch).run()
 
     def _seed_bits(self, kept: int | None) -> int | None:
         """Seed of random numbers in iterations: from a checkpoint, else by `random_state`; None if none are drawn."""
@@ -358,27 +235,16 @@ class FactorModel(ServingMixin):
         return TrainingData.on_host(matrix, plan, source)
 
     def _initial_state(
-        self, ratings: TrainingData, plan: Plan, objective: Objective, init: Init | None = None
+        self, ratings: Any, plan: Plan, objective: Objective, init: Init | None = None, seed: int | None = None
     ) -> State:
-        """Initial state of a fit; `init`, as checked, is computed if not given."""
-        scale, seed = ratings.scale(objective), seed_of(self.random_state)
+        """Initial state of a fit to placed ratings; `init`, as checked, and the seed are computed if not given."""
         init = init or self._init(ratings.shape)
-        return self._first_state(ratings.degrees, plan, objective, ratings.mean, scale, seed, init)
-
-    def _first_state(
-        self,
-        degrees: Mapping[Side, np.ndarray],
-        plan: Plan,
-        objective: Objective,
-        mean: float,
-        scale: float,
-        seed: int,
-        init: Init,
-    ) -> State:
-        """Initial state for ratings of these degrees, this mean and this scale."""
-        start = replace(self._start(objective, scale), signed=init.signed, num_threads=plan.num_threads)
-        counts = (degrees["user"], degrees["item"])
-        drawn = initial_state(*counts, plan.factors, plan.dtype, objective, mean, seed, start)
+        start = self._start(objective, ratings.scale(objective))
+        start = replace(start, signed=init.signed, num_threads=plan.num_threads)
+        degrees, seed = ratings.degrees, seed_of(self.random_state) if seed is None else seed
+        drawn = initial_state(
+            degrees["user"], degrees["item"], plan.factors, plan.dtype, objective, ratings.mean, seed, start
+        )
         kept = SIDES if self._keeps_first_rows else (plan.frozen,)
         return init.placed(drawn, degrees, self._sides_read(plan.frozen), kept)
 
@@ -476,94 +342,16 @@ class FactorModel(ServingMixin):
         return self
 
 
-def fit_settings(model: Any, freeze: Any) -> tuple[Settings, int]:
-    """Settings and iterations of a fit that keeps one side, if any; one iteration if that finds the minimum.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
-    frozen: Side | None = None if freeze is None else check_choice("freeze", freeze, SIDES)
-    settings, iterations = replace(model._settings(), frozen=frozen), check_int("iterations", model.iterations, 1)
-    if frozen is not None and model._is_exact():
-        return replace(settings, iterations=1), 1
-    return settings, iterations
-
-
-def data_identity(fingerprint: str, unit: float | None) -> str:
-    """Fields of a checkpoint about the ratings: their fingerprint, and the unit of their weights."""
-    return fingerprint if unit is None else f"{fingerprint}-{unit!r}"
-
-
-def check_frozen(state: State, init: Init, frozen: Side | None) -> None:
-    """Raise an error if the frozen factors of a checkpoint differ from those of `init`."""
-    if frozen is not None and not np.array_equal(state.side(frozen).matrix, init.given[frozen].matrix):
-        raise ValueError(
-            f"resume_from holds other {frozen} factors than init, and freeze={frozen!r} keeps those of init; resume "
-            "with the init of that run, or start a new one"
-        )
-
-
-def check_preferences(objective: Objective, value_range: tuple[float, float] | None) -> None:
-    """Refuse implicit feedback without a positive value: it has no preferences, only dislikes.
-
-    Raises
-    ------
-    RatingsError
-    """
-    if objective.is_implicit and value_range is not None and value_range[1] <= 0:
-        raise RatingsError(
-            f"user_items has no value above 0 (the largest is {value_range[1]:g}): in implicit feedback positive "
-            "values are preferences and negative ones dislikes; for ratings of any sign use ExplicitALS"
-        )
-
-
-def _warn_of_collapse(learned: Learned, scale: float, spread: float, nnz: int) -> None:
-    """Log a warning if `nnz` equal ratings leave nothing to learn, or factors are almost zero relative to `scale`."""
-    objective, zeros = learned.objective, not learned.total
-    low, high = learned.value_range or (0.0, 1.0)
-    if low == high and nnz > 1:
-        logger.warning(
-            "all %d ratings are %g, so there is nothing to predict; for likes, clicks and purchases use ImplicitALS "
-            "(hybridmf fit --model implicit)",
-            nnz,
-            low,
-        )
-        return
-    users, items = (_root_mean_square(side.matrix) for side in (learned.state.user, learned.state.item))
-    strength = math.sqrt(math.prod(objective.regularization))  # predictions depend on the product
-    if not strength or users * items >= COLLAPSED * scale or (zeros and not users * items):
-        return
-    if objective.is_implicit:
-        logger.warning(
-            "the factors have shrunk to nothing: scores are below %g on average, and recommendations little more than "
-            "the most popular items. regularization=%s is too strong here; lower it%s",
-            COLLAPSED,
-            objective.regularization,
-            ", or increase alpha" if objective.alpha else "",
-        )
-        return
-    usual = math.sqrt(math.prod(default_lambdas(objective.scaling, spread)))
-    logger.warning(
-        "the factors have shrunk to zero: they add less than %g %% of the ratings' scale (%.3g) to predictions. "
-        "regularization=%s is too strong for ratings of this scale; try regularization=%.1g",
-        100 * COLLAPSED,
-        scale,
-        objective.regularization,
-        min(usual, strength / 10),
-    )
-
-
-def _root_mean_square(factors: np.ndarray) -> float:
-    """Root mean square length of the nonzero rows; for inner products, the product of both sides' is a bound."""
-    sample = factors[:: max(1, len(factors) // SAMPLED_ROWS)]
-    squares = np.einsum("ij,ij->i", sample, sample)
-    return math.sqrt(float(squares.sum(dtype=np.float64)) / max(1, int(np.count_nonzero(squares))))
-
-
 def _one_or_pair(values: PerSide) -> float | tuple[float, float]:
     """A number for both sides, or one for users and one for items."""
     return values.user if values.user == values.item else (values.user, values.item)
+
+
+def check_model(model: Any, example: str = "ImplicitALS") -> None:
+    """Refuse objects other than estimators."""
+    if not isinstance(model, FactorModel):
+        hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
+        raise TypeError(f"model must be an estimator such as {example}(factors=64), got {model!r}{hint}")
 
 
 def plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
@@ -576,34 +364,3 @@ def plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, in
     # settings of the fit that need a GPU do not matter: new rows are solved exactly
     anywhere = replace(settings, device="auto", assembly="auto", precision="float32", method=None)
     return make_plan(objective, anywhere, shape, nnz)
-
-
-def _seeded(plan: Plan, seed_bits: int | None) -> Plan:
-    method: Any = plan.method
-    return plan if seed_bits is None else plan.changed(method=replace(method, seed_bits=seed_bits))
-
-
-def _columns(given: Any, shape: tuple[int, int]) -> Any:
-    """Object that scikit-learn reads the number and names of features from: an array, or the columns of a frame."""
-    if is_wide(given):
-        return without_rows(given)
-    if sp.issparse(given) or isinstance(given, (Ratings, Store)):
-        return np.broadcast_to(np.float32(0), shape)
-    return given
-
-
-def check_labels(labels: Labels | None) -> None:
-    """Reject labels that a model file cannot hold, before the fit.
-
-    Raises
-    ------
-    TypeError
-    """
-    for name, ids in zip(("user_ids", "item_ids"), labels or (), strict=False):
-        data_labels.check_storable_labels(name, ids)
-
-
-def log_empty_rows(user_counts: np.ndarray, item_counts: np.ndarray) -> None:
-    """Log the number of rows without entries, and therefore without factors, of each side."""
-    users, items = (int(np.count_nonzero(counts == 0)) for counts in (user_counts, item_counts))
-    logger.info("%d of %d users and %d of %d items have no entries", users, len(user_counts), items, len(item_counts))

@@ -1,15 +1,16 @@
-"""The iterations of a fit and the work after each of them: one loop for local and for distributed fits.
+"""The iterations of a fit and the work after each of them, in one process or on several ranks.
 
-A fit in one process runs one `FitLoop`, for all devices of its solver. In a fit by several processes each rank runs
-one; `Ranks` is the interface to the other ranks. Only the first rank has the model, the observers and the checkpoints.
+Each rank of a fit has one `FitLoop`, and all of them call its methods together. Only the first rank has the model, the
+observers and the checkpoints: it gathers the factors when one of these needs them, and decides for all when to stop.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -17,14 +18,16 @@ import scipy.sparse as sp
 from ..core.objective import Objective, State
 from ..core.progress import progress_bar
 from ..core.sparse import entry_rows
-from ..core.validate import as_csr, check_bool, check_choice, check_nonempty, check_shape
-from ..data.align import UNKNOWN, Labels, align, labels_of
+from ..core.validate import as_csr, check_nonempty, check_shape
+from ..data.align import Labels, align, labels_of
 from ..device.health import hurry
 from ..errors import DeviceError, DeviceLostError, RatingsError
 from ..metrics import _measure, _warn_of_overlap
 from ..plan.solver import Solver
+from ..ranks.transport.communicator import Communicator, agreed
+from ..ratings import as_ratings
 from . import checkpoint as checkpoints
-from .early_stopping import EarlyStopping, Watch
+from .early_stopping import Watch
 from .estimator import take_columns
 from .exactness import finished_users
 from .learned import Learned
@@ -44,171 +47,82 @@ Record: TypeAlias = dict[str, float]
 Callback: TypeAlias = Callable[[Any, Record], Any]
 
 
-class Ranks(Protocol):
-    """Interface of one process to the other processes of a fit; its methods are collective."""
-
-    first: bool
-    """Whether this process has the model, its observers and its checkpoints."""
-
-    alone: bool
-    """Whether it is the only process: it updates the model after every half sweep, so the model is always usable."""
-
-    def agreed(self, answer: bool) -> bool:
-        """The answer of the first rank, on all ranks."""
-
-    def gather(self, solver: Any) -> State | None:
-        """The factors of all rows on the first rank; None on the others."""
-
-
-class OneProcess:
-    """`Ranks` of a fit in one process."""
-
-    first = alone = True
-
-    def agreed(self, answer: bool) -> bool:
-        """The answer."""
-        return answer
-
-    def gather(self, solver: Solver) -> State:
-        """The state of the solver."""
-        return solver.state
-
-
-@dataclass(frozen=True)
-class Observers:
-    """Evaluations and callbacks after each iteration.
-
-    Attributes
-    ----------
-    validation : csr_array, shape (n_users, n_items), or None
-        Held-out entries, in the positions of the training data.
-    seen : csr_array, shape (n_users, n_items), or None
-        Training entries of the users of `validation`, if the model does not have them.
-    callback : callable or None
-    show_progress : bool
-    track_objective : bool
-        Compute the objective even without observers.
-    early_stopping : EarlyStopping or None
-        Needs `validation`.
-    unit : float
-        Factor of the solver's objective in records.
-
-    Raises
-    ------
-    TypeError
-    """
-
-    validation: sp.csr_array | None = None
-    seen: sp.csr_array | None = None
-    callback: Callback | None = None
-    show_progress: bool = False
-    track_objective: bool = False
-    early_stopping: EarlyStopping | None = None
-    unit: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_bool("show_progress", self.show_progress)
-        check_bool("track_objective", self.track_objective)
-        if self.callback is not None and not callable(self.callback):
-            raise TypeError(f"callback must be callable, got {type(self.callback).__name__}")
-
-    @property
-    def need_model(self) -> bool:
-        """Whether observers use the model after each iteration."""
-        return self.validation is not None or self.callback is not None
-
-    @property
-    def need_objective(self) -> bool:
-        """Whether records contain the objective."""
-        return self.track_objective or self.show_progress or self.need_model
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Completed part of a fit that continues, and where it is saved.
-
-    Attributes
-    ----------
-    completed : int
-        Iterations of the checkpoint that the fit resumes from.
-    history : list of dict
-        Records of these iterations.
-    writer : Writer or None
-        Writer of checkpoints, on the first rank.
-    """
-
-    completed: int = 0
-    history: list[Record] = field(default_factory=list)
-    writer: checkpoints.Writer | None = None
-
-
 class FitLoop:
-    """One fit in progress.
+    """The iterations of one fit on one rank.
 
-    Parameters
-    ----------
-    model : FactorModel
-    solver : Solver
-    learn : callable
-        Function from a state to `Learned`.
-    columns : array or data frame
-        Object that scikit-learn reads the number and names of features from.
-    observers : Observers
-        Only those of the first rank are used.
-    stopwatch : Stopwatch
-    progress : Progress
-    ranks : Ranks, optional
-        Default: one process.
+    `gather` returns the factors of all rows on the first rank, None on the others. `options` are the
+    `hybridmf.model.fit.Options` of this rank, with the validation set in the positions of the training data, and `seen`
+    the training entries of its users if the model does not have them. `columns` is what scikit-learn reads the number
+    and names of features from; `unit` a factor of the solver's objective.
     """
 
     def __init__(
         self,
         model: Any,
         solver: Solver,
+        gather: Callable[[], State | None],
         learn: Callable[[State], Learned],
-        columns: Any,
-        observers: Observers,
+        *,
+        options: Any,
+        communicator: Communicator,
         stopwatch: Stopwatch,
-        progress: Progress,
-        ranks: Ranks | None = None,
+        columns: Any,
+        seen: sp.csr_array | None,
+        unit: float,
+        completed: int,
+        history: list[Record],
+        writer: checkpoints.Writer | None,
     ) -> None:
-        self.model, self.solver, self.learn, self.columns = model, solver, learn, columns
-        self.observers, self.stopwatch = observers, stopwatch
-        self.completed, self.history, self.writer = progress.completed, progress.history, progress.writer
-        self.ranks: Ranks = OneProcess() if ranks is None else ranks
+        self.model, self.solver, self.gather, self.learn = model, solver, gather, learn
+        self.options, self.communicator, self.stopwatch = options, communicator, stopwatch
+        self.columns, self.seen, self.unit = columns, seen, unit
+        self.completed, self.history, self.writer = completed, history, writer
         self.learned: Learned | None = None
-        rule = observers.early_stopping
+        rule, self.validation = options.early_stopping, options.validation
         self.watch = None if rule is None else Watch(rule)
         # whether the model lacks the current factors, and whether these are of an incomplete iteration; as on all ranks
-        self.stale, self.partial = self.completed > 0, False
+        self.stale, self.partial = completed > 0, False
         self.work = ""  # of the solver, for messages
-        agreed = self.ranks.agreed
-        self.needs_model, self.needs_objective = agreed(observers.need_model), agreed(observers.need_objective)
-        self.saves, self.calls_back = agreed(self.writer is not None), agreed(observers.callback is not None)
+        observed = self.validation is not None or options.callback is not None
+        self.reports = options.track_objective or options.show_progress or observed
+        self.needs_model, self.needs_objective, self.saves, self.may_stop = (
+            bool(agreed(communicator, answer))
+            for answer in (observed, self.reports, writer is not None, options.callback is not None or rule is not None)
+        )
 
-    def run(self, iterations: int) -> None:
-        """Iterate until `iterations` are complete or the callback stops the fit."""
-        name, shown = type(self.model).__name__, self.observers.show_progress
-        bar = progress_bar(iterations, shown, initial=self.completed, desc=name)
+    def iterations(self) -> Iterator[int]:
+        """Numbers of the iterations that are left."""
+        for iteration in range(self.completed + 1, self.bar.total + 1):
+            self.stopwatch.lap("observe")
+            self.work = f"iteration {iteration}"
+            yield iteration
+
+    def changed(self) -> None:
+        """A half sweep has changed the factors."""
+        self.stale = self.partial = True
+
+    def completes(self, iteration: int) -> bool:
+        """Observe an iteration that is complete; returns whether it is the last one."""
+        self.completed, self.partial = iteration, False
+        self.work = f"the evaluation of iteration {iteration}"
+        record: Record = {"iteration": iteration, "seconds": self.stopwatch.lap("iterations")}
+        self.history.append(record)
+        self._observe(record)
+        return self._asked_to_stop(record)
+
+    @contextmanager
+    def running(self, iterations: int) -> Iterator[None]:
+        """The context of the iterations; its end completes the model and the checkpoints, also after a failure."""
+        shown = self.options.show_progress
+        self.bar = progress_bar(iterations, shown, initial=self.completed, desc=type(self.model).__name__)
         with checkpoints.writing(self.writer):
             try:
-                for iteration in range(self.completed + 1, iterations + 1):
-                    self.stopwatch.lap("observe")
-                    self.work = f"iteration {iteration}"
-                    for _ in self.solver.sweep():
-                        self.stale = self.partial = True
-                    self.completed, self.partial = iteration, False
-                    self.work = f"the evaluation of iteration {iteration}"
-                    record: Record = {"iteration": iteration, "seconds": self.stopwatch.lap("iterations")}
-                    self.history.append(record)
-                    self._observe(record, bar)
-                    if self._asked_to_stop(record):
-                        break
+                yield
             except BaseException as error:
-                self._end(bar)
+                self._end()
                 self._rescue(error)
                 raise
-            self._end(bar)
+            self._end()
             try:
                 self._finish()
             except DeviceLostError as error:
@@ -223,25 +137,25 @@ class FitLoop:
                 if found is not None and self.model._learned is self.learned:
                     self.learned = found
                     self.model._learn(found)
-        if self.learned is not None and self.observers.validation is not None:
-            self._warn_if_below_popularity(self.learned, self.observers.validation)
+        if self.learned is not None and self.validation is not None:
+            self._warn_if_below_popularity(self.learned, self.validation)
 
-    def _end(self, bar: Any) -> None:
+    def _end(self) -> None:
         """End the iterations."""
-        bar.close()
+        self.bar.close()
         self.stopwatch.lap("observe")
 
-    def _observe(self, record: Record, bar: Any) -> None:
+    def _observe(self, record: Record) -> None:
         """Run all work after an iteration except the callback."""
         if self._model_is_needed():
             self._update_model()
         if self.needs_objective:
-            record["objective"] = self.observers.unit * self.solver.objective_value()
-        if self.observers.validation is not None:
-            record |= self._validate(self.observers.validation)
-        if self.observers.need_objective:
-            self._report(record, bar)
-        bar.update()
+            record["objective"] = self.unit * self.solver.objective_value()
+        if self.validation is not None:
+            record |= self._validate(self.validation)
+        if self.reports:
+            self._report(record)
+        self.bar.update()
         if self.writer is not None and not self.stale:
             self.writer.offer(self.model)
 
@@ -250,38 +164,36 @@ class FitLoop:
         if self.needs_model:
             return True
         due = self.writer is not None and self.writer.due(self.completed)
-        return self.saves and self.ranks.agreed(due)
+        return self.saves and bool(agreed(self.communicator, due))
 
     def _validate(self, validation: sp.csr_array) -> Record:
         names, everybody = [self.model._validation_metric()], np.arange(validation.shape[0])
         if self.watch is not None:
             self.watch.metric = self.watch.rule.metric or names[0]
             names += [self.watch.metric] if self.watch.metric not in names else []
-        return dict(_measure(self.model, validation, self.observers.seen, tuple(names), everybody))
+        return dict(_measure(self.model, validation, self.seen, tuple(names), everybody))
 
-    def _report(self, record: Record, bar: Any) -> None:
+    def _report(self, record: Record) -> None:
         values = {name: f"{value:.5g}" for name, value in record.items() if name not in ("iteration", "seconds")}
-        bar.set_postfix(values)
-        if bar.disable:
+        self.bar.set_postfix(values)
+        if self.bar.disable:
             said = ", ".join(f"{name} {value}" for name, value in values.items())
-            logger.info("iteration %d of %d: %s", self.completed, bar.total, said)
+            logger.info("iteration %d of %d: %s", self.completed, self.bar.total, said)
 
     def _asked_to_stop(self, record: Record) -> bool:
+        """Whether early stopping or the callback ends the fit on all ranks; the first one decides."""
+        if not self.may_stop:
+            return False
         ends = False
         if self.watch is not None and self.learned is not None:
             ends = self.watch.see(self.completed, record[self.watch.metric], self.learned)
             if ends:
                 logger.info("no better %s for %d iterations", self.watch.metric, self.completed - self.watch.iteration)
-        return self._callback_stops(record) or ends
-
-    def _callback_stops(self, record: Record) -> bool:
-        if not self.calls_back:
-            return False
-        answer = None if self.observers.callback is None else self.observers.callback(self.model, record)
-        stops = self.ranks.agreed(isinstance(answer, (bool, np.bool_)) and bool(answer))
-        if stops and self.ranks.first:
+        answer = None if self.options.callback is None else self.options.callback(self.model, record)
+        if isinstance(answer, (bool, np.bool_)) and answer:
             logger.info("callback stopped the fit after iteration %d", self.completed)
-        return stops
+            ends = True
+        return bool(agreed(self.communicator, ends))
 
     def _restore_best(self, watch: Watch) -> None:
         """Give the model the factors of the best iteration."""
@@ -294,7 +206,7 @@ class FitLoop:
 
     def _warn_if_below_popularity(self, learned: Learned, validation: sp.csr_array) -> None:
         """Log a warning if an implicit model ranks held-out entries worse than the most popular items do."""
-        seen, likes = learned.seen if self.observers.seen is None else self.observers.seen, learned.popularity
+        seen, likes = learned.seen if self.seen is None else self.seen, learned.popularity
         metric = self.model._validation_metric()
         if not learned.objective.is_implicit or likes is None or not isinstance(seen, sp.csr_array):
             return  # a store is not read again
@@ -322,7 +234,7 @@ class FitLoop:
 
         `on_host`: copy the factors to the host first, so that a failure leaves the model as it is.
         """
-        state = self.ranks.gather(self.solver)
+        state = self.gather()
         if state is not None and on_host:
             state = state.on_host()
         self.stale = False
@@ -336,9 +248,9 @@ class FitLoop:
         self.learned = replace(
             self.learn(state), n_iter=self.completed, history=list(self.history), feature_names=named
         )
-        if first and self.observers.validation is not None:
-            seen = self.learned.seen if self.observers.seen is None else self.observers.seen
-            _warn_of_overlap("validation", self.observers.validation, seen if isinstance(seen, sp.csr_array) else None)
+        if first and self.validation is not None:
+            seen = self.learned.seen if self.seen is None else self.seen
+            _warn_of_overlap("validation", self.validation, seen if isinstance(seen, sp.csr_array) else None)
         self.model._learn(self.learned)
 
     def _finish(self, *, on_host: bool = False) -> None:
@@ -356,18 +268,24 @@ class FitLoop:
     # ------------------------------------------------------------------------------------------------ failures
 
     def _rescue(self, error: BaseException) -> None:
-        """Leave a usable model after a failure: the last completed half sweep, or if a GPU is lost, the host's copy."""
+        """Leave a usable model after a failure: the last completed half sweep, or what is on the host.
+
+        The other ranks may have failed, so that their factors cannot be gathered.
+        """
         if isinstance(error, KeyboardInterrupt):
             hurry()
         work = self._work()
         if isinstance(error, DeviceLostError):
             error.during(work)
-        if not self.ranks.alone:
+        if self.communicator.rank:
             return
         level, why = logging.INFO, f"stopped while computing {work}"
         try:
-            self._finish(on_host=True)
-            kept = AS_BEFORE if self.learned is None else "The model has the last completed half sweep"
+            if self.communicator.size > 1:
+                kept = self._keep_what_is_on_host()
+            else:
+                self._finish(on_host=True)
+                kept = AS_BEFORE if self.learned is None else "The model has the last completed half sweep"
         except DeviceError as failure:
             if isinstance(failure, DeviceLostError):
                 failure.during(work)
@@ -404,24 +322,12 @@ def check_validation(
 ) -> sp.csr_array | None:
     """Held-out entries in the positions of the training data, aligned by label if both have labels.
 
-    Parameters
-    ----------
-    validation : Ratings or matrix or None
-    labels : (array, array) or None
-        Labels of the training data.
-    shape : (n_users, n_items)
-        Shape of the training data.
-    objective : Objective
-    unknown : {"error", "drop"}
-        Treatment of entries whose user or item is not in the training data.
-
-    Raises
-    ------
-    RatingsError, UnknownLabelError, ValueError
+    `labels` and `shape` are those of the training data; `unknown` is the treatment of entries whose user or item is not
+    in them.
     """
-    check_choice("unknown", unknown, UNKNOWN)
     if validation is None:
         return None
+    validation = as_ratings(validation, "validation")
     matrix = as_csr(validation, name="validation")
     matrix, _ = align(
         matrix,

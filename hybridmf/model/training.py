@@ -1,25 +1,33 @@
-"""The ratings of one fit: both orientations, where the solver reads them, and facts about their values."""
+"""The ratings of a fit in one process: checked, then in both orientations where the solver reads them."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import Objective, Side
+from ..core.objective import Objective, Side, State
 from ..core.sparse import ValueSummary, transposed
-from ..core.validate import csr_arrays
-from ..data.store import StoreMatrix
+from ..core.validate import check_nonempty, csr_arrays
+from ..data import fingerprint
+from ..data.align import labels_of
+from ..data.store import Store, StoreMatrix
+from ..data.wide import is_wide, without_rows
 from ..device.cuda import Device
-from ..plan.types import Plan
+from ..plan.make import NOTHING, check_memory, plan_for
+from ..plan.solver import Solver
+from ..plan.types import Plan, Settings
+from ..ratings import Ratings, as_ratings
 from .late import LateMatrix
-from .learned import scale_of_values, summary_of
+from .learned import likes_of, pattern, scale_of_values, summary_of
 from .prepared import PreparedRatings
+from .weights import in_units, weighted_entries
 
 logger = logging.getLogger("hybridmf")
 
@@ -140,6 +148,98 @@ class TrainingData:
     def spread(self, objective: Objective) -> float:
         """Standard deviation of explicit ratings; their root mean square if all are equal."""
         return self.scale(replace(objective, biases=True))
+
+
+class LocalRatings:
+    """The source of a `hybridmf.model.fit.Fit` in one process.
+
+    `late` allows a check of a large matrix that ends during the fit. `entries` are what the solver reads: those of
+    `matrix`, or with weights others of the same pattern, in a unit.
+    """
+
+    def __init__(self, model: Any, user_items: Any, weights: Any = None, *, late: bool = False) -> None:
+        self.model, self.unit = model, None
+        self.prepared: PreparedRatings | None = model._source(user_items)
+        given = as_ratings(user_items if self.prepared is None else self.prepared, "user_items")
+        self.labels = labels_of(given)
+        self.frame_kind = getattr(given, "frame_kind", None)
+        self._late = model._late_matrix(given) if late and self.prepared is None and weights is None else None
+        self.matrix: Any = self._late
+        if self._late is None:
+            self.matrix = model._check_matrix(given) if self.prepared is None else self.prepared.user_items
+        check_nonempty(self.matrix, "user_items")
+        self.entries, self.shape = self.matrix, self.matrix.shape
+        if weights is not None:
+            self.prepared = None  # its values on a GPU are those that the weights replace
+            weights = as_ratings(weights, "weights")
+            self.entries, self.unit = weighted_entries(self.matrix, self.labels, weights, model._objective())
+        self.columns = _columns(user_items if is_wide(user_items) else given, self.shape)
+
+    def plan(self, objective: Objective, settings: Settings) -> Plan:
+        """The plan of the fit, which fits in memory."""
+        held = NOTHING if self.prepared is None else self.prepared.held
+        plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
+        check_memory(plan)
+        return plan
+
+    def place(self, plan: Plan) -> Plan:
+        """Put both orientations where the solver of the plan reads them."""
+        if self._late is not None and not plan.ratings_on_device:
+            self.entries = self.matrix = self._late.checked
+        self.data: TrainingData = self.model._training_data(self.entries, plan, self.prepared)
+        self.degrees, self.mean = self.data.degrees, self.data.mean
+        self.scale, self.spread = self.data.scale, self.data.spread
+        self.value_range = self.data.values.value_range
+        self.total = self.data.values.total if self.unit is None else summary_of(self.matrix).total
+        return plan
+
+    def fingerprint(self) -> str:
+        """See `hybridmf.data.fingerprint`."""
+        return fingerprint.fingerprint(self.entries)
+
+    @contextmanager
+    def solver(self, plan: Plan, objective: Objective, state: State, completed: int) -> Iterator[Solver]:
+        """The solver of the plan, whose threads and connections end with the context."""
+        solver = self.model._solver(plan, objective, self.data, state, completed)
+        del state
+        with closing(solver):
+            yield solver
+
+    @staticmethod
+    def shared(state: State, plan: Plan, objective: Objective) -> State:
+        """The state of a checkpoint."""
+        return state
+
+    @staticmethod
+    def gathered(solver: Solver) -> State:
+        """The factors of all rows."""
+        return solver.state
+
+    @staticmethod
+    def seen_by(held_out: Any, objective: Objective) -> None:
+        """None: the model has the entries of all users."""
+
+    def kept(self) -> dict[str, Any]:
+        """What a fitted model keeps of the entries; the first call is made after a half sweep."""
+        seen = getattr(self.matrix, "seen", None) if self.data.seen is None else self.data.seen
+        stored = isinstance(self.matrix, StoreMatrix)
+        likes = None
+        if (self.value_range or (1.0, 1.0))[0] <= 0:
+            likes = likes_of(self.matrix.matrices() if stored else (self.matrix,), self.degrees["item"])
+        return {
+            "seen": pattern(self.matrix) if seen is None else seen,
+            "values": None if stored or self.unit is not None else self.matrix.data,
+            "item_likes": likes,
+        }
+
+
+def _columns(given: Any, shape: tuple[int, int]) -> Any:
+    """Object that scikit-learn reads the number and names of features from: an array, or the columns of a frame."""
+    if is_wide(given):
+        return without_rows(given)
+    if sp.issparse(given) or isinstance(given, (Ratings, Store)):
+        return np.broadcast_to(np.float32(0), shape)
+    return given
 
 
 def _uploaded(

@@ -77,7 +77,9 @@ def weighted_entries(
     return make_csr(matrix.indptr, matrix.indices, values, matrix.shape), unit
 
 
-def in_units(objective: Objective, unit: float) -> Objective:
-    """The objective of `weighted_entries`, divided by the unit."""
+def in_units(objective: Objective, unit: float | None) -> Objective:
+    """The objective of `weighted_entries`, divided by the unit; without one, the objective."""
+    if unit is None:
+        return objective
     lambdas = PerSide(*(lambda_ / unit for lambda_ in objective.regularization))
     return replace(objective, alpha=1.0, unobserved_weight=objective.unobserved_weight / unit, regularization=lambdas)

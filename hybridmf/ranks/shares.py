@@ -41,9 +41,12 @@ class RankRatings(Protocol):
         Unit of the confidences if values stand for weights; see `hybridmf.model.weights.weighted_entries`.
     total : float
         Sum of the values before they stood for weights, if they do.
+    matrix : csr_array or StoreMatrix, shape (n_users, n_items), or None
+        All ratings, if this rank has them or can read them.
     """
 
     shape: tuple[int, int]
+    matrix: sp.csr_array | StoreMatrix | None
     user_ids: np.ndarray | None
     item_ids: np.ndarray | None
     slab: int | None
@@ -102,6 +105,7 @@ class WholeRatings:
         self.shape: tuple[int, int] = matrix.shape
         self.unit, self.total = unit, total
         self.user_ids, self.item_ids = user_ids, item_ids
+        self.matrix: sp.csr_array | StoreMatrix | None = matrix
         self._matrices: dict[Side, sp.csr_array] = {"user": matrix, "item": transposed(matrix)}
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
@@ -129,6 +133,7 @@ class StoredRatings:
 
     def __init__(self, store: Store, dtype: Any, drop_zeros: bool) -> None:
         users = StoreMatrix(store, "user", dtype, drop_zeros)
+        self.matrix: sp.csr_array | StoreMatrix | None = users
         self.shape: tuple[int, int] = store.shape
         self.user_ids, self.item_ids = store.user_ids, store.item_ids
         self._sides: dict[Side, StoreMatrix] = {"user": users, "item": users.transposed()}
@@ -184,6 +189,7 @@ class SharedEntries:
     slab: int | None = None
     unit: float | None = None
     total: float = 0.0
+    matrix: sp.csr_array | StoreMatrix | None = None
 
     def __init__(
         self,

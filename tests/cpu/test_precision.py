@@ -15,10 +15,9 @@ from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.row_systems import Row, least_pivot, row_system
 from hybridmf.core.validate import as_csr
 from hybridmf.ranks.transport.threads import run_ranks
-from hybridmf.tools import spmd
 from support.devices import serve_cuda
 from support.half_sweeps import OBJECTIVES, dense_system
-from support.ranks import entries
+from support.ranks import entries, fit_rank
 from support.ratings import planted, rows_of
 
 
@@ -67,9 +66,7 @@ def test_fits_anywhere_warn_once(where, regularization, wrong, device, monkeypat
     model = hmf.ExplicitALS(regularization=regularization, device=place, **FEW)
     given = hmf.convert(narrow(), tmp_path / "store", slab_bytes=4000) if "store" in where else narrow()
     if where == "two ranks":
-        run_ranks(
-            2, lambda c: spmd.fit_rank(clone(model), entries(given, c.rank, 2), c, spmd.RankOptions()), timeout=30
-        )
+        run_ranks(2, lambda c: fit_rank(clone(model), entries(given, c.rank, 2), c), timeout=30)
     else:
         model.fit(given)
     assert len(warnings(caplog)) == wrong

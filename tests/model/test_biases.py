@@ -19,8 +19,8 @@ from hybridmf.model.learned import scale_of
 from hybridmf.plan.start import initial_state
 from hybridmf.ranks.shares import SharedEntries, StoredRatings, WholeRatings
 from hybridmf.ranks.transport.threads import run_ranks
-from hybridmf.tools import spmd
 from support.model_files import alter, read_parts
+from support.ranks import fit_rank
 from support.ratings import planted
 
 SMALL = {"factors": 3, "random_state": 3, "num_threads": 1, "iterations": 3}
@@ -277,7 +277,7 @@ def test_ranks_agree_on_the_range(share, cls, tmp_path):
         mine = slice(0, 2) if rank == 1 else slice(2 + 100 * (rank // 2), 102 if rank == 0 else None)
         return SharedEntries(triplets.row[mine], triplets.col[mine], triplets.data[mine], matrix.shape)
 
-    models = run_ranks(3, lambda c: spmd.fit_rank(cls(**SMALL | {"device": "cpu"}), ratings(c.rank), c), timeout=30)
+    models = run_ranks(3, lambda c: fit_rank(cls(**SMALL | {"device": "cpu"}), ratings(c.rank), c), timeout=30)
     assert models[0]._learned.value_range == (None if cls is hmf.ImplicitALS else (0.5, 4.0))
 
 

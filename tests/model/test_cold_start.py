@@ -19,7 +19,7 @@ from hybridmf.errors import ModelFileError
 from hybridmf.metrics import PopularityRecommender, evaluate
 from hybridmf.ranks.shares import WholeRatings
 from hybridmf.ranks.transport.threads import run_ranks
-from hybridmf.tools import spmd
+from support.ranks import fit_rank
 from support.ratings import planted
 
 M, N_ITEMS = 60, 40
@@ -243,7 +243,7 @@ def test_a_store_and_its_checkpoints_have_the_popularity_of_the_same_ratings(tmp
 def test_ranks_have_the_popularity_of_all_ratings(caplog):
     with caplog.at_level(logging.INFO, logger="hybridmf"):
         models = run_ranks(
-            2, lambda c: spmd.fit_rank(MODELS["implicit"](), WholeRatings(MATRIX.astype(np.float32)), c), timeout=30
+            2, lambda c: fit_rank(MODELS["implicit"](), WholeRatings(MATRIX.astype(np.float32)), c), timeout=30
         )
     np.testing.assert_array_equal(
         models[0].recommend(COLD, filter_already_liked_items=False)[0], np.tile(popular(10)[0], (len(COLD), 1))
@@ -379,7 +379,7 @@ def test_likes_survive_files_stores_ranks_weights_and_updates(tmp_path):
         "store": MODELS["implicit"]().fit(hmf.Store.open(tmp_path / "store")),
         "weights": MODELS["implicit"]().fit(matrix, weights=weights),
         "ranks": run_ranks(
-            2, lambda c: spmd.fit_rank(MODELS["implicit"](), WholeRatings(matrix.astype(np.float32)), c), timeout=30
+            2, lambda c: fit_rank(MODELS["implicit"](), WholeRatings(matrix.astype(np.float32)), c), timeout=30
         )[0],
     }
     rows = np.zeros((2, N_ITEMS), dtype=np.float32)

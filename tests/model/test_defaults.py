@@ -19,7 +19,7 @@ from hybridmf.core.validate import as_csr
 from hybridmf.errors import ModelFileError
 from hybridmf.ranks.shares import WholeRatings
 from hybridmf.ranks.transport.threads import run_ranks
-from hybridmf.tools import spmd
+from support.ranks import fit_rank
 from support.ratings import planted
 
 COMMON = {"factors": 3, "iterations": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
@@ -102,7 +102,7 @@ def test_ranks_and_devices_find_the_same_lambda(cls):
 
     def run(communicator):
         ratings = WholeRatings(as_csr(RATINGS, dtype=np.dtype(np.float32)))
-        return spmd.fit_rank(cls(**COMMON), ratings, communicator, spmd.RankOptions())
+        return fit_rank(cls(**COMMON), ratings, communicator)
 
     ranks = run_ranks(2, run, timeout=60)[0]
     assert two.regularization_ == alone.regularization_ == pytest.approx(ranks.regularization_, rel=1e-12)

@@ -12,8 +12,9 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
+from hybridmf import scale
 from hybridmf.errors import CommunicatorError, RatingsError, UnknownLabelError
-from hybridmf.model import base, stopwatch, training
+from hybridmf.model import fit, ranked, stopwatch, training
 from hybridmf.model.checkpoint import Writer
 from hybridmf.model.loop import FitLoop
 from hybridmf.model.stopwatch import PARTS, Stopwatch
@@ -21,7 +22,6 @@ from hybridmf.ranks.shares import WholeRatings
 from hybridmf.ranks.su_als import RankALS
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
-from hybridmf.tools import launch, spmd
 from support.marks import exhaustive
 from support.ratings import planted
 
@@ -231,19 +231,19 @@ class Clock:
 def test_every_second_of_a_fit_belongs_to_a_part(monkeypatch, tmp_path):
     clock = Clock(monkeypatch)
     for owner, name, seconds in (
-        (base, "check_labels", 1.0),
-        (base, "check_nonempty", 2.0),
-        (base, "plan_for", 10.0),
-        (base.fingerprint, "fingerprint", 4.0),
+        (fit, "check_labels", 1.0),
+        (training, "check_nonempty", 2.0),
+        (training, "plan_for", 10.0),
+        (training.fingerprint, "fingerprint", 4.0),
         (training, "transposed", 100.0),
-        (base, "log_empty_rows", 200.0),
+        (fit, "log_empty_rows", 200.0),
         (RankALS, "__init__", 400.0),
         (RankALS, "solve", 1e3),
         (RankALS, "objective_value", 1e4),
-        (base.checkpoints.Writer, "offer", 2e4),
-        (base.checkpoints.Writer, "finish", 1e6),
+        (Writer, "offer", 2e4),
+        (Writer, "finish", 1e6),
         (RankALS, "close", 2e6),
-        (base.dispatch, "remember", 4e6),
+        (fit.dispatch, "remember", 4e6),
     ):
         clock.takes(owner, name, seconds)
 
@@ -262,12 +262,12 @@ def test_every_second_of_a_fit_belongs_to_a_part(monkeypatch, tmp_path):
 def test_every_second_of_a_rank_belongs_to_a_part(monkeypatch):
     clock = Clock(monkeypatch)
     for owner, name, seconds in (
-        (launch, "_device", 1.0),
-        (launch, "_share", 2.0),
+        (scale, "_device", 1.0),
+        (scale, "_share", 2.0),
         (WholeRatings, "degrees", 4.0),
-        (spmd, "make_plan", 10.0),
-        (spmd, "RankBlocks", 100.0),
-        (hmf.ExplicitALS, "_first_state", 200.0),
+        (ranked, "make_plan", 10.0),
+        (ranked, "RankBlocks", 100.0),
+        (hmf.ExplicitALS, "_initial_state", 200.0),
         (RankALS, "__init__", 400.0),
         (RankALS, "solve", 1e3),
         (RankALS, "objective_value", 1e4),

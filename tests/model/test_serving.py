@@ -46,9 +46,9 @@ def test_an_unfitted_model_raises(cls, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_base_class_has_no_objective_settings_or_solver():
+def test_the_base_class_has_no_objective_or_solver():
     base = FactorModel()
-    for call in (base._objective, base._settings, lambda: base._solver(*[None] * 5)):
+    for call in (base._objective, lambda: base._solver(*[None] * 5)):
         with pytest.raises(NotImplementedError):
             call()
 

@@ -19,14 +19,13 @@ from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.half import HalfSweep
 from hybridmf.gpu.matrix import DeviceMatrix
 from hybridmf.gpu.sgd import GpuEpochs
-from hybridmf.model.loop import Observers
+from hybridmf.model import ranked
 from hybridmf.ranks import group, mcumsgd
 from hybridmf.ranks.gpu_rank import GpuWorker, PartialRows
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
-from hybridmf.tools import spmd
 from support.devices import Tracked
-from support.ranks import MODELS, Machine, assert_close, both, changed, entries, parts, sweeps, workers_on
+from support.ranks import MODELS, Machine, assert_close, both, changed, entries, fit_rank, parts, sweeps, workers_on
 from support.ratings import planted
 
 MATRIX = planted(60, 40, 0.3)
@@ -195,15 +194,13 @@ def test_in_a_half_sweep_of_processes(where: Any, watched: list[str], monkeypatc
 
 def fail_in_processes(fault: Fault, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run ranks as processes do; all others end with the cause."""
-    monkeypatch.setattr(spmd, "_worker", workers_on(names))
+    monkeypatch.setattr(ranked, "_worker", workers_on(names))
     causes: dict[int, str] = {}
-    options = spmd.RankOptions("cuda:0")
 
     def run(communicator: Any) -> None:
         model = MODELS["explicit"](device="cpu", random_state=0, iterations=3)
-        observers = Observers(callback=fault.arm)
         try:
-            spmd.fit_rank(model, entries(MATRIX, communicator.rank, 3), communicator, options, observers)
+            fit_rank(model, entries(MATRIX, communicator.rank, 3), communicator, "cuda:0", callback=fault.arm)
         except CommunicatorError as error:
             causes[communicator.rank] = str(error)
             raise

@@ -18,6 +18,7 @@ from hybridmf.device.cuda import Device, open_device
 from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.rows import row_range
+from hybridmf.model import ranked
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import check_memory, make_plan
@@ -28,7 +29,6 @@ from hybridmf.ranks.gpu_rank import BatchPieces, sockets
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.su_als import RankALS
 from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
-from hybridmf.tools import spmd
 from support.ranks import (
     MODELS,
     RANK,
@@ -37,6 +37,7 @@ from support.ranks import (
     both,
     changed,
     entries,
+    fit_rank,
     one_device,
     parts,
     sweeps,
@@ -198,7 +199,7 @@ def test_waits_of_ranks_in_processes(gpus: Machine, monkeypatch: pytest.MonkeyPa
     device: Any = group.open_device(names[0])
     if device.spec.name != "emulated":
         pytest.skip("only an emulated device tells what was launched")
-    monkeypatch.setattr(spmd, "_worker", workers_on(names))
+    monkeypatch.setattr(ranked, "_worker", workers_on(names))
     found, barrier = operations(device, monkeypatch), ThreadCommunicator.barrier
 
     def noted(communicator: ThreadCommunicator) -> None:
@@ -210,8 +211,8 @@ def test_waits_of_ranks_in_processes(gpus: Machine, monkeypatch: pytest.MonkeyPa
 
     def run(iterations: int) -> Counter[str]:
         found.clear()
-        make, options = MODELS["explicit"], spmd.RankOptions("cuda:0")
-        run_ranks(2, lambda c: spmd.fit_rank(make(iterations=iterations), entries(SMALL, c.rank, 2), c, options))
+        make, device = MODELS["explicit"], "cuda:0"
+        run_ranks(2, lambda c: fit_rank(make(iterations=iterations), entries(SMALL, c.rank, 2), c, device))
         return Counter(found)
 
     more = run(7)  # the check of float32's precision follows sweeps 1, 2, 4 and 8

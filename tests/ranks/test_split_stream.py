@@ -27,7 +27,7 @@ from hybridmf.errors import (
     StoreError,
 )
 from hybridmf.gpu.stream import StreamedHalf
-from hybridmf.model.loop import Observers
+from hybridmf.model import ranked
 from hybridmf.plan import als_ranks
 from hybridmf.plan.als_gpu import slot_bytes
 from hybridmf.plan.grid import Grid, RankLayout
@@ -44,7 +44,6 @@ from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.reduction import Reduction, RootReduction, TwoPhaseReduction
 from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
-from hybridmf.tools import spmd
 from support.marks import exhaustive
 from support.ranks import (
     MODELS,
@@ -53,6 +52,7 @@ from support.ranks import (
     both,
     changed,
     entries,
+    fit_rank,
     no_loaders,
     one_device,
     parts,
@@ -628,19 +628,19 @@ def test_a_fit_splits_a_store(free: int, gpus: Machine, tmp_path: Any, monkeypat
 def test_different_batches_of_ranks_are_explained(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs with different memory free may."""
     gpus(2)
-    make_plan = spmd.make_plan
+    make_plan = ranked.make_plan
 
     def differently(*arguments: Any) -> Plan:
         plan = make_plan(*arguments)
         count = 3 if threading.current_thread().name.endswith("1") else 2
         return plan.changed(scale=partition(MANY_USERS, pairs((1, 2), (2, 1)), count), streamed="host")
 
-    monkeypatch.setattr(spmd, "make_plan", differently)
+    monkeypatch.setattr(ranked, "make_plan", differently)
 
     def run(communicator: Any) -> Any:
         model = hmf.ExplicitALS(biases=False, factors=7, device="cpu")
         share = entries(MANY_USERS, communicator.rank, 2)
-        return spmd.fit_rank(model, share, communicator, spmd.RankOptions("cuda:0"))
+        return fit_rank(model, share, communicator, "cuda:0")
 
     with pytest.raises(CommunicatorError, match=r"rank 1 plans batches of \[0, \d+\] entries and rank 0 .*_limit"):
         run_ranks(2, run, timeout=30)
@@ -651,7 +651,7 @@ def test_ranks_of_processes_stream_their_entries(
     share: str, tmp_path: Any, gpus: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = gpus(2)
-    monkeypatch.setattr(spmd, "_worker", workers_on(names))
+    monkeypatch.setattr(ranked, "_worker", workers_on(names))
     matrix, wide = MANY_USERS, "item"
     if share == "store of many items":  # then ranks share users, of whom the checkpoint's fingerprint is made
         matrix, wide = sp.csr_array(MANY_USERS.T), "user"
@@ -667,8 +667,8 @@ def test_ranks_of_processes_stream_their_entries(
         if share != "entries":
             shares = StoredRatings(store, np.float32, drop_zeros=False)
             monkeypatch.setattr(shares, "block", None)  # no code may bring a whole share into memory
-        options = spmd.RankOptions("cuda:0", checkpoint=tmp_path / "c")
-        return spmd.fit_rank(model, shares, communicator, options, Observers(track_objective=True))
+        options = {"checkpoint": tmp_path / "c", "track_objective": True}
+        return fit_rank(model, shares, communicator, "cuda:0", **options)
 
     model = run_ranks(2, run, timeout=60)[0]
     assert model.plan_.streamed == ("host" if share == "entries" else "disk")
@@ -684,15 +684,15 @@ def test_ranks_of_processes_stream_their_entries(
 
 def test_loading_ends_with_ranks_of_processes_that_fail(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two half sweeps, when the entries of the next one are loading; although somebody keeps the error."""
-    monkeypatch.setattr(spmd, "_worker", workers_on(gpus(2)))
+    monkeypatch.setattr(ranked, "_worker", workers_on(gpus(2)))
 
     def fail(model: Any, record: Any) -> None:
         raise ValueError("as told")
 
     def run(communicator: Any) -> None:
         model = hmf.ExplicitALS(biases=False, factors=7, device="cpu", gpu_memory_limit=LIMIT)
-        share, options = entries(MANY_USERS, communicator.rank, 2), spmd.RankOptions("cuda:0")
-        spmd.fit_rank(model, share, communicator, options, Observers(callback=fail))
+        share = entries(MANY_USERS, communicator.rank, 2)
+        fit_rank(model, share, communicator, "cuda:0", callback=fail)
 
     with pytest.raises(ValueError, match="as told") as kept:
         run_ranks(2, run, timeout=60)

@@ -25,8 +25,8 @@ from hybridmf.errors import (
 )
 from hybridmf.gpu.offloaded import HostHalf
 from hybridmf.gpu.stream import StreamedHalf
+from hybridmf.model import ranked
 from hybridmf.model.learned import scale_of
-from hybridmf.model.loop import Observers
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.half_sweep import SLAB_BUFFERS, HalfPlan, Problem, priced
@@ -39,10 +39,9 @@ from hybridmf.ranks import group
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
-from hybridmf.tools import spmd
 from support.host_factors import partitioned
 from support.marks import exhaustive
-from support.ranks import MODELS, Machine, entries, no_loaders, one_device, workers_on
+from support.ranks import MODELS, Machine, entries, fit_rank, no_loaders, one_device, workers_on
 from support.ranks import parts as solver_parts
 from support.ratings import planted
 
@@ -467,7 +466,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
     tmp_path: Any,
 ) -> None:
     names = gpus(2)
-    monkeypatch.setattr(spmd, "_worker", workers_on(names) if device != "cpu" else spmd._worker)
+    monkeypatch.setattr(ranked, "_worker", workers_on(names) if device != "cpu" else ranked._worker)
     free = 10**6 if device == "cpu" else 10_000  # too little to hold the store for the GPUs
     monkeypatch.setattr(system, "available_memory", lambda: free)
     monkeypatch.setattr(StoreMatrix, "load", None)
@@ -478,8 +477,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
         ratings = StoredRatings(store, np.float32, drop_zeros=False)
         monkeypatch.setattr(ratings, "block", None)  # no code may bring a whole share into memory
         model = MODELS["explicit"](**options, **limited)
-        rank_options = spmd.RankOptions(device, checkpoint=tmp_path)
-        return spmd.fit_rank(model, ratings, communicator, rank_options, Observers(track_objective=True))
+        return fit_rank(model, ratings, communicator, device, checkpoint=tmp_path, track_objective=True)
 
     model = run_ranks(2, run, timeout=60)[0]
     assert model.plan_.streamed == "disk" and no_loaders()
@@ -498,21 +496,21 @@ def test_ranks_on_large_gpus_keep_their_part_of_a_store(
 ) -> None:
     """On any grid: only what is streamed has to be model parallel."""
     names = gpus(2)
-    monkeypatch.setattr(spmd, "_worker", workers_on(names))
+    monkeypatch.setattr(ranked, "_worker", workers_on(names))
     kinds: list[type] = []
-    cut = spmd.RankBlocks
+    cut = ranked.RankBlocks
 
     def seen(*arguments: Any) -> Any:
         found = cut(*arguments)
         kinds.extend(type(block) for block in found.blocks.values())
         return found
 
-    monkeypatch.setattr(spmd, "RankBlocks", seen)
+    monkeypatch.setattr(ranked, "RankBlocks", seen)
 
     def run(communicator: Any) -> Any:
         ratings = StoredRatings(store, np.float32, drop_zeros=False)
         model = MODELS["explicit"](device="cpu", random_state=0, iterations=1)
-        return spmd.fit_rank(model, ratings, communicator, spmd.RankOptions("cuda:0"))
+        return fit_rank(model, ratings, communicator, "cuda:0")
 
     assert run_ranks(2, run, timeout=60)[0].plan_.streamed == ""
     assert kinds == [sp.csr_array] * 4
@@ -531,7 +529,7 @@ def test_ranks_of_processes_check_their_memory_first(
         stored = StoredRatings(store, np.float32, drop_zeros=False)
         ratings = stored if share == "store" else entries(MATRIX, communicator.rank, 2)
         try:
-            spmd.fit_rank(hmf.ExplicitALS(biases=False, factors=5, device="cpu"), ratings, communicator)
+            fit_rank(hmf.ExplicitALS(biases=False, factors=5, device="cpu"), ratings, communicator)
         except Exception as error:
             causes[communicator.rank] = error
             raise
@@ -546,7 +544,7 @@ def test_ranks_on_gpus_check_their_memory_first(gpus: Machine) -> None:
 
     def run(communicator: Any) -> None:
         model = MODELS["explicit"](device="cpu", gpu_memory_limit=2000)
-        spmd.fit_rank(model, entries(MATRIX, communicator.rank, 2), communicator, spmd.RankOptions("cuda:0"))
+        fit_rank(model, entries(MATRIX, communicator.rank, 2), communicator, "cuda:0")
 
     with pytest.raises(DeviceMemoryError, match=r"the fit needs about .* are free"):
         run_ranks(2, run, timeout=30)

@@ -14,6 +14,8 @@ import hybridmf as hmf
 from hybridmf.core.objective import SIDES, State
 from hybridmf.device.cuda import device_count
 from hybridmf.errors import DeviceError
+from hybridmf.model.fit import Fit, Options
+from hybridmf.model.ranked import RankedRatings, aborting
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import make_plan
@@ -101,12 +103,19 @@ def entries(matrix: sp.csr_array, rank: int, size: int, **options) -> SharedEntr
     return SharedEntries(users, items, triplets.data[mine], matrix.shape, **options)
 
 
+def fit_rank(model: Any, ratings: Any, communicator: Any, device: str = "cpu", **options: Any) -> Any:
+    """One rank of a fit to its share of the ratings."""
+    with aborting(communicator):
+        source = RankedRatings(model, ratings, communicator, device)
+        return Fit(model, source, Options(**options), communicator).run()
+
+
 def no_loaders() -> bool:
     return not [thread for thread in threading.enumerate() if thread.name == "hybridmf-slabs"]
 
 
 def workers_on(names: list[str]) -> Any:
-    """`spmd._worker` on emulated GPUs, or the real ones."""
+    """`ranked._worker` on emulated GPUs, or the real ones."""
 
     def worker(plan: Any, device: str, communicator: Any) -> Any:
         return gpu_rank.gpu_worker(names, communicator)

@@ -134,6 +134,11 @@ def gather(communicator: Communicator, array: np.ndarray, counts: Sequence[int])
     return np.concatenate(parts)
 
 
+def agreed(communicator: Communicator, number: int) -> int:
+    """The number (or truth) of the first rank, on all ranks."""
+    return number if communicator.size == 1 else int(communicator.broadcast(np.array([number], dtype=np.int64))[0])
+
+
 def check_agreement(communicator: Communicator, facts: dict[str, object]) -> None:
     """Raise if ranks have different arguments; called by all ranks.
 

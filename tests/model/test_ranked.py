@@ -15,14 +15,13 @@ from hybridmf.cpu.als import HalfSweep
 from hybridmf.data import fingerprint
 from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileError, NonFiniteError, RatingsError
 from hybridmf.model import checkpoint as checkpoints
-from hybridmf.model.loop import Observers
+from hybridmf.model import ranked
 from hybridmf.plan.grid import Grid, RankLayout
 from hybridmf.plan.types import DegreeFacts
 from hybridmf.ranks.shares import RankBlocks, SharedEntries, StoredRatings, WholeRatings, check_same_data, exchange
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
-from hybridmf.tools import spmd
-from support.ranks import entries
+from support.ranks import entries, fit_rank
 from support.ratings import planted
 
 SMALL = {"factors": 3, "random_state": 0, "device": "cpu", "num_threads": 1}
@@ -35,11 +34,10 @@ KINDS = {
 }
 
 
-def fit(size: int, make, matrix=None, share=entries, track_objective=False, **options):
+def fit(size: int, make, matrix=None, share=entries, **options):
     """The model of the first rank."""
     matrix = planted() if matrix is None else matrix
-    given = (spmd.RankOptions(**options), Observers(track_objective=track_objective))
-    models = run_ranks(size, lambda c: spmd.fit_rank(make(), share(matrix, c.rank, size), c, *given), timeout=30)
+    models = run_ranks(size, lambda c: fit_rank(make(), share(matrix, c.rank, size), c, **options), timeout=30)
     assert all(model is None for model in models[1:])
     return models[0]
 
@@ -213,7 +211,7 @@ def test_a_rank_with_other_data_is_named():
 def test_ranks_with_other_parameters_stop(tmp_path):
     def different(communicator):
         model = KINDS["explicit"](regularization=1.0 + communicator.rank)
-        return spmd.fit_rank(model, entries(planted(), communicator.rank, 2), communicator)
+        return fit_rank(model, entries(planted(), communicator.rank, 2), communicator)
 
     with pytest.raises(CommunicatorError, match="another layout, objective or plan"):
         run_ranks(2, different, timeout=30)
@@ -232,7 +230,7 @@ def test_not_a_number_on_one_rank_stops_all_with_its_cause(monkeypatch, tmp_path
 
     def run(communicator):
         try:
-            spmd.fit_rank(KINDS["explicit"](), entries(planted(), communicator.rank, 2), communicator)
+            fit_rank(KINDS["explicit"](), entries(planted(), communicator.rank, 2), communicator)
         except Exception as error:
             causes.append((communicator.rank, type(error), str(error)))
             raise
@@ -254,7 +252,7 @@ def test_features_that_ranks_do_not_support():
 
 def test_different_plans_of_ranks_are_explained(monkeypatch):
     """As GPUs with different memory free may."""
-    make_plan, ranks = spmd.make_plan, []
+    make_plan, ranks = ranked.make_plan, []
 
     def differently(*arguments):
         plan = make_plan(*arguments)
@@ -262,7 +260,7 @@ def test_different_plans_of_ranks_are_explained(monkeypatch):
         grid = Grid(2, 1) if threading.current_thread().name.endswith("1") else Grid(1, 2)
         return plan.changed(scale=SimpleNamespace(grids={"user": grid, "item": grid}))
 
-    monkeypatch.setattr(spmd, "make_plan", differently)
+    monkeypatch.setattr(ranked, "make_plan", differently)
     with pytest.raises(CommunicatorError, match=r"rank 1 plans grids of \[2, 2\] splits and rank 0 of \[1, 1\].*limit"):
         fit(2, KINDS["explicit"])
 
@@ -300,8 +298,7 @@ def test_ranks_on_gpus(kind, size, tmp_path):
     def run(communicator):
         share, device = entries(matrix, communicator.rank, size), f"cuda:{communicator.rank}"
         model = KINDS[kind](device="cuda", factors=8, iterations=3)
-        options = spmd.RankOptions(device, checkpoint=tmp_path)
-        return spmd.fit_rank(model, share, communicator, options, Observers(track_objective=True))
+        return fit_rank(model, share, communicator, device, checkpoint=tmp_path, track_objective=True)
 
     model = run_ranks(size, run, timeout=120)[0]
     expected = KINDS[kind](factors=8, iterations=3).fit(matrix)

@@ -1,0 +1,222 @@
+"""The ratings of a fit by several ranks: each plans, holds and solves its share of the rows (cuMF 4.2 over nodes)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..core.objective import SIDES, Factors, Objective, Side, State
+from ..data.store import StoreMatrix
+from ..errors import CommunicatorError, RatingsError
+from ..plan.make import check_memory, make_plan
+from ..plan.memory import rank_bytes
+from ..plan.start import DrawnFactors
+from ..plan.types import DegreeFacts, Plan, Settings
+from ..ranks.cpu_rank import CpuWorker
+from ..ranks.shares import RankBlocks, RankRatings
+from ..ranks.su_als import RankALS, Worker
+from ..ranks.transport.communicator import Communicator, agreed, gather
+from .learned import pattern
+
+
+@contextmanager
+def aborting(communicator: Communicator) -> Iterator[None]:
+    """A failure in this context stops all ranks, with its cause."""
+    try:
+        yield
+    except BaseException as error:
+        communicator.abort(f"rank {communicator.rank} failed: {type(error).__name__}: {error}")
+        raise
+
+
+class RankedRatings:
+    """The source of a `hybridmf.model.fit.Fit` of ALS on several ranks, which make one and call its methods together.
+
+    `device` is that of this rank, "cpu" or "cuda:N", and replaces the device of the model; `num_threads` are this
+    rank's, by default those of the model.
+    """
+
+    frame_kind: str | None = None
+
+    def __init__(
+        self,
+        model: Any,
+        ratings: RankRatings,
+        communicator: Communicator,
+        device: str = "cpu",
+        num_threads: int | None = None,
+    ) -> None:
+        self.model, self.ratings, self.communicator = model, ratings, communicator
+        self.device, self.num_threads = device, num_threads
+        self.shape, self.unit, self.labels = ratings.shape, ratings.unit, (ratings.user_ids, ratings.item_ids)
+        self.columns = np.broadcast_to(np.float32(0), ratings.shape)
+        self.degrees = ratings.degrees(communicator)
+
+    # ------------------------------------------------------------------------------------------------ plan
+
+    def plan(self, objective: Objective, settings: Settings) -> Plan:
+        """The plan of this rank, equal on all ranks: they agree on choices that depend on a machine."""
+        size, device = self.communicator.size, self.device
+        if settings.method is not None:
+            raise ValueError(
+                f"model: {type(self.model).__name__} is not served by ranks; fit ImplicitALS or ExplicitALS"
+            )
+        of_ranks = replace(settings, device=(device,) * size)
+        users, items = self.degrees["user"], self.degrees["item"]
+        facts, nnz = DegreeFacts.of_degrees(users, items), int(users.sum())
+        mapped = self.ratings.slab if device == "cpu" else None
+        plan = make_plan(objective, of_ranks, self.shape, nnz, facts, mapped)
+        if plan.streamed and self.ratings.slab is not None:  # data that exceed the GPUs need not be on the host either
+            plan = make_plan(objective, of_ranks, self.shape, nnz, facts, self.ratings.slab)
+        if plan.reorder != "none":
+            if settings.reorder not in ("auto", "none"):
+                raise ValueError(f"reorder={settings.reorder!r} is not served by ranks; use reorder='none'")
+            plan = plan.changed(reorder="none")
+        threads = plan.num_threads if self.num_threads is None else self.num_threads
+        plan = plan.changed(devices=(device,) * size if size > 1 else (), num_threads=threads)
+        if plan.gpu is None:
+            plan = plan.changed(bytes=rank_bytes(plan, size))
+        check_memory(plan)
+        self._agree([plan.grids[side].splits for side in SIDES], "grids of {} splits")
+        batches = [0] * len(SIDES)
+        if plan.scale is not None and plan.streamed and not plan.resident:
+            batches = [plan.scale.slab(side) if plan.grids[side].splits > 1 else 0 for side in SIDES]
+        self._agree(batches, "batches of {} entries")
+        slots = self.communicator.allgatherv(np.array([plan.batch_slots], dtype=np.int64), [1] * size)
+        return plan.changed(batch_slots=int(slots.min()))
+
+    def _agree(self, sizes: list[int], what: str) -> None:
+        """Raise if the plan of this rank differs from that of the first one."""
+        first = self.communicator.broadcast(np.array(sizes, dtype=np.int64)).tolist()
+        if sizes != first:
+            raise CommunicatorError(
+                f"rank {self.communicator.rank} plans {what.format(sizes)} and rank 0 of {first}: "
+                "their GPUs or hosts have different free memory, or only one is calibrated; set gpu_memory_limit to "
+                "the smallest free memory, or remove the calibration"
+            )
+
+    # ------------------------------------------------------------------------------------------------ place
+
+    def place(self, plan: Plan) -> Plan:
+        """Bring the blocks of this rank to it; the plan then has the number of entries without repeated pairs."""
+        communicator, ratings = self.communicator, self.ratings
+        self.cut = cut = RankBlocks(communicator, ratings, self.degrees, plan.grids, plan.row_cost, bool(plan.streamed))
+        if not cut.nnz:
+            raise RatingsError("the ratings have no entries: there is nothing to fit")
+        self.degrees = {side: cut.degrees[side].astype(np.int64, copy=False) for side in SIDES}
+        self.value_range, self.mean = cut.value_range, cut.total / cut.nnz
+        self.total = cut.total if self.unit is None else ratings.total
+        objective = self.model._objective()
+        self._scale = cut.scale(communicator, objective)
+        self._spread = cut.scale(communicator, replace(objective, biases=True))
+        self._item_likes = cut.item_likes(communicator, ratings)
+        return plan.changed(nnz=cut.nnz)
+
+    def scale(self, objective: Objective) -> float:
+        """See `hybridmf.model.training.TrainingData.scale`."""
+        return self._scale
+
+    def spread(self, objective: Objective) -> float:
+        """See `hybridmf.model.training.TrainingData.spread`."""
+        return self._spread
+
+    def fingerprint(self) -> str:
+        """`hybridmf.data.fingerprint` of all ratings."""
+        return self.cut.fingerprint(self.communicator)
+
+    # ------------------------------------------------------------------------------------------------ solver
+
+    def shared(self, state: State | None, plan: Plan, objective: Objective) -> State:
+        """The state of the first rank, on all ranks."""
+        dtype, sides = np.dtype(plan.dtype), []
+        for side, n in zip(SIDES, self.shape, strict=True):
+            blank = Factors(np.zeros((n, plan.factors), dtype), np.zeros(n, dtype))
+            factors = blank if state is None else state.side(side)
+            matrix, bias = self.communicator.broadcast(factors.matrix), None
+            if objective.biases:
+                bias = self.communicator.broadcast(np.zeros(n, dtype) if factors.bias is None else factors.bias)
+            sides.append(Factors(matrix, bias))
+        mean = np.array([0.0 if state is None else state.mean])
+        return State(sides[0], sides[1], float(self.communicator.broadcast(mean)[0]))
+
+    @contextmanager
+    def solver(self, plan: Plan, objective: Objective, state: State, completed: int) -> Iterator[RankALS]:
+        """The solver of this rank; its worker and the connections between devices end with the context."""
+        own = State(self._own("user", state), self._own("item", state), state.mean)
+        del state
+        arrays, worker = _worker(plan, self.device, self.communicator)
+        solver = None
+        try:
+            with aborting(arrays):
+                solver = RankALS(arrays, self.cut.layout, self.cut.blocks, objective, plan, own, worker)
+                del own
+                yield solver
+        except BaseException:
+            if solver is not None:
+                solver.stop()
+            raise
+        else:
+            solver.close()
+        finally:
+            if arrays is not self.communicator:
+                arrays.close()
+
+    def _own(self, side: Side, state: State) -> Factors:
+        """The rows owned by this rank: not drawn yet, or copies, so that the rest of the state can be freed."""
+        own = state.side(side).part(slice(*self.cut.layout.own(side, self.communicator.rank)))
+        if isinstance(own, DrawnFactors):
+            return own
+        return Factors(own.matrix.copy(), None if own.bias is None else own.bias.copy())
+
+    def gathered(self, solver: RankALS) -> State | None:
+        """The factors of all rows on the first rank, from their owners; None on the others."""
+        users, items = (self._gathered(side, solver.own[side].on_host()) for side in SIDES)
+        return None if users is None or items is None else State(users, items, solver.mean)
+
+    def _gathered(self, side: Side, own: Factors) -> Factors | None:
+        counts = self.cut.layout.counts(side, range(self.communicator.size))
+        matrix, bias = gather(self.communicator, np.ascontiguousarray(own.matrix), counts), own.bias
+        bias = None if bias is None else gather(self.communicator, np.ascontiguousarray(bias), counts)
+        return None if matrix is None else Factors(matrix, bias)
+
+    # ------------------------------------------------------------------------------------------------ the model
+
+    def seen_by(self, held_out: sp.csr_array | None, objective: Objective) -> sp.csr_array | None:
+        """Training entries of the users of the validation set, on the first rank, if the model lacks them.
+
+        A store is read for them only where the metric needs them.
+        """
+        here = self.ratings.matrix
+        needed = held_out is not None and (here is None or (objective.is_implicit and isinstance(here, StoreMatrix)))
+        if not agreed(self.communicator, needed):
+            return None
+        wanted = np.zeros(self.shape[0], dtype=np.int64)
+        if held_out is not None:
+            wanted[:] = np.diff(held_out.indptr) > 0
+        wanted = self.communicator.broadcast(wanted)
+        return self.cut.rows_of_users(self.communicator, self.ratings, wanted.astype(bool))
+
+    def kept(self) -> dict[str, Any]:
+        """What the model of the first rank keeps of the entries: all of them if this rank has all."""
+        here = self.ratings.matrix
+        values = None if here is None or isinstance(here, StoreMatrix) or self.unit is not None else here.data
+        return {"seen": None if here is None else pattern(here), "values": values, "item_likes": self._item_likes}
+
+
+def _worker(plan: Plan, device: str, communicator: Communicator) -> tuple[Communicator, Worker]:
+    """Communicator for arrays and worker on the device; all ranks call it together."""
+    if plan.gpu is None:
+
+        def check() -> None:
+            if communicator.cause:
+                raise CommunicatorError(communicator.cause)
+
+        return communicator, CpuWorker(plan.num_threads, check)
+    from ..ranks.gpu_rank import gpu_worker
+
+    return gpu_worker((device,) * communicator.size, communicator)
