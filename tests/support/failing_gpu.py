@@ -41,7 +41,7 @@ class FailingSolver(Alternating):
     def state(self) -> State:
         return State(self.inward["user"], self.inward["item"], self.mean)
 
-    def update(self, side: Side) -> None:
+    def solve(self, side: Side) -> DeviceFactors:
         self.count += 1
         device, failing = self.device, self.count == self.how.number
         with device.active():
@@ -50,6 +50,9 @@ class FailingSolver(Alternating):
             table[...] = self.count
             solved = DeviceFactors(device, table, self.plan.factors, None)
             solved.finish_check(device.begin_download(device.zeros(3, np.uint32)))
+        return solved
+
+    def keep(self, side: Side, solved: DeviceFactors) -> None:
         self.inward[side] = solved
 
     def objective_value(self) -> float:
