@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 from ..errors import RatingsError
@@ -17,16 +18,15 @@ PIECE = 1 << 16
 _CONTENT = re.compile(r"\S")
 
 
-def numbered_lines(stream: TextIO, path: str) -> Iterator[tuple[int, str]]:
-    """Number from 1 and text, with its end, of each line that is not blank.
+def pieces_of(stream: TextIO) -> Iterator[str]:
+    """The rest of a stream, `PIECE` characters at a time."""
+    return iter(functools.partial(stream.read, PIECE), "")
 
-    Raises
-    ------
-    RatingsError
-        A line has more than `MAX_LINE` characters.
-    """
-    number, rest = 1, ""  # `rest` begins line `number`
-    while piece := stream.read(PIECE):
+
+def numbered_lines(pieces: Iterable[str], path: str, number: int = 1) -> Iterator[tuple[int, str]]:
+    """Number, from that of the first line on, and text with its end of each line that is not blank."""
+    rest = ""  # begins line `number`
+    for piece in pieces:
         text, start, end = rest + piece, 0, piece.rfind("\n") + 1
         end += len(rest) if end else 0
         while found := _CONTENT.search(text, start, end):
@@ -43,25 +43,21 @@ def numbered_lines(stream: TextIO, path: str) -> Iterator[tuple[int, str]]:
         yield number, rest
 
 
-def line_blocks(stream: TextIO, path: str, size: int) -> Iterator[str]:
-    """Blocks of whole lines, of `size` characters and the rest of a line; blocks of blank lines are omitted.
+def line_blocks(stream: TextIO, path: str, size: int) -> Iterator[tuple[int, str]]:
+    """Number of the first line, and text, of blocks of whole lines: `size` characters and the rest of a line.
 
-    Raises
-    ------
-    RatingsError
-        The rest of a line has more than `MAX_LINE` characters.
+    Blocks of blank lines are omitted.
     """
     number = 1
     while block := stream.read(size):
-        number += block.count("\n")
         if not block.endswith("\n"):
             rest = stream.readline(MAX_LINE + 1)
             if len(rest) > MAX_LINE:
-                raise long_line(path, number)
-            number += rest.count("\n")
+                raise long_line(path, number + block.count("\n"))
             block += rest
         if not block.isspace():
-            yield block
+            yield number, block
+        number += block.count("\n")
 
 
 def long_line(path: str, number: int) -> RatingsError:
@@ -74,8 +70,8 @@ def long_line(path: str, number: int) -> RatingsError:
 class Lines:
     """Iterator over lines with content; has the number and text of the first line of the current record."""
 
-    def __init__(self, stream: TextIO, path: str, comment: str | None) -> None:
-        self.lines, self.comment = numbered_lines(stream, path), comment
+    def __init__(self, pieces: Iterable[str], path: str, comment: str | None, number: int = 1) -> None:
+        self.lines, self.comment = numbered_lines(pieces, path, number), comment
         self.last = 0
         self.start()
 

@@ -17,9 +17,8 @@ from ..errors import RatingsError
 from .columns import AUTO
 from .labels import Entries
 from .layout import Chunk, open_text
-from .lines import Lines
+from .lines import Lines, pieces_of
 from .text import (
-    BLOCK_RECORDS,
     NOTHING,
     check_text_options,
     first_lines,
@@ -29,6 +28,9 @@ from .text import (
 )
 
 _TOKEN = re.compile(r"[^\s,]+")
+
+BLOCK_ENTRIES = 1 << 20
+"""Entries collected at a time."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def read_lists(layout: ListLayout, missing: str = "error") -> Entries:
 
 
 def list_chunks(
-    layout: ListLayout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_RECORDS
+    layout: ListLayout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_ENTRIES
 ) -> Iterator[Chunk]:
     """Codes (int32) of users and items, and values (float64), in chunks of whole lines with at least `size` entries.
 
@@ -128,7 +130,7 @@ def _chunk(users: array, items: array) -> Chunk:
 def _records(layout: ListLayout) -> Iterator[tuple[int, list[str]]]:
     """Number and fields of each line below the header."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
-        lines = Lines(stream, layout.path, layout.comment)
+        lines = Lines(pieces_of(stream), layout.path, layout.comment)
         for k, line in enumerate(lines):
             if k or not layout.header:
                 yield lines.last, layout.split(line)

@@ -31,7 +31,7 @@ from ..errors import DuplicateEntriesError, HybridMFError, MemoryBudgetError, Ra
 from . import arrow_text
 from .columns import AUTO, Columns, check_distinct_names, log_columns, resolve_columns
 from .labels import MAX_VALUE, MISSING_WORDS, Entries, NoEntriesError, as_times, factorize, missing_error, note_dropped
-from .lines import numbered_lines
+from .lines import numbered_lines, pieces_of
 from .text import INTEGER, TextOptions, find_layout, parse_dates, parse_times, text_separator
 
 logger = logging.getLogger("hybridmf")
@@ -614,7 +614,7 @@ def market_header(path: str, head: bytes) -> MarketHeader | None:
 def _sizes_of(path: str) -> list[int]:
     """Numbers of the first line of a MatrixMarket file that is neither comment nor blank."""
     with reading(path), io.TextIOWrapper(open_bytes(path), encoding="latin-1") as stream:
-        lines = (line for _, line in numbered_lines(stream, path) if not line.lstrip().startswith("%"))
+        lines = (line for _, line in numbered_lines(pieces_of(stream), path) if not line.lstrip().startswith("%"))
         return [int(word) for word in next(lines, "").split()]
 
 

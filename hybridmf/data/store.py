@@ -153,8 +153,7 @@ class Store:
         if not (folder / MANIFEST).exists():
             if (folder / UNFINISHED).exists():
                 raise StoreError(
-                    f"{str(path)!r} is an unfinished conversion; run the same hybridmf convert again to continue "
-                    "it, or delete the folder"
+                    f"{str(path)!r} is an unfinished conversion; run hybridmf convert again, or delete the folder"
                 )
             raise StoreError(
                 f"{str(path)!r} is a directory, but no store (no {MANIFEST}): hybridmf convert makes stores"

@@ -1,7 +1,7 @@
 """Delimited text: detect the layout from the first lines, then read it.
 
-If installed, pyarrow reads regular text (`arrow_text`); otherwise ``numpy.loadtxt`` reads it if ids are integers. The
-csv module reads all other text, including invalid text, line by line, which is slower and gives line numbers.
+If installed, pyarrow reads regular text of some size (`arrow_text`). All other text is split block by block; the csv
+module reads the blocks that have quotation marks, or a fault, whose line it names.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import logging
 import os
 import re
 import warnings
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,28 +33,22 @@ from .columns import AUTO, DEFAULT_PLACES, Columns, resolve_columns
 from .labels import (
     MAX_POSITION,
     MAX_VALUE,
-    MISSING_WORDS,
     Entries,
     NoEntriesError,
     as_times,
     factorize_integers,
     factorize_objects,
-    missing_error,
-    note_dropped,
 )
 from .layout import Chunk, TextLayout, TimedChunk, open_text
-from .lines import Lines, line_blocks
+from .lines import Lines, line_blocks, pieces_of
 
 logger = logging.getLogger("hybridmf")
 
 SEPARATORS = ("::", "\t", ",", ";", "|", " ")
 """Separators tried in this order if none is given; a blank stands for any white space."""
 
-BLOCK_CHARS = 1 << 24
-"""Characters parsed at a time on the fast path, to bound memory for files of any size."""
-
-BLOCK_RECORDS = 1 << 20
-"""Records collected at a time on the slow path."""
+BLOCK_CHARS = 1 << 16
+"""Characters split at a time, to bound memory, and less than the longest field that the csv module reads."""
 
 SNIFFED_LINES = 50
 LIST_SEPARATORS = (" ", "\t", ",")
@@ -301,8 +294,9 @@ def parse_times(fields: list[str]) -> np.ndarray:
     ------
     ValueError
     """
-    if all(map(INTEGER.fullmatch, fields)) and all(-(2**63) <= time < 2**63 for time in map(int, fields)):
-        return np.array(fields, dtype=np.int64)  # float64 rounds nanoseconds
+    if all(map(INTEGER.fullmatch, fields)):
+        with contextlib.suppress(OverflowError):
+            return np.fromiter(map(int, fields), np.int64, len(fields))  # float64 rounds nanoseconds
     numbers = [_number(field) for field in fields]
     if None not in numbers:
         return as_times(np.array(numbers, dtype=np.float64))
@@ -344,7 +338,7 @@ def check_text_options(separator: Any, comment: Any) -> None:
 def first_lines(path: str, encoding: str, comment: str | None) -> list[str]:
     """Up to `SNIFFED_LINES` lines (at least one) that are neither blank nor comments."""
     with reading(path, encoding), open_text(path, encoding) as stream:
-        lines = list(itertools.islice(Lines(stream, path, comment), SNIFFED_LINES))
+        lines = list(itertools.islice(Lines(pieces_of(stream), path, comment), SNIFFED_LINES))
     if not lines:
         raise RatingsError(f"{path} holds no ratings, only blank lines or comments")
     return lines
@@ -543,21 +537,16 @@ def typed_labels(entries: Entries, before: Entries) -> Entries:
 def _read_columns(layout: TextLayout, mask: np.ndarray | None = None) -> tuple[Columnar, np.ndarray | None]:
     """Users, items and values, and the times of all entries if the layout has a column of them.
 
-    Records that the mask excludes are included if the file is regular.
+    Records that the mask excludes are included if pyarrow reads the file.
     """
     place = layout.columns.time
     if place is None:
-        return _read_regular(layout) or _read_any(layout, mask), None
+        return _read_regular(layout) or _read_records(layout, mask=mask), None
     if place not in (layout.user, layout.item, layout.value):
-        integers, numbers, dates = (replace(layout, times=kind) for kind in ("integers", "numbers", "dates"))
-        found = _read_regular(integers) or _read_regular(numbers) or _read_regular(dates)
-        found = found or _read_integers(integers) or _read_integers(numbers)
+        kinds = (replace(layout, times=kind) for kind in ("integers", "numbers", "dates"))
+        found = next(filter(None, map(_read_regular, kinds)), None)
         if found is not None and not _rounded(found[3]):
             return found[:3], parse_dates(found[3]) if found[3].dtype.kind == "M" else as_times(found[3])
-    # times are parsed later, so that irregular ones do not slow down the other columns
-    columns = _read_regular(layout) or _read_integers(layout)
-    if columns is not None:
-        return columns, _parsed_times(layout, place, [row[place].strip() for _, row in _records(layout)])
     texts: list[str] = []
     return _read_records(layout, place, texts, mask), _parsed_times(layout, place, texts)
 
@@ -568,12 +557,7 @@ def _rounded(times: np.ndarray) -> bool:
 
 
 def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarray | None:
-    """Times of all entries, from their text; None if they cannot be read and are not required.
-
-    Raises
-    ------
-    RatingsError
-    """
+    """Times of all entries, from their text; None if they cannot be read and are not required."""
     try:
         return parse_times(texts)
     except ValueError as error:
@@ -588,37 +572,34 @@ def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarra
 
 def read_fields(layout: TextLayout, place: int) -> np.ndarray:
     """One column of all records as text, without surrounding white space."""
-    return np.array([row[place].strip() for _, row in _records(layout)], dtype=object)
+    texts = [text.strip() for (column,) in _columns(layout, (place,)) for text in column]
+    return np.fromiter(texts, dtype=object, count=len(texts))
 
 
 def _read_regular(layout: TextLayout) -> Any:
     """`Columnar` through pyarrow, with times as a fourth element if the layout has them; None if pyarrow declines."""
     numeric = _join(arrow_text.integer_chunks(layout, narrow=True)) if layout.integer_ids else None
     if numeric is not None:
-        return _with_integer_labels(numeric)
-    user_table: dict[str, int] = {}
-    item_table: dict[str, int] = {}
-    coded = _join(arrow_text.label_chunks(layout, user_table, item_table))
-    return None if coded is None else _with_sorted_labels(coded, user_table, item_table)
+        return factorize_integers(numeric[0]), factorize_integers(numeric[1]), *numeric[2:]
+    tables: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    return _with_sorted_labels(_join(arrow_text.label_chunks(layout, *tables)), tables)
 
 
-def _read_integers(layout: TextLayout) -> Any:
-    """The result of `_read_regular`, by numpy.loadtxt; None at the first irregularity."""
-    numeric = _join(integer_chunks(layout)) if layout.integer_ids else None
-    return None if numeric is None else _with_integer_labels(numeric)
+def _read_records(
+    layout: TextLayout, column: int | None = None, texts: list[str] | None = None, mask: np.ndarray | None = None
+) -> Columnar:
+    """((positions, labels) of users, the same of items, values) of any text; appends a column to `texts`."""
+    tables: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    columns: Columnar = _with_sorted_labels(
+        _join(record_chunks(layout, *tables, BLOCK_CHARS, column, texts, mask)), tables
+    )
+    return columns
 
 
-def _read_any(layout: TextLayout, mask: np.ndarray | None = None) -> Columnar:
-    """Users, items and values, for regular and irregular files."""
-    return _read_integers(layout) or _read_records(layout, mask=mask)
-
-
-def _with_integer_labels(chunk: TimedChunk) -> Any:
-    return factorize_integers(chunk[0]), factorize_integers(chunk[1]), *chunk[2:]
-
-
-def _with_sorted_labels(chunk: TimedChunk, user_table: dict[str, int], item_table: dict[str, int]) -> Any:
-    return sorted_labels(chunk[0], list(user_table)), sorted_labels(chunk[1], list(item_table)), *chunk[2:]
+def _with_sorted_labels(chunk: TimedChunk | None, tables: tuple[dict[str, int], dict[str, int]]) -> Any:
+    if chunk is None:
+        return None
+    return sorted_labels(chunk[0], list(tables[0])), sorted_labels(chunk[1], list(tables[1])), *chunk[2:]
 
 
 def _join(chunks: Iterator[TimedChunk | None] | Iterator[Chunk]) -> TimedChunk | None:
@@ -641,150 +622,180 @@ def _narrow(ids: np.ndarray) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def lines_of(layout: TextLayout, first: int, second: int, dropped: bool = False) -> str:
-    """Text that says where two entries are in the file; `dropped`: entries without ids are not counted."""
-    records = (lines.number for lines, row in _records(layout) if not (dropped and _lacks_id(layout, row)))
-    lines = [number for k, number in enumerate(records) if k in (first, second)]
+def lines_of(layout: TextLayout, first: int, second: int) -> str:
+    """Text that says where two entries are in the file."""
+    lines = [lines.number for k, (lines, _) in enumerate(_records(layout)) if k in (first, second)]
     return f"line {lines[0]}" if first == second else f"lines {lines[0]} and {lines[1]}"
 
 
-def _lacks_id(layout: TextLayout, row: list[str]) -> bool:
-    return row[layout.user].strip() in MISSING_WORDS or row[layout.item].strip() in MISSING_WORDS
+# --------------------------------------------------------------------------------------------- records, without pyarrow
 
 
-def without_missing(
-    chunks: Iterator[Any], tables: tuple[dict[str, int], dict[str, int]], missing: str, source: str,
-    where: Callable[[int, int], str], kept: tuple[dict[str, int], dict[str, int]],
-) -> Iterator[Any]:  # fmt: skip
-    """`Entries.without_missing` for chunks of codes, whose labels are in the tables.
+def record_chunks(
+    layout: TextLayout,
+    user_table: dict[str, int],
+    item_table: dict[str, int],
+    size: int = BLOCK_CHARS,
+    column: int | None = None,
+    texts: list[str] | None = None,
+    mask: np.ndarray | None = None,
+) -> Iterator[Chunk]:
+    """Codes (int32) of users and items, and values (float64), in chunks from blocks of `size` characters.
 
-    Under "drop", codes are those of `kept`, tables that get the labels with entries.
+    New labels enter the tables with codes in the order of their first appearance; a missing id is the label "". The
+    text of a `column` is appended to `texts`. Records that `mask` excludes are skipped.
     """
-    total = count = 0
-    first: tuple[int, str, str] | None = None
-    recoded = tuple(zip(map(_Recoding, tables, kept), range(2), strict=True))
-    for chunk in chunks:
-        if chunk is not None and missing != "keep":
-            absent = [[table[word] for word in MISSING_WORDS & table.keys()] for table in tables]
-            lost = [np.isin(codes, words) for codes, words in zip(chunk, absent, strict=False)]
-            gone = lost[0] | lost[1]
-            if gone.any() and first is None:
-                at = int(np.argmax(gone))
-                side = int(not lost[0][at])
-                found = next(word for word in MISSING_WORDS if tables[side].get(word) == chunk[side][at])
-                first = total + at, ("user", "item")[side], found
-            total, count = total + len(gone), count + int(np.count_nonzero(gone))
-            if missing == "drop":
-                chunk = tuple(column[~gone] for column in chunk)
-                chunk = *(recode(chunk[side]) for recode, side in recoded), *chunk[2:]
-        yield chunk
-    if first is None:
-        return
-    if missing == "error":
-        raise missing_error(source, where(first[0], first[0]), first[1], first[2], count, total)
-    note_dropped(source, count, total)
+    users, items, done = Codes(user_table), Codes(item_table), 0
+    places = tuple(place for place in (layout.user, layout.item, layout.value, column) if place is not None)
+    for fields in _columns(layout, places, size):
+        count = len(fields[0])
+        kept = None if mask is None else mask[done : done + count]
+        if kept is not None:
+            fields = tuple(list(itertools.compress(each, kept)) for each in fields)
+        values = np.ones(len(fields[0])) if layout.value is None else _numbers(fields[2])
+        if values is None:
+            raise _bad_value(layout, fields[2], done + (np.arange(count) if kept is None else np.flatnonzero(kept)))
+        if column is not None and texts is not None:
+            texts.extend(map(str.strip, fields[-1]))
+        done += count
+        if len(values):
+            yield users.of(fields[0]), items.of(fields[1]), values
 
 
-class _Recoding:
-    """Codes of one table as codes of another, which gets the labels that occur."""
+class Codes(dict[str, int]):
+    """Code of each text, as it stands in a file, from a table of labels without white space; new ones are added."""
 
-    def __init__(self, table: dict[str, int], kept: dict[str, int]) -> None:
-        self.table, self.kept = table, kept
-        self.codes = np.empty(0, dtype=np.int32)
+    def __init__(self, table: dict[str, int]) -> None:
+        self.table = table
 
-    def __call__(self, codes: np.ndarray) -> np.ndarray:
-        more = len(self.table) - len(self.codes)
-        self.codes = np.concatenate((self.codes, np.full(more, -1, dtype=np.int32)))
-        new = np.unique(codes[self.codes[codes] < 0])
-        labels = list(self.table) if len(new) else []
-        for code in new.tolist():
-            self.codes[code] = self.kept.setdefault(labels[code], len(self.kept))
-        return self.codes[codes]
+    def __missing__(self, text: str) -> int:
+        code = self[text] = self.table.setdefault(text.strip(), len(self.table))
+        return code
+
+    def of(self, texts: list[str]) -> np.ndarray:
+        """Codes of texts, int32."""
+        return np.fromiter(map(self.__getitem__, texts), np.int32, len(texts))
 
 
-def integer_chunks(layout: TextLayout, size: int | None = None) -> Iterator[TimedChunk | None]:
-    """Users, items (int64) and values (float64) in blocks of `size` characters; None at the first irregularity."""
-    kinds = {layout.user: "i8", layout.item: "i8", layout.value: "f8"} | (
-        {layout.columns.time: "i8" if layout.times == "integers" else "f8"} if layout.times else {}
-    )
-    dtype = np.dtype([(f"f{k}", kinds.get(k, "U1")) for k in range(layout.n_fields)])
-    separator = r"\s" if layout.separator == " " else re.escape(layout.separator)
-    odd = re.compile(rf"(?:\n|{separator})[ \t]*(?:-?0[0-9]|-0(?![0-9.]))")
+def _numbers(texts: list[str]) -> np.ndarray | None:
+    """Finite float32 numbers, as float64; None if one is none."""
+    try:
+        numbers = np.fromiter(map(float, texts), np.float64, len(texts))
+    except ValueError:
+        return None
+    return numbers if np.all(np.abs(numbers) <= MAX_VALUE) and "_" not in "".join(texts) else None
+
+
+def _bad_value(layout: TextLayout, texts: list[str], entries: np.ndarray) -> RatingsError:
+    """The error for the first of some texts, of these entries, that is no finite float32 number."""
+    k = next(k for k, text in enumerate(texts) if _numbers([text]) is None)
+    lines, _ = next(itertools.islice(_records(layout), int(entries[k]), None))
+    if _is_number(texts[k]):
+        return _bad_line(layout, lines, f"has the value {_cut(texts[k])}; values must be finite float32 numbers")
+    problem = f"has the value {_cut(texts[k])}, which is not a number (value=None ignores values)"
+    return _bad_line(layout, lines, problem)
+
+
+def _columns(layout: TextLayout, places: tuple[int, ...], size: int = BLOCK_CHARS) -> Iterator[tuple[list[str], ...]]:
+    """Columns of the records after the header, as text, block by block.
+
+    A block of plain lines is split at once; the csv module reads the lines of others, and explains what is wrong.
+    """
+    alone = layout.quote in (AUTO, None) and layout.escape is None  # no record goes on in another block
     header = layout.header
-    for block in _blocks(layout, size):
-        # loadtxt would parse text that `INTEGER` rejects as integers, and reads quotation marks literally
-        if "+" in block or any(mark in block for mark in layout.marks) or odd.search("\n" + block):
-            yield None
-            return
-        lines = _block_lines(block, layout)
-        if header:
-            lines = [line for line in lines if line.strip()]
-            header, lines = not lines, lines[1:]
-        if not any(lines):
-            continue
-        table = _parse_block(lines, dtype, layout)
-        if table is None:
-            yield None
-            return
-        numbers = [np.ones(len(table)) if layout.value is None else table[f"f{layout.value}"]]
-        numbers += [table[f"f{layout.columns.time}"]] if layout.times else []
-        if not all(np.all(np.abs(column) <= MAX_VALUE) for column in numbers):
-            yield None
-            return
-        yield table[f"f{layout.user}"], table[f"f{layout.item}"], *numbers
-
-
-def _blocks(layout: TextLayout, size: int | None = None) -> Iterator[str]:
-    """Blocks of whole lines."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
-        yield from line_blocks(stream, layout.path, size or BLOCK_CHARS)
+        for number, block in line_blocks(stream, layout.path, size):
+            batches: Iterable[list[list[str]]]
+            if (plain := _plain_columns(block, layout)) is not None:
+                batches = [plain]
+            else:
+                rest = [block] if alone else itertools.chain([block], pieces_of(stream))
+                records = _csv_records(layout, Lines(rest, layout.path, layout.comment, number))
+                batches = _batches(records, max(1, size // 16))
+            for columns in batches:
+                if columns[0]:
+                    yield tuple(columns[place][header:] for place in places)
+                    header = False
 
 
-def _block_lines(block: str, layout: TextLayout) -> list[str]:
-    if len(layout.separator) > 1 and "\x1f" not in block:  # loadtxt takes one character: ASCII's unit separator
-        block = block.replace(layout.separator, "\x1f")
-    lines = re.sub("\n\n+", "\n", block).split("\n") if "\n\n" in block else block.split("\n")
-    if layout.comment and layout.comment in block:
-        lines = [line for line in lines if not line.lstrip().startswith(layout.comment)]
-    return lines
+def _plain_columns(block: str, layout: TextLayout) -> list[list[str]] | None:
+    """All columns of whole lines; None unless each line is a record without faults."""
+    comment, separator = layout.comment, layout.separator
+    if "\0" in block or len(block) > csv.field_size_limit():
+        return None
+    if "\n\n" in block or block.startswith("\n") or (comment and comment in block):
+        lines = filter(str.strip, block.split("\n"))
+        block = "\n".join(line for line in lines if not (comment and line.lstrip().startswith(comment)))
+    block = block.removesuffix("\n")
+    if not block:
+        return [[]] * layout.n_fields
+    if any(mark in block for mark in layout.marks):
+        return _quoted_columns(block, layout)
+    # a field of its own marks the end of each line
+    step = layout.n_fields + 1
+    fields = block.replace("\n", f"{separator}\0{separator}").split(None if separator == " " else separator)
+    ends = fields[step - 1 :: step]
+    if len(fields) % step != step - 1 or ends.count("\0") < len(ends) or block.count("\n") != len(ends):
+        return None
+    return [fields[place::step] for place in range(layout.n_fields)]
 
 
-def _parse_block(lines: list[str], dtype: np.dtype, layout: TextLayout) -> np.ndarray | None:
-    """Structured array of the lines with the fields of `dtype`; None if a line is irregular."""
-    delimiter = {" ": None}.get(layout.separator, "\x1f" if len(layout.separator) > 1 else layout.separator)
-    with warnings.catch_warnings():
-        # NumPy before 2.4 reads the id 1.5 as 1 with a DeprecationWarning; such ids are labels, not integers.
-        warnings.simplefilter("error")
+def _quoted_columns(block: str, layout: TextLayout) -> list[list[str]] | None:
+    """`_plain_columns` of lines with quotation marks, by the default rules."""
+    if layout.quote != AUTO or layout.escape is not None or '\\"' in block:
+        return None
+    lines = block.split("\n")
+    try:
+        rows = list(_split_lines(lines, layout.separator))
+    except csv.Error:
+        return None
+    if len(rows) != len(lines) or set(map(len, rows)) != {layout.n_fields}:  # fewer: a field that spans lines
+        return None
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _batches(records: Iterator[tuple[Lines, list[str]]], size: int) -> Iterator[list[list[str]]]:
+    """All columns of up to `size` records at a time; the records before a fault precede its error."""
+    fault: RatingsError | None = None
+    rows: list[list[str]] = []
+    while fault is None:
         try:
-            return np.loadtxt(lines, dtype=dtype, delimiter=delimiter, comments=None, ndmin=1)
-        except (ValueError, OverflowError, Warning):
-            return None
+            rows = []
+            for _, row in itertools.islice(records, size):
+                rows.append(row)
+        except RatingsError as error:
+            fault = error
+        if not rows:
+            break
+        yield [list(column) for column in zip(*rows, strict=True)]
+    if fault is not None:
+        raise fault
 
 
 def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
     """Fields of each record after the header, and the `Lines` that has the start of the record."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
-        lines = Lines(stream, layout.path, layout.comment)
-        rows = _split_lines(lines, layout.separator, layout.quote, layout.escape)
-        header = layout.header
-        while True:
-            lines.start()
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                raise _bad_line(layout, lines, *_quoting_problem(layout, lines, error)) from error
-            if layout.quote == AUTO and layout.quote_mark:
-                _check_quotes(layout, lines)
-            if header:
-                header = False
-                continue
-            if len(row) != layout.n_fields:
-                problem = f"has {len(row)} field{'s' if len(row) != 1 else ''}"
-                lists = layout.separator in LIST_SEPARATORS
-                raise _bad_line(layout, lines, problem, f" ({UNEQUAL}{LISTS_HINT})" if lists else "")
-            yield lines, row
+        records = _csv_records(layout, Lines(pieces_of(stream), layout.path, layout.comment))
+        yield from itertools.islice(records, int(layout.header), None)
+
+
+def _csv_records(layout: TextLayout, lines: Lines) -> Iterator[tuple[Lines, list[str]]]:
+    rows = _split_lines(lines, layout.separator, layout.quote, layout.escape)
+    while True:
+        lines.start()
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise _bad_line(layout, lines, *_quoting_problem(layout, lines, error)) from error
+        if layout.quote == AUTO and layout.quote_mark:
+            _check_quotes(layout, lines)
+        if len(row) != layout.n_fields:
+            problem = f"has {len(row)} field{'s' if len(row) != 1 else ''}"
+            lists = layout.separator in LIST_SEPARATORS
+            raise _bad_line(layout, lines, problem, f" ({UNEQUAL}{LISTS_HINT})" if lists else "")
+        yield lines, row
 
 
 QUOTE_HINT = (
@@ -813,58 +824,6 @@ def _quoting_problem(layout: TextLayout, lines: Lines, error: csv.Error | None) 
     if error is not None and "field larger" in str(error):
         return f"cannot be split into fields ({error})", hint
     return "has a quotation mark that is not closed in this line", hint
-
-
-def _read_records(
-    layout: TextLayout, column: int | None = None, texts: list[str] | None = None, mask: np.ndarray | None = None
-) -> Columnar:
-    """((positions, labels) of users, the same of items, values) through the csv module; appends a column to `texts`."""
-    user_table: dict[str, int] = {}
-    item_table: dict[str, int] = {}
-    coded = _join(record_chunks(layout, user_table, item_table, column=column, texts=texts, mask=mask))
-    assert coded is not None
-    columns: Columnar = _with_sorted_labels(coded, user_table, item_table)
-    return columns
-
-
-def record_chunks(
-    layout: TextLayout,
-    user_table: dict[str, int],
-    item_table: dict[str, int],
-    size: int = BLOCK_RECORDS,
-    column: int | None = None,
-    texts: list[str] | None = None,
-    mask: np.ndarray | None = None,
-) -> Iterator[Chunk]:
-    """Codes (int32) of users and items, and values (float64), in chunks of `size` records through the csv module.
-
-    New labels enter the tables with codes in the order of their first appearance; a missing id is the label "". The
-    text of a `column` is appended to `texts`. Records that `mask` excludes are skipped.
-    """
-    users, items, values = array("i"), array("i"), array("d")
-    for k, (lines, row) in enumerate(_records(layout)):
-        if mask is not None and not mask[k]:
-            continue
-        user, item = row[layout.user].strip(), row[layout.item].strip()
-        users.append(user_table.setdefault(user, len(user_table)))
-        items.append(item_table.setdefault(item, len(item_table)))
-        values.append(1.0 if layout.value is None else _value(layout, lines, row[layout.value]))
-        if column is not None and texts is not None:
-            texts.append(row[column].strip())
-        if len(values) == size:
-            yield np.array(users, dtype=np.int32), np.array(items, dtype=np.int32), np.array(values, dtype=np.float64)
-            users, items, values = array("i"), array("i"), array("d")
-    if values:
-        yield np.array(users, dtype=np.int32), np.array(items, dtype=np.int32), np.array(values, dtype=np.float64)
-
-
-def _value(layout: TextLayout, lines: Lines, text: str) -> float:
-    value = _number(text)
-    if value is None:
-        raise _bad_line(layout, lines, f"has the value {_cut(text)}, which is not a number (value=None ignores values)")
-    if not -MAX_VALUE <= value <= MAX_VALUE:
-        raise _bad_line(layout, lines, f"has the value {_cut(text)}; values must be finite float32 numbers")
-    return value
 
 
 def _bad_line(layout: TextLayout, lines: Lines, problem: str, more: str = "") -> RatingsError:

@@ -109,8 +109,12 @@ def test_files_are_read_alike_or_not_at_all(tmp_path, file, found, size):
         for chunks in ("integer_chunks", "label_chunks"):
             patch.setattr(getattr(arrow_text, chunks), "__defaults__", (size,))
         fast = outcome(text._read_regular, layout)
+        patch.setattr(text, "BLOCK_CHARS", min(size, 1 << 16))
+        plain = outcome(text._read_records, layout)
+        patch.setattr(text, "_plain_columns", lambda block, layout: None)
+        assert plain == outcome(text._read_records, layout)  # line by line
     event("declined" if fast is None else "read")
-    assert fast is None or fast == outcome(text._read_any, layout)
+    assert fast is None or fast == plain
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -123,7 +127,7 @@ def test_an_odd_field_is_read_alike_or_not_at_all(tmp_path, place, separator):
         for comment in ("#", None):
             layout = layout_of(path, separator, False, comment)
             fast = outcome(text._read_regular, layout)
-            assert fast is None or fast == outcome(text._read_any, layout)
+            assert fast is None or fast == outcome(text._read_records, layout)
 
 
 REGULAR = {
@@ -146,8 +150,8 @@ def test_regular_files_are_read_by_pyarrow(tmp_path, kind, packed, monkeypatch):
     content = ("\ufeff" + REGULAR[kind]).encode()
     path = write(tmp_path, gzip.compress(content) if packed else content)
     layout = layout_of(path)
-    assert outcome(text._read_regular, layout) == outcome(text._read_any, layout) != None  # noqa: E711
-    monkeypatch.setattr(text, "_read_any", None)
+    assert outcome(text._read_regular, layout) == outcome(text._read_records, layout) != None  # noqa: E711
+    monkeypatch.setattr(text, "_read_records", None)
     assert_canonical(hmf.Ratings.from_file(path).user_items)
 
 
@@ -192,8 +196,7 @@ def test_a_late_error_is_reported_as_before(tmp_path, monkeypatch):
 def test_conversions_read_by_pyarrow(tmp_path, kind, monkeypatch):
     path = write(tmp_path, REGULAR[kind])
     expected = hmf.Ratings.from_file(path)
-    monkeypatch.setattr(conversion, "integer_chunks", None)
-    monkeypatch.setattr(conversion, "record_chunks", None)
+    monkeypatch.setattr(conversion, "record_chunks", lambda *_, **__: pytest.fail("not read by pyarrow"))
     store = hmf.convert(path, tmp_path / "store")
     assert np.array_equal(expected.user_items.toarray(), store.to_ratings().user_items.toarray())
     assert store.user_ids.tolist() == expected.user_ids.tolist() and store.user_ids.dtype == expected.user_ids.dtype
@@ -243,7 +246,7 @@ def test_doubled_separators_are_not_copied_where_fields_have_none_of_them(tmp_pa
     assert text._read_regular(layout) is None
     assert set(found) == {b"\x1f" if ":" in title else b":"}
     monkeypatch.undo()
-    assert outcome(text._read_regular, layout) == outcome(text._read_any, layout)
+    assert outcome(text._read_regular, layout) == outcome(text._read_records, layout)
 
 
 @pytest.mark.parametrize(

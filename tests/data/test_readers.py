@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import gzip
 import io
-import re
 import zipfile
 
 import numpy as np
@@ -57,20 +56,36 @@ def test_text_in_its_many_forms(tmp_path, name, text):
     assert triplets(Ratings.from_file(packed)) == EXPECTED
 
 
+def test_a_block_with_a_fault_leaves_the_others_plain(tmp_path, monkeypatch):
+    monkeypatch.setattr(_text, "BLOCK_CHARS", 16)
+    original, seen = _text._csv_records, []
+    monkeypatch.setattr(_text, "_csv_records", lambda *given: seen.append(given) or original(*given))
+    rows = [f"{k},{k},1\n" for k in range(200)]
+    rows[100] = '100,"100" ,1\n'
+    with pytest.raises(RatingsError, match="line 101 has a field that goes on after its closing quotation mark"):
+        read(tmp_path, "".join(rows))
+    assert len(seen) == 1
+    rows[100:102] = ["100,100,x\n", "101,101\n"]
+    with pytest.raises(RatingsError, match="line 101 has the value 'x'"):
+        read(tmp_path, "".join(rows))
+
+
 @pytest.mark.parametrize("block", [1, 7, 16])
 def test_blocks_of_any_size_read_the_same(tmp_path, monkeypatch, block):
     monkeypatch.setattr(_text, "BLOCK_CHARS", block)
-    monkeypatch.setattr(_text, "_read_records", None)  # the fast path alone
+    monkeypatch.setattr(_text, "_csv_records", None)  # lines are plain
     text = "  \n# c\n  \n\nuser::item::rating\n\n3::4::1\n\n\n\n#\n1::20::5\n3::20::3.5\n\n"
     assert triplets(read(tmp_path, text)) == EXPECTED
 
 
-def test_regular_integer_files_take_the_fast_path(tmp_path, monkeypatch):
-    monkeypatch.setattr(_text, "_read_records", None)
+def test_plain_lines_are_split_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(_text, "_csv_records", None)
     for name, text in [
         ("a.dat", "3::4::1::88\n1::20::5::99\n3::20::3.5::88\n"),
         ("b.csv", "userId,movieId,rating,title\n3,4,1,Heat\n1,20,5,Żółw # 1\n3,20,3.5,\n"),
         ("c.txt", "3 4  1\n 1 20 5 \n3\t20 3.5\n"),
+        ("d.csv", '"u","i","r"\n"3","4","1"\n"1","20","5"\n3,20,3.5\n'),
+        ("e.csv", '3,4,1,"Heat, The"\n1,20,5,"a ""b"" c"\n3,20,3.5,x\n'),
     ]:
         assert triplets(read(tmp_path, text, name)) == EXPECTED
 
@@ -85,16 +100,15 @@ def test_regular_integer_files_take_the_fast_path(tmp_path, monkeypatch):
         max_size=8,
     )
 )
-def test_both_paths_agree(tmp_path, separator, pairs):
+def test_lines_are_split_alike_at_once_and_one_by_one(tmp_path, separator, pairs):
     text = "".join(separator.join([str(u), str(i), repr(v)]) + "\n" for (u, i), v in pairs.items())
     path = write(tmp_path, text, "pairs.txt")
     layout = _text.find_layout(str(path), text.encode(), _text.TextOptions(separator, False, (0, 1, 2), None, "#"))
-    fast = _text._join(_text.integer_chunks(layout))
-    (users, user_ids), (items, item_ids), values = _text._read_records(layout)
-    if "+" not in text and not re.search(r"(^|\W)-?0\d", text):
-        assert fast is not None
-        assert fast[0].tolist() == user_ids[users].tolist() and fast[1].tolist() == item_ids[items].tolist()
-        assert fast[2].tolist() == values.tolist()
+    both = [list(_text._columns(layout, (0, 1, 2)))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_text, "_plain_columns", lambda block, layout: None)
+        both.append(list(_text._columns(layout, (0, 1, 2))))
+    assert both[0] == both[1]
     assert triplets(Ratings.from_file(path, separator=separator)) == pairs
 
 

@@ -94,17 +94,14 @@ def test_times_are_read_with_the_entries(tmp_path, monkeypatch, user, fast):
     path = write(tmp_path, "user,item,rating,timestamp\n" + "\n".join(rows) + "\n")
     monkeypatch.setattr(arrow_text, "SMALLEST", 1 if fast else 1 << 40)
     read = []
-    for module, name in ((arrow_text, "_parse"), (text, "_parse_block"), (text, "_records")):
+    for module, name in ((arrow_text, "_parse"), (text, "_plain_columns")):
         original = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *given, name=name, original=original: read.append(name) or original(*given)
         )
     ratings = hmf.Ratings.from_file(path)
     assert times(ratings)[("u8" if user == "u{}" else 8, 1)] == 10**9 + 56
-    if user == '"{}"':  # only the csv module takes quotes; the others stop at the first line
-        assert read.count("_records") == 1 and "_parse" not in read
-    else:
-        assert read == (["_parse"] if fast else ["_parse_block"] if user == "{}" else ["_records"])
+    assert read == (["_parse"] if fast and user != '"{}"' else ["_plain_columns"])  # pyarrow takes no quotes
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "float64", "datetime64[s]", "datetime64[ns]"])
@@ -119,7 +116,7 @@ def test_times_keep_their_bits_in_any_order(dtype):
     assert ratings.timestamps.dtype == {"int32": "int64", "float32": "float64"}.get(dtype, dtype)
 
 
-def test_one_odd_time_leaves_the_entries_to_the_fast_readers(tmp_path, monkeypatch):
+def test_one_odd_time_leaves_the_entries_to_pyarrow(tmp_path, monkeypatch):
     rows = [f"{k},{k % 7},1,{'soon' if k == 55 else 10**9}" for k in range(60)]
     path = write(tmp_path, "user,item,rating,timestamp\n" + "\n".join(rows) + "\n")
     monkeypatch.setattr(arrow_text, "SMALLEST", 1)
@@ -136,7 +133,7 @@ def test_fast_and_slow_readers_keep_the_same_dates(tmp_path, monkeypatch, form):
     slow = hmf.Ratings.from_file(path).timestamps
     monkeypatch.setattr(arrow_text, "SMALLEST", 1)
     if form.strip("Z ") == form:  # pyarrow takes neither zones nor blanks
-        monkeypatch.setattr(text, "_records", None)
+        monkeypatch.setattr(text, "_columns", None)
     fast = hmf.Ratings.from_file(path).timestamps
     assert slow is not None and fast.dtype == slow.dtype
     np.testing.assert_array_equal(fast, slow)

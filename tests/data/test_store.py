@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import hybridmf as hmf
 from hybridmf.core.sparse import SUMMED, ValueSummary
 from hybridmf.core.validate import as_csr
-from hybridmf.data import convert as conversion
+from hybridmf.data import store as stores
 from hybridmf.data.manifest import seal
 from hybridmf.data.slabs import MemorySlabs, slab_bounds, slab_entries
 from hybridmf.data.store import StoreMatrix
@@ -162,7 +162,7 @@ def replace_array(store: hmf.Store, name: str, array: np.ndarray | bytes) -> hmf
         (store.path / name).write_bytes(array)
     else:
         np.save(store.path / name, array)
-    found = conversion.file_checksum(store.path / name)
+    found = stores.file_checksum(store.path / name)
     files = store._manifest["files"] | {name: {"bytes": (store.path / name).stat().st_size, "crc32": found}}
     rewrite_manifest(store, files=files)
     return hmf.Store.open(store.path)
