@@ -17,7 +17,7 @@ import numpy as np
 from ..device.cuda import Array, Device
 from ..plan.types import NONNEGATIVE
 from . import cholesky_any
-from .launch import DeviceEntries, check, check_not_host
+from .launch import DeviceEntries, check_all
 from .nonnegative import nonnegative_solve
 from .systems import SideSystems, Sums
 
@@ -141,34 +141,27 @@ class SegmentKernels(PublishedKernels):
             self.sum_segments(self.device, sums, table, entries, segments, self.config)
 
 
-def check_factors(factors: Array, dtype: Any, rank: int) -> None:
-    """Check that a table of factors has the layout of the kernels."""
-    check("factors", factors, dtype, (None, None))
-    ld = factors.shape[1]
+def check_factors(device: Device, sums: Sums, n: int | None, factors: Array, dtype: Any) -> int:
+    """Check sums of `n` systems (None: any number), and that a table of factors has the layout of kernels; the rank."""
+    matrices, rhs = sums
+    rank, ld = int(matrices.shape[-1]), factors.shape[-1]
+    check_all(
+        device,
+        matrices=(matrices, dtype, (n, rank, rank)),
+        rhs=(rhs, dtype, (len(matrices), rank)),
+        factors=(factors, dtype, (None, None)),
+    )
     if ld < rank or ld * np.dtype(dtype).itemsize % 16:
         raise TypeError(
             f"factors must have rows of at least rank={rank} columns and a multiple of 16 bytes; got {ld} columns of "
             f"{np.dtype(dtype).name}"
         )
+    return rank
 
 
 def check_segments(device: Device, sums: Sums, factors: Array, entries: DeviceEntries, segments: Array) -> int:
     """Check the arguments of a kernel over segments; return the rank."""
-    (matrices, rhs), dtype = sums, entries.ratings.dtype
-    rank = int(matrices.shape[-1])
-    check("matrices", matrices, dtype, (None, rank, rank))
-    check("rhs", rhs, dtype, (len(matrices), rank))
-    check_factors(factors, dtype, rank)
-    check("indices", entries.indices, np.int32, (None,))
-    check("ratings", entries.ratings, dtype, (len(entries.indices),))
-    check("segments", segments, np.int64, (None, 3))
-    arrays = {"matrices": matrices, "rhs": rhs, "factors": factors, "indices": entries.indices}
-    arrays |= {"ratings": entries.ratings, "segments": segments}
-    if entries.offsets is not None:
-        check("offsets", entries.offsets, dtype, (len(factors),))
-        arrays["offsets"] = entries.offsets
-    if entries.predicted is not None:
-        check("predicted", entries.predicted, dtype, (len(entries.indices),))
-        arrays["predicted"] = entries.predicted
-    check_not_host(device, **arrays)
+    rank = check_factors(device, sums, None, factors, entries.ratings.dtype)
+    entries.check(device, entries.ratings.dtype, len(factors))
+    check_all(device, segments=(segments, np.int64, (None, 3)))
     return rank

@@ -19,7 +19,7 @@ from ..plan.assemblies import (
 )
 from ..plan.tables import KernelConfig, require
 from .assembly import PublishedKernels, check_factors
-from .launch import DeviceEntries, check, check_not_host, get_kernel
+from .launch import DeviceEntries, check, check_all, get_kernel
 from .systems import Sums
 
 Variant = Literal["chip", "local"]
@@ -193,24 +193,19 @@ def _check_tiles(
     )
     rows = RowBlocks.of(tiles, those.first, those.count).rows
     require(those.rows == rows, f"blocks.rows={those.rows} is not the number of rows of these blocks, {rows}")
-    (matrices, rhs), dtype = sums, tiles.values.dtype
-    rank = int(matrices.shape[-1])
-    check("matrices", matrices, dtype, (rows, rank, rank))
-    check("rhs", rhs, dtype, (rows, rank))
-    check_factors(factors, dtype, rank)
+    dtype = tiles.values.dtype
+    rank = check_factors(device, sums, rows, factors, dtype)
     check("ratings", entries.ratings, dtype, (None,))
     require(len(factors) == n_cols, f"factors has {len(factors)} rows; tiles has {n_cols} columns")
-    check("tiles.tile_ptr", tiles.tile_ptr, np.int64, (blocks * tiles.tiles_across + 1,))
-    check("tiles.seg_ptr", tiles.seg_ptr, np.int64, (n_rows * tiles.tiles_across + 1,))
-    check("tiles.tile_colidx", tiles.tile_colidx, np.int32, (None,))
-    check("tiles.seg_colidx", tiles.seg_colidx, np.int32, (len(tiles.values),))
-    arrays = {"matrices": matrices, "rhs": rhs, "factors": factors, "tiles.values": tiles.values}
-    arrays |= {"tiles.tile_ptr": tiles.tile_ptr, "tiles.seg_ptr": tiles.seg_ptr}
-    arrays |= {"tiles.tile_colidx": tiles.tile_colidx, "tiles.seg_colidx": tiles.seg_colidx}
-    if entries.offsets is not None:
-        check("offsets", entries.offsets, dtype, (n_cols,))
-        arrays["offsets"] = entries.offsets
-    check_not_host(device, **arrays)
+    arrays = {
+        "values": (tiles.values, dtype, (None,)),
+        "tile_ptr": (tiles.tile_ptr, np.int64, (blocks * tiles.tiles_across + 1,)),
+        "seg_ptr": (tiles.seg_ptr, np.int64, (n_rows * tiles.tiles_across + 1,)),
+        "tile_colidx": (tiles.tile_colidx, np.int32, (None,)),
+        "seg_colidx": (tiles.seg_colidx, np.int32, (len(tiles.values),)),
+    }
+    check_all(device, **{f"tiles.{name}": expected for name, expected in arrays.items()})
+    check_all(device, offsets=(entries.offsets, dtype, (n_cols,)))
     return rank
 
 

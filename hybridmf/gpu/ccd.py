@@ -25,7 +25,7 @@ from ..plan.solver import SWEEP_ORDER, Unconnected
 from ..plan.types import Plan
 from . import losses
 from .factors import DeviceFactors, to_device
-from .launch import check, check_not_host, get_kernel
+from .launch import check_all, get_kernel
 
 LANES = ((16, 8), (32, 16))
 """Maximum quads of a short piece, and the number of lanes that read it; a warp reads longer pieces."""
@@ -337,9 +337,8 @@ def rank_one(solved: Array, entries: CcdEntries, fixed: Vectors, own: Vectors, m
     if not len(entries.pieces):
         return
     device, real = entries.device, entries.dtype
-    for name, array, n in (("solved", solved, entries.n_rows), ("fixed", fixed.regressor, entries.n_fixed)):
-        check(name, array, real, (padded(n, real),))
-    check_not_host(device, solved=solved, fixed=fixed.regressor)
+    lengths = {"solved": (solved, entries.n_rows), "fixed": (fixed.regressor, entries.n_fixed)}
+    check_all(device, **{name: (array, real, (padded(n, real),)) for name, (array, n) in lengths.items()})
     vectors, config = mode.vectors, entries.config
     gathered, shared = fixed.struct, vectors * config.tile * real.itemsize
     if not config.staged:
@@ -389,8 +388,8 @@ def _for_each_piece(name: str, out: Array, entries: CcdEntries, own: Array, fixe
     n, width = len(entries.pieces), own.shape[1]
     if not n:
         return
-    check("own", own, entries.dtype, (entries.n_rows, width))
-    check("fixed", fixed, entries.dtype, (entries.n_fixed, width))
+    rows = {"own": (own, entries.n_rows), "fixed": (fixed, entries.n_fixed)}
+    check_all(entries.device, **{name: (array, entries.dtype, (n, width)) for name, (array, n) in rows.items()})
     chunks = np.int32(width * entries.dtype.itemsize // 16)
     arrays = (out, entries.ratings, entries.indices, own, fixed, entries.pieces, entries.bases)
     arguments = (*arrays, np.int64(n), chunks, np.int32(entries.zero))
@@ -399,9 +398,13 @@ def _for_each_piece(name: str, out: Array, entries: CcdEntries, own: Array, fixe
 
 def transpose(entries: CcdEntries, out: Array, array: Array, status: Array, n_rows: int, n_columns: int) -> None:
     """``out[r, c] = array[c, r]`` for ``r < n_rows, c < n_columns``; ``status[0] = 1`` if one of them is not finite."""
-    check("out", out, entries.dtype, (None, None))
-    check("array", array, entries.dtype, (None, None))
-    check("status", status, np.int32, (1,))
+    shape = (None, None)
+    check_all(
+        entries.device,
+        out=(out, entries.dtype, shape),
+        array=(array, entries.dtype, shape),
+        status=(status, np.int32, (1,)),
+    )
     sizes = (np.int64(n_rows), np.int64(n_columns), np.int64(out.shape[1]), np.int64(array.shape[1]))
     grid = (ceil_div(n_columns, 32), ceil_div(n_rows, 32))
     entries.kernel("transpose")(grid, (256,), (out, array, status, *sizes), 0)

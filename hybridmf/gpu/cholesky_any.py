@@ -19,7 +19,8 @@ from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import REGISTERS, RESERVED, WARP
 from ..plan.fused import solver_floats, vector_floats
 from ..plan.tables import KernelConfig, require
-from .launch import check, check_not_host, get_kernel
+from .launch import check_all, get_kernel
+from .systems import check_columns
 
 MAX_RANK = MAX_FACTORS + 1
 """Largest rank of the solvers: biases take one coordinate."""
@@ -222,23 +223,26 @@ COMPLETE_THREADS = 128
 
 def _check_batch(device: Device, matrices: Array, rhs: Array, slots: Array) -> tuple[int, int]:
     """(number of systems, rank) of a batch."""
-    check_not_host(device, matrices=matrices, rhs=rhs, slots=slots)
-    n_slots, rank = matrices.shape[0], matrices.shape[-1]
-    check("matrices", matrices, matrices.dtype, (n_slots, rank, rank))
-    check("rhs", rhs, matrices.dtype, (n_slots, rank))
-    check("slots", slots, np.int64, (None,))
+    n_slots, rank, dtype = matrices.shape[0], matrices.shape[-1], matrices.dtype
+    check_all(
+        device,
+        matrices=(matrices, dtype, (n_slots, rank, rank)),
+        rhs=(rhs, dtype, (n_slots, rank)),
+        slots=(slots, np.int64, (None,)),
+    )
     if not len(slots):
         raise TypeError("slots must have one element more than there are systems, got none")
     return len(slots) - 1, rank
 
 
 def _check_results(device: Device, solutions: Array, status: Array, rows: Array, n: int, rank: int, dtype: Any) -> None:
-    check_not_host(device, solutions=solutions, status=status, rows=rows)
-    check("solutions", solutions, dtype, (None, None))
-    check("status", status, np.int32, (len(solutions),))
-    check("rows", rows, np.int32, (n,))
-    if solutions.shape[1] < rank:
-        raise TypeError(f"solutions must have at least {rank} columns, got {solutions.shape[1]}")
+    check_all(
+        device,
+        solutions=(solutions, dtype, (None, None)),
+        status=(status, np.int32, (len(solutions),)),
+        rows=(rows, np.int32, (n,)),
+    )
+    check_columns(solutions, rank)
 
 
 def complete(
@@ -255,12 +259,7 @@ def complete(
     """
     n, rank = _check_batch(device, matrices, rhs, slots)
     dtype = matrices.dtype
-    check_not_host(device, ridge=ridge, scale=scale)
-    check("ridge", ridge, dtype, (rank,))
-    check("scale", scale, dtype, (n,))
-    if gram is not None:
-        check_not_host(device, gram=gram)
-        check("gram", gram, dtype, (rank, rank))
+    check_all(device, ridge=(ridge, dtype, (rank,)), scale=(scale, dtype, (n,)), gram=(gram, dtype, (rank, rank)))
     if not n:
         return
     constants = _complete_constants(rank, dtype.itemsize, gram is not None)

@@ -7,7 +7,7 @@ import numpy as np
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from ..plan.start import DrawnFactors
-from .launch import check, check_not_host, get_kernel
+from .launch import check_all, get_kernel
 
 THREADS = 256
 BLOCKS_PER_SM = 8
@@ -36,12 +36,12 @@ def draw_rows(device: Device, table: Array, scales: Array, factors: DrawnFactors
     `table`, float (n, width); `scales`, float32 (n,); `rows`, int64 (n,), or None.
     """
     (n, width), how = table.shape, factors.drawing
-    check("table", table, how.dtype, (len(factors), None))
-    check("scales", scales, np.float32, (n,))
-    check_not_host(device, table=table, scales=scales)
-    if rows is not None:
-        check("rows", rows, np.int64, (n,))
-        check_not_host(device, rows=rows)
+    check_all(
+        device,
+        table=(table, how.dtype, (len(factors), None)),
+        scales=(scales, np.float32, (n,)),
+        rows=(rows, np.int64, (n,)),
+    )
     if not table.size:
         return
     blocks = min(ceil_div(n * ceil_div(width, QUAD), THREADS), BLOCKS_PER_SM * device.spec.multiprocessors)

@@ -14,7 +14,7 @@ from ..plan.fused import OPERAND_BYTES, FusedConfig, operand_bytes, solved_apart
 from ..plan.types import NONNEGATIVE
 from .assembly import Cleared, RowKernels
 from .cholesky_any import WideTilesConfig
-from .launch import DeviceEntries, check, check_not_host, get_kernel, program
+from .launch import DeviceEntries, check_all, get_kernel, program
 from .nonnegative import NonnegativeConfig, nonnegative_solve
 from .systems import SideSystems, Sums
 
@@ -139,36 +139,6 @@ def _programs(
     return {name: program(file, name, **constants) for file, name, constants in found}
 
 
-def _check_systems(device: Device, config: FusedConfig, systems: SideSystems) -> None:
-    n_rows = len(systems.scale)
-    check("solutions", systems.solutions, np.float32, (n_rows, config.width))
-    check("status", systems.status, np.int32, (n_rows,))
-    check("ridge", systems.ridge, np.float32, (config.rank,))
-    check("scale", systems.scale, np.float32, (n_rows,))
-    if systems.gram is not None:
-        check("gram", systems.gram, np.float32, (config.rank16, config.rank16))
-        check_not_host(device, gram=systems.gram)
-    check_not_host(device, solutions=systems.solutions, status=systems.status, ridge=systems.ridge, scale=systems.scale)
-
-
-def _check_entries(device: Device, form: tuple[Any, int], table: Array, entries: DeviceEntries) -> None:
-    dtype, columns = form
-    check("table", table, dtype, (None, columns))
-    check("indices", entries.indices, np.int32, (None,))
-    check("ratings", entries.ratings, np.float32, (len(entries.indices),))
-    check_not_host(device, table=table, indices=entries.indices, ratings=entries.ratings)
-    if entries.offsets is not None:
-        check("offsets", entries.offsets, np.float32, (len(table),))
-        check_not_host(device, offsets=entries.offsets)
-    if entries.predicted is not None:
-        check("predicted", entries.predicted, np.float32, (len(entries.indices),))
-        check_not_host(device, predicted=entries.predicted)
-
-
-def _gram_pointer(systems: SideSystems) -> Any:
-    return np.uint64(0) if systems.gram is None else systems.gram
-
-
 @dataclass(frozen=True)
 class FusedKernels(RowKernels):
     """The fused kernels as `RowKernels`; the sums of a segment are one vector."""
@@ -214,8 +184,7 @@ class FusedKernels(RowKernels):
         if self.precision not in OPERAND_BYTES:
             return table
         device, config = self.device, self.config
-        check("table", table, np.float32, (None, config.width))
-        check_not_host(device, table=table)
+        check_all(device, table=(table, np.float32, (None, config.width)))
         parts = device.empty((len(table), self._operand_form[1]), np.uint32)
         if len(table):
             kernel = get_kernel(device, "split.cu", "split_table", **split_constants(config, self.precision))
@@ -237,95 +206,53 @@ class FusedKernels(RowKernels):
         if not len(segments):
             return
         device, config, (partials,) = self.device, self.config.assembling(self.precision, self.solver), sums
-        _check_entries(device, self._operand_form, table, entries)
-        check("partials", partials, np.float32, (None, config.partial_floats))
-        check("segments", segments, np.int64, (None, 3))
-        check_not_host(device, partials=partials, segments=segments)
-        if self.by_warpgroups:
-            weights = (*entries.scalars, np.float32(self.table_scale))
-            self._kernel("warpgroup_sums", entries)(
-                (min(len(segments), int(device.spec.multiprocessors * WARPGROUP_BLOCKS_PER_SM)),),
-                (WARPGROUP_THREADS,),
-                (partials, table, *entries.arrays, segments, np.int32(len(segments)), *weights),
-                warpgroup_shared_bytes(),
-            )
-            return
-        self._kernel("assemble_segments", entries)(
-            _grid(device, config, len(segments)),
-            (config.threads,),
-            (
-                partials,
-                table,
-                *entries.arrays,
-                segments,
-                self._counter(),
-                np.int32(len(segments)),
-                *entries.scalars,
-                np.float32(self.table_scale),
-            ),
-            config.shared_bytes(self.solver, self.precision),
+        self._check_operand(table, entries)
+        check_all(
+            device,
+            partials=(partials, np.float32, (None, config.partial_floats)),
+            segments=(segments, np.int64, (None, 3)),
         )
+        arrays = (partials, table, *entries.arrays, segments)
+        scalars = (np.int32(len(segments)), *entries.scalars, np.float32(self.table_scale))
+        if self.by_warpgroups:
+            grid = (min(len(segments), int(device.spec.multiprocessors * WARPGROUP_BLOCKS_PER_SM)),)
+            kernel = self._kernel("warpgroup_sums", entries)
+            kernel(grid, (WARPGROUP_THREADS,), (*arrays, *scalars), warpgroup_shared_bytes())
+            return
+        kernel, shared = self._kernel("assemble_segments", entries), config.shared_bytes(self.solver, self.precision)
+        grid, arguments = _grid(device, config, len(segments)), (*arrays, self._counter(), *scalars)
+        kernel(grid, (config.threads,), arguments, shared)
 
     def solve(self, systems: SideSystems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """Launch solve_partials: solve rows, row k from ``partials[slots[k] : slots[k + 1]]``."""
         if not len(rows):
             return
         device, config, (partials,) = self.device, self.config, sums
-        _check_systems(device, config, systems)
-        check("partials", partials, np.float32, (None, config.partial_floats))
-        check("slots", slots, np.int64, (len(rows) + 1,))
-        check("rows", rows, np.int32, (None,))
-        check_not_host(device, partials=partials, slots=slots, rows=rows)
+        systems.check(device, np.float32, config.width, config.rank)
+        check_all(
+            device,
+            partials=(partials, np.float32, (None, config.partial_floats)),
+            slots=(slots, np.int64, (len(rows) + 1,)),
+            rows=(rows, np.int32, (None,)),
+        )
         if entries.predicted is not None:
             rhs = partials[:, config.partial_floats - config.rank16 :]
             rhs[slots[:-1], : config.rank] += systems.solutions[rows, : config.rank]
         if self.solver == NONNEGATIVE:
             nonnegative_solve(device, systems, sums, slots, rows, self.epsilon)
             return
+        arrays = (systems.solutions, systems.status, partials, slots, rows)
+        terms = (systems.gram_pointer, systems.ridge, systems.scale)
+        n, epsilon = np.int32(len(rows)), np.float32(self.epsilon)
         if config.solved_by_sums(self.solver):
-            self._solve_sums(systems, partials, slots, rows)
+            tiles = self._choices["tiles"]
+            kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_sums", **tiles.sums_constants(config.width))
+            grid, shared = tiles.grid(len(rows), device.spec), tiles.shared_bytes
+            kernel(grid, (tiles.threads,), (*arrays, *terms, n, epsilon), shared)
             return
-        self._kernel("solve_partials", entries)(
-            _grid(device, config, len(rows)),
-            (config.threads,),
-            (
-                systems.solutions,
-                systems.status,
-                partials,
-                slots,
-                rows,
-                _gram_pointer(systems),
-                systems.ridge,
-                systems.scale,
-                self._counter(),
-                np.int32(len(rows)),
-                np.float32(self.epsilon),
-                np.int32(self.cg_steps),
-            ),
-            config.solving.shared_bytes(self.solver),
-        )
-
-    def _solve_sums(self, systems: SideSystems, partials: Array, slots: Array, rows: Array) -> None:
-        """Launch cholesky_sums; arguments as checked by `solve`."""
-        device, tiles = self.device, self._choices["tiles"]
-        kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_sums", **tiles.sums_constants(self.config.width))
-        kernel(
-            tiles.grid(len(rows), device.spec),
-            (tiles.threads,),
-            (
-                systems.solutions,
-                systems.status,
-                partials,
-                slots,
-                rows,
-                _gram_pointer(systems),
-                systems.ridge,
-                systems.scale,
-                np.int32(len(rows)),
-                np.float32(self.epsilon),
-            ),
-            tiles.shared_bytes,
-        )
+        kernel, shared = self._kernel("solve_partials", entries), config.solving.shared_bytes(self.solver)
+        arguments = (*arrays, *terms, self._counter(), n, epsilon, np.int32(self.cg_steps))
+        kernel(_grid(device, config, len(rows)), (config.threads,), arguments, shared)
 
     def solve_rows(
         self, systems: SideSystems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array
@@ -339,33 +266,20 @@ class FusedKernels(RowKernels):
         if not len(rows):
             return
         device, config = self.device, self.config
-        _check_systems(device, config, systems)
-        _check_entries(device, self._operand_form, table, entries)
-        check("indptr", indptr, np.int64, (len(systems.scale) + 1,))
-        check("rows", rows, np.int32, (None,))
-        check_not_host(device, indptr=indptr, rows=rows)
-        self._kernel("solve_rows", entries)(
-            _grid(device, config, len(rows)),
-            (config.threads,),
-            (
-                systems.solutions,
-                systems.status,
-                table,
-                *entries.arrays,
-                indptr,
-                rows,
-                _gram_pointer(systems),
-                systems.ridge,
-                systems.scale,
-                self._counter(),
-                np.int32(len(rows)),
-                *entries.scalars,
-                np.float32(self.table_scale),
-                np.float32(self.epsilon),
-                np.int32(self.cg_steps),
-            ),
-            config.shared_bytes(self.solver, self.precision),
-        )
+        systems.check(device, np.float32, config.width, config.rank)
+        self._check_operand(table, entries)
+        check_all(device, indptr=(indptr, np.int64, (len(systems.scale) + 1,)), rows=(rows, np.int32, (None,)))
+        arrays = (systems.solutions, systems.status, table, *entries.arrays, indptr, rows)
+        terms = (systems.gram_pointer, systems.ridge, systems.scale)
+        scalars = (np.float32(self.table_scale), np.float32(self.epsilon), np.int32(self.cg_steps))
+        arguments = (*arrays, *terms, self._counter(), np.int32(len(rows)), *entries.scalars, *scalars)
+        kernel, shared = self._kernel("solve_rows", entries), config.shared_bytes(self.solver, self.precision)
+        kernel(_grid(device, config, len(rows)), (config.threads,), arguments, shared)
+
+    def _check_operand(self, table: Array, entries: DeviceEntries) -> None:
+        dtype, columns = self._operand_form
+        check_all(self.device, table=(table, dtype, (None, columns)))
+        entries.check(self.device, np.float32, len(table))
 
     def _kernel(self, name: str, entries: DeviceEntries) -> Any:
         kind = (entries.implicit, entries.offsets is not None, entries.predicted is not None)
@@ -376,6 +290,3 @@ class FusedKernels(RowKernels):
         """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
         kind = (implicit, offsets, residual)
         return list(_programs(self.config, self.precision, self.solver, *kind, **self._choices).values())
-
-
-# ---------------------------------------------------------------------------------------------------- builds

@@ -101,6 +101,14 @@ def check_not_host(device: Device, **arrays: Array) -> None:
             )
 
 
+def check_all(device: Device, **arguments: tuple[Array, Any, tuple[int | None, ...]]) -> None:
+    """`check` and `check_not_host` of (array, dtype, shape) by name; arrays that are None are left out."""
+    for name, (array, dtype, shape) in arguments.items():
+        if array is not None:
+            check_not_host(device, **{name: array})
+            check(name, array, dtype, shape)
+
+
 @dataclass(frozen=True)
 class DeviceEntries:
     """Entries of the rows of one side on a device, and their weights."""
@@ -116,6 +124,17 @@ class DeviceEntries:
     # float (nnz,), or None: predictions, including `offsets`. Systems then solve for changes of the solutions;
     # `SideSystems.solutions` holds the part of the right-hand sides that does not come from entries
     predicted: Array | None = None
+
+    def check(self, device: Device, dtype: Any, n_fixed: int) -> None:
+        """Check the arrays for `n_fixed` rows of the fixed side."""
+        n = len(self.indices)
+        check_all(
+            device,
+            indices=(self.indices, np.int32, (None,)),
+            ratings=(self.ratings, dtype, (n,)),
+            offsets=(self.offsets, dtype, (n_fixed,)),
+            predicted=(self.predicted, dtype, (n,)),
+        )
 
     @property
     def constants(self) -> dict[str, Any]:

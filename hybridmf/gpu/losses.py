@@ -6,7 +6,7 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
-from .launch import DeviceEntries, check, check_not_host, get_kernel
+from .launch import DeviceEntries, check_all, get_kernel
 
 WARPS_PER_BLOCK = 8
 
@@ -45,10 +45,12 @@ def segment_losses(
     if not len(segments):
         return np.zeros(0)
     width, real = users.shape[1], users.dtype
-    check("users", users, real, (None, width))
-    check("items", items, real, (None, width))
-    check("segments", segments, np.int64, (None, 3))
-    check_not_host(device, users=users, items=items, segments=segments)
+    check_all(
+        device,
+        users=(users, real, (None, width)),
+        items=(items, real, (None, width)),
+        segments=(segments, np.int64, (None, 3)),
+    )
     out = device.empty(len(segments), np.float64)
     kernel = get_kernel(device, "losses.cu", "segment_losses", FACTORS=factors, LD=width, **entries.constants)
     offsets = users if user_offsets is None else user_offsets

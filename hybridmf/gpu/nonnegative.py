@@ -10,10 +10,10 @@ import numpy as np
 from ..core.system import ceil_div, round_up
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import REGISTERS, RESERVED, WARP
-from ..plan.fused import BLOCK, partial_floats
 from ..plan.fused import MAX_RANK as MAX_TILED_RANK
+from ..plan.fused import partial_floats
 from ..plan.tables import KernelConfig, require
-from .launch import check, check_not_host, get_kernel
+from .launch import check_all, get_kernel
 from .systems import SideSystems, Sums
 
 MAX_WARPS = 8
@@ -112,33 +112,23 @@ def nonnegative_solve(
     `epsilon`: as for `cholesky_any.cholesky_solve`. Descent ends after a sweep that moves no component of the gradient
         by more than 4 times this share of the largest term.
     """
-    solutions, status, gram = systems.solutions, systems.status, systems.gram
-    ridge, scale = systems.ridge, systems.scale
-    rank, dtype = len(ridge), sums[0].dtype
+    rank, dtype, n_slots = len(systems.ridge), sums[0].dtype, len(sums[0])
     tiled = len(sums) == 1
-    check("sums", sums[0], dtype, (None, partial_floats(rank)) if tiled else (None, rank, rank))
-    if not tiled:
-        check("rhs", sums[1], dtype, (len(sums[0]), rank))
-    check("slots", slots, np.int64, (len(rows) + 1,))
-    check("rows", rows, np.int32, (None,))
-    check("solutions", solutions, dtype, (len(scale), None))
-    check("status", status, np.int32, (len(scale),))
-    check("ridge", ridge, dtype, (None,))
-    check("scale", scale, dtype, (None,))
-    check_not_host(device, sums=sums[0], rhs=sums[-1], slots=slots, rows=rows, solutions=solutions, status=status)
-    check_not_host(device, ridge=ridge, scale=scale)
-    if gram is not None:
-        check("gram", gram, dtype, (round_up(rank, BLOCK),) * 2)
-        check_not_host(device, gram=gram)
-    if solutions.shape[1] < rank:
-        raise TypeError(f"solutions must have at least {rank} columns, got {solutions.shape[1]}")
+    systems.check(device, dtype, None, rank)
+    check_all(
+        device,
+        sums=(sums[0], dtype, (None, partial_floats(rank)) if tiled else (None, rank, rank)),
+        rhs=(None if tiled else sums[1], dtype, (n_slots, rank)),
+        slots=(slots, np.int64, (len(rows) + 1,)),
+        rows=(rows, np.int32, (None,)),
+    )
     if not len(rows):
         return
     if config is None:
         of_matrices = NonnegativeConfig.of_matrices
         config = NonnegativeConfig.of_tiles(rank) if tiled else of_matrices(rank, dtype.itemsize, device.spec)
     file, name, constants = config.build
-    arrays = (solutions, status, sums[0], sums[-1], slots, rows, np.uint64(0) if gram is None else gram, ridge, scale)
-    scalars = (np.int64(solutions.shape[1]), np.int32(systems.bounded), dtype.type(epsilon))
+    arrays = (systems.solutions, systems.status, sums[0], sums[-1], slots, rows, systems.gram_pointer)
+    scalars = (np.int64(systems.solutions.shape[1]), np.int32(systems.bounded), dtype.type(epsilon))
     kernel = get_kernel(device, file, name, **constants)
-    kernel((len(rows),), (config.threads,), (*arrays, *scalars), config.shared_bytes)
+    kernel((len(rows),), (config.threads,), (*arrays, systems.ridge, systems.scale, *scalars), config.shared_bytes)

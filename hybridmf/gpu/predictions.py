@@ -10,7 +10,7 @@ from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from ..plan.fused import table_width
 from ..plan.types import Plan
-from .launch import check, check_not_host, get_kernel, program
+from .launch import check_all, get_kernel, program
 
 WARPS_PER_BLOCK = 8
 
@@ -33,12 +33,14 @@ def add_products(
     if not len(segments):
         return
     dtype, width = fixed.dtype, fixed.shape[1]
-    check("predicted", predicted, dtype, (len(indices),))
-    check("fixed", fixed, dtype, (None, table_width(width, dtype)))
-    check("solved", solved, dtype, (None, width))
-    check("indices", indices, np.int32, (None,))
-    check("segments", segments, np.int64, (None, 3))
-    check_not_host(device, predicted=predicted, fixed=fixed, solved=solved, indices=indices, segments=segments)
+    check_all(
+        device,
+        predicted=(predicted, dtype, (len(indices),)),
+        fixed=(fixed, dtype, (None, table_width(width, dtype))),
+        solved=(solved, dtype, (None, width)),
+        indices=(indices, np.int32, (None,)),
+        segments=(segments, np.int64, (None, 3)),
+    )
     kernel = get_kernel(device, "predictions.cu", "add_products", **product_constants(width, dtype))
     sizes = (np.int64(len(segments)), np.int32(width))
     grid = (ceil_div(len(segments), WARPS_PER_BLOCK),)

@@ -26,7 +26,7 @@ from ..plan.types import Plan
 from . import losses
 from .factors import DeviceFactors, to_device
 from .half import Pieces
-from .launch import DeviceEntries, check, check_not_host, get_kernel
+from .launch import DeviceEntries, check_all, get_kernel
 from .rows import read_range, widen_range
 
 LAYOUTS: dict[str, dict[Side, Side]] = {
@@ -199,28 +199,20 @@ def narrow_size(ld: int, itemsize: int) -> int:
 def _check_rows(device: Device, moved: FactorRows, fixed: FactorRows, real: Any, read: Any = None) -> None:
     ld, stored = moved.matrix.shape[1], moved.matrix.dtype
     for name, rows, dtype in (("moved", moved, stored), ("fixed", fixed, stored if read is None else read)):
-        check(name, rows.matrix, dtype, (None, ld))
-        check_not_host(device, **{name: rows.matrix})
-        if rows.bias is not None:
-            check(f"{name}.bias", rows.bias, real, (len(rows.matrix),))
-            check_not_host(device, **{f"{name}.bias": rows.bias})
-
-
-def read_dtype(moved: FactorRows, fixed: FactorRows) -> np.dtype:
-    """The dtype that rows of the fixed side may have: that of the moved ones, or float16 instead of float32."""
-    narrow = fixed.matrix.dtype == np.float16 and moved.matrix.dtype == np.float32
-    return np.dtype(np.float16 if narrow else moved.matrix.dtype)
+        bias = (rows.bias, real, (len(rows.matrix),))
+        check_all(device, **{name: (rows.matrix, dtype, (None, ld)), f"{name}.bias": bias})
 
 
 def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
     """Check entries, and the rows or ranges to process."""
-    check("indices", walk.indices, np.int32, (None,))
-    check("ratings", walk.ratings, real, walk.indices.shape)
-    check("begins", walk.begins, np.int64, (None, None))
-    check("ends", walk.ends, np.int64, walk.begins.shape)
-    for name, array in tasks.items():
-        check(name, array, np.int32, (None,))
-    check_not_host(device, indices=walk.indices, ratings=walk.ratings, begins=walk.begins, ends=walk.ends, **tasks)
+    check_all(
+        device,
+        indices=(walk.indices, np.int32, (None,)),
+        ratings=(walk.ratings, real, walk.indices.shape),
+        begins=(walk.begins, np.int64, (None, None)),
+        ends=(walk.ends, np.int64, walk.begins.shape),
+        **{name: (array, np.int32, (None,)) for name, array in tasks.items()},
+    )
 
 
 def _arguments(moved: FactorRows, losses: Array, fixed: FactorRows, walk: Walk, terms: Terms, *more: Any) -> tuple:
@@ -598,13 +590,15 @@ def batch_hogwild(
     """
     ld, stored = held.matrix.shape[1], held.matrix.dtype
     _check_rows(device, held, walked, np.float32)
-    check("indices", entries.indices, np.int32, (None,))
-    check("ratings", entries.ratings, np.float32, entries.indices.shape)
-    check("crowded", entries.crowded, np.uint8, (len(walked.matrix),))
-    check("runs", entries.runs, np.int64, (None, 2))
-    check_not_host(device, **vars(entries))
     blocks = config.blocks(ld, stored.itemsize)
-    check("out", out, np.float64, (blocks,))
+    check_all(
+        device,
+        indices=(entries.indices, np.int32, (None,)),
+        ratings=(entries.ratings, np.float32, entries.indices.shape),
+        crowded=(entries.crowded, np.uint8, (len(walked.matrix),)),
+        runs=(entries.runs, np.int64, (None, 2)),
+        out=(out, np.float64, (blocks,)),
+    )
     float16, biases = stored == np.float16, held.bias is not None
     kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **config.constants_for(ld, float16, biases))
     sizes = (np.int64(len(entries.runs)), np.int32(config.n_workers), np.int32(config.batch))

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from ..device.cuda import Array
+import numpy as np
+
+from ..core.system import round_up
+from ..device.cuda import Array, Device
+from ..plan.fused import BLOCK
+from .launch import check_all
 
 Sums: TypeAlias = "tuple[Array, ...]"
 """Sums of segments of rows; first axis: slots."""
@@ -23,3 +28,27 @@ class SideSystems:
     ridge: Array  # float (rank,)
     scale: Array  # float (n_rows,)
     bounded: int = 0  # number of first coordinates that must not be negative; only the nonnegative solver reads it
+
+    def check(self, device: Device, dtype: Any, width: int | None, rank: int) -> None:
+        """Check the arrays for systems of order `rank` and solutions of `width` columns (None: at least `rank`)."""
+        n, side = len(self.scale), round_up(rank, BLOCK)
+        check_all(
+            device,
+            solutions=(self.solutions, dtype, (n, width)),
+            status=(self.status, np.int32, (n,)),
+            gram=(self.gram, dtype, (side, side)),
+            ridge=(self.ridge, dtype, (rank,)),
+            scale=(self.scale, dtype, (n,)),
+        )
+        check_columns(self.solutions, rank)
+
+    @property
+    def gram_pointer(self) -> Any:
+        """Kernel argument: the Gram matrix, or a null pointer."""
+        return np.uint64(0) if self.gram is None else self.gram
+
+
+def check_columns(solutions: Array, rank: int) -> None:
+    """Check that solutions of systems of order `rank` have room."""
+    if solutions.shape[1] < rank:
+        raise TypeError(f"solutions must have at least {rank} columns, got {solutions.shape[1]}")

@@ -15,7 +15,7 @@ from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec
 from ..errors import DeviceMemoryError
 from ..plan.tables import KernelConfig
-from .launch import check, check_not_host, get_kernel
+from .launch import check, check_all, get_kernel
 
 SOURCE = "top_k.cu"
 
@@ -281,14 +281,14 @@ def top_k_on_device(
     Returns `scores`, on the device (n_users, n).
     `users`, (n_users, rank).
     """
-    check_not_host(device, users=users)
-    check("users", users, packed.dtype, (None, packed.rank))
+    check_all(device, users=(users, packed.dtype, (None, packed.rank)))
     n_users = int(users.shape[0])
-    if seen_ptr is not None and seen_ids is not None:
-        check_not_host(device, seen_ptr=seen_ptr, seen_ids=seen_ids)
-        check("seen_ptr", seen_ptr, np.int64, (n_users + 1,))
-        check("seen_ids", seen_ids, np.int32, (None,))
-    elif seen_ptr is not seen_ids:
+    check_all(
+        device,
+        seen_ptr=(seen_ptr, np.int64, (n_users + 1,)),
+        seen_ids=(seen_ids, np.int32, (None,)),
+    )
+    if (seen_ptr is None) != (seen_ids is None):
         raise TypeError("seen_ptr and seen_ids belong together: pass both or neither")
     if not packed.n_items:
         gaps = np.full((n_users, n), -1, dtype=np.int32), np.full((n_users, n), -np.inf, dtype=packed.dtype)

@@ -10,7 +10,7 @@ import scipy.sparse as sp
 
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.formats import BalsMatrix, reorder
-from hybridmf.gpu import assembly, bals
+from hybridmf.gpu import bals
 from hybridmf.gpu import mo_als as mo_als_module
 from hybridmf.gpu import sparse_syrk as sparse_syrk_module
 from hybridmf.gpu.bals import BalsLocalConfig

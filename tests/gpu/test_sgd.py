@@ -493,9 +493,7 @@ def test_configurations_that_cannot_work():
         with pytest.raises(ValueError, match=message):
             HogwildConfig(**{"blocks_per_sm": 3, "n_workers": 1} | change)
     for chunk, helpers in ((5, 1), (64, 1), (16, 0), (4, 32)):
-        with pytest.raises(
-            ValueError, match="chunk must be 4, 8 or 16 and helpers 1 to 31|helpers must be an integer >= 1"
-        ):
+        with pytest.raises(ValueError, match=r"chunk must be 4, 8 or 16|helpers must be"):
             BlockedConfig(32, 4, chunk, helpers, 40)
     with pytest.raises(ValueError, match=r"slots must be at least helpers \+ 3"):
         BlockedConfig(32, 4, 16, 3, 5)
