@@ -28,11 +28,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # of the processes that the data are drawn in, too
 
-from gpu_matrix import records  # noqa: E402
-from gpu_matrix.cases import SETS, Case, groups_of, part_of  # noqa: E402
-from gpu_matrix.data import open_matrix, prepare  # noqa: E402
-from gpu_matrix.pool import Pool  # noqa: E402
-from gpu_matrix.worker import serve  # noqa: E402
+from gpu_matrix import records
+from gpu_matrix.cases import SETS, Case, groups_of, part_of
+from gpu_matrix.data import open_matrix, prepare
+from gpu_matrix.pool import Pool
+from gpu_matrix.worker import serve
 
 DELAYS = "HYBRIDMF_KERNEL_DELAYS"
 """Seed of random delays around every synchronization, which hybridmf/gpu/launch.py compiles into all kernels."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
 
-from support.kernel_cases import CASES  # noqa: E402
+from support.kernel_cases import CASES
 
 
 def main() -> None:

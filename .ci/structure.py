@@ -146,14 +146,14 @@ def estimators() -> Iterator[FactorModel]:
     for device in ("cpu", "cuda"):
         common: dict[str, Any] = {"iterations": 1, "random_state": 0, "device": device, "num_threads": 1}
         for options in als:
-            yield hybridmf.ImplicitALS(factors=8, **common, **options)
+            yield hybridmf.ImplicitALS(factors=4, **common, **options)
             if options.get("solver") != "subspace":
-                yield hybridmf.ExplicitALS(factors=8, **common, **options)
+                yield hybridmf.ExplicitALS(factors=4, **common, **options)
         for schedule in ("msgd", "hogwild", "blocks") if device == "cpu" else ("msgd", "batch_hogwild"):
-            yield hybridmf.SGD(factors=8, schedule=schedule, **common)
+            yield hybridmf.SGD(factors=4, schedule=schedule, **common)
         yield hybridmf.CCD(factors=3, biases=True, **common)
     for options in ({"factors": 90}, {"assembly": "sparse_syrk"}, {"assembly": "mo_als"}, {"precision": "tf32"}):
-        yield hybridmf.ImplicitALS(**{"factors": 8, "iterations": 1, "device": "cuda", **options})
+        yield hybridmf.ImplicitALS(**{"factors": 4, "iterations": 1, "device": "cuda", **options})
 
 
 def calls() -> dict[str, Stack]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from hybridmf.datasets import SHAPES, draw_pairs, published_degrees
+from hybridmf.datasets import SHAPES
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+from published import draw_pairs, published_degrees
 
 SHOP = (200_000, 120_000, 1_600_000)
 """Users, items and entries of a shop: few entries a row."""

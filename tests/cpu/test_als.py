@@ -126,7 +126,7 @@ def test_waves_of_long_rows_cover_every_entry_once():
     assert _als.long_row_waves(indptr, np.empty(0, dtype=np.int64)) == []
 
 
-@pytest.mark.parametrize("rank", [exhaustive(511), 512, 513])
+@pytest.mark.parametrize("rank", [exhaustive(511), exhaustive(512), 513])
 def test_ranks_around_the_switch_to_lapack(rank):
     assert _als.OWN_CHOLESKY_RANK == 512
     for dtype, tolerance in (("float64", 1e-8), ("float32", 1e-2)):

@@ -58,8 +58,10 @@ def narrow() -> sp.csr_array:
     return two_users()[:, :3000]
 
 
-@pytest.mark.parametrize(("regularization", "wrong"), [(0.1, True), (100.0, False)])
-@pytest.mark.parametrize("where", ["memory", "gpu", "store", "store to a gpu", "two ranks"])
+@pytest.mark.parametrize(
+    ("where", "regularization", "wrong"),
+    [("memory", 100.0, False), ("memory", 0.1, True), ("store to a gpu", 0.1, True), ("two ranks", 0.1, True)],
+)
 def test_fits_anywhere_warn_once(where, regularization, wrong, device, monkeypatch, tmp_path, caplog):
     serve_cuda(device, monkeypatch)
     place = "cuda" if "gpu" in where else "cpu"

@@ -124,7 +124,7 @@ def test_matrices_that_do_not_fit_in_shared_memory(device, rank, dtype, warps):
         np.testing.assert_allclose(x[:rank], exact, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("place", ["memory", "store"])
+@pytest.mark.parametrize("place", ["memory", exhaustive("store")])
 def test_users_left_above_their_minima_are_finished(place, device, monkeypatch, tmp_path, caplog):
     """The kernel ends after its last sweep at 1.8 times the minimum of these nearly singular systems."""
     serve_cuda(device, monkeypatch)

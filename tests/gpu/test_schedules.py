@@ -103,11 +103,13 @@ def reports(broken: bool) -> set[str]:
     return found
 
 
+@pytest.mark.exhaustive
 @needs_detector
 def test_races_are_found_without_an_unlucky_schedule():
     assert reports(broken=True) == {name for name, sample in KNOWN.items() if sample.by_races}
 
 
+@pytest.mark.exhaustive
 @needs_detector
 def test_right_samples_have_no_races():
     assert reports(broken=False) == set()
