@@ -19,7 +19,7 @@ from ..core.objective import Factors, Objective, Side, State
 from ..core.row_systems import Row, row_system
 from ..core.sparse import csr_of, take_rows
 from ..core.validate import MAX_AXIS, csr_arrays
-from ..data.slabs import Slabs, take_slab_rows
+from ..data.slabs import Orientation
 from ..formats import BalsMatrix, tiled
 from ..native import _als
 from ..native.status import SINGULAR_PIVOT, check_status
@@ -402,7 +402,7 @@ class StreamedHalf:
     ----------
     side : {"user", "item"}
         The side to solve.
-    slabs : Slabs
+    slabs : Orientation
         One row for each row of the side.
     objective : Objective
     plan : Plan
@@ -415,7 +415,7 @@ class StreamedHalf:
     def __init__(
         self,
         side: Side,
-        slabs: Slabs,
+        slabs: Orientation,
         objective: Objective,
         plan: Plan,
         names: np.ndarray | None = None,
@@ -448,7 +448,7 @@ class StreamedHalf:
 
     def row_entries(self, at: np.ndarray) -> sp.csr_array:
         """Entries of some rows."""
-        return take_slab_rows(self.slabs, at)
+        return self.slabs.take(at)
 
     def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
         """See `HalfSweep`."""

@@ -83,7 +83,7 @@ from .lines import line_blocks
 from .lists import BLOCK_ENTRIES, lines_of_lists, list_chunks, list_layout
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
 from .readers import MarketHeader, check_market_rows, market_header, parquet_chunks, parquet_layout, part_paths
-from .slabs import MemorySlabs, slab_bounds
+from .slabs import InMemory, slab_bounds
 from .store import UNFINISHED, Store
 from .text import (
     BLOCK_CHARS,
@@ -383,7 +383,7 @@ def _convert_matrix(ratings: Ratings, folder: _Folder, entries: int) -> None:
     _save_labels(folder, ratings.user_ids, ratings.item_ids)
     counts, bounds = _Counts(*matrix.shape), {}
     for side, csr in zip(SIDES, (matrix, transposed(matrix)), strict=True):
-        slabs = MemorySlabs.cut(csr, entries)
+        slabs = InMemory(csr).cut(entries)
         bounds[side] = slabs.bounds
         for k in range(len(slabs.bounds) - 1):
             part = slabs.matrix(k)

@@ -1,61 +1,215 @@
-"""Ratings cut into slabs of consecutive rows, for solvers that do not hold all ratings at once."""
+"""One orientation of the ratings in a fit, in slabs of consecutive rows for solvers that do not hold all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.sparse import columns_of, csr_of, rows_of, stacked
+from ..core.sparse import columns_of, csr_of, rows_of, stacked, take_rows
 from ..core.validate import csr_arrays, make_csr
 
 
-class Slabs(Protocol):
-    """One orientation of the ratings, slab by slab."""
+class Orientation:
+    """The ratings in one orientation, with a row for each user or for each item.
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n_rows, n_fixed)."""
+    `InMemory`, `hybridmf.data.store.StoreMatrix`, and a `Part` of these. On a GPU, `hybridmf.gpu.matrix.DeviceMatrix`
+    takes its place.
+    """
 
-    @property
-    def nnz(self) -> int:
-        """Entries."""
+    shape: tuple[int, int]
+    nnz: int
+    dtype: Any
+    """Of the values: float32 or float64."""
 
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the values: float32 or float64."""
+    bounds: np.ndarray
+    """Rows ``bounds[k] ... bounds[k + 1] - 1`` are slab k; int64, shape (n_slabs + 1,)."""
 
-    @property
-    def bounds(self) -> np.ndarray:
-        """Rows ``bounds[k] ... bounds[k + 1] - 1`` are slab k; int64, shape (n_slabs + 1,)."""
-
-    @property
-    def degrees(self) -> np.ndarray:
-        """Entries of each row, int64, shape (n_rows,)."""
+    degrees: Any
+    """Entries of each row, int64, shape (n_rows,)."""
 
     def matrix(self, slab: int) -> sp.csr_array:
         """Rows of a slab, canonical; its arrays may be mapped from a file and cannot be written to."""
+        raise NotImplementedError
+
+    def matrices(self) -> Iterator[sp.csr_array]:
+        """Slab after slab."""
+        for slab in range(len(self.bounds) - 1):
+            yield self.matrix(slab)
 
     def prefetch(self, slab: int) -> None:
         """Ask the system to read a slab ahead, if it is in a file."""
 
+    def release(self) -> None:
+        """Keep no slab that was read."""
 
-def take_slab_rows(slabs: Slabs, rows: np.ndarray) -> sp.csr_array:
-    """Entries of some rows."""
-    if not len(rows):
-        return csr_of(np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, slabs.dtype), slabs.shape[1])
-    places = np.searchsorted(slabs.bounds, rows, side="right") - 1
-    parts = {int(k): slabs.matrix(int(k)) for k in np.unique(places)}
-    starts = slabs.bounds[places].tolist()
-    found = [
-        rows_of(parts[k], row - first, row - first + 1)
-        for k, row, first in zip(places.tolist(), rows.tolist(), starts, strict=True)
-    ]
-    return stacked(found)
+    def part(self, ranges: Sequence[tuple[int, int]], columns: tuple[int, int] | None = None) -> Orientation:
+        """Some ranges of rows, one after the other, and some columns, the first of which becomes column 0.
+
+        Nothing is copied if these are consecutive rows; columns of a store are counted by reading the rows once.
+        """
+        if columns is None and list(ranges) == [(0, self.shape[0])]:
+            return self
+        return Part(self, ranges, columns)
+
+    def cut(self, entries: int, rows: int | None = None) -> Orientation:
+        """The same rows in slabs of at most this many entries and rows; see `slab_bounds`."""
+        return Part(self, [(0, self.shape[0])], entries=entries, rows=rows)
+
+    def rows(self, first: int, last: int) -> Iterator[sp.csr_array]:
+        """The rows from `first` to before `last`, one piece per slab; the next slab is read ahead."""
+        while first < last:
+            slab = int(np.searchsorted(self.bounds, first, side="right")) - 1
+            begin, end = self.bounds[slab : slab + 2].tolist()
+            self.prefetch(slab + 1)
+            yield self._rows_of_slab(slab, first - begin, min(last, end) - begin)
+            first = end
+
+    def _rows_of_slab(self, slab: int, first: int, last: int) -> sp.csr_array:
+        return rows_of(self.matrix(slab), first, last)
+
+    def take(self, rows: np.ndarray) -> sp.csr_array:
+        """Entries of some rows."""
+        if not len(rows):
+            return csr_of(np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, self.dtype), self.shape[1])
+        places = np.searchsorted(self.bounds, rows, side="right") - 1
+        parts = {int(k): self.matrix(int(k)) for k in np.unique(places)}
+        starts = self.bounds[places].tolist()
+        found = [
+            rows_of(parts[k], row - first, row - first + 1)
+            for k, row, first in zip(places.tolist(), rows.tolist(), starts, strict=True)
+        ]
+        return stacked(found)
+
+    def load(self) -> InMemory:
+        """All rows in memory, in the same slabs."""
+        indices, data = np.empty(self.nnz, dtype=np.int32), np.empty(self.nnz, dtype=self.dtype)
+        at = 0
+        for piece in self.rows(0, self.shape[0]):
+            _, columns, values = csr_arrays(piece)
+            indices[at : at + len(columns)], data[at : at + len(columns)] = columns, values
+            at += len(columns)
+        self.release()
+        indptr = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(self.degrees)))
+        return InMemory(make_csr(indptr, indices, data, self.shape), self.bounds)
+
+
+class InMemory(Orientation):
+    """A matrix in memory; its slabs are views. By default it is one slab."""
+
+    def __init__(self, csr: sp.csr_array, bounds: np.ndarray | None = None) -> None:
+        self.csr, self.shape, self.nnz, self.dtype = csr, csr.shape, int(csr.nnz), csr.dtype
+        self.bounds = np.array([0, self.shape[0]], dtype=np.int64) if bounds is None else bounds
+
+    @property
+    def degrees(self) -> np.ndarray:
+        """Entries of each row."""
+        return np.diff(csr_arrays(self.csr)[0])
+
+    def matrix(self, slab: int) -> sp.csr_array:
+        """Rows of a slab; values and indices are views."""
+        return rows_of(self.csr, *self.bounds[slab : slab + 2].tolist())
+
+    def part(self, ranges: Sequence[tuple[int, int]], columns: tuple[int, int] | None = None) -> InMemory:
+        """See `Orientation.part`: several ranges, or some columns, are copied."""
+        pieces = [rows_of(self.csr, *each) for each in ranges]
+        if columns is not None:
+            pieces = [columns_of(piece, *columns) for piece in pieces]
+        return InMemory(pieces[0] if len(pieces) == 1 else stacked(pieces))
+
+    def cut(self, entries: int, rows: int | None = None) -> InMemory:
+        """See `Orientation.cut`."""
+        return type(self)(self.csr, slab_bounds(self.degrees, entries, rows))
+
+    def rows(self, first: int, last: int) -> Iterator[sp.csr_array]:
+        """The rows from `first` to before `last`, views, in one piece."""
+        yield rows_of(self.csr, first, last)
+
+    def take(self, rows: np.ndarray) -> sp.csr_array:
+        """Entries of some rows."""
+        return take_rows(self.csr, rows)
+
+    def load(self) -> InMemory:
+        """Return the object itself."""
+        return self
+
+
+class Part(Orientation):
+    """Ranges of rows of a stored orientation, and some of its columns, read from there; see `Orientation.part`.
+
+    Its slabs are those of the source within each range, or cut to at most so many `entries` and `rows`.
+    """
+
+    def __init__(
+        self,
+        source: Orientation,
+        ranges: Sequence[tuple[int, int]],
+        columns: tuple[int, int] | None = None,
+        *,
+        entries: int | None = None,
+        rows: int | None = None,
+    ) -> None:
+        self.source, self.ranges, self.columns, self.dtype = source, list(ranges), columns, source.dtype
+        firsts: list[np.ndarray] = []  # row of the source with which each slab begins, by range
+        sizes: list[np.ndarray] = []
+        for first, last in self.ranges:
+            inside = (source.bounds > first) & (source.bounds < last)
+            ends = np.unique(np.concatenate(([first], source.bounds[inside], [last]))).astype(np.int64)
+            if entries is not None:
+                finer = [slab_bounds(source.degrees[a:b], entries, rows) + a for a, b in pairwise(ends.tolist())]
+                ends = np.unique(np.concatenate([ends, *finer]))
+            firsts.append(ends[:-1])
+            sizes.append(np.diff(ends))
+        self.bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
+        self._firsts = np.concatenate(firsts)
+        self._range_of = np.repeat(np.arange(len(firsts)), [len(each) for each in firsts])
+        self._slab_of = np.searchsorted(source.bounds, self._firsts, side="right") - 1
+        self._at_hand: dict[int, tuple[int, sp.csr_array]] = {}  # slab of the source by range: readers alternate ranges
+        width = source.shape[1] if columns is None else columns[1] - columns[0]
+        self.shape = (int(self.bounds[-1]), width)
+        nothing = np.zeros(0, np.int64)
+        if columns is None:
+            self.degrees = np.concatenate([nothing, *(source.degrees[first:last] for first, last in self.ranges)])
+        else:
+            pieces = self.rows(0, self.shape[0])
+            self.degrees = np.concatenate([nothing, *(np.diff(piece.indptr) for piece in pieces)])
+            self.release()
+        self.nnz = int(self.degrees.sum())
+
+    def cut(self, entries: int, rows: int | None = None) -> Part:
+        """See `Orientation.cut`."""
+        return Part(self.source, self.ranges, self.columns, entries=entries, rows=rows)
+
+    def matrix(self, slab: int) -> sp.csr_array:
+        """Rows of a slab; keeps what the source converts while reading, for the next slab."""
+        begin, end = self.bounds[slab : slab + 2].tolist()
+        return self._rows_of_slab(slab, 0, end - begin)
+
+    def _rows_of_slab(self, slab: int, first: int, last: int) -> sp.csr_array:
+        number, range_of = int(self._slab_of[slab]), int(self._range_of[slab])
+        if range_of not in self._at_hand or self._at_hand[range_of][0] != number:
+            self._at_hand.pop(range_of, None)  # frees it before the next one is read
+            self._at_hand[range_of] = number, self.source.matrix(number)
+        start = int(self._firsts[slab] - self.source.bounds[number])
+        found = rows_of(self._at_hand[range_of][1], start + first, start + last)
+        return found if self.columns is None else columns_of(found, *self.columns)
+
+    def release(self) -> None:
+        """Keep no slab of the source."""
+        self._at_hand.clear()
+
+    def prefetch(self, slab: int) -> None:
+        """Ask the source to read ahead, unless it has already."""
+        if slab < len(self._slab_of) and (not slab or self._slab_of[slab] != self._slab_of[slab - 1]):
+            self.source.prefetch(int(self._slab_of[slab]))
+
+
+def as_orientation(ratings: Any) -> Any:
+    """A csr_array as `InMemory`; everything else as it is."""
+    return InMemory(ratings) if isinstance(ratings, sp.csr_array) else ratings
 
 
 def slab_bounds(degrees: np.ndarray, entries: int, rows: int | None = None) -> np.ndarray:
@@ -85,177 +239,6 @@ def slab_entries(bounds: np.ndarray, degrees: np.ndarray) -> np.ndarray:
     """Entries of each slab, int64."""
     before = np.concatenate(([0], np.cumsum(degrees)))
     return np.diff(before[bounds])
-
-
-@dataclass(frozen=True)
-class MemorySlabs:
-    """Slabs of a matrix in memory: views.
-
-    Parameters
-    ----------
-    csr : csr_array, shape (n_rows, n_fixed)
-    bounds : int64 array
-    """
-
-    csr: sp.csr_array
-    bounds: np.ndarray
-
-    @classmethod
-    def cut(cls, csr: sp.csr_array, entries: int, rows: int | None = None) -> MemorySlabs:
-        """Slabs of about `entries` entries; see `slab_bounds`."""
-        return cls(csr, slab_bounds(np.diff(csr.indptr), entries, rows))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n_rows, n_fixed)."""
-        return self.csr.shape
-
-    @property
-    def nnz(self) -> int:
-        """Entries."""
-        return int(self.csr.nnz)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the values."""
-        return self.csr.dtype
-
-    @property
-    def degrees(self) -> np.ndarray:
-        """Entries of each row."""
-        return np.diff(csr_arrays(self.csr)[0])
-
-    def matrix(self, slab: int) -> sp.csr_array:
-        """Rows of a slab; values and indices are views."""
-        return rows_of(self.csr, *self.bounds[slab : slab + 2].tolist())
-
-    def prefetch(self, slab: int) -> None:
-        """Nothing to read ahead."""
-
-
-class RangeSlabs:
-    """Slabs of some consecutive rows of other slabs, such as the rows of a rank.
-
-    Parameters
-    ----------
-    source : Slabs
-    first, last : int
-        The rows from `first` to before `last`.
-    entries, rows : int, optional
-        Maximum entries and rows of a slab, which cut those of the source further; see `slab_bounds`.
-    """
-
-    def __init__(
-        self, source: Slabs, first: int, last: int, entries: int | None = None, rows: int | None = None
-    ) -> None:
-        self.source, self.first, self.last = source, first, last
-        self.shape = (last - first, source.shape[1])
-        self.dtype = source.dtype
-        self.degrees = source.degrees[first:last]
-        self.nnz = int(self.degrees.sum())
-        inside = (source.bounds > first) & (source.bounds < last)
-        bounds = np.unique(np.concatenate(([first], source.bounds[inside], [last]))).astype(np.int64) - first
-        if entries is not None:
-            finer = [slab_bounds(self.degrees[a:b], entries, rows) + a for a, b in pairwise(bounds)]
-            bounds = np.unique(np.concatenate([bounds, *finer]))
-        self.bounds = bounds
-        self._slab_of = np.searchsorted(source.bounds, first + bounds[:-1], side="right") - 1
-        self._at_hand: tuple[int, sp.csr_array] | None = None
-
-    def cut(self, entries: int, rows: int | None = None) -> RangeSlabs:
-        """The same rows in slabs of at most this many entries and rows."""
-        return RangeSlabs(self.source, self.first, self.last, entries, rows)
-
-    def matrix(self, slab: int) -> sp.csr_array:
-        """Rows of a slab; keeps entries that the source converts while reading, for the next slab."""
-        number = int(self._slab_of[slab])
-        if self._at_hand is None or self._at_hand[0] != number:
-            self._at_hand = None  # frees it before the next one is read
-            self._at_hand = number, self.source.matrix(number)
-        start = self.first - int(self.source.bounds[number])
-        return rows_of(self._at_hand[1], *(self.bounds[slab : slab + 2] + start).tolist())
-
-    def release(self) -> None:
-        """Keep no slab of the source."""
-        self._at_hand = None
-
-    def prefetch(self, slab: int) -> None:
-        """Ask the source to read ahead, unless it has already."""
-        if slab < len(self._slab_of) and (not slab or self._slab_of[slab] != self._slab_of[slab - 1]):
-            self.source.prefetch(int(self._slab_of[slab]))
-
-    def load(self) -> sp.csr_array:
-        """All rows in memory."""
-        return loaded(self)
-
-
-class ColumnSlabs:
-    """Some columns of ranges of rows of other slabs, one range after the other, for shared rows (`RankLayout.cut`).
-
-    The constructor reads all of them once, to count entries.
-
-    Parameters
-    ----------
-    source : Slabs
-    ranges : sequence of (first, last)
-        Rows.
-    columns : (first, last)
-        The first one becomes column 0.
-
-    Attributes
-    ----------
-    shape, dtype, nnz, degrees
-        Of these rows and columns, as of `Slabs`.
-    """
-
-    def __init__(self, source: Slabs, ranges: Sequence[tuple[int, int]], columns: tuple[int, int]) -> None:
-        self.dtype, self._columns = source.dtype, columns
-        self._parts = [RangeSlabs(source, *rows) for rows in ranges]
-        self._starts = np.cumsum([0, *(part.shape[0] for part in self._parts)]).tolist()
-        self.shape = (self._starts[-1], columns[1] - columns[0])
-        pieces = self.rows(0, self.shape[0])
-        self.degrees = np.concatenate([np.zeros(0, np.int64), *(np.diff(piece.indptr) for piece in pieces)])
-        self._release()
-        self.nnz = int(self.degrees.sum())
-
-    def rows(self, first: int, last: int) -> Iterator[sp.csr_array]:
-        """The rows from `first` to before `last`, one piece per slab; the next one is read ahead."""
-        for part, start in zip(self._parts, self._starts, strict=False):
-            at, stop = max(first - start, 0), min(last - start, part.shape[0])
-            while at < stop:
-                slab = int(np.searchsorted(part.bounds, at, side="right")) - 1
-                begin, end = part.bounds[slab : slab + 2].tolist()
-                part.prefetch(slab + 1)
-                yield columns_of(rows_of(part.matrix(slab), at - begin, min(stop, end) - begin), *self._columns)
-                at = end
-
-    def load(self) -> sp.csr_array:
-        """All rows in memory."""
-        found = _filled(self, self.rows(0, self.shape[0]))
-        self._release()
-        return found
-
-    def _release(self) -> None:
-        """Drop the slabs kept for each range."""
-        for part in self._parts:
-            part.release()
-
-
-def loaded(slabs: Slabs) -> sp.csr_array:
-    """All rows of slabs as one matrix in memory."""
-    return _filled(slabs, (slabs.matrix(slab) for slab in range(len(slabs.bounds) - 1)))
-
-
-def _filled(slabs: Slabs | ColumnSlabs, pieces: Iterable[sp.csr_array]) -> sp.csr_array:
-    """All rows of slabs, from consecutive pieces."""
-    indices, data = np.empty(slabs.nnz, dtype=np.int32), np.empty(slabs.nnz, dtype=slabs.dtype)
-    at = 0
-    for piece in pieces:
-        _, columns, values = csr_arrays(piece)
-        indices[at : at + len(columns)], data[at : at + len(columns)] = columns, values
-        at += len(columns)
-    indptr = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(slabs.degrees)))
-    return make_csr(indptr, indices, data, slabs.shape)
 
 
 def magnitudes(values: np.ndarray) -> np.ndarray:

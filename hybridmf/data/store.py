@@ -25,7 +25,6 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -56,7 +55,7 @@ from .manifest import (
     seal,
     slab_file,
 )
-from .slabs import loaded, magnitudes, slab_entries
+from .slabs import Orientation, magnitudes, slab_entries
 
 logger = logging.getLogger("hybridmf")
 
@@ -253,7 +252,7 @@ class Store:
                 f"{free / 2**20:,.0f} MiB are free; ExplicitALS and ImplicitALS fit a store without loading it"
             )
         logger.info("loading the store %s into memory: %s entries", self.path, f"{self.nnz:,}")
-        return frozen_csr(StoreMatrix(self).load())
+        return frozen_csr(StoreMatrix(self).load().csr)
 
     def to_ratings(self) -> Ratings:
         """All ratings in memory with their labels, equal to those of `Ratings.from_file` for the source."""
@@ -472,8 +471,8 @@ def _size_problem(size: int, written: int) -> str:
     return f"{'is truncated' if size < written else 'is too long'}: {size} bytes, {written} were written"
 
 
-class StoreMatrix:
-    """One orientation of a store for a fit: `hybridmf.data.slabs.Slabs`, with the interface of a matrix.
+class StoreMatrix(Orientation):
+    """One orientation of a store for a fit, with `indptr` as a matrix has.
 
     Parameters
     ----------
@@ -561,15 +560,6 @@ class StoreMatrix:
                 mapped = getattr(self.store._vector(name, ARRAYS[array]), "_mmap", None)
                 if mapped is not None and hasattr(mmap, "MADV_WILLNEED"):
                     mapped.madvise(mmap.MADV_WILLNEED)
-
-    def matrices(self) -> Iterator[sp.csr_array]:
-        """Slab after slab."""
-        for slab in range(len(self._slabs)):
-            yield self.matrix(slab)
-
-    def load(self) -> sp.csr_array:
-        """All rows in memory."""
-        return loaded(self)
 
 
 class StoredSeen:

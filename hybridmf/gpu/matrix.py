@@ -71,6 +71,11 @@ class DeviceMatrix:
         return cls((len(indptr) - 1, 1), indptr, device.upload(indptr), None, None, np.dtype(dtype))
 
     @property
+    def degrees(self) -> np.ndarray:
+        """Entries of each row, on the host."""
+        return np.diff(self.indptr)
+
+    @property
     def nnz(self) -> int:
         """Number of entries."""
         return int(self.indptr[-1])

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from ..core.objective import Objective, Side
-from ..data.slabs import MemorySlabs, Slabs, slab_entries
+from ..data.slabs import InMemory, Orientation, slab_entries
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
 from ..plan.fused import table_width
@@ -212,7 +212,7 @@ class HostHalf(StreamedHalf):
         self,
         device: Device,
         side: Side,
-        slabs: Slabs,
+        slabs: Orientation,
         objective: Objective,
         plan: Plan,
         copiers: Copiers,
@@ -225,7 +225,7 @@ class HostHalf(StreamedHalf):
         self.buffers = half.buffers if half.fixed_parts > 1 else 1
         plan = plan.changed(batch_slots=slots_at_once(plan.scale.problem, half))
         super().__init__(device, side, slabs, objective, plan, None, names)
-        if isinstance(slabs, MemorySlabs):
+        if isinstance(slabs, InMemory):
             copiers.entries.pin(slabs.csr.indices)
             copiers.entries.pin(slabs.csr.data)
         self.longest = int(slab_entries(slabs.bounds, self.degrees).max(initial=0))

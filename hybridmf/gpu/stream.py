@@ -32,8 +32,7 @@ import scipy.sparse as sp
 
 from ..core.objective import Objective, Side
 from ..core.validate import csr_arrays
-from ..data.slabs import MemorySlabs, RangeSlabs, Slabs, slab_entries, take_slab_rows
-from ..data.store import StoreMatrix
+from ..data.slabs import InMemory, Orientation, slab_entries
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
 from ..device.health import hurry
@@ -262,7 +261,7 @@ class Pipeline(Loader):
             self._allocate(self._vectors())
 
 
-def slab_transfers(slabs: Slabs) -> Transfers:
+def slab_transfers(slabs: Orientation) -> Transfers:
     """(indices, ratings) of each slab."""
 
     def fetch(slab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -341,7 +340,7 @@ class StreamedHalf(GpuHalf):
     device : Device
     side : {"user", "item"}
         The side to solve.
-    slabs : Slabs
+    slabs : Orientation
         One row for each row of the side.
     objective : Objective
     plan : Plan
@@ -362,7 +361,7 @@ class StreamedHalf(GpuHalf):
         self,
         device: Device,
         side: Side,
-        slabs: Slabs,
+        slabs: Orientation,
         objective: Objective,
         plan: Plan,
         pipeline: Pipeline | None,
@@ -375,7 +374,7 @@ class StreamedHalf(GpuHalf):
         self.degrees = slabs.degrees
         if pipeline is not None:
             pipeline.reserve(int(slab_entries(slabs.bounds, self.degrees).max(initial=0)))
-            if isinstance(slabs, MemorySlabs):
+            if isinstance(slabs, InMemory):
                 pipeline.copier.pin(slabs.csr.indices)
                 pipeline.copier.pin(slabs.csr.data)
         self.rows = [slice(int(a), int(b)) for a, b in pairwise(slabs.bounds)]
@@ -439,7 +438,7 @@ class StreamedHalf(GpuHalf):
 
     def row_entries(self, at: np.ndarray) -> sp.csr_array:
         """Entries of some rows; not while slabs are loaded."""
-        return take_slab_rows(self.slabs, at)
+        return self.slabs.take(at)
 
     @contextmanager
     def _kernels(self, fixed: Any, cleared: Cleared) -> Iterator[None]:
@@ -460,20 +459,17 @@ class StreamedHalf(GpuHalf):
         return np.concatenate([np.zeros(0), *losses])
 
 
-def slabs_of(block: sp.csr_array | RangeSlabs | StoreMatrix, side: Side, plan: Plan) -> Slabs:
+def slabs_of(block: Orientation, side: Side, plan: Plan) -> Orientation:
     """The rows that a half sweep processes at a time, as slabs of the ratings.
 
     Without a partition (`Plan.scale`) they are the slabs of the store; otherwise the waves of the partition. Resident
     ratings are loaded once, in the slabs of the store.
     """
     if plan.resident and not plan.offloaded:
-        assert not isinstance(block, sp.csr_array)
         return block
-    sizes = (plan.slab, None) if plan.scale is None else (plan.scale.slab(side), plan.scale.slab_rows(side))
-    if isinstance(block, sp.csr_array):
-        return MemorySlabs.cut(block, *sizes)
-    if isinstance(block, StoreMatrix):
-        if plan.scale is None:
-            return MemorySlabs(block.load(), block.bounds) if plan.streamed == "host" else block
-        block = RangeSlabs(block, 0, block.shape[0])
-    return MemorySlabs.cut(block.load(), *sizes) if plan.streamed == "host" else block.cut(*sizes)
+    stored = not isinstance(block, InMemory)
+    if plan.streamed == "host":
+        block = block.load()
+    if plan.scale is None:
+        return block if stored else block.cut(plan.slab)
+    return block.cut(plan.scale.slab(side), plan.scale.slab_rows(side))

@@ -38,7 +38,7 @@ class TrainingData:
 
     Attributes
     ----------
-    user_items, item_users : csr_array, StoreMatrix or DeviceMatrix, or DealtRows and DealtColumns on several GPUs
+    user_items, item_users : csr_array, StoreMatrix or DeviceMatrix, or Dealt on several GPUs
         The ratings in both orientations.
     values : ValueSummary or StoreMatrix
         Sums and ranges of the values.

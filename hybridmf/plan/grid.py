@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.sparse as sp
 
 from ..core.objective import Side, other_side
-from ..core.sparse import columns_of, rows_of, stacked
+from ..data.slabs import Orientation
 from ..errors import RatingsError
 from .partition import even_bounds
 
@@ -132,33 +131,11 @@ class RankLayout:
         grid = self.grids[side]
         return [self.own(side, member) for member in grid.members(grid.group_of(rank))]
 
-    def cut(self, side: Side, rank: int, matrix: sp.csr_array) -> sp.csr_array:
-        """Extract the entries of a rank for solving `side`.
-
-        Parameters
-        ----------
-        side : {"user", "item"}
-        rank : int
-        matrix : csr_array, shape (n_rows, n_fixed)
-            Rows of `side`, sorted indices.
-
-        Returns
-        -------
-        csr_array
-            The rows of `ranges`, one range after the other; columns count from the first of `columns`.
-
-        Raises
-        ------
-        RatingsError
-            The shape of the matrix does not match the layout.
-        """
+    def cut(self, side: Side, rank: int, ratings: Orientation) -> Orientation:
+        """The entries of a rank for solving `side`: the rows of `ranges`; columns count from the first of `columns`."""
         shape = (int(self.bounds[side][-1]), int(self.bounds[other_side(side)][-1]))
-        if matrix.shape != shape:
+        if ratings.shape != shape:
             raise RatingsError(
-                f"ratings by {side} have shape {matrix.shape}, the layout is of {shape}; give all ranks the same"
+                f"ratings by {side} have shape {ratings.shape}, the layout is of {shape}; give all ranks the same"
             )
-        pieces = [rows_of(matrix, first, last) for first, last in self.ranges(side, rank)]
-        if self.grids[side].splits == 1:
-            return pieces[0]
-        first, last = self.columns(side, rank)
-        return stacked([columns_of(piece, first, last) for piece in pieces])
+        return ratings.part(self.ranges(side, rank), self.columns(side, rank) if self.grids[side].splits > 1 else None)

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side
 from ..cpu import als
+from ..data.slabs import InMemory
 from ..native import _als
 from ..plan.types import Plan
 
@@ -63,8 +63,11 @@ class CpuWorker:
 
     def whole(self, side: Side, block: Any, objective: Objective, plan: Plan, names: np.ndarray | None) -> Any:
         """Half sweep over complete rows; slabs are read again in each half sweep."""
-        kind: Any = als.HalfSweep if isinstance(block, sp.csr_array) else als.StreamedHalf
-        half = kind(side, block, objective, plan, names)
+        half: Any
+        if isinstance(block, InMemory):
+            half = als.HalfSweep(side, block.csr, objective, plan, names)
+        else:
+            half = als.StreamedHalf(side, block, objective, plan, names)
         half.check = self.check
         return half
 

@@ -22,8 +22,8 @@ from .transport.communicator import Communicator
 
 
 @dataclass(frozen=True)
-class DealtRows:
-    """A canonical CSR matrix of which each GPU has a range of rows.
+class Dealt:
+    """A canonical CSR matrix of which each GPU has a range of rows, or until they are sent by `block`, of columns.
 
     Attributes
     ----------
@@ -34,35 +34,32 @@ class DealtRows:
         By rank.
     bounds : int64 array, shape (ranks + 1,)
         Rank r has the users ``bounds[r] ... bounds[r + 1] - 1``.
+    by_item : bool
+        Whether rows are items, so that each GPU has a range of columns.
     """
 
     shape: tuple[int, int]
     indptr: np.ndarray
     parts: list[DeviceMatrix]
     bounds: np.ndarray
+    by_item: bool = False
 
     @property
     def nnz(self) -> int:
         """Number of entries."""
         return int(self.indptr[-1])
 
-    def block(self, device: Device, communicator: Communicator, bounds: np.ndarray) -> DeviceMatrix:
-        """The rows that a rank solves: rank r those of ``bounds[r] ... bounds[r + 1] - 1``."""
-        assert np.array_equal(bounds, self.bounds)
-        return self.parts[communicator.rank]
-
-
-class DealtColumns(DealtRows):
-    """A canonical CSR matrix of which each GPU has a range of columns, until they are sent by `block`."""
+    @property
+    def degrees(self) -> np.ndarray:
+        """Entries of each row."""
+        return np.diff(self.indptr)
 
     def block(self, device: Device, communicator: Communicator, bounds: np.ndarray) -> DeviceMatrix:
-        """See `DealtRows.block`; all ranks call it together, once.
-
-        Raises
-        ------
-        DeviceMemoryError, CommunicatorError
-        """
+        """The rows ``bounds[r] ... bounds[r + 1] - 1`` that rank r solves; all ranks call it together, once."""
         (rank, size), n_users = (communicator.rank, communicator.size), self.shape[1]
+        if not self.by_item:
+            assert np.array_equal(bounds, self.bounds)
+            return self.parts[rank]
         pointers = [part.indptr[bounds[rank] : bounds[rank + 1] + 1] for part in self.parts]
         entries = self._exchanged(device, communicator, bounds, [int(pointer[-1] - pointer[0]) for pointer in pointers])
         # the items of one range of users after those of another: a user has its items in one of these ranges
@@ -106,21 +103,11 @@ def deal(
     indices: np.ndarray,
     data: np.ndarray,
     row_cost: float,
-) -> tuple[DealtRows, DealtColumns] | None:
-    """Ratings by user and by item on several GPUs, from the CSR arrays of a matrix; None unless they are canonical.
+) -> tuple[Dealt, Dealt] | None:
+    """Ratings by user and by item on several GPUs, by rank; None unless the matrix is canonical.
 
-    Parameters
-    ----------
-    devices : sequence of Device
-        By rank.
-    shape, indptr, indices, data
-        As for `hybridmf.gpu.intake.uploaded`.
-    row_cost : float
-        See `even_bounds`.
-
-    Raises
-    ------
-    DeviceMemoryError
+    `shape`, `indptr`, `indices` and `data` are those of `hybridmf.gpu.intake.uploaded`, `row_cost` that of
+    `even_bounds`.
     """
     n_users, n_items = shape
     bounds = even_bounds(np.diff(indptr), len(devices), row_cost)
@@ -139,4 +126,4 @@ def deal(
         return None
     rows, columns = [user_items for user_items, _ in parts], [item_users for _, item_users in parts]
     by_item = np.sum([part.indptr for part in columns], axis=0)
-    return DealtRows(shape, indptr, rows, bounds), DealtColumns((n_items, n_users), by_item, columns, bounds)
+    return Dealt(shape, indptr, rows, bounds), Dealt((n_items, n_users), by_item, columns, bounds, by_item=True)

@@ -10,12 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side
-from ..core.sparse import csr_of, rows_of
+from ..core.sparse import csr_of
 from ..core.system import ceil_div, round_up
-from ..data.slabs import ColumnSlabs
+from ..data.slabs import InMemory, Orientation
 from ..device.cuda import Array, CudaDevice, Device, open_device
 from ..gpu.assembly import Cleared
 from ..gpu.factors import Copiers, DeviceFactors, GpuFactors, HostTables, to_device, to_host, weighted_gram
@@ -30,7 +29,6 @@ from ..plan.half_sweep import PIECES
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries
 from .group import open_rank
-from .su_als import degrees_of
 from .transport.communicator import Communicator
 
 MOST_SEGMENTS = 32
@@ -102,16 +100,17 @@ class GpuWorker:
         if plan.offloaded:
             slabs, tables = slabs_of(block, side, plan), self._tables[side]
             return HostHalf(device, side, slabs, objective, plan, self.copiers, names, tables)
-        if isinstance(block, sp.csr_array | DeviceMatrix) and not plan.streamed:
+        if isinstance(block, InMemory | DeviceMatrix) and not plan.streamed:
             kind = SubspaceHalf if plan.solver == "subspace" else HalfSweep
-            return kind(device, side, block, objective, plan, names)
+            matrix = block.csr if isinstance(block, InMemory) else block
+            return kind(device, side, matrix, objective, plan, names)
         slabs = slabs_of(block, side, plan)
         pipeline = None if plan.resident else self._entries(plan, slabs.dtype)
         return self._linked(StreamedHalf(device, side, slabs, objective, plan, pipeline, names))
 
     def partial(self, side: Side, block: Any, objective: Objective, plan: Plan, rows: BatchedRows) -> PartialRows:
         """Half sweep over entries on the device, or streamed batch by batch, according to the plan."""
-        if isinstance(block, ColumnSlabs) and plan.streamed == "host":
+        if plan.streamed != "disk":
             block = block.load()
         arguments = (self.device, side, block, objective, plan, rows)
         if plan.resident or not plan.streamed:
@@ -269,7 +268,7 @@ class PartialRows(HalfSweep):
         self,
         device: Device,
         side: Side,
-        block: sp.csr_array | ColumnSlabs,
+        block: Orientation,
         objective: Objective,
         plan: Plan,
         rows: BatchedRows,
@@ -285,7 +284,7 @@ class PartialRows(HalfSweep):
         self._take(block)
         self.scale = device.upload(objective.row_scale(side, rows.degrees).astype(self.dtype))
         self.degrees, self.row_batches, self.n_entries = rows.degrees, rows.batches, int(block.nnz)
-        self.offsets = np.concatenate(([0], np.cumsum(degrees_of(block))))
+        self.offsets = np.concatenate(([0], np.cumsum(block.degrees)))
         cut = functools.partial(BatchPieces.make, device, longest=plan.segment, slots=plan.batch_slots)
         self._cuts = [cut(*self._places(batch)) for batch in range(len(rows.batches))]
         self._to_solve = [self._filled(ranges) for ranges in rows.solved]
@@ -294,10 +293,10 @@ class PartialRows(HalfSweep):
         self._entries_at_hand: Any = None
         self._under_way: Any = None  # systems, kernels, memory of zeros
 
-    def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
+    def _take(self, block: Orientation) -> None:
         """Copy the entries to the device."""
-        assert isinstance(block, sp.csr_array)
-        self.indices, self.ratings = self.device.upload(block.indices), self.device.upload(block.data)
+        csr = block.load().csr
+        self.indices, self.ratings = self.device.upload(csr.indices), self.device.upload(csr.data)
 
     def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
         """Return the `indptr` of the entries on the device, and the ranges of rows of a batch in it."""
@@ -387,7 +386,7 @@ class StreamedPartialRows(PartialRows):
         self,
         device: Device,
         side: Side,
-        block: sp.csr_array | ColumnSlabs,
+        block: Orientation,
         objective: Objective,
         plan: Plan,
         rows: BatchedRows,
@@ -398,11 +397,11 @@ class StreamedPartialRows(PartialRows):
         self.following: Transfers | None = None
         self._stream: Generator[int, None, None] | None = None
         pipeline.reserve(int(batch_entries(rows.batches, np.diff(self.offsets)).max(initial=0)))
-        if isinstance(block, sp.csr_array):
-            pipeline.copier.pin(block.indices)
-            pipeline.copier.pin(block.data)
+        if isinstance(block, InMemory):
+            pipeline.copier.pin(block.csr.indices)
+            pipeline.copier.pin(block.csr.data)
 
-    def _take(self, block: sp.csr_array | ColumnSlabs) -> None:
+    def _take(self, block: Orientation) -> None:
         """Do nothing: `start` loads the entries."""
 
     def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
@@ -443,14 +442,11 @@ class StreamedPartialRows(PartialRows):
             self._stream = None
 
 
-def batch_transfers(block: sp.csr_array | ColumnSlabs, batches: list[Ranges]) -> Transfers:
+def batch_transfers(block: Orientation, batches: list[Ranges]) -> Transfers:
     """(indices, ratings) of each batch: those of its ranges, concatenated."""
 
     def fetch(batch: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        if isinstance(block, ColumnSlabs):
-            pieces = [piece for rows in batches[batch] for piece in block.rows(*rows)]
-        else:
-            pieces = [rows_of(block, *rows) for rows in batches[batch]]
+        pieces = [piece for rows in batches[batch] for piece in block.rows(*rows)]
         return [piece.indices for piece in pieces], [piece.data for piece in pieces]
 
     return Transfers(len(batches), fetch, block)

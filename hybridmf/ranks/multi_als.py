@@ -11,7 +11,7 @@ import scipy.sparse as sp
 
 from ..core.objective import SIDES, Objective, Side, State
 from ..core.sparse import stacked
-from ..data.slabs import ColumnSlabs, RangeSlabs
+from ..data.slabs import as_orientation
 from ..data.store import StoreMatrix
 from ..errors import CommunicatorError
 from ..plan.grid import Grid, RankLayout
@@ -20,7 +20,7 @@ from ..plan.solver import Alternating, Choose
 from ..plan.types import Plan
 from . import gpu_rank
 from .cpu_rank import CpuWorker
-from .dealt import DealtColumns, DealtRows
+from .dealt import Dealt
 from .gpu_rank import GpuWorker
 from .group import RankGroup
 from .joined import JoinedFactors
@@ -38,8 +38,8 @@ class MultiALS(Alternating):
     Parameters
     ----------
     user_items, item_users : csr_array or StoreMatrix
-        The ratings in both orientations, in memory or in a store from which each rank reads its own rows. Or DealtRows
-        and DealtColumns: parts on the GPUs.
+        The ratings in both orientations, in memory or in a store from which each rank reads its own rows. Or
+        `Dealt`, parts on the GPUs.
     objective : Objective
     plan : Plan
         For several devices. Its `scale` defines the waves in which ratings are streamed; `ScalePlan.on` adapts it to
@@ -65,8 +65,8 @@ class MultiALS(Alternating):
 
     def __init__(
         self,
-        user_items: sp.csr_array | StoreMatrix | DealtRows,
-        item_users: sp.csr_array | StoreMatrix | DealtColumns,
+        user_items: sp.csr_array | StoreMatrix | Dealt,
+        item_users: sp.csr_array | StoreMatrix | Dealt,
         objective: Objective,
         plan: Plan,
         state: State,
@@ -78,8 +78,9 @@ class MultiALS(Alternating):
         self.objective, self.plan, self.mean = objective, plan, state.mean
         if plan.scale is not None:
             plan.scale.check_served(len(plan.devices))
-        self.order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
-        degrees = {side: np.diff(matrices[side].indptr) for side in SIDES}
+        self.order, found = reordered(user_items, item_users, plan.reorder, plan.num_threads)
+        matrices = {side: as_orientation(found[side]) for side in SIDES}
+        degrees = {side: matrices[side].degrees for side in SIDES}
         self.layout = RankLayout.even(degrees, grids or plan.grids, plan.row_cost)
         inward = {side: self.order.inward(side, state.side(side)) for side in SIDES}
         known_topology = self._topology(topology)
@@ -110,8 +111,8 @@ class MultiALS(Alternating):
 
     def _block(self, side: Side, matrix: Any, communicator: Communicator, worker: Worker) -> Block:
         """Entries of a rank while `side` is solved."""
-        if not isinstance(matrix, DealtRows):
-            return block_of(self.layout, side, communicator.rank, matrix, self.plan)
+        if not isinstance(matrix, Dealt):
+            return self.layout.cut(side, communicator.rank, matrix)
         assert isinstance(worker, GpuWorker)
         with worker.active():
             return matrix.block(worker.device, communicator, self.layout.bounds[side])
@@ -164,27 +165,6 @@ class MultiALS(Alternating):
     def close(self) -> None:
         """End the threads and connections of the ranks; `state` stays readable. A second call does nothing."""
         self.group.close()
-
-
-def block_of(layout: RankLayout, side: Side, rank: int, matrix: sp.csr_array | StoreMatrix, plan: Plan) -> Block:
-    """Entries of a rank while `side` is solved: extracted from ratings in memory, or slabs to read.
-
-    Raises
-    ------
-    ValueError
-        The ratings are in a store whose slabs are not cut further, and the grid splits rows over ranks.
-    """
-    if not isinstance(matrix, StoreMatrix):
-        return layout.cut(side, rank, matrix)
-    grid = layout.grids[side]
-    if grid.splits == 1:
-        return RangeSlabs(matrix, *layout.own(side, rank))
-    if plan.resident:
-        raise ValueError(
-            f"a store is read row by row, and a grid of {grid.splits} x {grid.groups} splits the rows of {side}s; use "
-            f"1 x {grid.size}, or load it: store.to_ratings()"
-        )
-    return ColumnSlabs(matrix, layout.ranges(side, rank), layout.columns(side, rank))
 
 
 def worker_maker(plan: Plan, threads: RankThreads) -> MakeWorker:

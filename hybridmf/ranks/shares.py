@@ -6,21 +6,20 @@ entries, which are then sent to the ranks that solve their rows (`SharedEntries`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Objective, Side, other_side, rating_scale
-from ..core.sparse import ValueSummary, columns_of, stacked, transposed
+from ..core.sparse import ValueSummary, transposed
 from ..core.validate import from_triplets, make_csr
 from ..data.fingerprint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
-from ..data.slabs import ColumnSlabs, RangeSlabs
+from ..data.slabs import InMemory, Orientation
 from ..data.store import Store, StoreMatrix
 from ..errors import CommunicatorError, DuplicateEntriesError
 from ..plan.grid import Grid, RankLayout
-from .su_als import Block
 from .transport.communicator import Communicator, gather
 
 FINGERPRINT_BYTES = 96
@@ -56,8 +55,8 @@ class RankRatings(Protocol):
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
         """Entries of each row of both sides on all ranks, for even shares; repeated pairs may count twice."""
 
-    def block(self, communicator: Communicator, layout: RankLayout, side: Side) -> sp.csr_array:
-        """Entries of this rank while `side` is solved, as extracted by `RankLayout.cut`."""
+    def block(self, communicator: Communicator, layout: RankLayout, side: Side, streamed: bool = False) -> Orientation:
+        """Entries of this rank while `side` is solved, as by `RankLayout.cut`; in memory, unless they are streamed."""
 
 
 def check_same_data(communicator: Communicator, identity: str) -> None:
@@ -106,16 +105,16 @@ class WholeRatings:
         self.unit, self.total = unit, total
         self.user_ids, self.item_ids = user_ids, item_ids
         self.matrix: sp.csr_array | StoreMatrix | None = matrix
-        self._matrices: dict[Side, sp.csr_array] = {"user": matrix, "item": transposed(matrix)}
+        self._sides: dict[Side, InMemory] = {"user": InMemory(matrix), "item": InMemory(transposed(matrix))}
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
         """Degrees of the matrix, after a check that all ranks have the same one."""
-        check_same_data(communicator, fingerprint(self._matrices["user"]))
-        return {side: np.diff(self._matrices[side].indptr).astype(np.int64) for side in SIDES}
+        check_same_data(communicator, fingerprint(self._sides["user"].csr))
+        return {side: self._sides[side].degrees.astype(np.int64) for side in SIDES}
 
-    def block(self, communicator: Communicator, layout: RankLayout, side: Side) -> sp.csr_array:
+    def block(self, communicator: Communicator, layout: RankLayout, side: Side, streamed: bool = False) -> Orientation:
         """Extract the block from the matrix."""
-        return layout.cut(side, communicator.rank, self._matrices[side])
+        return layout.cut(side, communicator.rank, self._sides[side])
 
 
 class StoredRatings:
@@ -146,25 +145,10 @@ class StoredRatings:
         check_same_data(communicator, self._identity)
         return {side: self._sides[side].degrees for side in SIDES}
 
-    def block(self, communicator: Communicator, layout: RankLayout, side: Side) -> sp.csr_array:
-        """Read the block from the slabs that contain its rows."""
-        matrix, rank = self._sides[side], communicator.rank
-        pieces = [RangeSlabs(matrix, *ends).load() for ends in layout.ranges(side, rank)]
-        if layout.grids[side].splits == 1:
-            return pieces[0]
-        columns = layout.columns(side, rank)
-        return stacked([columns_of(piece, *columns) for piece in pieces])
-
-    def slabs(self, communicator: Communicator, layout: RankLayout, side: Side) -> RangeSlabs | ColumnSlabs:
-        """The slabs of the entries of `block`."""
-        matrix, rank = self._sides[side], communicator.rank
-        if layout.grids[side].splits == 1:
-            return self.own_rows(communicator, layout, side)
-        return ColumnSlabs(matrix, layout.ranges(side, rank), layout.columns(side, rank))
-
-    def own_rows(self, communicator: Communicator, layout: RankLayout, side: Side) -> RangeSlabs:
-        """The slabs of this rank's own rows."""
-        return RangeSlabs(self._sides[side], *layout.own(side, communicator.rank))
+    def block(self, communicator: Communicator, layout: RankLayout, side: Side, streamed: bool = False) -> Orientation:
+        """The block, read from the slabs that contain its rows."""
+        part = layout.cut(side, communicator.rank, self._sides[side])
+        return part if streamed else part.load()
 
 
 class SharedEntries:
@@ -218,7 +202,7 @@ class SharedEntries:
             for side in SIDES
         }
 
-    def block(self, communicator: Communicator, layout: RankLayout, side: Side) -> sp.csr_array:
+    def block(self, communicator: Communicator, layout: RankLayout, side: Side, streamed: bool = False) -> Orientation:
         """Send entries to the ranks that need them."""
         rank, grid, other = communicator.rank, layout.grids[side], other_side(side)
         rows, columns = self._at[side], self._at[other]
@@ -233,14 +217,16 @@ class SharedEntries:
         local = starts[member] + rows - firsts[member]
         first, last = layout.columns(side, rank)
         self._check_pairs(side, rows, columns)
-        return from_triplets(
-            local,
-            columns - first,
-            values,
-            (int(starts[-1]), last - first),
-            dtype=self.dtype,
-            drop_zeros=self.drop_zeros,
-            duplicates=self.duplicates,
+        return InMemory(
+            from_triplets(
+                local,
+                columns - first,
+                values,
+                (int(starts[-1]), last - first),
+                dtype=self.dtype,
+                drop_zeros=self.drop_zeros,
+                duplicates=self.duplicates,
+            )
         )
 
     def _check_pairs(self, side: Side, rows: np.ndarray, columns: np.ndarray) -> None:
@@ -304,7 +290,8 @@ class RankBlocks:
     Attributes
     ----------
     layout : RankLayout
-    blocks : dict of side to csr_array, or to RangeSlabs or ColumnSlabs if they are streamed from a store
+    blocks : dict of side to Orientation
+        In memory, unless they are streamed from a store.
     degrees : dict of side to int64 array
         Entries of each row on all ranks, repeated pairs merged.
     nnz : int
@@ -324,18 +311,16 @@ class RankBlocks:
         streamed: bool = False,
     ) -> None:
         self.layout, self._shape = RankLayout.even(degrees, grids, row_cost), ratings.shape
-        self.blocks: dict[Side, Block]
+        self.blocks = {side: ratings.block(communicator, self.layout, side, streamed) for side in SIDES}
         self._piece: Piece | None = None
         self._squares: float | None = None
-        self._users: RangeSlabs | None = None  # this rank's own users, if they are streamed
-        if streamed and isinstance(ratings, StoredRatings):
-            self.blocks = {side: ratings.slabs(communicator, self.layout, side) for side in SIDES}
-            self._users = ratings.own_rows(communicator, self.layout, "user")
+        self._users: Orientation | None = None  # this rank's own users, if they are streamed
+        if isinstance(ratings, StoredRatings) and streamed:
+            self._users = self._own_users(communicator, ratings, streamed)
             self.degrees, self.total, self.value_range = dict(degrees), ratings.total, ratings.value_range
             self.nnz = int(self.degrees["user"].sum())
             return
-        self.blocks = {side: ratings.block(communicator, self.layout, side) for side in SIDES}
-        rows = self._own_users(communicator, ratings)  # each entry once, in the order of the whole matrix
+        rows = self._own_users(communicator, ratings).load().csr  # each entry once, in the order of the whole matrix
         counts = self.layout.counts("user", range(communicator.size))
         n_items = ratings.shape[1]
         self.degrees = {
@@ -348,16 +333,12 @@ class RankBlocks:
         self.value_range = _range_on_all(communicator, own)
         self._piece, self._squares = piece_of_fingerprint(rows), own.squares
 
-    def _own_users(self, communicator: Communicator, ratings: RankRatings) -> Any:
-        """Complete rows of the users that this rank owns, in memory."""
+    def _own_users(self, communicator: Communicator, ratings: RankRatings, streamed: bool = False) -> Orientation:
+        """Complete rows of the users that this rank owns; one slab in memory, unless they are streamed."""
         if self.layout.grids["user"].splits == 1:
             return self.blocks["user"]
-        alone = Grid(1, communicator.size)
-        return ratings.block(communicator, RankLayout(self.layout.bounds, {"user": alone, "item": alone}), "user")
-
-    @staticmethod
-    def _slabs(rows: RangeSlabs) -> Iterator[sp.csr_array]:
-        return map(rows.matrix, range(len(rows.bounds) - 1))
+        alone = RankLayout(self.layout.bounds, dict.fromkeys(SIDES, Grid(1, communicator.size)))
+        return ratings.block(communicator, alone, "user", streamed)
 
     def rows_of_users(
         self, communicator: Communicator, ratings: RankRatings, wanted: np.ndarray
@@ -373,7 +354,7 @@ class RankBlocks:
             Rows of other users are empty in the result.
         """
         found, at = [np.empty(0, dtype=np.int32)], self.layout.own("user", communicator.rank)[0]
-        for rows in [self._own_users(communicator, ratings)] if self._users is None else self._slabs(self._users):
+        for rows in (self._users or self._own_users(communicator, ratings)).matrices():
             here = wanted[at : at + rows.shape[0]]
             found.append(rows.indices[np.repeat(here, np.diff(rows.indptr))])
             at += rows.shape[0]
@@ -388,9 +369,8 @@ class RankBlocks:
         """Positive entries of each item on all ranks, int64; None if all entries are positive."""
         if self.value_range is None or self.value_range[0] > 0:
             return None
-        rows = [self._own_users(communicator, ratings)] if self._users is None else self._slabs(self._users)
         likes = np.zeros(self._shape[1], dtype=np.int64)
-        for part in rows:
+        for part in (self._users or self._own_users(communicator, ratings)).matrices():
             likes += np.bincount(part.indices[part.data > 0], minlength=len(likes))
         return communicator.allreduce(likes)
 
@@ -400,7 +380,7 @@ class RankBlocks:
             return 1.0
         if self._squares is None:
             assert self._users is not None
-            self._squares = ValueSummary.of(rows.data for rows in self._slabs(self._users)).squares
+            self._squares = ValueSummary.of(rows.data for rows in self._users.matrices()).squares
         squares = float(communicator.allreduce(np.array([self._squares]))[0])
         return rating_scale(self.total, squares, self.nnz, objective.biases)
 
@@ -408,7 +388,7 @@ class RankBlocks:
         """`checkpoint.fingerprint` of the whole matrix; streamed ratings are read for it."""
         if self._piece is None:
             assert self._users is not None
-            pieces_here = map(piece_of_fingerprint, self._slabs(self._users))
+            pieces_here = map(piece_of_fingerprint, self._users.matrices())
             self._piece = join_pieces(pieces_here, self._users.dtype.itemsize)
         own = np.array([self._piece], dtype=np.int64)
         pieces: list[Piece] = [tuple(map(int, row)) for row in communicator.allgatherv(own, [1] * communicator.size)]  # type: ignore[misc]

@@ -20,8 +20,7 @@ import scipy.sparse as sp
 
 from ..core.balance import balancing
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
-from ..data.slabs import ColumnSlabs, RangeSlabs, slab_bounds, slab_entries
-from ..data.store import StoreMatrix
+from ..data.slabs import InMemory, Orientation, as_orientation, slab_bounds, slab_entries
 from ..errors import CommunicatorError, RatingsError
 from ..gpu.matrix import DeviceMatrix
 from ..plan.grid import Grid, RankLayout
@@ -38,8 +37,8 @@ from .transport.communicator import Communicator, Single
 ROOM = 0.9
 """Maximum share of a GPU's memory for both sides if the next fixed side is gathered ahead."""
 
-Block: TypeAlias = "sp.csr_array | DeviceMatrix | StoreMatrix | RangeSlabs | ColumnSlabs"
-"""Entries of a rank, in memory or in slabs read in each half sweep: those of its own rows, or of a group's rows."""
+Block: TypeAlias = Orientation | DeviceMatrix
+"""Entries of a rank: those of its own rows, or of a group's rows."""
 
 
 class Worker(Protocol):
@@ -86,8 +85,7 @@ class RankALS(Alternating):
     layout : RankLayout
         The same on all ranks.
     blocks : mapping of side to Block
-        `RankLayout.cut` of both orientations of the ratings, or slabs of the same rows, and with a split fixed side of
-        the same columns.
+        `RankLayout.cut` of both orientations of the ratings.
     objective : Objective
     plan : Plan
         The same on all ranks, but for `num_threads` and `gpu`. Its `reduction` is one of `hybridmf.ranks.reduction`.
@@ -147,10 +145,11 @@ class RankALS(Alternating):
 
     @classmethod
     def of_one_device(
-        cls, worker: Worker, user_items: Block, item_users: Block, objective: Objective, plan: Plan, state: State
+        cls, worker: Worker, user_items: Any, item_users: Any, objective: Objective, plan: Plan, state: State
     ) -> RankALS:
-        """The rank that has all rows, in the order that the plan asks for."""
-        order, blocks = reordered(user_items, item_users, plan.reorder, plan.num_threads)
+        """The rank that has all rows of both orientations (csr_array or Block), in the order that the plan asks for."""
+        order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
+        blocks = {side: as_orientation(matrices[side]) for side in SIDES}
         bounds = {side: np.array([0, blocks[side].shape[0]]) for side in SIDES}
         layout = RankLayout(bounds, dict.fromkeys(SIDES, Grid(1, 1)))
         users, items = (order.inward(side, state.side(side)) for side in SIDES)
@@ -210,17 +209,17 @@ class RankALS(Alternating):
 
         Slabs are only counted: the sums would require reading the store, which has its own checksums.
         """
-        if not isinstance(block, sp.csr_array):
+        if not isinstance(block, InMemory):
             return np.array([block.nnz, 0, 0, 0], dtype=np.int64)
-        rows, n = np.int64(0), 0
+        csr, rows, n = block.csr, np.int64(0), 0
         for first, last in self.layout.ranges(side, self.rank):
-            degrees = np.diff(block.indptr[n : n + last - first + 1]).astype(np.int64)
+            degrees = np.diff(csr.indptr[n : n + last - first + 1]).astype(np.int64)
             rows, n = rows + degrees @ np.arange(first, last, dtype=np.int64), n + last - first
         first_column = self.layout.columns(side, self.rank)[0]
-        columns = block.indices.sum(dtype=np.int64) + np.int64(first_column) * len(block.indices)
-        bits = np.ascontiguousarray(block.data).view(np.int32).sum(dtype=np.int64)
+        columns = csr.indices.sum(dtype=np.int64) + np.int64(first_column) * len(csr.indices)
+        bits = np.ascontiguousarray(csr.data).view(np.int32).sum(dtype=np.int64)
         by_side = (rows, columns) if side == "user" else (columns, rows)
-        return np.array([len(block.indices), *by_side, bits], dtype=np.int64)
+        return np.array([len(csr.indices), *by_side, bits], dtype=np.int64)
 
     def _all_agree(self, mine: bool) -> bool:
         return bool(self.communicator.allreduce(np.array([mine], dtype=np.int64))[0] == self.layout.size)
@@ -264,7 +263,7 @@ class RankALS(Alternating):
 
     def _most_entries(self, side: Side, block: Block, scale: ScalePlan) -> int:
         """Entries of this rank's longest wave or batch."""
-        degrees = degrees_of(block)
+        degrees = block.degrees
         if self.layout.grids[side].splits == 1:
             waves = slab_entries(slab_bounds(degrees, scale.slab(side), scale.slab_rows(side)), degrees)
         else:
@@ -273,7 +272,7 @@ class RankALS(Alternating):
 
     def _whole_degrees(self, side: Side, block: Block) -> np.ndarray:
         """Entries of each own row on all ranks, which weighted-lambda regularization needs (cuMF eq. 1)."""
-        local = degrees_of(block)
+        local = block.degrees.astype(np.int64, copy=False)
         members = self._members[side]
         if members is None:
             return local
@@ -557,12 +556,6 @@ class RankALS(Alternating):
             reduction.close()
         for communicator in self._made:
             communicator.close()
-
-
-def degrees_of(block: Block) -> np.ndarray:
-    """Entries of each row, int64."""
-    degrees = np.diff(block.indptr) if isinstance(block, sp.csr_array | DeviceMatrix) else block.degrees
-    return degrees.astype(np.int64, copy=False)
 
 
 def has_room_for_both(plan: Plan) -> bool:

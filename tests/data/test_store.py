@@ -24,7 +24,7 @@ from hybridmf.core.sparse import SUMMED, ValueSummary
 from hybridmf.core.validate import as_csr
 from hybridmf.data import store as stores
 from hybridmf.data.manifest import seal
-from hybridmf.data.slabs import MemorySlabs, slab_bounds, slab_entries
+from hybridmf.data.slabs import InMemory, slab_bounds, slab_entries
 from hybridmf.data.store import StoreMatrix
 from hybridmf.errors import StoreError
 from support.ratings import planted
@@ -397,7 +397,7 @@ def test_slabs_cover_all_rows(degrees, entries):
 
 def test_slabs_of_a_matrix_in_memory_are_its_rows():
     matrix = as_csr(planted())
-    slabs = MemorySlabs.cut(matrix, 50)
+    slabs = InMemory(matrix).cut(50)
     assert len(slabs.bounds) > 4
     parts = [slabs.matrix(k) for k in range(len(slabs.bounds) - 1)]
     assert_same_matrix(as_csr(sp.vstack(parts, format="csr")), matrix)

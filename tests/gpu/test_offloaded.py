@@ -16,7 +16,7 @@ import hybridmf as hmf
 from hybridmf.core import system
 from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.core.validate import as_csr
-from hybridmf.data.slabs import MemorySlabs, slab_bounds
+from hybridmf.data.slabs import InMemory, slab_bounds
 from hybridmf.errors import DeviceMemoryError, MemoryBudgetError, NotPositiveDefiniteError, StoreError
 from hybridmf.formats import transpose
 from hybridmf.gpu.factors import Copiers, HostFactors, HostTables, range_on_host, to_device, to_host
@@ -163,7 +163,7 @@ def solved_in_turns(problem: Problem, device: Any, parts: int, batches: int, sta
     plan = partitioned(plan, dict.fromkeys(SIDES, parts), dict.fromkeys(SIDES, batches))
     assert plan.scale is not None
     rows = slab_bounds(np.diff(problem.matrix.indptr), plan.scale.slab("user"), plan.scale.slab_rows("user"))
-    slabs = MemorySlabs(problem.matrix, rows)
+    slabs = InMemory(problem.matrix, rows)
     half = HostHalf(device, "user", slabs, problem.objective, plan, Copiers(device))
     width = half.tables.shape[1]
     begin = None if start is None else to_host(start, width)

@@ -16,7 +16,7 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf.core import system
 from hybridmf.core.validate import as_csr
-from hybridmf.data.slabs import MemorySlabs
+from hybridmf.data.slabs import InMemory
 from hybridmf.device import copier as copiers
 from hybridmf.errors import NotPositiveDefiniteError, StoreError
 from hybridmf.gpu.stream import Pipeline, slab_transfers
@@ -140,7 +140,7 @@ def test_a_system_that_cannot_be_solved_is_named_by_its_row(gpu):
 
 
 def test_the_thread_ends_when_no_more_slabs_are_requested(device):
-    slabs = MemorySlabs.cut(as_csr(MATRIX), 50)
+    slabs = InMemory(as_csr(MATRIX)).cut(50)
     pipeline = Pipeline(device, 120, np.float32, buffers=2)
     for _ in range(2):
         stream = pipeline.loads(slab_transfers(slabs))
@@ -153,7 +153,7 @@ def test_the_thread_ends_when_no_more_slabs_are_requested(device):
         assert not [thread for thread in threading.enumerate() if thread.name == "hybridmf-slabs"]
 
 
-class Watched(MemorySlabs):
+class Watched(InMemory):
     """Slabs that tell when each is asked for."""
 
     def matrix(self, slab):
@@ -164,7 +164,7 @@ class Watched(MemorySlabs):
 
 
 def watched(entries: int) -> Watched:
-    slabs = Watched.cut(as_csr(MATRIX), entries)
+    slabs = Watched(as_csr(MATRIX)).cut(entries)
     object.__setattr__(slabs, "asked", [])
     return slabs
 
@@ -240,7 +240,7 @@ def test_a_loader_that_ends_on_its_own_thread(device, monkeypatch):
                 held.clear()
             return super().matrix(slab)
 
-    last = Last.cut(as_csr(MATRIX), 50)
+    last = Last(as_csr(MATRIX)).cut(50)
     object.__setattr__(last, "asked", [])
     held.append(Pipeline(device, 120, np.float32))
     collected(device, held[0].loads(slab_transfers(watched(50)), slab_transfers(last)))

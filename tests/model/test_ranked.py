@@ -13,6 +13,7 @@ import hybridmf as hmf
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.als import HalfSweep
 from hybridmf.data import fingerprint
+from hybridmf.data.slabs import InMemory
 from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileError, NonFiniteError, RatingsError
 from hybridmf.model import checkpoint as checkpoints
 from hybridmf.model import ranked
@@ -93,7 +94,8 @@ def test_entries_go_where_a_cut_of_the_matrix_would_have_them(grids):
         shared = entries(matrix, communicator.rank, 4)
         layout = RankLayout.even(shared.degrees(communicator), both, 1.0)
         for side, rows in (("user", matrix), ("item", as_csr(matrix.T, name="matrix"))):
-            ours, expected = shared.block(communicator, layout, side), layout.cut(side, communicator.rank, rows)
+            expected = layout.cut(side, communicator.rank, InMemory(rows)).csr
+            ours = shared.block(communicator, layout, side).csr
             assert ours.shape == expected.shape and (ours != expected).nnz == 0
 
     run_ranks(4, compare, timeout=30)
@@ -113,7 +115,8 @@ def test_ranks_read_their_part_of_a_store(grids, drop_zeros, tmp_path):
         stored = StoredRatings(store, np.float32, drop_zeros)
         layout = RankLayout.even(stored.degrees(communicator), both, 1.0)
         for side, rows in (("user", whole), ("item", as_csr(whole.T, name="matrix"))):
-            ours, expected = stored.block(communicator, layout, side), layout.cut(side, communicator.rank, rows)
+            expected = layout.cut(side, communicator.rank, InMemory(rows)).csr
+            ours = stored.block(communicator, layout, side).csr
             assert ours.shape == expected.shape and ours.nnz == expected.nnz and (ours != expected).nnz == 0
 
     run_ranks(4, compare, timeout=30)

@@ -13,6 +13,7 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES
 from hybridmf.core.validate import csr_arrays
+from hybridmf.data.slabs import InMemory
 from hybridmf.errors import RatingsError
 from hybridmf.formats import transpose
 from hybridmf.gpu.matrix import DeviceMatrix
@@ -68,7 +69,7 @@ def test_the_arrays_are_those_of_the_host(
     for side in SIDES:
         np.testing.assert_array_equal(data.degrees[side], np.diff(whole[side].indptr))
         for number, rank in enumerate(solver.ranks):
-            expected = solver.layout.cut(side, number, whole[side])
+            expected = solver.layout.cut(side, number, InMemory(whole[side])).csr
             with rank.worker.active():
                 found = [rank.worker.device.download(getattr(rank.halves[side], each)) for each in ARRAYS]
             for array, of_host in zip(found, (expected.indptr, expected.indices, expected.data), strict=True):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import hybridmf as hmf
 from hybridmf.core import reference, system
 from hybridmf.core.objective import SIDES, Factors, Side
-from hybridmf.data.slabs import ColumnSlabs, slab_bounds, slab_entries
+from hybridmf.data.slabs import InMemory, Part, slab_bounds, slab_entries
 from hybridmf.data.store import StoreMatrix
 from hybridmf.errors import (
     CommunicatorError,
@@ -304,7 +304,7 @@ def test_the_bits_of_a_store_are_those_of_its_ratings(
     for rank in here.ranks:
         assert len(rank.batches["user"]) > 1
         block = rank.halves["user"].transfers.of
-        assert isinstance(block, sp.csr_array if place == "host" else ColumnSlabs)
+        assert isinstance(block, InMemory if place == "host" else Part)
     assert_same(sweeps(here, 2), sweeps(there, 2))
     assert here.objective_value() == pytest.approx(there.objective_value(), rel=1e-10)
     here.close()
@@ -324,11 +324,13 @@ def test_an_altered_store_is_reported(gpus: Machine, tmp_path: Any, monkeypatch:
     assert no_loaders()
 
 
-def test_slabs_that_stay_on_the_gpus_are_not_split(gpus: Machine, store: hmf.Store) -> None:
-    *_, objective, plan, state = streamed(parts("explicit", gpus(2), MATRIX), both((2, 1)), place="disk")
+def test_a_store_that_stays_on_the_gpus_can_be_split(gpus: Machine, store: hmf.Store) -> None:
+    arguments = changed(parts("explicit", gpus(2), MATRIX), segment=17, batch_slots=60)
+    there = MultiALS(*arguments, grids=both((2, 1)))
+    *_, objective, plan, state = streamed(arguments, both((2, 1)), place="disk")
     users = StoreMatrix(store)
-    with pytest.raises(ValueError, match=r"a grid of 2 x 1 splits the rows of users; use 1 x 2, or load it"):
-        MultiALS(users, users.transposed(), objective, plan.changed(resident=True), state)
+    here = MultiALS(users, users.transposed(), objective, plan.changed(resident=True), state)
+    assert_close(sweeps(here, 2), sweeps(there, 2))
 
 
 def test_more_ranks_than_rows_and_rows_without_entries(gpus: Machine) -> None:
@@ -350,7 +352,7 @@ def test_nothing_of_the_block_is_on_the_device(gpus: Machine) -> None:
     pipeline = gpu_rank.Pipeline(device, 1, np.float32)
     degrees = np.diff(MATRIX.indptr)
     rows = BatchedRows(np.arange(24), degrees, batches, [[]] * 3)
-    half = StreamedPartialRows(device, "user", matrix, objective, plan, rows, pipeline)
+    half = StreamedPartialRows(device, "user", InMemory(matrix), objective, plan, rows, pipeline)
     assert pipeline.capacity == sizes_of_batches(half).max() < MATRIX.nnz
     with closing(half._at_hand()) as stream:
         for batch in stream:
@@ -666,7 +668,7 @@ def test_ranks_of_processes_stream_their_entries(
         shares: Any = entries(matrix, communicator.rank, 2)
         if share != "entries":
             shares = StoredRatings(store, np.float32, drop_zeros=False)
-            monkeypatch.setattr(shares, "block", None)  # no code may bring a whole share into memory
+            monkeypatch.setattr(Part, "load", None)  # no code may bring a whole share into memory
         options = {"checkpoint": tmp_path / "c", "track_objective": True}
         return fit_rank(model, shares, communicator, "cuda:0", **options)
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import hybridmf as hmf
 from hybridmf.cli import main
 from hybridmf.core.objective import SIDES, Factors, State
+from hybridmf.data.slabs import InMemory
 from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError, RatingsError
 from hybridmf.formats import transpose
 from hybridmf.model.training import TrainingData
@@ -207,9 +208,9 @@ def rank_of(comm: Any, layout: RankLayout, matrix: sp.csr_array, columns: int | 
     for side in SIDES:
         first, last = layout.own(side, comm.rank)
         own[side] = Factors(state.side(side).matrix[first:last])
-    blocks = {side: layout.cut(side, comm.rank, both_ways[side]) for side in SIDES}
+    blocks = {side: layout.cut(side, comm.rank, InMemory(both_ways[side])) for side in SIDES}
     if columns is not None:
-        blocks["user"] = blocks["user"][:, :columns]
+        blocks["user"] = InMemory(blocks["user"].csr[:, :columns])
     plan = plan.changed(**changes)
     start, worker = State(own["user"], own["item"]), CpuWorker(plan.num_threads)
     return RankALS(comm, layout, blocks, model._objective(), plan, start, worker)
@@ -381,7 +382,7 @@ def test_blocks_cover_the_matrix_once(m: int, n: int, grid: tuple[int, int], see
     layout = layout_of(matrix, grid)
     whole = np.zeros((m, n))
     for rank in range(layout.size):
-        block = layout.cut("user", rank, matrix)
+        block = layout.cut("user", rank, InMemory(sp.csr_array(matrix))).csr
         rows = np.concatenate([np.arange(a, b) for a, b in layout.ranges("user", rank)])
         first, last = layout.columns("user", rank)
         whole[np.ix_(rows, np.arange(first, last))] += block.toarray()

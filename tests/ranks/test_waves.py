@@ -14,7 +14,7 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf.core import system
 from hybridmf.core.objective import SIDES
-from hybridmf.data.slabs import ColumnSlabs, RangeSlabs, loaded, slab_entries
+from hybridmf.data.slabs import InMemory, Part, slab_entries
 from hybridmf.data.store import StoreMatrix
 from hybridmf.errors import (
     CommunicatorError,
@@ -77,12 +77,12 @@ def test_some_columns_of_ranges_of_slabs(
     ranges: list[tuple[int, int]], columns: tuple[int, int], store: hmf.Store
 ) -> None:
     for dtype in (np.float32, np.float64):
-        part = ColumnSlabs(StoreMatrix(store, dtype=dtype), ranges, columns)
+        part = StoreMatrix(store, dtype=dtype).part(ranges, columns)
         rows = np.concatenate([np.arange(first, last) for first, last in ranges])
         expected = MATRIX[rows][:, slice(*columns)]
         assert part.shape == expected.shape and part.nnz == expected.nnz and part.dtype == dtype
         np.testing.assert_array_equal(part.degrees, np.diff(expected.indptr))
-        found = part.load()
+        found = part.load().csr
         assert found.shape == expected.shape and found.dtype == dtype and (found != expected).nnz == 0
         for first, last in ((0, len(rows)), (1, 1), (len(rows) // 3, len(rows) // 2)):
             pieces = list(part.rows(first, last))
@@ -94,7 +94,7 @@ def test_some_columns_of_ranges_of_slabs(
 @pytest.mark.parametrize(("first", "last"), [(0, 50), (7, 31), (12, 13), (20, 20), (0, 0), (50, 50)])
 @pytest.mark.parametrize("entries", [None, 30, 10_000])
 def test_a_range_of_slabs_is_the_rows(first: int, last: int, entries: int | None, store: hmf.Store) -> None:
-    whole = RangeSlabs(StoreMatrix(store), first, last)
+    whole = StoreMatrix(store).part([(first, last)])
     part = whole if entries is None else whole.cut(entries)
     rows = MATRIX[first:last]
     assert part.shape == rows.shape and part.nnz == rows.nnz and part.dtype == np.float32
@@ -106,16 +106,19 @@ def test_a_range_of_slabs_is_the_rows(first: int, last: int, entries: int | None
     for slab, (start, stop) in enumerate(zip(part.bounds[:-1], part.bounds[1:], strict=True)):
         part.prefetch(slab + 1)
         assert (part.matrix(slab) != rows[start:stop]).nnz == 0
-    for found in (part.load(), loaded(part)):
-        assert found.shape == rows.shape and (found != rows).nnz == 0
+    found = part.load()
+    assert found.shape == rows.shape and (found.csr != rows).nnz == 0
+    np.testing.assert_array_equal(found.bounds, part.bounds)
+    at = np.arange(last - first)[::-3]
+    assert (part.take(at) != rows[at]).nnz == 0
 
 
 def test_a_slab_is_converted_once_for_all_its_parts(store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     matrix = StoreMatrix.matrix
     monkeypatch.setattr(StoreMatrix, "matrix", lambda self, slab: reads.append(slab) or matrix(self, slab))
-    part = RangeSlabs(StoreMatrix(store, dtype=np.float64), 3, 40, entries=25)
-    assert (loaded(part) != MATRIX[3:40].astype(np.float64)).nnz == 0
+    part = Part(StoreMatrix(store, dtype=np.float64), [(3, 40)], entries=25)
+    assert (part.load().csr != MATRIX[3:40].astype(np.float64)).nnz == 0
     assert len(part.bounds) - 1 > len(reads) == len(set(reads))
 
 
@@ -475,7 +478,7 @@ def test_ranks_of_processes_stream_their_part_of_a_store(
 
     def run(communicator: Any) -> Any:
         ratings = StoredRatings(store, np.float32, drop_zeros=False)
-        monkeypatch.setattr(ratings, "block", None)  # no code may bring a whole share into memory
+        monkeypatch.setattr(Part, "load", None)  # no code may bring a whole share into memory
         model = MODELS["explicit"](**options, **limited)
         return fit_rank(model, ratings, communicator, device, checkpoint=tmp_path, track_objective=True)
 
@@ -513,7 +516,7 @@ def test_ranks_on_large_gpus_keep_their_part_of_a_store(
         return fit_rank(model, ratings, communicator, "cuda:0")
 
     assert run_ranks(2, run, timeout=60)[0].plan_.streamed == ""
-    assert kinds == [sp.csr_array] * 4
+    assert kinds == [InMemory] * 4
 
 
 @pytest.mark.parametrize("share", ["entries", "store"])
