@@ -112,7 +112,7 @@ def _documented(model: type[Model]) -> dict[str, tuple[str, str]]:
     """Type and first sentence of each parameter that the docstring of a class describes."""
     section = inspect.cleandoc(model.__doc__ or "").partition("Parameters\n----------\n")[2]
     section = re.split(r"\n\n\w+\n-{3,}\n", section)[0]
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for names, kind, text in re.findall(r"^(\w[\w, ]*) : (.*)((?:\n    .*|\n)*)", section, re.MULTILINE):
         paragraph = " ".join(text.strip().split("\n\n")[0].split())
         sentence = re.split(r'\.(?=\s+[A-Z`"]|$)', paragraph)[0].rstrip(":")
