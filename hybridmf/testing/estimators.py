@@ -206,9 +206,11 @@ class EstimatorContract:
         np.testing.assert_equal(np.random.get_state(legacy=False)["state"], state)  # noqa: NPY002
 
     def test_rows_without_entries_have_zero_factors(self) -> None:
-        """They are cold, and scored by biases alone."""
+        """And zero biases: they are cold."""
         model = self.fitted()
         assert not model.user_factors_[self.EMPTY_USER].any() and not model.item_factors_[self.EMPTY_ITEM].any()
+        if model.user_bias_ is not None:
+            assert model.user_bias_[self.EMPTY_USER] == model.item_bias_[self.EMPTY_ITEM] == 0
         assert np.flatnonzero(model.cold_users_).tolist() == [self.EMPTY_USER]
         assert np.flatnonzero(model.cold_items_).tolist() == [self.EMPTY_ITEM]
 
