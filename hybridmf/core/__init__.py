@@ -1,1 +1,1 @@
-"""Validation, facts about the system, sparse helpers, the objective and its float64 reference; the lowest layer."""
+"""Validation, facts about the system, sparse helpers, the objective; the lowest layer."""

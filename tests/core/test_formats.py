@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf import Ratings, _formats, formats
-from hybridmf.core import reference
 from hybridmf.core import validate as _validate
 from hybridmf.errors import DuplicateEntriesError, RatingsError
+from support import reference
 
 # The paper's Fig. 6 first row block (4.1.1): four nonzeros in tile 0 in columns 0, 2 | 0, 1; two in tile 1.
 PAPER_BLOCK = np.array([[3, 0, 1, 0, 2, 0], [2, 4, 0, 5, 0, 0]], dtype=np.float32)

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective, State
 from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu.als import HalfSweep, WeightedGram, objective_value
@@ -22,6 +21,7 @@ from hybridmf.model.learned import scale_of
 from hybridmf.native import _als
 from hybridmf.native.status import check_status
 from hybridmf.plan.start import initial_state
+from support import reference
 from support.half_sweeps import OBJECTIVES, dense_system, plan_for, random_factors, relative_error
 from support.marks import exhaustive, mostly_exhaustive
 from support.ratings import planted

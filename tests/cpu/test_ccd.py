@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import SIDES, Factors, Objective, State
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.ccd import CpuCCD, by_column, by_row
@@ -28,6 +27,7 @@ from hybridmf.plan.machine import CpuRates, Machine
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
+from support import reference
 from support.marks import exhaustive, mostly_exhaustive
 from support.ratings import planted
 from support.states import grown

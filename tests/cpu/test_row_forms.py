@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.als import HalfSweep, WeightedGram
 from hybridmf.errors import NonFiniteError, NotPositiveDefiniteError
 from hybridmf.native import _als
 from hybridmf.plan.row_forms import DUAL_SHARE
+from support import reference
 from support.half_sweeps import OBJECTIVES, plan_for, random_factors, relative_error
 
 DUAL = {

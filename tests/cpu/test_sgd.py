@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective, State, Terms
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import sgd as cpu_sgd
@@ -29,6 +28,7 @@ from hybridmf.native.updates import BothSides, EntryBlocks, EntryList, UpdateRow
 from hybridmf.plan import sgd as plan_sgd
 from hybridmf.plan.epochs import EpochSolver
 from hybridmf.plan.sgd import SgdMethod, learning_rate_at, terms_at
+from support import reference
 from support.ratings import planted
 from support.sgd_states import arrays, assert_same_bits, method_of, relative_error, solver_of
 

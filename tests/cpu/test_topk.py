@@ -8,11 +8,11 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridmf.core import reference
 from hybridmf.core.sparse import RowColumns
 from hybridmf.cpu.topk import PackedItems, top_k
 from hybridmf.native import _als, _topk
 from hybridmf.plan.threads import WORK_OF_A_THREAD, threads_for
+from support import reference
 
 
 def integer_factors(rows: int, rank: int, seed: int, dtype=np.float32) -> np.ndarray:

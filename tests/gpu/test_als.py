@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective, State
 from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu import als as cpu
@@ -25,6 +24,7 @@ from hybridmf.model.learned import scale_of
 from hybridmf.plan import gram as plan_gram
 from hybridmf.plan.fused import FusedConfig, table_width
 from hybridmf.plan.start import initial_state
+from support import reference
 from support.devices import limit_memory, on_a_gpu
 from support.half_sweeps import (
     BACKWARD_ERROR,

@@ -12,7 +12,6 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import SIDES, Objective, State
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.ccd import CpuCCD
@@ -25,6 +24,7 @@ from hybridmf.plan import ccd_gpu
 from hybridmf.plan.ccd import CcdMethod
 from hybridmf.plan.ccd_gpu import CcdConfig
 from hybridmf.plan.start import initial_state
+from support import reference
 from support.half_sweeps import plan_for, random_factors, relative_error
 from support.marks import exhaustive
 from support.ratings import planted

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from hybridmf.core import reference
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.gpu import cholesky_any
 from hybridmf.gpu.cholesky_any import CgConfig, CholeskyConfig, WideTilesConfig
 from hybridmf.gpu.launch import source_text
+from support import reference
 from support.builds import RANKS, builds_of
 from support.marks import exhaustive, mostly_exhaustive
 

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import SIDES, Factors, Objective, State, Terms
 from hybridmf.core.validate import as_csr
 from hybridmf.errors import DivergedError
@@ -42,7 +41,7 @@ from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import SgdMethod, stored_width, terms_at
 from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
-from support import emulated, msgd
+from support import emulated, msgd, reference
 from support.devices import on_a_gpu
 from support.emulated import EmulatedDevice
 from support.marks import exhaustive

@@ -11,14 +11,13 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridmf.core import reference
 from hybridmf.core.sparse import RowColumns
 from hybridmf.cpu import topk as cpu
 from hybridmf.errors import DeviceMemoryError
 from hybridmf.gpu import topk
 from hybridmf.gpu.launch import kernel_folder
 from hybridmf.gpu.topk import PackedItems, top_k, top_k_on_device
-from support import emulated
+from support import emulated, reference
 from support.builds import builds_of
 
 

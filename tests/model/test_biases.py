@@ -10,7 +10,6 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import Objective
 from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.data.store import Store
@@ -19,6 +18,7 @@ from hybridmf.model.learned import scale_of
 from hybridmf.plan.start import initial_state
 from hybridmf.ranks.shares import SharedEntries, StoredRatings, WholeRatings
 from hybridmf.ranks.transport.threads import run_ranks
+from support import reference
 from support.model_files import alter, read_parts
 from support.ranks import fit_rank
 from support.ratings import planted

@@ -14,11 +14,11 @@ import safetensors.numpy
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.errors import ModelFileError
 from hybridmf.metrics import PopularityRecommender, evaluate
 from hybridmf.ranks.shares import WholeRatings
 from hybridmf.ranks.transport.threads import run_ranks
+from support import reference
 from support.ranks import fit_rank
 from support.ratings import planted
 

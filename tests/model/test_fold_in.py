@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from hybridmf.core import reference
 from hybridmf.errors import NotPositiveDefiniteError, RatingsError
+from support import reference
 from support.messages import says
 from support.ratings import planted
 from support.served_models import KINDS, N_ITEMS, fitted, labelled, make, outcome, user_rows

@@ -8,10 +8,10 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import Factors, State
 from hybridmf.core.validate import as_csr
 from hybridmf.ranks.transport.threads import run_ranks
+from support import reference
 from support.ratings import planted
 
 RATINGS = planted()

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core import validate as _validate
 from hybridmf.core.objective import Factors, State
 from hybridmf.errors import MemoryBudgetError, RatingsError
 from hybridmf.model.learned import count_items, pattern
+from support import reference
 from support.messages import says
 from support.ratings import planted
 from support.served_models import EMPTY_ITEM, EMPTY_USER, KINDS, N_ITEMS, M, assert_same, fitted, labelled, make

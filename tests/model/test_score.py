@@ -7,8 +7,8 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.errors import RatingsError
+from support import reference
 from support.messages import says
 from support.ratings import planted
 from support.served_models import KINDS, N_ITEMS, assert_same, fitted, make, snapshot

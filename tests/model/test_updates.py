@@ -11,11 +11,11 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core import validate as _validate
 from hybridmf.core.objective import State
 from hybridmf.errors import MemoryBudgetError, NotPositiveDefiniteError, RatingsError
 from hybridmf.model import serving as _serving
+from support import reference
 from support.messages import says
 from support.ratings import planted
 from support.served_models import (

@@ -11,9 +11,9 @@ from sklearn.base import clone
 from sklearn.frozen import FrozenEstimator
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.validate import as_csr
 from hybridmf.ranks.transport.threads import run_ranks
+from support import reference
 from support.ratings import planted
 from support.stores import SLAB
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import Objective
 from hybridmf.core.validate import seed_of
 from hybridmf.native import _draw
 from hybridmf.plan.start import DrawnFactors, Start, initial_state
+from support import reference
 
 DEGREES = np.array([3, 0, 1, 7, 2, 0, 5])
 KEY = 0x299F31D0_A4093822

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.device.cuda import Device, open_device
 from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
@@ -29,6 +28,7 @@ from hybridmf.ranks.gpu_rank import BatchPieces, sockets
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.su_als import RankALS
 from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
+from support import reference
 from support.ranks import (
     MODELS,
     RANK,

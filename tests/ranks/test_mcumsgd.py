@@ -16,7 +16,6 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective, State
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.sgd import CpuEpochs
@@ -37,6 +36,7 @@ from hybridmf.ranks.mcumsgd import Bounds, MultiSGD, RankSGD, cut_share
 from hybridmf.ranks.transport import threads as scale_threads
 from hybridmf.ranks.transport.communicator import Single, check_agreement
 from hybridmf.ranks.transport.threads import run_ranks
+from support import reference
 from support.checkout import ROOT
 from support.fake_nccl import wait_until
 from support.ranks import need_gpus

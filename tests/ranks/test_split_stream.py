@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.core import reference, system
+from hybridmf.core import system
 from hybridmf.core.objective import SIDES, Factors, Side
 from hybridmf.data.slabs import InMemory, Part, slab_bounds, slab_entries
 from hybridmf.data.store import StoreMatrix
@@ -44,6 +44,7 @@ from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.reduction import Reduction, RootReduction, TwoPhaseReduction
 from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
+from support import reference
 from support.marks import exhaustive
 from support.ranks import (
     MODELS,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 import hybridmf as hmf
-from hybridmf.core import reference
 from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
@@ -15,6 +14,7 @@ from hybridmf.plan.als_gpu import gpu_plan
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Settings
 from hybridmf.ranks.gpu_rank import GpuWorker
+from support import reference
 from support.ratings import planted
 
 OBJECTIVES = {

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from .objective import SIDES, Factors, Objective, PerSide, Side, State, Terms
+from hybridmf.core.objective import SIDES, Factors, Objective, PerSide, Side, State, Terms
 
 
 def _weights(objective: Objective, ratings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
