@@ -190,25 +190,19 @@ class Blocks:
 
     def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
         """See `Schedule`."""
+        both, calls, threads = _both(work), _calls(self.plan), self.plan.num_threads
         if self.method.deterministic:
-            self._move_diagonals(_both(work), terms, epoch, record)
-        else:
-            self._move_free_blocks(_both(work), terms, epoch, record)
-
-    def _move_diagonals(self, both: BothSides, terms: Terms, epoch: int, record: Record) -> None:
-        for shifts in np.array_split(self.shifts(epoch), min(_calls(self.plan), self.grid)):
-            losses = np.zeros((self.grid, self.grid))
-            _sgd.diagonals(both, self.blocks, shifts, terms, losses, self.plan.num_threads)
-            if not record(losses):
-                return
-
-    def _move_free_blocks(self, both: BothSides, terms: Terms, epoch: int, record: Record) -> None:
-        self.seen = np.zeros(self.grid**2, dtype=np.int32)
-        rng = self.method.rng(epoch)
-        quota = math.ceil(self.grid**2 / _calls(self.plan))
+            for shifts in np.array_split(self.shifts(epoch), min(calls, self.grid)):
+                losses = np.zeros((self.grid, self.grid))
+                _sgd.diagonals(both, self.blocks, shifts, terms, losses, threads)
+                if not record(losses):
+                    return
+            return
+        self.seen, rng = np.zeros(self.grid**2, dtype=np.int32), self.method.rng(epoch)
+        quota = math.ceil(self.grid**2 / calls)
         while not self.seen.all():
             losses, seed = np.zeros((self.grid, self.grid)), int(rng.integers(2**63))
-            _sgd.free_blocks(both, self.blocks, self.seen, quota, seed, terms, losses, self.plan.num_threads)
+            _sgd.free_blocks(both, self.blocks, self.seen, quota, seed, terms, losses, threads)
             if not record(losses):
                 return
 
@@ -258,7 +252,7 @@ class CpuEpochs:
         work: WorkingCopies,
         terms: Terms,
         epoch: int,
-        between: Callable[[], None] = lambda: None,
+        between: Callable[[], None],
     ) -> None:
         """See `EpochKernels`."""
 

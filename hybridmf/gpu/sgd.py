@@ -151,11 +151,6 @@ class Bins:
         first = np.concatenate(([0], np.cumsum(np.bincount(owners, minlength=n)))).astype(np.int32)
         return cls(device.upload(rows[np.argsort(owners, kind="stable")]), device.upload(first))
 
-    @classmethod
-    def single(cls, device: Device, rows: Array) -> Bins:
-        """A bin for each row."""
-        return cls(rows, device.upload(np.arange(len(rows) + 1, dtype=np.int32)))
-
 
 def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
     """Bounds in each row: its begin, the first entry at or after each of some columns, its end.
@@ -728,7 +723,7 @@ class GpuEpochs:
         work: dict[Side, FactorRows],
         terms: Terms,
         epoch: int,
-        between: Callable[[], None] = lambda: None,
+        between: Callable[[], None],
     ) -> None:
         """See `EpochKernels`; launches without waiting."""
         schedule = self.schedules[block]

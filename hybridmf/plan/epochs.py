@@ -49,7 +49,7 @@ class EpochKernels(Protocol):
         work: dict[Side, Any],
         terms: Terms,
         epoch: int,
-        between: Callable[[], None] = lambda: None,
+        between: Callable[[], None],
     ) -> None:
         """One pass over the ratings of a block; calls `between` where it may be stopped."""
 
@@ -100,15 +100,15 @@ class EpochSolver(Unconnected):
         self.epoch, self.best = completed, math.inf
 
     def sweep(self) -> Iterator[None]:
-        """Run one epoch; the state changes once it is complete."""
-        self.run_epoch()
-        yield
-
-    def run_epoch(self) -> State:
         """Run one epoch on copies; the state changes once the epoch is complete and finite."""
-        with self.kernels.active():
-            new = self._updated(terms_at(self.method, self.objective, self.state.mean, self.epoch))
-            loss, is_finite = self._agreed(*self.kernels.epoch_result(new.user, new.item))
+        kernels, terms = self.kernels, terms_at(self.method, self.objective, self.state.mean, self.epoch)
+        with kernels.active():
+            work: dict[Side, Any] = {side: kernels.copies(self.state.side(side)) for side in SIDES}
+            for block, side in self._passes(work):
+                kernels.move(block, side, work, terms, self.epoch, self._between)
+            users = kernels.factors(work.pop("user"))
+            new = State(users, kernels.factors(work.pop("item")), self.state.mean)
+            loss, is_finite = self._agreed(*kernels.epoch_result(new.user, new.item))
         if not math.isfinite(loss):
             self._fail("errors became infinite or NaN")
         if not is_finite:
@@ -117,14 +117,15 @@ class EpochSolver(Unconnected):
             self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
         self.state, self.best = new, min(self.best, loss)
         self.epoch += 1
-        return new
+        yield
 
-    def _updated(self, terms: Terms) -> State:
-        work = {side: self.kernels.copies(self.state.side(side)) for side in SIDES}
+    def _passes(self, work: dict[Side, Any]) -> Iterator[tuple[int, Side | None]]:
+        """Block and side of each pass of an epoch; `work` may change between two of them."""
         for side in self.kernels.passes:
-            self.kernels.move(0, side, work, terms, self.epoch)
-        users, items = (self.kernels.factors(work.pop(side)) for side in SIDES)
-        return State(users, items, self.state.mean)
+            yield 0, side
+
+    def _between(self) -> None:
+        """Stop the epoch by an error where it may be stopped."""
 
     def _agreed(self, loss: float, is_finite: bool) -> tuple[float, bool]:
         """The results of an epoch of all ranks."""

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Objective, Side, State, Terms
+from ..core.objective import SIDES, Factors, Objective, Side, State
 from ..core.sparse import rows_of, transposed
 from ..cpu.sgd import CpuEpochs
 from ..data.fingerprint import fingerprint
@@ -142,21 +142,20 @@ class RankSGD(EpochSolver):
         sums = self.communicator.allreduce(np.array([loss, not is_finite], dtype=np.float64))
         return float(sums[0]), not sums[1]
 
-    def _updated(self, terms: Terms) -> State:
-        work = {side: self.kernels.copies(self.state.side(side)) for side in SIDES}
+    def _passes(self, work: dict[Side, Any]) -> Iterator[tuple[int, Side | None]]:
         own, last = work["item"], self._last_step()
         for step in range(last + 1):
             block = (self.rank + step) % self.size
             if step < self.size:
-                self._move(block, "item", work, terms)
+                yield block, "item"
             arrives = self._send(work["item"], (block + 1) % self.size) if step < last else None
             if step in self._user_steps():
-                self._move(block, "user", work, terms)
+                yield block, "user"
             if arrives is not None:
                 work["item"] = self.kernels.arrived(own, arrives())
                 if step + 1 == self.size:  # this rank's own items have returned, updated by all ranks
                     own = work["item"]
-        return State(self.kernels.factors(work.pop("user")), self.kernels.factors(own), self.state.mean)
+        work["item"] = own
 
     def _user_steps(self) -> range:
         """Steps that update the users; steps 0 to p - 1 update the items."""
@@ -167,10 +166,7 @@ class RankSGD(EpochSolver):
         """The step after which all updates are done; this rank's own items returned in step p."""
         return max(self._user_steps()[-1], self.size if self.size > 1 else 0)
 
-    def _move(self, block: int, side: Side, work: dict[Side, Any], terms: Terms) -> None:
-        self.kernels.move(block, side, work, terms, self.epoch, self._check_others)
-
-    def _check_others(self) -> None:
+    def _between(self) -> None:
         if self.communicator.cause:  # a pass may be long
             raise CommunicatorError(self.communicator.cause)
 
@@ -240,8 +236,8 @@ class MultiSGD:
 
     def sweep(self) -> Iterator[None]:
         """Run one epoch on all ranks; the state changes once all have completed it."""
-        states = self.group.run(lambda control: self.ranks[control.rank].run_epoch())
-        users, items = (JoinedFactors([state.side(side) for state in states]) for side in SIDES)
+        self.group.run(lambda control: list(self.ranks[control.rank].sweep()))
+        users, items = (JoinedFactors([rank.state.side(side) for rank in self.ranks]) for side in SIDES)
         self.state = State(users, items, self.mean)
         yield
 

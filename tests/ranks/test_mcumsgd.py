@@ -294,8 +294,8 @@ def spmd(communicator, parts, epochs=2, **changes):
     matrix, objective, plan, state = parts
     worker = RankSGD(communicator, matrix, objective, plan, state, **changes)
     for _ in range(epochs):
-        state = worker.run_epoch()
-    return state, worker.objective_value()
+        list(worker.sweep())
+    return worker.state, worker.objective_value()
 
 
 def test_a_single_communicator(ratings_matrix):
