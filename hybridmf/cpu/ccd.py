@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ from ..core.sparse import transposed
 from ..core.validate import csr_arrays, make_csr
 from ..native import _ccd
 from ..native.residual_rows import Change, ResidualRows
-from ..plan.ccd import CcdMethod, non_finite
-from ..plan.solver import SWEEP_ORDER, Unconnected
+from ..plan.ccd import non_finite
+from ..plan.rank_one import RankOneSolver
+from ..plan.solver import SWEEP_ORDER
 from ..plan.types import Plan
 from .als import aligned_zeros, objective_value, workspaces
 
@@ -59,13 +59,10 @@ class _Half:
         self.ridges = objective.ridge(side, 1, 1 + objective.biases)[:, None] * objective.row_scale(side, self.degrees)
 
 
-class CpuCCD(Unconnected):
-    """Cyclic coordinate descent over rank-one factors on the CPU: owns both copies of the residual.
+class CpuCCD(RankOneSolver):
+    """CCD++ on the CPU: owns both copies of the residual.
 
     `user_items`, `item_users`: the ratings in both orientations.
-    `objective`: explicit.
-    `plan`: its `method` is a `CcdMethod`.
-    `state`: initial factors; not negative for a non-negative model.
     `weights`, (nnz,): weight of each entry's squared error, >= 0, in the order of `user_items`. Weights do not change
         the penalty.
     """
@@ -79,9 +76,7 @@ class CpuCCD(Unconnected):
         state: State,
         weights: Any = None,
     ) -> None:
-        assert isinstance(plan.method, CcdMethod) and not objective.is_implicit
-        self.objective, self.plan, self.method, self.state = objective, plan, plan.method, state
-        self.biases = plan.method.bias_columns(plan)
+        super().__init__(objective, plan, state)
         of_users = None if weights is None else _weight_matrix(user_items, weights)
         of_items = None if of_users is None else transposed(of_users, plan.num_threads)
         self.halves: dict[Side, _Half] = {
@@ -90,88 +85,64 @@ class CpuCCD(Unconnected):
         }
         self._workspace = workspaces(plan.num_threads, _ccd.LONG_ROW, user_items.dtype)
 
-    def sweep(self) -> Iterator[None]:
-        """Run one outer iteration on copies of the factors; yield once the copies are the state."""
+    def columns_of_state(self) -> dict[Side, np.ndarray]:
+        """See `RankOneSolver`."""
         self._compute_residuals(*SWEEP_ORDER)
         columns = {side: self._columns(side) for side in SIDES}
         # the values that a pass gathers from the other side, interleaved; see _ccd.pyx
-        pairs = {side: aligned_zeros((columns[side].shape[1], 2), columns[side].dtype) for side in SIDES}
-        pairs["user"][:, 1] = columns["user"][0]
-        for column in range(len(columns["user"])):
-            self._update_rank_one(columns, pairs, column)
-        users, items = (self._factors(side, columns[side]) for side in SIDES)
-        self.state = State(users, items, self.state.mean)
-        yield
+        self._pairs = {side: aligned_zeros((columns[side].shape[1], 2), columns[side].dtype) for side in SIDES}
+        self._pairs["user"][:, 1] = columns["user"][0]
+        return columns
 
     def _columns(self, side: Side) -> np.ndarray:
-        """Coordinates of a side by column: its biases, ones that multiply the other side's biases, then factors."""
         factors = self.state.side(side)
         return by_column(factors.matrix, *(factors.bias if biased == side else 1 for biased in self.biases))
 
-    def _factors(self, side: Side, columns: np.ndarray) -> Factors:
-        """Inverse of `_columns`."""
+    def factors(self, side: Side, columns: np.ndarray) -> Factors:
+        """See `RankOneSolver`; `update` has checked the coordinates."""
         bias = columns[self.biases.index(side)].copy() if self.biases else None
         return Factors(by_row(columns[len(self.biases) :]), bias)
 
     def _compute_residuals(self, *sides: Side) -> None:
-        """Compute copies of the residual from the state.
+        """Compute copies of the residual from the state, in kernel calls of about ``plan.batch_flops``.
 
-        Every iteration recomputes them, so that a resumed fit equals an uninterrupted one bit for bit, and rounding
-        errors do not accumulate. With one inner iteration, both copies take a quarter of the flops of the updates,
-        and a smaller share of the time. A kernel call takes about ``plan.batch_flops``; Python handles Ctrl-C between
-        calls.
+        Python handles Ctrl-C between calls. With one inner iteration, both copies take a quarter of the flops of the
+        updates, and a smaller share of the time.
         """
         tables = {side: scoring_rows(self.state.side(side), side, self.state.mean) for side in SIDES}
         for side in sides:
-            self._compute_residual(side, tables[side], tables[other_side(side)])
+            half, rows, fixed = self.halves[side], tables[side], tables[other_side(side)]
+            work = RESIDUAL_SLOWNESS * 2.0 * self.plan.nnz * rows.shape[1]
+            calls = max(1, int(np.ceil(work / self.plan.batch_flops)))
+            cuts = np.linspace(0, len(half.rows.groups) - 1, calls + 1).astype(np.int64)
+            for call, segments in enumerate(np.array_split(half.rows.segments, calls)):
+                groups = half.rows.groups[cuts[call] : cuts[call + 1] + 1]
+                taken = half.rows._replace(groups=groups, segments=segments)
+                _ccd.residual(rows, fixed, taken, half.ratings, self.plan.num_threads)
 
-    def _compute_residual(self, side: Side, rows: np.ndarray, fixed: np.ndarray) -> None:
-        half, plan = self.halves[side], self.plan
-        work = RESIDUAL_SLOWNESS * 2.0 * plan.nnz * rows.shape[1]
-        pieces = max(1, int(np.ceil(work / plan.batch_flops)))
-        cuts = np.linspace(0, len(half.rows.groups) - 1, pieces + 1).astype(np.int64)
-        segments = np.array_split(half.rows.segments, pieces)
-        for piece in range(pieces):
-            groups = half.rows.groups[cuts[piece] : cuts[piece + 1] + 1]
-            part = half.rows._replace(groups=groups, segments=segments[piece])
-            _ccd.residual(rows, fixed, part, half.ratings, plan.num_threads)
+    def update(self, side: Side, columns: dict[Side, np.ndarray], column: int, inner: int) -> None:
+        """See `RankOneSolver`.
 
-    def _update_rank_one(self, columns: dict[Side, np.ndarray], pairs: dict[Side, np.ndarray], column: int) -> None:
-        """Solve the coordinates of one column, items first: a factor in every inner iteration, biases once."""
-        last = 0 if column < len(self.biases) else self.method.inner_iterations - 1
-        items, users = columns["item"], columns["user"]
-        nothing = items[0, :0]
-        # a residual that was just computed has no pending product
-        pending = items[column - 1] if column else np.zeros_like(items[0])
-        for inner in range(last + 1):
-            # the first inner iteration adds the old product; the last one subtracts the new product from the rows, and
-            # the next factor's update subtracts it from the columns
-            first = inner == 0
-            change = Change(_ccd.CATCH_UP if first else _ccd.KEEP, pending, nothing)
-            self._update("item", column, columns, pairs, change)
-            following = users[(column + 1) % len(users)] if inner == last else nothing
-            change = Change(_ccd.ADD_BACK if first else _ccd.KEEP, nothing, following)
-            self._update("user", column, columns, pairs, change)
-
-    def _update(
-        self,
-        side: Side,
-        column: int,
-        columns: dict[Side, np.ndarray],
-        pairs: dict[Side, np.ndarray],
-        change: Change,
-    ) -> None:
+        The first inner iteration adds the old product; the last one subtracts the new product from the rows, and the
+        next factor's update subtracts it from the columns.
+        """
         half, coordinates = self.halves[side], columns[side][column]
-        is_factor = column >= len(self.biases)
-        # otherwise the column consists of ones that multiply biases, or the side is frozen
-        solves = (is_factor or self.biases[column] == side) and side != self.plan.frozen
+        is_factor, nothing = not self.is_bias(column), coordinates[:0]
+        is_last = not is_factor or inner == self.method.inner_iterations - 1
+        if side == "item":
+            # a residual that was just computed has no pending product
+            pending = columns[side][column - 1] if column else np.zeros_like(coordinates)
+            change = Change(_ccd.KEEP if inner else _ccd.CATCH_UP, pending, nothing)
+        else:
+            following = columns[side][(column + 1) % len(columns[side])] if is_last else nothing
+            change = Change(_ccd.KEEP if inner else _ccd.ADD_BACK, nothing, following)
         _ccd.update(
             coordinates,
-            pairs[side],
-            pairs[other_side(side)],
+            self._pairs[side],
+            self._pairs[other_side(side)],
             half.rows,
             change,
-            half.ridges[0 if is_factor else 1] if solves else np.empty(0),
+            half.ridges[0 if is_factor else 1] if self.solves(side, column) else np.empty(0),
             self.method.nonnegative and is_factor,
             self._workspace,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,11 @@ from ..device.cuda import Array, Device, Kernel
 from ..errors import DeviceMemoryError
 from ..plan import ccd_gpu
 from ..plan.assemblies import WARP
-from ..plan.ccd import CcdMethod, non_finite
+from ..plan.ccd import non_finite
 from ..plan.ccd_gpu import QUAD, VECTORS, CcdConfig, padded
 from ..plan.fused import table_width
-from ..plan.solver import SWEEP_ORDER, Unconnected
+from ..plan.rank_one import RankOneSolver
 from ..plan.types import Plan
-from . import losses
 from .factors import DeviceFactors, to_device
 from .launch import check_all, get_kernel
 
@@ -301,57 +301,44 @@ def _chunks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
 # ---------------------------------------------------------------------------------------------- launches
 
 
-@dataclass(frozen=True)
-class Vectors:
-    """Coordinates of one side: new ones of the previous factor, old ones of this factor, and the regressor."""
-
-    # subtracted, added, regressor: float (n + padding,): padded with zeros to 16 bytes
-    subtracted: Array
-    added: Array
-    regressor: Array
-
-    @property
-    def struct(self) -> tuple[Array, Array, Array]:
-        """Kernel argument."""
-        return self.subtracted, self.added, self.regressor
+Vectors = tuple[Array, Array, Array]
+"""Coordinates of one side: new ones of the previous factor, which are subtracted; old ones of this factor, which are
+added; and the regressor. Each (n + padding,), padded with zeros to 16 bytes."""
 
 
-@dataclass(frozen=True)
-class PassMode:
-    """Options of a pass."""
-
-    # {1, 2, 3}: gathered vectors: 1 (the regressor alone) does not change the residual, 2 uses `added` as the
-    # regressor
-    vectors: int
-    pending: bool  # whether the product of the previous factor is still in the residual
-    nonnegative: bool  # whether negative coordinates become zero
-    bias: bool = False  # whether the coordinates are biases, which have their own penalty
-
-
-def rank_one(solved: Array, entries: CcdEntries, fixed: Vectors, own: Vectors, mode: PassMode) -> None:
+def rank_one(
+    solved: Array, entries: CcdEntries, fixed: Vectors, own: Vectors, vectors: int, *,
+    pending: bool, nonnegative: bool, bias: bool = False,
+) -> None:  # fmt: skip
     """Compute the coordinates of all rows with entries from the residual, and update the residual.
 
     `solved`, float (n_rows + padding,): written; rows without entries are not. No part of `fixed` or `own`, which the
-    kernel reads as constants. `fixed`, `own`: the other side and this one, whose regressor is not read.
+        kernel reads as constants.
+    `fixed`, `own`: the other side and this one, whose regressor is not read.
+    `vectors`, {1, 2, 3}: vectors gathered from `fixed`. 1 (the regressor alone) does not change the residual, 2 uses
+        the added one as the regressor.
+    `pending`: whether the product of the previous factor is still in the residual.
+    `nonnegative`: whether negative coordinates become zero.
+    `bias`: whether the coordinates are biases, which have their own penalty.
     """
     if not len(entries.pieces):
         return
-    device, real = entries.device, entries.dtype
-    lengths = {"solved": (solved, entries.n_rows), "fixed": (fixed.regressor, entries.n_fixed)}
+    device, real, (subtracted, added, regressor) = entries.device, entries.dtype, fixed
+    lengths = {"solved": (solved, entries.n_rows), "fixed": (regressor, entries.n_fixed)}
     check_all(device, **{name: (array, real, (padded(n, real),)) for name, (array, n) in lengths.items()})
-    vectors, config = mode.vectors, entries.config
-    gathered, shared = fixed.struct, vectors * config.tile * real.itemsize
+    config = entries.config
+    gathered, shared = (subtracted, added, regressor), vectors * config.tile * real.itemsize
     if not config.staged:
         packs = interleave(entries, fixed, vectors)
         gathered, shared = (packs, packs, packs), 0
-    nonnegative, penalties = np.int32(mode.nonnegative), entries.penalties[int(mode.bias)]
+    clipped, penalties = np.int32(nonnegative), entries.penalties[int(bias)]
     entries.kernel("rank_one", vectors)(
         (len(entries.first_part) - 1,),
         (config.threads,),
         (
-            *(solved, entries.residuals, entries.partials, *gathered, own.subtracted, own.added),
+            *(solved, entries.residuals, entries.partials, *gathered, *own[:2]),
             *(penalties, entries.indices, entries.pieces, entries.parts, entries.first_part),
-            *(np.int64(entries.n_fixed), np.int32(mode.pending), nonnegative),
+            *(np.int64(entries.n_fixed), np.int32(pending), clipped),
         ),
         shared,
     )
@@ -360,7 +347,7 @@ def rank_one(solved: Array, entries: CcdEntries, fixed: Vectors, own: Vectors, m
         arrays = (solved, entries.partials, penalties, entries.split)
         lanes, threads = entries.combining_lanes, WARP * WARPS_PER_BLOCK
         sizes = (np.int64(n_split), np.int32(lanes))
-        entries.kernel("combine")((ceil_div(n_split * lanes, threads),), (threads,), (*arrays, *sizes, nonnegative), 0)
+        entries.kernel("combine")((ceil_div(n_split * lanes, threads),), (threads,), (*arrays, *sizes, clipped), 0)
 
 
 def interleave(entries: CcdEntries, fixed: Vectors, vectors: int) -> Array:
@@ -368,7 +355,7 @@ def interleave(entries: CcdEntries, fixed: Vectors, vectors: int) -> Array:
     n, real = entries.n_fixed, entries.dtype
     packs = entries.device.empty((n + 1, 4 if vectors == 3 else vectors), real)
     grid = (ceil_div(n + 1, 256),)
-    entries.kernel("interleave", vectors)(grid, (256,), (packs, fixed.struct, np.int64(n)), 0)
+    entries.kernel("interleave", vectors)(grid, (256,), (packs, fixed, np.int64(n)), 0)
     return packs
 
 
@@ -413,13 +400,10 @@ def transpose(entries: CcdEntries, out: Array, array: Array, status: Array, n_ro
 # ---------------------------------------------------------------------------------------------- solver
 
 
-class GpuCCD(Unconnected):
-    """Cyclic coordinate descent over rank-one factors on one GPU: owns both copies of the residual.
+class GpuCCD(RankOneSolver):
+    """CCD++ on one GPU: owns both copies of the residual.
 
     `user_items`, `item_users`: the ratings in both orientations.
-    `objective`: explicit.
-    `plan`: its `method` is a `CcdMethod`.
-    `state`: initial factors and mean.
     `configs`: default: those of `CcdConfig.choose`.
     """
 
@@ -433,9 +417,8 @@ class GpuCCD(Unconnected):
         state: State,
         configs: dict[Side, CcdConfig] | None = None,
     ) -> None:
-        assert isinstance(plan.method, CcdMethod) and not objective.is_implicit
-        self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
-        self.biases = plan.method.bias_columns(plan)
+        super().__init__(objective, plan, state)
+        self.device = device
         matrices: dict[Side, sp.csr_array] = {"user": user_items, "item": item_users}
         self.entries: dict[Side, CcdEntries] = {}
         for side in SIDES:
@@ -449,35 +432,22 @@ class GpuCCD(Unconnected):
                 self.entries[side] = CcdEntries(device, side, matrix, objective, config)
         self.width = table_width(plan.rank, user_items.dtype)
         users, items = (to_device(device, state.side(side), self.width) for side in SIDES)
-        self._state = State(users, items, state.mean)
+        self.state = State(users, items, state.mean)
 
-    @property
-    def state(self) -> State:
-        """Factors of the last completed iteration."""
-        return self._state
+    def active(self) -> AbstractContextManager[None]:
+        """Make the device current."""
+        return self.device.active()
 
-    def sweep(self) -> Iterator[None]:
-        """Run one outer iteration on copies of the factors; yield once the copies are the state."""
-        with self.device.active():
-            self._sweep()
-        yield
-
-    def _sweep(self) -> None:
-        self._compute_residuals()
-        columns = {side: self._columns(side) for side in SIDES}
-        for column in range(len(columns["user"]) - 1):
-            self._update_rank_one(columns, column)
-        users, items = (self._by_row(side, columns[side]) for side in SIDES)
-        self._state = State(users, items, self._state.mean)
-
-    def _compute_residuals(self) -> None:
-        """Recompute both copies in every iteration: a resumed fit then equals an uninterrupted one bit for bit."""
+    def columns_of_state(self) -> dict[Side, list[Array]]:
+        """See `RankOneSolver`: column t is at t + 1, and its new values go to t, so that both can be read."""
         tables = {side: self._scoring_table(side) for side in SIDES}
         for side in SIDES:
             subtract_products(self.entries[side], tables[side], tables[other_side(side)])
+        self._coordinates = {side: self._columns(side) for side in SIDES}
+        return {side: list(coordinates) for side, coordinates in self._coordinates.items()}
 
     def _held(self, side: Side) -> DeviceFactors:
-        return to_device(self.device, self._state.side(side), self.width)
+        return to_device(self.device, self.state.side(side), self.width)
 
     def _scoring_table(self, side: Side) -> Array:
         """Rows whose inner products are the predictions; see `scoring_rows`."""
@@ -488,16 +458,12 @@ class GpuCCD(Unconnected):
         out = self.device.zeros((len(table), table_width(factors + 2, table.dtype)), table.dtype)
         out[:, :factors] = table[:, :factors]
         own, other = (factors, factors + 1) if side == "user" else (factors + 1, factors)
-        out[:, own] = bias + table.dtype.type(self._state.mean if side == "user" else 0)
+        out[:, own] = bias + table.dtype.type(self.state.mean if side == "user" else 0)
         out[:, other] = 1
         return out
 
     def _columns(self, side: Side) -> Array:
-        """Coordinates by column: own biases, ones that multiply the other side's biases, then factors.
-
-        Column t is in row t + 1; its new values go to row t, so that the other side can read both. Rows without
-        entries are zero in all columns.
-        """
+        """Coordinates by column; rows without entries are zero in all of them."""
         entries, factors, held = self.entries[side], self.plan.factors, self._held(side)
         first, n = len(self.biases), entries.n_rows
         out = self.device.zeros((first + factors + 1, padded(n, entries.dtype)), entries.dtype)
@@ -509,17 +475,18 @@ class GpuCCD(Unconnected):
             out[:, self.device.upload(np.flatnonzero(entries.degrees == 0))] = 0
         return out
 
-    def _by_row(self, side: Side, columns: Array) -> DeviceFactors:
-        """Convert new columns to a table of factors and biases."""
+    def factors(self, side: Side, columns: list[Array]) -> DeviceFactors:
+        """See `RankOneSolver`."""
+        solved_columns = self._coordinates.pop(side)
         entries, factors, first = self.entries[side], self.plan.factors, len(self.biases)
         table = self.device.zeros((entries.n_rows, self.width), entries.dtype)
         status = self.device.zeros(1, np.int32)
-        transpose(entries, table, columns[first:], status, entries.n_rows, factors)
+        transpose(entries, table, solved_columns[first:], status, entries.n_rows, factors)
         bias = None
         if self.biases:
             table[:, factors] = 1
             bias = self.device.zeros((entries.n_rows, 1), entries.dtype)
-            transpose(entries, bias, columns[self.biases.index(side) :], status, entries.n_rows, 1)
+            transpose(entries, bias, solved_columns[self.biases.index(side) :], status, entries.n_rows, 1)
             bias = bias.reshape(-1)
         solved = DeviceFactors(self.device, table, factors, bias)
         failed = self.device.download(status)[0]
@@ -534,24 +501,27 @@ class GpuCCD(Unconnected):
         row, factor = np.argwhere(~np.isfinite(solved.matrix))[0]
         raise non_finite(self.objective, side, row, factor)
 
-    def _update_rank_one(self, columns: dict[Side, Array], column: int) -> None:
-        """Solve the coordinates of one column, items first: a factor in every inner iteration, biases once."""
+    def update(self, side: Side, columns: dict[Side, list[Array]], column: int, inner: int) -> None:
+        """See `RankOneSolver`."""
+        other, bias = other_side(side), self.is_bias(column)
+        old, new = columns[side][column + 1], columns[side][column]
+        other_old, other_new = columns[other][column + 1], columns[other][column]
         pending = column > 0  # a residual that was just computed has no pending product
-        old = {side: columns[side][column + 1] for side in SIDES}
-        new = {side: columns[side][column] for side in SIDES}
-        before = {side: columns[side][column - 1] if pending else old[side] for side in SIDES}
-        biased = self.biases[column : column + 1]
-        for inner in range(1 if biased else self.method.inner_iterations):
-            for side in SWEEP_ORDER:
-                other = other_side(side)
-                met = new[other] if inner or side == "user" else old[other]
-                fixed = Vectors(met, met, met) if inner else Vectors(before[other], old[other], met)
-                own = Vectors(before[side], old[side], old[side])
-                nonnegative = self.method.nonnegative and not biased
-                mode = PassMode(1 if inner else VECTORS[side], pending, nonnegative, bool(biased))
-                rank_one(new[side], self.entries[side], fixed, own, mode)
-                if side == self.plan.frozen or (biased and side not in biased):
-                    new[side][:] = old[side]  # also the ones that multiply biases
+        before, other_before = (columns[side][column - 1], columns[other][column - 1]) if pending else (old, other_old)
+        met = other_new if inner or side == "user" else other_old
+        fixed = (met, met, met) if inner else (other_before, other_old, met)
+        rank_one(
+            new,
+            self.entries[side],
+            fixed,
+            (before, old, old),
+            1 if inner else VECTORS[side],
+            pending=pending,
+            nonnegative=self.method.nonnegative and not bias,
+            bias=bias,
+        )
+        if not self.solves(side, column):
+            new[:] = old  # also the ones that multiply biases
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""
@@ -559,8 +529,5 @@ class GpuCCD(Unconnected):
             users, items = (self._scoring_table(side) for side in SIDES)
             total = squared_errors(self.entries["user"], users, items)
             for side in SIDES:
-                held = self._held(side)
-                squares = losses.row_squares(self.device, held.table, self.plan.factors)
-                bias = None if held.device_bias is None else self.device.download(held.device_bias)
-                total += self.objective.penalty_of_squares(side, squares, self.entries[side].degrees, bias)
+                total += self._held(side).penalty(self.device, self.objective, side, self.entries[side].degrees)
             return total
