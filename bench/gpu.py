@@ -58,6 +58,7 @@ from hybridmf.gpu.mo_als import mo_als
 from hybridmf.gpu.sparse_syrk import sparse_syrk
 from hybridmf.gpu.topk import PackedItems, top_k_on_device
 from hybridmf.plan import assemblies as plan_assemblies
+from hybridmf.plan.als import ALS
 from hybridmf.plan.als_gpu import GPU_SEGMENT
 from hybridmf.plan.fused import table_width
 from hybridmf.plan.make import make_plan
@@ -476,6 +477,7 @@ def als_plan(data: Data, feedback: str, factors: int, **options: Any) -> Plan:
     asked = {
         "factors": factors, "solver": "cholesky", "cg_steps": CG_STEPS, "assembly": "auto", "reorder": "none",
         "precision": "float32", "dtype": "float32", "num_threads": None, "device": "cuda", "block_size": 16,
+        "method": ALS,
     }  # fmt: skip
     return make_plan(OBJECTIVES[feedback], Settings.check(**(asked | options)), data.user.shape, data.nnz)
 
@@ -1140,8 +1142,15 @@ def path_of(
     device: Any, data: Data, factors: int, goes_on: Callable[[list[float]], bool], **options: Any
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of each iteration, the first of which compiles, and the objectives after them."""
-    asked = {"factors": factors, "device": "cuda", "dtype": "float32", "num_threads": None, "reorder": "none"}
-    plan = make_plan(TASTES, Settings.check(**(asked | options)), data.user.shape, data.nnz)
+    asked = {
+        "factors": factors,
+        "device": "cuda",
+        "dtype": "float32",
+        "num_threads": None,
+        "reorder": "none",
+        "method": ALS,
+    }
+    plan = make_plan(TASTES, Settings.check(method=ALS, **(asked | options)), data.user.shape, data.nnz)
     degrees = np.diff(data.user.indptr), np.diff(data.item.indptr)
     state = initial_state(*degrees, factors, np.float32, TASTES, 0.0, 0)
     solver = RankALS.of_one_device(GpuWorker(device), data.user, data.item, TASTES, plan, state)

@@ -254,7 +254,7 @@ def measure_factors(feedback: str, factors: int, shape: str, folder: str, repeat
     chosen = {"memory": memory} | {name: limited_plan(model, matrix, limit) for name, limit in limits.items()}
     chosen["factors-on-disk"] = disk_plan(model, matrix, limits["factors-on-disk"], folder)
     for name, limit in limits.items():
-        turns = [half.fixed_parts for half in chosen[name].scale.halves.values()] if chosen[name].offloaded else []
+        turns = [half.turns for half in chosen[name].scale.halves.values()] if chosen[name].offloaded else []
         if not turns or (max(turns) > 1) != (name == "turns"):
             raise click.ClickException(f"{name}: {limit} bytes have another plan:\n{chosen[name]}")
         run_enforced(model, arguments, chosen[name], limit)

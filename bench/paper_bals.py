@@ -38,6 +38,7 @@ from hybridmf.cpu.als import HalfSweep
 from hybridmf.formats import BalsMatrix
 from hybridmf.gpu import bals, cholesky_any
 from hybridmf.plan import assemblies as plan_assemblies
+from hybridmf.plan.als import ALS
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Plan, Settings
 
@@ -177,7 +178,13 @@ def ordered(data: Drawn) -> dict[str, Any]:
 
 def cpu_plan(bench: Bench, shape: tuple[int, int], nnz: int, factors: int, **options: Any) -> Plan:
     """The plan of a fit on the CPU."""
-    asked: dict[str, Any] = {"factors": factors, "dtype": "float32", "num_threads": bench.threads, "device": "cpu"}
+    asked: dict[str, Any] = {
+        "factors": factors,
+        "dtype": "float32",
+        "num_threads": bench.threads,
+        "device": "cpu",
+        "method": ALS,
+    }
     return make_plan(OBJECTIVE, Settings.check(**asked, **options), shape, nnz)
 
 

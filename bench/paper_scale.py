@@ -22,11 +22,12 @@ import paper_common as paper
 from common import record
 from paper_common import Line
 
+import hybridmf as hmf
 from hybridmf.core.objective import SIDES
-from hybridmf.plan.half_sweep import HalfPlan, Problem, priced
+from hybridmf.plan.half_sweep import HalfPlan, priced
 from hybridmf.plan.machine import H200
-from hybridmf.plan.partitions import plan_scale
-from hybridmf.plan.ranks import ScalePlan
+from hybridmf.plan.partitions import ScalePlan, plan_scale
+from hybridmf.plan.types import Plan
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Large:
 
     Attributes
     ----------
-    problem : Problem
+    shape : (n_users, n_items)
+    nnz, factors : int
     cumf : str
         Seconds of an iteration on four GK210, in words.
     cumf_seconds : float
@@ -43,19 +45,19 @@ class Large:
         Of the system that the problem is from.
     """
 
-    problem: Problem
+    shape: tuple[int, int]
+    nnz: int
+    factors: int
     cumf: str
     cumf_seconds: float
     original: str
 
 
 PROBLEMS = {
-    "SparkALS": Large(Problem((660_000_000, 2_400_000), 3_500_000_000, 10), "24 s", 24.0, "240 s, 50 nodes"),
-    "Factorbird": Large(Problem((229_000_000, 195_000_000), 38_500_000_000, 5), "92 s", 92.0, "563 s, 50 nodes"),
-    "Facebook": Large(Problem((1_056_000_000, 48_000_000), 112_000_000_000, 16), "746 s", 746.0, "not published"),
-    "Facebook, f = 100": Large(
-        Problem((1_056_000_000, 48_000_000), 112_000_000_000, 100), "3.8 h", 3.8 * 3600, "not attempted"
-    ),
+    "SparkALS": Large((660_000_000, 2_400_000), 3_500_000_000, 10, "24 s", 24.0, "240 s, 50 nodes"),
+    "Factorbird": Large((229_000_000, 195_000_000), 38_500_000_000, 5, "92 s", 92.0, "563 s, 50 nodes"),
+    "Facebook": Large((1_056_000_000, 48_000_000), 112_000_000_000, 16, "746 s", 746.0, "not published"),
+    "Facebook, f = 100": Large((1_056_000_000, 48_000_000), 112_000_000_000, 100, "3.8 h", 3.8 * 3600, "not attempted"),
 }
 GPUS = (1, 4, 8)
 HOSTS = {"2 TB": 2 * 10**12, "4 TB": 4 * 10**12}
@@ -75,18 +77,25 @@ def places(plan: ScalePlan) -> str:
     return f"ratings on {plan.ratings}, factors on {plan.factors}; {', '.join(halves)}"
 
 
+def kernels(shape: tuple[int, int], nnz: int, factors: int, implicit: bool = False, row_form: str = "primal") -> Plan:
+    """Sizes and kernels of a fit on H200s."""
+    options = {"factors": factors, "row_form": row_form}
+    model: Any = hmf.ImplicitALS(**options) if implicit else hmf.ExplicitALS(biases=False, **options)
+    return hmf.plan(shape=shape, nnz=nnz, model=model, gpus=1, gpu_memory="100TB").plan
+
+
 def planned() -> list[Line]:
     """A line for each problem, number of GPUs and host memory that makes a difference."""
     found = []
     for name, large in PROBLEMS.items():
         for gpus in GPUS:
-            on_h200s = partial(plan_scale, large.problem, gpus, machine=H200)
+            on_h200s = partial(plan_scale, kernels(large.shape, large.nnz, large.factors), gpus, machine=H200)
             plans = {host: on_h200s(host_bytes=size) for host, size in HOSTS.items()}
             if len({(plan.ratings, plan.seconds) for plan in plans.values()}) == 1:
                 plans = {"2 TB": plans["2 TB"]}
             for host, plan in plans.items():
                 line = {"bench": "planner", "problem": name, "host_memory": host, "places": places(plan)}
-                line |= {"shape": list(large.problem.shape), "nnz": large.problem.nnz, "factors": large.problem.factors}
+                line |= {"shape": list(large.shape), "nnz": large.nnz, "factors": large.factors}
                 line |= {"gpus": gpus, "seconds": plan.seconds, "bytes_per_gpu": plan.bytes_per_gpu}
                 found.append(line | {"cumf": large.cumf, "cumf_seconds": large.cumf_seconds})
     return found
@@ -252,10 +261,12 @@ FASTER_FROM = "2026-11-26"
 
 def prediction(line: Line) -> Line:
     """What the planner says of the case of a line, with the rates of the kernels that ran."""
-    problem = Problem((line["users"], line["items"]), line["nnz"], line["factors"])
+    form = "auto" if line.get("dual_sides") else "primal"
+    shape = (line["users"], line["items"])
+    plan = kernels(shape, line["nnz"], line["factors"], line.get("implicit", False), form)
     plans = {side: HalfPlan(side, *line["grids"][side], line["gpus"]) for side in SIDES}
     machine = EARLIER_KERNELS if line["date"] < FASTER_FROM else H200
-    halves = {side: priced(problem, plans[side], machine=machine).total for side in SIDES}
+    halves = {side: priced(plan, plans[side], machine).total for side in SIDES}
     return {"task": "prediction", "predicted_halves": halves, "predicted": sum(halves.values())}
 
 

@@ -35,7 +35,8 @@ from hybridmf.core.sparse import csr_of
 from hybridmf.device.cuda import CudaDevice, device_count, open_device
 from hybridmf.formats import transpose
 from hybridmf.plan.grid import Grid
-from hybridmf.plan.half_sweep import HalfPlan, Problem, priced
+from hybridmf.plan.half_sweep import HalfPlan, priced
+from hybridmf.plan.machine import H200
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Plan
 from hybridmf.ranks.gpu_rank import GpuWorker
@@ -159,10 +160,10 @@ class Case:
         return line
 
     def _prediction(self, solver: Any, gpus: int) -> dict[str, Any]:
-        problem = Problem(self.matrix.shape, int(self.matrix.nnz), self.factors, implicit=self.implicit)
         grids = {side: Grid(1, 1) for side in SIDES} if gpus == 1 else dict(solver.layout.grids)
         halves = {
-            side: priced(problem, HalfPlan(side, grid.splits, grid.groups, gpus)).total for side, grid in grids.items()
+            side: priced(solver.plan, HalfPlan(side, grid.splits, grid.groups, gpus), H200).total
+            for side, grid in grids.items()
         }
         return {
             "grids": {side: [grid.splits, grid.groups] for side, grid in grids.items()},
@@ -176,7 +177,7 @@ def _places(plan: Plan) -> dict[str, Any]:
     assert plan.scale is not None
     halves = {side: half.total for side, half in plan.scale.halves.items()}
     waves = {side: half.waves for side, half in plan.scale.halves.items()}
-    turns = {side: half.fixed_parts for side, half in plan.scale.halves.items()}
+    turns = {side: half.turns for side, half in plan.scale.halves.items()}
     places = {"ratings": plan.scale.ratings, "factors_on": plan.scale.factors, "waves": waves, "turns": turns}
     return places | {"predicted_halves": halves, "predicted": plan.scale.seconds}
 

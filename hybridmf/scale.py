@@ -23,9 +23,7 @@ from .model.loop import Callback
 from .model.ranked import RankedRatings, aborting
 from .model.stopwatch import Stopwatch
 from .model.weights import weighted_entries
-from .plan.half_sweep import Problem
-from .plan.partitions import plan_scale
-from .plan.ranks import ScalePlan
+from .plan.partitions import ScalePlan, plan_scale
 from .ranks.shares import RankRatings, StoredRatings, WholeRatings
 from .ranks.transport.communicator import TIMEOUT, Communicator
 from .ranks.transport.mpi import MpiCommunicator
@@ -37,7 +35,6 @@ __all__ = [
     "Communicator",
     "MpiCommunicator",
     "NcclCommunicator",
-    "Problem",
     "ScalePlan",
     "fit",
     "has_checkpoints",

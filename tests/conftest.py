@@ -33,7 +33,7 @@ from hybridmf.core.cache import CACHE_DIR
 from hybridmf.device import cuda as devices
 from hybridmf.device.cuda import MEMORY_LIMIT, device_count
 from hybridmf.errors import DeviceError
-from hybridmf.plan import dispatch, gram, tables
+from hybridmf.plan import dispatch, fused, tables
 from hybridmf.plan import machine as _machine
 from hybridmf.ranks import gpu_rank, group
 from hybridmf.ranks.gpu_rank import GpuWorker
@@ -140,7 +140,7 @@ def gpu(device, monkeypatch):
 @pytest.fixture
 def tiny_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans for GPUs of a few kilobytes: without the sums of a Gram matrix, which take 16 KiB at least."""
-    monkeypatch.setattr(gram, "gram_bytes", lambda *sizes: 0)
+    monkeypatch.setattr(fused, "gram_bytes", lambda *sizes: 0)
 
 
 @pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])

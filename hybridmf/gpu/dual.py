@@ -11,8 +11,8 @@ import numpy as np
 from ..core.objective import Objective, Side
 from ..core.system import ceil_div, round_up
 from ..device.cuda import Array, Device
-from ..plan.als_gpu import ROWS_AT_ONCE
 from ..plan.fused import BLOCK, solver_floats, table_width, vector_floats
+from ..plan.half_sweep import ROWS_AT_ONCE
 from ..plan.row_forms import GPU_SIZES
 from .launch import DeviceEntries, check, check_not_host, get_kernel, program
 from .systems import SideSystems

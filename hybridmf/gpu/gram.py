@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
-from ..plan.gram import gram_rows, gram_sides
+from ..plan.fused import gram_rows, gram_sides
 from .launch import check, check_not_host, get_kernel, program
 
 THREADS = {"gram": 256, "gram_tensor": 128}

@@ -221,9 +221,9 @@ class HostHalf(StreamedHalf):
     ) -> None:
         assert plan.scale is not None
         half = plan.scale.halves[side]
-        self.fixed_parts, self.copiers = half.fixed_parts, copiers
-        self.buffers = half.buffers if half.fixed_parts > 1 else 1
-        plan = plan.changed(batch_slots=slots_at_once(plan.scale.problem, half))
+        self.fixed_parts, self.copiers = half.turns, copiers
+        self.buffers = half.buffers if half.turns > 1 else 1
+        plan = plan.changed(batch_slots=slots_at_once(plan, half))
         super().__init__(device, side, slabs, objective, plan, None, names)
         if isinstance(slabs, InMemory):
             copiers.entries.pin(slabs.csr.indices)

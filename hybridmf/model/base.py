@@ -85,13 +85,13 @@ class FactorModel(ServingMixin):
         """
         raise NotImplementedError
 
-    def _method(self) -> Method | None:
-        """Optimization method with its hyperparameters; None for ALS, whose hyperparameters are settings."""
-        return None
+    def _method(self) -> Method:
+        """Optimization method with its hyperparameters; those of ALS are settings."""
+        return ALS
 
     def _settings(self) -> Settings:
         method = self._method()
-        names = SETTINGS if method is None else SETTINGS - vars(method).keys()
+        names = SETTINGS - vars(method).keys()
         return Settings.check(
             method=method, **{name: getattr(self, name) for name in self._defaults() if name in names}
         )
@@ -120,7 +120,7 @@ class FactorModel(ServingMixin):
     def _late_matrix(self, matrix: Any) -> LateMatrix | None:
         """Training data for a GPU that a thread checks, if they are large; None for other ones."""
         settings = self._settings()
-        if settings.device == "cpu" or (settings.method or ALS).kind != "als":
+        if settings.device == "cpu" or settings.method.kind != "als":
             return None
         return late_matrix(matrix, "user_items", settings.dtype, self._objective().is_implicit)
 

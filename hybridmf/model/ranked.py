@@ -62,7 +62,7 @@ class RankedRatings:
     def plan(self, objective: Objective, settings: Settings) -> Plan:
         """The plan of this rank, equal on all ranks: they agree on choices that depend on a machine."""
         size, device = self.communicator.size, self.device
-        if settings.method is not None:
+        if settings.method.kind != "als":
             raise ValueError(
                 f"model: {type(self.model).__name__} is not served by ranks; fit ImplicitALS or ExplicitALS"
             )

@@ -1,4 +1,4 @@
-"""ALS as a `Method`: devices, kernels, memory and cost."""
+"""ALS as a `Method`: devices, plans on the CPU, and cost; `hybridmf.plan.als_gpu` plans it on GPUs."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
+
 from ..core.objective import SIDES, Objective
 from ..device.cuda import DeviceSpec
-from . import dispatch
-from .als_cpu import cpu_plan
-from .als_gpu import GPU_SEGMENT, gpu_plan, gpu_segment, slot_bytes
-from .als_ranks import find_ranks, ranks_plan
-from .cost import (
-    TRANSPOSE_ENTRY,
-    copies_beside,
-    gather_seconds,
-    gpu_idle,
-    memory_floor,
-)
-from .half_sweep import BATCH_BYTES, fused_or_published
-from .machine import H200, CpuRates, GpuRates, Machine, rate_at, seconds_at, solve_flops, system_flops
-from .row_forms import dual_up_to, short_rows, side_seconds, side_sizes
+from ..errors import DeviceError
+from . import dispatch, fused
+from .als_gpu import GPU_SEGMENT, gpu_plan, gpu_segment, ranks_plan
+from .cost import TRANSPOSE_ENTRY, gather_seconds, memory_floor
+from .half_sweep import BATCH_BYTES, HalfPlan, priced, slot_bytes
+from .machine import H200, CpuRates, Machine, rate_at, seconds_at, solve_flops, system_flops
+from .memory import cpu_bytes, system_bytes
+from .row_forms import check_row_form, dual_sides, dual_up_to, side_seconds, side_sizes
 from .solver import frozen_text
 from .types import (
     CPU_ASSEMBLIES,
@@ -33,6 +29,7 @@ from .types import (
     CpuWork,
     Plan,
     Settings,
+    instruction_set_notes,
 )
 
 TILE_ENTRY = 1.2e-8
@@ -44,11 +41,24 @@ NONNEGATIVE_ROW = 3.0
 """Time of a non-negative row after its sums, in Cholesky solutions: 10 to 17 microseconds more than one solution at
 f = 64 in float32 (3000 x 1500 synthetic ratings, one core, AVX2)."""
 
-BLOCK_LAUNCHES = 30
-"""Launches for a block of coordinates on a GPU, most of them small kernels."""
-
 REGIONS = 4.0
 """Parallel regions of an iteration on the CPU."""
+
+
+L2_ACCUMULATORS = 512 * 1024
+"""Bytes of a thread's BALS accumulators: half of a 1 MB L2, so that the tile and the gathered rows fit beside them."""
+
+L2_TILE = 128 * 1024
+"""Bytes of factor rows staged by one BALS tile."""
+
+REORDER_BYTES = 4 << 20
+"""Size of the factors of both sides from which degree order helps BALS tiles on the CPU: smaller ones fit in cache."""
+
+REORDER_DEGREE = 16
+"""Mean entries of a row of either side from which degree order helps: in sparser tiles, rows do not share columns.
+
+Measured by bench/layouts.py (docs/performance.md): BALS gains 3 to 15 % by degree order beyond both bounds (ML-10M's
+shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M's shape below f = 128, Epinions')."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +109,11 @@ class AlsMethod:
                 )
             base = base.changed(reorder="none")
         if isinstance(settings.device, tuple):
-            spec, reason = find_ranks(settings.device)
+            spec, reason = dispatch.find_gpus(settings.device)
             base, settings = base.changed(reason=reason), replace(settings, device=settings.device[0])
             if base.devices:
-                return ranks_plan(base, settings, objective, spec)
+                on_cpu = spec is None
+                return _cpu_ranks(base, settings, objective) if on_cpu else ranks_plan(base, settings, objective, spec)
         return dispatch.choose(self._request(base, settings, objective, spec))
 
     def _request(
@@ -186,42 +197,14 @@ class AlsMethod:
         return {"tiles": 2 * plan.nnz * TILE_ENTRY} if plan.tile_rows else {}
 
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
-        """Both half sweeps, and concurrent copies."""
+        """Both half sweeps."""
         if plan.scale is not None:
             return plan.scale.seconds
-        rates = machine.gpu
-        assert plan.gpu is not None
-        f, itemsize, rows, cache = plan.rank, plan.itemsize, plan.filled_rows, plan.gpu.l2_bytes
-        if plan.solver == "subspace":
-            return self._gpu_blocks(plan, rates) + gpu_idle(plan, rates)
-        steps = plan.cg_steps if plan.solver == "cg" else 0
-        row = rates.row_seconds(f, itemsize, plan.assembly, steps, plan.solver == NONNEGATIVE)
-        seconds, primal, filled = 0.0, 0.0, rows / sum(side_sizes(plan, side)[0] for side in SIDES)
-        for side, size in zip(SIDES[::-1], plan.table_bytes, strict=True):
-            entry = rates.entry_seconds(f, itemsize, size, cache, plan.assembly, plan.precision)
-            solved = filled * side_sizes(plan, side)[0]
-            short, entries, squares, _ = short_rows(dual_up_to(plan, side), plan.nnz / solved)
-            seconds += (plan.nnz - solved * entries) * entry + solved * (1 - short) * row
-            seconds += solved * (short * rates.dual_row + squares * rates.dual_pair * (f + 128))
-            primal += solved * (1 - short)
-        if plan.feedback == "implicit":
-            seconds += rates.gram_seconds(rows, primal, f, itemsize)
-        return max(seconds + gpu_idle(plan, rates), copies_beside(plan, machine))
-
-    def _gpu_blocks(self, plan: Plan, rates: GpuRates) -> float:
-        """Seconds of iALS++ on a GPU: predictions at the start and after each block, and the systems of each block."""
-        assert plan.gpu is not None
-        cache, widths = plan.gpu.l2_bytes, [last - first for first, last in plan.blocks]
-        f, itemsize, rows = plan.rank, plan.itemsize, plan.filled_rows
-        kernels = plan.assembly, plan.precision
-        seconds = BLOCK_LAUNCHES * 2 * len(widths) * rates.launch
-        if plan.feedback == "implicit":  # products of solutions and Gram matrix cost as much as the Gram matrix
-            seconds += rates.gram_seconds(2 * rows, 0, f, itemsize)
-        seconds += 2 * plan.nnz * (2 * f - widths[-1]) * itemsize / rates.gather_bytes
-        for size in plan.table_bytes:
-            for width in widths:
-                seconds += plan.nnz * rates.entry_seconds(width, itemsize, size * width / f, cache, *kernels)
-        return seconds + rows * sum(rates.row_seconds(width, itemsize, plan.assembly) for width in widths)
+        ratings, batches = "device", 1
+        if plan.streamed and not plan.resident:
+            ratings, batches = plan.streamed, -(-plan.nnz // plan.slab)
+        halves = (HalfPlan(side, 1, batches, 1, ratings) for side in SIDES)
+        return sum(priced(plan, half, machine).total for half in halves)
 
     def row_cost(self, plan: Plan) -> float:
         """From built-in constants, so that all ranks agree; 0 for approximate solvers, whose rows cost little."""
@@ -230,12 +213,73 @@ class AlsMethod:
         if plan.gpu is None:
             return plan.rank / 3
         f, itemsize = plan.rank, plan.itemsize
-        assembly = fused_or_published(f, itemsize)
+        assembly = "fused" if f <= fused.MAX_RANK and itemsize == 4 else "sparse_syrk"
         row = H200.gpu.row_seconds(f, itemsize, assembly, nonnegative=plan.solver == NONNEGATIVE)
         return row / H200.gpu.entry_seconds(f, itemsize, 0, 0, assembly)
 
 
 ALS = AlsMethod()
+
+
+def cpu_plan(plan: Plan, settings: Settings, objective: Objective) -> Plan:
+    """Complete a plan for the CPU."""
+    notes = instruction_set_notes()
+    if plan.precision != "float32":
+        if settings.device == "cpu":
+            raise ValueError(
+                f'precision={plan.precision!r} needs a GPU; on device="cpu" use precision="float32" '
+                '(dtype="float64" for more)'
+            )
+        notes.append(f"precision {plan.precision!r} is the GPU's; the CPU computes in {plan.dtype}")
+    assembly = "simd" if plan.assembly == "auto" else plan.assembly_name
+    if assembly not in CPU_ASSEMBLIES:
+        what = f"assembly={assembly!r} is a GPU's"
+        if settings.device != "cpu":
+            raise DeviceError(f'{what}, and there is none ({plan.reason}); use assembly="auto"')
+        raise ValueError(f'{what}; on device="cpu" use one of {", ".join(CPU_ASSEMBLIES)}, or assembly="auto"')
+    if plan.solver != "cholesky" and assembly != "simd":
+        raise ValueError(
+            f"assembly={plan.assembly!r} is for solver='cholesky'; solver={plan.solver!r} has its own kernels: "
+            'use assembly="auto"'
+        )
+    check_row_form(plan, objective)
+    itemsize = plan.itemsize
+    tile_rows = tile_cols = 0
+    if assembly == "bals":
+        tile_rows = int(np.clip(L2_ACCUMULATORS // system_bytes(plan), 4, 256))
+        tile_cols = int(np.clip(L2_TILE // (plan.rank * itemsize), 32, 4096))
+    plan = plan.changed(
+        assembly=assembly,
+        reorder=_cpu_reordering(plan, assembly),
+        precision="float32",
+        tile_rows=tile_rows,
+        tile_cols=tile_cols,
+        notes=tuple(notes),
+        dual_sides=dual_sides(plan, objective) if assembly == "simd" else (),
+    )
+    return plan.changed(bytes=cpu_bytes(plan))
+
+
+def _cpu_reordering(plan: Plan, assembly: str) -> str:
+    """Degree order lets a row block share popular columns; other assemblies read rows one by one in any order."""
+    if plan.reorder != "auto":
+        return plan.reorder
+    rows = plan.n_users + plan.n_items
+    pays = (
+        assembly == "bals" and plan.nnz >= REORDER_DEGREE * rows and rows * plan.rank * plan.itemsize >= REORDER_BYTES
+    )
+    return "both" if pays else "none"
+
+
+def _cpu_ranks(plan: Plan, settings: Settings, objective: Objective) -> Plan:
+    """Complete a plan for several ranks on the CPU that share memory."""
+    plan = cpu_plan(plan, settings, objective)
+    # all of them together need the gathered side, and each the slab it reads
+    sizes, ranks, itemsize = dict(plan.bytes), len(plan.devices), plan.itemsize
+    sizes["gathered"] = ranks * max(plan.n_users, plan.n_items) * plan.rank * itemsize
+    if plan.streamed:
+        sizes["ratings"] += 2 * (ranks - 1) * plan.slab * (itemsize + 4)
+    return plan.changed(bytes=sizes)
 
 
 def _check_nonnegative(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Plan of ALS on one GPU: kernels, batches, slabs, memory, and the location of ratings and factors."""
+"""Plan of ALS on one GPU or several: kernels, batches, slabs, memory, and the location of ratings and factors."""
 
 from __future__ import annotations
 
@@ -11,26 +11,19 @@ from ..core.objective import SIDES, Objective
 from ..core.scratch import find_room
 from ..core.system import mib
 from ..device.cuda import DeviceSpec
-from . import assemblies, dispatch, fused, gram
+from . import assemblies, fused
 from . import machine as machines
-from .half_sweep import BATCH_BYTES, PIECE_BYTES, SLAB_BUFFERS, Place, Problem, slots_at_once
+from .half_sweep import BATCH_BYTES, SEGMENT_BYTES, SLAB_BUFFERS, Place, basis_bytes, slot_bytes, slots_at_once
 from .memory import tile_pointers
-from .partitions import plan_host_ranks
-from .ranks import ScalePlan
-from .row_forms import changes_basis, check_row_form, dual_sides, side_sizes
-from .types import GPU_ASSEMBLIES, NONNEGATIVE, Plan, Settings
+from .partitions import ScalePlan, plan_host_ranks, plan_ranks, plan_streamed_ranks
+from .row_forms import changes_basis, check_row_form, dual_sides, dual_up_to, side_sizes
+from .types import GPU_ASSEMBLIES, Plan, Settings, memory_lacks
 
 GPU_SEGMENT = 16384
 """Entries above which the published assemblies split a row (fused kernels: `hybridmf.plan.fused.SEGMENT`)."""
 
 SUBSPACE_ASSEMBLIES = ("fused", "sparse_syrk")
 """Assemblies that sum the systems of iALS++: those that "auto" chooses from."""
-
-HOST_BATCH_BYTES = 256 << 20
-"""`BATCH_BYTES` for offloaded factors, where memory is better used for more rows, which save loads of factors."""
-
-ROWS_AT_ONCE = 1 << 18
-"""Rows in the dual form whose solutions change back from another basis together."""
 
 STREAM_SLAB = 16 << 20
 """Entries of a slab of streamed in-memory ratings: its copy takes 2.4 ms on a PCIe 5 bus. At each slab boundary some
@@ -44,12 +37,6 @@ PREDICTED_ROWS = 2048
 def gpu_segment(assembly: str) -> int:
     """Entries above which a row is split."""
     return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
-
-
-def slot_bytes(plan: Plan) -> int:
-    """Bytes of one system, or of the partial sums of one segment of a row."""
-    rank = plan.system_rank
-    return 4 * fused.partial_floats(rank) if plan.assembly == "fused" else (rank + 1) * rank * plan.itemsize
 
 
 def _gpu_reordering(asked: str, assembly: str) -> str:
@@ -79,13 +66,13 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
         return whole
     dual = plan.changed(dual_sides=dual_sides(plan, objective))
     dual = _with_batches(dual, _gpu_fixed_bytes(dual), spec)
-    if plan.row_form == "dual" or not dispatch.memory_lacks(dual):
+    if plan.row_form == "dual" or not memory_lacks(dual):
         check_row_form(dual, objective)
         return dual
-    if not dispatch.memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
+    if not memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
         return whole
     streamed = _gpu_streamed(plan, spec)
-    if not dispatch.memory_lacks(streamed):
+    if not memory_lacks(streamed):
         return streamed
     return _offloaded(plan, spec) or whole
 
@@ -98,7 +85,7 @@ def _offloaded(plan: Plan, spec: DeviceSpec) -> Plan | None:
     ratings: Place = "disk" if plan.streamed and not host_has_room(plan, beside) else "host"
     slab = host_slab(plan, ratings)
     machine = machines.machine().with_gpu(spec)
-    scale = plan_host_ranks(host_problem(plan), 1, spec.free_bytes, ratings, slab, machine, factors=factors)
+    scale = plan_host_ranks(plan, 1, spec.free_bytes, ratings, slab, machine, factors=factors)
     if scale is None:
         return None
     note = "the factors do not fit on the GPU: they stay in the memory of the host"
@@ -184,11 +171,11 @@ def _check_subspace(plan: Plan) -> None:
 
 def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
     """Place the slabs of a store on the GPU, in host memory, or on disk, whichever fits first."""
-    if not dispatch.memory_lacks(whole):
+    if not memory_lacks(whole):
         return whole.changed(streamed="disk", slab=plan.slab, resident=True)
     where: Place = "host" if host_has_room(plan) else "disk"
     streamed = _with_batches(plan.changed(streamed=where), _streamed_bytes(plan), spec)
-    if not dispatch.memory_lacks(streamed):
+    if not memory_lacks(streamed):
         return streamed
     return _offloaded(plan, spec) or streamed
 
@@ -242,7 +229,7 @@ def _gram_excess(plan: Plan) -> int:
         return 0
     rows, itemsize = max(plan.n_users, plan.n_items), plan.itemsize
     width = fused.table_width(plan.rank, plan.dtype)
-    return max(0, gram.gram_bytes(rows, width, itemsize) - rows * width * itemsize)
+    return max(0, fused.gram_bytes(rows, width, itemsize) - rows * width * itemsize)
 
 
 def _most_slots(plan: Plan, rows: int) -> int:
@@ -267,24 +254,16 @@ def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
     }
     if plan.assembly == "fused":
         sizes["operands"] = max(m, n) * fused.operand_bytes(plan.system_rank, plan.precision)
-    basis = basis_bytes(plan)
-    if basis:
-        sizes["basis"] = basis
+    changing = [side_sizes(plan, side) for side in SIDES if changes_basis(plan, side)]
+    if changing:
+        sizes["basis"] = max(basis_bytes(plan, fixed, solved) for solved, fixed in changing)
     if plan.solver == "subspace":
         sizes |= _subspace_bytes(plan)
     if not plan.tile_rows:
-        sizes["ratings"] += sum(_most_slots(plan, rows) for rows in (m, n)) * PIECE_BYTES
+        sizes["ratings"] += sum(_most_slots(plan, rows) for rows in (m, n)) * SEGMENT_BYTES
     else:
         sizes["tiles"] = 2 * nnz * (8 + itemsize) + 8 * (tile_pointers(m, n, plan) + tile_pointers(n, m, plan))
     return sizes
-
-
-def basis_bytes(plan: Plan) -> int:
-    """Memory of a GPU for the fixed side, and some solutions, in the basis of implicit rows in the dual form."""
-    changing = [side_sizes(plan, side) for side in SIDES if changes_basis(plan, side)]
-    width, ranks = fused.table_width(plan.rank, plan.dtype), max(1, len(plan.devices))
-    rows = (fixed + 2 * min(-(-solved // ranks), ROWS_AT_ONCE) for solved, fixed in changing)
-    return max(rows, default=0) * width * plan.itemsize
 
 
 def _subspace_bytes(plan: Plan) -> dict[str, int]:
@@ -301,9 +280,8 @@ def _subspace_bytes(plan: Plan) -> dict[str, int]:
 
 def with_scale(plan: Plan, scale: ScalePlan) -> Plan:
     """The plan with offloaded factors."""
-    fullest = max(scale.halves.values(), key=lambda half: sum(half.bytes.values()))
-    sizes = {name: size for name, size in fullest.bytes.items() if size}
-    slots = min(slots_at_once(scale.problem, half) for half in scale.halves.values())
+    sizes = {name: size for name, size in scale.fullest.bytes.items() if size}
+    slots = min(slots_at_once(plan, half) for half in scale.halves.values())
     return plan.changed(scale=scale, bytes=sizes, batch_slots=slots)
 
 
@@ -312,32 +290,85 @@ def host_slab(plan: Plan, place: Place) -> int:
     return plan.slab if place == "disk" else STREAM_SLAB
 
 
-def gpu_problem(plan: Plan) -> Problem:
-    """Sizes and kernels that determine a partition with factors on GPUs."""
-    assert plan.gpu is not None
-    return Problem(
-        (plan.n_users, plan.n_items),
-        plan.nnz,
-        plan.rank,
-        plan.itemsize,
-        longest=plan.longest,
-        implicit=plan.feedback == "implicit",
-        cg_steps=plan.cg_steps if plan.solver == "cg" else 0,
-        nonnegative=plan.solver == NONNEGATIVE,
-        assembly=plan.assembly,
-        precision=plan.precision,
-        l2_bytes=plan.gpu.l2_bytes,
-    )
+# ------------------------------------------------------------------------------------------------------- several GPUs
 
 
-def host_problem(plan: Plan) -> Problem:
-    """Sizes that determine the parts in which offloaded factors are loaded."""
+def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
+    """Complete a plan for several GPUs, each of which solves its rows; `spec` has the smallest free memory of all."""
+    plan = choices(plan, settings, objective, spec)
     assert plan.gpu is not None
-    return replace(
-        gpu_problem(plan),
-        sums=slot_bytes(plan),
-        segment=plan.segment,
-        biases=plan.rank > plan.factors,
-        on_chip=not plan.solved_apart,
-        batch=max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8)),
-    )
+    free = plan.gpu.free_bytes
+    dual = plan.changed(dual_sides=dual_sides(plan, objective))
+    scale = _spread(dual, free)
+    if plan.row_form != "dual" and dual.dual_sides and (scale.ratings != "device" or scale.bytes_per_gpu > free):
+        dual, scale = plan, _spread(plan, free)
+    plan = _placed(dual, scale).changed(scale=scale)
+    check_row_form(plan, objective)
+    plan = plan.changed(dual_sides=tuple(side for side in plan.dual_sides if dual_up_to(plan, side)))
+    if scale.factors != "device":
+        return with_scale(plan, scale)
+    beside = max(half.total_bytes - half.bytes["systems"] for half in scale.halves.values())
+    left = min(BATCH_BYTES, max(0, free - beside))
+    slots = max(left // slot_bytes(plan), plan.tile_rows, 1)
+    return plan.changed(bytes=scale.fullest.bytes, batch_slots=slots)
+
+
+def _spread(plan: Plan, free: int) -> ScalePlan:
+    """Partition ALS over GPUs with `free` bytes of memory each.
+
+    Ratings stay on the GPUs or, if they do not fit, are streamed to GPUs that solve their own rows. If a complete fixed
+    side does not fit, it is split over the GPUs or loaded from the host, whichever is predicted to be faster.
+    """
+    assert plan.gpu is not None
+    machine, ranks, stored = machines.machine().with_gpu(plan.gpu), len(plan.devices), bool(plan.streamed)
+    # tiles need whole rows, and so do the dual form and slabs of a store that stay on a GPU
+    whole_rows = plan.tile_rows > 0 or stored or plan.row_form == "dual"
+    scale = plan_ranks(plan, ranks, free, machine, model_parallel_only=whole_rows)
+    if scale.bytes_per_gpu <= free or plan.tile_rows or plan.reorder != "none":
+        return scale
+    place: Place = "disk" if stored and not host_has_room(plan) else "host"
+    streamed = plan_streamed_ranks(plan, ranks, free, place, STREAM_SLAB, machine, model_parallel_only=True)
+    if streamed is not None:
+        return streamed
+    split = plan_streamed_ranks(plan, ranks, free, place, STREAM_SLAB, machine)
+    if split is not None and not stored and not _room_for_copies(split):
+        split = None
+    if stored and not host_has_room(plan, plan.offloaded_bytes):
+        place = "disk"
+    offloaded = plan_host_ranks(plan, ranks, free, place, host_slab(plan, place), machine)
+    found = [other for other in (split, offloaded) if other is not None]
+    return min(found, key=lambda other: other.seconds, default=scale)
+
+
+def _room_for_copies(scale: ScalePlan) -> bool:
+    """Whether the host has memory for the copies of in-memory ratings that ranks make if they share rows."""
+    copied = sum(half.fixed == "split" for half in scale.halves.values()) * scale.plan.nnz
+    free = system.available_memory()
+    return free is None or copied * (4 + scale.plan.itemsize) < free
+
+
+def _placed(plan: Plan, scale: ScalePlan) -> Plan:
+    """The plan with ratings located as in `scale`."""
+    if scale.ratings == "device":
+        return plan.changed(resident=bool(plan.streamed))
+    notes = list(plan.notes)
+    if scale.factors != "device":
+        notes.append("the factors do not fit on the GPUs: they stay in the memory of the host")
+    else:
+        if not plan.streamed:
+            notes.append(streaming_note(plan, f"{scale.gpus} GPUs"))
+        split = [f"{side}s" for side, half in scale.halves.items() if half.fixed == "split"]
+        if split:
+            notes.append(f"the fixed side of {' and '.join(split)} is split over the GPUs, which add up sums")
+    return plan.changed(streamed=scale.ratings, slab=max(map(scale.slab, scale.halves)), notes=tuple(notes))
+
+
+H200 = DeviceSpec("NVIDIA H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 141 * 10**9, 141 * 10**9)
+"""GPUs of a machine that is not there."""
+
+
+def plan_on_h200s(plan: Plan, settings: Settings, objective: Objective, gpus: int) -> Plan:
+    """The plan with the kernels for H200s, of which `plan_scale` makes partitions."""
+    devices = tuple(f"cuda:{index}" for index in range(gpus)) if gpus > 1 else ()
+    plan = choices(plan.changed(devices=devices), replace(settings, gpu_memory_limit=None), objective, H200)
+    return plan.changed(dual_sides=dual_sides(plan, objective))

@@ -146,11 +146,3 @@ def gpu_idle(plan: Plan, rates: GpuRates) -> float:
     """Seconds of both half sweeps on a GPU with no work."""
     gram = rates.gram if plan.feedback == "implicit" else 0.0
     return 2 * (rates.sweep[plan.method.kind] + gram)
-
-
-def copies_beside(plan: Plan, machine: Machine) -> float:
-    """Seconds of copies of streamed ratings, concurrent with the kernels; 0 if ratings stay on the GPU."""
-    if not plan.streamed or plan.resident:
-        return 0.0
-    rate = machine.links.pinned_bytes if plan.streamed == "host" else machine.links.disk_bytes
-    return 2 * plan.nnz * (4 + plan.itemsize) / rate

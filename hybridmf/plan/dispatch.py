@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 from .._version import __version__
 from ..core.cache import cache_dir
-from ..core.system import mib
 from ..errors import DeviceError
 from . import cost as _cost
 from . import machine as _machine
-from .types import Estimate, seconds_text
+from .types import Estimate, memory_lacks, seconds_text
 
 if TYPE_CHECKING:
     from ..device.cuda import DeviceSpec
@@ -89,6 +88,18 @@ def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:
         logger.info("device='auto' chose the CPU: %s", error)
         return None, f"no GPU: {error}"
     return spec, "asked for" if device != "auto" else "there is a GPU"
+
+
+def find_gpus(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
+    """The first GPU of several devices, with the smallest free memory of all of them; and the reason."""
+    specs = []
+    for name in names:
+        spec, reason = find_gpu(name)
+        specs.append(spec)
+    found = [spec for spec in specs if spec is not None]
+    if not found:
+        return None, reason
+    return replace(found[0], free_bytes=min(spec.free_bytes for spec in found)), reason
 
 
 # ------------------------------------------------------------------------------------------------------- estimates
@@ -238,17 +249,6 @@ def _faster(request: PlanRequest, on_cpu: Plan, on_gpu: Plan) -> Plan:
         on_gpu = on_gpu.changed(reason=f"there is a GPU: {count} in about {there}; {here}")
         return _with_estimates(on_gpu, request, cpu, own=gpu)
     return _cpu_instead(request, on_cpu, f"{count} in about {here}; {there}", gpu, own=cpu)
-
-
-def memory_lacks(plan: Plan) -> str:
-    """Message if the plan needs more memory than its GPU has free; empty if it fits."""
-    if plan.gpu is None or plan.total_bytes <= plan.gpu.free_bytes:
-        return ""
-    parts = ", ".join(f"{name} {mib(size)}" for name, size in plan.bytes.items())
-    return (
-        f"the fit needs about {mib(plan.total_bytes)} on {plan.gpu.name} and {mib(plan.gpu.free_bytes)} are free "
-        f"({parts})"
-    )
 
 
 def _with_estimates(plan: Plan, request: PlanRequest, *rejected: Estimate, own: Estimate | None = None) -> Plan:

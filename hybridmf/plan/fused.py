@@ -1,4 +1,4 @@
-"""Sizes of the fused kernels: the configuration for a rank, its shared memory, and limits of the kernels."""
+"""Sizes of the fused kernels and of Gram matrices: configurations, shared memory, limits, and memory of sums."""
 
 from __future__ import annotations
 
@@ -234,3 +234,36 @@ def operand_bytes(rank: int, precision: str) -> int:
 def table_width(rank: int, dtype: Any) -> int:
     """Columns of a table of factors, whose rows are multiples of 16 bytes."""
     return round_up(rank, 16 // np.dtype(dtype).itemsize)
+
+
+# ------------------------------------------------------------------------------------------------------- Gram matrices
+
+GRAM_TILE = 64
+
+GRAM_BLOCKS = 1056
+"""Blocks of threads that share a table: eight on each multiprocessor of an H200."""
+
+GRAM_ROWS = (256, 4096)
+"""Minimum and maximum rows of a piece, which is summed in the table's type; pieces are added in float64."""
+
+GRAM_SUMS_BYTES = 64 << 20
+"""Maximum memory of the sums of all pieces."""
+
+
+def gram_sides(width: int) -> tuple[int, int]:
+    """Rows and columns of the sums of a piece, and its number of tiles."""
+    side = round_up(width, GRAM_TILE)
+    return side, side // GRAM_TILE * (side // GRAM_TILE + 1) // 2
+
+
+def gram_rows(n: int, width: int, itemsize: int) -> int:
+    """Rows of a piece of a table of `n` rows."""
+    side, tiles = gram_sides(width)
+    rows = int(np.clip(ceil_div(n * tiles, GRAM_BLOCKS), *GRAM_ROWS))
+    return max(rows, ceil_div(n, max(1, GRAM_SUMS_BYTES // (side * side * itemsize))))
+
+
+def gram_bytes(n: int, width: int, itemsize: int) -> int:
+    """Bytes of the sums of all pieces of a table; plans omit small arrays such as their total."""
+    side, _ = gram_sides(width)
+    return ceil_div(n, gram_rows(n, width, itemsize)) * side * side * itemsize

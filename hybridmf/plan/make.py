@@ -15,7 +15,6 @@ from ..core.system import mib
 from ..errors import DeviceError, DeviceMemoryError, MemoryBudgetError
 from ..native import _als
 from . import dispatch
-from .als import ALS
 from .half_sweep import SLAB_BUFFERS
 from .types import (
     BATCH_FLOPS,
@@ -24,6 +23,7 @@ from .types import (
     Plan,
     Settings,
     instruction_set_notes,
+    memory_lacks,
     seconds_text,
 )
 
@@ -82,7 +82,6 @@ def make_plan(
         The device does not support the combination, or a weight is too large for the dtype.
     """
     objective.check_finite_in(np.dtype(settings.dtype))
-    method = settings.method or ALS
     if slab is None and dispatch.gpu_is_untouched(settings.device):
         plan = _short_on_cpu(objective, settings, shape, nnz, facts)
         if plan is not None:
@@ -95,12 +94,12 @@ def make_plan(
         spec, reason = dispatch.find_gpu(settings.device)
         if spec is not None and f"cuda:{spec.index}" == held.device:
             spec = replace(spec, free_bytes=spec.free_bytes + held.size)
-    plan = _undecided(objective, settings, shape, nnz).changed(
+    plan = undecided(objective, settings, shape, nnz).changed(
         reason=reason, devices=devices, facts=facts, scratch=scratch_folders(beside)
     )
-    if slab is not None and method.streams:
+    if slab is not None and settings.method.streams:
         plan = plan.changed(streamed="disk", slab=slab)
-    decided = method.plan(plan, settings, objective, spec)
+    decided = settings.method.plan(plan, settings, objective, spec)
     for note in instruction_set_notes():
         if note in decided.notes:
             logger.warning(note)
@@ -148,14 +147,14 @@ def plan_for(
         facts = DegreeFacts.of(matrix, items=items)
         return make_plan(objective, settings, matrix.shape, matrix.nnz, facts, slab, beside, held)
 
-    streams = (settings.method or ALS).streams
+    streams = settings.method.streams
     # counting items needs a pass over the entries, so it is done only if the memory of the plan depends on it
     found = plan(items=slab is not None or not streams or settings.reduction != "auto")
     found = plan(items=True) if found.asks_for_degrees else found
     return found if not held.size or held.serves(found) else plan_for(matrix, objective, settings)
 
 
-def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
+def undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
     """The requested settings, including "auto"."""
     rank = settings.factors + (1 if objective.biases else 0)
     assembly, variant = VARIANTS.get(settings.assembly, (settings.assembly, ""))
@@ -167,7 +166,7 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
         rank=rank,
         feedback=objective.feedback,
         dtype=settings.dtype,
-        method=settings.method or ALS,
+        method=settings.method,
         solver=settings.planned_solver,
         cg_steps=settings.cg_steps,
         block_size=min(settings.block_size, rank),
@@ -187,7 +186,7 @@ def _undecided(objective: Objective, settings: Settings, shape: tuple[int, int],
 def check_memory(plan: Plan) -> None:
     """Raise if a plan does not fit in memory, before anything is allocated."""
     if plan.gpu is not None:
-        lack = dispatch.memory_lacks(plan)
+        lack = memory_lacks(plan)
         if lack:
             raise DeviceMemoryError(
                 f"{lack}; {_long_row(plan)}{_needs_all(plan)}use fewer factors, a GPU with more memory, free memory "

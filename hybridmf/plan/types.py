@@ -25,7 +25,7 @@ from .grid import Grid
 if TYPE_CHECKING:  # planners, which import this module
     from .half_sweep import Place
     from .machine import CpuRates, Machine
-    from .ranks import ScalePlan
+    from .partitions import ScalePlan
 
 CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
 
@@ -139,6 +139,7 @@ class Settings:
     dtype: str
     num_threads: int
     device: str | tuple[str, ...]
+    method: Method
     iterations: int = 15
     precision: str = "float32"
     gpu_memory_limit: int | None = None
@@ -151,7 +152,6 @@ class Settings:
     row_form: str = "auto"
     reduction: str = "auto"
     nonnegative: bool = False
-    method: Method | None = None
     frozen: Side | None = None
 
     @classmethod
@@ -338,6 +338,14 @@ class Plan:
         """Entries of the longest user and of the longest item; 0 if unknown."""
         return (0, 0) if self.facts is None else (self.facts.longest_user, self.facts.longest_item)
 
+    def rows(self, side: Side) -> int:
+        """Rows of a side."""
+        return self.n_users if side == "user" else self.n_items
+
+    def longest_row(self, side: Side) -> int:
+        """Entries of the longest row of a side; 0 if unknown."""
+        return self.longest[0 if side == "user" else 1]
+
     @property
     def filled_rows(self) -> int:
         """Rows of both sides with entries: their number if degrees are known, else an upper bound."""
@@ -515,6 +523,17 @@ class Plan:
             f"{self.gpu}, {self.precision} products, rows cut after {self.segment:,} entries, "
             f"{self.batch_slots:,} systems at a time"
         )
+
+
+def memory_lacks(plan: Plan) -> str:
+    """Message if the plan needs more memory than its GPU has free; empty if it fits."""
+    if plan.gpu is None or plan.total_bytes <= plan.gpu.free_bytes:
+        return ""
+    parts = ", ".join(f"{name} {mib(size)}" for name, size in plan.bytes.items())
+    return (
+        f"the fit needs about {mib(plan.total_bytes)} on {plan.gpu.name} and {mib(plan.gpu.free_bytes)} are free "
+        f"({parts})"
+    )
 
 
 def instruction_set_notes() -> list[str]:

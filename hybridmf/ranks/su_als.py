@@ -23,11 +23,12 @@ from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
 from ..data.slabs import InMemory, Orientation, as_orientation, slab_bounds, slab_entries
 from ..errors import CommunicatorError, RatingsError
 from ..gpu.matrix import DeviceMatrix
+from ..plan.fused import table_width
 from ..plan.grid import Grid, RankLayout
 from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.ordering import Ordering, reordered
+from ..plan.partitions import ScalePlan, check_rank
 from ..plan.precision import PrecisionCheck
-from ..plan.ranks import ScalePlan, check_rank
 from ..plan.solver import Alternating, Choose
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries, batch_rows, bounded_batches, even_batches
@@ -562,7 +563,7 @@ def has_room_for_both(plan: Plan) -> bool:
     """Whether a GPU has memory for both gathered sides beside the needs of a half sweep."""
     if plan.gpu is None or plan.scale is None or plan.offloaded:
         return False
-    both = (plan.n_users + plan.n_items) * plan.scale.problem.row_bytes
+    both = (plan.n_users + plan.n_items) * table_width(plan.rank, plan.dtype) * plan.itemsize
     return plan.scale.bytes_per_gpu + both <= ROOM * plan.gpu.free_bytes
 
 

@@ -11,10 +11,9 @@ from ..core.system import parse_bytes
 from ..core.validate import MAX_AXIS, check_int, check_nonempty
 from ..model.base import FactorModel
 from ..model.estimator import unfitted
-from ..plan.half_sweep import Problem
-from ..plan.make import NOTHING, make_plan, plan_for
-from ..plan.partitions import plan_scale
-from ..plan.ranks import MAX_GPUS, ScalePlan
+from ..plan.als_gpu import plan_on_h200s
+from ..plan.make import NOTHING, make_plan, plan_for, undecided
+from ..plan.partitions import MAX_GPUS, ScalePlan, plan_scale
 from ..plan.types import Plan
 
 
@@ -80,7 +79,7 @@ def plan(
     Returns
     -------
     Plan
-        With `gpus`, a `hybridmf.plan.ranks.ScalePlan`. ``print`` shows either.
+        With `gpus`, a `hybridmf.scale.ScalePlan`. ``print`` shows either.
 
     Raises
     ------
@@ -124,12 +123,10 @@ def plan(
 def _plan_machine(model: Any, sizes: tuple[tuple[int, int], int], gpus: int, memory: Any, host: Any) -> ScalePlan:
     """Plan ALS for a hypothetical machine with GPUs."""
     objective, settings = model._objective(), model._settings()
-    if settings.method is not None:
+    if settings.method.kind != "als":
         raise ValueError(f"gpus={gpus} plans ALS; {type(model).__name__} has no planner: name devices that are there")
-    rank = settings.factors + (1 if objective.biases else 0)
-    problem = Problem(*sizes, rank, np.dtype(settings.dtype).itemsize, implicit=objective.is_implicit)
     return plan_scale(
-        problem,
+        plan_on_h200s(undecided(objective, settings, *sizes), settings, objective, gpus),
         gpus,
         settings.gpu_memory_limit if memory is None else parse_bytes("gpu_memory", memory),
         host_bytes=None if host is None else parse_bytes("host_memory", host),

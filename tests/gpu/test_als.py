@@ -21,7 +21,7 @@ from hybridmf.gpu.gram import gram_sum
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
-from hybridmf.plan import gram as plan_gram
+from hybridmf.plan import fused as plan_gram
 from hybridmf.plan.fused import FusedConfig, table_width
 from hybridmf.plan.start import initial_state
 from support import reference
@@ -175,7 +175,7 @@ def test_equally_long_segments_are_processed_by_their_place_in_the_row():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gram_matrix(device, monkeypatch, rows, width, dtype):
     """Several pieces and tiles, ends of both, and no more memory than allowed."""
-    monkeypatch.setattr(plan_gram, "SUMS_BYTES", 1 << 20)
+    monkeypatch.setattr(plan_gram, "GRAM_SUMS_BYTES", 1 << 20)
     table = np.random.default_rng(2).standard_normal((rows, width)).astype(dtype)
     found = device.download(gram_sum(device, device.upload(table)))
     exact = table.T.astype(np.float64) @ table.astype(np.float64)

@@ -25,6 +25,7 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf.core import scratch as _scratch
 from hybridmf.core import system
+from hybridmf.core.objective import other_side
 from hybridmf.core.scratch import SCRATCH_DIR, file_system, find_room, mapped, scratch_file, scratch_folders
 from hybridmf.device.mapped import reader_of, writer_of
 from hybridmf.errors import MemoryBudgetError
@@ -35,10 +36,10 @@ from hybridmf.model.checkpoint import UNFINISHED, Writer
 from hybridmf.model.engine import engine_for
 from hybridmf.plan import types
 from hybridmf.plan.cost import cost_of
-from hybridmf.plan.half_sweep import Problem
 from hybridmf.plan.machine import H200, Machine
 from hybridmf.plan.make import check_memory
 from hybridmf.plan.partitions import plan_host_ranks, plan_scale
+from support.cost_model import kernels_of
 from support.devices import NETFLIX, on_a_gpu, plan_of
 from support.half_sweeps import FITS
 from support.host_factors import HOST_LIMIT, MATRIX, TURNS_LIMIT, assert_same_fit, fitted, no_threads, solver
@@ -297,7 +298,7 @@ def test_files_too_large_for_the_disk_are_named(folder, monkeypatch):
 
 def test_the_planner_has_factors_on_disk_where_the_host_is_too_small():
     """Of a machine that is not there: predicted by what is read and written, which all GPUs share."""
-    problem = Problem((500_000_000, 100_000_000), 10**10, 64)
+    problem = kernels_of((500_000_000, 100_000_000), 10**10, 64)
     tables = 2 * 600_000_000 * 256
     for host, places in (
         (10**12, ("host", "host")),
@@ -309,9 +310,9 @@ def test_the_planner_has_factors_on_disk_where_the_host_is_too_small():
             plan = plan_scale(problem, gpus, 40 * 10**9, host_bytes=host)
             assert (plan.ratings, plan.factors) == places
             for side, half in plan.halves.items():
-                table = (sum(problem.shape) - problem.rows(side)) / half.parts * 256
-                loads = half.waves if half.fixed_parts > 1 else 1
-                moved = gpus * loads * half.fixed_parts * table + problem.rows(side) * 256
+                table = problem.rows(other_side(side)) / half.parts * 256
+                loads = half.waves if half.turns > 1 else 1
+                moved = gpus * loads * half.turns * table + problem.rows(side) * 256
                 expected = (places[1] == "disk") * moved + (places[0] == "disk") * problem.nnz * 8
                 assert half.seconds.get("from disk", 0) == pytest.approx(expected / H200.links.disk_bytes)
     assert f"factors on {places[1]}" in str(plan)
@@ -502,7 +503,8 @@ def test_ranks_refuse_factors_in_files(gpu):
     from hybridmf.ranks.multi_als import MultiALS
 
     host = solver("implicit", gpu, 1, 2)
-    scale = replace(host.plan.scale, factors="disk", gpus=2)
+    halves = {side: replace(half, factors="disk", gpus=2) for side, half in host.plan.scale.halves.items()}
+    scale = replace(host.plan.scale, halves=halves, gpus=2)
     plan = host.plan.changed(scale=scale, devices=("cuda:0", "cuda:1"))
     with pytest.raises(ValueError, match="keeps factors on them or on the host; the partition has them on disk"):
         MultiALS(MATRIX, MATRIX.T.tocsr(), host.objective, plan, host.state, make_worker=lambda one: (one, None))

@@ -277,7 +277,8 @@ def test_ratings_stream_only_where_they_do_not_fit():
 def test_a_streamed_iteration_takes_at_least_as_long_as_its_copies():
     machine, moved = Machine(), 16 * NETFLIX[1]
     whole = cost_of(plan_of(100 << 30).changed(dual_sides=()), machine).iteration  # streamed rows are all primal
-    assert cost_of(plan_of(1 << 30), machine).iteration == pytest.approx(max(whole, moved / LinkRates().pinned_bytes))
+    longer = cost_of(plan_of(1 << 30), machine).iteration / max(whole, moved / LinkRates().pinned_bytes)
+    assert 1 < longer < 1.3  # the first slab loads alone, and kernels end before the next slab's start
     assert cost_of(plan_of(100 << 30, slab=1 << 20), machine).iteration == whole
     disk = plan_of(1 << 30).changed(streamed="disk")
     assert cost_of(disk, machine).iteration > moved / LinkRates().pinned_bytes

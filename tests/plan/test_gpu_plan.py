@@ -18,8 +18,8 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DeviceMemoryError
 from hybridmf.plan import als_gpu
 from hybridmf.plan import fused as plan_fused
-from hybridmf.plan.als import for_fold_in
-from hybridmf.plan.gram import gram_bytes
+from hybridmf.plan.als import ALS, for_fold_in
+from hybridmf.plan.fused import gram_bytes
 from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.types import Plan, Settings
 from support.devices import plan_of
@@ -54,7 +54,9 @@ def plan_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
         monkeypatch.setattr(devices, "open_device", lambda name: SimpleNamespace(spec=spec))
         defaults = hmf.ExplicitALS(biases=False, num_threads=1).get_params() | {"device": "cuda"}
         names = Settings.__dataclass_fields__
-        settings = Settings.check(**{name: value for name, value in (defaults | options).items() if name in names})
+        settings = Settings.check(
+            method=ALS, **{name: value for name, value in (defaults | options).items() if name in names}
+        )
         return make_plan(objective, settings, *size)
 
     return make

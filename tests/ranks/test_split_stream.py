@@ -28,14 +28,13 @@ from hybridmf.errors import (
 )
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.model import ranked
-from hybridmf.plan import als_ranks
-from hybridmf.plan.als_gpu import slot_bytes
+from hybridmf.plan import als_gpu
+from hybridmf.plan import machine as machines
 from hybridmf.plan.grid import Grid, RankLayout
-from hybridmf.plan.half_sweep import PIECES, SLAB_BUFFERS, HalfPlan, Problem, priced
+from hybridmf.plan.half_sweep import PIECES, HalfPlan, half_bytes, priced, slot_bytes
 from hybridmf.plan.machine import H200
 from hybridmf.plan.make import check_memory
-from hybridmf.plan.partitions import plan_scale, plan_streamed_ranks
-from hybridmf.plan.ranks import ScalePlan, check_rank
+from hybridmf.plan.partitions import ScalePlan, check_rank, plan_scale, plan_streamed_ranks
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, multi_als
 from hybridmf.ranks.batches import BatchedRows, batch_entries, bounded_batches, even_batches
@@ -45,6 +44,7 @@ from hybridmf.ranks.reduction import Reduction, RootReduction, TwoPhaseReduction
 from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from support import reference
+from support.cost_model import kernels_of
 from support.marks import exhaustive
 from support.ranks import (
     MODELS,
@@ -72,10 +72,22 @@ MANY_USERS = planted(600, 8, 0.3)
 LIMIT = 57_000
 
 
+@pytest.fixture(autouse=True)
+def bytes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny problems are cut into many batches, whose fixed time would decide what is fastest."""
+    machine = replace(machines.built_in(), links=replace(H200.links, slab=0.0, collective=0.0, pinned_bytes=1e7))
+    monkeypatch.setattr(machines, "machine", lambda: machine)
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: Any) -> hmf.Store:
     """MATRIX in slabs of at most 20 entries; no test changes it."""
     return hmf.convert(MATRIX, tmp_path_factory.mktemp("store") / "store", slab_bytes=160)
+
+
+def complete(plan: Plan, half: HalfPlan) -> HalfPlan:
+    """The half sweep with its memory and time."""
+    return priced(plan, replace(half, bytes=half_bytes(plan, half)), H200)
 
 
 def partition(
@@ -83,17 +95,9 @@ def partition(
 ) -> ScalePlan:
     """Ratings on the host or in a store in so many row parts, factors on the GPUs."""
     longest = (int(np.diff(matrix.indptr).max()), int(np.diff(matrix.tocsc().indptr).max()))
-    problem, size = Problem(matrix.shape, matrix.nnz, 7, longest=longest), grids["user"].size
-    halves = {
-        side: priced(
-            problem,
-            HalfPlan(side, grids[side].splits, batches, size, loads=SLAB_BUFFERS, resident=True),
-            place,
-            "device",
-        )
-        for side in SIDES
-    }
-    return ScalePlan(problem, H200, size, memory, place, "device", halves)
+    problem, size = kernels_of(matrix.shape, matrix.nnz, 7, longest=longest), grids["user"].size
+    halves = {side: complete(problem, HalfPlan(side, grids[side].splits, batches, size, place)) for side in SIDES}
+    return ScalePlan(problem, H200, size, memory, halves)
 
 
 def streamed(arguments: tuple[Any, ...], grids: dict[Side, Grid], batches: int = 3, **more: Any) -> tuple[Any, ...]:
@@ -178,7 +182,7 @@ def test_popular_rows_first_make_batches_of_even_size(grid: tuple[int, int], gpu
     for side in SIDES:
         whole = [rank.halves[side] for rank in solver.ranks]
         most = scale.slab(side)
-        longest = scale.problem.longest_row(side)
+        longest = scale.plan.longest_row(side)
         assert most >= longest > most // grid[0]
         for number in range(grid[1]):
             held = sum(sizes_of_batches(whole[member]) for member in grids[side].members(number))
@@ -527,7 +531,7 @@ def test_a_fit_takes_the_reduction_by_name(reduction: str, gpus: Machine, monkey
     monkeypatch.setattr(gpu_rank, "sockets", lambda names: [0, 0, 1, 1])
     *_, objective, _, start = parts("explicit", "cpu", MANY_USERS)
     # sockets matter from four GPUs on, for which the planner finds better than to split so few users
-    monkeypatch.setattr(als_ranks, "_spread", lambda plan, free: partition(MANY_USERS, both((4, 1)), 3))
+    monkeypatch.setattr(als_gpu, "_spread", lambda plan, free: partition(MANY_USERS, both((4, 1)), 3))
     options = {"factors": 7, "iterations": 1, "random_state": 0, "reduction": reduction}
     model = hmf.ExplicitALS(biases=False, regularization=objective.regularization.user, device=gpus(4), **options).fit(
         MANY_USERS
@@ -593,10 +597,9 @@ def test_the_same_partition_on_fewer_and_more_gpus(gpus: Machine) -> None:
 
 def test_planned_partitions_are_fitted(gpus: Machine) -> None:
     """`plan_scale` without a restriction: ratings on the host, factors on the GPUs, a fixed side split over them."""
-    problem = Problem(MANY_USERS.shape, MANY_USERS.nnz, 7)
-    plan = plan_scale(problem, 2, LIMIT)
+    machine = replace(H200, links=replace(H200.links, slab=0.0, fetch_bytes=1e4))  # solutions had better stay
+    plan = plan_scale(kernels_of(MANY_USERS.shape, MANY_USERS.nnz, 7), 2, LIMIT, machine)
     assert (plan.ratings, plan.factors) == ("host", "device") and plan.grids["item"].splits == 2
-    assert all(half.loads == SLAB_BUFFERS for half in plan.halves.values())
     plan.check_served(2)
     *data, fit, state = parts("explicit", gpus(2), MANY_USERS)
     sizes = {"streamed": "host", "slab": max(map(plan.slab, SIDES))}
@@ -605,7 +608,7 @@ def test_planned_partitions_are_fitted(gpus: Machine) -> None:
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-3)
     solver.close()
     with pytest.raises(ValueError, match=r"keeps factors on the host where each GPU solves its own rows; .* p = 2"):
-        replace(plan, factors="host").check_served(2)
+        replace(plan, halves={side: replace(plan.halves[side], factors="host") for side in SIDES}).check_served(2)
 
 
 @pytest.mark.parametrize("free", [10**9, 40_000])
@@ -706,9 +709,9 @@ def test_loading_ends_with_ranks_of_processes_that_fail(gpus: Machine, monkeypat
 
 
 def test_memory_of_a_split_half_sweep_by_hand() -> None:
-    problem = Problem((1000, 600), 40_000, 10, sums=440)
-    half = HalfPlan("user", 4, 8, 8, loads=SLAB_BUFFERS, resident=True)
-    sizes = priced(problem, half, "host", "device").bytes
+    problem = kernels_of((1000, 600), 40_000, 10, assembly="sparse_syrk", segment=10**6)
+    half = HalfPlan("user", 4, 8, 8, "host")
+    sizes = half_bytes(problem, half)
     row = 12 * 4
     assert half.grid == Grid(4, 2) and half.fixed == "split"
     assert sizes["fixed side"] == 150 * row and sizes["solutions"] == 125 * row and sizes["factors"] == 200 * row
@@ -716,19 +719,19 @@ def test_memory_of_a_split_half_sweep_by_hand() -> None:
     assert sizes["systems"] == 125 * 440
     assert sizes["rows"] == 200 * 20 + 500 * 36
     # sums of all rows, wherever they could be solved on chip if the fixed side were there as a whole
-    on_chip = replace(problem, on_chip=True)
-    assert priced(on_chip, half, "host", "device").bytes["systems"] == 125 * 440
-    whole = priced(on_chip, HalfPlan("user", 1, 8, 8, loads=3, resident=True), "host", "device")
-    assert whole.bytes["systems"] == 440
+    on_chip = problem.changed(assembly="fused")
+    assert half_bytes(on_chip, half)["systems"] == 125 * slot_bytes(on_chip)
+    away = half_bytes(on_chip, HalfPlan("user", 1, 8, 8, "host", "host", split=False))
+    assert away["systems"] == slot_bytes(on_chip)
     # a batch of one row of each GPU, twice in pieces, and as they are added up
-    assert priced(problem, replace(half, batches=1000), "host", "device").bytes["systems"] == 2 * (3 * 4 + 1) * 440
+    assert half_bytes(problem, replace(half, batches=1000))["systems"] == 2 * (3 * 4 + 1) * 440
     # two parts of four on one GPU are one, with the entries of both
-    two = priced(problem, replace(half, gpus=2), "host", "device")
-    assert two.grid == Grid(2, 1) and two.bytes["ratings"] == 3 * 40_000 // 8 // 2 * 8
+    two = replace(half, gpus=2)
+    assert two.grid == Grid(2, 1) and half_bytes(problem, two)["ratings"] == 3 * 40_000 // 8 // 2 * 8
 
 
 def test_a_split_is_planned_if_a_whole_side_does_not_fit() -> None:
-    hugewiki = Problem((50_082_603, 39_780), 3_100_000_000, 100)
+    hugewiki = kernels_of((50_082_603, 39_780), 3_100_000_000, 100)
     slab = 16 << 20
     whole = plan_streamed_ranks(hugewiki, 4, 50 * 10**9, "host", slab, model_parallel_only=True)
     assert whole is not None and whole.grids == both((1, 4))
@@ -741,7 +744,7 @@ def test_a_split_is_planned_if_a_whole_side_does_not_fit() -> None:
         assert slab / 2 < plan.slab(side) / half.grid.splits <= slab
     plan.check_served(4)
     assert plan_streamed_ranks(hugewiki, 4, 10**9, "host", slab) is None
-    facebook = plan_scale(Problem((1_056_000_000, 48_000_000), 112_000_000_000, 16), 4)  # as cuMF fits it
+    facebook = plan_scale(kernels_of((1_056_000_000, 48_000_000), 112_000_000_000, 16), 4)  # as cuMF fits it
     assert (facebook.ratings, facebook.factors) == ("host", "device")
     assert facebook.halves["item"].fixed == "split"
     facebook.check_served(4)
@@ -756,11 +759,10 @@ def test_a_rank_is_checked_by_its_own_grid() -> None:
     shape, grids = (400_000, 300_000), both((2, 1))
     layout = RankLayout({side: np.array([0, n // 2, n]) for side, n in zip(SIDES, shape, strict=True)}, grids)
     messages = []
-    for parts_of, splits in ((2, 0), (1, 1), (1, 0)):
-        half = HalfPlan("user", parts_of, 2, 2, loads=SLAB_BUFFERS, splits=splits, resident=True)
-        halves: dict[Side, HalfPlan] = {side: replace(half, side=side) for side in SIDES}
-        plan = ScalePlan(Problem(shape, 10**7, 64), H200, 2, 10**8, "host", "device", halves)
-        plan = replace(plan, halves={side: priced(plan.problem, halves[side], "host", "device") for side in SIDES})
+    problem = kernels_of(shape, 10**7, 64)
+    for parts_of, split in ((2, True), (1, False), (1, True)):
+        halves = {side: complete(problem, HalfPlan(side, parts_of, 2, 2, "host", split=split)) for side in SIDES}
+        plan = ScalePlan(problem, H200, 2, 10**8, halves)
         with pytest.raises(DeviceMemoryError, match=r"rank 1 needs about .*fixed side 0.0 MiB") as raised:
             check_rank(plan, layout, 1, dict.fromkeys(SIDES, 10**6))
         messages.append(str(raised.value).partition("the plan's")[0])

@@ -29,16 +29,16 @@ from hybridmf.model import ranked
 from hybridmf.model.learned import scale_of
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
-from hybridmf.plan.half_sweep import SLAB_BUFFERS, HalfPlan, Problem, priced
+from hybridmf.plan.half_sweep import SLAB_BUFFERS, HalfPlan, half_bytes, priced
 from hybridmf.plan.machine import H200
 from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.memory import rank_bytes
-from hybridmf.plan.partitions import plan_scale
-from hybridmf.plan.ranks import ScalePlan
+from hybridmf.plan.partitions import ScalePlan, plan_scale
 from hybridmf.ranks import group
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
+from support.cost_model import kernels_of
 from support.host_factors import partitioned
 from support.marks import exhaustive
 from support.ranks import MODELS, Machine, entries, fit_rank, no_loaders, one_device, workers_on
@@ -169,9 +169,11 @@ def test_cpu_ranks_over_a_store_name_the_row_that_fails(tmp_path: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------ GPUs
 
 
-def ways(store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, dict[str, Any], tuple[str, bool]]]:
+def ways(
+    store: hmf.Store, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, dict[str, Any], tuple[str, bool]]]:
     """(data, options, what the plan has to say) of each way slabs can come."""
-    limited = {"gpu_memory_limit": LIMIT}
+    limited = {"gpu_memory_limit": limit}
     yield MATRIX, limited, ("host", False)
     with monkeypatch.context() as patched:
         patched.setattr(StoreMatrix, "load", None)  # no code may request all of it
@@ -182,10 +184,15 @@ def ways(store: hmf.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[An
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("implicit", {"balance": True}), ("biases", {}), ("implicit cg", {"assembly": "sparse_syrk"})]
-)
+    ("name", "limit", "method"),
+    [
+        ("implicit", LIMIT, {"balance": True}), ("biases", LIMIT, {}),
+        ("implicit cg", 12_000, {"assembly": "sparse_syrk"}),
+    ],
+)  # fmt: skip
 def test_the_bits_are_those_of_gpus_that_hold_their_ratings(
     name: str,
+    limit: int,
     method: dict[str, Any],
     gpus: Machine,
     store: hmf.Store,
@@ -196,7 +203,7 @@ def test_the_bits_are_those_of_gpus_that_hold_their_ratings(
     assert whole.plan_.streamed == ""
     if not method.get("balance"):  # whose Gram matrices are added up over ranks
         np.testing.assert_array_equal(whole.user_factors, alone.user_factors)
-    for data, options, expected in ways(store, monkeypatch):
+    for data, options, expected in ways(store, limit, monkeypatch):
         model = fitted(name, data, names, **method, **options)
         assert (model.plan_.streamed, model.plan_.resident) == expected
         np.testing.assert_array_equal(model.user_factors, whole.user_factors)
@@ -255,9 +262,12 @@ def test_fewer_gpus_take_the_same_partition_in_more_waves(gpus: Machine, store: 
 
 def test_fewer_gpus_take_several_parts_of_a_fixed_side(gpus: Machine) -> None:
     """cuMF 4.4 with everything on the GPUs: p = 4 parts on four of them, two each on two, all on one."""
-    names, problem = gpus(4), Problem(MATRIX.shape, MATRIX.nnz, 7)
-    halves = {side: priced(problem, HalfPlan(side, 4, 1, 4, resident=True)) for side in SIDES}
-    partition = ScalePlan(problem, H200, 4, 10**9, "device", "device", halves)
+    names, problem = gpus(4), kernels_of(MATRIX.shape, MATRIX.nnz, 7)
+    whole = {side: HalfPlan(side, 4, 1, 4) for side in SIDES}
+    halves = {
+        side: priced(problem, replace(half, bytes=half_bytes(problem, half)), H200) for side, half in whole.items()
+    }
+    partition = ScalePlan(problem, H200, 4, 10**9, halves)
     factors = []
     for count in (4, 3, 2, 1):
         moved = partition.on(count)
@@ -279,21 +289,20 @@ def test_fewer_gpus_take_several_parts_of_a_fixed_side(gpus: Machine) -> None:
 def test_partitions_that_no_fit_serves(gpus: Machine) -> None:
     partition = multi(MATRIX, gpus(2)).plan.scale
     assert partition is not None
-    half = partition.halves["item"]
+
+    def elsewhere(**changes: Any) -> ScalePlan:
+        return replace(partition, halves={side: replace(half, **changes) for side, half in partition.halves.items()})
+
     for changed, message in (
         (partition.on(4), r"the partition is for 4 GPUs and the fit has 2; use partition.on\(2\)"),
         (
-            replace(partition, factors="disk"),
+            elsewhere(ratings="disk", factors="disk"),
             "a fit on several GPUs keeps factors on them or on the host; .* has them on disk",
         ),
-        (replace(partition, factors="host", ratings="device"), "streams ratings where factors are on the host"),
+        (elsewhere(ratings="device", factors="host"), "streams ratings where factors are on the host"),
         (
-            replace(partition, halves=dict(partition.halves) | {"item": replace(half, parts=4, resident=False)}),
-            r"has the fixed side of items in turns, and factors on the GPUs: let the fit plan for itself, or use plan_",
-        ),
-        (
-            replace(partition, factors="host", halves=dict(partition.halves) | {"item": replace(half, parts=2)}),
-            "splits the fixed side of items over GPUs, with p = 2: let the fit plan for itself",
+            elsewhere(ratings="host", factors="host", parts=2, split=True),
+            "splits the fixed side of users over GPUs, with p = 2: let the fit plan for itself, or use plan_",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -312,7 +321,7 @@ def test_factors_stay_on_the_host(name: str, gpus: Machine, store: hmf.Store, mo
         plan = model.plan_
         assert plan.factors_on_host and plan.scale is not None and "they stay in the memory of the host" in str(plan)
         assert plan.streamed == ("host" if free is None else "disk")
-        assert all(half.fixed_parts == 1 for half in plan.scale.halves.values())
+        assert all(half.turns == 1 for half in plan.scale.halves.values())
         np.testing.assert_array_equal(model.user_factors, alone.user_factors)
         np.testing.assert_array_equal(model.item_factors, alone.item_factors)
         assert model.history_[-1]["objective"] == pytest.approx(alone.history_[-1]["objective"], rel=1e-6)
@@ -321,10 +330,10 @@ def test_factors_stay_on_the_host(name: str, gpus: Machine, store: hmf.Store, mo
 
 def test_parts_of_a_fixed_side_take_turns(gpus: Machine) -> None:
     """cuMF 4.4: one partition with p parts in turns, on four GPUs and on one; and sums over two of them."""
-    names, problem = gpus(4), Problem(MATRIX.shape, MATRIX.nnz, 7)
+    names, problem = gpus(4), kernels_of(MATRIX.shape, MATRIX.nnz, 7)
     partition = plan_scale(problem, 4, 6_000, model_parallel_only=True)
     assert partition.factors == partition.ratings == "host"
-    assert partition.halves["item"].fixed_parts > 1 and partition.halves["item"].grid == Grid(1, 4)
+    assert partition.halves["item"].turns > 1 and partition.halves["item"].grid == Grid(1, 4)
     factors = []
     for count in (4, 1):
         moved = replace(partition, memory=10_000).on(count)
@@ -359,7 +368,7 @@ def test_the_plan_says_what_is_streamed(gpus: Machine, store: hmf.Store) -> None
         text = str(plan)
         assert plan.scale is not None and plan.scale.bytes_per_gpu == plan.total_bytes <= LIMIT
         assert f"streamed  from host in slabs of up to {plan.slab:,} entries" in text
-        assert "q = 8: fixed side replicated, 1 x 2 GPUs, 4 waves" in text and "from host" in text
+        assert "fixed side replicated, 1 x 2 GPUs, " in text and "from host" in text
         assert ("the ratings do not fit on the 2 GPUs" in text) == (data is MATRIX)
         assert plan.bytes["ratings"] == SLAB_BUFFERS * plan.slab * 8
     roomy = hmf.plan(store, model.set_params(gpu_memory_limit=None))

@@ -13,8 +13,11 @@ import hybridmf as hmf
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.plan import dispatch
 from hybridmf.plan import machine as _machine
+from hybridmf.plan.als_gpu import plan_on_h200s
 from hybridmf.plan.cost import Warmth
 from hybridmf.plan.machine import CpuRates, GpuRates, LinkRates, Machine
+from hybridmf.plan.make import undecided
+from hybridmf.plan.types import DegreeFacts, Plan
 from support.checkout import ROOT
 
 GIB = 1 << 30
@@ -38,6 +41,21 @@ def plan_of(model: Any, spec: DeviceSpec | None = None, **sizes: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "find_gpu", lambda device: (None if device == "cpu" else spec, reason))
         return hmf.plan(model=model, **sizes)
+
+
+def kernels_of(
+    shape: tuple[int, int],
+    nnz: int,
+    factors: int,
+    dtype: str = "float32",
+    longest: tuple[int, int] = (0, 0),
+    **more: Any,
+) -> Plan:
+    """The plan for H200s of which partitions are made: explicit feedback in the primal form."""
+    model = hmf.ExplicitALS(factors, biases=False, dtype=dtype, row_form="primal")
+    objective, settings = model._objective(), model._settings()
+    plan = plan_on_h200s(undecided(objective, settings, shape, nnz), settings, objective, 1)
+    return plan.changed(facts=DegreeFacts(*longest), **more)
 
 
 def recorded(name: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from hybridmf.device import cuda
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DeviceMemoryError
 from hybridmf.plan import types
+from hybridmf.plan.als import ALS
 from hybridmf.plan.als_gpu import gpu_plan
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import DegreeFacts, Settings
@@ -73,12 +74,19 @@ NETFLIX = ((480_189, 17_770), 99_072_112)
 
 def plan_of(free: int, slab: int | None = None, facts: DegreeFacts | None = None, **options: Any) -> types.Plan:
     spec = DeviceSpec("H200", 0, (9, 0), 132, 227 * 1024, 60 << 20, 141 << 30, free)
-    settings = Settings.check(**({"factors": 64, "dtype": "float32", "num_threads": 1, "device": "cuda"} | options))
+    settings = Settings.check(
+        **({"factors": 64, "dtype": "float32", "num_threads": 1, "device": "cuda", "method": ALS} | options)
+    )
     objective = Objective.implicit(0.1, "none", 1.0, 1.0)
     base = make_plan(
-        objective, Settings.check(factors=64, dtype="float32", num_threads=1, device="cpu"), *NETFLIX, slab=slab
+        objective,
+        Settings.check(factors=64, dtype="float32", num_threads=1, device="cpu", method=ALS),
+        *NETFLIX,
+        slab=slab,
     )
-    base = base.changed(assembly=settings.assembly, reorder="none" if slab else settings.reorder, facts=facts)
+    base = base.changed(
+        dual_sides=(), assembly=settings.assembly, reorder="none" if slab else settings.reorder, facts=facts
+    )
     return gpu_plan(base.changed(solver=settings.planned_solver, notes=()), settings, objective, spec)
 
 

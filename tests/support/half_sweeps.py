@@ -10,6 +10,7 @@ from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
 from hybridmf.gpu.factors import to_device
 from hybridmf.gpu.half import HalfSweep
+from hybridmf.plan.als import ALS
 from hybridmf.plan.als_gpu import gpu_plan
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Settings
@@ -37,7 +38,7 @@ OBJECTIVES = {
 def plan_for(objective: Objective, shape, nnz: int, *, rank: int, tiles: tuple[int, int] | None = None, **given):
     options = {
         "factors": rank, "solver": "cholesky", "cg_steps": 3, "assembly": "auto", "reorder": "none",
-        "precision": "float32", "dtype": "float32", "num_threads": 2, "device": "cpu", "block_size": 32,
+        "precision": "float32", "dtype": "float32", "num_threads": 2, "device": "cpu", "block_size": 32, "method": ALS,
     }  # fmt: skip
     plan = make_plan(objective, Settings.check(**(options | given)), shape, nnz)
     return plan if tiles is None else plan.changed(tile_rows=tiles[0], tile_cols=tiles[1])
@@ -94,7 +95,7 @@ def plan_on(device, objective: Objective, matrix, rank: int, dtype="float32", **
     base = plan_for(objective, matrix.shape, matrix.nnz, rank=rank, dtype=dtype)
     wanted = {"assembly": "auto"} | {name: changes.pop(name) for name in SETTINGS if name in changes}
     given = {name: getattr(base, name) for name in SETTINGS if hasattr(base, name)}
-    settings = Settings.check(**(given | {"device": "cuda", "iterations": 1, "factors": rank} | wanted))
+    settings = Settings.check(**(given | {"device": "cuda", "iterations": 1, "factors": rank, "method": ALS} | wanted))
     chosen = {
         name: getattr(settings, name)
         for name in ("assembly", "precision", "cg_steps", "block_size", "reorder", "row_form")

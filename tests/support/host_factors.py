@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hybridmf.core.objective import SIDES
 from hybridmf.model.training import TrainingData
-from hybridmf.plan.als_gpu import host_problem
-from hybridmf.plan.half_sweep import HalfPlan, priced
+from hybridmf.plan.half_sweep import HalfPlan, half_bytes, priced
 from hybridmf.plan.machine import H200
 from hybridmf.plan.make import make_plan
-from hybridmf.plan.ranks import ScalePlan
+from hybridmf.plan.partitions import ScalePlan
 from hybridmf.plan.types import Plan
 from hybridmf.ranks.su_als import RankALS
 from support.half_sweeps import FITS
@@ -41,12 +41,12 @@ TURNS_LIMIT = 7_000
 
 def partitioned(plan: Plan, parts: dict[str, int], batches: dict[str, int], buffers: int = 2) -> Plan:
     """The plan with factors on the host, in so many parts and row parts."""
-    problem, gpus = host_problem(plan), max(1, len(plan.devices))
-    halves = {
-        side: priced(problem, HalfPlan(side, parts[side], batches[side], gpus, buffers, 3, 1), "host", "host")
-        for side in SIDES
-    }
-    scale = ScalePlan(problem, H200, gpus, 1 << 30, "host", "host", halves)
+    gpus, places = max(1, len(plan.devices)), ("host", "host")
+    halves = {}
+    for side in SIDES:
+        half = HalfPlan(side, parts[side], batches[side], gpus, *places, split=False, buffers=buffers)
+        halves[side] = priced(plan, replace(half, bytes=half_bytes(plan, half)), H200)
+    scale = ScalePlan(plan, H200, gpus, 1 << 30, halves)
     return plan.changed(scale=scale, streamed="host", slab=max(map(scale.slab, SIDES)))
 
 

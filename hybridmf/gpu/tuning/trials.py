@@ -23,6 +23,7 @@ from ...core.validate import csr_arrays, make_csr
 from ...datasets import _stars
 from ...device.cuda import Array, Device
 from ...formats import reorder
+from ...plan.als import ALS
 from ...plan.als_gpu import gpu_plan
 from ...plan.fused import table_width
 from ...plan.make import make_plan
@@ -195,6 +196,7 @@ def als_trial(
         solver=solver,
         cg_steps=steps,
         row_form="primal",
+        method=ALS,
     )
 
     def work(side: Side) -> KernelRun:
