@@ -362,5 +362,5 @@ def plan_to_serve(objective: Objective, settings: Settings, shape: tuple[int, in
     except DeviceError as error:
         logger.warning("%s; the loaded model is served without it", error)
     # settings of the fit that need a GPU do not matter: new rows are solved exactly
-    anywhere = replace(settings, device="auto", assembly="auto", precision="float32", method=None)
+    anywhere = replace(settings, device="auto", assembly="auto", precision="float32", method=ALS)
     return make_plan(objective, anywhere, shape, nnz)

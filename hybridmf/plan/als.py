@@ -111,9 +111,10 @@ class AlsMethod:
         if isinstance(settings.device, tuple):
             spec, reason = dispatch.find_gpus(settings.device)
             base, settings = base.changed(reason=reason), replace(settings, device=settings.device[0])
-            if base.devices:
-                on_cpu = spec is None
-                return _cpu_ranks(base, settings, objective) if on_cpu else ranks_plan(base, settings, objective, spec)
+            if base.devices and spec is None:
+                return _cpu_ranks(base, settings, objective)
+            if base.devices and spec is not None:
+                return ranks_plan(base, settings, objective, spec)
         return dispatch.choose(self._request(base, settings, objective, spec))
 
     def _request(
@@ -199,11 +200,10 @@ class AlsMethod:
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
         """Both half sweeps."""
         if plan.scale is not None:
-            return plan.scale.seconds
-        ratings, batches = "device", 1
+            return float(plan.scale.seconds)
+        halves = [HalfPlan(side, parts=1, batches=1, gpus=1) for side in SIDES]
         if plan.streamed and not plan.resident:
-            ratings, batches = plan.streamed, -(-plan.nnz // plan.slab)
-        halves = (HalfPlan(side, 1, batches, 1, ratings) for side in SIDES)
+            halves = [replace(half, batches=-(-plan.nnz // plan.slab), ratings=plan.streamed) for half in halves]
         return sum(priced(plan, half, machine).total for half in halves)
 
     def row_cost(self, plan: Plan) -> float:

@@ -13,11 +13,11 @@ from ..core.system import mib
 from ..device.cuda import DeviceSpec
 from . import assemblies, fused
 from . import machine as machines
-from .half_sweep import BATCH_BYTES, SEGMENT_BYTES, SLAB_BUFFERS, Place, basis_bytes, slot_bytes, slots_at_once
+from .half_sweep import BATCH_BYTES, SEGMENT_BYTES, SLAB_BUFFERS, basis_bytes, slot_bytes, slots_at_once
 from .memory import tile_pointers
 from .partitions import ScalePlan, plan_host_ranks, plan_ranks, plan_streamed_ranks
 from .row_forms import changes_basis, check_row_form, dual_sides, dual_up_to, side_sizes
-from .types import GPU_ASSEMBLIES, Plan, Settings, memory_lacks
+from .types import GPU_ASSEMBLIES, Place, Plan, Settings, memory_lacks
 
 GPU_SEGMENT = 16384
 """Entries above which the published assemblies split a row (fused kernels: `hybridmf.plan.fused.SEGMENT`)."""

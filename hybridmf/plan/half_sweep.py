@@ -34,7 +34,7 @@ from __future__ import annotations
 import bisect
 import functools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..core.objective import Side, other_side
 from . import fused
@@ -43,7 +43,7 @@ from .machine import Machine
 from .row_forms import dual_up_to, short_rows, side_sizes
 
 if TYPE_CHECKING:
-    from .types import Plan
+    from .types import Place, Plan
 
 BATCH_BYTES = 2 << 30
 """Systems in a GPU's memory at a time: enough to fill any GPU, but small relative to ratings that need a GPU."""
@@ -76,8 +76,6 @@ MOST_PARTS = 1 << 20
 
 BLOCK_LAUNCHES = 30
 """Launches for a block of coordinates of the subspace solver, most of them small kernels."""
-
-Place = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True)
@@ -277,12 +275,16 @@ def _kernel_seconds(plan: Plan, half: HalfPlan, machine: Machine) -> dict[str, f
     assert plan.gpu is not None
     rates, rank, itemsize, kernels = machine.gpu, plan.rank, plan.itemsize, (plan.assembly, plan.precision)
     shares = [side_sizes(plan, side)[0] for side in (half.side, other_side(half.side))]
-    filled = plan.filled_rows / sum(shares)  # rows with entries
+    filled = max(plan.filled_rows, 1) / sum(shares)  # rows with entries
     rows, others = (filled * share / half.gpus for share in shares)
-    nnz, table = plan.nnz / half.gpus, plan.rows(other_side(half.side)) * rank * itemsize / half.held
+    cache, nnz, table = (
+        plan.gpu.l2_bytes,
+        plan.nnz / half.gpus,
+        plan.rows(other_side(half.side)) * rank * itemsize / half.held,
+    )
 
     def entry(width: int) -> float:
-        return rates.entry_seconds(width, itemsize, table * width / rank, plan.gpu.l2_bytes, *kernels)
+        return rates.entry_seconds(width, itemsize, table * width / rank, cache, *kernels)
 
     if plan.solver == "subspace":  # predictions at the start and after each block, and the systems of each block
         widths = [last - first for first, last in plan.blocks]

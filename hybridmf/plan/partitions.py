@@ -17,7 +17,6 @@ from .half_sweep import (
     MOST_PARTS,
     SLAB_BUFFERS,
     HalfPlan,
-    Place,
     batch_entries,
     fewest_batches,
     half_bytes,
@@ -27,7 +26,7 @@ from .half_sweep import (
 from .machine import Machine
 
 if TYPE_CHECKING:
-    from .types import Plan
+    from .types import Place, Plan
 
 MAX_GPUS = 4096
 """Upper bound on the number of GPUs of a plan."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import scipy.sparse as sp
@@ -22,10 +22,8 @@ from ..native import _als
 from .fused import solved_apart, table_width
 from .grid import Grid
 
-if TYPE_CHECKING:  # planners, which import this module
-    from .half_sweep import Place
+if TYPE_CHECKING:
     from .machine import CpuRates, Machine
-    from .partitions import ScalePlan
 
 CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
 
@@ -57,6 +55,9 @@ ROW_FORMS = ("auto", "primal", "dual")
 
 REDUCTIONS = ("auto", "parallel", "two_phase", "root")
 """Reductions of partial sums over a split fixed side; "auto" is "parallel"."""
+
+Place = Literal["device", "host", "disk"]
+"""Location of ratings or factors between half sweeps."""
 
 MAX_CG_STEPS = 10_000
 """In exact arithmetic CG converges in `factors` steps, at most 2048."""
@@ -244,7 +245,7 @@ class Plan:
     resident : bool
         Whether the slabs of a store stay on the GPU after they are read.
     scale : ScalePlan or None
-        Partition of ALS over several GPUs, or of offloaded factors on one GPU.
+        Partition of ALS over several GPUs, or of offloaded factors on one GPU (`hybridmf.plan.partitions`).
     scratch : tuple of str
         Folders for files of factors that fit neither on a GPU nor in host memory, preferred folder first.
     balance : bool
@@ -297,7 +298,7 @@ class Plan:
     streamed: str = ""
     slab: int = 0
     resident: bool = False
-    scale: ScalePlan | None = None
+    scale: Any = None
     scratch: tuple[str, ...] = ()
     balance: bool = False
     frozen: Side | None = None
