@@ -188,22 +188,12 @@ def _bounds(name: str, interval: Interval | None) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The baseline of the methods: `PopularityRecommender` on the same ratings.
-
-    Attributes
-    ----------
-    name : str
-    metric : str
-    score : float
-        The metric on held-out entries.
-    interval : Interval or None
-        The score with its 95 % confidence interval.
-    """
+    """The baseline of the methods: `PopularityRecommender` on the same ratings."""
 
     name: str
     metric: str
-    score: float
-    interval: Interval | None = None
+    score: float  # the metric on held-out entries
+    interval: Interval | None = None  # the score with its 95 % confidence interval
 
     def as_dict(self) -> dict[str, Any]:
         """Fields for JSON."""
@@ -480,20 +470,12 @@ def _name_of(model: FactorModel) -> str:
     return ", ".join([type(model).__name__, *words])
 
 
-def _listed(models: Any) -> list[Any]:
-    """A list of models from a model, a list or dict of models, or None."""
+def _named(models: Any) -> dict[str, FactorModel]:
+    """The models by name; none for the default ones."""
     if models is None:
-        return []
-    if isinstance(models, FactorModel):
-        return [models]
-    return list(models.values() if isinstance(models, Mapping) else models)
-
-
-def _named(models: Any, feedback: str) -> dict[str, FactorModel]:
-    if models is None:
-        return default_models(feedback)
-    names: Iterable[Any] = models if isinstance(models, Mapping) else itertools.repeat(None)
-    pairs = zip(names, _listed(models), strict=False)
+        return {}
+    listed = [models] if isinstance(models, FactorModel) else models
+    pairs = listed.items() if isinstance(listed, Mapping) else ((None, model) for model in listed)
     named: dict[str, FactorModel] = {}
     for name, model in pairs:
         if not isinstance(model, FactorModel):
@@ -537,21 +519,10 @@ def _demo(feedback: str, seed: int) -> Ratings:
     return demo.keep_liked(ratings) if feedback == "implicit" else ratings
 
 
-def _device_name(device: object) -> str:
-    name = types.check_device(device)
-    return "+".join(name) if isinstance(name, tuple) else name
-
-
-def _ranks(name: str) -> str | list[str]:
-    """The `device` argument of an estimator: several names are joined by a plus."""
-    return name.split("+") if "+" in name else name
-
-
-def _feedback_of(models: Any, feedback: str | None) -> str:
+def _feedback_of(models: Iterable[FactorModel], feedback: str | None) -> str:
     if feedback is not None:
         return str(check_choice("feedback", feedback, FEEDBACK))
-    listed = _listed(models)
-    kinds = {model._objective().feedback for model in listed if isinstance(model, FactorModel)}
+    kinds = {model._objective().feedback for model in models}
     if len(kinds) > 1:
         raise ValueError("models of explicit and of implicit feedback minimize different sums; compare them separately")
     return kinds.pop() if kinds else "explicit"
@@ -747,11 +718,9 @@ def compare(
     >>> result.runs[0].device
     'cpu'
     """
-    kind = _feedback_of(models, feedback)
-    named = _named(models, kind)
-    if isinstance(devices, str):
-        devices = (devices,)
-    wanted = [_device_name(device) for device in devices]
+    named = _named(models)
+    kind = _feedback_of(named.values(), feedback)
+    wanted = [types.check_device(device) for device in ([devices] if isinstance(devices, str) else devices)]
     test_size = check_real("test_size", test_size, 0.0)
     seed, scale = check_int("seed", seed, 0), check_real("scale", scale, 0.0, strict=True)
     check_bool("show_progress", show_progress)
@@ -760,7 +729,7 @@ def compare(
     loaded = time.perf_counter() - started
     train, test = (ratings, None) if test_size == 0 else split(ratings, test_size=test_size, random_state=seed)
 
-    cases, skipped = _cases(named, wanted, iterations, seed, train)
+    cases, skipped = _cases(named or default_models(kind), wanted, iterations, seed, train)
     results: list[_Result] = []
     steps = sum(model.iterations for _, _, model in cases)
     with progress_bar(steps, show_progress) as bar:
@@ -779,35 +748,35 @@ def compare(
 
 
 def _cases(
-    named: dict[str, FactorModel], devices: Sequence[str], iterations: int | None, seed: int, train: Ratings
+    named: dict[str, FactorModel],
+    devices: Sequence[str | tuple[str, ...]],
+    iterations: int | None,
+    seed: int,
+    train: Ratings,
 ) -> tuple[list[tuple[str, str, FactorModel]], list[str]]:
     """(runs, reasons for skipped combinations), decided from plans before any work."""
     from .tools.preview import plan as make
 
-    cases, skipped = [], []
-    missing = {}
+    cases, skipped, present = [], [], []
     for device in devices:
+        ranks = (device,) if isinstance(device, str) else device
         try:
-            for one_device in device.split("+"):
-                dispatch.find_gpu(one_device)
+            for rank in ranks:
+                dispatch.find_gpu(rank)
+            present.append(("+".join(ranks), device if isinstance(device, str) else list(device)))
         except DeviceError as error:
-            missing[device] = str(error)
-            skipped.append(f"{device}: {error}")
-    for method, model in named.items():
-        for device in devices:
-            if device in missing:
-                continue
-            one = unfitted(model, device=_ranks(device))
-            if iterations is not None:
-                one.set_params(iterations=iterations)
-            if one.random_state is None:
-                one.set_params(random_state=seed)
-            try:
-                make(train, one)
-            except (DeviceError, ValueError) as error:
-                skipped.append(f"{method} on {device}: {error}")
-                continue
-            cases.append((method, device, one))
+            skipped.append(f"{'+'.join(ranks)}: {error}")
+    for (method, model), (name, given) in itertools.product(named.items(), present):
+        one = unfitted(model, device=given)
+        if iterations is not None:
+            one.set_params(iterations=iterations)
+        if one.random_state is None:
+            one.set_params(random_state=seed)
+        try:
+            make(train, one)
+            cases.append((method, name, one))
+        except (DeviceError, ValueError) as error:
+            skipped.append(f"{method} on {name}: {error}")
     return cases, skipped
 
 

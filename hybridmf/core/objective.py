@@ -214,9 +214,9 @@ class Objective:
         """s of each row from its number of entries; float64, shape of `degrees`. Empty rows count as 1 (unused)."""
         return (np.maximum(degrees, 1).astype(np.float64) + self.added.of(side)) ** self.scaling.of(side)
 
-    def ridge(self, side: Side, factors: int, rank: int) -> np.ndarray:
-        """Diagonal that ``s_u`` multiplies in the normal equations, float64, shape (rank,): factors, then a bias."""
-        ridge = np.full(rank, self.regularization.of(side))
+    def ridge(self, side: Side, factors: int, system_order: int) -> np.ndarray:
+        """Diagonal that ``s_u`` multiplies in the normal equations, float64: factors, then a bias."""
+        ridge = np.full(system_order, self.regularization.of(side))
         ridge[factors:] = self.bias_regularization.of(side)
         return ridge
 

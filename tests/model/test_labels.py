@@ -123,6 +123,8 @@ def test_tables_hold_what_recommend_returns(model, backend, monkeypatch, tmp_pat
         assert model.recommend_all(tmp_path / name, **by_label) is None
         assert rows_of(read(tmp_path / name)) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["top.arrow", "top.parquet"]
+    assert model.recommend_table(["u9", "u2"], path=tmp_path / "top.parquet", **by_label) is None
+    assert rows_of(pa.parquet.read_table(tmp_path / "top.parquet")) == rows_of(some)
     positions = model.recommend_all(backend=backend, labels=False, **options)
     assert [f"i{row[2]}" for row in rows_of(positions)] == [row[2] for row in expected]
     assert rows_of(model.recommend_table([], backend=backend)) == []
