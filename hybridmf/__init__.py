@@ -35,13 +35,13 @@ def __getattr__(name: str) -> object:
 
 
 class _Package(ModuleType):
-    """Keeps `hybridmf.compare` and `hybridmf.plan` functions although modules have these names.
+    """Keeps `hybridmf.compare`, `hybridmf.plan` and `hybridmf.search` functions although modules have these names.
 
     The import system binds a module to its package's attribute whenever some code imports it.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name in ("compare", "plan") and isinstance(value, ModuleType)):
+        if not (name in ("compare", "plan", "search") and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[object, tuple[str]]:

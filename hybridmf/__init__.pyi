@@ -21,6 +21,8 @@ from .ratings import Ratings as Ratings
 from .ratings import k_fold as k_fold
 from .ratings import leave_k_out as leave_k_out
 from .ratings import split as split
+from .search import SearchResult as SearchResult
+from .search import search as search
 from .sgd import SGD as SGD
 from .tools.config import config as config
 from .tools.config import show_config as show_config

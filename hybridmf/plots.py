@@ -387,3 +387,55 @@ def curves(result: Any, *, ax: Any = None) -> Axes:
     ax.xaxis.set_minor_formatter("")  # within a decade, matplotlib would label these, too
     ax.legend(fontsize="small", frameon=False)
     return ax
+
+
+# ------------------------------------------------------------------------------------------------------------ a search
+
+
+def trials(result: Any) -> Figure:
+    """The metric of the trials of a search over each parameter and over seconds; complete trials are filled.
+
+    Parameters
+    ----------
+    result : SearchResult
+
+    Returns
+    -------
+    matplotlib figure
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    """
+    shown = [trial for trial in result.trials if trial.value is not None]
+    varied = {name: None for trial in shown for name in trial.params}
+    names = [name for name in varied if len({repr(trial.params.get(name)) for trial in shown}) > 1]
+    columns = min(3, len(names) + 1)
+    figure = new_figure(3.2 * columns, 2.8 * -(-(len(names) + 1) // columns))
+    complete = np.array([trial.state == "complete" for trial in shown])
+    scores = np.array([trial.value for trial in shown])
+    faces = [COLORS[0] if each else "none" for each in complete]
+    for place, name in enumerate([*names, "seconds"], 1):
+        ax = figure.add_subplot(-(-(len(names) + 1) // columns), columns, place)
+        given = [trial.finished if name == "seconds" else trial.params.get(name) for trial in shown]
+        numbers = [each for each in given if isinstance(each, (int, float)) and not isinstance(each, bool)]
+        if len(numbers) < sum(each is not None for each in given):
+            given = [None if each is None else str(each) for each in given]
+        there = [k for k, each in enumerate(given) if each is not None]
+        ax.scatter(
+            [given[k] for k in there], scores[there], facecolors=[faces[k] for k in there], edgecolors=COLORS[0], s=18
+        )
+        positive = [each for each in numbers if each > 0]
+        if len(numbers) == len(there) and positive and max(positive) > 20 * min(positive):
+            ax.set_xscale("log" if len(positive) == len(numbers) else "symlog")
+        ax.set(xlabel=name, ylabel=result.metric if (place - 1) % columns == 0 else "")
+        ax.axhline(result.popularity_value, color="0.6", linestyle="--", zorder=0, label="popularity")
+        if name == "seconds":
+            best = np.maximum.accumulate if result.metric not in LOWER_IS_BETTER else np.minimum.accumulate
+            order = np.argsort([trial.finished for trial in shown])
+            order = order[complete[order]]
+            times = [shown[k].finished for k in order]
+            ax.step(times, best(scores[order]), where="post", color=COLORS[0], label="best so far")
+            ax.legend(fontsize="small", frameon=False)
+    return figure

@@ -1,4 +1,4 @@
-"""The command line: ``hybridmf demo | compare | fit | evaluate | recommend | similar | info | tune | convert``.
+"""The command line: ``hybridmf demo | compare | fit | search | evaluate | recommend | similar | info | ...``.
 
 One module per command; they share `options`, `sources` and `report`. Commands are thin: they turn options into
 calls of the library and results into text. A command's module, and NumPy and SciPy with it, is imported when the
@@ -23,6 +23,7 @@ COMMANDS = {
     "fit": "Train a model on a file of ratings and save it.",
     "info": "Describe this installation, a model, a file of ratings or a store.",
     "recommend": "Recommend items to users of a trained model.",
+    "search": "Find the hyperparameters that are best for a file of ratings, and save the model.",
     "similar": "Find the items, or users, that are most similar to others by the cosine of their factors.",
     "tune": "Measure this machine and keep the results in the user's cache directory.",
 }

@@ -13,7 +13,7 @@ from hybridmf import cli
 from support.checkout import ROOT
 from support.command_line import raising, refuse, run, start, succeed
 
-COMMANDS = ("demo", "fit", "evaluate", "compare", "recommend", "similar", "info", "tune", "convert")
+COMMANDS = ("demo", "fit", "evaluate", "compare", "recommend", "similar", "info", "search", "tune", "convert")
 
 # ------------------------------------------------------------------------------------------------------ the group
 

@@ -1,0 +1,132 @@
+"""``hybridmf search``: find the hyperparameters that are best for a file of ratings, and save the model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from ..metrics import PopularityRecommender
+from ..ratings import split
+from ..search import parse_seconds, search
+from .fit import METRICS, _make_model, _read_and_say, _save, _share_of, _silent
+from .hyperparameters import HYPERPARAMETERS, hyperparameter_options
+from .options import debug_option, examples, output_option, plot_option, refuse_overwriting
+from .report import file_size
+from .sources import (
+    files_of,
+    is_store,
+    one_source,
+    open_store,
+    ratings_options,
+    ratings_path,
+    read_ratings,
+    where_option,
+)
+
+
+@click.command(
+    "search",
+    epilog=examples(
+        "hybridmf search ratings.csv -o best.safetensors --model implicit --metric ndcg@20 --budget 2min",
+        "hybridmf search ratings.csv -o best.safetensors --budget 60s --validation held-out.csv",
+        "hybridmf search plays.tsv.gz -o best.safetensors --model implicit --trials 40 --plot trials.png",
+    ),
+)
+@click.argument("ratings_files", metavar="RATINGS...", nargs=-1, required=True, type=ratings_path)
+@output_option("Model file (safetensors).", required=True)
+@click.option(
+    "--model", "kind", type=click.Choice(list(METRICS)), default="explicit", show_default=True,
+    help="explicit: values are ratings to predict. implicit: values are counts or likes, items are ranked.",
+)  # fmt: skip
+@click.option(
+    "--method", type=click.Choice(["als", "sgd", "ccd"]), default="als", show_default=True,
+    help="Alternating least squares, stochastic gradient descent or CCD++; the last two are explicit.",
+)  # fmt: skip
+@click.option("--metric", metavar="NAME", help="ndcg@K, recall@K, map@K, ..., rmse or mae.  [default: rmse; ndcg@10]")
+@click.option("--budget", metavar="TIME", help='For everything, as "90s", "2min" or "1h".  [default: 2min]')
+@click.option("--trials", type=int, metavar="N", help="At most N trials; without --budget, a seed decides everything.")
+@hyperparameter_options
+@click.option(
+    "--validation", metavar="SHARE|NUMBER|FILE",
+    help="Ratings to select by: held out, or of a file.  [default: a tenth, by time if there are timestamps]",
+)  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the split, the settings and the factors.")
+@where_option
+@plot_option("Picture of the metric over each parameter and over seconds")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object, and nothing else.")
+@click.option("--lines", type=click.Path(dir_okay=False), help="File for one JSON object for each trial.")
+@ratings_options
+@click.option("--quiet", is_flag=True, help="No progress line: results only.")
+@debug_option
+def command(
+    ratings_files: tuple[str, ...],
+    output: str,
+    kind: str,
+    method: str,
+    metric: str | None,
+    budget: str | None,
+    trials: int | None,
+    validation: str | None,
+    seed: int,
+    where: tuple[str, ...],
+    plot: str | None,
+    as_json: bool,
+    lines: str | None,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Find the hyperparameters that are best for a file of ratings, and save the model.
+
+    Many settings are fitted for a few iterations, the best of them longer and at higher ranks. The winner, which is
+    compared with the defaults and with popularity, is fitted on all ratings. Ctrl-C ends the search and keeps the best.
+
+    Hyperparameters that are given, as in "hybridmf fit", are kept; without any, lambda, the weights and the rank are
+    searched.
+    """
+    source = one_source(ratings_files)
+    read_files = files_of(source, validation if _share_of(validation) is None else None)
+    for written in (output, plot, lines):
+        refuse_overwriting(written, *read_files)
+    model = _make_model(kind, method, {name: options.pop(name) for name in HYPERPARAMETERS}, seed)
+    quiet = quiet or as_json
+    say = _silent if quiet else click.echo
+    seconds = None if budget is None else parse_seconds("--budget", budget)
+    stored = is_store(source)
+    ratings = open_store(source).to_ratings() if stored else _read_and_say(source, options, where, say, quiet)
+    train, held_out, share = ratings, None, _share_of(validation)
+    if share is not None:
+        train, held_out = split(ratings, share, seed, by="random" if ratings.timestamps is None else "last")
+    elif validation is not None:
+        held_out = read_ratings(validation, where, show_progress=not quiet, **options)
+    found = search(
+        train, held_out, model=model, metric=metric, budget=seconds, trials=trials, random_state=seed,
+        show_progress=not quiet, unknown="drop",
+    )  # fmt: skip
+    if lines is not None:
+        found.to_json_lines(lines)
+    if plot is not None:
+        found.plot(plot)
+    if isinstance(found.best, PopularityRecommender):
+        raise ValueError(
+            "popularity is better than all trials, so no model is saved; recommend the most popular items, or search "
+            f"longer (--budget, --trials): {found}"
+        )
+    _save(found.best, output)
+    if as_json:
+        facts: dict[str, Any] = {
+            "file": output,
+            "model": type(found.best).__name__,
+            "params": found.best_params,
+            "metric": found.metric,
+            "value": found.best_value,
+            "default": found.default_value,
+            "popularity": found.popularity_value,
+            "trials": len(found.trials),
+            "seconds": found.seconds,
+            "code": found.code(),
+        }
+        click.echo(json.dumps(facts, indent=2))
+        return
+    click.echo(f"{found}.\n{found.code()}\nSaved {output} ({file_size(output)}).")

@@ -1,0 +1,802 @@
+"""Search of hyperparameters; its trials share the prepared ratings and continue where they stopped.
+
+Successive halving (Jamieson and Talwalkar 2016): settings are drawn at a low rank, fitted for a few iterations and
+evaluated on a few validation users; the best third continues to more iterations and more users. Then the best setting
+and its neighbours are fitted at higher ranks, as long as that helps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import scipy.sparse as sp
+from scipy.stats import loguniform, qmc
+
+from .als import ExplicitALS, ImplicitALS
+from .core.files import write_atomically
+from .core.objective import SIDES, Side, default_implicit_lambda
+from .core.progress import progress_bar
+from .core.sparse import entries_in, entry_rows, keep_entries
+from .core.validate import as_csr, check_choice, check_int, check_nonempty, check_real, check_rng
+from .errors import HybridMFError
+from .metrics import _checked_names, _measure
+from .model.base import FactorModel
+from .model.estimator import unfitted
+from .model.loop import check_validation
+from .model.popularity import PopularityRecommender
+from .model.prepared import PreparedRatings
+from .plan.make import plan_for
+from .ratings import Ratings, as_ratings, split
+from .sgd import SGD
+
+logger = logging.getLogger("hybridmf")
+
+RUNGS = ((0.2, 500), (0.5, 2000), (1.0, 10_000))
+"""Share of the iterations, and the number of validation users, of each rung."""
+
+KEPT = 3
+"""One trial of so many reaches the next rung."""
+
+DRAWN = 9
+"""Trials on the first rung of a bracket."""
+
+GAIN = 2e-3
+"""Relative improvement below which a bracket or a higher rank counts as none."""
+
+LADDER = (64, 128, 256, 512, 1024)
+"""Ranks of the default space; settings are compared at the first one."""
+
+REDRAWN = 50
+"""Draws until a new setting is found; a space of few lists may have been tried as a whole."""
+
+AT_FIRST_RANK = 0.5
+"""Share of the budget that is spent at the first rank at most."""
+
+WIDTHS = (0.2, 0.1, 0.05, 0.025)
+"""Standard deviation of neighbours of the best point of the unit cube, bracket by bracket."""
+
+BUDGET = "2min"
+
+MODELS: dict[str, type[FactorModel]] = {"implicit": ImplicitALS, "explicit": ExplicitALS}
+
+LOWER_IS_BETTER = ("rmse", "mae")
+
+NOT_SEARCHED = ("device", "init", "iterations", "random_state", "num_threads", "gpu_memory_limit")
+
+
+@dataclass
+class Trial:
+    """One setting of a search, fitted and evaluated as far as it was promising.
+
+    Attributes
+    ----------
+    number : int
+        Position in the order of starts; 0 has the parameters of the given model.
+    params : dict
+        Searched parameters of the estimator.
+    iterations : int
+        Completed iterations.
+    users : int
+        Validation users of the last evaluation.
+    value : float or None
+        The metric of these users after these iterations; None if the trial failed or did not begin.
+    seconds : float
+        Time of its fits and evaluations.
+    finished : float
+        Seconds from the start of the search to the end of the last evaluation.
+    state : {"complete", "stopped", "failed"}
+        "complete": evaluated after all iterations. "stopped": others were better, or the budget was used up.
+    reason : str
+        Why it failed.
+    """
+
+    number: int
+    params: dict[str, Any]
+    iterations: int = 0
+    users: int = 0
+    value: float | None = None
+    seconds: float = 0.0
+    finished: float = 0.0
+    state: str = "stopped"
+    reason: str = ""
+    _point: np.ndarray | None = field(default=None, repr=False)
+    _model: Any = field(default=None, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The attributes, and the parameters by their names."""
+        names = ("iterations", "users", "value", "seconds", "finished", "state", "reason")
+        return {"number": self.number} | self.params | {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Result of `search`.
+
+    Attributes
+    ----------
+    best : estimator or PopularityRecommender
+        The winner, fitted on all ratings: those of training and validation.
+    best_params : dict
+        Its searched parameters; empty if popularity wins.
+    best_value : float
+        Its metric on the validation users, before the fit on all ratings.
+    metric : str
+    default_value, popularity_value : float or None
+        The same metric of the given model with its own parameters (None if it failed), and of the most popular items
+        (for "rmse" and "mae": of the damped means of the items).
+    trials : tuple of Trial
+        In the order of their starts.
+    seconds : float
+        Time of the search and the last fit.
+    interrupted : bool
+        Whether Ctrl-C ended the search.
+    """
+
+    best: Any
+    best_params: dict[str, Any]
+    best_value: float
+    metric: str
+    default_value: float | None
+    popularity_value: float
+    trials: tuple[Trial, ...]
+    seconds: float
+    interrupted: bool = False
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.best_params.items()) or "popularity"
+        default = "failed" if self.default_value is None else f"{self.default_value:.4f}"
+        return (
+            f"{self.metric} {self.best_value:.4f} with {settings} (own parameters of the model: {default}, popularity: "
+            f"{self.popularity_value:.4f}); {len(self.trials)} trials in {self.seconds:.1f} s"
+        )
+
+    def to_frame(self) -> Any:
+        """A pandas data frame with one row for each trial.
+
+        Raises
+        ------
+        ImportError
+            pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_frame needs pandas: pip install pandas; or use to_json_lines()") from error
+        return pandas.DataFrame([trial.as_dict() for trial in self.trials])
+
+    def to_json_lines(self, path: str | os.PathLike[str] | None = None) -> str:
+        """One JSON object for each trial, one a line; if `path` is given, also written to a file, atomically."""
+        text = "".join(json.dumps(trial.as_dict(), default=_plain) + "\n" for trial in self.trials)
+        if path is not None:
+            write_atomically(path, text.encode())
+        return text
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """The metric over each parameter and over seconds: `hybridmf.plots.trials`, saved if `path` is given.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed.
+        """
+        from . import plots
+
+        figure = plots.trials(self)
+        if path is not None:
+            plots.save(figure, path)
+        return figure
+
+    def code(self) -> str:
+        """Python code that makes the winner and fits it on `ratings`."""
+        if isinstance(self.best, PopularityRecommender):
+            return "hmf.metrics.PopularityRecommender().fit(ratings)"
+        given = _given(self.best)
+        arguments = ", ".join(f"{name}={_plain(value)!r}" for name, value in given.items())
+        return f"hmf.{type(self.best).__name__}({arguments}).fit(ratings)"
+
+    def _repr_html_(self) -> str:
+        table = "".join(
+            f"<tr><td>{trial.number}</td><td>{trial.params}</td><td>{trial.iterations}</td><td>{trial.users}</td>"
+            f"<td>{trial.value if trial.value is None else round(trial.value, 4)}</td><td>{trial.state}</td></tr>"
+            for trial in self.trials
+        )
+        head = "".join(
+            f"<th>{name}</th>" for name in ("trial", "parameters", "iterations", "users", self.metric, "state")
+        )
+        return f"<p>{self}</p><table><tr>{head}</tr>{table}</table>"
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy scalar as a Python number."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _given(model: Any) -> dict[str, Any]:
+    """The parameters of an estimator that differ from the defaults of its class."""
+    usual = type(model)().get_params()
+    given = {name: value for name, value in model.get_params().items() if value is not usual[name]}
+    return {
+        name: value for name, value in given.items() if type(value) is not type(usual[name]) or value != usual[name]
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- the space
+
+
+class Distribution(Protocol):
+    """A distribution of scipy.stats."""
+
+    def ppf(self, q: float) -> Any:
+        """The quantile."""
+
+    def cdf(self, x: float) -> Any:
+        """The probability of values up to x."""
+
+
+Values = Distribution | Sequence[Any]
+"""The values of a parameter."""
+
+
+def value_at(values: Values, u: float) -> Any:
+    """The value at a place in [0, 1]."""
+    if isinstance(values, Sequence):
+        return values[min(int(u * len(values)), len(values) - 1)]
+    found = values.ppf(min(max(u, 1e-9), 1 - 1e-9))
+    return int(found) if hasattr(values, "pmf") else float(found)
+
+
+def place_of(values: Values, value: Any) -> float:
+    """The place of a value."""
+    return (values.index(value) + 0.5) / len(values) if isinstance(values, Sequence) else float(values.cdf(value))
+
+
+@dataclass(frozen=True)
+class Space:
+    """Parameters as functions of points of the unit cube.
+
+    Attributes
+    ----------
+    ranks : list of int
+        Ascending.
+    dimensions : dict
+        Values by the name of each coordinate.
+    first : array, shape (number of coordinates,), or None
+        Point of the given model's own parameters.
+    params : callable
+        Parameters of an estimator by the values of the coordinates.
+    """
+
+    ranks: list[int]
+    dimensions: dict[str, Values]
+    first: np.ndarray | None = None
+    params: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+    def at(self, point: np.ndarray) -> dict[str, Any]:
+        """Parameters of an estimator at a point."""
+        return self.params(
+            {name: value_at(values, u) for (name, values), u in zip(self.dimensions.items(), point, strict=True)}
+        )
+
+
+def given_space(space: Mapping[str, Any], model: FactorModel) -> Space:
+    """The caller's space, each of whose values the estimator accepts."""
+    known = [name for name in model.get_params() if name not in NOT_SEARCHED]
+    dimensions: dict[str, Values] = {}
+    for name, values in dict(space).items():
+        if name not in known:
+            raise ValueError(f"space has {name!r}, which is no parameter to search; known are {', '.join(known)}")
+        if isinstance(values, np.ndarray):
+            values = values.tolist()
+        if name == "factors" and hasattr(values, "ppf"):
+            raise TypeError("space['factors'] must be a list of ranks, which are searched from the lowest on")
+        if hasattr(values, "ppf"):
+            edges = [value_at(values, 0.0), value_at(values, 1.0)]
+        elif isinstance(values, Sequence) and not isinstance(values, (str, bytes)) and len(values):
+            edges = list(values)
+        else:
+            raise TypeError(
+                f"space[{name!r}] must be a list of values or a distribution of scipy.stats, such as "
+                f"loguniform(0.01, 1), got {values!r}"
+            )
+        for edge in edges:
+            _check_value(model, name, edge)
+        dimensions[name] = values
+    ranks = dimensions.pop("factors", [model.factors])
+    assert isinstance(ranks, Sequence)
+    return Space(sorted(set(ranks)), dimensions)
+
+
+def _check_value(model: FactorModel, name: str, value: Any) -> None:
+    try:
+        changed = unfitted(model, **{name: value})
+        changed._settings()
+        changed._objective()
+    except (TypeError, ValueError) as error:
+        if name in str(error):  # other messages are about combinations, which another parameter of the space may mend
+            raise type(error)(f"space[{name!r}]: {error}") from error
+
+
+def default_space(model: FactorModel, matrix: sp.csr_array) -> Space:
+    """The space of a model for ratings; parameters that differ from the defaults of its class stay as they are.
+
+    lambda is a multiple, the coordinate "strength", of the default lambda. With the power nu, the penalty of a row is
+    its count to that power times lambda: lambda is divided by the mean of these factors, so a multiple has about the
+    same effect with each nu.
+    """
+    fixed = [name for name in _given(model) if name not in NOT_SEARCHED]
+    implicit = isinstance(model, ImplicitALS)
+    dimensions: dict[str, Values] = {"strength": loguniform(0.1, 10) if implicit else loguniform(0.2, 5)}
+    if implicit:
+        dimensions |= {"unobserved_weight": loguniform(5e-3, 1), "nu": [0.0, 0.5, 1.0]}
+        dimensions |= {"alpha": loguniform(1e-3, 1)} if np.ptp(np.abs(matrix.data)) > 0 else {}
+    elif not isinstance(model, SGD):
+        dimensions["nu"] = [0.5, 1.0]
+    usual = {"strength": 1.0, "unobserved_weight": 0.1, "nu": 0.0 if implicit else 0.5, "alpha": 1e-3}
+    of = {"strength": "regularization", "nu": "regularization_scaling"}
+    dimensions = {name: values for name, values in dimensions.items() if of.get(name, name) not in fixed}
+    weights = [*of.values(), "alpha", "unobserved_weight", "count_unobserved"]
+    first = None
+    if not set(weights) & set(fixed):
+        first = np.array([place_of(values, usual[name]) for name, values in dimensions.items()])
+    degrees: dict[Side, np.ndarray] = {
+        "user": np.diff(matrix.indptr),
+        "item": np.bincount(matrix.indices, minlength=matrix.shape[1]),
+    }
+    own = model.get_params()
+
+    def implicit_params(drawn: dict[str, Any]) -> dict[str, Any]:
+        values = usual | {name: own[name] for name in fixed if name in usual} | drawn
+        weight, nu = values["unobserved_weight"], values["nu"]
+        counts = [degrees[side] + weight * size for side, size in zip(SIDES, matrix.shape[::-1], strict=True)]
+        factor = math.sqrt(math.prod(float(np.mean(count**nu)) for count in counts))
+        found = {
+            "regularization": _short(values["strength"] * default_implicit_lambda(degrees)["regularization"] / factor),
+            "unobserved_weight": _short(weight),
+            "alpha": _short(values["alpha"]) if values["alpha"] >= 0.01 else 0.0,
+            "regularization_scaling": nu,
+            "count_unobserved": nu > 0,
+        }
+        return {name: value for name, value in found.items() if name not in fixed}
+
+    spread = float(np.std(matrix.data)) or float(np.sqrt(np.mean(matrix.data**2))) or 1.0
+
+    def explicit_params(drawn: dict[str, Any]) -> dict[str, Any]:
+        nu = drawn.get("nu", 1.0)
+        found: dict[str, Any] = {}
+        if "strength" in drawn:
+            at_nu_1 = 0.05 if isinstance(model, SGD) else 0.1
+            found["regularization"] = _short(drawn["strength"] * at_nu_1 * 144 ** (1 - nu) * spread)
+        return found | ({"regularization_scaling": nu} if "nu" in drawn else {})
+
+    ranks = [rank for rank in LADDER if rank <= max(LADDER[0], min(matrix.shape) // 2)]
+    if "factors" in fixed:
+        ranks = [own["factors"]]
+    return Space(ranks, dimensions, first, implicit_params if implicit else explicit_params)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+# ------------------------------------------------------------------------------------------------------ the search
+
+
+@dataclass
+class Budget:
+    """Seconds and trials of a search.
+
+    Attributes
+    ----------
+    seconds, trials
+        Limits; None for none.
+    reserved : float
+        Seconds of the last fit, on all ratings.
+    """
+
+    seconds: float | None
+    trials: int | None
+    reserved: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.started
+
+    def has_time(self, seconds: float, share: float = 1.0) -> bool:
+        """Whether so many seconds are left of this share of the budget."""
+        return self.seconds is None or self.spent + seconds + self.reserved < share * self.seconds
+
+    def has_trial(self, started: int, share: float = 1.0) -> bool:
+        """Whether another trial may start after so many."""
+        return self.trials is None or started < math.ceil(share * self.trials)
+
+
+class Searcher:
+    """One search in progress."""
+
+    def __init__(
+        self,
+        model: FactorModel,
+        prepared: PreparedRatings,
+        validation: sp.csr_array,
+        space: Space,
+        metric: str,
+        budget: Budget,
+        rng: np.random.Generator,
+        report: Callable[[Searcher], Any],
+    ) -> None:
+        self.model, self.prepared, self.validation, self.space = model, prepared, validation, space
+        self.metric, self.budget, self.rng, self.report = metric, budget, rng, report
+        self.sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
+        self.points = qmc.Sobol(len(space.dimensions), seed=rng) if space.dimensions else None
+        counted = validation.data > 0 if metric not in LOWER_IS_BETTER else np.ones(validation.nnz, dtype=bool)
+        self.users = rng.permutation(np.unique(entry_rows(validation)[counted]))
+        self.trials: list[Trial] = []
+        self.best: Trial | None = None
+
+    def run(self) -> None:
+        """All stages, until the budget is used up or nothing gets better."""
+        own = self.start(self.space.ranks[0], self.space.first, {})
+        for rung in range(len(RUNGS)):
+            self.advance(own, rung)
+        if self.points is not None:
+            self._explore()
+        self._climb()
+        if self.points is not None:
+            self._refine()
+
+    def measured(self, model: Any, users: int = RUNGS[-1][1]) -> float:
+        """The metric of the first of the validation users, which are in random order."""
+        chosen = np.sort(self.users[:users])
+        return float(_measure(model, self.validation, None, (self.metric,), chosen)[self.metric])
+
+    # ---------------------------------------------------------------------------------------------------- trials
+
+    def start(self, rank: int, point: np.ndarray | None, params: Mapping[str, Any] | None = None) -> Trial:
+        """A new trial, by a point or by the given parameters."""
+        found = self.space.at(point) if params is None and point is not None else dict(params or {})
+        self.trials.append(Trial(len(self.trials), found | {"factors": rank}, _point=point))
+        return self.trials[-1]
+
+    def advance(self, trial: Trial, rung: int) -> bool:
+        """Fit a trial up to the iterations of a rung and evaluate it; returns whether it did not fail."""
+        share, users = RUNGS[rung]
+        iterations, users = max(1, math.ceil(share * self.model.iterations)), min(users, len(self.users))
+        started = time.perf_counter()
+        try:
+            with quiet():
+                if iterations > trial.iterations:
+                    trial._model = self._fitted(trial, iterations)
+                trial.iterations, trial.users, trial.value = iterations, users, self.measured(trial._model, users)
+            if not math.isfinite(trial.value):
+                raise ArithmeticError(f"{self.metric} is {trial.value}")
+        except (HybridMFError, ArithmeticError, MemoryError, ValueError) as error:
+            trial.state, trial.value, trial._model = "failed", None, None
+            trial.reason = f"{type(error).__name__}: {error}"
+            logger.info("trial %d failed: %s", trial.number, trial.reason)
+        trial.finished = self.budget.spent
+        trial.seconds += time.perf_counter() - started
+        if trial.value is not None and rung == len(RUNGS) - 1:
+            trial.state = "complete"
+            if self.best is None or self._order(trial) < self._order(self.best):
+                self.best, self.budget.reserved = trial, trial.seconds
+        self.report(self)
+        return trial.state != "failed"
+
+    def _fitted(self, trial: Trial, iterations: int) -> Any:
+        """A trial's model after so many iterations. ALS and CCD continue from its factors, which are their state."""
+        params = trial.params | {"iterations": iterations}
+        if trial._model is not None and not isinstance(self.model, SGD):
+            params |= {"iterations": iterations - trial.iterations, "init": trial._model}
+        return unfitted(self.model, **params).fit(self.prepared)
+
+    def _order(self, trial: Trial) -> float:
+        """Lower is better."""
+        assert trial.value is not None
+        return -self.sign * trial.value
+
+    def _bracket(self, trials: Iterable[Trial], first: int = 0) -> None:
+        """Successive halving from a rung on."""
+        alive = [trial for trial in trials if self.advance(trial, first)]
+        for rung in range(first + 1, len(RUNGS)):
+            alive.sort(key=self._order)
+            for dropped in alive[max(1, len(alive) // KEPT) :]:
+                dropped._model = None
+            growth = RUNGS[rung][0] / RUNGS[rung - 1][0]
+            alive = [
+                trial
+                for trial in alive[: max(1, len(alive) // KEPT)]
+                if self.budget.has_time(growth * trial.seconds) and self.advance(trial, rung)
+            ]
+
+    # ---------------------------------------------------------------------------------------------------- stages
+
+    def _explore(self) -> None:
+        """Brackets at the lowest rank, later ones closer around the best."""
+        rank = self.space.ranks[0]
+        for width in (None, *WIDTHS[:-1]):
+            before = self.best
+            self._bracket(self._drawn(rank, width))
+            if width is not None and not self._has_gained(before):
+                return
+
+    def _drawn(self, rank: int, width: float | None) -> Iterator[Trial]:
+        """The trials of a bracket: neighbours of the best, and every third anywhere; without a width, all anywhere."""
+        share = AT_FIRST_RANK if len(self.space.ranks) > 1 else 1.0
+        for k in range(DRAWN):
+            if not self.budget.has_trial(len(self.trials), share):
+                return
+            if not self.budget.has_time(self.trials[-1].seconds, share):
+                return
+            centre = None if width is None or self.best is None or k % 3 == 2 else self.best._point
+            trial = self._new(rank, centre, width or 0.0)
+            if trial is None:
+                return
+            yield trial
+
+    def _new(self, rank: int, centre: np.ndarray | None, width: float) -> Trial | None:
+        """A trial beside a point, or anywhere, whose parameters are new; None if there seems to be none."""
+        assert self.points is not None
+        for _ in range(REDRAWN):
+            if centre is None:
+                point = self.points.random(1)[0]
+            else:
+                point = np.clip(centre + width * self.rng.normal(size=len(centre)), 0, 1)
+            found = self.space.at(point) | {"factors": rank}
+            if all(trial.params != found for trial in self.trials):
+                return self.start(rank, point)
+        return None
+
+    def _neighbours(self, best: Trial, rank: int, width: float, number: int, cost: float = 1.0) -> Iterator[Trial]:
+        """Trials beside the best, each of which takes `cost` times its seconds."""
+        for _ in range(number if best._point is not None and len(best._point) else 0):
+            if not (self.budget.has_trial(len(self.trials)) and self.budget.has_time(cost * best.seconds)):
+                return
+            trial = self._new(rank, best._point, width)
+            if trial is None:
+                return
+            yield trial
+
+    def _climb(self) -> None:
+        """The best parameters and two neighbours at higher ranks, as long as these are better."""
+        for rank in self.space.ranks[1:]:
+            best = self.best
+            if best is None:
+                return
+            # systems are solved in rank^3, and formed in rank^2
+            cost = (rank / best.params["factors"]) ** 2
+            if not (self.budget.has_trial(len(self.trials)) and self.budget.has_time(2 * cost * best.seconds)):
+                return
+            same = self.start(rank, best._point, best.params)
+            self._bracket(iter([same, *self._neighbours(best, rank, WIDTHS[-1], 2, 3 * cost)]), first=1)
+            if not self._has_gained(best):
+                return
+
+    def _refine(self) -> None:
+        """Brackets ever closer around the best, at its rank."""
+        for width in WIDTHS[1:]:
+            if self.best is not None:
+                self._bracket(self._neighbours(self.best, self.best.params["factors"], width, KEPT), first=1)
+
+    def _has_gained(self, before: Trial | None) -> bool:
+        if self.best is None or before is None:
+            return self.best is not before
+        return self._order(before) - self._order(self.best) > GAIN * abs(self._order(before))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the log messages of the trials' fits, such as factors that have shrunk to zero."""
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def search(
+    train: Any,
+    validation: Any = None,
+    *,
+    model: str | FactorModel = "implicit",
+    space: Mapping[str, Any] | None = None,
+    metric: str | None = None,
+    budget: str | float | None = None,
+    trials: int | None = None,
+    device: str | Sequence[str] = "auto",
+    random_state: Any = None,
+    show_progress: bool = False,
+    unknown: str = "error",
+) -> SearchResult:
+    """Find the hyperparameters with the best metric on held-out entries, and fit them on all ratings.
+
+    Settings are drawn at a low rank, and by successive halving the best of them get more iterations and are evaluated
+    on more of the validation users. The best one and its neighbours are then fitted at higher ranks, as long as that
+    helps. Trials share the checked, transposed and (on a GPU) uploaded ratings, and continue where they stopped. The
+    given model with its own parameters is the first trial, and popularity is compared with the best.
+
+    Parameters
+    ----------
+    train : Ratings, data frame, or sparse or dense matrix, shape (n_users, n_items)
+        Or `PreparedRatings`, together with `validation`.
+    validation : Ratings or matrix, shape (n_users, n_items), optional
+        Held-out entries, aligned by label. Default: a tenth of the entries of `train`, the last ones of each user if
+        they have timestamps, else drawn at random.
+    model : {"implicit", "explicit"} or estimator
+        `ImplicitALS()`, `ExplicitALS()`, or an estimator that is not fitted. Parameters of an estimator that differ
+        from the defaults of its class are kept unless `space` names them.
+    space : dict, optional
+        By the name of each parameter, a list of values or a bounded distribution of scipy.stats, such as
+        ``{"regularization": loguniform(0.01, 10), "factors": [32, 64, 128]}``. The values of "factors" are searched
+        from the lowest on. Default: lambda, nu and, of `ImplicitALS`, the weights, at 64 factors, then 128 to 1024.
+    metric : str, optional
+        A metric of `evaluate`: "ndcg@10" by default for implicit feedback, "rmse" for explicit.
+    budget : str or float, optional
+        Time for everything: "90s", "2min", "1h" or seconds; "2min" if neither this nor `trials` is given. The search
+        ends earlier if it finds nothing better.
+    trials : int, optional
+        Number of trials at most. With `trials` alone, the result depends on `random_state` only, not on time.
+    device : str or list of str
+        As for the estimators; ignored if `model` is an estimator, which has its own.
+    random_state : int, Generator or None
+        Of the split, the settings and the fits.
+    show_progress : bool
+        Show a line with the number of trials and the best value.
+    unknown : {"error", "drop"}
+        Treatment of entries of `validation` whose user or item is not in `train`.
+
+    Returns
+    -------
+    SearchResult
+        After Ctrl-C, what was found until then.
+
+    Raises
+    ------
+    RatingsError, UnknownLabelError, TypeError, ValueError
+        Invalid ratings or arguments; no validation user with entries; a budget too small for one trial, by the
+        prediction of the plan; or all trials failed, with the reason of the first.
+
+    Examples
+    --------
+    >>> import hybridmf as hmf
+    >>> plays = hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.02, seed=0)
+    >>> found = hmf.search(plays, trials=6, random_state=0)
+    >>> len(found.trials)
+    6
+    >>> found.best_value >= found.default_value
+    True
+    """
+    estimator = _estimator(model, device)
+    name = _metric(metric, estimator)
+    limits = _limits(budget, trials)
+    rng = check_rng(random_state)
+    if estimator.random_state is None:
+        estimator = unfitted(estimator, random_state=int(rng.integers(2**31)))
+    everything, ratings, held_out = _parts(train, validation, estimator, unknown, int(rng.integers(2**31)))
+    chosen = default_space(estimator, ratings.user_items) if space is None else given_space(space, estimator)
+    prepared = _prepared(ratings, unfitted(estimator, factors=chosen.ranks[0]), limits)
+    bar = progress_bar(limits.trials or 0, show_progress, unit="trial", desc="search")
+
+    def report(searcher: Searcher) -> None:
+        bar.n = len(searcher.trials)
+        if searcher.best is not None:
+            bar.set_postfix({name: f"{searcher.best.value:.4f}"} | searcher.best.params, refresh=False)
+        bar.refresh()
+
+    searcher = Searcher(estimator, prepared, held_out, chosen, name, limits, rng, report)
+    popular = PopularityRecommender().fit(prepared.ratings)
+    popularity = searcher.measured(popular)
+    interrupted = False
+    with bar:
+        try:
+            searcher.run()
+        except KeyboardInterrupt:
+            if searcher.best is None:
+                raise
+            interrupted = True
+            logger.warning("search interrupted: the best of %d trials is fitted on all ratings", len(searcher.trials))
+    best, tried = searcher.best, searcher.trials
+    if best is None or best.value is None:
+        reason = next((trial.reason for trial in tried if trial.reason), "no trial was complete")
+        raise ValueError(f"all {len(tried)} trials failed; the first one: {reason}")
+    for trial in tried:
+        trial._model = None
+    own = tried[0].value if tried[0].state == "complete" else None
+    final: Any = unfitted(estimator, **best.params)
+    params, value = best.params, best.value
+    if searcher.sign * popularity > searcher.sign * value:
+        logger.warning("popularity is better than all %d trials: %s %.4f, %.4f", len(tried), name, popularity, value)
+        final, params, value = PopularityRecommender(), {}, popularity
+    final.fit(everything)
+    return SearchResult(final, params, value, name, own, popularity, tuple(tried), limits.spent, interrupted)
+
+
+def _estimator(model: Any, device: Any) -> FactorModel:
+    if isinstance(model, str):
+        return MODELS[check_choice("model", model, tuple(MODELS))](device=device)
+    if not isinstance(model, FactorModel):
+        hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
+        raise TypeError(
+            f'model must be "implicit", "explicit" or an estimator such as ImplicitALS(), got {model!r}{hint}'
+        )
+    return unfitted(model)
+
+
+def _metric(metric: Any, model: FactorModel) -> str:
+    implicit = isinstance(model, ImplicitALS)
+    if metric is None:
+        return "ndcg@10" if implicit else "rmse"
+    if not isinstance(metric, str):
+        raise TypeError(f'metric must be one name such as "ndcg@10", got {metric!r}')
+    try:
+        (name,) = _checked_names(metric)
+    except ValueError as error:
+        raise ValueError(str(error).replace("metrics has", "metric is", 1)) from None
+    if implicit and name in LOWER_IS_BETTER:
+        raise ValueError(f'metric={name!r} compares predicted ratings, and implicit models rank; use "ndcg@10"')
+    if name.startswith(("novelty", "coverage")) or name == "auc":
+        raise ValueError(f'metric={name!r} is not one to search by; use "ndcg@k", "recall@k", "map@k" or "rmse"')
+    return name
+
+
+def _limits(budget: Any, trials: Any) -> Budget:
+    trials = None if trials is None else check_int("trials", trials, 1)
+    if budget is None and trials is not None:
+        return Budget(None, trials)
+    return Budget(parse_seconds("budget", BUDGET if budget is None else budget), trials)
+
+
+def parse_seconds(name: str, value: Any) -> float:
+    """Seconds of a number or a text such as "90s", "2min", "1.5 h"."""
+    units = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", value.lower()) if isinstance(value, str) else None
+    if isinstance(value, str) and (match is None or match[2] not in units):
+        raise ValueError(f'{name} must be a time such as "90s", "2min", "1h" or a number of seconds, got {value!r}')
+    return check_real(name, float(match[1]) * units[match[2]] if match else value, 0.0, strict=True)
+
+
+def _parts(train: Any, validation: Any, model: FactorModel, unknown: str, seed: int) -> tuple[Any, Any, sp.csr_array]:
+    """All ratings, those of training, and held-out entries in their positions."""
+    given = as_ratings(train, "train")
+    ratings = given if isinstance(given, Ratings) else Ratings(as_csr(given, name="train"))
+    check_nonempty(ratings.user_items, "train")
+    labels = ratings.user_ids, ratings.item_ids
+    if validation is None:
+        known, validation = split(ratings, 0.1, seed, by="random" if ratings.timestamps is None else "last")
+        held_out = check_validation(validation, labels, ratings.shape, model._objective(), unknown)
+        assert held_out is not None
+        return given, known, held_out
+    held_out = check_validation(validation, labels, ratings.shape, model._objective(), unknown)
+    assert held_out is not None
+    added = keep_entries(held_out, ~entries_in(held_out, ratings.user_items))
+    everything = Ratings(sp.csr_array(ratings.user_items + added), *labels)
+    return everything, train if isinstance(train, PreparedRatings) else ratings, held_out
+
+
+def _prepared(ratings: Any, model: FactorModel, limits: Budget) -> PreparedRatings:
+    """The training ratings where the fits read them; refuses a budget that is too small for one trial."""
+    settings = model._settings()
+    matrix = ratings.user_items if isinstance(ratings, PreparedRatings) else as_csr(ratings, dtype=settings.dtype)
+    plan = plan_for(matrix, model._objective(), settings)
+    needed = plan.estimates[0].total_seconds if plan.estimates else 0.0
+    if limits.seconds is not None and needed > limits.seconds:
+        raise ValueError(
+            f"budget is {limits.seconds:g} s, and one trial takes about {needed:.3g} s ({settings.factors} factors, "
+            f"{settings.iterations} iterations); give a larger budget, a lower rank, or a model with fewer iterations"
+        )
+    if isinstance(ratings, PreparedRatings):
+        return ratings
+    one = plan.devices[0] if len(plan.devices) == 1 else "cpu"
+    return PreparedRatings(ratings, device=one, dtype=settings.dtype)

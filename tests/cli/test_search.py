@@ -1,0 +1,63 @@
+"""`hybridmf search`: the saved model, reports, options, bad input."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+
+import hybridmf as hmf
+from support.command_line import refuse, succeed
+
+
+def test_search_saves_the_best_model_of_all_ratings(folder, tmp_path):
+    out = tmp_path / "best.safetensors"
+    said = succeed(
+        "search", folder / "ratings.csv", "-o", out, "--factors", 4, "--trials", 6, "--metric", "mae",
+        "--lines", tmp_path / "trials.jsonl", "--plot", tmp_path / "trials.png",
+    )  # fmt: skip
+    ratings = hmf.Ratings.from_file(folder / "ratings.csv")
+    found = hmf.search(ratings, model=hmf.ExplicitALS(4, random_state=0), metric="mae", trials=6, random_state=0)
+    assert f"mae {found.best_value:.4f}" in said and found.code() in said and f"Saved {out}" in said
+    model = hmf.load(out)
+    np.testing.assert_array_equal(model.item_factors_, found.best.item_factors_)
+    assert model.plan_.nnz == ratings.nnz
+    assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == len(found.trials)
+    assert (tmp_path / "trials.png").exists()
+
+
+def test_search_as_json_by_a_file_of_held_out_ratings(folder, tmp_path):
+    out = tmp_path / "best.safetensors"
+    arguments = [
+        "search",
+        folder / "ratings.csv",
+        "-o",
+        out,
+        "--factors",
+        4,
+        "--budget",
+        "20s",
+        "--trials",
+        3,
+        "--json",
+    ]
+    facts = json.loads(succeed(*arguments, "--validation", folder / "ratings.csv"))
+    assert facts["model"] == "ExplicitALS" and facts["metric"] == "rmse" and facts["trials"] == 3
+    assert facts["value"] <= facts["default"]
+    assert json.loads(succeed(*arguments, "--validation", 0.3))["value"] > facts["value"]  # those are training errors
+
+
+def test_search_refuses_what_cannot_work(folder, tmp_path, caplog):
+    caplog.set_level(logging.CRITICAL)
+    ratings, out = folder / "ratings.csv", tmp_path / "best.safetensors"
+    assert "--budget must be a time" in refuse("search", ratings, "-o", out, "--budget", "soon")
+    assert "one trial takes about" in refuse("search", ratings, "-o", out, "--budget", "0.0001s")
+    assert "is for explicit ratings" in refuse("search", ratings, "-o", out, "--model", "implicit", "--method", "sgd")
+    assert "is a file that is read" in refuse("search", ratings, "-o", ratings)
+    assert "metric is 'best'" in refuse("search", ratings, "-o", out, "--metric", "best")
+    likes = np.argwhere(np.random.default_rng(0).random((400, 60)) < 0.6 / np.sqrt(1 + np.arange(60)))
+    np.savetxt(tmp_path / "likes.csv", likes, "%d", ",", header="user,item", comments="")
+    implicit = ["--model", "implicit", "--factors", 8, "--regularization", 0.001, "--alpha", 1, "--trials", 2]
+    assert "popularity is better than all" in refuse("search", tmp_path / "likes.csv", "-o", out, *implicit)
+    assert not out.exists()

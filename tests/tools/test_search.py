@@ -1,0 +1,265 @@
+"""The search of hyperparameters: shared trials that continue, budgets, spaces, failures, popularity."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from scipy.stats import loguniform, randint
+
+import hybridmf as hmf
+from hybridmf.metrics import PopularityRecommender
+from hybridmf.search import RUNGS, Searcher, default_space, parse_seconds
+
+
+@pytest.fixture(scope="module")
+def plays() -> hmf.Ratings:
+    """Counts whose values matter little."""
+    return hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.03, seed=0)
+
+
+@pytest.fixture(scope="module")
+def stars() -> hmf.Ratings:
+    return hmf.datasets.synthetic("ml-1m", scale=0.02, seed=0)
+
+
+def told(result: hmf.SearchResult) -> list[Any]:
+    return [(trial.params, trial.iterations, trial.users, trial.value, trial.state) for trial in result.trials]
+
+
+def test_a_number_of_trials_and_a_seed_decide_everything(plays):
+    one, again, other = (hmf.search(plays, trials=12, random_state=seed) for seed in (0, 0, 1))
+    assert told(one) == told(again) != told(other)
+    assert len(one.trials) <= 12
+    np.testing.assert_array_equal(one.best.item_factors_, again.best.item_factors_)
+
+
+def test_the_best_is_the_best_complete_trial_and_no_worse_than_the_default_and_popularity(plays):
+    found = hmf.search(plays, trials=14, random_state=0)
+    complete = [trial.value for trial in found.trials if trial.state == "complete"]
+    assert found.best_value == max(complete) >= found.default_value == found.trials[0].value
+    assert found.best_value >= found.popularity_value
+    assert {trial.state for trial in found.trials} == {"complete", "stopped"}
+    assert 0 < sum(trial.iterations for trial in found.trials) < 10 * len(found.trials)
+    assert found.seconds >= max(trial.finished for trial in found.trials) > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "metric"),
+    [(hmf.ImplicitALS(8), "ndcg@10"), (hmf.ExplicitALS(8), "rmse"), (hmf.SGD(8), "rmse"), (hmf.CCD(8), "rmse")],
+)
+def test_trials_that_continue_are_those_that_never_stopped(model, metric, plays, stars):
+    ratings = plays if metric == "ndcg@10" else stars
+    train, validation = hmf.split(ratings, 0.2, 0)
+    found = hmf.search(train, validation, model=model.set_params(random_state=3), trials=4, random_state=0)
+    for trial in found.trials:
+        if trial.state == "complete":
+            alone = type(model)(**model.get_params()).set_params(**trial.params).fit(train)
+            value = hmf.evaluate(alone, validation, train=train, metrics=metric)[metric]
+            assert trial.value == pytest.approx(value, rel=1e-6)
+
+
+def test_the_winner_is_fitted_on_all_ratings(plays):
+    train, validation = hmf.split(plays, 0.2, 0)
+    found = hmf.search(train, validation, trials=4, random_state=0)
+    plain = hmf.search(plays, trials=4, random_state=0)
+    for result in (found, plain):
+        assert result.best._learned.seen.nnz == plays.nnz
+        named = result.best.get_params()
+        assert all(named[name] == value for name, value in result.best_params.items())
+        again = eval(result.code(), {"hmf": hmf, "ratings": plays})
+        np.testing.assert_array_equal(again.item_factors_, result.best.item_factors_)
+    twice = hmf.split(validation, 0.5, 0)[0]  # entries in both parts are not added up
+    both = hmf.Ratings(sp.csr_array(train.user_items + twice.user_items), train.user_ids, train.item_ids)
+    assert hmf.search(both, validation, trials=2, random_state=0).best._learned.seen.nnz == plays.nnz
+
+
+def test_labels_of_the_validation_set_decide_and_not_positions(plays):
+    train, validation = hmf.split(plays, 0.2, 0)
+    names = [f"user {k}" for k in range(train.shape[0])]
+    train, validation = (hmf.Ratings(each.user_items, user_ids=names) for each in (train, validation))
+    order = np.random.default_rng(0).permutation(len(names))
+    shuffled = hmf.Ratings(sp.csr_array(validation.user_items[order]), user_ids=validation.user_ids[order])
+    one, other = (hmf.search(train, each, trials=3, random_state=0) for each in (validation, shuffled))
+    assert told(one) == told(other)
+    strange = hmf.Ratings(validation.user_items, user_ids=["x", *names[1:]])
+    with pytest.raises(hmf.errors.UnknownLabelError, match="validation"):
+        hmf.search(train, strange, trials=2)
+
+
+def test_without_a_validation_set_the_latest_entries_are_held_out(monkeypatch):
+    calls = []
+    real = hmf.search.__globals__["split"]
+    monkeypatch.setitem(
+        hmf.search.__globals__, "split", lambda *args, **named: calls.append(named) or real(*args, **named)
+    )
+    rng = np.random.default_rng(0)
+    users, items = np.divmod(rng.choice(40 * 30, 500, replace=False), 30)
+    for times, by in ((rng.random(500), "last"), (None, "random")):
+        ratings = hmf.Ratings.from_coo(users, items, timestamps=times)
+        hmf.search(ratings, model=hmf.ImplicitALS(4), trials=2, random_state=0)
+        assert calls.pop()["by"] == by
+
+
+def test_a_space_of_lists_and_distributions(plays):
+    space = {"regularization": loguniform(0.5, 20), "unobserved_weight": [0.05, 0.2], "alpha": [0.0], "factors": [8, 4]}
+    found = hmf.search(plays, space=space, trials=16, random_state=0)
+    assert found.trials[0].params == {"factors": 4}
+    for trial in found.trials[1:]:
+        if len(trial.params) > 1:
+            assert 0.5 <= trial.params["regularization"] <= 20
+            assert trial.params["unobserved_weight"] in (0.05, 0.2) and trial.params["alpha"] == 0
+    ranks = [trial.params["factors"] for trial in found.trials]
+    assert set(ranks) <= {4, 8} and ranks == sorted(ranks)
+    assert hmf.search(plays, space={"factors": [4, 8]}, trials=4, random_state=0).best_params["factors"] in (4, 8)
+
+
+def test_parameters_of_the_given_estimator_stay(plays):
+    found = hmf.search(plays, model=hmf.ImplicitALS(8, regularization=2.0, solver="cg"), trials=6, random_state=0)
+    assert all("regularization" not in trial.params and trial.params["factors"] == 8 for trial in found.trials)
+    assert found.best.regularization == 2.0 and found.best.solver == "cg"
+
+
+@pytest.mark.parametrize("nu", [0.0, 0.5, 1.0])
+def test_a_strength_has_about_the_same_effect_with_each_power(nu, plays):
+    """Penalties of all rows add up to those of the default lambda."""
+    matrix = plays.user_items
+    space = default_space(hmf.ImplicitALS(), matrix)
+    drawn = {"strength": 1.0, "unobserved_weight": 0.1, "nu": nu, "alpha": 1e-3}
+    found = space.params(drawn)
+    counts = (
+        np.diff(matrix.indptr) + 0.1 * matrix.shape[1],
+        np.bincount(matrix.indices, minlength=matrix.shape[1]) + 0.1 * matrix.shape[0],
+    )
+    mean = np.prod([np.mean(each**nu) for each in counts]) ** 0.5
+    plain = hmf.ImplicitALS(4, iterations=1).fit(plays).regularization_
+    assert found["regularization"] * mean == pytest.approx(plain, rel=1e-3)
+    assert space.at(space.first) == space.params(drawn | {"nu": 0.0})
+
+
+def test_a_trial_that_fails_is_recorded_and_the_others_go_on(stars):
+    model = hmf.ExplicitALS(16, biases=False)
+    found = hmf.search(stars, model=model, space={"regularization": [0.0, 0.1, 0.3]}, trials=8, random_state=0)
+    failed = [trial for trial in found.trials if trial.state == "failed"]
+    assert len(failed) == 1 and len(found.trials) == 4  # the model's own, and the three of the space, once each
+    assert all("not positive definite" in trial.reason and trial.value is None for trial in failed)
+    model = hmf.ExplicitALS(16, biases=False, regularization=0.0)
+    with pytest.raises(ValueError, match=r"all \d+ trials failed; the first one: NotPositiveDefiniteError"):
+        hmf.search(stars, model=model, space={"cg_steps": [3, 4]}, trials=3, random_state=0)
+
+
+def test_popularity_wins_where_there_are_no_tastes(caplog):
+    rng = np.random.default_rng(0)
+    likes = sp.csr_array((rng.random((400, 60)) < 0.6 / np.sqrt(1 + np.arange(60))).astype(float))
+    model = hmf.ImplicitALS(8, regularization=1e-3)
+    found = hmf.search(likes, model=model, space={"alpha": [1.0, 5.0]}, trials=4, random_state=0)
+    assert isinstance(found.best, PopularityRecommender) and found.best_params == {}
+    assert found.best_value == found.popularity_value > found.default_value
+    assert "popularity is better than all" in caplog.text
+    assert isinstance(eval(found.code(), {"hmf": hmf, "ratings": likes}), PopularityRecommender)
+
+
+def test_ctrl_c_returns_what_was_found(plays, monkeypatch):
+    measured = Searcher.measured
+    calls = iter(range(100))
+
+    def interrupted(self: Searcher, *args: Any) -> float:
+        if next(calls) == 6:
+            raise KeyboardInterrupt
+        return measured(self, *args)
+
+    monkeypatch.setattr(Searcher, "measured", interrupted)
+    found = hmf.search(plays, trials=20, random_state=0)
+    assert found.interrupted and found.best_value == found.default_value and len(found.trials) < 20
+    calls = iter([6])
+    with pytest.raises(KeyboardInterrupt):
+        hmf.search(plays, trials=20)
+
+
+def test_fits_of_trials_do_not_log(plays, caplog):
+    caplog.set_level(logging.INFO, "hybridmf")
+    with pytest.raises(ValueError, match="no ranking"):
+        hmf.search(plays, plays.user_items * -1, trials=3)
+    hmf.search(plays, trials=9, random_state=0)
+    assert "shrunk" not in caplog.text
+    hmf.ImplicitALS(4, regularization=1e4, iterations=1).fit(plays)
+    assert "shrunk" in caplog.text
+
+
+def test_results_as_table_lines_and_html(plays, tmp_path: Path):
+    pytest.importorskip("pandas")
+    found = hmf.search(plays, trials=6, random_state=0)
+    frame = found.to_frame()
+    assert list(frame["number"]) == list(range(len(found.trials)))
+    lines = [json.loads(line) for line in found.to_json_lines(tmp_path / "trials.jsonl").splitlines()]
+    assert (tmp_path / "trials.jsonl").read_text() == found.to_json_lines()
+    assert [line["value"] for line in lines] == [trial.value for trial in found.trials]
+    assert f"{found.best_value:.4f}" in found._repr_html_() and f"{found.best_value:.4f}" in str(found)
+
+
+def test_a_picture(plays, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    found = hmf.search(plays, trials=8, random_state=0)
+    figure = found.plot(tmp_path / "search.png")
+    labels = [axes.get_xlabel() for axes in figure.axes]
+    assert "regularization" in labels and labels[-1] == "seconds"
+    assert (tmp_path / "search.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("2min", 120), ("1.5 h", 5400), ("7", 7), (3, 3)])
+def test_budgets(text, seconds):
+    assert parse_seconds("budget", text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"budget": "soon"}, ValueError, 'budget must be a time such as "90s"'),
+        ({"budget": -1}, ValueError, "budget"),
+        ({"budget": 1e-4}, ValueError, "one trial takes about"),
+        ({"trials": 0}, ValueError, "trials"),
+        ({"metric": "accuracy@3"}, ValueError, "metric is 'accuracy@3'; known are"),
+        ({"metric": "rmse"}, ValueError, "implicit models rank"),
+        ({"metric": "coverage@10"}, ValueError, "not one to search by"),
+        ({"metric": ["ndcg@5"]}, TypeError, "metric must be one name"),
+        ({"model": "als"}, ValueError, "model must be one of 'implicit', 'explicit'"),
+        ({"model": hmf.ImplicitALS}, TypeError, r"make one: ImplicitALS\(\)"),
+        (
+            {"space": {"lambda": [1]}},
+            ValueError,
+            "space has 'lambda', which is no parameter to search; known are alpha",
+        ),
+        ({"space": {"alpha": []}}, TypeError, "must be a list of values or a distribution"),
+        ({"space": {"alpha": 3.0}}, TypeError, "must be a list of values or a distribution"),
+        ({"space": {"alpha": [-1.0]}}, ValueError, r"space\['alpha'\]: alpha must be"),
+        ({"space": {"factors": randint(8, 64)}}, TypeError, "must be a list of ranks"),
+        ({"space": {"factors": [0]}}, ValueError, r"space\['factors'\]: factors must satisfy 1 <= factors"),
+        ({"space": {"iterations": [3]}}, ValueError, "no parameter to search"),
+    ],
+)
+def test_bad_arguments(options, error, message, plays, monkeypatch):
+    monkeypatch.setattr(Searcher, "advance", lambda *_: pytest.fail("fitted"))
+    with pytest.raises(error, match=message):
+        hmf.search(plays, **{"trials": 3} | options if "budget" not in options else options)
+
+
+def test_validation_users_without_entries(plays):
+    with pytest.raises(ValueError, match="validation"):
+        hmf.search(plays.user_items, sp.csr_array(plays.shape), trials=2)
+
+
+def test_a_real_set(data_dir):
+    """Better than the defaults, and also on entries that the search has not seen."""
+    ratings = hmf.Ratings.from_file(data_dir / "lastfm-2k" / "user_artists.dat.gz")
+    known, test = hmf.split(ratings, 0.2, 0)
+    found = hmf.search(known, model=hmf.ImplicitALS(32, iterations=6), trials=36, random_state=0)
+    default = hmf.ImplicitALS(32, iterations=6, random_state=0).fit(known)
+    ours, theirs = (hmf.evaluate(each, test, train=known, metrics="ndcg@10") for each in (found.best, default))
+    assert found.best_value > found.default_value > found.popularity_value
+    assert ours["ndcg@10"] > theirs["ndcg@10"]
+    assert max(trial.users for trial in found.trials) <= RUNGS[-1][1]
