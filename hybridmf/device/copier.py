@@ -19,13 +19,12 @@ import mmap
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import DeviceError
-from .health import Health, keep_alive
+from .health import keep_alive
 from .mapped import reader_of, writer_of
 
 logger = logging.getLogger("hybridmf")
@@ -35,18 +34,6 @@ Array = Any
 
 COPY_CHUNK = 16 << 20
 """Bytes of one pinned buffer; several of them take turns."""
-
-
-class Owner(Protocol):
-    """Device whose streams a copier uses."""
-
-    health: Health
-
-    def active(self) -> AbstractContextManager[None]:
-        """Make it the current device."""
-
-    def synchronize(self) -> None:
-        """Wait for its work."""
 
 
 class Copier(Protocol):
@@ -87,10 +74,11 @@ STAGING_PART = 1 << 20
 class CudaCopier:
     """Copies on a separate stream: directly for pinned memory, through pinned buffers for other memory.
 
+    `device`: the `CudaDevice`.
     `first`: copier whose pinned memory this one shares and keeps alive.
     """
 
-    def __init__(self, device: Owner, cupy: Any, first: CudaCopier | None = None) -> None:
+    def __init__(self, device: Any, cupy: Any, first: CudaCopier | None = None) -> None:
         self._device, self._cupy, self._first = device, cupy, first
         self._pinned: list[tuple[int, int]] = [] if first is None else first._pinned
         self._stages: list[tuple[np.ndarray, Any]] = []
@@ -256,7 +244,7 @@ class CudaCopier:
         return CudaCopier(self._device, self._cupy, self._first or self)
 
 
-def _unpin(device: Owner, cupy: Any, array: np.ndarray, first: int) -> None:
+def _unpin(device: Any, cupy: Any, array: np.ndarray, first: int) -> None:
     """Unlock the memory from address `first` on; the argument keeps `array` alive until then."""
     try:
         with device.active():

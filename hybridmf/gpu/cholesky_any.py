@@ -149,10 +149,16 @@ class CholeskyConfig(KernelConfig):
         reals += diagonal + kept * STEP * STEP + panel + 2 * panels * panel
         return reals * self.itemsize + ceil_div(1 + places, 4) * 16
 
+    file: ClassVar[str] = "cholesky_any.cu"
+
     @property
     def kernel(self) -> str:
         """Name of the kernel."""
         return "cholesky_warp" if self.systems else "cholesky_block"
+
+    def grid(self, n: int, spec: DeviceSpec) -> tuple[int]:
+        """Blocks for n systems."""
+        return (ceil_div(n, self.systems or 1),)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -276,6 +282,9 @@ class TilesConfig(KernelConfig):
     teams: int  # warps of a block
     blocks_per_sm: int  # bounds the registers of a thread
 
+    file: ClassVar[str] = "cholesky.cu"
+    kernel: ClassVar[str] = "cholesky_tiles"
+
     def check(self) -> None:
         """See `KernelConfig`."""
         require(self.rank <= 64, f"rank must be in 1 ... 64, got {self.rank}")
@@ -295,6 +304,10 @@ class TilesConfig(KernelConfig):
     def threads(self) -> int:
         """Threads of a block."""
         return WARP * self.teams
+
+    def grid(self, n: int, spec: DeviceSpec) -> tuple[int]:
+        """Blocks for n systems."""
+        return (ceil_div(n, self.teams),)
 
     @property
     def shared_bytes(self) -> int:
@@ -318,6 +331,9 @@ class WideTilesConfig(KernelConfig):
     def threads(self) -> int:
         """Threads of a block."""
         return 4 * WARP
+
+    file: ClassVar[str] = "cholesky_sums.cu"
+    kernel: ClassVar[str] = "cholesky_matrices"
 
     def check(self) -> None:
         """See `KernelConfig`."""
@@ -395,22 +411,11 @@ def cholesky_solve(
         config = TilesConfig.rule(rank)
     if config is None and WideTilesConfig.serves(rank, dtype, device.spec):
         config = WideTilesConfig.rule(rank, device.spec)
-    tensor_cores = (solutions, status, matrices, rhs, slots, rows, np.int64(solutions.shape[1]), np.int64(n))
-    if isinstance(config, TilesConfig):
-        kernel = get_kernel(device, "cholesky.cu", "cholesky_tiles", **config.constants)
-        grid, threads = (ceil_div(n, config.teams),), (WARP * config.teams,)
-        kernel(grid, threads, (*tensor_cores, np.float32(pivot_epsilon)), config.shared_bytes)
-        return
-    if isinstance(config, WideTilesConfig):
-        kernel = get_kernel(device, "cholesky_sums.cu", "cholesky_matrices", **config.constants)
-        grid, threads = config.grid(n, device.spec), (config.threads,)
-        kernel(grid, threads, (*tensor_cores, np.float32(pivot_epsilon)), config.shared_bytes)
-        return
     config = config or CholeskyConfig.default(rank, dtype.itemsize, device.spec)
-    kernel = get_kernel(device, "cholesky_any.cu", config.kernel, **config.constants)
-    sizes = [np.int64(solutions.shape[1])] + [np.int64(n)] * (config.systems > 0)
+    kernel = get_kernel(device, config.file, config.kernel, **config.constants)
+    sizes = [np.int64(solutions.shape[1])] + [np.int64(n)] * (config.kernel != "cholesky_block")
     arguments = (solutions, status, matrices, rhs, slots, rows, *sizes, dtype.type(pivot_epsilon))
-    kernel((ceil_div(n, config.systems or 1),), (config.threads,), arguments, config.shared_bytes)
+    kernel(config.grid(n, device.spec), (config.threads,), arguments, config.shared_bytes)
 
 
 def cg_solve(

@@ -11,27 +11,6 @@ from .launch import DeviceEntries, check_all, get_kernel
 WARPS_PER_BLOCK = 8
 
 
-def total_loss(
-    device: Device,
-    users: Array,
-    items: Array,
-    entries: DeviceEntries,
-    user_offsets: Array | None,
-    segments: Array,
-    factors: int,
-) -> float:
-    """Sum of the losses of all entries, in float64.
-
-    `entries`: offsets are the biases of items, if there are any.
-    `user_offsets`, float (n_users,), or None: mean and biases of users.
-    `segments`, int64 (n_segments, 3): (user, begin, end) of segments of rows.
-    `factors`: number of columns that are factors.
-    `users`, `items`, float (n_users, width) and (n_items, width).
-    """
-    out = segment_losses(device, users, items, entries, user_offsets, segments, factors)
-    return float(out.sum())
-
-
 def segment_losses(
     device: Device,
     users: Array,
@@ -41,7 +20,13 @@ def segment_losses(
     segments: Array,
     factors: int,
 ) -> np.ndarray:
-    """Loss of each segment, float64 on the host, shape (n_segments,); see `total_loss`."""
+    """Loss of each segment, float64 on the host, shape (n_segments,).
+
+    `users`, `items`, float (n_users, width) and (n_items, width), of which `factors` columns are factors.
+    `entries`: offsets are the biases of items, if there are any.
+    `user_offsets`, float (n_users,), or None: mean and biases of users.
+    `segments`, int64 (n_segments, 3): (user, begin, end).
+    """
     if not len(segments):
         return np.zeros(0)
     width, real = users.shape[1], users.dtype

@@ -18,14 +18,13 @@ from ..core.sparse import take_rows
 from ..core.system import ceil_div, round_up
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
-from ..plan.als_gpu import PREDICTED_ROWS
 from ..plan.epochs import GridBlock, passes_of
 from ..plan.sgd import LONG_ROW, MOST_CROWDED, MOST_RANGES, RUN, SgdMethod, range_count, stored_width
 from ..plan.tables import KernelConfig
 from ..plan.types import Plan
 from . import losses
 from .factors import DeviceFactors, to_device
-from .half import Pieces
+from .half import Pieces, row_segments
 from .launch import DeviceEntries, check_all, get_kernel
 from .rows import read_range, widen_range
 
@@ -688,12 +687,8 @@ class GpuEpochs:
         ends = np.cumsum(list(sizes.values()), dtype=np.int64).tolist()
         self._sums = device.zeros(ends[-1] if ends else 0, np.float64)
         self._sums_of = {key: self._sums[end - sizes[key] : end] for key, end in zip(sizes, ends, strict=True)}
-        self.losses = [
-            None
-            if schedule is None
-            else TrainingLoss(device, schedule.walks, {side: block[side].indptr for side in SIDES}, plan.factors)
-            for schedule, block in zip(self.schedules, blocks, strict=True)
-        ]
+        self._indptr = [{side: block[side].indptr for side in SIDES} for block in blocks]
+        self._segments: dict[int, Array] = {}
 
     def _schedule(self, block: GridBlock) -> Schedule:
         if self.method.schedule != "msgd":
@@ -747,9 +742,18 @@ class GpuEpochs:
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
         """See `EpochKernels`."""
-        assert isinstance(users, DeviceFactors) and isinstance(items, DeviceFactors)
-        loss = self.losses[block]
-        return 0.0 if loss is None else loss.at({"user": users, "item": items}, mean)
+        schedule, tables = self.schedules[block], {"user": users, "item": items}
+        if schedule is None:
+            return 0.0
+        side: Side = "user" if "user" in schedule.walks else "item"
+        walk, own, fixed = schedule.walks[side], tables[side], tables[other_side(side)]
+        assert isinstance(own, DeviceFactors) and isinstance(fixed, DeviceFactors)
+        offsets = None if own.device_bias is None else own.device_bias + own.table.dtype.type(mean)
+        entries = DeviceEntries(walk.indices, walk.ratings, fixed.device_bias)
+        if block not in self._segments:
+            self._segments[block] = row_segments(self.device, np.asarray(self._indptr[block][side], dtype=np.int64))
+        given = (own.table, fixed.table, entries, offsets, self._segments[block], self.plan.factors)
+        return float(losses.segment_losses(self.device, *given).sum())
 
     def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
         """See `EpochKernels`."""
@@ -791,33 +795,6 @@ def table_of(device: Device, rows: FactorRows, plan: Plan, dtype: Any) -> Device
     if rows.bias is not None:
         table[:, factors] = 1
     return DeviceFactors(device, table, factors, rows.bias)
-
-
-class TrainingLoss:
-    """Squared errors of the entries of a layout.
-
-    `walks`: for one side or both. `indptr`: for the rows of the same sides.
-    """
-
-    def __init__(self, device: Device, walks: dict[Side, Walk], indptr: dict[Side, np.ndarray], factors: int) -> None:
-        self.side: Side = "user" if "user" in walks else "item"
-        self.device, self.walk, self.indptr, self.factors = device, walks[self.side], indptr[self.side], factors
-        self._segments: Array | None = None
-
-    def at(self, tables: dict[Side, DeviceFactors], mean: float) -> float:
-        """Sum of the squared errors, in float64."""
-        walk, own, fixed = self.walk, tables[self.side], tables[other_side(self.side)]
-        offsets = None if own.device_bias is None else own.device_bias + own.table.dtype.type(mean)
-        entries = DeviceEntries(walk.indices, walk.ratings, fixed.device_bias)
-        return losses.total_loss(self.device, own.table, fixed.table, entries, offsets, self._cut(), self.factors)
-
-    def _cut(self) -> Array:
-        if self._segments is None:
-            indptr = np.asarray(self.indptr, dtype=np.int64)
-            pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), PREDICTED_ROWS)
-            owners = np.repeat(pieces.rows, np.diff(pieces.slots))
-            self._segments = self.device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
-        return self._segments
 
 
 def begin_finite_check(device: Device, *sides: DeviceFactors) -> Callable[[], bool]:

@@ -297,7 +297,7 @@ def top_k_on_device(
     best = _best_by_groups if _by_groups(packed, n) else _best_of_rows
 
     def run(start: int, stop: int) -> None:
-        seen = _Seen(seen_ptr[start : stop + 1], seen_ids) if seen_ptr is not None else None
+        seen = (seen_ptr[start : stop + 1], seen_ids) if seen_ptr is not None else None
         best(packed, users[start:stop], seen, ids[start:stop], scores[start:stop])
 
     if n:
@@ -308,12 +308,8 @@ def top_k_on_device(
 # ---------------------------------------------------------------------------------------------------- batches
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """Seen items of a batch of users: rows of a CSR matrix whose pointer may start above 0."""
-
-    ptr: Array
-    ids: Array
+Seen = tuple[Array, Array]
+"""Seen items of a batch of users: pointer and indices of rows of a CSR matrix; the pointer may start above 0."""
 
 
 def _by_groups(packed: PackedItems, n: int) -> bool:
@@ -403,7 +399,7 @@ class _ScoreBounds:
     limits: Array
 
 
-def _bound_groups(packed: PackedItems, users: Array, seen: _Seen | None, wanted: int) -> _ScoreBounds:
+def _bound_groups(packed: PackedItems, users: Array, seen: Seen | None, wanted: int) -> _ScoreBounds:
     """Largest score of each group by tensor cores; with many groups, users are pruned after the first ones."""
     device, config, n_groups = packed.device, packed.config, packed.n_groups
     n_users, constants = users.shape[0], _list_constants(packed, wanted)
@@ -417,7 +413,7 @@ def _bound_groups(packed: PackedItems, users: Array, seen: _Seen | None, wanted:
     prepared = (operands, bounds.users, bounds.limits, users, *sizes)
     _launch_rows(device, "prepare_users", n_users, prepared, _constants(packed.dtype))
     if seen is not None:
-        marked = (bounds.words, seen.ptr, seen.ids, packed.positions, *_int32(n_users, n_groups))
+        marked = (bounds.words, *seen, packed.positions, *_int32(n_users, n_groups))
         _launch_rows(device, "mark_seen", n_users, marked, _constants(packed.dtype))
     head = _head_groups(n_groups, wanted)
     _group_max(packed, bounds, operands, 0, head, seen is not None)
@@ -429,12 +425,12 @@ def _bound_groups(packed: PackedItems, users: Array, seen: _Seen | None, wanted:
     return bounds
 
 
-def _best_by_groups(packed: PackedItems, users: Array, seen: _Seen | None, ids: Array, scores: Array) -> None:
+def _best_by_groups(packed: PackedItems, users: Array, seen: Seen | None, ids: Array, scores: Array) -> None:
     """Exact scores of the items that can be among the best; see cuda/top_k.cu."""
     n_users, n = ids.shape
     wanted = min(n, packed.n_items)
     bounds, constants = _bound_groups(packed, users, seen, wanted), _list_constants(packed, wanted)
-    left_out = (packed.positions, packed.positions) if seen is None else (seen.ptr, seen.ids)  # not read without seen
+    left_out = (packed.positions, packed.positions) if seen is None else seen  # not read without seen
     arrays = (ids, scores, users, bounds.users, bounds.words, bounds.limits)
     tables = (packed.panels, packed.halves, packed.ids, packed.ascending, packed.groups, packed.steps, *left_out)
     sizes = _int32(n_users, packed.n_items, packed.n_groups, n, packed.rank, packed.padded, seen is not None)
@@ -478,7 +474,7 @@ def _sorted_list(packed: PackedItems, n: int) -> tuple[int, bool]:
     return size, size * (4 + packed.dtype.itemsize) <= SORTED_IN_SHARED
 
 
-def _best_of_rows(packed: PackedItems, users: Array, seen: _Seen | None, ids: Array, scores: Array) -> None:
+def _best_of_rows(packed: PackedItems, users: Array, seen: Seen | None, ids: Array, scores: Array) -> None:
     """All scores of a batch of users, and a selection from each row."""
     device, constants = packed.device, _constants(packed.dtype)
     n_users, n = ids.shape
@@ -488,7 +484,7 @@ def _best_of_rows(packed: PackedItems, users: Array, seen: _Seen | None, ids: Ar
     sizes = _int32(n_users, packed.n_items, packed.n_groups, packed.rank)
     kernel((ceil_div(n_users, 16), ceil_div(packed.n_groups, 16)), (256,), (rows, users, packed.panels, *sizes), 0)
     if seen is not None:
-        dropped = (rows, seen.ptr, seen.ids, packed.positions, np.int32(n_users), np.int64(pitch))
+        dropped = (rows, *seen, packed.positions, np.int32(n_users), np.int64(pitch))
         _launch_rows(device, "drop_seen", n_users, dropped, constants)
     size, in_shared = _sorted_list(packed, n)
     work = (0,) if in_shared else (n_users, size)

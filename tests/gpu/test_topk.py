@@ -289,7 +289,7 @@ def test_bounds_hold_and_prune(device, dtype, in_bytes):
     users[3] = 0
     seen = random_seen(20, 4500, 2, 0.02)
     packed = PackedItems(device, items, in_bytes=in_bytes)
-    rows = topk._Seen(device.upload(seen.indptr.astype(np.int64)), device.upload(seen.indices))
+    rows = (device.upload(seen.indptr.astype(np.int64)), device.upload(seen.indices))
     bounds = topk._bound_groups(packed, device.upload(users), rows, n)
     words, stored, limits = (device.download(array) for array in (bounds.words, bounds.users, bounds.limits))
     assert limits[3] == 0
