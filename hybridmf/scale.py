@@ -97,7 +97,7 @@ def fit(
     Returns
     -------
     model or None
-        Fitted, on the first rank, with ``history_`` and ``timings_`` as after ``fit`` of a model; None on the others.
+        Fitted, on the first rank, as after ``fit`` of a model; None on the others.
 
     Raises
     ------
@@ -117,6 +117,7 @@ def fit(
             )  # fmt: skip
             device = _device(model, ranks)
             source = RankedRatings(model, _share(model, ratings, weights), ranks, device)
+            source.frame_kind = getattr(ratings, "frame_kind", None)
             return Fit(model, source, options, ranks, stopwatch).run()
     finally:
         if communicator is None:

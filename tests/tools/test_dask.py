@@ -113,6 +113,21 @@ def test_workers_measure_what_one_process_measures_and_stop_together(client, mak
     assert list(model.timings_) == list(expected.timings_) and min(model.timings_.values()) >= 0
 
 
+def test_workers_stop_early_and_the_client_has_the_best_factors(client):
+    train, test = hmf.split(hmf.Ratings.from_frame(frame()), 0.3, random_state=1)
+    triplets = train.user_items.tocoo()
+    users, items = (ids[at] for ids, at in zip((train.user_ids, train.item_ids), triplets.coords, strict=True))
+    table = pd.DataFrame({"user": users, "item": items, "rating": triplets.data})
+    options = SMALL | {"biases": False, "regularization": 0.05}
+    watched = {"validation": test, "unknown": "drop", "early_stopping": hmf.EarlyStopping(2, min_delta=0.2)}
+    expected = hmf.ExplicitALS(**options, iterations=25).fit(train, **watched)
+    found = hmf_dask.fit(hmf.ExplicitALS(**options, iterations=25), partitioned(table), **watched)
+    assert found.n_iter_ == expected.n_iter_ and len(found.history_) == len(expected.history_) < 25
+    assert_close(found, expected)
+    with pytest.raises(ValueError, match="early_stopping measures held-out entries"):
+        hmf_dask.fit(hmf.ExplicitALS(**SMALL), partitioned(table), early_stopping=2)
+
+
 def test_workers_keep_a_side(client):
     ratings = hmf.Ratings.from_frame(frame())
     trained = hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(ratings)
