@@ -27,6 +27,7 @@ from .types import (
     PRECISIONS,
     SOLVERS,
     CpuWork,
+    Place,
     Plan,
     Settings,
     instruction_set_notes,
@@ -203,7 +204,8 @@ class AlsMethod:
             return float(plan.scale.seconds)
         halves = [HalfPlan(side, parts=1, batches=1, gpus=1) for side in SIDES]
         if plan.streamed and not plan.resident:
-            halves = [replace(half, batches=-(-plan.nnz // plan.slab), ratings=plan.streamed) for half in halves]
+            source: Place = "disk" if plan.streamed == "disk" else "host"
+            halves = [replace(half, batches=-(-plan.nnz // plan.slab), ratings=source) for half in halves]
         return sum(priced(plan, half, machine).total for half in halves)
 
     def row_cost(self, plan: Plan) -> float:

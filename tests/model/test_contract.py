@@ -26,7 +26,7 @@ class TestExplicitALS(OnEveryDevice):
     estimator = hmf.ExplicitALS
 
 
-class TestPlainExplicitALS(OnEveryDevice):
+class TestPlainExplicitALS(EstimatorContract):
     estimator = hmf.ExplicitALS
     options = {"biases": False, "dtype": "float64"}
 
