@@ -837,7 +837,7 @@ class Hermitians:
         blocks = bals.RowBlocks.of(tiles, 0, -(-rows // size[0]))
 
         def run() -> None:
-            bals.bals(self.device, out, self.table, self.entries, tiles, blocks, variant)
+            bals.bals(self.device, out, self.table, self.entries, blocks, variant, tiles=tiles)
 
         return run, more
 

@@ -320,7 +320,7 @@ def tiles_step(
     blocks, device, entries = bals.RowBlocks.of(tiles, 0, -(-rows // tile[0])), prepared.device, prepared.entries
 
     def run() -> None:
-        bals.bals(device, out, prepared.table, entries, tiles, blocks, variant, skip_vacant=skip_vacant)
+        bals.bals(device, out, prepared.table, entries, blocks, variant, tiles=tiles, skip_vacant=skip_vacant)
 
     return run, more
 

@@ -221,7 +221,7 @@ def measure_tiles(recorder: Recorder, device: Device, sums: AssemblySample, prof
         for variant, config in configurations(device, rows, columns):
             blocks = bals.RowBlocks.of(tiles, 0, -(-len(sums.degrees) // rows))
             run = functools.partial(
-                bals.bals, device, sums.row_outputs, sums.factors, sums.entries, tiles, blocks, config
+                bals.bals, device, sums.row_outputs, sums.factors, sums.entries, blocks, config, tiles=tiles
             )
             with recorder.case(f"tiles, {variant}, {rows} x {columns}"):
                 rate = checked_gflops(device, sums, run, by_row=True)

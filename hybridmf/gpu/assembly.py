@@ -91,7 +91,7 @@ class RowKernels:
 
 @dataclass(frozen=True)
 class PublishedKernels(RowKernels):
-    """Base of the published assemblies: sums are matrices and right-hand sides, solved by a kernel for any rank."""
+    """A published assembly: sums are matrices and right-hand sides, solved by a kernel for any rank."""
 
     device: Device
     rank: int
@@ -99,6 +99,9 @@ class PublishedKernels(RowKernels):
     solver: str  # {"cholesky", "cg", "nonnegative"}
     epsilon: float  # pivots at or below this part of their diagonal element count as rounding errors
     cg_steps: int
+    # `sparse_syrk`, `mo_als` or `bals`, as a function of (device, sums, factors, entries, segments, config); the last
+    # takes row blocks in place of segments, each row of which has one slot
+    sum_rows: Callable[..., None]
     # config, solver_config: configurations of the assembly and of the solver. Default: the tuned ones, or those of the
     # rules
     config: Any = field(default=None, kw_only=True)
@@ -109,6 +112,11 @@ class PublishedKernels(RowKernels):
         rank, device = self.rank, self.device
         matrices = (device.zeros if whole else device.empty)((n_slots, rank, rank), self.dtype)
         return matrices, device.empty((n_slots, rank), self.dtype)
+
+    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Any) -> None:
+        """See `RowKernels`."""
+        if len(segments):
+            self.sum_rows(self.device, sums, table, entries, segments, self.config)
 
     def solve(self, systems: SideSystems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
         """See `RowKernels`."""
@@ -127,18 +135,6 @@ class PublishedKernels(RowKernels):
             cholesky_any.cg_solve(device, *arrays, self.cg_steps, self.solver_config)
         else:
             cholesky_any.cholesky_solve(device, *arrays, self.epsilon, self.solver_config)
-
-
-@dataclass(frozen=True)
-class SegmentKernels(PublishedKernels):
-    """An assembly that sums segments of rows."""
-
-    sum_segments: Callable[..., None]  # `hybridmf.gpu.sparse_syrk.sparse_syrk` or `hybridmf.gpu.mo_als.mo_als`
-
-    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
-        """See `RowKernels`."""
-        if len(segments):
-            self.sum_segments(self.device, sums, table, entries, segments, self.config)
 
 
 def check_factors(device: Device, sums: Sums, n: int | None, factors: Array, dtype: Any) -> int:

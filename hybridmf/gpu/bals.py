@@ -18,7 +18,7 @@ from ..plan.assemblies import (
     require_square_tile,
 )
 from ..plan.tables import KernelConfig, require
-from .assembly import PublishedKernels, check_factors
+from .assembly import check_factors
 from .launch import DeviceEntries, check, check_all, get_kernel
 from .systems import Sums
 
@@ -122,10 +122,11 @@ def bals(
     sums: Sums,
     factors: Array,
     entries_of_tiles: DeviceEntries,
-    tiles: BalsTiles,
     blocks: RowBlocks,
-    config: BalsConfig | BalsLocalConfig | Variant = "chip",
+    config: BalsConfig | BalsLocalConfig | Variant | None = None,
     *,
+    tiles: BalsTiles,
+    local: bool = False,
     skip_vacant: bool = True,
 ) -> None:
     """Sums of each row of some row blocks by the BALS kernel (Algorithm 2).
@@ -136,12 +137,13 @@ def bals(
     `entries_of_tiles`: offsets, implicit, alpha and unobserved_weight of the entries; indices and ratings are those of
         `tiles`.
     `blocks`: the row blocks of the batch.
-    `config`: sums in registers, or mapped to threads as in the paper and kept in local memory. A name selects the
-        default configuration.
+    `config`: sums in registers ("chip"), or mapped to threads as in the paper and kept in local memory ("local"). A
+        name selects the default configuration; None that of `local`.
     `skip_vacant`: skip a vacant tile after one test. False, with sums in local memory only, measures the benefit (6.4).
     """
     rank = _check_tiles(device, sums, factors, entries_of_tiles, tiles, blocks)
     dtype, tile_rows, tile_cols = np.dtype(factors.dtype), tiles.tile_rows, tiles.tile_cols
+    config = config or ("local" if local else "chip")
     if isinstance(config, str):
         config = _bals_default(config, rank, dtype.itemsize, device.spec, tile_rows, tile_cols)
     config.require_match(rank, dtype)
@@ -226,15 +228,3 @@ class RowBlocks:
 
     def __len__(self) -> int:
         return self.rows
-
-
-@dataclass(frozen=True)
-class TileKernels(PublishedKernels):
-    """The BALS kernel as `RowKernels`; each row of a batch has one slot."""
-
-    tiles: BalsTiles
-    variant: Variant  # {"chip", "local"}: see `bals`
-
-    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: RowBlocks) -> None:
-        """See `RowKernels`."""
-        bals(self.device, sums, table, entries, self.tiles, segments, self.config or self.variant)

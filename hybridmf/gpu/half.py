@@ -26,7 +26,7 @@ from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
 from . import bals, draw, dual, fused, losses, matrix, predictions, rows
-from .assembly import Cleared, RowKernels, SegmentKernels
+from .assembly import Cleared, PublishedKernels, RowKernels
 from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .gram import gram_program
@@ -495,9 +495,9 @@ class HalfSweep(GpuHalf):
         if plan.assembly != "fused":
             method = (device, rank, self.dtype, linear_solver(plan), self.epsilon, plan.cg_steps)
             if self.tiles is not None:
-                local = plan.variant == "local"
-                return bals.TileKernels(*method, tiles=self.tiles, variant="local" if local else "chip")
-            return SegmentKernels(*method, sum_segments=SEGMENT_SUMS[plan.assembly_name])
+                on_tiles = functools.partial(bals.bals, tiles=self.tiles, local=plan.variant == "local")
+                return PublishedKernels(*method, on_tiles)
+            return PublishedKernels(*method, SEGMENT_SUMS[plan.assembly_name])
         precision, largest = plan.precision, 1.0
         if precision == "float32":
             assert known is not None

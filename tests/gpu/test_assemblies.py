@@ -237,8 +237,9 @@ def run_tiles(device, matrix, rank, tile_rows, tile_cols, kind="explicit", first
     rows = range(first_block * tile_rows, min((first_block + n_blocks) * tile_rows, matrix.shape[0]))
     matrices = device.empty((len(rows), rank, rank), matrix.dtype)
     rhs = device.empty((len(rows), rank), matrix.dtype)
-    arguments = device.upload(problem.factors), problem.entries(device), tiles
-    bals.bals(device, (matrices, rhs), *arguments, bals.RowBlocks(first_block, n_blocks, len(rows)), **options)
+    arguments = device.upload(problem.factors), problem.entries(device)
+    those = bals.RowBlocks(first_block, n_blocks, len(rows))
+    bals.bals(device, (matrices, rhs), *arguments, those, tiles=tiles, **options)
     matrices, rhs = device.download(matrices), device.download(rhs)
     for slot, row in enumerate(rows):
         entries = slice(matrix.indptr[row], matrix.indptr[row + 1])
