@@ -116,11 +116,7 @@ class _Watched(io.FileIO):
 def open_bytes(path: str, on_read: Callable[[int], object] | None = None) -> BinaryIO:
     """Open for reading; the first two bytes, not the name, identify gzip.
 
-    Parameters
-    ----------
-    path : str
-    on_read : callable, optional
-        Is called with the number of bytes of the file, packed or not, that have been read.
+    `on_read` is called with the number of bytes of the file, packed or not, that have been read.
     """
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "expected a file of ratings, got a directory", path)
@@ -157,13 +153,7 @@ def read_head(path: str) -> bytes:
 
 
 def sniff_format(path: str, head: bytes) -> str:
-    """One of `FORMATS`, by the first bytes, then by the ending of the name.
-
-    Raises
-    ------
-    RatingsError
-        The content is none of them, but something well known.
-    """
+    """One of `FORMATS`, by the first bytes, then by the ending of the name."""
     for start, what, way_out in _FOREIGN:
         if re.match(start, head.removeprefix(codecs.BOM_UTF8)):
             raise RatingsError(f"{path} is {what}; {way_out}")
@@ -187,23 +177,9 @@ def write_atomically(
 ) -> None:
     """Write `path` so that a reader, or a crash, sees the old file or the new one, never a part.
 
-    Parameters
-    ----------
-    path : path-like
-        A new file, which gets the permissions that the umask gives, or a regular file, whose permissions stay.
-    content : bytes or callable
-        A callable writes to the binary file it is called with, and leaves it open.
-    prefix : str
-        First letters of the temporary file, which a process that is killed leaves behind.
-    clean : bool
-        Remove such files of this prefix from the folder first; see `remove_orphans`.
-
-    Raises
-    ------
-    IsADirectoryError, FileExistsError, FileNotFoundError
-        `path` is a folder; or a device, pipe or socket, which other programs use; its folder does not exist.
-    OSError
-        The system refuses, for example because the disk is full; it names `path`.
+    A new file gets the permissions that the umask gives; those of an old one, which has to be a regular file, stay. A
+    callable `content` writes to the binary file it is called with, and leaves it open. `prefix` begins the name of the
+    temporary file, which a process that is killed leaves behind; `clean` first removes such files from the folder.
     """
     path = Path(path)
     permissions_of(path)  # before the content is made
@@ -231,13 +207,7 @@ KINDS = {
 
 
 def permissions_of(path: str | os.PathLike[str]) -> int | None:
-    """Permissions of the regular file at a path; None if there is none. Symbolic links are followed.
-
-    Raises
-    ------
-    IsADirectoryError, FileExistsError
-        `path` is something else.
-    """
+    """Permissions of the regular file at a path; None if there is none. Symbolic links are followed."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -289,13 +259,7 @@ def _new_temporary(folder: Path, prefix: str) -> tuple[Path, int]:
 
 
 def lock(handle: int) -> bool:
-    """Lock an open file or folder until it is closed, or its process ends; False where the system has no locks.
-
-    Raises
-    ------
-    BlockingIOError
-        It is locked already.
-    """
+    """Lock an open file or folder until it is closed, or its process ends; False where the system has no locks."""
     if fcntl is None:
         return False
     try:
@@ -329,13 +293,7 @@ def _host() -> str:
 def remove_orphans(folder: Path, prefix: str = TEMPORARY, *, abandoned: float = ABANDONED) -> None:
     """Remove temporary files of `write_atomically` whose writers were killed; others, and what fails, stay.
 
-    Parameters
-    ----------
-    folder : Path
-    prefix : str
-        First letters of the files.
-    abandoned : float
-        Age in seconds from which files of other hosts, and files that cannot be locked, are removed.
+    Files of other hosts, and files that cannot be locked, are removed from an age of `abandoned` seconds on.
     """
     name = re.compile(rf"{re.escape(prefix)}(?:([0-9a-f]{{8}})-)?[0-9a-f]{{16}}\.tmp")
     with contextlib.suppress(OSError), os.scandir(folder) as entries:

@@ -21,12 +21,7 @@ def kind_of(given: Any) -> str | None:
 
 
 def check_kind(name: str, value: Any, *usual: str | None) -> str:
-    """Library to make a frame with: `value`; if that is None, the first of `usual` that is not, or one installed.
-
-    Raises
-    ------
-    ImportError, ValueError
-    """
+    """Library to make a frame with: `value`; if that is None, the first of `usual` that is not, or one installed."""
     if value is not None:
         return str(check_choice(name, value, KINDS))
     found = next((kind for kind in usual if kind is not None), None)

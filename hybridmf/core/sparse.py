@@ -68,20 +68,11 @@ def rows_or_empty(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
 
 @dataclass(frozen=True)
 class RowColumns:
-    """Columns of the entries of some rows of a canonical matrix, as views: no entry is copied.
+    """Columns of the entries of some rows of a canonical matrix, as views: no entry is copied."""
 
-    Attributes
-    ----------
-    first, last : int64 arrays, shape (n,)
-        Where the columns of each row begin and end.
-    columns : int32 array
-        Ascending within a row.
-    n_columns : int
-    """
-
-    first: np.ndarray
-    last: np.ndarray
-    columns: np.ndarray
+    first: np.ndarray  # int64, shape (n,): where the columns of each row begin
+    last: np.ndarray  # and end
+    columns: np.ndarray  # int32, ascending within a row
     n_columns: int
 
     @classmethod
@@ -152,22 +143,12 @@ SUMMED = 1 << 16
 
 @dataclass(frozen=True)
 class ValueSummary:
-    """Sums and ranges of the values of a matrix.
+    """Sums and ranges of the values of a matrix."""
 
-    Attributes
-    ----------
-    total, squares : float
-        Sum of the values and of their squares, in float64.
-    value_range : (float, float) or None
-        Smallest and largest value; None if there are no values.
-    ends : float64 array, shape (2,) or (0,)
-        Smallest and largest absolute value; empty if there are no values.
-    """
-
-    total: float
+    total: float  # of the values and of their squares, in float64
     squares: float
-    value_range: tuple[float, float] | None
-    ends: np.ndarray
+    value_range: tuple[float, float] | None  # smallest and largest value; None if there are none
+    ends: np.ndarray  # float64, shape (2,) or (0,): smallest and largest absolute value
 
     @classmethod
     def of(cls, parts: Iterable[np.ndarray], num_threads: int | None = None) -> ValueSummary:

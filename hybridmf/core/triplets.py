@@ -22,13 +22,7 @@ FEW_ROWS = 20
 
 
 def refuse_triplets(matrix: Any, name: str) -> None:
-    """Reject a frame or dense array whose columns are users, items and values; see `named_like_entries`, `are_entries`.
-
-    Raises
-    ------
-    RatingsError
-        It names the constructors of `Ratings`, and how to pass a matrix that has two to four columns.
-    """
+    """Reject a frame or array whose columns are users, items and values; see `named_like_entries`, `are_entries`."""
     if sp.issparse(matrix):
         return
     names = frame_names(matrix)

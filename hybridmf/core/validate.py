@@ -109,12 +109,7 @@ def check_choice(name: str, value: Any, known: Sequence[Any], hint: str = "") ->
 
 
 def check_path(name: str, value: Any) -> str:
-    """Return a path as text; "" is refused, which pathlib takes for the current folder.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """Return a path as text; "" is refused, which pathlib takes for the current folder."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
     if not isinstance(path, str):
         raise TypeError(f"{name} must be a path (str or os.PathLike), got {value!r} of type {type(value).__name__}")
@@ -217,12 +212,7 @@ def _is_frozen(array: np.ndarray) -> bool:
 
 
 def refuse_masked(name: str, values: Any) -> None:
-    """Refuse masked elements of a vector, which NumPy's functions would take for values.
-
-    Raises
-    ------
-    RatingsError
-    """
+    """Refuse masked elements of a vector, which NumPy's functions would take for values."""
     masked = np.flatnonzero(np.ma.getmaskarray(values)) if isinstance(values, np.ma.MaskedArray) else np.empty(0)
     if masked.size:
         more = f" (and {masked.size - 1} more)" if masked.size > 1 else ""
@@ -233,12 +223,7 @@ def refuse_masked(name: str, values: Any) -> None:
 
 
 def refuse_gpu(matrix: Any, name: str) -> None:
-    """Refuse an array or matrix on a GPU where ratings on the host are expected.
-
-    Raises
-    ------
-    TypeError
-    """
+    """Refuse an array or matrix on a GPU where ratings on the host are expected."""
     values = matrix.data if isinstance(getattr(matrix, "format", None), str) else matrix
     if hasattr(values, "__cuda_array_interface__"):
         raise TypeError(
@@ -274,35 +259,10 @@ def as_csr(
 ) -> sp.csr_array:
     """Validated canonical CSR: sorted int32 column indices, no duplicates, finite real values of `dtype`.
 
-    Parameters
-    ----------
-    matrix : csr_array, csr_matrix, or any other SciPy sparse format, Ratings, or 2-D array, shape (n_users, n_items)
-        Zeros and masked cells of a dense array, and zeros in BSR blocks and DIA diagonals, which are padding, are
-        absent entries; explicit zeros of the other formats are entries.
-    name : str
-        Argument name for messages.
-    dtype : numpy dtype
-        float32 or float64.
-    drop_zeros : bool
-        Remove explicit zeros (implicit feedback).
-    duplicates : {"error", "sum", "mean", "first", "last", "max"}
-        What to do with a pair that occurs more than once.
-    sort : bool
-        False refuses CSR whose columns do not ascend within rows.
-
-    Returns
-    -------
-    csr_array, shape (n_users, n_items)
-        Its arrays are `owned`: read-only, and copies unless `matrix` has such arrays itself, as that of Ratings has.
-
-    Raises
-    ------
-    TypeError
-        Not a matrix; complex, boolean-object or non-numeric values.
-    RatingsError
-        Corrupt structure, indices out of range, masked, NaN or infinite values; a table of entries (`refuse_triplets`).
-    DuplicateEntriesError
-        A repeated pair under ``duplicates="error"``.
+    Takes any SciPy sparse format, Ratings, or a 2-D array. Zeros and masked cells of a dense array, and zeros in BSR
+    blocks and DIA diagonals, which are padding, are absent entries; explicit zeros of the other formats are entries,
+    unless `drop_zeros`. `sort=False` refuses CSR whose columns do not ascend within rows. The arrays of the result are
+    `owned`: read-only, and copies unless `matrix` has such arrays itself, as that of Ratings has.
     """
     check_choice("duplicates", duplicates, MERGE_RULES)
     matrix = getattr(matrix, "user_items", matrix)  # a Ratings object
@@ -361,23 +321,7 @@ def from_triplets(
     drop_zeros: bool = False,
     duplicates: str = "error",
 ) -> sp.csr_array:
-    """Canonical CSR from coordinate triplets; the same checks and errors as `as_csr`, in O(nnz).
-
-    Parameters
-    ----------
-    rows, columns : integer array, shape (nnz,)
-    values : real array, shape (nnz,)
-    shape : (n_users, n_items)
-
-    Returns
-    -------
-    csr_array, shape `shape`
-
-    Raises
-    ------
-    MemoryBudgetError
-        More rows and columns than can be counted in memory.
-    """
+    """Canonical CSR from coordinate triplets; the same checks and errors as `as_csr`, in O(nnz)."""
     check_choice("duplicates", duplicates, MERGE_RULES)
     check_axes(name, shape)
     rows = _checked_positions(rows, shape[0], f"{name} row index", "n_users")
@@ -431,12 +375,7 @@ def _carried(values: np.ndarray, dtype: Any, duplicates: str) -> np.ndarray:
 
 
 def check_axes(name: str, shape: tuple[int, int]) -> None:
-    """Refuse rows and columns, though empty, that are too many to be counted in memory: mostly ids taken for positions.
-
-    Raises
-    ------
-    MemoryBudgetError
-    """
+    """Refuse more rows and columns, though empty, than can be counted in memory: mostly ids taken for positions."""
     if sum(shape) < MANY_POSITIONS:
         return
     needed, free = ROW_BYTES * sum(shape), available_memory()
@@ -575,13 +514,7 @@ def _check_compressed(matrix: Any, indices: np.ndarray, name: str) -> None:
 
 
 def checked_pointer(indptr: Any, n_rows: int, name: str) -> np.ndarray:
-    """`indptr` of a compressed matrix as int64 of our own, checked but for its end.
-
-    Raises
-    ------
-    RatingsError
-        No vector of n_rows + 1 integers that starts at 0 and never falls.
-    """
+    """`indptr` of a compressed matrix as int64 of our own: n_rows + 1 integers from 0 on that never fall."""
     given = np.asarray(indptr)
     if given.ndim != 1:
         raise RatingsError(f"{name} is corrupt: indptr, indices and data must be vectors")

@@ -48,36 +48,11 @@ def labels_of(given: Any) -> Labels | None:
 def align(
     matrix: sp.csr_array, have: Labels | None, want: Labels, *, name: str, unknown: str | None, owner: str = "the model"
 ) -> tuple[sp.csr_array, int]:
-    """Reorder rows and columns to the positions of `want` by label.
+    """Reorder rows and columns to the positions of `want` by label; returns also the number of dropped entries.
 
-    Parameters
-    ----------
-    matrix : csr_array, shape (n_users, n_items)
-    have : (user labels, item labels), or None
-        Labels of `matrix`; None for a plain matrix, which uses positions.
-    want : (user labels, item labels)
-        Labels of the result.
-    name : str
-        Argument name for messages.
-    unknown : {"error", "drop"} or None
-        Treatment of entries of users and items that `want` does not have; None: "error", if the caller offers no
-        choice.
-    owner : str
-        Owner of the labels `want`, for messages.
-
-    Returns
-    -------
-    matrix : csr_array
-        The same object if all positions agree; else with a row or column for each label of `want`.
-    dropped : int
-        Number of dropped entries.
-
-    Raises
-    ------
-    UnknownLabelError
-        Users or items with entries are unknown and are not dropped, or no entry would be left.
-    RatingsError
-        Only one of the two has labels on an axis.
+    `have` are the labels of the matrix, None for a plain matrix, which uses positions. The result is the same object if
+    all positions agree; else it has a row or column for each label of `want`, those of `owner`. Entries of users and
+    items unknown to `want` are an error, or dropped; `unknown` is None if the caller offers no choice.
     """
     if unknown is not None:
         check_choice("unknown", unknown, UNKNOWN)
@@ -111,25 +86,11 @@ def align_rows(
     name: str = "user_items",
     unknown: str | None = None,
 ) -> sp.csr_array:
-    """Items that some users have seen, row by row in the order of `users`.
+    """Items that some users have seen, row by row in the order of `users` (positions of the model).
 
-    Parameters
-    ----------
-    matrix : csr_array
-        `given` after validation.
-    given : Ratings, Store or matrix
-        Labelled rows are matched by label. Others are in the order of `users`, or there is one row for each user of the
-        model.
-    users : int array, shape (n,)
-        Positions; -1 for a user who is not in the model, whose row is empty unless rows are in the order of `users`.
-    want : (user labels, item labels)
-        Labels of the model.
-    n_users : int
-        Users of the model.
-    name : str
-        Argument name for messages.
-    unknown : {"error", "drop"} or None
-        As for `align`.
+    `matrix` is `given` after validation. Labelled rows are matched by label; others are in the order of `users`, or
+    there is one row for each of the `n_users` of the model. A user at -1 is not in the model: the row is empty, unless
+    rows are in the order of `users`.
     """
     have = labels_of(given)
     labelled = have is not None and have[0] is not None and not (want[0] is None and are_positions(have[0], users))
@@ -142,20 +103,8 @@ def align_rows(
 def positions_in(side: Side, have: Any, want: Any, counts: tuple[int, int], name: str, owner: str) -> np.ndarray:
     """Position of each row of `name` among those of `owner`, by label if both have labels; -1 for unknown ones.
 
-    Parameters
-    ----------
-    side : {"user", "item"}
-    have, want : array or None
-        Labels of `name` and of `owner`.
-    counts : (int, int)
-        Their numbers of rows.
-    name, owner : str
-        For messages.
-
-    Raises
-    ------
-    RatingsError
-        Only one of the two has labels, or neither has labels and their numbers of rows differ.
+    `have` and `want` are the labels of `name` and of `owner`, `counts` their numbers of rows, which have to agree if
+    neither has labels.
     """
     places = _places(SIDES.index(side), have, want, counts[0], name, owner)
     if places is not None:

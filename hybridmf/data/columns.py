@@ -63,36 +63,12 @@ def resolve_columns(
     timestamp: Any = None,
     by_place: bool = True,
 ) -> Columns:
-    """Find the columns of users, items and values.
+    """Find the columns of users, items and values of a table with `n_fields` columns; `names` is None without a header.
 
-    Parameters
-    ----------
-    source : str
-        Name of the table in messages.
-    names : sequence or None
-        Names of all columns; None without a header.
-    n_fields : int
-        Number of columns.
-    user, item, value : "auto", int or str
-        A number (from 0) or a name overrides everything. "auto" takes the column with a recognized name
-        (`core.column_names.ROLES`) in any position. `value` may be None: every entry is 1.
-    timestamp : "auto", int, str or None
-        Column of times. "auto" takes the only free column with a time-like name, else none.
-    by_place : bool
-        Without a recognized name, take columns 0, 1 and 2; a name with another meaning there is an error. False: a
-        column that is not identified by its name is an error.
-
-    Returns
-    -------
-    Columns
-        `value` is None if no column is left for values: there are two columns, or all others are times.
-
-    Raises
-    ------
-    RatingsError
-        A missing column, two candidates, or none; the message names them and the arguments to pass.
-    ValueError, TypeError
-        Invalid arguments.
+    A number (from 0) or a name overrides everything. "auto" takes the column with a recognized name
+    (`core.column_names.ROLES`) in any position. Without one, columns 0, 1 and 2 are taken, unless their names have
+    another meaning, or `by_place` is False. Values are None, every entry 1, on request or if no column is left for them.
+    `timestamp="auto"` takes the only free column with a time-like name, else none.
     """
     table = _NamedColumns(source, None if names is None else tuple(names), n_fields, by_place)
     given = {"user": user, "item": item, "value": value}
@@ -137,12 +113,7 @@ def _words_or(roles: Iterable[str]) -> str:
 
 
 def check_distinct_names(source: str, names: Iterable[Any]) -> None:
-    """Reject duplicate column names in tables that are read by name.
-
-    Raises
-    ------
-    RatingsError
-    """
+    """Reject duplicate column names in tables that are read by name."""
     counts = Counter(names)
     again = [name for name, count in counts.items() if count > 1]
     if again:

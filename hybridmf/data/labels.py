@@ -78,13 +78,7 @@ class Entries:
         )
 
     def without_missing(self, missing: str) -> Entries:
-        """Entries with ids that are no `MISSING_WORDS`; under "keep", all.
-
-        Raises
-        ------
-        RatingsError
-            There are others under "error", or no entry is left under "drop".
-        """
+        """Entries with ids that are no `MISSING_WORDS`; under "keep", all."""
         absent = [_missing_words(ids) for ids in (self.user_ids, self.item_ids)]
         if missing == "keep" or not any(map(np.any, absent)):
             return self
@@ -125,13 +119,7 @@ class Entries:
             raise self.duplicate_error() from None
 
     def without_copies(self) -> Entries:
-        """Entries without those that have user, item, value and time of an earlier one.
-
-        Raises
-        ------
-        DuplicateEntriesError
-            A pair has other entries, too; or the source has no values, or the same value everywhere.
-        """
+        """Entries without those that have user, item, value and time of an earlier one."""
         found = repeats(self._pairs(), self.values)
         if not self.valued or self.values.min() == self.values.max():  # a log, in which a repeat is another event
             raise self.duplicate_error(found)
@@ -173,13 +161,7 @@ def missing_error(source: str, where: str, side: str, found: str, count: int, to
 
 
 def note_dropped(source: str, count: int, total: int) -> None:
-    """Report entries without ids that ``missing="drop"`` leaves out.
-
-    Raises
-    ------
-    RatingsError
-        No other entries are left.
-    """
+    """Report entries without ids that ``missing="drop"`` leaves out."""
     if count == total:
         raise NoEntriesError(f"{source} holds no ratings: each of its {total:,} entries has no user or no item")
     logger.warning("%s: left out %s of %s entries, which have no user or no item", source, f"{count:,}", f"{total:,}")
@@ -259,18 +241,7 @@ def check_label_types(side: str, *sources: tuple[str, np.ndarray | None]) -> Non
     """Refuse to match labels of different types, such as "101" and 101, or 17850.0 and 17850.
 
     They would be strangers, or meet by chance. A source with labels of several types, such as 1 and "guest", may meet
-    others unless these spell a label of it with another type.
-
-    Parameters
-    ----------
-    side : {"user", "item"}
-    sources : (name, labels or None)
-        Names are for messages. Sources without labels are ignored.
-
-    Raises
-    ------
-    RatingsError
-        It names both types, and how to convert the labels.
+    others unless these spell a label of it with another type. Sources are (name, labels); without labels, ignored.
     """
     labelled = [(name, ids, _label_types(ids)) for name, ids in sources if ids is not None]
     if len(set().union(*(types for _, _, types in labelled))) < 2:
@@ -334,15 +305,7 @@ def label_of(ids: np.ndarray | None, position: int) -> str:
 
 
 def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
-    """Times as int64 (whole numbers), float64 or datetime64.
-
-    Raises
-    ------
-    TypeError
-        Neither numbers nor times.
-    RatingsError
-        A missing or infinite time, or one beyond int64.
-    """
+    """Times as int64 (whole numbers), float64 or datetime64."""
     times = as_vector(name, given)
     if times.dtype.kind not in "iufM":
         raise TypeError(
@@ -361,13 +324,7 @@ def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
 
 
 def joined_times(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Times of several parts, each a result of `as_times`, one after another.
-
-    Raises
-    ------
-    RatingsError
-        Numbers in one part and dates in another, or dates that do not fit in a common unit of datetime64.
-    """
+    """Times of several parts, each a result of `as_times`, one after another."""
     dates = [part.dtype.kind == "M" for part in parts]
     if any(dates) and not all(dates):
         raise RatingsError(
@@ -394,13 +351,7 @@ def _fits_unit(times: np.ndarray, unit: np.dtype) -> bool:
 
 
 def joined_entries(parts: Sequence[Entries], source: str, *, text: bool) -> Entries:
-    """Entries of several files, one after another; `text`: integers and other labels of a column may meet.
-
-    Raises
-    ------
-    RatingsError
-        Labels, or times, of different types.
-    """
+    """Entries of several files, one after another; `text`: integers and other labels of a column may meet."""
     joined = []
     for side in ("user", "item"):
         ids = [cast(np.ndarray, getattr(part, f"{side}_ids")) for part in parts]
@@ -562,18 +513,7 @@ def joined_axis(
 ) -> tuple[list[np.ndarray], np.ndarray | None, int]:
     """Join axes: the new positions of each part's rows, the labels in order of appearance, and the number of rows.
 
-    Parameters
-    ----------
-    side : str
-        For messages.
-    parts : sequence of (labels or None, number of rows)
-    names : sequence of str
-        Of the parts, for messages; default: their numbers.
-
-    Raises
-    ------
-    RatingsError
-        Only some parts have labels, or labels are of different types.
+    Parts are (labels or None, number of rows); `names` are for messages, by default their numbers.
     """
     labelled = [ids is not None for ids, _ in parts]
     if not any(labelled):
@@ -638,12 +578,7 @@ def factorize_objects(name: str, ids: list[Any], unit: str) -> tuple[np.ndarray,
 
 
 def _refuse_mixed_bools(name: str, unique: set[Any], ids: list[Any]) -> None:
-    """Refuse True among numbers: Python takes it for 1, which would be the same label.
-
-    Raises
-    ------
-    TypeError
-    """
+    """Refuse True among numbers: Python takes it for 1, which would be the same label."""
     if not {0, 1} & unique:
         return
     kinds = set(map(type, ids))
@@ -734,20 +669,7 @@ def storable(name: str, labels: np.ndarray) -> np.ndarray:
 
 
 def check_storable_labels(name: str, labels: Any) -> list[Any]:
-    """Labels as plain Python values.
-
-    Parameters
-    ----------
-    name : str
-        Argument name for messages.
-    labels : array, list or None
-        None, for rows without labels, gives an empty list.
-
-    Raises
-    ------
-    TypeError
-        A label that is neither a string nor a number.
-    """
+    """Labels as plain Python values, strings or numbers; [] for None, rows without labels."""
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "biufU":
         return cast("list[Any]", labels.tolist())
     plain = [

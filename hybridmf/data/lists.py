@@ -64,15 +64,7 @@ def list_layout(
     encoding: str | None,
     comment: str | None,
 ) -> ListLayout:
-    """Check the options of a file of lists.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Columns, which such a file does not have; invalid text options.
-    RatingsError
-        The file has only blank lines and comments.
-    """
+    """Check the options of a file of lists."""
     for name, selector in zip(("user", "item", "value"), selectors, strict=True):
         if selector != AUTO and not (name == "value" and selector is None):
             raise ValueError(

@@ -61,13 +61,7 @@ def seal(manifest: dict[str, Any]) -> str:
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
-    """Raise unless a manifest has the fields of a conversion, without contradictions.
-
-    Raises
-    ------
-    ValueError
-        Names the field.
-    """
+    """Raise unless a manifest has the fields of a conversion, without contradictions."""
     _keys("the manifest", manifest, FIELDS, frozenset(["range"]))
     _require(manifest["dtype"] == "float32", f"dtype is {manifest['dtype']!r}, expected 'float32'")
     shape = [_count("shape", each, MAX_POSITION) for each in _list("shape", manifest["shape"], 2)]

@@ -97,15 +97,7 @@ def frame_entries(
 
 
 def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
-    """A frame as a narwhals frame, and the names of its columns.
-
-    Raises
-    ------
-    TypeError
-        It is not a frame.
-    RatingsError
-        Two columns have the same name.
-    """
+    """A frame as a narwhals frame, and the names of its columns."""
     import narwhals as nw
 
     check_distinct_names(source, frame_names(frame) or [])
@@ -130,13 +122,7 @@ def _frame_column(source: str, table: Any, column: Any, first_row: int = 0) -> A
 def _rows_with_ids(
     source: str, table: Any, columns: Sequence[Any], missing: str, rows: np.ndarray | None, first_row: int = 0
 ) -> np.ndarray:
-    """Mask of the rows that have both ids; `rows`: their numbers in the source, by default those from `first_row` on.
-
-    Raises
-    ------
-    RatingsError
-        Rows without ids, unless `missing` says what to do with them.
-    """
+    """Mask of the rows that have both ids; `rows`: their numbers in the source, by default from `first_row` on."""
     nulls, words = (
         [test(table.get_column(column)) for column in columns] for test in (_null_rows, _rows_of_missing_words)
     )
@@ -246,12 +232,7 @@ def _times_of_objects(given: list[Any]) -> np.ndarray:
 
 
 def part_paths(path: Any) -> list[str] | None:
-    """Files that are read as one: of a sequence, a pattern or a folder with Parquet files; None for a single file.
-
-    Raises
-    ------
-    FileNotFoundError, TypeError
-    """
+    """Files that are read as one: of a sequence, a pattern or a folder with Parquet files; None for a single file."""
     if isinstance(path, (list, tuple)):
         if not path:
             raise FileNotFoundError("path is an empty list; give the files of ratings")
@@ -329,12 +310,7 @@ def read_json_lines(
 
 
 def _json_lines(path: str) -> Any:
-    """Table of a file of JSON lines.
-
-    Raises
-    ------
-    ImportError, RatingsError
-    """
+    """Table of a file of JSON lines."""
     import_before_arrow()
     try:
         import pyarrow as pa
@@ -353,12 +329,7 @@ def _json_lines(path: str) -> Any:
 def column_place(
     argument: str, source: str, names: Iterable[Any] | None, column: Any, n_fields: int | None = None
 ) -> int:
-    """Position of a column that an argument gives by name or number.
-
-    Raises
-    ------
-    RatingsError, TypeError, ValueError
-    """
+    """Position of a column that an argument gives by name or number."""
     listed = list(names or ())
     if column in listed:
         return listed.index(column)
@@ -369,13 +340,7 @@ def column_place(
 
 
 def row_mask(source: str, where: Where, fields: dict[Any, np.ndarray]) -> np.ndarray:
-    """Mask of the rows that match `where`; see `Ratings.from_file`.
-
-    Raises
-    ------
-    RatingsError
-        No row matches.
-    """
+    """Mask of the rows that match `where`; see `Ratings.from_file`."""
     mask = np.ones(len(next(iter(fields.values()))), dtype=bool)
     for column, wanted in where.items():
         mask &= _matches(column, fields[column], wanted)
@@ -388,12 +353,7 @@ def row_mask(source: str, where: Where, fields: dict[Any, np.ndarray]) -> np.nda
 
 
 def check_where(where: Any) -> Where | None:
-    """Row filters, None if there are none.
-
-    Raises
-    ------
-    TypeError
-    """
+    """Row filters, None if there are none."""
     if where is not None and not isinstance(where, Mapping):
         raise TypeError(
             f'where must be a mapping from columns to values, such as {{"behavior": "play"}}, got {where!r} of type '
@@ -588,13 +548,7 @@ class MarketHeader(NamedTuple):
 
 
 def market_header(path: str, head: bytes) -> MarketHeader | None:
-    """Parse the first lines of a MatrixMarket file; None if they do not contain the sizes.
-
-    Raises
-    ------
-    RatingsError
-        A negative size, or a line that is too long to be read.
-    """
+    """Parse the first lines of a MatrixMarket file; None if they do not contain the sizes."""
     words = head.split(b"\n", 1)[0].decode("latin-1").lower().split()
     if len(words) != 5 or words[1] != "matrix" or words[2] not in ("coordinate", "array"):
         return None
@@ -619,12 +573,7 @@ def _sizes_of(path: str) -> list[int]:
 
 
 def check_market_rows(path: str, header: MarketHeader) -> None:
-    """Reject a header with too many rows and columns, even empty ones, to be counted in memory.
-
-    Raises
-    ------
-    MemoryBudgetError
-    """
+    """Reject a header with too many rows and columns, even empty ones, to be counted in memory."""
     _check_memory(
         path, f"{header.n_rows:,} rows and {header.n_columns:,} columns", "count their entries",
         ROW_BYTES * (header.n_rows + header.n_columns), "number users and items anew, without gaps",

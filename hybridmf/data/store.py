@@ -80,16 +80,7 @@ def file_checksum(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class Slab:
-    """Consecutive rows of one side of a store.
-
-    Attributes
-    ----------
-    store : Store
-    side : {"user", "item"}
-    number : int
-    start, stop : int
-        Its rows.
-    """
+    """Consecutive rows, from `start` to before `stop`, of one side of a store."""
 
     store: Store = field(repr=False)
     side: Side
@@ -98,13 +89,7 @@ class Slab:
     stop: int
 
     def matrix(self) -> sp.csr_array:
-        """Its rows, canonical CSR float32, shape (stop - start, n_fixed), mapped from the files.
-
-        Raises
-        ------
-        StoreError
-            A file has changed since it was written; checked at its first read.
-        """
+        """Its rows, canonical CSR float32, shape (stop - start, n_fixed), mapped from the files; checked once."""
         return self.store._slab_matrix(self)
 
 
@@ -474,15 +459,7 @@ def _size_problem(size: int, written: int) -> str:
 class StoreMatrix(Orientation):
     """One orientation of a store for a fit, with `indptr` as a matrix has.
 
-    Parameters
-    ----------
-    store : Store
-    side : {"user", "item"}
-        The side of the rows.
-    dtype : dtype
-        float32 or float64; values are converted as they are read.
-    drop_zeros : bool
-        Drop explicit zeros.
+    Values are converted to `dtype` (float32 or float64) as they are read; `drop_zeros` drops explicit zeros.
     """
 
     def __init__(self, store: Store, side: Side = "user", dtype: Any = np.float32, drop_zeros: bool = False) -> None:
@@ -563,13 +540,7 @@ class StoreMatrix(Orientation):
 
 
 class StoredSeen:
-    """Items that users have seen, read from a store on demand; serves as `Learned.seen`.
-
-    Parameters
-    ----------
-    matrix : StoreMatrix
-        Rows are users.
-    """
+    """Items that users (rows of the matrix) have seen, read from a store on demand; serves as `Learned.seen`."""
 
     def __init__(self, matrix: StoreMatrix) -> None:
         self._matrix = matrix
@@ -599,13 +570,7 @@ class StoredSeen:
         return take_rows(_stacked_pattern(parts, self.shape[1]), back)
 
     def load(self) -> sp.csr_array:
-        """All of them in memory, 5 bytes per entry.
-
-        Raises
-        ------
-        MemoryBudgetError
-            They do not fit.
-        """
+        """All of them in memory, 5 bytes per entry."""
         needed, free = 10 * self.nnz, available_memory()
         if free is not None and needed > free:
             raise MemoryBudgetError(

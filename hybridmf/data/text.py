@@ -80,33 +80,15 @@ NOTHING: Chunk = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0))
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Options of a text file with a rating on each line.
+    """Options of a text file with a rating on each line; see `Ratings.from_file`."""
 
-    Attributes
-    ----------
-    separator : str or None
-        None: detected.
-    header : bool or "auto"
-    selectors : (int or str, int or str, int or str or None)
-        Columns of user, item and value.
-    encoding, comment : str or None
-    timestamp : int, str or None
-        Column of times.
-    others : iterable of int or str
-        Other columns named by arguments.
-    quote : str or None
-        Character around quoted fields, which may then span lines; "auto": quotation marks, within a line; None: none.
-    escape : str or None
-        Character before a quote, or a separator, that belongs to the field.
-    """
-
-    separator: str | None
+    separator: str | None  # None: detected
     header: bool | str
-    selectors: tuple[int | str, int | str, int | str | None]
+    selectors: tuple[int | str, int | str, int | str | None]  # columns of user, item and value
     encoding: str | None
     comment: str | None
     timestamp: int | str | None = None
-    others: Iterable[int | str] = ()
+    others: Iterable[int | str] = ()  # other columns named by arguments
     quote: str | None = AUTO
     escape: str | None = None
 
@@ -149,13 +131,7 @@ def find_layout(path: str, head: bytes, options: TextOptions) -> TextLayout:
 
 
 def _time_column(path: str, columns: Columns, rows: list[list[str]]) -> int | None:
-    """Column of times by its name; without a header, the fourth if it has dates, or of four, Unix times (MovieLens).
-
-    Raises
-    ------
-    RatingsError
-        A column without a name has dates that cannot be read.
-    """
+    """Column of times by its name; without a header, the fourth if it has dates, or of four, Unix times (MovieLens)."""
     place = columns.time
     if columns.names is None and rows and len(rows[0]) > 3 and 3 not in (columns.user, columns.item, columns.value):
         fourth = [row[3].strip() for row in rows]
@@ -210,12 +186,7 @@ def _time_kind(text: str) -> str:
 
 
 def _check_places(path: str, columns: Columns, rows: list[list[str]]) -> None:
-    """Raise if a column that is taken for its place, without a header, holds something else.
-
-    Raises
-    ------
-    RatingsError
-    """
+    """Raise if a column that is taken for its place, without a header, holds something else."""
     fields = [[row[k].strip() for row in rows] for k in range(len(rows[0]) if rows else 0)]
     looks = [_look(column, "value" if k == columns.value else "", len(fields)) for k, column in enumerate(fields)]
     for role in columns.guessed:
@@ -273,12 +244,7 @@ def large_integers(values: np.ndarray) -> np.ndarray:
 
 
 def refuse_ids_as_values(layout: TextLayout, large: np.ndarray) -> None:
-    """Raise if values, whose column is a guess, are ids, such as those of categories.
-
-    Raises
-    ------
-    RatingsError
-    """
+    """Raise if values, whose column is a guess, are ids, such as those of categories."""
     if len(large) > MANY_LARGE and layout.columns.names is None and "value" in layout.columns.guessed:
         raise RatingsError(
             f"{layout.path} has no header, and column {layout.value}, where values are expected, looks like ids: it "
@@ -288,12 +254,7 @@ def refuse_ids_as_values(layout: TextLayout, large: np.ndarray) -> None:
 
 
 def parse_times(fields: list[str]) -> np.ndarray:
-    """Numbers as int64 or float64, dates and times of ISO 8601 as datetime64.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Numbers as int64 or float64, dates and times of ISO 8601 as datetime64."""
     if all(map(INTEGER.fullmatch, fields)):
         with contextlib.suppress(OverflowError):
             return np.fromiter(map(int, fields), np.int64, len(fields))  # float64 rounds nanoseconds
@@ -306,12 +267,7 @@ def parse_times(fields: list[str]) -> np.ndarray:
 
 
 def parse_dates(dates: Any) -> np.ndarray:
-    """Text in ISO 8601, or datetime objects, as datetime64: in nanoseconds, or microseconds for years beyond 1678-2261.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Text in ISO 8601, or datetime objects, as datetime64: nanoseconds, or microseconds for years beyond 1678-2261."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about time zones, which NumPy applies
         coarse = np.array(dates, dtype="datetime64[us]")

@@ -41,22 +41,8 @@ def read_wide(frame: Any, name: str, *, users: bool = True) -> Wide:
     """Cells and labels of a wide frame.
 
     The names of the columns are labels of items, and the index those of users. A default index of pandas (0, 1, 2, ...)
-    has no labels: rows are positions. Missing cells (NaN, null) become 0, which is no entry.
-
-    Parameters
-    ----------
-    frame : pandas or polars frame (also a lazy one), or pyarrow Table
-    name : str
-        Argument name for messages.
-    users : bool
-        False ignores the index, whose labels may then repeat: rows of new users.
-
-    Raises
-    ------
-    RatingsError
-        The frame has entries in its rows, or ids of users in a column; labels repeat or are missing.
-    TypeError
-        Cells that are no numbers.
+    has no labels: rows are positions. Missing cells (NaN, null) become 0, which is no entry. `users=False` ignores the
+    index, whose labels may then repeat: rows of new users.
     """
     refuse_triplets(frame, name)
     frame = frame.collect() if hasattr(frame, "collect_schema") and hasattr(frame, "collect") else frame
@@ -109,13 +95,7 @@ def _refuse_ids(frame: Any, name: str, names: Sequence[Any]) -> None:
 
 
 def _cells(frame: Any, name: str, names: Sequence[Any]) -> np.ndarray:
-    """Values of a frame; missing ones are NaN.
-
-    Raises
-    ------
-    TypeError
-        It names the first column with something else than numbers.
-    """
+    """Values of a frame; missing ones are NaN."""
     if hasattr(frame, "iloc"):
         cells = np.asarray(frame)
         if cells.dtype == object and all(dtype.kind in _NUMBERS for dtype in frame.dtypes):
