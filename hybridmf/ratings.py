@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import scipy.sparse as sp
 
-from .core.files import FORMATS, read_head, sniff_format, write_atomically
+from .core.files import read_head, sniff_format, write_atomically
 from .core.frames import kind_of
 from .core.sparse import entry_rows, keep_entries, transposed
 from .core.triplets import frame_names, named_like_entries
 from .core.validate import (
     MERGE_RULES,
     as_csr,
-    check_bool,
     check_choice,
     check_int,
     check_rng,
@@ -52,9 +50,9 @@ from .data.labels import (
     resolve,
     storable,
 )
+from .data.layout import FileOptions, check_where
 from .data.lists import list_layout, read_lists
 from .data.readers import (
-    check_where,
     column_place,
     file_of,
     frame_entries,
@@ -75,7 +73,7 @@ from .data.splits import (
     latest_entries,
     random_entries,
 )
-from .data.text import TextOptions, find_layout, read_fields, read_text, text_separator
+from .data.text import find_layout, read_fields, read_text
 from .data.transforms import EntryView, Transforms
 from .data.wide import is_wide, read_wide
 from .errors import DuplicateEntriesError, RatingsError
@@ -403,21 +401,17 @@ class Ratings(Transforms):
         ImportError
             A Parquet file without pyarrow.
         """
-        check_choice("format", format, FORMATS)
-        check_choice("duplicates", duplicates, MERGE_RULES)
-        check_choice("header", header, ("auto", True, False))
-        check_choice("missing", missing, MISSING)
-        check_bool("show_progress", show_progress)
-        columns, where = (user, item, value), check_where(where)
-        text = TextOptions(separator, header, columns, encoding, comment, timestamp, where or (), quote, escape)
-        reading = _Reading(format, text, where, missing, show_progress)
+        options = FileOptions(
+            format, separator, header, user, item, value, duplicates, encoding, comment, quote, escape, missing,
+            timestamp, where, show_progress,
+        )  # fmt: skip
         if hasattr(path, "read"):
             with file_of(path) as name:
-                return _from_file(name, reading, duplicates)
+                return _from_file(name, options)
         parts = part_paths(path)
         if parts is None:
-            return _from_file(os.fsdecode(cast(Any, path)), reading, duplicates)
-        return _from_entries(_entries_of_parts(parts, reading), duplicates)
+            return _from_file(os.fsdecode(cast(Any, path)), options)
+        return _from_entries(_entries_of_parts(parts, options), duplicates)
 
     @classmethod
     def concat(cls, parts: Iterable[Ratings], *, duplicates: str = "error") -> Ratings:
@@ -584,59 +578,46 @@ def _from_entries(entries: Entries, duplicates: str) -> Ratings:
     return ratings
 
 
-class _Reading(NamedTuple):
-    """Arguments of `Ratings.from_file`."""
-
-    format: str
-    text: TextOptions
-    where: Mapping[Any, Any] | None
-    missing: str
-    show_progress: bool
-
-
-def _from_file(name: str, reading: _Reading, duplicates: str) -> Ratings:
+def _from_file(name: str, options: FileOptions) -> Ratings:
     head = read_head(name)
-    format = sniff_format(name, head) if reading.format == "auto" else reading.format
+    format = sniff_format(name, head) if options.format == "auto" else options.format
     if format not in ("npz", "mtx"):
-        return _from_entries(_file_entries(name, head, format, reading), duplicates)
-    _refuse_columns(name, format, reading.text.timestamp, reading.where)
+        return _from_entries(_file_entries(name, head, format, options), options.duplicates)
+    _refuse_columns(name, format, options)
     matrix, labels = (read_npz if format == "npz" else read_matrix_market)(name, head)
     with naming(name):
-        return _from_saved(matrix, labels, duplicates)
+        return _from_saved(matrix, labels, options.duplicates)
 
 
-def _file_entries(name: str, head: bytes, format: str, reading: _Reading) -> Entries:
+def _file_entries(name: str, head: bytes, format: str, options: FileOptions) -> Entries:
     """Entries of a file with a row for each entry, or of lists."""
-    text, where, missing = reading.text, reading.where, reading.missing
     if format == "lists":
-        _refuse_columns(name, format, text.timestamp, where)
-        layout = list_layout(name, head, text.separator, text.header, text.selectors, text.encoding, text.comment)
-        return read_lists(layout, missing)
+        _refuse_columns(name, format, options)
+        return read_lists(list_layout(name, head, options), options.missing)
     if format in ("parquet", "jsonl"):
-        read_table = read_parquet if format == "parquet" else read_json_lines
-        return read_table(name, text.selectors, text.timestamp, where, missing)
-    found = find_layout(name, head, replace(text, separator=text_separator(format, text.separator)))
+        return (read_parquet if format == "parquet" else read_json_lines)(name, options)
+    found = find_layout(name, head, options)
     log_columns(name, found.columns)
     mask = None
-    if where is not None:
+    if options.where is not None:
         names, n_fields = found.columns.names, found.n_fields
-        places = {column: column_place("where", name, names, column, n_fields) for column in where}
-        mask = row_mask(name, where, {column: read_fields(found, place) for column, place in places.items()})
-    return read_text(found, reading.show_progress, mask=mask, missing=missing)
+        places = {column: column_place("where", name, names, column, n_fields) for column in options.where}
+        mask = row_mask(name, options.where, {column: read_fields(found, place) for column, place in places.items()})
+    return read_text(found, options.show_progress, mask=mask, missing=options.missing)
 
 
-def _entries_of_parts(paths: list[str], reading: _Reading) -> Entries:
+def _entries_of_parts(paths: list[str], options: FileOptions) -> Entries:
     """Entries of several files; parts without entries that are kept are skipped, unless all are."""
     parts: list[Entries] = []
     empty: NoEntriesError | None = None
     formats = set()
     for path in paths:
         head = read_head(path)
-        format = sniff_format(path, head) if reading.format == "auto" else reading.format
+        format = sniff_format(path, head) if options.format == "auto" else options.format
         if format in ("npz", "mtx"):
             raise RatingsError(f"{path} is a matrix, which is not read with other files; use Ratings.concat")
         try:
-            part = _file_entries(path, head, format, reading)
+            part = _file_entries(path, head, format, options)
         except NoEntriesError as error:
             empty = error
             continue
@@ -659,9 +640,10 @@ def _from_saved(matrix: Any, labels: dict[str, np.ndarray], duplicates: str) -> 
     return ratings
 
 
-def _refuse_columns(path: str, format: str, timestamp: Any, where: Any) -> None:
+def _refuse_columns(path: str, format: str, options: FileOptions) -> None:
     """Reject column arguments for a file without columns."""
-    for argument, value in (("timestamp", None if timestamp == AUTO else timestamp), ("where", where)):
+    timestamp = None if options.timestamp == AUTO else options.timestamp
+    for argument, value in (("timestamp", timestamp), ("where", options.where)):
         if value is not None:
             raise ValueError(
                 f"{path} is read as {format!r}, which has no columns that {argument}= could name: leave it out"

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from ..core.files import FORMATS
 from ..core.validate import MERGE_RULES
 from ..data.labels import MISSING
+from ..data.layout import FileOptions
 from ..data.readers import file_columns, number_of, part_paths
 from ..data.store import Store
 from ..ratings import Ratings
@@ -172,10 +173,8 @@ def columns_text(source: Source, **options: Any) -> str | None:
     """The columns of a file that `read_ratings` uses, the first of several; None if the file has no columns."""
     path = files_of(source)[0]
     arguments = reading_arguments(**options)
-    selectors = tuple(arguments.pop(name) for name in ("user", "item", "value"))
-    for name in ("duplicates", "missing", "timestamp"):
-        del arguments[name]
-    columns = file_columns(path, columns=selectors, comment="#", **arguments)
+    del arguments["timestamp"]
+    columns = file_columns(path, FileOptions(**arguments))
     return None if columns is None else str(columns)
 
 

@@ -67,7 +67,7 @@ def resolve_columns(
 
     A number (from 0) or a name overrides everything. "auto" takes the column with a recognized name
     (`core.column_names.ROLES`) in any position. Without one, columns 0, 1 and 2 are taken, unless their names have
-    another meaning, or `by_place` is False. Values are None, every entry 1, on request or if no column is left for them.
+    another meaning, or `by_place` is False. Values are None, every entry 1, on request or if no column is left.
     `timestamp="auto"` takes the only free column with a time-like name, else none.
     """
     table = _NamedColumns(source, None if names is None else tuple(names), n_fields, by_place)

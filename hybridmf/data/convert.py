@@ -24,19 +24,17 @@ import logging
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
 from ..core.files import (
     ABANDONED,
-    FORMATS,
     TEMPORARY,
     lock,
     open_bytes,
@@ -50,11 +48,9 @@ from ..core.objective import SIDES, Side
 from ..core.sparse import ValueSummary, entry_rows, transposed
 from ..core.system import parse_bytes
 from ..core.validate import (
-    MERGE_RULES,
     Repeats,
     as_csr,
     check_bool,
-    check_choice,
     check_path,
     csr_arrays,
     from_triplets,
@@ -66,7 +62,6 @@ from . import arrow_text
 from .columns import log_columns
 from .labels import (
     MAX_POSITION,
-    MISSING,
     MISSING_WORDS,
     duplicate_error,
     encode_labels,
@@ -78,24 +73,22 @@ from .labels import (
     note_dropped,
     whole_repeats,
 )
-from .layout import TextLayout
+from .layout import FileOptions, TextLayout
 from .lines import line_blocks
 from .lists import BLOCK_ENTRIES, lines_of_lists, list_chunks, list_layout
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
 from .readers import MarketHeader, check_market_rows, market_header, parquet_chunks, parquet_layout, part_paths
 from .slabs import InMemory, slab_bounds
-from .store import UNFINISHED, Store
+from .store import UNFINISHED, Store, file_checksum
 from .text import (
     BLOCK_CHARS,
     MANY_LARGE,
-    TextOptions,
     find_layout,
     large_integers,
     lines_of,
     record_chunks,
     refuse_ids_as_values,
     sorted_labels,
-    text_separator,
 )
 
 logger = logging.getLogger("hybridmf")
@@ -175,20 +168,14 @@ def convert(
     OSError
         For example, the disk is full; no files remain.
     """
-    check_choice("format", format, FORMATS)
-    check_choice("duplicates", duplicates, MERGE_RULES)
-    check_choice("header", header, ("auto", True, False))
-    check_choice("missing", missing, MISSING)
+    options = FileOptions(
+        format, separator, header, user, item, value, duplicates, encoding, comment, quote, escape, missing
+    )
     limit = max(parse_bytes("memory_limit", memory_limit), 1 << 20)
     entries = max(1, min(parse_bytes("slab_bytes", slab_bytes) // 8, limit // SORT_BYTES))
-    options: dict[str, Any] = {
-        "format": format, "separator": separator, "header": header, "user": user, "item": item, "value": value,
-        "duplicates": duplicates, "encoding": encoding, "comment": comment, "quote": quote, "escape": escape,
-        "missing": missing,
-    }  # fmt: skip
     if isinstance(source, (str, os.PathLike)) or _is_list_of_paths(source):
         if part_paths(source) is not None:
-            source = Ratings.from_file(source, **options)
+            source = Ratings.from_file(source, **vars(options))
         else:
             source = Store.open(source) if os.path.isdir(source) else os.fsdecode(source)
     folder = _Folder(Path(check_path("path", path)))
@@ -218,12 +205,12 @@ def _refuse_itself(source: Any, path: Path) -> None:
         )
 
 
-def _in_memory(source: Any, options: dict[str, Any]) -> Ratings:
+def _in_memory(source: Any, options: FileOptions) -> Ratings:
     if isinstance(source, Ratings):
         return source
     if isinstance(source, str):
-        return Ratings.from_file(source, **options)
-    return Ratings.from_matrix(source, duplicates=options["duplicates"])
+        return Ratings.from_file(source, **vars(options))
+    return Ratings.from_matrix(source, duplicates=options.duplicates)
 
 
 # ---------------------------------------------------------------------------------------------------- the folder
@@ -326,9 +313,9 @@ class _Folder:
 
     def save(self, name: str, array: np.ndarray) -> None:
         """Write an array as a whole or not at all, and keep its checksum."""
-        seen = _Checksum()
-        _write(self.path / name, lambda file: np.save(seen.on(file), array, allow_pickle=False))
-        self.files[name] = {"bytes": seen.size, "crc32": f"{seen.crc:08x}"}
+        path = self.path / name
+        _write(path, lambda file: np.save(file, array, allow_pickle=False))
+        self.files[name] = {"bytes": path.stat().st_size, "crc32": file_checksum(path)}
 
     def load(self, name: str) -> np.ndarray:
         """Array of a file, mapped unless it is empty."""
@@ -356,23 +343,6 @@ class _Folder:
         shutil.rmtree(self.work, ignore_errors=True)
         _write(self.path / MANIFEST, json.dumps(manifest, indent=1).encode())
         (self.path / UNFINISHED).unlink(missing_ok=True)
-
-
-class _Checksum:
-    """A file with the size and the checksum of the bytes written to it."""
-
-    def __init__(self) -> None:
-        self.size, self.crc = 0, 0
-        self._file: BinaryIO
-
-    def on(self, file: BinaryIO) -> Any:
-        self._file = file
-        return self
-
-    def write(self, data: Any) -> int:
-        self.size += memoryview(data).nbytes
-        self.crc = zlib.crc32(data, self.crc)
-        return self._file.write(data)
 
 
 # ---------------------------------------------------------------------------------------------------- from memory
@@ -551,35 +521,30 @@ class _Reader:
     missing: str = "keep"  # what to do with labels that are `MISSING_WORDS`
 
 
-def _readers_of(source: Any, options: dict[str, Any], limit: int) -> Iterator[_Reader] | None:
+def _readers_of(source: Any, options: FileOptions, limit: int) -> Iterator[_Reader] | None:
     """Readers in chunks, to try one after the other; None for sources held in memory as a whole."""
     if isinstance(source, Store):
         return iter([_stored(source, limit)])
     if not isinstance(source, str):
         return None
     path, head = source, read_head(source)
-    format = options["format"] if options["format"] != "auto" else sniff_format(path, head)
-    columns, missing = (options["user"], options["item"], options["value"]), options["missing"]
+    format = options.format if options.format != "auto" else sniff_format(path, head)
     if format in ("npz", "jsonl"):
         return None
     if format == "mtx":
         header = market_header(path, head)
         return iter([_matrix_market(path, header, limit)]) if header is not None and _streamable(header) else None
     if format == "parquet":
-        return iter([_parquet(path, columns, max(1, limit // 256), missing)])
-    as_text = (options["header"], columns, options["encoding"], options["comment"])
+        return iter([_parquet(path, options.selectors, max(1, limit // 256), options.missing)])
     if format == "lists":
-        layout = list_layout(path, head, options["separator"], *as_text)
-        size = max(1, min(BLOCK_ENTRIES, limit // 256))
+        layout = list_layout(path, head, options)
         users, items = _Codes(sorted_labels), _Codes(sorted_labels)
-        chunks = list_chunks(layout, users.table, items.table, size)
+        chunks = list_chunks(layout, users.table, items.table, max(1, min(BLOCK_ENTRIES, limit // 256)))
         where = functools.partial(lines_of_lists, layout)
-        return iter([_Reader(chunks, (users, items), where, path, missing=missing)])
-    separator = text_separator(format, options["separator"])
-    text = TextOptions(separator, *as_text, quote=options["quote"], escape=options["escape"])
-    found = find_layout(path, head, text)
+        return iter([_Reader(chunks, (users, items), where, path, missing=options.missing)])
+    found = find_layout(path, head, options)
     log_columns(path, found.columns)
-    return _text_readers(found, limit, missing)
+    return _text_readers(found, limit, options.missing)
 
 
 def _stored(store: Store, limit: int) -> _Reader:

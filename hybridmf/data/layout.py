@@ -1,21 +1,76 @@
-"""Properties of delimited text that are detected before it is read: encoding, separator, header and columns."""
+"""How a file is read: the arguments, and what is detected before: encoding, separator, header and columns of text."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..core.files import open_bytes
-from .columns import Columns
+from ..core.files import FORMATS, open_bytes
+from ..core.validate import MERGE_RULES, check_bool, check_choice
+from .columns import AUTO, Columns
+from .labels import MISSING
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Users, items and values of some entries."""
 
 TimedChunk = tuple[np.ndarray, ...]
 """The same, and the times of these entries if the layout has `times`."""
+
+Where = Mapping[Any, Any]
+"""Row filters: a value, several, or a function, by column."""
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Arguments of `Ratings.from_file`, by its names."""
+
+    format: str = AUTO
+    separator: str | None = None
+    header: bool | str = AUTO
+    user: int | str = AUTO
+    item: int | str = AUTO
+    value: int | str | None = AUTO
+    duplicates: str = "error"
+    encoding: str | None = None
+    comment: str | None = "#"
+    quote: str | None = AUTO
+    escape: str | None = None
+    missing: str = "error"
+    timestamp: int | str | None = None
+    where: Where | None = None
+    show_progress: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("format", self.format, FORMATS)
+        check_choice("duplicates", self.duplicates, MERGE_RULES)
+        check_choice("header", self.header, (AUTO, True, False))
+        check_choice("missing", self.missing, MISSING)
+        check_bool("show_progress", self.show_progress)
+        object.__setattr__(self, "where", check_where(self.where))
+
+    @property
+    def selectors(self) -> tuple[Any, Any, Any]:
+        """Columns of user, item and value."""
+        return self.user, self.item, self.value
+
+    @property
+    def field_separator(self) -> str | None:
+        """Separator of text in the format; None if it must be detected."""
+        return {"csv": ",", "tsv": "\t"}.get(self.format) if self.separator is None else self.separator
+
+
+def check_where(where: Any) -> Where | None:
+    """Row filters, None if there are none."""
+    if where is not None and not isinstance(where, Mapping):
+        raise TypeError(
+            f'where must be a mapping from columns to values, such as {{"behavior": "play"}}, got {where!r} of type '
+            f"{type(where).__name__}"
+        )
+    return where or None
 
 
 @dataclass(frozen=True)

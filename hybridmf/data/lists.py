@@ -8,7 +8,6 @@ import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from ..core.files import reading
 from ..errors import RatingsError
 from .columns import AUTO
 from .labels import Entries
-from .layout import Chunk, open_text
+from .layout import Chunk, FileOptions, open_text
 from .lines import Lines, pieces_of
 from .text import (
     NOTHING,
@@ -55,26 +54,18 @@ class ListLayout:
         return [field for field in fields if field]
 
 
-def list_layout(
-    path: str,
-    head: bytes,
-    separator: str | None,
-    header: bool | str,
-    selectors: tuple[Any, Any, Any],
-    encoding: str | None,
-    comment: str | None,
-) -> ListLayout:
-    """Check the options of a file of lists."""
-    for name, selector in zip(("user", "item", "value"), selectors, strict=True):
+def list_layout(path: str, head: bytes, options: FileOptions) -> ListLayout:
+    """Check the options of a file of lists, which has no columns."""
+    for name, selector in zip(("user", "item", "value"), options.selectors, strict=True):
         if selector != AUTO and not (name == "value" and selector is None):
             raise ValueError(
                 f'{name}={selector!r} names a column, and lines of format="lists" have none: they hold a user, then '
                 f"the user's items; leave {name}= out"
             )
-    check_text_options(separator, comment)
-    codec = text_encoding(path, head, encoding)
-    first_lines(path, codec, comment)
-    return ListLayout(path, codec, comment, separator, header is True)
+    check_text_options(options.separator, options.comment)
+    codec = text_encoding(path, head, options.encoding)
+    first_lines(path, codec, options.comment)
+    return ListLayout(path, codec, options.comment, options.separator, options.header is True)
 
 
 def read_lists(layout: ListLayout, missing: str = "error") -> Entries:

@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +31,9 @@ from ..errors import DuplicateEntriesError, HybridMFError, MemoryBudgetError, Ra
 from . import arrow_text
 from .columns import AUTO, Columns, check_distinct_names, log_columns, resolve_columns
 from .labels import MAX_VALUE, MISSING_WORDS, Entries, NoEntriesError, as_times, factorize, missing_error, note_dropped
+from .layout import FileOptions, Where
 from .lines import numbered_lines, pieces_of
-from .text import INTEGER, TextOptions, find_layout, parse_dates, parse_times, text_separator
+from .text import INTEGER, find_layout, parse_dates, parse_times
 
 logger = logging.getLogger("hybridmf")
 
@@ -47,9 +48,6 @@ MANY_STRINGS = 1 << 16
 
 Selectors = tuple[Any, Any, Any]
 """``user=``, ``item=`` and ``value=``; see `hybridmf.data.columns.resolve_columns`."""
-
-Where = Mapping[Any, Any]
-"""Row filters: a value, several, or a function, by column."""
 
 
 def frame_entries(
@@ -283,12 +281,11 @@ def file_of(stream: Any) -> Iterator[str]:
             raise type(error)(str(error).replace(path, shown)) from error
 
 
-def read_parquet(
-    path: str, columns: Selectors, timestamp: Any = None, where: Where | None = None, missing: str = "error"
-) -> Entries:
+def read_parquet(path: str, options: FileOptions) -> Entries:
     """Entries of a Parquet file; reads only the required columns."""
+    timestamp, where = options.timestamp, options.where
     with _parquet(path) as file:
-        found, hive = _resolved(path, file, columns, timestamp, where or ())
+        found, hive = _resolved(path, file, options.selectors, timestamp, where or ())
         names = found.names or ()
         log_columns(path, found)
         used = [None if k is None else names[k] for k in (found.user, found.item, found.value)]
@@ -299,14 +296,12 @@ def read_parquet(
     kept = None if where is None else dict(zip(filters, where.values(), strict=True))
     user, item, value = used
     timestamp = AUTO if timestamp == AUTO and time is not None else time
-    return frame_entries(table, path, user, item, value, timestamp, kept, missing)
+    return frame_entries(table, path, user, item, value, timestamp, kept, options.missing)
 
 
-def read_json_lines(
-    path: str, columns: Selectors, timestamp: Any = None, where: Where | None = None, missing: str = "error"
-) -> Entries:
+def read_json_lines(path: str, options: FileOptions) -> Entries:
     """Entries of a file with a JSON object on each line, whose fields are columns."""
-    return frame_entries(_json_lines(path), path, *columns, timestamp, where, missing)
+    return frame_entries(_json_lines(path), path, *options.selectors, options.timestamp, options.where, options.missing)
 
 
 def _json_lines(path: str) -> Any:
@@ -350,16 +345,6 @@ def row_mask(source: str, where: Where, fields: dict[Any, np.ndarray]) -> np.nda
                 f"{source}: where= keeps none of {len(mask)} rows; column {column!r} has values such as {some}"
             )
     return mask
-
-
-def check_where(where: Any) -> Where | None:
-    """Row filters, None if there are none."""
-    if where is not None and not isinstance(where, Mapping):
-        raise TypeError(
-            f'where must be a mapping from columns to values, such as {{"behavior": "play"}}, got {where!r} of type '
-            f"{type(where).__name__}"
-        )
-    return where or None
 
 
 def _matches(column: Any, fields: np.ndarray, wanted: Any) -> np.ndarray:
@@ -624,31 +609,16 @@ def _mmread(stream: Any) -> Any:
     raise problem
 
 
-def file_columns(
-    path: str,
-    format: str,
-    separator: str | None,
-    header: bool | str,
-    columns: Selectors,
-    encoding: str | None,
-    comment: str | None,
-    quote: str | None = AUTO,
-    escape: str | None = None,
-) -> Columns | None:
+def file_columns(path: str, options: FileOptions) -> Columns | None:
     """Columns that `Ratings.from_file` uses with these options, by the first lines; None for files without columns."""
     head = read_head(path)
-    format = sniff_format(path, head) if format == "auto" else format
+    format = sniff_format(path, head) if options.format == "auto" else options.format
     if format == "parquet":
-        return parquet_layout(path, columns)
+        return parquet_layout(path, options.selectors)
     if format == "jsonl":
         names = _json_lines(path).column_names
-        return resolve_columns(path, names, len(names), *columns, by_place=False)
-    if format in ("npz", "mtx", "lists"):
-        return None
-    options = TextOptions(
-        text_separator(format, separator), header, columns, encoding, comment, quote=quote, escape=escape
-    )
-    return find_layout(path, head, options).columns
+        return resolve_columns(path, names, len(names), *options.selectors, by_place=False)
+    return None if format in ("npz", "mtx", "lists") else find_layout(path, head, options).columns
 
 
 @contextlib.contextmanager

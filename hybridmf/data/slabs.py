@@ -239,11 +239,3 @@ def slab_entries(bounds: np.ndarray, degrees: np.ndarray) -> np.ndarray:
     """Entries of each slab, int64."""
     before = np.concatenate(([0], np.cumsum(degrees)))
     return np.diff(before[bounds])
-
-
-def magnitudes(values: np.ndarray) -> np.ndarray:
-    """Smallest and largest absolute value; empty for no values."""
-    if not len(values):
-        return values
-    sizes = np.abs(values)
-    return np.array([sizes.min(), sizes.max()])

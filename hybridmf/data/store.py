@@ -36,7 +36,7 @@ import scipy.sparse as sp
 
 from .. import _formats
 from ..core.objective import SIDES, Side, other_side
-from ..core.sparse import SUMMED, ValueSummary, entry_rows, take_rows
+from ..core.sparse import ValueSummary, entry_rows, take_rows
 from ..core.system import available_memory
 from ..core.validate import check_choice, check_path, csr_arrays, frozen_csr, make_csr
 from ..errors import MemoryBudgetError, StoreError
@@ -55,12 +55,12 @@ from .manifest import (
     seal,
     slab_file,
 )
-from .slabs import Orientation, magnitudes, slab_entries
+from .slabs import Orientation, slab_entries
 
 logger = logging.getLogger("hybridmf")
 
 UNFINISHED = "unfinished.json"
-CHUNK = 1 << 22
+CHUNK = 1 << 18
 """Bytes read at a time to check a file."""
 
 PARSING = threading.Lock()
@@ -115,7 +115,7 @@ class Store:
         self._bounds = {side: np.array(manifest["bounds"][side], dtype=np.int64) for side in SIDES}
         self._entries = {side: entries_of_slabs(manifest, side) for side in SIDES}
         self._checked: dict[str, tuple[int, int]] = {}  # size and time of files at the time of their validation
-        self._sound: dict[Side, dict[int, _Summary]] = {side: {} for side in SIDES}  # slabs whose arrays are consistent
+        self._sound: dict[Side, dict[int, ValueSummary]] = {side: {} for side in SIDES}  # consistent slabs
         self._counted: set[str] = set()  # files of degrees that are consistent with the sizes of slabs
         self._layouts: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}  # of arrays that were mapped before
 
@@ -327,14 +327,16 @@ class Store:
     def _sum_up(self, slab: Slab, values: np.ndarray) -> None:
         """Compare the values of a slab with the manifest, and the sums over all slabs once all have been read."""
         known = self._sound[slab.side]
-        summary = _Summary.of(values)
+        summary = ValueSummary.of([values[values != 0]])
         ends = self._manifest["magnitudes"]["nonzero"]
-        sound = not summary.ends or (ends[0] <= summary.ends[0] and summary.ends[1] <= ends[1])
+        sound = not len(summary.ends) or (ends[0] <= summary.ends[0] and summary.ends[1] <= ends[1])
         known[slab.number] = summary
         if sound and len(known) == len(self._entries[slab.side]):
-            total, everything = math.fsum(each.total for each in known.values()), _Summary.joined(list(known.values()))
+            total = math.fsum(each.total for each in known.values())
+            found = np.concatenate([each.ends for each in known.values()])
             slack = ROUNDING * self.nnz * (ends[1] if ends else 0.0)
-            sound = everything.ends == ends and abs(total - self._manifest["sums"]["all"]) <= slack
+            sound = ([float(found.min()), float(found.max())] if len(found) else []) == ends
+            sound = sound and abs(total - self._manifest["sums"]["all"]) <= slack
         if not sound:
             del known[slab.number]
             raise self._error(MANIFEST, f"has other sums or magnitudes than the values of slabs of {slab.side}s")
@@ -367,30 +369,6 @@ class Store:
 
     def __reduce__(self) -> Any:
         return Store.open, (str(self.path),)
-
-
-@dataclass(frozen=True)
-class _Summary:
-    """Sum of some values, and the smallest and largest magnitude of the nonzero ones; [] if there are none."""
-
-    total: float
-    ends: list[float]
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> _Summary:
-        """The summary of values, computed in pieces to save memory."""
-        pieces = []
-        for start in range(0, len(values), SUMMED):
-            piece = values[start : start + SUMMED]
-            ends = magnitudes(piece[piece != 0])
-            pieces.append(cls(float(piece.sum(dtype=np.float64)), [float(each) for each in ends]))
-        return cls.joined(pieces)
-
-    @classmethod
-    def joined(cls, parts: list[_Summary]) -> _Summary:
-        """The summary of all parts together."""
-        ends = [end for part in parts for end in part.ends]
-        return cls(math.fsum(part.total for part in parts), [min(ends), max(ends)] if ends else [])
 
 
 def _hash(slab: Slab, matrix: sp.csr_array) -> int:

@@ -18,7 +18,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from .labels import (
     factorize_integers,
     factorize_objects,
 )
-from .layout import Chunk, TextLayout, TimedChunk, open_text
+from .layout import Chunk, FileOptions, TextLayout, TimedChunk, open_text
 from .lines import Lines, line_blocks, pieces_of
 
 logger = logging.getLogger("hybridmf")
@@ -78,24 +78,10 @@ NOTHING: Chunk = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0))
 # --------------------------------------------------------------------------------------------------------------- layout
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """Options of a text file with a rating on each line; see `Ratings.from_file`."""
-
-    separator: str | None  # None: detected
-    header: bool | str
-    selectors: tuple[int | str, int | str, int | str | None]  # columns of user, item and value
-    encoding: str | None
-    comment: str | None
-    timestamp: int | str | None = None
-    others: Iterable[int | str] = ()  # other columns named by arguments
-    quote: str | None = AUTO
-    escape: str | None = None
-
-
-def find_layout(path: str, head: bytes, options: TextOptions) -> TextLayout:
+def find_layout(path: str, head: bytes, options: FileOptions) -> TextLayout:
     """Detect separator, header and columns from the first lines."""
-    separator, comment, selectors, timestamp = options.separator, options.comment, options.selectors, options.timestamp
+    separator, comment, timestamp = options.field_separator, options.comment, options.timestamp
+    selectors = options.selectors
     codec = text_encoding(path, head, options.encoding)
     check_text_options(separator, comment)
     _check_quoting(options.quote, options.escape)
@@ -110,7 +96,7 @@ def find_layout(path: str, head: bytes, options: TextOptions) -> TextLayout:
     rows = _sample(lines, separator, quoting)
     n_fields = _usual_width(rows)[0]
     first = [field.strip() for field in rows[0]]
-    has_header = _has_header(rows, n_fields, options.header, selectors, (timestamp, *options.others))
+    has_header = _has_header(rows, n_fields, options.header, selectors, (timestamp, *(options.where or ())))
     if has_header and len(first) != n_fields:
         raise RatingsError(f"{path}: the header has {len(first)} fields, {first}, but the lines below have {n_fields}")
     columns = resolve_columns(path, first if has_header else None, n_fields, *selectors, timestamp=timestamp)
@@ -276,11 +262,6 @@ def parse_dates(dates: Any) -> np.ndarray:
         except OverflowError:
             return coarse
     return fine if np.array_equal(fine.astype(coarse.dtype), coarse, equal_nan=True) else coarse
-
-
-def text_separator(format: str, separator: str | None) -> str | None:
-    """Separator of text in that format; None if it must be detected."""
-    return {"csv": ",", "tsv": "\t"}.get(format) if separator is None else separator
 
 
 def check_text_options(separator: Any, comment: Any) -> None:

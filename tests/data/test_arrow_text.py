@@ -18,6 +18,7 @@ import hybridmf as hmf
 from hybridmf.core.files import read_head
 from hybridmf.data import arrow_text, readers, text
 from hybridmf.data._spelling import only_in_pairs
+from hybridmf.data.layout import FileOptions
 from hybridmf.errors import RatingsError
 from support.reading import assert_canonical, read, triplets, write
 
@@ -42,7 +43,7 @@ ODD_VALUES = (
 
 def layout_of(path, separator=None, header="auto", comment="#"):
     return text.find_layout(
-        str(path), read_head(str(path)), text.TextOptions(separator, header, ("auto",) * 3, None, comment)
+        str(path), read_head(str(path)), FileOptions(separator=separator, header=header, comment=comment)
     )
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridmf.data import text as _text
+from hybridmf.data.layout import FileOptions
 from hybridmf.errors import DuplicateEntriesError, MemoryBudgetError, RatingsError
 from hybridmf.ratings import Ratings
 from support.reading import QUICK, assert_canonical, read, triplets, write
@@ -103,7 +104,9 @@ def test_plain_lines_are_split_at_once(tmp_path, monkeypatch):
 def test_lines_are_split_alike_at_once_and_one_by_one(tmp_path, separator, pairs):
     text = "".join(separator.join([str(u), str(i), repr(v)]) + "\n" for (u, i), v in pairs.items())
     path = write(tmp_path, text, "pairs.txt")
-    layout = _text.find_layout(str(path), text.encode(), _text.TextOptions(separator, False, (0, 1, 2), None, "#"))
+    layout = _text.find_layout(
+        str(path), text.encode(), FileOptions(separator=separator, header=False, user=0, item=1, value=2)
+    )
     both = [list(_text._columns(layout, (0, 1, 2)))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_text, "_plain_columns", lambda block, layout: None)
