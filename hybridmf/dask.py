@@ -349,6 +349,8 @@ def fit(
     early_stopping: EarlyStopping | int | bool | None = None,
     freeze: Side | None = None,
     weights: None = None,
+    validation_users: int | None = None,
+    validate_every: int = 1,
     track_objective: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
@@ -390,6 +392,8 @@ def fit(
         As for ``fit`` of a model; the factors that `init` gives are sent to all workers.
     weights : None
         Not available on a cluster; values ``(w - 1) / alpha`` have the confidence ``w``, if all are above 1.
+    validation_users, validate_every : int
+        As for ``fit`` of a model.
     track_objective : bool
         Record the objective of each iteration in ``history_``, even without observers.
     timeout : float
@@ -414,8 +418,9 @@ def fit(
     check_timeout(timeout)
     check_model(model)
     options = Options(
-        validation, callback, False, checkpoint, resume_from, unknown, early_stopping, freeze, track_objective
-    )
+        validation, callback, False, checkpoint, resume_from, unknown, early_stopping, freeze, validation_users,
+        validate_every, track_objective,
+    )  # fmt: skip
     options.settings(model)
     if weights is not None:
         raise ValueError(

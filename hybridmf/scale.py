@@ -59,6 +59,8 @@ def fit(
     early_stopping: EarlyStopping | int | bool | None = None,
     freeze: Side | None = None,
     weights: Any = None,
+    validation_users: int | None = None,
+    validate_every: int = 1,
     track_objective: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
@@ -89,6 +91,8 @@ def fit(
         As for ``fit`` of a model; all ranks need the factors that `init` gives.
     weights : path, Ratings or matrix, optional
         As for ``fit`` of a model; every rank needs all of them, and of the ratings, which cannot be a store.
+    validation_users, validate_every : int
+        As for ``fit`` of a model.
     track_objective : bool
         Record the objective of each iteration in ``history_``, even without observers.
     timeout : float
@@ -113,7 +117,7 @@ def fit(
         with aborting(ranks):
             options = Options(
                 validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, freeze,
-                track_objective,
+                validation_users, validate_every, track_objective,
             )  # fmt: skip
             device = _device(model, ranks)
             source = RankedRatings(model, _share(model, ratings, weights), ranks, device)

@@ -101,6 +101,10 @@ METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
     help="Ratings to measure after each iteration: held out of the training, or of a file.",
 )  # fmt: skip
 @click.option(
+    "--validation-users", type=int, metavar="N", help="Measure --validation by so many users.  [default: all]"
+)
+@click.option("--validate-every", type=int, metavar="N", help="Measure it after every N iterations.  [default: 1]")
+@click.option(
     "--split-by", type=click.Choice(WAYS), default="random", show_default=True,
     help="Ratings to hold out: any ratings, all of some users, the latest, or the last of each user.",
 )  # fmt: skip
@@ -126,6 +130,8 @@ def command(
     test_size: float,
     test_file: str | None,
     validation: str | None,
+    validation_users: int | None,
+    validate_every: int | None,
     split_by: str,
     patience: int | None,
     metric: str | None,
@@ -165,6 +171,7 @@ def command(
     test_size = _test_size(test_file, test_size)
     share = _share_of(validation)
     watching = _early_stopping(validation, patience, metric)
+    watching |= _validation_options(validation, validation_users, validate_every)
     ratings: Any
     if is_store(source):
         if where:
@@ -288,6 +295,17 @@ def _early_stopping(validation: str | None, patience: int | None, metric: str | 
     if validation is None or patience is None:
         raise click.UsageError("--patience needs --validation, and --metric needs --patience")
     return {"early_stopping": EarlyStopping(patience, metric)}
+
+
+def _validation_options(validation: str | None, users: int | None, every: int | None) -> dict[str, Any]:
+    given = {"validation_users": users, "validate_every": every}
+    found = {name: value for name, value in given.items() if value is not None}
+    for name, value in found.items():
+        option = f"--{name.replace('_', '-')}"
+        _validate.check_int(option, value, 1)
+        if validation is None:
+            raise click.UsageError(f"{option} needs --validation")
+    return found
 
 
 def _read_and_say(

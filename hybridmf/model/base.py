@@ -150,6 +150,8 @@ class FactorModel(ServingMixin):
         early_stopping: EarlyStopping | int | bool | None = None,
         freeze: Side | None = None,
         weights: Any = None,
+        validation_users: int | None = None,
+        validate_every: int = 1,
     ) -> Any:
         """Learn user and item factors.
 
@@ -195,6 +197,12 @@ class FactorModel(ServingMixin):
             Confidence c > 0 of each entry of `user_items`, in place of ``1 + alpha |r|`` (`ImplicitALS` only); the
             signs of `user_items` remain the preferences. Labelled weights are aligned by label. Only the fit uses them:
             `transform` and other fold-in, and ``objective(matrix)``, use ``1 + alpha |r|``.
+        validation_users : int, optional
+            Evaluate so many users of `validation`, drawn at random, the same ones in each iteration and each fit.
+            Default: all.
+        validate_every : int
+            Evaluate `validation` after every so many iterations and after the last one; `early_stopping`, whose
+            patience counts all iterations, sees these values only.
 
         Returns
         -------
@@ -219,7 +227,10 @@ class FactorModel(ServingMixin):
             A GPU failed; the model keeps the last factors that were on the host, and the message names them.
         """
         stopwatch = Stopwatch()
-        options = Options(validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, freeze)
+        options = Options(
+            validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, freeze,
+            validation_users, validate_every,
+        )  # fmt: skip
         late = checkpoint is None and resume_from is None
         source = LocalRatings(self, user_items, weights, late=late)
         return Fit(self, source, options, stopwatch=stopwatch).run()

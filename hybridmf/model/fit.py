@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..core.objective import SIDES, Objective, State, default_lambdas
-from ..core.validate import check_bool, check_choice, seed_of
+from ..core.validate import check_bool, check_choice, check_int, seed_of
 from ..data.align import UNKNOWN
 from ..data.labels import check_storable_labels
 from ..errors import RatingsError
@@ -56,6 +56,8 @@ class Options:
     unknown: str = "error"
     early_stopping: Any = None
     freeze: Any = None
+    validation_users: int | None = None
+    validate_every: int = 1
     track_objective: bool = False
     """Compute the objective even without observers."""
 
@@ -65,6 +67,12 @@ class Options:
         check_choice("unknown", self.unknown, UNKNOWN)
         if self.callback is not None and not callable(self.callback):
             raise TypeError(f"callback must be callable, got {type(self.callback).__name__}")
+        for name in ("validation_users", "validate_every"):
+            value = getattr(self, name)
+            if value is not None:
+                check_int(name, value, 1)
+        if self.validation is None and (self.validation_users is not None or self.validate_every != 1):
+            raise ValueError("validation_users and validate_every belong to held-out entries: pass them as validation")
         object.__setattr__(self, "early_stopping", check_early_stopping(self.early_stopping))
         if self.early_stopping is not None and self.validation is None:
             raise ValueError("early_stopping measures held-out entries: pass them as validation")

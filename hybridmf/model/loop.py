@@ -6,6 +6,7 @@ observers and the checkpoints: it gathers the factors when one of these needs th
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,12 +84,13 @@ class FitLoop:
         # whether the model lacks the current factors, and whether these are of an incomplete iteration; as on all ranks
         self.stale, self.partial = completed > 0, False
         self.work = ""  # of the solver, for messages
-        observed = self.validation is not None or options.callback is not None
-        self.reports = options.track_objective or options.show_progress or observed
-        self.needs_model, self.needs_objective, self.saves, self.may_stop = (
+        calls_back = options.callback is not None
+        self.reports = options.track_objective or options.show_progress or calls_back
+        self.calls_back, self.needs_objective, self.saves, self.may_stop = (
             bool(agreed(communicator, answer))
-            for answer in (observed, self.reports, writer is not None, options.callback is not None or rule is not None)
+            for answer in (calls_back, self.reports, writer is not None, calls_back or rule is not None)
         )
+        self.validates_every = agreed(communicator, 0 if self.validation is None else options.validate_every)
 
     def iterations(self) -> Iterator[int]:
         """Numbers of the iterations that are left."""
@@ -149,11 +151,12 @@ class FitLoop:
         """Run all work after an iteration except the callback."""
         if self._model_is_needed():
             self._update_model()
-        if self.needs_objective:
+        validates = self._validates()
+        if self.needs_objective or validates:
             record["objective"] = self.unit * self.solver.objective_value()
-        if self.validation is not None:
+        if self.validation is not None and validates:
             record |= self._validate(self.validation)
-        if self.reports:
+        if self.reports or (self.validation is not None and validates):
             self._report(record)
         self.bar.update()
         if self.writer is not None and not self.stale:
@@ -161,17 +164,32 @@ class FitLoop:
 
     def _model_is_needed(self) -> bool:
         """Whether to update the model after this iteration; the same on all ranks."""
-        if self.needs_model:
+        if self.calls_back or self._validates():
             return True
         due = self.writer is not None and self.writer.due(self.completed)
         return self.saves and bool(agreed(self.communicator, due))
 
+    def _validates(self) -> bool:
+        """Whether the validation set is evaluated after this iteration; the same on all ranks."""
+        every, last = self.validates_every, self.completed == self.bar.total
+        return bool(every) and (last or self.completed % every == 0)
+
+    @functools.cached_property
+    def _users(self) -> np.ndarray:
+        """Ascending positions of the validation users: all, or so many drawn at random, the same ones in each fit."""
+        assert self.validation is not None
+        number, errors = self.options.validation_users, self.model._validation_metric() == "rmse"
+        if number is None:
+            return np.arange(self.validation.shape[0])
+        users = np.unique(entry_rows(self.validation)[errors | (self.validation.data > 0)])
+        return np.sort(np.random.default_rng(0).permutation(users)[:number])
+
     def _validate(self, validation: sp.csr_array) -> Record:
-        names, everybody = [self.model._validation_metric()], np.arange(validation.shape[0])
+        names = [self.model._validation_metric()]
         if self.watch is not None:
             self.watch.metric = self.watch.rule.metric or names[0]
             names += [self.watch.metric] if self.watch.metric not in names else []
-        return dict(_measure(self.model, validation, self.seen, tuple(names), everybody))
+        return dict(_measure(self.model, validation, self.seen, tuple(names), self._users))
 
     def _report(self, record: Record) -> None:
         values = {name: f"{value:.5g}" for name, value in record.items() if name not in ("iteration", "seconds")}
@@ -185,7 +203,7 @@ class FitLoop:
         if not self.may_stop:
             return False
         ends = False
-        if self.watch is not None and self.learned is not None:
+        if self.watch is not None and self.watch.metric in record and self.learned is not None:
             ends = self.watch.see(self.completed, record[self.watch.metric], self.learned)
             if ends:
                 logger.info("no better %s for %d iterations", self.watch.metric, self.completed - self.watch.iteration)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 import subprocess
 import sys
@@ -297,3 +298,12 @@ def test_a_model_is_not_written_into_the_store_that_is_read(tmp_path):
     for name in ("manifest.json", "model.safetensors"):
         assert "lies in the store that is read" in refuse("fit", store.path, "-o", store.path / name)
     hmf.Store.open(store.path).verify()
+
+
+def test_validation_of_some_users_and_iterations(folder, tmp_path):
+    arguments = ["fit", folder / "ratings.csv", "-o", tmp_path / "m.safetensors", "--factors", 4, "--iterations", 5]
+    few = ["--validation-users", 10, "--validate-every", 2]
+    history = json.loads(succeed(*arguments, "--validation", 0.2, *few, "--json"))["history"]
+    assert [record["iteration"] for record in history if "rmse" in record] == [2, 4, 5]
+    assert "--validation-users needs --validation" in refuse(*arguments, "--validation-users", 10)
+    assert "--validate-every must" in refuse(*arguments, "--validation", 0.2, "--validate-every", 0)

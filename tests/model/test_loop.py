@@ -109,6 +109,46 @@ def test_several_devices_measure_what_one_measures():
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["explicit", "implicit"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_validation_of_some_users_after_some_iterations(kind, size):
+    metric = {"explicit": "rmse", "implicit": "ndcg@10"}[kind]
+    options = {"validation": TEST, "validation_users": 12, "validate_every": 2}
+
+    def fitted(**observers: Any) -> Any:
+        if size == 1:
+            return KINDS[kind](iterations=5).fit(TRAIN, **observers)
+        return together(size, lambda: KINDS[kind](iterations=5), **observers)
+
+    model = fitted(**options)
+    assert [record["iteration"] for record in model.history_ if metric in record] == [2, 4, 5]
+    assert all(("objective" in record) == (metric in record) for record in model.history_)
+    whole = fitted(validation=TEST)
+    assert model.history_[-1][metric] != whole.history_[-1][metric]
+    found = hmf.evaluate(model, TEST, train=TRAIN, metrics=metric)
+    users = found.users[found.per_user[metric] == found.per_user[metric]]
+    drawn = np.sort(np.random.default_rng(0).permutation(users)[:12])
+    sampled = hmf.evaluate(model, TEST, train=TRAIN, metrics=metric, users=drawn)[metric]
+    assert model.history_[-1][metric] == pytest.approx(sampled, rel=1e-6)
+    np.testing.assert_array_equal(model.user_factors_, whole.user_factors_)
+
+
+def test_early_stopping_sees_the_iterations_that_are_evaluated():
+    model = KINDS["implicit"](iterations=30, factors=16).fit(TRAIN, validation=TEST, validate_every=3, early_stopping=4)
+    values = {record["iteration"]: record["ndcg@10"] for record in model.history_ if "ndcg@10" in record}
+    assert set(values) == set(range(3, len(model.history_) + 1, 3)) and len(model.history_) < 30
+    assert model.n_iter_ == max(values, key=values.__getitem__)
+    assert len(model.history_) >= model.n_iter_ + 4
+
+
+@pytest.mark.parametrize("option", [{"validation_users": 5}, {"validate_every": 2}])
+def test_options_of_a_validation_need_one(option):
+    with pytest.raises(ValueError, match="belong to held-out entries: pass them as validation"):
+        KINDS["explicit"]().fit(TRAIN, **option)
+    with pytest.raises((TypeError, ValueError), match=next(iter(option))):
+        KINDS["explicit"]().fit(TRAIN, validation=TEST, **{next(iter(option)): 0})
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_callback_stops_all_ranks(size):
     seen = []
