@@ -88,13 +88,7 @@ class AlsMethod:
     # ----------------------------------------------------------------------------------------------- the plan
 
     def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
-        """Decide devices, kernels and memory.
-
-        Raises
-        ------
-        DeviceError, ValueError
-            The requested device does not support the request.
-        """
+        """Decide devices, kernels and memory."""
         if base.frozen and base.balance:
             raise ValueError(
                 f"balance=True changes the factors of both sides, and freeze={base.frozen!r} keeps those of one; use "

@@ -47,13 +47,7 @@ def _gpu_reordering(asked: str, assembly: str) -> str:
 
 
 def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
-    """Complete a plan for a GPU; a pure function of sizes and of the properties of the GPU.
-
-    Raises
-    ------
-    ValueError
-        GPUs do not support the combination.
-    """
+    """Complete a plan for a GPU; a pure function of sizes and of the properties of the GPU."""
     plan = choices(plan, settings, objective, spec)
     assert plan.gpu is not None
     spec = plan.gpu

@@ -206,10 +206,6 @@ def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec, *, local: bool =
     The paper makes tiles as wide as the factor rows that fit in shared memory, and finds the height by trial. Here a
     block sums as many rows as its registers hold. Taller tiles make it load columns that it does not need, so only a
     tuned table selects them. Local memory does not limit the sums, so they use the tile of the paper.
-
-    Returns
-    -------
-    (tile_rows, tile_cols)
     """
     if local:
         return LOCAL_TILE

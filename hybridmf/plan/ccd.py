@@ -27,22 +27,15 @@ MAX_INNER_ITERATIONS = 1000
 
 @dataclass(frozen=True)
 class CcdMethod:
-    """Hyperparameters of CCD++ beyond the objective (Yu, Hsieh, Si and Dhillon 2012).
-
-    Attributes
-    ----------
-    inner_iterations : int
-        Alternations between the item and the user vector before the residual is updated for the next factor.
-    nonnegative : bool
-        Project coordinates to max(0, .), which gives the exact minimizer under that constraint.
-    """
+    """Hyperparameters of CCD++ beyond the objective (Yu, Hsieh, Si and Dhillon 2012)."""
 
     kind: ClassVar[str] = "ccd"
     entry_seconds: ClassVar[float] = 4e-9  # bench/dispatch.py, 16 cores
     streams: ClassVar[bool] = False
 
     inner_iterations: int = 1
-    nonnegative: bool = False
+    """Alternations between the item and the user vector before the residual is updated for the next factor."""
+    nonnegative: bool = False  # project coordinates to max(0, .), which gives the exact minimizer under that constraint
 
     def names(self, plan: Plan) -> tuple[str, str]:
         """No assembly, and the name of the method."""
@@ -59,19 +52,7 @@ class CcdMethod:
     def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
         """Decide device and memory. With device="auto", use the GPU found if the work outweighs its start-up time.
 
-        Parameters
-        ----------
-        base : Plan
-            Sizes, dtype and threads.
-        settings : Settings
-        objective : Objective
-        spec : DeviceSpec or None
-            The GPU found or requested.
-
-        Raises
-        ------
-        ValueError
-            Several devices are named.
+        `base`: sizes, dtype and threads. `spec`: the GPU found or requested.
         """
         if isinstance(settings.device, tuple):
             raise ValueError(

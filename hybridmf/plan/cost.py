@@ -29,36 +29,19 @@ TRANSPOSE_ENTRY = 9e-9
 
 @dataclass(frozen=True)
 class Warmth:
-    """Set-up that is already done for a GPU.
+    """Set-up that is already done for a GPU."""
 
-    Attributes
-    ----------
-    started : bool
-        The GPU has been used in this process.
-    compiled : bool
-        The compiled kernels of this plan are cached on disk.
-    loaded : bool
-        The kernels have run in this process.
-    """
-
-    started: bool = False
-    compiled: bool = False
-    loaded: bool = False
+    started: bool = False  # the GPU has been used in this process
+    compiled: bool = False  # the compiled kernels of this plan are cached on disk
+    loaded: bool = False  # the kernels have run in this process
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted seconds.
-
-    Attributes
-    ----------
-    iteration : float
-    setup : dict of str to float
-        Before and after the iterations, by purpose.
-    """
+    """Predicted seconds."""
 
     iteration: float
-    setup: dict[str, float]
+    setup: dict[str, float]  # before and after the iterations, by purpose
 
     def total(self, iterations: int) -> float:
         """Of a fit."""
@@ -68,13 +51,8 @@ class Cost:
 def cost_of(plan: Plan, machine: Machine, warmth: Warmth | None = None) -> Cost:
     """Predict a plan's seconds on its device.
 
-    Parameters
-    ----------
-    plan : Plan
-        Complete plan; its `facts` may be None.
-    machine : Machine
-    warmth : Warmth, optional
-        Default: a fresh process whose kernels have been compiled before.
+    `plan`: complete plan; its `facts` may be None. `warmth`: default: a fresh process whose kernels have been compiled
+    before.
     """
     method = plan.method
     # a GPU that has all ratings transposes them, and draws the initial factors, itself

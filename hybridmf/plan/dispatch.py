@@ -31,11 +31,7 @@ def gpu_status() -> tuple[bool, str]:
 
     Imports CuPy if it is installed. Never raises.
 
-    Returns
-    -------
-    usable : bool
-    reason : str
-        The GPUs with their compute capability and free memory, or the missing component and how to install it.
+    `reason`: the GPUs with their compute capability and free memory, or the missing component and how to install it.
     """
     from ..device.cuda import device_count, open_device
 
@@ -65,17 +61,7 @@ def gpu_start_seconds() -> float:
 
 
 def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:
-    """The GPU a request may run on, None for the CPU, and the reason.
-
-    Parameters
-    ----------
-    device : {"auto", "cpu", "cuda", "cuda:N"}
-
-    Raises
-    ------
-    DeviceError
-        The requested GPU cannot be used; the message says what to install or change.
-    """
+    """The GPU a request may run on, None for the CPU, and the reason."""
     if device == "cpu":
         return None, "asked for"
     from ..device.cuda import open_device
@@ -130,15 +116,7 @@ class Process:
 def estimate(plan: Plan, iterations: int, machine: _machine.Machine, process: Process) -> Estimate:
     """Predict the cost of a plan.
 
-    Parameters
-    ----------
-    plan : Plan
-        With everything decided.
-    iterations : int
-    machine : Machine
-        The constants.
-    process : Process
-        State of this process.
+    `plan`: with everything decided. `machine`: the constants. `process`: state of this process.
     """
     cost = _cost.cost_of(plan, machine, process.warmth(plan))
     setup = sum(cost.setup.values())
@@ -155,38 +133,19 @@ Build = Callable[["Plan"], "Plan"]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A fit to plan, and functions that plan it for either device; it can be pickled.
+    """A fit to plan, and functions that plan it for either device; it can be pickled."""
 
-    Attributes
-    ----------
-    base : Plan
-        Sizes and requested settings.
-    settings : Settings
-    spec : DeviceSpec or None
-        The GPU that was found or requested.
-    on_cpu, on_gpu : callable
-    cpu_only : str
-        Why only the CPU supports it; "" if a GPU may.
-    gpu_only : bool
-        Whether it requests a feature of GPUs only.
-    others : callable, optional
-        Alternatives to estimate for comparison; incomplete like `base`.
-    machine : Machine
-        The constants for estimates.
-    process : Process
-        State of this process when the request was made.
-    """
-
-    base: Plan
+    base: Plan  # sizes and requested settings
     settings: Settings
-    spec: DeviceSpec | None
+    spec: DeviceSpec | None  # the GPU that was found or requested
     on_cpu: Build
     on_gpu: Build
-    cpu_only: str = ""
-    gpu_only: bool = False
+    cpu_only: str = ""  # why only the CPU supports it; "" if a GPU may
+    gpu_only: bool = False  # whether it requests a feature of GPUs only
     others: Callable[[], Iterable[Plan]] | None = None
-    machine: _machine.Machine = field(default_factory=_machine.machine)
-    process: Process = field(default_factory=Process.now)
+    """Alternatives to estimate for comparison; incomplete like `base`."""
+    machine: _machine.Machine = field(default_factory=_machine.machine)  # the constants for estimates
+    process: Process = field(default_factory=Process.now)  # state of this process when the request was made
 
     def estimate(self, plan: Plan) -> Estimate:
         """Estimate for the requested iterations."""
@@ -197,11 +156,6 @@ def choose(request: PlanRequest) -> Plan:
     """The plan for the requested device or, with "auto", for the one with the shortest predicted time.
 
     Only plans that it may return are priced; the alternatives are when `Plan.estimates` is read.
-
-    Raises
-    ------
-    DeviceError, ValueError
-        No device, or not the requested one, supports the fit.
     """
     base, settings, spec = request.base, request.settings, request.spec
     if spec is None:

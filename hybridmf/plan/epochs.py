@@ -72,14 +72,8 @@ class EpochKernels(Protocol):
 class EpochSolver(Unconnected):
     """Stochastic gradient descent on one device; `hybridmf.ranks.mcumsgd.RankSGD` has the order of updates of a rank.
 
-    Parameters
-    ----------
-    plan : Plan
-        Its method is an `SgdMethod`.
-    state : State
-        Initial factors and mean, after `completed` epochs.
-    degrees : dict of side to int array
-        For the penalty.
+    `plan`: its method is an `SgdMethod`. `state`: initial factors and mean, after `completed` epochs. `degrees`: for
+    the penalty.
     """
 
     def __init__(

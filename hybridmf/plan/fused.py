@@ -198,17 +198,8 @@ def supports(
 ) -> str:
     """Reason why the fused kernels do not support a problem, in the words of the caller; empty if they do.
 
-    Parameters
-    ----------
-    rank : int
-        Order of the systems, with the coordinate of the biases.
-    dtype : dtype
-    spec : DeviceSpec
-    unobserved_weight : float
-    biases : bool
-        Whether the rank includes a coordinate of biases.
-    size : {"factors", "block_size"}
-        Parameter that sets the rank.
+    `rank`: order of the systems, with the coordinate of the biases. `biases`: whether the rank includes a coordinate of
+    biases. `size`: parameter that sets the rank.
     """
     given = f"{size}={rank - biases}" + (", and one coordinate for the biases," if biases else "")
     if rank > MAX_RANK:

@@ -21,18 +21,10 @@ from .partition import even_bounds
 
 @dataclass(frozen=True)
 class Grid:
-    """Distribution of one half sweep over ranks.
+    """Distribution of one half sweep over ranks."""
 
-    Attributes
-    ----------
-    splits : int
-        p: parts of the fixed side; 1 is pure model parallelism.
-    groups : int
-        q: parts of the rows to solve; 1 is pure data parallelism.
-    """
-
-    splits: int
-    groups: int
+    splits: int  # p: parts of the fixed side; 1 is pure model parallelism
+    groups: int  # q: parts of the rows to solve; 1 is pure data parallelism
 
     def __post_init__(self) -> None:
         if self.splits < 1 or self.groups < 1:
@@ -67,23 +59,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranges of rows of all ranks, and a grid for each half sweep.
-
-    Attributes
-    ----------
-    bounds : dict of side to int64 array, shape (size + 1,)
-        Rank r owns the rows ``bounds[side][r] ... bounds[side][r + 1] - 1``.
-    grids : dict of side to Grid
-        How each side is solved.
-
-    Raises
-    ------
-    ValueError
-        Bounds and grids have different numbers of ranks.
-    """
+    """Ranges of rows of all ranks, and a grid for each half sweep."""
 
     bounds: Mapping[Side, np.ndarray]
-    grids: Mapping[Side, Grid]
+    """shape (size + 1,): Rank r owns the rows ``bounds[side][r] ... bounds[side][r + 1] - 1``."""
+    grids: Mapping[Side, Grid]  # how each side is solved
 
     def __post_init__(self) -> None:
         sizes = {len(bounds) - 1 for bounds in self.bounds.values()} | {grid.size for grid in self.grids.values()}

@@ -62,12 +62,7 @@ def seconds_at(curve: Curve, work: Callable[[float], float], factors: float) -> 
 
     Below the first anchor the seconds are constant: vectors are padded, and the remaining time is overhead.
 
-    Parameters
-    ----------
-    curve : Curve
-    work : callable
-        Flops or bytes as an increasing function of the number of factors.
-    factors : float
+    `work`: flops or bytes as an increasing function of the number of factors.
     """
     factors = max(factors, curve[0][0])
     return max([work(f) / rate for f, rate in curve if f < factors] + [work(factors) / rate_at(curve, factors)])
@@ -85,65 +80,22 @@ def solve_flops(f: float) -> float:
 
 @dataclass(frozen=True)
 class CpuRates:
-    """Rates of one core in float32, and scaling over cores.
-
-    Attributes
-    ----------
-    assembly : Curve
-        Flop/s of normal equations, f (f + 1) an entry, by our kernels.
-    solve : Curve
-        Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row, including all other work per row.
-    dual, dual_row : float
-        Flop/s of rows in the dual form, n^2 (f + 2) + n^3 / 3 + 4 n f for n entries, and seconds for each of them
-        besides.
-    product : float
-        Flop/s of products of factors and a small matrix, f^2 a row where the matrix is triangular.
-    cg : Curve
-        Flop/s of conjugate gradients, 4 f an entry and pass, also where a row's matrix is formed instead.
-    dense : float
-        Flop/s of a product of a Gram matrix and a vector.
-    subspace : float
-        Flop/s of iALS++.
-    sgd : dict of str to Curve
-        Flop/s of an epoch by schedule, in the units of `SgdMethod.flops_per_iteration`.
-    sgd_row : float
-        Seconds for a row of an epoch, without its entries.
-    ccd_entry, ccd_row : float
-        Seconds for one factor of an entry and of a row of CCD++, one inner iteration.
-    slower : dict of str to float
-        Times of other assemblies as multiples of ours.
-    row : float
-        Seconds for a row of a solver that builds no system.
-    region : float
-        Seconds to start and end one parallel region.
-    sweep : float
-        Seconds of a half sweep with no work: the Python around it.
-    gram : float
-        Additional fixed seconds of a half sweep of implicit feedback.
-    fresh : float
-        Seconds of all cores together to write a factor to newly allocated memory, if the cache is too small.
-    draw : float
-        Seconds of one core to draw an initial factor and to store the learned one.
-    fit : float
-        Fixed seconds of Python code around a fit.
-    gather_bytes, cached_bytes : float
-        Bytes/s of gathered rows of factors from memory, and from the cache.
-    cache : float
-        Effective bytes of cache per core.
-    memory_bytes : float
-        Memory bandwidth of all cores together, in bytes/s.
-    serial : float
-        sigma of ``speedup(T) = T / (1 + sigma (T - 1))``.
-    """
+    """Rates of one core in float32, and scaling over cores."""
 
     assembly: Curve = ((8, 8.5e9), (16, 4.0e10), (32, 8.0e10), (64, 1.12e11), (128, 1.35e11))
+    """Flop/s of normal equations, f (f + 1) an entry, by our kernels."""
     solve: Curve = ((8, 1.6e9), (16, 4.5e9), (32, 1.6e10), (64, 5.2e10), (128, 1.1e11))
+    """Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row, including all other work per row."""
     dual: float = 3.0e10
     dual_row: float = 7.0e-7
+    """Flop/s of rows in the dual form, n^2 (f + 2) + n^3 / 3 + 4 n f for n entries, and seconds for each of them
+    besides."""
     product: float = 6.0e10
+    """Flop/s of products of factors and a small matrix, f^2 a row where the matrix is triangular."""
     cg: Curve = ((8, 1.0e10), (16, 2.0e10), (32, 2.4e10), (64, 3.5e10), (128, 4.2e10))
-    dense: float = 5.0e10
-    subspace: float = 4.7e10
+    """Flop/s of conjugate gradients, 4 f an entry and pass, also where a row's matrix is formed instead."""
+    dense: float = 5.0e10  # flop/s of a product of a Gram matrix and a vector
+    subspace: float = 4.7e10  # flop/s of iALS++
     sgd: dict[str, Curve] = field(
         default_factory=lambda: {
             "msgd": ((16, 9.0e9), (32, 1.6e10), (64, 2.6e10), (128, 3.5e10)),
@@ -151,22 +103,25 @@ class CpuRates:
             "blocks": ((16, 2.4e10), (32, 3.9e10), (64, 5.4e10), (128, 6.4e10)),
         }
     )
-    sgd_row: float = 6.0e-8
+    """Flop/s of an epoch by schedule, in the units of `SgdMethod.flops_per_iteration`."""
+    sgd_row: float = 6.0e-8  # seconds for a row of an epoch, without its entries
     ccd_entry: float = 1.2e-9
-    ccd_row: float = 2.5e-8
+    ccd_row: float = 2.5e-8  # seconds for one factor of an entry and of a row of CCD++, one inner iteration
     slower: dict[str, float] = field(default_factory=lambda: {"simd": 1.0, "bals": 1.95, "blas3": 4.2, "rank1": 6.0})
-    row: float = 3.0e-7
-    region: float = 1.0e-5
-    sweep: float = 8.0e-5
-    gram: float = 2.0e-4
+    """Times of other assemblies as multiples of ours."""
+    row: float = 3.0e-7  # seconds for a row of a solver that builds no system
+    region: float = 1.0e-5  # seconds to start and end one parallel region
+    sweep: float = 8.0e-5  # seconds of a half sweep with no work: the Python around it
+    gram: float = 2.0e-4  # additional fixed seconds of a half sweep of implicit feedback
     fresh: float = 5.0e-10
-    draw: float = 4.0e-9
-    fit: float = 4.0e-3
+    """Seconds of all cores together to write a factor to newly allocated memory, if the cache is too small."""
+    draw: float = 4.0e-9  # seconds of one core to draw an initial factor and to store the learned one
+    fit: float = 4.0e-3  # fixed seconds of Python code around a fit
     gather_bytes: float = 1.2e10
-    cached_bytes: float = 5.0e10
-    cache: float = 1.6e7
-    memory_bytes: float = 2.0e11
-    serial: float = 0.02
+    cached_bytes: float = 5.0e10  # bytes/s of gathered rows of factors from memory, and from the cache
+    cache: float = 1.6e7  # effective bytes of cache per core
+    memory_bytes: float = 2.0e11  # memory bandwidth of all cores together, in bytes/s
+    serial: float = 0.02  # sigma of ``speedup(T) = T / (1 + sigma (T - 1))``
 
     def speedup(self, threads: int) -> float:
         """Speed-up of `threads` cores over one (Amdahl 1967, with a constant serial share)."""
@@ -175,69 +130,18 @@ class CpuRates:
 
 @dataclass(frozen=True)
 class GpuRates:
-    """Rates of one GPU. The built-in ones are of an H200 with 132 multiprocessors and are scaled for other GPUs.
+    """Rates of one GPU. The built-in ones are of an H200 with 132 multiprocessors and are scaled for other GPUs."""
 
-    Attributes
-    ----------
-    multiprocessors : int
-        Number of multiprocessors of the measured GPU.
-    assembly : Curve
-        Flop/s of normal equations by the fused kernels, f (f + 1) an entry.
-    solve : Curve
-        Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row.
-    cg : float
-        Flop/s of conjugate gradients, 2 f^2 a row and pass.
-    cg_step : float
-        Seconds per row for the reductions over threads in a CG step, independent of f.
-    dual_row, dual_pair : float
-        Seconds for a row in the dual form: fixed, and for each pair of its n entries times f + 128.
-    published : dict of str to Curve
-        Flop/s of the other assemblies.
-    precision : dict of str to float
-        Time of normal equations in other precisions, as a share of that in float32.
-    float64 : float
-        Time in float64 as a multiple of that in float32.
-    sgd : dict of str to Curve
-        Bytes/s of an epoch by schedule, in the units of `SgdMethod.bytes_per_iteration`.
-    serial_update : float
-        Seconds for an update of MSGD that depends on the previous one.
-    solved_update : float
-        Seconds for an update in a row that solves several entries at a time.
-    ccd : float
-        Bytes/s of CCD++, in the units of `CcdMethod.bytes_per_iteration`.
-    ccd_row : float
-        Seconds for one factor of a row of CCD++.
-    launch : float
-        Seconds to launch a kernel.
-    sweep : dict of str to float
-        Seconds of a half sweep with no work, by kind of method: launches, and the Python around them.
-    gram : float
-        Additional fixed seconds of a half sweep of implicit feedback.
-    gather_bytes, cached_bytes : float
-        Bytes/s of gathered rows of factors from memory, and from the L2 cache.
-    upload_bytes : float
-        Bytes/s from the caller's arrays to the GPU, through pinned buffers.
-    fit : dict of str to float
-        Fixed seconds around a fit beyond those on the CPU, by kind of method.
-    row_setup, factor_setup : float
-        Seconds on the host for a row and for a factor, beyond those of a fit on the CPU and of copies.
-    entry_setup : dict of str to float
-        Seconds on the host for an entry of SGD or CCD++.
-    start : float
-        Seconds of the first use in a process: libraries, pinned buffers.
-    compile : dict of str to float
-        Seconds to compile the kernels for a new number of factors, by assembly or method.
-    load : float
-        Seconds to load kernels that another process has compiled.
-    """
-
-    multiprocessors: int = 132
+    multiprocessors: int = 132  # number of multiprocessors of the measured GPU
     assembly: Curve = ((32, 5.4e13), (64, 7.6e13), (100, 7.4e13), (128, 9.8e13))
+    """Flop/s of normal equations by the fused kernels, f (f + 1) an entry."""
     solve: Curve = ((32, 5.6e12), (64, 9.5e12), (100, 9.8e12), (128, 1.5e13), (256, 1.46e13), (512, 1.8e13))
-    cg: float = 1.6e13
-    cg_step: float = 7.0e-10
+    """Flop/s of Cholesky and substitution, f^3 / 3 + 2 f^2 a row."""
+    cg: float = 1.6e13  # flop/s of conjugate gradients, 2 f^2 a row and pass
+    cg_step: float = 7.0e-10  # seconds per row for the reductions over threads in a CG step, independent of f
     dual_row: float = 2.2e-9
     dual_pair: float = 2.6e-14
+    """Seconds for a row in the dual form: fixed, and for each pair of its n entries times f + 128."""
     published: dict[str, Curve] = field(
         default_factory=lambda: {
             "sparse_syrk": ((32, 1.69e13), (64, 1.78e13), (256, 4.2e13)),
@@ -245,34 +149,41 @@ class GpuRates:
             "bals": ((32, 1.18e13), (64, 1.78e13)),
         }
     )
+    """Flop/s of the other assemblies."""
     precision: dict[str, float] = field(
         default_factory=lambda: {"float32": 1.0, "bf16x3": 0.85, "tf32": 0.8, "bf16": 0.44, "float16": 0.67}
     )
-    float64: float = 2.5
+    """Time of normal equations in other precisions, as a share of that in float32."""
+    float64: float = 2.5  # time in float64 as a multiple of that in float32
     sgd: dict[str, Curve] = field(
         default_factory=lambda: {
             "msgd": ((32, 6.3e12), (128, 1.45e13)),
             "batch_hogwild": ((32, 3.7e12), (128, 9.6e12)),
         }
     )
+    """Bytes/s of an epoch by schedule, in the units of `SgdMethod.bytes_per_iteration`."""
     # bench/walk.py, f = 32 to 128
-    serial_update: float = 1.4e-7
-    solved_update: float = 3.2e-8
-    ccd: float = 3.8e12
-    ccd_row: float = 2.5e-10
-    launch: float = 9.0e-6
+    serial_update: float = 1.4e-7  # seconds for an update of MSGD that depends on the previous one
+    solved_update: float = 3.2e-8  # seconds for an update in a row that solves several entries at a time
+    ccd: float = 3.8e12  # bytes/s of CCD++, in the units of `CcdMethod.bytes_per_iteration`
+    ccd_row: float = 2.5e-10  # seconds for one factor of a row of CCD++
+    launch: float = 9.0e-6  # seconds to launch a kernel
     sweep: dict[str, float] = field(default_factory=lambda: {"als": 7.0e-4, "sgd": 3.5e-4, "ccd": 5.0e-4})
-    gram: float = 4.0e-4
+    """Seconds of a half sweep with no work, by kind of method: launches, and the Python around them."""
+    gram: float = 4.0e-4  # additional fixed seconds of a half sweep of implicit feedback
     gather_bytes: float = 5.4e12
-    cached_bytes: float = 9.3e12
-    upload_bytes: float = 1.0e10
+    cached_bytes: float = 9.3e12  # bytes/s of gathered rows of factors from memory, and from the L2 cache
+    upload_bytes: float = 1.0e10  # bytes/s from the caller's arrays to the GPU, through pinned buffers
     fit: dict[str, float] = field(default_factory=lambda: {"als": 3.8e-3, "sgd": 1.2e-3, "ccd": 2.0e-3})
+    """Fixed seconds around a fit beyond those on the CPU, by kind of method."""
     row_setup: float = 9.0e-8
     factor_setup: float = 1.0e-10
+    """Seconds on the host for a row and for a factor, beyond those of a fit on the CPU and of copies."""
     entry_setup: dict[str, float] = field(
         default_factory=lambda: {"msgd": 2.0e-9, "batch_hogwild": 2.4e-8, "ccd++": 8.0e-9}
     )
-    start: float = 0.4
+    """Seconds on the host for an entry of SGD or CCD++."""
+    start: float = 0.4  # seconds of the first use in a process: libraries, pinned buffers
     compile: dict[str, float] = field(
         default_factory=lambda: {
             "fused": 2.0,
@@ -284,7 +195,8 @@ class GpuRates:
             "ccd++": 1.2,
         }
     )
-    load: float = 0.1
+    """Seconds to compile the kernels for a new number of factors, by assembly or method."""
+    load: float = 0.1  # seconds to load kernels that another process has compiled
 
     def entry_seconds(
         self,
@@ -358,41 +270,23 @@ class GpuRates:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Rates between memories, files and GPUs. The built-in ones are of a host with H200s linked all to all by NVLink.
-
-    Attributes
-    ----------
-    pinned_bytes, fetch_bytes : float
-        Bytes/s from page-locked memory to each GPU, and back, with all GPUs active.
-    disk_bytes : float
-        Bytes/s from files to all GPUs together.
-    copy_bytes : float
-        Bytes/s within the memory of a GPU, read and written.
-    reduce_scatter : Curve
-        Bytes/s sent by each GPU in a reduce-scatter, by number of GPUs; other numbers use the next lower entry.
-    all_gather : float
-        Bytes/s received by each GPU in an all-gather.
-    collective : float
-        Latency of a collective in seconds, including its launch.
-    rank : float
-        Seconds added to a half sweep by each of several GPUs, since one thread launches for them in turn.
-    slab : float
-        Seconds added to a half sweep by each row part, since some kernels end before others start.
-    """
+    """Rates between memories, files and GPUs, built in: a host with H200s linked all to all by NVLink."""
 
     pinned_bytes: float = 5.5e10
-    fetch_bytes: float = 5.5e10
+    fetch_bytes: float = 5.5e10  # bytes/s from page-locked memory to each GPU, and back, with all GPUs active
     # bench/results/out_of_core.jsonl: iterations on a store in the page cache take 97 to 147 ms for 1.58 GB
-    disk_bytes: float = 1.3e10
-    copy_bytes: float = 4.24e12
+    disk_bytes: float = 1.3e10  # bytes/s from files to all GPUs together
+    copy_bytes: float = 4.24e12  # bytes/s within the memory of a GPU, read and written
     # bench/results/scale.jsonl, task reduction: half sweeps less their sums and solves, on 2 and on 4 GPUs
     reduce_scatter: Curve = ((2, 3.7e11), (4, 1.35e11))
+    """Bytes/s sent by each GPU in a reduce-scatter, by number of GPUs; other numbers use the next lower entry."""
     # NCCL on 4 GPUs, arrays of 1 GB: 2.54e11 bytes/s of the whole array, of which each GPU receives three quarters
-    all_gather: float = 1.905e11
-    collective: float = 6.0e-5
+    all_gather: float = 1.905e11  # bytes/s received by each GPU in an all-gather
+    collective: float = 6.0e-5  # latency of a collective in seconds, including its launch
     # bench/results/scale.jsonl: half sweeps on 2 GPUs less half of those on one, divided by two
     rank: float = 1.0e-4
-    slab: float = 3.0e-4
+    """Seconds added to a half sweep by each of several GPUs, since one thread launches for them in turn."""
+    slab: float = 3.0e-4  # seconds added to a half sweep by each row part, since some kernels end before others start
 
     def reduce_rate(self, gpus: int) -> float:
         """Rate of `reduce_scatter` for a number of GPUs."""
@@ -405,25 +299,13 @@ INSTRUCTION_SETS = {"avx512": 1.0, "avx2": 0.62, "portable": 0.22}
 
 @dataclass(frozen=True)
 class Machine:
-    """All hardware constants of the cost model.
-
-    Attributes
-    ----------
-    cpu : CpuRates
-    gpu : GpuRates
-        Rates of the GPU `gpu_name`, or of an H200 if that is "".
-    links : LinkRates
-    source : str
-        Origin of the constants, as text.
-    gpu_name : str
-        Name of the GPU that was measured, or to which the constants are scaled.
-    """
+    """All hardware constants of the cost model."""
 
     cpu: CpuRates = field(default_factory=CpuRates)
-    gpu: GpuRates = field(default_factory=GpuRates)
+    gpu: GpuRates = field(default_factory=GpuRates)  # rates of the GPU `gpu_name`, or of an H200 if that is ""
     links: LinkRates = field(default_factory=LinkRates)
-    source: str = "built-in constants"
-    gpu_name: str = ""
+    source: str = "built-in constants"  # origin of the constants, as text
+    gpu_name: str = ""  # name of the GPU that was measured, or to which the constants are scaled
 
     def with_gpu(self, spec: DeviceSpec) -> Machine:
         """The machine with the constants of a GPU, measured or scaled from the available ones."""
@@ -504,13 +386,7 @@ def identity() -> dict[str, Any]:
 
 
 def prepare() -> Path:
-    """Create the folder of the file and verify that it is writable.
-
-    Raises
-    ------
-    OSError
-        The folder is not writable; the message says how to choose another one.
-    """
+    """Create the folder of the file and verify that it is writable."""
     path = calibration_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -526,20 +402,7 @@ def prepare() -> Path:
 def save(machine: Machine, gpu: Mapping[str, Any] | None = None) -> Path:
     """Write measured constants, atomically.
 
-    Parameters
-    ----------
-    machine : Machine
-    gpu : mapping, optional
-        Name and driver of the GPU that was measured.
-
-    Returns
-    -------
-    Path
-
-    Raises
-    ------
-    OSError
-        The folder cannot be created or written to.
+    `gpu`: name and driver of the GPU that was measured.
     """
     path = prepare()
     content = {

@@ -38,18 +38,10 @@ logger = logging.getLogger("hybridmf")
 
 @dataclass(frozen=True)
 class Held:
-    """Ratings that are on a GPU before the fit, in both orientations.
+    """Ratings that are on a GPU before the fit, in both orientations."""
 
-    Attributes
-    ----------
-    device : str
-        "cuda:N"; empty for none.
-    size : int
-        Bytes of GPU memory.
-    """
-
-    device: str = ""
-    size: int = 0
+    device: str = ""  # "cuda:N"; empty for none
+    size: int = 0  # bytes of GPU memory
 
     def serves(self, plan: Plan) -> bool:
         """Whether a fit by this plan reads them from the memory of that GPU."""
@@ -73,13 +65,6 @@ def make_plan(
 
     `slab`: entries of the largest slab of a store, None for ratings in memory. `beside`: folder of the store, the first
     choice for files of factors that do not fit in memory. `held`: memory of a GPU that counts as free.
-
-    Raises
-    ------
-    DeviceError
-        The device cannot be used.
-    ValueError
-        The device does not support the combination, or a weight is too large for the dtype.
     """
     objective.check_finite_in(np.dtype(settings.dtype))
     if slab is None and dispatch.gpu_is_untouched(settings.device):

@@ -26,18 +26,8 @@ ANSWER_BYTES = 1 << 28
 def check_answer(n_rows: int, N: int, found: int, itemsize: int) -> None:
     """Raise if the ids and scores of `N` results per row do not fit in memory.
 
-    Parameters
-    ----------
-    n_rows, N : int
-        Shape of the answer.
-    found : int
-        Columns that can hold results; the others are padding.
-    itemsize : int
-        Bytes of a score.
-
-    Raises
-    ------
-    MemoryBudgetError
+    `n_rows`, `N`: shape of the answer. `found`: columns that can hold results; the others are padding. `itemsize`:
+    bytes of a score.
     """
     columns = N if found >= N else N + found  # results are computed without padding, and copied
     needed = n_rows * columns * (4 + itemsize)

@@ -16,15 +16,9 @@ from ..formats import reorder
 
 @dataclass(frozen=True)
 class Ordering:
-    """Map from positions in a solver's matrices to rows of the input.
+    """Map from positions in a solver's matrices to rows of the input."""
 
-    Attributes
-    ----------
-    rows : dict of side to int array
-        Empty if nothing is reordered.
-    """
-
-    rows: dict[Side, np.ndarray] = field(default_factory=dict)
+    rows: dict[Side, np.ndarray] = field(default_factory=dict)  # empty if nothing is reordered
 
     def names(self, side: Side) -> np.ndarray | None:
         """Row of the input at each position; None if nothing is reordered."""
@@ -53,14 +47,7 @@ class Ordering:
 
 
 def reordered(user_items: Any, item_users: Any, axes: str, num_threads: int) -> tuple[Ordering, dict[Side, Any]]:
-    """The ordering of a plan, and both orientations of the ratings in that order.
-
-    Parameters
-    ----------
-    user_items, item_users : csr_array, or slabs where nothing is reordered
-    axes : {"none", "rows", "columns", "both"}
-    num_threads : int
-    """
+    """The ordering of a plan, and both orientations of the ratings in that order."""
     if axes == "none":
         return Ordering(), {"user": user_items, "item": item_users}
     rows, cols = axes in ("rows", "both"), axes in ("columns", "both")

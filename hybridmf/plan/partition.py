@@ -8,18 +8,8 @@ import numpy as np
 def even_bounds(degrees: np.ndarray, parts: int, row_cost: float = 0.0) -> np.ndarray:
     """Bounds of `parts` consecutive ranges of rows of about equal cost; some may be empty.
 
-    Parameters
-    ----------
-    degrees : int array, shape (n,)
-        Entries of each row.
-    parts : int
-    row_cost : float
-        Cost of a row beyond that of its entries, in entries: about f / 6 for the solve of exact ALS.
-
-    Returns
-    -------
-    int64 array, shape (parts + 1,)
-        Nondecreasing, from 0 to n.
+    `degrees`: shape (n,), entries of each row. `row_cost`: cost of a row beyond that of its entries, in entries: about
+    f / 6 for the solve of exact ALS. Returns int64 array, shape (parts + 1,): nondecreasing, from 0 to n.
     """
     cost = np.cumsum(degrees + row_cost)
     total = cost[-1] if len(cost) else 0.0

@@ -33,12 +33,7 @@ class PrecisionCheck:
     Its penalty is smallest beside the sums of its entries. On a GPU a check waits for the device, and takes as long as
     an iteration of a small fit, so it follows the half sweeps 1, 4, 16, ... of each side.
 
-    Parameters
-    ----------
-    objective : Objective
-    plan : Plan
-    halves : mapping of side to half sweep
-        With `degrees`, `names` and `row_entries`.
+    `halves`: with `degrees`, `names` and `row_entries`.
     """
 
     def __init__(self, objective: Objective, plan: Plan, halves: Mapping[Side, Any]) -> None:

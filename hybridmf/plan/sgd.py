@@ -64,40 +64,23 @@ GPU_MAX_FACTORS = 512
 
 @dataclass(frozen=True)
 class SgdMethod:
-    """Stochastic gradient descent, as `hybridmf.plan.types.Method`.
-
-    Attributes
-    ----------
-    schedule : {"msgd", "hogwild", "blocks", "batch_hogwild"}
-    ordering : {"user", "item", "mixed", "crossed"}
-        Orientations of the ratings in the passes of MSGD on a GPU.
-    rate_schedule : {"power", "geometric", "constant", "rpcs", "adagrad"}
-    learning_rate, decay : float
-        See `learning_rate_at`; `decay` is 0 where the schedule has none.
-    deterministic : bool
-        Whether `blocks` are visited in an order that does not depend on the threads.
-    order : {"passes", "blocks"}
-        Order of updates on several ranks; see `hybridmf.ranks.mcumsgd`.
-    seed_bits : int
-        Seed of the shuffles, together with the number of the epoch; set at the start of a fit.
-    scale : float
-        Scale that standardizes the ratings (`hybridmf.core.objective.rating_scale`), to which the learning rate refers;
-        set at the start of a fit.
-    """
+    """Stochastic gradient descent, as `hybridmf.plan.types.Method`."""
 
     kind: ClassVar[str] = "sgd"
     entry_seconds: ClassVar[float] = 3e-9  # bench/dispatch.py, 16 cores
     streams: ClassVar[bool] = False
 
-    schedule: str
-    ordering: str
-    rate_schedule: str
+    schedule: str  # {"msgd", "hogwild", "blocks", "batch_hogwild"}
+    ordering: str  # orientations of the ratings in the passes of MSGD on a GPU: "user", "item", "mixed", "crossed"
+    rate_schedule: str  # {"power", "geometric", "constant", "rpcs", "adagrad"}
     learning_rate: float
-    decay: float
-    deterministic: bool
-    order: str = "passes"
-    seed_bits: int = 0
+    decay: float  # see `learning_rate_at`; `decay` is 0 where the schedule has none
+    deterministic: bool  # whether `blocks` are visited in an order that does not depend on the threads
+    order: str = "passes"  # order of updates on several ranks; see `hybridmf.ranks.mcumsgd`: "passes", "blocks"
+    seed_bits: int = 0  # seed of the shuffles, together with the number of the epoch; set at the start of a fit
     scale: float = 1.0
+    """Scale that standardizes the ratings (`hybridmf.core.objective.rating_scale`), to which the learning rate refers;
+    set at the start of a fit."""
 
     def names(self, plan: Plan) -> tuple[str, str]:
         """No assembly, and the schedule."""
@@ -115,12 +98,7 @@ class SgdMethod:
         biases: bool = False,
         order: Any = "passes",
     ) -> SgdMethod:
-        """Validate the hyperparameters; None selects the default for the rate schedule and biases.
-
-        Raises
-        ------
-        TypeError, ValueError
-        """
+        """Validate the hyperparameters; None selects the default for the rate schedule and biases."""
         schedule = check_choice("schedule", schedule, SCHEDULES)
         rate_schedule = check_choice("rate_schedule", rate_schedule, RATE_SCHEDULES)
         default = (BIASED_RATES if biases else DEFAULT_RATES)[rate_schedule]
@@ -147,15 +125,7 @@ class SgdMethod:
         )
 
     def standardized(self, objective: Objective, scale: float, number: str) -> SgdMethod:
-        """The method for a fit on ratings of a given scale, in the number format `number`.
-
-        Raises
-        ------
-        ValueError
-            Steps would reverse the sign of factors or biases.
-        RatingsError
-            The scale is out of range for the number format.
-        """
+        """The method for a fit on ratings of a given scale, in the number format `number`."""
         least, most = SCALES[number]
         if not least <= scale <= most:
             raise RatingsError(
@@ -242,13 +212,7 @@ class SgdMethod:
         return f"SGD, schedule {self.schedule}{order}; {rate}"
 
     def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
-        """Decide device, precision and memory.
-
-        Raises
-        ------
-        DeviceError, ValueError
-            The requested device does not support the request.
-        """
+        """Decide device, precision and memory."""
         if base.frozen:
             raise ValueError(
                 f"freeze={base.frozen!r} does not apply to SGD, which moves a user and an item by each rating; solve "
@@ -508,11 +472,7 @@ Netflix's shape, f = 128 in float16, took 14.0 ms, and 15.7 with 8; 32 leave roo
 def range_count(shape: tuple[int, int], nnz: int, row_bytes: int, l2_bytes: int, most: int = MOST_RANGES) -> int:
     """Number of column ranges in which rows process their entries; see `RANGE_OF_L2`.
 
-    Parameters
-    ----------
-    shape : (int, int)
-        Numbers of updated rows and of fixed rows.
-    nnz, row_bytes, l2_bytes, most : int
+    `shape`: numbers of updated rows and of fixed rows.
     """
     moved, fixed = shape
     wanted = ceil_div(fixed * row_bytes, max(1, int(RANGE_OF_L2 * l2_bytes)))

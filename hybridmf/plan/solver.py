@@ -49,16 +49,10 @@ class Unconnected:
 
 
 class Alternating(Unconnected):
-    """A solver whose iteration consists of two half sweeps.
-
-    Attributes
-    ----------
-    solving : {"user", "item"} or None
-        The side of the current half sweep, or of the one that failed.
-    """
+    """A solver whose iteration consists of two half sweeps."""
 
     plan: Plan
-    solving: Side | None = None
+    solving: Side | None = None  # the side of the current half sweep, or of the one that failed
     incomplete = False
     """Whether `rows` has only some of the rows, those of this process."""
 

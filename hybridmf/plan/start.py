@@ -16,24 +16,12 @@ from ..native import _draw
 
 @dataclass(frozen=True)
 class Start:
-    """Distribution of initial factors.
+    """Distribution of initial factors."""
 
-    Attributes
-    ----------
-    length : float
-        Root mean square of the lengths of rows.
-    signed : bool
-        Whether elements are uniform between ``-a`` and ``a``, or between 0 and ``a``.
-    sides : tuple of {"user", "item"}
-        The sides that are drawn; the other one is zero.
-    num_threads : int
-        Threads that draw on the host.
-    """
-
-    length: float = 1.0
-    signed: bool = False
-    sides: tuple[Side, ...] = SIDES
-    num_threads: int = 1
+    length: float = 1.0  # root mean square of the lengths of rows
+    signed: bool = False  # whether elements are uniform between ``-a`` and ``a``, or between 0 and ``a``
+    sides: tuple[Side, ...] = SIDES  # the sides that are drawn; the other one is zero
+    num_threads: int = 1  # threads that draw on the host
 
     def scale(self, rank: int) -> float:
         """The largest absolute value ``a`` of an element: ``rank a^2 / 3`` is the mean square of a row's length."""
@@ -42,30 +30,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Generator and layout of the drawn factors of a side.
-
-    Attributes
-    ----------
-    rank : int
-    dtype : float32 or float64
-        Numbers are drawn in float32 and converted.
-    side : {"user", "item"}
-    seed : int
-        64 bits.
-    signed : bool
-    biases : bool
-        Whether there are biases, which are zeros.
-    num_threads : int
-        Threads that draw on the host.
-    """
+    """Generator and layout of the drawn factors of a side."""
 
     rank: int
-    dtype: np.dtype
-    side: Side
-    seed: int
+    dtype: np.dtype  # numbers are drawn in float32 and converted
+    side: Side  # {"user", "item"}
+    seed: int  # 64 bits
     signed: bool
-    biases: bool
-    num_threads: int
+    biases: bool  # whether there are biases, which are zeros
+    num_threads: int  # threads that draw on the host
 
     @property
     def stream(self) -> int:
@@ -78,15 +51,8 @@ class DrawnFactors(LazyFactors):
 
     Row `r`, column `c` depends on the seed, the side, `r` and `c` only, so that each rank draws its own rows.
 
-    Parameters
-    ----------
-    scales : float32 array, shape (n,)
-        The largest absolute value in each row; 0 for a row of zeros.
-    drawing : Drawing
-    first : int
-        Number of the first row.
-    rows : int64 array, shape (n,), optional
-        Number of each row. Default: consecutive ones.
+    `scales`: shape (n,), the largest absolute value in each row; 0 for a row of zeros. `first`: number of the first
+    row. `rows`: shape (n,), optional, number of each row. Default: consecutive ones.
     """
 
     def __init__(self, scales: np.ndarray, drawing: Drawing, first: int = 0, rows: np.ndarray | None = None) -> None:
@@ -146,18 +112,8 @@ def initial_state(
 ) -> State:
     """Random factors that every backend starts from; rows without entries are zero.
 
-    Parameters
-    ----------
-    user_degrees, item_degrees : int array, shape (n_users,) and (n_items,)
-        Entries of each row of either side.
-    rank : int
-    dtype : float32 or float64
-    objective : Objective
-    mean : float
-        Mean rating; kept only where the objective has biases.
-    seed : int
-        64 bits.
-    start : Start, optional
+    `user_degrees`, `item_degrees`: shape (n_users,) and (n_items,), entries of each row of either side. `mean`: mean
+    rating; kept only where the objective has biases. `seed`: 64 bits.
     """
     start = start or Start()
     scale = np.float32(start.scale(rank))
@@ -176,21 +132,11 @@ STARTS = ("nonnegative", "signed")
 
 @dataclass(frozen=True)
 class Init:
-    """A checked `init`.
+    """A checked `init`."""
 
-    Attributes
-    ----------
-    signed : bool
-        Whether drawn factors are signed.
-    given : dict of side to Factors
-        Factors that are not drawn; copies.
-    new : dict of side to int64 array
-        Rows of a given side that are drawn nevertheless.
-    """
-
-    signed: bool = False
-    given: Mapping[Side, Factors] = field(default_factory=dict)
-    new: Mapping[Side, np.ndarray] = field(default_factory=dict)
+    signed: bool = False  # whether drawn factors are signed
+    given: Mapping[Side, Factors] = field(default_factory=dict)  # factors that are not drawn; copies
+    new: Mapping[Side, np.ndarray] = field(default_factory=dict)  # rows of a given side that are drawn nevertheless
 
     def placed(
         self,
@@ -220,21 +166,8 @@ def check_init(
 ) -> Init:
     """Initial factors requested by the user.
 
-    Parameters
-    ----------
-    init : None, str or sequence of arrays
-        Name in `STARTS`, or factors of users and items, of which one may be None; then, optionally, their biases.
-    shape : (n_users, n_items)
-    factors : int
-    dtype : float32 or float64
-    biases : bool
-        Whether the model has biases.
-    nonnegative : bool
-        Whether factors have to be nonnegative.
-
-    Raises
-    ------
-    TypeError, ValueError
+    `init`: name in `STARTS`, or factors of users and items, of which one may be None; then, optionally, their biases.
+    `biases`: whether the model has biases. `nonnegative`: whether factors have to be nonnegative.
     """
     if init is None or isinstance(init, str):
         name = check_choice("init", init or STARTS[0], STARTS)
@@ -271,12 +204,7 @@ def check_init(
 
 
 def check_given(name: str, array: Any, shape: tuple[int, ...], dtype: Any, wanted: str) -> np.ndarray:
-    """A copy in the type of the computation; messages say `wanted` behind the expected shape.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """A copy in the type of the computation; messages say `wanted` behind the expected shape."""
     found = np.asarray(array)
     if found.dtype.kind not in "fiu":
         raise TypeError(f"{name} must be an array of real numbers, got {type(array).__name__} of {found.dtype}")

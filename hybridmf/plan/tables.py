@@ -42,20 +42,12 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Gpu:
-    """Identification of a kind of GPU.
-
-    Attributes
-    ----------
-    name : str
-    capability : (int, int)
-    multiprocessors, shared_bytes : int
-        As in `DeviceSpec`.
-    """
+    """Identification of a kind of GPU."""
 
     name: str
     capability: tuple[int, int]
     multiprocessors: int
-    shared_bytes: int
+    shared_bytes: int  # as in `DeviceSpec`
 
     @classmethod
     def of(cls, spec: DeviceSpec) -> Gpu:
@@ -74,30 +66,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Entry:
-    """The fastest configuration of a kernel for some facts.
-
-    Attributes
-    ----------
-    kernel : str
-    facts : dict
-        Parameters of the choice; "rank" may match approximately.
-    config : dict
-        Fields of its configuration class, beside the facts.
-    ms, rule_ms : float
-        Milliseconds of the trial with this configuration, and with that of the rule.
-    measured : int
-        Configurations that were timed.
-    rivals : tuple of dict
-        Configurations of existing tables for these facts, timed in the same run as this configuration.
-    """
+    """The fastest configuration of a kernel for some facts."""
 
     kernel: str
-    facts: Facts
-    config: dict[str, Any]
+    facts: Facts  # parameters of the choice; "rank" may match approximately
+    config: dict[str, Any]  # fields of its configuration class, beside the facts
     ms: float
-    rule_ms: float
-    measured: int
+    rule_ms: float  # milliseconds of the trial with this configuration, and with that of the rule
+    measured: int  # configurations that were timed
     rivals: tuple[dict[str, Any], ...] = ()
+    """Configurations of existing tables for these facts, timed in the same run as this configuration."""
 
     @property
     def gain(self) -> float:
@@ -128,19 +106,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """Entries of one kind of GPU.
-
-    Attributes
-    ----------
-    gpu : Gpu
-    entries : tuple of Entry
-    version : str
-        Version of hybridmf that measured them.
-    """
+    """Entries of one kind of GPU."""
 
     gpu: Gpu
     entries: tuple[Entry, ...] = ()
-    version: str = __version__
+    version: str = __version__  # version of hybridmf that measured them
 
     def find(self, kernel: str, facts: Facts, block: int) -> tuple[int, Entry] | None:
         """The nearest entry and its distance."""
@@ -164,14 +134,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read a table from its file.
-
-    Raises
-    ------
-    ValueError
-        The file is not a valid table; the message says why.
-    OSError
-    """
+    """Read a table from its file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # also for text that is not UTF-8
@@ -234,13 +197,7 @@ def shipped_tables(spec: DeviceSpec) -> Iterator[Table]:
 
 
 def store(table: Table, path: Path, *, merge: bool = True) -> None:
-    """Write a table; better entries in the file for the same kind of GPU and version are kept (`Table.merged`).
-
-    Raises
-    ------
-    OSError
-        The file or its folder cannot be written to.
-    """
+    """Write a table; better entries in the file for the same kind of GPU and version are kept (`Table.merged`)."""
     old = stored(path, table.gpu) if merge else None
     if old is not None and old.version == table.version:
         table = old.merged(table)
@@ -280,13 +237,7 @@ def _warn_once(message: str) -> None:
 def tuned(kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8) -> tuple[dict[str, Any], bool] | None:
     """Fields of the fastest configuration, and whether they match the facts exactly; None if no table has any.
 
-    Parameters
-    ----------
-    kernel : str
-    spec : DeviceSpec
-    facts : dict
-    block : int
-        Ranks with the same number of blocks of this size may share an entry.
+    `block`: ranks with the same number of blocks of this size may share an entry.
     """
     found = _hits(kernel, spec, facts, block)
     return (dict(found[0][1].config), found[0][0] == 0) if found else None
@@ -297,12 +248,7 @@ def known(
 ) -> list[dict[str, Any]]:
     """Configurations of all tables for these facts, without duplicates; the one used by fits first.
 
-    Parameters
-    ----------
-    kernel, spec, facts, block
-        As for `tuned`.
-    beside : Table, optional
-        A table in addition to those used by fits.
+    `beside`: A table in addition to those used by fits.
     """
     entries = [entry for _, entry in _hits(kernel, spec, facts, block)]
     other = beside.find(kernel, facts, block) if beside is not None else None
@@ -327,14 +273,8 @@ def best(
 ) -> Config | None:  # fmt: skip
     """The tuned configuration; None if the tables have none or an unusable one.
 
-    Parameters
-    ----------
-    make : callable
-        Takes `given` and the fields of the entry as keyword arguments; raises ValueError or TypeError if invalid.
-    kernel, spec, facts, block
-        As for `tuned`.
-    given : dict, optional
-        Default: `facts`.
+    `make`: takes `given` and the fields of the entry as keyword arguments; raises ValueError or TypeError if invalid.
+    `given`: default: `facts`.
     """
     hit = tuned(kernel, spec, facts, block)
     if hit is None:

@@ -68,24 +68,12 @@ BATCH_FLOPS = 1e10
 
 @dataclass(frozen=True)
 class CpuWork:
-    """Work of an iteration on the CPU, in float32.
+    """Work of an iteration on the CPU, in float32."""
 
-    Attributes
-    ----------
-    seconds : float
-        Core seconds.
-    regions : float
-        Number of parallel regions.
-    new_tables : float
-        Share of the factors that is written to newly allocated memory.
-    longest : float
-        Seconds of the longest sequential chain of updates.
-    """
-
-    seconds: float
-    regions: float
-    new_tables: float = 1.0
-    longest: float = 0.0
+    seconds: float  # core seconds
+    regions: float  # number of parallel regions
+    new_tables: float = 1.0  # share of the factors that is written to newly allocated memory
+    longest: float = 0.0  # seconds of the longest sequential chain of updates
 
 
 class Method(Protocol):
@@ -196,12 +184,7 @@ class Settings:
 
 
 def check_dtype(dtype: Any) -> str:
-    """Name of a dtype of factors and values, given as name, type or dtype (None, NumPy's float64, is refused).
-
-    Raises
-    ------
-    ValueError
-    """
+    """Name of a dtype of factors and values, given as name, type or dtype (None, NumPy's float64, is refused)."""
     if isinstance(dtype, (type, np.dtype)):
         with suppress(TypeError):
             dtype = np.dtype(dtype).name
@@ -552,22 +535,13 @@ PIECE = 1 << 22
 
 @dataclass(frozen=True)
 class DegreeFacts:
-    """Known properties of the degrees of given data.
-
-    Attributes
-    ----------
-    longest_user, longest_item : int
-        Entries of the longest row of either side; 0 if not counted.
-    empty : int
-        Known rows without entries, which solvers skip.
-    positions : (int, int)
-        Positions of the longest user and the longest item; -1 if not counted.
-    """
+    """Known properties of the degrees of given data."""
 
     longest_user: int = 0
-    longest_item: int = 0
-    empty: int = 0
+    longest_item: int = 0  # entries of the longest row of either side; 0 if not counted
+    empty: int = 0  # known rows without entries, which solvers skip
     positions: tuple[int, int] = field(default=(-1, -1), compare=False)
+    """Positions of the longest user and the longest item; -1 if not counted."""
 
     @classmethod
     def of(cls, matrix: sp.csr_array | StoreMatrix, *, items: bool = False) -> DegreeFacts:
@@ -605,12 +579,7 @@ MAX_CPU_RANKS = 64
 
 
 def check_device(device: object) -> str | tuple[str, ...]:
-    """Validated name of a device, or names of several (one for each rank; the CPU may occur more than once).
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """Validated name of a device, or names of several (one for each rank; the CPU may occur more than once)."""
     if isinstance(device, (list, tuple)):
         return _check_ranks(device)
     if not isinstance(device, str):

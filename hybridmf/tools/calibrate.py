@@ -72,15 +72,7 @@ Say = Callable[[str], Any]
 def regular(rows: int, columns: int, degree: int, seed: int = 0) -> sp.csr_array:
     """Ratings 1 to 5 with `degree` entries per row, one in each of `degree` equal ranges of columns.
 
-    Parameters
-    ----------
-    rows, columns, degree : int
-        `degree` divides `columns`.
-    seed : int
-
-    Returns
-    -------
-    csr_array, float32, shape (rows, columns)
+    `rows`, `columns`, `degree`: `degree` divides `columns`. Returns csr_array, float32, shape (rows, columns).
     """
     rng, width = np.random.default_rng(seed), columns // degree
     indices = rng.integers(0, width, (rows, degree), dtype=np.int32) + np.arange(degree, dtype=np.int32) * width
@@ -99,14 +91,8 @@ def iteration_seconds(model: FactorModel, matrix: sp.csr_array) -> float:
 class Fit:
     """Seconds of a fit, each part the fastest of some fits.
 
-    Attributes
-    ----------
-    iteration : float
-        Of all but the first of each fit.
-    setup : float
-        Around the iterations, and the additional time of the first iteration.
-    before : float
-        Before the first iteration of the first fit.
+    `iteration`: of all but the first of each fit. `setup`: around the iterations, and the additional time of the first
+    iteration. `before`: before the first iteration of the first fit.
     """
 
     iteration: float
@@ -117,13 +103,7 @@ class Fit:
 def time_fits(model: FactorModel, matrix: sp.csr_array, enough: Callable[[list[float]], bool]) -> Fit:
     """Fit repeatedly until `enough` returns True, since threads may be delayed on a shared machine.
 
-    Parameters
-    ----------
-    model : FactorModel
-        With two iterations or more.
-    matrix : csr_array
-    enough : callable
-        Called with the seconds of each fit so far.
+    `model`: with two iterations or more. `enough`: called with the seconds of each fit so far.
     """
     totals: list[float] = []
     firsts, others, around, before = [], [], [], 0.0
@@ -192,11 +172,6 @@ def calibrate_and_save(say: Say | None = None, *, gpu: bool = True) -> tuple[Mac
     Machine
     path : path-like
         The file.
-
-    Raises
-    ------
-    OSError
-        The file cannot be written.
     """
     _machine.prepare()  # fails before the measurements
     machine, gpu_identity = calibrate(gpu=gpu, say=say)

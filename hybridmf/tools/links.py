@@ -36,14 +36,8 @@ clock = time.perf_counter
 def measure_links(names: Sequence[str], links: LinkRates, say: Callable[[str], Any]) -> LinkRates:
     """Measure the links of some GPUs with all of them active, as in a fit; the slowest GPU counts.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Devices: "cuda:0", ...
-    links : LinkRates
-        Constants that are not measured: files, launches, and NCCL with one GPU or if it does not work.
-    say : callable
-        Called with a description of each measurement.
+    `names`: devices. `links`: constants that are not measured: files, launches, and NCCL with one GPU or if
+    it does not work. `say`: called with a description of each measurement.
     """
     say("links: copies between host and GPU")
     copies = run_ranks(len(names), lambda control: _copy_rates(control, open_device(names[control.rank])))
