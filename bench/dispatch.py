@@ -21,7 +21,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -49,6 +49,9 @@ LONG = 0.25
 FITS, SHORT_FIT, LONG_FIT, SPENT = (3, 10), 0.3, 0.8, 0.15
 """Times that a fit of less than SHORT_FIT seconds is repeated: at least, and at most as long as all together have not
 taken SPENT seconds. Longer ones are measured twice, those of LONG_FIT seconds once."""
+
+DUAL_FROM = "2026-11-21"
+"""Date of the first runs whose fits have rows in the dual form."""
 
 TOLERANCE = 0.10
 REQUIRED = 0.95
@@ -232,9 +235,10 @@ def run(profile: str) -> None:
 
 def cost(line: dict[str, Any], machine: Machine, spec: DeviceSpec | None) -> _cost.Cost:
     """What the model predicts for a recorded case in a process whose GPU is warm."""
-    model = model_of(
-        line["model"], line["factors"], line["device"], line["assembly_asked"], num_threads=line["threads"]
-    )
+    options = {"num_threads": line["threads"]}
+    if "exact" in line["model"] and line["run"] < DUAL_FROM:
+        options["row_form"] = "primal"
+    model = model_of(line["model"], line["factors"], line["device"], line["assembly_asked"], **options)
     found = (spec if line["device"] == "cuda" else None, "recorded")
     with mock.patch.object(importlib.import_module("hybridmf.plan.dispatch"), "find_gpu", return_value=found):
         plan = hmf.plan(shape=(line["n_users"], line["n_items"]), nnz=line["nnz"], model=model)
@@ -243,14 +247,14 @@ def cost(line: dict[str, Any], machine: Machine, spec: DeviceSpec | None) -> _co
 
 
 def machine_of(line: dict[str, Any]) -> Machine:
-    """The constants a run has recorded."""
-    return Machine(
-        cpu=_machine.rates_of(_machine.CpuRates, line["cpu"]),
-        gpu=_machine.rates_of(_machine.GpuRates, line["gpu"]),
-        links=_machine.rates_of(_machine.LinkRates, line["links"]) if "links" in line else _machine.LinkRates(),
-        source="recorded",
-        gpu_name=line["gpu_identity"].get("name", ""),
-    )
+    """The constants a run has recorded, and the built-in ones of kernels that were not measured then."""
+    built_in = _machine.built_in()
+    rates = {}
+    for name in ("cpu", "gpu", "links"):
+        known = json.loads(json.dumps(asdict(getattr(built_in, name))))
+        measured = {key: value for key, value in line.get(name, {}).items() if key in known}
+        rates[name] = _machine.rates_of(type(getattr(built_in, name)), known | measured)
+    return Machine(**rates, source="recorded", gpu_name=line["gpu_identity"].get("name", ""))
 
 
 def spec_of(line: dict[str, Any]) -> DeviceSpec | None:
@@ -261,13 +265,11 @@ def spec_of(line: dict[str, Any]) -> DeviceSpec | None:
 
 
 def read_runs() -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Each run: the line of its machine, and those of its fits; not those of a version with other constants."""
+    """Each run: the line of its machine, and those of its fits."""
     path = RESULTS / "dispatch.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    known = [{one.name for one in fields(rates)} for rates in (_machine.CpuRates, _machine.GpuRates)]
     for machine in (line for line in lines if line["task"] == "machine"):
-        if [set(machine["cpu"]), set(machine["gpu"])] == known:
-            yield machine, [line for line in lines if line["task"] == "fit" and line["run"] == machine["run"]]
+        yield machine, [line for line in lines if line["task"] == "fit" and line["run"] == machine["run"]]
 
 
 def choices(fits: Iterable[dict[str, Any]], machine: Machine, spec: DeviceSpec | None) -> list[tuple[float, str]]:

@@ -11,7 +11,7 @@ from ..core.objective import Factors, Objective, Side, State
 from ..core.sparse import RowColumns
 from ..core.validate import csr_arrays
 from ..plan.als import for_fold_in
-from ..plan.threads import threads_for
+from ..plan.memory import threads_for
 from ..plan.types import Plan
 from . import als, topk
 

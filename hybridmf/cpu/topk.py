@@ -6,7 +6,7 @@ import numpy as np
 
 from ..core.sparse import RowColumns
 from ..native import _topk
-from ..plan.threads import threads_for
+from ..plan.memory import threads_for
 
 NOTHING = RowColumns(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32), 0)
 """No items to exclude."""

@@ -18,8 +18,7 @@ from ..core.validate import make_csr
 from ..data.store import StoredSeen
 from ..errors import NonFiniteError, NotPositiveDefiniteError
 from ..native import _als
-from ..plan.memory import check_answer
-from ..plan.threads import threads_for
+from ..plan.memory import check_answer, threads_for
 from ..plan.types import NONNEGATIVE
 from .engine import Engine, engine_for
 from .exactness import warn_of_fold_in

@@ -1,24 +1,20 @@
 """The cost model: seconds and set-up of a plan on a machine, by counts of flops and bytes over measured rates.
 
-One iteration of ALS on either kind of device is, for each side of ``rows`` rows,
-
-    nnz * max(f (f + 1) / assembly rate(f), f bytes / gather rate)  +  rows * (f^3 / 3 + 2 f^2) / solve rate(f)
-
-where assembly and solve rates are those of a core times ``speedup(threads)`` (`hybridmf.plan.machine`): the roofline
-(Williams, Waterman and Patterson 2009) for the sums over entries, and a rate that depends on the rank for the systems.
-On the CPU, rows with few entries take the dual form (`hybridmf.plan.row_forms`), counted for geometric degrees.
-Half sweeps on several GPUs or with offloaded factors add the time of transfers (`hybridmf.plan.half_sweep`). CG,
-subspaces, SGD and CCD++ have their own counts: each method prices itself (`hybridmf.plan.als`, `.sgd`, `.ccd`) with the
-functions of this module. Set-up is the work of a backend before the first iteration: copies to a GPU, compiling or
-loading kernels, starting libraries. All functions are pure.
+Each method prices its iteration (`hybridmf.plan.als`, `.sgd`, `.ccd`) with the functions of this module; one of ALS on
+GPUs is two half sweeps (`hybridmf.plan.half_sweep`, which has the formula). On the CPU, rates are those of a core times
+``speedup(threads)``. Set-up is the work of a backend before the first iteration: copies to a GPU, compiling or loading
+kernels, starting libraries. All functions are pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .machine import CpuRates, GpuRates, Machine
-from .types import Plan
+
+if TYPE_CHECKING:
+    from .types import Plan
 
 CHECK_ENTRY = 6e-9
 """Seconds of one core to validate an entry of the input, on any device (as_csr, 18 million entries)."""

@@ -88,41 +88,14 @@ def find_gpus(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
     return replace(found[0], free_bytes=min(spec.free_bytes for spec in found)), reason
 
 
-# ------------------------------------------------------------------------------------------------------- estimates
-
-
-@dataclass(frozen=True)
-class Process:
-    """GPUs that this process has started, and signatures of the plans whose kernels it has loaded."""
-
-    started: frozenset[str]
-    loaded: frozenset[str]
-
-    @classmethod
-    def now(cls) -> Process:
-        """The current state."""
-        return cls(frozenset(_started), frozenset(_loaded))
-
-    def warmth(self, plan: Plan) -> _cost.Warmth:
-        """Set-up that is already done for a plan."""
-        if plan.gpu is None:
-            return _cost.Warmth()
-        signature = _signature(plan)
-        loaded = signature in self.loaded
-        compiled = loaded or (cache_dir() / "compiled" / signature).exists()
-        return _cost.Warmth(plan.device in self.started, compiled, loaded)
-
-
-def estimate(plan: Plan, iterations: int, machine: _machine.Machine, process: Process) -> Estimate:
-    """Predict the cost of a plan.
-
-    `plan`: with everything decided. `machine`: the constants. `process`: state of this process.
-    """
-    cost = _cost.cost_of(plan, machine, process.warmth(plan))
-    setup = sum(cost.setup.values())
-    assembly, solver = plan.method.names(plan)
-    total = setup + iterations * cost.iteration
-    return Estimate(plan.device, assembly, solver, plan.precision, cost.iteration, setup, total, plan.total_bytes)
+def _warmth(plan: Plan, started: frozenset[str], loaded: frozenset[str]) -> _cost.Warmth:
+    """Set-up that is already done for a plan, by GPUs started and kernels loaded in this process."""
+    if plan.gpu is None:
+        return _cost.Warmth()
+    signature = _signature(plan)
+    is_loaded = signature in loaded
+    compiled = is_loaded or (cache_dir() / "compiled" / signature).exists()
+    return _cost.Warmth(plan.device in started, compiled, is_loaded)
 
 
 # ------------------------------------------------------------------------------------------------------ the choice
@@ -145,11 +118,16 @@ class PlanRequest:
     others: Callable[[], Iterable[Plan]] | None = None
     """Alternatives to estimate for comparison; incomplete like `base`."""
     machine: _machine.Machine = field(default_factory=_machine.machine)  # the constants for estimates
-    process: Process = field(default_factory=Process.now)  # state of this process when the request was made
+    started: frozenset[str] = field(default_factory=lambda: frozenset(_started))
+    loaded: frozenset[str] = field(default_factory=lambda: frozenset(_loaded))
+    """GPUs that this process had started, and signatures of the plans whose kernels it had loaded, when it was made."""
 
     def estimate(self, plan: Plan) -> Estimate:
-        """Estimate for the requested iterations."""
-        return estimate(plan, self.settings.iterations, self.machine, self.process)
+        """Predicted cost of a complete plan for the requested iterations."""
+        cost = _cost.cost_of(plan, self.machine, _warmth(plan, self.started, self.loaded))
+        assembly, solver = plan.method.names(plan)
+        setup, total = sum(cost.setup.values()), cost.total(self.settings.iterations)
+        return Estimate(plan.device, assembly, solver, plan.precision, cost.iteration, setup, total, plan.total_bytes)
 
 
 def choose(request: PlanRequest) -> Plan:

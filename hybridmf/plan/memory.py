@@ -1,4 +1,4 @@
-"""Memory of solvers on the CPU."""
+"""Memory of solvers on the CPU; memory and threads of requests to a fitted model."""
 
 from __future__ import annotations
 
@@ -38,6 +38,18 @@ def check_answer(n_rows: int, N: int, found: int, itemsize: int) -> None:
             f"N={N:,} results for each of {n_rows:,} rows take {mib(needed)} of memory and {mib(free)} are free; "
             f"{way_out}"
         )
+
+
+WORK_OF_A_THREAD = 1 << 22
+"""Multiply-adds per thread; they take 0.2 to 0.5 ms.
+
+A thread of the pool starts within 5 to 50 microseconds on an idle machine. If all cores are busy it waits for a time
+slice of the scheduler, milliseconds, and spinning then costs as much processor time as the work."""
+
+
+def threads_for(work: float, parts: int, num_threads: int) -> int:
+    """Threads for `work` multiply-adds in `parts` separate parts, at most `num_threads`."""
+    return max(1, min(num_threads, parts, int(work / WORK_OF_A_THREAD)))
 
 
 def cpu_bytes(plan: Plan) -> dict[str, int]:

@@ -17,7 +17,7 @@ import numpy as np
 from ..device.cuda import Array, Device
 from ..gpu.intake import uploaded
 from ..gpu.matrix import DeviceMatrix
-from ..plan.partition import even_bounds
+from ..plan.grid import even_bounds
 from .transport.communicator import Communicator
 
 

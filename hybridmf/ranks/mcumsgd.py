@@ -36,7 +36,7 @@ from ..data.fingerprint import fingerprint
 from ..errors import CommunicatorError
 from ..gpu.sgd import GpuEpochs
 from ..plan.epochs import EpochKernels, EpochSolver, GridBlock
-from ..plan.partition import even_bounds
+from ..plan.grid import even_bounds
 from ..plan.types import Plan
 from .group import RankGroup, open_rank
 from .joined import JoinedFactors

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hybridmf.core.sparse import RowColumns
 from hybridmf.cpu.topk import PackedItems, top_k
 from hybridmf.native import _als, _topk
-from hybridmf.plan.threads import WORK_OF_A_THREAD, threads_for
+from hybridmf.plan.memory import WORK_OF_A_THREAD, threads_for
 from support import reference
 
 

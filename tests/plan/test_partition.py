@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.errors import CommunicatorError
-from hybridmf.plan.partition import even_bounds
+from hybridmf.plan.grid import even_bounds
 from hybridmf.ranks.transport.communicator import Single
 
 

@@ -19,8 +19,8 @@ from hybridmf.formats import transpose
 from hybridmf.gpu.matrix import DeviceMatrix
 from hybridmf.model import late, training
 from hybridmf.model.training import TrainingData
+from hybridmf.plan.grid import even_bounds
 from hybridmf.plan.make import make_plan
-from hybridmf.plan.partition import even_bounds
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import group
 from hybridmf.ranks.dealt import deal
