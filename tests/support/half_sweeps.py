@@ -8,6 +8,7 @@ import hybridmf as hmf
 from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
+from hybridmf.data.slabs import InMemory
 from hybridmf.gpu.factors import to_device
 from hybridmf.gpu.half import HalfSweep
 from hybridmf.plan.als import ALS
@@ -115,7 +116,7 @@ class Problem:
 
     def half(self, device, **changes) -> HalfSweep:
         plan = plan_on(device, self.objective, self.matrix, self.rank, self.dtype, **changes)
-        return GpuWorker(device).whole("user", self.matrix, self.objective, plan, None)
+        return GpuWorker(device).whole("user", InMemory(self.matrix), self.objective, plan, None)
 
     def solve(self, device, start: Factors | None = None, **changes) -> Factors:
         half = self.half(device, **changes)
