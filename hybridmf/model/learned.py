@@ -51,60 +51,37 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Learned(Labelled):
-    """Complete state of a fitted model, including the hyperparameters of the fit.
-
-    Attributes
-    ----------
-    objective : Objective
-    plan : Plan
-    state : State
-    seen : csr_array or StoredSeen, shape (n_users, n_items), or None
-        int8 ones for the training entries, or a reference to a store; None in a model saved without them.
-    total : float or None
-        Sum of the training values; with `seen`, it identifies the training data.
-    user_ids, item_ids : array or None
-        Labels.
-    params : dict
-        The constructor's parameters at the fit, as a model file stores them.
-    item_counts : int64 array, shape (n_items,), or None
-        Training entries of each item; None if the model file has neither these counts nor `seen`.
-    value_range : (float, float) or None
-        Smallest and largest training value of explicit feedback, to which predictions are clipped; None if unknown
-        (files of earlier versions) and for implicit feedback.
-    frame_kind : str or None
-        Library of the data frame that the ratings came from, in which tables are returned.
-    values : array, shape (nnz,), or None
-        Values of the training entries, in the order of `seen`; None for a store, and for files of earlier versions.
-    item_likes : int64 array, shape (n_items,), or None
-        Positive training entries of each item; None if all entries are positive, so that `item_counts` has them.
-    n_iter : int
-        Iterations of the fit.
-    history : list of dict
-        Record of each iteration.
-    feature_names : object array, shape (n_items,), or None
-        Names of the columns of the frame that the model was fitted on.
-    derived : dict
-        Values that serving derived from the other attributes. A copy starts empty, so derived values never outlive
-        their factors, even if another thread replaces the result of a fit during a call.
-    """
+    """Complete state of a fitted model, including the hyperparameters of the fit."""
 
     objective: Objective
     plan: Plan
     state: State
     seen: sp.csr_array | StoredSeen | None
+    """int8 ones for the training entries, or a reference to a store; None in a model saved without them."""
     total: float | None = None
+    """Sum of the training values; with `seen`, it identifies the training data."""
     user_ids: np.ndarray | None = None
     item_ids: np.ndarray | None = None
     params: dict[str, Any] = field(default_factory=dict)
+    """The constructor's parameters at the fit, as a model file stores them."""
     item_counts: np.ndarray | None = None
+    """Training entries of each item, int64; None if the model file has neither these counts nor `seen`."""
     value_range: tuple[float, float] | None = None
+    """Smallest and largest training value of explicit feedback, to which predictions are clipped; None if unknown
+    (files of earlier versions) and for implicit feedback."""
     frame_kind: str | None = None
+    """Library of the data frame that the ratings came from, in which tables are returned."""
     values: np.ndarray | None = None
+    """Of the training entries, in the order of `seen`; None for a store, and for files of earlier versions."""
     item_likes: np.ndarray | None = None
+    """Positive training entries of each item, int64; None if all are positive, so that `item_counts` has them."""
     n_iter: int = 0
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)  # record of each iteration
     feature_names: np.ndarray | None = None
+    """Names of the columns of the frame that the model was fitted on."""
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Values that serving derived from the others. A copy starts empty, so derived values never outlive their factors,
+    even if another thread replaces the result of a fit during a call."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"derived": {}}

@@ -244,14 +244,6 @@ def given_rows(
 # ------------------------------------------------------------------------------------------------------- histories
 
 
-@dataclass(frozen=True)
-class History:
-    """Rows of new users."""
-
-    matrix: sp.csr_array  # (n, n_items)
-    single: bool  # one user's history, not a list of histories
-
-
 def is_history(rows: Any) -> bool:
     """Whether `rows` are items of one user, or of several users, and not a matrix."""
     if isinstance(rows, (list, tuple, set, frozenset, range, Mapping, str)):
@@ -259,8 +251,8 @@ def is_history(rows: Any) -> bool:
     return (getattr(rows, "ndim", 2) == 1 and not sp.issparse(rows)) or hasattr(rows, "to_list")  # a Series
 
 
-def read_history(learned: Learned, rows: Any, by_label: bool, unknown: Unknown) -> History:
-    """Histories as a matrix: items, or mappings from items to values, of one user or of several.
+def read_history(learned: Learned, rows: Any, by_label: bool, unknown: Unknown) -> tuple[sp.csr_array, bool]:
+    """Items, or mappings from items to values, of one user or of several, as a matrix; and whether it was one user.
 
     Without values each item is an entry of 1, which explicit feedback refuses. Repeats add up.
     """
@@ -282,7 +274,7 @@ def read_history(learned: Learned, rows: Any, by_label: bool, unknown: Unknown) 
         drop_zeros=learned.objective.is_implicit,
         duplicates="sum" if learned.objective.is_implicit else "error",
     )
-    return History(matrix, single)
+    return matrix, single
 
 
 def _are_several(rows: Any) -> bool:

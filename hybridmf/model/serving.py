@@ -49,7 +49,6 @@ from .learned import Learned, pattern
 from .ranking import answer, blank_mask, fold_in, neighbours, predicted, rows_of_users, seen_in_training
 from .requests import (
     Asked,
-    History,
     Unknown,
     choose,
     given_rows,
@@ -482,20 +481,18 @@ class ServingMixin(Estimator):
         learned = self._fitted()
         asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown)
         if is_history(rows):
-            history = read_history(learned, rows, asked.by_label, asked.unknown)
+            matrix, single = read_history(learned, rows, asked.by_label, asked.unknown)
         else:
-            history = History(
-                self._new_rows(learned, rows, "rows", unknown=asked.unknown.of_entries),
-                single=one_row(rows) is not rows,
-            )
-        n_rows = history.matrix.shape[0]
+            matrix = self._new_rows(learned, rows, "rows", unknown=asked.unknown.of_entries)
+            single = one_row(rows) is not rows
+        n_rows = matrix.shape[0]
         rows_of = partial(_rows_of_strangers, learned, n_rows, unknown=asked.unknown.of_entries)
         candidates = asked.candidates(learned, n_rows, rows_of)
         asked.unknown.report()
-        factors = fold_in(learned, "user", history.matrix)
-        seen = RowColumns.of(history.matrix) if asked.filter_liked else None
+        factors = fold_in(learned, "user", matrix)
+        seen = RowColumns.of(matrix) if asked.filter_liked else None
         ids, scores = answer(learned, factors, asked, seen, candidates, None)
-        return shown(learned, "item", ids, scores, asked.by_label, history.single)
+        return shown(learned, "item", ids, scores, asked.by_label, single)
 
     def similar_items(
         self,
