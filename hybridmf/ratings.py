@@ -51,7 +51,7 @@ from .data.labels import (
     storable,
 )
 from .data.layout import FileOptions, check_where
-from .data.lists import list_layout, read_lists
+from .data.lists import list_options, read_lists
 from .data.readers import (
     column_place,
     file_of,
@@ -593,7 +593,7 @@ def _file_entries(name: str, head: bytes, format: str, options: FileOptions) -> 
     """Entries of a file with a row for each entry, or of lists."""
     if format == "lists":
         _refuse_columns(name, format, options)
-        return read_lists(list_layout(name, head, options), options.missing)
+        return read_lists(name, list_options(name, head, options))
     if format in ("parquet", "jsonl"):
         return (read_parquet if format == "parquet" else read_json_lines)(name, options)
     found = find_layout(name, head, options)
@@ -784,9 +784,8 @@ def as_ratings(given: Any, name: str = "frame", *, users: bool = True) -> Any:
     if names is None:
         return given
     if not named_like_entries(names):
-        wide = read_wide(given, name, users=users)
-        matrix = as_csr(wide.cells, name=name, dtype=_exact_dtype(wide.cells))
-        ratings = Ratings._checked(matrix, wide.user_ids, wide.item_ids)
+        cells, user_ids, item_ids = read_wide(given, name, users=users)
+        ratings = Ratings._checked(as_csr(cells, name=name, dtype=_exact_dtype(cells)), user_ids, item_ids)
         ratings.frame_kind = kind_of(given)
         return ratings
     try:

@@ -75,7 +75,7 @@ from .labels import (
 )
 from .layout import FileOptions, TextLayout
 from .lines import line_blocks
-from .lists import BLOCK_ENTRIES, lines_of_lists, list_chunks, list_layout
+from .lists import BLOCK_ENTRIES, lines_of_lists, list_chunks, list_options
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
 from .readers import MarketHeader, check_market_rows, market_header, parquet_chunks, parquet_layout, part_paths
 from .slabs import InMemory, slab_bounds
@@ -537,10 +537,10 @@ def _readers_of(source: Any, options: FileOptions, limit: int) -> Iterator[_Read
     if format == "parquet":
         return iter([_parquet(path, options.selectors, max(1, limit // 256), options.missing)])
     if format == "lists":
-        layout = list_layout(path, head, options)
+        options = list_options(path, head, options)
         users, items = _Codes(sorted_labels), _Codes(sorted_labels)
-        chunks = list_chunks(layout, users.table, items.table, max(1, min(BLOCK_ENTRIES, limit // 256)))
-        where = functools.partial(lines_of_lists, layout)
+        chunks = list_chunks(path, options, users.table, items.table, max(1, min(BLOCK_ENTRIES, limit // 256)))
+        where = functools.partial(lines_of_lists, path, options)
         return iter([_Reader(chunks, (users, items), where, path, missing=options.missing)])
     found = find_layout(path, head, options)
     log_columns(path, found.columns)

@@ -36,9 +36,9 @@ import scipy.sparse as sp
 
 from .. import _formats
 from ..core.objective import SIDES, Side, other_side
-from ..core.sparse import ValueSummary, entry_rows, take_rows
+from ..core.sparse import ValueSummary, entry_rows, take_rows, without_zeros
 from ..core.system import available_memory
-from ..core.validate import check_choice, check_path, csr_arrays, frozen_csr, make_csr
+from ..core.validate import check_choice, check_path, frozen_csr, make_csr
 from ..errors import MemoryBudgetError, StoreError
 from ..ratings import Ratings
 from .labels import LABEL_DTYPES, decode_labels
@@ -496,14 +496,10 @@ class StoreMatrix(Orientation):
     def matrix(self, slab: int) -> sp.csr_array:
         """Rows of a slab."""
         matrix = self._slabs[slab].matrix()
-        if not self.drop_zeros and matrix.dtype == self.dtype:
+        matrix = without_zeros(matrix) if self.drop_zeros else matrix
+        if matrix.dtype == self.dtype:
             return matrix
-        indptr, indices, data = csr_arrays(matrix)
-        if self.drop_zeros:
-            keep = data != 0
-            indptr = np.concatenate(([0], np.cumsum(keep)))[indptr]
-            indices, data = indices[keep], data[keep]
-        return make_csr(indptr, indices, data.astype(self.dtype, copy=False), matrix.shape)
+        return make_csr(matrix.indptr, matrix.indices, matrix.data.astype(self.dtype), matrix.shape)
 
     def prefetch(self, slab: int) -> None:
         """Ask the system to read a slab's files ahead."""

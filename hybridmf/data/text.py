@@ -515,11 +515,11 @@ def read_fields(layout: TextLayout, place: int) -> np.ndarray:
 
 def _read_regular(layout: TextLayout) -> Any:
     """`Columnar` through pyarrow, with times as a fourth element if the layout has them; None if pyarrow declines."""
-    numeric = _join(arrow_text.integer_chunks(layout, narrow=True)) if layout.integer_ids else None
+    numeric = join_chunks(arrow_text.integer_chunks(layout, narrow=True)) if layout.integer_ids else None
     if numeric is not None:
         return factorize_integers(numeric[0]), factorize_integers(numeric[1]), *numeric[2:]
     tables: tuple[dict[str, int], dict[str, int]] = ({}, {})
-    return _with_sorted_labels(_join(arrow_text.label_chunks(layout, *tables)), tables)
+    return _with_sorted_labels(join_chunks(arrow_text.label_chunks(layout, *tables)), tables)
 
 
 def _read_records(
@@ -528,7 +528,7 @@ def _read_records(
     """((positions, labels) of users, the same of items, values) of any text; appends a column to `texts`."""
     tables: tuple[dict[str, int], dict[str, int]] = ({}, {})
     columns: Columnar = _with_sorted_labels(
-        _join(record_chunks(layout, *tables, BLOCK_CHARS, column, texts, mask)), tables
+        join_chunks(record_chunks(layout, *tables, BLOCK_CHARS, column, texts, mask)), tables
     )
     return columns
 
@@ -539,7 +539,7 @@ def _with_sorted_labels(chunk: TimedChunk | None, tables: tuple[dict[str, int], 
     return sorted_labels(chunk[0], list(tables[0])), sorted_labels(chunk[1], list(tables[1])), *chunk[2:]
 
 
-def _join(chunks: Iterator[TimedChunk | None] | Iterator[Chunk]) -> TimedChunk | None:
+def join_chunks(chunks: Iterator[TimedChunk | None] | Iterator[Chunk]) -> TimedChunk | None:
     """All chunks in one; None as soon as one is None."""
     parts: list[list[np.ndarray]] = []
     for chunk in chunks:

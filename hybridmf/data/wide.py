@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +23,8 @@ _NUMBERS = "fiubO"
 """Kinds of dtypes of cells; objects may be numbers."""
 
 
-class Wide(NamedTuple):
-    """A wide frame: cells, shape (n_users, n_items), without missing ones; labels, None for positions."""
-
-    cells: np.ndarray
-    user_ids: np.ndarray | None
-    item_ids: np.ndarray | None
+Wide = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
+"""Cells of a wide frame, shape (n_users, n_items), without missing ones; labels of users and items, or None."""
 
 
 def is_wide(given: Any) -> bool:
@@ -52,7 +48,7 @@ def read_wide(frame: Any, name: str, *, users: bool = True) -> Wide:
     cells = _cells(frame, name, names)
     user_ids = _axis_labels(f"{name}.index", getattr(frame, "index", None)) if users else None
     columns = frame.columns if hasattr(frame, "iloc") else names
-    return Wide(_without_missing(cells, name), user_ids, _axis_labels(f"{name}.columns", columns))
+    return _without_missing(cells, name), user_ids, _axis_labels(f"{name}.columns", columns)
 
 
 def without_rows(frame: Any) -> Any:

@@ -159,7 +159,7 @@ def test_regular_files_are_read_by_pyarrow(tmp_path, kind, packed, monkeypatch):
 def test_ids_of_a_file_take_half_the_memory_where_they_fit(tmp_path):
     for label, kind in (("2147483647", np.int32), ("2147483648", np.int64), ("-2147483649", np.int64)):
         chunks = arrow_text.integer_chunks(layout_of(write(tmp_path, f"3,4,1\n{label},20,5\n")), 8)
-        users, items, _ = text._join(chunks)
+        users, items, _ = text.join_chunks(chunks)
         assert users.dtype == kind and users.tolist() == [3, int(label)] and items.dtype == np.int32
 
 
