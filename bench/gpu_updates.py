@@ -28,8 +28,9 @@ from hybridmf.device.cuda import open_device
 from hybridmf.errors import DeviceError
 from hybridmf.gpu.half import HalfSweep, objective_value
 from hybridmf.model.training import TrainingData
+from hybridmf.plan.epochs import terms_at
 from hybridmf.plan.make import make_plan
-from hybridmf.plan.sgd import RUN, terms_at
+from hybridmf.plan.sgd import RUN
 from hybridmf.plan.solver import Solver
 
 LAMBDA = 0.05

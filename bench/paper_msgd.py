@@ -35,7 +35,7 @@ import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Side, other_side
 from hybridmf.core.validate import csr_arrays
 from hybridmf.gpu.launch import constant_texts, source_text
-from hybridmf.plan.sgd import terms_at
+from hybridmf.plan.epochs import terms_at
 
 NAME = "paper_msgd"
 LAMBDA = 0.05

@@ -1,4 +1,7 @@
-"""SGD as a solver: the epochs of every schedule, device and rank; kernels are in `cpu.sgd` and `gpu.sgd`."""
+"""SGD as a solver: learning rates, and the epochs of every schedule, device and rank.
+
+Kernels are in `cpu.sgd` and `gpu.sgd`, hyperparameters in `plan.sgd`.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State, Terms
-from ..errors import ModelFileError
-from .sgd import RISE, SgdMethod, diverged, terms_at
+from ..errors import DivergedError, ModelFileError
 from .solver import SWEEP_ORDER, Unconnected
 from .types import Plan
+
+if TYPE_CHECKING:
+    from .sgd import SgdMethod
 
 GridBlock = dict[Side, sp.csr_array]
 """Ratings of some users and some items, by the rows of either side; rows and columns count from 0."""
@@ -23,6 +28,13 @@ GridBlock = dict[Side, sp.csr_array]
 Passes = tuple[Side | None, ...]
 """Of an epoch. MSGD (Alg. 1) updates the items by their entries with the users fixed, then the users with the items
 fixed; other schedules have one pass (None), whose updates move a user and an item."""
+
+
+RISE = 2.0
+"""Training loss of an epoch, relative to the lowest previous one, above which the fit has diverged."""
+
+SUMMING = ("rpcs", "adagrad")
+"""Rate schedules with sums of squared steps."""
 
 
 class EpochKernels(Protocol):
@@ -85,10 +97,9 @@ class EpochSolver(Unconnected):
         degrees: dict[Side, np.ndarray],
         completed: int = 0,
     ) -> None:
-        assert isinstance(plan.method, SgdMethod)
-        self.kernels, self.objective, self.plan, self.method = kernels, objective, plan, plan.method
-        self.degrees = degrees
-        state = starting_state(state, plan.method, plan.factors, completed)
+        self.kernels, self.objective, self.plan, self.degrees = kernels, objective, plan, degrees
+        self.method = cast("SgdMethod", plan.method)
+        state = starting_state(state, self.method, plan.factors, completed)
         with kernels.active():
             self.state = State(kernels.hold(state.user), kernels.hold(state.item), state.mean)
         self.epoch, self.best = completed, math.inf
@@ -136,6 +147,54 @@ class EpochSolver(Unconnected):
     def _with_penalty(self, loss: float) -> float:
         """A sum of squared errors, and the penalty of the rows of this solver."""
         return sum((self.kernels.penalty(side, self.state.side(side), self.degrees[side]) for side in SIDES), loss)
+
+
+def learning_rate_at(method: SgdMethod, epoch: int) -> float:
+    """Learning rate gamma_t of epoch t = 0, 1, ...
+
+    "power": ``learning_rate / (1 + decay t^1.5)`` (Yun et al. 2014, as cuMF_SGD has it);
+    "geometric": ``learning_rate decay^t`` (MSGD's experiments); "constant", "rpcs", "adagrad": ``learning_rate``,
+    which the last two then divide by ``sqrt(1 + sum of squared gradients)`` of each row or coordinate.
+    """
+    if method.rate_schedule == "power":
+        return method.learning_rate / (1.0 + method.decay * epoch**1.5)
+    if method.rate_schedule == "geometric":
+        return float(method.learning_rate * method.decay**epoch)
+    return method.learning_rate
+
+
+def terms_at(method: SgdMethod, objective: Objective, mean: float, epoch: int) -> Terms:
+    """Constants of the updates in epoch t = 0, 1, ..., in the units of the ratings.
+
+    The learning rate refers to standardized ratings: with c their scale, to ratings, mean and biases divided by c,
+    factors by sqrt(c) and lambda by c, whose objective is the given one divided by c^2. There errors are ``e / c``,
+    steps of factors ``e y - lambda x`` are divided by ``c^1.5`` and steps of biases ``e - lambda_b b`` by c. Back in
+    the given units, c remains in constants only:
+
+    - factors move by ``sqrt(c) gamma s / c^1.5 = (gamma / c) s``, biases by ``c gamma s / c = gamma s``;
+    - with AdaGrad and RPCS, whose sums of squared steps G are divided by ``c^3`` (factors) and ``c^2`` (biases), by
+      ``sqrt(c) gamma (s / c^1.5) / sqrt(1 + G / c^3) = sqrt(c) gamma s / sqrt(c^3 + G)`` and by
+      ``c gamma s / sqrt(c^2 + G)``.
+    """
+    rate, c = learning_rate_at(method, epoch), method.scale
+    ridges = objective.regularization.user, objective.bias_regularization.user  # the same as of items
+    if method.rate_schedule not in SUMMING:
+        return Terms(rate / c, ridges[0], mean, rate, ridges[1])
+    head_only = method.rate_schedule == "rpcs" and epoch == 0
+    return Terms(math.sqrt(c) * rate, ridges[0], mean, c * rate, ridges[1], c**3, c**2, head_only)
+
+
+def diverged(what: str, method: SgdMethod, epoch: int) -> DivergedError:
+    """The error for divergence in epoch 0, 1, ...; `what` describes the symptom."""
+    now = learning_rate_at(method, epoch)
+    rate = f"learning_rate={method.learning_rate:g}"
+    if now != method.learning_rate:
+        rate += f" ({now:g} in this epoch)"
+    return DivergedError(
+        f"SGD diverged in iteration {epoch + 1}: {what}. {rate} is too long a step for these ratings: "
+        f"try learning_rate={method.learning_rate / 4:g}; "
+        "the model keeps the factors of the last valid iteration, if any"
+    )
 
 
 def passes_of(method: SgdMethod) -> Passes:

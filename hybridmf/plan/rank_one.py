@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..core.objective import SIDES, Factors, Objective, Side, State
-from .ccd import CcdMethod
 from .solver import SWEEP_ORDER, Unconnected
 from .types import Plan
+
+if TYPE_CHECKING:
+    from .ccd import CcdMethod
 
 
 class RankOneSolver(Unconnected):
@@ -20,9 +22,9 @@ class RankOneSolver(Unconnected):
     """
 
     def __init__(self, objective: Objective, plan: Plan, state: State) -> None:
-        assert isinstance(plan.method, CcdMethod) and not objective.is_implicit
-        self.objective, self.plan, self.method, self.state = objective, plan, plan.method, state
-        self.biases = plan.method.bias_columns(plan)
+        assert not objective.is_implicit
+        self.objective, self.plan, self.state, self.method = objective, plan, state, cast("CcdMethod", plan.method)
+        self.biases = self.method.bias_columns(plan)
 
     def active(self) -> AbstractContextManager[None]:
         """Context of all computation."""

@@ -1,19 +1,18 @@
-"""SGD as a `Method`: validated hyperparameters, learning rates, schedules, device, memory and cost."""
+"""SGD as a `Method`: validated hyperparameters, schedules, device, memory and cost."""
 
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core.objective import Objective, Terms
+from ..core.objective import Objective
 from ..core.system import ceil_div
 from ..core.validate import check_bool, check_choice, check_real, index_pointer_dtype
 from ..device.cuda import DeviceSpec
-from ..errors import DeviceError, DivergedError, RatingsError
+from ..errors import DeviceError, RatingsError
 from . import dispatch
 from .cost import gather_seconds, gpu_idle, memory_floor
 from .machine import CpuRates, GpuRates, Machine, seconds_at
@@ -74,7 +73,7 @@ class SgdMethod:
     ordering: str  # orientations of the ratings in the passes of MSGD on a GPU: "user", "item", "mixed", "crossed"
     rate_schedule: str  # {"power", "geometric", "constant", "rpcs", "adagrad"}
     learning_rate: float
-    decay: float  # see `learning_rate_at`; `decay` is 0 where the schedule has none
+    decay: float  # see `hybridmf.plan.epochs.learning_rate_at`; `decay` is 0 where the schedule has none
     deterministic: bool  # whether `blocks` are visited in an order that does not depend on the threads
     order: str = "passes"  # order of updates on several ranks; see `hybridmf.ranks.mcumsgd`: "passes", "blocks"
     seed_bits: int = 0  # seed of the shuffles, together with the number of the epoch; set at the start of a fit
@@ -393,58 +392,6 @@ def _check_decay(rate_schedule: str, decay: Any) -> float:
             "by it after each epoch"
         )
     return value
-
-
-def learning_rate_at(method: SgdMethod, epoch: int) -> float:
-    """Learning rate gamma_t of epoch t = 0, 1, ...
-
-    "power": ``learning_rate / (1 + decay t^1.5)`` (Yun et al. 2014, as cuMF_SGD has it);
-    "geometric": ``learning_rate decay^t`` (MSGD's experiments); "constant", "rpcs", "adagrad": ``learning_rate``,
-    which the last two then divide by ``sqrt(1 + sum of squared gradients)`` of each row or coordinate.
-    """
-    if method.rate_schedule == "power":
-        return method.learning_rate / (1.0 + method.decay * epoch**1.5)
-    if method.rate_schedule == "geometric":
-        return float(method.learning_rate * method.decay**epoch)
-    return method.learning_rate
-
-
-def terms_at(method: SgdMethod, objective: Objective, mean: float, epoch: int) -> Terms:
-    """Constants of the updates in epoch t = 0, 1, ..., in the units of the ratings.
-
-    The learning rate refers to standardized ratings: with c their scale, to ratings, mean and biases divided by c,
-    factors by sqrt(c) and lambda by c, whose objective is the given one divided by c^2. There errors are ``e / c``,
-    steps of factors ``e y - lambda x`` are divided by ``c^1.5`` and steps of biases ``e - lambda_b b`` by c. Back in
-    the given units, c remains in constants only:
-
-    - factors move by ``sqrt(c) gamma s / c^1.5 = (gamma / c) s``, biases by ``c gamma s / c = gamma s``;
-    - with AdaGrad and RPCS, whose sums of squared steps G are divided by ``c^3`` (factors) and ``c^2`` (biases), by
-      ``sqrt(c) gamma (s / c^1.5) / sqrt(1 + G / c^3) = sqrt(c) gamma s / sqrt(c^3 + G)`` and by
-      ``c gamma s / sqrt(c^2 + G)``.
-    """
-    rate, c = learning_rate_at(method, epoch), method.scale
-    ridges = objective.regularization.user, objective.bias_regularization.user  # the same as of items
-    if method.rate_schedule in GPU_RATE_SCHEDULES:
-        return Terms(rate / c, ridges[0], mean, rate, ridges[1])
-    head_only = method.rate_schedule == "rpcs" and epoch == 0
-    return Terms(math.sqrt(c) * rate, ridges[0], mean, c * rate, ridges[1], c**3, c**2, head_only)
-
-
-RISE = 2.0
-"""Training loss of an epoch, relative to the lowest previous one, above which the fit has diverged."""
-
-
-def diverged(what: str, method: SgdMethod, epoch: int) -> DivergedError:
-    """The error for divergence in epoch 0, 1, ...; `what` describes the symptom."""
-    now = learning_rate_at(method, epoch)
-    rate = f"learning_rate={method.learning_rate:g}"
-    if now != method.learning_rate:
-        rate += f" ({now:g} in this epoch)"
-    return DivergedError(
-        f"SGD diverged in iteration {epoch + 1}: {what}. {rate} is too long a step for these ratings: "
-        f"try learning_rate={method.learning_rate / 4:g}; "
-        "the model keeps the factors of the last valid iteration, if any"
-    )
 
 
 RANGE_OF_L2 = 0.25

@@ -25,9 +25,10 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DivergedError, ModelFileError
 from hybridmf.native import _als, _sgd
 from hybridmf.native.updates import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
+from hybridmf.plan import epochs as plan_epochs
 from hybridmf.plan import sgd as plan_sgd
-from hybridmf.plan.epochs import EpochSolver
-from hybridmf.plan.sgd import SgdMethod, learning_rate_at, terms_at
+from hybridmf.plan.epochs import EpochSolver, learning_rate_at, terms_at
+from hybridmf.plan.sgd import SgdMethod
 from support import reference
 from support.ratings import planted
 from support.sgd_states import arrays, assert_same_bits, method_of, relative_error, solver_of
@@ -384,7 +385,7 @@ def test_a_diverging_run_raises(schedule, deterministic):
 
 
 def test_a_diverging_run_keeps_the_last_valid_factors(monkeypatch):
-    monkeypatch.setattr(plan_sgd, "learning_rate_at", lambda method, epoch: 0.12 if epoch < 2 else 30.0)
+    monkeypatch.setattr(plan_epochs, "learning_rate_at", lambda method, epoch: 0.12 if epoch < 2 else 30.0)
     model, expected = (
         hmf.SGD(biases=False, **SMALL),
         hmf.SGD(biases=False, **SMALL | {"iterations": 2}, rate_schedule="constant", learning_rate=0.12),

@@ -36,9 +36,9 @@ from hybridmf.gpu.sgd import (
     make_runs,
 )
 from hybridmf.plan import sgd as plan_sgd
-from hybridmf.plan.epochs import EpochSolver, degrees_of
+from hybridmf.plan.epochs import EpochSolver, degrees_of, terms_at
 from hybridmf.plan.make import make_plan
-from hybridmf.plan.sgd import SgdMethod, stored_width, terms_at
+from hybridmf.plan.sgd import SgdMethod, stored_width
 from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
 from support import emulated, msgd, reference

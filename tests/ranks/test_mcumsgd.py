@@ -26,7 +26,7 @@ from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.sgd import GpuEpochs
 from hybridmf.plan import sgd as _sgd_method
-from hybridmf.plan.epochs import EpochSolver, degrees_of, sums_width
+from hybridmf.plan.epochs import EpochSolver, degrees_of, sums_width, terms_at
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
@@ -71,7 +71,7 @@ def twin(matrix, method, state: State, ranks: int, epochs: int, order: str = "pa
     bounds, width = Bounds.even(matrix, ranks), sums_width(method, state.user.matrix.shape[1])
     for epoch in range(epochs):
         objective = objective or Objective.explicit(0.05, "count", state.user.bias is not None)
-        terms = _sgd_method.terms_at(method, objective, state.mean, epoch)
+        terms = terms_at(method, objective, state.mean, epoch)
         state = reference.mcumsgd(matrix, state, terms, bounds.user, bounds.item, width, order)
     return state
 
