@@ -30,9 +30,8 @@ from gpu import gpu_stamp, timed
 from hybridmf.core.objective import Terms
 from hybridmf.device.cuda import Array, Device, DeviceSpec, open_device
 from hybridmf.errors import DeviceError
-from hybridmf.gpu import sgd
 from hybridmf.gpu.launch import get_kernel
-from hybridmf.gpu.sgd import BlockedConfig, FactorRows, Walk
+from hybridmf.gpu.sgd import Bins, BlockedConfig, FactorRows, MsgdKernels, Walk
 
 USERS = 480_189
 LONGEST = 230_000
@@ -80,8 +79,13 @@ class Problem:
 
     def move(self, rows: FactorRows, config: BlockedConfig | None) -> Array:
         """Walk all rows, by `centralized` where there is no configuration; the losses."""
-        arguments = (self.device, rows, self.fixed, self.walk, self.tasks, TERMS)
-        return sgd.blocked(*arguments, config) if config else sgd.centralized(*arguments)
+        kernels, out = MsgdKernels(self.device, config), self.device.empty((1, len(self.lengths)), np.float64)
+        if config is None:
+            kernels.centralized(rows, self.fixed, self.walk, self.tasks, TERMS, out)
+        else:
+            first = self.device.upload(np.arange(len(self.lengths) + 1, dtype=np.int32))
+            kernels.blocked(rows, self.fixed, self.walk, Bins(self.tasks, first), TERMS, out)
+        return out[0]
 
     @functools.cached_property
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
