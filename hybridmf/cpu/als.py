@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -36,6 +36,9 @@ Measured with AVX2, one thread, 2.4 million entries, implicit, 3 steps: forming 
 long at f = 16, 1.2 times as long at f = 32."""
 
 CACHE_LINE = 64
+
+Steps: TypeAlias = "Generator[tuple[Factors, np.ndarray] | None, None, None]"
+"""Yields None after each kernel call, and finally new factors and the status of each row."""
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -224,8 +227,7 @@ class HalfSweep:
         Number of each row in error messages. Default: its position in `matrix`.
     """
 
-    one_thread = False
-    """See `hybridmf.gpu.half.GpuHalf`. Each rank on the CPU solves on its own thread."""
+    one_thread = False  # see `hybridmf.gpu.half.GpuHalf`: each rank on the CPU solves on its own thread
 
     def __init__(
         self,
@@ -236,7 +238,6 @@ class HalfSweep:
         names: np.ndarray | None = None,
     ) -> None:
         self.names = names
-        self.check: Callable[[], None] | None = None  # called between batches; an exception ends the half sweep
         self.side, self.objective, self.plan = side, objective, plan
         self.indptr, self.indices, self.ratings = csr_arrays(matrix)
         self.n_fixed = matrix.shape[1]
@@ -257,25 +258,13 @@ class HalfSweep:
         csr = (self.indptr, self.indices, self.ratings)
         return losses_of_rows(self.objective, csr, State(users, items, mean), self.plan.num_threads)
 
-    def solve(
+    def steps(
         self, fixed: Factors, mean: float, start: Factors | None = None, gram: WeightedGram | None = None
-    ) -> Factors:
-        """Return new factors of the side; arguments are not modified.
+    ) -> Steps:
+        """Solve batch after batch: None after each, finally new factors and the status of each row, for `check`.
 
-        Parameters
-        ----------
-        fixed : Factors
-            The other side.
-        mean : float
-            Mean rating (0 without biases).
-        start : Factors, optional
-            Warm start of the iterative solvers. Default: zeros.
-        gram : WeightedGram, optional
-            That of the fixed factors, if already computed.
-
-        Raises
-        ------
-        NotPositiveDefiniteError, NonFiniteError
+        `fixed` is the other side, `mean` the mean rating (0 without biases), `start` what iterative solvers start from,
+        zeros by default, and `gram` that of the fixed factors, if already computed. Arguments are not modified.
         """
         plan, indices = self.plan, self.indices
         if gram is None:
@@ -284,73 +273,90 @@ class HalfSweep:
             # few rows need not change the basis of all fixed rows
             columns, indices = np.unique(indices, return_inverse=True)
             fixed, indices = fixed.take(columns), indices.astype(np.int32)
-        return self.solve_for(FixedSide(self.side, fixed, mean, self.objective, plan, gram), start, indices)
+        yield from self.steps_for(FixedSide(self.side, fixed, mean, self.objective, plan, gram), start, indices)
 
-    def solve_for(self, fixed: FixedSide, start: Factors | None = None, indices: np.ndarray | None = None) -> Factors:
-        """`solve` for a fixed side that is prepared; `indices` refer to its rows. Default: those of the ratings."""
-        plan = self.plan
+    def solve(
+        self, fixed: Factors, mean: float, start: Factors | None = None, gram: WeightedGram | None = None
+    ) -> Factors:
+        """New factors of the side, all steps at once; raises the failure of a row."""
+        *_, launched = self.steps(fixed, mean, start, gram)
+        assert launched is not None
+        self.check(*launched)
+        return launched[0]
+
+    def check(self, solved: Factors, status: np.ndarray) -> None:
+        """Raise the failure of the first row whose status is not 0."""
+        check_status(status, self.side, self.objective, self.names)
+
+    def steps_for(self, fixed: FixedSide, start: Factors | None = None, indices: np.ndarray | None = None) -> Steps:
+        """`steps` for a fixed side that is prepared; `indices` refer to its rows. Default: those of the ratings."""
+        plan, systems, bals = self.plan, fixed.systems, self.bals
         rows = Rows(self.indptr, self.indices if indices is None else indices, self.ratings, self.scale)
         # Only the published assemblies, and systems beyond the rank of our Cholesky, use BLAS and LAPACK. Limiting BLAS
         # takes milliseconds, because threadpoolctl has to find the loaded libraries.
         blas = plan.solver in ("cholesky", NONNEGATIVE) and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
         with single_threaded_blas() if blas else nullcontext():
             out, status = self._first_rows(start, self.ratings.dtype), np.zeros(len(self), dtype=np.int32)
-            if not len(self.indices):
-                pass
-            elif self.bals is not None:
-                self._solve_tiles(self.bals, out, fixed.systems, status)
-            else:
-                self._solve_rows(out, fixed.systems, rows, status)
+            workspace = self._workspace(out.dtype)
+            order, entries = self._order()
+            tiles = None if bals is None else self._tiles(bals)
+            if plan.solver == "cholesky" and plan.assembly == "simd":
+                n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # they come first in `order`
+                long_rows, order = order[:n_long], order[n_long:]
+                if n_long:
+                    ld = _als.padded_rank(plan.rank)
+                    sums = aligned_zeros((_als.SEGMENTS, (ld + 1) * ld), out.dtype)
+                    for segments in _als.long_row_waves(self.indptr, long_rows):
+                        _als.cholesky_long_rows(out, systems, rows, long_rows, segments, status, sums, workspace)
+                        yield None
+            for batch in self._batches(order, entries):
+                common = (out, systems, rows, batch, status, workspace)
+                if tiles is not None:
+                    _als.cholesky_bals(out, systems, tiles, batch, status, workspace)
+                elif plan.solver == "cg":
+                    _als.cg_rows(*common, plan.cg_steps, _cg_forms_from(plan))
+                elif plan.solver == NONNEGATIVE:
+                    _als.nonnegative_rows(*common, plan.factors)
+                elif plan.solver == "subspace":
+                    _als.subspace_rows(*common, plan.block_size)
+                else:
+                    _als.cholesky_rows(*common, ASSEMBLY_CODES[plan.assembly])
+                yield None
         unfinished = np.flatnonzero(status == _als.UNFINISHED)
         if len(unfinished):
             self._finish(out, fixed, rows, unfinished)
             status[unfinished] = 0
         if fixed.back is not None:
             _als.times_panels(out, out, *fixed.back, status, plan.num_threads)
-        check_status(status, self.side, self.objective, self.names)
-        if not self.objective.biases:
-            return Factors(out)
-        return Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1]))
+        if self.objective.biases:
+            yield Factors(np.ascontiguousarray(out[:, :-1]), np.ascontiguousarray(out[:, -1])), status
+        else:
+            yield Factors(out), status
 
-    def _solve_rows(self, out: np.ndarray, systems: Systems, rows: Rows, status: np.ndarray) -> None:
-        """Call the kernel of the plan's solver and assembly for one batch of rows after the other."""
-        plan, order = self.plan, self.order
-        size = _als.workspace_size(plan.rank, out.itemsize)
-        if plan.solver == "subspace":
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows with entries, or row blocks of BALS, with the most entries first; and entries by row or row block."""
+        if not len(self.indices):
+            return self.order[:0], self.degrees
+        if self.bals is None:
+            return self.order, self.degrees
+        entries = np.add.reduceat(self.degrees, np.arange(0, len(self), self.plan.tile_rows))
+        return np.argsort(-entries, kind="stable"), entries
+
+    def _workspace(self, dtype: np.dtype) -> np.ndarray:
+        """Scratch of the threads."""
+        plan, itemsize = self.plan, dtype.itemsize
+        if self.bals is not None:
+            size = _als.bals_workspace_size(plan.rank, itemsize, plan.tile_rows, plan.tile_cols)
+        elif plan.solver == "subspace":
             longest = int(self.degrees.max(initial=0))
-            size = _als.subspace_workspace_size(plan.rank, plan.block_size, out.itemsize, longest)
-        workspace = workspaces(plan.num_threads, size, out.dtype)
-        if plan.solver == "cholesky" and plan.assembly == "simd":
-            n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # they come first in `order`
-            long_rows, order = order[:n_long], order[n_long:]
-            if n_long:
-                ld = _als.padded_rank(plan.rank)
-                sums = aligned_zeros((_als.SEGMENTS, (ld + 1) * ld), out.dtype)
-                for segments in _als.long_row_waves(self.indptr, long_rows):
-                    _als.cholesky_long_rows(out, systems, rows, long_rows, segments, status, sums, workspace)
-        for batch in self._batches(order, self.degrees):
-            common = (out, systems, rows, batch, status, workspace)
-            if plan.solver == "cg":
-                _als.cg_rows(*common, plan.cg_steps, _cg_forms_from(plan))
-            elif plan.solver == NONNEGATIVE:
-                _als.nonnegative_rows(*common, plan.factors)
-            elif plan.solver == "subspace":
-                _als.subspace_rows(*common, plan.block_size)
-            else:
-                _als.cholesky_rows(*common, ASSEMBLY_CODES[plan.assembly])
+            size = _als.subspace_workspace_size(plan.rank, plan.block_size, itemsize, longest)
+        else:
+            size = _als.workspace_size(plan.rank, itemsize)
+        return workspaces(plan.num_threads, size, dtype)
 
-    def _solve_tiles(self, bals: BalsMatrix, out: np.ndarray, systems: Systems, status: np.ndarray) -> None:
-        """Call the kernel of BALS for one batch of row blocks after the other."""
-        plan = self.plan
+    def _tiles(self, bals: BalsMatrix) -> Tiles:
         pointers = (bals.values, bals.tile_colidx, self.tile_ptr, bals.seg_colidx, self.seg_ptr)
-        tiles = Tiles(*pointers, plan.tile_rows, plan.tile_cols, self.scale)
-        starts = np.arange(0, len(self), plan.tile_rows)
-        entries = np.add.reduceat(self.degrees, starts)
-        blocks = np.argsort(-entries, kind="stable")
-        size = _als.bals_workspace_size(plan.rank, out.itemsize, plan.tile_rows, plan.tile_cols)
-        workspace = workspaces(plan.num_threads, size, out.dtype)
-        for batch in self._batches(blocks, entries):
-            _als.cholesky_bals(out, systems, tiles, batch, status, workspace)
+        return Tiles(*pointers, self.plan.tile_rows, self.plan.tile_cols, self.scale)
 
     def _finish(self, out: np.ndarray, fixed: FixedSide, rows: Rows, unfinished: np.ndarray) -> None:
         """Replace nonnegative rows that descent left above their minima."""
@@ -381,8 +387,6 @@ class HalfSweep:
         pieces = max(1, int(np.ceil(work.sum() / self.plan.batch_flops)))
         cuts = np.searchsorted(np.cumsum(work), work.sum() * np.arange(1, pieces) / pieces)
         for piece in np.split(order, cuts):
-            if self.check is not None:
-                self.check()
             if len(piece):
                 yield piece
 
@@ -421,13 +425,12 @@ class StreamedHalf:
         names: np.ndarray | None = None,
     ) -> None:
         self.side, self.slabs, self.objective, self.plan = side, slabs, objective, plan
-        self.check: Callable[[], None] | None = None  # as in `HalfSweep`
         self.names = np.arange(len(slabs.degrees)) if names is None else names
         self.degrees = slabs.degrees
         self.scale = objective.row_scale(side, self.degrees)
 
-    def solve(self, fixed: Factors, mean: float, start: Factors | None = None) -> Factors:
-        """New factors of the side; see `HalfSweep.solve`."""
+    def steps(self, fixed: Factors, mean: float, start: Factors | None = None) -> Steps:
+        """Slab after slab; see `HalfSweep.steps`. A slab raises the failure of a row itself."""
         plan, bounds = self.plan, self.slabs.bounds
         fixed_rows = np.ascontiguousarray(fixed.matrix)
         gram = WeightedGram(self.side, fixed_rows, self.objective, plan.num_threads, blas=plan.uses_blas)
@@ -438,13 +441,19 @@ class StreamedHalf:
             self.slabs.prefetch(k + 1)
             rows = slice(first, last)
             half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, self.names[rows])
-            half.check = self.check
-            before = None if start is None else start.part(rows)
-            solved = half.solve_for(prepared, before)
+            launched: Any = None
+            for step in half.steps_for(prepared, None if start is None else start.part(rows)):
+                launched = step
+                yield None
+            half.check(*launched)
+            solved = launched[0]
             out[rows] = solved.matrix
             if bias is not None and solved.bias is not None:
                 bias[rows] = solved.bias
-        return Factors(out, bias)
+        yield Factors(out, bias), np.zeros(0, dtype=np.int32)
+
+    def check(self, solved: Factors, status: np.ndarray) -> None:
+        """Do nothing: slabs are checked as they are solved."""
 
     def row_entries(self, at: np.ndarray) -> sp.csr_array:
         """Entries of some rows."""

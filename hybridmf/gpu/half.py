@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,7 +54,7 @@ PLACE_BITS = 16
 Launched: TypeAlias = "tuple[Any, Array]"
 """New factors and the status of each row, which may not be complete yet."""
 
-Launches: TypeAlias = "Iterator[Launched | None]"
+Steps: TypeAlias = "Generator[Launched | None, None, None]"
 """Yields None after each step, and finally the result of the launches."""
 
 
@@ -290,66 +290,33 @@ class TileBatches(Batches):
 
 
 class GpuHalf:
-    """One half of a sweep on a device: solves every row of `side` for the fixed factors of the other side.
-
-    Attributes
-    ----------
-    device : Device
-    side : {"user", "item"}
-    objective : Objective
-    names : int64 array, shape (n_rows,), or None
-        Number of each row in error messages. Default: its position.
-    """
+    """One half of a sweep on a device: solves every row of `side` for the fixed factors of the other side."""
 
     device: Device
     side: Side
     objective: Objective
     names: np.ndarray | None
+    """Number of each row in error messages; None: its position."""
 
     one_thread = False
-    """Whether `launches` never waits for the host, so that one thread can launch for several devices."""
+    """Whether `steps` never waits for the host, so that one thread can launch for several devices."""
 
-    def launches(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Launches:
+    def steps(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Steps:
         """Launch the half sweep step by step; the last item is its result, possibly not complete yet: see `check`.
 
         The first step ends with the first long kernel, so that one thread can start all of several devices before it
-        continues with any. Arguments are not modified.
-
-        Parameters
-        ----------
-        fixed : GpuFactors
-            The other side.
-        mean : float
-            Mean rating (0 without biases).
-        start : GpuFactors, optional
-            Warm start of the iterative solvers. Default: zeros.
-        gram : array, optional
-            `weighted_gram` of the fixed factors, if already computed.
+        continues with any. `mean` is the mean rating, 0 without biases; `start` are the factors that iterative solvers
+        start from, zeros by default; `gram` is `weighted_gram` of the fixed factors, if already computed.
         """
         raise NotImplementedError
 
-    def solve(
-        self,
-        fixed: Any,
-        mean: float,
-        start: Any = None,
-        gram: Array | None = None,
-        then: Callable[[Any], Any] | None = None,
-    ) -> Any:
-        """New factors of the side, complete; see `launches`.
-
-        Parameters
-        ----------
-        then : callable, optional
-            Called with the new factors before they are complete; returns those that the next half sweep uses, whose
-            range is found by the check.
-        """
+    def solve(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Any:
+        """New factors of the side, complete; see `steps`."""
         with self.device.active():
-            *_, launched = self.launches(fixed, mean, start, gram)
+            *_, launched = self.steps(fixed, mean, start, gram)
             assert launched is not None
-            solved, status = launched
-            self.check(solved if then is None else then(solved), status)
-        return solved
+            self.check(*launched)
+        return launched[0]
 
     def check(self, solved: GpuFactors, status: Array) -> None:
         """Wait until factors are complete; raise the failure of a row. Also finds the range of the rows."""
@@ -357,112 +324,82 @@ class GpuHalf:
             self.raise_failure(status)
 
     def raise_failure(self, status: Array) -> None:
-        """Raise the failure of the first row whose status is not 0.
-
-        Raises
-        ------
-        NotPositiveDefiniteError, NonFiniteError
-        """
+        """Raise the failure of the first row whose status is not 0."""
         check_status(self.device.download(status), self.side, self.objective, self.names)
 
 
-class HalfSweep(GpuHalf):
-    """One half of a sweep on a device: solves every row of `side` for the fixed factors of the other side.
+class DeviceRows:
+    """Rows that a device solves: their segments, batches and regularization. Entries and results come with each solve.
 
     Parameters
     ----------
-    device : Device
-    side : {"user", "item"}
-        The side to solve, named in messages.
-    matrix : csr_array or DeviceMatrix, shape (n_rows, n_fixed)
-    objective : Objective
-    plan : Plan
-    names : int64 array, shape (n_rows,), optional
-        Number of each row in error messages. Default: its position in `matrix`.
+    device, side, objective, plan
+    degrees : int64 array, shape (n_rows,)
+    dtype : dtype
+        Of the ratings.
+    starts : int64 array, shape (n_rows + 1,), optional
+        Offsets of the rows in their entries, on the device. Default: copied there.
+    tiled_from : csr_array, optional
+        The ratings, for BALS.
+    send : callable, optional
+        Copies the segments of a batch to the device in each solve. Default: they are copied once and stay there.
+    apart : bool, optional
+        Whether the sums of all rows, not only of long ones, go through global memory before they are solved.
     """
-
-    keeps_batches = True
-    """Whether batches stay on the device between sweeps."""
-
-    one_thread = True
 
     def __init__(
         self,
         device: Device,
         side: Side,
-        matrix: sp.csr_array | DeviceMatrix,
         objective: Objective,
         plan: Plan,
-        names: np.ndarray | None = None,
+        degrees: np.ndarray,
+        dtype: Any,
+        *,
+        starts: Array | None = None,
+        tiled_from: sp.csr_array | None = None,
+        send: Callable[[np.ndarray], Array] | None = None,
+        apart: bool | None = None,
     ) -> None:
-        self.device, self.side, self.objective, self.plan, self.names = device, side, objective, plan, names
-        held = DeviceMatrix.of(device, matrix)
-        self.dtype, self.n_fixed = held.dtype, held.shape[1]
-        self.degrees = np.diff(held.indptr)
+        self.device, self.side, self.objective, self.plan = device, side, objective, plan
+        self.degrees, self.dtype = degrees, np.dtype(dtype)
+        indptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(degrees, dtype=np.int64)))
         self.width = table_width(plan.rank, self.dtype)
-        self.indptr, self.indices, self.ratings = held.starts, held.indices, held.data
+        self.indptr = device.upload(indptr) if starts is None else starts
         self.scale = device.upload(objective.row_scale(side, self.degrees).astype(self.dtype))
         self.ridge = device.upload(objective.ridge(side, plan.factors, plan.rank).astype(self.dtype))
-        order = degree_order(held.indptr)[: int(np.count_nonzero(self.degrees))]
+        order = degree_order(indptr)[: int(np.count_nonzero(self.degrees))]
         n_dual = int(np.count_nonzero((self.degrees > 0) & (self.degrees <= dual_up_to(plan, side))))
         order, short = order[: len(order) - n_dual], order[len(order) - n_dual :]
         self.dual = DualRows.of(device, objective, side, plan.rank, short, self.degrees[short])
-        n_long = len(order) if self._sums_apart() else int(np.count_nonzero(self.degrees > plan.segment))
-        self.long = Pieces.cut(held.indptr, order[:n_long], plan.segment)
+        apart = plan.solved_apart if apart is None else apart
+        n_long = len(order) if apart else int(np.count_nonzero(self.degrees > plan.segment))
+        self.long = Pieces.cut(indptr, order[:n_long], plan.segment)
         self.short = device.upload(order[n_long:].astype(np.int32))
         self.tiles = None
+        self.send = device.upload if send is None else send
         self._configs: dict[int, FusedConfig] = {}
         self.batches: Batches
         if plan.assembly == "bals":
-            assert held.host is not None  # the plan keeps it there for this assembly
-            self.tiles = bals.upload_tiles(device, tiled(held.host, plan.tile_rows, plan.tile_cols, plan.num_threads))
+            assert tiled_from is not None
+            self.tiles = bals.upload_tiles(device, tiled(tiled_from, plan.tile_rows, plan.tile_cols, plan.num_threads))
             self.batches = TileBatches(device, plan.batch_slots, plan.tile_rows, self.degrees)
         else:
-            self.batches = SegmentBatches(device, plan.batch_slots, self.long, self._upload, self.keeps_batches)
+            self.batches = SegmentBatches(device, plan.batch_slots, self.long, self.send, send is None)
 
     def __len__(self) -> int:
         return len(self.degrees)
 
-    def row_entries(self, at: np.ndarray) -> sp.csr_array:
-        """Entries of some rows, on the host."""
-        counts = self.degrees[at]
-        indptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
-        begins = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.degrees, dtype=np.int64)))[at]
-        places = self.device.upload(np.arange(indptr[-1]) + np.repeat(begins - indptr[:-1], counts))
-        indices, ratings = (self.device.download(each[places]) for each in (self.indices, self.ratings))
-        return csr_of(indptr, indices, ratings, self.n_fixed)
-
-    def _sums_apart(self) -> bool:
-        """Whether the sums of all rows, not only of long ones, go through global memory before they are solved."""
-        return self.plan.solved_apart
-
-    def _upload(self, array: np.ndarray) -> Array:
-        """Copy an array of a batch to the device."""
-        return self.device.upload(array)
-
-    def launches(
+    def solve_all(
         self,
-        fixed: DeviceFactors,
-        mean: float,
-        start: DeviceFactors | None = None,
-        gram: Array | None = None,
-    ) -> Launches:
-        """See `GpuHalf.launches`."""
-        if gram is None:
-            gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
-        # made on first use: the device is idle until the first sums are launched
-        cleared = Cleared(self.device, len(self))
-        systems = functools.cache(functools.partial(self._systems, start, gram, cleared))
-        entries = self._entries(fixed, mean)
-        yield from self._solve(self.prepared(fixed, cleared), entries, systems)
-        self.dual.solve(systems(), fixed.table, entries, self.indptr, self.epsilon)
-        yield self._unpack(systems().solutions, cleared), systems().status
-
-    def _solve(
-        self, prepared: tuple[RowKernels, Array], entries: DeviceEntries, systems: Callable[[], SideSystems]
+        prepared: tuple[RowKernels, Array],
+        table: Array,
+        entries: DeviceEntries,
+        systems: Callable[[], SideSystems],
     ) -> Iterator[None]:
-        """Launch the solution of all rows that are not solved in the dual form.
+        """Launch the solution of all rows; yields after sums and after solutions of each batch.
 
+        `prepared` are those of `prepared` for the fixed factors in `table`; `systems` is called after the first sums.
         Stream order suffices: the sums of all pieces of a row are complete before they are solved, and systems are
         solved before the next batch reuses their memory.
         """
@@ -477,6 +414,7 @@ class HalfSweep(GpuHalf):
             yield None
         if len(self.short):
             kernels.solve_rows(systems(), operand, entries, self.indptr, self.short)
+        self.dual.solve(systems(), table, entries, self.indptr, self.epsilon)
 
     def prepared(self, fixed: GpuFactors, cleared: Cleared | None = None) -> tuple[RowKernels, Array]:
         """The kernels for these factors, and the factors converted for them."""
@@ -487,9 +425,9 @@ class HalfSweep(GpuHalf):
         """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""
         if self.plan.assembly == "fused" and self.plan.precision == "float32":
             fixed.find_range()
-        return self._row_kernels(self.plan.rank, fixed.range, cleared)
+        return self.row_kernels(self.plan.rank, fixed.range, cleared)
 
-    def _row_kernels(self, rank: int, known: RowRange | None, cleared: Cleared | None = None) -> RowKernels:
+    def row_kernels(self, rank: int, known: RowRange | None, cleared: Cleared | None = None) -> RowKernels:
         """The kernels for systems of an order, and for factors with a range that is known if needed."""
         plan, device = self.plan, self.device
         if plan.assembly != "fused":
@@ -515,10 +453,13 @@ class HalfSweep(GpuHalf):
             self._configs[rank] = fused_config(self.device, self.plan, rank)
         return self._configs[rank]
 
-    def _systems(self, start: DeviceFactors | None, gram: Array | None, cleared: Cleared | None = None) -> SideSystems:
-        """Allocate the systems, with solutions filled with the warm start of the iterative solvers."""
+    def systems(
+        self, status: Array, start: DeviceFactors | None, gram: Array | None, solutions: Array | None = None
+    ) -> SideSystems:
+        """The systems; solutions, new ones by default, and status are zeros, or the start of the iterative solvers."""
         plan, device = self.plan, self.device
-        solutions, status = self._results(cleared or Cleared(device, len(self)))
+        if solutions is None:
+            solutions = device.zeros((len(self), self.width), self.dtype)
         if plan.solver != "cholesky" and start is not None:
             solutions[...] = start.table
             if start.device_bias is not None:
@@ -533,24 +474,15 @@ class HalfSweep(GpuHalf):
         empty = np.flatnonzero(self.degrees == 0)
         return self.device.upload(empty) if len(empty) else None
 
-    def _results(self, cleared: Cleared) -> tuple[Array, Array]:
-        """Solutions and the status of each row; zeros."""
-        return self.device.zeros((len(self), self.width), self.dtype), cleared.status
-
-    def _entries(self, fixed: DeviceFactors, mean: float) -> DeviceEntries:
-        offsets = None
-        if self.objective.biases and fixed.device_bias is not None:
+    def entries(self, indices: Array, ratings: Array, fixed: DeviceFactors, mean: float) -> DeviceEntries:
+        """Entries of these rows, with the offsets of the fixed side."""
+        objective, offsets = self.objective, None
+        if objective.biases and fixed.device_bias is not None:
             offsets = fixed.device_bias + self.dtype.type(mean)
-        return DeviceEntries(
-            self.indices,
-            self.ratings,
-            offsets,
-            self.objective.is_implicit,
-            self.objective.alpha,
-            self.objective.unobserved_weight,
-        )
+        weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
+        return DeviceEntries(indices, ratings, offsets, *weights)
 
-    def _unpack(self, solutions: Array, cleared: Cleared | None = None) -> DeviceFactors:
+    def unpack(self, solutions: Array, cleared: Cleared | None = None) -> DeviceFactors:
         """Convert solutions to factors; the last coordinate of a biased model becomes its bias."""
         factors = self.plan.factors
         if not self.objective.biases:
@@ -564,9 +496,74 @@ class HalfSweep(GpuHalf):
         """Pivots at or below this part of their diagonal element count as rounding errors."""
         return SINGULAR_PIVOT * float(np.finfo(self.dtype).eps)
 
+    def loss_segments(self) -> Array:
+        """Segments of rows whose losses are summed: (user, begin, end)."""
+        return row_segments(self.device, self.device.download(self.indptr))
+
+    def segment_losses(
+        self, indices: Array, ratings: Array, users: DeviceFactors, items: DeviceFactors, mean: float, segments: Array
+    ) -> np.ndarray:
+        """Losses of segments of entries, where rows are users; float64 on the host."""
+        objective, device = self.objective, self.device
+        weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
+        entries = DeviceEntries(indices, ratings, items.device_bias, *weights)
+        offsets = None if users.device_bias is None else users.device_bias + users.table.dtype.type(mean)
+        return losses.segment_losses(device, users.table, items.table, entries, offsets, segments, self.plan.factors)
+
+
+class HalfSweep(GpuHalf, DeviceRows):
+    """One half of a sweep on a device that has all ratings of its rows.
+
+    Parameters
+    ----------
+    matrix : csr_array or DeviceMatrix, shape (n_rows, n_fixed)
+    names : int64 array, shape (n_rows,), optional
+        See `GpuHalf`.
+    """
+
+    one_thread = True
+
+    def __init__(
+        self,
+        device: Device,
+        side: Side,
+        matrix: sp.csr_array | DeviceMatrix,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None = None,
+    ) -> None:
+        held = DeviceMatrix.of(device, matrix)
+        # the plan keeps the ratings on the host, too, for BALS
+        kept: dict[str, Any] = {"starts": held.starts, "tiled_from": held.host}
+        DeviceRows.__init__(self, device, side, objective, plan, held.degrees, held.dtype, **kept)
+        self.names, self.n_fixed = names, held.shape[1]
+        self.indices, self.ratings = held.indices, held.data
+
+    def row_entries(self, at: np.ndarray) -> sp.csr_array:
+        """Entries of some rows, on the host."""
+        counts = self.degrees[at]
+        indptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
+        begins = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.degrees, dtype=np.int64)))[at]
+        places = self.device.upload(np.arange(indptr[-1]) + np.repeat(begins - indptr[:-1], counts))
+        indices, ratings = (self.device.download(each[places]) for each in (self.indices, self.ratings))
+        return csr_of(indptr, indices, ratings, self.n_fixed)
+
+    def steps(
+        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
+    ) -> Steps:
+        """See `GpuHalf.steps`."""
+        if gram is None:
+            gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
+        # made on first use: the device is idle until the first sums are launched
+        cleared = Cleared(self.device, len(self))
+        systems = functools.cache(lambda: self.systems(cleared.status, start, gram))
+        entries = self.entries(self.indices, self.ratings, fixed, mean)
+        yield from self.solve_all(self.prepared(fixed, cleared), fixed.table, entries, systems)
+        yield self.unpack(systems().solutions, cleared), systems().status
+
     def losses(self, users: DeviceFactors, items: Any, mean: float) -> np.ndarray:
         """Losses of segments of rows in order, where rows are users; float64 on the host."""
-        return segment_losses(self, users, items, mean, loss_segments(self))
+        return self.segment_losses(self.indices, self.ratings, users, items, mean, self.loss_segments())
 
 
 def linear_solver(plan: Plan) -> str:
@@ -621,33 +618,11 @@ def _rest(pieces: Pieces, done: int) -> Pieces:
     return Pieces(pieces.rows[done:], pieces.slots[done:] - first, segments)
 
 
-def loss_segments(half: HalfSweep) -> Array:
-    """Segments of rows whose losses are summed: (user, begin, end)."""
-    return row_segments(half.device, half.device.download(half.indptr))
-
-
 def row_segments(device: Device, indptr: np.ndarray) -> Array:
     """Segments of the rows of `indptr`: (row, begin, end)."""
     pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), PREDICTED_ROWS)
     owners = np.repeat(pieces.rows, np.diff(pieces.slots))
     return device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
-
-
-def segment_losses(
-    half: HalfSweep, users: DeviceFactors, items: DeviceFactors, mean: float, segments: Array
-) -> np.ndarray:
-    """Losses of segments of the entries of a half sweep; float64 on the host."""
-    objective = half.objective
-    entries = DeviceEntries(
-        half.indices,
-        half.ratings,
-        items.device_bias,
-        objective.is_implicit,
-        objective.alpha,
-        objective.unobserved_weight,
-    )
-    offsets = None if users.device_bias is None else users.device_bias + users.table.dtype.type(mean)
-    return losses.segment_losses(half.device, users.table, items.table, entries, offsets, segments, half.plan.factors)
 
 
 def objective_value(half: Any, users: GpuFactors, items: GpuFactors, mean: float, item_degrees: np.ndarray) -> float:

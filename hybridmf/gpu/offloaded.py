@@ -22,7 +22,7 @@ waited for the copies, so their memory is not reused before. The table on the ho
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from itertools import islice, pairwise
@@ -40,11 +40,11 @@ from ..plan.types import Plan
 from .assembly import Cleared, RowKernels
 from .factors import Copiers, DeviceFactors, HostFactors, HostTables, padded_gram, weighted_gram
 from .gram import gram_sum
-from .half import Batch, Launches, loss_segments, segment_losses
+from .half import Batch, DeviceRows, Steps
 from .launch import DeviceEntries
 from .rows import RowRange, clip_segments, widen_range
-from .stream import INTERRUPTIBLE, Loader, Pipeline, SlabHalf, StreamedHalf, Transfers
-from .systems import Sums
+from .stream import INTERRUPTIBLE, Loader, Pipeline, StreamedHalf, Transfers
+from .systems import SideSystems, Sums
 
 
 class Drain:
@@ -111,91 +111,6 @@ class PartedFactors:
         return islice(self._stream, self._count)
 
 
-class HostSlab(SlabHalf):
-    """`SlabHalf` with so many rows that their pieces do not stay on the device.
-
-    Attributes
-    ----------
-    send : callable
-        Copies an array to the device.
-    """
-
-    keeps_batches = False
-    send: Callable[[np.ndarray], Array]
-
-    def _upload(self, array: np.ndarray) -> Array:
-        return self.send(array)
-
-
-class PartedSlab(HostSlab):
-    """`HostSlab` for a fixed side that is loaded in parts."""
-
-    def _sums_apart(self) -> bool:
-        return True
-
-    def launches(
-        self, fixed: Any, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
-    ) -> Launches:
-        """See `GpuHalf.launches`; part by part."""
-        systems, (batch,) = self._systems(start, gram), Batch.upload(self._upload, [self.long])
-        (kernels, _), slots = self.prepared(fixed), len(batch.segments)
-        sums = kernels.empty(slots)
-        for number, part in enumerate(self.parts_of(fixed)):
-            operand = kernels.operand(part.table)
-            for chunk in self._chunks(slots):
-                segments = self._clipped(batch.segments[chunk], part, chunk.start)
-                entries = self._entries(part, mean)
-                self._add(kernels, tuple(each[chunk] for each in sums), operand, entries, segments, anew=number == 0)
-            yield None
-        if len(batch.rows):
-            kernels.solve(systems, sums, batch.slots, batch.rows, self._entries_without_part())
-        yield self._unpack(systems.solutions), systems.status
-
-    def prepared(self, fixed: Any, cleared: Cleared | None = None) -> tuple[RowKernels, Any]:
-        """See `SlabHalf`; parts of the fixed side are prepared one by one."""
-        return (self.kernels_for(fixed, cleared), None) if self.shared is None else self.shared
-
-    def parts_of(self, fixed: PartedFactors) -> Iterator[DeviceFactors]:
-        """Yield each part of the fixed side; meanwhile the slab's indices count from its first row."""
-        at = 0
-        for first, part in fixed.parts():
-            if first > at:
-                self.indices -= np.int32(first - at)
-            at = first
-            yield part
-
-    def _clipped(self, segments: Array, part: DeviceFactors, first_slot: int) -> Array:
-        return clip_segments(self.device, segments, self.indices, len(part), first_slot)
-
-    def _chunks(self, n_slots: int) -> Iterator[slice]:
-        """Ranges of slots whose sums are computed at a time and then added to those of previous parts."""
-        for start in range(0, n_slots, self.batches.slots):
-            yield slice(start, min(start + self.batches.slots, n_slots))
-
-    def _add(
-        self, kernels: RowKernels, sums: Sums, operand: Array, entries: DeviceEntries, segments: Array, *, anew: bool
-    ) -> None:
-        """Add the sums of a part to those of some slots; `anew`: overwrite them."""
-        fresh = sums if anew else kernels.empty(len(segments))
-        kernels.assemble(fresh, operand, entries, segments)
-        if not anew:
-            for target, more in zip(sums, fresh, strict=True):
-                target += more
-
-    def _entries_without_part(self) -> Any:
-        """Entries for compile-time constants, which depend on the presence of offsets, not on their values."""
-        offsets = self.device.zeros(1, self.dtype) if self.objective.biases else None
-        return self._entries(DeviceFactors(self.device, None, self.plan.factors, offsets), 0.0)
-
-    def losses(self, users: DeviceFactors, items: PartedFactors, mean: float) -> np.ndarray:
-        """`segment_losses` for items that are loaded in parts."""
-        segments = loss_segments(self)
-        total = np.zeros(len(segments))
-        for part in self.parts_of(items):
-            total += segment_losses(self, users, part, mean, self._clipped(segments, part, 0))
-        return total
-
-
 class HostHalf(StreamedHalf):
     """One half of a sweep whose fixed and solved factors are offloaded to the host.
 
@@ -224,7 +139,9 @@ class HostHalf(StreamedHalf):
         self.fixed_parts, self.copiers = half.turns, copiers
         self.buffers = half.buffers if half.turns > 1 else 1
         plan = plan.changed(batch_slots=slots_at_once(plan, half))
-        super().__init__(device, side, slabs, objective, plan, None, names)
+        # a slab has so many rows that their pieces do not stay on the device
+        apart = True if self.fixed_parts > 1 else None
+        super().__init__(device, side, slabs, objective, plan, None, names, send=copiers.send, apart=apart)
         if isinstance(slabs, InMemory):
             copiers.entries.pin(slabs.csr.indices)
             copiers.entries.pin(slabs.csr.data)
@@ -233,18 +150,13 @@ class HostHalf(StreamedHalf):
         self.tables = tables or HostTables((len(self.degrees), width), slabs.dtype)
         self.tables.lock(copiers.entries)
 
-    def _slab_half(self, *arguments: Any) -> SlabHalf:
-        slab = PartedSlab(*arguments) if self.fixed_parts > 1 else HostSlab(*arguments)
-        slab.send = self.copiers.send
-        return slab
-
     @functools.cached_property
     def scale(self) -> np.ndarray:
         """s of each row, on the host."""
         return self.objective.row_scale(self.side, self.degrees)
 
-    def launches(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Launches:
-        """Launch slab after slab; solutions are copied to the host. See `GpuHalf.launches`."""
+    def steps(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Steps:
+        """Launch slab after slab; solutions are copied to the host. See `GpuHalf.steps`."""
         device, n = self.device, len(self.degrees)
         cleared = Cleared(device, n)
         status, found = cleared.status, cleared.found
@@ -255,16 +167,28 @@ class HostHalf(StreamedHalf):
         gram = self._gram(fixed)
         if self.fixed_parts > 1 and self.plan.assembly == "fused":
             fixed.find_range()  # on the host; faster on the device if the fixed side is there as a whole
-        with closing(drain), self._lent(fixed) as side, self._kernels(side, cleared), self._streaming() as slabs:
+        with closing(drain), self._lent(fixed) as side, self._streaming() as slabs:
+            prepared: Any = None  # for the first slab, and the same for the others
+            if self.parts:
+                kernels = self.parts[0].kernels_for(side, cleared)
+                prepared = kernels, kernels.operand(side.table) if self.fixed_parts == 1 else None
             if self.fixed_parts == 1:
                 gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
-            for rows, slab in slabs:
-                slab.lend_results(None, status[rows])
-                *_, (new, _) = slab.launches(side, mean, self._first_guess(start, rows), gram)
+            for rows, slab, indices, ratings in slabs:
+                systems = functools.cache(
+                    functools.partial(slab.systems, status[rows], self._first_guess(start, rows), gram)
+                )
+                if self.fixed_parts == 1:
+                    for _ in slab.solve_all(prepared, side.table, slab.entries(indices, ratings, side, mean), systems):
+                        pass
+                else:
+                    solve_in_parts(slab, prepared[0], systems(), side, indices, ratings, mean)
+                new = slab.unpack(systems().solutions)
+                del systems
                 if solved.has_range:
                     widen_range(device, found, new.table, status[rows])
-                arrays = [array.reshape(-1) for array in new.arrays]
-                drain.put(list(zip(solved.vectors(rows.start, rows.stop), arrays, strict=True)))
+                vectors = [array.reshape(-1) for array in new.arrays]
+                drain.put(list(zip(solved.vectors(rows.start, rows.stop), vectors, strict=True)))
                 yield None
             drain.finish()
         if solved.has_range:
@@ -278,7 +202,7 @@ class HostHalf(StreamedHalf):
         return start.sent(self.copiers, rows.start, rows.stop)
 
     @contextmanager
-    def _streaming(self) -> Iterator[Iterator[tuple[slice, Any]]]:
+    def _streaming(self) -> Iterator[Iterator[tuple[slice, DeviceRows, Array, Array]]]:
         """Stream slabs through buffers that exist only in this context: the other half sweep needs their memory."""
         capacity, dtype = self.longest, self.slabs.dtype
         self.pipeline = Pipeline(self.device, capacity, dtype, copier=self.copiers.entries)
@@ -325,13 +249,64 @@ class HostHalf(StreamedHalf):
         """Losses of segments of rows, where rows are users; see `StreamedHalf.losses`."""
         found = [np.zeros(0)]
         with self._lent(items) as side, self._streaming() as slabs:
-            for rows, slab in slabs:
-                own = users.sent(self.copiers, rows.start, rows.stop)
-                if isinstance(slab, PartedSlab):
-                    found.append(slab.losses(own, side, mean))
-                else:
-                    found.append(segment_losses(slab, own, side, mean, loss_segments(slab)))
+            for rows, slab, indices, ratings in slabs:
+                own, segments = users.sent(self.copiers, rows.start, rows.stop), slab.loss_segments()
+                if self.fixed_parts == 1:
+                    found.append(slab.segment_losses(indices, ratings, own, side, mean, segments))
+                    continue
+                total = np.zeros(len(segments))
+                for part in parts_of(side, indices):
+                    clipped = clip_segments(self.device, segments, indices, len(part), 0)
+                    total += slab.segment_losses(indices, ratings, own, part, mean, clipped)
+                found.append(total)
         return np.concatenate(found)
+
+
+def solve_in_parts(
+    slab: DeviceRows,
+    kernels: RowKernels,
+    systems: SideSystems,
+    fixed: PartedFactors,
+    indices: Array,
+    ratings: Array,
+    mean: float,
+) -> None:
+    """Launch the solution of a slab for a fixed side in parts, whose sums are added in order; modifies the indices."""
+    (batch,) = Batch.upload(slab.send, [slab.long])
+    slots = len(batch.segments)
+    sums, at_once = kernels.empty(slots), slab.batches.slots
+    for number, part in enumerate(parts_of(fixed, indices)):
+        operand, entries = kernels.operand(part.table), slab.entries(indices, ratings, part, mean)
+        for start in range(0, slots, at_once):
+            some = slice(start, min(start + at_once, slots))
+            segments = clip_segments(slab.device, batch.segments[some], indices, len(part), start)
+            add_sums(kernels, tuple(each[some] for each in sums), operand, entries, segments, anew=number == 0)
+    if len(batch.rows):
+        # compile-time constants depend on the presence of offsets, not on their values
+        offsets = slab.device.zeros(1, slab.dtype) if slab.objective.biases else None
+        without_part = DeviceFactors(slab.device, None, slab.plan.factors, offsets)
+        kernels.solve(systems, sums, batch.slots, batch.rows, slab.entries(indices, ratings, without_part, 0.0))
+
+
+def add_sums(
+    kernels: RowKernels, sums: Sums, operand: Array, entries: DeviceEntries, segments: Array, *, anew: bool
+) -> None:
+    """Add the sums of a part to those of some slots; `anew`: overwrite them."""
+    fresh = sums if anew else kernels.empty(len(segments))
+    kernels.assemble(fresh, operand, entries, segments)
+    if not anew:
+        for target, more in zip(sums, fresh, strict=True):
+            target += more
+
+
+def parts_of(fixed: PartedFactors, indices: Array) -> Iterator[DeviceFactors]:
+    """Yield each part of the fixed side; meanwhile the indices of a slab count from its first row."""
+    at = 0
+    for first, part in fixed.parts():
+        if first > at:
+            indices -= np.int32(first - at)
+        at = first
+        yield part
 
 
 def part_bounds(rows: int, parts: int) -> np.ndarray:

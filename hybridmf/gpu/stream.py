@@ -21,8 +21,8 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -39,10 +39,9 @@ from ..device.health import hurry
 from ..errors import DeviceLostError
 from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.types import Plan
-from .assembly import Cleared, RowKernels
-from .factors import DeviceFactors, GpuFactors, weighted_gram
-from .half import GpuHalf, HalfSweep, Launches
-from .matrix import DeviceMatrix
+from .assembly import Cleared
+from .factors import DeviceFactors, weighted_gram
+from .half import DeviceRows, GpuHalf, Steps
 
 Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
 """A vector on the host, or pieces to concatenate."""
@@ -272,66 +271,6 @@ def slab_transfers(slabs: Orientation) -> Transfers:
     return Transfers(len(slabs.bounds) - 1, fetch, slabs)
 
 
-class SlabHalf(HalfSweep):
-    """`HalfSweep` of a slab: owns metadata of its rows, and receives entries for each solve.
-
-    Parameters
-    ----------
-    device, side, objective, plan
-        As for `HalfSweep`.
-    degrees : int64 array, shape (n_rows,)
-    dtype : dtype
-        Of the ratings.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        side: Side,
-        degrees: np.ndarray,
-        dtype: Any,
-        objective: Objective,
-        plan: Plan,
-    ) -> None:
-        indptr = np.concatenate(([0], np.cumsum(degrees)))
-        rows = DeviceMatrix.without_entries(device, indptr, dtype)
-        super().__init__(device, side, rows, objective, plan)
-        self.shared: tuple[RowKernels, Array] | None = None
-        self._lent: tuple[Array | None, Array] | None = None
-
-    def lend(self, indices: Array, ratings: Array) -> None:
-        """Set the entries for the next solve."""
-        self.indices, self.ratings = indices, ratings
-
-    def lend_results(self, table: Array | None, status: Array) -> None:
-        """Set the zeroed rows of the result for the next solve; without a table it allocates one."""
-        self._lent = table, status
-
-    def _results(self, cleared: Cleared) -> tuple[Array, Array]:
-        assert self._lent is not None
-        table, status = self._lent
-        if table is None:
-            table = self.device.zeros((len(self), self.width), self.dtype)
-        return table, status
-
-    def launches(
-        self,
-        fixed: Any,
-        mean: float,
-        start: DeviceFactors | None = None,
-        gram: Array | None = None,
-    ) -> Launches:
-        """See `HalfSweep.launches`."""
-        try:
-            yield from super().launches(fixed, mean, start, gram)
-        finally:
-            self._lent = None  # references would keep the whole table alive
-
-    def prepared(self, fixed: GpuFactors, cleared: Cleared | None = None) -> tuple[RowKernels, Array]:
-        """See `HalfSweep`; the same for all slabs of a half sweep."""
-        return super().prepared(fixed, cleared) if self.shared is None else self.shared
-
-
 class StreamedHalf(GpuHalf):
     """One half of a sweep on a device over slabs, the waves in which rows are solved (cuMF 4.4).
 
@@ -366,6 +305,7 @@ class StreamedHalf(GpuHalf):
         plan: Plan,
         pipeline: Pipeline | None,
         names: np.ndarray | None = None,
+        **of_rows: Any,
     ) -> None:
         self.device, self.side, self.slabs, self.objective, self.plan = device, side, slabs, objective, plan
         self.pipeline, self.names = pipeline, names
@@ -379,23 +319,19 @@ class StreamedHalf(GpuHalf):
                 pipeline.copier.pin(slabs.csr.data)
         self.rows = [slice(int(a), int(b)) for a, b in pairwise(slabs.bounds)]
         self.parts = [
-            self._slab_half(device, side, self.degrees[rows], slabs.dtype, objective, plan) for rows in self.rows
+            DeviceRows(device, side, objective, plan, self.degrees[rows], slabs.dtype, **of_rows) for rows in self.rows
         ]
         for part in self.parts[1:]:
             part.ridge = self.parts[0].ridge
         self._kept: list[tuple[Array, Array]] = []
-
-    def _slab_half(self, *arguments: Any) -> SlabHalf:
-        """The half sweep of one slab."""
-        return SlabHalf(*arguments)
 
     @functools.cached_property
     def scale(self) -> Array:
         """s of each row, on the device."""
         return self.device.upload(self.objective.row_scale(self.side, self.degrees).astype(self.slabs.dtype))
 
-    def entries(self) -> Generator[tuple[slice, SlabHalf], None, None]:
-        """Yield rows and half sweep of each slab, with its entries lent until the next one."""
+    def entries(self) -> Generator[tuple[slice, DeviceRows, Array, Array], None, None]:
+        """Yield rows of each slab, their `DeviceRows`, and indices and ratings, which are valid until the next slab."""
         if self.pipeline is None:
             for slab in range(len(self._kept), len(self.parts)):
                 _, indices, ratings = csr_arrays(self.slabs.matrix(slab))
@@ -405,32 +341,29 @@ class StreamedHalf(GpuHalf):
             lent = self.pipeline.loads(self.transfers, self.following)
         try:
             for slab, indices, ratings in lent:
-                self.parts[slab].lend(indices, ratings)
-                yield self.rows[slab], self.parts[slab]
-                self.parts[slab].lend(None, None)
+                yield self.rows[slab], self.parts[slab], indices, ratings
         finally:
             lent.close()
 
-    def launches(
-        self,
-        fixed: DeviceFactors,
-        mean: float,
-        start: DeviceFactors | None = None,
-        gram: Array | None = None,
-    ) -> Launches:
-        """Launch slab after slab as they arrive; see `HalfSweep.launches`."""
+    def steps(
+        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
+    ) -> Steps:
+        """Launch slab after slab as they arrive; see `GpuHalf.steps`."""
         device, plan, n = self.device, self.plan, len(self.degrees)
         gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
         table = device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
         cleared = Cleared(device, n)
         status = cleared.status
-        with self._kernels(fixed, cleared), closing(self.entries()) as slabs:  # stops the thread after a failure
-            for rows, part in slabs:
-                part.lend_results(table[rows], status[rows])
-                *_, launched = part.launches(fixed, mean, None if start is None else start.part(rows), gram)
-                assert launched is not None
-                solved = launched[0]
+        prepared = self.parts[0].prepared(fixed, cleared) if self.parts else None  # the same for all slabs
+        with closing(self.entries()) as slabs:  # stops the thread after a failure
+            for rows, part, indices, ratings in slabs:
+                assert prepared is not None
+                first = None if start is None else start.part(rows)
+                systems = functools.cache(functools.partial(part.systems, status[rows], first, gram, table[rows]))
+                for _ in part.solve_all(prepared, fixed.table, part.entries(indices, ratings, fixed, mean), systems):
+                    pass
+                solved = part.unpack(systems().solutions)
                 if bias is not None:
                     bias[rows] = solved.device_bias
                 yield None
@@ -440,22 +373,13 @@ class StreamedHalf(GpuHalf):
         """Entries of some rows; not while slabs are loaded."""
         return self.slabs.take(at)
 
-    @contextmanager
-    def _kernels(self, fixed: Any, cleared: Cleared) -> Iterator[None]:
-        """Prepare kernels for the first slab and share them with the others."""
-        shared = self.parts[0].prepared(fixed, cleared) if self.parts else None
-        for part in self.parts:
-            part.shared = shared
-        try:
-            yield
-        finally:
-            for part in self.parts:
-                part.shared = None
-
     def losses(self, users: DeviceFactors, items: DeviceFactors, mean: float) -> np.ndarray:
         """Losses of segments of the rows of all slabs, where rows are users; see `HalfSweep.losses`."""
         with closing(self.entries()) as slabs:
-            losses = [part.losses(users.part(rows), items, mean) for rows, part in slabs]
+            losses = [
+                part.segment_losses(indices, ratings, users.part(rows), items, mean, part.loss_segments())
+                for rows, part, indices, ratings in slabs
+            ]
         return np.concatenate([np.zeros(0), *losses])
 
 

@@ -21,7 +21,7 @@ from ..device.cuda import Array, Device
 from ..plan.fused import BLOCK, table_width
 from ..plan.types import Plan
 from .factors import DeviceFactors, weighted_gram
-from .half import HalfSweep, Launches, row_segments
+from .half import HalfSweep, Steps, row_segments
 from .launch import DeviceEntries
 from .matrix import DeviceMatrix
 from .predictions import add_products
@@ -80,32 +80,28 @@ class SubspaceHalf(HalfSweep):
         super().__init__(device, side, matrix, objective, plan, names)
         self.segments = row_segments(device, np.append(0, np.cumsum(self.degrees)))
 
-    def launches(
-        self,
-        fixed: DeviceFactors,
-        mean: float,
-        start: DeviceFactors | None = None,
-        gram: Array | None = None,
-    ) -> Launches:
-        """See `GpuHalf.launches`; reads the ranges of the blocks of the fixed side back to the host."""
+    def steps(
+        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
+    ) -> Steps:
+        """See `GpuHalf.steps`; reads the ranges of the blocks of the fixed side back to the host."""
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
-        whole = self._systems(start, gram)
+        whole = self.systems(self.device.zeros(len(self), np.int32), start, gram)
         entries = self._predicted(fixed, mean, whole.solutions)
         for block in self._fixed_blocks(fixed.table):
             systems = functools.cache(functools.partial(self._systems_of, block, whole))
-            kernels = self._row_kernels(block.rank, block.range)
-            yield from self._solve((kernels, kernels.operand(block.table)), entries, systems)
+            kernels = self.row_kernels(block.rank, block.range)
+            yield from self.solve_all((kernels, kernels.operand(block.table)), block.table, entries, systems)
             changes, status = systems().solutions, systems().status
             whole.solutions[:, block.columns] += changes[:, : block.rank]
             whole.status[...] += (whole.status == 0) * (status + (status > 0) * np.int32(block.first))
             if block.last < self.plan.rank:
                 add_products(self.device, entries.predicted, block.table, changes, self.indices, self.segments)
-        yield self._unpack(whole.solutions), whole.status
+        yield self.unpack(whole.solutions), whole.status
 
     def _predicted(self, fixed: DeviceFactors, mean: float, solutions: Array) -> DeviceEntries:
         """The entries with predictions by the current solutions."""
-        entries = self._entries(fixed, mean)
+        entries = self.entries(self.indices, self.ratings, fixed, mean)
         predicted = self.device.zeros(len(self.indices), self.dtype)
         if entries.offsets is not None:
             predicted += entries.offsets[self.indices]

@@ -211,12 +211,7 @@ class RankedRatings:
 def _worker(plan: Plan, device: str, communicator: Communicator) -> tuple[Communicator, Worker]:
     """Communicator for arrays and worker on the device; all ranks call it together."""
     if plan.gpu is None:
-
-        def check() -> None:
-            if communicator.cause:
-                raise CommunicatorError(communicator.cause)
-
-        return communicator, CpuWorker(plan.num_threads, check)
+        return communicator, CpuWorker(plan.num_threads)
     from ..ranks.gpu_rank import gpu_worker
 
     return gpu_worker((device,) * communicator.size, communicator)

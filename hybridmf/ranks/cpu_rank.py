@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,19 +15,12 @@ from ..plan.types import Plan
 
 
 class CpuWorker:
-    """The CPU as a `Worker`, for grids of one split; arrays are NumPy's.
-
-    Parameters
-    ----------
-    num_threads : int
-    check : callable, optional
-        Called between batches; an exception ends the half sweep.
-    """
+    """The CPU as a `Worker`, for grids of one split; arrays are NumPy's."""
 
     gathers_ahead = False  # nothing would overlap
 
-    def __init__(self, num_threads: int, check: Callable[[], None] | None = None) -> None:
-        self.num_threads, self.check = num_threads, check
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
 
     def active(self) -> AbstractContextManager[None]:
         """Do nothing."""
@@ -63,13 +55,9 @@ class CpuWorker:
 
     def whole(self, side: Side, block: Any, objective: Objective, plan: Plan, names: np.ndarray | None) -> Any:
         """Half sweep over complete rows; slabs are read again in each half sweep."""
-        half: Any
         if isinstance(block, InMemory):
-            half = als.HalfSweep(side, block.csr, objective, plan, names)
-        else:
-            half = als.StreamedHalf(side, block, objective, plan, names)
-        half.check = self.check
-        return half
+            return als.HalfSweep(side, block.csr, objective, plan, names)
+        return als.StreamedHalf(side, block, objective, plan, names)
 
     def close(self) -> None:
         """Do nothing: the worker has no thread of its own."""

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from ..core.objective import SIDES, Factors, Objective, Side
-from ..core.sparse import csr_of
 from ..core.system import ceil_div, round_up
 from ..data.slabs import InMemory, Orientation
 from ..device.cuda import Array, CudaDevice, Device, open_device
 from ..gpu.assembly import Cleared
 from ..gpu.factors import Copiers, DeviceFactors, GpuFactors, HostTables, to_device, to_host, weighted_gram
-from ..gpu.half import GpuHalf, HalfSweep, row_segments, segment_losses
+from ..gpu.half import DeviceRows, GpuHalf, HalfSweep, row_segments
 from ..gpu.matrix import DeviceMatrix
 from ..gpu.offloaded import HostHalf
 from ..gpu.rows import add_pieces
@@ -247,22 +246,12 @@ class InOrder:
         return nullcontext()
 
 
-class PartialRows(HalfSweep):
-    """Sums over the entries of this rank, and solutions of the systems reduced over all ranks.
+class PartialRows(GpuHalf, DeviceRows):
+    """A half sweep over rows whose entries are distributed over ranks: `block` has those of this rank.
 
-    Parameters
-    ----------
-    device : Device
-    side, block, objective, plan, rows
-        See `hybridmf.ranks.su_als.Worker.partial`.
-
-    Raises
-    ------
-    ValueError
-        The assembly of the plan needs all entries of a row.
+    Between `start` and `result`, each batch is summed over the entries of this rank (`assemble`) and, once the sums of
+    all ranks are reduced, solved (`finish`). The rows summed here are not those solved here: `rows` identifies both.
     """
-
-    one_thread = False
 
     def __init__(
         self,
@@ -278,9 +267,9 @@ class PartialRows(HalfSweep):
                 "assembly='bals' needs all entries of a row on one rank; with a split fixed side use 'fused', "
                 "'sparse_syrk' or 'mo_als'"
             )
-        # the rows summed here are not the rows solved here: batches identify them
-        nothing = csr_of(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, block.dtype), block.shape[1])
-        super().__init__(device, side, nothing, objective, plan, rows.names)
+        DeviceRows.__init__(self, device, side, objective, plan, np.zeros(0, np.int64), block.dtype)
+        self.names, nothing = rows.names, np.zeros(0, np.int32)
+        self.indices, self.ratings = device.upload(nothing), device.upload(nothing.astype(block.dtype))
         self._take(block)
         self.scale = device.upload(objective.row_scale(side, rows.degrees).astype(self.dtype))
         self.degrees, self.row_batches, self.n_entries = rows.degrees, rows.batches, int(block.nnz)
@@ -320,10 +309,10 @@ class PartialRows(HalfSweep):
 
     def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
         """Start a half sweep."""
-        self._entries_at_hand = self._entries(fixed, mean)
+        self._entries_at_hand = self.entries(self.indices, self.ratings, fixed, mean)
         cleared = Cleared(self.device, len(self.degrees))
         kernels, self._operand = self.prepared(fixed, cleared)
-        self._under_way = self._systems(start, gram, cleared), kernels, cleared
+        self._under_way = self.systems(cleared.status, start, gram), kernels, cleared
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
         """Sums over this rank's entries of a batch; zeros for rows without any."""
@@ -346,7 +335,7 @@ class PartialRows(HalfSweep):
     def result(self, then: Callable[[Any], Any] | None = None) -> DeviceFactors:
         """Return the factors of the rows solved here."""
         (systems, _, cleared), self._under_way = self._under_way, None
-        solved = self._unpack(systems.solutions, cleared)
+        solved = self.unpack(systems.solutions, cleared)
         self.check(solved if then is None else then(solved), systems.status)
         return solved
 
@@ -362,7 +351,8 @@ class PartialRows(HalfSweep):
                     come, own = next(users)
                     assert come == rows
                     segments = row_segments(self.device, indptr[first : last + 1])
-                    total += float(segment_losses(self, own, items, mean, segments).sum())
+                    losses = self.segment_losses(self.indices, self.ratings, own, items, mean, segments)
+                    total += float(losses.sum())
         return total
 
 

@@ -154,7 +154,7 @@ def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
     Raises
     ------
     NotPositiveDefiniteError, NonFiniteError, DeviceMemoryError, CommunicatorError
-        See `hybridmf.gpu.half.GpuHalf.solve`; of the first rank that fails. The state is unchanged, and no rank waits.
+        See `RankALS.solve`; of the first rank that fails. The state is unchanged, and no rank waits.
     """
     launched = _launch(ranks, side, _fixed(ranks, side))
     solved = [factors for factors, _ in launched]
@@ -182,7 +182,7 @@ def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
 def _launch(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[Any]:
     """Launch one step of each rank in turn; return new factors and status, possibly not complete yet."""
     launches = {
-        number: rank.halves[side].launches(table, rank.mean, rank.own[side])
+        number: rank.halves[side].steps(table, rank.mean, rank.own[side])
         for number, (rank, table) in enumerate(zip(ranks, fixed, strict=True))
     }
     launched: list[Any] = [None] * len(ranks)

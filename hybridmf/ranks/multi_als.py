@@ -13,7 +13,6 @@ from ..core.objective import SIDES, Objective, Side, State
 from ..core.sparse import stacked
 from ..data.slabs import as_orientation
 from ..data.store import StoreMatrix
-from ..errors import CommunicatorError
 from ..plan.grid import Grid, RankLayout
 from ..plan.ordering import reordered
 from ..plan.solver import Alternating, Choose
@@ -26,9 +25,8 @@ from .group import RankGroup
 from .joined import JoinedFactors
 from .su_als import Block, RankALS, Worker, rank_plan
 from .transport.communicator import Communicator, LocalCommunicator
-from .transport.threads import RankThreads
 
-MakeWorker = Callable[[Communicator], tuple[Communicator, Worker]]
+MakeWorker = Callable[[Any], tuple[Communicator, Worker]]
 """Makes the communicator and the worker of a rank, from the communicator of its thread."""
 
 
@@ -85,7 +83,7 @@ class MultiALS(Alternating):
         inward = {side: self.order.inward(side, state.side(side)) for side in SIDES}
         known_topology = self._topology(topology)
         self.group = RankGroup(self.layout.size)
-        to_worker = make_worker or worker_maker(plan, self.group.threads)
+        to_worker = make_worker or self._worker
 
         def make(control: LocalCommunicator, opened: Callable[[Communicator], None]) -> RankALS:
             communicator, worker = to_worker(control)
@@ -108,6 +106,12 @@ class MultiALS(Alternating):
             )
 
         self.ranks: list[RankALS] = self.group.open(make)
+
+    def _worker(self, control: LocalCommunicator) -> tuple[Communicator, Worker]:
+        """Communicator and worker on the device of a rank."""
+        if self.plan.gpu is None:
+            return control, CpuWorker(rank_plan(self.plan).num_threads)
+        return gpu_rank.gpu_worker(self.plan.devices, control)
 
     def _block(self, side: Side, matrix: Any, communicator: Communicator, worker: Worker) -> Block:
         """Entries of a rank while `side` is solved."""
@@ -165,15 +169,3 @@ class MultiALS(Alternating):
     def close(self) -> None:
         """End the threads and connections of the ranks; `state` stays readable. A second call does nothing."""
         self.group.close()
-
-
-def worker_maker(plan: Plan, threads: RankThreads) -> MakeWorker:
-    """Workers on the devices of a plan."""
-    if plan.gpu is None:
-
-        def check() -> None:
-            if threads.stopping.is_set():
-                raise CommunicatorError("another rank has failed, or the fit was stopped")
-
-        return lambda communicator: (communicator, CpuWorker(rank_plan(plan).num_threads, check))
-    return lambda communicator: gpu_rank.gpu_worker(plan.devices, communicator)

@@ -379,10 +379,15 @@ class RankALS(Alternating):
                 solved = self._solve_split(side)
             else:
                 # each rank has the whole fixed side: its Gram matrix has the bits of a fit on one device
-                fixed, then = self._gathered(side), self._gather_ahead(side)
-                half, start = self.halves[side], self.own[side]
-                further = {} if then is None else {"then": then}
-                solved = half.solve(fixed, self.mean, start, **further)
+                half, fixed, launched = self.halves[side], self._gathered(side), (None, None)
+                with closing(half.steps(fixed, self.mean, self.own[side])) as steps:
+                    for step in steps:
+                        launched = step
+                        if self.communicator.cause:  # another rank has failed, or the fit was stopped
+                            raise CommunicatorError(self.communicator.cause)
+                solved, status = launched
+                then = self._gather_ahead(side)
+                half.check(solved if then is None else then(solved), status)
                 if self.rank == 0:  # has its share of the longest rows, and one warning is enough
                     self.check_precision(side, fixed)
             self.communicator.barrier()  # failures of other ranks are raised here at the latest

@@ -29,8 +29,7 @@ from hybridmf.core.objective import other_side
 from hybridmf.core.scratch import SCRATCH_DIR, file_system, find_room, mapped, scratch_file, scratch_folders
 from hybridmf.device.mapped import reader_of, writer_of
 from hybridmf.errors import MemoryBudgetError
-from hybridmf.gpu.factors import DeviceFactors, HostTables
-from hybridmf.gpu.offloaded import HostSlab
+from hybridmf.gpu.factors import HostTables
 from hybridmf.model import files as _io
 from hybridmf.model.checkpoint import UNFINISHED, Writer
 from hybridmf.model.engine import engine_for
@@ -198,7 +197,7 @@ def test_a_damaged_checkpoint_is_found_where_it_is_mapped(gpu, small_host, tmp_p
 
 
 def large_fit(monkeypatch: pytest.MonkeyPatch, device: Any) -> sp.csr_array:
-    """Ratings whose factors, 128 wide, are 51 MB; kernels stand aside, since they would take minutes to emulate."""
+    """Ratings whose factors, 128 wide, are 51 MB; slow checks stand aside."""
     rng = np.random.default_rng(0)
     entries = np.ones(400, np.float32), (rng.integers(0, 60_000, 400), rng.integers(0, 40_000, 400))
     original = device.empty
@@ -210,14 +209,7 @@ def large_fit(monkeypatch: pytest.MonkeyPatch, device: Any) -> sp.csr_array:
             return original(shape, dtype)
         return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
 
-    def solve(slab: Any, fixed: Any, mean: float, start: Any = None, gram: Any = None) -> DeviceFactors:
-        rows = len(slab)
-        table = device.empty((rows, 128), np.float32)
-        table[...] = 0.01 * np.arange(128, dtype=np.float32)
-        return DeviceFactors(device, table, 126, device.zeros(rows, np.float32))
-
     monkeypatch.setattr(device, "empty", empty)
-    monkeypatch.setattr(HostSlab, "solve", solve)
     monkeypatch.setattr("hybridmf.gpu.offloaded.widen_range", lambda *arguments: None)
     monkeypatch.setattr("hybridmf.gpu.losses.row_squares", lambda device, table, factors: np.ones(len(table)))
     for name in ("gpu.factors.EXACT_ROWS", "model.files.CHECKED_ROWS"):

@@ -77,7 +77,6 @@ def test_missing_memory_for_new_rows_is_reported(gpu, monkeypatch):
     assert len(slab.long.rows) > 1
     with pytest.raises(DeviceMemoryError, match="no room for new rows"):
         host.update("user")
-    assert slab._lent is None
 
 
 def factors_after(solver: Any, sweeps: int = 1) -> list[np.ndarray]:

@@ -85,8 +85,8 @@ def assert_same_factors(one, other) -> None:
 def test_checkpoint_intervals_and_counts(options, expected, tmp_path, monkeypatch, in_step):
     clock = [0.0]
     monkeypatch.setattr("hybridmf.model.checkpoint.time.monotonic", lambda: clock[0])
-    solve = HalfSweep.solve
-    monkeypatch.setattr(HalfSweep, "solve", lambda *a, **k: clock.__setitem__(0, clock[0] + 30.0) or solve(*a, **k))
+    solve = HalfSweep.steps
+    monkeypatch.setattr(HalfSweep, "steps", lambda *a, **k: clock.__setitem__(0, clock[0] + 30.0) or solve(*a, **k))
     als(7).fit(planted(), checkpoint=hmf.Checkpoint(tmp_path / "a", **options))
     assert iterations_in(tmp_path / "a") == expected
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_may_hold_seen_items(tmp_path):
 
 def test_an_interrupted_fit_writes_the_last_whole_iteration(tmp_path, monkeypatch):
     """Whatever the schedule: interrupted in the first half of a sweep, the state is still that of the one before."""
-    solve, calls = HalfSweep.solve, []
+    solve, calls = HalfSweep.steps, []
 
     def interrupt_in_the_fourth(self, *arguments, **options):
         calls.append(self.side)
@@ -145,7 +145,7 @@ def test_an_interrupted_fit_writes_the_last_whole_iteration(tmp_path, monkeypatc
             raise KeyboardInterrupt
         return solve(self, *arguments, **options)
 
-    monkeypatch.setattr(HalfSweep, "solve", interrupt_in_the_fourth)
+    monkeypatch.setattr(HalfSweep, "steps", interrupt_in_the_fourth)
     for stop, found in ((7, [3]), (8, [])):  # items of the fourth iteration; its users
         calls.clear()
         model, folder = als(), tmp_path / str(stop)
@@ -391,8 +391,8 @@ def test_a_folder_that_cannot_be_synced_is_no_error_where_the_file_system_does_n
 # ------------------------------------------------------------------------------------------------------------- kill -9
 
 STAGES = {
-    "item half sweep": "HalfSweep.solve = dying_at(5, HalfSweep.solve)",
-    "user half sweep": "HalfSweep.solve = dying_at(6, HalfSweep.solve)",
+    "item half sweep": "HalfSweep.steps = dying_at(5, HalfSweep.steps)",
+    "user half sweep": "HalfSweep.steps = dying_at(6, HalfSweep.steps)",
     "nothing written": "checkpoints.write_model = dying_at(3, checkpoints.write_model)",
     "half written": "checkpoints.write_model = half_at(3, checkpoints.write_model)",
     "before the file's fsync": "os.fsync = dying_at(5, os.fsync)",

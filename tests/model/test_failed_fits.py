@@ -39,17 +39,17 @@ def half_states(kind: str, monkeypatch, **options) -> list[State]:
 
 def interrupt_at(monkeypatch, k: int, error: BaseException) -> None:
     """Let the k-th half sweep (from 1) fail in its middle: after the kernels ran, before anything is stored."""
-    solve, count = HalfSweep.solve, [0]
+    steps, count = HalfSweep.steps, [0]
 
     def failing(self, *args, **kwargs):
         count[0] += 1
-        result = solve(self, *args, **kwargs)
-        if count[0] == k:
-            result.matrix[:] = np.nan
-            raise error
-        return result
+        for launched in steps(self, *args, **kwargs):
+            if launched is not None and count[0] == k:
+                launched[0].matrix[:] = np.nan
+                raise error
+            yield launched
 
-    monkeypatch.setattr(HalfSweep, "solve", failing)
+    monkeypatch.setattr(HalfSweep, "steps", failing)
 
 
 @pytest.mark.parametrize("kind", ["explicit", "biases", "implicit"])

@@ -221,14 +221,14 @@ def test_ranks_with_other_parameters_stop(tmp_path):
 
 
 def test_not_a_number_on_one_rank_stops_all_with_its_cause(monkeypatch, tmp_path):
-    solve = HalfSweep.solve
+    solve = HalfSweep.steps
 
     def fail_on_users(self, *arguments, **options):
         if self.side == "user" and self.names[0] > 0:
             raise NonFiniteError("factors of user 40 became infinite or NaN")
         return solve(self, *arguments, **options)
 
-    monkeypatch.setattr(HalfSweep, "solve", fail_on_users)
+    monkeypatch.setattr(HalfSweep, "steps", fail_on_users)
     causes = []
 
     def run(communicator):

@@ -95,7 +95,7 @@ def test_a_resumed_fit_that_is_interrupted_at_once_has_the_checkpoint(tmp_path, 
     for model in (make("biases"), make("biases", iterations=1).fit(planted(9, N_ITEMS))):
         model.set_params(iterations=5)
         with monkeypatch.context() as patch:
-            patch.setattr(HalfSweep, "solve", interrupt)
+            patch.setattr(HalfSweep, "steps", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 model.fit(planted(), resume_from=tmp_path)
         assert_equal_models(model, stopped)
@@ -123,7 +123,7 @@ def test_a_new_run_in_a_used_folder_is_refused_before_training(tmp_path, monkeyp
     make(random_state=1).fit(planted(), checkpoint=tmp_path)  # five iterations
     kept, sweeps = {path.name: path.read_bytes() for path in tmp_path.iterdir()}, []
     with monkeypatch.context() as patch:
-        patch.setattr(HalfSweep, "solve", lambda *_, **__: sweeps.append(1))
+        patch.setattr(HalfSweep, "steps", lambda *_, **__: sweeps.append(1))
         with pytest.raises(
             FileExistsError, match=says("holds checkpoints of an earlier run", "resume_from=", "another")
         ):
@@ -276,7 +276,7 @@ def test_resume_from_an_invalid_checkpoint(tmp_path):
 def test_checkpoint_folders_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     sweeps = []
-    monkeypatch.setattr(HalfSweep, "solve", lambda *_, **__: sweeps.append(1))
+    monkeypatch.setattr(HalfSweep, "steps", lambda *_, **__: sweeps.append(1))
     with pytest.raises(NotADirectoryError, match=says("checkpoint", "file", "is a file; give a folder")):
         make().fit(planted(), checkpoint=tmp_path / "file")
     monkeypatch.setattr("os.access", lambda *_: False)

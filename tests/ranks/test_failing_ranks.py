@@ -45,8 +45,8 @@ SHARED_SET_UP = [
     (DeviceMatrix, "transposed", 3),
 ]
 HALF_SWEEP = [
-    (HalfSweep, "launches", 1),
-    (HalfSweep, "launches", 2),
+    (HalfSweep, "steps", 1),
+    (HalfSweep, "steps", 2),
     (DeviceFactors, "begin_check", 1),
     (DeviceFactors, "finish_check", 1),
     (DeviceFactors, "finish_check", 2),

@@ -124,7 +124,7 @@ def test_the_first_step_ends_with_sums_under_way(gpus: Machine, request: pytest.
     for assembly in ("fused", "sparse_syrk", "mo_als"):
         arguments = changed(parts("explicit", "cuda:0", SMALL), segment=3, batch_slots=9, assembly=assembly)
         alone = one_device(*arguments, device=device)
-        launches = alone.halves["user"].launches(alone.own["item"], alone.mean)
+        launches = alone.halves["user"].steps(alone.own["item"], alone.mean)
         device.launches.clear()
         next(launches)
         assert [name for name in device.launches if name != "row_range"] == {
@@ -268,7 +268,7 @@ def test_an_exception_of_the_one_thread_stops_the_ranks(gpus: Machine, monkeypat
     def lost(*_: Any) -> Any:
         raise DeviceError("cuda:1 has fallen off the bus")
 
-    monkeypatch.setattr(solver.ranks[1].halves["item"], "launches", lost)
+    monkeypatch.setattr(solver.ranks[1].halves["item"], "steps", lost)
     with pytest.raises(DeviceError, match="fallen off the bus"):
         solver.update("item")
     assert solver.group.threads.stopping.is_set()

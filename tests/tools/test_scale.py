@@ -27,13 +27,13 @@ import hybridmf as hmf
 rank = MPI.COMM_WORLD.rank
 if KILLED == rank:
     from hybridmf.cpu.als import HalfSweep
-    solve, calls = HalfSweep.solve, []
+    solve, calls = HalfSweep.steps, []
     def solve_or_die(*arguments, **options):
         calls.append(1)
         if len(calls) == 6:
             os.kill(os.getpid(), signal.SIGKILL)
         return solve(*arguments, **options)
-    HalfSweep.solve = solve_or_die
+    HalfSweep.steps = solve_or_die
 if WATCHED:
     OPTIONS |= {"validation": planted(seed=1), "callback": lambda model, record: record["iteration"] == WATCHED}
 model = hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL, iterations=5), planted(), timeout=60, **OPTIONS)

@@ -166,18 +166,19 @@ class TrialHalf(HalfSweep):
 
     def assemble(self, fixed: DeviceFactors) -> None:
         """Launch the sums of all rows alone."""
-        (kernels, operand), entries = self.prepared(fixed), self._entries(fixed, 0.0)
+        (kernels, operand), entries = self.prepared(fixed), self.entries(self.indices, self.ratings, fixed, 0.0)
         for batch in self.batches:
             with self.batches.fitting(batch):
                 kernels.assemble(kernels.empty(len(batch.segments)), operand, entries, batch.segments)
 
     def first_batch(self, fixed: DeviceFactors) -> tuple[Any, ...]:
         """Launch the sums of the first batch; return the arguments that solve it."""
-        (kernels, operand), entries = self.prepared(fixed), self._entries(fixed, 0.0)
+        (kernels, operand), entries = self.prepared(fixed), self.entries(self.indices, self.ratings, fixed, 0.0)
         batch = next(iter(self.batches))
         sums = kernels.empty(len(batch.segments))
         kernels.assemble(sums, operand, entries, batch.segments)
-        return self._systems(None, None), sums, batch.slots, batch.rows, entries
+        status = self.device.zeros(len(self), np.int32)
+        return self.systems(status, None, None), sums, batch.slots, batch.rows, entries
 
 
 def als_trial(
@@ -220,12 +221,12 @@ def als_trial(
 
         def check(config: Any) -> None:
             # conjugate gradients run to convergence, so that the residual checks the systems
-            launches = half(config, 4 * rank if solver == "cg" else 1).launches(fixed, 0.0)
+            launches = half(config, 4 * rank if solver == "cg" else 1).steps(fixed, 0.0)
             solved.extend(launched[0].table for launched in launches if launched is not None)
 
         def launch(config: Any) -> None:
             if timed == "all":
-                collections.deque(half(config).launches(fixed, 0.0), maxlen=0)
+                collections.deque(half(config).steps(fixed, 0.0), maxlen=0)
             elif timed == "sums":
                 half(config).assemble(fixed)
             else:
