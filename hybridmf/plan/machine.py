@@ -78,6 +78,23 @@ def solve_flops(f: float) -> float:
     return f**3 / 3 + 2 * f * f
 
 
+VECTOR_RATES = ("assembly", "solve", "cg", "dense", "subspace")
+"""Rates of the CPU that depend on its vector instructions."""
+
+
+def _times(value: Any, factor: float) -> Any:
+    """A constant, a curve, or a dict of these, times a factor."""
+    if isinstance(value, dict):
+        return {name: _times(one, factor) for name, one in value.items()}
+    return tuple((f, rate * factor) for f, rate in value) if isinstance(value, tuple) else value * factor
+
+
+def _sped_up(rates: Any, speed: float, names: tuple[str, ...], seconds: tuple[str, ...] = ()) -> Any:
+    """Rates of the given names times `speed`, and constants in seconds divided by it."""
+    changed = {name: _times(getattr(rates, name), speed) for name in names}
+    return replace(rates, **changed, **{name: getattr(rates, name) / speed for name in seconds})
+
+
 @dataclass(frozen=True)
 class CpuRates:
     """Rates of one core in float32, and scaling over cores."""
@@ -122,6 +139,11 @@ class CpuRates:
     cache: float = 1.6e7  # effective bytes of cache per core
     memory_bytes: float = 2.0e11  # memory bandwidth of all cores together, in bytes/s
     serial: float = 0.02  # sigma of ``speedup(T) = T / (1 + sigma (T - 1))``
+
+    def scaled(self, speed: float) -> CpuRates:
+        """All rates of kernels times `speed`."""
+        rates = (*VECTOR_RATES, "dual", "product", "sgd")
+        return _sped_up(self, speed, rates, ("dual_row", "sgd_row", "ccd_entry", "ccd_row", "row"))
 
     def speedup(self, threads: int) -> float:
         """Speed-up of `threads` cores over one (Amdahl 1967, with a constant serial share)."""
@@ -244,28 +266,12 @@ class GpuRates:
         share = multiprocessors / self.multiprocessors * (0.5 if capability <= (8, 0) else 1.0)
         if share == 1.0:
             return self
+        return replace(self.sped_up(share), multiprocessors=multiprocessors)
 
-        def curves(table: Mapping[str, Curve]) -> dict[str, Curve]:
-            return {name: times(curve) for name, curve in table.items()}
-
-        def times(curve: Curve) -> Curve:
-            return tuple((f, rate * share) for f, rate in curve)
-
-        return replace(
-            self,
-            multiprocessors=multiprocessors,
-            assembly=times(self.assembly),
-            solve=times(self.solve),
-            cg=self.cg * share,
-            dual_row=self.dual_row / share,
-            dual_pair=self.dual_pair / share,
-            published=curves(self.published),
-            sgd=curves(self.sgd),
-            ccd=self.ccd * share,
-            ccd_row=self.ccd_row / share,
-            gather_bytes=self.gather_bytes * share,
-            cached_bytes=self.cached_bytes * share,
-        )
+    def sped_up(self, speed: float) -> GpuRates:
+        """All rates of kernels times `speed`."""
+        rates = ("assembly", "solve", "cg", "published", "sgd", "ccd", "gather_bytes", "cached_bytes")
+        return _sped_up(self, speed, rates, ("dual_row", "dual_pair", "ccd_row"))
 
 
 @dataclass(frozen=True)
@@ -320,20 +326,7 @@ H200 = Machine()
 
 def built_in() -> Machine:
     """Default constants without calibration; rates of arithmetic depend on the instruction set."""
-    share, rates = INSTRUCTION_SETS.get(_als.instruction_set(), 1.0), CpuRates()
-
-    def times(curve: Curve) -> Curve:
-        return tuple((f, rate * share) for f, rate in curve)
-
-    cpu = replace(
-        rates,
-        assembly=times(rates.assembly),
-        solve=times(rates.solve),
-        cg=times(rates.cg),
-        dense=rates.dense * share,
-        subspace=rates.subspace * share,
-    )
-    return Machine(cpu=cpu)
+    return Machine(cpu=_sped_up(CpuRates(), INSTRUCTION_SETS.get(_als.instruction_set(), 1.0), VECTOR_RATES))
 
 
 def constants_text(machine: Machine) -> str:

@@ -1,8 +1,8 @@
 """Measures the constants of the cost model on this machine: fits of small synthetic problems by our own kernels.
 
-Two kinds of problem separate the cost of entries from that of rows: one with long rows, one with 4 entries per row. The
-seconds of an entry and of a row are the solution of two linear equations. Each time is the fastest of a few iterations.
-The fastest of a few whole fits gives the overhead of a fit outside of its iterations.
+Choices of the device depend on few of the constants (bench/dispatch.py, 384 choices of recorded fits): how fast the
+cores and the GPU are as a whole, what a fit costs beside its iterations, and the rate of copies to the GPU. So one
+speed scales all rates of the cores, and one all rates of the GPU. Each time is the fastest of some iterations or fits.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import partial
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..als import ExplicitALS, ImplicitALS
-from ..ccd import CCD
+from ..als import ExplicitALS
 from ..core.system import available_cores
 from ..device.cuda import CudaDevice, DeviceSpec, device_count, open_device
 from ..model.base import FactorModel
@@ -28,38 +26,30 @@ from ..model.stopwatch import BEFORE
 from ..plan import dispatch
 from ..plan import machine as _machine
 from ..plan.cost import Warmth, cost_of
-from ..plan.machine import CpuRates, Curve, GpuRates, Machine, built_in
-from ..sgd import SGD
+from ..plan.machine import CpuRates, GpuRates, Machine, built_in
 from .links import measure_links
 from .preview import plan
 
-CPU_RANKS = (8, 16, 32, 64, 128)
-GPU_RANKS = (32, 64, 100, 128)
-SGD_RANKS = (32, 128)
-PUBLISHED_RANKS = (64, 256)
-"""Ranks of the published assemblies on a GPU; the fused kernels do not support the second."""
+RANKS = (16, 32, 64, 128)
+"""Ranks at which speeds are measured; their median counts."""
 
-CPU_LONG, CPU_SHORT = (4000, 4000, 50), (6000, 6000, 4)
+CPU_PROBLEMS = ((4000, 4000, 50), (6000, 6000, 4))
+"""Rows, columns and entries a row: of problems where entries and where rows take most of the time."""
+
 CPU_ALL = (16_000, 16_000, 50)
-"""Rows, columns and entries a row of the problems; the last for all cores."""
+"""The same for all cores."""
 
-GPU_LONG, GPU_SHORT = (40_000, 40_000, 400), (400_000, 400_000, 4)
+GPU_PROBLEMS = ((40_000, 40_000, 400), (400_000, 400_000, 4))
 """The same for a GPU, which needs enough rows to be busy."""
 
-GPU_SETUP = (20_000, 20_000, 200)
-"""The same for host work proportional to the entries."""
-
-GPU_LONG_WIDE, GPU_SHORT_WIDE = (2000, 2000, 400), (20_000, 20_000, 4)
-"""The same at the second of PUBLISHED_RANKS."""
-
-TINY, SMALL = (40, 40, 4), (1000, 1000, 4)
-"""Problems whose time is overhead."""
+TINY = (200, 200, 20)
+"""A problem whose time is overhead."""
 
 SPARSE = (100_000, 100_000, 4)
-"""Many factors and few entries: drawing, copying and allocating factors dominates."""
+"""Many factors and few entries: copying and allocating factors dominates a fit."""
 
 SPARSE_RANKS = (32, 100)
-"""Two ranks of `GPU_RANKS`, which separate costs of rows from costs of factors."""
+"""Two ranks that separate costs of rows from costs of factors."""
 
 TINY_ITERATIONS = 50
 
@@ -70,41 +60,33 @@ Say = Callable[[str], Any]
 
 
 def regular(rows: int, columns: int, degree: int, seed: int = 0) -> sp.csr_array:
-    """Ratings 1 to 5 with `degree` entries per row, one in each of `degree` equal ranges of columns.
-
-    `rows`, `columns`, `degree`: `degree` divides `columns`. Returns csr_array, float32, shape (rows, columns).
-    """
+    """Float32 ratings 1 to 5 with `degree` entries per row, one in each of `degree` equal ranges of columns."""
     rng, width = np.random.default_rng(seed), columns // degree
     indices = rng.integers(0, width, (rows, degree), dtype=np.int32) + np.arange(degree, dtype=np.int32) * width
     values = rng.integers(1, 6, rows * degree).astype(np.float32)
-    matrix = sp.csr_array((values, indices.ravel(), np.arange(rows + 1) * degree), shape=(rows, columns))
-    return matrix
+    return sp.csr_array((values, indices.ravel(), np.arange(rows + 1) * degree), shape=(rows, columns))
 
 
 def iteration_seconds(model: FactorModel, matrix: sp.csr_array) -> float:
-    """Seconds of the fastest iteration after the first."""
-    model.fit(matrix)
-    return min(record["seconds"] for record in model.history_[1:])
+    """Seconds of the fastest iteration of two fits, each after a first one."""
+    found = []
+    for _ in range(2):
+        model.fit(matrix)
+        found += [record["seconds"] for record in model.history_[1:]]
+    return min(found)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Seconds of a fit, each part the fastest of some fits.
+    """Seconds of a fit, each part the fastest of some fits."""
 
-    `iteration`: of all but the first of each fit. `setup`: around the iterations, and the additional time of the first
-    iteration. `before`: before the first iteration of the first fit.
-    """
-
-    iteration: float
-    setup: float
-    before: float
+    iteration: float  # of all but the first of each fit
+    setup: float  # around the iterations, and the additional time of the first iteration
+    before: float  # before the first iteration of the first fit
 
 
 def time_fits(model: FactorModel, matrix: sp.csr_array, enough: Callable[[list[float]], bool]) -> Fit:
-    """Fit repeatedly until `enough` returns True, since threads may be delayed on a shared machine.
-
-    `model`: with two iterations or more. `enough`: called with the seconds of each fit so far.
-    """
+    """Fit repeatedly until `enough` of the seconds of each fit so far: threads of a shared machine may be delayed."""
     totals: list[float] = []
     firsts, others, around, before = [], [], [], 0.0
     while not totals or not enough(totals):
@@ -121,19 +103,6 @@ def time_fits(model: FactorModel, matrix: sp.csr_array, enough: Callable[[list[f
 
 def _fit(model: FactorModel, matrix: sp.csr_array) -> Fit:
     return time_fits(model, matrix, lambda totals: len(totals) >= REPEATS)
-
-
-def entry_and_row(times: tuple[float, float], problems: tuple[sp.csr_array, sp.csr_array]) -> tuple[float, float]:
-    """Seconds of an entry (of either half sweep) and of a row from the times of two problems.
-
-    If noise makes the cost of a row or an entry negative, a tenth of its largest possible value is used.
-    """
-    entries = [2.0 * problem.nnz for problem in problems]
-    rows = [float(sum(problem.shape)) for problem in problems]
-    determinant = entries[0] * rows[1] - entries[1] * rows[0]
-    entry = (times[0] * rows[1] - times[1] * rows[0]) / determinant
-    row = (entries[0] * times[1] - entries[1] * times[0]) / determinant
-    return max(entry, 0.1 * times[0] / entries[0]), max(row, 0.1 * times[1] / rows[1])
 
 
 def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dict[str, Any]]:
@@ -159,7 +128,7 @@ def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dic
     if found is None:
         tell(f"no GPU is measured: {reason}")
         return machine, {}
-    rates = _measure_gpu(found, machine.cpu, tell)  # first, since it measures the start of the GPU
+    rates = _measure_gpu(found, machine, tell)  # first, since it measures the start of the GPU
     links = measure_links([f"cuda:{index}" for index in range(device_count())], machine.links, tell)
     return replace(machine, gpu=rates, links=links, gpu_name=found.name), _gpu_identity(found)
 
@@ -172,6 +141,11 @@ def calibrate_and_save(say: Say | None = None, *, gpu: bool = True) -> tuple[Mac
     Machine
     path : path-like
         The file.
+
+    Raises
+    ------
+    OSError
+        The file cannot be written.
     """
     _machine.prepare()  # fails before the measurements
     machine, gpu_identity = calibrate(gpu=gpu, say=say)
@@ -189,133 +163,83 @@ def _gpu_identity(spec: DeviceSpec) -> dict[str, Any]:
     }
 
 
-def _curve(ranks: tuple[int, ...], work: Callable[[float], float], seconds: list[float]) -> Curve:
-    return tuple((float(f), work(f) / second) for f, second in zip(ranks, seconds, strict=True))
+def _model(factors: int, device: str = "cpu", **options: Any) -> ExplicitALS:
+    given = {"biases": False, "row_form": "primal", "iterations": REPEATS + 1, "random_state": 0}
+    return ExplicitALS(factors, device=device, **given | options)
 
 
-def _assembly(f: float) -> float:
-    return f * (f + 1)
-
-
-def _solve(f: float) -> float:
-    return f**3 / 3 + 2 * f * f
+def _speed(
+    machine: Machine, idle: float, sizes: tuple[tuple[int, int, int], ...], device: str, **options: Any
+) -> float:
+    """Rates of a device, as multiples of those of `machine`; `idle`: seconds of an iteration with no work, measured."""
+    found = []
+    known = replace(machine, cpu=replace(machine.cpu, sweep=0.0, region=0.0, fresh=0.0))
+    known = replace(known, gpu=replace(machine.gpu, sweep=dict.fromkeys(machine.gpu.sweep, 0.0)))
+    for problem in (regular(*size) for size in sizes):
+        for factors in RANKS:
+            model = _model(factors, device, **options)
+            seconds = iteration_seconds(model, problem)
+            busy = max(seconds - idle, 0.1 * seconds)
+            found.append(cost_of(plan(problem, model), known).iteration / busy)
+    return float(np.median(found))
 
 
 # ------------------------------------------------------------------------------------------------------------- CPU
 
 
 def _measure_cpu(say: Say) -> CpuRates:
-    say("cores: normal equations and their solution")
-    options: dict[str, Any] = {"device": "cpu", "num_threads": 1, "iterations": REPEATS + 1, "random_state": 0}
-    long, short = regular(*CPU_LONG), regular(*CPU_SHORT)
-    entries, rows = [], []
-    for f in CPU_RANKS:
-        model = ExplicitALS(f, biases=False, row_form="primal", **options)
-        times = [_twice(model, problem) for problem in (long, short)]
-        entry, row = entry_and_row((times[0], times[1]), (long, short))
-        entries.append(entry)
-        rows.append(row)
-    rates = replace(
-        built_in().cpu, assembly=_curve(CPU_RANKS, _assembly, entries), solve=_curve(CPU_RANKS, _solve, rows)
-    )
-    say("cores: conjugate gradients, SGD, CCD++")
-
-    def without_rows(model: FactorModel) -> float:
-        seconds = _twice(model, long)
-        return max(seconds - sum(long.shape) * rates.row, 0.1 * seconds)
-
-    steps = [without_rows(ExplicitALS(f, biases=False, solver="cg", **options)) / (2 * long.nnz) for f in CPU_RANKS]
-    blocks = without_rows(ExplicitALS(64, biases=False, solver="subspace", block_size=32, **options))
-    rates = replace(
-        rates,
-        cg=_curve(CPU_RANKS, lambda f: 16 * f, steps),  # 3 steps pass 4 times
-        subspace=(2.0 * long.nnz * 64 * 39 + sum(long.shape) * 64 * (32**2 / 3 + 256)) / blocks,
-        sgd={name: _sgd_curve(name, long, options) for name in ("msgd", "hogwild", "blocks")},
-        slower={"simd": 1.0} | {name: _slower(name, long, options, rates) for name in ("bals", "blas3", "rank1")},
-    )
-    sparse = regular(*SPARSE)  # too large for the caches
-    waiting = _idle(Machine(cpu=replace(rates, sgd_row=0.0)), SGD(32, biases=False, **options), sparse)
-    rates = replace(rates, sgd_row=waiting / sum(sparse.shape))
-    ccd = [_twice(CCD(16, biases=False, **options), problem) / 16 / 2 for problem in (long, sparse)]
-    entry, row = entry_and_row((ccd[0], ccd[1]), (long, sparse))
-    say("cores: together")
-    rates = replace(rates, ccd_entry=4 * entry, ccd_row=2 * row, serial=_serial(options))
-    return _measure_memory(_measure_overheads(rates))
+    say("cores: one, and all together")
+    tiny, one = regular(*TINY), {"num_threads": 1}
+    idle = iteration_seconds(_model(RANKS[0], iterations=TINY_ITERATIONS, **one), tiny)
+    rates = built_in().cpu
+    rates = rates.scaled(_speed(built_in(), idle, CPU_PROBLEMS, "cpu", **one))
+    rates = replace(rates, serial=_serial())
+    quick = replace(rates, sweep=0.0, region=0.0)
+    model = _model(RANKS[0], iterations=TINY_ITERATIONS, num_threads=available_cores())
+    fit, known = _fit(model, tiny), cost_of(plan(tiny, model), Machine(cpu=replace(quick, fit=0.0)))
+    setup = fit.setup - sum(known.setup.values())
+    # parallel regions are a part of the half sweeps of a tiny problem
+    sweep = max(1e-6, (fit.iteration - known.iteration) / 2 - 2 * rates.region)
+    return replace(rates, sweep=sweep, fit=max(1e-4, setup))
 
 
-def _twice(model: FactorModel, matrix: sp.csr_array) -> float:
-    """Seconds of the fastest iteration of two fits."""
-    return min(iteration_seconds(model, matrix) for _ in range(2))
-
-
-def _idle(machine: Machine, model: FactorModel, matrix: sp.csr_array) -> float:
-    """Seconds of an iteration beyond the prediction with a machine's constants."""
-    return max(0.0, _twice(model, matrix) - cost_of(plan(matrix, model), machine).iteration)
-
-
-def _measure_overheads(rates: CpuRates) -> CpuRates:
-    """Overhead of all threads: parallel regions, half sweeps and fits."""
-    options: dict[str, Any] = {"device": "cpu", "num_threads": available_cores(), "random_state": 0}
-    options["iterations"] = TINY_ITERATIONS
-    rates = replace(rates, region=0.0, sweep=0.0, gram=0.0, fresh=0.0)
-    tiny, small = regular(*TINY), regular(*SMALL)
-    idle = partial(_idle, Machine(cpu=rates))
-    als, ccd = idle(ExplicitALS(8, biases=False, **options), tiny), idle(CCD(16, biases=False, **options), tiny)
-    region = max(0.0, ccd - als) / (16 * 4 - 4)  # 4 regions per factor of CCD++, and 4 for ALS
-    explicit, implicit = (idle(cls(64, **options), small) for cls in (ExplicitALS, ImplicitALS))
-    fit = _fit(ExplicitALS(8, biases=False, **(options | {"iterations": 2})), tiny)
-    return replace(
-        rates,
-        region=region,
-        sweep=max(0.0, als / 2 - 2 * region),
-        gram=max(0.0, implicit - explicit) / 2,
-        fit=max(1e-4, fit.setup),
-    )
-
-
-def _measure_memory(rates: CpuRates) -> CpuRates:
-    """Seconds to draw a factor, and to write it to new memory."""
-    options: dict[str, Any] = {"device": "cpu", "num_threads": available_cores(), "random_state": 0, "iterations": 3}
-    sparse, (low, high) = regular(*SPARSE), SPARSE_RANKS
-    rows = sum(sparse.shape)
-    models = [ExplicitALS(f, biases=False, solver="cg", **options) for f in (low, high)]
-    less, more = (_fit(model, sparse) for model in models)
-    rates = replace(rates, draw=max(1e-10, (more.setup - less.setup) / (rows * (high - low))), fresh=0.0)
-    known = cost_of(plan(sparse, models[1]), Machine(cpu=rates)).iteration
-    return replace(rates, fresh=max(0.0, more.iteration - known) / (rows * high))
-
-
-def _sgd_curve(schedule: str, problem: sp.csr_array, options: dict[str, Any]) -> Curve:
-    flops = 10 if schedule == "msgd" else 8
-    seconds = [_twice(SGD(f, schedule=schedule, biases=False, **options), problem) / problem.nnz for f in CPU_RANKS]
-    return _curve(CPU_RANKS, lambda f: flops * f, seconds)
-
-
-def _slower(assembly: str, problem: sp.csr_array, options: dict[str, Any], rates: CpuRates) -> float:
-    """Time of another assembly as a multiple of ours, at rank 64, without the solution of the systems."""
-    seconds = _twice(ExplicitALS(64, biases=False, assembly=assembly, **options), problem)
-    solution = sum(problem.shape) * _machine.seconds_at(rates.solve, _solve, 64)
-    ours = 2 * problem.nnz * _machine.seconds_at(rates.assembly, _assembly, 64)
-    return max(0.5, (seconds - solution) / ours)
-
-
-def _serial(options: dict[str, Any]) -> float:
+def _serial() -> float:
     """Serial share, from the times of one thread and of all threads on the same problem."""
     threads = available_cores()
     if threads == 1:
         return CpuRates.serial
     problem = regular(*CPU_ALL)
-
-    def fastest(count: int) -> float:
-        model = ExplicitALS(64, biases=False, **(options | {"num_threads": count}))
-        return _twice(model, problem)
-
+    alone, together = (iteration_seconds(_model(64, num_threads=count), problem) for count in (1, threads))
     # bounded, since other programs may occupy cores: even two threads of one core are not slower than one
-    speedup = min(max(fastest(1) / fastest(threads), 0.5 * threads), 0.999 * threads)
+    speedup = min(max(alone / together, 0.5 * threads), 0.999 * threads)
     return (threads / speedup - 1) / (threads - 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- GPU
+
+
+def _measure_gpu(spec: DeviceSpec, machine: Machine, say: Say) -> GpuRates:
+    device, known = f"cuda:{spec.index}", GpuRates().scaled(spec.multiprocessors, spec.capability)
+    say(f"{spec.name}: start, compilation, launches")
+    tiny = regular(*TINY)
+    # an unusual rank, whose kernels are not loaded in this process yet
+    starts = [_fit(_model(40, device), tiny).before for _ in range(2)]
+    compiled, loaded = _compile_seconds(open_device(device), _model(61, device), tiny)
+    usual = known.compile[plan(tiny, _model(61, device)).assembly]
+    idle = iteration_seconds(_model(40, device, iterations=TINY_ITERATIONS), tiny)
+    slower = idle / 2 / known.sweep["als"]
+    rates = replace(
+        known,
+        start=max(1e-3, starts[0] - starts[1]),
+        compile={name: seconds * (compiled or usual) / usual for name, seconds in known.compile.items()},
+        load=loaded or known.load,
+        sweep={kind: seconds * slower for kind, seconds in known.sweep.items()},
+    )
+    say(f"{spec.name}: sums and solutions")
+    speed = _speed(replace(machine, gpu=rates, gpu_name=spec.name), idle, GPU_PROBLEMS, device)
+    rates = replace(rates.sped_up(speed), multiprocessors=spec.multiprocessors)
+    say(f"{spec.name}: set-up")
+    return _measure_setup(rates, machine, spec)
 
 
 def _compile_seconds(
@@ -340,111 +264,9 @@ def _compile_seconds(
     return ends[1] - ends[0], ends[2] - ends[1]
 
 
-def _measure_gpu(spec: DeviceSpec, cpu: CpuRates, say: Say) -> GpuRates:
-    device = f"cuda:{spec.index}"
-    options: dict[str, Any] = {"device": device, "iterations": REPEATS + 1, "random_state": 0}
-    rates = GpuRates().scaled(spec.multiprocessors, spec.capability)
-    say(f"{spec.name}: start, compilation, launches")
-    tiny = regular(200, 200, 20)
-    again = [_fit(ExplicitALS(40, biases=False, assembly="sparse_syrk", **options), tiny) for _ in range(2)]
-    compile_seconds, loads = dict(rates.compile), []
-    fused = _has_fused(device)
-    # an unusual rank, whose kernels are not loaded in this process yet
-    for name, model in (
-        ("fused", ExplicitALS(61, biases=False, **options)),
-        ("sparse_syrk", ExplicitALS(61, biases=False, assembly="sparse_syrk", **options)),
-        ("msgd", SGD(61, biases=False, **options)),
-        ("batch_hogwild", SGD(61, schedule="batch_hogwild", biases=False, **options)),
-        ("ccd++", CCD(61, biases=False, **options)),
-    ):
-        if name != "fused" or fused:
-            compiled, loaded = _compile_seconds(open_device(device), model, tiny)
-            compile_seconds[name] = compiled or rates.compile[name]
-            loads.append(loaded or rates.load)
-    # each compiles its own kernel for the sums, and all three the same ones for the solution
-    compile_seconds |= dict.fromkeys(("mo_als", "bals"), compile_seconds["sparse_syrk"])
-    rates = replace(
-        rates,
-        multiprocessors=spec.multiprocessors,
-        start=max(1e-3, again[0].before - again[1].before),
-        compile=compile_seconds,
-        load=float(np.median(loads)),
-    )
-    rates = _measure_launches(rates, tiny, options)
-    long, short = regular(*GPU_LONG), regular(*GPU_SHORT)
-    rates = _measure_setup(rates, cpu, device)
-    say(f"{spec.name}: normal equations and their solution")
-    if fused:
-        entries, rows = _gpu_als(GPU_RANKS, "fused", long, short, options, rates)
-        rates = replace(
-            rates,
-            assembly=_curve(GPU_RANKS, _assembly, entries),
-            solve=_join(_curve(GPU_RANKS, _solve, rows), rates.solve),
-        )
-    wide = regular(*GPU_LONG_WIDE), regular(*GPU_SHORT_WIDE)
-    curves = {}
-    for assembly in ("sparse_syrk", "mo_als", "bals"):
-        entries, rows = [], []
-        for f, problems in zip(PUBLISHED_RANKS, ((long, short), wide), strict=True):
-            entry, row = _gpu_als((f,), assembly, *problems, options, rates)
-            entries += entry
-            rows += row
-        curves[assembly] = _curve(PUBLISHED_RANKS, _assembly, entries)
-        if assembly == "sparse_syrk":
-            solve = _curve(PUBLISHED_RANKS, _solve, rows)
-            rates = replace(rates, solve=_join(rates.solve, solve[1:]) if fused else solve)
-    say(f"{spec.name}: SGD and CCD++")
-    return _gpu_others(replace(rates, published=curves), long, short, options)
-
-
-def _measure_launches(rates: GpuRates, tiny: sp.csr_array, options: dict[str, Any]) -> GpuRates:
-    """Overhead of half sweeps and launches."""
-    options = options | {"iterations": TINY_ITERATIONS}
-    none = {"als": 0.0, "sgd": 0.0, "ccd": 0.0}
-    idle = partial(_idle, Machine(gpu=replace(rates, sweep=none, gram=0.0, launch=0.0, serial_update=0.0)))
-    explicit = idle(ExplicitALS(40, biases=False, assembly="sparse_syrk", **options), tiny)
-    implicit = idle(ImplicitALS(40, assembly="sparse_syrk", **options), tiny)
-    sgd = idle(SGD(61, biases=False, **options), tiny)
-    few, many = (idle(CCD(f, biases=False, **options), tiny) for f in (16, 61))
-    launch = max(1e-7, (many - few) / (45 * 6))
-    sweep = {"als": explicit / 2, "sgd": sgd / 2, "ccd": max(1e-5, few / 2 - 16 * 3 * launch)}
-    return replace(rates, sweep=sweep, gram=max(0.0, implicit - explicit) / 2, launch=launch)
-
-
-def _has_fused(device: str) -> bool:
-    return plan(shape=(10, 10), nnz=10, model=ExplicitALS(64, biases=False, device=device)).assembly == "fused"
-
-
-def _join(first: Curve, second: Curve) -> Curve:
-    """Anchors of the first curve, and of the second beyond them."""
-    return first + tuple(anchor for anchor in second if anchor[0] > first[-1][0])
-
-
-def _gpu_als(
-    ranks: tuple[int, ...],
-    assembly: str,
-    long: sp.csr_array,
-    short: sp.csr_array,
-    options: dict[str, Any],
-    rates: GpuRates,
-) -> tuple[list[float], list[float]]:
-    """Seconds of an entry and of a row at each rank, without launches."""
-    entries, rows = [], []
-    for f in ranks:
-        times = []
-        for problem in (long, short):
-            model = ExplicitALS(f, biases=False, assembly=assembly, reorder="none", row_form="primal", **options)
-            seconds = iteration_seconds(model, problem)
-            times.append(max(seconds - 2 * rates.sweep["als"], 0.1 * seconds))
-        entry, row = entry_and_row((times[0], times[1]), (long, short))
-        entries.append(entry)
-        rows.append(row)
-    return entries, rows
-
-
-def _measure_setup(rates: GpuRates, cpu: CpuRates, device: str) -> GpuRates:
+def _measure_setup(rates: GpuRates, machine: Machine, spec: DeviceSpec) -> GpuRates:
     """Bytes/s of an upload, and the set-up time of a fit in addition to that on the host."""
-    opened = open_device(device)
+    opened = open_device(f"cuda:{spec.index}")
     data = np.ones(1 << 26, dtype=np.float32)
     seconds = []
     for _ in range(REPEATS):
@@ -453,56 +275,24 @@ def _measure_setup(rates: GpuRates, cpu: CpuRates, device: str) -> GpuRates:
         opened.synchronize()
         seconds.append(time.perf_counter() - started)
         del array
+    usual, rates = rates.fit, replace(rates, upload_bytes=data.nbytes / min(seconds))
+    bare = replace(rates, fit=dict.fromkeys(usual, 0.0), row_setup=0.0, factor_setup=0.0)
+    known = replace(machine, gpu=bare, gpu_name=spec.name)
 
-    def beyond(model: Any, matrix: sp.csr_array) -> float:
-        return _beyond_host(model, matrix, device, Machine(cpu=cpu, gpu=rates))
+    def beyond(factors: int, matrix: sp.csr_array) -> float:
+        """Seconds of set-up beyond those that are known, kernels loaded."""
+        model = _model(factors, f"cuda:{spec.index}", iterations=2)
+        setup = cost_of(plan(matrix, model), known, Warmth(True, True, True)).setup
+        return _fit(model, matrix).setup - sum(setup.values())
 
-    none = dict.fromkeys(("als", "sgd", "ccd"), 0.0)
-    rates = replace(rates, upload_bytes=data.nbytes / min(seconds), row_setup=0.0, factor_setup=0.0)
-    rates = replace(rates, fit=none, entry_setup=dict.fromkeys(rates.entry_setup, 0.0))
-    tiny, models = (
-        regular(*TINY),
-        {"als": ExplicitALS(SPARSE_RANKS[0], biases=False), "sgd": SGD(61, biases=False), "ccd": CCD(16, biases=False)},
-    )
-    rates = replace(
-        rates,
-        fit={kind: max(1e-4, beyond(model, tiny)) for kind, model in models.items()},
-    )
+    fit = max(1e-4, beyond(SPARSE_RANKS[0], regular(*TINY)))
     sparse, (low, high) = regular(*SPARSE), SPARSE_RANKS
+    less, more = (max(0.0, beyond(factors, sparse) - fit) for factors in (low, high))
     rows = sum(sparse.shape)
-    less, more = (beyond(ExplicitALS(f, biases=False), sparse) for f in (low, high))
     factor = max(0.0, (more - less) / (rows * (high - low)))
-    rates = replace(rates, factor_setup=factor, row_setup=max(0.0, less / rows - low * factor))
-    entries = {
-        "msgd": SGD(61, biases=False),
-        "batch_hogwild": SGD(61, schedule="batch_hogwild", biases=False),
-        "ccd++": CCD(16, biases=False),
-    }
-    dense = regular(*GPU_SETUP)
-    setup = {name: max(0.0, beyond(model, dense)) / dense.nnz for name, model in entries.items()}
-    return replace(rates, entry_setup=setup)
-
-
-def _beyond_host(model: Any, matrix: sp.csr_array, device: str, machine: Machine) -> float:
-    """Seconds of a fit on a GPU without its iterations, beyond those that `machine` predicts."""
-    model.set_params(iterations=2, random_state=0, device=device)
-    known = cost_of(plan(matrix, model), machine, Warmth(True, True, loaded=True)).setup
-    return _fit(model, matrix).setup - sum(known[name] for name in ("input and start", "transfer", "layouts", "fit"))
-
-
-def _gpu_others(rates: GpuRates, long: sp.csr_array, short: sp.csr_array, options: dict[str, Any]) -> GpuRates:
-    def entry(f: int, schedule: str) -> float:
-        seconds = iteration_seconds(SGD(f, schedule=schedule, biases=False, **options), long)
-        return max(seconds - 2 * rates.sweep["sgd"], 0.1 * seconds) / long.nnz
-
-    sgd = {
-        schedule: _curve(SGD_RANKS, lambda f: 16 * f, [entry(f, schedule) for f in SGD_RANKS])
-        for schedule in ("msgd", "batch_hogwild")
-    }
-    model = CCD(16, biases=False, **options)
-    idle = 2 * rates.sweep["ccd"] + 16 * 6 * rates.launch
-    times = [iteration_seconds(model, problem) for problem in (long, short)]
-    busy = [max(seconds - idle, 0.1 * seconds) for seconds in times]
-    entry_seconds, row = entry_and_row((busy[0], busy[1]), (long, short))
-    moved = plan(long, model).bytes_per_iteration / (2 * long.nnz)
-    return replace(rates, sgd=sgd, ccd=moved / entry_seconds, ccd_row=row / 16)
+    return replace(
+        rates,
+        fit={kind: seconds * fit / usual["als"] for kind, seconds in usual.items()},
+        factor_setup=factor,
+        row_setup=max(0.0, less / rows - low * factor),
+    )

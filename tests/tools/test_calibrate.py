@@ -18,7 +18,7 @@ from hybridmf.errors import DeviceError
 from hybridmf.plan import dispatch
 from hybridmf.plan import machine as _machine
 from hybridmf.plan.cost import Warmth, cost_of
-from hybridmf.plan.machine import CpuRates, GpuRates, LinkRates, Machine, rate_at
+from hybridmf.plan.machine import CpuRates, GpuRates, LinkRates, Machine, built_in, rate_at
 from hybridmf.tools import calibrate as _calibrate
 from support.cost_model import H200, LOADED
 from support.ratings import planted
@@ -38,29 +38,13 @@ def test_problems_have_rows_of_one_length(size):
     assert matrix.data.min() >= 1 and matrix.data.max() <= 5 and matrix.dtype == np.float32
 
 
-def test_entries_and_rows_are_distinguished():
-    problems = _calibrate.regular(400, 400, 50), _calibrate.regular(600, 600, 4)
-    times = [2 * one.nnz * 3e-9 + sum(one.shape) * 7e-7 for one in problems]
-    assert _calibrate.entry_and_row((times[0], times[1]), problems) == pytest.approx((3e-9, 7e-7))
-    noisy = _calibrate.entry_and_row((1e-9, 1.0), problems)
-    assert min(noisy) > 0
-    assert min(_calibrate.entry_and_row((1.0, 1e-9), problems)) > 0
-
-
-TRUE_CPU = CpuRates(
-    assembly=((8, 1e10), (16, 3e10), (32, 5e10), (64, 9e10), (128, 1e11)),
-    solve=((8, 1e9), (16, 2e9), (32, 8e9), (64, 2e10), (128, 6e10)),
-    cg=((8, 8e9), (16, 1e10), (32, 2e10), (64, 3e10), (128, 4e10)), subspace=3e10, ccd_entry=2e-9, ccd_row=5e-8,
-    serial=0.07, sgd_row=2e-8, region=2e-7, gather_bytes=1e14, cached_bytes=1e14, sweep=1e-5, gram=4e-5, fresh=2e-9,
-    draw=2e-8, fit=5e-3,
-    slower={"simd": 1.0, "bals": 2.5, "blas3": 4, "rank1": 8},
-    sgd=dict.fromkeys(("msgd", "hogwild", "blocks"), ((8, 8e9), (16, 1e10), (32, 2e10), (64, 3e10), (128, 4e10))),
+TRUE_CPU = replace(
+    built_in().cpu.scaled(0.7), gather_bytes=1e14, cached_bytes=1e14, serial=0.07, sweep=1e-4, fresh=0.0, fit=5e-3,
 )  # fmt: skip
 TRUE_GPU = replace(
-    GpuRates(), gather_bytes=1e18, cached_bytes=1e18, serial_update=0.0, solved_update=0.0, launch=5e-6,
-    sweep={"als": 1e-4, "sgd": 2e-4, "ccd": 3e-4}, gram=5e-5, ccd=2e12, ccd_row=5e-10, load=0.2,
-    fit={"als": 2e-3, "sgd": 1e-3, "ccd": 4e-3},
-    row_setup=2e-7, factor_setup=3e-9, upload_bytes=1e15,
+    GpuRates().sped_up(0.8), gather_bytes=1e18, cached_bytes=1e18, load=0.2, upload_bytes=1e15, row_setup=2e-7,
+    factor_setup=3e-9, sweep={"als": 7e-6, "sgd": 3.5e-6, "ccd": 5e-6}, fit={"als": 7.6e-3, "sgd": 2.4e-3, "ccd": 4e-3},
+    compile={name: 3 * seconds for name, seconds in GpuRates().compile.items()},
 )  # fmt: skip
 
 
@@ -70,10 +54,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(cpu=TRUE_CPU, gpu=TRUE_GPU)
     spec: list[DeviceSpec | None] = [H200]
     monkeypatch.setattr(dispatch, "find_gpu", lambda device: (None if device == "cpu" else spec[0], "simulated"))
-    monkeypatch.setattr(_calibrate, "GPU_LONG", (4000, 4000, 200))
-    monkeypatch.setattr(_calibrate, "GPU_SHORT", (40_000, 40_000, 4))
-    monkeypatch.setattr(_calibrate, "GPU_LONG_WIDE", (1000, 1000, 200))
-    monkeypatch.setattr(_calibrate, "GPU_SHORT_WIDE", (4000, 4000, 4))
+    monkeypatch.setattr(_calibrate, "GPU_PROBLEMS", ((4000, 4000, 200), (40_000, 40_000, 4)))
     monkeypatch.setattr(_calibrate, "available_cores", lambda: 8)
 
     def cost(model: Any, matrix: sp.csr_array) -> Any:
@@ -116,30 +97,16 @@ def test_calibration_finds_the_constants_of_a_simulated_machine(simulated):
     machine, identity = _calibrate.calibrate(say=said.append)
     assert identity == {"name": "NVIDIA H200", "driver": 1} and machine.gpu_name == "NVIDIA H200"
     assert machine.source.startswith("measured on 20")
-    for name in ("assembly", "solve", "cg"):
-        np.testing.assert_allclose(getattr(machine.cpu, name), getattr(TRUE_CPU, name), rtol=0.02, err_msg=name)
-    np.testing.assert_allclose(machine.cpu.sgd["msgd"], TRUE_CPU.sgd["msgd"], rtol=0.1)
-    for name in ("subspace", "ccd_entry", "ccd_row", "serial"):
-        assert getattr(machine.cpu, name) == pytest.approx(getattr(TRUE_CPU, name), rel=0.02), name
-    assert machine.cpu.slower == pytest.approx(TRUE_CPU.slower, rel=0.02)
-    for name in ("region", "sweep", "gram", "draw", "fit", "fresh"):
+    np.testing.assert_allclose(machine.cpu.assembly, TRUE_CPU.assembly, rtol=0.02)
+    np.testing.assert_allclose(machine.cpu.sgd["msgd"], TRUE_CPU.sgd["msgd"], rtol=0.02)
+    for name in ("subspace", "ccd_entry", "ccd_row", "serial", "sweep", "fit"):
         assert getattr(machine.cpu, name) == pytest.approx(getattr(TRUE_CPU, name), rel=0.1), name
-    # rows take part of the time that the curve is made of
-    assert machine.cpu.sgd_row == pytest.approx(TRUE_CPU.sgd_row, rel=0.15)
     assert machine.links == replace(LinkRates(), pinned_bytes=2e9)
     found, true = machine.gpu, TRUE_GPU
-    np.testing.assert_allclose(found.assembly, true.assembly, rtol=0.05)
-    np.testing.assert_allclose(found.solve[:5], true.solve[:5], rtol=0.05)
-    for name in ("sparse_syrk", "mo_als", "bals"):
-        for f, rate in found.published[name]:
-            assert rate == pytest.approx(rate_at(true.published[name], f), rel=0.1)
-    for name, curve in found.sgd.items():
-        np.testing.assert_allclose(curve, true.sgd[name], rtol=0.05)
-    assert found.ccd == pytest.approx(true.ccd, rel=0.05)
-    for name in ("ccd_row", "launch", "gram", "factor_setup", "row_setup", "load", "start"):
-        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1), name
-    for name in ("sweep", "fit", "entry_setup", "compile"):
-        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1), name
+    np.testing.assert_allclose(found.assembly, true.assembly, rtol=0.1)
+    np.testing.assert_allclose(found.solve, true.solve, rtol=0.1)
+    for name in ("ccd", "ccd_row", "dual_row", "factor_setup", "row_setup", "load", "start", "sweep", "fit", "compile"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.2), name
     assert any("NVIDIA H200" in line for line in said)
 
 
@@ -228,10 +195,8 @@ def test_calibration_on_a_gpu(monkeypatch):
         spec = dispatch.find_gpu("cuda")[0]
     except DeviceError as error:
         pytest.skip(f"no GPU: {error}")
-    monkeypatch.setattr(_calibrate, "CPU_RANKS", (16, 32))
-    monkeypatch.setattr(_calibrate, "GPU_RANKS", (32, 64))
-    monkeypatch.setattr(_calibrate, "GPU_LONG", (10_000, 10_000, 200))
-    monkeypatch.setattr(_calibrate, "GPU_SHORT", (100_000, 100_000, 4))
+    monkeypatch.setattr(_calibrate, "RANKS", (32, 64))
+    monkeypatch.setattr(_calibrate, "GPU_PROBLEMS", ((10_000, 10_000, 200), (100_000, 100_000, 4)))
     machine, path = _calibrate.calibrate_and_save()
     assert machine.gpu_name == spec.name
     assert _machine.machine() == machine, path
@@ -239,7 +204,7 @@ def test_calibration_on_a_gpu(monkeypatch):
     assert all(seconds > 1e-5 for seconds in machine.gpu.sweep.values())  # of a GPU that others may use, too
     assert all(seconds >= 1e-4 for seconds in machine.gpu.fit.values())
     assert 0 < machine.gpu.load < max(machine.gpu.compile.values())
-    assert machine.cpu.draw >= 1e-10 and 1e-4 < machine.cpu.fit < 1.0
+    assert 1e-4 <= machine.cpu.fit < 1.0
     assert 1e8 < machine.gpu.upload_bytes < 1e12
     assert all(1e8 < rate < 1e14 for rate in (machine.links.pinned_bytes, machine.links.fetch_bytes))
     assert machine.links.copy_bytes > machine.links.pinned_bytes
