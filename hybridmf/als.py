@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from .core.objective import SIDES, Objective, Scaling, Side, State
 from .data.align import Labels
 from .model.base import FactorModel
-from .model.prepared import PreparedRatings
 from .model.training import TrainingData
 from .plan.solver import Solver
 from .plan.start import Init, Start
@@ -62,9 +60,6 @@ class _ALS(FactorModel):
                 "init has item_factors only, which the exact solver replaces before it reads them; give user_factors"
             )
         return init
-
-    def _training_data(self, matrix: Any, plan: Plan, source: PreparedRatings | None) -> TrainingData:
-        return TrainingData.for_als(matrix, plan, source)
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)

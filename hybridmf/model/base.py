@@ -239,12 +239,6 @@ class FactorModel(ServingMixin):
         """Seed of random numbers in iterations: from a checkpoint, else by `random_state`; None if none are drawn."""
         return None
 
-    def _training_data(
-        self, matrix: sp.csr_array | StoreMatrix, plan: Plan, source: PreparedRatings | None
-    ) -> TrainingData:
-        """The ratings in both orientations, where the solver of the plan reads them; `source` if they are prepared."""
-        return TrainingData.on_host(matrix, plan, source)
-
     def _initial_state(
         self, ratings: Any, plan: Plan, objective: Objective, init: Init | None = None, seed: int | None = None
     ) -> State:

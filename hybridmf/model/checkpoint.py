@@ -88,12 +88,7 @@ class Checkpoint:
 
     @classmethod
     def check(cls, checkpoint: Any) -> Checkpoint:
-        """A validated `Checkpoint` from a folder or a `Checkpoint`.
-
-        Raises
-        ------
-        TypeError, ValueError
-        """
+        """A validated `Checkpoint` from a folder or a `Checkpoint`."""
         if not isinstance(checkpoint, cls):
             checkpoint = cls(checkpoint)
         if not isinstance(checkpoint.directory, (str, os.PathLike)):
@@ -124,13 +119,6 @@ def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None) 
     checkpoint : path-like or Checkpoint
     resume_from : path-like, optional
         As given to ``fit``.
-
-    Raises
-    ------
-    NotADirectoryError, PermissionError
-    FileExistsError
-        The folder is a store of ratings, or holds checkpoints that this run does not continue: two runs would
-        overwrite each other's checkpoints.
     """
     checkpoint = Checkpoint.check(checkpoint)
     path = checkpoint.folder
@@ -384,13 +372,6 @@ def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = 
     """Find the checkpoint to resume from: a file, or the newest readable one of a folder.
 
     `mapped`: map the factors from the file, for a fit whose factors do not fit in memory.
-
-    Raises
-    ------
-    FileNotFoundError
-        The folder holds no checkpoint.
-    ModelFileError
-        The file is unreadable, or belongs to other data or parameters, which the message names.
     """
     path = check_path("resume_from", path)
     content = _newest(Path(path), mapped) if Path(path).is_dir() else ModelFile(path, mapped=mapped)

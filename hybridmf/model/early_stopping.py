@@ -57,12 +57,7 @@ class EarlyStopping:
 
 
 def check_early_stopping(given: Any) -> EarlyStopping | None:
-    """The argument ``early_stopping=`` of `fit`: a rule, its patience, True, or a mapping of its parameters.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """The argument ``early_stopping=`` of `fit`: a rule, its patience, True, or a mapping of its parameters."""
     if given is None or given is False or isinstance(given, EarlyStopping):
         return given or None
     if given is True:

@@ -151,12 +151,7 @@ def _with_scikit_learns(kind: Any) -> Any:
 
 
 def check_is_fitted(model: Estimator) -> None:
-    """Raise unless the estimator is fitted.
-
-    Raises
-    ------
-    sklearn.exceptions.NotFittedError
-    """
+    """Raise unless the estimator is fitted."""
     if not model.__sklearn_is_fitted__():
         raise unfitted_error(model)
 
@@ -193,13 +188,7 @@ def take_columns(model: Any, columns: Any) -> None:
 
 
 def numeric_matrix(model: Any, matrix: Any, name: str) -> np.ndarray:
-    """A dense matrix of finite numbers.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As scikit-learn's ``check_array``.
-    """
+    """A dense matrix of finite numbers."""
     from sklearn.utils import check_array
 
     checked: np.ndarray = check_array(matrix, dtype="numeric", input_name=name, estimator=model)
@@ -207,12 +196,7 @@ def numeric_matrix(model: Any, matrix: Any, name: str) -> np.ndarray:
 
 
 def check_columns(model: Any, rows: Any) -> None:
-    """Compare the column names of a frame with those of the training data.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Compare the column names of a frame with those of the training data."""
     from sklearn.utils.validation import validate_data
 
     validate_data(model, rows, skip_check_array=True, reset=False)

@@ -178,12 +178,7 @@ def _encode_values(values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _decode_values(tensors: dict[str, np.ndarray], nnz: int) -> np.ndarray | None:
-    """The values that `_encode_values` encoded; None if there are none.
-
-    Raises
-    ------
-    ValueError
-    """
+    """The values that `_encode_values` encoded; None if there are none."""
     if "seen_values" not in tensors:
         return None
     values, codes = tensors["seen_values"], tensors.get("seen_codes")
@@ -200,12 +195,7 @@ def _decode_values(tensors: dict[str, np.ndarray], nnz: int) -> np.ndarray | Non
 
 
 def save_model(path: Any, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
-    """Write a model to a file that appears complete, or to an open binary file.
-
-    Raises
-    ------
-    TypeError, OSError
-    """
+    """Write a model to a file that appears complete, or to an open binary file."""
     if not hasattr(path, "write"):
         write_atomically(path, lambda file: write_model(file, metadata, tensors))
         return

@@ -12,8 +12,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..data.align import UNKNOWN
 from ..data.labels import check_storable_labels
 from ..errors import RatingsError
 from ..plan import dispatch
+from ..plan.solver import Solver
 from ..plan.types import Plan, Settings
 from ..ranks.transport.communicator import Communicator, Single, agreed
 from . import checkpoint as checkpoints
@@ -118,12 +118,20 @@ class Fit:
         watch.lap("plan")
         plan = source.place(plan)
         watch.lap("convert")
-        with self.start(plan) as loop:
-            for iteration in loop.iterations():
-                for _ in loop.solver.sweep():
-                    loop.changed()
-                if loop.completes(iteration):
-                    break
+        state = self.start(plan)
+        solver = source.solver(
+            self.seeded(plan), in_units(self.objective, source.unit), state=state, completed=self.completed
+        )
+        del state  # frees the initial factors after the first sweep
+        with source.closing(solver):
+            loop = self.loop(solver, plan)
+            watch.lap("set up")
+            with loop.running(self.settings.iterations):
+                for iteration in loop.iterations():
+                    for _ in solver.sweep():
+                        loop.changed()
+                    if loop.completes(iteration):
+                        break
         dispatch.remember(plan)
         if not self.first:
             return None
@@ -146,48 +154,53 @@ class Fit:
         if self.first and options.checkpoint is not None:
             self.folder = checkpoints.prepare(options.checkpoint, options.resume_from)
 
-    @contextmanager
-    def start(self, plan: Plan) -> Iterator[FitLoop]:
-        """The loop, with a solver at the initial factors, or at those of a checkpoint; its end closes the solver."""
-        model, source, options = self.model, self.source, self.options
+    def start(self, plan: Plan) -> State:
+        """The initial state, or that of a checkpoint, and the objective for these ratings."""
+        model, source = self.model, self.source
         resumed, data = self._resumed(plan)
         summary: dict[str, Any] = {"n_iter": 0, "history": []} if resumed is None else resumed.summary
-        completed = agreed(self.communicator, int(summary["n_iter"]))
+        self.completed, self.history = agreed(self.communicator, int(summary["n_iter"])), list(summary["history"])
         if self.first:
             log_empty_rows(*(source.degrees[side] for side in SIDES))
         check_preferences(self.objective, source.value_range)
-        objective = model._objective(source.spread(self.objective), source.degrees).for_shape(source.shape)
-        if options.resume_from is None:
+        spread = source.spread(self.objective)
+        self.objective = model._objective(spread, source.degrees).for_shape(source.shape)
+        if self.options.resume_from is None:
             seed = agreed(self.communicator, seed_of(model.random_state) if self.first else 0)
-            state = model._initial_state(source, plan, objective, self.init, seed)
+            state: State = model._initial_state(source, plan, self.objective, self.init, seed)
         else:
-            state = source.shared(None if resumed is None else resumed.state, plan, objective)
-        seed_bits = model._seed_bits(summary.get("seed_bits"))
-        writer = None
+            state = source.shared(None if resumed is None else resumed.state, plan, self.objective)
+        self.seed_bits = model._seed_bits(summary.get("seed_bits"))
+        self.writer = None
         if self.folder is not None:
-            writer = checkpoints.Writer(self.folder, {"data": data, "seed_bits": seed_bits}, completed)
-        self.init = resumed = None
-        opened = source.solver(_seeded(plan, seed_bits), in_units(objective, source.unit), state, completed)
-        del state  # frees the initial factors after the first sweep
-        with opened as solver:
-            loop = FitLoop(
-                model,
-                solver,
-                functools.partial(source.gathered, solver),
-                self._learner(plan, objective),
-                options=replace(options, validation=self.held_out),
-                communicator=self.communicator,
-                stopwatch=self.stopwatch,
-                columns=source.columns,
-                seen=source.seen_by(self.held_out, self.objective),
-                unit=source.unit or 1.0,
-                completed=completed,
-                history=list(summary["history"]),
-                writer=writer,
-            )
-            self.stopwatch.lap("set up")
-            with loop.running(self.settings.iterations):
-                yield loop
+            kept = {"data": data, "seed_bits": self.seed_bits}
+            self.writer = checkpoints.Writer(self.folder, kept, self.completed)
+        self.init = None  # holds arrays
+        return state
+
+    def seeded(self, plan: Plan) -> Plan:
+        """The plan with the seed of random numbers in iterations, for methods that draw them."""
+        method: Any = plan.method
+        return plan if self.seed_bits is None else plan.changed(method=replace(method, seed_bits=self.seed_bits))
+
+    def loop(self, solver: Solver, plan: Plan) -> FitLoop:
+        """The work after each iteration of the solver."""
+        source = self.source
+        return FitLoop(
+            self.model,
+            solver,
+            functools.partial(source.gathered, solver),
+            self._learner(plan),
+            options=replace(self.options, validation=self.held_out),
+            communicator=self.communicator,
+            stopwatch=self.stopwatch,
+            columns=source.columns,
+            seen=source.seen_by(self.held_out, self.objective),
+            unit=source.unit or 1.0,
+            completed=self.completed,
+            history=self.history,
+            writer=self.writer,
+        )
 
     def _resumed(self, plan: Plan) -> tuple[ModelFile | None, str]:
         """The checkpoint to resume from, on the first rank, and the identity of the ratings."""
@@ -208,9 +221,9 @@ class Fit:
         self.stopwatch.lap("check")
         return resumed, data
 
-    def _learner(self, plan: Plan, objective: Objective) -> Callable[[State], Learned]:
+    def _learner(self, plan: Plan) -> Callable[[State], Learned]:
         """Function from a state to `Learned`."""
-        source = self.source
+        source, objective = self.source, self.objective
         user_ids, item_ids = source.labels or (None, None)
         learn = functools.partial(
             Learned,
@@ -227,11 +240,6 @@ class Fit:
         # by the first half sweep a late check of the matrix is done, or nearly
         kept: Callable[[], dict[str, Any]] = functools.cache(source.kept)
         return lambda state: learn(state, **kept())
-
-
-def _seeded(plan: Plan, seed_bits: int | None) -> Plan:
-    method: Any = plan.method
-    return plan if seed_bits is None else plan.changed(method=replace(method, seed_bits=seed_bits))
 
 
 def check_labels(labels: Any) -> None:

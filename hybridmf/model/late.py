@@ -41,11 +41,6 @@ class LateMatrix:
         Columns and values of the caller.
     values : ValueSummary
         Of the caller's values.
-
-    Raises
-    ------
-    RatingsError
-        `indptr` is corrupt, or longer than the other arrays; everything else is raised by `checked`.
     """
 
     def __init__(self, given: Any, name: str) -> None:
@@ -71,12 +66,7 @@ class LateMatrix:
 
     @property
     def checked(self) -> sp.csr_array:
-        """The canonical copy of `as_csr`.
-
-        Raises
-        ------
-        RatingsError, DuplicateEntriesError
-        """
+        """The canonical copy of `as_csr`."""
         return self.begin().result()[0]
 
     @property
@@ -111,11 +101,6 @@ def late_matrix(given: Any, name: str, dtype: Any, drop_zeros: bool) -> LateMatr
     dtype : dtype
     drop_zeros : bool
         Whether explicit zeros are to be dropped: None if there are any.
-
-    Raises
-    ------
-    RatingsError
-        `indptr` is corrupt; `LateMatrix.checked` raises for everything else.
     """
     if isinstance(given, Ratings):
         given = given.user_items

@@ -283,13 +283,7 @@ def place_of(given: Any) -> str | None:
 
 
 def prepared_for(given: Any, dtype: str, drop_zeros: bool) -> PreparedRatings | None:
-    """Prepared ratings of a fit, if it gets these or ratings on a GPU; None for other ratings.
-
-    Raises
-    ------
-    ValueError
-        The values were prepared in another dtype.
-    """
+    """Prepared ratings of a fit, if it gets these or ratings on a GPU; None for other ratings."""
     if not isinstance(given, PreparedRatings):
         if place_of(given) is None:
             return None

@@ -144,27 +144,27 @@ class RankedRatings:
         mean = np.array([0.0 if state is None else state.mean])
         return State(sides[0], sides[1], float(self.communicator.broadcast(mean)[0]))
 
-    @contextmanager
-    def solver(self, plan: Plan, objective: Objective, state: State, completed: int) -> Iterator[RankALS]:
-        """The solver of this rank; its worker and the connections between devices end with the context."""
+    def solver(self, plan: Plan, objective: Objective, state: State, completed: int) -> RankALS:
+        """The solver of this rank."""
         own = State(self._own("user", state), self._own("item", state), state.mean)
-        del state
-        arrays, worker = _worker(plan, self.device, self.communicator)
-        solver = None
+        self.arrays, worker = _worker(plan, self.device, self.communicator)
+        with aborting(self.arrays):
+            return RankALS(self.arrays, self.cut.layout, self.cut.blocks, objective, plan, own, worker)
+
+    @contextmanager
+    def closing(self, solver: RankALS) -> Iterator[None]:
+        """Context of the solver, which ends its worker and the connections between devices."""
         try:
-            with aborting(arrays):
-                solver = RankALS(arrays, self.cut.layout, self.cut.blocks, objective, plan, own, worker)
-                del own
-                yield solver
+            with aborting(self.arrays):
+                yield
         except BaseException:
-            if solver is not None:
-                solver.stop()
+            solver.stop()
             raise
         else:
             solver.close()
         finally:
-            if arrays is not self.communicator:
-                arrays.close()
+            if self.arrays is not self.communicator:
+                self.arrays.close()
 
     def _own(self, side: Side, state: State) -> Factors:
         """The rows owned by this rank: not drawn yet, or copies, so that the rest of the state can be freed."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from ..data import fingerprint
 from ..data.align import labels_of
 from ..data.store import Store, StoreMatrix
 from ..data.wide import is_wide, without_rows
-from ..device.cuda import Device
 from ..plan.make import NOTHING, check_memory, plan_for
 from ..plan.solver import Solver
 from ..plan.types import Plan, Settings
@@ -52,28 +50,45 @@ class TrainingData:
     seen: Any = None
 
     @classmethod
-    def for_als(
-        cls, matrix: sp.csr_array | StoreMatrix | LateMatrix, plan: Plan, source: PreparedRatings | None
-    ) -> TrainingData:
-        """Both orientations for ALS, on the GPU if the plan has them there; its kernels are compiled meanwhile.
+    def placed(cls, matrix: Any, plan: Plan, source: PreparedRatings | None) -> TrainingData:
+        """Both orientations where the solver of the plan reads them; the kernels of ALS are compiled meanwhile.
 
-        Raises
-        ------
-        RatingsError, DuplicateEntriesError
-            Of a matrix whose check is late.
+        On GPUs, one orientation is uploaded and transposed there, unless the ratings are prepared there. A late check
+        of the matrix is awaited only if the GPUs find a fault.
         """
-        if plan.gpu is None:
+        if plan.gpu is None or plan.method.kind != "als":
             return cls.on_host(matrix, plan, source)
         from ..device.cuda import open_device
         from ..gpu.half import programs_of
+        from ..gpu.intake import uploaded
+        from ..ranks.dealt import deal
 
         devices = [open_device(name) for name in plan.devices or (plan.device,)]
         for device in devices:
             device.compile_ahead(programs_of(device, plan))
         values = _values_of(matrix, plan, source)
-        if plan.ratings_on_device:
-            return cls._on_devices(devices, matrix, plan, source, values)
-        return cls.on_host(matrix, plan, source, values)
+        if not plan.ratings_on_device:
+            return cls.on_host(matrix, plan, source, values)
+        held: Any = None if source is None or plan.devices else source.on_device(plan.device)
+        if source is not None and held is None:
+            log_detour(source, plan)
+        while held is None:
+            late = isinstance(matrix, LateMatrix)
+            indptr, indices, data = (matrix.indptr, *matrix.unchecked) if late else csr_arrays(matrix)
+            if plan.devices:
+                held = deal(devices, matrix.shape, indptr, indices, data, plan.row_cost)
+            else:
+                with devices[0].active():
+                    rows = uploaded(devices[0], matrix.shape, indptr, indices, data)
+                    held = None if rows is None else (rows, rows.transposed(devices[0]))
+            assert late or held is not None  # checked on the host
+            if late:
+                matrix.begin()
+                if held is None:
+                    matrix = matrix.checked  # raises, or has them sorted
+                    values = summary_of(matrix, plan.num_threads)
+        user_items, item_users = held
+        return cls(user_items, item_users, values, None if source is None else source.seen)
 
     @classmethod
     def on_host(
@@ -90,32 +105,6 @@ class TrainingData:
             return cls(matrix, source.item_users, values, source.seen)
         item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
         return cls(matrix, item_users, values)
-
-    @classmethod
-    def _on_devices(
-        cls,
-        devices: Sequence[Device],
-        matrix: Any,
-        plan: Plan,
-        source: PreparedRatings | None,
-        values: ValueSummary | StoreMatrix,
-    ) -> TrainingData:
-        """Both orientations on the GPUs of the plan; unless they are there, one is uploaded and transposed there."""
-        held: tuple[Any, Any] | None = None
-        if source is not None:
-            held = None if plan.devices else source.on_device(plan.device)
-            if held is None:
-                log_detour(source, plan)
-        if isinstance(matrix, LateMatrix):
-            held = _uploaded(devices, plan, matrix.shape, matrix.indptr, *matrix.unchecked)
-            matrix.begin()
-            if held is None:
-                matrix = matrix.checked  # raises, or has them sorted
-                values = summary_of(matrix, plan.num_threads)
-        if held is None:
-            held = _uploaded(devices, plan, matrix.shape, *csr_arrays(matrix))
-            assert held is not None  # checked on the host
-        return cls(*held, values, None if source is None else source.seen)
 
     @functools.cached_property
     def degrees(self) -> dict[Side, np.ndarray]:
@@ -157,6 +146,9 @@ class LocalRatings:
     `matrix`, or with weights others of the same pattern, in a unit.
     """
 
+    closing = staticmethod(closing)
+    """Context of a solver, which ends its threads and connections."""
+
     def __init__(self, model: Any, user_items: Any, weights: Any = None, *, late: bool = False) -> None:
         self.model, self.unit = model, None
         self.prepared: PreparedRatings | None = model._source(user_items)
@@ -186,7 +178,8 @@ class LocalRatings:
         """Put both orientations where the solver of the plan reads them."""
         if self._late is not None and not plan.ratings_on_device:
             self.entries = self.matrix = self._late.checked
-        self.data: TrainingData = self.model._training_data(self.entries, plan, self.prepared)
+        self.data = TrainingData.placed(self.entries, plan, self.prepared)
+        self.solver = functools.partial(self.model._solver, ratings=self.data)
         self.degrees, self.mean = self.data.degrees, self.data.mean
         self.scale, self.spread = self.data.scale, self.data.spread
         self.value_range = self.data.values.value_range
@@ -196,14 +189,6 @@ class LocalRatings:
     def fingerprint(self) -> str:
         """See `hybridmf.data.fingerprint`."""
         return fingerprint.fingerprint(self.entries)
-
-    @contextmanager
-    def solver(self, plan: Plan, objective: Objective, state: State, completed: int) -> Iterator[Solver]:
-        """The solver of the plan, whose threads and connections end with the context."""
-        solver = self.model._solver(plan, objective, self.data, state, completed)
-        del state
-        with closing(solver):
-            yield solver
 
     @staticmethod
     def shared(state: State, plan: Plan, objective: Objective) -> State:
@@ -240,26 +225,6 @@ def _columns(given: Any, shape: tuple[int, int]) -> Any:
     if sp.issparse(given) or isinstance(given, (Ratings, Store)):
         return np.broadcast_to(np.float32(0), shape)
     return given
-
-
-def _uploaded(
-    devices: Sequence[Device],
-    plan: Plan,
-    shape: tuple[int, int],
-    indptr: np.ndarray,
-    indices: np.ndarray,
-    data: np.ndarray,
-) -> tuple[Any, Any] | None:
-    """Both orientations of a matrix on the GPUs of a plan, from its CSR arrays; None unless these are canonical."""
-    if plan.devices:
-        from ..ranks.dealt import deal
-
-        return deal(devices, shape, indptr, indices, data, plan.row_cost)
-    from ..gpu.intake import uploaded
-
-    with devices[0].active():
-        found = uploaded(devices[0], shape, indptr, indices, data)
-        return None if found is None else (found, found.transposed(devices[0]))
 
 
 def _values_of(matrix: Any, plan: Plan, source: PreparedRatings | None) -> ValueSummary | StoreMatrix:

@@ -22,12 +22,7 @@ from .requests import Unknown, positions_of
 
 
 def check_positions(name: str, ids: Any) -> np.ndarray:
-    """Positions to update, at least one and none twice; they may lie behind the last.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """Positions to update, at least one and none twice; they may lie behind the last."""
     positions = check_ids(name, ids, 2**31 - 1, "2**31 - 1")
     if positions.size == 0:
         raise ValueError(f"{name} is empty; give at least one position")
@@ -41,13 +36,6 @@ def named_positions(learned: Learned, side: Side, ids: Any) -> tuple[Any, list[A
     """Positions of labels to update or to add, and these labels; of a model without labels, `ids` and None.
 
     Unknown labels have the next free positions, in their order.
-
-    Raises
-    ------
-    ValueError
-        A label occurs twice.
-    RatingsError
-        A new label is of another type than those of the model.
     """
     known = learned.labels(side)
     if known is None:
@@ -66,13 +54,7 @@ def named_positions(learned: Learned, side: Side, ids: Any) -> tuple[Any, list[A
 
 
 def updated_axis(name: str, given: Any, axis: int, positions: np.ndarray, names: np.ndarray | None) -> Any:
-    """Labels to align the updated rows (axis 0) or columns (axis 1) with; without labels they keep the order of ids.
-
-    Raises
-    ------
-    UnknownLabelError
-        Labelled ratings have no row for one of the ids, which would lose its factors silently.
-    """
+    """Labels to align the updated rows (axis 0) or columns (axis 1) with; without labels they keep the order of ids."""
     have = labels_of(given)
     if have is None or have[axis] is None:
         return IN_ORDER
@@ -131,12 +113,7 @@ def updated_likes(
 
 
 def with_factors(learned: Learned, given: dict[Side, tuple[Any, Any]]) -> Learned:
-    """The state with other factors and biases of the sides; it keeps those for which None is given.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """The state with other factors and biases of the sides; it keeps those for which None is given."""
     if all(array is None for pair in given.values() for array in pair):
         raise ValueError("set_factors needs user_factors, item_factors, user_bias or item_bias; all of them are None")
     state = learned.state

@@ -38,10 +38,6 @@ def factors_from(
     arrays : tuple
         User factors, item factors and, if the model has them, user and item biases; missing rows are zero.
     new : dict of side to int64 array
-
-    Raises
-    ------
-    ValueError, RatingsError
     """
     rank = known.state.user.matrix.shape[1]
     if rank != factors:

@@ -37,10 +37,6 @@ def weighted_entries(
     entries : csr_array
         With the pattern of `matrix`.
     unit : float
-
-    Raises
-    ------
-    TypeError, ValueError, RatingsError
     """
     if not objective.is_implicit:
         raise ValueError("weights are the confidences of implicit feedback, which only ImplicitALS has; leave them out")

@@ -29,11 +29,6 @@ def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> Non
         Ranks.
     say : callable
         Called with a line for each rank.
-
-    Raises
-    ------
-    DeviceError
-        No GPU can be used.
     """
     device = cuda.open_device()
     matrix = sp.csr_array((np.random.default_rng(0).random(SHAPE) < 0.5).astype(np.float32))

@@ -10,7 +10,8 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.model import late, training
+from hybridmf.gpu import intake
+from hybridmf.model import late
 from support.ratings import planted
 
 MATRIX = planted(60, 40, 0.3)
@@ -96,9 +97,9 @@ def test_the_check_starts_after_the_upload(gpu: Any, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, name, noted)
 
     noting(late, "_checked")
-    noting(training, "_uploaded")
+    noting(intake, "uploaded")
     assert fit(MATRIX, hmf.ExplicitALS)._learned.seen.nnz == MATRIX.nnz  # waits for the check
-    assert happened == ["_uploaded", "_checked"]
+    assert happened == ["uploaded", "_checked"]
 
 
 def test_later_changes_have_no_effect(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def ratings_on(names: list[str], matrix: Any, dtype: str = "float32") -> tuple[T
     model = MODELS["explicit"](device=names, random_state=0, dtype=dtype)
     checked = model._check_matrix(matrix)
     plan = make_plan(model._objective(), model._settings(), checked.shape, checked.nnz)
-    data = TrainingData.for_als(checked, plan, None)
+    data = TrainingData.placed(checked, plan, None)
     return data, model._solver(plan, model._objective(), data, model._initial_state(data, plan, model._objective()), 0)
 
 

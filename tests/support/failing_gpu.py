@@ -68,19 +68,14 @@ def serve(patch: pytest.MonkeyPatch) -> tuple[FakeCupy, type[Half]]:
 
     module = FakeCupy()
     patch.setitem(sys.modules, "cupy", module)
-    on_cpu, original = hmf.ExplicitALS._training_data, hmf.ExplicitALS._solver
-
-    def training_data(model: Any, matrix: Any, plan: Plan, source: Any) -> TrainingData:
-        if plan.gpu is None:
-            return on_cpu(model, matrix, plan, source)
-        return TrainingData.on_host(matrix, plan, source)
+    original = hmf.ExplicitALS._solver
 
     def solver(model: Any, plan: Plan, objective: Any, ratings: Any, state: State, completed: int) -> Any:
         if plan.gpu is None:
             return original(model, plan, objective, ratings, state, completed)
         return FailingSolver(plan, state, Ours)
 
-    patch.setattr(hmf.ExplicitALS, "_training_data", training_data)
+    patch.setattr(TrainingData, "placed", TrainingData.on_host)
     patch.setattr(hmf.ExplicitALS, "_solver", solver)
     return module, Ours
 
