@@ -335,7 +335,7 @@ def test_threads_of_ranks_end_with_the_fit(
         model = MODELS["explicit"]() if kind == "als" else hmf.SGD(factors=4)
         model.set_params(device=["cpu", "cpu"], random_state=0, iterations=2)
         solvers, make = [], type(model)._solver
-        monkeypatch.setattr(type(model), "_solver", lambda *given: solvers.append(make(*given)) or solvers[0])
+        monkeypatch.setattr(type(model), "_solver", lambda *at, **by: solvers.append(make(*at, **by)) or solvers[0])
 
         def end(model: Any, record: Any) -> None:
             if ended_by is not None:
