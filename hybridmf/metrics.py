@@ -7,11 +7,13 @@ averages the other values. docs/evaluation.md has the formulas.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar, overload
 
 import numpy as np
 import scipy.sparse as sp
@@ -23,6 +25,7 @@ from .core.validate import (
     check_ids,
     check_int,
     check_real,
+    check_rng,
     check_shape,
     check_threads,
     csr_arrays,
@@ -31,6 +34,7 @@ from .core.validate import (
 from .data.align import align, labels_of
 from .errors import NonFiniteError
 from .model.evaluation import Evaluation as Evaluation
+from .model.evaluation import Evaluations as Evaluations
 from .model.evaluation import Interval as Interval
 from .model.evaluation import as_evaluation
 from .model.learned import count_items
@@ -52,6 +56,9 @@ BLOCK_ENTRIES = 1 << 22
 
 AUC_BLOCK_BYTES = 64 << 20
 """Bytes of float32 scores, shape (block, n_items), that `auc` holds at a time."""
+
+Metric: TypeAlias = Callable[[np.ndarray, sp.csr_array], Any]
+"""The values of each user by rankings, shape (n_users, k), and relevant items, CSR of shape (n_users, n_items)."""
 
 _RANKING: Mapping[str, int] = {
     "ndcg": _rankings.NDCG,
@@ -519,17 +526,51 @@ _RANKING_NAME = re.compile(rf"({'|'.join(_RANKING)}|coverage)@([1-9][0-9]*)")
 _ERRORS: Mapping[str, Callable[[Any, Any], float]] = {"rmse": rmse, "mae": mae}
 
 
+@overload
+def evaluate(
+    model: Mapping[str, Any],
+    test: Any,
+    *,
+    train: Any = ...,
+    metrics: Any = ...,
+    users: Any = ...,
+    sample: int | None = ...,
+    random_state: Any = ...,
+    relevance_threshold: float | None = ...,
+    block_users: int | None = ...,
+    unknown: str = ...,
+) -> Evaluations: ...
+
+
+@overload
+def evaluate(
+    model: Any,
+    test: Any,
+    *,
+    train: Any = ...,
+    metrics: Any = ...,
+    users: Any = ...,
+    sample: int | None = ...,
+    random_state: Any = ...,
+    relevance_threshold: float | None = ...,
+    block_users: int | None = ...,
+    unknown: str = ...,
+) -> Evaluation: ...
+
+
 def evaluate(
     model: Any,
     test: Any,
     *,
     train: Any = None,
-    metrics: Sequence[str] = ("ndcg@10", "precision@10", "recall@10", "map@10"),
+    metrics: str | Metric | Sequence[str | Metric] = ("ndcg@10", "precision@10", "recall@10", "map@10"),
     users: Any = None,
+    sample: int | None = None,
+    random_state: Any = 0,
     relevance_threshold: float | None = None,
     block_users: int | None = None,
     unknown: str = "error",
-) -> Evaluation:
+) -> Evaluation | Evaluations:
     """Evaluate a fitted model on held-out entries.
 
     Ranking metrics average over the users with a relevant test item; ``ndcg@k`` uses binary gains. ``rmse`` and
@@ -544,7 +585,7 @@ def evaluate(
         one of the library `implicit`, has the users and items of `train`, which its
         ``recommend(users, rows_of_train, N=, filter_already_liked_items=True)`` excludes. An array has item
         positions of each user, best first, -1 for none, in the positions of `train`, else of `test`; they are taken as
-        they are, with items of `train`.
+        they are, with items of `train`. A dict of such models by name is evaluated model by model, on the same users.
     test : Ratings or sparse matrix, shape (n_users, n_items)
         Held-out entries. Labelled ratings are aligned with the model by label, in any order; a plain matrix uses the
         positions of the model.
@@ -553,13 +594,20 @@ def evaluate(
         the training data of the model; ``auc`` requires `train`. An item in both `train` and `test` counts as relevant
         but cannot be recommended, so keep the two disjoint, as `split` does; a warning is logged otherwise. Labels are
         as for `test`.
-    metrics : sequence of str, or one str
+    metrics : sequence of str or callable, or one of these
         ``"ndcg@k"``, ``"precision@k"``, ``"recall@k"``, ``"map@k"``, ``"mrr@k"``, ``"hit_rate@k"``, ``"novelty@k"``,
         ``"coverage@k"`` for any k >= 1, ``"auc"``, ``"rmse"``, ``"mae"``. Novelty needs `train`, or a model of this
-        library.
+        library. A function is called as ``metric(rankings, relevant)`` for blocks of users, with item positions, shape
+        (n, k), best first, -1 for none, and relevant test items, CSR of shape (n, n_items) with values 1; it returns
+        one value for each user, NaN where it is not defined. k is its attribute ``k``, 10 without one, and the name of
+        the result its ``__name__``.
     users : integer array or "warm", optional
         Positions of the users to evaluate, each counted once. "warm" selects the users with training entries,
         determined by `cold_users_` of the model if present, else by `train`. Default: all users.
+    sample : int, optional
+        Evaluate so many users, drawn at random from those that count (all if there are fewer).
+    random_state : int, Generator or None
+        Of the sample; by default, equal calls draw the same users.
     relevance_threshold : float, optional
         Test entries >= this value (as float32, like the values) are relevant. Default: entries > 0.
     block_users : int, optional
@@ -573,7 +621,7 @@ def evaluate(
     Evaluation
         A dict with one value for each name in `metrics`, in that order. Its attributes count the users and entries
         behind the values and hold the values of each user; its methods `interval` and `difference` give confidence
-        intervals.
+        intervals. For a dict of models, `Evaluations`: an `Evaluation` for each of them, printed as a table.
 
     Raises
     ------
@@ -586,8 +634,16 @@ def evaluate(
         entry for these users, relevant test items that are all training entries, ``auc`` without `train`, or
         ``users="warm"`` if the cold users are unknown.
     """
-    names = _checked_names(metrics)
     test, train = as_ratings(test, "test"), as_ratings(train, "train")
+    if isinstance(model, Mapping):
+        if not model or not all(isinstance(name, str) for name in model):
+            raise TypeError(f"model must have a model for each name, got a dict with keys {list(model)}")
+        if isinstance(random_state, np.random.Generator):
+            random_state = int(random_state.integers(2**31))
+        options = {"train": train, "metrics": metrics, "users": users, "sample": sample, "random_state": random_state}
+        options |= {"relevance_threshold": relevance_threshold, "block_users": block_users, "unknown": unknown}
+        return Evaluations({name: evaluate(each, test, **options) for name, each in model.items()})
+    own, names = _checked_metrics(metrics)
     model = _adapted(model, test, train)
     _check_model(model, names)
     if block_users is not None:
@@ -602,15 +658,56 @@ def evaluate(
         raise ValueError('metric "auc" needs train=, the matrix the model was fitted on: its items are left out')
     cold = _cold_users(model, train)
     users = _checked_users(users, model.n_users, cold)
+    if sample is not None:
+        rankings = bool(own) or any(name not in _ERRORS for name in names)
+        users = _sampled(users, test, relevance_threshold if rankings else -np.inf, sample, random_state)
     if any(name.startswith("novelty") for name in names) and _item_counts(model, train) is None:
         raise ValueError('metric "novelty@k" needs train=: the model does not have the number of entries of its items')
-    found = _measure(model, test, train, names, users, relevance_threshold, block_users, cold)
+    found = _measure(model, test, train, names, users, relevance_threshold, block_users, cold, own)
     found.n_dropped = dropped
     if not isinstance(model, ReadyLists):
         _warn_of_overlap("test", test, _training_entries(model, train))
     if found.n_cold_users:
         logger.info("%d of %d evaluated users have no training entries", found.n_cold_users, found.n_users)
     return found
+
+
+def scorer(metric: str | Metric) -> Callable[..., float]:
+    """A metric for ``scoring=`` of scikit-learn, by ``score(X, metric=)`` of the estimator.
+
+    Parameters
+    ----------
+    metric : str or callable
+        A metric of `evaluate`. "rmse" and "mae" get a minus, so higher is better.
+
+    Returns
+    -------
+    callable
+        Called as ``scorer(estimator, X)``, also for a pipeline that ends in an estimator of this library.
+
+    Raises
+    ------
+    ValueError
+        Unknown metric.
+
+    Examples
+    --------
+    >>> import hybridmf as hmf
+    >>> from sklearn.model_selection import cross_val_score
+    >>> plays = hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.02, seed=0)
+    >>> scores = cross_val_score(hmf.ImplicitALS(4), plays, cv=3, scoring=hmf.metrics.scorer("recall@20"))
+    >>> scores.shape
+    (3,)
+    """
+    _checked_metrics(metric)
+    return functools.partial(_score, metric=metric)
+
+
+def _score(estimator: Any, X: Any, y: Any = None, *, metric: str | Metric) -> float:
+    *before, (_, last) = getattr(estimator, "steps", [("", estimator)])
+    for _, step in before:
+        X = step.transform(X)
+    return float(last.score(X, metric=metric))
 
 
 def _measure(
@@ -622,8 +719,12 @@ def _measure(
     relevance_threshold: float | None = None,
     block_users: int | None = None,
     cold: np.ndarray | None = None,
+    own: Mapping[str, Metric] = MappingProxyType({}),
 ) -> Evaluation:
-    """`evaluate` for validated arguments: matrices in model positions, ascending users, and a mask of cold users."""
+    """`evaluate` for validated arguments: matrices in model positions, ascending users, and a mask of cold users.
+
+    `names` are all metrics in order, `own` the caller's functions among them.
+    """
     with_entries = users[np.diff(test.indptr)[users] > 0]
     counted, n_entries = with_entries, np.diff(test.indptr)[with_entries].astype(np.int64)
     values: dict[str, float] = {}
@@ -635,7 +736,7 @@ def _measure(
         counted = users[np.diff(relevant.indptr)[users] > 0]
         _check_some_relevant(counted, users, relevance_threshold)
         cuts = {name: match for name in names if (match := _RANKING_NAME.fullmatch(name))}
-        shares, ranked = _evaluate_rankings(model, relevant, train, counted, cuts, block_users)
+        shares, ranked = _evaluate_rankings(model, relevant, train, counted, cuts, own, block_users)
         if "auc" in names:
             ranked["auc"] = _evaluate_auc(model, relevant, train, counted)
         values |= shares | {name: mean_over_users(each) for name, each in ranked.items()}
@@ -737,6 +838,30 @@ def _checked_users(users: Any, n_users: int, cold: np.ndarray | None) -> np.ndar
             "which users have training entries"
         )
     return np.flatnonzero(~cold)
+
+
+def _checked_metrics(metrics: Any) -> tuple[dict[str, Metric], tuple[str, ...]]:
+    """The caller's functions by their names, and all names in order."""
+    listed = [metrics] if isinstance(metrics, str) or callable(metrics) else list(metrics)
+    own = {str(getattr(each, "__name__", type(each).__name__)): each for each in listed if callable(each)}
+    for name, metric in own.items():
+        check_int(f"k of metric {name!r}", getattr(metric, "k", 10), 1)
+    names = [str(getattr(each, "__name__", type(each).__name__)) if callable(each) else each for each in listed]
+    twice = [name for name in own if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"metrics has {twice[0]!r} more than once; give each function a __name__ of its own")
+    _checked_names([name for name in names if name not in own])
+    return own, tuple(names)
+
+
+def _sampled(
+    users: np.ndarray, test: sp.csr_array, threshold: float | None, sample: Any, random_state: Any
+) -> np.ndarray:
+    """Ascending positions of so many of the users with a relevant entry, drawn at random."""
+    sample = check_int("sample", sample, 1)
+    relevant = test.data > 0 if threshold is None else test.data >= np.float32(threshold)
+    counted = np.intersect1d(users, entry_rows(test)[relevant])
+    return np.sort(check_rng(random_state).permutation(counted)[:sample]) if len(counted) else users
 
 
 def _checked_names(metrics: Sequence[str]) -> tuple[str, ...]:
@@ -844,10 +969,11 @@ def _evaluate_rankings(
     train: sp.csr_array | None,
     users: np.ndarray,
     cuts: Mapping[str, re.Match[str]],
+    own: Mapping[str, Metric],
     block_users: int | None,
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Metrics of all lists together, and those of each user."""
-    if not cuts:
+    if not cuts and not own:
         return {}, {}
     of_lists = {name: int(match[2]) for name, match in cuts.items() if match[1] == "coverage"}
     wanted = {name: (_RANKING[match[1]], int(match[2])) for name, match in cuts.items() if name not in of_lists}
@@ -858,17 +984,30 @@ def _evaluate_rankings(
         information = _information(counts, model.n_users)
     shown = np.zeros((len(of_lists), model.n_items), dtype=np.uint8)
     # Lists longer than the number of items would only add padding.
-    longest = min(max(int(match[2]) for match in cuts.values()), model.n_items)
+    lengths = {name: min(getattr(metric, "k", 10), model.n_items) for name, metric in own.items()}
+    longest = min(max([int(match[2]) for match in cuts.values()] + list(lengths.values())), model.n_items)
     values = []
     for block in _blocks(users, block_users or _users_at_once(model, longest)):
         rows = None if train is None else take_rows(train, block)
         ids, _ = model.recommend(block, user_items=rows, N=longest, filter_already_liked_items=True)
         lists = _as_rankings(ids, len(block), longest)
-        values.append(
-            _ranking_values(lists, block, relevant, list(wanted.values()), information, list(of_lists.values()), shown)
+        ours = _ranking_values(
+            lists, block, relevant, list(wanted.values()), information, list(of_lists.values()), shown
         )
+        theirs = [_own_values(name, own[name], lists[:, :k], take_rows(relevant, block)) for name, k in lengths.items()]
+        values.append(np.concatenate([ours, *(each[None] for each in theirs)]))
     covered = dict(zip(of_lists, shown.mean(axis=1).tolist(), strict=True))
-    return covered, dict(zip(wanted, np.concatenate(values, axis=1), strict=True))
+    return covered, dict(zip([*wanted, *own], np.concatenate(values, axis=1), strict=True))
+
+
+def _own_values(name: str, metric: Metric, rankings: np.ndarray, relevant: sp.csr_array) -> np.ndarray:
+    """The values of the caller's function."""
+    values = np.asarray(metric(rankings, relevant), dtype=np.float64)
+    if values.shape != rankings.shape[:1]:
+        raise ValueError(
+            f"metric {name!r} must return one value for each of the {len(rankings)} users, got shape {values.shape}"
+        )
+    return values
 
 
 def _item_counts(model: Any, train: sp.csr_array | None) -> np.ndarray | None:

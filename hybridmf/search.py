@@ -31,6 +31,7 @@ from .core.validate import as_csr, check_choice, check_int, check_nonempty, chec
 from .errors import HybridMFError
 from .metrics import _checked_names, _measure
 from .model.base import FactorModel
+from .model.early_stopping import LOWER_IS_BETTER
 from .model.estimator import unfitted
 from .model.loop import check_validation
 from .model.popularity import PopularityRecommender
@@ -68,8 +69,6 @@ WIDTHS = (0.2, 0.1, 0.05, 0.025)
 BUDGET = "2min"
 
 MODELS: dict[str, type[FactorModel]] = {"implicit": ImplicitALS, "explicit": ExplicitALS}
-
-LOWER_IS_BETTER = ("rmse", "mae")
 
 NOT_SEARCHED = ("device", "init", "iterations", "random_state", "num_threads", "gpu_memory_limit")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import html
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.table import format_table
 from ..core.validate import check_int, check_real
 
 GROUPS = 10_000
@@ -132,6 +134,66 @@ class Evaluation(dict[str, float]):
         if metric in ("rmse", "mae"):
             return (values**2 if metric == "rmse" else values), self.n_entries.astype(np.float64)
         return values, np.ones(len(values))
+
+
+class Evaluations(dict[str, Evaluation]):
+    """An `Evaluation` for each of several models on the same users and test entries, as returned by `evaluate`.
+
+    ``print`` shows a table: each metric with its 95 % interval and, below, the difference to the first model with that
+    of the paired bootstrap, which decides whether two models differ.
+    """
+
+    def to_frame(self) -> Any:
+        """A pandas data frame with one row for each model and metric.
+
+        It has the value and the difference to the first model, with the bounds of their 95 % intervals.
+
+        Raises
+        ------
+        ImportError
+            pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_frame needs pandas: pip install pandas; or read the values, a dict") from error
+        names = ("model", "metric", "value", "low", "high", "difference", "difference_low", "difference_high")
+        return pandas.DataFrame(
+            [
+                (name, metric, value, *_bounds(interval)[1:], *_bounds(difference))
+                for name, metric, value, interval, difference in self._rows()
+            ],
+            columns=list(names),
+        )
+
+    def _rows(self) -> Iterator[tuple[str, str, float, Interval | None, Interval | None]]:
+        """Model, metric, value, interval, and difference to the first model; None where there is none."""
+        first = next(iter(self.values()))
+        for name, found in self.items():
+            for metric, value in found.items():
+                enough = metric in found.per_user and np.count_nonzero(~np.isnan(found.per_user[metric])) > 1
+                difference = found.difference(first, metric) if enough and found is not first else None
+                yield name, metric, value, found.interval(metric) if enough else None, difference
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        rows = [
+            [name, metric, f"{value:.4f}" if interval is None else str(interval), "" if over is None else str(over)]
+            for name, metric, value, interval, over in self._rows()
+        ]
+        return ["model", "metric", "value (95 % interval)", f"over {next(iter(self))}"], rows
+
+    def __str__(self) -> str:
+        return format_table(*self._table(), "<<>>", indent=0)
+
+    def _repr_html_(self) -> str:
+        head, rows = self._table()
+        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+        titles = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        return f"<table><tr>{titles}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def _bounds(interval: Interval | None) -> Interval:
+    return Interval(np.nan, np.nan, np.nan) if interval is None else interval
 
 
 def _bootstrap(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -42,6 +43,7 @@ from ..data.wide import is_wide
 from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError
 from ..plan.types import Plan
 from ..ratings import Ratings, as_ratings, is_pairs
+from .early_stopping import LOWER_IS_BETTER
 from .engine import engine_for
 from .estimator import Estimator, check_columns, numeric_matrix, unfitted_error
 from .explain import Explanation, contributions, training_row
@@ -945,7 +947,15 @@ class ServingMixin(Estimator):
 
     # ------------------------------------------------------------------------------------------------ score
 
-    def score(self, user_items: Any, y: Any = None, *, users: str = "auto", unknown: str = "error") -> float:
+    def score(
+        self,
+        user_items: Any,
+        y: Any = None,
+        *,
+        users: str = "auto",
+        unknown: str = "error",
+        metric: str | Callable[..., Any] | None = None,
+    ) -> float:
         """Score predictions of held-out entries; higher is better.
 
         Parameters
@@ -961,11 +971,13 @@ class ServingMixin(Estimator):
             training users if all of their users do; under ``unknown="drop"``, if any of them does.
         unknown : {"error", "drop"}
             Treatment of labelled entries whose item, or training user, is unknown to the model.
+        metric : str or callable, optional
+            A metric of `evaluate`. Default: "rmse" for explicit feedback, "ndcg@10" for implicit.
 
         Returns
         -------
         float
-            Explicit feedback: minus the RMSE. Implicit feedback: NDCG@10.
+            The metric; "rmse" and "mae" with a minus.
         """
         learned = self._fitted()
         check_choice("users", users, ("auto", "training", "new"))
@@ -980,9 +992,9 @@ class ServingMixin(Estimator):
             matrix = self._training_rows(learned, user_items, unknown)
             # training entries are ranked among all items, held-out entries among unseen items
             seen = sp.csr_array(matrix.shape, dtype=np.int8) if learned.is_training_data(matrix) else None
-            return _held_out_score(self._holding(learned), matrix, seen)
+            return _held_out_score(self._holding(learned), matrix, metric, seen)
         shown, hidden = _hide_every_fifth(matrix)
-        return _held_out_score(self._serving_for(learned, shown), hidden)
+        return _held_out_score(self._serving_for(learned, shown), hidden, metric)
 
     def _serving_for(self, learned: Learned, rows: sp.csr_array) -> Any:
         """A copy of this model whose users are the given new rows."""
@@ -995,12 +1007,12 @@ class ServingMixin(Estimator):
         return "ndcg@10" if self._fitted().objective.is_implicit else "rmse"
 
 
-def _held_out_score(model: Any, held_out: sp.csr_array, seen: sp.csr_array | None = None) -> float:
+def _held_out_score(model: Any, held_out: sp.csr_array, metric: Any, seen: sp.csr_array | None = None) -> float:
     from ..metrics import evaluate
 
-    metric = model._validation_metric()
-    value = evaluate(model, held_out, train=seen, metrics=(metric,))[metric]
-    return value if metric != "rmse" else -value
+    metric = model._validation_metric() if metric is None else metric
+    ((name, value),) = evaluate(model, held_out, train=seen, metrics=(metric,)).items()
+    return -value if name in LOWER_IS_BETTER else value
 
 
 def _has_labels_of_training_users(learned: Learned, given: Any, unknown: str) -> bool | None:

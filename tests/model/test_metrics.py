@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from sklearn.exceptions import NotFittedError
 from sklearn.metrics import roc_auc_score
 
+import hybridmf as hmf
 from hybridmf import metrics
 from hybridmf.als import ImplicitALS
 from hybridmf.core import sparse
@@ -30,6 +34,7 @@ from hybridmf.metrics import (
     precision_at_k,
     recall_at_k,
     rmse,
+    scorer,
 )
 from hybridmf.model.evaluation import as_evaluation
 from hybridmf.model.popularity import PopularityRecommender
@@ -1025,3 +1030,93 @@ def test_explicit_zeros_of_train_are_no_entries_for_implicit_models():
         evaluate(model, sp.csr_array(test), train=train, metrics=names) for train in (with_zeros, sp.csr_array(known))
     )
     assert dict(found) == dict(expected)
+
+
+# ------------------------------------------------------------------------- several models, samples, own metrics
+
+
+@pytest.fixture(scope="module")
+def fitted() -> tuple[Any, ...]:
+    """Training and test entries, and two models of the former."""
+    plays = hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.05, seed=0)
+    train, test = hmf.split(plays, 0.2, 0)
+    models = {rank: hmf.ImplicitALS(rank, regularization=1.0, random_state=0).fit(train) for rank in (2, 16)}
+    return train, test, models[2], models[16]
+
+
+def test_a_dict_of_models_is_a_table_with_paired_differences(fitted):
+    train, test, low, high = fitted
+    names = ("ndcg@10", "coverage@10")
+    found = hmf.evaluate({"rank 2": low, "rank 16": high}, test, train=train, metrics=names)
+    alone = [hmf.evaluate(each, test, train=train, metrics=names) for each in (low, high)]
+    assert list(found) == ["rank 2", "rank 16"] and list(found.values()) == alone
+    over = alone[1].difference(alone[0], "ndcg@10")
+    assert str(over) in str(found) and str(alone[0].interval("ndcg@10")) in str(found)
+    assert str(over) in found._repr_html_()
+    frame = found.to_frame()
+    row = frame[(frame["model"] == "rank 16") & (frame["metric"] == "ndcg@10")].iloc[0]
+    assert (row["difference"], row["difference_low"], row["difference_high"]) == tuple(over)
+    assert frame["low"].isna().sum() == 2  # coverage has no values for each user
+    sampled = hmf.evaluate({"a": low, "b": high}, test, train=train, metrics="ndcg@10", sample=50)
+    np.testing.assert_array_equal(sampled["a"].users, sampled["b"].users)
+    with pytest.raises(TypeError, match="model must have a model for each name"):
+        hmf.evaluate({}, test)
+
+
+def test_a_sample_of_users(fitted):
+    train, test, low, _ = fitted
+    whole = hmf.evaluate(low, test, train=train, metrics="recall@5")
+    counted = whole.users[~np.isnan(whole.per_user["recall@5"])]
+    found = hmf.evaluate(low, test, train=train, metrics="recall@5", sample=40)
+    assert found.n_users == 40 and set(found.users) <= set(counted)
+    assert found == hmf.evaluate(low, test, train=train, metrics="recall@5", sample=40)
+    other = hmf.evaluate(low, test, train=train, metrics="recall@5", sample=40, random_state=1)
+    assert set(other.users) != set(found.users)
+    assert hmf.evaluate(low, test, train=train, metrics="recall@5", sample=10**6) == whole
+    few = hmf.evaluate(low, test, train=train, metrics="recall@5", sample=30, users=counted[:35])
+    assert few.n_users == 30 and set(few.users) <= set(counted[:35])
+    errors = hmf.evaluate(low, test, train=train, metrics="rmse", sample=10)
+    assert len(errors.users) == 10
+    with pytest.raises(ValueError, match="sample must"):
+        hmf.evaluate(low, test, train=train, sample=0)
+
+
+def test_metrics_of_the_caller(fitted):
+    train, test, low, high = fitted
+
+    def first_hit(rankings, relevant):
+        dense = relevant.toarray() > 0
+        assert rankings.shape[1] == 10 and set(np.unique(relevant.data)) == {1.0}
+        return dense[np.arange(len(dense)), rankings[:, 0]].astype(float)
+
+    def recall_of_mine(rankings, relevant):
+        return recall_at_k(rankings, relevant, 20)
+
+    recall_of_mine.k = 20
+    names = [first_hit, "recall@20", recall_of_mine]
+    found = hmf.evaluate(low, test, train=train, metrics=names)
+    assert list(found) == ["first_hit", "recall@20", "recall_of_mine"]
+    assert found["recall_of_mine"] == pytest.approx(found["recall@20"], rel=1e-12)
+    assert found["first_hit"] == hmf.evaluate(low, test, train=train, metrics="precision@1")["precision@1"]
+    assert hmf.evaluate(low, test, train=train, metrics=first_hit, block_users=7) == {"first_hit": found["first_hit"]}
+    assert found.difference(hmf.evaluate(high, test, train=train, metrics=names), "first_hit").low <= 1
+    with pytest.raises(ValueError, match=r"metric 'one' must return one value for each of the \d+ users"):
+        hmf.evaluate(low, test, train=train, metrics=type("one", (), {"__call__": lambda *_: 1.0, "__name__": "one"})())
+    with pytest.raises(ValueError, match="'first_hit' more than once"):
+        hmf.evaluate(low, test, train=train, metrics=[first_hit, first_hit])
+
+
+def test_scorer_for_scikit_learn(fitted):
+    from sklearn.model_selection import GridSearchCV, KFold
+
+    train, test, low, _ = fitted
+    assert scorer("recall@20")(low, test) == hmf.evaluate(low, test, metrics="recall@20")["recall@20"]
+    assert scorer("rmse")(low, test) == -hmf.evaluate(low, test, metrics="rmse")["rmse"]
+    assert pickle.loads(pickle.dumps(scorer("recall@20")))(low, test) == scorer("recall@20")(low, test)
+    grid = {"regularization": [1.0, 1e6]}
+    model = hmf.ImplicitALS(4, iterations=3, random_state=0)
+    cv = KFold(3, shuffle=True, random_state=0)
+    found = GridSearchCV(model, grid, cv=cv, scoring=scorer("recall@20"), error_score="raise").fit(train.entries)
+    assert found.best_params_ == {"regularization": 1.0} and 0 < found.best_score_ <= 1
+    with pytest.raises(ValueError, match="metrics has 'recall'"):
+        scorer("recall")
