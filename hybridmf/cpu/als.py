@@ -110,21 +110,10 @@ class WeightedGram:
     With ``unobserved_weight F^T F + lambda I = L L^T``, rows y of the fixed side become ``L^-1 y`` in that basis, and a
     solution w there is ``x = L^-T w``.
 
-    Parameters
-    ----------
-    side : {"user", "item"}
-        The side to solve, whose ridge is part of the basis.
-    factors : float array, shape (n_fixed, rank)
-        The other side.
-    objective : Objective
-    num_threads : int
-    blas : bool
-        See `hybridmf.native._als.gram`.
-
-    Attributes
-    ----------
-    matrix : float64 array, shape (rank, rank)
-        (0, 0) for explicit feedback.
+    `side`: the side to solve, whose ridge is part of the basis.
+    `factors`, float array, shape (n_fixed, rank): the other side.
+    `blas`: see `hybridmf.native._als.gram`.
+    `matrix`, float64 array, shape (rank, rank): (0, 0) for explicit feedback.
     """
 
     def __init__(
@@ -161,23 +150,10 @@ def _epsilon(dtype: np.dtype) -> float:
 class FixedSide:
     """The fixed side of a half sweep in the form of the kernels.
 
-    Parameters
-    ----------
-    side : {"user", "item"}
-        The side to solve.
-    fixed : Factors
-        The other side.
-    mean : float
-    objective : Objective
-    plan : Plan
-    gram : WeightedGram
-        Of all fixed factors; `fixed` may be some of them.
-
-    Attributes
-    ----------
-    systems : Systems
-    back : Panels or None
-        Multiplies solutions to change them back from another basis; None without one.
+    `side`: the side to solve.
+    `fixed`: the other side.
+    `gram`: of all fixed factors; `fixed` may be some of them.
+    `back`: multiplies solutions to change them back from another basis; None without one.
     """
 
     def __init__(
@@ -215,16 +191,9 @@ class FixedSide:
 class HalfSweep:
     """One half of a sweep: solves every row of `side` for the fixed factors of the other side.
 
-    Parameters
-    ----------
-    side : {"user", "item"}
-        The side to solve, named in messages.
-    matrix : csr_array, shape (n_rows, n_fixed)
-        One row for each row of the side.
-    objective : Objective
-    plan : Plan
-    names : int64 array, shape (n_rows,), optional
-        Number of each row in error messages. Default: its position in `matrix`.
+    `side`: the side to solve, named in messages.
+    `matrix`, csr_array, shape (n_rows, n_fixed): one row for each row of the side.
+    `names`, int64 array, shape (n_rows,): number of each row in error messages. Default: its position in `matrix`.
     """
 
     one_thread = False  # see `hybridmf.gpu.half.GpuHalf`: each rank on the CPU solves on its own thread
@@ -402,16 +371,7 @@ class StreamedHalf:
 
     Kernels compute a row without its neighbours, so results do not depend on the bounds of slabs, bit for bit.
 
-    Parameters
-    ----------
-    side : {"user", "item"}
-        The side to solve.
-    slabs : Orientation
-        One row for each row of the side.
-    objective : Objective
-    plan : Plan
-    names : int64 array, shape (n_rows,), optional
-        As for `HalfSweep`.
+    `slabs` and `names` are as for `HalfSweep`.
     """
 
     one_thread = False

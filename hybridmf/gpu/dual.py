@@ -58,19 +58,10 @@ def basis_constants(rank: int) -> dict[str, Any]:
 def inverse_root(device: Device, gram: Array, ridge: Array, epsilon: float) -> tuple[Array, Array]:
     """Launch inverse_root: ``L^-1`` with ``gram + diag(ridge) = L L^T``, and the failing leading minor or 0.
 
-    Parameters
-    ----------
-    device : Device
-    gram : float32 array, shape (rank16, rank16)
-    ridge : float32 array, shape (rank,)
-    epsilon : float
-        Pivots at or below this part of their diagonal element count as rounding errors.
-
-    Returns
-    -------
-    inverse : float32 array, shape (width, width)
-        Zeros beyond the rank.
-    failed : int32 array, shape (1,)
+    `gram`, float32 array, shape (rank16, rank16).
+    `ridge`, float32 array, shape (rank,).
+    `epsilon`: pivots at or below this part of their diagonal element count as rounding errors.
+    `inverse`, float32 array, shape (width, width): zeros beyond the rank.
     """
     rank = len(ridge)
     width = table_width(rank, np.float32)
@@ -88,18 +79,11 @@ def multiply_rows(
 ) -> None:
     """Launch `to_basis`, ``results[k] = inverse rows[k]``, or `from_basis`, ``results[places[k]] = inverse^T rows[k]``.
 
-    Parameters
-    ----------
-    device : Device
-    name : {"to_basis", "from_basis"}
-    results : float32 array, shape (n_out, width)
-    rows : float32 array, shape (n, width)
-    inverse : float32 array, shape (width, width)
-        Lower triangular.
-    rank : int
-        Columns that are not padding.
-    places : int32 array, shape (n,), optional
-        Default: each row's own place.
+    `results`, float32 array, shape (n_out, width).
+    `rows`, float32 array, shape (n, width).
+    `inverse`, float32 array, shape (width, width): lower triangular.
+    `rank`: columns that are not padding.
+    `places`, int32 array, shape (n,): default: each row's own place.
     """
     n, width = rows.shape
     check("rows", rows, np.float32, (None, width))
@@ -125,23 +109,13 @@ def multiply_rows(
 
 @dataclass(frozen=True)
 class DualRows:
-    """Rows of a side that are solved in the dual form.
-
-    Attributes
-    ----------
-    device : Device
-    objective : Objective
-    side : {"user", "item"}
-    rank : int
-    parts : list of (int, int32 array)
-        Sizes of systems, and the rows with at most as many entries, longest first.
-    """
+    """Rows of a side that are solved in the dual form."""
 
     device: Device
     objective: Objective
     side: Side
     rank: int
-    parts: list[tuple[int, Array]]
+    parts: list[tuple[int, Array]]  # sizes of systems, and the rows with at most as many entries, longest first
 
     @classmethod
     def of(
@@ -159,14 +133,9 @@ class DualRows:
     def solve(self, systems: SideSystems, table: Array, entries: DeviceEntries, indptr: Array, epsilon: float) -> None:
         """Solve all rows; in stream order, so the basis is complete before it is used, and memory before it is reused.
 
-        Parameters
-        ----------
-        systems : SideSystems
-        table : float32 array, shape (n_fixed, width)
-        entries : DeviceEntries
-        indptr : int64 array, shape (n_rows + 1,)
-        epsilon : float
-            Pivots at or below this part of their diagonal element count as rounding errors.
+        `table`, float32 array, shape (n_fixed, width).
+        `indptr`, int64 array, shape (n_rows + 1,).
+        `epsilon`: pivots at or below this part of their diagonal element count as rounding errors.
         """
         if not self.parts:
             return

@@ -31,21 +31,12 @@ EXACT_ROWS = 65536
 
 
 class GpuFactors(LazyFactors):
-    """Factors of one side in the layout of the kernels.
+    """Factors of one side in the layout of the kernels."""
 
-    Attributes
-    ----------
-    table : float array, shape (n, width)
-        Factors, a constant 1 if the model has biases, zeros up to the width. Read-only.
-    factors : int
-        Number of columns that are factors.
-    range : RowRange or None
-        Range of the table's rows; None while it is unknown.
-    """
-
+    # float array, shape (n, width): Factors, a constant 1 if the model has biases, zeros up to the width. Read-only
     table: Any
-    factors: int
-    range: RowRange | None
+    factors: int  # number of columns that are factors
+    range: RowRange | None  # range of the table's rows; None while it is unknown
 
     @property
     def form(self) -> tuple[np.dtype, int]:
@@ -72,11 +63,7 @@ class GpuFactors(LazyFactors):
     def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
         """``F^T diag(weights) F`` of the table in float64, shape (width, width), on the host.
 
-        Parameters
-        ----------
-        device : Device
-        weights : float array, shape (n,), optional
-            On the device or the host, like the factors; see `beside`.
+        `weights`, float array, shape (n,): on the device or the host, like the factors; see `beside`.
         """
         raise NotImplementedError
 
@@ -95,19 +82,11 @@ class GpuFactors(LazyFactors):
 class DeviceFactors(GpuFactors):
     """Factors on a device; copied to the host on first access.
 
-    Parameters
-    ----------
-    device : Device
-    table, factors, range
-        See `GpuFactors`.
-    device_bias : float array, shape (n,), or None
-    cleared : Cleared, optional
-        Of the half sweep that solved the factors, for its check.
-
-    Attributes
-    ----------
-    settled : bool
-        Whether the kernels that compute the arrays are known to be complete: copies to the host wait for no others.
+    `table`, `factors`, `range`: see `GpuFactors`.
+    `device_bias`, float array, shape (n,), or None.
+    `cleared`: of the half sweep that solved the factors, for its check.
+    `settled`: whether the kernels that compute the arrays are known to be complete: copies to the host wait for no
+    others.
     """
 
     settled = False
@@ -280,15 +259,11 @@ def exact_gram(device: Device, table: Array, weights: Array | None = None) -> np
 class HostFactors(GpuFactors):
     """Factors offloaded to the memory of the host or to files, as tables with the layout of the device.
 
-    Parameters
-    ----------
-    table, factors, range
-        See `GpuFactors`; NumPy.
-    host_bias : float array, shape (n,), or None
-    tables : HostTables, optional
-        Pool of the table and of those of later half sweeps.
-    checked : callable, optional
-        Returns the result of `widen_range` for the rows and their status, computed while they were on the device.
+    `table`, `factors`, `range`: see `GpuFactors`; NumPy.
+    `host_bias`, float array, shape (n,), or None.
+    `tables`: pool of the table and of those of later half sweeps.
+    `checked`: returns the result of `widen_range` for the rows and their status, computed while they were on the
+    device.
     """
 
     def __init__(
@@ -420,12 +395,7 @@ class HostTables:
     A half sweep writes new factors and keeps the old ones, which callers may still use. Tables are page-locked once
     where possible: locking the pages of new memory takes longer than filling it.
 
-    Parameters
-    ----------
-    shape : (n, width)
-    dtype : dtype
-    folder : str
-        Folder of their files; empty: tables are in memory.
+    `folder`: folder of their files; empty: tables are in memory.
     """
 
     def __init__(self, shape: tuple[int, int], dtype: Any, folder: str = "") -> None:
@@ -452,10 +422,7 @@ class HostTables:
     def wait_by(self, release: Callable[[], bool]) -> None:
         """Set a function to call once if there is no room for one more table, before an error is raised.
 
-        Parameters
-        ----------
-        release : callable
-            Waits until temporary users of tables have released them; False if this thread cannot wait.
+        `release`: waits until temporary users of tables have released them; False if this thread cannot wait.
         """
         self._release = release
 
@@ -532,12 +499,7 @@ def _host_table(shape: tuple[int, int], dtype: Any, tables: HostTables | None) -
 
 
 class Copiers:
-    """Copiers of ratings, of parts of the fixed side, of solutions and of small arrays, which run concurrently.
-
-    Parameters
-    ----------
-    device : Device
-    """
+    """Copiers of ratings, of parts of the fixed side, of solutions and of small arrays, which run concurrently."""
 
     def __init__(self, device: Device) -> None:
         self.device = device

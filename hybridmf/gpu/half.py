@@ -60,19 +60,11 @@ Steps: TypeAlias = "Generator[Launched | None, None, None]"
 
 @dataclass(frozen=True)
 class Pieces:
-    """Rows cut into segments: row k has the slots ``slots[k] ... slots[k + 1] - 1``.
+    """Rows cut into segments: row k has the slots ``slots[k] ... slots[k + 1] - 1``."""
 
-    Attributes
-    ----------
-    rows : int32 array, shape (n,)
-    slots : int64 array, shape (n + 1,)
-    segments : int64 array, shape (n_slots, 3)
-        (slot, begin, end).
-    """
-
-    rows: np.ndarray
-    slots: np.ndarray
-    segments: np.ndarray
+    rows: np.ndarray  # int32 array, shape (n,)
+    slots: np.ndarray  # int64 array, shape (n + 1,)
+    segments: np.ndarray  # int64 array, shape (n_slots, 3): (slot, begin, end)
 
     @classmethod
     def cut(cls, indptr: np.ndarray, rows: np.ndarray, longest: int) -> Pieces:
@@ -123,18 +115,13 @@ class Pieces:
 class Batch:
     """Rows whose sums are on the device together.
 
-    Attributes
-    ----------
-    rows, slots, segments : arrays
-        As in `Pieces`; for BALS, row blocks instead of segments.
-    size : int
-        Pieces of work in the batch; see `Batches`.
+    `rows`, `slots`, `segments`: as in `Pieces`; for BALS, row blocks instead of segments.
     """
 
     rows: Array
     slots: Array
     segments: Any
-    size: int
+    size: int  # pieces of work in the batch; see `Batches`
 
     @classmethod
     def upload(cls, upload: Callable[[np.ndarray], Array], parts: Iterable[Pieces]) -> list[Batch]:
@@ -157,11 +144,7 @@ class Batch:
 class Batches:
     """Batches of rows whose sums are on the device together; they become smaller when memory runs out.
 
-    Parameters
-    ----------
-    device : Device
-    slots : int
-        Maximum number of systems of a batch, unless a single row needs more.
+    `slots`: maximum number of systems of a batch, unless a single row needs more.
     """
 
     def __init__(self, device: Device, slots: int) -> None:
@@ -182,13 +165,7 @@ class Batches:
 
     @contextmanager
     def fitting(self, batch: Batch) -> Iterator[None]:
-        """Process a batch in this context; without memory for it, its rows follow in smaller batches.
-
-        Raises
-        ------
-        DeviceMemoryError
-            Memory does not suffice for the smallest batch.
-        """
+        """Process a batch in this context; without memory for it, its rows follow in smaller batches."""
         with self._halving():
             yield
             self._done += batch.size
@@ -220,15 +197,7 @@ class Batches:
 class SegmentBatches(Batches):
     """Batches of rows that are summed in segments.
 
-    Parameters
-    ----------
-    device, slots
-        See `Batches`.
-    pieces : Pieces
-    upload : callable
-        Copies an array to the device.
-    keep : bool
-        Keep the batches on the device between sweeps: 36 bytes per segment.
+    `keep`: keep the batches on the device between sweeps: 36 bytes per segment.
     """
 
     def __init__(
@@ -255,15 +224,7 @@ class SegmentBatches(Batches):
 
 
 class TileBatches(Batches):
-    """Batches of whole row blocks of BALS.
-
-    Parameters
-    ----------
-    device, slots
-        See `Batches`.
-    tile_rows : int
-    degrees : int array, shape (n_rows,)
-    """
+    """Batches of whole row blocks of BALS."""
 
     def __init__(self, device: Device, slots: int, tile_rows: int, degrees: np.ndarray) -> None:
         super().__init__(device, slots)
@@ -331,20 +292,14 @@ class GpuHalf:
 class DeviceRows:
     """Rows that a device solves: their segments, batches and regularization. Entries and results come with each solve.
 
-    Parameters
-    ----------
-    device, side, objective, plan
-    degrees : int64 array, shape (n_rows,)
-    dtype : dtype
-        Of the ratings.
-    starts : int64 array, shape (n_rows + 1,), optional
-        Offsets of the rows in their entries, on the device. Default: copied there.
-    tiled_from : csr_array, optional
-        The ratings, for BALS.
-    send : callable, optional
-        Copies the segments of a batch to the device in each solve. Default: they are copied once and stay there.
-    apart : bool, optional
-        Whether the sums of all rows, not only of long ones, go through global memory before they are solved.
+    `degrees`, int64 array, shape (n_rows,).
+    `dtype`: of the ratings.
+    `starts`, int64 array, shape (n_rows + 1,): offsets of the rows in their entries, on the device. Default: copied
+    there.
+    `tiled_from`: the ratings, for BALS.
+    `send`: copies the segments of a batch to the device in each solve. Default: they are copied once and stay
+    there.
+    `apart`: whether the sums of all rows, not only of long ones, go through global memory before they are solved.
     """
 
     def __init__(
@@ -514,11 +469,8 @@ class DeviceRows:
 class HalfSweep(GpuHalf, DeviceRows):
     """One half of a sweep on a device that has all ratings of its rows.
 
-    Parameters
-    ----------
-    matrix : csr_array or DeviceMatrix, shape (n_rows, n_fixed)
-    names : int64 array, shape (n_rows,), optional
-        See `GpuHalf`.
+    `matrix`, csr_array or DeviceMatrix, shape (n_rows, n_fixed).
+    `names`, int64 array, shape (n_rows,): see `GpuHalf`.
     """
 
     one_thread = True

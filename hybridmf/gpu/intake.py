@@ -33,11 +33,8 @@ def _parts(matrix: Any) -> tuple[Any, Any, Any]:
 def read_matrix(device: Device, matrix: Any, dtype: Any) -> DeviceMatrix | None:
     """Canonical copy of a sparse matrix on this device; None if it is invalid.
 
-    Parameters
-    ----------
-    matrix : csr, csc or coo matrix of CuPy, shape (n_users, n_items)
-        Or an object with the same attributes; its index arrays may be int64, unlike those of CuPy's classes.
-    dtype : {"float32", "float64"}
+    `matrix`, csr, csc or coo matrix of CuPy, shape (n_users, n_items), or an object with the same attributes; its
+    index arrays may be int64, unlike those of CuPy's classes.
     """
     if max(matrix.shape) > MAX_AXIS:
         return None
@@ -72,13 +69,9 @@ def uploaded(
 ) -> DeviceMatrix | None:
     """Copy of the CSR arrays of a matrix on the host; None unless they are canonical.
 
-    Parameters
-    ----------
-    shape : (n_users, n_items)
-    indptr : int64 array, shape (n_users + 1,)
-        Checked.
-    indices : int32 array, shape (nnz,)
-    data : float32 or float64 array, shape (nnz,)
+    `indptr`, int64 array, shape (n_users + 1,): checked.
+    `indices`, int32 array, shape (nnz,).
+    `data`, float32 or float64 array, shape (nnz,).
     """
     starts, columns, values = (device.upload(array) for array in (indptr, indices, data))
     found = DeviceMatrix(shape, indptr, starts, columns, values, data.dtype)
@@ -90,14 +83,9 @@ def read_triplets(
 ) -> DeviceMatrix | None:
     """Canonical matrix of coordinate triplets on this device; None if they are invalid.
 
-    Parameters
-    ----------
-    rows, columns : integer array, shape (nnz,)
-    values : real array, shape (nnz,), or None
-        None: every entry is 1.
-    shape : (n_users, n_items)
-        None: the largest position + 1.
-    dtype : {"float32", "float64"}
+    `rows`, `columns`, integer array, shape (nnz,).
+    `values`, real array, shape (nnz,), or None: every entry is 1.
+    `shape`: where it is None, the largest position + 1.
     """
     users, items = device.adopt(rows), device.adopt(columns)
     with device.active():

@@ -30,31 +30,15 @@ COUNT_BYTES = 8
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """A canonical CSR matrix on a device.
-
-    Attributes
-    ----------
-    shape : (int, int)
-    indptr : int64 array, shape (n_rows + 1,)
-        On the host.
-    starts : int64 array, shape (n_rows + 1,)
-        `indptr` on the device.
-    indices : int32 array, shape (nnz,), or None
-        Columns. None, like `data`, if the entries are lent later.
-    data : float array, shape (nnz,), or None
-    dtype : dtype
-        Of `data`.
-    host : csr_array or None
-        The same matrix on the host, if it is there.
-    """
+    """A canonical CSR matrix on a device."""
 
     shape: tuple[int, int]
-    indptr: np.ndarray
-    starts: Array
-    indices: Array
-    data: Array
-    dtype: np.dtype
-    host: sp.csr_array | None = field(default=None, repr=False)
+    indptr: np.ndarray  # int64 array, shape (n_rows + 1,): On the host
+    starts: Array  # int64 array, shape (n_rows + 1,): `indptr` on the device
+    indices: Array  # int32 array, shape (nnz,), or None: Columns. None, like `data`, if the entries are lent later
+    data: Array  # float array, shape (nnz,), or None
+    dtype: np.dtype  # of `data`
+    host: sp.csr_array | None = field(default=None, repr=False)  # the same matrix on the host, if it is there
 
     @classmethod
     def of(cls, device: Device, matrix: sp.csr_array | DeviceMatrix) -> DeviceMatrix:
@@ -101,12 +85,7 @@ class DeviceMatrix:
         return get_kernel(device, "transpose.cu", name, REAL=self.dtype, THREADS=THREADS)
 
     def transposed(self, device: Device) -> DeviceMatrix:
-        """The transpose, with the arrays of `hybridmf.formats.transpose`.
-
-        Raises
-        ------
-        DeviceMemoryError
-        """
+        """The transpose, with the arrays of `hybridmf.formats.transpose`."""
         (n_rows, n_columns), nnz, real = self.shape, self.nnz, self.dtype
         kernel = functools.partial(self._kernel, device)
         totals = device.zeros(n_columns, np.int64)

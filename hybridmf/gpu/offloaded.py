@@ -48,13 +48,7 @@ from .systems import SideSystems, Sums
 
 
 class Drain:
-    """Copies solutions to the host on a separate stream and thread, while the next ones are computed.
-
-    Parameters
-    ----------
-    device : Device
-    copier : Copier
-    """
+    """Copies solutions to the host on a separate stream and thread, while the next ones are computed."""
 
     def __init__(self, device: Device, copier: Copier) -> None:
         self.device, self.copier = device, copier
@@ -91,13 +85,8 @@ class Drain:
 class PartedFactors:
     """A fixed side whose parts are on the device one after the other; takes the place of `DeviceFactors`.
 
-    Parameters
-    ----------
-    range : RowRange or None
-        Range of all rows.
-    stream : iterator of (int, DeviceFactors)
-        First row and factors of each part, from the first to the last for each slab.
-    parts : int
+    `range`: range of all rows.
+    `stream`: first row and factors of each part, from the first to the last for each slab.
     """
 
     def __init__(self, range: RowRange | None, stream: Iterator[tuple[int, DeviceFactors]], parts: int) -> None:
@@ -114,13 +103,9 @@ class PartedFactors:
 class HostHalf(StreamedHalf):
     """One half of a sweep whose fixed and solved factors are offloaded to the host.
 
-    Parameters
-    ----------
-    device, side, slabs, objective, plan, names
-        As for `StreamedHalf`; the `scale` of the plan has the number of parts of the fixed side.
-    copiers : Copiers
-    tables : HostTables, optional
-        Tables of the solved side. Default: new ones in memory.
+    `device`, `side`, `slabs`, `objective`, `plan`, `names`: as for `StreamedHalf`; the `scale` of the plan has the
+    number of parts of the fixed side.
+    `tables`: tables of the solved side. Default: new ones in memory.
     """
 
     def __init__(

@@ -25,13 +25,10 @@ LARGEST_BITS = 0x7FFFFFFF
 def add_pieces(device: Device, sums: Array, rows: Array, slots: Array) -> None:
     """Sum the pieces of rows in place and in order.
 
-    Parameters
-    ----------
-    sums : float array, shape (n_slots, ...)
-    rows : int64 array, shape (n,)
-        Slot of each row and of its first piece.
-    slots : int64 array, shape (n + 1,)
-        The other pieces of row k are ``sums[slots[k] : slots[k + 1]]``; a row without any becomes zeros.
+    `sums`, float array, shape (n_slots, ...).
+    `rows`, int64 array, shape (n,): slot of each row and of its first piece.
+    `slots`, int64 array, shape (n + 1,): the other pieces of row k are ``sums[slots[k] : slots[k + 1]]``; a row
+    without any becomes zeros.
     """
     if not len(rows) or not sums.size:
         return
@@ -55,11 +52,8 @@ def vector_of(length: int, itemsize: int) -> int:
 class RowRange:
     """Range of the magnitudes of a table's rows.
 
-    Attributes
-    ----------
-    largest, least : float
-        The largest absolute value, and the smallest of the rows' maxima; rows of zeros do not count. Both are 0 for a
-        table of zeros; `largest` is NaN if any element is.
+    `largest`, `least`: the largest absolute value, and the smallest of the rows' maxima; rows of zeros do not
+    count. Both are 0 for a table of zeros; `largest` is NaN if any element is.
     """
 
     largest: float
@@ -76,10 +70,8 @@ class RowRange:
 def row_range(device: Device, table: Array, status: Array | None = None) -> tuple[RowRange, bool]:
     """The range of a table's rows, and whether any status is not 0; synchronizes once.
 
-    Parameters
-    ----------
-    table : float32 array, shape (n, width)
-    status : int32 array, shape (n_solved,), optional
+    `table`, float32 array, shape (n, width).
+    `status`, int32 array, shape (n_solved,).
     """
     found = device.zeros(3, np.uint32)
     widen_range(device, found, table, status)
@@ -89,12 +81,8 @@ def row_range(device: Device, table: Array, status: Array | None = None) -> tupl
 def widen_range(device: Device, found: Array, table: Array, status: Array | None = None) -> None:
     """Extend a range, to be read by `read_range`, by more rows; does not wait.
 
-    Parameters
-    ----------
-    found : uint32 array, shape (3,)
-        Zeros at first.
-    table, status
-        As for `row_range`.
+    `found`, uint32 array, shape (3,): zeros at first.
+    `table`, `status`: as for `row_range`.
     """
     check("found", found, np.uint32, (3,))
     check("table", table, np.float32, (None, None))
@@ -125,15 +113,9 @@ def read_range(found: np.ndarray) -> tuple[RowRange, bool]:
 def clip_segments(device: Device, segments: Array, indices: Array, columns: int, first_slot: int = 0) -> Array:
     """The entries of each segment whose index is in ``0 ... columns - 1``; a segment without any is empty.
 
-    Parameters
-    ----------
-    segments : int64 array, shape (n, 3)
-        (slot, begin, end).
-    indices : int32 array
-        Ascending within each segment, and negative for columns before the range.
-    columns : int
-    first_slot : int
-        Subtracted from each slot.
+    `segments`, int64 array, shape (n, 3): (slot, begin, end).
+    `indices`: ascending within each segment, and negative for columns before the range.
+    `first_slot`: subtracted from each slot.
     """
     clipped = device.empty(segments.shape, np.int64)
     check("segments", segments, np.int64, (None, 3))

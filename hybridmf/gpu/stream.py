@@ -50,15 +50,9 @@ Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
 class Loader:
     """Device buffers that are used in rotation, and the thread that fills them.
 
-    Parameters
-    ----------
-    device : Device
-    vectors : sequence of (int, dtype)
-        Lengths and dtypes of the vectors that are loaded together.
-    buffers : int
-        Sets of such vectors on the device at a time.
-    copier : Copier, optional
-        Default: a new one.
+    `vectors`: lengths and dtypes of the vectors that are loaded together.
+    `buffers`: sets of such vectors on the device at a time.
+    `copier`: default: a new one.
     """
 
     def __init__(
@@ -79,17 +73,8 @@ class Loader:
     def loads(self, transfers: Transfers, then: Transfers | None = None) -> Generator[tuple[Any, ...], None, None]:
         """(k, vectors on the device) for k = 0 ... count - 1; the vectors are valid for work launched until the next k.
 
-        Parameters
-        ----------
-        transfers : Transfers
-            Vectors to load.
-        then : Transfers, optional
-            Probably the next transfers: they start as buffers become free.
-
-        Raises
-        ------
-        StoreError, DeviceError, OSError
-            A failure of the loading thread.
+        `transfers`: vectors to load.
+        `then`: probably the next transfers: they start as buffers become free.
         """
         loading = self._taken(transfers) or _Loading(self.device, self.copier, self._buffers, transfers)
         done = False
@@ -136,32 +121,17 @@ such as asyncio, has system calls restarted after signals."""
 
 @dataclass(frozen=True)
 class Transfers:
-    """Sets of vectors of the host, one after the other.
-
-    Attributes
-    ----------
-    count : int
-    fetch : callable
-        Vectors for each k, in order; called on a separate thread.
-    of : object
-        Source of the vectors; identifies transfers that were started early.
-    """
+    """Sets of vectors of the host, one after the other."""
 
     count: int
-    fetch: Callable[[int], Sequence[Vector]]
-    of: object
+    fetch: Callable[[int], Sequence[Vector]]  # vectors for each k, in order; called on a separate thread
+    of: object  # source of the vectors; identifies transfers that were started early
 
 
 class _Loading:
     """A thread that fills buffers as they become free, with one `Transfers` after the other.
 
-    Parameters
-    ----------
-    device : Device
-    copier : Copier
-    buffers : list of list of arrays
-    transfers : Transfers
-        The first one.
+    `transfers`: the first one.
     """
 
     def __init__(self, device: Device, copier: Copier, buffers: list[list[Array]], transfers: Transfers) -> None:
@@ -233,15 +203,8 @@ class _Loading:
 class Pipeline(Loader):
     """Loads entries as pairs (indices, ratings): slabs, or batches of rows whose sums are reduced.
 
-    Parameters
-    ----------
-    device : Device
-    capacity : int
-        Maximum entries of a pair.
-    dtype : dtype
-        Of the ratings.
-    buffers : int
-    copier : Copier, optional
+    `capacity`: maximum entries of a pair.
+    `dtype`: of the ratings.
     """
 
     def __init__(
@@ -274,26 +237,11 @@ def slab_transfers(slabs: Orientation) -> Transfers:
 class StreamedHalf(GpuHalf):
     """One half of a sweep on a device over slabs, the waves in which rows are solved (cuMF 4.4).
 
-    Parameters
-    ----------
-    device : Device
-    side : {"user", "item"}
-        The side to solve.
-    slabs : Orientation
-        One row for each row of the side.
-    objective : Objective
-    plan : Plan
-    pipeline : Pipeline or None
-        Loads the slabs in each half sweep; None: they stay on the device after the first.
-    names : int64 array, shape (n_rows,), optional
-        Number of each row in error messages. Default: its position.
-
-    Attributes
-    ----------
-    transfers : Transfers
-        Transfers of the slabs.
-    following : Transfers or None
-        Transfers of the next half sweep, which start early.
+    `slabs`: one row for each row of the side.
+    `pipeline`: loads the slabs in each half sweep; None: they stay on the device after the first.
+    `names`, int64 array, shape (n_rows,): number of each row in error messages. Default: its position.
+    `transfers`: transfers of the slabs.
+    `following`: transfers of the next half sweep, which start early.
     """
 
     def __init__(

@@ -31,20 +31,12 @@ from .systems import SideSystems
 
 @dataclass(frozen=True)
 class FixedBlock:
-    """Columns ``first ... last - 1`` of the fixed side.
-
-    Attributes
-    ----------
-    first, last : int
-    table : float array, shape (n_fixed, width)
-    range : RowRange or None
-        Range of the table's rows, if kernels need it.
-    """
+    """Columns ``first ... last - 1`` of the fixed side."""
 
     first: int
     last: int
-    table: Array
-    range: RowRange | None
+    table: Array  # float array, shape (n_fixed, width)
+    range: RowRange | None  # range of the table's rows, if kernels need it
 
     @property
     def columns(self) -> slice:
@@ -60,10 +52,7 @@ class FixedBlock:
 class SubspaceHalf(HalfSweep):
     """One half of a sweep by iALS++: each row is minimized over one block of coordinates after the other.
 
-    Parameters
-    ----------
-    device, side, matrix, objective, plan, names
-        As for `HalfSweep`.
+    `device`, `side`, `matrix`, `objective`, `plan`, `names`: as for `HalfSweep`.
     """
 
     one_thread = False

@@ -20,24 +20,12 @@ Ranges: TypeAlias = "list[tuple[int, int]]"
 
 @dataclass(frozen=True)
 class BatchedRows:
-    """Rows of a side that a group of ranks sums batch by batch, from the view of one rank.
+    """Rows of a side that a group of ranks sums batch by batch, from the view of one rank."""
 
-    Attributes
-    ----------
-    names : int64 array, shape (n,)
-        Number of each row solved here, for error messages.
-    degrees : int64 array, shape (n,)
-        Entries of each of these rows on all ranks.
-    batches : list of list of (first, last)
-        Rows of the rank's block of entries in each batch, range after range.
-    solved : list of list of (first, last)
-        Rows of `names` that are solved here in each batch, range after range.
-    """
-
-    names: np.ndarray
-    degrees: np.ndarray
-    batches: list[Ranges]
-    solved: list[Ranges]
+    names: np.ndarray  # int64 array, shape (n,): Number of each row solved here, for error messages
+    degrees: np.ndarray  # int64 array, shape (n,): Entries of each of these rows on all ranks
+    batches: list[Ranges]  # rows of the rank's block of entries in each batch, range after range
+    solved: list[Ranges]  # rows of `names` that are solved here in each batch, range after range
 
 
 def batch_rows(plan: Plan, splits: int, rows: int) -> int:
@@ -61,16 +49,8 @@ def batch_entries(batches: Sequence[Ranges], degrees: np.ndarray) -> np.ndarray:
 def even_batches(counts: Sequence[int], rows: int) -> list[Ranges]:
     """At most `rows` rows of each member at a time; a member with fewer rows has none in the last batches.
 
-    Parameters
-    ----------
-    counts : sequence of int
-        Rows of each member.
-    rows : int
-
-    Returns
-    -------
-    list of list of (first, last)
-        For each batch, the range of each member's rows.
+    `counts`: rows of each member.
+    `Returns list of list of (first`, `last)`: for each batch, the range of each member's rows.
     """
     return [
         [(min(at, count), min(at + rows, count)) for count in counts] for at in range(0, max(counts, default=0), rows)
@@ -83,18 +63,9 @@ def bounded_batches(bounds: Sequence[np.ndarray], entries: Sequence[np.ndarray],
     A batch has the next rows of each member; a member whose next rows do not fit contributes none, so that two long
     rows are not in one batch. The member with the most entries left comes first.
 
-    Parameters
-    ----------
-    bounds : sequence of int array, shape (n_ranges + 1,)
-        Bounds of the ranges of each member's rows.
-    entries : sequence of int array, shape (n_ranges,)
-        Entries of these ranges.
-    most : int
-
-    Returns
-    -------
-    list of list of (first, last)
-        See `even_batches`.
+    `bounds`, sequence of int array, shape (n_ranges + 1,): bounds of the ranges of each member's rows.
+    `entries`, sequence of int array, shape (n_ranges,): entries of these ranges.
+    `Returns list of list of (first`, `last)`: see `even_batches`.
     """
     sizes, batches = [each.tolist() for each in entries], []
     at = [0] * len(sizes)

@@ -23,26 +23,13 @@ from .transport.communicator import Communicator
 
 @dataclass(frozen=True)
 class Dealt:
-    """A canonical CSR matrix of which each GPU has a range of rows, or until they are sent by `block`, of columns.
-
-    Attributes
-    ----------
-    shape : (int, int)
-    indptr : int64 array, shape (n_rows + 1,)
-        Of the whole matrix, on the host.
-    parts : list of DeviceMatrix
-        By rank.
-    bounds : int64 array, shape (ranks + 1,)
-        Rank r has the users ``bounds[r] ... bounds[r + 1] - 1``.
-    by_item : bool
-        Whether rows are items, so that each GPU has a range of columns.
-    """
+    """A canonical CSR matrix of which each GPU has a range of rows, or until they are sent by `block`, of columns."""
 
     shape: tuple[int, int]
-    indptr: np.ndarray
-    parts: list[DeviceMatrix]
-    bounds: np.ndarray
-    by_item: bool = False
+    indptr: np.ndarray  # int64 array, shape (n_rows + 1,): Of the whole matrix, on the host
+    parts: list[DeviceMatrix]  # by rank
+    bounds: np.ndarray  # int64 array, shape (ranks + 1,): Rank r has the users ``bounds[r] ... bounds[r + 1] - 1``
+    by_item: bool = False  # whether rows are items, so that each GPU has a range of columns
 
     @property
     def nnz(self) -> int:

@@ -38,12 +38,7 @@ FEW_SEGMENTS = 4096
 
 
 class GpuWorker:
-    """A GPU as a `Worker`; owns what the half sweeps of both sides share. Arrays are those of its device.
-
-    Parameters
-    ----------
-    device : Device
-    """
+    """A GPU as a `Worker`; owns what the half sweeps of both sides share. Arrays are those of its device."""
 
     gathers_ahead = True
 
@@ -150,10 +145,6 @@ class Streams:
 
     CuPy's pool reuses memory only on the stream that freed it, and each reduction waits for all launches up to the
     assembly of its batch. So a reduction never overwrites memory that is still read.
-
-    Parameters
-    ----------
-    device : CudaDevice
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -177,25 +168,15 @@ class Streams:
 
 @dataclass(frozen=True)
 class BatchPieces:
-    """Pieces of rows of a batch on a device.
+    """Pieces of rows of a batch on a device."""
 
-    Attributes
-    ----------
-    segments : int64 array, shape (n_segments, 3)
-        (slot, begin, end), longest first. The first piece of a row has the slot of the row; the slots of further pieces
-        come after all rows.
-    n_rows, n_slots : int
-    uneven : int64 array
-        Rows with several pieces or none.
-    others : int64 array
-        Slots of the second and further pieces of these rows: ``others[k] ... others[k + 1] - 1``.
-    """
-
+    # int64 array, shape (n_segments, 3): (slot, begin, end), longest first. The first piece of a row has the slot of
+    # the row; the slots of further pieces come after all rows
     segments: Array
     n_rows: int
     n_slots: int
-    uneven: Array
-    others: Array
+    uneven: Array  # rows with several pieces or none
+    others: Array  # slots of the second and further pieces of these rows: ``others[k] ... others[k + 1] - 1``
 
     @classmethod
     def make(
@@ -359,17 +340,9 @@ class PartialRows(GpuHalf, DeviceRows):
 class StreamedPartialRows(PartialRows):
     """`PartialRows` whose block stays on the host or in a store: entries of a batch load while another one is summed.
 
-    Parameters
-    ----------
-    device, side, block, objective, plan, rows
-        As for `PartialRows`.
-    pipeline : Pipeline
-        Loads the entries.
-
-    Attributes
-    ----------
-    transfers, following
-        See `hybridmf.gpu.stream.StreamedHalf`.
+    `device`, `side`, `block`, `objective`, `plan`, `rows`: as for `PartialRows`.
+    `pipeline`: loads the entries.
+    `transfers`, `following`: see `hybridmf.gpu.stream.StreamedHalf`.
     """
 
     def __init__(
@@ -443,12 +416,7 @@ def batch_transfers(block: Orientation, batches: list[Ranges]) -> Transfers:
 
 
 def gpu_worker(names: Sequence[str], control: Any) -> tuple[Communicator, GpuWorker]:
-    """Communicator and worker of a rank on the GPU with its name; called by all ranks together.
-
-    Raises
-    ------
-    DeviceError
-    """
+    """Communicator and worker of a rank on the GPU with its name; called by all ranks together."""
     communicator, device = open_rank(names[control.rank], control)
     assert device is not None
     return communicator, GpuWorker(device)

@@ -39,12 +39,7 @@ class Rank(Protocol):
 
 
 class RankGroup:
-    """Threads of ranks, their communicators, and the ranks.
-
-    Parameters
-    ----------
-    size : int
-    """
+    """Threads of ranks, their communicators, and the ranks."""
 
     def __init__(self, size: int) -> None:
         self.threads = RankThreads(size)
@@ -57,11 +52,8 @@ class RankGroup:
     def open(self, make: Callable[[LocalCommunicator, Callable[[Communicator], None]], Rank]) -> list[Any]:
         """Make all ranks, each on its thread; after a failure the group is closed.
 
-        Parameters
-        ----------
-        make : callable
-            Makes a rank from the communicator of its thread. The second argument registers a communicator that the rank
-            opens itself, for the group to close.
+        `make`: makes a rank from the communicator of its thread. The second argument registers a communicator
+        that the rank opens itself, for the group to close.
         """
 
         def made(control: LocalCommunicator) -> None:
@@ -126,12 +118,7 @@ def _close_rank(communicators: dict[int, LocalCommunicator], ranks: dict[int, An
 
 
 def open_rank(name: str, control: LocalCommunicator) -> tuple[LocalCommunicator, Device | None]:
-    """Communicator and device of a rank, by the name of its device; None for the CPU.
-
-    Raises
-    ------
-    DeviceError
-    """
+    """Communicator and device of a rank, by the name of its device; None for the CPU."""
     if name == "cpu":
         return control, None
     device = open_device(name)
@@ -144,17 +131,8 @@ def open_rank(name: str, control: LocalCommunicator) -> tuple[LocalCommunicator,
 def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
     """Run `RankALS.solve` of all ranks on the calling thread.
 
-    Parameters
-    ----------
-    ranks : sequence of RankALS
-        All ranks of a communicator, in order.
-    side : {"user", "item"}
-        A side whose rows are not split over ranks.
-
-    Raises
-    ------
-    NotPositiveDefiniteError, NonFiniteError, DeviceMemoryError, CommunicatorError
-        See `RankALS.solve`; of the first rank that fails. The state is unchanged, and no rank waits.
+    `ranks`: all ranks of a communicator, in order.
+    `side`: a side whose rows are not split over ranks.
     """
     launched = _launch(ranks, side, _fixed(ranks, side))
     solved = [factors for factors, _ in launched]

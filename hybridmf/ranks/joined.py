@@ -14,12 +14,8 @@ from ..core.objective import Factors, LazyFactors
 class JoinedFactors(LazyFactors):
     """The rows of all ranks, concatenated on the host on first access.
 
-    Parameters
-    ----------
-    parts : sequence of Factors
-        Factors of each rank, on the host or a device. Not modified.
-    order : int64 array, shape (n,), optional
-        Row of the input for each row of the parts. Default: the same.
+    `parts`: factors of each rank, on the host or a device. Not modified.
+    `order`, int64 array, shape (n,): row of the input for each row of the parts. Default: the same.
     """
 
     def __init__(self, parts: Sequence[Factors], order: np.ndarray | None = None) -> None:

@@ -33,32 +33,14 @@ MakeWorker = Callable[[Any], tuple[Communicator, Worker]]
 class MultiALS(Alternating):
     """Alternating least squares over the devices of a plan; see `hybridmf.ranks.su_als`.
 
-    Parameters
-    ----------
-    user_items, item_users : csr_array or StoreMatrix
-        The ratings in both orientations, in memory or in a store from which each rank reads its own rows. Or
-        `Dealt`, parts on the GPUs.
-    objective : Objective
-    plan : Plan
-        For several devices. Its `scale` defines the waves in which ratings are streamed; `ScalePlan.on` adapts it to
-        another number of GPUs.
-    state : State
-        Initial factors and mean.
-    grids : dict of side to Grid, optional
-        Default: those of the plan.
-    make_worker : callable, optional
-        Default: workers on the devices of the plan.
-    topology : sequence of int, optional
-        Socket of each rank, for ``reduction="two_phase"``. Default: read from the driver.
-
-    Raises
-    ------
-    DeviceError
-        A device cannot be used.
-    DeviceMemoryError
-        The share of a rank does not fit on its device.
-    ValueError
-        Fits do not support the partition.
+    `user_items`, `item_users`: the ratings in both orientations, in memory or in a store from which each rank reads
+    its own rows. Or `Dealt`, parts on the GPUs.
+    `plan`: for several devices. Its `scale` defines the waves in which ratings are streamed; `ScalePlan.on` adapts
+    it to another number of GPUs.
+    `state`: initial factors and mean.
+    `grids`: default: those of the plan.
+    `make_worker`: default: workers on the devices of the plan.
+    `topology`: socket of each rank, for ``reduction="two_phase"``. Default: read from the driver.
     """
 
     def __init__(

@@ -13,20 +13,11 @@ REDUCTIONS = ("parallel", "two_phase", "root")
 class Reduction:
     """Parallel reduction in one phase (cuMF fig. 5a): member k gets the sums of its own rows.
 
-    Parameters
-    ----------
-    members : Communicator
-        The ranks with partial sums of the same rows.
-
-    Attributes
-    ----------
-    order : list of int
-        The members in the order of their rows in the arrays to reduce.
-    everything_here : bool or None
-        Whether this rank solves the rows of all members; None: each solves its own.
+    `members`: the ranks with partial sums of the same rows.
+    `order`: the members in the order of their rows in the arrays to reduce.
     """
 
-    everything_here: bool | None = None
+    everything_here: bool | None = None  # whether this rank solves the rows of all members; None: each solves its own
 
     def __init__(self, members: Communicator) -> None:
         self.members = members
@@ -35,11 +26,8 @@ class Reduction:
     def reduce(self, array: Array, counts: Sequence[int]) -> Array:
         """Return the sums of the rows that this rank solves.
 
-        Parameters
-        ----------
-        array : array, shape (sum(counts), ...)
-        counts : sequence of int
-            Rows of each member, in `order`.
+        `array`, array, shape (sum(counts), ...).
+        `counts`: rows of each member, in `order`.
         """
         return self.members.reduce_scatter(array, counts)
 
@@ -62,15 +50,7 @@ class RootReduction(Reduction):
 class TwoPhaseReduction(Reduction):
     """Reduce within each socket, then across sockets (cuMF fig. 5b): one sum per socket crosses.
 
-    Parameters
-    ----------
-    members : Communicator
-    sockets : sequence of int
-        Socket of each member; all sockets have the same number of members.
-
-    Raises
-    ------
-    ValueError
+    `sockets`: socket of each member; all sockets have the same number of members.
     """
 
     def __init__(self, members: Communicator, sockets: Sequence[int]) -> None:
@@ -100,12 +80,7 @@ class TwoPhaseReduction(Reduction):
 
 
 def make_reduction(name: str, members: Communicator, sockets: Sequence[int] | None) -> Reduction:
-    """Make a reduction by name; "two_phase" takes one phase unless several sockets have several ranks each.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Make a reduction by name; "two_phase" takes one phase unless several sockets have several ranks each."""
     check_choice("reduction", name, REDUCTIONS)
     if name == "root":
         return RootReduction(members)

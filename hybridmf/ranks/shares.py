@@ -29,28 +29,18 @@ FINGERPRINT_BYTES = 96
 class RankRatings(Protocol):
     """The ratings of one rank. All ranks call the methods together.
 
-    Attributes
-    ----------
-    shape : (n_users, n_items)
-    user_ids, item_ids : array or None
-        Labels, if the first rank has them.
-    slab : int or None
-        Entries of the largest slab, if the ratings are in a store.
-    unit : float or None
-        Unit of the confidences if values stand for weights; see `hybridmf.model.weights.weighted_entries`.
-    total : float
-        Sum of the values before they stood for weights, if they do.
-    matrix : csr_array or StoreMatrix, shape (n_users, n_items), or None
-        All ratings, if this rank has them or can read them.
+    `user_ids`, `item_ids`: labels, if the first rank has them.
     """
 
     shape: tuple[int, int]
+    # csr_array or StoreMatrix, shape (n_users, n_items), or None: All ratings, if this rank has them or can read them
     matrix: sp.csr_array | StoreMatrix | None
     user_ids: np.ndarray | None
     item_ids: np.ndarray | None
-    slab: int | None
+    slab: int | None  # entries of the largest slab, if the ratings are in a store
+    # unit of the confidences if values stand for weights; see `hybridmf.model.weights.weighted_entries`
     unit: float | None
-    total: float
+    total: float  # sum of the values before they stood for weights, if they do
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
         """Entries of each row of both sides on all ranks, for even shares; repeated pairs may count twice."""
@@ -60,13 +50,7 @@ class RankRatings(Protocol):
 
 
 def check_same_data(communicator: Communicator, identity: str) -> None:
-    """Compare an identifier of the data over all ranks, such as `checkpoint.fingerprint`.
-
-    Raises
-    ------
-    CommunicatorError
-        On all ranks; names the first rank that differs from rank 0, and both identifiers.
-    """
+    """Compare an identifier of the data over all ranks, such as `checkpoint.fingerprint`."""
     own = np.zeros((1, FINGERPRINT_BYTES), dtype=np.uint8)
     text = identity.encode()[:FINGERPRINT_BYTES]
     own[0, : len(text)] = np.frombuffer(text, dtype=np.uint8)
@@ -82,13 +66,7 @@ def check_same_data(communicator: Communicator, identity: str) -> None:
 class WholeRatings:
     """Ratings that are complete on every rank.
 
-    Parameters
-    ----------
-    matrix : csr_array, shape (n_users, n_items)
-        Canonical.
-    user_ids, item_ids : array, optional
-    unit : float, optional
-    total : float
+    `matrix`, csr_array, shape (n_users, n_items): canonical.
     """
 
     slab: int | None = None
@@ -120,12 +98,7 @@ class WholeRatings:
 class StoredRatings:
     """Ratings in a store that every rank can read; each rank maps the slabs with its rows.
 
-    Parameters
-    ----------
-    store : Store
-    dtype : dtype
-    drop_zeros : bool
-        Leave out explicit zeros.
+    `drop_zeros`: leave out explicit zeros.
     """
 
     unit: float | None = None
@@ -154,20 +127,12 @@ class StoredRatings:
 class SharedEntries:
     """Entries of the ratings, distributed over ranks in any way.
 
-    Parameters
-    ----------
-    users, items : int array, shape (n,)
-        Positions.
-    values : float array, shape (n,)
-    shape : (n_users, n_items)
-    dtype : dtype
-        Of the blocks.
-    drop_zeros : bool
-        Drop entries that are 0, or whose duplicates add up to 0.
-    duplicates : {"error", "sum", "mean", "max"}
-        How to treat a pair that occurs more than once, on the same or on different ranks.
-    labels : (array or None, array or None)
-        Of users and items.
+    `users`, `items`, int array, shape (n,): positions.
+    `values`, float array, shape (n,).
+    `dtype`: of the blocks.
+    `drop_zeros`: drop entries that are 0, or whose duplicates add up to 0.
+    `duplicates`: how to treat a pair that occurs more than once, on the same or on different ranks.
+    `labels`: of users and items.
     """
 
     slab: int | None = None
@@ -257,16 +222,8 @@ def owners(bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Send each entry of some arrays to a rank; received entries are in the order of their source ranks.
 
-    Parameters
-    ----------
-    communicator : Communicator
-    dest : int array, shape (n,)
-        Destination rank of entry k of every array.
-    arrays : list of array, shape (n,)
-
-    Returns
-    -------
-    list of array, shape (n_received,)
+    `dest`, int array, shape (n,): destination rank of entry k of every array.
+    `arrays`, list of array, shape (n,).
     """
     rank, size = communicator.rank, communicator.size
     order = np.argsort(dest, kind="stable")
@@ -287,18 +244,10 @@ def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarr
 class RankBlocks:
     """The ratings of a rank during a fit.
 
-    Attributes
-    ----------
-    layout : RankLayout
-    blocks : dict of side to Orientation
-        In memory, unless they are streamed from a store.
-    degrees : dict of side to int64 array
-        Entries of each row on all ranks, repeated pairs merged.
-    nnz : int
-    total : float
-        Sum of the values.
-    value_range : (float, float) or None
-        Smallest and largest value on all ranks; None if there are no entries.
+    `blocks`: in memory, unless they are streamed from a store.
+    `degrees`: entries of each row on all ranks, repeated pairs merged.
+    `total`: sum of the values.
+    `value_range`: smallest and largest value on all ranks; None if there are no entries.
     """
 
     def __init__(
@@ -345,13 +294,8 @@ class RankBlocks:
     ) -> sp.csr_array | None:
         """Entries of some users on the first rank, each with the value int8 1; None on the others.
 
-        Parameters
-        ----------
-        communicator : Communicator
-        ratings : RankRatings
-            The ratings given to the constructor.
-        wanted : bool array, shape (n_users,)
-            Rows of other users are empty in the result.
+        `ratings`: the ratings given to the constructor.
+        `wanted`, bool array, shape (n_users,): rows of other users are empty in the result.
         """
         found, at = [np.empty(0, dtype=np.int32)], self.layout.own("user", communicator.rank)[0]
         for rows in (self._users or self._own_users(communicator, ratings)).matrices():

@@ -80,31 +80,16 @@ class Worker(Protocol):
 class RankALS(Alternating):
     """One rank of ALS; every rank makes one, and all call its methods together.
 
-    Parameters
-    ----------
-    communicator : Communicator
-    layout : RankLayout
-        The same on all ranks.
-    blocks : mapping of side to Block
-        `RankLayout.cut` of both orientations of the ratings.
-    objective : Objective
-    plan : Plan
-        The same on all ranks, but for `num_threads` and `gpu`. Its `reduction` is one of `hybridmf.ranks.reduction`.
-    state : State
-        Initial factors of the rows this rank owns, on the host.
-    worker : Worker
-        The device of this rank.
-    order : Ordering, optional
-        Of all rows. Default: that of the input.
-    topology : sequence of int, optional
-        Socket of each rank, for ``reduction="two_phase"``.
-    one_matrix : bool
-        Whether the blocks of all ranks were cut from the same ratings in memory: their entries are not compared then.
-
-    Raises
-    ------
-    CommunicatorError
-        Ranks have different data, layouts or plans.
+    `layout`: the same on all ranks.
+    `blocks`: `RankLayout.cut` of both orientations of the ratings.
+    `plan`: the same on all ranks, but for `num_threads` and `gpu`. Its `reduction` is one of
+    `hybridmf.ranks.reduction`.
+    `state`: initial factors of the rows this rank owns, on the host.
+    `worker`: the device of this rank.
+    `order`: of all rows. Default: that of the input.
+    `topology`: socket of each rank, for ``reduction="two_phase"``.
+    `one_matrix`: whether the blocks of all ranks were cut from the same ratings in memory: their entries are not
+    compared then.
     """
 
     def __init__(

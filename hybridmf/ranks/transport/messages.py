@@ -61,13 +61,7 @@ def even_counts(rows: int, size: int) -> list[int]:
 
 
 def check_counts(counts: Sequence[int], size: int, rows: int, name: str) -> list[int]:
-    """Check counts of rows, one per rank; return them as ints.
-
-    Raises
-    ------
-    ValueError
-        There is not one count per rank, one is negative, or their sum is not `rows`.
-    """
+    """Check counts of rows, one per rank; return them as ints."""
     checked = [int(count) for count in counts]
     if len(checked) != size or min(checked, default=0) < 0:
         raise ValueError(f"counts must hold a number of rows >= 0 for each of {size} ranks, got {checked}")
@@ -77,12 +71,7 @@ def check_counts(counts: Sequence[int], size: int, rows: int, name: str) -> list
 
 
 def check_array(array: Any) -> np.ndarray:
-    """Check for a NumPy array of numbers; return it in C order.
-
-    Raises
-    ------
-    TypeError
-    """
+    """Check for a NumPy array of numbers; return it in C order."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"array must be a NumPy array for this communicator, got {type(array).__name__}")
     if array.dtype.kind not in KINDS:
@@ -91,12 +80,7 @@ def check_array(array: Any) -> np.ndarray:
 
 
 def check_peer(name: str, rank: int, size: int) -> int:
-    """Check for a rank of the communicator.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Check for a rank of the communicator."""
     if not 0 <= rank < size:
         raise ValueError(f"{name} must be a rank, 0 <= {name} < {size}, got {rank}")
     return int(rank)
@@ -117,15 +101,9 @@ class MessageCommunicator(Communicator):
     communicator fails together with all that were split from it or that it was split from. `sendrecv` may run on
     another thread, concurrently with other calls.
 
-    Parameters
-    ----------
-    transport : Transport
-    members : sequence of int
-        The transport's rank of each member.
-    rank : int
-        Which of the members this is.
-    context : str
-        Distinguishes the messages of this group from others on the same transport.
+    `members`: the transport's rank of each member.
+    `rank`: which of the members this is.
+    `context`: distinguishes the messages of this group from others on the same transport.
     """
 
     def __init__(self, transport: Transport, members: Sequence[int], rank: int, context: str = "") -> None:
@@ -275,12 +253,7 @@ class MessageCommunicator(Communicator):
 
 
 def check_timeout(timeout: float) -> float:
-    """Check for a number of seconds > 0.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """Check for a number of seconds > 0."""
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(f"timeout must be a number of seconds, got {timeout!r} of type {type(timeout).__name__}")
     if not (timeout > 0 and math.isfinite(timeout)):

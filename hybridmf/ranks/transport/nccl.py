@@ -68,13 +68,7 @@ TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "floa
 
 
 def _modules() -> tuple[Any, Any]:
-    """CuPy and its NCCL.
-
-    Raises
-    ------
-    DeviceError
-        One of them is missing; the message says what to install.
-    """
+    """CuPy and its NCCL."""
     from ...device.cuda import _cupy
 
     cupy = _cupy()
@@ -215,13 +209,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def _comm(self) -> Any:
-        """CuPy's communicator.
-
-        Raises
-        ------
-        CommunicatorError
-            The communicator was released.
-        """
+        """CuPy's communicator."""
         held = self._held
         if held is None:
             raise CommunicatorError(self.cause or f"rank {self.rank} has closed this communicator")

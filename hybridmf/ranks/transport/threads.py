@@ -37,11 +37,7 @@ PATIENCE = 10.0
 class Meeting:
     """A meeting of ranks that wait for each other, with its purpose.
 
-    Parameters
-    ----------
-    what : str
-    first : int
-        The first rank to arrive.
+    `first`: the first rank to arrive.
     """
 
     def __init__(self, what: str, first: int) -> None:
@@ -52,11 +48,7 @@ class Meeting:
 class Hub(Transport):
     """Mailboxes between threads: a `hybridmf.ranks.transport.messages.Transport` within one process.
 
-    Parameters
-    ----------
-    size : int
-    timeout : float
-        Seconds.
+    `timeout`: seconds that a rank waits for another.
     """
 
     one_process = True
@@ -103,18 +95,7 @@ class Hub(Transport):
     def meet(self, context: str, members: Sequence[int], rank: int, what: str, timeout: float) -> None:
         """Wait until all members have made the same call.
 
-        Parameters
-        ----------
-        context : str
-            Context of the communicator.
-        members : sequence of int
-            Its members, as ranks of this transport.
-        rank : int
-            Which of the members this is.
-        what : str
-            Name of the call.
-        timeout : float
-            Seconds.
+        `members` are ranks of this transport, and `rank` is which of them this is; `what` names the call.
         """
         deadline = time.monotonic() + timeout
         with self.changed:
@@ -188,11 +169,7 @@ class ThreadCommunicator(MessageCommunicator):
     def group(cls, size: int, *, timeout: float = TIMEOUT) -> list[ThreadCommunicator]:
         """The communicators of all ranks.
 
-        Parameters
-        ----------
-        size : int
-        timeout : float
-            Seconds that a rank waits for another before all fail.
+        `timeout`: seconds that a rank waits for another before all fail.
         """
         hub = Hub(check_int("size", size, 1), check_timeout(timeout))
         return [cls(hub, range(size), rank) for rank in range(size)]
@@ -276,18 +253,9 @@ class RankThreads:
     Thread state (the OpenMP team, the current device and handles of CUDA) persists, too. Use it as a
     context manager, or `close` it.
 
-    Parameters
-    ----------
-    size : int
-    timeout : float
-        Seconds that a rank waits for another before all fail.
-
-    Attributes
-    ----------
-    communicators : list of ThreadCommunicator
-        By rank.
-    stopping : threading.Event
-        Set to stop the ranks; long computations between two calls of a communicator may check it.
+    `timeout`: seconds that a rank waits for another before all fail.
+    `communicators`: by rank.
+    `stopping`: set to stop the ranks; long computations between two calls of a communicator may check it.
     """
 
     def __init__(self, size: int, *, timeout: float = TIMEOUT) -> None:
@@ -309,11 +277,6 @@ class RankThreads:
 
         The first failure, or Ctrl-C on the calling thread, makes the communicators of all ranks fail and is raised
         unchanged. Afterwards the ranks cannot be used again.
-
-        Raises
-        ------
-        CommunicatorError
-            The ranks have failed before, or an array was sent and never received.
         """
         self._hub.check()
         results = self._do(function, self._work)
@@ -345,13 +308,7 @@ class RankThreads:
 
     @contextmanager
     def in_their_place(self) -> Iterator[None]:
-        """Run this context in place of the ranks: an exception stops them all, as in `run`.
-
-        Raises
-        ------
-        CommunicatorError
-            The ranks have failed before.
-        """
+        """Run this context in place of the ranks: an exception stops them all, as in `run`."""
         hub = self._hub
         hub.check()
         try:
@@ -363,13 +320,9 @@ class RankThreads:
     def close(self, last: Callable[[ThreadCommunicator], object] | None = None, *, wait: bool = False) -> None:
         """End the threads, which must be idle. A second call does nothing.
 
-        Parameters
-        ----------
-        last : callable, optional
-            Function that each rank runs before it ends.
-        wait : bool
-            Wait for that, and raise the first failure. Not for calls from the garbage collector, which may run on one
-            of the threads.
+        `last`: function that each rank runs before it ends.
+        `wait`: wait for that, and raise the first failure. Not for calls from the garbage collector, which may
+        run on one of the threads.
         """
         ranks, self._work = self._work, []
         try:
