@@ -19,7 +19,7 @@ import mmap
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -36,30 +36,8 @@ COPY_CHUNK = 16 << 20
 """Bytes of one pinned buffer; several of them take turns."""
 
 
-class Copier(Protocol):
-    """Copies between the host and a device, concurrent with kernels; for use by one thread at a time."""
-
-    def pin(self, array: np.ndarray) -> bool:
-        """Page-lock an array for direct access by the device, while both exist; returns whether it succeeded."""
-
-    def after(self, mark: Any) -> None:
-        """Make later copies wait for a mark of `Device.record`."""
-
-    def copy(self, target: Array, source: np.ndarray) -> None:
-        """Start copying `source` to the start of `target`, a vector of the same dtype; `source` must not change."""
-
-    def fetch(self, target: np.ndarray, source: Array) -> None:
-        """Copy an array of the device to `target`, C order and of the same size and dtype; complete on return."""
-
-    def mark(self) -> Any:
-        """A mark after the copies started so far."""
-
-    def synchronize(self) -> None:
-        """Wait for all copies."""
-
-    def twin(self) -> Copier:
-        """A copier for another thread that shares the pinned memory of this one."""
-
+Copier: TypeAlias = "CudaCopier"
+"""What solvers use; the emulated device of the tests has one with the same methods."""
 
 STAGES = 4
 """Pinned buffers of a copier, of COPY_CHUNK bytes each."""
@@ -73,6 +51,8 @@ STAGING_PART = 1 << 20
 
 class CudaCopier:
     """Copies on a separate stream: directly for pinned memory, through pinned buffers for other memory.
+
+    For use by one thread at a time.
 
     `device`: the `CudaDevice`.
     `first`: copier whose pinned memory this one shares and keeps alive.
@@ -88,7 +68,10 @@ class CudaCopier:
             self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def pin(self, array: np.ndarray) -> bool:
-        """Page-lock an array until this copier is deleted; the copier keeps the array alive."""
+        """Page-lock an array for direct access by the device; returns whether it succeeded.
+
+        The copier keeps the array alive, and locked until the copier is deleted.
+        """
         if self._first is not None:
             return self._first.pin(array)
         if not array.nbytes:
@@ -113,12 +96,12 @@ class CudaCopier:
         return False
 
     def after(self, mark: Any) -> None:
-        """Make later copies wait for an event."""
+        """Make later copies wait for a mark of `CudaDevice.record`."""
         with self._device.active():
             self._stream.wait_event(mark)
 
     def copy(self, target: Array, source: np.ndarray) -> None:
-        """Start a copy; see `Copier.copy`."""
+        """Start copying `source` to the start of `target`, a vector of the same dtype; `source` must not change."""
         source = np.ascontiguousarray(source)
         if source.dtype != target.dtype or source.size > target.size:
             raise ValueError(f"cannot copy {source.size} {source.dtype} to {target.size} {target.dtype}")
@@ -183,7 +166,7 @@ class CudaCopier:
             job.result()
 
     def fetch(self, target: np.ndarray, source: Array) -> None:
-        """Copy to the host; see `Copier.fetch`."""
+        """Copy an array of the device to `target`, C order and of the same size and dtype; complete on return."""
         if source.dtype != target.dtype or source.size != target.size or not target.flags.c_contiguous:
             raise ValueError(f"cannot fetch {source.size} {source.dtype} to {target.size} {target.dtype}")
         if not target.size:
@@ -219,7 +202,7 @@ class CudaCopier:
         self._share(size, lambda k, end: write(buffer[k:end], start + k))
 
     def mark(self) -> Any:
-        """An event after the copies started so far."""
+        """A mark after the copies started so far."""
         with self._device.active():
             return self._device.health.mark(self._stream)
 
@@ -240,7 +223,7 @@ class CudaCopier:
             raise
 
     def twin(self) -> CudaCopier:
-        """Another stream; see `Copier.twin`."""
+        """A copier for another thread, on another stream, that shares the pinned memory of this one."""
         return CudaCopier(self._device, self._cupy, self._first or self)
 
 

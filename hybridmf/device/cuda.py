@@ -1,7 +1,5 @@
 """Interface to a CUDA device: memory, copies, compiled kernels. No other module of the solvers uses CuPy.
 
-Tests run the same solvers on an emulated device with the methods of `CudaDevice`.
-
 Streams. Kernels are launched on the current stream, CuPy's null stream unless the caller changes it, and run in the
 order of their launches. CuPy's pool reuses memory on the stream on which it was allocated, so a kernel that is launched
 later than the release of an array comes after all kernels on the same stream that use the array. Other streams:
@@ -28,16 +26,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..core.system import available_cores, parse_bytes
 from ..errors import DeviceError, DeviceMemoryError
 from .arguments import passed
-from .copier import Copier, CudaCopier
+from .copier import CudaCopier
 from .health import check_all, health_of, one_line
 
 logger = logging.getLogger("hybridmf")
@@ -99,71 +97,8 @@ class DeviceSpec:
         return f"cuda:{self.index} ({self.name}, sm_{major}{minor}, {self.free_bytes / 2**30:.1f} GiB free)"
 
 
-class Device(Protocol):
-    """Interface of a device for solvers and launches."""
-
-    spec: DeviceSpec
-
-    def active(self) -> AbstractContextManager[None]:
-        """Run array arithmetic on this device, and raise its failures as hybridmf exceptions."""
-
-    def owns(self, array: Any) -> bool:
-        """Whether an array lies on this device."""
-
-    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Uninitialized array; raises DeviceMemoryError if it does not fit."""
-
-    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Array of zeros."""
-
-    def upload(self, array: np.ndarray, target: Array | None = None) -> Array:
-        """Copy to the device, C order; to `target` if given, contiguous and of the same dtype."""
-
-    def adopt(self, array: Any) -> Array:
-        """Copy of an array of any library that is on this device (see `gpu_of`), C order."""
-
-    def download(self, array: Array, target: np.ndarray | None = None, *, settled: bool = False) -> np.ndarray:
-        """Copy to the host, to `target` if given; waits for the kernels that compute the array.
-
-        `settled`: these kernels are complete, and no other one writes to the array; later work is not waited for.
-        """
-
-    def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
-        """Start copying a small array to the host; the returned function waits for the copy, but not for later work."""
-
-    def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
-        """Compiled kernel of a source text."""
-
-    def compile_ahead(self, programs: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
-        """Start to compile kernels, given as the arguments of `kernel`, side by side; `kernel` waits for them."""
-
-    def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
-        """Resources of the compiled kernel."""
-
-    def matmul(self, a: Array, b: Array) -> Array:
-        """Product of two matrices of one dtype, by the device's BLAS."""
-
-    def free_bytes(self) -> int:
-        """Bytes that can still be allocated."""
-
-    def synchronize(self) -> None:
-        """Wait for all work; raises its failures."""
-
-    def record(self) -> Any:
-        """A mark behind the work launched so far."""
-
-    def wait(self, mark: Any) -> None:
-        """Make later work wait for a mark."""
-
-    def beside(self, begun: Any) -> AbstractContextManager[None]:
-        """Launch work concurrently with work outside of the context, after the mark `begun`.
-
-        To wait for it, `record` a mark in the context and `wait` for the mark outside. Arrays in use must not be freed
-        before.
-        """
-
-    def copier(self) -> Copier:
-        """Copies to and from the device, concurrent with kernels."""
+Device: TypeAlias = "CudaDevice"
+"""What solvers and launches use; the emulated device of the tests has the same methods."""
 
 
 def _address(array: Array) -> int:
@@ -302,7 +237,7 @@ class CudaDevice:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Run on this device; CuPy's exceptions are raised as hybridmf exceptions."""
+        """Run array arithmetic on this device; CuPy's exceptions are raised as hybridmf exceptions."""
         cupy = self._cupy
         self.health.check()
         try:
@@ -340,7 +275,7 @@ class CudaDevice:
         return isinstance(array, self._cupy.ndarray) and int(array.device.id) == self.index
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Uninitialized array."""
+        """Uninitialized array; raises DeviceMemoryError if it does not fit."""
         with self.active():
             self._check_limit(shape, dtype)
             return self._cupy.empty(shape, dtype=dtype)
@@ -364,7 +299,7 @@ class CudaDevice:
             )
 
     def upload(self, array: np.ndarray, target: Array | None = None) -> Array:
-        """See `Device`; through pinned buffers."""
+        """Copy to the device, C order, through pinned buffers; to `target` if given, of the same shape and dtype."""
         array = np.ascontiguousarray(array)
         if target is None:
             target = self.empty(array.shape, array.dtype)
@@ -379,7 +314,10 @@ class CudaDevice:
         return target
 
     def adopt(self, array: Any) -> Array:
-        """Copy of an array of CuPy, PyTorch, ... on this device; DLPack, where there is it, orders it by streams."""
+        """Copy, in C order, of an array of CuPy, PyTorch, ... that is on this device (see `gpu_of`).
+
+        DLPack, where there is it, orders the copy by streams.
+        """
         cupy = self._cupy
         with self.active():
             given = cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
@@ -389,7 +327,10 @@ class CudaDevice:
             return target
 
     def download(self, array: Array, target: np.ndarray | None = None, *, settled: bool = False) -> np.ndarray:
-        """Copy to the host, through pinned buffers if large; waits for the kernels that compute the array."""
+        """Copy to the host, to `target` if given, through pinned buffers if large; waits for the kernels before.
+
+        `settled`: these kernels are complete, and no other one writes to the array; later work is not waited for.
+        """
         settled = settled and array.flags.c_contiguous  # otherwise a kernel makes a copy
         with self.active():
             source = self._cupy.ascontiguousarray(array)
@@ -411,7 +352,7 @@ class CudaDevice:
         return self.copier()
 
     def begin_download(self, array: Array) -> Callable[[], np.ndarray]:
-        """Start copying a small array to pinned memory; the returned function waits and returns the array."""
+        """Start copying a small array; the returned function waits for the copy, but not for later work."""
         with self.active():
             cuda = self._cupy.cuda
             source, stream = self._cupy.ascontiguousarray(array), cuda.get_current_stream()
@@ -437,24 +378,28 @@ class CudaDevice:
             self.health.wait(self.record())
 
     def record(self) -> Any:
-        """An event behind the work launched so far on the current stream."""
+        """A mark (an event) behind the work launched so far on the current stream."""
         with self.active():
             return self.health.mark()
 
     def wait(self, mark: Any) -> None:
-        """Have the current stream wait for an event."""
+        """Make later work wait for a mark."""
         with self.active():
             self._cupy.cuda.get_current_stream().wait_event(mark)
 
     @contextmanager
     def beside(self, begun: Any) -> Iterator[None]:
-        """Launch on a high-priority stream, whose blocks are scheduled before those of the default one: long work."""
+        """Launch work, after the mark `begun`, concurrently with work outside of the context.
+
+        It is on a high-priority stream, whose blocks are scheduled before those of the default one: long work. To wait
+        for it, `record` a mark in the context and `wait` for the mark outside. Arrays in use must not be freed before.
+        """
         with self.active(), self._beside:
             self.wait(begun)
             yield
 
     def copier(self) -> CudaCopier:
-        """A stream of its own for copies."""
+        """Copies to and from the device, on a stream of their own."""
         return CudaCopier(self, self._cupy)
 
     # ------------------------------------------------------------------------------------------------ kernels
@@ -473,7 +418,7 @@ class CudaDevice:
         return pending.result()
 
     def compile_ahead(self, programs: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
-        """Start to compile kernels side by side; errors are raised by `kernel`."""
+        """Start to compile kernels, given as the arguments of `kernel`, side by side; `kernel` waits for them."""
         for key in programs:
             if key not in self._kernels and key not in self._compiling:
                 self._compiling[key] = self._compiler.submit(self._compile, *key)
@@ -525,6 +470,6 @@ class CudaDevice:
         return launch
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """Product by cuBLAS, without TF32."""
+        """Product of two matrices of one dtype by cuBLAS, without TF32."""
         with self.active():
             return self._cupy.matmul(a, b)
