@@ -13,7 +13,7 @@ from ..core.table import format_table
 from ..metrics import Evaluation, Interval, PopularityRecommender, evaluate
 from ..model.load import load
 from ..plots import recall_curves, save
-from .fit import METRICS
+from .hyperparameters import METRICS
 from .options import debug_option, examples, plot_option, refuse_overwriting
 from .recommend import seen_matrix
 from .sources import (

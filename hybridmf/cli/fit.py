@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import tempfile
@@ -32,10 +31,9 @@ from ..plan.start import STARTS
 from ..plots import save, training
 from ..ratings import Ratings, split
 from ..tools.preview import plan
-from .hyperparameters import HYPERPARAMETERS, MODELS, Model, hyperparameter_options
+from .hyperparameters import METRICS, Model, make_model, model_options
 from .options import (
     debug_option,
-    device_list,
     examples,
     output_option,
     plot_option,
@@ -57,8 +55,6 @@ from .sources import (
     where_option,
 )
 
-METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
-
 
 @click.command(
     "fit",
@@ -71,15 +67,7 @@ METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
 )
 @click.argument("ratings_files", metavar="RATINGS...", nargs=-1, required=True, type=ratings_path)
 @output_option("Model file (safetensors).", required=True)
-@click.option(
-    "--model", "kind", type=click.Choice(list(METRICS)), default="explicit", show_default=True,
-    help="explicit: values are ratings to predict. implicit: values are counts or likes, items are ranked.",
-)  # fmt: skip
-@click.option(
-    "--method", type=click.Choice(["als", "sgd", "ccd"]), default="als", show_default=True,
-    help="Alternating least squares, stochastic gradient descent or CCD++; the last two are explicit.",
-)  # fmt: skip
-@hyperparameter_options
+@model_options
 @click.option(
     "--init", metavar="MODEL|nonnegative|signed",
     help="Initial factors: those of a saved model, by label, or random ones.  [default: nonnegative]",
@@ -160,16 +148,16 @@ def command(
     refuse_overwriting(output, *read_files)
     refuse_overwriting(plot, *read_files, output)
     quiet = quiet or as_json
-    say = _silent if quiet else click.echo
+    say = silent if quiet else click.echo
     saving = _checkpoint_options(checkpoint, checkpoint_every, resume)
-    model = _make_model(kind, method, {name: options.pop(name) for name in HYPERPARAMETERS}, seed)
+    model = make_model(kind, method, options, seed)
     if freeze is not None and init_file is None:
         raise click.UsageError(f"--freeze {freeze} keeps the factors of a model: name it with --init MODEL")
     if weights is not None and (kind != "implicit" or is_store(source)):
         raise click.UsageError("--weights names a column of a file of ratings for --model implicit; leave it out")
     model.init = init if init_file is None else load(init_file)
     test_size = _test_size(test_file, test_size)
-    share = _share_of(validation)
+    share = share_of(validation)
     watching = _early_stopping(validation, patience, metric)
     watching |= _validation_options(validation, validation_users, validate_every)
     ratings: Any
@@ -178,7 +166,7 @@ def command(
             raise click.UsageError(f"--where filters rows of a file, and {source} is a store; leave it out")
         ratings = _open_and_say(source, load=test_size != 0 or share is not None, say=say)
     else:
-        ratings = _read_and_say(source, options, where, say, quiet)
+        ratings = read_and_say(source, options, where, say, quiet)
     held: dict[str, Any] = {"random_state": seed, "by": split_by}
     train, test = (ratings, None) if test_size == 0 else split(ratings, test_size, **held)
     if test is not None:
@@ -206,7 +194,7 @@ def command(
     found = None if test is None else _evaluations(kind, model, train, test)
     if found is not None and not as_json:
         click.echo(found if isinstance(found, str) else _held_out_summary(kind, found))
-    _save(model, output)
+    save_model(model, output)
     if plot is not None:
         save(training(model).figure, plot)
     if as_json:
@@ -235,32 +223,8 @@ def _record_objective(_: Any, __: dict[str, float]) -> None:
     """A callback: with one, the history has the objective."""
 
 
-def _silent(_: str) -> None:
-    pass
-
-
-def _make_model(kind: str, method: str, given: dict[str, Any], seed: int) -> Model:
-    """Make the estimator; its options are validated here, before a large file is read."""
-    if (kind, method) not in MODELS:
-        raise click.UsageError(
-            f"--method {method} is for explicit ratings; leave out --model {kind}, or take --method als"
-        )
-    for name, owner in (("alpha", "implicit"), ("biases", "explicit"), ("bias_regularization", "explicit")):
-        if given[name] is not None and kind != owner:
-            option = name.replace("_", "-")
-            raise click.UsageError(f"--{option} belongs to --model {owner}; this is --model {kind}")
-    chosen = {name: value for name, value in given.items() if value is not None}
-    for name in chosen.keys() - inspect.signature(MODELS[kind, method]).parameters.keys():
-        raise click.UsageError(
-            f"--{name.replace('_', '-')} is no parameter of {MODELS[kind, method].__name__} (--model {kind} --method "
-            f"{method}); leave it out"
-        )
-    if "device" in chosen:
-        chosen["device"] = device_list(chosen["device"])
-    model = MODELS[kind, method](random_state=_validate.check_int("--seed", seed, 0), **chosen)
-    _validate.check_int("iterations", model.iterations, 1)
-    plan(shape=(1, 1), nnz=1, model=model)
-    return model
+def silent(_: str) -> None:
+    """Print nothing."""
 
 
 def _test_size(test_file: str | None, test_size: float) -> float | int:
@@ -276,7 +240,7 @@ def _test_size(test_file: str | None, test_size: float) -> float | int:
     return share_or_number("--test-size", test_size)
 
 
-def _share_of(validation: str | None) -> float | int | None:
+def share_of(validation: str | None) -> float | int | None:
     """Share or number of ratings for validation; None where a file is named, or nothing."""
     if validation is None:
         return None
@@ -308,9 +272,10 @@ def _validation_options(validation: str | None, users: int | None, every: int | 
     return found
 
 
-def _read_and_say(
+def read_and_say(
     source: Source, options: dict[str, Any], where: tuple[str, ...], say: Callable[[str], Any], quiet: bool
 ) -> Ratings:
+    """Read ratings, and report their sizes, the time and the columns."""
     started = time.perf_counter()
     ratings = read_ratings(source, where, show_progress=not quiet, **options)
     seconds = time.perf_counter() - started
@@ -330,7 +295,7 @@ def _open_and_say(path: Source, load: bool, say: Callable[[str], Any]) -> Rating
     return store.to_ratings() if load else store
 
 
-def _save(model: Any, output: str) -> None:
+def save_model(model: Any, output: str) -> None:
     """Save a model; elsewhere if that fails, since the training may have taken hours."""
     try:
         _save_what_fits(model, output)

@@ -1,4 +1,4 @@
-"""Options of ``hybridmf fit`` for hyperparameters, from the fields and the docstrings of the estimators."""
+"""Options of commands that fit for the model and its hyperparameters, from the estimators' fields and docstrings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import click
 
 from ..als import ExplicitALS, ImplicitALS
 from ..ccd import CCD
+from ..core.validate import check_int
 from ..sgd import SGD
-from .options import PairType
+from ..tools.preview import plan
+from .options import PairType, device_list
 
 Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD
 MODELS: dict[tuple[str, str], type[Model]] = {
@@ -22,6 +24,9 @@ MODELS: dict[tuple[str, str], type[Model]] = {
     ("explicit", "sgd"): SGD,
     ("explicit", "ccd"): CCD,
 }
+
+METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
+"""Metrics of held-out ratings."""
 
 OWN_OPTIONS = ("init", "random_state")
 """Parameters whose options, ``--init`` and ``--seed``, mean more than the parameter."""
@@ -57,11 +62,44 @@ DECIDED_LATER = {
 """What a default of None stands for."""
 
 
-def hyperparameter_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options for all parameters of all estimators; None where they are not given."""
-    for name in reversed(HYPERPARAMETERS):
-        command = _option(name)(command)
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--model``, ``--method``, and options for all parameters of all estimators; None where they are not given."""
+    kind = click.option(
+        "--model", "kind", type=click.Choice(list(METRICS)), default="explicit", show_default=True,
+        help="explicit: values are ratings to predict. implicit: values are counts or likes, items are ranked.",
+    )  # fmt: skip
+    method = click.option(
+        "--method", type=click.Choice(["als", "sgd", "ccd"]), default="als", show_default=True,
+        help="Alternating least squares, stochastic gradient descent or CCD++; the last two are explicit.",
+    )  # fmt: skip
+    for option in (*map(_option, reversed(HYPERPARAMETERS)), method, kind):
+        command = option(command)
     return command
+
+
+def make_model(kind: str, method: str, options: dict[str, Any], seed: int) -> Model:
+    """The estimator, by `options`, which are taken out; they are validated here, before a large file is read."""
+    given = {name: options.pop(name) for name in HYPERPARAMETERS}
+    if (kind, method) not in MODELS:
+        raise click.UsageError(
+            f"--method {method} is for explicit ratings; leave out --model {kind}, or take --method als"
+        )
+    for name, owner in (("alpha", "implicit"), ("biases", "explicit"), ("bias_regularization", "explicit")):
+        if given[name] is not None and kind != owner:
+            option = name.replace("_", "-")
+            raise click.UsageError(f"--{option} belongs to --model {owner}; this is --model {kind}")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    for name in chosen.keys() - _fields(MODELS[kind, method]).keys():
+        raise click.UsageError(
+            f"--{name.replace('_', '-')} is no parameter of {MODELS[kind, method].__name__} (--model {kind} --method "
+            f"{method}); leave it out"
+        )
+    if "device" in chosen:
+        chosen["device"] = device_list(chosen["device"])
+    model = MODELS[kind, method](random_state=check_int("--seed", seed, 0), **chosen)
+    check_int("iterations", model.iterations, 1)
+    plan(shape=(1, 1), nnz=1, model=model)
+    return model
 
 
 def _fields(model: type[Model]) -> dict[str, Field[Any]]:

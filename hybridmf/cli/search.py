@@ -10,8 +10,8 @@ import click
 from ..metrics import PopularityRecommender
 from ..ratings import split
 from ..search import parse_seconds, search
-from .fit import METRICS, _make_model, _read_and_say, _save, _share_of, _silent
-from .hyperparameters import HYPERPARAMETERS, hyperparameter_options
+from .fit import read_and_say, save_model, share_of, silent
+from .hyperparameters import make_model, model_options
 from .options import debug_option, examples, output_option, plot_option, refuse_overwriting
 from .report import file_size
 from .sources import (
@@ -36,18 +36,10 @@ from .sources import (
 )
 @click.argument("ratings_files", metavar="RATINGS...", nargs=-1, required=True, type=ratings_path)
 @output_option("Model file (safetensors).", required=True)
-@click.option(
-    "--model", "kind", type=click.Choice(list(METRICS)), default="explicit", show_default=True,
-    help="explicit: values are ratings to predict. implicit: values are counts or likes, items are ranked.",
-)  # fmt: skip
-@click.option(
-    "--method", type=click.Choice(["als", "sgd", "ccd"]), default="als", show_default=True,
-    help="Alternating least squares, stochastic gradient descent or CCD++; the last two are explicit.",
-)  # fmt: skip
+@model_options
 @click.option("--metric", metavar="NAME", help="ndcg@K, recall@K, map@K, ..., rmse or mae.  [default: rmse; ndcg@10]")
 @click.option("--budget", metavar="TIME", help='For everything, as "90s", "2min" or "1h".  [default: 2min]')
 @click.option("--trials", type=int, metavar="N", help="At most N trials; without --budget, a seed decides everything.")
-@hyperparameter_options
 @click.option(
     "--validation", metavar="SHARE|NUMBER|FILE",
     help="Ratings to select by: held out, or of a file.  [default: a tenth, by time if there are timestamps]",
@@ -86,16 +78,16 @@ def command(
     searched.
     """
     source = one_source(ratings_files)
-    read_files = files_of(source, validation if _share_of(validation) is None else None)
+    read_files = files_of(source, validation if share_of(validation) is None else None)
     for written in (output, plot, lines):
         refuse_overwriting(written, *read_files)
-    model = _make_model(kind, method, {name: options.pop(name) for name in HYPERPARAMETERS}, seed)
+    model = make_model(kind, method, options, seed)
     quiet = quiet or as_json
-    say = _silent if quiet else click.echo
+    say = silent if quiet else click.echo
     seconds = None if budget is None else parse_seconds("--budget", budget)
     stored = is_store(source)
-    ratings = open_store(source).to_ratings() if stored else _read_and_say(source, options, where, say, quiet)
-    train, held_out, share = ratings, None, _share_of(validation)
+    ratings = open_store(source).to_ratings() if stored else read_and_say(source, options, where, say, quiet)
+    train, held_out, share = ratings, None, share_of(validation)
     if share is not None:
         train, held_out = split(ratings, share, seed, by="random" if ratings.timestamps is None else "last")
     elif validation is not None:
@@ -113,7 +105,7 @@ def command(
             "popularity is better than all trials, so no model is saved; recommend the most popular items, or search "
             f"longer (--budget, --trials): {found}"
         )
-    _save(found.best, output)
+    save_model(found.best, output)
     if as_json:
         facts: dict[str, Any] = {
             "file": output,

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import hybridmf as hmf
-from hybridmf.cli.fit import HYPERPARAMETERS, MODELS
+from hybridmf.cli.hyperparameters import HYPERPARAMETERS, MODELS
 from support.command_line import refuse, succeed
 
 
