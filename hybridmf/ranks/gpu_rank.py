@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -47,7 +47,6 @@ class GpuWorker:
         self.pipeline: Pipeline | None = None
         self._tables: dict[Side, HostTables] = {}
         self._last: Any = None  # the last streamed half sweep made
-        self._streams: Streams | None = None
 
     def active(self) -> AbstractContextManager[None]:
         """Make the device current."""
@@ -106,10 +105,10 @@ class GpuWorker:
         """Half sweep over entries on the device, or streamed batch by batch, according to the plan."""
         if plan.streamed != "disk":
             block = block.load()
-        arguments = (self.device, side, block, objective, plan, rows)
         if plan.resident or not plan.streamed:
-            return PartialRows(*arguments)
-        return self._linked(StreamedPartialRows(*arguments, self._entries(plan, block.dtype)))
+            return PartialRows(self.device, side, block, objective, plan, rows)
+        pipeline = self._entries(plan, block.dtype)
+        return self._linked(PartialRows(self.device, side, block, objective, plan, rows, pipeline))
 
     def _entries(self, plan: Plan, dtype: Any) -> Pipeline:
         """The pipeline that loads the entries of both half sweeps."""
@@ -127,12 +126,10 @@ class GpuWorker:
         self._last = half
         return half
 
-    def overlap(self) -> AbstractContextManager[Any]:
-        """Run reductions on a separate stream; an emulated device has none."""
-        if not isinstance(self.device, CudaDevice):
-            return nullcontext(InOrder())
-        self._streams = self._streams or Streams(self.device)
-        return nullcontext(self._streams)
+    @functools.cached_property
+    def overlap(self) -> Overlap:
+        """See `Overlap`."""
+        return Overlap(self.device)
 
     def close(self) -> None:
         """Stop loading."""
@@ -140,24 +137,29 @@ class GpuWorker:
             self.pipeline.close()
 
 
-class Streams:
-    """An `Overlap` whose reductions run on a separate stream.
+class Overlap:
+    """Order between assembly and reduction of batches, which run on separate streams, on an emulated device in turn.
 
     CuPy's pool reuses memory only on the stream that freed it, and each reduction waits for all launches up to the
     assembly of its batch. So a reduction never overwrites memory that is still read.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
-        self._cuda, self._mark = device._cupy.cuda, device.health.mark
-        self._aside = self._cuda.Stream(non_blocking=True)
+    def __init__(self, device: Device) -> None:
+        self._aside: Any = None
+        if isinstance(device, CudaDevice):
+            self._cuda, self._mark = device._cupy.cuda, device.health.mark
+            self._aside = self._cuda.Stream(non_blocking=True)
 
     def assembled(self) -> Any:
-        """Record an event after all launches so far."""
-        return self._mark()
+        """A mark after all launches so far."""
+        return None if self._aside is None else self._mark()
 
     @contextmanager
     def after(self, mark: Any) -> Iterator[None]:
         """Launches in this context wait for the mark only; launches after it wait for both."""
+        if self._aside is None:
+            yield
+            return
         computing = self._cuda.get_current_stream()
         self._aside.wait_event(mark)
         with self._aside:
@@ -216,22 +218,14 @@ class BatchPieces:
         return sums[: self.n_rows]
 
 
-class InOrder:
-    """An `Overlap` that runs one operation after the other."""
-
-    def assembled(self) -> None:
-        """Do nothing."""
-
-    def after(self, mark: None) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
-
-
 class PartialRows(GpuHalf, DeviceRows):
     """A half sweep over rows whose entries are distributed over ranks: `block` has those of this rank.
 
     Between `start` and `result`, each batch is summed over the entries of this rank (`assemble`) and, once the sums of
     all ranks are reduced, solved (`finish`). The rows summed here are not those solved here: `rows` identifies both.
+
+    With a `pipeline`, the block stays on the host or in a store: entries of a batch load while another one is summed.
+    `transfers`, `following`: see `hybridmf.gpu.stream.StreamedHalf`.
     """
 
     def __init__(
@@ -242,6 +236,7 @@ class PartialRows(GpuHalf, DeviceRows):
         objective: Objective,
         plan: Plan,
         rows: BatchedRows,
+        pipeline: Pipeline | None = None,
     ) -> None:
         if plan.assembly == "bals":
             raise ValueError(
@@ -249,32 +244,50 @@ class PartialRows(GpuHalf, DeviceRows):
                 "'sparse_syrk' or 'mo_als'"
             )
         DeviceRows.__init__(self, device, side, objective, plan, np.zeros(0, np.int64), block.dtype)
-        self.names, nothing = rows.names, np.zeros(0, np.int32)
-        self.indices, self.ratings = device.upload(nothing), device.upload(nothing.astype(block.dtype))
-        self._take(block)
+        self.names, self.pipeline = rows.names, pipeline
         self.scale = device.upload(objective.row_scale(side, rows.degrees).astype(self.dtype))
         self.degrees, self.row_batches, self.n_entries = rows.degrees, rows.batches, int(block.nnz)
         self.offsets = np.concatenate(([0], np.cumsum(block.degrees)))
         cut = functools.partial(BatchPieces.make, device, longest=plan.segment, slots=plan.batch_slots)
         self._cuts = [cut(*self._places(batch)) for batch in range(len(rows.batches))]
         self._to_solve = [self._filled(ranges) for ranges in rows.solved]
+        if pipeline is None:
+            csr = block.load().csr
+            self.indices, self.ratings = device.upload(csr.indices), device.upload(csr.data)
+        else:
+            nothing = np.zeros(0, np.int32)
+            self.indices, self.ratings = device.upload(nothing), device.upload(nothing.astype(block.dtype))
+            self.transfers, self.following = batch_transfers(block, rows.batches), None
+            pipeline.reserve(int(batch_entries(rows.batches, np.diff(self.offsets)).max(initial=0)))
+            if isinstance(block, InMemory):
+                pipeline.copier.pin(block.csr.indices)
+                pipeline.copier.pin(block.csr.data)
         # of the current half sweep
         self._operand: Any = None
         self._entries_at_hand: Any = None
         self._under_way: Any = None  # systems, kernels, memory of zeros
-
-    def _take(self, block: Orientation) -> None:
-        """Copy the entries to the device."""
-        csr = block.load().csr
-        self.indices, self.ratings = self.device.upload(csr.indices), self.device.upload(csr.data)
+        self._stream: Generator[int, None, None] | None = None
 
     def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
         """Return the `indptr` of the entries on the device, and the ranges of rows of a batch in it."""
-        return self.offsets, self.row_batches[batch]
+        if self.pipeline is None:
+            return self.offsets, self.row_batches[batch]
+        degrees = [np.diff(self.offsets[first : last + 1]) for first, last in self.row_batches[batch]]
+        ends = np.cumsum([0, *map(len, degrees)]).tolist()
+        return np.cumsum(np.concatenate(([0], *degrees))), list(pairwise(ends))
 
     def _at_hand(self) -> Generator[int, None, None]:
         """Yield each batch; its entries are on the device until the next one."""
-        yield from range(len(self.row_batches))
+        if self.pipeline is None:
+            yield from range(len(self.row_batches))
+            return
+        nothing = self.indices, self.ratings
+        with closing(self.pipeline.loads(self.transfers, self.following)) as loads:
+            try:
+                for batch, self.indices, self.ratings in loads:
+                    yield batch
+            finally:
+                self.indices, self.ratings = nothing
 
     def _filled(self, ranges: Ranges) -> tuple[Array, Array] | None:
         """Return (slots, rows) of the rows of a batch that have entries.
@@ -289,18 +302,29 @@ class PartialRows(GpuHalf, DeviceRows):
         return self.device.upload(slots), self.device.upload(rows[filled].astype(np.int32))
 
     def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
-        """Start a half sweep."""
+        """Start from the part of the fixed side on this rank, and the Gram matrix of the whole.
+
+        Entries start to load with the first batch, if not earlier.
+        """
         self._entries_at_hand = self.entries(self.indices, self.ratings, fixed, mean)
         cleared = Cleared(self.device, len(self.degrees))
         kernels, self._operand = self.prepared(fixed, cleared)
         self._under_way = self.systems(cleared.status, start, gram), kernels, cleared
+        self._stream = self._at_hand()
 
     def assemble(self, batch: int) -> tuple[Array, ...]:
-        """Sums over this rank's entries of a batch; zeros for rows without any."""
+        """Sums over this rank's entries of a batch; zeros for rows without any. Called for all batches in order."""
+        assert self._stream is not None
+        come = next(self._stream)
+        assert come == batch
         cut, (_, kernels, _) = self._cuts[batch], self._under_way
+        self._entries_at_hand = replace(self._entries_at_hand, indices=self.indices, ratings=self.ratings)
         sums = kernels.empty(cut.n_slots, whole=True)
         kernels.assemble(sums, self._operand, self._entries_at_hand, cut.segments)
-        return tuple(cut.add_up(self.device, each) for each in sums)
+        found = tuple(cut.add_up(self.device, each) for each in sums)
+        if batch == len(self.row_batches) - 1:
+            next(self._stream, None)  # releases its buffer, so that loading continues
+        return found
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
         """Complete and solve the systems of a batch."""
@@ -310,8 +334,11 @@ class PartialRows(GpuHalf, DeviceRows):
             kernels.solve(systems, sums, *to_solve, self._entries_at_hand)
 
     def close(self) -> None:
-        """Release the state of this half sweep; there is no thread to stop."""
+        """Release the state of this half sweep, and stop loading for it."""
         self._operand = self._entries_at_hand = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def result(self, then: Callable[[Any], Any] | None = None) -> DeviceFactors:
         """Return the factors of the rows solved here."""
@@ -335,74 +362,6 @@ class PartialRows(GpuHalf, DeviceRows):
                     losses = self.segment_losses(self.indices, self.ratings, own, items, mean, segments)
                     total += float(losses.sum())
         return total
-
-
-class StreamedPartialRows(PartialRows):
-    """`PartialRows` whose block stays on the host or in a store: entries of a batch load while another one is summed.
-
-    `device`, `side`, `block`, `objective`, `plan`, `rows`: as for `PartialRows`.
-    `pipeline`: loads the entries.
-    `transfers`, `following`: see `hybridmf.gpu.stream.StreamedHalf`.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        side: Side,
-        block: Orientation,
-        objective: Objective,
-        plan: Plan,
-        rows: BatchedRows,
-        pipeline: Pipeline,
-    ) -> None:
-        super().__init__(device, side, block, objective, plan, rows)
-        self.pipeline, self.transfers = pipeline, batch_transfers(block, rows.batches)
-        self.following: Transfers | None = None
-        self._stream: Generator[int, None, None] | None = None
-        pipeline.reserve(int(batch_entries(rows.batches, np.diff(self.offsets)).max(initial=0)))
-        if isinstance(block, InMemory):
-            pipeline.copier.pin(block.csr.indices)
-            pipeline.copier.pin(block.csr.data)
-
-    def _take(self, block: Orientation) -> None:
-        """Do nothing: `start` loads the entries."""
-
-    def _places(self, batch: int) -> tuple[np.ndarray, Ranges]:
-        degrees = [np.diff(self.offsets[first : last + 1]) for first, last in self.row_batches[batch]]
-        ends = np.cumsum([0, *map(len, degrees)]).tolist()
-        return np.cumsum(np.concatenate(([0], *degrees))), list(pairwise(ends))
-
-    def _at_hand(self) -> Generator[int, None, None]:
-        nothing = self.indices, self.ratings
-        with closing(self.pipeline.loads(self.transfers, self.following)) as loads:
-            try:
-                for batch, self.indices, self.ratings in loads:
-                    yield batch
-            finally:
-                self.indices, self.ratings = nothing
-
-    def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
-        """Start a half sweep; its entries start to load with the first batch, if not earlier."""
-        super().start(fixed, mean, start, gram)
-        self._stream = self._at_hand()
-
-    def assemble(self, batch: int) -> tuple[Array, ...]:
-        """Sums over the entries of a batch; call it for all batches in order."""
-        assert self._stream is not None
-        come = next(self._stream)
-        assert come == batch
-        self._entries_at_hand = replace(self._entries_at_hand, indices=self.indices, ratings=self.ratings)
-        sums = super().assemble(batch)
-        if batch == len(self.row_batches) - 1:
-            next(self._stream, None)  # releases its buffer, so that loading continues
-        return sums
-
-    def close(self) -> None:
-        """Stop loading for this half sweep."""
-        super().close()
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
 
 
 def batch_transfers(block: Orientation, batches: list[Ranges]) -> Transfers:

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..core.objective import Side, other_side
 from ..device.cuda import Device, open_device
@@ -28,18 +28,12 @@ logger = logging.getLogger("hybridmf")
 Result = TypeVar("Result")
 
 
-class Rank(Protocol):
-    """A rank, with the methods that end it."""
-
-    def close(self) -> None:
-        """Release the memory of the rank; called on all ranks together. Its communicator stays open."""
-
-    def stop(self) -> None:
-        """Stop background work of the rank after a failure of another one."""
-
-
 class RankGroup:
-    """Threads of ranks, their communicators, and the ranks."""
+    """Threads of ranks, their communicators, and the ranks.
+
+    A rank has `close`, called on all ranks together, and `stop`, which ends its background work after a failure of
+    another one. Neither closes its communicator.
+    """
 
     def __init__(self, size: int) -> None:
         self.threads = RankThreads(size)
@@ -49,7 +43,7 @@ class RankGroup:
         self._finish = weakref.finalize(self, _close, self.threads, self.communicators, self.ranks)
         self._finish.atexit = False
 
-    def open(self, make: Callable[[LocalCommunicator, Callable[[Communicator], None]], Rank]) -> list[Any]:
+    def open(self, make: Callable[[LocalCommunicator, Callable[[Communicator], None]], Any]) -> list[Any]:
         """Make all ranks, each on its thread; after a failure the group is closed.
 
         `make`: makes a rank from the communicator of its thread. The second argument registers a communicator

@@ -11,40 +11,26 @@ REDUCTIONS = ("parallel", "two_phase", "root")
 
 
 class Reduction:
-    """Parallel reduction in one phase (cuMF fig. 5a): member k gets the sums of its own rows.
+    """Reduction in one phase: each member gets the sums of its own rows (cuMF fig. 5a), or member 0 those of all.
 
-    `members`: the ranks with partial sums of the same rows.
-    `order`: the members in the order of their rows in the arrays to reduce.
+    `members` have partial sums of the same rows. With `to_root`, member 0 solves all rows: cuMF's baseline.
     """
 
-    everything_here: bool | None = None  # whether this rank solves the rows of all members; None: each solves its own
+    order: list[int]  # the members in the order of their rows in the arrays to reduce
+    everything_here: bool | None  # whether this rank solves the rows of all members; None: each solves its own
 
-    def __init__(self, members: Communicator) -> None:
-        self.members = members
-        self.order = list(range(members.size))
+    def __init__(self, members: Communicator, *, to_root: bool = False) -> None:
+        self.members, self.order = members, list(range(members.size))
+        self.everything_here = members.rank == 0 if to_root else None
 
     def reduce(self, array: Array, counts: Sequence[int]) -> Array:
-        """Return the sums of the rows that this rank solves.
-
-        `array`, array, shape (sum(counts), ...).
-        `counts`: rows of each member, in `order`.
-        """
+        """The sums of the rows that this rank solves; `array` has ``counts[k]`` rows of the k-th member in `order`."""
+        if self.everything_here is not None:
+            counts = [sum(counts)] + [0] * (self.members.size - 1)
         return self.members.reduce_scatter(array, counts)
 
     def close(self) -> None:
         """Do nothing."""
-
-
-class RootReduction(Reduction):
-    """All sums go to member 0, which solves all rows: cuMF's baseline for the parallel reduction."""
-
-    def __init__(self, members: Communicator) -> None:
-        super().__init__(members)
-        self.everything_here = members.rank == 0
-
-    def reduce(self, array: Array, counts: Sequence[int]) -> Array:
-        """Return all sums on member 0, no rows elsewhere."""
-        return self.members.reduce_scatter(array, [sum(counts)] + [0] * (self.members.size - 1))
 
 
 class TwoPhaseReduction(Reduction):
@@ -83,7 +69,7 @@ def make_reduction(name: str, members: Communicator, sockets: Sequence[int] | No
     """Make a reduction by name; "two_phase" takes one phase unless several sockets have several ranks each."""
     check_choice("reduction", name, REDUCTIONS)
     if name == "root":
-        return RootReduction(members)
+        return Reduction(members, to_root=True)
     if name == "two_phase":
         if sockets is None:
             raise ValueError(

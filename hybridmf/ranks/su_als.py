@@ -423,7 +423,8 @@ class RankALS(Alternating):
         if gram is not None:
             gram = self.communicator.allreduce(gram)
         half.start(self._gathered(side), self.mean, self._start(side), gram)
-        with closing(half), self.worker.overlap() as overlap:
+        overlap = self.worker.overlap
+        with closing(half):
             for batch, sums, mark, counts in _one_behind(self._assembled(side, half, overlap)):
                 with overlap.after(mark):
                     mine = tuple(reduction.reduce(array, counts) for array in sums)

@@ -38,9 +38,9 @@ from hybridmf.plan.partitions import ScalePlan, check_rank, plan_scale, plan_str
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, multi_als
 from hybridmf.ranks.batches import BatchedRows, batch_entries, bounded_batches, even_batches
-from hybridmf.ranks.gpu_rank import BatchPieces, PartialRows, StreamedPartialRows
+from hybridmf.ranks.gpu_rank import BatchPieces, PartialRows
 from hybridmf.ranks.multi_als import MultiALS
-from hybridmf.ranks.reduction import Reduction, RootReduction, TwoPhaseReduction
+from hybridmf.ranks.reduction import Reduction, TwoPhaseReduction
 from hybridmf.ranks.shares import StoredRatings
 from hybridmf.ranks.transport.threads import run_ranks
 from support import reference
@@ -118,7 +118,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
             np.testing.assert_array_equal(ours.side(side).bias, theirs.side(side).bias)
 
 
-def sizes_of_batches(half: StreamedPartialRows) -> np.ndarray:
+def sizes_of_batches(half: PartialRows) -> np.ndarray:
     """Entries of each batch that lie on this rank."""
     return batch_entries(half.row_batches, np.diff(half.offsets))
 
@@ -189,7 +189,7 @@ def test_popular_rows_first_make_batches_of_even_size(grid: tuple[int, int], gpu
             assert held.max() <= most and held.sum() > 2 * most and len(held) > 3
         for half in whole:
             assert half.pipeline.capacity >= sizes_of_batches(half).max()
-            assert isinstance(half, StreamedPartialRows) and not len(half.indices) and not len(half.ratings)
+            assert isinstance(half, PartialRows) and not len(half.indices) and not len(half.ratings)
     alone = one_device(*parts("explicit", "cuda:0", matrix), device=group.open_device("cuda:0"))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-3)
     solver.close()
@@ -215,7 +215,7 @@ def test_the_bits_are_those_of_ratings_on_the_gpus(name: str, grid: tuple[int, i
     for side in SIDES:
         for rank in here.ranks:
             half = rank.halves[side]
-            assert isinstance(half, StreamedPartialRows) and len(half.row_batches) > 1
+            assert isinstance(half, PartialRows) and len(half.row_batches) > 1
             assert half.following is rank.halves["item" if side == "user" else "user"].transfers
         assert type(there.ranks[0].halves[side]) is PartialRows
     assert_same(sweeps(here, 2), sweeps(there, 2))
@@ -236,7 +236,7 @@ def test_each_side_has_its_grid(grids: dict[Side, Grid], gpus: Machine) -> None:
     there, here = MultiALS(*arguments, grids=grids), MultiALS(*streamed(arguments, grids, batches=4))
     for rank in here.ranks:
         for side in SIDES:
-            assert isinstance(rank.halves[side], (StreamedHalf, StreamedPartialRows)[grids[side].splits > 1])
+            assert isinstance(rank.halves[side], (StreamedHalf, PartialRows)[grids[side].splits > 1])
         assert rank.halves["user"].pipeline is rank.halves["item"].pipeline
         assert rank.halves["user"].following is rank.halves["item"].transfers
     here.update("item")
@@ -357,7 +357,7 @@ def test_nothing_of_the_block_is_on_the_device(gpus: Machine) -> None:
     pipeline = gpu_rank.Pipeline(device, 1, np.float32)
     degrees = np.diff(MATRIX.indptr)
     rows = BatchedRows(np.arange(24), degrees, batches, [[]] * 3)
-    half = StreamedPartialRows(device, "user", InMemory(matrix), objective, plan, rows, pipeline)
+    half = PartialRows(device, "user", InMemory(matrix), objective, plan, rows, pipeline)
     assert pipeline.capacity == sizes_of_batches(half).max() < MATRIX.nnz
     with closing(half._at_hand()) as stream:
         for batch in stream:
@@ -520,11 +520,11 @@ def test_a_fit_splits_a_side_that_exceeds_one_gpu(gpus: Machine, tmp_path: Any) 
 @pytest.mark.parametrize("reduction", ["auto", "parallel", "two_phase", "root"])
 def test_a_fit_takes_the_reduction_by_name(reduction: str, gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items are those of the float64 reference; their sums were added up as asked for."""
-    used: set[type] = set()
-    for kind in (Reduction, RootReduction, TwoPhaseReduction):
+    used: set[tuple[type, bool]] = set()
+    for kind in (Reduction, TwoPhaseReduction):
 
         def reduce(self: Any, *arguments: Any, original: Any = kind.reduce) -> Any:
-            used.add(type(self))
+            used.add((type(self), self.everything_here is None))
             return original(self, *arguments)
 
         monkeypatch.setattr(kind, "reduce", reduce)
@@ -537,7 +537,7 @@ def test_a_fit_takes_the_reduction_by_name(reduction: str, gpus: Machine, monkey
         MANY_USERS
     )
     assert model.plan_.grids == both((4, 1))
-    assert used == {{"root": RootReduction, "two_phase": TwoPhaseReduction}.get(reduction, Reduction)}
+    assert used == {(TwoPhaseReduction if reduction == "two_phase" else Reduction, reduction != "root")}
     assert model.plan_.reduction == ("parallel" if reduction == "auto" else reduction)
     assert ("reduction root" in str(model.plan_)) == (reduction == "root")
     users = Factors(start.user.matrix.astype(np.float64))
@@ -587,7 +587,7 @@ def test_the_same_partition_on_fewer_and_more_gpus(gpus: Machine) -> None:
         for rank in solver.ranks:
             for side in SIDES:
                 half = rank.halves[side]
-                assert isinstance(half, StreamedPartialRows if count > 1 else StreamedHalf)
+                assert isinstance(half, PartialRows if count > 1 else StreamedHalf)
         factors.append(sweeps(solver, 1))
         solver.close()
     for other in factors[1:]:

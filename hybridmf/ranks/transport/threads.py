@@ -34,17 +34,6 @@ PATIENCE = 10.0
 """Seconds for ranks to notice that another has failed; ranks that still compute after that are abandoned."""
 
 
-class Meeting:
-    """A meeting of ranks that wait for each other, with its purpose.
-
-    `first`: the first rank to arrive.
-    """
-
-    def __init__(self, what: str, first: int) -> None:
-        self.what, self.first = what, first
-        self.here: set[int] = set()
-
-
 class Hub(Transport):
     """Mailboxes between threads: a `hybridmf.ranks.transport.messages.Transport` within one process.
 
@@ -58,7 +47,8 @@ class Hub(Transport):
         self.changed = threading.Condition()
         self.boxes: dict[tuple[str, int, int], deque[tuple[str, np.ndarray]]] = {}
         self.left: dict[int, str] = {}
-        self.meetings: dict[str, Meeting] = {}
+        # by group: name of the call, the first rank to arrive, the members that have arrived
+        self.meetings: dict[str, tuple[str, int, set[int]]] = {}
         self.failed = threading.Event()
         self._cause = ""
 
@@ -101,21 +91,21 @@ class Hub(Transport):
         with self.changed:
             self._raise_failure()
             key = f"{context} of {members[0]}"  # groups of other colors share the context and no member
-            meeting = self.meetings.setdefault(key, Meeting(what, rank))
+            called, first, here = self.meetings.setdefault(key, (what, rank, set()))
             cause = ""
-            if meeting.what != what:
+            if called != what:
                 cause = (
-                    f"rank {meeting.first} calls {meeting.what} while rank {rank} calls {what}; all ranks have to make "
+                    f"rank {first} calls {called} while rank {rank} calls {what}; all ranks have to make "
                     "the same calls in the same order"
                 )
-            meeting.here.add(members[rank])
-            if len(meeting.here) == len(members):
+            here.add(members[rank])
+            if len(here) == len(members):
                 del self.meetings[key]
                 self.changed.notify_all()
-            while not cause and len(meeting.here) < len(members):
+            while not cause and len(here) < len(members):
                 self._raise_failure()
                 rest = deadline - time.monotonic()
-                gone = [r for r, member in enumerate(members) if member in self.left and member not in meeting.here]
+                gone = [r for r, member in enumerate(members) if member in self.left and member not in here]
                 if gone:
                     cause = f"rank {gone[0]} {self.left[members[gone[0]]]} while rank {rank} waits for it in {what}"
                 elif rest <= 0:
