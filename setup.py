@@ -9,31 +9,21 @@ Environment variables read at build time
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.modified import newer_group
 
 DEBUG = os.environ.get("HYBRIDMF_DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("HYBRIDMF_SANITIZE", "")
 OPENMP = os.environ.get("HYBRIDMF_NO_OPENMP", "0") in ("", "0")
 
-# One C file per instruction set, chosen at run time (hybridmf/native/kernels.c): no -march flag reaches a wheel.
+# One C file per instruction set, chosen at run time (hybridmf/native/kernels.c): no -march flag reaches a wheel. One
+# extension, _kernels, links them all; the others get tables of functions from it.
 KERNELS = [f"hybridmf/native/kernels{name}.c" for name in ("", "_portable", "_avx2", "_avx512")]
 CCD_KERNELS = [f"hybridmf/native/ccd_{name}.c" for name in ("kernels", "portable", "avx2", "avx512")]
-KERNEL_HEADERS = ["hybridmf/native/kernels.h", "hybridmf/native/kernels_impl.h", "hybridmf/native/sgd_impl.h"]
-CCD_HEADERS = ["hybridmf/native/ccd_kernels.h", "hybridmf/native/ccd_impl.h"]
-KERNELS_OF = {
-    "hybridmf.native._als": KERNELS,
-    "hybridmf.native._ccd": [*KERNELS, *CCD_KERNELS],
-    "hybridmf.native._draw": KERNELS,
-    "hybridmf.native._sgd": KERNELS,
-    "hybridmf.native._topk": KERNELS,
-}
-"""What is linked into which extension: compiled once, not once for each of them, which took 50 of a build's 120 s."""
+HEADERS = [f"hybridmf/native/{name}.h" for name in ("kernels", "kernels_impl", "sgd_impl", "ccd_kernels", "ccd_impl")]
 
 
 def compiler_flags(compiler_type: str) -> tuple[list[str], list[str]]:
@@ -73,7 +63,7 @@ def remembered_options() -> str:
 
 
 class BuildExt(build_ext):
-    """Adds what is only known once a build has begun: flags, whether options have changed, the kernels' objects."""
+    """Adds what is only known once a build has begun: flags, and whether options have changed."""
 
     def finalize_options(self) -> None:  # noqa: D102
         super().finalize_options()
@@ -84,39 +74,23 @@ class BuildExt(build_ext):
         options = remembered_options()
         compile_args, link_args = compiler_flags(self.compiler.compiler_type)
         openmp_compile_args, openmp_link_args = openmp_flags(self.compiler.compiler_type)
-        compile_args, link_args = compile_args + openmp_compile_args, link_args + openmp_link_args
-        objects = self.compile_kernels([*KERNEL_HEADERS, *CCD_HEADERS, options], compile_args)
         for extension in self.extensions:
-            kernels = KERNELS_OF.get(extension.name, [])
-            extension.depends = [*extension.depends, *kernels, options]
-            extension.extra_objects = [*extension.extra_objects, *(objects[source] for source in kernels)]
-            extension.extra_compile_args += compile_args
-            extension.extra_link_args += link_args
+            extension.depends = [*extension.depends, options]
+            extension.extra_compile_args += compile_args + openmp_compile_args
+            extension.extra_link_args += link_args + openmp_link_args
         super().build_extensions()
-
-    def compile_kernels(self, depends: list[str], compile_args: list[str]) -> dict[str, str]:
-        """Compile the kernels whose objects are older than their source or `depends`; the objects by source."""
-        sources = sorted(set().union(*KERNELS_OF.values()))
-        names = self.compiler.object_filenames(sources, strip_dir=False, output_dir=self.build_temp)
-        objects = dict(zip(sources, names, strict=True))
-
-        def compile_one(source: str) -> None:
-            self.compiler.compile([source], self.build_temp, debug=self.debug, extra_postargs=compile_args)
-
-        old = [source for source in sources if self.force or newer_group([source, *depends], objects[source], "newer")]
-        with ThreadPoolExecutor(self.parallel or 1) as pool:
-            list(pool.map(compile_one, old))  # the list: an error is raised here
-        return objects
 
 
 def extensions() -> list[Extension]:
     """Describe the extension modules. They use typed memoryviews, so no NumPy headers are needed."""
-    with_kernels = {"include_dirs": ["hybridmf/native"], "depends": [*KERNEL_HEADERS, *CCD_HEADERS]}
+    with_kernels = {"include_dirs": ["hybridmf/native"], "depends": HEADERS}
+    kernels = ["hybridmf/native/_kernels.pyx", *KERNELS, *CCD_KERNELS]
     return cythonize(
         [
             Extension("hybridmf._openmp", ["hybridmf/_openmp.pyx"]),
             Extension("hybridmf._formats", ["hybridmf/_formats.pyx"]),
             Extension("hybridmf.data._spelling", ["hybridmf/data/_spelling.pyx"]),
+            Extension("hybridmf.native._kernels", kernels, **with_kernels),
             Extension("hybridmf.native._als", ["hybridmf/native/_als.pyx"], **with_kernels),
             Extension("hybridmf.native._ccd", ["hybridmf/native/_ccd.pyx"], **with_kernels),
             Extension("hybridmf.native._draw", ["hybridmf/native/_draw.pyx"], **with_kernels),

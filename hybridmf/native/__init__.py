@@ -1,1 +1,1 @@
-"""Compiled CPU kernels: Cython modules and the C files they link."""
+"""Compiled CPU kernels: Cython modules, and the C files that one of them, _kernels, links."""

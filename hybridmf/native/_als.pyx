@@ -42,6 +42,7 @@ from scipy.linalg.cython_blas cimport dsyrk, ssyrk
 from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
 
 from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
+from hybridmf.native._kernels cimport hmf_kernels, hmf_kernels_named
 from hybridmf.native.kernels cimport (
     HMF_LANES,
     HMF_LANES_RANK,
@@ -58,8 +59,6 @@ from hybridmf.native.kernels cimport (
     dot_exact,
     gather,
     hmf_kernel_table,
-    hmf_kernels,
-    hmf_kernels_named,
     hmf_rows,
     products,
     real,

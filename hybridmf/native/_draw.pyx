@@ -12,7 +12,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
 from hybridmf._openmp cimport hmf_usable_threads
-from hybridmf.native.kernels cimport hmf_kernel_table, hmf_kernels, hmf_kernels_named, real
+from hybridmf.native._kernels cimport hmf_kernels, hmf_kernels_named
+from hybridmf.native.kernels cimport hmf_kernel_table, real
 
 
 cdef struct Numbers:

@@ -25,7 +25,8 @@ from cython.parallel cimport prange
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from hybridmf._openmp cimport hmf_usable_threads
-from hybridmf.native.kernels cimport hmf_kernels, real
+from hybridmf.native._kernels cimport hmf_kernels
+from hybridmf.native.kernels cimport real
 
 
 cdef extern from "kernels.h" nogil:

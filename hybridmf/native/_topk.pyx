@@ -18,7 +18,8 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
 from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
-from hybridmf.native.kernels cimport HMF_PANEL, first_at_least, hmf_kernel_table, hmf_kernels, real, score
+from hybridmf.native._kernels cimport hmf_kernels
+from hybridmf.native.kernels cimport HMF_PANEL, first_at_least, hmf_kernel_table, real, score
 
 cdef enum:
     BATCH_USERS = 48                 # users that share each block; a multiple of every table's score tile

@@ -82,8 +82,6 @@ cdef extern from "kernels.h" nogil:
                                        Py_ssize_t start) noexcept nogil
 
     void HMF_PREFETCH(const void* address) noexcept
-    const hmf_kernel_table* hmf_kernels() noexcept
-    const hmf_kernel_table* hmf_kernels_named(const char* name) noexcept
 
 
 cdef inline real dot(const hmf_kernel_table* table, Py_ssize_t n, const real* a, const real* b) noexcept nogil:
