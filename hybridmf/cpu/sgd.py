@@ -28,7 +28,7 @@ BLOCK_ENTRIES = 4096
 MAX_GRID = 128
 """Rows and columns of the grid: as many threads can work at a time; half as many stay busy."""
 
-MSGD_PIECES = 512
+MSGD_TASKS = 512
 """Number of tasks of about equal work; more tasks than threads, so that idle time at the end is short."""
 
 
@@ -111,10 +111,10 @@ class RowSweeps:
         self.cuts = {side: self._cuts(side) for side in self.csr}
 
     def _cuts(self, side: Side) -> np.ndarray:
-        """Bounds of pieces of `order` of about equal work: longest rows first, without empty rows."""
+        """Bounds of tasks, rows of `order` of about equal work: longest rows first, without empty rows."""
         degrees = np.diff(self.csr[side][0])[self.order[side]]
         entries = np.cumsum(degrees)
-        inner = np.searchsorted(entries, entries[-1] * np.arange(1, MSGD_PIECES) / MSGD_PIECES) + 1
+        inner = np.searchsorted(entries, entries[-1] * np.arange(1, MSGD_TASKS) / MSGD_TASKS) + 1
         return np.unique(np.concatenate([[0], inner, [np.count_nonzero(degrees)]]))
 
     def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:

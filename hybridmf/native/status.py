@@ -26,18 +26,8 @@ def _overflow_advice(objective: Objective) -> str:
 def check_status(status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None) -> None:
     """Raise the failure of the first row whose status is not 0.
 
-    Parameters
-    ----------
-    status : int32 array, shape (n_rows,)
-        0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
-    side : {"user", "item"}
-    objective : Objective
-    names : int64 array, shape (n_rows,), optional
-        Number of each row in error messages. Default: its position.
-
-    Raises
-    ------
-    NotPositiveDefiniteError, NonFiniteError
+    `status`, int32 (n_rows,): 0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
+    `names`, int64 (n_rows,): number of each row in error messages. Default: its position.
     """
     bad = np.flatnonzero(status)
     if not bad.size:
