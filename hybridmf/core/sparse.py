@@ -11,12 +11,12 @@ import numpy as np
 import scipy.sparse as sp
 
 from .. import _formats
-from .validate import csr_arrays, frozen_csr, make_csr
+from .validate import csr_arrays, frozen_csr, make_csr, rows_of_entries
 
 
 def entry_rows(matrix: sp.csr_array) -> np.ndarray:
     """Row of each entry, int64 of shape (nnz,)."""
-    return np.repeat(np.arange(matrix.shape[0], dtype=np.int64), np.diff(matrix.indptr))
+    return rows_of_entries(matrix.indptr)
 
 
 def keep_entries(matrix: sp.csr_array, mask: np.ndarray) -> sp.csr_array:

@@ -567,7 +567,7 @@ def _sorted_unique(
         raise DuplicateEntriesError(
             f"{name} has more than one entry for the pair (row {row}, column {indices[first]}): "
             f"values {data[first - 1]:g} and {data[first]:g}. "
-            f"{repeats(_entry_pairs(indptr, indices, shape), data)}. {MERGE_HINT}; "
+            f"{repeats(rows_of_entries(indptr), indices, data)}. {MERGE_HINT}; "
             "fit, which has no such argument, takes Ratings.from_matrix(..., duplicates=...)"
         )
     return _merge_duplicates(indptr, indices, data, shape, duplicates)
@@ -583,9 +583,14 @@ def _unsorted_error(indptr: np.ndarray, indices: np.ndarray, name: str) -> Ratin
     )
 
 
-def _entry_pairs(indptr: np.ndarray, indices: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Number of each entry's cell, row by row; int64."""
-    return np.repeat(np.arange(shape[0], dtype=np.int64), np.diff(indptr)) * shape[1] + indices
+def rows_of_entries(indptr: np.ndarray) -> np.ndarray:
+    """Row of each entry, int64, shape (nnz,)."""
+    return np.repeat(np.arange(len(indptr) - 1, dtype=np.int64), np.diff(indptr))
+
+
+def pair_numbers(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """A number for each pair of positions, int64, in the order of the pairs."""
+    return rows.astype(np.int64) << 32 | columns
 
 
 class Repeats(NamedTuple):
@@ -599,8 +604,9 @@ class Repeats(NamedTuple):
         return f"{some:,} {'pair repeats' if some == 1 else 'pairs repeat'}, {differ:,} of them with different values"
 
 
-def repeats(pairs: np.ndarray, values: np.ndarray) -> Repeats:
-    """Count the repeated numbers among `pairs`, one number for each entry."""
+def repeats(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> Repeats:
+    """Count the repeated pairs of entries."""
+    pairs = pair_numbers(rows, columns)
     order = np.argsort(pairs, kind="stable")
     pairs, values = pairs[order], values[order]
     same = pairs[1:] == pairs[:-1]
@@ -618,7 +624,7 @@ def _merge_duplicates(
     indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, shape: tuple[int, int], rule: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One entry for each run of equal columns in rows that are already sorted."""
-    rows = np.repeat(np.arange(shape[0], dtype=np.int64), np.diff(indptr))
+    rows = rows_of_entries(indptr)
     new = np.ones(len(indices), dtype=bool)
     new[1:] = (indices[1:] != indices[:-1]) | (rows[1:] != rows[:-1])
     starts = np.flatnonzero(new)

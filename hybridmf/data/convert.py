@@ -48,6 +48,7 @@ from ..core.objective import SIDES, Side
 from ..core.sparse import ValueSummary, entry_rows, transposed
 from ..core.system import parse_bytes
 from ..core.validate import (
+    MAX_AXIS,
     Repeats,
     as_csr,
     check_bool,
@@ -61,7 +62,6 @@ from ..ratings import Ratings
 from . import arrow_text
 from .columns import log_columns
 from .labels import (
-    MAX_POSITION,
     MISSING_WORDS,
     duplicate_error,
     encode_labels,
@@ -622,7 +622,7 @@ def _streamable(header: MarketHeader) -> bool:
     return (
         (header.layout, header.symmetry) == ("coordinate", "general")
         and header.field in ("real", "integer", "pattern", "double", "unsigned-integer")
-        and max(header.n_rows, header.n_columns) <= MAX_POSITION
+        and max(header.n_rows, header.n_columns) <= MAX_AXIS
     )
 
 
@@ -836,7 +836,7 @@ class _Streamed:
 
     def _duplicate_error(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> DuplicateEntriesError:
         """Error that names the first repeated pair of a bucket, and its locations in the source."""
-        one, other = first_repeat(_pairs(rows, columns))
+        one, other = first_repeat(rows, columns)
         pair = int(rows[one]), int(columns[one])
         places = self._places(*pair)
         user, item = (label_of(labels, place) for labels, place in zip(self.labels, pair, strict=True))
@@ -854,7 +854,7 @@ class _Streamed:
         found = Repeats(0, 0)
         for bucket in self.work.glob("user-*.bin"):
             part = np.fromfile(bucket, USER_ENTRY)
-            more = repeats(_pairs(part["row"], part["column"]), part["value"])
+            more = repeats(part["row"], part["column"], part["value"])
             found = Repeats(found.pairs + more.pairs, found.conflicting + more.conflicting)
         return found
 
@@ -892,10 +892,6 @@ class _Streamed:
             del part
             self.folder.save_slab(side, k, sort(*columns, (last - first, n_fixed), first))
             bucket.unlink(missing_ok=True)
-
-
-def _pairs(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    return rows.astype(np.int64) << 32 | columns
 
 
 def _bucket(work: Path, side: Side, slab: int) -> Path:

@@ -12,12 +12,14 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.validate import (
+    MAX_AXIS,
     MERGE_HINT,
     Repeats,
     check_ids,
     check_int,
     from_triplets,
     in_matrix_order,
+    pair_numbers,
     refuse_masked,
     repeats,
 )
@@ -36,7 +38,6 @@ MISSING_WORDS = frozenset(
 MAX_PADDED = 256
 """Longest label, in characters, of a NumPy string array, which pads all elements to the longest one."""
 
-MAX_POSITION = int(np.iinfo(np.int32).max)
 MAX_VALUE = float(np.finfo(np.float32).max)
 
 
@@ -120,27 +121,23 @@ class Entries:
 
     def without_copies(self) -> Entries:
         """Entries without those that have user, item, value and time of an earlier one."""
-        found = repeats(self._pairs(), self.values)
+        found = repeats(self.users, self.items, self.values)
         if not self.valued or self.values.min() == self.values.max():  # a log, in which a repeat is another event
             raise self.duplicate_error(found)
         copies = whole_repeats(self.users, self.items, self.values, self.times)
         kept = self.keep(~copies)
-        if repeats(kept._pairs(), kept.values).pairs:
+        if repeats(kept.users, kept.items, kept.values).pairs:
             raise kept.duplicate_error(found)
         note_copies(self.source, int(np.count_nonzero(copies)))
         return kept
 
-    def _pairs(self) -> np.ndarray:
-        return self.users.astype(np.int64) * self.shape[1] + self.items
-
     def duplicate_error(self, found: Repeats | None = None) -> DuplicateEntriesError:
         """Name the first entry that repeats a pair, and the one it repeats; `found`: how many there are."""
-        pairs = self._pairs()
-        first, second = first_repeat(pairs)
+        first, second = first_repeat(self.users, self.items)
         user, item = label_of(self.user_ids, self.users[first]), label_of(self.item_ids, self.items[first])
         return duplicate_error(
             self.source, user, item, self.where(first, second), self.values[[first, second]],
-            found or repeats(pairs, self.values), bool(self.values.min() == self.values.max()),
+            found or repeats(self.users, self.items, self.values), bool(self.values.min() == self.values.max()),
         )  # fmt: skip
 
 
@@ -195,8 +192,9 @@ def note_copies(source: str, count: int) -> None:
     logger.warning("%s: merged %s rows that repeat another row whole", source, f"{count:,}")
 
 
-def first_repeat(pairs: np.ndarray) -> tuple[int, int]:
+def first_repeat(users: np.ndarray, items: np.ndarray) -> tuple[int, int]:
     """Indices of the two entries of the first repeated pair: the earlier entry and its repetition."""
+    pairs = pair_numbers(users, items)
     order = np.argsort(pairs, kind="stable")
     again = np.flatnonzero(pairs[order[1:]] == pairs[order[:-1]])
     place = again[np.argmin(order[again + 1])]
@@ -442,7 +440,7 @@ def axis_sizes(shape: Any) -> tuple[int | None, int | None]:
     if not isinstance(shape, Sequence) or len(shape) != 2:
         raise ValueError(f"shape must be (n_users, n_items), got {shape!r}")
     n_users, n_items = (
-        None if size is None else check_int(f"shape[{axis}]", size, 0, MAX_POSITION) for axis, size in enumerate(shape)
+        None if size is None else check_int(f"shape[{axis}]", size, 0, MAX_AXIS) for axis, size in enumerate(shape)
     )
     return n_users, n_items
 
@@ -489,10 +487,10 @@ def _known_labels(name: str, labels: Iterable[Any]) -> np.ndarray:
 
 def _largest(name: str, ids: np.ndarray) -> int:
     largest = int(ids.max()) if ids.size else -1
-    if largest >= MAX_POSITION:
+    if largest >= MAX_AXIS:
         raise RatingsError(
             f"{name} has {largest} at entry {int(ids.argmax())}; integers are positions here, at most "
-            f"{MAX_POSITION - 1}. If they are labels, pass {name}.astype(object)"
+            f"{MAX_AXIS - 1}. If they are labels, pass {name}.astype(object)"
         )
     return max(largest, -1)  # from_triplets reports negative positions
 

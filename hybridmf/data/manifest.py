@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from ..core.objective import SIDES, Side, other_side
-from .labels import MAX_POSITION
+from ..core.validate import MAX_AXIS
+from .labels import MAX_VALUE
 
 FORMAT, VERSION = "hybridmf-store", 1
 MANIFEST = "manifest.json"
@@ -34,8 +35,6 @@ LABELS = frozenset(["user_ids.npy", "item_ids.npy"])
 
 HEADER = 128
 """Bytes of NumPy's header before a vector."""
-
-MAX_VALUE = float(np.finfo(np.float32).max)
 
 ROUNDING = 1e-9
 """Tolerance of sums over the same entries in another order, relative to entries x largest value."""
@@ -64,7 +63,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     """Raise unless a manifest has the fields of a conversion, without contradictions."""
     _keys("the manifest", manifest, FIELDS, frozenset(["range"]))
     _require(manifest["dtype"] == "float32", f"dtype is {manifest['dtype']!r}, expected 'float32'")
-    shape = [_count("shape", each, MAX_POSITION) for each in _list("shape", manifest["shape"], 2)]
+    shape = [_count("shape", each, MAX_AXIS) for each in _list("shape", manifest["shape"], 2)]
     nnz = _count("nnz", manifest["nnz"], shape[0] * shape[1])
     zeros = _count("zeros", manifest["zeros"], nnz)
     _keys("bounds", manifest["bounds"], set(SIDES))

@@ -26,12 +26,11 @@ import numpy as np
 from ..core.column_names import role_of
 from ..core.files import FORMATS, reading
 from ..core.progress import reading_progress
-from ..core.validate import check_bool
+from ..core.validate import MAX_AXIS, check_bool
 from ..errors import RatingsError
 from . import arrow_text
 from .columns import AUTO, DEFAULT_PLACES, Columns, resolve_columns
 from .labels import (
-    MAX_POSITION,
     MAX_VALUE,
     Entries,
     NoEntriesError,
@@ -554,7 +553,7 @@ def join_chunks(chunks: Iterator[TimedChunk | None] | Iterator[Chunk]) -> TimedC
 
 def _narrow(ids: np.ndarray) -> np.ndarray:
     """Integers as int32 if all fit, which halves the memory of a file's ids; other arrays unchanged."""
-    if ids.dtype != np.int64 or not len(ids) or max(-int(ids.min()), int(ids.max())) > MAX_POSITION:
+    if ids.dtype != np.int64 or not len(ids) or max(-int(ids.min()), int(ids.max())) > MAX_AXIS:
         return ids
     return ids.astype(np.int32)
 
