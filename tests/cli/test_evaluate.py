@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import inspect
 import json
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 
 import hybridmf as hmf
+from hybridmf.cli.fit import command as fit_command
 from hybridmf.cli.hyperparameters import HYPERPARAMETERS, MODELS
 from support.command_line import refuse, succeed
 
@@ -103,6 +105,18 @@ def test_every_estimator_and_its_parameters(parts, options, cls, parameters):
 def test_every_parameter_has_an_option():
     parameters = {name for cls in MODELS.values() for name in inspect.signature(cls).parameters}
     assert parameters - set(HYPERPARAMETERS) == {"init", "random_state"}  # --init MODEL, --seed
+
+
+def test_help_of_parameters_is_that_of_the_estimators():
+    helps = {option.name: option.help for option in fit_command.params if option.name in HYPERPARAMETERS}
+    assert helps["row_form"] == (
+        "Form of the exact solution of rows with fewer entries than factors (als).  [default: auto]"
+    )
+    assert helps["iterations"].endswith(".  [default: 15; 10 implicit; 20 sgd]")
+    assert helps["biases"].endswith(" (explicit only).  [default: --biases]")
+    assert helps["cg_steps"] == "Steps of --solver cg (als).  [default: 3]"
+    for name, text in helps.items():
+        assert re.match(r'[\w"].{8,}\.', text) and "`" not in text, name
 
 
 def test_fit_keeps_a_side_of_a_model(parts):
