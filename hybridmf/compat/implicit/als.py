@@ -20,7 +20,7 @@ import scipy.linalg
 import scipy.sparse as sp
 
 from ...als import ImplicitALS
-from ...core.objective import Factors, Objective, Side
+from ...core.objective import Factors, Objective, Side, other_side
 from ...core.sparse import RowColumns
 from ...core.validate import as_csr, check_bool, check_int, one_row
 from ...errors import RatingsError
@@ -29,9 +29,7 @@ from ...model.base import plan_to_serve
 from ...model.engine import Engine, engine_for
 from ...model.estimator import not_fitted
 from ...model.ranking import itself_first
-
-NOTHING_LEFT = np.finfo(np.float32).min
-"""Score of items that were to be left out, at the end of a list where nothing else is left."""
+from ...model.recommenders import NOTHING_LEFT
 
 FIRST_LENGTH = 0.01
 """Initial factors are uniform between 0 and this."""
@@ -50,6 +48,7 @@ class _Served:
         return self.derived[key]
 
 
+@dataclass(eq=False, repr=False)
 class AlternatingLeastSquares:
     """Alternating least squares with the parameters, methods and results of `implicit`.
 
@@ -83,31 +82,20 @@ class AlternatingLeastSquares:
         May be set before a fit, which then continues from them.
     """
 
-    def __init__(
-        self,
-        factors: int = 100,
-        regularization: float = 0.01,
-        alpha: float = 1.0,
-        dtype: Any = np.float32,
-        use_native: bool = True,
-        use_cg: bool = True,
-        use_gpu: bool | None = None,
-        iterations: int = 15,
-        calculate_training_loss: bool = False,
-        num_threads: int = 0,
-        random_state: Any = None,
-    ) -> None:
-        self.factors = factors
-        self.regularization = regularization
-        self.alpha = alpha
-        self.dtype = np.dtype(dtype)
-        self.use_native = use_native
-        self.use_cg = use_cg
-        self.use_gpu = use_gpu
-        self.iterations = iterations
-        self.calculate_training_loss = calculate_training_loss
-        self.num_threads = num_threads
-        self.random_state = random_state
+    factors: int = 100
+    regularization: float = 0.01
+    alpha: float = 1.0
+    dtype: Any = np.float32
+    use_native: bool = True
+    use_cg: bool = True
+    use_gpu: bool | None = None
+    iterations: int = 15
+    calculate_training_loss: bool = False
+    num_threads: int = 0
+    random_state: Any = None
+
+    def __post_init__(self) -> None:
+        self.dtype = np.dtype(self.dtype)
         self.cg_steps = 3
         self.user_factors: Any = None
         self.item_factors: Any = None
@@ -231,7 +219,7 @@ class AlternatingLeastSquares:
         scale = self._scale if smallest > self._scale else smallest / 2
         objective: Objective = self._estimator(scale)._objective()
         engine, factors = self._engine(), Factors(fixed.factors)
-        side: Side = "user" if fixed_side == "item" else "item"
+        side = other_side(fixed_side)
         gram = fixed.cached(("gram", engine.name, objective), lambda: engine.gram(side, factors, objective))
         converted = self._converted(confidence, scale)
         return np.array(engine.fold_in(side, converted, objective, factors, 0.0, gram).matrix)
