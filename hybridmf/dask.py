@@ -113,20 +113,7 @@ def _close_inbox(job: str) -> None:
 
 
 class WorkerTransport(Transport):
-    """Messages between the workers of a fit over Dask's connections.
-
-    Parameters
-    ----------
-    worker : distributed.Worker
-        This worker.
-    job : str
-        Name of the fit.
-    rank : int
-    addresses : sequence of str
-        Address of the worker of each rank.
-    timeout : float
-        Seconds that a rank waits for another rank.
-    """
+    """Messages between the workers of the fit named `job`, whose addresses are those of the ranks, over Dask."""
 
     def __init__(self, worker: Any, job: str, rank: int, addresses: Sequence[str], timeout: float) -> None:
         self.worker, self.job, self.rank, self.addresses = worker, job, rank, list(addresses)

@@ -114,11 +114,7 @@ class Checkpoint:
 def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None) -> Checkpoint:
     """Validate and create the checkpoint folder before training.
 
-    Parameters
-    ----------
-    checkpoint : path-like or Checkpoint
-    resume_from : path-like, optional
-        As given to ``fit``.
+    A folder with checkpoints that this run does not continue is refused: two runs would overwrite each other's.
     """
     checkpoint = Checkpoint.check(checkpoint)
     path = checkpoint.folder
@@ -162,17 +158,9 @@ class Writer:
     """Writes checkpoints in a background thread while the fit continues.
 
     A failed write (a full disk, no memory for the copy from a GPU) is logged and retried with the next iteration;
-    earlier checkpoints stay. A folder that was removed is created again.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        As `prepare` returned it.
-    extra : dict
-        Additional fields of the state in each file: the fingerprint of the data as "data", and others that a resumed
-        fit needs.
-    completed : int
-        Iterations completed before the fit was resumed.
+    earlier checkpoints stay. A folder that was removed is created again. `checkpoint` is that of `prepare`; `extra` are
+    fields of the state in each file, among them the fingerprint of the data as "data"; `completed` are the iterations
+    before the fit was resumed.
     """
 
     def __init__(self, checkpoint: Checkpoint, extra: dict[str, Any], completed: int = 0) -> None:

@@ -69,26 +69,16 @@ def check_early_stopping(given: Any) -> EarlyStopping | None:
 
 @dataclass
 class Watch:
-    """The best iteration of a fit in progress.
-
-    Attributes
-    ----------
-    rule : EarlyStopping
-    metric : str
-        That of the rule, or the default of the model.
-    iteration : int
-        The best one so far; 0 before the first.
-    value : float
-        Its metric.
-    learned : Learned or None
-        Its result, with factors in the memory of the host that later iterations do not change.
-    """
+    """The best iteration of a fit in progress."""
 
     rule: EarlyStopping
     metric: str = ""
+    """That of the rule, or the default of the model."""
     iteration: int = 0
+    """0 before the first."""
     value: float = field(default=np.nan)
     learned: Learned | None = None
+    """The result of the iteration, with factors in the memory of the host that later iterations do not change."""
 
     def see(self, iteration: int, value: float, learned: Learned) -> bool:
         """Record an iteration and return whether the fit has to stop after it."""

@@ -252,27 +252,9 @@ def _all_finite(array: np.ndarray) -> bool:
 class ModelFile:
     """The validated content of a model file.
 
-    Attributes
-    ----------
-    model : str
-        Class name.
-    params, summary : dict
-        Constructor parameters; ``mean``, ``n_iter``, ``nnz``, ``total``, ``value_range``, ``history`` and any other
-        stored fields.
-    value_range : (float, float) or None
-    frame_kind : str or None
-    state : State
-    seen : csr_array or None
-    values : array or None
-        Values of the entries of `seen`.
-    item_counts, item_likes : int64 array or None
-    user_ids, item_ids : array or None
-
-    Parameters
-    ----------
-    path : path-like or binary file
-    mapped : bool
-        Map the tensors of `LARGE` from the file instead of reading them; it must not change while they are used.
+    `params` are those of the constructor of the class named `model`; `summary` has ``mean``, ``n_iter``, ``nnz``,
+    ``total``, ``value_range``, ``history`` and any other stored fields; the rest is as in `Learned`. `mapped`: map the
+    tensors of `LARGE` from the file instead of reading them; it must not change while they are used.
     """
 
     def __init__(self, path: str | os.PathLike[str] | BinaryIO, *, mapped: bool = False) -> None:

@@ -25,22 +25,9 @@ LATE_ENTRIES = 1 << 22
 class LateMatrix:
     """Ratings by user, as a validated matrix; their entries are those of a thread that checks them.
 
-    Parameters
-    ----------
-    given : csr_array or csr_matrix, shape (n_users, n_items)
-        As `served` accepts them.
-    name : str
-        Argument name for messages.
-
-    Attributes
-    ----------
-    shape : (int, int)
-    indptr : int64 array, shape (n_users + 1,)
-        Checked, and of our own.
-    unchecked : (int32 array, float array), shape (nnz,)
-        Columns and values of the caller.
-    values : ValueSummary
-        Of the caller's values.
+    `given` is a matrix as `late_matrix` accepts it, `name` the argument for messages. `indptr` is checked, and of our
+    own; `unchecked` are columns and values of the caller, `values` the summary of these values. A corrupt `indptr` is
+    an error at once; everything else is raised by `checked`.
     """
 
     def __init__(self, given: Any, name: str) -> None:
@@ -93,14 +80,7 @@ def _checked(given: Any, name: str) -> tuple[sp.csr_array, sp.csr_array]:
 def late_matrix(given: Any, name: str, dtype: Any, drop_zeros: bool) -> LateMatrix | None:
     """A `LateMatrix` of a large matrix in memory whose arrays are those of a canonical one of `dtype`; else None.
 
-    Parameters
-    ----------
-    given : Ratings or matrix, shape (n_users, n_items)
-    name : str
-        Argument name for messages.
-    dtype : dtype
-    drop_zeros : bool
-        Whether explicit zeros are to be dropped: None if there are any.
+    `drop_zeros`: explicit zeros are to be dropped, so that a matrix with any is not served.
     """
     if isinstance(given, Ratings):
         given = given.user_items

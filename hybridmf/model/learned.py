@@ -157,15 +157,7 @@ def count_items(matrix: sp.csr_array) -> np.ndarray:
 
 
 def likes_of(parts: Iterable[Any], counts: np.ndarray | None) -> np.ndarray | None:
-    """Positive entries of each column, int64, shape (n_items,); None if these are all `counts` entries.
-
-    Parameters
-    ----------
-    parts : iterable of csr_array
-        Some rows each.
-    counts : int64 array, shape (n_items,), or None
-        Entries of each column; None if they are unknown.
-    """
+    """Positive entries of each column, int64, of parts of some rows; None if these are all of `counts`, or unknown."""
     if counts is None:
         return None
     likes = np.zeros(len(counts), dtype=np.int64)

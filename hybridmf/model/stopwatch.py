@@ -13,13 +13,7 @@ PARTS = (*BEFORE, "iterations", "observe", "finish")
 
 
 class Stopwatch:
-    """Seconds of each part of a fit; the parts add up to the time since the start.
-
-    Attributes
-    ----------
-    seconds : dict of str to float
-        All of `PARTS`.
-    """
+    """Seconds of each of `PARTS` of a fit, which add up to the time since the start."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)

@@ -32,22 +32,15 @@ logger = logging.getLogger("hybridmf")
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Validated ratings as a solver takes them.
-
-    Attributes
-    ----------
-    user_items, item_users : csr_array, StoreMatrix or DeviceMatrix, or Dealt on several GPUs
-        The ratings in both orientations.
-    values : ValueSummary or StoreMatrix
-        Sums and ranges of the values.
-    seen : csr_array, shape (n_users, n_items), or None
-        The `pattern` of the entries, if they are prepared.
-    """
+    """Validated ratings as a solver takes them."""
 
     user_items: Any
+    """csr_array, StoreMatrix or DeviceMatrix, or `Dealt` on several GPUs; as `item_users`."""
     item_users: Any
     values: ValueSummary | StoreMatrix
+    """Sums and ranges of the values."""
     seen: Any = None
+    """The `pattern` of the entries, if they are prepared."""
 
     @classmethod
     def placed(cls, matrix: Any, plan: Plan, source: PreparedRatings | None) -> TrainingData:

@@ -20,24 +20,9 @@ def factors_from(
 ) -> tuple[tuple[Any, ...], dict[Side, np.ndarray]]:
     """Factors of a model in the order of other ratings, and the rows of each side that it does not have.
 
-    Rows that the model has learned nothing of count as missing, except on a frozen side.
-
-    Parameters
-    ----------
-    known : Learned
-    labels : (user labels, item labels), or None
-        Those of the ratings.
-    shape : (n_users, n_items)
-    factors : int
-        Rank of the fit.
-    frozen : {"user", "item"} or None
-        Side of which no row may be missing.
-
-    Returns
-    -------
-    arrays : tuple
-        User factors, item factors and, if the model has them, user and item biases; missing rows are zero.
-    new : dict of side to int64 array
+    `labels`, `shape` and `factors` are those of the fit. The arrays are user and item factors and, if the model has
+    them, user and item biases; missing rows are zero. Rows that the model has learned nothing of count as missing,
+    except on a frozen side, of which no row may be missing.
     """
     rank = known.state.user.matrix.shape[1]
     if rank != factors:

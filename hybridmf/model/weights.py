@@ -21,22 +21,8 @@ def weighted_entries(
 
     With values ``v = w / unit - 1`` (negative for dislikes), the confidence ``1 + |v|`` is ``w / unit``; and the
     objective divided by `unit` has the same minimum. The unit is less than all weights, so that no value is 0, and at
-    least the unobserved weight where that is possible, as the fastest kernels need.
-
-    Parameters
-    ----------
-    matrix : csr_array, shape (n_users, n_items)
-        The ratings.
-    labels : (user labels, item labels), or None
-        Those of the ratings.
-    weights : Ratings or matrix, shape (n_users, n_items)
-    objective : Objective
-
-    Returns
-    -------
-    entries : csr_array
-        With the pattern of `matrix`.
-    unit : float
+    least the unobserved weight where that is possible, as the fastest kernels need. `labels` are those of the ratings,
+    `matrix`, whose pattern the entries have.
     """
     if not objective.is_implicit:
         raise ValueError("weights are the confidences of implicit feedback, which only ImplicitALS has; leave them out")

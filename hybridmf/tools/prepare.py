@@ -21,14 +21,8 @@ SHAPE = (60, 40)
 def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> None:
     """Fit and serve a small model of each kind on the first GPU, and compile the additional kernels of larger ones.
 
-    CuPy keeps the compiled kernels on disk (``CUPY_CACHE_DIR``), by GPU architecture.
-
-    Parameters
-    ----------
-    factors : sequence of int
-        Ranks.
-    say : callable
-        Called with a line for each rank.
+    CuPy keeps the compiled kernels on disk (``CUPY_CACHE_DIR``), by GPU architecture. `say` gets a line for each number
+    of factors.
     """
     device = cuda.open_device()
     matrix = sp.csr_array((np.random.default_rng(0).random(SHAPE) < 0.5).astype(np.float32))
