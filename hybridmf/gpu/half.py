@@ -351,10 +351,12 @@ class DeviceRows:
         table: Array,
         entries: DeviceEntries,
         systems: Callable[[], SideSystems],
-    ) -> Iterator[None]:
-        """Launch the solution of all rows; yields after sums and after solutions of each batch.
+        cleared: Cleared | None = None,
+    ) -> Steps:
+        """Launch the solution of all rows; yields None after sums and after solutions of each batch.
 
         `prepared` are those of `prepared` for the fixed factors in `table`; `systems` is called after the first sums.
+        With `cleared`, the last item is the result; see `GpuHalf.steps`.
         Stream order suffices: the sums of all pieces of a row are complete before they are solved, and systems are
         solved before the next batch reuses their memory.
         """
@@ -370,6 +372,8 @@ class DeviceRows:
         if len(self.short):
             kernels.solve_rows(systems(), operand, entries, self.indptr, self.short)
         self.dual.solve(systems(), table, entries, self.indptr, self.epsilon)
+        if cleared is not None:
+            yield self.unpack(systems().solutions, cleared), systems().status
 
     def prepared(self, fixed: GpuFactors, cleared: Cleared | None = None) -> tuple[RowKernels, Array]:
         """The kernels for these factors, and the factors converted for them."""
@@ -510,8 +514,7 @@ class HalfSweep(GpuHalf, DeviceRows):
         cleared = Cleared(self.device, len(self))
         systems = functools.cache(lambda: self.systems(cleared.status, start, gram))
         entries = self.entries(self.indices, self.ratings, fixed, mean)
-        yield from self.solve_all(self.prepared(fixed, cleared), fixed.table, entries, systems)
-        yield self.unpack(systems().solutions, cleared), systems().status
+        return self.solve_all(self.prepared(fixed, cleared), fixed.table, entries, systems, cleared)
 
     def losses(self, users: DeviceFactors, items: Any, mean: float) -> np.ndarray:
         """Losses of segments of rows in order, where rows are users; float64 on the host."""

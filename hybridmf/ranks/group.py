@@ -153,10 +153,10 @@ def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
 
 def _launch(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[Any]:
     """Launch one step of each rank in turn; return new factors and status, possibly not complete yet."""
-    launches = {
-        number: rank.halves[side].steps(table, rank.mean, rank.own[side])
-        for number, (rank, table) in enumerate(zip(ranks, fixed, strict=True))
-    }
+    launches = {}
+    for number, (rank, table) in enumerate(zip(ranks, fixed, strict=True)):
+        with rank.worker.active():
+            launches[number] = rank.halves[side].steps(table, rank.mean, rank.own[side])
     launched: list[Any] = [None] * len(ranks)
     while launches:
         for number in list(launches):

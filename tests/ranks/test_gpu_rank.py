@@ -124,8 +124,8 @@ def test_the_first_step_ends_with_sums_under_way(gpus: Machine, request: pytest.
     for assembly in ("fused", "sparse_syrk", "mo_als"):
         arguments = changed(parts("explicit", "cuda:0", SMALL), segment=3, batch_slots=9, assembly=assembly)
         alone = one_device(*arguments, device=device)
-        launches = alone.halves["user"].steps(alone.own["item"], alone.mean)
         device.launches.clear()
+        launches = alone.halves["user"].steps(alone.own["item"], alone.mean)
         next(launches)
         assert [name for name in device.launches if name != "row_range"] == {
             "fused": ["split_table", "assemble_segments"]
