@@ -107,7 +107,7 @@ class Ratings(Transforms):
     Raises
     ------
     RatingsError, TypeError
-        `user_items` cannot be used; see `core.validate.as_csr`.
+        `user_items` is no matrix of real numbers; corrupt, out of range, masked, NaN or infinite; or a table of entries.
     ValueError
         Labels that repeat, or whose number differs from the number of rows or columns.
     """
@@ -235,7 +235,7 @@ class Ratings(Transforms):
         Raises
         ------
         RatingsError, TypeError
-            The matrix cannot be used; see `core.validate.as_csr`.
+            No matrix of real numbers; corrupt, out of range, masked, NaN or infinite; or a table of entries.
         DuplicateEntriesError
             A repeated pair under ``duplicates="error"``; the message names its labels.
         """
@@ -759,23 +759,7 @@ def is_pairs(given: Any) -> bool:
 def as_ratings(given: Any, name: str = "frame", *, users: bool = True) -> Any:
     """Ratings of a data frame, of entries or wide, of a view of entries, or of `PreparedRatings`; others as is.
 
-    Parameters
-    ----------
-    given : any
-    name : str
-        Argument name for messages.
-    users : bool
-        False ignores the index of a wide frame; see `hybridmf.data.wide.read_wide`.
-
-    Returns
-    -------
-    Ratings, or `given`
-        Values of a wide frame keep their precision.
-
-    Raises
-    ------
-    RatingsError, TypeError, ValueError
-        A frame that cannot be read.
+    Values of a wide frame keep their precision. `users=False` ignores its index; see `hybridmf.data.wide.read_wide`.
     """
     held = getattr(given, "ratings", None)
     if isinstance(held, Ratings):
