@@ -21,7 +21,7 @@ import numpy as np
 
 from .core.objective import Side
 from .core.validate import check_choice
-from .data.labels import factorize, label_table
+from .data.labels import Entries, factorize, label_table
 from .data.readers import frame_entries
 from .data.store import Store
 from .errors import CommunicatorError, RatingsError
@@ -216,24 +216,13 @@ class WorkerTransport(Transport):
 # ------------------------------------------------------------------------------------------------------------ ratings
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Entries of one partition, with the sorted labels of this partition."""
-
-    users: np.ndarray
-    items: np.ndarray
-    values: np.ndarray
-    user_ids: np.ndarray
-    item_ids: np.ndarray
-
-
-def _chunk_of_frame(partition: Any, user: Any, item: Any, value: Any) -> Chunk:
+def _chunk_of_frame(partition: Any, user: Any, item: Any, value: Any) -> Entries:
+    """Entries of a partition, with its own sorted labels."""
     found = frame_entries(partition, "a partition of the ratings", user, item, value)
-    assert found.user_ids is not None and found.item_ids is not None
-    return Chunk(found.users, found.items, found.values, found.user_ids, found.item_ids)
+    return Entries(found.users, found.items, found.values, found.user_ids, found.item_ids, found.shape)
 
 
-def _chunk_of_array(block: Any) -> Chunk:
+def _chunk_of_array(block: Any) -> Entries:
     rows = np.atleast_2d(np.asarray(block))
     if rows.ndim != 2 or rows.shape[1] != 3:
         raise RatingsError(f"a Dask array of ratings has the columns user, item, value; got a block of {rows.shape}")
@@ -241,10 +230,10 @@ def _chunk_of_array(block: Any) -> Chunk:
         raise RatingsError("users and items of a Dask array must be whole numbers; use a Dask DataFrame for others")
     users, user_ids = factorize("user", rows[:, 0].astype(np.int64), "row")
     items, item_ids = factorize("item", rows[:, 1].astype(np.int64), "row")
-    return Chunk(users, items, rows[:, 2], user_ids, item_ids)
+    return Entries(users, items, rows[:, 2], user_ids, item_ids, (len(user_ids), len(item_ids)))
 
 
-def _labels_of(chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
+def _labels_of(chunk: Entries) -> tuple[Any, Any]:
     return chunk.user_ids, chunk.item_ids
 
 
@@ -255,7 +244,7 @@ def _merged(name: str, parts: list[np.ndarray]) -> np.ndarray:
     return factorize(f"column {name!r} of the ratings", every, "label")[1]
 
 
-def _positions(ids: np.ndarray, labels: np.ndarray, codes: np.ndarray) -> np.ndarray:
+def _positions(ids: np.ndarray, labels: Any, codes: np.ndarray) -> np.ndarray:
     """Positions of a partition's entries among `ids`."""
     if ids.dtype.kind in "iu" and labels.dtype.kind in "iu":
         return np.searchsorted(ids, labels)[codes]
@@ -276,7 +265,7 @@ class _FitRequest:
     options: Options
 
 
-def _rank_ratings(request: _FitRequest, chunks: list[Chunk], labels: Any, store: str | None) -> RankRatings:
+def _rank_ratings(request: _FitRequest, chunks: list[Entries], labels: Any, store: str | None) -> RankRatings:
     model = request.model
     dtype, implicit = model._settings().dtype, model._objective().is_implicit
     if store is not None:
@@ -297,7 +286,7 @@ def _rank_ratings(request: _FitRequest, chunks: list[Chunk], labels: Any, store:
 
 
 def _run_rank(
-    request: _FitRequest, rank: int, chunks: list[Chunk], labels: Any, store: str | None, validation: Any
+    request: _FitRequest, rank: int, chunks: list[Entries], labels: Any, store: str | None, validation: Any
 ) -> Any:
     """The task of one worker."""
     stopwatch = Stopwatch()

@@ -6,7 +6,6 @@ is in the file. At most one state is being written and one is pending; a newer s
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -306,16 +305,6 @@ class Writer:
         ours = [each for each in _listed(folder) if each.iteration <= snapshot.iteration and not each.renamed]
         for old in ours[: -self.checkpoint.keep]:
             old.path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def writing(writer: Writer | None) -> Any:
-    """A context that closes the writer, or an empty context without one."""
-    if writer is None:
-        yield None
-        return
-    with writer:
-        yield writer
 
 
 @dataclass(frozen=True, order=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -27,7 +27,7 @@ from ..metrics import _measure, _warn_of_overlap
 from ..plan.solver import Solver
 from ..ranks.transport.communicator import Communicator, agreed
 from ..ratings import as_ratings
-from . import checkpoint as checkpoints
+from .checkpoint import Writer
 from .early_stopping import Watch
 from .estimator import take_columns
 from .exactness import finished_users
@@ -72,7 +72,7 @@ class FitLoop:
         unit: float,
         completed: int,
         history: list[Record],
-        writer: checkpoints.Writer | None,
+        writer: Writer | None,
     ) -> None:
         self.model, self.solver, self.gather, self.learn = model, solver, gather, learn
         self.options, self.communicator, self.stopwatch = options, communicator, stopwatch
@@ -117,7 +117,7 @@ class FitLoop:
         """The context of the iterations; its end completes the model and the checkpoints, also after a failure."""
         shown = self.options.show_progress
         self.bar = progress_bar(iterations, shown, initial=self.completed, desc=type(self.model).__name__)
-        with checkpoints.writing(self.writer):
+        with self.writer or nullcontext():
             try:
                 yield
             except BaseException as error:

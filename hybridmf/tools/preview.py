@@ -9,7 +9,7 @@ import numpy as np
 from ..als import ExplicitALS
 from ..core.system import parse_bytes
 from ..core.validate import MAX_AXIS, check_int, check_nonempty
-from ..model.base import FactorModel
+from ..model.base import check_model
 from ..model.estimator import unfitted
 from ..plan.als_gpu import plan_on_h200s
 from ..plan.make import NOTHING, make_plan, plan_for, undecided
@@ -95,9 +95,7 @@ def plan(
     """
     matrix, source = None, None
     model = ExplicitALS() if model is None else model
-    if not isinstance(model, FactorModel):
-        hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
-        raise TypeError(f"model must be an estimator such as ExplicitALS(factors=64), got {model!r}{hint}")
+    check_model(model, "ExplicitALS")
     if user_items is not None:
         if shape is not None or nnz is not None:
             raise ValueError("give either user_items or shape and nnz, not both")
