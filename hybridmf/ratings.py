@@ -107,7 +107,7 @@ class Ratings(Transforms):
     Raises
     ------
     RatingsError, TypeError
-        `user_items` is no matrix of real numbers; corrupt, out of range, masked, NaN or infinite; or a table of entries.
+        `user_items` is no matrix of real numbers; corrupt, out of range, masked, NaN or infinite; or a table.
     ValueError
         Labels that repeat, or whose number differs from the number of rows or columns.
     """
