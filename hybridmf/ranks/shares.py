@@ -7,7 +7,7 @@ entries, which are then sent to the ranks that solve their rows (`SharedEntries`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -26,29 +26,6 @@ FINGERPRINT_BYTES = 96
 """Bytes of the buffer that sends a fingerprint to the other ranks."""
 
 
-class RankRatings(Protocol):
-    """The ratings of one rank. All ranks call the methods together.
-
-    `user_ids`, `item_ids`: labels, if the first rank has them.
-    """
-
-    shape: tuple[int, int]
-    # csr_array or StoreMatrix, shape (n_users, n_items), or None: All ratings, if this rank has them or can read them
-    matrix: sp.csr_array | StoreMatrix | None
-    user_ids: np.ndarray | None
-    item_ids: np.ndarray | None
-    slab: int | None  # entries of the largest slab, if the ratings are in a store
-    # unit of the confidences if values stand for weights; see `hybridmf.model.weights.weighted_entries`
-    unit: float | None
-    total: float  # sum of the values before they stood for weights, if they do
-
-    def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
-        """Entries of each row of both sides on all ranks, for even shares; repeated pairs may count twice."""
-
-    def block(self, communicator: Communicator, layout: RankLayout, side: Side, streamed: bool = False) -> Orientation:
-        """Entries of this rank while `side` is solved, as by `RankLayout.cut`; in memory, unless they are streamed."""
-
-
 def check_same_data(communicator: Communicator, identity: str) -> None:
     """Compare an identifier of the data over all ranks, such as `checkpoint.fingerprint`."""
     own = np.zeros((1, FINGERPRINT_BYTES), dtype=np.uint8)
@@ -63,13 +40,36 @@ def check_same_data(communicator: Communicator, identity: str) -> None:
             )
 
 
-class WholeRatings:
-    """Ratings that are complete on every rank.
+class RankRatings:
+    """The ratings of one rank, by default ones that every rank has or can read. All ranks call the methods together."""
 
-    `matrix`, csr_array, shape (n_users, n_items): canonical.
-    """
+    shape: tuple[int, int]
+    matrix: sp.csr_array | StoreMatrix | None = None  # all ratings, if this rank has them or can read them
+    user_ids: np.ndarray | None = None  # labels, if the first rank has them
+    item_ids: np.ndarray | None = None
+    slab: int | None = None  # entries of the largest slab, if the ratings are in a store
+    # unit of the confidences if values stand for weights; see `hybridmf.model.weights.weighted_entries`
+    unit: float | None = None
+    total: float = 0.0  # sum of the values before they stood for weights, if they do
+    _sides: Mapping[Side, Orientation]
 
-    slab: int | None = None
+    def _identity(self) -> str:
+        """Identifier of the data, equal on all ranks."""
+        raise NotImplementedError
+
+    def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
+        """Entries of each row of both sides on all ranks, for even shares; repeated pairs may count twice."""
+        check_same_data(communicator, self._identity())
+        return {side: self._sides[side].degrees.astype(np.int64, copy=False) for side in SIDES}
+
+    def block(self, communicator: Communicator, layout: RankLayout, side: Side, streamed: bool = False) -> Orientation:
+        """Entries of this rank while `side` is solved, as by `RankLayout.cut`; in memory, unless they are streamed."""
+        part = layout.cut(side, communicator.rank, self._sides[side])
+        return part if streamed else part.load()
+
+
+class WholeRatings(RankRatings):
+    """Ratings in memory, a canonical csr_array of shape (n_users, n_items), that are complete on every rank."""
 
     def __init__(
         self,
@@ -79,52 +79,34 @@ class WholeRatings:
         unit: float | None = None,
         total: float = 0.0,
     ) -> None:
-        self.shape: tuple[int, int] = matrix.shape
-        self.unit, self.total = unit, total
+        self.shape, self.matrix, self.unit, self.total = matrix.shape, matrix, unit, total
         self.user_ids, self.item_ids = user_ids, item_ids
-        self.matrix: sp.csr_array | StoreMatrix | None = matrix
-        self._sides: dict[Side, InMemory] = {"user": InMemory(matrix), "item": InMemory(transposed(matrix))}
+        self._sides = {"user": InMemory(matrix), "item": InMemory(transposed(matrix))}
 
-    def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
-        """Degrees of the matrix, after a check that all ranks have the same one."""
-        check_same_data(communicator, fingerprint(self._sides["user"].csr))
-        return {side: self._sides[side].degrees.astype(np.int64) for side in SIDES}
-
-    def block(self, communicator: Communicator, layout: RankLayout, side: Side, streamed: bool = False) -> Orientation:
-        """Extract the block from the matrix."""
-        return layout.cut(side, communicator.rank, self._sides[side])
+    def _identity(self) -> str:
+        return fingerprint(self.matrix)
 
 
-class StoredRatings:
+class StoredRatings(RankRatings):
     """Ratings in a store that every rank can read; each rank maps the slabs with its rows.
 
     `drop_zeros`: leave out explicit zeros.
     """
 
-    unit: float | None = None
-
     def __init__(self, store: Store, dtype: Any, drop_zeros: bool) -> None:
         users = StoreMatrix(store, "user", dtype, drop_zeros)
-        self.matrix: sp.csr_array | StoreMatrix | None = users
-        self.shape: tuple[int, int] = store.shape
+        self.shape, self.matrix = store.shape, users
         self.user_ids, self.item_ids = store.user_ids, store.item_ids
-        self._sides: dict[Side, StoreMatrix] = {"user": users, "item": users.transposed()}
-        self.slab: int | None = users.largest_slab
+        self._sides = {"user": users, "item": users.transposed()}
+        self.slab = users.largest_slab
         self.total, self.value_range = users.total, users.value_range
-        self._identity = f"store {store.checksum}"
+        self._checksum = f"store {store.checksum}"
 
-    def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
-        """Degrees from the store, after a check that all ranks read the same one."""
-        check_same_data(communicator, self._identity)
-        return {side: self._sides[side].degrees for side in SIDES}
-
-    def block(self, communicator: Communicator, layout: RankLayout, side: Side, streamed: bool = False) -> Orientation:
-        """The block, read from the slabs that contain its rows."""
-        part = layout.cut(side, communicator.rank, self._sides[side])
-        return part if streamed else part.load()
+    def _identity(self) -> str:
+        return self._checksum
 
 
-class SharedEntries:
+class SharedEntries(RankRatings):
     """Entries of the ratings, distributed over ranks in any way.
 
     `users`, `items`, int array, shape (n,): positions.
@@ -134,11 +116,6 @@ class SharedEntries:
     `duplicates`: how to treat a pair that occurs more than once, on the same or on different ranks.
     `labels`: of users and items.
     """
-
-    slab: int | None = None
-    unit: float | None = None
-    total: float = 0.0
-    matrix: sp.csr_array | StoreMatrix | None = None
 
     def __init__(
         self,

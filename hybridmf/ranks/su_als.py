@@ -146,6 +146,8 @@ class RankALS(Alternating):
 
     def _check_alike(self, blocks: Mapping[Side, Block], one_matrix: bool) -> None:
         """Check that all ranks have the same plan, and blocks of the same ratings in both orientations."""
+        if self.alone:
+            return
         for side in SIDES:
             rows = sum(last - first for first, last in self.layout.ranges(side, self.rank))
             first, last = self.layout.columns(side, self.rank)
@@ -154,8 +156,6 @@ class RankALS(Alternating):
                     f"the {side} block of rank {self.rank} has shape {blocks[side].shape}, the layout says "
                     f"{(rows, last - first)}; cut it with RankLayout.cut"
                 )
-        if self.alone:
-            return
         mine = np.array([zlib.crc32(self._description().encode())], dtype=np.int64)
         all_of = self.communicator.allgatherv(mine, [1] * self.layout.size)
         others = np.flatnonzero(all_of != all_of[0])
