@@ -162,6 +162,7 @@ def test_a_store_that_every_worker_reads(client, tmp_path):
     for given in (store, tmp_path / "store"):
         model = hmf_dask.fit(hmf.ImplicitALS(**SMALL, iterations=2), given)
         assert_close(model, expected)
+        np.testing.assert_array_equal(model.recommend(5)[0], expected.recommend(5)[0])  # without items seen
         assert model.user_ids_.tolist() == expected.user_ids_.tolist()
 
 
