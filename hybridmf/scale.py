@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
 from .core.objective import Side
-from .core.validate import as_csr
 from .data.store import Store
 from .errors import DeviceError
 from .model.base import check_model
@@ -22,14 +20,14 @@ from .model.learned import summary_of
 from .model.loop import Callback
 from .model.ranked import RankedRatings, aborting
 from .model.stopwatch import Stopwatch
-from .model.weights import weighted_entries
+from .model.training import LocalRatings
 from .plan.partitions import ScalePlan, plan_scale
-from .ranks.shares import RankRatings, StoredRatings, WholeRatings
+from .ranks.shares import StoredRatings, WholeRatings
 from .ranks.transport.communicator import TIMEOUT, Communicator
 from .ranks.transport.mpi import MpiCommunicator
 from .ranks.transport.nccl import NcclCommunicator
 from .ranks.transport.threads import run_ranks
-from .ratings import Ratings, as_ratings
+from .ratings import Ratings
 
 __all__ = [
     "Communicator",
@@ -71,7 +69,7 @@ def fit(
     model : ImplicitALS or ExplicitALS
         With ``device="cuda"`` each rank uses the GPU with its local rank as index; with "auto" ranks use GPUs if every
         rank has one. Otherwise ranks use the CPU.
-    ratings : path, Store, Ratings or matrix
+    ratings : path, Store, Ratings, matrix or data frame
         A folder is a store that every rank can read; each rank reads its part. Every rank reads all of a file.
     communicator : Communicator, optional
         Communicator for NumPy arrays. Default: `MpiCommunicator()`, closed after the fit.
@@ -119,36 +117,35 @@ def fit(
                 validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, freeze,
                 validation_users, validate_every, track_objective,
             )  # fmt: skip
-            device = _device(model, ranks)
-            source = RankedRatings(model, _share(model, ratings, weights), ranks, device)
-            source.frame_kind = getattr(ratings, "frame_kind", None)
+            source = _source(model, ratings, weights, ranks)
             return Fit(model, source, options, ranks, stopwatch).run()
     finally:
         if communicator is None:
             ranks.close()
 
 
-def _share(model: Any, ratings: Any, weights: Any = None) -> RankRatings:
-    """The ratings of this rank."""
-    settings, objective = model._settings(), model._objective()
-    implicit = objective.is_implicit
+def _source(model: Any, ratings: Any, weights: Any, ranks: Communicator) -> RankedRatings:
+    """The ratings of this rank: its part of a store, or all of others, checked as by `fit` of a model."""
+    device = _device(model, ranks)
     if isinstance(ratings, (str, os.PathLike)):
         ratings = Store.open(ratings) if Path(ratings).is_dir() else Ratings.from_file(os.fspath(ratings))
     if isinstance(ratings, Store):
         if weights is not None:
             raise TypeError("weights need ratings in memory, and a store is read slab by slab; fit store.to_ratings()")
-        return StoredRatings(ratings, settings.dtype, implicit)
-    if not sp.issparse(ratings) and not isinstance(ratings, Ratings):
+        stored = StoredRatings(ratings, model._settings().dtype, model._objective().is_implicit)
+        return RankedRatings(model, stored, ranks, device)
+    if not hasattr(ratings, "shape"):
         kind = type(ratings).__name__
-        raise TypeError(f"ratings must be the path of a store or file, a Store, Ratings or a sparse matrix, got {kind}")
-    labels = (ratings.user_ids, ratings.item_ids) if isinstance(ratings, Ratings) else (None, None)
-    matrix = as_csr(ratings, name="ratings", dtype=settings.dtype, drop_zeros=implicit)
-    if weights is None:
-        return WholeRatings(matrix, *labels)
+        raise TypeError(f"ratings must be the path of a store or file, a Store, Ratings or a matrix, got {kind}")
     if isinstance(weights, (str, os.PathLike)):
         weights = Ratings.from_file(os.fspath(weights))
-    entries, unit = weighted_entries(matrix, labels, as_ratings(weights), objective)
-    return WholeRatings(entries, *labels, unit, summary_of(matrix).total)
+    here = LocalRatings(model, ratings, weights, name="ratings")
+    total = 0.0 if here.unit is None else summary_of(here.matrix).total
+    users, items = here.labels or (None, None)
+    whole = WholeRatings(here.entries, users, items, here.unit, total)
+    source = RankedRatings(model, whole, ranks, device)
+    source.columns, source.frame_kind = here.columns, here.frame_kind
+    return source
 
 
 def _device(model: Any, ranks: Communicator) -> str:

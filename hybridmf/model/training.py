@@ -142,17 +142,19 @@ class LocalRatings:
     closing = staticmethod(closing)
     """Context of a solver, which ends its threads and connections."""
 
-    def __init__(self, model: Any, user_items: Any, weights: Any = None, *, late: bool = False) -> None:
+    def __init__(
+        self, model: Any, user_items: Any, weights: Any = None, *, late: bool = False, name: str = "user_items"
+    ) -> None:
         self.model, self.unit = model, None
         self.prepared: PreparedRatings | None = model._source(user_items)
-        given = as_ratings(user_items if self.prepared is None else self.prepared, "user_items")
+        given = as_ratings(user_items if self.prepared is None else self.prepared, name)
         self.labels = labels_of(given)
         self.frame_kind = getattr(given, "frame_kind", None)
         self._late = model._late_matrix(given) if late and self.prepared is None and weights is None else None
         self.matrix: Any = self._late
         if self._late is None:
-            self.matrix = model._check_matrix(given) if self.prepared is None else self.prepared.user_items
-        check_nonempty(self.matrix, "user_items")
+            self.matrix = model._check_matrix(given, name) if self.prepared is None else self.prepared.user_items
+        check_nonempty(self.matrix, name)
         self.entries, self.shape = self.matrix, self.matrix.shape
         if weights is not None:
             self.prepared = None  # its values on a GPU are those that the weights replace

@@ -162,3 +162,15 @@ def test_a_failure_leaves_what_is_on_the_host(
     kept = "last completed half sweep" if way.alone else "factors of iteration 2, which were on the host"
     said = str(raised.value) + caplog.text
     assert "the user factors of iteration 3" in said and kept in said
+
+
+def test_frames_name_the_columns_of_a_model(way: Way) -> None:
+    pd = pytest.importorskip("pandas")
+    if way.name in ("store", "entries"):
+        pytest.skip("these ratings are no frame")
+    frame = pd.DataFrame(TRAIN.toarray(), columns=[f"item {k}" for k in range(40)])
+    model, expected = way(lambda: make("implicit"), frame), make("implicit").fit(frame)
+    assert model.feature_names_in_.tolist() == expected.feature_names_in_.tolist() == list(frame.columns)
+    pd.testing.assert_frame_equal(
+        model.recommend_table([1, 2])[["user", "item"]], expected.recommend_table([1, 2])[["user", "item"]]
+    )

@@ -303,7 +303,7 @@ def test_every_second_of_a_rank_belongs_to_a_part(monkeypatch):
     clock = Clock(monkeypatch)
     for owner, name, seconds in (
         (scale, "_device", 1.0),
-        (scale, "_share", 2.0),
+        (scale, "_source", 2.0),
         (WholeRatings, "degrees", 4.0),
         (ranked, "make_plan", 10.0),
         (ranked, "RankBlocks", 100.0),
