@@ -54,7 +54,7 @@ DUAL_FROM = "2026-11-21"
 """Date of the first runs whose fits have rows in the dual form."""
 
 TOLERANCE = 0.10
-REQUIRED = 0.95
+REQUIRED = 0.90
 
 MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "explicit exact": (hmf.ExplicitALS, {"biases": False}),
@@ -296,7 +296,7 @@ def report() -> None:
     """Accuracy of the predictions, and of the choices, of all recorded runs, as the tables of docs/dispatch.md."""
     runs = list(read_runs())
     if not runs:
-        click.echo("no run with the cost model's present constants is recorded: measure one without --report")
+        click.echo("no run is recorded: measure one without --report")
     for machine_line, fits in runs:
         spec = spec_of(machine_line)
         hardware = f"{machine_line['machine']['processor']}, {machine_line['machine']['cores']} cores"

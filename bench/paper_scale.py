@@ -265,6 +265,9 @@ def prediction(line: Line) -> Line:
     shape = (line["users"], line["items"])
     plan = kernels(shape, line["nnz"], line["factors"], line.get("implicit", False), form)
     plans = {side: HalfPlan(side, *line["grids"][side], line["gpus"]) for side in SIDES}
+    if line.get("ratings", "device") != "device":
+        waves = {side: plan.grid.groups * line["waves"][side] for side, plan in plans.items()}
+        plans = {side: replace(half, ratings=line["ratings"], batches=waves[side]) for side, half in plans.items()}
     machine = EARLIER_KERNELS if line["date"] < FASTER_FROM else H200
     halves = {side: priced(plan, plans[side], machine).total for side in SIDES}
     return {"task": "prediction", "predicted_halves": halves, "predicted": sum(halves.values())}

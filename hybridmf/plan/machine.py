@@ -122,8 +122,8 @@ class CpuRates:
     )
     """Flop/s of an epoch by schedule, in the units of `SgdMethod.flops_per_iteration`."""
     sgd_row: float = 6.0e-8  # seconds for a row of an epoch, without its entries
-    ccd_entry: float = 1.2e-9
-    ccd_row: float = 2.5e-8  # seconds for one factor of an entry and of a row of CCD++, one inner iteration
+    ccd_entry: float = 1.9e-9
+    ccd_row: float = 4.0e-8  # seconds for one factor of an entry and of a row of CCD++, one inner iteration
     slower: dict[str, float] = field(default_factory=lambda: {"simd": 1.0, "bals": 1.95, "blas3": 4.2, "rank1": 6.0})
     """Times of other assemblies as multiples of ours."""
     row: float = 3.0e-7  # seconds for a row of a solver that builds no system
@@ -132,7 +132,7 @@ class CpuRates:
     gram: float = 2.0e-4  # additional fixed seconds of a half sweep of implicit feedback
     fresh: float = 5.0e-10
     """Seconds of all cores together to write a factor to newly allocated memory, if the cache is too small."""
-    draw: float = 4.0e-9  # seconds of one core to draw an initial factor and to store the learned one
+    draw: float = 2.0e-9  # seconds of one core to draw an initial factor and to store the learned one
     fit: float = 4.0e-3  # fixed seconds of Python code around a fit
     gather_bytes: float = 1.2e10
     cached_bytes: float = 5.0e10  # bytes/s of gathered rows of factors from memory, and from the cache
@@ -196,7 +196,7 @@ class GpuRates:
     gather_bytes: float = 5.4e12
     cached_bytes: float = 9.3e12  # bytes/s of gathered rows of factors from memory, and from the L2 cache
     upload_bytes: float = 1.0e10  # bytes/s from the caller's arrays to the GPU, through pinned buffers
-    fit: dict[str, float] = field(default_factory=lambda: {"als": 3.8e-3, "sgd": 1.2e-3, "ccd": 2.0e-3})
+    fit: dict[str, float] = field(default_factory=lambda: {"als": 3.8e-3, "sgd": 9.6e-3, "ccd": 8.0e-3})
     """Fixed seconds around a fit beyond those on the CPU, by kind of method."""
     row_setup: float = 9.0e-8
     factor_setup: float = 1.0e-10

@@ -164,7 +164,7 @@ def _gpu_identity(spec: DeviceSpec) -> dict[str, Any]:
 
 
 def _model(factors: int, device: str = "cpu", **options: Any) -> ExplicitALS:
-    given = {"biases": False, "row_form": "primal", "iterations": REPEATS + 1, "random_state": 0}
+    given: dict[str, Any] = {"biases": False, "row_form": "primal", "iterations": REPEATS + 1, "random_state": 0}
     return ExplicitALS(factors, device=device, **given | options)
 
 
@@ -189,10 +189,10 @@ def _speed(
 
 def _measure_cpu(say: Say) -> CpuRates:
     say("cores: one, and all together")
-    tiny, one = regular(*TINY), {"num_threads": 1}
-    idle = iteration_seconds(_model(RANKS[0], iterations=TINY_ITERATIONS, **one), tiny)
+    tiny = regular(*TINY)
+    idle = iteration_seconds(_model(RANKS[0], iterations=TINY_ITERATIONS, num_threads=1), tiny)
     rates = built_in().cpu
-    rates = rates.scaled(_speed(built_in(), idle, CPU_PROBLEMS, "cpu", **one))
+    rates = rates.scaled(_speed(built_in(), idle, CPU_PROBLEMS, "cpu", num_threads=1))
     rates = replace(rates, serial=_serial())
     quick = replace(rates, sweep=0.0, region=0.0)
     model = _model(RANKS[0], iterations=TINY_ITERATIONS, num_threads=available_cores())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from hybridmf.datasets import SHAPES
-from hybridmf.plan.machine import CpuRates, GpuRates, Machine
+from hybridmf.plan.machine import CpuRates, GpuRates
 from support.cost_model import H200, built_in, load_bench
 from support.ratings import planted
 
@@ -37,19 +37,21 @@ def test_the_benchmark_covers_what_it_promises():
     assert published == {(device, name) for device, names in bench.ASSEMBLIES.items() for name in names}
 
 
-def test_the_benchmark_leaves_out_runs_with_other_constants(tmp_path, monkeypatch, capsys):
+def test_constants_that_a_run_does_not_have_are_the_built_in_ones(tmp_path, monkeypatch, capsys):
     bench = load_bench()
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     assert list(bench.read_runs()) == []
     bench.report()
-    assert "no run with the cost model's present constants" in capsys.readouterr().out
+    assert "no run is recorded" in capsys.readouterr().out
     now = {"task": "machine", "run": "now", "cpu": asdict(CpuRates()), "gpu": asdict(GpuRates()), "gpu_identity": {}}
     then = now | {"run": "then", "cpu": {"serial": 0.1}}
     lines = [then, {"task": "fit", "run": "then"}, now, {"task": "fit", "run": "now", "model": "MSGD"}]
     (tmp_path / "dispatch.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    ((machine, fits),) = bench.read_runs()
-    assert fits == lines[-1:]
-    assert bench.machine_of(machine) == Machine(source="recorded")
+    (first, earlier), (second, fits) = bench.read_runs()
+    assert earlier == lines[1:2] and fits == lines[-1:]
+    built_in = bench._machine.built_in()
+    assert bench.machine_of(first).cpu == replace(built_in.cpu, serial=0.1)
+    assert bench.machine_of(second) == replace(built_in, cpu=CpuRates(), source="recorded")
 
 
 def test_the_benchmark_evaluates_choices(monkeypatch):
@@ -60,7 +62,8 @@ def test_the_benchmark_evaluates_choices(monkeypatch):
     for name in bench.MODELS:
         for device in ("cpu", "cuda"):
             line = {
-                "model": name, "factors": 64, "device": device, "assembly_asked": "auto", "threads": 16, "shape": "x",
+                "model": name, "factors": 64, "device": device, "assembly_asked": "auto", "threads": 16,
+                "run": "2026-11-27", "shape": "x",
                 "scale": 1.0, "n_users": 138_493, "n_items": 27_278, "nnz": 20_000_263,
                 "facts": {"longest_user": 3000, "longest_item": 60_000, "empty": 0},
             }  # fmt: skip

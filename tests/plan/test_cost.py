@@ -113,10 +113,7 @@ def test_the_fastest_recorded_way_is_predicted_to_be_the_fastest():
 
 
 def test_the_devices_of_recorded_fits_are_chosen_right():
-    """bench/dispatch.py's lines: the measured best, or within 10 % of it, in 95 % of cases.
-
-    In 90 % of those recorded before the dual form, whose set-up took longer than that of today's fits.
-    """
+    """bench/dispatch.py's lines: the measured best, or within 10 % of it, in 90 % of cases."""
     if not (ROOT / "bench" / "results" / "dispatch.jsonl").exists():
         pytest.skip("bench/dispatch.py has not been run yet")
     bench = load_bench()
@@ -127,8 +124,7 @@ def test_the_devices_of_recorded_fits_are_chosen_right():
     lost = bench.choices(fits, bench.machine_of(line), bench.spec_of(line))
     wrong = [words for share, words in lost if share > bench.TOLERANCE]
     assert len(lost) >= 100
-    required = bench.REQUIRED if line["run"] >= bench.DUAL_FROM else 0.9
-    assert len(wrong) <= (1 - required) * len(lost), "\n".join(wrong)
+    assert len(wrong) <= (1 - bench.REQUIRED) * len(lost), "\n".join(wrong)
 
 
 # ------------------------------------------------------------------------------------------------------------- laws

@@ -43,7 +43,8 @@ TRUE_CPU = replace(
 )  # fmt: skip
 TRUE_GPU = replace(
     GpuRates().sped_up(0.8), gather_bytes=1e18, cached_bytes=1e18, load=0.2, upload_bytes=1e15, row_setup=2e-7,
-    factor_setup=3e-9, sweep={"als": 7e-6, "sgd": 3.5e-6, "ccd": 5e-6}, fit={"als": 7.6e-3, "sgd": 2.4e-3, "ccd": 4e-3},
+    factor_setup=3e-9, sweep={"als": 7e-6, "sgd": 3.5e-6, "ccd": 5e-6},
+    fit={kind: 2 * seconds for kind, seconds in GpuRates().fit.items()},
     compile={name: 3 * seconds for name, seconds in GpuRates().compile.items()},
 )  # fmt: skip
 
