@@ -516,7 +516,7 @@ def shipped_table(line: Line) -> tuple[Path, Table]:
             return path, table
     raise ValueError(
         f"no table in {tables.SHIPPED} is of {gpu['name']} with {gpu['multiprocessors']} multiprocessors, as the lines "
-        f"are; begin one there: hybridmf tune --output {tables.SHIPPED}/FILE.json"
+        f"are; begin one there: hybridmf tune-kernels --output {tables.SHIPPED}/FILE.json"
     )
 
 

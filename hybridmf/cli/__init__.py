@@ -9,6 +9,7 @@ after Ctrl-C.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -25,9 +26,13 @@ COMMANDS = {
     "recommend": "Recommend items to users of a trained model.",
     "search": "Find the hyperparameters that are best for a file of ratings, and save the model.",
     "similar": "Find the items, or users, that are most similar to others by the cosine of their factors.",
-    "tune": "Measure this machine and keep the results in the user's cache directory.",
+    "tune-kernels": "Measure this machine and keep the results in the user's cache directory.",
 }
 """First sentence of each command's help: the group shows it without importing the command."""
+
+
+RENAMED = {"tune": "tune-kernels"}
+"""New names of commands; the old ones still work, with a note."""
 
 
 class _LazyCommands(Commands):
@@ -37,8 +42,15 @@ class _LazyCommands(Commands):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"{__name__}.{cmd_name}").command
+        command: click.Command = import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """A command by its name, also by a former one."""
+        if args[0] in RENAMED:
+            click.echo(f"hybridmf {args[0]} is called hybridmf {RENAMED[args[0]]} now.", err=True)
+            args = [RENAMED[args[0]], *args[1:]]
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -31,8 +31,9 @@ from ..plan.start import STARTS
 from ..plots import save, training
 from ..ratings import Ratings, split
 from ..tools.preview import plan
-from .hyperparameters import METRICS, Model, make_model, model_options
+from .hyperparameters import METRICS, SECTIONS, Model, make_model, model_options
 from .options import (
+    Sectioned,
     debug_option,
     examples,
     output_option,
@@ -42,6 +43,7 @@ from .options import (
 )
 from .report import file_size
 from .sources import (
+    READING,
     Source,
     columns_text,
     files_of,
@@ -55,9 +57,20 @@ from .sources import (
     where_option,
 )
 
+HELD_OUT = {
+    "Evaluation and validation": (
+        "test_size", "test_file", "split_by", "validation", "validation_users", "validate_every", "patience", "metric",
+        "plot",
+    ),
+    "Long runs": ("checkpoint", "checkpoint_every", "resume"),
+}  # fmt: skip
+"""Further headings in the help."""
+
 
 @click.command(
     "fit",
+    cls=Sectioned,
+    sections=SECTIONS | HELD_OUT | READING,
     epilog=examples(
         "hybridmf fit ratings.dat -o model.safetensors --factors 32 --test-size 0.1",
         "hybridmf fit 2025.csv 2026.csv -o model.safetensors",

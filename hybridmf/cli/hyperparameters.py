@@ -31,6 +31,19 @@ METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
 OWN_OPTIONS = ("init", "random_state")
 """Parameters whose options, ``--init`` and ``--seed``, mean more than the parameter."""
 
+SECTIONS = {
+    "Model": (
+        "regularization_scaling", "alpha", "unobserved_weight", "count_unobserved", "biases", "bias_regularization",
+        "nonnegative", "init", "freeze", "weights",
+    ),
+    "Solver and precision": (
+        "solver", "cg_steps", "block_size", "balance", "precision", "dtype", "num_threads", "gpu_memory_limit",
+    ),
+    "SGD and CCD++": ("learning_rate", "decay", "rate_schedule", "schedule", "deterministic", "inner_iterations"),
+    "Variants of the papers": ("assembly", "reorder", "row_form", "reduction", "ordering", "order"),
+}  # fmt: skip
+"""Headings in the help of commands that fit; what everybody sets stands under none of them."""
+
 TYPES: dict[str, Any] = {
     "int": int,
     "int | None": int,

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,23 @@ class Commands(click.Group):
             yield
         finally:
             logger.removeFilter(translate)
+
+
+class Sectioned(click.Command):
+    """A command whose help lists options under headings: `sections` has the names of parameters by heading."""
+
+    def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]], **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options of each section, and those of none under "Options", which comes first."""
+        records = {param.name: record for param in self.get_params(ctx) if (record := param.get_help_record(ctx))}
+        elsewhere = {name for names in self.sections.values() for name in names}
+        usual = [name for name in records if name not in elsewhere]
+        for heading, names in {"Options": usual, **self.sections}.items():
+            with formatter.section(heading):
+                formatter.write_dl([records[name] for name in names if name in records])
 
 
 def _one_line(error: BaseException) -> str:

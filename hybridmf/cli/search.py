@@ -11,10 +11,11 @@ from ..metrics import PopularityRecommender
 from ..ratings import split
 from ..search import parse_seconds, search
 from .fit import read_and_say, save_model, share_of, silent
-from .hyperparameters import make_model, model_options
-from .options import debug_option, examples, output_option, plot_option, refuse_overwriting
+from .hyperparameters import SECTIONS, make_model, model_options
+from .options import Sectioned, debug_option, examples, output_option, plot_option, refuse_overwriting
 from .report import file_size
 from .sources import (
+    READING,
     files_of,
     is_store,
     one_source,
@@ -28,6 +29,8 @@ from .sources import (
 
 @click.command(
     "search",
+    cls=Sectioned,
+    sections=SECTIONS | READING,
     epilog=examples(
         "hybridmf search ratings.csv -o best.safetensors --model implicit --metric ndcg@20 --budget 2min",
         "hybridmf search ratings.csv -o best.safetensors --budget 60s --validation held-out.csv",

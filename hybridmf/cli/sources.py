@@ -123,6 +123,15 @@ RATINGS_OPTIONS: dict[str, Callable[..., Any]] = {
 """By the arguments of `Ratings.from_file`."""
 
 
+READING = {
+    "Reading": (
+        "where", "format", "separator", "header", "user", "item", "value", "timestamp", "encoding", "duplicates",
+        "missing", "quote", "escape",
+    )
+}  # fmt: skip
+"""Heading of `ratings_options` and `where_option` in the help of a command that has many other options."""
+
+
 def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a ratings file is to be read; they arrive as keyword arguments of `read_ratings`."""
     for option in reversed(RATINGS_OPTIONS.values()):

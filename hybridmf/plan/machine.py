@@ -1,9 +1,9 @@
 """Constants of the cost model for a machine, built in or measured, and the file that stores them.
 
 Built-in constants describe one core of a recent server (AVX-512) and an H200. `tools.calibrate` measures those of the
-current machine (`hybridmf tune --calibrate`), and `save` writes them to the user's cache directory, together with an
-identification of the hardware. A file of other hardware or another version, or an invalid file, is ignored with one
-warning.
+current machine (`hybridmf tune-kernels --calibrate`), and `save` writes them to the user's cache directory, together
+with an identification of the hardware. A file of other hardware or another version, or an invalid file, is ignored with
+one warning.
 """
 
 from __future__ import annotations
@@ -431,7 +431,7 @@ def machine_at(path: Path, stamp: int, instruction_set: str) -> Machine:
         return _read(path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning(
-            "%s is ignored, built-in constants are used: %s; `hybridmf tune --calibrate` measures this machine anew",
+            "%s is ignored, built-in constants are used: %s; `hybridmf tune-kernels --calibrate` measures them anew",
             path,
             " ".join(str(error).split()) or type(error).__name__,
         )

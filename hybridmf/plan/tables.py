@@ -1,8 +1,8 @@
 """Tuned configurations of kernels: tables that ship with the library, and those that this user has measured.
 
 A table belongs to one kind of GPU. Its entries say, for a kernel and the facts its choice depends on (rank, item size,
-...), which configuration was fastest. `hybridmf tune` writes them; without an entry in any table, the method `rule` of
-each configuration class decides.
+...), which configuration was fastest. `hybridmf tune-kernels` writes them; without an entry in any table, the method
+`rule` of each configuration class decides.
 
 Order of lookup, first match wins: the user's entry for exactly these facts; a shipped one; the user's entry for the
 nearest rank with as many blocks of 8 (16 for the fused kernels: the size of their tiles); a shipped one of that kind.
@@ -27,6 +27,8 @@ from ..core.files import write_atomically
 from ..device.cuda import DeviceSpec
 
 logger = logging.getLogger("hybridmf")
+
+ANEW = "`hybridmf tune-kernels` writes it anew"
 
 FORMAT = "hybridmf tuned kernels"
 VERSION = 1
@@ -179,12 +181,10 @@ def user_table(spec: DeviceSpec) -> Table | None:
     if table is None:
         return None
     if not table.gpu.alike(Gpu.of(spec)):
-        _warn_once(f"ignored {path}: it is of {table.gpu.name}, this is {spec.name}; `hybridmf tune` writes it anew")
+        _warn_once(f"ignored {path}: it is of {table.gpu.name}, this is {spec.name}; {ANEW}")
         return None
     if table.version != __version__:  # kernels may have changed
-        _warn_once(
-            f"ignored {path}: tuned by hybridmf {table.version}, this is {__version__}; `hybridmf tune` writes it anew"
-        )
+        _warn_once(f"ignored {path}: tuned by hybridmf {table.version}, this is {__version__}; {ANEW}")
         return None
     return table
 
@@ -225,7 +225,7 @@ def _loaded_as_of(path: Path, _modified: int, _size: int) -> Table | None:
     try:
         return read_table(path)
     except (OSError, ValueError) as error:
-        logger.warning("ignored %s: %s; `hybridmf tune` writes it anew", path, error)
+        logger.warning("ignored %s: %s; %s", path, error, ANEW)
         return None
 
 

@@ -13,7 +13,7 @@ from hybridmf import cli
 from support.checkout import ROOT
 from support.command_line import raising, refuse, run, start, succeed
 
-COMMANDS = ("demo", "fit", "evaluate", "compare", "recommend", "similar", "info", "search", "tune", "convert")
+COMMANDS = ("demo", "fit", "evaluate", "compare", "recommend", "similar", "info", "search", "tune-kernels", "convert")
 
 # ------------------------------------------------------------------------------------------------------ the group
 
@@ -39,8 +39,26 @@ def test_help_of_compare_lists_each_method_on_a_line():
 
 
 def test_help_of_the_group_names_all_commands_and_nothing_else():
-    commands = re.findall(r"^  ([a-z]+)  ", succeed("--help").split("Commands:")[1], re.MULTILINE)
+    commands = re.findall(r"^  ([a-z-]+)  ", succeed("--help").split("Commands:")[1], re.MULTILINE)
     assert sorted(commands) == sorted(COMMANDS)
+
+
+def test_a_former_name_of_a_command_works_and_says_so():
+    output = succeed("tune", "--help")
+    assert "hybridmf tune is called hybridmf tune-kernels now." in output
+    assert succeed("tune-kernels", "--help") in output
+
+
+def test_help_of_fit_and_search_has_headings():
+    """What everybody sets comes first, and no option twice."""
+    for command in ("fit", "search"):
+        first, *others = re.split(r"\n\n(?=[A-Z][\w +]+:\n)", succeed(command, "--help").partition("Options:")[2])
+        assert "--factors" in first and "--device" in first and "--assembly" not in first
+        assert [text.split(":")[0] for text in others[:2]] == ["Model", "Solver and precision"]
+        options = [
+            name for text in (first, *others) for name in re.findall(r"^  (?:-\w, )?(--[a-z-]+)", text, re.MULTILINE)
+        ]
+        assert len(options) == len(set(options)) > 40
 
 
 def test_help_of_the_group_repeats_the_commands_help():
@@ -116,7 +134,7 @@ def test_a_closed_pipe_is_no_error(folder):
 def test_documentation_names_real_options_and_commands():
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     helps = {command: succeed(command, "--help") for command in COMMANDS}
-    assert set(re.findall(r"^## (\w+)$", text, re.MULTILINE)) == set(COMMANDS)
+    assert set(re.findall(r"^## ([a-z-]+)$", text, re.MULTILINE)) == set(COMMANDS)
     for command in COMMANDS:
         section = text.split(f"\n## {command}\n")[1].split("\n## ")[0]
         options = set(

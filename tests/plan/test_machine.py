@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(change, why, cap
     for _ in range(3):
         assert _machine.machine() == _machine.built_in()
     (warning,) = [one.message for one in caplog.records]
-    assert "is ignored, built-in constants are used: " in warning and "`hybridmf tune --calibrate`" in warning
+    assert "is ignored, built-in constants are used: " in warning and "`hybridmf tune-kernels --calibrate`" in warning
     assert why in warning
     if path.is_file():
         _machine.save(measured(), {"name": "Some GPU"})  # measured anew

@@ -318,7 +318,7 @@ def test_one_price_of_one_gpu_and_of_several() -> None:
 
 @pytest.mark.usefixtures("own_cache")
 def test_measured_constants_reach_every_partition() -> None:
-    """`hybridmf tune --calibrate` keeps them; plans of GPUs that are there and of machines that are not read them."""
+    """`hybridmf tune-kernels --calibrate` keeps them; all plans read them, also of machines that are not there."""
 
     def partitions() -> list[ScalePlan]:
         fit = plan_of(hmf.ExplicitALS(100, biases=False, device=["cuda:0", "cuda:1"]), GPU, **SIZES)

@@ -98,7 +98,7 @@ def test_files_that_are_no_tables_are_ignored_with_a_warning(content: bytes, cap
     with caplog.at_level(logging.WARNING, "hybridmf"):
         assert SyrkConfig.default(64, 4, H200) == SyrkConfig.rule(64, 4, H200)
         assert SyrkConfig.default(32, 4, H200) == SyrkConfig.rule(32, 4, H200)
-    assert len(caplog.records) == 1 and "hybridmf tune" in caplog.text and str(path) in caplog.text
+    assert len(caplog.records) == 1 and "hybridmf tune-kernels" in caplog.text and str(path) in caplog.text
     tables.store(table([entry(**SYRK)]), path)  # writes it anew
     assert SyrkConfig.default(64, 4, H200).kb == SYRK["kb"]
 

@@ -1,4 +1,4 @@
-"""``hybridmf tune``: measure kernels, or the machine for the cost model."""
+"""``hybridmf tune-kernels``: measure kernels, or the machine for the cost model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .options import check_folder, debug_option, examples, output_option
 
 
 @click.command(
-    "tune",
+    "tune-kernels",
     epilog=examples(
-        "hybridmf tune",
-        "hybridmf tune --kernel fused --factors 50,80 --budget 60",
-        "hybridmf tune --calibrate",
-        "hybridmf tune --compile --factors 64",
+        "hybridmf tune-kernels",
+        "hybridmf tune-kernels --kernel fused --factors 50,80 --budget 60",
+        "hybridmf tune-kernels --calibrate",
+        "hybridmf tune-kernels --compile --factors 64",
     ),
 )
 @click.option(
@@ -92,7 +92,7 @@ def _run_tuning(
         device = open_device()
     except DeviceError as error:
         raise DeviceError(
-            f"tune measures kernels on a GPU, and none can be used here: {error}. (tune --calibrate works without one)"
+            f"tune-kernels needs a GPU, and none can be used here: {error}. (with --calibrate, it works without one)"
         ) from error
     gpu = tables.Gpu.of(device.spec)
     path = tables.user_file(device.spec) if output is None else Path(output)

@@ -1,4 +1,4 @@
-"""`hybridmf tune`: stored results, interruptions, errors."""
+"""`hybridmf tune-kernels`: stored results, interruptions, errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_tables")
 
 
 def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(main, ["tune", *arguments])
+    return CliRunner().invoke(main, ["tune-kernels", *arguments])
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_without_a_gpu_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("hybridmf.device.cuda.open_device", none)
     result = invoke()
     assert result.exit_code == 2
-    assert "tune measures kernels on a GPU, and none can be used here: there is no NVIDIA driver" in result.output
+    assert "tune-kernels needs a GPU, and none can be used here: there is no NVIDIA driver" in result.output
 
 
 @pytest.mark.parametrize(
