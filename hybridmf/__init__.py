@@ -17,7 +17,7 @@ from ._version import __version__ as __version__
 _public, _, _names = lazy_loader.attach_stub(__name__, __file__)
 __all__ = ["__version__", *_names]
 
-_MODULES = ("als", "ann", "ccd", "compat", "dask", "ratings", "sgd")
+_MODULES = ("als", "ann", "ccd", "compat", "dask", "ratings", "sgd", "testing")
 """Public modules that are not imported with the package: their contents are public, and Dask is optional."""
 
 
