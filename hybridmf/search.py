@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -639,7 +639,8 @@ def search(
     space : dict, optional
         By the name of each parameter, a list of values or a bounded distribution of scipy.stats, such as
         ``{"regularization": loguniform(0.01, 10), "factors": [32, 64, 128]}``. The values of "factors" are searched
-        from the lowest on. Default: lambda, nu and, of `ImplicitALS`, the weights, at 64 factors, then 128 to 1024.
+        from the lowest on; named alone, they leave the others as by default: lambda, nu and, of `ImplicitALS`, the
+        weights, at 64 factors, then 128 to 1024.
     metric : str, optional
         A metric of `evaluate`: "ndcg@10" by default for implicit feedback, "rmse" for explicit.
     budget : str or float, optional
@@ -684,7 +685,12 @@ def search(
     if estimator.random_state is None:
         estimator = unfitted(estimator, random_state=int(rng.integers(2**31)))
     everything, ratings, held_out = _parts(train, validation, estimator, unknown, int(rng.integers(2**31)))
-    chosen = default_space(estimator, ratings.user_items) if space is None else given_space(space, estimator)
+    usual, chosen = (
+        default_space(estimator, ratings.user_items),
+        None if space is None else given_space(space, estimator),
+    )
+    if chosen is None or not chosen.dimensions:
+        chosen = usual if chosen is None else replace(usual, ranks=chosen.ranks)
     prepared = _prepared(ratings, unfitted(estimator, factors=chosen.ranks[0]), limits)
     bar = progress_bar(limits.trials or 0, show_progress, unit="trial", desc="search")
 

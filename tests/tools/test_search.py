@@ -116,7 +116,9 @@ def test_a_space_of_lists_and_distributions(plays):
             assert trial.params["unobserved_weight"] in (0.05, 0.2) and trial.params["alpha"] == 0
     ranks = [trial.params["factors"] for trial in found.trials]
     assert set(ranks) <= {4, 8} and ranks == sorted(ranks)
-    assert hmf.search(plays, space={"factors": [4, 8]}, trials=4, random_state=0).best_params["factors"] in (4, 8)
+    ranks_only = hmf.search(plays, space={"factors": [4, 8]}, trials=6, random_state=0)
+    assert {trial.params["factors"] for trial in ranks_only.trials} == {4, 8}
+    assert "regularization" in ranks_only.trials[1].params
 
 
 def test_parameters_of_the_given_estimator_stay(plays):

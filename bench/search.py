@@ -1,0 +1,212 @@
+"""Searches of hyperparameters: seconds to within 1 % of the best validation NDCG@10, beside other libraries.
+
+    python bench/search.py --data FOLDER                          Last.fm 2K and ML-1M, five seeds, 60 s each
+    python bench/search.py --data FOLDER --set lastfm-2k --seconds 20 --seeds 1
+    python bench/search.py --report                               the table of docs/tuning.md, from the newest lines
+
+A fifth of the entries is held out for validation; values count by their sign only. All models have 64 factors and are
+exact, and all values are NDCG@10 of all users with held-out entries. The space has lambda and the weight of unobserved
+pairs, with nu = 1 as in irspack's own tuner, which prunes and evaluates by itself, and nu = 0 for `implicit`, which has
+no other. "hmf.search" alone searches its default space. "Best" is the best of all searches of a set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import scipy.sparse as sp
+from common import RESULTS, median, record
+from scipy.stats import loguniform
+
+import hybridmf as hmf
+
+FACTORS = 64
+WITHIN = 0.99
+SETS = ("lastfm-2k", "ml-1m")
+FILES = {"lastfm-2k": "lastfm-2k/user_artists.dat.gz", "ml-1m": "ml-1m/ratings_no_timestamps.dat.gz"}
+
+Trace = list[tuple[float, float]]
+"""Seconds from the start and value of each evaluation on all users."""
+
+
+def value_of(model: Any, train: sp.csr_array, validation: sp.csr_array) -> float:
+    """NDCG@10 on all validation users."""
+    return float(hmf.evaluate(model, validation, train=train, metrics="ndcg@10")["ndcg@10"])
+
+
+def ours(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int) -> Trace:
+    """hmf.search at one rank."""
+    found = hmf.search(train, validation, space={"factors": [FACTORS]}, budget=seconds, random_state=seed)
+    return [(each.finished, each.value) for each in found.trials if each.state == "complete" and each.value is not None]
+
+
+def ours_in_the_same_space(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int) -> Trace:
+    """hmf.search over what Optuna and irspack draw."""
+    model = hmf.ImplicitALS(FACTORS, alpha=0.0, regularization_scaling="count", count_unobserved=True)
+    space = {"unobserved_weight": loguniform(3e-3, 1), "regularization": loguniform(1e-4, 1e-1)}
+    found = hmf.search(train, validation, model=model, space=space, budget=seconds, random_state=seed)
+    return [(each.finished, each.value) for each in found.trials if each.state == "complete" and each.value is not None]
+
+
+def optuna_study(objective: Callable[[Any], float], seconds: float, seed: int) -> Trace:
+    """The values of a study with the sampler TPE."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    started, trace = time.perf_counter(), []
+
+    def traced(trial: Any) -> float:
+        value = objective(trial)
+        trace.append((time.perf_counter() - started, value))
+        return value
+
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    study.optimize(traced, timeout=seconds)
+    return trace
+
+
+def optuna_hybridmf(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int) -> Trace:
+    """Optuna over whole fits of hybridmf, each of which reads the matrix."""
+
+    def objective(trial: Any) -> float:
+        model = hmf.ImplicitALS(
+            FACTORS,
+            alpha=0.0,
+            unobserved_weight=trial.suggest_float("unobserved_weight", 3e-3, 1, log=True),
+            regularization=trial.suggest_float("regularization", 1e-4, 1e-1, log=True),
+            regularization_scaling="count",
+            count_unobserved=True,
+            random_state=seed,
+        )
+        return value_of(model.fit(train), train, validation)
+
+    return optuna_study(objective, seconds, seed)
+
+
+def optuna_implicit(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int) -> Trace:
+    """Optuna over fits of implicit: confidence 1 / w and lambda / w are our weight w and lambda."""
+    from implicit.cpu.als import AlternatingLeastSquares
+    from threadpoolctl import threadpool_limits
+
+    liked = sp.csr_matrix(train)
+
+    def objective(trial: Any) -> float:
+        weight = trial.suggest_float("unobserved_weight", 3e-3, 1, log=True)
+        penalty = trial.suggest_float("regularization", 0.3, 100, log=True)
+        model = AlternatingLeastSquares(
+            FACTORS, regularization=penalty / weight, alpha=1 / weight, iterations=10, use_cg=False, random_state=seed
+        )
+        model.fit(liked, show_progress=False)
+        return value_of(model, train, validation)
+
+    with threadpool_limits(1, user_api="blas"):
+        return optuna_study(objective, seconds, seed)
+
+
+def irspack_tune(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int) -> Trace:
+    """irspack's own tuner, with pruning; its values are those of its evaluator, which the last line compares."""
+    import optuna
+    from irspack import Evaluator, IALSRecommender
+
+    logging.getLogger("irspack").setLevel(logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    evaluator = Evaluator(sp.csr_matrix(validation), cutoff=10, target_metric="ndcg", n_threads=os.cpu_count())
+    study = optuna.create_study(direction="minimize", sampler=optuna.samplers.TPESampler(seed=seed))
+    started = time.time()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        IALSRecommender.tune(
+            sp.csr_matrix(train),
+            evaluator,
+            study=study,
+            n_trials=10_000,
+            timeout=math.ceil(seconds),
+            n_components=FACTORS,
+            solver_type="CHOLESKY",
+            n_threads=os.cpu_count(),
+            logger=logging.getLogger("irspack"),
+        )
+    complete = [each for each in study.trials if each.value is not None and each.datetime_complete is not None]
+    return [(each.datetime_complete.timestamp() - started, -each.value) for each in complete]
+
+
+METHODS: dict[str, Callable[..., Trace]] = {
+    "hmf.search": ours,
+    "hmf.search, the same space": ours_in_the_same_space,
+    "Optuna, hybridmf": optuna_hybridmf,
+    "Optuna, implicit": optuna_implicit,
+    "irspack's tuner": irspack_tune,
+}
+
+
+def seconds_to(trace: Trace, target: float) -> float | None:
+    """Seconds until a value reaches the target; None if none does."""
+    return next((seconds for seconds, value in sorted(trace) if value >= target), None)
+
+
+def report() -> str:
+    """Median seconds of the lines measured last, and the best values."""
+    newest: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for text in (RESULTS / "search.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        newest[line["set"], line["seed"], line["method"]] = line
+    rows = [
+        "| set | search | best NDCG@10 | median seconds to within 1 % | runs that reach it |",
+        "|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(key[0] for key in newest):
+        of_set = {key: line for key, line in newest.items() if key[0] == name}
+        best = max(value for line in of_set.values() for _, value in line["trace"])
+        for method in METHODS:
+            lines = [line for key, line in of_set.items() if key[2] == method]
+            if not lines:
+                continue
+            times = [seconds_to([tuple(each) for each in line["trace"]], WITHIN * best) for line in lines]
+            reached = [each for each in times if each is not None]
+            middle = median([math.inf if each is None else each for each in times])
+            shown = f"{middle:.1f}" if math.isfinite(middle) else f"> {lines[0]['seconds']:g}"
+            top = median([max((value for _, value in line["trace"]), default=math.nan) for line in lines])
+            rows.append(f"| {name} | {method} | {top:.4f} | {shown} | {len(reached)} of {len(lines)} |")
+    return "\n".join(rows)
+
+
+@click.command(help=__doc__.split("\n\n")[0] if __doc__ else None)
+@click.option("--data", type=click.Path(path_type=Path), help="Folder with lastfm-2k and ml-1m.")
+@click.option("--set", "sets", multiple=True, type=click.Choice(SETS))
+@click.option("--method", "methods", multiple=True, type=click.Choice(list(METHODS)))
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="Of each search.")
+@click.option("--seeds", type=int, default=5, show_default=True)
+@click.option("--report", "reports", is_flag=True)
+def main(
+    data: Path | None, sets: tuple[str, ...], methods: tuple[str, ...], seconds: float, seeds: int, reports: bool
+) -> None:
+    if reports:
+        click.echo(report())
+        return
+    if data is None:
+        raise click.UsageError("give --data FOLDER")
+    logging.getLogger("hybridmf").setLevel(logging.ERROR)
+    for name in sets or SETS:
+        ratings = hmf.Ratings.from_file(data / FILES[name]).binarize()
+        train, validation = (part.user_items for part in hmf.split(ratings, 0.2, random_state=0))
+        for seed in range(seeds):
+            for method in methods or METHODS:
+                trace = METHODS[method](train, validation, seconds, seed)
+                best = max((value for _, value in trace), default=math.nan)
+                click.echo(f"{name} seed {seed} {method}: {len(trace)} values, best {best:.4f}")
+                line = {"bench": "search", "set": name, "seed": seed, "method": method, "seconds": seconds}
+                record("search", line | {"factors": FACTORS, "trace": np.round(trace, 5).tolist()})
+
+
+if __name__ == "__main__":
+    main()
