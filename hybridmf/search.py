@@ -200,7 +200,7 @@ class SearchResult:
         if isinstance(self.best, PopularityRecommender):
             return "hmf.metrics.PopularityRecommender().fit(ratings)"
         given = _given(self.best)
-        arguments = ", ".join(f"{name}={_plain(value)!r}" for name, value in given.items())
+        arguments = ", ".join(f"{name}={_literal(value)!r}" for name, value in given.items())
         return f"hmf.{type(self.best).__name__}({arguments}).fit(ratings)"
 
     def _repr_html_(self) -> str:
@@ -218,6 +218,11 @@ class SearchResult:
 def _plain(value: Any) -> Any:
     """A NumPy scalar as a Python number."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _literal(value: Any) -> Any:
+    """A value whose repr is Python code: types of NumPy by their names."""
+    return np.dtype(value).name if isinstance(value, (type, np.dtype)) else _plain(value)
 
 
 def _given(model: Any) -> dict[str, Any]:
@@ -290,8 +295,10 @@ class Space:
 def given_space(space: Mapping[str, Any], model: FactorModel) -> Space:
     """The caller's space, each of whose values the estimator accepts."""
     known = [name for name in model.get_params() if name not in NOT_SEARCHED]
+    if not isinstance(space, Mapping):
+        raise TypeError(f'space must be a dict such as {{"regularization": [0.1, 1, 10]}}, got {space!r}')
     dimensions: dict[str, Values] = {}
-    for name, values in dict(space).items():
+    for name, values in space.items():
         if name not in known:
             raise ValueError(f"space has {name!r}, which is no parameter to search; known are {', '.join(known)}")
         if isinstance(values, np.ndarray):
@@ -301,7 +308,7 @@ def given_space(space: Mapping[str, Any], model: FactorModel) -> Space:
         if hasattr(values, "ppf"):
             edges = [value_at(values, 0.0), value_at(values, 1.0)]
         elif isinstance(values, Sequence) and not isinstance(values, (str, bytes)) and len(values):
-            edges = list(values)
+            edges = values = [_plain(value) for value in values]
         else:
             raise TypeError(
                 f"space[{name!r}] must be a list of values or a distribution of scipy.stats, such as "
@@ -786,8 +793,21 @@ def _parts(train: Any, validation: Any, model: FactorModel, unknown: str, seed: 
     held_out = check_validation(validation, labels, ratings.shape, model._objective(), unknown)
     assert held_out is not None
     added = keep_entries(held_out, ~entries_in(held_out, ratings.user_items))
-    everything = Ratings(sp.csr_array(ratings.user_items + added), *labels)
+    everything = Ratings(_joined(ratings.user_items, added), *labels)
     return everything, train if isinstance(train, PreparedRatings) else ratings, held_out
+
+
+def _joined(one: sp.csr_array, other: sp.csr_array) -> sp.csr_array:
+    """The entries of two matrices without common ones; a sum would lose stored zeros, which are ratings."""
+    rows, columns, values = (
+        np.concatenate(pair)
+        for pair in (
+            (entry_rows(one), entry_rows(other)),
+            (one.indices, other.indices),
+            (one.data, other.data),
+        )
+    )
+    return sp.csr_array((values, (rows, columns)), shape=one.shape)
 
 
 def _prepared(ratings: Any, model: FactorModel, limits: Budget) -> PreparedRatings:

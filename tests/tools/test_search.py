@@ -79,6 +79,31 @@ def test_the_winner_is_fitted_on_all_ratings(plays):
     assert hmf.search(both, validation, trials=2, random_state=0).best._learned.seen.nnz == plays.nnz
 
 
+def test_ratings_of_zero_stay_in_the_fit_on_all_ratings():
+    centred = hmf.datasets.synthetic("ml-1m", scale=0.05, seed=0).user_items.copy()
+    centred.data -= 3
+    assert np.any(centred.data == 0)
+    train, validation = hmf.split(hmf.Ratings(centred), 0.1, 0)
+    found = hmf.search(train, validation, model=hmf.ExplicitALS(8), trials=2, random_state=0)
+    assert found.best._learned.seen.nnz == centred.nnz
+    again = eval(found.code(), {"hmf": hmf, "ratings": hmf.Ratings(centred)})
+    np.testing.assert_array_equal(again.item_factors_, found.best.item_factors_)
+
+
+def test_numpy_values_in_a_space_give_code_that_runs():
+    stars = hmf.datasets.synthetic("ml-1m", scale=0.05, seed=0)
+    space = {"factors": [np.int64(8)]}
+    found = hmf.search(stars, model=hmf.ExplicitALS(dtype=np.float64), space=space, trials=2, random_state=0)
+    assert type(found.best_params["factors"]) is int
+    again = eval(found.code(), {"hmf": hmf, "ratings": stars})
+    np.testing.assert_array_equal(again.item_factors_, found.best.item_factors_)
+
+
+def test_a_space_that_is_no_dict_is_an_error(plays):
+    with pytest.raises(TypeError, match=r"space must be a dict such as .* got 'x'"):
+        hmf.search(plays, space="x")
+
+
 def test_labels_of_the_validation_set_decide_and_not_positions(plays):
     train, validation = hmf.split(plays, 0.2, 0)
     names = [f"user {k}" for k in range(train.shape[0])]
