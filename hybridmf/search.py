@@ -131,7 +131,8 @@ class SearchResult:
         Its metric on the validation users, before the fit on all ratings.
     metric : str
     default_value, popularity_value : float or None
-        The same metric of the given model with its own parameters (None if it failed), and of the most popular items
+        The same metric of the given model with its own parameters, at the lowest rank of the space (None if it failed),
+        and of the most popular items
         (for "rmse" and "mae": of the damped means of the items).
     trials : tuple of Trial
         In the order of their starts.
