@@ -18,6 +18,7 @@ import numpy as np
 from .als import ExplicitALS, ImplicitALS
 from .ccd import CCD
 from .core.files import write_atomically
+from .core.frames import pandas_frame
 from .core.objective import Objective
 from .core.progress import progress_bar
 from .core.table import format_table
@@ -351,11 +352,7 @@ class Comparison:
         ImportError
             pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("to_frame needs pandas: pip install pandas; or use to_json()") from error
-        return pandas.DataFrame([run.as_dict() for run in self.runs])
+        return pandas_frame([run.as_dict() for run in self.runs], "use to_json()")
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return everything as JSON; if `path` is given, also write it to a file, atomically."""

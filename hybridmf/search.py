@@ -24,6 +24,7 @@ from scipy.stats import loguniform, qmc
 
 from .als import ExplicitALS, ImplicitALS
 from .core.files import write_atomically
+from .core.frames import pandas_frame
 from .core.objective import SIDES, Side, default_implicit_lambda
 from .core.progress import progress_bar
 from .core.sparse import entries_in, entry_rows, keep_entries
@@ -168,11 +169,7 @@ class SearchResult:
         ImportError
             pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("to_frame needs pandas: pip install pandas; or use to_json_lines()") from error
-        return pandas.DataFrame([trial.as_dict() for trial in self.trials])
+        return pandas_frame([trial.as_dict() for trial in self.trials], "use to_json_lines()")
 
     def to_json_lines(self, path: str | os.PathLike[str] | None = None) -> str:
         """One JSON object for each trial, one a line; if `path` is given, also written to a file, atomically."""
@@ -361,13 +358,15 @@ def default_space(model: FactorModel, matrix: sp.csr_array) -> Space:
     }
     own = model.get_params()
 
+    usual_lambda = default_implicit_lambda(degrees)["regularization"] if implicit else 0.0
+
     def implicit_params(drawn: dict[str, Any]) -> dict[str, Any]:
         values = usual | {name: own[name] for name in fixed if name in usual} | drawn
         weight, nu = values["unobserved_weight"], values["nu"]
         counts = [degrees[side] + weight * size for side, size in zip(SIDES, matrix.shape[::-1], strict=True)]
         factor = math.sqrt(math.prod(float(np.mean(count**nu)) for count in counts))
         found = {
-            "regularization": _short(values["strength"] * default_implicit_lambda(degrees)["regularization"] / factor),
+            "regularization": _short(values["strength"] * usual_lambda / factor),
             "unobserved_weight": _short(weight),
             "alpha": _short(values["alpha"]) if values["alpha"] >= 0.01 else 0.0,
             "regularization_scaling": nu,
@@ -455,8 +454,7 @@ class Searcher:
     def run(self) -> None:
         """All stages, until the budget is used up or nothing gets better."""
         own = self.start(self.space.ranks[0], self.space.first, {})
-        for rung in range(len(RUNGS)):
-            self.advance(own, rung)
+        all(self.advance(own, rung) for rung in range(len(RUNGS)))  # until one fails
         if self.points is not None:
             self._explore()
         self._climb()
@@ -631,8 +629,9 @@ def search(
 
     Settings are drawn at a low rank, and by successive halving the best of them get more iterations and are evaluated
     on more of the validation users. The best one and its neighbours are then fitted at higher ranks, as long as that
-    helps. Trials share the checked, transposed and (on a GPU) uploaded ratings, and continue where they stopped. The
-    given model with its own parameters is the first trial, and popularity is compared with the best.
+    helps. Trials share the checked, transposed and (on a GPU) uploaded ratings, and continue where they stopped; those
+    of `SGD`, whose learning rates depend on the iteration, start again. The given model with its own parameters is the
+    first trial, and popularity is compared with the best.
 
     Parameters
     ----------
@@ -693,11 +692,9 @@ def search(
     if estimator.random_state is None:
         estimator = unfitted(estimator, random_state=int(rng.integers(2**31)))
     everything, ratings, held_out = _parts(train, validation, estimator, unknown, int(rng.integers(2**31)))
-    usual, chosen = (
-        default_space(estimator, ratings.user_items),
-        None if space is None else given_space(space, estimator),
-    )
+    chosen = None if space is None else given_space(space, estimator)
     if chosen is None or not chosen.dimensions:
+        usual = default_space(estimator, ratings.user_items)
         chosen = usual if chosen is None else replace(usual, ranks=chosen.ranks)
     prepared = _prepared(ratings, unfitted(estimator, factors=chosen.ranks[0]), limits)
     bar = progress_bar(limits.trials or 0, show_progress, unit="trial", desc="search")

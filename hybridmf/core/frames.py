@@ -37,6 +37,15 @@ def import_before_arrow() -> None:
         import pandas  # noqa: F401
 
 
+def pandas_frame(rows: list[dict[str, Any]], otherwise: str) -> Any:
+    """A pandas data frame of a table of results; `otherwise` is what works without pandas."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError(f"to_frame needs pandas: pip install pandas; or {otherwise}") from error
+    return pandas.DataFrame(rows)
+
+
 def make_frame(columns: dict[str, np.ndarray], kind: str) -> Any:
     """A frame of the library `kind`."""
     import narwhals as nw

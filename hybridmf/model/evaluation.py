@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.frames import pandas_frame
 from ..core.table import format_table
 from ..core.validate import check_int, check_real
 
@@ -153,18 +154,12 @@ class Evaluations(dict[str, Evaluation]):
         ImportError
             pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("to_frame needs pandas: pip install pandas; or read the values, a dict") from error
         names = ("model", "metric", "value", "low", "high", "difference", "difference_low", "difference_high")
-        return pandas.DataFrame(
-            [
-                (name, metric, value, *_bounds(interval)[1:], *_bounds(difference))
-                for name, metric, value, interval, difference in self._rows()
-            ],
-            columns=list(names),
-        )
+        rows = [
+            (name, metric, value, *_bounds(interval)[1:], *_bounds(difference))
+            for name, metric, value, interval, difference in self._rows()
+        ]
+        return pandas_frame([dict(zip(names, row, strict=True)) for row in rows], "read the values, a dict")
 
     def _rows(self) -> Iterator[tuple[str, str, float, Interval | None, Interval | None]]:
         """Model, metric, value, interval, and difference to the first model; None where there is none."""

@@ -180,6 +180,22 @@ def test_a_trial_that_fails_is_recorded_and_the_others_go_on(stars):
         hmf.search(stars, model=model, space={"cg_steps": [3, 4]}, trials=3, random_state=0)
 
 
+def test_a_trial_that_has_failed_does_not_go_on(plays, monkeypatch):
+    """Also the first one, whose later rungs would succeed here."""
+    measured, calls = Searcher.measured, iter(range(100))
+
+    def failing(self: Searcher, *args: Any) -> float:
+        if next(calls) == 1:  # after that of popularity
+            raise hmf.errors.NonFiniteError("once")
+        return measured(self, *args)
+
+    monkeypatch.setattr(Searcher, "measured", failing)
+    found = hmf.search(plays, trials=6, random_state=0)
+    first = found.trials[0]
+    assert (first.state, first.value, first.reason) == ("failed", None, "NonFiniteError: once")
+    assert found.default_value is None and "failed" in str(found)
+
+
 def test_popularity_wins_where_there_are_no_tastes(caplog):
     rng = np.random.default_rng(0)
     likes = sp.csr_array((rng.random((400, 60)) < 0.6 / np.sqrt(1 + np.arange(60))).astype(float))
