@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse as sp
-from scipy.stats import loguniform, qmc
+from scipy.stats import loguniform, qmc, rv_continuous, rv_discrete
 
 from .als import ExplicitALS, ImplicitALS
 from .core.files import write_atomically
@@ -34,9 +35,11 @@ from .metrics import _checked_names, _measure
 from .model.base import FactorModel
 from .model.early_stopping import LOWER_IS_BETTER
 from .model.estimator import unfitted
+from .model.fit import Fit, Options
 from .model.loop import check_validation
 from .model.popularity import PopularityRecommender
 from .model.prepared import PreparedRatings
+from .model.training import LocalRatings
 from .plan.make import plan_for
 from .ratings import Ratings, as_ratings, split
 from .sgd import SGD
@@ -68,6 +71,9 @@ WIDTHS = (0.2, 0.1, 0.05, 0.025)
 """Standard deviation of neighbours of the best point of the unit cube, bracket by bracket."""
 
 BUDGET = "2min"
+
+BY = '"ndcg@k", "recall@k", "precision@k", "map@k", "rmse" or "mae"'
+"""Metrics to search by."""
 
 MODELS: dict[str, type[FactorModel]] = {"implicit": ImplicitALS, "explicit": ExplicitALS}
 
@@ -194,11 +200,12 @@ class SearchResult:
         return figure
 
     def code(self) -> str:
-        """Python code that makes the winner and fits it on `ratings`."""
+        """Python code that makes the winner and fits it on `ratings`; `init` there is that of the searched model."""
         if isinstance(self.best, PopularityRecommender):
             return "hmf.metrics.PopularityRecommender().fit(ratings)"
         given = _given(self.best)
-        arguments = ", ".join(f"{name}={_literal(value)!r}" for name, value in given.items())
+        texts = {name: "init" if name == "init" else repr(_literal(value)) for name, value in given.items()}
+        arguments = ", ".join(f"{name}={text}" for name, text in texts.items())
         return f"hmf.{type(self.best).__name__}({arguments}).fit(ratings)"
 
     def _repr_html_(self) -> str:
@@ -299,10 +306,14 @@ def given_space(space: Mapping[str, Any], model: FactorModel) -> Space:
     for name, values in space.items():
         if name not in known:
             raise ValueError(f"space has {name!r}, which is no parameter to search; known are {', '.join(known)}")
-        if isinstance(values, np.ndarray):
+        if isinstance(values, np.ndarray) and values.ndim == 1:
             values = values.tolist()
         if name == "factors" and hasattr(values, "ppf"):
             raise TypeError("space['factors'] must be a list of ranks, which are searched from the lowest on")
+        if isinstance(values, (rv_continuous, rv_discrete)):
+            raise TypeError(
+                f"space[{name!r}] is a family of distributions without parameters; give them, as in loguniform(0.01, 1)"
+            )
         if hasattr(values, "ppf"):
             edges = [value_at(values, 0.0), value_at(values, 1.0)]
         elif isinstance(values, Sequence) and not isinstance(values, (str, bytes)) and len(values):
@@ -385,7 +396,7 @@ def default_space(model: FactorModel, matrix: sp.csr_array) -> Space:
         return found | ({"regularization_scaling": nu} if "nu" in drawn else {})
 
     ranks = [rank for rank in LADDER if rank <= max(LADDER[0], min(matrix.shape) // 2)]
-    if "factors" in fixed:
+    if "factors" in fixed or own["init"] is not None:  # which has this rank
         ranks = [own["factors"]]
     return Space(ranks, dimensions, first, implicit_params if implicit else explicit_params)
 
@@ -500,11 +511,9 @@ class Searcher:
         return trial.state != "failed"
 
     def _fitted(self, trial: Trial, iterations: int) -> Any:
-        """A trial's model after so many iterations. ALS and CCD continue from its factors, which are their state."""
-        params = trial.params | {"iterations": iterations}
-        if trial._model is not None and not isinstance(self.model, SGD):
-            params |= {"iterations": iterations - trial.iterations, "init": trial._model}
-        return unfitted(self.model, **params).fit(self.prepared)
+        """A trial's model after so many iterations; it goes on where it stopped."""
+        model = unfitted(self.model, **trial.params | {"iterations": iterations})
+        return Fit(model, LocalRatings(model, self.prepared), Options(continued=trial._model)).run()
 
     def _order(self, trial: Trial) -> float:
         """Lower is better."""
@@ -602,13 +611,17 @@ class Searcher:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the log messages of the trials' fits, such as factors that have shrunk to zero."""
-    before = logger.disabled
-    logger.disabled = True
+    """Without the log messages of fits in this thread, such as factors that have shrunk to zero."""
+    own = threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != own
+
+    logger.addFilter(of_others)
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.removeFilter(of_others)
 
 
 def search(
@@ -629,9 +642,8 @@ def search(
 
     Settings are drawn at a low rank, and by successive halving the best of them get more iterations and are evaluated
     on more of the validation users. The best one and its neighbours are then fitted at higher ranks, as long as that
-    helps. Trials share the checked, transposed and (on a GPU) uploaded ratings, and continue where they stopped; those
-    of `SGD`, whose learning rates depend on the iteration, start again. The given model with its own parameters is the
-    first trial, and popularity is compared with the best.
+    helps. Trials share the checked, transposed and (on a GPU) uploaded ratings, and continue where they stopped. The
+    given model with its own parameters is the first trial, and popularity is compared with the best.
 
     Parameters
     ----------
@@ -644,7 +656,7 @@ def search(
         `ImplicitALS()`, `ExplicitALS()`, or an estimator that is not fitted. Parameters of an estimator that differ
         from the defaults of its class are kept unless `space` names them.
     space : dict, optional
-        By the name of each parameter, a list of values or a bounded distribution of scipy.stats, such as
+        By the name of each parameter, a list of values or a distribution of scipy.stats, such as
         ``{"regularization": loguniform(0.01, 10), "factors": [32, 64, 128]}``. The values of "factors" are searched
         from the lowest on; named alone, they leave the others as by default: lambda, nu and, of `ImplicitALS`, the
         weights, at 64 factors, then 128 to 1024.
@@ -752,12 +764,12 @@ def _metric(metric: Any, model: FactorModel) -> str:
         raise TypeError(f'metric must be one name such as "ndcg@10", got {metric!r}')
     try:
         (name,) = _checked_names(metric)
-    except ValueError as error:
-        raise ValueError(str(error).replace("metrics has", "metric is", 1)) from None
+    except ValueError:
+        raise ValueError(f"metric={metric!r} is unknown; search by {BY}") from None
     if implicit and name in LOWER_IS_BETTER:
         raise ValueError(f'metric={name!r} compares predicted ratings, and implicit models rank; use "ndcg@10"')
     if name.startswith(("novelty", "coverage")) or name == "auc":
-        raise ValueError(f'metric={name!r} is not one to search by; use "ndcg@k", "recall@k", "map@k" or "rmse"')
+        raise ValueError(f"metric={name!r} is not one to search by; use {BY}")
     return name
 
 
@@ -790,8 +802,18 @@ def _parts(train: Any, validation: Any, model: FactorModel, unknown: str, seed: 
         return given, known, held_out
     held_out = check_validation(validation, labels, ratings.shape, model._objective(), unknown)
     assert held_out is not None
-    added = keep_entries(held_out, ~entries_in(held_out, ratings.user_items))
-    everything = Ratings(_joined(ratings.user_items, added), *labels)
+    new = ~entries_in(held_out, ratings.user_items)
+    if not np.any(new & (held_out.data > 0 if isinstance(model, ImplicitALS) else True)):
+        raise ValueError(
+            f"all {held_out.nnz} entries of validation are in train as well, so there is nothing to select by; give "
+            "entries that train lacks (hybridmf.split), or leave validation out"
+        )
+    if not np.all(new):
+        logger.warning(
+            "%d of %d entries of validation are in train as well, and do not count", np.count_nonzero(~new), len(new)
+        )
+    held_out = keep_entries(held_out, new)
+    everything = Ratings(_joined(ratings.user_items, held_out), *labels)
     return everything, train if isinstance(train, PreparedRatings) else ratings, held_out
 
 

@@ -60,6 +60,8 @@ class Options:
     validate_every: int = 1
     track_objective: bool = False
     """Compute the objective even without observers."""
+    continued: Any = None
+    """A model of the same ratings and parameters whose iterations these continue, as a checkpoint's would."""
 
     def __post_init__(self) -> None:
         check_bool("show_progress", self.show_progress)
@@ -159,15 +161,20 @@ class Fit:
         model, source = self.model, self.source
         resumed, data = self._resumed(plan)
         summary: dict[str, Any] = {"n_iter": 0, "history": []} if resumed is None else resumed.summary
+        if self.options.continued is not None:
+            known = self.options.continued._learned
+            summary = {"n_iter": known.n_iter, "history": known.history}
         self.completed, self.history = agreed(self.communicator, int(summary["n_iter"])), list(summary["history"])
         if self.first:
             log_empty_rows(*(source.degrees[side] for side in SIDES))
         check_preferences(self.objective, source.value_range)
         spread = source.spread(self.objective)
         self.objective = model._objective(spread, source.degrees).for_shape(source.shape)
-        if self.options.resume_from is None:
+        if self.options.continued is not None:
+            state: State = known.state
+        elif self.options.resume_from is None:
             seed = agreed(self.communicator, seed_of(model.random_state) if self.first else 0)
-            state: State = model._initial_state(source, plan, self.objective, self.init, seed)
+            state = model._initial_state(source, plan, self.objective, self.init, seed)
         else:
             state = source.shared(None if resumed is None else resumed.state, plan, self.objective)
         self.seed_bits = model._seed_bits(summary.get("seed_bits"))

@@ -28,10 +28,13 @@ def test_search_saves_the_best_model_of_all_ratings(folder, tmp_path):
 
 
 def test_search_as_json_by_a_file_of_held_out_ratings(folder, tmp_path):
-    out = tmp_path / "best.safetensors"
+    out, known, held_out = (tmp_path / name for name in ("best.safetensors", "known.csv", "held-out.csv"))
+    header, *lines = (folder / "ratings.csv").read_text().splitlines(keepends=True)
+    for path, part in ((known, [line for k, line in enumerate(lines) if k % 5]), (held_out, lines[::5])):
+        path.write_text("".join([header, *part]))
     arguments = [
         "search",
-        folder / "ratings.csv",
+        known,
         "-o",
         out,
         "--factors",
@@ -42,10 +45,11 @@ def test_search_as_json_by_a_file_of_held_out_ratings(folder, tmp_path):
         3,
         "--json",
     ]
-    facts = json.loads(succeed(*arguments, "--validation", folder / "ratings.csv"))
+    facts = json.loads(succeed(*arguments, "--validation", held_out))
     assert facts["model"] == "ExplicitALS" and facts["metric"] == "rmse" and facts["trials"] == 3
     assert facts["value"] <= facts["default"]
-    assert json.loads(succeed(*arguments, "--validation", 0.3))["value"] > facts["value"]  # those are training errors
+    assert json.loads(succeed(*arguments, "--validation", 0.3))["value"] != facts["value"]
+    assert "entries of validation are in train as well" in refuse(*arguments, "--validation", known)
 
 
 def test_search_refuses_what_cannot_work(folder, tmp_path, caplog):
@@ -55,7 +59,7 @@ def test_search_refuses_what_cannot_work(folder, tmp_path, caplog):
     assert "one trial takes about" in refuse("search", ratings, "-o", out, "--budget", "0.0001s")
     assert "is for explicit ratings" in refuse("search", ratings, "-o", out, "--model", "implicit", "--method", "sgd")
     assert "is a file that is read" in refuse("search", ratings, "-o", ratings)
-    assert "metric is 'best'" in refuse("search", ratings, "-o", out, "--metric", "best")
+    assert "metric='best' is unknown" in refuse("search", ratings, "-o", out, "--metric", "best")
     likes = np.argwhere(np.random.default_rng(0).random((400, 60)) < 0.6 / np.sqrt(1 + np.arange(60)))
     np.savetxt(tmp_path / "likes.csv", likes, "%d", ",", header="user,item", comments="")
     implicit = ["--model", "implicit", "--factors", 8, "--regularization", 0.001, "--alpha", 1, "--trials", 2]

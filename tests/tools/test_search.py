@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from scipy.stats import loguniform, randint
 
 import hybridmf as hmf
 from hybridmf.metrics import PopularityRecommender
-from hybridmf.search import RUNGS, Searcher, default_space, parse_seconds
+from hybridmf.search import RUNGS, Searcher, default_space, parse_seconds, quiet
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,14 @@ def test_the_best_is_the_best_complete_trial_and_no_worse_than_the_default_and_p
 
 @pytest.mark.parametrize(
     ("model", "metric"),
-    [(hmf.ImplicitALS(8), "ndcg@10"), (hmf.ExplicitALS(8), "rmse"), (hmf.SGD(8), "rmse"), (hmf.CCD(8), "rmse")],
+    [
+        (hmf.ImplicitALS(8), "ndcg@10"),
+        (hmf.ImplicitALS(16, solver="subspace", block_size=8), "ndcg@10"),
+        (hmf.ExplicitALS(8), "rmse"),
+        (hmf.SGD(8), "rmse"),
+        (hmf.SGD(8, rate_schedule="adagrad"), "rmse"),
+        (hmf.CCD(8), "rmse"),
+    ],
 )
 def test_trials_that_continue_are_those_that_never_stopped(model, metric, plays, stars):
     ratings = plays if metric == "ndcg@10" else stars
@@ -266,7 +274,7 @@ def test_budgets(text, seconds):
         ({"budget": -1}, ValueError, "budget"),
         ({"budget": 1e-4}, ValueError, "one trial takes about"),
         ({"trials": 0}, ValueError, "trials"),
-        ({"metric": "accuracy@3"}, ValueError, "metric is 'accuracy@3'; known are"),
+        ({"metric": "accuracy@3"}, ValueError, "metric='accuracy@3' is unknown; search by .ndcg@k"),
         ({"metric": "rmse"}, ValueError, "implicit models rank"),
         ({"metric": "coverage@10"}, ValueError, "not one to search by"),
         ({"metric": ["ndcg@5"]}, TypeError, "metric must be one name"),
@@ -278,6 +286,8 @@ def test_budgets(text, seconds):
             "space has 'lambda', which is no parameter to search; known are alpha",
         ),
         ({"space": {"alpha": []}}, TypeError, "must be a list of values or a distribution"),
+        ({"space": {"alpha": loguniform}}, TypeError, r"without parameters; give them, as in loguniform"),
+        ({"space": {"alpha": np.ones((2, 2))}}, TypeError, "must be a list of values or a distribution"),
         ({"space": {"alpha": 3.0}}, TypeError, "must be a list of values or a distribution"),
         ({"space": {"alpha": [-1.0]}}, ValueError, r"space\['alpha'\]: alpha must be"),
         ({"space": {"factors": randint(8, 64)}}, TypeError, "must be a list of ranks"),
@@ -294,6 +304,35 @@ def test_bad_arguments(options, error, message, plays, monkeypatch):
 def test_validation_users_without_entries(plays):
     with pytest.raises(ValueError, match="validation"):
         hmf.search(plays.user_items, sp.csr_array(plays.shape), trials=2)
+
+
+@pytest.mark.parametrize("model", ["implicit", "explicit"])
+def test_validation_entries_that_are_in_train_do_not_count(model, plays, caplog):
+    train, validation = hmf.split(plays, 0.2, 0)
+    with pytest.raises(ValueError, match=r"all \d+ entries of validation are in train as well"):
+        hmf.search(train, train, model=model, trials=2)
+    both = hmf.Ratings(
+        sp.csr_array(train.user_items[:, :50] @ sp.eye_array(50, train.shape[1]) + validation.user_items)
+    )
+    one, other = (hmf.search(train, each, model=model, trials=2, random_state=0) for each in (validation, both))
+    assert told(one) == told(other)
+    assert "of validation are in train as well, and do not count" in caplog.text
+
+
+def test_code_of_a_model_with_initial_factors(plays):
+    first = hmf.ImplicitALS(8, random_state=0).fit(plays)
+    found = hmf.search(plays, model=hmf.ImplicitALS(8, init=first), trials=3, random_state=0)
+    again = eval(found.code(), {"hmf": hmf, "ratings": plays, "init": first})
+    np.testing.assert_array_equal(again.item_factors_, found.best.item_factors_)
+
+
+def test_trials_silence_the_fits_of_their_thread_only(caplog):
+    with quiet():
+        logging.getLogger("hybridmf").warning("of a trial")
+        thread = threading.Thread(target=logging.getLogger("hybridmf").warning, args=("of another thread",))
+        thread.start()
+        thread.join()
+    assert caplog.messages == ["of another thread"]
 
 
 def test_a_real_set(data_dir):
