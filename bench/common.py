@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import freshness
 import numpy as np
 import scipy
 import scipy.sparse as sp
@@ -140,6 +141,7 @@ def record(file: str, line: dict[str, Any]) -> None:
         },
         "commit": commit(),
         "sources_sha256": sources_sha256(),
+        **freshness.stamp(file, line),
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     with open(RESULTS / f"{file}.jsonl", "a") as out:
