@@ -10,6 +10,7 @@ from .ccd import CCD as CCD
 from .compare import Comparison as Comparison
 from .compare import compare as compare
 from .data.convert import convert as convert
+from .data.features import Features as Features
 from .data.store import Store as Store
 from .metrics import evaluate as evaluate
 from .model.checkpoint import Checkpoint as Checkpoint
