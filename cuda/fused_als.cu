@@ -45,9 +45,6 @@
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM 3           // minimum resident blocks per multiprocessor; limits the registers of a thread
 #endif
-#ifndef KERNEL
-#define KERNEL 0                  // compile only 1 solve_rows, 2 assemble_segments or 3 solve_partials; 0: all
-#endif
 
 #define SOLVED_BY_SUMS (SOLVED_APART && SOLVER == 0)  // cholesky_sums.cu or nonnegative.cu solves the systems
 
@@ -366,7 +363,7 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
     }
 }
 
-#if !SOLVED_APART && (KERNEL == 0 || KERNEL == 1)
+#if !SOLVED_APART
 // Solves rows of at most one segment. On entry, solutions holds the warm start of conjugate gradients.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_rows(float* solutions, int* status, const float* factors, const int* indices, const float* ratings, const float* offsets,
@@ -428,7 +425,6 @@ solve_rows(float* solutions, int* status, const float* factors, const int* indic
 }
 #endif
 
-#if KERNEL == 0 || KERNEL == 2
 // Computes the sums of segments of long rows.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 assemble_segments(float* partials, const float* factors, const int* indices, const float* ratings, const float* offsets,
@@ -490,9 +486,7 @@ assemble_segments(float* partials, const float* factors, const int* indices, con
     }
 }
 
-#endif
-
-#if !SOLVED_BY_SUMS && (KERNEL == 0 || KERNEL == 3)
+#if !SOLVED_BY_SUMS
 // Solves rows of several segments: system k is the sum of partials slots[k] ... slots[k + 1] - 1.
 extern "C" __global__ void __launch_bounds__(TEAMS * TEAM, BLOCKS_PER_SM)
 solve_partials(float* solutions, int* status, const float* partials, const int64* slots, const int* rows, const float* gram,

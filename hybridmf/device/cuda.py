@@ -62,6 +62,9 @@ DLPACK_CUDA = (2, 13)
 LONG_COMPILATION = 0.5
 """Seconds of waiting for the compiler after which a fit logs it."""
 
+KERNEL = re.compile(r'extern "C" (?=__global__\s+void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\()')
+"""Where a kernel begins in a source text, up to ``__global__``; its name."""
+
 Array = Any
 """An array on a device; `ndarray` of CuPy, or of NumPy where the device is emulated."""
 
@@ -99,6 +102,18 @@ class DeviceSpec:
 
 Device: TypeAlias = "CudaDevice"
 """What solvers and launches use; the emulated device of the tests has the same methods."""
+
+
+def program_text(source: str, name: str, constants: Sequence[str]) -> str:
+    """The text that NVRTC compiles: the kernel `name` of a source text and what it uses.
+
+    The other kernels become templates without instances: NVRTC parses them, but compiles no code for them. Constants
+    are lines of the text rather than options, because for each new list of options CuPy compiles an empty program
+    before it looks for a kernel on disk.
+    """
+    defined = "".join(f"#define {constant.replace('=', ' ', 1)}\n" for constant in constants)
+    kept = KERNEL.sub(lambda found: found[0] if found[1] == name else "template <int = 0> ", source)
+    return f"{defined}#line 1\n{kept}"
 
 
 def _address(array: Array) -> int:
@@ -436,12 +451,13 @@ class CudaDevice:
 
     def _compile(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
         cupy = self._cupy
-        options = ("-std=c++17", *(f"-D{constant}" for constant in constants))
+        options: tuple[str, ...] = ("-std=c++17",)
         if HOPPER_ONLY in source:
             options += ("-arch=sm_90a",)  # NVRTC uses the last -arch option; CuPy passes plain sm_90
         with self.active():
             try:
-                function = cupy.RawModule(code=source, options=options, backend="nvrtc").get_function(name)
+                text = program_text(source, name, constants)
+                function = cupy.RawModule(code=text, options=options, backend="nvrtc").get_function(name)
             except cupy.cuda.compiler.CompileException as error:
                 raise DeviceError(
                     f"the kernel {name} does not compile for cuda:{self.index} with {' '.join(constants)}; "

@@ -21,8 +21,6 @@ from .systems import SideSystems, Sums
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
 
-KERNEL_CODES = {"solve_rows": 1, "assemble_segments": 2, "solve_partials": 3}
-
 WIDEST = 2.0**16
 """Maximum ratio of the largest factor to a row's largest for which float16 parts keep 22 bits of the latter."""
 
@@ -97,7 +95,6 @@ def builds(
     if by_warpgroups:
         names.remove("assemble_segments")
         sums = [_warpgroup_build(config, precision, implicit, offsets, residual), *sums]
-    # separate programs, so that they compile in parallel
     kind = (precision, solver, implicit, offsets, residual)
     return [_build(name, config, *kind) for name in names] + sums + splitting
 
@@ -120,7 +117,7 @@ def _build(
     kind: tuple[Any, ...] = (precision, solver, implicit, offsets, residual)
     if name == "solve_partials":  # does not depend on the kind of entries: one program for all
         config, kind = config.solving, ("float32", solver)
-    return "fused_als.cu", name, build_constants(config, *kind) | {"KERNEL": KERNEL_CODES[name]}
+    return "fused_als.cu", name, build_constants(config, *kind)
 
 
 @functools.cache

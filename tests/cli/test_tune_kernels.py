@@ -14,7 +14,7 @@ from hybridmf import ExplicitALS
 from hybridmf._version import __version__
 from hybridmf.cli import main
 from hybridmf.errors import DeviceError
-from hybridmf.gpu.fused import KERNEL_CODES, PRECISION_CODES
+from hybridmf.gpu.fused import PRECISION_CODES
 from hybridmf.gpu.launch import program
 from hybridmf.gpu.sparse_syrk import SyrkConfig
 from hybridmf.gpu.tuning import tune
@@ -23,6 +23,7 @@ from hybridmf.gpu.tuning.trials import Sample
 from hybridmf.gpu.tuning.tune import Measurement, make_jobs
 from hybridmf.plan import tables
 from support import emulated
+from support.builds import FUSED_KERNELS
 from support.tuning import FACTS, H200, SAMPLE
 
 pytestmark = pytest.mark.usefixtures("no_tables")
@@ -56,7 +57,7 @@ def test_kernels_are_compiled_ahead_of_time(gpu: Any, monkeypatch: pytest.Monkey
     result = invoke("--compile", "--factors", "7")
     assert result.exit_code == 0 and result.output.startswith("7 factors: "), result.output
     found = {(name, constant) for _, name, constants in asked for constant in constants}
-    for name in KERNEL_CODES:
+    for name in FUSED_KERNELS:
         for code in ("float32", "float32_wide") if name != "solve_partials" else ("float32",):
             assert (name, f"ARITHMETIC={PRECISION_CODES[code]}") in found
         assert {(name, f"RANK={rank}") for rank in (7, 8)} <= found  # without and with biases

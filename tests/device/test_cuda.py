@@ -480,7 +480,8 @@ def test_kernels_are_compiled_once_and_launched(machine: Machine) -> None:
     device = open_device()
     kernel = device.kernel("text", "f", ("RANK=3", "IMPLICIT=1"))
     assert device.kernel("text", "f", ("RANK=3", "IMPLICIT=1")) is kernel
-    assert module.compiled == [("text", ("-std=c++17", "-DRANK=3", "-DIMPLICIT=1"), "nvrtc")]
+    text = "#define RANK 3\n#define IMPLICIT 1\n#line 1\ntext"  # the options are those of all kernels
+    assert module.compiled == [(text, ("-std=c++17",), "nvrtc")]
     assert device.kernel("text", "f", ("RANK=4",)) is not kernel
     kernel((5,), (32,), [np.int64(1)], 1000)
     kernel((5,), (32,), [np.int64(1)], 100_000)
@@ -488,6 +489,15 @@ def test_kernels_are_compiled_once_and_launched(machine: Machine) -> None:
     assert [shared for *_, shared, _ in module.launches] == [1000, 100_000, 70_000]
     assert [limit for *_, limit in module.launches] == [48 * 1024, 100_000, 100_000]
     assert module.launches[0][:3] == ((5,), (32,), (np.int64(1),))
+
+
+def test_a_program_has_one_kernel() -> None:
+    source = """extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS(2))
+first(int* x) {}
+extern "C" __global__ void second(int* x) {}
+"""
+    text = devices.program_text(source, "second", ("WARPS=2",))
+    assert text == "#define WARPS 2\n#line 1\n" + source.replace('extern "C"', "template <int = 0>", 1)
 
 
 def test_a_kernel_that_does_not_compile(machine: Machine) -> None:

@@ -25,6 +25,7 @@ from hybridmf.plan import fused as plan_gram
 from hybridmf.plan.fused import FusedConfig, table_width
 from hybridmf.plan.start import initial_state
 from support import reference
+from support.builds import FUSED_KERNELS
 from support.devices import limit_memory, on_a_gpu
 from support.half_sweeps import (
     BACKWARD_ERROR,
@@ -692,7 +693,7 @@ def test_the_kernels_of_a_fit_are_compiled_ahead(gpu, monkeypatch, kind, options
     monkeypatch.setattr(gpu, "kernel", lambda *key: used.append(key) or kernel(*key))
     kind(iterations=1, device="cuda", random_state=0, **options).fit(SMALL)
     slow = {
-        *fused.KERNEL_CODES,
+        *FUSED_KERNELS,
         "cholesky_sums",
         "row_range",
         "count_columns",
@@ -707,7 +708,7 @@ def test_the_kernels_of_a_fit_are_compiled_ahead(gpu, monkeypatch, kind, options
 
 def test_one_program_solves_sums_of_all_kinds(device):
     config = FusedConfig.rule(64)
-    programs = {name: set() for name in (*fused.KERNEL_CODES, "split_table")}
+    programs = {name: set() for name in (*FUSED_KERNELS, "split_table")}
     for precision in ("float32", "float32_wide", "tf32"):
         for implicit, offsets in ((True, False), (False, True)):
             for program in fused.FusedKernels(device, config, precision).programs(implicit, offsets):

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from hybridmf.device.cuda import KERNEL
 from hybridmf.gpu import (
     dual,
     fused,
@@ -222,6 +223,18 @@ def test_every_kernel_is_in_a_build() -> None:
         )
         named = {kernel for file, kernel, _ in builds if file == path.name}
         assert kernels and named <= kernels
+
+
+def test_kernels_are_compiled_one_by_one() -> None:
+    """Each launch bounds and modifier that the sources have is understood, and the code is that of the whole file."""
+    for path in kernel_folder().glob("*.cu"):
+        text = path.read_text()
+        assert len(KERNEL.findall(text)) == text.count("__global__") > 0, path.name
+    whole = Program("transpose.cu", ("REAL=float", "THREADS=256"), 90)
+    everything = resources_of(compile_program(whole))
+    assert len(everything) > 1
+    for each in everything:
+        assert resources_of(compile_program(replace(whole, kernel=each.function))) == [each]
 
 
 def test_errors_of_the_compiler_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ from hybridmf.plan.ccd_gpu import SEGMENT
 
 Build: TypeAlias = "tuple[str, str, dict[str, Any]]"
 
+FUSED_KERNELS = ("solve_rows", "assemble_segments", "solve_partials")
+
 RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
 ENTRIES = ((4, False, False), (4, True, False), (4, False, True), (8, True, True))
@@ -107,7 +109,7 @@ def dual_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
 
 
 def fused_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
-    """Every precision and solver for rank 64, the default ones for the others; a program has all kernels of a file."""
+    """Every precision and solver for rank 64, the default ones for the others."""
     for rank in ranks:
         precisions = tuple(fused.PRECISION_CODES) if rank == 64 else ("float32",)
         if fused.summed_by_warpgroups(rank, "bf16x3", "cholesky", spec):

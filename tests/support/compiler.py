@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybridmf.device.cuda import HOPPER_ONLY
+from hybridmf.device.cuda import HOPPER_ONLY, program_text
 from hybridmf.gpu.launch import source_text
 
 
@@ -21,14 +21,21 @@ def needs_nvrtc() -> Any:
 
 @dataclass(frozen=True)
 class Program:
-    """What NVRTC compiles at a time: all kernels of a file, for one set of constants and one architecture."""
+    """A file for one set of constants and one architecture: all of its kernels at once, or one as on a GPU."""
 
     file: str
     constants: tuple[str, ...]
     architecture: int
+    kernel: str = ""
 
     def __str__(self) -> str:
         return f"sm_{self.architecture}-{self.file}-{','.join(self.constants)}"
+
+    @property
+    def text(self) -> str:
+        """What NVRTC gets, beside the constants of a whole file."""
+        source = source_text(self.file)
+        return program_text(source, self.kernel, self.constants) if self.kernel else source
 
 
 @dataclass(frozen=True)
@@ -47,13 +54,13 @@ class Resources:
 
 def compile_program(program: Program) -> str:
     """The log of a compilation; raises on errors."""
-    nvrtc, source = needs_nvrtc(), source_text(program.file).encode()
+    nvrtc, source = needs_nvrtc(), program.text.encode()
     status, handle = nvrtc.nvrtcCreateProgram(source, program.file.encode(), 0, [], [])
     assert not int(status), f"NVRTC: {status.name}"
     try:
         suffix = "a" if HOPPER_ONLY.encode() in source and program.architecture == 90 else ""
         options = ["-std=c++17", f"--gpu-architecture=sm_{program.architecture}{suffix}", "--ptxas-options=-v"]
-        options += [f"-D{constant}" for constant in program.constants]
+        options += [] if program.kernel else [f"-D{constant}" for constant in program.constants]
         (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
         log = b" " * nvrtc.nvrtcGetProgramLogSize(handle)[1]
         nvrtc.nvrtcGetProgramLog(handle, log)

@@ -350,8 +350,6 @@ class EmulatedDevice:
         self.compiled_ahead = list(programs)
 
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Any:
-        # all kernels of a file are compiled at once
-        constants = tuple(constant for constant in constants if not constant.startswith("KERNEL="))
         with ONE_AT_A_TIME:
             start, sizes = _kernel(source, name, constants)
         places = (0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes))  # of arguments, one after another
