@@ -8,12 +8,16 @@
 // Both variants iterate over the tiles of a row block, stage each factor row that a tile needs once, and index the staged
 // rows from the tile's segments. They skip vacant tiles and segments. They differ in the location of the sums:
 //
-// ACCUMULATORS=local, the paper's mapping
+// ACCUMULATORS=local, the paper's mapping: every thread keeps sums of its own of all rows of a tile
 // grid  : (row block, lower NB x NB tile of the systems)     block: DX x DY threads per row, DZ rows at a time
-// shared: sY1 and sY2, TILE_COLS x NB factors each (one of them on the diagonal)
-//   Each thread keeps NB / DX x NB / DY x ceil(TILE_ROWS / DZ) sums. The loop over rounds of rows is not unrolled (its
-//   trip count is ceil(TILE_ROWS / DZ)), so it indexes the sums at run time and the compiler places them in local memory.
-//   Every product then reads and writes L1; segments of two or three entries, the usual ones, do not amortize that.
+// shared: sY1 and sY2, TILE_COLS x NB factors each (one of them on the diagonal); TILE_ROWS + 1 starts of segments
+//   A thread has NB / DX x NB / DY sums, and a few of the right-hand side, for each of its ceil(TILE_ROWS / DZ) rounds of rows.
+//   A block has TILE_ROWS x NB^2 of them, whatever DX, DY and DZ are: with the paper's NB = 16 and TILE_ROWS = 256, these are
+//   65,536, all registers of a multiprocessor, so nothing is left for addresses and operands. With NB = 8 they are a quarter.
+//   UNROLLED=1, sums that fit: the loop over rounds is unrolled, so that they have constant indices and are in registers.
+//   UNROLLED=0: they are in local memory, of which a segment reads and writes those of its row once.
+//   Segments are short, two or three entries, so loads of their starts and entries would dominate. Hence the starts of a tile
+//   are staged with its factors, and the first entry of the next round is read before the sums of this one.
 //
 // ACCUMULATORS=chip, ours
 // grid  : (row block x group of ROWS rows, part of the tiles)   block: one thread a TILE x TILE tile and row
@@ -34,7 +38,8 @@
 //         have read those of the previous step. After it, the next lists and factors go to the other buffers; with one buffer of
 //         factors, a second barrier follows their reads. All threads take the same steps: `again` comes from the barrier, and each
 //         warp computes the same next stage. One lane writes an element of a list; shuffles exchange registers only.
-//         local: one barrier follows the copies of a tile, each thread having waited for its own, and another one their reads.
+//         local: one barrier follows the copies of a tile and the writes of its starts, each thread having waited for its own
+//         copies; another one follows their reads, before the next tile overwrites them. A thread alone has its sums.
 #include "common.cuh"
 
 enum Accumulators { local, chip };
@@ -71,6 +76,8 @@ enum Accumulators { local, chip };
 #ifndef WINDOW
 #define WINDOW 16           // entries per list
 #endif
+
+// both
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM 2     // minimum resident blocks per multiprocessor; limits the registers of a thread
 #endif
@@ -94,12 +101,17 @@ enum Accumulators { local, chip };
 #ifndef DZ
 #define DZ 64
 #endif
+#ifndef UNROLLED
+#define UNROLLED 0          // 1: the loop over rounds of rows is unrolled, which keeps the sums in registers if they fit
+#endif
 #ifndef SKIP_VACANT
 #define SKIP_VACANT 1       // 0: visit the segments of vacant tiles, too, to measure the gain of the test (6.4)
 #endif
 
 constexpr bool ON_CHIP = ACCUMULATORS == chip;
 constexpr int CHUNK = 16 / int(sizeof(real));  // factors of one copy
+
+__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 
 struct alignas(16) Chunk { real value[CHUNK]; };
 
@@ -390,15 +402,50 @@ __device__ __forceinline__ void store_rows(real* matrices, real* rhs, const Sums
 
 // ---------------------------------------------------------------------------------------------- local
 
-namespace in_local_memory {
+namespace in_threads {
 
 constexpr int THREADS = DX * DY * DZ;
 constexpr int ROUNDS = ceil_div(TILE_ROWS, DZ);
+constexpr int ROUNDS_AT_ONCE = UNROLLED ? ROUNDS : 1;  // a pragma takes constants, not macros
 constexpr int TX = NB / DX, TY = NB / DY;
+constexpr int VX = gcd(TX, CHUNK), VY = gcd(TY, CHUNK);  // factors per load from shared memory
 constexpr int CHUNKS = NB / CHUNK;
 constexpr int RHS = ceil_div(NB, DX * DY);  // a thread's elements of the right-hand side
 
 static_assert(ON_CHIP || (NB % DX == 0 && NB % DY == 0 && NB % CHUNK == 0), "threads and copies divide a tile evenly");
+
+// A thread's sums of one row.
+struct Sums {
+    real tile[TY][TX];
+    real rhs[RHS];
+};
+
+struct Place { int x, y, z; };
+
+__device__ __forceinline__ Place find_place() {
+    const int thread = threadIdx.x;
+    return {thread % DX, thread / DX % DY, thread / (DX * DY)};
+}
+
+// The NB x NB tile of the systems that a block of threads sums.
+struct Target { int row, column; };
+
+// Columns of a tile in shared memory, and where its segments begin, counted from its first entry.
+struct Staged {
+    real *rows, *columns;
+    int* starts;
+};
+
+template <int N> struct alignas(N * sizeof(real)) Vector { real value[N]; };
+
+template <int V, int N> __device__ __forceinline__ void load(real (&values)[N], const real* source) {
+#pragma unroll
+    for (int v = 0; v < N / V; v++) {
+        const Vector<V> vector = reinterpret_cast<const Vector<V>*>(source)[v];
+#pragma unroll
+        for (int k = 0; k < V; k++) values[v * V + k] = vector.value[k];
+    }
+}
 
 // Copies columns `column` ... column + NB - 1 of the factor rows of a tile.
 __device__ __forceinline__ void copy_panel(real* panel, const Matrix& matrix, const int* columns, int count,
@@ -411,71 +458,122 @@ __device__ __forceinline__ void copy_panel(real* panel, const Matrix& matrix, co
     }
 }
 
-// Sums one NB x NB tile of the systems of a row block; `matrices` and `rhs` point to those of its first row.
-__device__ __forceinline__ void sum_rows(real* matrices, real* rhs, const Matrix& matrix) {
-    int tile_row = 0, tile_column = blockIdx.y;
-    while (tile_column > tile_row) tile_column -= ++tile_row;
-    const bool diagonal = tile_row == tile_column;
-    real* row_panel = shared_memory<real>();
-    real* column_panel = diagonal ? row_panel : row_panel + TILE_COLS * NB;
-    const int x = int(threadIdx.x) % DX, y = int(threadIdx.x) / DX % DY, z = int(threadIdx.x) / (DX * DY);
-    real sums[ROUNDS][TY][TX] = {}, rhs_sums[ROUNDS][RHS] = {};
-    for (int tile = 0; tile < matrix.tiles_across; tile++) {
-        const int64 begin = matrix.tile_ptr[tile];
-        const int columns = int(matrix.tile_ptr[tile + 1] - begin);
-        if (SKIP_VACANT && columns == 0) continue;  // a vacant tile: one test skips all its segments
-        copy_panel(row_panel, matrix, matrix.tile_colidx + begin, columns, tile_row * NB);
-        if (!diagonal) copy_panel(column_panel, matrix, matrix.tile_colidx + begin, columns, tile_column * NB);
-        copy_wait_all();
-        __syncthreads();
+// The entries of a segment, counted from the tile's first one, and the place of the first one's column in the panels.
+struct Segment { int begin, end, column; };
+
+// The segment of a round's row; without entries where there is none.
+__device__ __forceinline__ Segment find_segment(const Staged& staged, const int* places, int row, int height) {
+    const int begin = row < height ? staged.starts[row] : 0, end = row < height ? staged.starts[row + 1] : 0;
+    return {begin, end, begin < end ? __ldg(places + begin) : 0};
+}
+
+// Adds the entries of a segment. The place of the next entry's column is read before the sums of this one.
+template <bool DIAGONAL>
+__device__ __forceinline__ void add_segment(Sums& sums, const Staged& staged, const Matrix& matrix, const Place& place,
+                                            int64 first_column, int64 first, const Segment& segment) {
+    int next = segment.column;
 #pragma unroll 1
-        for (int round = 0; round < ROUNDS; round++) {
-            const int row = round * DZ + z;
-            if (row >= matrix.height) break;
-            const int64* segment = matrix.seg_ptr + int64(tile) * matrix.height + row;
-            for (int64 position = segment[0]; position < segment[1]; position++) {
-                const int column = matrix.seg_colidx[position];
-                const EntryWeight weight = weight_of(matrix, position, begin + column);
-                const real *a = row_panel + column * NB, *b = column_panel + column * NB;
+    for (int entry = segment.begin; entry < segment.end; entry++) {
+        const int column = next;
+        if (entry + 1 < segment.end) next = __ldg(matrix.seg_colidx + first + entry + 1);
+        EntryWeight weight = {};
+        if (DIAGONAL || IMPLICIT) weight = weight_of(matrix, first + entry, first_column + column);
+        real a[TY], b[TX];
+        load<VY>(a, staged.rows + column * NB + place.y * TY);
+        load<VX>(b, staged.columns + column * NB + place.x * TX);
 #pragma unroll
-                for (int i = 0; i < TY; i++)
+        for (int i = 0; i < TY; i++) {
+            if (IMPLICIT) a[i] *= weight.outer;
 #pragma unroll
-                    for (int j = 0; j < TX; j++)
-                        sums[round][i][j] += (IMPLICIT ? weight.outer * a[y + i * DY] : a[y + i * DY]) * b[x + j * DX];
-#pragma unroll
-                for (int k = 0; k < RHS; k++) {
-                    const int element = y * DX + x + k * DX * DY;
-                    if (element < NB) rhs_sums[round][k] += weight.linear * a[element];
-                }
-            }
+            for (int j = 0; j < TX; j++) sums.tile[i][j] += a[i] * b[j];
         }
-        __syncthreads();  // before the next tile's factors overwrite these
-    }
-#pragma unroll 1
-    for (int round = 0; round < ROUNDS; round++) {
-        const int64 row = round * DZ + z;
-        if (row >= matrix.height) break;
-#pragma unroll
-        for (int i = 0; i < TY; i++)
-#pragma unroll
-            for (int j = 0; j < TX; j++) {
-                const int r = tile_row * NB + y + i * DY, c = tile_column * NB + x + j * DX;
-                if (r < RANK && c <= r) matrices[(row * RANK + r) * RANK + c] = sums[round][i][j];
-            }
+        if (!DIAGONAL) continue;
 #pragma unroll
         for (int k = 0; k < RHS; k++) {
-            const int element = y * DX + x + k * DX * DY;
-            if (diagonal && element < NB && tile_row * NB + element < RANK)
-                rhs[row * RANK + tile_row * NB + element] = rhs_sums[round][k];
+            const int element = place.y * DX + place.x + k * DX * DY;
+            if (element < NB) sums.rhs[k] += weight.linear * staged.rows[column * NB + element];
         }
     }
 }
 
-}  // namespace in_local_memory
+// Sums the target of the systems of a row block.
+template <bool DIAGONAL>
+__device__ __forceinline__ void sum_tiles(Sums (&sums)[ROUNDS], const Matrix& matrix, const Target& target) {
+    const Place place = find_place();
+    real* panels = shared_memory<real>();
+    const Staged staged = {panels, DIAGONAL ? panels : panels + TILE_COLS * NB,
+                           reinterpret_cast<int*>(panels + (gridDim.y > 1 ? 2 : 1) * TILE_COLS * NB)};
+    for (int tile = 0; tile < matrix.tiles_across; tile++) {
+        const int64 first_column = matrix.tile_ptr[tile];
+        const int columns = int(matrix.tile_ptr[tile + 1] - first_column);
+        if (SKIP_VACANT && columns == 0) continue;  // a vacant tile: one test skips all its segments
+        copy_panel(staged.rows, matrix, matrix.tile_colidx + first_column, columns, target.row);
+        if (!DIAGONAL) copy_panel(staged.columns, matrix, matrix.tile_colidx + first_column, columns, target.column);
+        const int64* segments = matrix.seg_ptr + int64(tile) * matrix.height;
+        const int64 first = segments[0];
+        for (int row = threadIdx.x; row <= matrix.height; row += THREADS) staged.starts[row] = int(segments[row] - first);
+        copy_wait_all();
+        __syncthreads();
+        const int* places = matrix.seg_colidx + first;
+        Segment next = find_segment(staged, places, place.z, matrix.height);
+#pragma unroll ROUNDS_AT_ONCE
+        for (int round = 0; round < ROUNDS; round++) {
+            const Segment segment = next;
+            next = find_segment(staged, places, (round + 1) * DZ + place.z, matrix.height);
+            if (segment.begin == segment.end) continue;
+            if constexpr (UNROLLED) {
+                add_segment<DIAGONAL>(sums[round], staged, matrix, place, first_column, first, segment);
+            } else {
+                Sums here = sums[round];  // local memory is read and written once per segment
+                add_segment<DIAGONAL>(here, staged, matrix, place, first_column, first, segment);
+                sums[round] = here;
+            }
+        }
+        __syncthreads();  // before the next tile overwrites these factors and starts
+    }
+}
+
+// Stores the lower part of the target of the systems of a row block; `matrices` and `rhs` point to those of its first row.
+__device__ __forceinline__ void store(real* matrices, real* rhs, const Sums (&sums)[ROUNDS], int height,
+                                      const Target& target) {
+    const Place place = find_place();
+#pragma unroll ROUNDS_AT_ONCE
+    for (int round = 0; round < ROUNDS; round++) {
+        const int64 row = round * DZ + place.z;
+        if (row >= height) continue;
+#pragma unroll
+        for (int i = 0; i < TY; i++)
+#pragma unroll
+            for (int j = 0; j < TX; j++) {
+                const int r = target.row + place.y * TY + i, c = target.column + place.x * TX + j;
+                if (r < RANK && c <= r) matrices[(row * RANK + r) * RANK + c] = sums[round].tile[i][j];
+            }
+        if (target.row != target.column) continue;
+#pragma unroll
+        for (int k = 0; k < RHS; k++) {
+            const int element = place.y * DX + place.x + k * DX * DY;
+            if (element < NB && target.row + element < RANK) rhs[row * RANK + target.row + element] = sums[round].rhs[k];
+        }
+    }
+}
+
+__device__ __forceinline__ void sum_rows(real* matrices, real* rhs, const Matrix& matrix) {
+    int tile_row = 0, tile_column = blockIdx.y;
+    while (tile_column > tile_row) tile_column -= ++tile_row;
+    const Target target = {tile_row * NB, tile_column * NB};
+    Sums sums[ROUNDS] = {};
+    if (tile_row == tile_column)
+        sum_tiles<true>(sums, matrix, target);
+    else
+        sum_tiles<false>(sums, matrix, target);
+    store(matrices, rhs, sums, matrix.height, target);
+}
+
+}  // namespace in_threads
 
 // ---------------------------------------------------------------------------------------------- kernel
 
-constexpr int THREADS = ON_CHIP ? on_chip::THREADS : in_local_memory::THREADS;
+constexpr int THREADS = ON_CHIP ? on_chip::THREADS : in_threads::THREADS;
 
 // The rows of a thread block.
 struct Rows {
@@ -492,7 +590,7 @@ __device__ __forceinline__ Rows find_rows(int index, int64 first_block, int64 n_
     return {block, first, height, begin, count, int64(index / groups) * tile_rows + begin};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, ON_CHIP ? BLOCKS_PER_SM : 1) bals(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) bals(
         real* __restrict__ matrices,          // OUT (n_batch, RANK, RANK), lower triangles
         real* __restrict__ rhs,               // OUT (n_batch, RANK)
         const real* __restrict__ factors,     // IN  (n_fixed, ld)
@@ -515,6 +613,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, ON_CHIP ? BLOCKS_PER_SM : 
         const Rows same = find_rows(fresh(blockIdx.x), first_block, n_rows, tile_rows);
         on_chip::store_rows(matrices + same.system * RANK * RANK, rhs + same.system * RANK, sums, same.count);
     } else {
-        in_local_memory::sum_rows(matrices + rows.system * RANK * RANK, rhs + rows.system * RANK, matrix);
+        in_threads::sum_rows(matrices + rows.system * RANK * RANK, rhs + rows.system * RANK, matrix);
     }
 }

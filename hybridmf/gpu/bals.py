@@ -14,6 +14,7 @@ from ..plan.assemblies import (
     MAX_GRID_Y,
     MAX_THREADS,
     BalsConfig,
+    available_registers,
     lower_tiles,
     require_square_tile,
 )
@@ -58,6 +59,10 @@ def upload_tiles(device: Device, bals: BalsMatrix) -> BalsTiles:
     )
 
 
+LOCAL_REGISTERS = 38
+"""Registers of a thread of the paper's mapping beside its sums and operands, counted for sm_90."""
+
+
 @dataclass(frozen=True)
 class BalsLocalConfig(KernelConfig):
     """Compile-time choices of cuda/bals.cu with ACCUMULATORS=local, the mapping of the paper (section 4.2)."""
@@ -72,6 +77,7 @@ class BalsLocalConfig(KernelConfig):
     dx: int
     dy: int
     dz: int  # rows of the matrix tile processed at a time
+    blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
     names: ClassVar[dict[str, str]] = {"itemsize": ""}
 
@@ -84,16 +90,30 @@ class BalsLocalConfig(KernelConfig):
     def rule(
         cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_rows: int = 256, tile_cols: int = 192
     ) -> BalsLocalConfig:
+        """The largest nb whose sums fit in registers; without any, that of the paper with sums in local memory."""
+        for nb, side in ((16, 4), (8, 2), (8, 4), (4, 2)):
+            for threads, blocks in ((1024, 1), (512, 2), (512, 1), (256, 2), (256, 1)):
+                dz = min(threads // side**2, ceil_div(tile_rows, 2) * 2)
+                config = cls(rank, itemsize, tile_rows, tile_cols, nb, side, side, dz, blocks)
+                wide = nb > 4 and nb // 2 >= rank
+                if not wide and config.in_registers and config.shared_bytes * blocks <= spec.shared_bytes:
+                    return config
+        return cls.published(rank, itemsize, spec, tile_rows=tile_rows, tile_cols=tile_cols)
+
+    @classmethod
+    def published(
+        cls, rank: int, itemsize: int, spec: DeviceSpec, *, tile_rows: int = 256, tile_cols: int = 192
+    ) -> BalsLocalConfig:
         """The choice of the paper: nb = 16, 4 x 4 threads per row, 64 rows at a time; smaller nb for wide tiles."""
         for nb in (16, 8, 4):
             side = min(4, nb // 2)
-            dz = min(MAX_THREADS // side**2, -(-tile_rows // 2) * 2)
+            dz = min(MAX_THREADS // side**2, ceil_div(tile_rows, 2) * 2)
             config = cls(rank, itemsize, tile_rows, tile_cols, nb, side, side, dz)
             if config.shared_bytes <= spec.shared_bytes and (nb == 4 or nb // 2 < rank):
                 return config
         raise ValueError(
             f"tile_cols={tile_cols} columns of nb={nb} factors do not fit in {spec.shared_bytes} bytes of shared "
-            f"memory; use tile_cols <= {spec.shared_bytes // (2 * nb * itemsize)}"
+            f"memory; use tile_cols <= {(spec.shared_bytes - config.starts_bytes) // (2 * nb * itemsize)}"
         )
 
     @property
@@ -107,14 +127,33 @@ class BalsLocalConfig(KernelConfig):
         return self.dx * self.dy * self.dz
 
     @property
+    def sums(self) -> int:
+        """Sums of a thread: its part of a tile and of a right-hand side, for each of its rows."""
+        nb, dx, dy = self.nb, self.dx, self.dy
+        return ceil_div(self.tile_rows, self.dz) * (nb // dx * (nb // dy) + ceil_div(nb, dx * dy))
+
+    @property
+    def in_registers(self) -> bool:
+        """Whether a thread's sums fit in its registers; otherwise they are in local memory."""
+        operands = self.nb // self.dx + self.nb // self.dy
+        needed = (self.sums + operands) * self.itemsize // 4 + LOCAL_REGISTERS
+        return needed <= available_registers(self.threads, self.blocks_per_sm)
+
+    @property
+    def starts_bytes(self) -> int:
+        """Shared memory for the starts of the segments of a matrix tile."""
+        return (self.tile_rows + 1) * 4
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: the paper's sY1 and sY2."""
-        return (2 if self.tiles > 1 else 1) * self.tile_cols * self.nb * self.itemsize
+        """Dynamic shared memory of a block: the paper's sY1 and sY2, and the starts of segments."""
+        panels = 2 if self.tiles > 1 else 1
+        return panels * self.tile_cols * self.nb * self.itemsize + self.starts_bytes
 
     @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of the kernel."""
-        return {"ACCUMULATORS": "local"} | super().constants
+        return {"ACCUMULATORS": "local", "UNROLLED": self.in_registers} | super().constants
 
 
 def bals(

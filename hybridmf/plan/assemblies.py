@@ -18,8 +18,11 @@ MAX_GRID_Y = 65535
 REGISTERS = 65536
 """Registers of 32 bits per multiprocessor; each quarter of its warps shares a quarter of them."""
 
+MAX_REGISTERS = 255
+"""Registers that a thread can address."""
+
 MAX_SUMS = 128
-"""Maximum registers for a thread's sums; operands need the rest of 255."""
+"""Maximum registers for a thread's sums; operands need the rest of `MAX_REGISTERS`."""
 
 OTHER_REGISTERS = 28
 """Minimum registers for addresses and counters."""
@@ -36,6 +39,12 @@ def require_threads(threads: int, what: str) -> None:
     require(threads <= MAX_THREADS, f"{what} = {threads} threads are more than the {MAX_THREADS} of a block")
 
 
+def available_registers(threads: int, blocks_per_sm: int) -> int:
+    """Registers of a thread if so many blocks are resident on a multiprocessor."""
+    resident = blocks_per_sm * ceil_div(threads, WARP)
+    return min(MAX_REGISTERS, REGISTERS // 4 // (ceil_div(resident, 4) * WARP) // 8 * 8)
+
+
 def require_registers(sums: int, operands: int, threads: int, itemsize: int, blocks_per_sm: int) -> None:
     """A thread's sums must fit in its registers, and all threads' registers in a multiprocessor."""
     words = itemsize // 4
@@ -45,8 +54,7 @@ def require_registers(sums: int, operands: int, threads: int, itemsize: int, blo
         "use smaller tiles or more threads",
     )
     needed = (sums + operands) * words + OTHER_REGISTERS
-    resident = blocks_per_sm * ceil_div(threads, WARP)
-    available = REGISTERS // 4 // (ceil_div(resident, 4) * WARP) // 8 * 8
+    available = available_registers(threads, blocks_per_sm)
     require(
         needed <= available,
         f"blocks_per_sm={blocks_per_sm} blocks of {threads} threads leave {available} registers a thread, at least "

@@ -299,13 +299,16 @@ def test_bals_configurations_agree(device, config):
 BALS_LOCAL_CONFIGS = [
     BalsLocalConfig(20, 4, 19, 12, nb=8, dx=2, dy=4, dz=8),
     BalsLocalConfig(20, 8, 19, 12, nb=20, dx=5, dy=2, dz=32),
+    BalsLocalConfig(20, 4, 40, 12, nb=20, dx=2, dy=2, dz=4),  # 1,050 sums a thread: in local memory
+    BalsLocalConfig(20, 4, 37, 12, nb=4, dx=4, dy=4, dz=4, blocks_per_sm=2),
 ]
 
 
 @pytest.mark.parametrize("config", BALS_LOCAL_CONFIGS, ids=str)
 def test_bals_local_configurations_agree(device, config):
+    assert config.in_registers == (config.sums < 100)
     matrix = power_law(45, 70, 0.2, dtype=np.float32 if config.itemsize == 4 else np.float64)
-    run_tiles(device, matrix, 20, 19, 12, "implicit", config=config)
+    run_tiles(device, matrix, 20, config.tile_rows, 12, "implicit", config=config)
 
 
 def test_bals_gives_the_same_without_skipping_vacant_tiles(device):
@@ -437,8 +440,8 @@ def test_configurations_too_large_for_a_device():
         replace(SYRK, nb=64, kb=64, dx=8, dy=8, rank=100).require_fit(TURING)
     with pytest.raises(ValueError, match=r"tile_cols=192 factor rows of rank 128 do not fit in 65536 .* <= 1"):
         BalsConfig.default(128, 4, TURING, tile_cols=192)
-    with pytest.raises(ValueError, match=r"tile_cols=2049 columns of nb=4 factors do not fit .* use tile_cols <= 2048"):
-        BalsLocalConfig.default(128, 4, TURING, tile_cols=2049)
+    with pytest.raises(ValueError, match=r"tile_cols=2016 columns of nb=4 factors do not fit .* use tile_cols <= 2015"):
+        BalsLocalConfig.default(128, 4, TURING, tile_cols=2016)
 
 
 # ---------------------------------------------------------------------------------------------------- wrong arguments

@@ -41,8 +41,8 @@ DEFAULT_PRECISION = fused.PRECISION_CODES["float32"]
 
 def excused_bytes(program: Program, function: str) -> float:
     """How much local memory a function of a program may use: none, but for six cases."""
-    if "ACCUMULATORS=local" in program.constants:
-        return float("inf")  # the paper maps the sums of a row to local memory; it is there to be measured against
+    if {"ACCUMULATORS=local", "UNROLLED=0"} <= set(program.constants):
+        return float("inf")  # more sums than registers, as in the paper; it is there to be measured against
     if program.file == "fused_als.cu" and {"RANK=64", "RANK=96", "RANK=100", "RANK=128"} & set(program.constants):
         return FEW_SCALARS
     if program.file == "cholesky_sums.cu":

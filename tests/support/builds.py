@@ -1,7 +1,7 @@
 """The builds of every kernel that the tests compile: ``(file, kernel, constants)`` of default configurations.
 
-For sm_90 all compile without spilled registers and stack frame, except ``ACCUMULATORS=local``: the paper's mapping
-keeps sums in local memory.
+For sm_90 all compile without spilled registers and stack frame, except ``UNROLLED=0``: the mapping of the paper on BALS
+keeps sums in local memory if a thread has more of them than registers.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def assembly_builds(name: str, config_of: Callable[[int, int], Any], ranks: Sequ
 
 
 def bals_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
-    for kind in (bals.BalsConfig, bals.BalsLocalConfig):
-        yield from assembly_builds("bals", functools.partial(kind.default, spec=spec), ranks)
+    for choose in (bals.BalsConfig.default, bals.BalsLocalConfig.default, bals.BalsLocalConfig.published):
+        yield from assembly_builds("bals", functools.partial(choose, spec=spec), ranks)
 
 
 def ccd_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
