@@ -741,6 +741,11 @@ def search(
     if searcher.sign * popularity > searcher.sign * value:
         logger.warning("popularity is better than all %d trials: %s %.4f, %.4f", len(tried), name, popularity, value)
         final, params, value = PopularityRecommender(), {}, popularity
+    if not value and not popularity and searcher.sign > 0:
+        logger.warning(
+            "%s is 0 for all %d trials and for popularity, so nothing was selected: too few entries of validation, or of "
+            "their items in train", name, len(tried),
+        )  # fmt: skip
     final.fit(everything)
     return SearchResult(final, params, value, name, own, popularity, tuple(tried), limits.spent, interrupted)
 
@@ -782,11 +787,12 @@ def _limits(budget: Any, trials: Any) -> Budget:
 
 def parse_seconds(name: str, value: Any) -> float:
     """Seconds of a number or a text such as "90s", "2min", "1.5 h"."""
-    units = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", value.lower()) if isinstance(value, str) else None
-    if isinstance(value, str) and (match is None or match[2] not in units):
+    units = {"s": 1, "m": 60, "h": 3600}
+    named = r"\s*(\d+\.?\d*|\.\d+)\s*(|s|sec|seconds?|m|min|minutes?|h|hours?)\s*"
+    match = re.fullmatch(named, value.lower()) if isinstance(value, str) else None
+    if isinstance(value, str) and match is None:
         raise ValueError(f'{name} must be a time such as "90s", "2min", "1h" or a number of seconds, got {value!r}')
-    return check_real(name, float(match[1]) * units[match[2]] if match else value, 0.0, strict=True)
+    return check_real(name, float(match[1]) * units[match[2][:1] or "s"] if match else value, 0.0, strict=True)
 
 
 def _parts(train: Any, validation: Any, model: FactorModel, unknown: str, seed: int) -> tuple[Any, Any, sp.csr_array]:

@@ -262,7 +262,10 @@ def test_a_picture(plays, tmp_path: Path):
     assert (tmp_path / "search.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("2min", 120), ("1.5 h", 5400), ("7", 7), (3, 3)])
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("2min", 120), ("1.5 h", 5400), ("7", 7), ("1 minute", 60), (".5 hours", 1800), (3, 3)],
+)
 def test_budgets(text, seconds):
     assert parse_seconds("budget", text) == seconds
 
@@ -317,6 +320,12 @@ def test_validation_entries_that_are_in_train_do_not_count(model, plays, caplog)
     one, other = (hmf.search(train, each, model=model, trials=2, random_state=0) for each in (validation, both))
     assert told(one) == told(other)
     assert "of validation are in train as well, and do not count" in caplog.text
+
+
+def test_nothing_to_select_by_is_a_warning(caplog):
+    apart = hmf.Ratings(sp.csr_array(np.kron(np.eye(3), np.ones((1, 20)))))  # no item has two users
+    hmf.search(apart, model=hmf.ImplicitALS(4), trials=2, random_state=0)
+    assert "ndcg@10 is 0 for all 2 trials and for popularity" in caplog.text
 
 
 def test_code_of_a_model_with_initial_factors(plays):
