@@ -698,7 +698,7 @@ def search(
     True
     """
     estimator = _estimator(model, device)
-    name = _metric(metric, estimator)
+    name = check_metric(metric, estimator)
     limits = _limits(budget, trials)
     rng = check_rng(random_state)
     if estimator.random_state is None:
@@ -743,8 +743,8 @@ def search(
         final, params, value = PopularityRecommender(), {}, popularity
     if not value and not popularity and searcher.sign > 0:
         logger.warning(
-            "%s is 0 for all %d trials and for popularity, so nothing was selected: too few entries of validation, or of "
-            "their items in train", name, len(tried),
+            "%s is 0 for all %d trials and for popularity, so nothing was selected: validation has too few entries, or "
+            "train too few of their items", name, len(tried),
         )  # fmt: skip
     final.fit(everything)
     return SearchResult(final, params, value, name, own, popularity, tuple(tried), limits.spent, interrupted)
@@ -761,20 +761,21 @@ def _estimator(model: Any, device: Any) -> FactorModel:
     return unfitted(model)
 
 
-def _metric(metric: Any, model: FactorModel) -> str:
+def check_metric(metric: Any, model: FactorModel, argument: str = "metric") -> str:
+    """The name of a metric to search by, or the default of the model."""
     implicit = isinstance(model, ImplicitALS)
     if metric is None:
         return "ndcg@10" if implicit else "rmse"
     if not isinstance(metric, str):
-        raise TypeError(f'metric must be one name such as "ndcg@10", got {metric!r}')
+        raise TypeError(f'{argument} must be one name such as "ndcg@10", got {metric!r}')
     try:
         (name,) = _checked_names(metric)
     except ValueError:
-        raise ValueError(f"metric={metric!r} is unknown; search by {BY}") from None
+        raise ValueError(f"{argument} must be one of {BY}, got {metric!r}") from None
     if implicit and name in LOWER_IS_BETTER:
-        raise ValueError(f'metric={name!r} compares predicted ratings, and implicit models rank; use "ndcg@10"')
+        raise ValueError(f'{argument} {name!r} compares predicted ratings, and implicit models rank; use "ndcg@10"')
     if name.startswith(("novelty", "coverage")) or name == "auc":
-        raise ValueError(f"metric={name!r} is not one to search by; use {BY}")
+        raise ValueError(f"{argument} {name!r} is not one to search by; use {BY}")
     return name
 
 

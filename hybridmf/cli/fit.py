@@ -263,6 +263,8 @@ def share_of(validation: str | None) -> float | int | None:
         if not os.path.exists(validation) and not part_paths(validation):
             raise click.UsageError(f"--validation {validation!r} is neither a number nor a file") from None
         return None
+    if not value > 0:
+        raise click.UsageError(f"--validation must be a share or a number above 0, got {validation}")
     return share_or_number("--validation", value)
 
 

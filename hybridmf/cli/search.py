@@ -9,7 +9,7 @@ import click
 
 from ..metrics import PopularityRecommender
 from ..ratings import split
-from ..search import parse_seconds, search
+from ..search import check_metric, parse_seconds, search
 from .fit import read_and_say, save_model, share_of, silent
 from .hyperparameters import SECTIONS, make_model, model_options
 from .options import Sectioned, debug_option, examples, output_option, plot_option, refuse_overwriting
@@ -42,7 +42,12 @@ from .sources import (
 @model_options
 @click.option("--metric", metavar="NAME", help="ndcg@K, recall@K, map@K, ..., rmse or mae.  [default: rmse; ndcg@10]")
 @click.option("--budget", metavar="TIME", help='For everything, as "90s", "2min" or "1h".  [default: 2min]')
-@click.option("--trials", type=int, metavar="N", help="At most N trials; without --budget, a seed decides everything.")
+@click.option(
+    "--trials",
+    type=click.IntRange(1),
+    metavar="N",
+    help="At most N trials; without --budget, a seed decides everything.",
+)
 @click.option(
     "--validation", metavar="SHARE|NUMBER|FILE",
     help="Ratings to select by: held out, or of a file.  [default: a tenth, by time if there are timestamps]",
@@ -85,6 +90,7 @@ def command(
     for written in (output, plot, lines):
         refuse_overwriting(written, *read_files)
     model = make_model(kind, method, options, seed)
+    check_metric(metric, model, "--metric")
     quiet = quiet or as_json
     say = silent if quiet else click.echo
     seconds = None if budget is None else parse_seconds("--budget", budget)

@@ -56,10 +56,12 @@ def test_search_refuses_what_cannot_work(folder, tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
     ratings, out = folder / "ratings.csv", tmp_path / "best.safetensors"
     assert "--budget must be a time" in refuse("search", ratings, "-o", out, "--budget", "soon")
+    assert "--validation must be a share or a number above 0" in refuse("search", ratings, "-o", out, "--validation", 0)
+    assert "'--trials': 0 is not in the range x>=1" in refuse("search", ratings, "-o", out, "--trials", 0)
     assert "one trial takes about" in refuse("search", ratings, "-o", out, "--budget", "0.0001s")
     assert "is for explicit ratings" in refuse("search", ratings, "-o", out, "--model", "implicit", "--method", "sgd")
     assert "is a file that is read" in refuse("search", ratings, "-o", ratings)
-    assert "metric='best' is unknown" in refuse("search", ratings, "-o", out, "--metric", "best")
+    assert "--metric must be one of" in refuse("search", ratings, "-o", out, "--metric", "best")
     likes = np.argwhere(np.random.default_rng(0).random((400, 60)) < 0.6 / np.sqrt(1 + np.arange(60)))
     np.savetxt(tmp_path / "likes.csv", likes, "%d", ",", header="user,item", comments="")
     implicit = ["--model", "implicit", "--factors", 8, "--regularization", 0.001, "--alpha", 1, "--trials", 2]
