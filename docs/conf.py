@@ -1,14 +1,19 @@
 """The documentation site, by Sphinx: ``sphinx-build -c docs . build/site`` in the root of the repository.
 
 The source folder is the root of the repository, so that a relative link such as ../README.md works in the checkout, on
-code hosts and on the site. Pages are Markdown; the reference is generated from the docstrings.
+code hosts and on the site. Pages are Markdown; the reference is generated from the docstrings. Notebooks are shown
+without their outputs; ``-D nb_execution_mode=force`` executes them and shows what they print. The site needs no
+network: it ships KaTeX, which sets the formulas (_static/katex).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from docutils.nodes import Element, SkipNode
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -19,10 +24,15 @@ project = "hybridmf"
 author = "The hybridmf developers"
 version = release = hmf.__version__
 root_doc = "docs/index"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md", "bench/AIMS.md", "docs/**.md"]
+include_patterns = ["*.md", "bench/README.md", "bench/AIMS.md", "docs/**.md", "docs/notebooks/*.ipynb"]
 exclude_patterns = ["build", "dist", ".venv*", "venv", ".git", ".*_cache", "**/node_modules"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "numpydoc", "sphinx.ext.viewcode"]
+nb_execution_mode = "off"
+nb_execution_timeout = 120
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_merge_streams = True
 myst_enable_extensions = ["dollarmath"]  # $x$ and $$x$$, which code hosts render too
 myst_heading_anchors = 4  # the anchors that code hosts make, which links between pages use
 default_role = "code"  # `user_items` in a docstring names an argument
@@ -37,32 +47,49 @@ templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")  # one address for each page of all versions
+html_math_renderer = "katex"
 
 CHAPTERS: dict[str, tuple[str, ...]] = {
-    "Start": ("quickstart", "choosing", "porting", "tuning"),
+    "Start": ("quickstart", "choosing", "porting", "tuning", "notebooks/index"),
     "User guide": (
         "data",
+        "training",
         "methods",
         "sgd",
+        "recommending",
+        "cold-start",
         "serving",
         "evaluation",
         "compare",
+        "pictures",
+        "interop",
         "dispatch",
         "gpu",
         "bals-format",
         "cli",
+        "environment",
     ),
     "Scale": ("several-gpus", "store", "planner", "checkpoints", "cluster", "transports"),
     "Measurements": ("performance", "systems", "evidence/index"),
-    "Reference": ("api",),
-    "Project": ("../README", "../CONTRIBUTING", "architecture", "../CHANGELOG", "../bench/README", "../bench/AIMS"),
+    "Reference": ("api", "stability"),
+    "Project": (
+        "../README",
+        "../CONTRIBUTING",
+        "../CODE_OF_CONDUCT",
+        "../SECURITY",
+        "architecture",
+        "../CHANGELOG",
+        "../bench/README",
+        "../bench/AIMS",
+    ),
 }
 """The navigation. A missing page is skipped; a page that no chapter lists appears under "More"."""
 
 
 def navigation(folder: Path) -> str:
     """Tables of contents for `folder`/index.md: the existing pages of `CHAPTERS` in docs, elsewhere all pages."""
-    found = sorted(page.relative_to(folder).with_suffix("").as_posix() for page in folder.glob("*.md"))
+    found = sorted(page.stem for kind in ("*.md", "*.ipynb") for page in folder.glob(kind))
     rest = [page for page in found if page not in ("index", *(name for names in CHAPTERS.values() for name in names))]
     if folder != ROOT / "docs":
         return contents("", [page for page in found if page != "index"])
@@ -82,6 +109,21 @@ def add_navigation(app: Any, name: str, source: list[str]) -> None:
         source[0] += navigation((ROOT / name).parent)
 
 
+def tex(translator: Any, node: Element) -> None:
+    """Write a formula as TeX, in an element that _static/formulas.js hands to KaTeX."""
+    tag, kind = ("span", "formula") if node.tagname == "math" else ("div", "formula display")
+    translator.body.append(f'<{tag} class="{kind}">{translator.encode(node.astext())}</{tag}>')
+    raise SkipNode
+
+
+def add_katex(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Load KaTeX on the pages that have formulas."""
+    if doctree is not None and any(doctree.findall(lambda node: node.tagname in ("math", "math_block"))):
+        app.add_css_file("katex/katex.min.css")
+        app.add_js_file("katex/katex.min.js", loading_method="defer")
+        app.add_js_file("formulas.js", loading_method="defer")
+
+
 def is_inherited_plumbing(app: Any, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
     """Whether a member belongs to scikit-learn, such as ``set_fit_request``, which documents it."""
     ours = str(getattr(value, "__module__", "hybridmf")).startswith("hybridmf")
@@ -92,3 +134,5 @@ def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-skip-member", is_inherited_plumbing)
     app.connect("source-read", add_navigation)
+    app.connect("html-page-context", add_katex)
+    app.add_html_math_renderer("katex", inline_renderers=(tex, None), block_renderers=(tex, None))

@@ -711,7 +711,8 @@ def compare(
     Examples
     --------
     >>> import hybridmf as hmf
-    >>> result = hmf.compare("ml-1m", hmf.ExplicitALS(factors=4, iterations=2), devices=["cpu"], scale=0.1)
+    >>> model = hmf.ExplicitALS(factors=4, iterations=2)
+    >>> result = hmf.compare("ml-1m", model, devices=["cpu"], scale=0.1)
     >>> result.runs[0].device
     'cpu'
     """

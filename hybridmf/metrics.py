@@ -695,7 +695,8 @@ def scorer(metric: str | Metric) -> Callable[..., float]:
     >>> import hybridmf as hmf
     >>> from sklearn.model_selection import cross_val_score
     >>> plays = hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.02, seed=0)
-    >>> scores = cross_val_score(hmf.ImplicitALS(4), plays, cv=3, scoring=hmf.metrics.scorer("recall@20"))
+    >>> scoring = hmf.metrics.scorer("recall@20")
+    >>> scores = cross_val_score(hmf.ImplicitALS(4), plays, cv=3, scoring=scoring)
     >>> scores.shape
     (3,)
     """

@@ -72,7 +72,8 @@ class PreparedRatings:
     >>> import scipy.sparse as sp
     >>> plays = sp.csr_array([[3, 0, 1, 0], [2, 4, 0, 0], [0, 1, 0, 5]])
     >>> prepared = hmf.PreparedRatings(plays)
-    >>> models = [hmf.ImplicitALS(factors=2, regularization=each, device="cpu").fit(prepared) for each in (0.01, 0.1)]
+    >>> estimators = [hmf.ImplicitALS(2, regularization=each) for each in (0.01, 0.1)]
+    >>> models = [model.fit(prepared) for model in estimators]
     >>> prepared.device
     'cpu'
     """

@@ -89,7 +89,8 @@ def plan(
     Examples
     --------
     >>> import hybridmf as hmf
-    >>> plan = hmf.plan(shape=(480_189, 17_770), nnz=99_072_112, model=hmf.ExplicitALS(factors=100, device="cpu"))
+    >>> model = hmf.ExplicitALS(factors=100, device="cpu")
+    >>> plan = hmf.plan(shape=(480_189, 17_770), nnz=99_072_112, model=model)
     >>> plan.n_users
     480189
     """

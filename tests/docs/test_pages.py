@@ -210,6 +210,22 @@ def test_examples_run_and_print_what_the_page_shows(
             printed = None if block.left_out else run(block, page.name, namespace)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_code_fits_the_width_of_the_site(page: Path) -> None:
+    """A longer line is cut off at the right. Output of programs wraps; the test command is one line for .ci/run."""
+    code = [each for each in blocks_of(page.read_text(encoding="utf-8")) if each.language in ("python", "bash")]
+    lines = [line for each in code if "the test command" not in each.above for line in each.text.split("\n")]
+    assert not [line for line in lines if len(line) > 88]
+
+
+def test_formulas_need_no_network() -> None:
+    """The site ships KaTeX, whose style sheet names fonts that are there."""
+    folder = ROOT / "docs" / "_static" / "katex"
+    fonts = re.findall(r"url\((fonts/\w[\w-]*\.woff2)\)", (folder / "katex.min.css").read_text(encoding="utf-8"))
+    assert len(fonts) > 10 and all((folder / font).is_file() for font in fonts)
+    assert (folder / "katex.min.js").is_file() and "MIT License" in (folder / "LICENSE").read_text(encoding="utf-8")
+
+
 def test_every_page_is_covered() -> None:
     """What the tests above rest on: pages are found, and those that teach by example have examples."""
     names = {page.name for page in PAGES}
