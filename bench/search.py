@@ -1,13 +1,17 @@
 """Searches of hyperparameters: seconds to within 1 % of the best validation NDCG@10, beside other libraries.
 
-    python bench/search.py --data FOLDER                          Last.fm 2K and ML-1M, five seeds, 60 s each
+    python bench/search.py --data FOLDER                          Last.fm 2K, ML-1M and synthetic ML-20M, five seeds, 60 s each
     python bench/search.py --data FOLDER --set lastfm-2k --seconds 20 --seeds 1
-    python bench/search.py --report                               the table of docs/tuning.md, from the newest lines
+    python bench/search.py --data FOLDER --found                  what a search finds: 60 s on each of seven sets
+    python bench/search.py --report                               the tables of docs/tuning.md, from the newest lines
 
 A fifth of the entries is held out for validation; values count by their sign only. All models have 64 factors and are
 exact, and all values are NDCG@10 of all users with held-out entries. The space has lambda and the weight of unobserved
 pairs, with nu = 1 as in irspack's own tuner, which prunes and evaluates by itself, and nu = 0 for `implicit`, which has
 no other. "hmf.search" alone searches its default space. "Best" is the best of all searches of a set.
+
+What a search finds is measured on a fifth of the entries that it has not seen, beside the defaults and popularity (for
+RMSE: damped means of the items), with `hmf.search(known, budget=60)` and nothing else set.
 """
 
 from __future__ import annotations
@@ -27,17 +31,42 @@ import click
 import numpy as np
 import scipy.sparse as sp
 from common import RESULTS, median, record
+from defaults import SETS as SHOPS
+from defaults import stars
 from scipy.stats import loguniform
 
 import hybridmf as hmf
 
 FACTORS = 64
 WITHIN = 0.99
-SETS = ("lastfm-2k", "ml-1m")
+SETS = ("lastfm-2k", "ml-1m", "ml-20m, synthetic")
 FILES = {"lastfm-2k": "lastfm-2k/user_artists.dat.gz", "ml-1m": "ml-1m/ratings_no_timestamps.dat.gz"}
+
+FOUND = {
+    "ml-100k likes": "implicit",
+    "ml-1m likes": "implicit",
+    "lastfm-2k heard": "implicit",
+    "dense shop": "implicit",
+    "sparse shop": "implicit",
+    "ml-100k stars": "explicit",
+    "ml-1m stars": "explicit",
+}
+"""Models of the sets whose searches are reported."""
 
 Trace = list[tuple[float, float]]
 """Seconds from the start and value of each evaluation on all users."""
+
+
+def cores() -> int:
+    """Cores of this process, as `taskset` gives them."""
+    return len(os.sched_getaffinity(0))
+
+
+def ratings_of(name: str, data: Path) -> hmf.Ratings:
+    """A set without its values."""
+    if name not in FILES:
+        return hmf.datasets.synthetic("ml-20m", feedback="implicit", seed=0).binarize()
+    return hmf.Ratings.from_file(data / FILES[name]).binarize()
 
 
 def value_of(model: Any, train: sp.csr_array, validation: sp.csr_array) -> float:
@@ -45,15 +74,19 @@ def value_of(model: Any, train: sp.csr_array, validation: sp.csr_array) -> float
     return float(hmf.evaluate(model, validation, train=train, metrics="ndcg@10")["ndcg@10"])
 
 
-def ours(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int) -> Trace:
+def ours(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int, device: str) -> Trace:
     """hmf.search at one rank."""
-    found = hmf.search(train, validation, space={"factors": [FACTORS]}, budget=seconds, random_state=seed)
+    space = {"factors": [FACTORS]}
+    found = hmf.search(train, validation, space=space, budget=seconds, device=device, random_state=seed)
     return [(each.finished, each.value) for each in found.trials if each.state == "complete" and each.value is not None]
 
 
-def ours_in_the_same_space(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int) -> Trace:
+def ours_in_the_same_space(
+    train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int, device: str
+) -> Trace:
     """hmf.search over what Optuna and irspack draw."""
-    model = hmf.ImplicitALS(FACTORS, alpha=0.0, regularization_scaling="count", count_unobserved=True)
+    weights: dict[str, Any] = {"alpha": 0.0, "regularization_scaling": "count", "count_unobserved": True}
+    model = hmf.ImplicitALS(FACTORS, device=device, **weights)
     space = {"unobserved_weight": loguniform(3e-3, 1), "regularization": loguniform(1e-4, 1e-1)}
     found = hmf.search(train, validation, model=model, space=space, budget=seconds, random_state=seed)
     return [(each.finished, each.value) for each in found.trials if each.state == "complete" and each.value is not None]
@@ -76,7 +109,7 @@ def optuna_study(objective: Callable[[Any], float], seconds: float, seed: int) -
     return trace
 
 
-def optuna_hybridmf(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int) -> Trace:
+def optuna_hybridmf(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int, device: str) -> Trace:
     """Optuna over whole fits of hybridmf, each of which reads the matrix."""
 
     def objective(trial: Any) -> float:
@@ -87,6 +120,7 @@ def optuna_hybridmf(train: sp.csr_array, validation: sp.csr_array, seconds: floa
             regularization=trial.suggest_float("regularization", 1e-4, 1e-1, log=True),
             regularization_scaling="count",
             count_unobserved=True,
+            device=device,
             random_state=seed,
         )
         return value_of(model.fit(train), train, validation)
@@ -94,7 +128,7 @@ def optuna_hybridmf(train: sp.csr_array, validation: sp.csr_array, seconds: floa
     return optuna_study(objective, seconds, seed)
 
 
-def optuna_implicit(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int) -> Trace:
+def optuna_implicit(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int, _: str) -> Trace:
     """Optuna over fits of implicit: confidence 1 / w and lambda / w are our weight w and lambda."""
     from implicit.cpu.als import AlternatingLeastSquares
     from threadpoolctl import threadpool_limits
@@ -114,14 +148,14 @@ def optuna_implicit(train: sp.csr_array, validation: sp.csr_array, seconds: floa
         return optuna_study(objective, seconds, seed)
 
 
-def irspack_tune(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int) -> Trace:
+def irspack_tune(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int, _: str) -> Trace:
     """irspack's own tuner, with pruning; its values are those of its evaluator, which the last line compares."""
     import optuna
     from irspack import Evaluator, IALSRecommender
 
     logging.getLogger("irspack").setLevel(logging.WARNING)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    evaluator = Evaluator(sp.csr_matrix(validation), cutoff=10, target_metric="ndcg", n_threads=os.cpu_count())
+    evaluator = Evaluator(sp.csr_matrix(validation), cutoff=10, target_metric="ndcg", n_threads=cores())
     study = optuna.create_study(direction="minimize", sampler=optuna.samplers.TPESampler(seed=seed))
     started = time.time()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -133,7 +167,7 @@ def irspack_tune(train: sp.csr_array, validation: sp.csr_array, seconds: float, 
             timeout=math.ceil(seconds),
             n_components=FACTORS,
             solver_type="CHOLESKY",
-            n_threads=os.cpu_count(),
+            n_threads=cores(),
             logger=logging.getLogger("irspack"),
         )
     complete = [each for each in study.trials if each.value is not None and each.datetime_complete is not None]
@@ -154,12 +188,48 @@ def seconds_to(trace: Trace, target: float) -> float | None:
     return next((seconds for seconds, value in sorted(trace) if value >= target), None)
 
 
+def find(name: str, data: Path, device: str, seconds: float, seed: int) -> dict[str, Any]:
+    """What a search finds on a set, on entries that it has not seen."""
+    kind = FOUND[name]
+    ratings = stars(data, "ml-1m") if name == "ml-1m stars" else SHOPS[name](data)
+    metric = "rmse" if kind == "explicit" else "ndcg@10"
+    known, test = hmf.split(ratings, 0.2, random_state=seed)
+    found = hmf.search(known, model=kind, budget=seconds, device=device, random_state=seed)
+    usual = {"implicit": hmf.ImplicitALS, "explicit": hmf.ExplicitALS}[kind](device=device, random_state=seed)
+    models = {
+        "popularity": hmf.metrics.PopularityRecommender().fit(known),
+        "defaults": usual.fit(known),
+        "search": found.best,
+    }
+    values = {each: hmf.evaluate(model, test, train=known, metrics=metric)[metric] for each, model in models.items()}
+    settings = {key: value for key, value in found.best_params.items() if key != "count_unobserved"}
+    return {"metric": metric, "trials": len(found.trials), "took": found.seconds, "settings": settings, **values}
+
+
+def report_found(lines: list[dict[str, Any]]) -> str:
+    """The newest line of each set and device."""
+    newest = {(line["set"], line["device"]): line for line in lines}
+    rows = [
+        "| set | metric | popularity | defaults | search | its settings | trials | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, device), line in newest.items():
+        settings = ", ".join(f"{key}={value}" for key, value in line["settings"].items()) or "popularity"
+        values = " | ".join(f"{line[each]:.4f}" for each in ("popularity", "defaults", "search"))
+        shown = name if device == "cpu" else f"{name}, GPU"
+        rows.append(f"| {shown} | {line['metric']} | {values} | {settings} | {line['trials']} | {line['took']:.0f} |")
+    return "\n".join(rows)
+
+
 def report() -> str:
-    """Median seconds of the lines measured last, and the best values."""
+    """Median seconds of the lines measured last, and the best values; then what searches find."""
     newest: dict[tuple[str, int, str], dict[str, Any]] = {}
-    for text in (RESULTS / "search.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        newest[line["set"], line["seed"], line["method"]] = line
+    recorded = [json.loads(text) for text in (RESULTS / "search.jsonl").read_text().splitlines()]
+    for line in recorded:
+        if "trace" in line:
+            where = f"{line['threads']} cores" if line["device"] == "cpu" else "GPU"
+            shown = f"{line['set']}, {where}"
+            newest[shown, line["seed"], line["method"]] = line
     rows = [
         "| set | search | best NDCG@10 | median seconds to within 1 % | runs that reach it |",
         "|---|---|---|---|---|",
@@ -177,18 +247,29 @@ def report() -> str:
             shown = f"{middle:.1f}" if math.isfinite(middle) else f"> {lines[0]['seconds']:g}"
             top = median([max((value for _, value in line["trace"]), default=math.nan) for line in lines])
             rows.append(f"| {name} | {method} | {top:.4f} | {shown} | {len(reached)} of {len(lines)} |")
-    return "\n".join(rows)
+    return "\n".join([*rows, "", report_found([line for line in recorded if "settings" in line])])
 
 
 @click.command(help=__doc__.split("\n\n")[0] if __doc__ else None)
 @click.option("--data", type=click.Path(path_type=Path), help="Folder with lastfm-2k and ml-1m.")
-@click.option("--set", "sets", multiple=True, type=click.Choice(SETS))
+@click.option("--set", "sets", multiple=True, type=click.Choice((*SETS, *FOUND)))
 @click.option("--method", "methods", multiple=True, type=click.Choice(list(METHODS)))
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="Of each search.")
 @click.option("--seeds", type=int, default=5, show_default=True)
+@click.option("--first-seed", type=int, default=0, show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Of hybridmf's searches.")
+@click.option("--found", "finds", is_flag=True, help="What a search finds, in place of the comparison.")
 @click.option("--report", "reports", is_flag=True)
 def main(
-    data: Path | None, sets: tuple[str, ...], methods: tuple[str, ...], seconds: float, seeds: int, reports: bool
+    data: Path | None,
+    sets: tuple[str, ...],
+    methods: tuple[str, ...],
+    seconds: float,
+    seeds: int,
+    first_seed: int,
+    device: str,
+    finds: bool,
+    reports: bool,
 ) -> None:
     if reports:
         click.echo(report())
@@ -196,15 +277,30 @@ def main(
     if data is None:
         raise click.UsageError("give --data FOLDER")
     logging.getLogger("hybridmf").setLevel(logging.ERROR)
+    if finds:
+        for name in sets or FOUND:
+            line = find(name, data, device, seconds, 0)
+            click.echo(f"{name}: {line}")
+            record(
+                "search",
+                {"bench": "search", "set": name, "device": device, "threads": cores(), "seconds": seconds} | line,
+            )
+        return
     for name in sets or SETS:
-        ratings = hmf.Ratings.from_file(data / FILES[name]).binarize()
-        train, validation = (part.user_items for part in hmf.split(ratings, 0.2, random_state=0))
-        for seed in range(seeds):
+        train, validation = (part.user_items for part in hmf.split(ratings_of(name, data), 0.2, random_state=0))
+        for seed in range(first_seed, first_seed + seeds):
             for method in methods or METHODS:
-                trace = METHODS[method](train, validation, seconds, seed)
+                trace = METHODS[method](train, validation, seconds, seed, device)
                 best = max((value for _, value in trace), default=math.nan)
                 click.echo(f"{name} seed {seed} {method}: {len(trace)} values, best {best:.4f}")
-                line = {"bench": "search", "set": name, "seed": seed, "method": method, "seconds": seconds}
+                line = {
+                    "bench": "search",
+                    "set": name,
+                    "seed": seed,
+                    "method": method,
+                    "seconds": seconds,
+                    "device": device,
+                }
                 record("search", line | {"factors": FACTORS, "trace": np.round(trace, 5).tolist()})
 
 
