@@ -1,6 +1,6 @@
 """Searches of hyperparameters: seconds to within 1 % of the best validation NDCG@10, beside other libraries.
 
-    python bench/search.py --data FOLDER                          Last.fm 2K, ML-1M and synthetic ML-20M, five seeds, 60 s each
+    python bench/search.py --data FOLDER                          Last.fm 2K, ML-1M, synthetic ML-20M; 5 x 60 s each
     python bench/search.py --data FOLDER --set lastfm-2k --seconds 20 --seeds 1
     python bench/search.py --data FOLDER --found                  what a search finds: 60 s on each of seven sets
     python bench/search.py --report                               the tables of docs/tuning.md, from the newest lines
