@@ -39,10 +39,12 @@ from .data.labels import (
     NoEntriesError,
     as_times,
     as_vector,
+    as_weights,
     axis_sizes,
     joined_axis,
     joined_entries,
     joined_times,
+    joined_weights,
     label_array,
     label_kind,
     label_table,
@@ -54,6 +56,7 @@ from .data.layout import FileOptions, check_where
 from .data.lists import list_options, read_lists
 from .data.readers import (
     column_place,
+    column_weights,
     file_of,
     frame_entries,
     naming,
@@ -101,6 +104,9 @@ class Ratings(Transforms):
     timestamps : array, shape (nnz,), or None
         Time of each entry, in the order of ``user_items.data``: int64, float64 or datetime64. Kept by `from_coo`,
         `from_frame` and `from_file`.
+    weights : float32 array, shape (nnz,), or None
+        Weight of each entry in the same order, which multiplies its squared error in a fit; None: all weigh the same.
+        See `with_weights` and `time_decay`.
     frame_kind : {"pandas", "polars", "pyarrow"} or None
         Library of the data frame that the ratings came from; tables are returned as its frames.
 
@@ -123,6 +129,7 @@ class Ratings(Transforms):
         self.item_ids = label_array("item_ids", item_ids, self.n_items)
         same = user_items if isinstance(user_items, Ratings) else None
         self.timestamps: np.ndarray | None = None if same is None else same.timestamps
+        self.weights: np.ndarray | None = None if same is None else same.weights
         self.frame_kind: str | None = getattr(given, "frame_kind", None)
 
     @classmethod
@@ -131,13 +138,14 @@ class Ratings(Transforms):
     ) -> Ratings:
         """Wrap a canonical float32 matrix without validation; no other code holds its arrays."""
         ratings = cls.__new__(cls)
-        ratings.user_items, ratings.timestamps, ratings.frame_kind = frozen_csr(user_items), None, None
+        ratings.user_items, ratings.frame_kind = frozen_csr(user_items), None
+        ratings.timestamps = ratings.weights = None
         ratings.user_ids = label_array("user_ids", user_ids, ratings.n_users)
         ratings.item_ids = label_array("item_ids", item_ids, ratings.n_items)
         return ratings
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"weights": None} | state)  # older pickles have none
         self.user_items = as_csr(self.user_items)  # unpickled arrays may be writable, or maps of a file
 
     # ------------------------------------------------------------------------------------------------ constructors
@@ -154,6 +162,7 @@ class Ratings(Transforms):
         item_ids: Iterable[Any] | None = None,
         duplicates: str = "error",
         timestamps: Any = None,
+        weights: Any = None,
     ) -> Ratings:
         """Ratings from coordinate triplets.
 
@@ -171,8 +180,11 @@ class Ratings(Transforms):
             Label of each row and of each column.
         duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once. A merged entry has the latest time of its pair; under
-            "first" and "last", that of the entry kept.
+            "first" and "last", that of the entry kept. With weights, "mean" is the weighted mean, which has the sum of
+            the weights; "sum" has the mean of the weights by value; others have the weight of the entry kept.
         timestamps : array of numbers or datetime64, shape (nnz,), optional
+        weights : array of numbers, shape (nnz,), optional
+            Finite and more than 0; see `Ratings`.
 
         Returns
         -------
@@ -204,6 +216,8 @@ class Ratings(Transforms):
                 raise RatingsError(
                     f"timestamps has {len(entries.times)} elements; expected one for each of {len(values)}"
                 )
+        if weights is not None:
+            entries.weights = as_weights(weights, len(values))
         return _from_entries(entries, duplicates)
 
     @classmethod
@@ -262,6 +276,7 @@ class Ratings(Transforms):
         timestamp: int | str | None = "auto",
         where: Mapping[Any, Any] | None = None,
         missing: str = "error",
+        weight: int | str | None = None,
     ) -> Ratings:
         """Ratings from a data frame with one row for each entry.
 
@@ -285,6 +300,8 @@ class Ratings(Transforms):
         missing : {"error", "drop", "keep"}
             What to do with entries without a user or an item: null, no text, or a word that stands for a missing value
             (NULL, None, NA, nan and similar). "keep" takes such words for ids, not nulls.
+        weight : str or int, optional
+            Column of `weights`, finite and more than 0.
 
         Returns
         -------
@@ -302,7 +319,7 @@ class Ratings(Transforms):
         """
         check_choice("duplicates", duplicates, MERGE_RULES)
         check_choice("missing", missing, MISSING)
-        entries = frame_entries(frame, "frame", user, item, value, timestamp, check_where(where), missing)
+        entries = frame_entries(frame, "frame", user, item, value, timestamp, check_where(where), missing, weight)
         ratings = _from_entries(entries, duplicates)
         ratings.frame_kind = kind_of(frame)
         return ratings
@@ -327,6 +344,7 @@ class Ratings(Transforms):
         timestamp: int | str | None = "auto",
         where: Mapping[Any, Any] | None = None,
         show_progress: bool = False,
+        weight: int | str | None = None,
     ) -> Ratings:
         """Ratings from a file: delimited text, MatrixMarket, .npz or Parquet, recognized by content, then by name.
 
@@ -380,6 +398,8 @@ class Ratings(Transforms):
             only in other rows are dropped.
         show_progress : bool
             Draw a progress bar while text is read, if that takes longer than a second.
+        weight : int or str, optional
+            Column of `weights` of text, JSON lines and Parquet, finite and more than 0.
 
         Returns
         -------
@@ -403,7 +423,7 @@ class Ratings(Transforms):
         """
         options = FileOptions(
             format, separator, header, user, item, value, duplicates, encoding, comment, quote, escape, missing,
-            timestamp, where, show_progress,
+            timestamp, where, show_progress, weight,
         )  # fmt: skip
         if hasattr(path, "read"):
             with file_of(path) as name:
@@ -427,7 +447,7 @@ class Ratings(Transforms):
         Returns
         -------
         Ratings
-            With the timestamps if all parts have them.
+            With the timestamps if all parts have them; with weights if some have them, which are 1 for the others.
 
         Raises
         ------
@@ -446,6 +466,7 @@ class Ratings(Transforms):
         times = [part.timestamps for part in given if part.timestamps is not None]
         if len(times) == len(given):
             entries.times = joined_times(times)
+        entries.weights = joined_weights([(part.weights, part.nnz) for part in given])
         ratings = _from_entries(entries, check_choice("duplicates", duplicates, MERGE_RULES))
         ratings.frame_kind = given[0].frame_kind
         return ratings
@@ -540,12 +561,14 @@ class Ratings(Transforms):
                 content[name] = storable(name, labels)
         if self.timestamps is not None:
             content["timestamps"] = self.timestamps
+        if self.weights is not None:
+            content["weights"] = self.weights
         write_atomically(os.fsdecode(path), lambda stream: np.savez(stream, **cast(Any, content)))
 
     def _of(
         self,
         matrix: sp.csr_array,
-        timestamps: np.ndarray | None,
+        entries: np.ndarray | None = None,
         user_ids: np.ndarray | None = None,
         item_ids: np.ndarray | None = None,
     ) -> Ratings:
@@ -555,7 +578,10 @@ class Ratings(Transforms):
             self.user_ids if user_ids is None else user_ids,
             self.item_ids if item_ids is None else item_ids,
         )
-        ratings.timestamps, ratings.frame_kind = timestamps, self.frame_kind
+        ratings.timestamps, ratings.weights, ratings.frame_kind = self.timestamps, self.weights, self.frame_kind
+        if entries is not None:
+            ratings.timestamps = None if self.timestamps is None else self.timestamps[entries]
+            ratings.weights = None if self.weights is None else self.weights[entries]
         return ratings
 
     def __repr__(self) -> str:
@@ -574,7 +600,7 @@ def _from_entries(entries: Entries, duplicates: str) -> Ratings:
         matrix = entries.to_matrix(duplicates)
     ratings = Ratings._checked(matrix)
     ratings.user_ids, ratings.item_ids = entries.user_ids, entries.item_ids  # distinct in all entries
-    ratings.timestamps = entries.times_of(duplicates)
+    ratings.timestamps, ratings.weights = entries.times_of(duplicates), entries.weights_of(duplicates)
     return ratings
 
 
@@ -598,12 +624,17 @@ def _file_entries(name: str, head: bytes, format: str, options: FileOptions) -> 
         return (read_parquet if format == "parquet" else read_json_lines)(name, options)
     found = find_layout(name, head, options)
     log_columns(name, found.columns)
-    mask = None
+    mask = weights = None
+    if found.columns.weight is not None:
+        weights = read_fields(found, found.columns.weight)
     if options.where is not None:
         names, n_fields = found.columns.names, found.n_fields
         places = {column: column_place("where", name, names, column, n_fields) for column in options.where}
         mask = row_mask(name, options.where, {column: read_fields(found, place) for column, place in places.items()})
-    return read_text(found, options.show_progress, mask=mask, missing=options.missing)
+    entries = read_text(found, options.show_progress, mask=mask, missing=options.missing, weights=weights)
+    if entries.weights is not None:
+        entries.weights = column_weights(name, options.weight, entries.weights)
+    return entries
 
 
 def _entries_of_parts(paths: list[str], options: FileOptions) -> Entries:
@@ -630,20 +661,22 @@ def _entries_of_parts(paths: list[str], options: FileOptions) -> Entries:
 
 
 def _from_saved(matrix: Any, labels: dict[str, np.ndarray], duplicates: str) -> Ratings:
-    """Ratings of a matrix that was read from a file, with its labels and times, if any."""
-    times = labels.pop("timestamps", None)
+    """Ratings of a matrix that was read from a file, with its labels, times and weights, if any."""
+    times, weights = labels.pop("timestamps", None), labels.pop("weights", None)
     ratings = Ratings.from_matrix(matrix, duplicates=duplicates, **labels)
     if times is not None:
         if times.shape != (ratings.nnz,) or matrix.nnz != ratings.nnz:
             raise RatingsError(f"timestamps has shape {times.shape}; expected one for each of {ratings.nnz} entries")
         ratings.timestamps = as_times(times)
+    if weights is not None:
+        ratings.weights = as_weights(weights, ratings.nnz)
     return ratings
 
 
 def _refuse_columns(path: str, format: str, options: FileOptions) -> None:
     """Reject column arguments for a file without columns."""
     timestamp = None if options.timestamp == AUTO else options.timestamp
-    for argument, value in (("timestamp", timestamp), ("where", options.where)):
+    for argument, value in (("timestamp", timestamp), ("where", options.where), ("weight", options.weight)):
         if value is not None:
             raise ValueError(
                 f"{path} is read as {format!r}, which has no columns that {argument}= could name: leave it out"

@@ -38,12 +38,15 @@ class Columns:
     value: int | None
     names: tuple[Any, ...] | None
     time: int | None = None
+    weight: int | None = None
     guessed: tuple[str, ...] = ()  # roles of columns that are taken for their place, without a name that says so
 
     def __str__(self) -> str:
         places = {"user": self.user, "item": self.item, "value": self.value}
         if self.time is not None:
             places["time"] = self.time
+        if self.weight is not None:
+            places["weight"] = self.weight
         return ", ".join(f"{role} = {self._label(place)}" for role, place in places.items())
 
     def _label(self, place: int | None) -> str:
@@ -61,6 +64,7 @@ def resolve_columns(
     value: Any = AUTO,
     *,
     timestamp: Any = None,
+    weight: Any = None,
     by_place: bool = True,
 ) -> Columns:
     """Find the columns of users, items and values of a table with `n_fields` columns; `names` is None without a header.
@@ -68,11 +72,13 @@ def resolve_columns(
     A number (from 0) or a name overrides everything. "auto" takes the column with a recognized name
     (`core.column_names.ROLES`) in any position. Without one, columns 0, 1 and 2 are taken, unless their names have
     another meaning, or `by_place` is False. Values are None, every entry 1, on request or if no column is left.
-    `timestamp="auto"` takes the only free column with a time-like name, else none.
+    `timestamp="auto"` takes the only free column with a time-like name, else none; `weight` has to be given.
     """
     table = _NamedColumns(source, None if names is None else tuple(names), n_fields, by_place)
     given = {"user": user, "item": item, "value": value}
     places = {role: table.place(role, given[role]) for role in given if not _is_auto(given[role])}
+    if weight is not None:
+        places["weight"] = table.place("weight", weight)
     _check_distinct(places)
     for role in ("user", "item"):
         if role not in places:
@@ -91,7 +97,8 @@ def resolve_columns(
         role for role in given
         if _is_auto(given[role]) and (place := places[role]) is not None and table.roles[place] != role
     )  # fmt: skip
-    return Columns(places["user"], places["item"], places["value"], table.names, time, guessed)  # type: ignore[arg-type]
+    weights = places.get("weight")
+    return Columns(places["user"], places["item"], places["value"], table.names, time, weights, guessed)  # type: ignore[arg-type]
 
 
 def log_columns(source: str, columns: Columns) -> None:
@@ -213,11 +220,11 @@ class _NamedColumns:
             return named
         usual = DEFAULT_PLACES["value"]
         if self.names is None:
-            return None if self.n_fields == 2 else self.place("value", usual)
+            return None if self.n_fields == 2 or usual in places.values() else self.place("value", usual)
         free = [k for k, role in enumerate(self.roles) if role is None and k not in places.values()]
         if not free:
             return None
-        by_names = all(self.roles[place] == role for role, place in places.items() if place is not None)
+        by_names = all(self.roles[places[role]] == role for role in ("user", "item"))  # type: ignore[index]
         unclear = not self.by_place or usual not in free or (by_names and len(free) > 1)
         if unclear or _IDENTIFIER.search(str(self.names[usual])):
             why = f"no column has a name that says values, and {_listed(self.names[k] for k in free)} could be"

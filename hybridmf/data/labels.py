@@ -18,7 +18,9 @@ from ..core.validate import (
     check_ids,
     check_int,
     from_triplets,
+    frozen_csr,
     in_matrix_order,
+    make_csr,
     pair_numbers,
     refuse_masked,
     repeats,
@@ -59,6 +61,7 @@ class Entries:
     where: Callable[[int, int], str] = lambda first, second: f"entries {first} and {second}"
     times: np.ndarray | None = None  # (nnz,)
     valued: bool = False  # rows of a source with values: one that repeats another whole is a copy
+    weights: np.ndarray | None = None  # (nnz,)
 
     def keep(self, mask: np.ndarray) -> Entries:
         """Entries where `mask` is true; labels without entries disappear."""
@@ -76,6 +79,7 @@ class Entries:
             shape=(shape[0], shape[1]),
             where=lambda first, second: self.where(int(kept[first]), int(kept[second])),
             times=None if self.times is None else self.times[kept],
+            weights=None if self.weights is None else self.weights[kept],
         )
 
     def without_missing(self, missing: str) -> Entries:
@@ -107,24 +111,57 @@ class Entries:
         order, rule = np.arange(len(self.times)), duplicates
         if duplicates not in ("first", "last"):
             order, rule = np.argsort(self.times, kind="stable"), "max"
+        return np.ascontiguousarray(self.times[self._merged(order, rule)])
+
+    def _merged(self, order: np.ndarray, rule: str) -> np.ndarray:
+        """Index of the entry of each pair that the rule chooses by its place in `order`; as ordered in `to_matrix`."""
         places = np.empty(len(order))
         places[order] = np.arange(len(order))  # exact in float64
         kept = from_triplets(self.users, self.items, places, self.shape, dtype=np.float64, duplicates=rule)
-        return np.ascontiguousarray(self.times[order[kept.data.astype(np.int64)]])
+        return np.asarray(order[kept.data.astype(np.int64)])
+
+    def weights_of(self, duplicates: str) -> np.ndarray | None:
+        """Weight of each entry of `to_matrix`, in its order.
+
+        Of merged entries: under "mean" the sum, so that the squared errors of a fit do not change; under "sum" the mean
+        by value, so that value times weight is a sum, too; else that of the entry kept, under "max" the largest of
+        equal ones.
+        """
+        if self.weights is None:
+            return None
+        if duplicates in ("mean", "sum"):
+            shares = np.ones(len(self.values)) if duplicates == "mean" else np.abs(np.asarray(self.values, np.float64))
+            total = self._summed(self.weights * shares)
+            if duplicates == "mean":
+                return total.astype(np.float32)
+            parts = self._summed(shares)
+            plain = self._summed(self.weights) / self._summed(np.ones(len(shares)))
+            return np.where(parts > 0, total / np.where(parts > 0, parts, 1), plain).astype(np.float32)
+        order = np.lexsort((self.weights, self.values)) if duplicates == "max" else np.arange(len(self.values))
+        return np.ascontiguousarray(self.weights[self._merged(order, duplicates)])
+
+    def _summed(self, numbers: np.ndarray) -> np.ndarray:
+        """Sum for each pair, float64, in the order of `to_matrix`."""
+        matrix = from_triplets(self.users, self.items, numbers, self.shape, dtype=np.float64, duplicates="sum")
+        return np.asarray(matrix.data)
 
     def to_matrix(self, duplicates: str) -> sp.csr_array:
         """Check positions and values, and convert them to canonical CSR, float32."""
         try:
-            return from_triplets(self.users, self.items, self.values, self.shape, duplicates=duplicates)
+            matrix = from_triplets(self.users, self.items, self.values, self.shape, duplicates=duplicates)
         except DuplicateEntriesError:
             raise self.duplicate_error() from None
+        if self.weights is None or duplicates != "mean" or matrix.nnz == len(self.values):
+            return matrix
+        means = self._summed(self.weights * np.asarray(self.values, np.float64)) / self._summed(self.weights)
+        return frozen_csr(make_csr(matrix.indptr, matrix.indices, means.astype(np.float32), self.shape))
 
     def without_copies(self) -> Entries:
         """Entries without those that have user, item, value and time of an earlier one."""
         found = repeats(self.users, self.items, self.values)
         if not self.valued or self.values.min() == self.values.max():  # a log, in which a repeat is another event
             raise self.duplicate_error(found)
-        copies = whole_repeats(self.users, self.items, self.values, self.times)
+        copies = whole_repeats(self.users, self.items, self.values, self.times, self.weights)
         kept = self.keep(~copies)
         if repeats(kept.users, kept.items, kept.values).pairs:
             raise kept.duplicate_error(found)
@@ -173,11 +210,9 @@ def _used(positions: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray, np
     return (np.cumsum(used, dtype=np.int32) - 1)[positions], ids[used]
 
 
-def whole_repeats(
-    users: np.ndarray, items: np.ndarray, values: np.ndarray, times: np.ndarray | None = None
-) -> np.ndarray:
-    """Mask of the entries that repeat an earlier one in all columns."""
-    columns = [column for column in (times, values, items, users) if column is not None]
+def whole_repeats(users: np.ndarray, items: np.ndarray, values: np.ndarray, *more: np.ndarray | None) -> np.ndarray:
+    """Mask of the entries that repeat an earlier one in all columns; `more` columns are times and weights, if any."""
+    columns = [column for column in (*more, values, items, users) if column is not None]
     order = np.lexsort(columns)
     same = np.ones(max(len(order) - 1, 0), dtype=bool)
     for column in columns:
@@ -321,6 +356,31 @@ def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
     return times.astype(kinds[times.dtype.kind], copy=False) if times.dtype.kind in kinds else times
 
 
+def as_weights(given: Any, count: int, name: str = "weights") -> np.ndarray:
+    """Weights as float32: one for each of `count` entries, finite and above 0."""
+    weights = as_vector(name, given)
+    if weights.dtype.kind not in "fiu":
+        raise TypeError(f"{name} must be numbers, got dtype {weights.dtype}")
+    if len(weights) != count:
+        raise RatingsError(f"{name} has {len(weights)} elements; expected one for each of {count} entries")
+    with np.errstate(over="ignore"):
+        found = weights.astype(np.float32)
+    bad = np.flatnonzero(~((found > 0) & np.isfinite(found)))
+    if bad.size:
+        raise RatingsError(
+            f"{name} has {bad.size:,} of {count:,} values that are not finite and above 0 in float32 (the first is "
+            f"{weights[bad[0]]} at entry {bad[0]}); leave out entries without weight"
+        )
+    return found
+
+
+def joined_weights(parts: Sequence[tuple[np.ndarray | None, int]]) -> np.ndarray | None:
+    """Weights of several parts, (weights or None, number of entries), one after another; None if no part has any."""
+    if all(weights is None for weights, _ in parts):
+        return None
+    return np.concatenate([np.ones(count, np.float32) if each is None else each for each, count in parts])
+
+
 def joined_times(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Times of several parts, each a result of `as_times`, one after another."""
     dates = [part.dtype.kind == "M" for part in parts]
@@ -374,6 +434,7 @@ def joined_entries(parts: Sequence[Entries], source: str, *, text: bool) -> Entr
         lambda first, second: f"{place(first)} and {place(second)}",
         joined_times(times) if len(times) == len(parts) else None,
         all(part.valued for part in parts),
+        joined_weights([(part.weights, len(part.values)) for part in parts]),
     )  # fmt: skip
 
 

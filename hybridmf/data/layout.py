@@ -43,6 +43,7 @@ class FileOptions:
     timestamp: int | str | None = None
     where: Where | None = None
     show_progress: bool = False
+    weight: int | str | None = None
 
     def __post_init__(self) -> None:
         check_choice("format", self.format, FORMATS)

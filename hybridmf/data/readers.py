@@ -30,7 +30,17 @@ from ..core.validate import ROW_BYTES, check_int
 from ..errors import DuplicateEntriesError, HybridMFError, MemoryBudgetError, RatingsError
 from . import arrow_text
 from .columns import AUTO, Columns, check_distinct_names, log_columns, resolve_columns
-from .labels import MAX_VALUE, MISSING_WORDS, Entries, NoEntriesError, as_times, factorize, missing_error, note_dropped
+from .labels import (
+    MAX_VALUE,
+    MISSING_WORDS,
+    Entries,
+    NoEntriesError,
+    as_times,
+    as_weights,
+    factorize,
+    missing_error,
+    note_dropped,
+)
 from .layout import FileOptions, Where
 from .lines import numbered_lines, pieces_of
 from .text import INTEGER, find_layout, parse_dates, parse_times
@@ -38,9 +48,21 @@ from .text import INTEGER, find_layout, parse_dates, parse_times
 logger = logging.getLogger("hybridmf")
 
 Labels = dict[str, np.ndarray]
-"""``user_ids``, ``item_ids`` and ``timestamps``, if a file has them."""
+"""``user_ids``, ``item_ids``, ``timestamps`` and ``weights``, if a file has them."""
 
-NPZ_ARRAYS = ("user_ids", "item_ids", "timestamps", "indptr", "indices", "data", "row", "col", "coords", "offsets")
+NPZ_ARRAYS = (
+    "user_ids",
+    "item_ids",
+    "timestamps",
+    "weights",
+    "indptr",
+    "indices",
+    "data",
+    "row",
+    "col",
+    "coords",
+    "offsets",
+)
 """Arrays read from an archive; others are not loaded."""
 
 MANY_STRINGS = 1 << 16
@@ -59,17 +81,21 @@ def frame_entries(
     timestamp: Any = None,
     where: Where | None = None,
     missing: str = "error",
+    weight: Any = None,
 ) -> Entries:
     """Entries of any frame that narwhals supports; `source` is its name in messages. See `Ratings.from_frame`."""
     import narwhals as nw
 
     table, names = _frame(frame, source)
-    columns = resolve_columns(source, names, len(names), user, item, value, timestamp=timestamp, by_place=False)
+    columns = resolve_columns(
+        source, names, len(names), user, item, value, timestamp=timestamp, weight=weight, by_place=False
+    )
     log_columns(source, columns)
     taken = [names[place] for place in (columns.user, columns.item, columns.value) if place is not None]
     filters = {column: names[column_place("where", source, names, column)] for column in where or {}}
     time = None if columns.time is None else names[columns.time]
-    used = [*taken, *filters.values()] if time is None else [*taken, time, *filters.values()]
+    weight = None if columns.weight is None else names[columns.weight]
+    used = [*taken, *filters.values(), *(column for column in (time, weight) if column is not None)]
     table = table.select(*map(nw.col, dict.fromkeys(used)))
     eager = table.collect() if isinstance(table, nw.LazyFrame) else table
     rows: np.ndarray | None = None
@@ -91,7 +117,19 @@ def frame_entries(
         return f"row {first}" if first == second else f"rows {first} and {second}"
 
     shape = (len(user_ids), len(item_ids))
-    return Entries(users, items, values, user_ids, item_ids, shape, source, place, times, len(taken) > 2)
+    weights = None if weight is None else column_weights(source, weight, _frame_values(source, eager, weight))
+    return Entries(users, items, values, user_ids, item_ids, shape, source, place, times, len(taken) > 2, weights)
+
+
+def column_weights(source: str, column: Any, values: np.ndarray) -> np.ndarray:
+    """Weights of a column, from its values or their text."""
+    name = f"column {column!r} of {source}"
+    try:
+        return as_weights(values.astype(np.float64), len(values), name)
+    except ValueError as error:
+        raise (
+            error if isinstance(error, RatingsError) else RatingsError(f"{name} holds no real numbers ({error})")
+        ) from error
 
 
 def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
@@ -285,23 +323,25 @@ def read_parquet(path: str, options: FileOptions) -> Entries:
     """Entries of a Parquet file; reads only the required columns."""
     timestamp, where = options.timestamp, options.where
     with _parquet(path) as file:
-        found, hive = _resolved(path, file, options.selectors, timestamp, where or ())
+        found, hive = _resolved(path, file, options.selectors, timestamp, where or (), options.weight)
         names = found.names or ()
         log_columns(path, found)
         used = [None if k is None else names[k] for k in (found.user, found.item, found.value)]
         time = None if found.time is None else names[found.time]
         filters = [names[column_place("where", path, names, column)] for column in where or {}]
-        table = file.read(columns=list({*used, time, *filters} - {None, *hive}))
+        weight = None if found.weight is None else names[found.weight]
+        table = file.read(columns=list({*used, time, weight, *filters} - {None, *hive}))
     table = _with_columns(table, hive)
     kept = None if where is None else dict(zip(filters, where.values(), strict=True))
     user, item, value = used
     timestamp = AUTO if timestamp == AUTO and time is not None else time
-    return frame_entries(table, path, user, item, value, timestamp, kept, options.missing)
+    return frame_entries(table, path, user, item, value, timestamp, kept, options.missing, weight)
 
 
 def read_json_lines(path: str, options: FileOptions) -> Entries:
     """Entries of a file with a JSON object on each line, whose fields are columns."""
-    return frame_entries(_json_lines(path), path, *options.selectors, options.timestamp, options.where, options.missing)
+    where, missing, weight = options.where, options.missing, options.weight
+    return frame_entries(_json_lines(path), path, *options.selectors, options.timestamp, where, missing, weight)
 
 
 def _json_lines(path: str) -> Any:
@@ -442,7 +482,7 @@ def _parquet(path: str) -> Iterator[Any]:
 
 
 def _resolved(
-    path: str, file: Any, selectors: Selectors, timestamp: Any = None, others: Iterable[Any] = ()
+    path: str, file: Any, selectors: Selectors, timestamp: Any = None, others: Iterable[Any] = (), weight: Any = None
 ) -> tuple[Columns, dict[str, Any]]:
     """The columns of a Parquet file, and those that its folders add: the ones named by arguments or for their role.
 
@@ -454,11 +494,12 @@ def _resolved(
     hive = {
         name: value
         for name, value in folders.items()
-        if name in selectors or role_of(name) in ("user", "item", "value")
+        if name in (*selectors, weight) or role_of(name) in ("user", "item", "value")
     }
     late = {name: value for name, value in folders.items() if name not in hive and name in (timestamp, *others)}
     names = [*names, *hive]
-    found = resolve_columns(path, names, len(names), *selectors, timestamp=None if timestamp in late else timestamp)
+    known = None if timestamp in late else timestamp
+    found = resolve_columns(path, names, len(names), *selectors, timestamp=known, weight=weight)
     names = [*names, *late]
     time = names.index(timestamp) if timestamp in late else found.time
     return replace(found, names=tuple(names), time=time), hive | late
@@ -482,7 +523,7 @@ def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             names = archive.files
-            ids = {name: archive[name] for name in ("user_ids", "item_ids", "timestamps") if name in names}
+            ids = {name: archive[name] for name in ("user_ids", "item_ids", "timestamps", "weights") if name in names}
         matrix = sp.load_npz(path) if "format" in names else None
     except Exception as error:  # damaged archives cause many kinds of errors in zipfile, zlib, NumPy and SciPy
         raise RatingsError(f"{path} cannot be read as .npz ({error}); it is damaged or not one of ours") from error

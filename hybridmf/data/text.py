@@ -95,10 +95,14 @@ def find_layout(path: str, head: bytes, options: FileOptions) -> TextLayout:
     rows = _sample(lines, separator, quoting)
     n_fields = _usual_width(rows)[0]
     first = [field.strip() for field in rows[0]]
-    has_header = _has_header(rows, n_fields, options.header, selectors, (timestamp, *(options.where or ())))
+    has_header = _has_header(
+        rows, n_fields, options.header, selectors, (timestamp, options.weight, *(options.where or ()))
+    )
     if has_header and len(first) != n_fields:
         raise RatingsError(f"{path}: the header has {len(first)} fields, {first}, but the lines below have {n_fields}")
-    columns = resolve_columns(path, first if has_header else None, n_fields, *selectors, timestamp=timestamp)
+    columns = resolve_columns(
+        path, first if has_header else None, n_fields, *selectors, timestamp=timestamp, weight=options.weight
+    )
     user, item, value = columns.user, columns.item, columns.value
     whole = [row for row in rows[has_header:] if len(row) == n_fields]
     if columns.names is None:
@@ -117,8 +121,8 @@ def find_layout(path: str, head: bytes, options: FileOptions) -> TextLayout:
 
 def _time_column(path: str, columns: Columns, rows: list[list[str]]) -> int | None:
     """Column of times by its name; without a header, the fourth if it has dates, or of four, Unix times (MovieLens)."""
-    place = columns.time
-    if columns.names is None and rows and len(rows[0]) > 3 and 3 not in (columns.user, columns.item, columns.value):
+    place, taken = columns.time, (columns.user, columns.item, columns.value, columns.weight)
+    if columns.names is None and rows and len(rows[0]) > 3 and 3 not in taken:
         fourth = [row[3].strip() for row in rows]
         unix = len(rows[0]) == 4 and all(map(_UNIX_TIME.fullmatch, fourth))
         place = 3 if unix or 2 * sum(_DATE.fullmatch(text) is not None for text in fourth) >= len(fourth) else None
@@ -435,11 +439,17 @@ def _has_header(
 
 
 def read_text(
-    layout: TextLayout, show_progress: bool = False, *, mask: np.ndarray | None = None, missing: str = "error"
+    layout: TextLayout,
+    show_progress: bool = False,
+    *,
+    mask: np.ndarray | None = None,
+    missing: str = "error",
+    weights: np.ndarray | None = None,
 ) -> Entries:
     """Entries after the header, with sorted labels: int64 if all ids of a column are integers, else strings.
 
-    `mask`: records to keep; the ids and values of others may be missing. `missing`: one of `labels.MISSING`.
+    `mask`: records to keep; the ids and values of others may be missing. `missing`: one of `labels.MISSING`. `weights`:
+    those of all records, not checked.
     """
     with reading_progress(layout.path, show_progress) as on_read:
         ((users, user_ids), (items, item_ids), values), times = _read_columns(replace(layout, on_read=on_read), mask)
@@ -451,6 +461,8 @@ def read_text(
     where = functools.partial(lines_of, layout)
     found = entries = Entries(users, items, values, user_ids, item_ids, shape, layout.path, where, times)
     entries.valued = layout.value is not None
+    if weights is not None:
+        entries.weights = weights if mask is None or len(users) == len(mask) else weights[mask]
     if mask is not None and len(users) == len(mask):
         entries = entries.keep(mask)
     elif mask is not None:

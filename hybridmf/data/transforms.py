@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date, timedelta
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -12,8 +13,13 @@ from ..core.frames import check_kind, make_frame
 from ..core.sparse import entry_rows, keep_entries, take_rows
 from ..core.validate import check_int, check_real, from_triplets, make_csr
 from ..errors import RatingsError
+from .labels import as_weights
+from .text import parse_dates
 
 Self = TypeVar("Self", bound="Transforms")
+
+LEAST_DECAY = 1e-6
+"""Least factor of `time_decay`, which keeps the weights of entries of any age in the range of float32."""
 
 
 class EntryView(Generic[Self]):
@@ -50,21 +56,22 @@ class Transforms:
     user_ids: np.ndarray | None
     item_ids: np.ndarray | None
     timestamps: np.ndarray | None
+    weights: np.ndarray | None
     frame_kind: str | None
 
     def _of(
         self: Self,
         matrix: sp.csr_array,
-        timestamps: np.ndarray | None,
+        entries: np.ndarray | None = None,
         user_ids: np.ndarray | None = None,
         item_ids: np.ndarray | None = None,
     ) -> Self:
+        """Ratings of a matrix with the times and weights of these `entries`, a mask or indices; None: of all."""
         raise NotImplementedError
 
     def _keep(self: Self, mask: np.ndarray) -> Self:
         """The entries where `mask`, shape (nnz,), is true; the shape does not change."""
-        times = None if self.timestamps is None else self.timestamps[mask]
-        return self._of(keep_entries(self.user_items, mask), times)
+        return self._of(keep_entries(self.user_items, mask), mask)
 
     # ------------------------------------------------------------------------------------------------- selection
 
@@ -79,9 +86,8 @@ class Transforms:
         """
         positions = np.ascontiguousarray(np.atleast_1d(np.arange(len(self))[_axis_key(rows)]))
         entries = _entries_of_rows(self.user_items, positions)
-        times = None if self.timestamps is None else self.timestamps[entries]
         ids = None if self.user_ids is None else self.user_ids[positions]
-        return self._of(take_rows(self.user_items, positions), times, ids)
+        return self._of(take_rows(self.user_items, positions), entries, ids)
 
     @property
     def entries(self: Self) -> EntryView[Self]:
@@ -130,7 +136,7 @@ class Transforms:
             np.flatnonzero(used) if labels is None else labels[used]
             for used, labels in ((users, self.user_ids), (items, self.item_ids))
         ]
-        return self._of(matrix, part.timestamps, *ids)
+        return part._of(matrix, None, *ids)
 
     # --------------------------------------------------------------------------------------------------- values
 
@@ -156,7 +162,7 @@ class Transforms:
         if new.shape != old.data.shape:
             raise RatingsError(f"values has shape {new.shape}; expected one value for each of {old.nnz} entries")
         checked = from_triplets(entry_rows(old), old.indices, new, old.shape, name="values")
-        return self._of(checked, self.timestamps)
+        return self._of(checked)
 
     def binarize(self: Self, threshold: float | None = None) -> Self:
         """Entries of at least `threshold` (default: more than 0) with the value 1; all others are dropped."""
@@ -174,14 +180,14 @@ class Transforms:
             More than 0.
         """
         scale = check_real("scale", scale, 0.0, strict=True)
-        return self.with_values(np.log1p(self._weights() / scale))
+        return self.with_values(np.log1p(self._counts() / scale))
 
     def tfidf_weight(self: Self) -> Self:
         """Square root of each value times the inverse frequency of its item, as `implicit` computes it.
 
         Users are documents and items are terms: log(n_users / (1 + entries of the item)), at least 0.
         """
-        return self.with_values(np.sqrt(self._weights()) * self._rarity())
+        return self.with_values(np.sqrt(self._counts()) * self._rarity())
 
     def bm25_weight(self: Self, K1: float = 100.0, B: float = 0.8) -> Self:
         """Okapi BM25 weights, as `implicit` computes them: large counts saturate, and frequent items weigh less.
@@ -200,14 +206,14 @@ class Transforms:
         K1, B = check_real("K1", K1, 0.0), check_real("B", B, 0.0)
         if B > 1:
             raise ValueError(f"B must be <= 1, got {B:g}")
-        values, rows = self._weights(), entry_rows(self.user_items)
+        values, rows = self._counts(), entry_rows(self.user_items)
         sums = np.bincount(rows, weights=values, minlength=len(self))
         length = 1.0 - B + B * sums / (sums.mean() or 1.0)
         divisor = K1 * length[rows] + values
         weights = np.divide(values * (K1 + 1.0), divisor, out=np.zeros_like(values), where=divisor > 0)
         return self.with_values(weights * self._rarity())
 
-    def _weights(self) -> np.ndarray:
+    def _counts(self) -> np.ndarray:
         """Values in float64, none of them negative."""
         values = self.user_items.data.astype(np.float64)
         if len(values) and values.min() < 0:
@@ -220,10 +226,74 @@ class Transforms:
         rarity = np.maximum(np.log(max(1, len(self))) - np.log1p(counts), 0.0)  # negative values would mean dislike
         return np.asarray(rarity[self.user_items.indices])
 
+    # --------------------------------------------------------------------------------------------------- weights
+
+    def with_weights(self: Self, weights: Any) -> Self:
+        """The same entries with other weights, which multiply their squared errors in a fit.
+
+        Parameters
+        ----------
+        weights : array of shape (nnz,), or None
+            Finite and more than 0, in the order of ``user_items.data``: by user, then by item. None: all entries weigh
+            the same. `from_coo` takes weights in the order of its triplets, `from_frame` a column of them.
+
+        Returns
+        -------
+        Ratings
+
+        Raises
+        ------
+        RatingsError, TypeError
+            Not one finite number above 0 for each entry.
+        """
+        ratings = self._of(self.user_items)
+        ratings.weights = None if weights is None else as_weights(weights, self.user_items.nnz)
+        return ratings
+
+    def time_decay(self: Self, half_life: Any, *, now: Any = None) -> Self:
+        """Weights that halve with each `half_life` of age: ``0.5 ** ((now - timestamp) / half_life)``.
+
+        Values stay as they are: an old rating of 2 is still a 2, and counts less. Weights that the ratings have already
+        are multiplied. (Koren 2009 fits such decays; `log_weight` and `bm25_weight` change values.)
+
+        Parameters
+        ----------
+        half_life : float or timedelta
+            Age at which an entry counts half, in the unit of `timestamps`: seconds for Unix times. For dates, a
+            timedelta of Python, NumPy or pandas.
+        now : timestamp, optional
+            Time at which the age is 0; default: the latest timestamp. Of dates, a date, or text such as "2026-11-23".
+
+        Returns
+        -------
+        Ratings
+            An entry weighs at least a millionth, whatever its age.
+
+        Raises
+        ------
+        ValueError, TypeError
+            No timestamps, entries after `now`, or a `half_life` that is not more than 0 or has another unit.
+
+        Examples
+        --------
+        >>> import hybridmf as hmf
+        >>> ratings = hmf.Ratings.from_coo([0, 0, 1], [0, 1, 1], [5, 3, 4], timestamps=[0, 10, 20])
+        >>> ratings.time_decay(half_life=10).weights
+        array([0.25, 0.5 , 1.  ], dtype=float32)
+        """
+        if self.timestamps is None:
+            raise ValueError(
+                "time_decay needs the time of each entry, and ratings has none; read them with timestamp= (from_file, "
+                "from_frame) or timestamps= (from_coo)"
+            )
+        decay = np.exp2(-ages_of(self.timestamps, half_life, now))
+        weights = np.maximum(decay, LEAST_DECAY) * (1.0 if self.weights is None else self.weights)
+        return self.with_weights(weights)
+
     # ---------------------------------------------------------------------------------------------------- export
 
     def to_frame(self, backend: str | None = None) -> Any:
-        """Data frame with the columns user, item, value and, if they are known, timestamp; one row for each entry.
+        """Data frame with the columns user, item, value and, if known, timestamp and weight; one row for each entry.
 
         Parameters
         ----------
@@ -243,7 +313,54 @@ class Transforms:
         }
         if self.timestamps is not None:
             columns["timestamp"] = self.timestamps
+        if self.weights is not None:
+            columns["weight"] = self.weights
         return make_frame({name: np.array(column) for name, column in columns.items()}, kind)
+
+
+def ages_of(times: np.ndarray, half_life: Any, now: Any) -> np.ndarray:
+    """Ages in half-lives, float64."""
+    if not len(times):
+        return np.zeros(0)
+    if times.dtype.kind == "M":
+        if not isinstance(half_life, (timedelta, np.timedelta64)):
+            raise TypeError(
+                f"half_life must be a timedelta, since timestamps are dates, got {half_life!r} of type "
+                f"{type(half_life).__name__}; for example numpy.timedelta64(30, 'D')"
+            )
+        unit = np.timedelta64(1, "us")
+        try:
+            length = float(np.timedelta64(half_life) / unit)
+        except TypeError as error:  # of months and years
+            raise TypeError(f"half_life must have a fixed length, such as days, got {half_life!r}") from error
+        check_real("half_life in microseconds", length, 0.0, strict=True)
+        latest = times.max() if now is None else _date(now)
+        ages = (latest.astype("M8[us]") - times.astype("M8[us]")) / unit
+    else:
+        if isinstance(half_life, (timedelta, np.timedelta64)):
+            raise TypeError(
+                f"half_life must be a number in the unit of timestamps, which are numbers, got {half_life!r}; for Unix "
+                "times, its seconds"
+            )
+        length = check_real("half_life", half_life, 0.0, strict=True)
+        latest = times.max() if now is None else check_real("now", now)
+        ages = (latest - times).astype(np.float64)
+    later = int(np.count_nonzero(ages < 0))
+    if later:
+        raise ValueError(
+            f"now={now!r} is before {later:,} of {len(times):,} timestamps, the latest of which is {times.max()}"
+        )
+    return np.asarray(ages / length)
+
+
+def _date(now: Any) -> np.datetime64:
+    """A date, or its text, in UTC."""
+    try:
+        if not isinstance(now, (np.datetime64, date, str)):
+            raise TypeError(f"type {type(now).__name__}")
+        return now if isinstance(now, np.datetime64) else parse_dates([now])[0]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"now must be a date, since timestamps are dates, got {now!r} ({error})") from error
 
 
 def _taken(ids: np.ndarray | None, positions: np.ndarray) -> np.ndarray:
