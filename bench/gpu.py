@@ -17,8 +17,8 @@ warm-up. TFLOP/s counts useful work, nnz f (f + 1) a half sweep and f^3/3 + 2 f^
 CG); TB/s counts gathered factors, or the lower triangles of systems. "of floor" is the shortest time that gathers,
 multiplications or writes would allow, each by itself at its measured rate (see `floor_ms`), over the time.
 
-Rivals' figures were measured on an H200 and the same synthetic data: cuMF's, Gates' and BALS's published kernels,
-implicit 0.7.3. How the data are drawn: gpu_data.py.
+torch and cuSolverDx run in the same process. What the published kernels of cuMF, Gates, BALS and cuMF_SGD took is
+quoted (quoted.py); those figures are no part of these lines. How the data are drawn: gpu_data.py.
 """
 
 from __future__ import annotations
@@ -396,15 +396,13 @@ def floor_ms(flops: float, rate: str, *others: float) -> float:
 
 @dataclass(frozen=True)
 class AlsCase:
-    """A full iteration to be timed, and the published figure it is compared with."""
+    """A full iteration to be timed."""
 
     shape: str
     feedback: str
     factors: int
     precision: str = "float32"
     solver: str = "cholesky"
-    rival: str = ""
-    rival_ms: float | None = None
     row_form: str = "auto"
 
     @property
@@ -428,17 +426,15 @@ CG_STEPS = 6
 """Steps of cuMF's published code."""
 
 
-def explicit_cases(shape: str, factors: int, rival_ms: float | None, precisions: Sequence[str]) -> list[AlsCase]:
-    """Exact in each precision, then CG; cuMF's kernels (6 CG steps) are the rival."""
-    rival = ("cuMF kernels, CG 6", rival_ms) if rival_ms else ("", None)
-    exact = [AlsCase(shape, "explicit", factors, precision, "cholesky", *rival) for precision in precisions]
-    return exact + [AlsCase(shape, "explicit", factors, precision, "cg", *rival) for precision in ("bf16", "tf32")]
+def explicit_cases(shape: str, factors: int, precisions: Sequence[str]) -> list[AlsCase]:
+    """Exact in each precision, then CG."""
+    exact = [AlsCase(shape, "explicit", factors, precision) for precision in precisions]
+    return exact + [AlsCase(shape, "explicit", factors, precision, "cg") for precision in ("bf16", "tf32")]
 
 
-def implicit_cases(shape: str, factors: int, rival_ms: float | None, *precisions: str) -> list[AlsCase]:
-    """Exact in each precision; implicit's GPU ALS (3 CG steps) is the rival."""
-    rival = ("implicit 0.7.3, CG 3", rival_ms) if rival_ms else ("", None)
-    return [AlsCase(shape, "implicit", factors, precision, "cholesky", *rival) for precision in precisions]
+def implicit_cases(shape: str, factors: int, *precisions: str) -> list[AlsCase]:
+    """Exact in each precision."""
+    return [AlsCase(shape, "implicit", factors, precision) for precision in precisions]
 
 
 def both_forms(shape: str, feedback: str, factors: int) -> list[AlsCase]:
@@ -448,24 +444,24 @@ def both_forms(shape: str, feedback: str, factors: int) -> list[AlsCase]:
 
 ALS_CASES = {
     "quick": [
-        *explicit_cases("netflix", 100, 250.0, ("float32", "bf16x3", "tf32", "bf16")),
-        *implicit_cases("netflix", 64, 660.0, "float32", "bf16x3"),
-        *implicit_cases("netflix", 128, 850.0, "float32", "bf16x3"),
-        *implicit_cases("netflix", 32, None, "float32"),
-        *implicit_cases("msd", 64, 219.0, "float32"),
-        *implicit_cases("msd", 128, 324.0, "float32"),
+        *explicit_cases("netflix", 100, ("float32", "bf16x3", "tf32", "bf16")),
+        *implicit_cases("netflix", 64, "float32", "bf16x3"),
+        *implicit_cases("netflix", 128, "float32", "bf16x3"),
+        *implicit_cases("netflix", 32, "float32"),
+        *implicit_cases("msd", 64, "float32"),
+        *implicit_cases("msd", 128, "float32"),
         *both_forms("shop", "implicit", 128),
     ],
 }
 ALS_CASES["full"] = [
-    *explicit_cases("netflix", 100, 250.0, ("float32", "bf16x3", "tf32", "bf16", "float16")),
-    *explicit_cases("ml-20m", 100, 57.0, ("float32", "bf16x3")),
-    *(case for f in (32, 64, 128) for case in explicit_cases("netflix", f, None, ("float32", "bf16x3"))[:2]),
-    *implicit_cases("netflix", 64, 660.0, "float32", "bf16x3", "tf32", "bf16"),
-    *implicit_cases("netflix", 128, 850.0, "float32", "bf16x3", "tf32", "bf16"),
-    *(case for f in (32, 80, 96) for case in implicit_cases("netflix", f, None, "float32", "bf16x3")),
-    *implicit_cases("msd", 64, 219.0, "float32", "bf16x3"),
-    *implicit_cases("msd", 128, 324.0, "float32", "bf16x3"),
+    *explicit_cases("netflix", 100, ("float32", "bf16x3", "tf32", "bf16", "float16")),
+    *explicit_cases("ml-20m", 100, ("float32", "bf16x3")),
+    *(case for f in (32, 64, 128) for case in explicit_cases("netflix", f, ("float32", "bf16x3"))[:2]),
+    *implicit_cases("netflix", 64, "float32", "bf16x3", "tf32", "bf16"),
+    *implicit_cases("netflix", 128, "float32", "bf16x3", "tf32", "bf16"),
+    *(case for f in (32, 80, 96) for case in implicit_cases("netflix", f, "float32", "bf16x3")),
+    *implicit_cases("msd", 64, "float32", "bf16x3"),
+    *implicit_cases("msd", 128, "float32", "bf16x3"),
     *(case for f in (64, 128) for shape in ("shop", "msd", "netflix") for case in both_forms(shape, "implicit", f)),
     *both_forms("netflix", "explicit", 100),
     *both_forms("netflix", "explicit", 128),
@@ -638,7 +634,7 @@ def measure_als(session: Session, case: AlsCase, sweeps: Sweeps) -> None:
         Row(
             "als", case.name, case.shape, case.factors, [sum(times) for times in rounds],
             sum(sweeps.flops(side) for side in SIDES), 2.0 * sweeps.data.nnz * 4 * case.factors,
-            sum(sweeps.floor(side) for side in SIDES), case.rival, case.rival_ms, error,
+            sum(sweeps.floor(side) for side in SIDES), "", None, error,
             {"item_ms": item_ms, "user_ms": user_ms} | more | {"nnz": sweeps.data.nnz},
         )
     )  # fmt: skip
@@ -662,13 +658,11 @@ def report_set_up(session: Session, sweeps: Sweeps) -> None:
 # ------------------------------------------------------------------------------------------ Cholesky
 
 CHOLESKY_CASES = {
-    "quick": [(32, 65536, 3.6), (64, 65536, 11.1), (96, 65536, None), (100, 65536, 24.8), (128, 65536, 37.0),
-              (256, 16384, None), (512, 4096, None)],
-    "full": [(16, 65536, None), (32, 65536, 3.6), (64, 65536, 11.1), (80, 65536, None), (96, 65536, None),
-             (100, 65536, 24.8), (128, 65536, 37.0), (200, 16384, None), (256, 16384, None), (512, 4096, None)],
+    "quick": [(32, 65536), (64, 65536), (96, 65536), (100, 65536), (128, 65536), (256, 16384), (512, 4096)],
+    "full": [(16, 65536), (32, 65536), (64, 65536), (80, 65536), (96, 65536), (100, 65536), (128, 65536), (200, 16384),
+             (256, 16384), (512, 4096)],
 }  # fmt: skip
-"""(rank, systems, milliseconds of torch when it was measured before)."""
-
+"""(rank, systems)."""
 
 DISTINCT_SYSTEMS = 4096
 """Distinct systems; the others repeat them, which changes the time of no kernel."""
@@ -694,12 +688,12 @@ def check_systems(device: Any, matrices: Any, rhs: Any, solutions: Any) -> float
 
 def run_cholesky(session: Session, profile: str, shape: str | None) -> None:
     """Factorization and solve of systems in global memory, ours and the rivals' in one run."""
-    for rank, n, rival_ms in CHOLESKY_CASES[profile]:
+    for rank, n in CHOLESKY_CASES[profile]:
         with session.case(f"cholesky, {rank}"):
-            measure_cholesky(session, rank, n, rival_ms)
+            measure_cholesky(session, rank, n)
 
 
-def measure_cholesky(session: Session, rank: int, n: int, rival_ms: float | None) -> None:
+def measure_cholesky(session: Session, rank: int, n: int) -> None:
     """One rank; matrices are restored before each repeat, since ours destroys them."""
     device = session.device
     matrices, rhs = random_systems(device, n, rank)
@@ -720,7 +714,7 @@ def measure_cholesky(session: Session, rank: int, n: int, rival_ms: float | None
         raise WrongAnswerError("a system is said not to be positive definite")
     error = session.require(check_systems(device, matrices, rhs, solutions), TOLERANCES["float32"])
     times = [each[0] for each in timed(device, [ours], session.repeats, restore)]
-    rival, more = "torch, measured before", dict[str, Any](systems=n)
+    rival, rival_ms, more = "", None, dict[str, Any](systems=n)
     for library, solver in (("torch", torch_cholesky), ("cusolverdx", cusolverdx.solver)):
         run = None if array_module(device) is np else solver(matrices, rhs)
         if run is None:
@@ -729,7 +723,6 @@ def measure_cholesky(session: Session, rank: int, n: int, rival_ms: float | None
         rival_times = [each[0] for each in timed(device, [run], session.repeats)]
         more[f"{library}_spread"] = [min(rival_times), max(rival_times)]
         if library == "torch":
-            more["torch_before_ms"] = rival_ms
             rival, rival_ms = "torch, same run", median(rival_times)
         else:
             more["cusolverdx_ms"] = median(rival_times)
@@ -760,21 +753,8 @@ def torch_cholesky(matrices: Any, rhs: Any) -> Step | None:
 
 # ------------------------------------------------------------------------------------------ published assemblies
 
-GATES_MS = {
-    ("netflix", 32, "given"): 18.5, ("netflix", 64, "given"): 37.4,
-    ("netflix", 32, "by degree"): 15.8, ("netflix", 64, "by degree"): 33.9,
-    ("ml-20m", 32, "given"): 4.0, ("ml-20m", 32, "by degree"): 3.2,
-}  # fmt: skip
-"""Gates' kernel as published with BALS: Hermitians of the user side."""
-
-BALS_MS = {
-    ("netflix", 32, "given"): 38.4, ("netflix", 64, "given"): 134.8,
-    ("netflix", 32, "by degree"): 30.2, ("netflix", 64, "by degree"): 109.2,
-    ("ml-20m", 32, "given"): 11.4, ("ml-20m", 32, "by degree"): 9.1,
-}  # fmt: skip
-"""BALS's published kernel with tiles of 256 x 192."""
-
 PUBLISHED_TILE = (256, 192)
+"""Of BALS's published kernel, whose times are quoted (quoted.py)."""
 
 Methods = tuple[str, ...]
 
@@ -927,11 +907,7 @@ def measure_hermitians(session: Session, prepared: Hermitians, shape: str, order
         flops = float(nnz) * factors * (factors + 1)
         written = 4.0 * rows * factors * (factors + 1) / COPY_TBPS / 1e9
         floor = floor_ms(flops, "ffma", gather_ms(nnz, fixed, factors), written)
-        gates = GATES_MS.get((shape, factors, order))
-        own = tiled and not method.endswith("own")
-        rival, rival_ms = ("BALS's kernel", BALS_MS.get((shape, factors, order))) if own else ("Gates' kernel", gates)
-        more |= {"gates_ms": gates, "nnz": nnz} if tiled else {"nnz": nnz}
-        row = (flops, 4.0 * nnz * factors, floor, rival, rival_ms, error, more)
+        row = (flops, 4.0 * nnz * factors, floor, "", None, error, more | {"nnz": nnz})
         session.report(Row("bals" if tiled else "syrk", f"{method}, {order}", shape, factors, times, *row))
 
 
@@ -939,11 +915,11 @@ def measure_hermitians(session: Session, prepared: Hermitians, shape: str, order
 
 TOPK_N = 10
 
-TOPK_CASES: dict[str, list[tuple[str, int, float | None]]] = {
-    "quick": [("netflix", 128, 421_000.0), ("msd", 128, 243_000.0)],
-    "full": [("netflix", 64, None), ("netflix", 128, 421_000.0), ("msd", 64, None), ("msd", 128, 243_000.0)],
+TOPK_CASES = {
+    "quick": [("netflix", 128), ("msd", 128)],
+    "full": [("netflix", 64), ("netflix", 128), ("msd", 64), ("msd", 128)],
 }
-"""Shape, rank, and users a second of implicit 0.7.3."""
+"""(shape, rank)."""
 
 
 def random_factors(session: Session, data: Data, factors: int) -> tuple[Any, Any]:
@@ -970,14 +946,14 @@ FACTORS = {"random, norms decay": random_factors, "fitted": fitted_factors}
 
 def run_topk(session: Session, profile: str, shape: str | None) -> None:
     """Top 10 with filter for all users, all on the device."""
-    for where, factors, rival in TOPK_CASES[profile]:
+    for where, factors in TOPK_CASES[profile]:
         for kind in FACTORS:
             if shape in (None, where):
                 with session.case(f"topk, {where}, {factors}, {kind}"):
-                    measure_topk(session, where, factors, rival, kind)
+                    measure_topk(session, where, factors, kind)
 
 
-def measure_topk(session: Session, shape: str, factors: int, rival: float | None, kind: str) -> None:
+def measure_topk(session: Session, shape: str, factors: int, kind: str) -> None:
     """One kind of factors: packed, checked, timed."""
     device, data = session.device, session.data(shape, "implicit")
     users, items = FACTORS[kind](session, data, factors)
@@ -995,10 +971,9 @@ def measure_topk(session: Session, shape: str, factors: int, rival: float | None
     (m, n), nnz = data.user.shape, data.nnz
     flops = 2.0 * m * n * factors
     more = {"users_per_second": m / median(times) * 1e3, "pack_ms": min(pack_times), "items": n, "nnz": nnz}
-    rival_name, rival_ms = ("implicit 0.7.3", m / rival * 1e3) if rival else ("", None)
     floor = flops / HALF_PRODUCT_TFLOPS / 1e9
     name = f"top {TOPK_N} filtered, {kind}"
-    session.report(Row("topk", name, shape, factors, times, flops, 0.0, floor, rival_name, rival_ms, error, more))
+    session.report(Row("topk", name, shape, factors, times, flops, 0.0, floor, "", None, error, more))
 
 
 def check_topk(device: Any, data: Data, users: Any, items: Any, ids: Any, scores: Any) -> float:

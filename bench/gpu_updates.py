@@ -40,30 +40,26 @@ QUALITY = {"SGD": 20, "CCD": 10}
 PASS_TOLERANCE = 2e-4
 """Of factors after one MSGD pass over thousands of entries in float32, of the largest one."""
 
-CUMF_SGD = ("cuMF_SGD, float16, earlier", 33.5)
-
-CASES: dict[str, dict[str, list[tuple[str, int, dict[str, Any], tuple[str, float] | None]]]] = {
+CASES: dict[str, dict[str, list[tuple[str, int, dict[str, Any]]]]] = {
     "quick": {
         "sgd": [
-            ("netflix", 128, {"schedule": "batch_hogwild", "precision": "float16"}, CUMF_SGD),
-            ("netflix", 128, {"schedule": "msgd"}, None),
-            ("netflix", 128, {"schedule": "msgd", "precision": "float16"}, None),
+            ("netflix", 128, {"schedule": "batch_hogwild", "precision": "float16"}),
+            ("netflix", 128, {"schedule": "msgd"}),
+            ("netflix", 128, {"schedule": "msgd", "precision": "float16"}),
         ],
-        "ccd": [("netflix", 40, {}, None)],
+        "ccd": [("netflix", 40, {})],
     },
     "full": {
         "sgd": [
             *(
-                ("netflix", f, {"schedule": "batch_hogwild", "precision": p}, rival)
-                for f, p, rival in (
-                    (32, "float16", None), (64, "float16", None), (128, "float16", CUMF_SGD), (128, "float32", None)
-                )
+                ("netflix", f, {"schedule": "batch_hogwild", "precision": p})
+                for f, p in ((32, "float16"), (64, "float16"), (128, "float16"), (128, "float32"))
             ),
-            *(("netflix", f, {"schedule": "msgd"}, None) for f in (32, 64, 128)),
-            ("netflix", 128, {"schedule": "msgd", "precision": "float16"}, None),
-            *(("netflix", 128, {"schedule": "msgd", "ordering": o}, None) for o in ("user", "item")),
+            *(("netflix", f, {"schedule": "msgd"}) for f in (32, 64, 128)),
+            ("netflix", 128, {"schedule": "msgd", "precision": "float16"}),
+            *(("netflix", 128, {"schedule": "msgd", "ordering": o}) for o in ("user", "item")),
         ],
-        "ccd": [("netflix", f, o, None) for f in (40, 100) for o in ({}, {"inner_iterations": 3})],
+        "ccd": [("netflix", f, o) for f in (40, 100) for o in ({}, {"inner_iterations": 3})],
     },
 }  # fmt: skip
 
@@ -141,17 +137,15 @@ def check_pass(session: Session, data: Data, model: hmf.SGD, f: int) -> float:
 
 def run_sgd(session: Session, profile: str, shape: str | None) -> None:
     """Epochs."""
-    for where, f, options, rival in CASES[profile]["sgd"]:
+    for where, f, options in CASES[profile]["sgd"]:
         if shape in (None, where):
             name = " ".join(str(value) for value in options.values())
             with session.case(f"sgd {where} {f} {name}"):
-                measure_sgd(session, where, f, options, rival, name)
+                measure_sgd(session, where, f, options, name)
             release(session.device)
 
 
-def measure_sgd(
-    session: Session, shape: str, f: int, options: dict[str, Any], rival: tuple[str, float] | None, name: str
-) -> None:
+def measure_sgd(session: Session, shape: str, f: int, options: dict[str, Any], name: str) -> None:
     """Check, time and judge one schedule."""
     data = session.data(shape)
     model = hmf.SGD(
@@ -173,7 +167,7 @@ def measure_sgd(
             flops=(8.0 if hogwild else 10.0) * data.nnz * f,
             gathered=(4.0 if hogwild else 2.0) * itemsize * data.nnz * f,
             floor_ms=hogwild_floor(data, f, itemsize) if hogwild else msgd_floor(data, f, itemsize),
-            rival=rival[0] if rival else "", rival_ms=rival[1] if rival else None, error=error,
+            error=error,
             more={f"rmse_after_{QUALITY['SGD']}": rmse(session, data, solver), "set_up_s": set_up,
                   "learning_rate": solver.method.learning_rate},  # type: ignore[attr-defined]
         )
@@ -194,7 +188,7 @@ def ccd_floor(data: Data, f: int, inner: int) -> float:
 
 def run_ccd(session: Session, profile: str, shape: str | None) -> None:
     """Outer iterations."""
-    for where, f, options, _ in CASES[profile]["ccd"]:
+    for where, f, options in CASES[profile]["ccd"]:
         if shape in (None, where):
             with session.case(f"ccd {where} {f} {options}"):
                 measure_ccd(session, where, f, options)
