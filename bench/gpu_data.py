@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from published import draw_pairs, published_degrees
+from published import published_pairs
 
-from hybridmf.datasets import SHAPES
+from hybridmf.datasets import SHAPES, shape_of
 
 # users, items, entries, sigma of the log-normal user degrees, exponent and shift of the Zipf item popularity
 GPU_SHAPES = {
@@ -100,10 +100,10 @@ def published_gpu(shape: str, *, scale: float = 1.0, seed: int = 0, implicit: bo
     import cupy as cp
 
     assert shape in SHAPES
-    users, items = published_degrees(shape, scale, np.random.default_rng(seed))
+    m, n, _ = shape_of(shape, scale)
     random = cp.random.default_rng(seed)
-    pairs = draw_pairs(cp, random, users, items)
-    return _valued(cp, random, pairs, len(users), len(items), 8, implicit)
+    pairs = published_pairs(cp, random, shape, scale, np.random.default_rng(seed))
+    return _valued(cp, random, pairs, m, n, 8, implicit)
 
 
 def _repeat(cp: Any, counts: np.ndarray) -> Any:

@@ -1,11 +1,13 @@
 """Synthetic ratings whose degrees are fitted to what is published of a data set (`PUBLISHED`).
 
-That is the longest row and column, how many users and items occur, how evenly the entries are distributed. Explicit
+That is the longest row and column, how many users and items occur, how evenly the entries are distributed, and how the
+ids of items follow their popularity, or neighbouring rows have neighbouring columns (fitted to BALS' table 3). Explicit
 values are those of `hybridmf.datasets.synthetic`; implicit feedback has no tastes, and its counts follow the same law.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,6 +46,9 @@ class Degrees:
     """KONECT's balanced inequality ratio P, where `longest` is known: the longest rows, a share P of all, have the
     share 1 - P of the entries."""
     even: bool = False  # all rows have about the same number of entries
+    popularity: float = 0.0
+    """How much ids follow popularity, popular ones first: 0 for a random order, 1 for the order of degrees."""
+    late: float = 0.0  # of the ids with entries, the share that lies in the gaps after the others
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Published:
     users: Degrees = Degrees()
     items: Degrees = Degrees()
     entries: int | None = None  # of the matrix that `users` and `items` describe; default: that of `SHAPES`
+    band: float | None = None
+    """Where neighbouring rows have neighbouring columns: width of the band, relative to the number of columns."""
     source: str = "means only"
 
 
@@ -62,21 +69,23 @@ PUBLISHED: dict[str, Published] = {
     ),
     "ml-10m": Published(  # four fifths of the ratings, as in BALS table 1
         Degrees(69_878, 16, 5_887, balance=0.281),
-        Degrees(10_677, 1, 27_891, balance=0.174),
+        Degrees(10_677, 1, 27_891, balance=0.174, popularity=0.8, late=0.32),
         8_000_044,
-        "BALS table 1; KONECT, times 0.8",
+        source="BALS tables 1 and 3; KONECT, times 0.8",
     ),
     "ml-20m": Published(  # the balance of a log-normal distribution with the published Gini coefficient of 0.903
         Degrees(shortest=20, longest=9_254),
-        Degrees(26_744, 1, 67_310, balance=0.120),
-        source="MovieLens README; LensKit codex",
+        Degrees(26_744, 1, 67_310, balance=0.120, popularity=0.9),
+        source="MovieLens README; LensKit codex; BALS table 3",
     ),
     "netflix": Published(
-        Degrees(longest=17_653, balance=0.267), Degrees(shortest=3, longest=232_944, balance=0.148), source="KONECT"
+        Degrees(longest=17_653, balance=0.267),
+        Degrees(shortest=3, longest=232_944, balance=0.148, popularity=0.2),
+        source="KONECT; BALS table 3",
     ),
     "yahoo-r1": Published(Degrees(single=197_277), source="BALS section 3.2: rows with one entry"),
-    "sls": Published(Degrees(even=True), Degrees(even=True), source="BALS section 6.5: evenly distributed"),
-    "rucci": Published(Degrees(even=True), Degrees(even=True), source="BALS section 6.5: evenly distributed"),
+    "sls": Published(Degrees(even=True), Degrees(even=True), band=1.4, source="BALS section 6.5, table 3"),
+    "rucci": Published(Degrees(even=True), Degrees(even=True), band=0.31, source="BALS section 6.5, table 3"),
     "msd": Published(
         Degrees(shortest=10, longest=4_400), Degrees(longest=110_479), source="Taste Profile subset of the MSD"
     ),
@@ -91,14 +100,47 @@ def published(shape: str, *, implicit: bool = False, scale: float = 1.0, seed: i
     """
     m, n, _ = shape_of(shape, scale)
     rng = np.random.default_rng(seed)
-    pairs = draw_pairs(np, rng, *published_degrees(shape, scale, rng))
+    pairs = published_pairs(np, rng, shape, scale, rng)
     if implicit:
         return _ratings(pairs // n, pairs % n, _plays(len(pairs), rng), (m, n)).user_items
     return _rate(pairs, m, n, rng).user_items
 
 
+def published_pairs(xp: Any, random: Any, shape: str, scale: float, rng: np.random.Generator) -> Any:
+    """Distinct pairs ``user * n + item`` of a published shape, ascending; `xp` and `random` as for `draw_pairs`."""
+    facts = PUBLISHED.get(shape, Published())
+    m, n, nnz = shape_of(shape, scale)
+    if facts.band is not None:
+        return _distinct(xp, xp.asarray(_banded(m, n, nnz, facts.band, rng)))
+    users, items = published_degrees(shape, scale, rng)
+    return _every_item(xp, rng, draw_pairs(xp, random, users, items), items, _scaled(facts.items, scale).used)
+
+
+def _banded(m: int, n: int, nnz: int, width: float, rng: np.random.Generator) -> np.ndarray:
+    """Pairs of a matrix with even rows and columns around its diagonal, in any order, some twice.
+
+    Every column has the same number of places. The places are put into the order of the columns, moved by random
+    distances of up to `width` columns' share, and given to the entries of the rows in turn.
+    """
+    degrees = rng.permutation(np.diff(np.rint(np.linspace(0, nnz, m + 1)).astype(np.int64)))
+    places = np.arange(nnz)
+    columns = np.empty(nnz, np.int64)
+    columns[np.argsort(places + width * nnz * rng.random(nnz))] = places * n // nnz
+    return np.repeat(np.arange(m), degrees) * n + columns
+
+
+def _every_item(xp: Any, rng: np.random.Generator, pairs: Any, weights: np.ndarray, used: int | None) -> Any:
+    """One entry more for items that were not drawn, until as many items have entries as are published."""
+    n = len(weights)
+    degrees = xp.bincount(pairs % n, minlength=n)
+    unused = xp.flatnonzero((degrees == 0) & (xp.asarray(weights) > 0))
+    missing = min(len(unused), max(0, int(used or 0) - n + int((degrees == 0).sum())))
+    users = pairs[xp.asarray(rng.integers(0, len(pairs), missing))] // n
+    return _distinct(xp, xp.concatenate([pairs, users * n + unused[:missing]])) if missing else pairs
+
+
 def published_degrees(shape: str, scale: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Entries of each user, and weights of the items, as far as they are published (`PUBLISHED`), in random order.
+    """Entries of each user, in random order, and weights of the items, as far as they are published (`PUBLISHED`).
 
     `users`: int64 array, shape (m,). `items` (float64 array, shape (n,)): for `draw_pairs`.
     """
@@ -108,7 +150,24 @@ def published_degrees(shape: str, scale: float, rng: np.random.Generator) -> tup
     users = _fitted(m, entries, n, _scaled(facts.users, scale), FITTED_SIGMA["users"])
     users = np.minimum(np.rint(users), facts.items.used or n)
     items = _fitted(n, entries, m, _scaled(facts.items, scale), FITTED_SIGMA["items"])
-    return rng.permutation(users.astype(np.int64)), rng.permutation(_weights(users, items))
+    return rng.permutation(users.astype(np.int64)), _in_order_of_ids(_weights(users, items), facts.items, rng)
+
+
+def _in_order_of_ids(weights: np.ndarray, facts: Degrees, rng: np.random.Generator) -> np.ndarray:
+    """Weights, of the most popular item first, by id: ids follow popularity as far as `facts` says."""
+    if not facts.popularity and not facts.late:
+        return rng.permutation(weights)
+    filled = np.flatnonzero(weights > 0)
+    places = (np.arange(len(filled)) + 0.5) / len(filled)
+    noise = math.sqrt(1 - facts.popularity**2) * rng.standard_normal(len(filled))
+    sequence = filled[np.argsort(facts.popularity * ndtri(places) + noise)]
+    early = round((1 - facts.late) * len(filled))
+    end = early if facts.late else len(weights)
+    front = np.sort(rng.choice(end, early, replace=False))
+    back = end + np.sort(rng.choice(len(weights) - end, len(filled) - early, replace=False))
+    ordered = np.zeros(len(weights))
+    ordered[np.concatenate([front, back])] = weights[sequence]
+    return ordered
 
 
 def _weights(users: np.ndarray, items: np.ndarray) -> np.ndarray:
