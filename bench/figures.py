@@ -4,7 +4,7 @@
     python bench/figures.py --stale    lists every stale line as well
 
 Checked are README.md, docs/performance.md, docs/systems.md and docs/evidence/*.md, without code blocks and without the
-sections on a paper's claims. Tables between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` are rendered from lines. A
+sections on a paper's claims. Tables between the markers of a section are rendered from lines. A
 figure is a number with a unit of time, rate, share or ratio (`UNIT`). Each must be, as rounded there,
 
 - a number of a rendered table of the same page;
