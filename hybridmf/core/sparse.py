@@ -193,16 +193,35 @@ def rows_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
     return csr_of(indptr[first : last + 1] - begin, indices[begin:end], data[begin:end], matrix.shape[1])
 
 
+def column_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
+    """Bounds in each row: its begin, the first entry at or after each of some columns, its end.
+
+    `matrix`: indices ascend in each row.
+    `columns`, int (n,): ascending.
+    Returns int64 (n + 2, n_rows).
+    """
+    indptr, indices, _ = csr_arrays(matrix)
+    begins, ends = indptr[:-1].astype(np.int64), indptr[1:].astype(np.int64)
+    bounds = [begins]
+    for column in columns:
+        low, high = bounds[-1].copy(), ends.copy()  # bisection in all rows together
+        while (open_ := np.flatnonzero(low < high)).size:
+            middle = (low[open_] + high[open_]) // 2
+            before = indices[middle] < column
+            low[open_[before]] = middle[before] + 1
+            high[open_[~before]] = middle[~before]
+        bounds.append(low)
+    return np.stack([*bounds, ends])
+
+
 def columns_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
-    """The columns from `first` to before `last`, counted from `first`."""
-    indptr, indices, data = csr_arrays(matrix)
-    inside = (indices >= first) & (indices < last)
-    counts = np.zeros(len(indptr) - 1, dtype=np.int64)
-    filled = np.flatnonzero(np.diff(indptr))
-    if len(filled):
-        counts[filled] = np.add.reduceat(inside, indptr[filled], dtype=np.int64)
-    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-    return csr_of(starts, indices[inside] - np.int32(first), data[inside], last - first)
+    """The columns from `first` to before `last`, counted from `first`; `matrix`: indices ascend in each row."""
+    _, indices, data = csr_arrays(matrix)
+    bounds = column_bounds(matrix, np.array([first, last]))[:-1]
+    # each row in pieces: what lies before the columns, they, what lies behind
+    pieces = np.append(bounds.T.reshape(-1), len(indices))
+    taken = _formats.take_rows(pieces, indices, data, np.arange(1, len(pieces) - 1, 3))
+    return csr_of(taken[0], taken[1] - np.int32(first), taken[2], last - first)
 
 
 def stacked(matrices: list[sp.csr_array]) -> sp.csr_array:

@@ -269,10 +269,11 @@ class CpuEpochs:
         """See `EpochKernels`."""
         return work.factors()
 
-    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
+    def begin_result(self, *sides: Factors) -> Callable[[], tuple[float, bool]]:
         """See `EpochKernels`; MSGD processes every entry twice."""
         losses, self._losses = self._losses, []
-        return float(np.sum(losses)) / len(self.passes), all(map(self.is_finite, sides))
+        result = float(np.sum(losses)) / len(self.passes), all(map(self.is_finite, sides))
+        return lambda: result
 
     def is_finite(self, factors: Factors) -> bool:
         """Whether no factor and no bias is infinite or NaN."""

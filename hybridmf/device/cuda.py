@@ -9,6 +9,7 @@ later than the release of an array comes after all kernels on the same stream th
   `download(settled=True)` reads an array that no kernel in flight writes, and therefore waits for none.
 - `begin_download` copies on the current stream. Its buffer in pinned memory is in `_arriving` until the event behind
   the copy is complete, whether or not the result is fetched.
+- `send`: a copy to another GPU waits for marks of both, and is itself behind the mark that it returns.
 - `beside`: the stream waits for the mark `begun`, so its kernels see all results before it. The caller makes the
   current stream wait for a mark behind them before it releases their arrays.
 
@@ -412,6 +413,28 @@ class CudaDevice:
         with self.active(), self._beside:
             self.wait(begun)
             yield
+
+    def send(self, target: Array, source: Array, after: Sequence[Any]) -> Any:
+        """Copy an array of this GPU to one of another GPU, after marks of either; returns the mark behind it.
+
+        It is on a separate stream. Neither array may be freed before it is complete.
+        """
+        assert source.flags.c_contiguous and target.flags.c_contiguous and source.nbytes == target.nbytes
+        with self.active():
+            for mark in after:
+                self._sending.wait_event(mark)
+            target.data.copy_from_device_async(source.data, source.nbytes, self._sending)
+            return self.health.mark(self._sending)
+
+    def sent(self) -> Any:
+        """A mark behind all calls of `send` so far."""
+        with self.active():
+            return self.health.mark(self._sending)
+
+    @functools.cached_property
+    def _sending(self) -> Any:
+        """The stream of `send`."""
+        return self._cupy.cuda.Stream(non_blocking=True)
 
     def copier(self) -> CudaCopier:
         """Copies to and from the device, on a stream of their own."""

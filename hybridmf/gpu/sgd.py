@@ -14,7 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, Terms, other_side
-from ..core.sparse import take_rows
+from ..core.sparse import column_bounds, take_rows
 from ..core.system import ceil_div, round_up
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec, Kernel
@@ -124,7 +124,7 @@ class Walk:
         """Copy all entries of a matrix, by its rows, with the bounds of ranges of about equal numbers of columns."""
         _, indices, ratings = csr_arrays(matrix)
         columns = np.linspace(0, matrix.shape[1], n_ranges + 1).astype(np.int64)
-        bounds = device.upload(range_bounds(matrix, columns[1:-1]))
+        bounds = device.upload(column_bounds(matrix, columns[1:-1]))
         return cls(device.upload(indices), device.upload(ratings), bounds[:-1], bounds[1:])
 
 
@@ -149,27 +149,6 @@ class Bins:
             heapq.heapreplace(totals, (total + length, int(owners[place])))
         first = np.concatenate(([0], np.cumsum(np.bincount(owners, minlength=n)))).astype(np.int32)
         return cls(device.upload(rows[np.argsort(owners, kind="stable")]), device.upload(first))
-
-
-def range_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
-    """Bounds in each row: its begin, the first entry at or after each of some columns, its end.
-
-    `matrix`: indices ascend in each row.
-    `columns`, int (n,): ascending.
-    Returns int64 (n + 2, n_rows).
-    """
-    indptr, indices, _ = csr_arrays(matrix)
-    begins, ends = indptr[:-1].astype(np.int64), indptr[1:].astype(np.int64)
-    bounds = [begins]
-    for column in columns:
-        low, high = bounds[-1].copy(), ends.copy()  # bisection in all rows together
-        while (open_ := np.flatnonzero(low < high)).size:
-            middle = (low[open_] + high[open_]) // 2
-            before = indices[middle] < column
-            low[open_[before]] = middle[before] + 1
-            high[open_[~before]] = middle[~before]
-        bounds.append(low)
-    return np.stack([*bounds, ends])
 
 
 def scalars(terms: Terms, real: type) -> tuple[np.generic, ...]:
@@ -730,14 +709,18 @@ class GpuEpochs:
         """See `EpochKernels`."""
         return table_of(self.device, work, self.plan, self.dtype)
 
-    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
-        """See `EpochKernels`; synchronizes once. MSGD processes every entry twice."""
+    def begin_result(self, *sides: Factors) -> Callable[[], tuple[float, bool]]:
+        """See `EpochKernels`; the host waits once. MSGD processes every entry twice."""
         device, tables = self.device, [factors for factors in sides if isinstance(factors, DeviceFactors)]
         known = device.begin_download(self._sums.sum(keepdims=True) / len(self.passes))
         sound = begin_finite_check(device, *tables)
-        result = float(known()[0]), sound()
-        for side in tables:
-            side.keep(settled=True)
+
+        def result() -> tuple[float, bool]:
+            found = float(known()[0]), sound()
+            for side in tables:
+                side.keep(settled=True)
+            return found
+
         return result
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -29,6 +29,8 @@ Passes = tuple[Side | None, ...]
 """Of an epoch. MSGD (Alg. 1) updates the items by their entries with the users fixed, then the users with the items
 fixed; other schedules have one pass (None), whose updates move a user and an item."""
 
+Step = tuple[int, Side | None] | None
+"""Block and side of a pass; None where every rank must have come before any goes on."""
 
 RISE = 2.0
 """Training loss of an epoch, relative to the lowest previous one, above which the fit has diverged."""
@@ -68,8 +70,8 @@ class EpochKernels(Protocol):
     def factors(self, work: Any) -> Factors:
         """Convert a working copy to factors; `work` must not be used afterwards."""
 
-    def epoch_result(self, *sides: Factors) -> tuple[float, bool]:
-        """Wait for the epoch; return its training loss, and whether all of `sides` is finite.
+    def begin_result(self, *sides: Factors) -> Callable[[], tuple[float, bool]]:
+        """Function that waits for the epoch; returns its training loss, and whether all of `sides` is finite.
 
         The loss is that of all updates since the last call, each error before its update.
         """
@@ -79,6 +81,14 @@ class EpochKernels(Protocol):
 
     def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
         """Penalty of some rows of a side."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch that was started: its state, and its result as `EpochKernels.begin_result` has it."""
+
+    state: State
+    result: Callable[[], tuple[float, bool]]
 
 
 class EpochSolver(Unconnected):
@@ -106,26 +116,41 @@ class EpochSolver(Unconnected):
 
     def sweep(self) -> Iterator[None]:
         """Run one epoch on copies; the state changes once the epoch is complete and finite."""
+        with self.kernels.active():
+            epoch = next(filter(None, self.launch()))
+            loss, is_finite = self._agreed(*epoch.result())
+        self.keep(epoch.state, loss, is_finite)
+        yield
+
+    def launch(self) -> Iterator[Epoch | None]:
+        """Start one epoch on copies, step by step; yields None where ranks meet, and the epoch at the end.
+
+        For one thread that drives several ranks; each step runs within ``kernels.active()``.
+        """
         kernels, terms = self.kernels, terms_at(self.method, self.objective, self.state.mean, self.epoch)
-        with kernels.active():
-            work: dict[Side, Any] = {side: kernels.copies(self.state.side(side)) for side in SIDES}
-            for block, side in self._passes(work):
-                kernels.move(block, side, work, terms, self.epoch, self._between)
-            users = kernels.factors(work.pop("user"))
-            new = State(users, kernels.factors(work.pop("item")), self.state.mean)
-            loss, is_finite = self._agreed(*kernels.epoch_result(new.user, new.item))
+        work: dict[Side, Any] = {side: kernels.copies(self.state.side(side)) for side in SIDES}
+        for step in self._passes(work):
+            if step is None:
+                yield None
+            else:
+                kernels.move(*step, work, terms, self.epoch, self._between)
+        users = kernels.factors(work.pop("user"))
+        state = State(users, kernels.factors(work.pop("item")), self.state.mean)
+        yield Epoch(state, kernels.begin_result(state.user, state.item))
+
+    def keep(self, state: State, loss: float, is_finite: bool) -> None:
+        """Make the result of an epoch the state; raises DivergedError if it is not finite, or the loss has risen."""
         if not math.isfinite(loss):
             self._fail("errors became infinite or NaN")
         if not is_finite:
             self._fail("factors became infinite or NaN")
         if loss > RISE * self.best:
             self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
-        self.state, self.best = new, min(self.best, loss)
+        self.state, self.best = state, min(self.best, loss)
         self.epoch += 1
-        yield
 
-    def _passes(self, work: dict[Side, Any]) -> Iterator[tuple[int, Side | None]]:
-        """Block and side of each pass of an epoch; `work` may change between two of them."""
+    def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
+        """The steps of an epoch; `work` may change between two of them."""
         for side in self.kernels.passes:
             yield 0, side
 

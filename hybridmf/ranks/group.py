@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -73,9 +74,15 @@ class RankGroup:
         ranks = [self.ranks[number] for number in range(len(self.ranks))]
         if len(ranks) == 1 or not all(rank.halves[side].one_thread for rank in ranks):
             return self.run(lambda control: self.ranks[control.rank].solve(side))
+        with self.in_one_thread():
+            return solve_in_one_thread(ranks, side)
+
+    @contextmanager
+    def in_one_thread(self) -> Iterator[None]:
+        """Context that drives all ranks from the calling thread; an exception stops them, as in `run`."""
         self._check_open()
         with self.threads.in_their_place():
-            return solve_in_one_thread(ranks, side)
+            yield
 
     def _check_open(self) -> None:
         if not self._finish.alive:

@@ -30,17 +30,23 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State
-from ..core.sparse import rows_of, transposed
+from ..core.sparse import columns_of, rows_of, transposed
 from ..cpu.sgd import CpuEpochs
 from ..data.fingerprint import fingerprint
+from ..device.cuda import open_device
 from ..errors import CommunicatorError
+from ..gpu.factors import DeviceFactors
 from ..gpu.sgd import GpuEpochs
-from ..plan.epochs import EpochKernels, EpochSolver, GridBlock
+from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Step
 from ..plan.grid import even_bounds
 from ..plan.types import Plan
-from .group import RankGroup, open_rank
+from .group import RankGroup
 from .joined import JoinedFactors
 from .transport.communicator import Array, Communicator, LocalCommunicator, check_agreement
+from .transport.peers import PeerCopies
+
+StartSendrecv = Callable[[Sequence[Array], int, int, Sequence[Array]], Callable[[], list[Array]]]
+"""The signature of `Communicator.start_sendrecv`."""
 
 # ---------------------------------------------------------------------------------------------- shares
 
@@ -54,9 +60,9 @@ class Bounds:
     item: np.ndarray
 
     @classmethod
-    def even(cls, user_items: sp.csr_array, size: int) -> Bounds:
-        """Ranges with about equal numbers of entries."""
-        degrees = np.bincount(user_items.indices, minlength=user_items.shape[1])
+    def even(cls, user_items: sp.csr_array, size: int, item_degrees: np.ndarray | None = None) -> Bounds:
+        """Ranges with about equal numbers of entries; `item_degrees`: counted by default."""
+        degrees = item_degrees_of(user_items) if item_degrees is None else item_degrees
         return cls(even_bounds(np.diff(user_items.indptr), size), even_bounds(degrees, size))
 
     def range_of(self, side: Side, rank: int) -> tuple[int, int]:
@@ -65,9 +71,21 @@ class Bounds:
         return int(bounds[rank]), int(bounds[rank + 1])
 
 
-def cut_share(user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: int) -> list[GridBlock]:
-    """The ratings of a rank's users, one block for each range of items."""
-    by_item = transposed(rows_of(user_items, *bounds.range_of("user", rank)), num_threads)
+def item_degrees_of(user_items: sp.csr_array) -> np.ndarray:
+    """Entries of each item."""
+    return np.bincount(user_items.indices, minlength=user_items.shape[1])
+
+
+def cut_share(
+    user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: int, item_users: sp.csr_array | None = None
+) -> list[GridBlock]:
+    """The ratings of a rank's users, one block for each range of items; `item_users` saves half of the time."""
+    if item_users is not None and len(bounds.item) == 2:
+        return [{"user": user_items, "item": item_users}]
+    users = bounds.range_of("user", rank)
+    by_item = (
+        transposed(rows_of(user_items, *users), num_threads) if item_users is None else columns_of(item_users, *users)
+    )
     blocks: list[GridBlock] = []
     for other in range(len(bounds.item) - 1):
         items = rows_of(by_item, *bounds.range_of("item", other))
@@ -99,8 +117,10 @@ class RankSGD(EpochSolver):
     `user_items`: the ratings, equal on all ranks; a rank keeps those of its users.
     `plan`: its method is an `SgdMethod` of schedule "msgd" with the order; `num_threads` is the number of this rank.
     `state`: initial factors of all users and items, equal on all ranks.
+    `item_users`: the ratings by items, if they are known; saves time.
     `completed`: completed epochs that led to `state`.
     `make_kernels`: maps ``(blocks, objective, plan)`` to this rank's device. Default: the CPU.
+    `start_sendrecv`: moves the items, like `Communicator.start_sendrecv`. Default: that of the communicator.
     `agreed`: skip the check that all ranks have the same arguments.
     """
 
@@ -116,21 +136,25 @@ class RankSGD(EpochSolver):
         completed: int = 0,
         *,
         make_kernels: Callable[[list[GridBlock], Objective, Plan], RankKernels] = CpuEpochs,
+        item_users: sp.csr_array | None = None,
+        start_sendrecv: StartSendrecv | None = None,
         agreed: bool = False,
     ) -> None:
         self.communicator, self.rank, self.size = communicator, communicator.rank, communicator.size
+        self._start_sendrecv = start_sendrecv or communicator.start_sendrecv
         if not agreed:
             first = [state.side(side).part(slice(1)).matrix.tobytes() for side in SIDES]
             facts = {"data": fingerprint(user_items), "objective": objective, "method": plan.method, "state": first}
             check_agreement(communicator, facts | {"number of completed epochs": completed})
-        self.bounds = Bounds.even(user_items, self.size)
+        item_degrees = item_degrees_of(user_items) if item_users is None else np.diff(item_users.indptr)
+        self.bounds = Bounds.even(user_items, self.size, item_degrees)
         own = {side: slice(*self.bounds.range_of(side, self.rank)) for side in SIDES}
-        item_degrees = np.bincount(user_items.indices, minlength=user_items.shape[1])
         degrees: dict[Side, np.ndarray] = {
             "user": np.diff(user_items.indptr)[own["user"]],
             "item": item_degrees[own["item"]],
         }
-        kernels = make_kernels(cut_share(user_items, self.bounds, self.rank, plan.num_threads), objective, plan)
+        blocks = cut_share(user_items, self.bounds, self.rank, plan.num_threads, item_users)
+        kernels = make_kernels(blocks, objective, plan)
         state = State(state.user.part(own["user"]), state.item.part(own["item"]), state.mean)
         super().__init__(kernels, objective, plan, state, degrees, completed)
 
@@ -142,13 +166,16 @@ class RankSGD(EpochSolver):
         sums = self.communicator.allreduce(np.array([loss, not is_finite], dtype=np.float64))
         return float(sums[0]), not sums[1]
 
-    def _passes(self, work: dict[Side, Any]) -> Iterator[tuple[int, Side | None]]:
+    def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
         own, last = work["item"], self._last_step()
         for step in range(last + 1):
             block = (self.rank + step) % self.size
             if step < self.size:
                 yield block, "item"
-            arrives = self._send(work["item"], (block + 1) % self.size) if step < last else None
+            arrives = None
+            if step < last:
+                arrives = self._send(work["item"], (block + 1) % self.size)
+                yield None  # until all ranks have sent
             if step in self._user_steps():
                 yield block, "user"
             if arrives is not None:
@@ -175,15 +202,18 @@ class RankSGD(EpochSolver):
         first, last = self.bounds.range_of("item", following)
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         likes = self.kernels.likes(items, last - first)
-        return self.communicator.start_sendrecv(self.kernels.arrays(items), before, after, likes)
+        return self._start_sendrecv(self.kernels.arrays(items), before, after, likes)
 
     def objective_value(self) -> float:
         """The objective at the current factors of all ranks, in float64."""
-        users, mean = self.state.user, self.state.mean
         with self.kernels.active():
-            losses = [self.kernels.loss(block, users, items, mean) for block, items in enumerate(self._all_items())]
-            own = self._with_penalty(sum(losses))
+            own = self.own_objective(self._all_items())
         return float(self.communicator.allreduce(np.array([own]))[0])
+
+    def own_objective(self, items: Sequence[Factors]) -> float:
+        """Part of the objective of this rank's users and own items; `items` has all ranges of items, here."""
+        users, mean = self.state.user, self.state.mean
+        return self._with_penalty(sum(self.kernels.loss(block, users, part, mean) for block, part in enumerate(items)))
 
     def _all_items(self) -> list[Factors]:
         """Gather all ranges of items."""
@@ -200,10 +230,13 @@ class RankSGD(EpochSolver):
 
 
 class MultiSGD:
-    """SGD on several devices of this machine, driven from one thread; a `hybridmf.plan.solver.Solver`.
+    """SGD on several devices of this machine; a `hybridmf.plan.solver.Solver`.
 
     ``plan.devices`` has one device per rank; CPU ranks share ``plan.num_threads``. `long_row` and `beside` are those of
     `GpuEpochs`.
+
+    CPU ranks run on a thread each. For GPUs one thread launches the steps of all ranks in turn (see `group`), and items
+    are copied from GPU to GPU, without NCCL: no kernel of a GPU waits for another GPU.
     """
 
     def __init__(
@@ -218,33 +251,77 @@ class MultiSGD:
         long_row: int | None = None,
         beside: bool = True,
     ) -> None:
-        size = len(plan.devices)
-        self.mean, self.group = state.mean, RankGroup(size)
-        own_plan = plan.changed(num_threads=max(1, plan.num_threads // size))
+        self.mean, self.size = state.mean, len(plan.devices)
+        self.peers: PeerCopies | None = None
+        if plan.devices[0] != "cpu":
+            self.peers = PeerCopies([open_device(name) for name in plan.devices])
+        self.group = RankGroup(self.size)
+        own_plan = plan.changed(num_threads=max(1, plan.num_threads // self.size))
 
         def make(control: LocalCommunicator, opened: Callable[[Communicator], None]) -> RankSGD:
-            communicator, device = open_rank(plan.devices[control.rank], control)
-            opened(communicator)
-            make_kernels: Callable[..., RankKernels] = CpuEpochs
-            if device is not None:
-                make_kernels = partial(GpuEpochs, device, long_row=long_row, beside=beside)
-            given = (communicator, user_items, objective, own_plan, state, completed)
-            return RankSGD(*given, make_kernels=make_kernels, agreed=True)  # all ranks get the same objects
+            opened(control)
+            # all ranks get the same objects
+            make_rank = partial(
+                RankSGD, control, user_items, objective, own_plan, state, completed, item_users=item_users, agreed=True
+            )
+            if self.peers is None:
+                return make_rank()
+            kernels = partial(GpuEpochs, self.peers.devices[control.rank], long_row=long_row, beside=beside)
+            copies = partial(self.peers.start_sendrecv, control.rank)
+            return make_rank(make_kernels=kernels, start_sendrecv=copies)
 
         self.ranks: list[RankSGD] = self.group.open(make)
         self.state = state
 
     def sweep(self) -> Iterator[None]:
         """Run one epoch on all ranks; the state changes once all have completed it."""
-        self.group.run(lambda control: list(self.ranks[control.rank].sweep()))
+        if self.peers is None:
+            self.group.run(lambda control: list(self.ranks[control.rank].sweep()))
+        else:
+            with self.group.in_one_thread(), self.peers.complete():
+                sweep_in_one_thread(self.ranks)
         users, items = (JoinedFactors([rank.state.side(side) for rank in self.ranks]) for side in SIDES)
         self.state = State(users, items, self.mean)
         yield
 
     def objective_value(self) -> float:
         """The objective at the current factors, in float64."""
-        return self.group.run(lambda control: self.ranks[control.rank].objective_value())[0]
+        if self.peers is None:
+            return self.group.run(lambda control: self.ranks[control.rank].objective_value())[0]
+        parts: list[float] = []
+        with self.group.in_one_thread(), self.peers.complete():
+            for rank in self.ranks:
+                with rank.kernels.active():
+                    parts.append(rank.own_objective([self._items_on(rank, other) for other in self.ranks]))
+        return sum(parts[1:], parts[0])
+
+    def _items_on(self, rank: RankSGD, other: RankSGD) -> Factors:
+        """Items of another rank on the GPU of a rank."""
+        own, items = rank.state.item, other.state.item
+        if other is rank:
+            return own
+        assert self.peers is not None and isinstance(own, DeviceFactors) and isinstance(items, DeviceFactors)
+        return own.with_arrays(self.peers.copies(items.arrays, other.rank, rank.rank))
 
     def close(self) -> None:
         """End the threads and connections. A second call does nothing."""
         self.group.close()
+
+
+def sweep_in_one_thread(ranks: Sequence[RankSGD]) -> None:
+    """Run an epoch of all ranks on the calling thread, each step of all ranks before the next one of any."""
+    launches = [rank.launch() for rank in ranks]
+    epochs: list[Epoch | None] = [None]
+    while None in epochs:
+        epochs = []
+        for rank, launch in zip(ranks, launches, strict=True):
+            with rank.kernels.active():
+                epochs.append(next(launch))
+    ended = [epoch for epoch in epochs if epoch is not None]
+    results = []
+    for rank, epoch in zip(ranks, ended, strict=True):
+        with rank.kernels.active():
+            results.append(epoch.result())
+    losses, finite = zip(*results, strict=True)
+    for rank, epoch in zip(ranks, ended, strict=True):
+        rank.keep(epoch.state, float(sum(losses[1:], losses[0])), all(finite))

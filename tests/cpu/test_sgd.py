@@ -161,7 +161,7 @@ def test_losses_are_those_before_each_update():
         work = {side: Copies(solver.state.side(side), 0, 1) for side in ("user", "item")}
         for side in solver.kernels.passes:
             solver.kernels.move(0, side, work, Terms(1e-300, 0.0, 0.0, 0.0, 0.0), 0, list)  # no step
-        loss, _ = solver.kernels.epoch_result()
+        loss, _ = solver.kernels.begin_result()()
         assert loss == pytest.approx(solver.objective_value(), rel=1e-12)
 
 

@@ -682,7 +682,7 @@ def test_ranges_fit_the_cache():
 def test_bounds_of_ranges(seed, columns):
     rng = np.random.default_rng(seed)
     matrix = as_csr(sp.random_array((7, 12), density=rng.random(), rng=rng, format="csr"), dtype=np.float32)
-    bounds = sgd.range_bounds(matrix, np.sort(columns))
+    bounds = sgd.column_bounds(matrix, np.sort(columns))
     for row, (begin, end) in enumerate(pairwise(matrix.indptr)):
         wanted = [begin + np.searchsorted(matrix.indices[begin:end], column) for column in sorted(columns)]
         assert bounds[:, row].tolist() == [begin, *wanted, end]

@@ -25,6 +25,7 @@ from hybridmf.ranks.gpu_rank import GpuWorker, PartialRows
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
 from support.devices import Tracked
+from support.emulated import EmulatedDevice
 from support.ranks import MODELS, Machine, assert_close, both, changed, entries, fit_rank, parts, sweeps, workers_on
 from support.ratings import planted
 
@@ -69,9 +70,9 @@ SGD_EPOCH = [
     (GpuEpochs, "copies", 1),
     (GpuEpochs, "move", 1),
     (GpuEpochs, "move", 4),
-    (ThreadCommunicator, "start_sendrecv", 1),
-    (ThreadCommunicator, "start_sendrecv", 2),
-    (GpuEpochs, "epoch_result", 1),
+    (EmulatedDevice, "send", 1),
+    (EmulatedDevice, "send", 3),
+    (GpuEpochs, "begin_result", 1),
 ]
 
 
@@ -88,7 +89,7 @@ class Fault:
 
     def call(self, first: Any, *arguments: Any) -> Any:
         here = getattr(first, "device", None) is self.device or getattr(first, "rank", None) == 1
-        here = here or isinstance(first, list) or any(each is self.device for each in arguments)
+        here = here or first is self.device or isinstance(first, list) or any(each is self.device for each in arguments)
         if self.armed and here:
             self.left -= 1
             if not self.left:
@@ -165,7 +166,7 @@ def test_over_a_split_side(where: Any, watched: list[str], monkeypatch: pytest.M
 def test_in_sgd(where: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model keeps the last epoch that all ranks have completed."""
     options: dict[str, Any] = {"factors": 8, "device": watched, "random_state": 0}
-    monkeypatch.setattr(mcumsgd, "open_rank", lambda name, control: (control, group.open_device(name)))
+    monkeypatch.setattr(mcumsgd, "open_device", group.open_device)
     fault = Fault(where, group.open_device(watched[1]), monkeypatch)
     model, expected = hmf.SGD(iterations=3, **options), hmf.SGD(iterations=1, **options)
     if where in SGD_SET_UP:

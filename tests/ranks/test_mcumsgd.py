@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -46,15 +47,18 @@ from support.sgd_states import arrays, assert_same_bits, method_of, relative_err
 GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
 RATE_SCHEDULES = ["power", "rpcs", "adagrad"]
 
+DEVICE = "cpu"
+"""Of the ranks; "cuda" means GPUs that `emulate` emulates."""
 
-def problem(matrix, method, rank=5, *, biases=False, threads=2, ranks=2, device="cpu"):
-    """What a solver is made of: matrix, objective, plan, state."""
+
+def problem(matrix, method, rank=5, *, biases=False, threads=2, ranks=2, device=None):
+    """What a solver is made of: matrix, objective, plan, state. `device`: default: DEVICE, of all ranks."""
     matrix = as_csr(matrix, dtype=matrix.dtype)
     objective = Objective.explicit(0.05, "count", biases)
     checked = Settings.check(
         factors=rank, dtype=matrix.dtype, num_threads=threads, device=["cpu"], iterations=1, method=method
     )
-    plan = make_plan(objective, checked, matrix.shape, matrix.nnz).changed(devices=(device,) * ranks)
+    plan = make_plan(objective, checked, matrix.shape, matrix.nnz).changed(devices=(device or DEVICE,) * ranks)
     degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
     mean = float(matrix.data.mean())
     return matrix, objective, plan, initial_state(*degrees, rank, matrix.dtype.type, objective, mean, 0)
@@ -85,17 +89,23 @@ def run(solver, epochs: int, states=None) -> State:
     return solver.state
 
 
+def emulate(monkeypatch):
+    """Let ranks have GPUs whose kernels the emulator runs."""
+    from support import emulated
+
+    if emulated.compiler() is None:
+        pytest.skip("no C++ compiler to run kernels on the CPU with")
+    monkeypatch.setattr(mcumsgd, "open_device", lambda name: emulated.EmulatedDevice())
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", "cuda")
+
+
 @pytest.fixture(params=["cpu", "emulated"])
 def backend(request, monkeypatch):
     """CPU ranks; and GPU ranks whose kernels the emulator runs: in float64 with biases, each compiles for seconds."""
     if request.param == "emulated":
-        from support import emulated
-
         if request.node.callspec.params.get("biases") is False:
             pytest.skip("the kernels without biases are tested by themselves")
-        if emulated.compiler() is None:
-            pytest.skip("no C++ compiler to run kernels on the CPU with")
-        monkeypatch.setattr(mcumsgd, "open_rank", lambda name, control: (control, emulated.EmulatedDevice()))
+        emulate(monkeypatch)
         monkeypatch.setattr(gpu_sgd, "LONG_ROW", 12)  # all kernels have work
     return request.param
 
@@ -136,7 +146,12 @@ def test_a_fit_takes_the_order_by_name(order, backend, ratings_matrix, monkeypat
     """The factors are those of the float64 twin of that order, from the factors that the fit starts from."""
     options = {"factors": 5, "biases": True, "iterations": 2, "random_state": 0, "dtype": "float64", "order": order}
     given, make = [], mcumsgd.MultiSGD
-    monkeypatch.setattr(mcumsgd, "MultiSGD", lambda *arguments: given.append(arguments) or make(*arguments))
+
+    def on_devices(*arguments):
+        given.append(arguments)
+        return make(*arguments[:3], arguments[3].changed(devices=(DEVICE,) * 3), *arguments[4:])
+
+    monkeypatch.setattr(mcumsgd, "MultiSGD", on_devices)
     model = hmf.SGD(device=["cpu"] * 3, **options).fit(ratings_matrix)
     ((_, _, objective, plan, start, _),) = given
     assert plan.method.order == order and (", order blocks;" in str(model.plan_)) == (order == "blocks")
@@ -337,11 +352,7 @@ def test_items_travel_while_users_move(monkeypatch, order, first, ratings_matrix
 
 def test_no_epoch_after_the_first_chooses_configurations(monkeypatch, ratings_matrix):
     """Configurations are looked up once: ranks are threads, which wait for each other while one computes in Python."""
-    from support import emulated
-
-    if emulated.compiler() is None:
-        pytest.skip("no C++ compiler to run kernels on the CPU with")
-    monkeypatch.setattr(mcumsgd, "open_rank", lambda name, control: (control, emulated.EmulatedDevice()))
+    emulate(monkeypatch)
     found, looked_up = gpu_sgd.BlockedConfig.fastest, []
     counted = classmethod(lambda cls, *sizes: looked_up.append(1) or found(*sizes))
     monkeypatch.setattr(gpu_sgd.BlockedConfig, "fastest", counted)
