@@ -318,6 +318,20 @@ def test_the_architecture_page_names_what_exists() -> None:
         assert (ROOT / "hybridmf" / path).exists(), path
 
 
+def test_every_environment_variable_is_on_its_page() -> None:
+    """Names of environment variables in the package and its build; HYBRIDMF_DELAYS is a macro of the kernels."""
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    files = [path for kind in ("*.py", "*.pyx", "*.c", "*.h") for path in (ROOT / "hybridmf").rglob(kind)]
+    pattern = r"""["']((?:HYBRIDMF|OMP|OMPI|PMI|SLURM|NCCL|CUPY|CUDA)_[A-Z_]+|CFLAGS)["']"""
+    named = {name for path in files for name in re.findall(pattern, path.read_text(encoding="utf-8"))}
+    build = set(re.findall(pattern, (ROOT / "setup.py").read_text(encoding="utf-8")))
+    assert {"HYBRIDMF_ISA", "OMP_NUM_THREADS", "NCCL_NVLS_ENABLE", "HYBRIDMF_DEBUG"} <= named | build
+    missing = {name for name in named | build - {"CFLAGS"} if f"`{name}" not in page}
+    assert missing <= {"HYBRIDMF_DELAYS", "CUDA_ERROR_"}
+    read = set(re.findall(r"environ(?:\.get)?[(\[]\"(\w+)\"", "".join(path.read_text("utf-8") for path in files)))
+    assert all(name in page for name in read)
+
+
 @pytest.mark.parametrize("cls", [hmf.ImplicitALS, hmf.ExplicitALS])
 def test_every_parameter_is_in_methods(cls: type) -> None:
     code = code_of((ROOT / "docs" / "methods.md").read_text(encoding="utf-8"))
