@@ -10,7 +10,8 @@
 // traffic: nnz * (PADDED factors + 8 bytes) per part      flops: 2 TILE^2 N (N + 1) / 2 per entry
 // limits: ld factors are a multiple of 16 bytes; TILE a multiple of a 16-byte load; segments without entries give zeros
 // READ_ONLY 1: factors through the read-only path (the paper's texture memory), cached in L1; 0: past it, from L2
-// REGISTERS 1: tiles in registers; 0: each product is added to global memory, the paper's baseline (GROUPS 1)
+// REGISTERS 1: tiles in registers for all bins; 0: the products of each bin are added to the matrix in global memory, the paper's
+//         baseline of fig. 7 (GROUPS 1): RANK^2 / BIN factors more of traffic per entry, mostly in L2
 //
 // The paper's macros declare one scalar per element of A_u; unrolled arrays with constant bounds do the same for every
 // RANK. While a bin is summed, the next bin is loaded into registers; one barrier per bin. A factor row in shared memory
@@ -19,8 +20,8 @@
 // The teams' sums are added in a fixed order: the same bits on every run.
 // synchronization: bin k is in buffer k % 2. A barrier precedes bin 0. The one at the end of bin k follows all writes of bin k + 1
 //         and all reads of bin k, whose buffer bin k + 2 overwrites; the last one also precedes the exchange of the teams' sums. In
-//         a round of it, one barrier follows the writes and another one the reads. With REGISTERS 0, one thread reads and writes an
-//         element of the matrix.
+//         a round of it, one barrier follows the writes and another one the reads. With REGISTERS 0, one thread alone reads and
+//         writes an element of the matrix.
 #include "common.cuh"
 
 #ifndef RANK
@@ -191,21 +192,14 @@ __device__ __forceinline__ void add_product(Sums& sums, const real (&a)[TILE], c
         for (int j = 0; j < TILE; j++) sums.tile[i][j] += a[i] * b[j];
 }
 
-// The same for sums in global memory; volatile, or the compiler would keep them in registers after all.
-__device__ __forceinline__ void add_product(volatile real* matrix, const Place& place, const real (&a)[TILE],
-                                            const real (&b)[TILE]) {
+__device__ __forceinline__ void zero_tile(Sums& sums) {
 #pragma unroll
-    for (int i = 0; i < TILE; i++)
-#pragma unroll
-        for (int j = 0; j < TILE; j++) {
-            const int r = place.row * TILE + i, c = place.column * TILE + j;
-            if (r < RANK && c <= r) matrix[int64(r) * RANK + c] = matrix[int64(r) * RANK + c] + a[i] * b[j];
-        }
+    for (int k = 0; k < TILE * TILE; k++) sums.tile[k / TILE][k % TILE] = 0;
 }
 
 // Adds `count` entries of a bin. Entries from the last one to a multiple of GROUPS are zeros.
-__device__ __forceinline__ void add_bin(Sums& sums, volatile real* matrix, const real* bin, const EntryWeight* weights,
-                                        const Place& place, int count) {
+__device__ __forceinline__ void add_bin(Sums& sums, const real* bin, const EntryWeight* weights, const Place& place,
+                                        int count) {
     const real* rows = bin + place.group * PADDED + place.row * CHUNK;
     const real* columns = bin + place.group * PADDED + place.column * CHUNK;
     const real* others = bin + place.group * PADDED;  // factors for the right-hand side
@@ -219,8 +213,7 @@ __device__ __forceinline__ void add_bin(Sums& sums, volatile real* matrix, const
 #pragma unroll
             for (int i = 0; i < TILE; i++) a[i] *= weight.outer;
         }
-        if constexpr (REGISTERS) add_product(sums, a, b);
-        else add_product(matrix, place, a, b);
+        add_product(sums, a, b);
         if (blockIdx.y == 0) {  // the first part sums the right-hand side
 #pragma unroll
             for (int m = 0; m < RHS; m++) {
@@ -258,6 +251,30 @@ __device__ __forceinline__ void add_teams(Sums& sums, real* exchange, const Plac
             for (int k = 0; k < RHS * CHUNK; k++) sums.rhs[k / CHUNK][k % CHUNK] += mine[(TILE_SUMS + k) * PART_TILES];
         }
         __syncthreads();  // before the next round or the next write to shared memory
+    }
+}
+
+// Adds a tile of an earlier store to the sums: the part in the lower triangle.
+__device__ __forceinline__ void add_stored(Sums& sums, const real* matrix, const Place& place) {
+#pragma unroll
+    for (int i = 0; i < TILE; i++) {
+        const int r = place.row * TILE + i;
+        if (r >= RANK) continue;
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const int c = place.column * TILE + p * CHUNK;
+            const real* source = matrix + int64(r) * RANK + c;
+            if constexpr (RANK % CHUNK == 0) {
+                if (c > r) continue;
+                const Chunk chunk = *reinterpret_cast<const Chunk*>(source);
+#pragma unroll
+                for (int k = 0; k < CHUNK; k++) sums.tile[i][p * CHUNK + k] += chunk.value[k];
+            } else {
+#pragma unroll
+                for (int k = 0; k < CHUNK; k++)
+                    if (c + k <= r) sums.tile[i][p * CHUNK + k] += source[k];
+            }
+        }
     }
 }
 
@@ -312,7 +329,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) mo_als(
     EntryWeight* weights = reinterpret_cast<EntryWeight*>(bins + 2 * BIN * PADDED);
     const Place place = find_place();
     Sums sums = {};
-    if (!REGISTERS && place.has_tile) store_tile(matrix, sums, place);
 
     const int n_bins = ceil_div(segment.count, BIN);
     Arriving arriving;
@@ -328,13 +344,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) mo_als(
             fetch_rows(arriving, segment, (bin + 2) * BIN);
         }
         const int count = min(segment.count - bin * BIN, BIN), now = bin % 2, next = 1 - now;
-        if (place.has_tile)
-            add_bin(sums, matrix, bins + now * BIN * PADDED, weights + now * BIN, place, round_up(count, GROUPS));
+        if (place.has_tile) {
+            if (!REGISTERS) zero_tile(sums);
+            add_bin(sums, bins + now * BIN * PADDED, weights + now * BIN, place, round_up(count, GROUPS));
+            if (!REGISTERS && bin > 0) add_stored(sums, matrix, place);
+            if (!REGISTERS) store_tile(matrix, sums, place);
+        }
         if (more) store_bin(bins + next * BIN * PADDED, weights + next * BIN, arriving, alpha, unobserved_weight);
         __syncthreads();  // the next bin is complete, and the memory of this bin is free
     }
     if (GROUPS > 1) add_teams(sums, bins, place);
     if (place.group != 0) return;
-    if (REGISTERS && place.has_tile) store_tile(matrix, sums, place);
+    if ((REGISTERS || n_bins == 0) && place.has_tile) store_tile(matrix, sums, place);
     if (blockIdx.y == 0) store_rhs(rhs + slot * RANK, sums, place);
 }

@@ -44,7 +44,7 @@ FUSED_RANK = 128
 PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
 MODELS = ("implicit", "explicit", "biased")
 ASSEMBLIES = ("sparse_syrk", "mo_als", "bals")
-VARIANTS = ("bals_local", "mo_als_global", "mo_als_uncached", "mo_als_plain")
+VARIANTS = ("sparse_syrk_published", "bals_local", "mo_als_global", "mo_als_uncached", "mo_als_plain")
 SHAPES = ("ml-20m", "shop")
 
 REGULARIZATION = {"implicit": 0.01, "explicit": 0.05}

@@ -21,12 +21,13 @@ from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from ..formats import tiled
 from ..native.status import SINGULAR_PIVOT, check_status
-from ..plan.als_gpu import PREDICTED_ROWS
+from ..plan.als_gpu import PREDICTED_ROWS, PUBLISHED
 from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
 from . import bals, draw, dual, fused, losses, matrix, predictions, rows
 from .assembly import Cleared, PublishedKernels, RowKernels
+from .cholesky_any import CholeskyConfig
 from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .gram import gram_program
@@ -34,13 +35,14 @@ from .launch import DeviceEntries, program
 from .matrix import DeviceMatrix
 from .mo_als import mo_als
 from .rows import RowRange
-from .sparse_syrk import sparse_syrk
+from .sparse_syrk import sparse_syrk, sparse_syrk_published
 from .systems import SideSystems
 
 logger = logging.getLogger("hybridmf")
 
 SEGMENT_SUMS: dict[str, Callable[..., None]] = {
     "sparse_syrk": sparse_syrk,
+    "sparse_syrk_published": sparse_syrk_published,
     "mo_als": mo_als,
     "mo_als_global": functools.partial(mo_als, registers=False),
     "mo_als_uncached": functools.partial(mo_als, read_only=False),
@@ -65,9 +67,10 @@ class Pieces:
     rows: np.ndarray  # int32 array, shape (n,)
     slots: np.ndarray  # int64 array, shape (n + 1,)
     segments: np.ndarray  # int64 array, shape (n_slots, 3): (slot, begin, end)
+    in_order: bool = False  # process the segments of a batch in the order of its rows, not longest first
 
     @classmethod
-    def cut(cls, indptr: np.ndarray, rows: np.ndarray, longest: int) -> Pieces:
+    def cut(cls, indptr: np.ndarray, rows: np.ndarray, longest: int, *, in_order: bool = False) -> Pieces:
         """Segments of at most `longest` entries."""
         begins, ends = indptr[rows], indptr[rows + 1]
         counts = np.maximum(1, -(-(ends - begins) // longest))
@@ -76,7 +79,7 @@ class Pieces:
         begin = np.repeat(begins, counts) + place * longest
         end = np.minimum(begin + longest, np.repeat(ends, counts))
         segments = np.column_stack((np.arange(slots[-1]), begin, end)).astype(np.int64)
-        return cls(rows.astype(np.int32), slots.astype(np.int64), segments)
+        return cls(rows.astype(np.int32), slots.astype(np.int64), segments, in_order)
 
     @property
     def packed(self) -> np.ndarray:
@@ -94,7 +97,8 @@ class Pieces:
             first, last = self.slots[start], self.slots[stop]
             segments = self.segments[first:last].copy()
             segments[:, 0] -= first
-            segments = segments[np.argsort(self._turns(start, stop), kind="stable")]
+            if not self.in_order:
+                segments = segments[np.argsort(self._turns(start, stop), kind="stable")]
             yield Pieces(self.rows[start:stop], self.slots[start : stop + 1] - first, segments)
             start = stop
 
@@ -323,13 +327,16 @@ class DeviceRows:
         self.indptr = device.upload(indptr) if starts is None else starts
         self.scale = device.upload(objective.row_scale(side, self.degrees).astype(self.dtype))
         self.ridge = device.upload(objective.ridge(side, plan.factors, plan.rank).astype(self.dtype))
+        published = plan.variant == PUBLISHED
         order = degree_order(indptr)[: int(np.count_nonzero(self.degrees))]
+        if published:
+            order = np.sort(order)
         n_dual = int(np.count_nonzero((self.degrees > 0) & (self.degrees <= dual_up_to(plan, side))))
         order, short = order[: len(order) - n_dual], order[len(order) - n_dual :]
         self.dual = DualRows.of(device, objective, side, plan.rank, short, self.degrees[short])
         apart = plan.solved_apart if apart is None else apart
         n_long = len(order) if apart else int(np.count_nonzero(self.degrees > plan.segment))
-        self.long = Pieces.cut(indptr, order[:n_long], plan.segment)
+        self.long = Pieces.cut(indptr, order[:n_long], plan.segment, in_order=published)
         self.short = device.upload(order[n_long:].astype(np.int32))
         self.tiles = None
         self.send = device.upload if send is None else send
@@ -394,7 +401,10 @@ class DeviceRows:
             if self.tiles is not None:
                 on_tiles = functools.partial(bals.bals, tiles=self.tiles, local=plan.variant == "local")
                 return PublishedKernels(*method, on_tiles)
-            return PublishedKernels(*method, SEGMENT_SUMS[plan.assembly_name])
+            plain = None
+            if plan.variant == PUBLISHED and plan.solver == "cholesky":
+                plain = CholeskyConfig.rule(rank, self.dtype.itemsize, device.spec)
+            return PublishedKernels(*method, SEGMENT_SUMS[plan.assembly_name], solver_config=plain)
         precision, largest = plan.precision, 1.0
         if precision == "float32":
             assert known is not None
@@ -570,7 +580,7 @@ def _rest(pieces: Pieces, done: int) -> Pieces:
     first = pieces.slots[done]
     segments = pieces.segments[first:].copy()
     segments[:, 0] -= first
-    return Pieces(pieces.rows[done:], pieces.slots[done:] - first, segments)
+    return Pieces(pieces.rows[done:], pieces.slots[done:] - first, segments, pieces.in_order)
 
 
 def row_segments(device: Device, indptr: np.ndarray) -> Array:

@@ -117,7 +117,7 @@ def mo_als(
 
     `device`, `sums`, `factors`, `entries`, `segments`: as for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
     `read_only`: read factors through the read-only path, cached in L1 (the paper's texture memory, fig. 8).
-    `registers`: sum in registers. False: in global memory, the baseline of the paper (fig. 7).
+    `registers`: sum all bins in registers. False: add each bin to global memory, the baseline of the paper (fig. 7).
     """
     rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
     dtype = np.dtype(factors.dtype)

@@ -1,4 +1,4 @@
-"""Launch of cuda/sparse_syrk.cu: Gates' batched sparse-syrk (Gates et al., sections V and VIII)."""
+"""Launches of Gates' batched sparse-syrk (Gates et al., sections V, VIII): cuda/sparse_syrk.cu, and as printed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core.system import ceil_div
+from ..core.system import ceil_div, round_up
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import (
     MAX_GRID_Y,
     RESERVED,
     WARP,
+    lower_tiles,
     require_registers,
     require_square_tile,
+    require_threads,
 )
 from ..plan.tables import KernelConfig, require
 from .assembly import check_segments
@@ -101,8 +103,7 @@ class SyrkConfig(KernelConfig):
     @property
     def tiles(self) -> int:
         """Tiles of the lower triangle of a matrix."""
-        along = ceil_div(self.rank, self.nb)
-        return along * (along + 1) // 2
+        return lower_tiles(self.rank, self.nb)
 
     @property
     def shared_bytes(self) -> int:
@@ -120,6 +121,53 @@ class SyrkConfig(KernelConfig):
         return super().constants | {"WX": wx, "WY": wy}
 
 
+@dataclass(frozen=True)
+class PublishedSyrkConfig(KernelConfig):
+    """Compile-time choices of cuda/sparse_syrk_published.cu: the tuple (nb, kb, dx, dy) of the paper."""
+
+    rank: int  # order of the matrices; affects only the size of a stage
+    itemsize: int  # 4 for float32, 8 for float64
+    nb: int  # rows and columns of a tile of a matrix
+    kb: int  # entries staged at a time
+    # dx, dy: threads along the columns and rows of a tile
+    dx: int
+    dy: int
+
+    names: ClassVar[dict[str, str]] = {"rank": "", "itemsize": ""}
+
+    def check(self) -> None:
+        """See `KernelConfig`; the constraints of section VIII."""
+        nb, kb, dx, dy = self.nb, self.kb, self.dx, self.dy
+        require(nb % dx == 0 and nb % dy == 0, f"nb={nb} must be a multiple of dx={dx} and dy={dy}")
+        require(kb % dy == 0 or dy % kb == 0, f"kb={kb} must be a multiple of dy={dy}, or a part of it")
+        require_threads(self.threads, "dx * dy")
+        tx, ty = nb // dx, nb // dy
+        require_registers(tx * ty, tx + ty, self.threads, self.itemsize, 1)
+
+    @classmethod
+    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> PublishedSyrkConfig:
+        """The configurations that the paper names: (32, 8, 16, 16), (48, 8, 8, 16), (80, 8, 16, 16), and alike."""
+        widest = 128 if itemsize == 4 else 96
+        nb = round_up(ceil_div(rank, ceil_div(rank, widest)), 8 if rank <= 8 else 16)
+        dx, dy = (8, 8) if nb <= 16 else (8, 16) if nb == 48 else (16, 16)
+        return cls(rank, itemsize, nb, 8, dx, dy)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.dx * self.dy
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the lower triangle of a matrix."""
+        return lower_tiles(self.rank, self.nb)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the paper's sY, sYT and sR, which has two weights."""
+        return self.kb * ((2 if self.tiles > 1 else 1) * self.nb + 2) * self.itemsize
+
+
 def sparse_syrk(
     device: Device,
     sums: Sums,
@@ -135,15 +183,40 @@ def sparse_syrk(
     `factors`, float (n_fixed, ld): ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
     `segments`, int64 (n_segments, 3): slot, begin and end of each segment; every slot once. Longest first is fastest.
     """
+    _launch("sparse_syrk", SyrkConfig, device, sums, factors, entries, segments, config)
+
+
+def sparse_syrk_published(
+    device: Device,
+    sums: Sums,
+    factors: Array,
+    entries: DeviceEntries,
+    segments: Array,
+    config: PublishedSyrkConfig | None = None,
+) -> None:
+    """Sums of whole rows by Gates' batched sparse-syrk as printed; arguments as for `sparse_syrk`."""
+    _launch("sparse_syrk_published", PublishedSyrkConfig, device, sums, factors, entries, segments, config)
+
+
+def _launch(
+    kernel_name: str,
+    kind: type[SyrkConfig] | type[PublishedSyrkConfig],
+    device: Device,
+    sums: Sums,
+    factors: Array,
+    entries: DeviceEntries,
+    segments: Array,
+    config: SyrkConfig | PublishedSyrkConfig | None,
+) -> None:
     rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
     dtype = np.dtype(factors.dtype)
-    config = config or SyrkConfig.default(rank, dtype.itemsize, device.spec)
+    config = config or kind.default(rank, dtype.itemsize, device.spec)
     config.require_match(rank, dtype)
     config.require_fit(device.spec)
     require(config.tiles <= MAX_GRID_Y, f"nb={config.nb} gives {config.tiles} tiles, more than {MAX_GRID_Y}")
     if not n_segments:
         return
-    kernel = get_kernel(device, "sparse_syrk.cu", "sparse_syrk", **config.constants, **entries.constants)
+    kernel = get_kernel(device, f"{kernel_name}.cu", kernel_name, **config.constants, **entries.constants)
     arguments = (*sums, factors, *entries.arrays, segments)
     sizes = (np.int32(rank), np.int32(factors.shape[1]))
     kernel((n_segments, config.tiles), (config.threads,), (*arguments, *sizes, *entries.scalars), config.shared_bytes)

@@ -17,12 +17,18 @@ from .half_sweep import BATCH_BYTES, SEGMENT_BYTES, SLAB_BUFFERS, basis_bytes, s
 from .memory import tile_pointers
 from .partitions import ScalePlan, plan_host_ranks, plan_ranks, plan_streamed_ranks
 from .row_forms import changes_basis, check_row_form, dual_sides, dual_up_to, side_sizes
-from .types import GPU_ASSEMBLIES, Place, Plan, Settings, memory_lacks
+from .types import GPU_ASSEMBLIES, PUBLISHED_BATCH, Place, Plan, Settings, memory_lacks
 
 GPU_SEGMENT = 16384
 """Entries above which the published assemblies split a row (fused kernels: `hybridmf.plan.fused.SEGMENT`)."""
 
 SUBSPACE_ASSEMBLIES = ("fused", "sparse_syrk")
+
+PUBLISHED = "published"
+"""Variant of a kernel as printed."""
+
+WHOLE_ROW = 2**31 - 1
+"""Segment that holds every row."""
 """Assemblies that sum the systems of iALS++: those that "auto" chooses from."""
 
 STREAM_SLAB = 16 << 20
@@ -34,9 +40,16 @@ PREDICTED_ROWS = 2048
 """Entries of a row whose losses or predictions one warp sums."""
 
 
-def gpu_segment(assembly: str) -> int:
+def gpu_segment(assembly: str, variant: str = "") -> int:
     """Entries above which a row is split."""
+    if variant == PUBLISHED:
+        return WHOLE_ROW
     return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
+
+
+def most_at_once(plan: Plan) -> int:
+    """Bound of the systems of a batch by the method."""
+    return PUBLISHED_BATCH if plan.variant == PUBLISHED else WHOLE_ROW
 
 
 def _gpu_reordering(asked: str, assembly: str) -> str:
@@ -141,7 +154,7 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
         reorder=_gpu_reordering(plan.reorder, assembly),
         tile_rows=tile_rows,
         tile_cols=tile_cols,
-        segment=gpu_segment(assembly),
+        segment=gpu_segment(assembly, plan.variant),
         notes=tuple(notes),
     )
 
@@ -156,7 +169,7 @@ def _check_subspace(plan: Plan) -> None:
             "solver='subspace' needs all ratings in the memory of the GPU, and a store is read slab by slab; fit "
             f'store.to_ratings(), or {elsewhere} or device="cpu"'
         )
-    if plan.assembly not in ("auto", *SUBSPACE_ASSEMBLIES):
+    if plan.assembly_name not in ("auto", *SUBSPACE_ASSEMBLIES):
         raise ValueError(
             f"assembly={plan.assembly_name!r} cannot solve for blocks of coordinates; with solver='subspace' on a GPU "
             f'use assembly="auto", or one of {", ".join(SUBSPACE_ASSEMBLIES)}'
@@ -213,7 +226,7 @@ def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
     left = min(BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
     # BALS assembles whole blocks of rows; the others sum all segments of a row together
     least = plan.tile_rows or max(1, -(-max(plan.longest) // plan.segment))
-    slots = int(np.clip(left // each, least, max(least, most)))
+    slots = int(np.clip(left // each, least, max(least, min(most, most_at_once(plan)))))
     return plan.changed(batch_slots=slots, bytes=sizes | {"batch": max(slots * each, _gram_excess(plan))})
 
 
@@ -303,7 +316,7 @@ def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: Devic
         return with_scale(plan, scale)
     beside = max(half.total_bytes - half.bytes["systems"] for half in scale.halves.values())
     left = min(BATCH_BYTES, max(0, free - beside))
-    slots = max(left // slot_bytes(plan), plan.tile_rows, 1)
+    slots = max(min(left // slot_bytes(plan), most_at_once(plan)), plan.tile_rows, 1)
     return plan.changed(bytes=scale.fullest.bytes, batch_slots=slots)
 
 

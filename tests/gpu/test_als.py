@@ -15,12 +15,13 @@ from hybridmf.core.objective import Factors, Objective, State
 from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
-from hybridmf.gpu import fused, launch
+from hybridmf.gpu import cholesky_any, fused, launch
 from hybridmf.gpu.factors import DeviceFactors, to_device
 from hybridmf.gpu.gram import gram_sum
-from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
+from hybridmf.gpu.half import Batch, HalfSweep, Pieces, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
+from hybridmf.plan import als_gpu
 from hybridmf.plan import fused as plan_gram
 from hybridmf.plan.fused import FusedConfig, table_width
 from hybridmf.plan.start import initial_state
@@ -488,6 +489,7 @@ VARIANTS = {
     "mo_als_plain": {"READ_ONLY": False, "REGISTERS": False},
     "bals": {"ACCUMULATORS": "chip"},
     "bals_local": {"ACCUMULATORS": "local"},
+    "sparse_syrk_published": {"KB": 8},
 }
 
 
@@ -500,15 +502,45 @@ def test_a_fit_takes_published_kernels_by_name(kind, assembly, gpu, monkeypatch)
         launched.append({"name": name, **constants})
         return get_kernel(device, file, name, **constants)
 
-    for name in ("mo_als", "bals"):
+    for name in ("mo_als", "bals", "sparse_syrk"):
         monkeypatch.setattr(f"hybridmf.gpu.{name}.get_kernel", recorded)
     model = fit(kind, "cuda", assembly=assembly, iterations=1)
-    wanted = {"name": "bals" if "bals" in assembly else "mo_als"} | VARIANTS[assembly]
+    kernel = assembly if "syrk" in assembly else "bals" if "bals" in assembly else "mo_als"
+    wanted = {"name": kernel} | VARIANTS[assembly]
     assert launched and all(wanted.items() <= one.items() for one in launched)
     assert f"assembly {assembly}" in str(model.plan_) and model.plan_.estimates[0].assembly == assembly
     fixed = Factors(model.item_factors.astype(np.float64))
     exact = reference.half_sweep(SMALL, fixed, 0.0, model._learned.objective)
     assert relative_error(model.user_factors, exact.matrix) < 1e-4
+
+
+def test_gates_kernels_as_printed(gpu, monkeypatch):
+    """Batches in the order of the rows, which are not cut, and a Cholesky without tensor cores."""
+    batches, solvers = [], []
+    upload, solve = Batch.upload.__func__, cholesky_any.cholesky_solve
+
+    def uploaded(cls, send, parts):
+        parts = list(parts)
+        batches.extend(parts)
+        return upload(cls, send, parts)
+
+    def solved(*args):
+        solvers.append(args[-1])
+        return solve(*args)
+
+    monkeypatch.setattr(Batch, "upload", classmethod(uploaded))
+    monkeypatch.setattr(cholesky_any, "cholesky_solve", solved)
+    monkeypatch.setattr(als_gpu, "PUBLISHED_BATCH", 10)
+    monkeypatch.setattr(als_gpu, "GPU_SEGMENT", 3)
+    model = fit("implicit", "cuda", assembly="sparse_syrk_published", iterations=1)
+    assert model.plan_.batch_slots == 10 and len(batches) == 5  # of 24 and 16 rows
+    for batch in batches:
+        assert len(batch.rows) <= 10 and np.all(np.diff(batch.rows) > 0)
+        np.testing.assert_array_equal(batch.slots, np.arange(len(batch.rows) + 1))
+        np.testing.assert_array_equal(batch.segments[:, 0], np.arange(len(batch.rows)))
+    assert solvers and all(isinstance(solver, cholesky_any.CholeskyConfig) for solver in solvers)
+    with pytest.raises(ValueError, match="assembly='sparse_syrk_published' cannot solve for blocks of coordinates"):
+        fit("implicit", "cuda", assembly="sparse_syrk_published", solver="subspace", block_size=2)
 
 
 @pytest.mark.parametrize("assembly", ["mo_als_plain", "bals_local"])

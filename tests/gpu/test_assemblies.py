@@ -16,7 +16,7 @@ from hybridmf.gpu import sparse_syrk as sparse_syrk_module
 from hybridmf.gpu.bals import BalsLocalConfig
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.mo_als import MoAlsConfig, mo_als
-from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
+from hybridmf.gpu.sparse_syrk import PublishedSyrkConfig, SyrkConfig, sparse_syrk, sparse_syrk_published
 from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan.assemblies import BalsConfig
 from support.builds import RANKS, builds_of
@@ -131,6 +131,32 @@ LARGE_RANKS = (63, 64, 96, 97, 127, 128, 200, 256, 512)
 def test_sparse_syrk_sums_segments(device, rank, dtype, kind):
     config = SyrkConfig.default(rank, np.dtype(dtype).itemsize, device.spec)
     run(device, Problem(rank, awkward(config.kb), dtype, kind, spread=3), sparse_syrk)
+
+
+@pytest.mark.parametrize(("rank", "dtype", "kind"), mostly_exhaustive(CASES, USUAL_CASES))
+def test_sparse_syrk_as_printed_sums_rows(device, rank, dtype, kind):
+    run(device, Problem(rank, awkward(8), dtype, kind, spread=3), sparse_syrk_published)
+
+
+@pytest.mark.parametrize("rank", [32, 48, 64, 80, 100, 128, 200])
+def test_sparse_syrk_as_printed_has_the_paper_s_configurations(rank):
+    config = PublishedSyrkConfig.default(rank, 4, H200)
+    known = {32: (32, 8, 16, 16), 48: (48, 8, 8, 16), 80: (80, 8, 16, 16)}
+    assert (config.nb, config.kb, config.dx, config.dy) == known.get(rank, (config.nb, 8, 16, 16))
+    assert config.tiles == (3 if rank > 128 else 1)
+
+
+PUBLISHED_CONFIGS = [
+    PublishedSyrkConfig(20, 4, nb=12, kb=8, dx=4, dy=4),  # kb is a multiple of dy, as section VIII requires
+    PublishedSyrkConfig(20, 4, nb=16, kb=8, dx=8, dy=16),
+    PublishedSyrkConfig(20, 8, nb=20, kb=5, dx=4, dy=5),
+]
+
+
+@pytest.mark.parametrize("config", PUBLISHED_CONFIGS, ids=str)
+def test_sparse_syrk_as_printed_configurations_agree(device, config):
+    dtype = np.float32 if config.itemsize == 4 else np.float64
+    run(device, Problem(20, awkward(config.kb), dtype, "implicit"), sparse_syrk_published, config=config)
 
 
 @pytest.mark.parametrize(("rank", "dtype", "kind"), mostly_exhaustive(CASES, USUAL_CASES))
@@ -362,6 +388,7 @@ def test_bals_with_the_paper_s_tiles_gives_the_same_bits_again(device, variant):
 def test_default_configurations_fit(spec, itemsize):
     for rank in (*range(1, 140), 200, 256, 512, 1000):
         SyrkConfig.default(rank, itemsize, spec).require_fit(spec)
+        PublishedSyrkConfig.default(rank, itemsize, spec).require_fit(spec)
         for registers in (True, False):
             config = MoAlsConfig.default(rank, itemsize, spec, registers=registers)
             config.require_fit(spec)
@@ -376,13 +403,14 @@ def test_default_configurations_fit(spec, itemsize):
 def test_default_builds_name_kernels_once():
     builds = [build for module in (sparse_syrk_module, mo_als_module, bals) for build in builds_of(module, H200)]
     assert {(file, name) for file, name, _ in builds} == {
-        (f"{name}.cu", name) for name in ("sparse_syrk", "mo_als", "bals")
+        (f"{name}.cu", name) for name in ("sparse_syrk", "sparse_syrk_published", "mo_als", "bals")
     }
     assert len({(name, *constants.items()) for _, name, constants in builds}) == len(builds)
     assert {constants["RANK"] for _, name, constants in builds if name == "mo_als"} == set(RANKS)
 
 
 SYRK = SyrkConfig(32, 4, nb=32, kb=32, dx=4, dy=4, dz=2)
+PRINTED = PublishedSyrkConfig(32, 4, nb=32, kb=8, dx=16, dy=16)
 MO_ALS = MoAlsConfig(32, 4, tile=8, bin=12, groups=3, part_tiles=10)
 BALS = BalsConfig(32, 4, tile=8, rows=25, part_tiles=10, capacity=200)
 BALS_LOCAL = BalsLocalConfig(32, 4, 256, 192, nb=16, dx=4, dy=4, dz=64)
@@ -404,6 +432,10 @@ BALS_LOCAL = BalsLocalConfig(32, 4, 256, 192, nb=16, dx=4, dy=4, dz=64)
         (SYRK, {"stages": 1}, r"stages=1 must be at least 2"),
         (SYRK, {"nb": 96}, r"576 sums of 4 bytes a thread need 576 registers, more than 128"),
         (SYRK, {"blocks_per_sm": 32}, r"blocks_per_sm=32 blocks of 32 threads leave 64 registers a thread"),
+        (PRINTED, {"nb": 24}, r"nb=24 must be a multiple of dx=16 and dy=16"),
+        (PRINTED, {"kb": 12}, r"kb=12 must be a multiple of dy=16, or a part of it"),
+        (PRINTED, {"nb": 64, "dx": 64, "dy": 32}, r"dx \* dy = 2048 threads are more than the 1024"),
+        (PRINTED, {"nb": 192}, r"144 sums of 4 bytes a thread need 144 registers"),
         (MO_ALS, {"tile": 6}, r"tile=6 must be a multiple of 4 items"),
         (MO_ALS, {"part_tiles": 11}, r"part_tiles=11 exceeds the 10 there are"),
         (MO_ALS, {"bin": 13}, r"bin=13 must be a multiple of groups=3"),

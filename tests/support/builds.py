@@ -216,6 +216,9 @@ def sparse_syrk_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build
     yield from assembly_builds(
         "sparse_syrk", lambda rank, size: sparse_syrk.SyrkConfig.default(rank, size, spec), ranks
     )
+    yield from assembly_builds(
+        "sparse_syrk_published", lambda rank, size: sparse_syrk.PublishedSyrkConfig.default(rank, size, spec), ranks
+    )
     residual = {"REAL": np.dtype("f8"), "IMPLICIT": True, "HAS_OFFSETS": False, "RESIDUAL": True}
     yield "sparse_syrk.cu", "sparse_syrk", sparse_syrk.SyrkConfig.default(32, 8, spec).constants | residual
 

@@ -90,7 +90,7 @@ def als_cases() -> Iterator[tuple[str, Case]]:
     for (rank, assembly, solver, precision), kind in itertools.product(shown, ("implicit", "explicit")):
         options = common | {"assembly": assembly, "solver": solver, "precision": precision}
         yield f"als-{kind}-{rank}-{assembly}-{solver}-{precision}", functools.partial(als, kind, rank, **options)
-    for assembly in ("mo_als_global", "mo_als_uncached", "mo_als_plain", "bals_local"):
+    for assembly in ("mo_als_global", "mo_als_uncached", "mo_als_plain", "bals_local", "sparse_syrk_published"):
         yield f"als-implicit-20-{assembly}", functools.partial(als, "implicit", 20, assembly=assembly, **common)
     for rank, block in ((40, 16), (150, 64)):
         options = common | {"solver": "subspace", "block_size": block}
