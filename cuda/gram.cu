@@ -1,8 +1,9 @@
-// gram.cu - F^T F of a table of factors, as partial sums over pieces of its rows; the launcher adds the partial sums
-// kernels: gram, and gram_tensor for float32 on tensor cores
+// gram.cu - F^T F of a table of factors, as partial sums over pieces of its rows, their total, and the weighted matrix
+// kernels: gram, and gram_tensor for float32 on tensor cores; add_grams and weigh_gram, which take an element per thread
 // grid  : (tiles of 64 x 64 on or below the diagonal, pieces of `piece_rows` rows)
 // block : gram: 16 x 16 threads, each with 4 x 4 elements of the tile; gram_tensor: 4 warps, each with a quarter of the tile
 // shapes: sums (n_pieces, side, side), side a multiple of 64; zeros from width on  table (n_rows, width)
+//         total (width, width), float64, pieces added in order  weighted (padded, padded), zeros from rank on
 // shared: gram: 2 * STEP * TILE elements; gram_tensor: 2 * STAGES * STEP * PITCH floats
 // traffic: n_rows width (side / 64 + 1) / 2 elements read, from L2 but for the first
 // flops : n_rows side (side + 64); gram_tensor: three times that on tensor cores, in two tf32 parts
@@ -164,4 +165,22 @@ gram_tensor(float* __restrict__ sums, const float* __restrict__ table, int64 n_r
                 target[int64(r) * side + c] = sum[m][n][q];
                 target[int64(c) * side + r] = sum[m][n][q];
             }
+}
+
+// ---------------------------------------------------------------------------------------------- totals
+
+extern "C" __global__ void __launch_bounds__(EDGE * EDGE)
+add_grams(double* __restrict__ total, const real* __restrict__ sums, int n_pieces, int side, int width) {
+    const int at = blockIdx.x * (EDGE * EDGE) + threadIdx.x;
+    if (at >= width * width) return;
+    const real* element = sums + at / width * side + at % width;
+    double sum = 0;
+    for (int piece = 0; piece < n_pieces; piece++) sum += double(element[int64(piece) * side * side]);
+    total[at] = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(EDGE * EDGE)
+weigh_gram(real* __restrict__ weighted, const double* __restrict__ total, int width, int rank, int padded, double weight) {
+    const int at = blockIdx.x * (EDGE * EDGE) + threadIdx.x, row = at / padded, column = at % padded;
+    if (row < padded) weighted[at] = row < rank && column < rank ? real(weight * total[row * width + column]) : real(0);
 }

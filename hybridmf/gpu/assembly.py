@@ -16,7 +16,7 @@ import numpy as np
 
 from ..device.cuda import Array, Device
 from ..plan.types import NONNEGATIVE
-from . import cholesky_any
+from . import arrays, cholesky_any
 from .launch import DeviceEntries, check_all
 from .nonnegative import nonnegative_solve
 from .systems import SideSystems, Sums
@@ -128,13 +128,17 @@ class PublishedKernels(RowKernels):
         if self.solver == NONNEGATIVE:
             nonnegative_solve(device, systems, sums, slots, rows, self.epsilon, self.solver_config)
             return
-        arrays = (systems.solutions, systems.status, sums, slots, rows)
-        gram = None if systems.gram is None else systems.gram[:rank, :rank].copy()
-        cholesky_any.complete(device, matrices, rhs, slots, gram, systems.ridge, systems.scale[rows])
+        given = (systems.solutions, systems.status, sums, slots, rows)
+        gram = None
+        if systems.gram is not None:
+            gram = device.empty((rank, rank), systems.gram.dtype)
+            arrays.copy(device, gram, systems.gram[:rank, :rank])
+        scale = arrays.gather(device, systems.scale, rows)
+        cholesky_any.complete(device, matrices, rhs, slots, gram, systems.ridge, scale)
         if self.solver == "cg":
-            cholesky_any.cg_solve(device, *arrays, self.cg_steps, self.solver_config)
+            cholesky_any.cg_solve(device, *given, self.cg_steps, self.solver_config)
         else:
-            cholesky_any.cholesky_solve(device, *arrays, self.epsilon, self.solver_config)
+            cholesky_any.cholesky_solve(device, *given, self.epsilon, self.solver_config)
 
 
 def check_factors(device: Device, sums: Sums, n: int | None, factors: Array, dtype: Any) -> int:

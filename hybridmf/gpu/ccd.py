@@ -24,6 +24,7 @@ from ..plan.ccd_gpu import QUAD, VECTORS, CcdConfig, padded
 from ..plan.fused import table_width
 from ..plan.rank_one import RankOneSolver
 from ..plan.types import Plan
+from . import arrays
 from .factors import DeviceFactors, to_device
 from .launch import check_all, get_kernel
 
@@ -344,10 +345,10 @@ def rank_one(
     )
     n_split = len(entries.split)
     if n_split:
-        arrays = (solved, entries.partials, penalties, entries.split)
+        given = (solved, entries.partials, penalties, entries.split)
         lanes, threads = entries.combining_lanes, WARP * WARPS_PER_BLOCK
         sizes = (np.int64(n_split), np.int32(lanes))
-        entries.kernel("combine")((ceil_div(n_split * lanes, threads),), (threads,), (*arrays, *sizes, clipped), 0)
+        entries.kernel("combine")((ceil_div(n_split * lanes, threads),), (threads,), (*given, *sizes, clipped), 0)
 
 
 def interleave(entries: CcdEntries, fixed: Vectors, vectors: int) -> Array:
@@ -378,8 +379,8 @@ def _for_each_piece(name: str, out: Array, entries: CcdEntries, own: Array, fixe
     rows = {"own": (own, entries.n_rows), "fixed": (fixed, entries.n_fixed)}
     check_all(entries.device, **{name: (array, entries.dtype, (n, width)) for name, (array, n) in rows.items()})
     chunks = np.int32(width * entries.dtype.itemsize // 16)
-    arrays = (out, entries.ratings, entries.indices, own, fixed, entries.pieces, entries.bases)
-    arguments = (*arrays, np.int64(n), chunks, np.int32(entries.zero))
+    given = (out, entries.ratings, entries.indices, own, fixed, entries.pieces, entries.bases)
+    arguments = (*given, np.int64(n), chunks, np.int32(entries.zero))
     entries.kernel(name)(_warps(n), (WARP * WARPS_PER_BLOCK,), arguments, 0)
 
 
@@ -456,10 +457,11 @@ class GpuCCD(RankOneSolver):
         if bias is None:
             return table
         out = self.device.zeros((len(table), table_width(factors + 2, table.dtype)), table.dtype)
-        out[:, :factors] = table[:, :factors]
+        arrays.copy(self.device, out[:, :factors], table[:, :factors])
         own, other = (factors, factors + 1) if side == "user" else (factors + 1, factors)
-        out[:, own] = bias + table.dtype.type(self.state.mean if side == "user" else 0)
-        out[:, other] = 1
+        offsets = arrays.added(self.device, bias, self.state.mean if side == "user" else 0)
+        arrays.copy(self.device, out[:, own : own + 1], offsets.reshape(-1, 1))
+        arrays.fill(self.device, out[:, other : other + 1], 1)
         return out
 
     def _columns(self, side: Side) -> Array:
@@ -468,7 +470,10 @@ class GpuCCD(RankOneSolver):
         first, n = len(self.biases), entries.n_rows
         out = self.device.zeros((first + factors + 1, padded(n, entries.dtype)), entries.dtype)
         for column, biased in enumerate(self.biases):
-            out[1 + column, :n] = held.device_bias if biased == side else 1
+            if biased == side:
+                arrays.copy(self.device, out[1 + column, :n], held.device_bias)
+            else:
+                arrays.fill(self.device, out[1 + column, :n], 1)
         status = self.device.zeros(1, np.int32)
         transpose(entries, out[1 + first :], held.table, status, factors, n)
         if not entries.degrees.all():
@@ -484,7 +489,7 @@ class GpuCCD(RankOneSolver):
         transpose(entries, table, solved_columns[first:], status, entries.n_rows, factors)
         bias = None
         if self.biases:
-            table[:, factors] = 1
+            arrays.fill(self.device, table[:, factors : factors + 1], 1)
             bias = self.device.zeros((entries.n_rows, 1), entries.dtype)
             transpose(entries, bias, solved_columns[self.biases.index(side) :], status, entries.n_rows, 1)
             bias = bias.reshape(-1)
@@ -521,7 +526,7 @@ class GpuCCD(RankOneSolver):
             bias=bias,
         )
         if not self.solves(side, column):
-            new[:] = old  # also the ones that multiply biases
+            arrays.copy(self.device, new, old)  # also the ones that multiply biases
 
     def objective_value(self) -> float:
         """The objective at the current factors, sums in float64."""

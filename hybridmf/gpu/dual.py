@@ -217,5 +217,6 @@ def programs(rank: int, longest: int, implicit: bool, offsets: bool) -> Iterator
     for size in reversed(GPU_SIZES):
         if size < max(longest, 1) * 2 and longest:
             yield program("dual_rows.cu", "dual_rows", **dual_constants(size, rank, implicit, offsets, offsets))
-    if implicit and longest:  # stands for all kernels of the file, which is compiled once
-        yield program("basis.cu", "inverse_root", **basis_constants(rank))
+    if implicit and longest:
+        for name in ("inverse_root", "to_basis", "from_basis"):
+            yield program("basis.cu", name, **basis_constants(rank))

@@ -20,10 +20,10 @@ from ..device.cuda import Array, Device
 from ..plan.fused import BLOCK
 from ..plan.start import DrawnFactors
 from ..plan.types import Plan
-from . import losses
+from . import arrays, losses
 from .assembly import Cleared
 from .draw import drawn_table
-from .gram import gram_sum
+from .gram import gram_sum, weighted
 from .rows import RowRange, read_range, widen_range
 
 EXACT_ROWS = 65536
@@ -111,9 +111,9 @@ class DeviceFactors(GpuFactors):
         """The table, and biases if there are any."""
         return [self.table] if self.device_bias is None else [self.table, self.device_bias]
 
-    def with_arrays(self, arrays: Sequence[Array]) -> DeviceFactors:
+    def with_arrays(self, given: Sequence[Array]) -> DeviceFactors:
         """Factors with other arrays on the same device."""
-        return DeviceFactors(self.device, arrays[0], self.factors, arrays[1] if len(arrays) > 1 else None)
+        return DeviceFactors(self.device, given[0], self.factors, given[1] if len(given) > 1 else None)
 
     def beside(self, array: np.ndarray) -> Array:
         """Copy the array to the device."""
@@ -136,7 +136,7 @@ class DeviceFactors(GpuFactors):
         if self.has_range:
             widen_range(self.device, found, self.table, status)
         elif status is not None:
-            found[2] = status.any()
+            widen_range(self.device, found, self.device.empty((0, 1), np.float32), status)
         return self.device.begin_download(found)
 
     def finish_check(self, found: Callable[[], np.ndarray]) -> bool:
@@ -175,9 +175,9 @@ class DeviceFactors(GpuFactors):
 
     def take(self, rows: np.ndarray) -> Factors:
         """Some rows, on the host."""
-        found = self.reordered(rows)
-        bias = None if found.device_bias is None else self.device.download(found.device_bias)
-        return Factors(self.device.download(found.table)[:, : self.factors], bias)
+        at = self.device.upload(rows)
+        table, *bias = [self.device.download(arrays.gather(self.device, array, at)) for array in self.arrays]
+        return Factors(table[:, : self.factors], bias[0] if bias else None)
 
     def part(self, rows: slice) -> DeviceFactors:
         """Some rows, as views."""
@@ -240,17 +240,14 @@ def weighted_gram(device: Device, table: Array, rank: int, objective: Objective)
 
 def padded_gram(device: Device, total: Array, rank: int, dtype: Any, objective: Objective) -> Array:
     """`weighted_gram` from a sum of `hybridmf.gpu.gram.gram_sum`."""
-    side = round_up(rank, BLOCK)
-    gram = device.zeros((side, side), dtype)
-    gram[:rank, :rank] = (objective.unobserved_weight * total)[:rank, :rank]
-    return gram
+    return weighted(device, total, rank, round_up(rank, BLOCK), dtype, objective.unobserved_weight)
 
 
 def exact_gram(device: Device, table: Array, weights: Array | None = None) -> np.ndarray:
     """``F^T diag(weights) F`` of a table in float64, shape (width, width), on the host."""
     total = np.zeros((table.shape[1], table.shape[1]))
     for start in range(0, len(table), EXACT_ROWS):
-        part = table[start : start + EXACT_ROWS].astype(np.float64)
+        part = arrays.added(device, table[start : start + EXACT_ROWS], 0, np.float64)
         weighted = part if weights is None else part * weights[start : start + EXACT_ROWS, None]
         total += device.download(device.matmul(part.T, weighted))
     return total

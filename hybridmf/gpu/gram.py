@@ -11,7 +11,7 @@ from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import gram_rows, gram_sides
 from .launch import check, check_not_host, get_kernel, program
 
-THREADS = {"gram": 256, "gram_tensor": 128}
+THREADS = {"gram": 256, "gram_tensor": 128, "add_grams": 256, "weigh_gram": 256}
 """Threads of a block of each kernel."""
 
 
@@ -20,9 +20,10 @@ def kernel_for(spec: DeviceSpec, dtype: Any) -> str:
     return "gram_tensor" if np.dtype(dtype) == np.float32 and spec.capability >= (8, 0) else "gram"
 
 
-def gram_program(spec: DeviceSpec, dtype: Any) -> tuple[str, str, tuple[str, ...]]:
-    """Arguments of `Device.kernel` for it."""
-    return program("gram.cu", kernel_for(spec, dtype), REAL=np.dtype(dtype))
+def programs(spec: DeviceSpec, dtype: Any) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Arguments of `Device.kernel` for `gram_sum` and `weighted`."""
+    names = (kernel_for(spec, dtype), "add_grams", "weigh_gram")
+    return [program("gram.cu", name, REAL=np.dtype(dtype)) for name in names]
 
 
 def gram_sum(device: Device, table: Array) -> Array:
@@ -43,4 +44,26 @@ def gram_sum(device: Device, table: Array) -> Array:
     kernel = get_kernel(device, "gram.cu", name, REAL=table.dtype)
     sizes = (np.int64(n), np.int32(width), np.int32(side), np.int64(rows))
     kernel((tiles, pieces), (THREADS[name],), (sums, table, *sizes), 0)
-    return sums.sum(axis=0, dtype=np.float64)[:width, :width]
+    total = device.empty((width, width), np.float64)
+    arguments = (total, sums, np.int32(pieces), np.int32(side), np.int32(width))
+    _launch(device, "add_grams", table.dtype, width * width, arguments)
+    return total
+
+
+def weighted(device: Device, total: Array, rank: int, padded: int, dtype: Any, weight: float) -> Array:
+    """The first `rank` rows and columns of ``weight * total``, as dtype, with zeros up to `padded` rows and columns.
+
+    `total`: of `gram_sum`.
+    """
+    check("total", total, np.float64, (None, None))
+    check_not_host(device, total=total)
+    gram = device.empty((padded, padded), dtype)
+    sizes = (np.int32(total.shape[1]), np.int32(rank), np.int32(padded))
+    _launch(device, "weigh_gram", dtype, padded * padded, (gram, total, *sizes, np.float64(weight)))
+    return gram
+
+
+def _launch(device: Device, name: str, dtype: Any, elements: int, arguments: tuple[Any, ...]) -> None:
+    """Launch a kernel with a thread per element."""
+    kernel = get_kernel(device, "gram.cu", name, REAL=np.dtype(dtype))
+    kernel((ceil_div(elements, THREADS[name]),), (THREADS[name],), arguments, 0)

@@ -25,12 +25,12 @@ from ..plan.als_gpu import PREDICTED_ROWS, PUBLISHED
 from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
-from . import bals, draw, dual, fused, losses, matrix, predictions, rows
+from . import arrays, bals, draw, dual, fused, losses, matrix, predictions, rows
 from .assembly import Cleared, PublishedKernels, RowKernels
 from .cholesky_any import CholeskyConfig
 from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
-from .gram import gram_program
+from .gram import programs as gram_programs
 from .launch import DeviceEntries, program
 from .matrix import DeviceMatrix
 from .mo_als import mo_als
@@ -430,9 +430,10 @@ class DeviceRows:
         if solutions is None:
             solutions = device.zeros((len(self), self.width), self.dtype)
         if plan.solver != "cholesky" and start is not None:
-            solutions[...] = start.table
+            arrays.copy(device, solutions, start.table)
             if start.device_bias is not None:
-                solutions[:, plan.factors] = start.device_bias
+                own = solutions[:, plan.factors : plan.factors + 1]
+                arrays.copy(device, own, start.device_bias.reshape(-1, 1))
             if self._empty_rows is not None:
                 solutions[self._empty_rows] = 0
         return SideSystems(solutions, status, gram, self.ridge, self.scale, plan.factors)
@@ -447,7 +448,7 @@ class DeviceRows:
         """Entries of these rows, with the offsets of the fixed side."""
         objective, offsets = self.objective, None
         if objective.biases and fixed.device_bias is not None:
-            offsets = fixed.device_bias + self.dtype.type(mean)
+            offsets = arrays.added(self.device, fixed.device_bias, mean)
         weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
         return DeviceEntries(indices, ratings, offsets, *weights)
 
@@ -456,8 +457,8 @@ class DeviceRows:
         factors = self.plan.factors
         if not self.objective.biases:
             return DeviceFactors(self.device, solutions, factors, None, cleared=cleared)
-        bias = solutions[:, factors].copy()
-        solutions[:, factors] = 1
+        bias = arrays.column(self.device, solutions, factors)
+        arrays.fill(self.device, solutions[:, factors : factors + 1], 1)
         return DeviceFactors(self.device, solutions, factors, bias, cleared=cleared)
 
     @property
@@ -476,7 +477,7 @@ class DeviceRows:
         objective, device = self.objective, self.device
         weights = (objective.is_implicit, objective.alpha, objective.unobserved_weight)
         entries = DeviceEntries(indices, ratings, items.device_bias, *weights)
-        offsets = None if users.device_bias is None else users.device_bias + users.table.dtype.type(mean)
+        offsets = None if users.device_bias is None else arrays.added(device, users.device_bias, mean)
         return losses.segment_losses(device, users.table, items.table, entries, offsets, segments, self.plan.factors)
 
 
@@ -511,7 +512,8 @@ class HalfSweep(GpuHalf, DeviceRows):
         indptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
         begins = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.degrees, dtype=np.int64)))[at]
         places = self.device.upload(np.arange(indptr[-1]) + np.repeat(begins - indptr[:-1], counts))
-        indices, ratings = (self.device.download(each[places]) for each in (self.indices, self.ratings))
+        found = [arrays.gather(self.device, each, places) for each in (self.indices, self.ratings)]
+        indices, ratings = (self.device.download(each) for each in found)
         return csr_of(indptr, indices, ratings, self.n_fixed)
 
     def steps(
@@ -569,10 +571,11 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
         *dict.fromkeys(solving),
         *dual.programs(plan.rank, longest, implicit, biased),
         *(predictions.programs(plan) if plan.solver == "subspace" else ()),
-        *([gram_program(device.spec, plan.dtype)] if implicit else []),
-        program("transpose.cu", "count_columns", **common, THREADS=matrix.THREADS),
-        program("rows.cu", "row_range", **common, THREADS=rows.THREADS),
+        *(gram_programs(device.spec, plan.dtype) if implicit else []),
+        *(program("transpose.cu", name, **common, THREADS=matrix.THREADS) for name in matrix.KERNELS),
+        program("rows.cu", "row_range", REAL=np.dtype(np.float32), THREADS=rows.THREADS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),
+        *arrays.programs(plan.dtype),
     ]
 
 

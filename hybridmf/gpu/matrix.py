@@ -15,6 +15,8 @@ from ..device.cuda import Array, Device, Kernel
 from ..errors import DeviceMemoryError
 from .launch import check, check_not_host, get_kernel
 
+KERNELS = ("count_faults", "count_columns", "column_places", "scatter_entries")
+
 THREADS = 256
 WARPS_PER_SM = 32
 """Parts of a transposition per multiprocessor, if there is memory for their counts."""

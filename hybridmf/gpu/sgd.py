@@ -22,7 +22,7 @@ from ..plan.epochs import GridBlock, passes_of
 from ..plan.sgd import LONG_ROW, MOST_CROWDED, MOST_RANGES, RUN, SgdMethod, range_count, stored_width
 from ..plan.tables import KernelConfig
 from ..plan.types import Plan
-from . import losses
+from . import arrays, losses
 from .factors import DeviceFactors, to_device
 from .half import Pieces, row_segments
 from .launch import DeviceEntries, check_all, get_kernel
@@ -764,7 +764,10 @@ def working_rows(table: DeviceFactors, factors: int, stored: Any, read: Any = No
     if table.device_bias is None and table.table.shape[1] == width:
         return FactorRows(table.table.astype(stored))
     matrix = table.device.zeros((len(table), width), stored)
-    matrix[:, :factors] = table.table[:, :factors]
+    if matrix.dtype == table.table.dtype:
+        arrays.copy(table.device, matrix[:, :factors], table.table[:, :factors])
+    else:
+        matrix[:, :factors] = table.table[:, :factors]
     return FactorRows(matrix, None if table.device_bias is None else table.device_bias.copy())
 
 
@@ -774,23 +777,26 @@ def table_of(device: Device, rows: FactorRows, plan: Plan, dtype: Any) -> Device
     if rows.bias is None and rows.matrix.shape[1] == width:
         return DeviceFactors(device, rows.matrix.astype(dtype, copy=False), factors, None)
     table = device.zeros((len(rows.matrix), width), dtype)
-    table[:, :factors] = rows.matrix[:, :factors]
+    if table.dtype == rows.matrix.dtype:
+        arrays.copy(device, table[:, :factors], rows.matrix[:, :factors])
+    else:
+        table[:, :factors] = rows.matrix[:, :factors]
     if rows.bias is not None:
-        table[:, factors] = 1
+        arrays.fill(device, table[:, factors : factors + 1], 1)
     return DeviceFactors(device, table, factors, rows.bias)
 
 
 def begin_finite_check(device: Device, *sides: DeviceFactors) -> Callable[[], bool]:
     """Launch a check of tables of one dtype; the returned function waits, and says whether all elements are finite."""
-    arrays = [array for side in sides for array in (side.table, side.device_bias) if array is not None]
-    if all(array.dtype == np.float32 for array in arrays):
+    checked = [array for side in sides for array in (side.table, side.device_bias) if array is not None]
+    if all(array.dtype == np.float32 for array in checked):
         found = device.zeros(3, np.uint32)
-        for array in arrays:
+        for array in checked:
             widen_range(device, found, array if len(array.shape) == 2 else array[:, None])
         seen = device.begin_download(found)
         return lambda: math.isfinite(read_range(seen())[0].largest)
     total = device.zeros(1, np.float64)
-    for array in arrays:
+    for array in checked:
         total += array.sum(dtype=np.float64)
     added = device.begin_download(total)
     return lambda: math.isfinite(added()[0])

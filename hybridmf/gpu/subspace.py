@@ -20,6 +20,7 @@ from ..core.system import round_up
 from ..device.cuda import Array, Device
 from ..plan.fused import BLOCK, table_width
 from ..plan.types import Plan
+from . import arrays
 from .factors import DeviceFactors, weighted_gram
 from .half import HalfSweep, Steps, row_segments
 from .launch import DeviceEntries
@@ -102,7 +103,7 @@ class SubspaceHalf(HalfSweep):
         device, bounds, tables = self.device, self.plan.blocks, []
         for first, last in bounds:
             part = device.zeros((len(table), table_width(last - first, self.dtype)), self.dtype)
-            part[:, : last - first] = table[:, first:last]
+            arrays.copy(device, part[:, : last - first], table[:, first:last])
             tables.append(part)
         ranges: Sequence[RowRange | None] = [None] * len(bounds)
         if self.plan.assembly == "fused" and self.plan.precision == "float32":
@@ -122,5 +123,5 @@ class SubspaceHalf(HalfSweep):
         if whole.gram is not None:
             beside[:, : block.rank] -= device.matmul(solutions, whole.gram[: self.width, block.columns])
             gram = device.zeros((round_up(block.rank, BLOCK),) * 2, self.dtype)
-            gram[: block.rank, : block.rank] = whole.gram[block.columns, block.columns]
+            arrays.copy(device, gram[: block.rank, : block.rank], whole.gram[block.columns, block.columns])
         return SideSystems(beside, device.zeros(len(self), np.int32), gram, ridge, self.scale)

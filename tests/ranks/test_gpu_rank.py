@@ -171,6 +171,9 @@ def test_ranks_of_one_matrix_do_not_compare_their_blocks(gpus: Machine, monkeypa
 SOLVING = ["split_table", "clear", "assemble_segments", "clear", "solve_partials", "solve_rows", "row_range", "copy"]
 SUMMING = ["split_table", "clear", "clear", "assemble_segments", "add_pieces", "solve_partials", "row_range", "copy"]
 
+COLUMNS = {"add_value", "copy_block", "fill_block"}
+"""Of biases, and the start of conjugate gradients."""
+
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "nonnegative"])
 @pytest.mark.parametrize(("grid", "expected"), [((1, 2), SOLVING), ((2, 1), SUMMING)])
@@ -188,8 +191,8 @@ def test_operations_of_a_half_sweep(
     for side in SWEEP_ORDER:
         found.clear()
         solver.update(side)
-        gram = ["gram_tensor", "clear"] if "implicit" in name else []
-        assert found == [*gram, *expected, "wait"]
+        gram = ["gram_tensor", "add_grams", "weigh_gram"] if "implicit" in name else []
+        assert [each for each in found if each not in COLUMNS] == [*gram, *expected, "wait"]
     solver.close()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.gpu import (
+    arrays,
     bals,
     ccd,
     cholesky_any,
@@ -42,6 +43,16 @@ RANKS = (8, 16, 32, 64, 96, 100, 128, 200, 256, 512)
 
 ENTRIES = ((4, False, False), (4, True, False), (4, False, True), (8, True, True))
 """(itemsize, implicit, offsets) of the published assemblies."""
+
+
+def arrays_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
+    for kernel, constants in (
+        ("copy_block", {}),
+        ("gather_rows", {"ROW": "int"}),
+        ("fill_block", {"REAL": "float"}),
+        ("add_value", {"REAL": "double", "SOURCE": "float"}),
+    ):
+        yield arrays.SOURCE, kernel, constants | {"THREADS": arrays.THREADS}
 
 
 def assembly_builds(name: str, config_of: Callable[[int, int], Any], ranks: Sequence[int]) -> Iterator[Build]:
@@ -240,6 +251,7 @@ def topk_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
 
 
 BUILDS: dict[Any, tuple[Callable[[DeviceSpec, Sequence[int]], Iterator[Build]], Sequence[int]]] = {
+    arrays: (arrays_builds, RANKS),
     bals: (bals_builds, RANKS),
     ccd: (ccd_builds, (64,)),
     cholesky_any: (cholesky_any_builds, RANKS),

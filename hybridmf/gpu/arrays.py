@@ -1,0 +1,93 @@
+"""Launches of cuda/arrays.cu and simple sums: instead of CuPy's array arithmetic, whose first uses wait for NVRTC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..core.system import ceil_div
+from ..device.cuda import Array, Device
+from .launch import check, check_not_host, get_kernel, program
+
+SOURCE = "arrays.cu"
+
+THREADS = 256
+BLOCKS_PER_SM = 8
+
+WORD = 4
+"""Bytes of what `copy` and `gather` move; arrays of any type are sequences of words."""
+
+
+def programs(dtype: Any) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Arguments of `Device.kernel` for all kernels, and numbers of a dtype."""
+    real = {"REAL": np.dtype(dtype)}
+    names: dict[str, dict[str, Any]] = {"copy_block": {}, "gather_rows": {"ROW": "int64"}, "fill_block": real}
+    names["add_value"] = real | {"SOURCE": np.dtype(dtype)}
+    return [program(SOURCE, name, **constants, THREADS=THREADS) for name, constants in names.items()]
+
+
+def copy(device: Device, target: Array, source: Array) -> None:
+    """``target[...] = source`` for arrays of one dtype and shape, vectors or matrices, whose rows are contiguous."""
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise TypeError(f"target {target.dtype} {target.shape} and source {source.dtype} {source.shape} differ")
+    (n, width, target_ld), (_, _, source_ld) = _rows_of(device, target), _rows_of(device, source)
+    words = source.dtype.itemsize // WORD
+    sizes = (np.int64(size) for size in (n, width * words, target_ld * words, source_ld * words))
+    _launch(device, "copy_block", n * width * words, (target, source, *sizes))
+
+
+def gather(device: Device, source: Array, rows: Array) -> Array:
+    """``source[rows]`` of a contiguous array.
+
+    `rows`, int32 or int64 array, shape (n,).
+    """
+    check("source", source, source.dtype, (None,) * len(source.shape))
+    check("rows", rows, np.int32 if rows.dtype == np.int32 else np.int64, (None,))
+    check_not_host(device, source=source, rows=rows)
+    target = device.empty((len(rows), *source.shape[1:]), source.dtype)
+    width = int(np.prod(source.shape[1:], dtype=np.int64)) * source.dtype.itemsize // WORD
+    arguments = (target, source, rows, np.int64(len(rows)), np.int64(width))
+    _launch(device, "gather_rows", len(rows) * width, arguments, ROW="int" if rows.dtype == np.int32 else "int64")
+    return target
+
+
+def fill(device: Device, target: Array, value: float) -> None:
+    """``target[...] = value`` for a vector or a matrix, whose rows are contiguous."""
+    n, width, ld = _rows_of(device, target)
+    real = target.dtype
+    arguments = (target, np.int64(n), np.int64(width), np.int64(ld), real.type(value))
+    _launch(device, "fill_block", n * width, arguments, REAL=real)
+
+
+def added(device: Device, source: Array, value: float, dtype: Any = None) -> Array:
+    """``source + value`` of a contiguous array, in a dtype, by default its own."""
+    real = np.dtype(source.dtype if dtype is None else dtype)
+    check("source", source, source.dtype, (None,) * len(source.shape))
+    check_not_host(device, source=source)
+    target = device.empty(source.shape, real)
+    types = {"REAL": real, "SOURCE": np.dtype(source.dtype)}
+    _launch(device, "add_value", source.size, (target, source, np.int64(source.size), real.type(value)), **types)
+    return target
+
+
+def column(device: Device, table: Array, number: int) -> Array:
+    """A copy of a column of a table."""
+    found = device.empty((len(table), 1), table.dtype)
+    copy(device, found, table[:, number : number + 1])
+    return found.reshape(-1)
+
+
+def _rows_of(device: Device, array: Array) -> tuple[int, int, int]:
+    """Rows, their width, and elements from one to the next; a vector is one row."""
+    check_not_host(device, array=array)
+    item, (n, width) = array.dtype.itemsize, (1, *array.shape)[-2:]
+    if item % WORD or (width > 1 and array.strides[-1] != item):
+        raise TypeError(f"rows must be contiguous words; got {array.dtype}, strides {array.strides}")
+    return n, width, array.strides[0] // item if n > 1 else width
+
+
+def _launch(device: Device, name: str, elements: int, arguments: tuple[Any, ...], **constants: Any) -> None:
+    if elements:
+        blocks = min(ceil_div(elements, THREADS), BLOCKS_PER_SM * device.spec.multiprocessors)
+        get_kernel(device, SOURCE, name, **constants, THREADS=THREADS)((blocks,), (THREADS,), arguments, 0)
