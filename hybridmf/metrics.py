@@ -21,6 +21,7 @@ import scipy.sparse as sp
 from .core.sparse import as_ones, entries_in, entry_rows, keep_entries, take_rows, without_zeros
 from .core.validate import (
     as_csr,
+    check_bool,
     check_choice,
     check_ids,
     check_int,
@@ -36,10 +37,11 @@ from .errors import NonFiniteError
 from .model.evaluation import Evaluation as Evaluation
 from .model.evaluation import Evaluations as Evaluations
 from .model.evaluation import Interval as Interval
+from .model.evaluation import Parts as Parts
 from .model.evaluation import as_evaluation
 from .model.learned import count_items
 from .model.popularity import PopularityRecommender as PopularityRecommender
-from .model.recommenders import OtherModel, ReadyLists
+from .model.recommenders import Listed, OtherModel, ReadyLists
 from .native import _rankings
 from .native.rankings import RankingMetrics
 from .ratings import as_ratings
@@ -539,6 +541,7 @@ def evaluate(
     relevance_threshold: float | None = ...,
     block_users: int | None = ...,
     unknown: str = ...,
+    include_cold: bool = ...,
 ) -> Evaluations: ...
 
 
@@ -555,6 +558,7 @@ def evaluate(
     relevance_threshold: float | None = ...,
     block_users: int | None = ...,
     unknown: str = ...,
+    include_cold: bool = ...,
 ) -> Evaluation: ...
 
 
@@ -570,6 +574,7 @@ def evaluate(
     relevance_threshold: float | None = None,
     block_users: int | None = None,
     unknown: str = "error",
+    include_cold: bool = False,
 ) -> Evaluation | Evaluations:
     """Evaluate a fitted model on held-out entries.
 
@@ -615,6 +620,10 @@ def evaluate(
         GPU take all work at once; for others 16,384 in calls of `recommend`.
     unknown : {"error", "drop"}
         Treatment of labelled entries whose user or item is unknown to the model.
+    include_cold : bool
+        Also rank items without training entries, by ``recommend(include_cold=True)`` of models with features, and
+        report warm and cold items and users apart (`Evaluation.apart`). Needs training entries of the model, or
+        `train`.
 
     Returns
     -------
@@ -642,6 +651,7 @@ def evaluate(
             random_state = int(random_state.integers(2**31))
         options = {"train": train, "metrics": metrics, "users": users, "sample": sample, "random_state": random_state}
         options |= {"relevance_threshold": relevance_threshold, "block_users": block_users, "unknown": unknown}
+        options["include_cold"] = include_cold
         return Evaluations({name: evaluate(each, test, **options) for name, each in model.items()})
     own, names = _checked_metrics(metrics)
     model = _adapted(model, test, train)
@@ -663,8 +673,14 @@ def evaluate(
         users = _sampled(users, test, relevance_threshold if rankings else -np.inf, sample, random_state)
     if any(name.startswith("novelty") for name in names) and _item_counts(model, train) is None:
         raise ValueError('metric "novelty@k" needs train=: the model does not have the number of entries of its items')
-    found = _measure(model, test, train, names, users, relevance_threshold, block_users, cold, own)
+    if check_bool("include_cold", include_cold) and _item_counts(model, train) is None:
+        raise ValueError("include_cold=True needs train=: the model does not say which items have training entries")
+    measured = Listed(model) if include_cold and not isinstance(model, ReadyLists) else model
+    how = (relevance_threshold, block_users, cold, own)
+    found = _measure(measured, test, train, names, users, *how)
     found.n_dropped = dropped
+    if include_cold:
+        found.apart = _apart(measured, test, train, names, users, *how)
     if not isinstance(model, ReadyLists):
         _warn_of_overlap("test", test, _training_entries(model, train))
     if found.n_cold_users:
@@ -756,6 +772,38 @@ def _measure(
         n_entries=n_entries,
         per_user={name: per_user[name] for name in names if name in per_user},
     )
+
+
+def _apart(
+    model: Any,
+    test: sp.csr_array,
+    train: sp.csr_array | None,
+    names: Sequence[str],
+    users: np.ndarray,
+    relevance_threshold: float | None,
+    block_users: int | None,
+    cold: np.ndarray | None,
+    own: Mapping[str, Metric],
+) -> Parts:
+    """`_measure` of warm and cold items and users, where test has relevant entries of them."""
+    counts = _item_counts(model, train)
+    assert counts is not None
+    is_cold = counts[test.indices] == 0
+    of_cold = keep_entries(test, is_cold)
+    parts = {"warm items": (model, keep_entries(test, ~is_cold), users), "cold items": (model, of_cold, users)}
+    among = model.among(np.flatnonzero(counts == 0)) if isinstance(model, Listed) and of_cold.nnz else None
+    if among is not None:
+        parts["cold items among cold"] = (among, of_cold, users)
+    if cold is not None:
+        parts["warm users"], parts["cold users"] = (model, test, users[~cold[users]]), (model, test, users[cold[users]])
+    names = [name for name in names if name != "auc"]  # whose irrelevant items would be relevant ones of other parts
+    ranked = any(name not in _ERRORS for name in names)
+    found = {}
+    for part, (ranking, entries, of) in parts.items():
+        relevant = _relevant_entries(entries, relevance_threshold) if ranked else entries
+        if names and np.any(np.diff(relevant.indptr)[of]):
+            found[part] = _measure(ranking, entries, train, names, of, relevance_threshold, block_users, cold, own)
+    return Parts(found)
 
 
 def _adapted(model: Any, test: Any, train: Any) -> Any:

@@ -69,6 +69,7 @@ from .data.readers import (
 )
 from .data.splits import (
     WAYS,
+    entries_of_items,
     entries_of_users,
     fold_of_entries,
     in_time,
@@ -698,11 +699,13 @@ def split(
         Share, 0 < test_size < 1, or number (at least 1) to hold out; `by` defines of what.
     random_state : None, int, Generator or RandomState
         The same seed gives the same split. It breaks ties in time, too.
-    by : {"random", "user", "time", "last"}
+    by : {"random", "user", "item", "time", "last"}
         "random" draws entries. "user" draws users and holds out all of their entries; `recommend_new` serves them from
-        a part of these entries. "time" holds out the latest entries of the matrix. "last" holds out the last entries of
-        each user: a number, or a share rounded down. Each user keeps at least one entry, and users with too few entries
-        for the number keep all. "time" and "last" need `timestamps`.
+        a part of these entries, and models fitted with ``user_features=`` from their features. "item" draws items and
+        holds out all of their entries: cold items, which models fitted with ``item_features=`` rank by
+        ``recommend(include_cold=True)``; see `evaluate`. "time" holds out the latest entries of the matrix. "last"
+        holds out the last entries of each user: a number, or a share rounded down. Each user keeps at least one entry,
+        and users with too few entries for the number keep all. "time" and "last" need `timestamps`.
 
     Returns
     -------
@@ -724,6 +727,8 @@ def split(
         mask = random_entries(matrix.nnz, test_size, check_rng(random_state))
     elif by == "user":
         mask = entries_of_users(matrix, test_size, check_rng(random_state))
+    elif by == "item":
+        mask = entries_of_items(matrix, test_size, check_rng(random_state))
     elif by == "time":
         mask = latest_entries(in_time(_times_of(ratings, by), check_rng(random_state)), test_size)
     else:

@@ -11,7 +11,7 @@ from ..core.sparse import entry_rows
 from ..core.validate import check_int, check_real
 from ..errors import RatingsError
 
-WAYS = ("random", "user", "time", "last")
+WAYS = ("random", "user", "item", "time", "last")
 """Values of ``by=`` of `hybridmf.split`."""
 
 
@@ -36,6 +36,14 @@ def entries_of_users(matrix: sp.csr_array, test_size: float | int, rng: np.rando
     drawn = np.zeros(matrix.shape[0], dtype=bool)
     drawn[rng.choice(users, _number(len(users), test_size, "users with entries"), replace=False, shuffle=False)] = True
     return np.repeat(drawn, degrees)
+
+
+def entries_of_items(matrix: sp.csr_array, test_size: float | int, rng: np.random.Generator) -> np.ndarray:
+    """All entries of items drawn at random among those with entries."""
+    items = np.flatnonzero(np.bincount(matrix.indices, minlength=matrix.shape[1]))
+    drawn = np.zeros(matrix.shape[1], dtype=bool)
+    drawn[rng.choice(items, _number(len(items), test_size, "items with entries"), replace=False, shuffle=False)] = True
+    return np.asarray(drawn[matrix.indices])
 
 
 def latest_entries(places: np.ndarray, test_size: float | int) -> np.ndarray:

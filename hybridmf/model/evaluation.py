@@ -51,6 +51,10 @@ class Evaluation(dict[str, float]):
     per_user : dict of str to float64 array, shape (n,)
         Value of each metric for each of `users`, NaN where it is not defined; rmse and mae are those of the user's
         entries. ``coverage@k`` is a property of all lists together and has none.
+    apart : Parts
+        Under ``include_cold=True``, the metrics but ``auc`` of parts of the test entries, where there are relevant
+        ones: "warm items" and "cold items" are ranked among all items, "cold items among cold" among those without
+        training entries alone; "warm users" and "cold users". Empty otherwise.
     """
 
     n_users: int = 0
@@ -59,6 +63,7 @@ class Evaluation(dict[str, float]):
     users: np.ndarray
     n_entries: np.ndarray
     per_user: dict[str, np.ndarray]
+    apart: Parts
 
     def interval(
         self, metric: str, level: float = 0.95, *, n_resamples: int = RESAMPLES, random_state: int = 0
@@ -144,6 +149,15 @@ class Evaluations(dict[str, Evaluation]):
     of the paired bootstrap, which decides whether two models differ.
     """
 
+    @property
+    def apart(self) -> dict[str, Evaluations]:
+        """`Evaluation.apart` of all models, by part."""
+        parts = dict.fromkeys(part for found in self.values() for part in found.apart)
+        return {
+            part: Evaluations({name: found.apart[part] for name, found in self.items() if part in found.apart})
+            for part in parts
+        }
+
     def to_frame(self) -> Any:
         """A pandas data frame with one row for each model and metric.
 
@@ -185,6 +199,36 @@ class Evaluations(dict[str, Evaluation]):
         cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
         titles = "".join(f"<th>{html.escape(name)}</th>" for name in head)
         return f"<table><tr>{titles}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+class Parts(Evaluations):
+    """An `Evaluation` for each of several parts of the test entries (`Evaluation.apart`); ``print`` shows a table."""
+
+    def to_frame(self) -> Any:
+        """A pandas data frame with one row for each part and metric: value, 95 % interval, number of users.
+
+        Raises
+        ------
+        ImportError
+            pandas is not installed.
+        """
+        names = ("part", "metric", "value", "low", "high", "n_users")
+        rows = [
+            (part, metric, value, *_bounds(interval)[1:], self[part].n_users)
+            for part, metric, value, interval in self._values_of_parts()
+        ]
+        return pandas_frame([dict(zip(names, row, strict=True)) for row in rows], "read the values, a dict")
+
+    def _values_of_parts(self) -> Iterator[tuple[str, str, float, Interval | None]]:
+        for part, found in self.items():
+            yield from ((part, *row[1:4]) for row in Evaluations({part: found})._rows())
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        rows = [
+            [part, metric, f"{value:.4f}" if interval is None else str(interval), f"{self[part].n_users:,}"]
+            for part, metric, value, interval in self._values_of_parts()
+        ]
+        return ["part", "metric", "value (95 % interval)", "users"], rows
 
 
 def _bounds(interval: Interval | None) -> Interval:
@@ -236,5 +280,5 @@ def _resampled(sums: np.ndarray, n_resamples: int, generator: np.random.Generato
 def as_evaluation(values: Mapping[str, float], **attributes: Any) -> Evaluation:
     """An `Evaluation` with its attributes."""
     found = Evaluation(values)
-    vars(found).update(attributes)
+    vars(found).update({"apart": Parts()} | attributes)
     return found

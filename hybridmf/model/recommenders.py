@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
+from ..core.sparse import take_rows
 from ..core.validate import refuse_masked
 from ..data.align import Labels, labels_of
+
+NOT_RANKED = -2
+"""Takes the place of items of users who were not ranked yet."""
 
 NOTHING_LEFT = np.finfo(np.float32).min
 """Score from which `implicit` repeats items that were to be left out, because nothing else is left."""
@@ -50,14 +55,48 @@ class OtherModel:
         """Factors of the model, on the host."""
         return _on_host(self.model.item_factors)
 
-    def recommend(self, users: np.ndarray, user_items: Any, N: int, filter_already_liked_items: bool) -> Any:
-        """Items and scores; -1 where the model has nothing left."""
+    def recommend(
+        self, users: np.ndarray, user_items: Any, N: int, filter_already_liked_items: bool, **candidates: Any
+    ) -> Any:
+        """Items and scores; -1 where the model has nothing left. `candidates`: ``items=``, if the model takes it."""
         rows = sp.csr_matrix(user_items)  # the type that implicit requires
-        found = self.model.recommend(users, rows, N=N, filter_already_liked_items=filter_already_liked_items)
+        options = {"filter_already_liked_items": filter_already_liked_items, **candidates}
+        found = self.model.recommend(users, rows, N=N, **options)
         if not isinstance(found, tuple):
             return found, None
         ids, scores = found
         return np.where(np.asarray(scores) > NOTHING_LEFT, ids, -1), scores
+
+
+class Listed:
+    """A model that ranks each user once, with items that have no training entries, or among some `items` alone."""
+
+    def __init__(self, model: Any, items: np.ndarray | None = None) -> None:
+        self.model, self._ids = model, np.empty((0, 0), dtype=np.int64)
+        self._candidates: dict[str, Any] = {} if items is None else {"items": items}
+        if getattr(model, "item_features_", None) is not None:
+            self._candidates["include_cold"] = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def among(self, items: np.ndarray) -> Listed | None:
+        """The same model, with these items only; None if it does not take them."""
+        recommend = self.model.model.recommend if isinstance(self.model, OtherModel) else self.model.recommend
+        return Listed(self.model, items) if "items" in inspect.signature(recommend).parameters else None
+
+    def recommend(self, users: np.ndarray, user_items: Any, N: int, filter_already_liked_items: bool) -> Any:
+        """The lists of `users`; N is the same in all calls."""
+        if not self._ids.size:
+            self._ids = np.full((self.n_users, N), NOT_RANKED)
+        new = self._ids[users, 0] == NOT_RANKED
+        if new.any():
+            rows = None if user_items is None else take_rows(user_items, np.flatnonzero(new))
+            options = {"filter_already_liked_items": filter_already_liked_items, **self._candidates}
+            ids = np.asarray(self.model.recommend(users[new], user_items=rows, N=N, **options)[0])
+            self._ids[users[new]] = -1
+            self._ids[users[new], : ids.shape[1]] = ids
+        return self._ids[users], None
 
 
 class ReadyLists:

@@ -427,7 +427,7 @@ def test_a_frame_is_split_as_its_ratings():
 @pytest.mark.parametrize(
     ("call", "kind", "parts"),
     [
-        (lambda r: hmf.split(r, by="day"), ValueError, ("by must be one of 'random', 'user', 'time', 'last'",)),
+        (lambda r: hmf.split(r, by="day"), ValueError, ("by must be one of 'random', 'user', 'item', 'time', 'last'",)),
         (
             lambda r: hmf.split(r.user_items, by="time"),
             ValueError,
