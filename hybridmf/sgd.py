@@ -27,22 +27,23 @@ class SGD(FactorModel):
 
     Each update uses one entry: with ``e = r_ui - mu - b_u - b_i - x_u.y_i``,
 
-        ``x_u += gamma / c (e y_i - lambda x_u)``, ``y_i += gamma / c (e x_u - lambda y_i)``,
+        ``x_u += gamma / c (e y_i - lambda_U x_u)``, ``y_i += gamma / c (e x_u - lambda_V y_i)``,
         ``b_u += gamma (e - lambda_b b_u)``, ``b_i += gamma (e - lambda_b b_i)``
 
     where all right-hand sides use the old values (MSGD eq. 3). gamma is the learning rate of the epoch; an epoch visits
     each entry once. c is the scale of the ratings: their root mean square, or their standard deviation in a model with
     biases. An update is a step of length gamma on ratings divided by c, so learning rates do not depend on the unit of
     the ratings: multiplying ratings and lambda by k multiplies the factors by ``sqrt(k)``. The penalty of an entry is
-    ``lambda (|x_u|^2 + |y_i|^2) + lambda_b (b_u^2 + b_i^2)``, so the objective is that of ``ExplicitALS`` with
+    ``lambda_U |x_u|^2 + lambda_V |y_i|^2 + lambda_b (b_u^2 + b_i^2)``, so the objective is that of ``ExplicitALS`` with
     ``regularization_scaling="count"`` and the same lambdas.
 
     Parameters
     ----------
     factors : int
         Rank, 1 to 2048 (512 on a GPU).
-    regularization : float, optional
-        lambda >= 0, in the unit of the ratings; ``learning_rate * regularization / c`` must be less than 1. Default:
+    regularization : float or (float, float), optional
+        lambda >= 0, in the unit of the ratings: one for both sides, or a pair (lambda_U of users, lambda_V of items),
+        for the schedule "msgd" (MSGD eq. 1). ``learning_rate * regularization / c`` must be less than 1. Default:
         0.05 standard deviations of the training ratings (their root mean square if all are equal, 1 if all are 0).
         Multiplying the ratings by k then multiplies predictions by k, up to rounding.
     learning_rate : float, optional
@@ -82,9 +83,9 @@ class SGD(FactorModel):
         these items; it converges more slowly per epoch, since each range of users works with its own item factors.
     biases : bool
         Fit the mean mu (fixed at the training mean) and user and item biases.
-    bias_regularization : float, optional
-        lambda_b >= 0, as for `ExplicitALS`; it has no unit. ``learning_rate * bias_regularization`` must be less
-        than 1.
+    bias_regularization : float or (float, float), optional
+        lambda_b >= 0, as for `ExplicitALS`, or a pair (users, items) as for `regularization`; it has no unit.
+        ``learning_rate * bias_regularization`` must be less than 1.
     iterations : int
         Epochs.
     device : {"auto", "cpu", "cuda", "cuda:N"}, or a list such as ["cuda:0", "cuda:1"]
@@ -111,7 +112,7 @@ class SGD(FactorModel):
     user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, timings_, plan_, device_, user_ids_, \
 item_ids_
         As for `ImplicitALS`.
-    regularization_ : float
+    regularization_ : float or (float, float)
         lambda of the fit, also where the parameter is None.
     user_bias_, item_bias_ : array or None
     mean_ : float
@@ -133,7 +134,7 @@ item_ids_
     np.float64(5.0)
     """
 
-    regularization: float | None = None
+    regularization: float | tuple[float, float] | None = None
     learning_rate: float | None = None
     decay: float | None = None
     rate_schedule: str = "power"
@@ -141,21 +142,22 @@ item_ids_
     ordering: str = "mixed"
     order: str = "passes"
     biases: bool = True
-    bias_regularization: float | None = None
+    bias_regularization: float | tuple[float, float] | None = None
     iterations: int = 20
     precision: str = "float32"
     deterministic: bool = True
 
     def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
-        for name in ("regularization", "bias_regularization"):
-            value = getattr(self, name)
-            if isinstance(value, (tuple, list)):
-                raise TypeError(
-                    f"{name} must be one number for users and items, got {value!r}: an update moves a user and an item "
-                    "by the same terms; ExplicitALS and CCD take a pair"
-                )
         weights = (self.regularization, "count", self.biases, self.bias_regularization)
-        return Objective.explicit(*weights, spread, DEFAULT_MULTIPLE)
+        objective = Objective.explicit(*weights, spread, DEFAULT_MULTIPLE)
+        for name in ("regularization", "bias_regularization"):
+            pair = getattr(objective, name)
+            if pair.user != pair.item and self.schedule != "msgd":
+                raise ValueError(
+                    f"{name}={pair} needs schedule='msgd', whose passes update one side each, got schedule="
+                    f"{self.schedule!r}, which moves a user and an item at a time; use one number, or schedule='msgd'"
+                )
+        return objective
 
     def _method(self) -> SgdMethod:
         return SgdMethod.check(

@@ -343,7 +343,7 @@ class Msgd:
     """MSGD (Alg. 1): update the rows of a side from their entries, with the other side fixed.
 
     `ordering`: see `LAYOUTS`.
-    `long_row`: entries from which a row gets a separate block.
+    `long_row`: entries from which a row of a centralized pass gets a separate block; None: no row does, as published.
     `beside`: process long rows concurrently with the others, on a separate stream, not before them: the others keep all
         multiprocessors busy while the last long rows end. The result is the same.
     `ranks`: GPUs that share an epoch. With several, each has a block of the ratings, and its longest row decides the
@@ -353,7 +353,7 @@ class Msgd:
     """
 
     def __init__(
-        self, device: Device, matrices: GridBlock, ordering: str, factors: int, long_row: int,
+        self, device: Device, matrices: GridBlock, ordering: str, factors: int, long_row: int | None,
         beside: bool = True, ranks: int = 1, read: np.dtype | None = None,
     ) -> None:  # fmt: skip
         self.device, self.layouts, self.beside = device, LAYOUTS[ordering], beside
@@ -380,7 +380,7 @@ class Msgd:
                 _check_walk(device, walk, self.stored, bounds=self.bounds[side])
                 continue
             order = np.argsort(-degrees, kind="stable")[: np.count_nonzero(degrees)].astype(np.int32)
-            n_long = int(np.count_nonzero(degrees >= long_row)) if ordering == "mixed" else 0
+            n_long = 0 if long_row is None else int(np.count_nonzero(degrees >= long_row))
             long, short = np.split(order, [n_long])
             n_bins = config.per_sm(spec) * spec.multiprocessors
             self.long[side] = Bins.balance(device, long, degrees[long], n_bins)
@@ -640,7 +640,8 @@ class GpuEpochs:
     """SGD on a GPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `FactorRows`.
 
     `blocks`: one; a rank has one for each range of items.
-    `long_row`: entries of a row, in a block of ratings, from which it gets a thread block. Default: `long_row_of`.
+    `long_row`: entries of a row, in a block of ratings, from which a centralized pass gives it a thread block. Default:
+    `long_row_of` with the ordering "mixed", otherwise none.
     `beside`: see `Msgd`.
     """
 
@@ -651,7 +652,8 @@ class GpuEpochs:
         assert isinstance(plan.method, SgdMethod)
         self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
         self.dtype, self.ranks, self.beside = blocks[0]["user"].dtype, len(blocks), beside
-        self.long_row = long_row_of(self.ranks) if long_row is None else long_row
+        mixed = self.method.ordering == "mixed"
+        self.long_row = long_row_of(self.ranks) if long_row is None and mixed else long_row
         self.passes = passes_of(self.method)
         self.schedules = [self._schedule(block) if block["user"].nnz else None for block in blocks]
         working = next((schedule for schedule in self.schedules if schedule is not None), None)

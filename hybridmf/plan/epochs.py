@@ -127,13 +127,15 @@ class EpochSolver(Unconnected):
 
         For one thread that drives several ranks; each step runs within ``kernels.active()``.
         """
-        kernels, terms = self.kernels, terms_at(self.method, self.objective, self.state.mean, self.epoch)
+        kernels, given = self.kernels, (self.method, self.objective, self.state.mean, self.epoch)
+        terms = {side: terms_at(*given, side or "user") for side in kernels.passes}
         work: dict[Side, Any] = {side: kernels.copies(self.state.side(side)) for side in SIDES}
         for step in self._passes(work):
             if step is None:
                 yield None
             else:
-                kernels.move(*step, work, terms, self.epoch, self._between)
+                block, side = step
+                kernels.move(block, side, work, terms[side], self.epoch, self._between)
         users = kernels.factors(work.pop("user"))
         state = State(users, kernels.factors(work.pop("item")), self.state.mean)
         yield Epoch(state, kernels.begin_result(state.user, state.item))
@@ -188,8 +190,10 @@ def learning_rate_at(method: SgdMethod, epoch: int) -> float:
     return method.learning_rate
 
 
-def terms_at(method: SgdMethod, objective: Objective, mean: float, epoch: int) -> Terms:
-    """Constants of the updates in epoch t = 0, 1, ..., in the units of the ratings.
+def terms_at(method: SgdMethod, objective: Objective, mean: float, epoch: int, side: Side = "user") -> Terms:
+    """Constants of the updates of a side in epoch t = 0, 1, ..., in the units of the ratings.
+
+    An update that moves both sides has one lambda for both (`hybridmf.plan.sgd.SgdMethod.plan`).
 
     The learning rate refers to standardized ratings: with c their scale, to ratings, mean and biases divided by c,
     factors by sqrt(c) and lambda by c, whose objective is the given one divided by c^2. There errors are ``e / c``,
@@ -202,7 +206,7 @@ def terms_at(method: SgdMethod, objective: Objective, mean: float, epoch: int) -
       ``c gamma s / sqrt(c^2 + G)``.
     """
     rate, c = learning_rate_at(method, epoch), method.scale
-    ridges = objective.regularization.user, objective.bias_regularization.user  # the same as of items
+    ridges = objective.regularization.of(side), objective.bias_regularization.of(side)
     if method.rate_schedule not in SUMMING:
         return Terms(rate / c, ridges[0], mean, rate, ridges[1])
     head_only = method.rate_schedule == "rpcs" and epoch == 0

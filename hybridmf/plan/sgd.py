@@ -132,8 +132,8 @@ class SgdMethod:
                 f"{most:g}: divide ratings and regularization by {scale:.0e}"
             )
         for name, weight, unit in (
-            ("regularization", objective.regularization.user, scale),
-            ("bias_regularization", objective.bias_regularization.user if objective.biases else 0.0, 1.0),
+            ("regularization", max(objective.regularization), scale),
+            ("bias_regularization", max(objective.bias_regularization) if objective.biases else 0.0, 1.0),
         ):
             if self.learning_rate * weight / unit >= 1:
                 over = f" / {unit:.4g} (the scale of the ratings)" if unit != 1 else ""

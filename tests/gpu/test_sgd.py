@@ -716,7 +716,9 @@ def method_of(schedule="msgd", ordering="mixed", rate_schedule="power", learning
     return replace(method, ordering=ordering, seed_bits=7)
 
 
-def solver_on(device, matrix, method, rank=5, *, biases=False, completed=0, state=None, precision="float32"):
+def solver_on(
+    device, matrix, method, rank=5, *, biases=False, completed=0, state=None, precision="float32", long_row=None
+):
     objective = Objective.explicit(0.05, "count", biases)
     settings = Settings.check(
         factors=rank,
@@ -734,7 +736,7 @@ def solver_on(device, matrix, method, rank=5, *, biases=False, completed=0, stat
         mean = float(matrix.data.mean())
         state = initial_state(*degrees, rank, matrix.dtype.type, objective, mean, 0)
     block = {"user": matrix, "item": transpose(matrix)}
-    kernels = GpuEpochs(device, [block], objective, plan)
+    kernels = GpuEpochs(device, [block], objective, plan, long_row)
     return EpochSolver(kernels, objective, plan, state, degrees_of(block), completed)
 
 
@@ -785,6 +787,20 @@ def test_orderings_are_msgd(device, ordering, biases, monkeypatch):
     if device.spec.name == "emulated":
         assert set(device.launches) - {"row_range", "draw_rows", "copy_block", "fill_block"} == set(names[ordering])
     assert len(solver.kernels.schedules[0].walks) == (1 if ordering in ("user", "item") else 2)
+
+
+@pytest.mark.parametrize("ordering", sgd.LAYOUTS)
+@pytest.mark.parametrize("long_row", [9, 1 << 40])
+def test_long_rows_of_every_ordering(device, ordering, long_row):
+    """Given a length, the centralized passes of every ordering have blocks for long rows, and none beyond it."""
+    matrix, method = as_csr(SMALL, dtype="float32"), method_of(ordering=ordering)
+    solver = solver_on(device, matrix, method, biases=True, long_row=long_row)
+    assert solver.kernels.long_row == long_row
+    expected, state = solver.state.on_host(), run(solver, 1)
+    expected = reference.msgd(matrix, expected, terms_at(method, solver.objective, expected.mean, 0))
+    assert relative_error(state, expected) < 3e-6
+    if device.spec.name == "emulated":
+        assert ("blocked" in device.launches) == (long_row == 9 and ordering != "crossed")
 
 
 @pytest.mark.parametrize("rank", [3, 4, 8])

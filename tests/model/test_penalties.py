@@ -157,8 +157,17 @@ def test_a_strong_penalty_is_reported_as_given(caplog):
         (hmf.CCD(regularization_scaling=("count", "all")), ValueError, "regularization_scaling of items must be one"),
         (hmf.ImplicitALS(count_unobserved=True), ValueError, "count_unobserved=True has no effect with"),
         (hmf.ImplicitALS(count_unobserved=1), TypeError, "count_unobserved must be True or False"),
-        (hmf.SGD(regularization=(0.1, 0.2)), TypeError, "ExplicitALS and CCD take a pair"),
-        (hmf.SGD(biases=True, bias_regularization=(0.1, 0.2)), TypeError, "bias_regularization must be one number"),
+        (
+            hmf.SGD(regularization=(0.1, 0.2), bias_regularization=0.1, schedule="blocks"),
+            ValueError,
+            r"regularization=\(0.1, 0.2\) needs schedule='msgd', .* got schedule='blocks'",
+        ),
+        (
+            hmf.SGD(biases=True, bias_regularization=(0.1, 0.2), schedule="hogwild"),
+            ValueError,
+            r"bias_regularization=\(0.1, 0.2\) needs schedule='msgd'",
+        ),
+        (hmf.SGD(regularization=(0.1, 1e4), device="cpu"), ValueError, r"learning_rate \* regularization must be < 1"),
     ],
 )
 def test_bad_values_are_refused(model, error, message):
@@ -173,3 +182,19 @@ def test_alpha_is_redundant_beside_the_weight_of_unobserved_pairs():
     one = hmf.ImplicitALS(alpha=3.0, unobserved_weight=0.4, regularization=2.0, **settings).fit(clicks)
     other = hmf.ImplicitALS(alpha=0.0, unobserved_weight=0.1, regularization=0.5, **settings).fit(clicks)
     np.testing.assert_allclose(one.item_factors, other.item_factors, rtol=1e-6)
+
+
+def test_sgd_takes_a_pair():
+    """The side with the strong lambda gets short factors."""
+    options = {"factors": 4, "iterations": 15, "biases": False, "device": "cpu", "random_state": 0}
+
+    def lengths(regularization):
+        model = hmf.SGD(regularization=regularization, **options).fit(RATINGS)
+        return np.linalg.norm(model.user_factors), np.linalg.norm(model.item_factors), model
+
+    users, items, model = lengths((1.0, 0.01))
+    assert model.regularization_ == (1.0, 0.01)
+    swapped = lengths((0.01, 1.0))
+    assert users < items and swapped[0] > swapped[1]
+    assert users < swapped[0] and items > swapped[1]
+    assert lengths((0.3, 0.3))[:2] == lengths(0.3)[:2]

@@ -17,7 +17,7 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.core.objective import Factors, Objective, State
+from hybridmf.core.objective import SIDES, Factors, Objective, State
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu.sgd import CpuEpochs
 from hybridmf.device.cuda import DeviceSpec
@@ -75,7 +75,7 @@ def twin(matrix, method, state: State, ranks: int, epochs: int, order: str = "pa
     bounds, width = Bounds.even(matrix, ranks), sums_width(method, state.user.matrix.shape[1])
     for epoch in range(epochs):
         objective = objective or Objective.explicit(0.05, "count", state.user.bias is not None)
-        terms = terms_at(method, objective, state.mean, epoch)
+        terms = {side: terms_at(method, objective, state.mean, epoch, side) for side in SIDES}
         state = reference.mcumsgd(matrix, state, terms, bounds.user, bounds.item, width, order)
     return state
 
@@ -122,6 +122,22 @@ def test_the_cyclic_order(backend, order, ranks, biases, ratings_matrix):
     start = solver.state
     state = run(solver, 2)
     assert relative_error(state, twin(ratings_matrix, method, start, ranks, 2, order)) < 1e-12
+    solver.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lambdas_of_users_and_of_items(backend, ranks, ratings_matrix):
+    """MSGD eq. 1: each side has its own, on one device and on several; the objective has both."""
+    matrix, method = ratings_matrix.astype(np.float64), method_of()
+    given, _, plan, start = problem(matrix, method, biases=True, ranks=ranks)
+    objective = Objective.explicit((0.4, 0.02), "count", True, (0.3, 0.01))
+    solver = MultiSGD(given, transpose(given), objective, plan, start, 0)
+    state = run(solver, 2).on_host()
+    assert relative_error(state, twin(matrix, method, start, ranks, 2, objective=objective)) < 1e-12
+    swapped = Objective.explicit((0.02, 0.4), "count", True, (0.3, 0.01))
+    assert relative_error(state, twin(matrix, method, start, ranks, 2, objective=swapped)) > 1e-4
+    expected = reference.objective_value(matrix, state, objective)
+    assert solver.objective_value() == pytest.approx(expected, rel=1e-12)
     solver.close()
 
 

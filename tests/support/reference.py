@@ -325,7 +325,7 @@ def msgd(matrix: Any, state: State, terms: Terms, sums_width: int = 0) -> State:
 def mcumsgd(
     matrix: Any,
     state: State,
-    terms: Terms,
+    terms: Terms | dict[Side, Terms],
     user_bounds: Any,
     item_bounds: Any,
     sums_width: int = 0,
@@ -348,7 +348,7 @@ def mcumsgd(
         for part in cycle:
             block = (part + step) % size
             users, items = slice(*user_bounds[part : part + 2]), slice(*item_bounds[block : block + 2])
-            _walk_block(matrix, state, side, (users, items), terms)
+            _walk_block(matrix, state, side, (users, items), terms[side] if isinstance(terms, dict) else terms)
     return state
 
 
