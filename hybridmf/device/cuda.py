@@ -26,7 +26,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -36,6 +35,7 @@ import numpy as np
 from ..core.system import available_cores, parse_bytes
 from ..errors import DeviceError, DeviceMemoryError
 from .arguments import passed
+from .compiler import Compiler, Program
 from .copier import CudaCopier
 from .health import check_all, health_of, one_line
 
@@ -59,9 +59,6 @@ status must not wait for the download of all factors for a checkpoint."""
 
 DLPACK_CUDA = (2, 13)
 """Kinds of devices in DLPack: kDLCUDA and kDLCUDAManaged."""
-
-LONG_COMPILATION = 0.5
-"""Seconds of waiting for the compiler after which a fit logs it."""
 
 KERNEL = re.compile(r'extern "C" (?=__global__\s+void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\()')
 """Where a kernel begins in a source text, up to ``__global__``; its name."""
@@ -219,9 +216,8 @@ class CudaDevice:
         self._cupy = _cupy()
         self.index = index
         self.health = health_of(index, self._cupy)
-        self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
-        self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
-        self._compiling: dict[tuple[str, str, tuple[str, ...]], Future[Kernel]] = {}
+        self._kernels: dict[Program, Kernel] = {}
+        self._functions: dict[Program, Any] = {}
         self._lock = threading.Lock()
         self._arriving: deque[tuple[np.ndarray, Any]] = deque()
         self._arriving_lock = threading.Lock()
@@ -244,6 +240,7 @@ class CudaDevice:
             "l2_bytes": int(properties["l2CacheSize"]),
             "memory_bytes": int(properties["totalGlobalMem"]),
         }
+        self._compiler = Compiler(self._compile, available_cores(), name)
         self.refresh()
 
     def refresh(self) -> None:
@@ -446,24 +443,15 @@ class CudaDevice:
         """Compile (NVRTC, cached on disk by CuPy) or find the kernel `name` of a source text."""
         key = (source, name, constants)
         if key not in self._kernels:
-            pending = self._compiling.pop(key, None)
-            self._kernels[key] = self._compile(*key) if pending is None else self._compiled(pending)
+            self._kernels[key] = self._compiler.result(key)
         return self._kernels[key]
 
-    def _compiled(self, pending: Future[Kernel]) -> Kernel:
-        if wait([pending], timeout=LONG_COMPILATION).not_done:
-            logger.info("compiling kernels for %s, once per machine: later fits find them on disk", self.spec.name)
-        return pending.result()
+    def compile_ahead(self, programs: Iterable[Program], later: bool = False) -> None:
+        """Start to compile kernels, given as the arguments of `kernel`, side by side; `kernel` waits for them.
 
-    def compile_ahead(self, programs: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
-        """Start to compile kernels, given as the arguments of `kernel`, side by side; `kernel` waits for them."""
-        for key in programs:
-            if key not in self._kernels and key not in self._compiling:
-                self._compiling[key] = self._compiler.submit(self._compile, *key)
-
-    @functools.cached_property
-    def _compiler(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(available_cores(), thread_name_prefix="hybridmf-compiler")
+        `later`: after all that a fit waits for.
+        """
+        self._compiler.ahead((key for key in programs if key not in self._kernels), later)
 
     def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
         """Registers and local memory of a thread of a compiled kernel."""

@@ -22,9 +22,9 @@ WORD = 4
 def programs(dtype: Any) -> list[tuple[str, str, tuple[str, ...]]]:
     """Arguments of `Device.kernel` for all kernels, and numbers of a dtype."""
     real = {"REAL": np.dtype(dtype)}
-    names: dict[str, dict[str, Any]] = {"copy_block": {}, "gather_rows": {"ROW": "int64"}, "fill_block": real}
-    names["add_value"] = real | {"SOURCE": np.dtype(dtype)}
-    return [program(SOURCE, name, **constants, THREADS=THREADS) for name, constants in names.items()]
+    kernels: list[tuple[str, dict[str, Any]]] = [("copy_block", {}), ("gather_rows", {"ROW": "int"})]
+    kernels += [("gather_rows", {"ROW": "int64"}), ("fill_block", real), ("add_value", real | {"SOURCE": real["REAL"]})]
+    return [program(SOURCE, name, **constants, THREADS=THREADS) for name, constants in kernels]
 
 
 def copy(device: Device, target: Array, source: Array) -> None:

@@ -15,7 +15,7 @@ from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, DeviceSpec
 from ..errors import DeviceMemoryError
 from ..plan.tables import KernelConfig
-from .launch import check, check_all, get_kernel
+from .launch import check, check_all, get_kernel, program
 
 SOURCE = "top_k.cu"
 
@@ -113,6 +113,28 @@ class GroupMaxConfig(KernelConfig):
         return self.padded <= LARGEST_PADDED and self.shared_bytes + 1024 <= spec.shared_bytes
 
 
+def programs(
+    spec: DeviceSpec, rank: int, dtype: Any, n_items: int, n: int = LIST_SIZES[0]
+) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Arguments of `Device.kernel` for calls of `top_k` with up to `n` items a user, the slowest first."""
+    dtype, row_kernels = np.dtype(dtype), ["row_norms", "pack_panels"]
+    by_groups = GroupMaxConfig.rule(round_up(max(rank, 1), 16))
+    if not by_groups.fits(spec):
+        row_kernels += ["score_rows", "drop_seen", "sort_rows"]
+        return [program(SOURCE, name, **_constants(dtype)) for name in row_kernels]
+    in_bytes = GroupMaxConfig.rule(round_up(max(rank, 1), 32), True)
+    n_groups = round_up(ceil_div(n_items, GROUP), OCTET)
+    configs = [by_groups, in_bytes] if _may_use_bytes(spec, rank, n_groups, in_bytes) else [by_groups]
+    lists = _constants(dtype, next(size for size in LIST_SIZES if size >= n))
+    pruned = ["prune"] if _head_groups(n_groups, n) < n_groups else []
+    row_kernels += ["prepare_items", "prepare_users", "mark_seen"]
+    return [
+        *(program(SOURCE, name, **lists) for name in ("select_best", *pruned)),
+        *(program(SOURCE, "group_max", **config.constants) for config in configs),
+        *(program(SOURCE, name, **_constants(dtype)) for name in row_kernels),
+    ]
+
+
 class PackedItems:
     """Items packed for the kernels, by descending norm; made once, used by any number of calls.
 
@@ -190,7 +212,7 @@ class PackedItems:
         self.halves = device.empty((self.n_groups * GROUP, self.padded), np.uint16)
         self.groups, self.steps = (device.empty((self.n_groups, 2), np.float32) for _ in range(2))
         wide = GroupMaxConfig.rule(round_up(max(self.rank, 1), 32), True)
-        if self._may_use_bytes(wide) if in_bytes is None else in_bytes:
+        if _may_use_bytes(device.spec, self.rank, self.n_groups, wide) if in_bytes is None else in_bytes:
             self.operands = device.empty((self.n_groups * GROUP, wide.padded // 2), np.uint16)
             self._round(items, wide)
             if in_bytes or self._bytes_suffice():
@@ -203,12 +225,6 @@ class PackedItems:
     def padded(self) -> int:
         """Factors of a row of `halves`."""
         return round_up(max(self.rank, 1), 16)
-
-    def _may_use_bytes(self, config: GroupMaxConfig) -> bool:
-        spec = self.device.spec
-        # a GPU of compute capability 10 has hardly any units for int8
-        fast = spec.capability >= (8, 0) and spec.capability[0] != 10
-        return fast and self.n_groups >= BYTE_GROUPS and self.rank >= BYTE_RANK and config.fits(spec)
 
     def _bytes_suffice(self) -> bool:
         """Whether int8 distinguishes scores well enough, by the median error of the groups."""
@@ -315,6 +331,13 @@ Seen = tuple[Array, Array]
 def _by_groups(packed: PackedItems, n: int) -> bool:
     """Whether to select by bounds of groups, rather than from whole rows of scores."""
     return packed.halves is not None and min(n, packed.n_items) <= LIST_SIZES[-1]
+
+
+def _may_use_bytes(spec: DeviceSpec, rank: int, n_groups: int, config: GroupMaxConfig) -> bool:
+    """Whether int8 factors are faster if they distinguish scores."""
+    # a GPU of compute capability 10 has hardly any units for int8
+    fast = spec.capability >= (8, 0) and spec.capability[0] != 10
+    return fast and n_groups >= BYTE_GROUPS and rank >= BYTE_RANK and config.fits(spec)
 
 
 def _bytes_per_user(packed: PackedItems, n: int) -> int:

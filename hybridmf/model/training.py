@@ -22,6 +22,7 @@ from ..plan.make import NOTHING, check_memory, plan_for
 from ..plan.solver import Solver
 from ..plan.types import Plan, Settings
 from ..ratings import Ratings, as_ratings
+from .engine import GPU_SCORES
 from .late import LateMatrix
 from .learned import likes_of, pattern, scale_of_values, summary_of
 from .prepared import PreparedRatings
@@ -52,6 +53,7 @@ class TrainingData:
         if plan.gpu is None or plan.method.kind != "als":
             return cls.on_host(matrix, plan, source)
         from ..device.cuda import open_device
+        from ..gpu import topk
         from ..gpu.half import programs_of
         from ..gpu.intake import uploaded
         from ..ranks.dealt import deal
@@ -59,6 +61,9 @@ class TrainingData:
         devices = [open_device(name) for name in plan.devices or (plan.device,)]
         for device in devices:
             device.compile_ahead(programs_of(device, plan))
+        if float(plan.n_users) * plan.n_items * plan.rank >= GPU_SCORES and not plan.offloaded:  # else the CPU serves
+            columns = plan.factors + 2 * (plan.rank > plan.factors)  # of `scoring_rows`
+            devices[0].compile_ahead(topk.programs(devices[0].spec, columns, plan.dtype, plan.n_items), later=True)
         values = _values_of(matrix, plan, source)
         if not plan.ratings_on_device:
             return cls.on_host(matrix, plan, source, values)

@@ -19,6 +19,7 @@ import pytest
 
 import hybridmf as hmf
 from hybridmf.core.system import parse_bytes
+from hybridmf.device import compiler
 from hybridmf.device import copier as copiers
 from hybridmf.device import cuda as devices
 from hybridmf.device.cuda import MEMORY_LIMIT, CudaDevice, DeviceSpec, open_device, parse_device
@@ -452,7 +453,7 @@ def test_kernels_are_compiled_ahead(
         return compile_it(*arguments, **options)
 
     monkeypatch.setattr(module, "RawModule", slow)
-    monkeypatch.setattr(devices, "LONG_COMPILATION", 0)
+    monkeypatch.setattr(compiler, "LONG_COMPILATION", 0)
     device.compile_ahead(programs)
     assert not module.compiled  # the call has not waited
     threading.Timer(0.05, may_go.set).start()

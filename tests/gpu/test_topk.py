@@ -402,3 +402,17 @@ def test_builds_name_kernels_of_the_file():
     assert {file for file, _, _ in builds} == {topk.SOURCE}
     assert all(f"\n{name}(" in text or f" {name}(" in text for _, name, _ in builds)
     assert {constants["PADDED"] for _, name, constants in builds if name == "group_max"} >= {16, 64, 112, 128, 512}
+
+
+@pytest.mark.parametrize("n", [10, 100])
+@pytest.mark.parametrize(("rank", "in_bytes"), [(20, False), (64, True), (600, False)])
+def test_programs_are_those_of_calls(device, monkeypatch, rank, in_bytes, n):
+    monkeypatch.setattr(topk, "BYTE_GROUPS", 1 if in_bytes else topk.BYTE_GROUPS)
+    used, kernel = [], device.kernel
+    monkeypatch.setattr(device, "kernel", lambda *key: used.append(key) or kernel(*key))
+    rng = np.random.default_rng(0)
+    users, items = (rng.normal(size=(count, rank)).astype(np.float32) for count in (5, 9000))
+    seen = sp.csr_array((rng.random((5, 9000)) < 0.1).astype(np.float32))
+    topk.top_k(device, users, items, n, seen=seen)
+    ahead = topk.programs(device.spec, rank, np.float32, 9000, n)
+    assert set(used) <= set(ahead) and len(set(ahead)) - len(set(used)) == in_bytes  # bytes or not depends on the items

@@ -275,6 +275,7 @@ class EmulatedDevice:
         """Largest allocation that succeeds, to act out a device that runs out of memory."""
         self.launches: list[str] = []
         self.compiled_ahead: list[tuple[str, str, tuple[str, ...]]] = []
+        self.compiled_later: list[tuple[str, str, tuple[str, ...]]] = []
 
     def refresh(self) -> None:
         pass
@@ -355,8 +356,11 @@ class EmulatedDevice:
     def copier(self) -> EmulatedCopier:
         return EmulatedCopier()
 
-    def compile_ahead(self, programs: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
-        self.compiled_ahead = list(programs)
+    def compile_ahead(self, programs: Iterable[tuple[str, str, tuple[str, ...]]], later: bool = False) -> None:
+        if later:
+            self.compiled_later.extend(programs)
+        else:
+            self.compiled_ahead = list(programs)
 
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Any:
         with ONE_AT_A_TIME:
