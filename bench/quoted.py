@@ -2,8 +2,8 @@
 
 The kernels of cuMF, BALS, Gates (as published with BALS) and cuMF_SGD exist as source only, so no script runs them
 beside ours. A line has `kind` "quoted" and all that is known: the source with its commit, the settings, how the time
-was taken, the GPU and the versions. Pages render these figures in italics, as quoted; no headline and no ratio uses
-them, because ratios need the same run.
+was taken, the GPU and the versions. Pages show these figures in italics; no headline and no ratio uses them, because a
+ratio needs one run. `python bench/quoted.py` writes docs/evidence/quoted.md.
 """
 
 from __future__ import annotations
@@ -38,9 +38,32 @@ def figure(line: Line) -> str:
     return f"*{value:,}*"
 
 
+PAGE = freshness.ROOT / "docs" / "evidence" / "quoted.md"
+
+
+def render() -> None:
+    """Write the table of docs/evidence/quoted.md, and what is known about each source."""
+    from paper_common import fill, table
+
+    rows, sources = [], dict[str, list[Line]]()
+    for line in lines():
+        what = f"{line['task']}, {line['shape']}" + (", by degree" if line.get("order") == "by degree" else "")
+        rows.append([line["rival"], what, line["factors"], line["settings"], f"{figure(line)} {line['unit']}"])
+        sources.setdefault(provenance(line), []).append(line)
+    known = [f"- {', '.join(dict.fromkeys(line['rival'] for line in group))}: {text}." for text, group in
+             sources.items()]  # fmt: skip
+    figures = table(["code", "what", "f", "settings", "quoted"], rows)
+    fill(PAGE, {"quoted": figures, "sources": "\n".join(known)})
+
+
 def provenance(line: Line) -> str:
-    """Where a figure comes from, in one sentence without its end."""
+    """What is known about the measurement of a figure."""
     gpu = line["gpu"]
     versions = [f"{name} {gpu[key]}" for name, key in (("driver", "driver"), ("CUDA", "cuda"), ("CuPy", "cupy"))
                 if key in gpu]  # fmt: skip
-    return ", ".join([line["source"], line["settings"], line["how"], gpu["name"], *versions, line["date"]])
+    return "; ".join([line["source"], line["how"], ", ".join([gpu["name"], *versions]), line["date"],
+                      line["repeatable"]])  # fmt: skip
+
+
+if __name__ == "__main__":
+    render()

@@ -24,7 +24,15 @@ project = "hybridmf"
 author = "The hybridmf developers"
 version = release = hmf.__version__
 root_doc = "docs/index"
-include_patterns = ["*.md", "bench/README.md", "bench/AIMS.md", "docs/**.md", "docs/notebooks/*.ipynb"]
+include_patterns = [
+    "*.md",
+    "bench/README.md",
+    "bench/AIMS.md",
+    "bench/FIGURES.md",
+    "bench/TRIALS.md",
+    "docs/**.md",
+    "docs/notebooks/*.ipynb",
+]
 exclude_patterns = ["build", "dist", ".venv*", "venv", ".git", ".*_cache", "**/node_modules"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "numpydoc", "sphinx.ext.viewcode"]
@@ -82,6 +90,8 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
         "../CHANGELOG",
         "../bench/README",
         "../bench/AIMS",
+        "../bench/FIGURES",
+        "../bench/TRIALS",
     ),
 }
 """The navigation. A missing page is skipped; a page that no chapter lists appears under "More"."""
