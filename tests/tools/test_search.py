@@ -188,6 +188,28 @@ def test_a_trial_that_fails_is_recorded_and_the_others_go_on(stars):
         hmf.search(stars, model=model, space={"cg_steps": [3, 4]}, trials=3, random_state=0)
 
 
+def test_settings_are_first_compared_at_half_the_rank(plays, monkeypatch):
+    ranks = []
+    fitted = Searcher._fitted
+
+    def watched(searcher, trial, iterations):
+        ranks.append((trial.number, trial.params["factors"]))
+        if trial.number == 3 and trial.params["factors"] == 16:
+            raise ValueError("not at this rank")
+        return fitted(searcher, trial, iterations)
+
+    monkeypatch.setattr(Searcher, "_fitted", watched)
+    found = hmf.search(plays, model=hmf.ImplicitALS(32), trials=16, random_state=0)
+    assert ranks[:5] == [(0, 32), (0, 32), (1, 16), (2, 16), (3, 16)] and (3, 32) in ranks
+    assert all(trial.params["factors"] == 32 for trial in found.trials if trial.iterations > 3)
+    assert {trial.params["factors"] for trial in found.trials if trial.iterations == 3} >= {16}
+    assert found.best_params["factors"] == 32 and found.trials[3].state != "failed"
+    assert {factors for _, factors in ranks} == {16, 32}
+    ranks.clear()
+    hmf.search(plays, model=hmf.ImplicitALS(32, solver="subspace"), trials=8, random_state=0)
+    assert {factors for _, factors in ranks} == {32}
+
+
 def test_a_trial_that_has_failed_does_not_go_on(plays, monkeypatch):
     """Also the first one, whose later rungs would succeed here."""
     measured, calls = Searcher.measured, iter(range(100))
