@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .core.objective import SIDES, Objective, Scaling, Side, State
+from .core.objective import SIDES, Objective, PerSide, Scaling, Side, State
+from .core.validate import check_real
 from .data.align import Labels
 from .model.base import FactorModel
 from .model.training import TrainingData
@@ -33,8 +34,11 @@ class _ALS(FactorModel):
     balance: bool = False
     row_form: str = "auto"
     reduction: str = "auto"
+    item_feature_weight: float = 1.0
+    user_feature_weight: float = 1.0
 
     _reads_slabs = True
+    _serves_features = True
 
     def _start(self, objective: Objective, scale: float) -> Start:
         """Of the users: items are solved first, and solvers that start from earlier factors do as well from zeros.
@@ -52,6 +56,10 @@ class _ALS(FactorModel):
     def _is_exact(self) -> bool:
         return self.solver == "cholesky"
 
+    def _feature_weights(self) -> PerSide:
+        given = ((f"{side}_feature_weight", getattr(self, f"{side}_feature_weight")) for side in SIDES)
+        return PerSide(*(check_real(name, value, 0.0, strict=True) for name, value in given))
+
     def _init(self, shape: tuple[int, int], labels: Labels | None = None, frozen: Side | None = None) -> Init:
         """See `FactorModel`; refuses factors that would have no effect."""
         init = super()._init(shape, labels, frozen)
@@ -66,14 +74,14 @@ class _ALS(FactorModel):
         if plan.devices:
             from .ranks.multi_als import MultiALS
 
-            return MultiALS(*arguments)
+            return MultiALS(*arguments, features=ratings.features)
         worker: Worker = CpuWorker(plan.num_threads)
         if plan.gpu is not None:
             from .device.cuda import open_device
             from .ranks.gpu_rank import GpuWorker
 
             worker = GpuWorker(open_device(plan.device))
-        return RankALS.of_one_device(worker, *arguments)
+        return RankALS.of_one_device(worker, *arguments, ratings.features)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -170,6 +178,10 @@ class ImplicitALS(_ALS):
         How several GPUs reduce partial sums when the plan splits the fixed side over them (cuMF 4.2): in parallel,
         first within sockets and then across them, or on one GPU, which then solves. "auto" is "parallel". The other
         values raise an error if the plan splits nothing.
+    item_feature_weight, user_feature_weight : float
+        How much the features given to `fit` may explain, > 0: with f_i the features of item i and W their vectors, the
+        penalty of the items is ``lambda (sum_i s_i |y_i - W^T f_i|^2 + |W|^2 / item_feature_weight)``. A small weight
+        fits hardly anything to features; a large one no longer shrinks the vectors of rare features.
     gpu_memory_limit : int or str, optional
         GPU memory that the plan may use, in bytes or as text such as "6GB". Default: the free memory, limited by the
         environment variable HYBRIDMF_GPU_MEMORY_LIMIT.
@@ -251,7 +263,8 @@ class ExplicitALS(_ALS):
         of the ratings and lambda_b has none. For ranking rather than rating prediction, use about twenty times the
         default together with ``regularization_scaling="none"``, which shrinks the biases of rarely rated items most.
     iterations, solver, device, cg_steps, assembly, reorder, precision, dtype, num_threads, random_state, \
-init, nonnegative, block_size, balance, row_form, reduction, gpu_memory_limit
+init, nonnegative, block_size, balance, row_form, reduction, item_feature_weight, user_feature_weight, \
+gpu_memory_limit
         As for `ImplicitALS`.
 
     Attributes

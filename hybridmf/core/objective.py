@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -402,6 +402,8 @@ class State:
     user: Factors
     item: Factors
     mean: float = 0.0
+    vectors: Mapping[Side, Factors] = field(default_factory=dict)
+    """Those of the features of a side, if it has any, with biases as the factors have."""
 
     def side(self, side: Side) -> Factors:
         """Factors of `side`."""

@@ -153,24 +153,25 @@ class FixedSide:
     `side`: the side to solve.
     `fixed`: the other side.
     `gram`: of all fixed factors; `fixed` may be some of them.
-    `back`: multiplies solutions to change them back from another basis; None without one.
+    `forward`, `back`: change rows to another basis, and solutions back from it; None without one.
     """
 
     def __init__(
         self, side: Side, fixed: Factors, mean: float, objective: Objective, plan: Plan, gram: WeightedGram
     ) -> None:
         self.factors, self.mean, self.gram = fixed, mean, gram.matrix
-        design, longest, self.back = _design(fixed, objective), dual_up_to(plan, side), None
+        design, longest = _design(fixed, objective), dual_up_to(plan, side)
+        self.forward: Panels | None = None
+        self.back: Panels | None = None
+        self.num_threads = plan.num_threads
         matrix, ridge = gram.matrix, objective.ridge(side, plan.factors, plan.rank)
         if changes_basis(plan, side):
             if gram.basis is None:
                 longest = 0  # the primal form names the row that is not positive definite
             else:
-                forward, self.back = gram.basis
-                there = aligned_zeros(design.shape, design.dtype)
-                # overflow shows in the solutions
-                _als.times_panels(there, design, *forward, np.zeros(len(there), dtype=np.int32), plan.num_threads)
-                design, matrix, ridge = there, np.eye(plan.rank), np.zeros(plan.rank)
+                self.forward, self.back = gram.basis
+                design = self.changed(design)  # overflow shows in the solutions
+                matrix, ridge = np.eye(plan.rank), np.zeros(plan.rank)
         matrix = np.ascontiguousarray(matrix, dtype=design.dtype)
         if plan.assembly in ("simd", "bals") and plan.solver != "subspace" and matrix.size:
             matrix = np.pad(matrix, (0, _als.padded_rank(plan.rank) - plan.rank))
@@ -186,6 +187,14 @@ class FixedSide:
             bias_square=_bias_square(objective, side) if objective.biases and longest else 0.0,
             epsilon=_epsilon(design.dtype),
         )
+
+    def changed(self, pull: np.ndarray) -> np.ndarray:
+        """What is added to right-hand sides, in the basis of the systems."""
+        if self.forward is None:
+            return np.ascontiguousarray(pull)
+        there = aligned_zeros(pull.shape, pull.dtype)
+        _als.times_panels(there, pull, *self.forward, np.zeros(len(there), dtype=np.int32), self.num_threads)
+        return there
 
 
 class HalfSweep:
@@ -228,12 +237,18 @@ class HalfSweep:
         return losses_of_rows(self.objective, csr, State(users, items, mean), self.plan.num_threads)
 
     def steps(
-        self, fixed: Factors, mean: float, start: Factors | None = None, gram: WeightedGram | None = None
+        self,
+        fixed: Factors,
+        mean: float,
+        start: Factors | None = None,
+        gram: WeightedGram | None = None,
+        pull: np.ndarray | None = None,
     ) -> Steps:
         """Solve batch after batch: None after each, finally new factors and the status of each row, for `check`.
 
         `fixed` is the other side, `mean` the mean rating (0 without biases), `start` what iterative solvers start from,
-        zeros by default, and `gram` that of the fixed factors, if already computed. Arguments are not modified.
+        zeros by default, `gram` that of the fixed factors, if already computed, and `pull`, shape (n_rows, rank), what
+        is added to the right-hand sides. Arguments are not modified.
         """
         plan, indices = self.plan, self.indices
         if gram is None:
@@ -242,13 +257,18 @@ class HalfSweep:
             # few rows need not change the basis of all fixed rows
             columns, indices = np.unique(indices, return_inverse=True)
             fixed, indices = fixed.take(columns), indices.astype(np.int32)
-        yield from self.steps_for(FixedSide(self.side, fixed, mean, self.objective, plan, gram), start, indices)
+        yield from self.steps_for(FixedSide(self.side, fixed, mean, self.objective, plan, gram), start, indices, pull)
 
     def solve(
-        self, fixed: Factors, mean: float, start: Factors | None = None, gram: WeightedGram | None = None
+        self,
+        fixed: Factors,
+        mean: float,
+        start: Factors | None = None,
+        gram: WeightedGram | None = None,
+        pull: np.ndarray | None = None,
     ) -> Factors:
         """New factors of the side, all steps at once; raises the failure of a row."""
-        *_, launched = self.steps(fixed, mean, start, gram)
+        *_, launched = self.steps(fixed, mean, start, gram, pull)
         assert launched is not None
         self.check(*launched)
         return launched[0]
@@ -257,10 +277,17 @@ class HalfSweep:
         """Raise the failure of the first row whose status is not 0."""
         check_status(status, self.side, self.objective, self.names)
 
-    def steps_for(self, fixed: FixedSide, start: Factors | None = None, indices: np.ndarray | None = None) -> Steps:
+    def steps_for(
+        self,
+        fixed: FixedSide,
+        start: Factors | None = None,
+        indices: np.ndarray | None = None,
+        pull: np.ndarray | None = None,
+    ) -> Steps:
         """`steps` for a fixed side that is prepared; `indices` refer to its rows. Default: those of the ratings."""
         plan, systems, bals = self.plan, fixed.systems, self.bals
-        rows = Rows(self.indptr, self.indices if indices is None else indices, self.ratings, self.scale)
+        pull = None if pull is None else fixed.changed(pull)
+        rows = Rows(self.indptr, self.indices if indices is None else indices, self.ratings, self.scale, pull)
         # Only the published assemblies, and systems beyond the rank of our Cholesky, use BLAS and LAPACK. Limiting BLAS
         # takes milliseconds, because threadpoolctl has to find the loaded libraries.
         blas = plan.solver in ("cholesky", NONNEGATIVE) and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
@@ -268,7 +295,7 @@ class HalfSweep:
             out, status = self._first_rows(start, self.ratings.dtype), np.zeros(len(self), dtype=np.int32)
             workspace = self._workspace(out.dtype)
             order, entries = self._order()
-            tiles = None if bals is None else self._tiles(bals)
+            tiles = None if bals is None else self._tiles(bals)._replace(pull=pull)
             if plan.solver == "cholesky" and plan.assembly == "simd":
                 n_long = int(np.count_nonzero(self.degrees > _als.LONG_ROW))  # they come first in `order`
                 long_rows, order = order[:n_long], order[n_long:]
@@ -389,7 +416,9 @@ class StreamedHalf:
         self.degrees = slabs.degrees
         self.scale = objective.row_scale(side, self.degrees)
 
-    def steps(self, fixed: Factors, mean: float, start: Factors | None = None) -> Steps:
+    def steps(
+        self, fixed: Factors, mean: float, start: Factors | None = None, *, pull: np.ndarray | None = None
+    ) -> Steps:
         """Slab after slab; see `HalfSweep.steps`. A slab raises the failure of a row itself."""
         plan, bounds = self.plan, self.slabs.bounds
         fixed_rows = np.ascontiguousarray(fixed.matrix)
@@ -402,7 +431,8 @@ class StreamedHalf:
             rows = slice(first, last)
             half = HalfSweep(self.side, self.slabs.matrix(k), self.objective, plan, self.names[rows])
             launched: Any = None
-            for step in half.steps_for(prepared, None if start is None else start.part(rows)):
+            part = None if pull is None else pull[rows]
+            for step in half.steps_for(prepared, None if start is None else start.part(rows), pull=part):
                 launched = step
                 yield None
             half.check(*launched)

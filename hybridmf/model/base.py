@@ -75,6 +75,9 @@ class FactorModel(ServingMixin):
     """Length of initial factors, relative to the root of the scale of explicit ratings. Longer factors leave noise in
     rows with few entries; with shorter ones, the first pass makes item factors so long that SGD steps overshoot."""
 
+    _serves_features = False
+    """Whether `fit` has features."""
+
     _keeps_first_rows = False
     """Whether rows without entries keep their factors of `init` until they are solved, as those of `implicit` do."""
 
@@ -84,6 +87,10 @@ class FactorModel(ServingMixin):
         A fitted model uses the objective of its fit instead.
         """
         raise NotImplementedError
+
+    def _feature_weights(self) -> PerSide:
+        """Checked weights of the vectors of features."""
+        return PerSide(1.0, 1.0)
 
     def _method(self) -> Method:
         """Optimization method with its hyperparameters; those of ALS are settings."""
@@ -152,6 +159,8 @@ class FactorModel(ServingMixin):
         weights: Any = None,
         validation_users: int | None = None,
         validate_every: int = 1,
+        item_features: Any = None,
+        user_features: Any = None,
     ) -> Any:
         """Learn user and item factors.
 
@@ -203,6 +212,12 @@ class FactorModel(ServingMixin):
         validate_every : int
             Evaluate `validation` after every so many iterations and after the last one; `early_stopping`, whose
             patience counts all iterations, sees these values only.
+        item_features, user_features : Features, data frame, or sparse or dense matrix, optional
+            What is known of items and users, a row for each, aligned with `user_items` by label; a matrix without
+            labels has a row for each item (user), in their order. A frame is read by `Features.from_frame`: numbers,
+            categories and lists of tags. Rows are pulled to what their features say (`item_feature_weight`), and those
+            without entries have factors by their features alone. Labels that `user_items` lacks are further items
+            (users) of the model. Not with a `Store`, ``nonnegative=True``, SGD and CCD.
 
         Returns
         -------
@@ -232,7 +247,9 @@ class FactorModel(ServingMixin):
             validation_users, validate_every,
         )  # fmt: skip
         late = checkpoint is None and resume_from is None
-        source = LocalRatings(self, user_items, weights, late=late)
+        given: dict[Side, Any] = {"user": user_features, "item": item_features}
+        features = {side: value for side, value in given.items() if value is not None}
+        source = LocalRatings(self, user_items, weights, late=late, features=features)
         return Fit(self, source, options, stopwatch=stopwatch).run()
 
     def _seed_bits(self, kept: int | None) -> int | None:

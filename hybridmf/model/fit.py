@@ -30,7 +30,7 @@ from ..ranks.transport.communicator import Communicator, Single, agreed
 from . import checkpoint as checkpoints
 from .early_stopping import check_early_stopping
 from .files import ModelFile, jsonable
-from .learned import Learned
+from .learned import Learned, LearnedFeatures
 from .loop import FitLoop, check_validation
 from .stopwatch import Stopwatch
 from .weights import in_units
@@ -145,6 +145,7 @@ class Fit:
     def check(self) -> None:
         """Everything that can fail before the plan."""
         model, source, options = self.model, self.source, self.options
+        model._feature_weights()  # validated even if unused
         self.objective: Objective = model._objective()
         self.settings = options.settings(model)
         check_labels(source.labels)
@@ -245,8 +246,18 @@ class Fit:
             frame_kind=source.frame_kind,
         )
         # by the first half sweep a late check of the matrix is done, or nearly
-        kept: Callable[[], dict[str, Any]] = functools.cache(source.kept)
+        kept: Callable[[], dict[str, Any]] = functools.cache(lambda: source.kept() | self._features())
         return lambda state: learn(state, **kept())
+
+    def _features(self) -> dict[str, Any]:
+        """Features that the model keeps."""
+        source, found = self.source, {}
+        for side, features in source.features.items():
+            described = np.diff(features.matrix.indptr) > 0
+            cold = np.flatnonzero(described & (source.degrees[side] == 0))
+            cold = cold[:0] if side == self.settings.frozen else cold
+            found[side] = LearnedFeatures(features, self.model._feature_weights().of(side), cold)
+        return {"features": found}
 
 
 def check_labels(labels: Any) -> None:

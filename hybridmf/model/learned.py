@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,8 +10,10 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State, rating_scale
+from ..core.regression import filled
 from ..core.sparse import ValueSummary, as_ones, entries_in, transposed
 from ..core.validate import frozen_csr
+from ..data.features import Features
 from ..data.labels import label_table
 from ..data.store import StoredSeen, StoreMatrix
 from ..plan.types import Plan
@@ -50,6 +52,17 @@ class Labelled:
 
 
 @dataclass(frozen=True)
+class LearnedFeatures:
+    """Features of one side of a model; the state has their vectors."""
+
+    features: Features
+    """A row for each row of the model."""
+    weight: float
+    cold: np.ndarray
+    """Positions of the rows without entries whose factors are those of their features; int64, ascending."""
+
+
+@dataclass(frozen=True)
 class Learned(Labelled):
     """Complete state of a fitted model, including the hyperparameters of the fit."""
 
@@ -79,6 +92,7 @@ class Learned(Labelled):
     history: list[dict[str, Any]] = field(default_factory=list)  # record of each iteration
     feature_names: np.ndarray | None = None
     """Names of the columns of the frame that the model was fitted on."""
+    features: Mapping[Side, LearnedFeatures] = field(default_factory=dict)
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Values that serving derived from the others. A copy starts empty, so derived values never outlive their factors,
     even if another thread replaces the result of a fit during a call."""
@@ -99,6 +113,14 @@ class Learned(Labelled):
     def count(self, side: Side) -> int:
         """Number of users or items."""
         return len(self.state.side(side))
+
+    def solved(self, side: Side) -> Factors:
+        """Factors of a side as half sweeps read them: zeros for rows without entries that have features."""
+        known = self.features.get(side)
+        if known is None or not len(known.cold):
+            return self.state.side(side)
+        factors: Factors = self.cached(("solved", side), lambda: without_rows_of(self.state.side(side), known.cold))
+        return factors
 
     def with_side(
         self,
@@ -144,6 +166,11 @@ class Learned(Labelled):
         """Whether `matrix`, of the training shape, shares an entry with the training data."""
         seen = self.seen_matrix()
         return seen is not None and bool(np.any(entries_in(matrix, seen)))
+
+
+def without_rows_of(factors: Factors, rows: np.ndarray) -> Factors:
+    """A copy on the host with zeros in some rows."""
+    return filled(factors, rows, Factors(*(np.zeros_like(array[rows]) for array in factors.on_host().arrays)))
 
 
 def summary_of(matrix: sp.csr_array | StoreMatrix, num_threads: int | None = None) -> ValueSummary | StoreMatrix:

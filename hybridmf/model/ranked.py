@@ -11,6 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State
+from ..data.features import Features
 from ..data.store import StoreMatrix
 from ..errors import CommunicatorError, RatingsError
 from ..plan.make import check_memory, make_plan
@@ -42,6 +43,7 @@ class RankedRatings:
     """
 
     frame_kind: str | None = None
+    features: dict[Side, Features] = {}  # noqa: RUF012
 
     def __init__(
         self,

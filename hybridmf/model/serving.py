@@ -48,6 +48,7 @@ from .engine import engine_for
 from .estimator import Estimator, check_columns, numeric_matrix, unfitted_error
 from .explain import Explanation, contributions, training_row
 from .learned import Learned, pattern
+from .described import explained
 from .ranking import answer, blank_mask, fold_in, neighbours, predicted, rows_of_users, seen_in_training
 from .requests import (
     Asked,
@@ -840,13 +841,16 @@ class ServingMixin(Estimator):
         """
         learned = self._fitted()
         matrix = self._training_rows(learned, user_items, unknown)
-        engine = engine_for(learned.plan)
+        engine, state = engine_for(learned.plan), learned.state
+        if learned.features:
+            state = replace(state, user=learned.solved("user"), item=learned.solved("item"))
         try:
-            return engine.objective_value(learned.objective, matrix, learned.state)
+            value = engine.objective_value(learned.objective, matrix, state)
         except DeviceMemoryError as error:  # ratings that the fit streamed to a GPU do not fit on it
             logger.info("%s; the CPU computes the objective", error)
             on_cpu = engine_for(learned.plan.changed(gpu=None))
-            return on_cpu.objective_value(learned.objective, matrix, learned.state)
+            value = on_cpu.objective_value(learned.objective, matrix, state)
+        return value + sum(explained(learned, side, matrix) for side in learned.features)
 
     # ------------------------------------------------------------------------------------------------ updates
 

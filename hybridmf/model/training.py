@@ -5,19 +5,24 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import Objective, Side, State
+from ..core.objective import SIDES, Objective, Side, State
+from ..core.regression import SideFeatures
 from ..core.sparse import ValueSummary, transposed
-from ..core.validate import check_nonempty, csr_arrays
+from ..core.system import available_memory
+from ..core.validate import check_nonempty, csr_arrays, make_csr
 from ..data import fingerprint
-from ..data.align import labels_of
+from ..data.align import Labels, labels_of
+from ..data.features import Features, align_features
 from ..data.store import Store, StoreMatrix
 from ..data.wide import is_wide, without_rows
+from ..errors import MemoryBudgetError
 from ..plan.make import NOTHING, check_memory, plan_for
 from ..plan.solver import Solver
 from ..plan.types import Plan, Settings
@@ -42,6 +47,7 @@ class TrainingData:
     """Sums and ranges of the values."""
     seen: Any = None
     """The `pattern` of the entries, if they are prepared."""
+    features: Mapping[Side, SideFeatures] = field(default_factory=dict)
 
     @classmethod
     def placed(cls, matrix: Any, plan: Plan, source: PreparedRatings | None) -> TrainingData:
@@ -148,29 +154,48 @@ class LocalRatings:
     """Context of a solver, which ends its threads and connections."""
 
     def __init__(
-        self, model: Any, user_items: Any, weights: Any = None, *, late: bool = False, name: str = "user_items"
+        self,
+        model: Any,
+        user_items: Any,
+        weights: Any = None,
+        *,
+        late: bool = False,
+        name: str = "user_items",
+        features: Mapping[Side, Any] | None = None,
     ) -> None:
         self.model, self.unit = model, None
         self.prepared: PreparedRatings | None = model._source(user_items)
         given = as_ratings(user_items if self.prepared is None else self.prepared, name)
         self.labels = labels_of(given)
         self.frame_kind = getattr(given, "frame_kind", None)
-        self._late = model._late_matrix(given) if late and self.prepared is None and weights is None else None
+        late = late and self.prepared is None and weights is None and not features
+        self._late = model._late_matrix(given) if late else None
         self.matrix: Any = self._late
         if self._late is None:
             self.matrix = model._check_matrix(given, name) if self.prepared is None else self.prepared.user_items
         check_nonempty(self.matrix, name)
+        columns = user_items if is_wide(user_items) else given
+        self.features: dict[Side, Features] = {}
+        if features:
+            check_serves_features(model, features, self.matrix)
+            matrix, self.labels, self.features = with_features(self.matrix, self.labels, features)
+            if matrix.shape != self.matrix.shape:  # some rows have features only
+                self.prepared, self.matrix, columns = None, matrix, matrix
         self.entries, self.shape = self.matrix, self.matrix.shape
         if weights is not None:
             self.prepared = None  # its values on a GPU are those that the weights replace
             weights = as_ratings(weights, "weights")
             self.entries, self.unit = weighted_entries(self.matrix, self.labels, weights, model._objective())
-        self.columns = _columns(user_items if is_wide(user_items) else given, self.shape)
+        self.columns = _columns(columns, self.shape)
 
     def plan(self, objective: Objective, settings: Settings) -> Plan:
         """The plan of the fit, which fits in memory."""
         held = NOTHING if self.prepared is None else self.prepared.held
         plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
+        if self.features and plan.gpu is not None:
+            settings = with_primal_rows(settings)
+            plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
+            check_plan_serves_features(plan, self.features)
         check_memory(plan)
         return plan
 
@@ -178,7 +203,9 @@ class LocalRatings:
         """Put both orientations where the solver of the plan reads them."""
         if self._late is not None and not plan.ratings_on_device:
             self.entries = self.matrix = self._late.checked
-        self.data = TrainingData.placed(self.entries, plan, self.prepared)
+        placed, weights = TrainingData.placed(self.entries, plan, self.prepared), self.model._feature_weights()
+        rows = {side: SideFeatures(each.matrix, weights.of(side)) for side, each in self.features.items()}
+        self.data = replace(placed, features=rows)
         self.solver = functools.partial(self.model._solver, ratings=self.data)
         self.degrees, self.mean = self.data.degrees, self.data.mean
         self.scale, self.spread = self.data.scale, self.data.spread
@@ -188,7 +215,11 @@ class LocalRatings:
 
     def fingerprint(self) -> str:
         """See `hybridmf.data.fingerprint`."""
-        return fingerprint.fingerprint(self.entries)
+        weights = self.model._feature_weights()
+        parts = [fingerprint.fingerprint(self.entries)]
+        for side, features in sorted(self.features.items()):
+            parts.append(f"{side}-{fingerprint.fingerprint(features.matrix)}-{weights.of(side)!r}")
+        return "-".join(parts)
 
     @staticmethod
     def shared(state: State, plan: Plan, objective: Objective) -> State:
@@ -216,6 +247,64 @@ class LocalRatings:
             "values": None if stored or self.unit is not None else self.matrix.data,
             "item_likes": likes,
         }
+
+
+def check_serves_features(model: Any, features: Mapping[Side, Any], matrix: Any) -> None:
+    """Refuse features where the solver does not have them."""
+    names = " and ".join(f"{side}_features" for side in features)
+    if not model._serves_features:
+        raise ValueError(f"{names}: {type(model).__name__} has no features; use ImplicitALS or ExplicitALS")
+    if model.nonnegative:
+        raise ValueError(
+            f"{names}: nonnegative=True constrains factors, and vectors of features are signed; leave out one"
+        )
+    if isinstance(matrix, StoreMatrix):
+        raise TypeError(
+            f"{names}: features need ratings in memory, and a store is read slab by slab; fit store.to_ratings()"
+        )
+
+
+def with_primal_rows(settings: Settings) -> Settings:
+    """Settings of a fit with features on GPUs, whose kernels have them in the primal form."""
+    if settings.row_form == "dual":
+        raise ValueError('row_form="dual" does not apply on a GPU with features; use row_form="auto" or "primal"')
+    return replace(settings, row_form="primal")
+
+
+def check_plan_serves_features(plan: Plan, features: Mapping[Side, Any]) -> None:
+    """Refuse plans whose half sweeps do not take what features add."""
+    names = " and ".join(f"{side}_features" for side in features)
+    if plan.streamed or plan.offloaded:
+        raise ValueError(
+            f"{names}: a fit with features needs ratings and factors in the memory of the GPUs, and the plan streams "
+            'them; use more GPUs, a larger gpu_memory_limit, or device="cpu"'
+        )
+
+
+def with_features(
+    matrix: sp.csr_array, labels: Labels | None, given: Mapping[Side, Any]
+) -> tuple[sp.csr_array, Labels | None, dict[Side, Features]]:
+    """Ratings with an empty row for each user, and an empty column for each item, of which only features are known."""
+    found: dict[Side, Features] = {}
+    names: list[Any] = list(labels or (None, None))
+    for axis, side in enumerate(SIDES):
+        if side not in given:
+            continue
+        argument = f"{side}_features"
+        features = align_features(argument, given[side], names[axis], matrix.shape[axis])
+        count = len(features.names)
+        needed, free = 3 * 8 * count**2, available_memory()
+        if free is not None and needed > free:
+            raise MemoryBudgetError(
+                f"{argument} has {count:,} features, whose {count:,} x {count:,} equations need {needed / 1e9:.1f} GB, "
+                f"and {free / 1e9:.1f} GB are free; leave out rare features"
+            )
+        found[side], names[axis] = features, features.labels
+        n_rows, n_columns = (len(features), matrix.shape[1]) if side == "user" else (matrix.shape[0], len(features))
+        if (n_rows, n_columns) != matrix.shape:
+            indptr = np.pad(matrix.indptr, (0, n_rows - matrix.shape[0]), mode="edge")
+            matrix = make_csr(indptr, matrix.indices, matrix.data, (n_rows, n_columns))
+    return matrix, None if labels is None else (names[0], names[1]), found
 
 
 def _columns(given: Any, shape: tuple[int, int]) -> Any:

@@ -110,4 +110,5 @@ def row_losses(
     offsets: tuple[NDArray[np.float64], NDArray[np.float64]],
     how: Weights,
     n_threads: int,
+    entry_weights: NDArray[_Real] | None = ...,
 ) -> NDArray[np.float64]: ...

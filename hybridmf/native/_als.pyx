@@ -8,6 +8,9 @@ For each row u of the target side, with entries k = (row u, fixed row i_k, ratin
     implicit   w = 1 + alpha |r| - w0    t = 1 + alpha |r|  if r > 0    G = w0 F^T F   (w0: unobserved weight)
                                          t = 0              otherwise
 
+Explicit entries may have weights of their own: then w is the weight, and t = w (r - offset_i). A row may have a pull, a
+vector that b starts from: the penalty lambda s_u |x - m|^2 about a point m adds lambda s_u m to b.
+
 rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
 blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per full workspace
 simd    ours: rows gathered with prefetching into an L1-sized workspace, b in the same pass; register-blocked symmetric
@@ -24,6 +27,8 @@ rows of its entries,
     implicit   K = I + S Y Y^T S           x = Y^T (S q),    K q = S^-1 t,  S^2 = diag(w)
                in a basis where G + lambda I is the unit matrix; the caller changes the basis (`times_panels`).
                Longer rows then take the primal form with G = I and no ridge.
+    With a pull, x is a base plus the solution for the targets that the base leaves, t - w Y base: the base is the pull
+    divided by the ridge (explicit), or the pull in that basis (implicit).
 
 Parallel over rows (bals: row blocks) with dynamic scheduling, because rows differ in degree; longest first, so that
 no thread is left with a long row at the end. One thread owns a row from assembly to solution and calls BLAS and
@@ -157,6 +162,9 @@ cdef struct Rows:
     const char* ratings
     Py_ssize_t itemsize         # of a rating
     const double* scale         # (n_rows,)
+    const char* pull            # (n_rows, rank) or NULL
+    Py_ssize_t pull_stride      # bytes of a row of it
+    const char* weights         # (nnz,) of explicit entries, or NULL: 1
 
 
 cdef struct Tiles:
@@ -168,6 +176,7 @@ cdef struct Tiles:
     const int64_t* seg_ptr
     Py_ssize_t itemsize         # of a value
     const double* scale         # (n_rows,)
+    const void* pull            # (n_rows, rank) or NULL
     Py_ssize_t n_rows, tile_rows, tile_cols, n_tile_cols
 
 
@@ -177,6 +186,8 @@ cdef struct RowEntries:
     const void* ratings         # (n,)
     Py_ssize_t n
     double scale                # s_u
+    const void* pull            # (rank,) that b starts from, or NULL
+    const void* weights         # (n,) of explicit entries, or NULL
 
 
 cdef Systems _systems(given, const real[:, ::1] out):
@@ -189,13 +200,28 @@ cdef Systems _systems(given, const real[:, ::1] out):
                    offset_pointer, gram_pointer, &ridge[0], given.dual_up_to, given.bias_square, given.epsilon)
 
 
+cdef const char* _pull_pointer(given, const real[:, ::1] out) except? NULL:
+    """The rows of a pull, of the shape of `out`, which selects their type; NULL for None."""
+    cdef const real[:, ::1] pull
+    if given is None:
+        return NULL
+    pull = given
+    assert pull.shape[0] == out.shape[0] and pull.shape[1] == out.shape[1]
+    return <const char*> &pull[0, 0]
+
+
 cdef Rows _rows(given, const real[:, ::1] out):
     """The C struct of a `hybridmf.native.systems.Rows`, which owns the arrays."""
     cdef const int64_t[::1] indptr = given.indptr
     cdef const int32_t[::1] indices = given.indices
-    cdef const real[::1] ratings = given.ratings
+    cdef const real[::1] ratings = given.ratings, weights
     cdef const double[::1] scale = given.scale
-    return Rows(&indptr[0], &indices[0], <const char*> &ratings[0], sizeof(real), &scale[0])
+    cdef const char* weight_pointer = NULL
+    if given.weights is not None:
+        weights = given.weights
+        weight_pointer = <const char*> &weights[0]
+    return Rows(&indptr[0], &indices[0], <const char*> &ratings[0], sizeof(real), &scale[0],
+                _pull_pointer[real](given.pull, out), out.shape[1] * sizeof(real), weight_pointer)
 
 
 cdef Tiles _tiles(given, const real[:, ::1] out, Py_ssize_t n_fixed):
@@ -206,12 +232,19 @@ cdef Tiles _tiles(given, const real[:, ::1] out, Py_ssize_t n_fixed):
     cdef const double[::1] scale = given.scale
     cdef Py_ssize_t tile_rows = given.tile_rows, tile_cols = given.tile_cols
     return Tiles(<const char*> &values[0], &tile_colidx[0], &tile_ptr[0], &seg_colidx[0], &seg_ptr[0], sizeof(real),
-                 &scale[0], out.shape[0], tile_rows, tile_cols, (n_fixed + tile_cols - 1) // tile_cols)
+                 &scale[0], _pull_pointer[real](given.pull, out), out.shape[0], tile_rows, tile_cols,
+                 (n_fixed + tile_cols - 1) // tile_cols)
 
 
 cdef inline RowEntries _part(const Rows* rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
     """`n` entries of a row, from position `start` in the matrix on."""
-    return RowEntries(rows.indices + start, rows.ratings + start * rows.itemsize, n, rows.scale[row])
+    cdef const void* pull = NULL
+    cdef const void* weights = NULL
+    if rows.pull != NULL:
+        pull = rows.pull + row * rows.pull_stride
+    if rows.weights != NULL:
+        weights = rows.weights + start * rows.itemsize
+    return RowEntries(rows.indices + start, rows.ratings + start * rows.itemsize, n, rows.scale[row], pull, weights)
 
 
 cdef inline RowEntries _entries(const Rows* rows, Py_ssize_t row) noexcept nogil:
@@ -340,6 +373,7 @@ cdef void _gram_part(const hmf_kernel_table* table, const real[:, ::1] factors, 
 cdef void _start_system(
         const Systems* systems,
         double scale,              # IN   s_u
+        const real* pull,          # IN   (rank,) that b starts from, or NULL
         Py_ssize_t ld,             # leading dimension of the Gram matrix and of A
         real* a, real* b) noexcept nogil:   # OUT (ld, ld), (ld,)
     cdef const real* ridge = <const real*> systems.ridge
@@ -351,6 +385,16 @@ cdef void _start_system(
     for j in range(systems.rank):
         a[j * ld + j] += <real> (scale * ridge[j])
     memset(b, 0, ld * sizeof(real))
+    if pull != NULL:
+        memcpy(b, pull, systems.rank * sizeof(real))
+
+
+cdef inline double _entry_weight(const Systems* systems, const RowEntries* entries, Py_ssize_t k,
+                                 const real* ratings) noexcept nogil:
+    """Weight of entry k; `ratings` are those of `entries`, with their type."""
+    if entries.weights != NULL:
+        return (<const real*> entries.weights)[k]
+    return _weight(systems.how, ratings[k])
 
 
 cdef inline double _target_of(const Systems* systems, const RowEntries* entries, Py_ssize_t k,
@@ -359,6 +403,8 @@ cdef inline double _target_of(const Systems* systems, const RowEntries* entries,
     cdef double offset = 0.0
     if systems.offsets != NULL:
         offset = (<const real*> systems.offsets)[entries.columns[k]]
+    if entries.weights != NULL:
+        return (<const real*> entries.weights)[k] * _target(systems.how, ratings[k], offset)
     return _target(systems.how, ratings[k], offset)
 
 
@@ -372,7 +418,7 @@ cdef void _add_rank1(
     cdef Py_ssize_t k, rank = systems.rank
     for k in range(entries.n):
         y = <const real*> systems.fixed + entries.columns[k] * rank
-        syr(table, rank, <real> _weight(systems.how, ratings[k]), y, a)
+        syr(table, rank, <real> _entry_weight(systems, entries, k, ratings), y, a)
         axpy(table, rank, <real> _target_of(systems, entries, k, ratings), y, b)
 
 
@@ -392,7 +438,7 @@ cdef void _add_blas3(
         if sign < 0 and n_negative == 0:
             break
         for k in range(entries.n):
-            weight = sign * _weight(systems.how, ratings[k])
+            weight = sign * _entry_weight(systems, entries, k, ratings)
             y = <const real*> systems.fixed + entries.columns[k] * rank
             if sign > 0:
                 axpy(systems.table, rank, <real> _target_of(systems, entries, k, ratings), y, b)
@@ -459,18 +505,23 @@ cdef void _apply_entries(
     cdef real* target = weight + CG_CHUNK
     cdef Py_ssize_t rank = systems.rank, j, k, n, start = 0
     cdef hmf_rows fixed_rows
+    cdef const real* pull = <const real*> entries.pull
+    cdef bint weighted = systems.how.implicit or entries.weights != NULL
     for j in range(rank):
         out[j] = sign * (out[j] + <real> (entries.scale * ridge[j]) * p[j])
+    if residual and pull != NULL:
+        for j in range(rank):
+            out[j] += pull[j]
     while start < entries.n:
         n = min(CG_CHUNK, entries.n - start)
-        if systems.how.implicit:
+        if weighted:
             for k in range(n):
-                weight[k] = <real> _weight(systems.how, ratings[start + k])
+                weight[k] = <real> _entry_weight(systems, entries, start + k, ratings)
         if residual:
             for k in range(n):
                 target[k] = <real> _target_of(systems, entries, start + k, ratings)
         fixed_rows = _fixed_rows(systems, entries.columns + start, n)
-        apply_rows(table, &fixed_rows, <const real*> weight if systems.how.implicit else NULL,
+        apply_rows(table, &fixed_rows, <const real*> weight if weighted else NULL,
                    <const real*> target if residual else NULL, sign, p, out)
         start += n
 
@@ -481,7 +532,7 @@ cdef void _form_system(
         real* a, real* b) noexcept nogil:   # OUT (ld, ld) both halves, (ld,) behind it
     """A and b of one row, from the kernels of the exact solver."""
     cdef Py_ssize_t rank = systems.rank, ld = _padded(rank), i, j
-    _start_system(systems, entries.scale, ld, a, b)
+    _start_system(systems, entries.scale, <const real*> entries.pull, ld, a, b)
     _simd_add(systems, entries, _all_coordinates(systems), v, a, b)
     for i in range(rank):
         for j in range(i):
@@ -618,6 +669,8 @@ cdef Py_ssize_t _simd_pass(
     cdef const real* ratings = <const real*> entries.ratings
     cdef const real* offsets = <const real*> systems.offsets
     cdef const real* predicted = <const real*> those.predicted
+    cdef const real* weights = <const real*> entries.weights
+    cdef bint weighted = how.implicit or weights != NULL
     cdef Py_ssize_t ld = _padded(those.width), chunk = _simd_rows(ld, sizeof(real)), start = 0, n, k, n_opposite = 0
     cdef real* root = v + chunk * ld
     cdef real* target = root + chunk
@@ -629,11 +682,15 @@ cdef Py_ssize_t _simd_pass(
         else:
             for k in range(n):
                 target[k] = ratings[start + k] - (offsets[columns[start + k]] if offsets != NULL else <real> 0.0)
+            if weights != NULL:
+                for k in range(n):
+                    root[k] = <real> sqrt(weights[start + k])
+                    target[k] *= weights[start + k]
         if predicted != NULL:
             for k in range(n):
-                target[k] -= (sign * root[k] * root[k] if how.implicit else <real> 1.0) * predicted[start + k]
+                target[k] -= (sign * root[k] * root[k] if weighted else <real> 1.0) * predicted[start + k]
         fixed_rows = hmf_rows(n, those.width, systems.rank, <const real*> systems.fixed + those.first, columns + start)
-        gather(table, &fixed_rows, entries.n - start, ld, <const real*> root if how.implicit else NULL,
+        gather(table, &fixed_rows, entries.n - start, ld, <const real*> root if weighted else NULL,
                <const real*> target, v, b)
         syrk_upper(table, n, ld, <const real*> v, sign, a)
         start += n
@@ -700,6 +757,10 @@ cdef void _start_dual(
         for k in range(n):
             root[k] = 1
             b[k] = ratings[k] - (offsets[entries.columns[k]] if offsets != NULL else <real> 0.0)
+        if entries.weights != NULL:
+            for k in range(n):
+                root[k] = <real> sqrt((<const real*> entries.weights)[k])
+                b[k] *= root[k]
     memset(root + n, 0, (ld - n) * sizeof(real))
     fixed_rows.width -= systems.bias_square > 0     # the column of a bias takes no part
     products(table, &fixed_rows, <const real*> root, <real> systems.bias_square, ridge, ld, a)
@@ -708,12 +769,26 @@ cdef void _start_dual(
         sum_rows(table, &fixed_rows, <const real*> rest, scratch)
         for k in range(n):
             b[k] -= root[k] * dot(table, rank, fixed + entries.columns[k] * rank, <const real*> scratch)
+    if entries.pull != NULL:
+        _dual_base(systems, entries, scratch)
+        for k in range(n):
+            b[k] -= root[k] * dot(table, rank, fixed + entries.columns[k] * rank, <const real*> scratch)
+
+
+cdef inline void _dual_base(const Systems* systems, const RowEntries* entries, real* base) noexcept nogil:
+    """The solution of a row without entries that has a pull, (rank,)."""
+    cdef const real* pull = <const real*> entries.pull
+    cdef const real* ridge = <const real*> systems.ridge
+    cdef Py_ssize_t j
+    for j in range(systems.rank):
+        base[j] = pull[j] if systems.how.implicit else <real> (pull[j] / (entries.scale * ridge[j]))
 
 
 cdef void _finish_dual(
         const Systems* systems, const RowEntries* entries,
         const real* q,                         # IN   (ld,) K^-1 b
         real* root,                            # IN   (2 * ld,) as `_start_dual` left it; destroyed
+        real* scratch,                         # (rank,)
         real* x) noexcept nogil:               # OUT  (rank,)
     cdef Py_ssize_t rank = systems.rank, n = entries.n, k, ld = _padded(n)
     cdef real* rest = root + ld
@@ -727,6 +802,10 @@ cdef void _finish_dual(
     sum_rows(systems.table, &fixed_rows, <const real*> root, x)
     if systems.bias_square > 0:
         x[rank - 1] = <real> (systems.bias_square * total)
+    if entries.pull != NULL:
+        _dual_base(systems, entries, scratch)
+        for k in range(rank):
+            x[k] += scratch[k]
 
 
 cdef inline bint _in_lanes(const hmf_kernel_table* table, Py_ssize_t ld, const real* kind) noexcept nogil:
@@ -818,7 +897,7 @@ cdef void _simd_rows_of(
         if dual:
             _start_dual(systems, &entries, ld, v, a, a + ld * ld, a + (ld + 2) * ld)
         else:
-            _start_system(systems, entries.scale, ld, a, a + ld * ld)
+            _start_system(systems, entries.scale, <const real*> entries.pull, ld, a, a + ld * ld)
             _simd_add(systems, &entries, _all_coordinates(systems), v, a, a + ld * ld)
     if group.count:
         _solve_group(systems, &group, work, status, out)
@@ -849,7 +928,7 @@ cdef void _solve_group(const Systems* systems, const Group* group, real* work, i
         if group.dual:
             solved = solver
             if codes[k] == 0:
-                _finish_dual(systems, &group.entries[k], <const real*> x[k], x[k] + ld, solved)
+                _finish_dual(systems, &group.entries[k], <const real*> x[k], x[k] + ld, solved + rank, solved)
         status[group.rows[k]] = _store(<int32_t> codes[k], rank, <const real*> solved, out + group.rows[k] * rank)
 
 
@@ -893,6 +972,8 @@ cdef int32_t _subspace_row(
                 b[j] = -dot(table, rank, gram_matrix + (first + j) * rank, <const real*> x)
             a[j * ld + j] += <real> (entries.scale * ridge[first + j])
             b[j] -= <real> (entries.scale * ridge[first + j] * x[first + j])
+            if entries.pull != NULL:
+                b[j] += (<const real*> entries.pull)[first + j]
         _simd_add(systems, entries, Coordinates(first, width, predicted), step + 4 * ld, a, b)
         cholesky(table, 1, width, &a, &b, <real> systems.epsilon, step + ld, &step, &status)
         if status != 0:
@@ -992,8 +1073,9 @@ def cholesky_long_rows(
     for k in prange(n_segments, nogil=True, schedule="dynamic", num_threads=n_threads):
         if k == 0 or segments[k, 0] != segments[k - 1, 0]:    # first segment of its row: this thread sums and solves
             row = order[segments[k, 0]]
-            status[row] = _solve_segments(&its, all_rows.scale[row], &segments[k, 0], n_segments - k, &partial[k, 0],
-                                          &workspace[hmf_thread_id(), 0], &out[row, 0])
+            status[row] = _solve_segments(
+                &its, all_rows.scale[row], <const real*> _part(&all_rows, row, 0, 0).pull, &segments[k, 0],
+                n_segments - k, &partial[k, 0], &workspace[hmf_thread_id(), 0], &out[row, 0])
 
 
 cdef void _add_segment(const Systems* systems, const Rows* rows, Py_ssize_t row, const int64_t* segment, real* work,
@@ -1006,13 +1088,13 @@ cdef void _add_segment(const Systems* systems, const Rows* rows, Py_ssize_t row,
 
 
 cdef int32_t _solve_segments(
-        const Systems* systems, double scale, const int64_t* segments, Py_ssize_t n_segments, const real* partial,
-        real* work, real* out) noexcept nogil:
+        const Systems* systems, double scale, const real* pull, const int64_t* segments, Py_ssize_t n_segments,
+        const real* partial, real* work, real* out) noexcept nogil:
     """Add the partial sums of one row in order, and solve; `segments` and `partial` start at its first segment."""
     cdef Py_ssize_t ld = _padded(systems.rank), size = (ld + 1) * ld, k = 0
     cdef real* a = work
     cdef real* b = a + ld * ld
-    _start_system(systems, scale, ld, a, b)
+    _start_system(systems, scale, pull, ld, a, b)
     while k < n_segments and segments[3 * k] == segments[0]:
         axpy(systems.table, size, <real> 1.0, partial + k * size, a)      # b follows a in both
         k += 1
@@ -1028,7 +1110,7 @@ cdef int32_t _cholesky_row(
     if entries.n == 0:
         memset(out, 0, rank * sizeof(real))
         return 0
-    _start_system(systems, entries.scale, rank, a, b)
+    _start_system(systems, entries.scale, <const real*> entries.pull, rank, a, b)
     if assembly == _RANK1:
         _add_rank1(systems, &entries, a, b)
     else:
@@ -1384,6 +1466,7 @@ cdef void _bals_row_block(const Systems* systems, const Tiles* tiles, Py_ssize_t
     cdef const int64_t* tile_ptr = tiles.tile_ptr + block * tiles.n_tile_cols
     cdef const int64_t* seg_ptr = tiles.seg_ptr + first * tiles.n_tile_cols
     cdef const real* offsets = <const real*> systems.offsets
+    cdef const real* pull = <const real*> tiles.pull
     cdef const int32_t* columns
     cdef real* solver = work + n_rows * system
     cdef real* gathered = solver + 4 * ld
@@ -1396,7 +1479,8 @@ cdef void _bals_row_block(const Systems* systems, const Tiles* tiles, Py_ssize_t
     if offsets != NULL:
         within.offsets = tile_offsets
     for row in range(n_rows):
-        _start_system(systems, tiles.scale[first + row], ld, work + row * system, work + row * system + ld * ld)
+        _start_system(systems, tiles.scale[first + row], pull + (first + row) * rank if pull != NULL else pull, ld,
+                      work + row * system, work + row * system + ld * ld)
     for t in range(tiles.n_tile_cols):
         n_columns = tile_ptr[t + 1] - tile_ptr[t]
         if n_columns == 0:      # vacant tile: one test skips all its segments
@@ -1410,7 +1494,7 @@ cdef void _bals_row_block(const Systems* systems, const Tiles* tiles, Py_ssize_t
             segment = seg_ptr + t * n_rows + row
             if segment[1] > segment[0]:
                 entries = RowEntries(tiles.seg_colidx + segment[0], tiles.values + segment[0] * tiles.itemsize,
-                                     segment[1] - segment[0], tiles.scale[first + row])
+                                     segment[1] - segment[0], tiles.scale[first + row], NULL, NULL)
                 _simd_add(&within, &entries, _all_coordinates(&within), gathered, work + row * system,
                           work + row * system + ld * ld)
     for row in range(n_rows):
@@ -1458,10 +1542,11 @@ def row_losses(
         const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,   # IN   CSR
         offsets,                             # IN   of rows and columns: float64 (n_rows,) and (n_columns,), or empty
         how,                                 # IN   `hybridmf.native.systems.Weights`
-        int n_threads):
+        int n_threads,
+        entry_weights=None):                 # IN   of explicit entries, (nnz,) with the type of the ratings
     """Loss of the observed entries, row by row, in float64.
 
-    Explicit: sum of (r - offsets - x.y)^2. Implicit: sum of c (p - x.y)^2 - unobserved (x.y)^2, to be added to
+    Explicit: sum of w (r - offsets - x.y)^2. Implicit: sum of c (p - x.y)^2 - unobserved (x.y)^2, to be added to
     unobserved * |X Y^T|^2. Separate sums per row make the total independent of the thread count.
 
     Returns
@@ -1477,12 +1562,19 @@ def row_losses(
     cdef double[::1] out_view = out
     cdef const double* row_offset = &row_offsets[0] if row_offsets.shape[0] else NULL
     cdef const double* column_offset = &column_offsets[0] if column_offsets.shape[0] else NULL
+    cdef const real[::1] entry_weight
+    cdef const real* entry_weight_pointer = NULL
+    cdef bint weighted = entry_weights is not None
     if ratings.shape[0] == 0:
         return out
+    if weighted:
+        entry_weight = entry_weights
+        entry_weight_pointer = &entry_weight[0]
     for row in prange(indptr.shape[0] - 1, nogil=True, schedule="dynamic", chunksize=64, num_threads=n_threads):
         out_view[row] = _row_loss(table, weights, rank, &row_factors[row, 0], &column_factors[0, 0],
                                   RowEntries(&indices[0] + indptr[row], &ratings[0] + indptr[row],
-                                             indptr[row + 1] - indptr[row], 0.0),
+                                             indptr[row + 1] - indptr[row], 0.0, NULL, <const void*> (
+                                                 entry_weight_pointer + indptr[row] * weighted)),
                                   row_offset[row] if row_offset != NULL else 0.0, column_offset)
     return out
 
@@ -1502,5 +1594,5 @@ cdef double _row_loss(
             total += confidence * error * error - how.unobserved * score * score
         else:
             error = ratings[k] - row_offset - (column_offset[columns[k]] if column_offset != NULL else 0.0) - score
-            total += error * error
+            total += error * error if entries.weights == NULL else (<const real*> entries.weights)[k] * error * error
     return total

@@ -41,6 +41,8 @@ class Rows(NamedTuple):
     indices: np.ndarray  # int32 (nnz,)
     ratings: np.ndarray  # float (nnz,)
     scale: np.ndarray  # float64 (n_rows,): factor of the penalty of each row
+    pull: np.ndarray | None = None  # float (n_rows, rank): right-hand sides before the entries
+    weights: np.ndarray | None = None  # float (nnz,): of explicit entries
 
 
 class Tiles(NamedTuple):
@@ -56,3 +58,4 @@ class Tiles(NamedTuple):
     tile_rows: int
     tile_cols: int
     scale: np.ndarray  # float64 (n_rows,): factor of the penalty of each row
+    pull: np.ndarray | None = None  # float (n_rows, rank): right-hand sides before the entries

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Objective, Side, State
+from ..core.objective import SIDES, Factors, Objective, Side, State
+from ..core.regression import SideFeatures, joined, parted
 from ..core.sparse import stacked
 from ..data.slabs import as_orientation
 from ..data.store import StoreMatrix
@@ -25,6 +26,7 @@ from .group import RankGroup
 from .joined import JoinedFactors
 from .su_als import Block, RankALS, Worker, rank_plan
 from .transport.communicator import Communicator, LocalCommunicator
+from .transport.messages import add_in_order
 
 MakeWorker = Callable[[Any], tuple[Communicator, Worker]]
 """Makes the communicator and the worker of a rank, from the communicator of its thread."""
@@ -41,6 +43,7 @@ class MultiALS(Alternating):
     `grids`: default: those of the plan.
     `make_worker`: default: workers on the devices of the plan.
     `topology`: socket of each rank, for ``reduction="two_phase"``. Default: read from the driver.
+    `features`: of all rows of a side, in the order of the input.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class MultiALS(Alternating):
         grids: Mapping[Side, Grid] | None = None,
         make_worker: MakeWorker | None = None,
         topology: Sequence[int] | None = None,
+        features: Mapping[Side, SideFeatures] | None = None,
     ) -> None:
         self.objective, self.plan, self.mean = objective, plan, state.mean
         if plan.scale is not None:
@@ -85,6 +89,7 @@ class MultiALS(Alternating):
                 order=self.order,
                 topology=known_topology,
                 one_matrix=not any(isinstance(matrix, StoreMatrix) for matrix in matrices.values()),
+                features=features,
             )
 
         self.ranks: list[RankALS] = self.group.open(make)
@@ -111,10 +116,18 @@ class MultiALS(Alternating):
     @property
     def state(self) -> State:
         """Factors of the last completed half sweep, in the order of the input."""
+        vectors: dict[Side, Factors] = {}
+        for side, prior in self.ranks[0].regressions.items():  # without the ranks, which may have failed
+            if self.ranks[0].pulls(side):
+                sums = add_in_order(
+                    [rank.regressions[side].sums(joined(rank.own[side].on_host())) for rank in self.ranks]
+                )
+                vectors[side] = parted(prior.vectors(sums).astype(self.plan.dtype), self.plan.factors)
         users, items = (
-            JoinedFactors([rank.own[side] for rank in self.ranks], self.order.names(side)) for side in SIDES
+            JoinedFactors([rank.completed(side, vectors.get(side)) for rank in self.ranks], self.order.names(side))
+            for side in SIDES
         )
-        return State(users, items, self.mean)
+        return State(users, items, self.mean, vectors)
 
     def solve(self, side: Side) -> list[Any]:
         """New factors of each rank; see `Alternating.solve`."""

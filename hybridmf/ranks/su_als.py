@@ -20,6 +20,7 @@ import scipy.sparse as sp
 
 from ..core.balance import balancing
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.regression import Regression, SideFeatures, filled, joined, parted
 from ..data.slabs import InMemory, Orientation, as_orientation, slab_bounds, slab_entries
 from ..errors import CommunicatorError, RatingsError
 from ..gpu.matrix import DeviceMatrix
@@ -30,6 +31,7 @@ from ..plan.ordering import Ordering, reordered
 from ..plan.partitions import ScalePlan, check_rank
 from ..plan.precision import PrecisionCheck
 from ..plan.solver import Alternating, Choose
+from ..plan.start import DrawnFactors
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries, batch_rows, bounded_batches, even_batches
 from .reduction import Reduction, make_reduction
@@ -90,6 +92,7 @@ class RankALS(Alternating):
     `topology`: socket of each rank, for ``reduction="two_phase"``.
     `one_matrix`: whether the blocks of all ranks were cut from the same ratings in memory: their entries are not
     compared then.
+    `features`: of all rows of a side, in the order of the input.
     """
 
     def __init__(
@@ -105,12 +108,14 @@ class RankALS(Alternating):
         order: Ordering | None = None,
         topology: list[int] | None = None,
         one_matrix: bool = False,
+        features: Mapping[Side, SideFeatures] | None = None,
     ) -> None:
         self.communicator, self.layout, self.objective, self.plan = communicator, layout, objective, plan
         self.worker: Any = worker
         self.mean, self.order = state.mean, order or Ordering()
         self.rank, self.alone = communicator.rank, layout.size == 1
         self.incomplete = not self.alone
+        self._known_vectors: dict[Side, tuple[Any, np.ndarray, np.ndarray]] = {}
         if communicator.size != layout.size:
             raise ValueError(f"the layout is of {layout.size} ranks, the communicator of {communicator.size}")
         with worker.active():
@@ -121,7 +126,10 @@ class RankALS(Alternating):
             self.batches = {side: self._batches(side) for side in SIDES}
             if plan.scale is not None and not self.alone:
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
-            self.own = {side: worker.own(side, state.side(side), plan) for side in SIDES}
+            drawn = {side: isinstance(state.side(side), DrawnFactors) for side in SIDES}
+            self.regressions = {side: self._regression(side, each) for side, each in (features or {}).items()}
+            self._pulled = {side: not drawn[side] for side in self.regressions}  # whether own factors say anything
+            self.own = {side: worker.own(side, self._warm(side, state.side(side)), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side]) for side in SIDES}
             whole = {side: half for side, half in self.halves.items() if not self.splits_rows(side)}
             self.check_precision = PrecisionCheck(objective, plan, whole)
@@ -131,7 +139,14 @@ class RankALS(Alternating):
 
     @classmethod
     def of_one_device(
-        cls, worker: Worker, user_items: Any, item_users: Any, objective: Objective, plan: Plan, state: State
+        cls,
+        worker: Worker,
+        user_items: Any,
+        item_users: Any,
+        objective: Objective,
+        plan: Plan,
+        state: State,
+        features: Mapping[Side, SideFeatures] | None = None,
     ) -> RankALS:
         """The rank that has all rows of both orientations (csr_array or Block), in the order that the plan asks for."""
         order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
@@ -140,7 +155,7 @@ class RankALS(Alternating):
         layout = RankLayout(bounds, dict.fromkeys(SIDES, Grid(1, 1)))
         users, items = (order.inward(side, state.side(side)) for side in SIDES)
         first = State(users, items, state.mean)
-        return cls(Single(), layout, blocks, objective, plan, first, worker, order=order)
+        return cls(Single(), layout, blocks, objective, plan, first, worker, order=order, features=features)
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -278,6 +293,65 @@ class RankALS(Alternating):
                 own, degrees = own[:0], degrees[:0]
         return self.worker.partial(*arguments, BatchedRows(own, degrees, self.batches[side], self._solved(side)))
 
+    # ------------------------------------------------------------------------------------------------ features
+
+    def _regression(self, side: Side, features: SideFeatures) -> Regression:
+        degrees = self.degrees[side]
+        scale = self.objective.row_scale(side, degrees)
+        return Regression(features, self.names(side), scale, degrees, self._sum)
+
+    def _warm(self, side: Side, factors: Factors) -> Factors:
+        """Initial factors without those of rows that have features only: they are no part of the objective."""
+        prior = self.regressions.get(side)
+        if prior is None or isinstance(factors, DrawnFactors) or side == self.plan.frozen:
+            return factors
+        return filled(factors, prior.cold, Factors(*(np.zeros_like(array[prior.cold]) for array in factors.arrays)))
+
+    def _vectors(self, side: Side) -> tuple[np.ndarray, np.ndarray]:
+        """Vectors of the features of a side for the present factors, and the sums that they come from; float64."""
+        own, known = self.own[side], self._known_vectors.get(side)
+        if known is None or known[0] is not own:
+            prior = self.regressions[side]
+            sums = self._sum(prior.sums(joined(own.on_host())))
+            known = own, prior.vectors(sums), sums
+            self._known_vectors[side] = known
+        return known[1], known[2]
+
+    def pulls(self, side: Side) -> bool:
+        """Whether rows of a side are pulled to their features: not while its first factors are drawn."""
+        return self._pulled.get(side, False)
+
+    def _pull(self, side: Side) -> dict[str, Any]:
+        """Argument of a half sweep: what features add to the right-hand sides of own rows."""
+        if not self.pulls(side):
+            return {}
+        prior, plan = self.regressions[side], self.plan
+        ridge = self.objective.ridge(side, plan.factors, plan.rank)
+        pull = prior.predicted(self._vectors(side)[0]) * prior.scale[:, None] * ridge
+        return {"pull": np.ascontiguousarray(pull, dtype=plan.dtype)}
+
+    def vectors(self) -> dict[Side, Factors]:
+        """Vectors of the features of both sides; all ranks call it together."""
+        rank, dtype = self.plan.factors, self.plan.dtype
+        sides = [side for side in self.regressions if self.pulls(side)]
+        return {side: parted(self._vectors(side)[0].astype(dtype), rank) for side in sides}
+
+    def completed(self, side: Side, vectors: Factors | None) -> Any:
+        """Own factors, where those of rows with features only follow from the vectors of features."""
+        own, prior = self.own[side], self.regressions.get(side)
+        if vectors is None or prior is None or not len(prior.cold) or side == self.plan.frozen:
+            return own
+        new = prior.predicted(joined(vectors).astype(np.float64))[prior.cold].astype(self.plan.dtype)
+        return filled(own, prior.cold, parted(new, self.plan.factors))
+
+    def _explained(self, side: Side) -> float:
+        """By how much features lower the penalty of a side, over all ranks."""
+        if not self.pulls(side):
+            return 0.0
+        vectors, sums = self._vectors(side)
+        ridge = self.objective.ridge(side, self.plan.factors, self.plan.rank)
+        return float(np.einsum("ij,ij,j->", vectors, sums, ridge))
+
     def names(self, side: Side) -> np.ndarray | None:
         """Row of the input of each own row, int64; None if they are all rows in the order of the input."""
         (first, last), names = self.layout.own(side, self.rank), self.order.names(side)
@@ -334,8 +408,10 @@ class RankALS(Alternating):
     @property
     def state(self) -> State:
         """Factors of the rows that this rank owns; of all rows, in the order of the input, if it is the only one."""
-        users, items = (self.order.outward(side, self.own[side]) if self.alone else self.own[side] for side in SIDES)
-        return State(users, items, self.mean)
+        vectors = self.vectors()
+        own = {side: self.completed(side, vectors.get(side)) for side in SIDES}
+        users, items = (self.order.outward(side, own[side]) if self.alone else own[side] for side in SIDES)
+        return State(users, items, self.mean, vectors)
 
     def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array] | None:
         """See `Alternating.rows`."""
@@ -356,6 +432,8 @@ class RankALS(Alternating):
     def keep(self, side: Side, solved: Any) -> None:
         """See `Alternating.keep`."""
         self.own[side] = solved
+        if side in self._pulled:
+            self._pulled[side] = True
 
     def solve(self, side: Side) -> Any:
         """New factors of own rows of `side`, once all ranks have theirs; the state does not change."""
@@ -365,7 +443,7 @@ class RankALS(Alternating):
             else:
                 # each rank has the whole fixed side: its Gram matrix has the bits of a fit on one device
                 half, fixed, launched = self.halves[side], self._gathered(side), (None, None)
-                with closing(half.steps(fixed, self.mean, self.own[side])) as steps:
+                with closing(half.steps(fixed, self.mean, self.own[side], **self._pull(side))) as steps:
                     for step in steps:
                         launched = step
                         if self.communicator.cause:  # another rank has failed, or the fit was stopped
@@ -492,8 +570,11 @@ class RankALS(Alternating):
             scale = own.beside(self.objective.row_scale(side, self.degrees[side]))
         else:
             scale = self.halves[side].scale
-        gram = self.worker.exact_gram(own, scale)[:factors, :factors]
-        return self.objective.share(side) * self._sum(np.ascontiguousarray(gram))
+        gram = self._sum(np.ascontiguousarray(self.worker.exact_gram(own, scale)[:factors, :factors]))
+        if self.pulls(side):
+            vectors, sums = self._vectors(side)
+            gram = gram - vectors[:, :factors].T @ sums[:, :factors]
+        return self.objective.share(side) * gram
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
         total: np.ndarray = array if self.alone else self.communicator.allreduce(array)
@@ -506,6 +587,7 @@ class RankALS(Alternating):
             parts = [self._losses()]
             parts += [worker.penalty(self.objective, side, self.own[side], self.degrees[side]) for side in SIDES]
             loss, users, items = self._sum(np.array(parts)).tolist()
+            users, items = users - self._explained("user"), items - self._explained("item")
             if self.objective.is_implicit:
                 grams = [self._sum(worker.exact_gram(self.own[side])) for side in SIDES]
                 unobserved = self.objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))

@@ -27,8 +27,12 @@ def solve_row(
     mean: float,
     objective: Objective,
     side: Side = "user",
+    centre: np.ndarray | None = None,
 ) -> tuple[np.ndarray, float]:
-    """Minimizer (x, b) of the objective over the factors and the bias of one row of a side, given by its entries."""
+    """Minimizer (x, b) of the objective over the factors and the bias of one row of a side, given by its entries.
+
+    `centre`: what the penalty is about, in place of zero.
+    """
     Y = fixed.matrix.astype(np.float64)
     rank = Y.shape[1]
     if len(columns) == 0:
@@ -48,7 +52,8 @@ def solve_row(
         A = Y.T @ (weight[:, None] * Y)
     else:
         A = observed.T @ (confidence[:, None] * observed)
-    solution = np.linalg.solve(A + np.diag(ridge), observed.T @ (confidence * preference))
+    about = 0 if centre is None else ridge * centre
+    solution = np.linalg.solve(A + np.diag(ridge), observed.T @ (confidence * preference) + about)
     return (solution[:-1], float(solution[-1])) if objective.biases else (solution, 0.0)
 
 
@@ -83,25 +88,63 @@ def solve_row_dual(
     return observed.T @ v, shared * float(v.sum())
 
 
-def half_sweep(matrix: Any, fixed: Factors, mean: float, objective: Objective, side: Side = "user") -> Factors:
-    """New factors of all rows of a side, those of `matrix` (n_rows, n_fixed), row by row."""
+def half_sweep(
+    matrix: Any, fixed: Factors, mean: float, objective: Objective, side: Side = "user", centre: Any = None
+) -> Factors:
+    """New factors of all rows of a side, those of `matrix` (n_rows, n_fixed), row by row.
+
+    `centre`, (n_rows, rank) with biases last: what the penalty is about, in place of zero.
+    """
     matrix = sp.csr_array(matrix)
     bounds = zip(matrix.indptr[:-1], matrix.indptr[1:], strict=True)
-    rows = [solve_row(matrix.indices[a:b], matrix.data[a:b], fixed, mean, objective, side) for a, b in bounds]
+    centres = [None] * matrix.shape[0] if centre is None else centre
+    rows = [
+        solve_row(matrix.indices[a:b], matrix.data[a:b], fixed, mean, objective, side, centre)
+        for (a, b), centre in zip(bounds, centres, strict=True)
+    ]
     return Factors(np.array([x for x, _ in rows]), np.array([b for _, b in rows]) if objective.biases else None)
 
 
-def fit(matrix: Any, state: State, objective: Objective, iterations: int) -> State:
-    """Full sweeps, items first, from a given state."""
-    matrix = sp.csr_array(matrix)
-    for _ in range(iterations):
-        state = state.with_side("item", half_sweep(matrix.T.tocsr(), state.user, state.mean, objective, "item"))
-        state = state.with_side("user", half_sweep(matrix, state.item, state.mean, objective))
+def fit(
+    matrix: Any,
+    state: State,
+    objective: Objective,
+    iterations: int,
+    features: dict[Side, tuple[np.ndarray, float]] | None = None,
+) -> State:
+    """Full sweeps, items first, from a given state; items start without a centre.
+
+    `features`: of each row of a side, dense, and the weight of their vectors.
+    """
+    matrix, known = sp.csr_array(matrix), features or {}
+    for iteration in range(iterations):
+        for side, rows in (("item", matrix.T.tocsr()), ("user", matrix)):
+            fixed, centre = state.user if side == "item" else state.item, None
+            if side in known and iteration:
+                centre = known[side][0] @ vectors_of(rows, state.side(side), objective, side, *known[side])
+            state = state.with_side(side, half_sweep(rows, fixed, state.mean, objective, side, centre))
     return state
 
 
-def objective_value(matrix: Any, state: State, objective: Objective) -> float:
-    """The objective summed over every cell of the dense matrix."""
+def vectors_of(
+    matrix: Any, factors: Factors, objective: Objective, side: Side, features: np.ndarray, weight: float
+) -> np.ndarray:
+    """Vectors of features, biases last: the ridge regression of the rows with entries, each weighted by its s."""
+    degrees = np.diff(sp.csr_array(matrix).indptr)
+    Y = factors.matrix.astype(np.float64)
+    Y = Y if factors.bias is None else np.column_stack([Y, factors.bias])
+    s = np.where(degrees, (np.maximum(degrees, 1) + objective.added.of(side)) ** objective.scaling.of(side), 0)
+    F = np.asarray(features, dtype=np.float64)
+    return np.linalg.solve(F.T @ (s[:, None] * F) + np.eye(F.shape[1]) / weight, F.T @ (s[:, None] * Y))
+
+
+def objective_value(
+    matrix: Any,
+    state: State,
+    objective: Objective,
+    features: dict[Side, tuple[np.ndarray, float]] | None = None,
+) -> float:
+    """The objective summed over every cell of the dense matrix; with the best vectors of features."""
     coo = sp.coo_array(matrix)
     X, Y = state.user.matrix.astype(np.float64), state.item.matrix.astype(np.float64)
     predicted = X @ Y.T
@@ -121,8 +164,32 @@ def objective_value(matrix: Any, state: State, objective: Objective) -> float:
         if factors.bias is not None:
             squares = squares + lambda_b * factors.bias.astype(np.float64) ** 2
         scale = (np.maximum(degree, 1.0) + objective.added.of(side)) ** objective.scaling.of(side)
-        penalty += (scale * squares).sum()
+        if features is not None and side in features:
+            penalty += _penalty_with_features(matrix, state, objective, side, scale, degree, *features[side])
+        else:
+            penalty += (scale * squares).sum()
     return float((C * (P - predicted) ** 2).sum() + penalty)
+
+
+def _penalty_with_features(
+    matrix: Any,
+    state: State,
+    objective: Objective,
+    side: Side,
+    scale: np.ndarray,
+    degree: np.ndarray,
+    features: np.ndarray,
+    weight: float,
+) -> float:
+    rows = sp.csr_array(matrix) if side == "user" else sp.csr_array(matrix).T.tocsr()
+    factors = state.side(side)
+    W = vectors_of(rows, factors, objective, side, features, weight)
+    Y = factors.matrix.astype(np.float64)
+    Y = Y if factors.bias is None else np.column_stack([Y, factors.bias])
+    ridge = np.full(Y.shape[1], objective.regularization.of(side))
+    ridge[factors.matrix.shape[1] :] = objective.bias_regularization.of(side)
+    residual = np.where(degree[:, None] > 0, Y - features @ W, 0.0)
+    return float((scale @ residual**2 + (W**2).sum(axis=0) / weight) @ ridge)
 
 
 def conjugate_gradient(A: np.ndarray, b: np.ndarray, x: np.ndarray, steps: int) -> np.ndarray:

@@ -1,0 +1,177 @@
+"""Features of items and users: fits against the float64 reference, rows without entries, symmetries, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import hybridmf as hmf
+from hybridmf.core.objective import State
+from support import reference
+from support.ratings import planted
+
+RATINGS = planted(30, 24, 0.35)
+RNG = np.random.default_rng(5)
+FEATURES = {
+    "item": np.column_stack([RNG.random((24, 4)) < 0.4, RNG.normal(size=24)]).astype(np.float32),
+    "user": (RNG.random((30, 3)) < 0.5).astype(np.float32),
+}
+CASES = {
+    "implicit": (hmf.ImplicitALS, {"regularization": 0.5, "alpha": 2.0, "unobserved_weight": 0.3}),
+    "implicit-count": (hmf.ImplicitALS, {"regularization": 0.1, "regularization_scaling": "count"}),
+    "explicit": (hmf.ExplicitALS, {"biases": False, "regularization": 0.3}),
+    "biases": (hmf.ExplicitALS, {"regularization": (0.3, 0.5), "regularization_scaling": 0.5}),
+    "dual": (hmf.ExplicitALS, {"regularization": 0.3, "row_form": "dual", "factors": 24}),
+    "implicit-dual": (hmf.ImplicitALS, {"regularization": 0.3, "row_form": "dual", "factors": 24}),
+    "cg": (hmf.ImplicitALS, {"regularization": 0.5, "solver": "cg", "cg_steps": 20}),
+    "cg-biases": (hmf.ExplicitALS, {"regularization": 0.5, "solver": "cg", "cg_steps": 20}),
+    "subspace": (hmf.ExplicitALS, {"regularization": 0.5, "solver": "subspace", "block_size": 8}),
+    "rank1": (hmf.ImplicitALS, {"regularization": 0.5, "assembly": "rank1"}),
+    "blas3": (hmf.ExplicitALS, {"regularization": 0.5, "assembly": "blas3"}),
+    "bals": (hmf.ExplicitALS, {"regularization": 0.5, "assembly": "bals"}),
+}
+
+
+def features_of(model, *sides):
+    """What the reference takes: dense features and the weight of their vectors."""
+    return {side: (FEATURES[side], getattr(model, f"{side}_feature_weight")) for side in sides}
+
+
+def fitted(case, sides=("item", "user"), ratings=RATINGS, **options):
+    kind, given = CASES[case]
+    model = kind(**({"factors": 6, "device": "cpu", "random_state": 3, "iterations": 3} | given | options))
+    features = {f"{side}_features": sp.csr_array(FEATURES[side]) for side in sides}
+    return model.fit(ratings, **features)
+
+
+def first_state(case, **options):
+    """The state that a fit starts from, in float64."""
+    model = CASES[case][0](**({"factors": 6, "device": "cpu", "random_state": 3} | CASES[case][1] | options))
+    from hybridmf.model.training import LocalRatings
+
+    source = LocalRatings(model, RATINGS)
+    objective = model._objective()
+    source.place(source.plan(objective, model._settings()))
+    objective = model._objective(source.spread(objective), source.degrees).for_shape(source.shape)
+    return model._initial_state(source, source.plan(objective, model._settings()), objective), objective
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_fit_is_that_of_the_float64_reference(case):
+    model = fitted(case, dtype="float64", item_feature_weight=0.5, user_feature_weight=2.0)
+    start, objective = first_state(case, dtype="float64")
+    features = features_of(model, "item", "user")
+    exact = reference.fit(RATINGS, start, objective, 3, features)
+    warm = np.asarray(RATINGS.sum(axis=0)).ravel() != 0
+
+    got = model.item_factors_[warm] @ model.user_factors_.T
+    want = exact.item.matrix[warm] @ exact.user.matrix.T
+    assert np.abs(got - want)[:, np.diff(RATINGS.indptr) > 0].max() < 1e-6 * np.abs(want).max()
+    value = reference.objective_value(RATINGS, state_of(model), objective, features)
+    assert model.objective(RATINGS) == pytest.approx(value, rel=1e-9)
+
+
+def state_of(model):
+    """The state without the factors of rows that have features only."""
+    learned = model._fitted()
+    return State(learned.solved("user"), learned.solved("item"), learned.state.mean)
+
+
+@pytest.mark.parametrize("case", ["implicit", "biases", "cg"])
+def test_history_has_the_objective_with_features_and_it_does_not_rise(case):
+    seen = []
+    model = CASES[case][0](**({"factors": 6, "device": "cpu", "random_state": 3, "iterations": 6} | CASES[case][1]))
+    model.fit(
+        RATINGS,
+        item_features=FEATURES["item"],
+        callback=lambda model, record: seen.append((record["objective"], model.objective(RATINGS))) and False,
+    )
+    recorded, computed = np.array(seen).T
+    assert recorded == pytest.approx(computed, rel=1e-5)
+    assert np.all(np.diff(recorded) < 1e-6 * recorded[0])
+
+
+@pytest.mark.parametrize("case", ["implicit", "biases"])
+def test_balanced_fit_approaches_the_same_minimum(case):
+    slow, fast = (fitted(case, iterations=300, balance=balance).objective(RATINGS) for balance in (False, True))
+    assert slow * (1 - 3e-3) < fast < slow * (1 + 1e-6)
+
+
+def test_rows_without_entries_have_the_factors_of_their_features():
+    model = fitted("biases")
+    empty = np.flatnonzero(np.bincount(RATINGS.indices, minlength=24) == 0)
+    assert len(empty)
+    learned = model._fitted()
+    vectors = learned.state.vectors["item"]
+    assert model.item_factors_[empty] == pytest.approx(FEATURES["item"][empty] @ vectors.matrix, abs=1e-6)
+    assert model.item_bias_[empty] == pytest.approx(FEATURES["item"][empty] @ vectors.bias, abs=1e-6)
+    assert model.item_factors_[empty].any()
+
+
+def test_a_small_weight_is_a_fit_without_features():
+    plain = CASES["implicit"][0](factors=6, device="cpu", random_state=3, iterations=3, **CASES["implicit"][1])
+    plain.fit(RATINGS)
+    model = fitted("implicit", item_feature_weight=1e-12, user_feature_weight=1e-12)
+    warm = np.diff(RATINGS.indptr) > 0
+    assert model.user_factors_[warm] == pytest.approx(plain.user_factors_[warm], abs=1e-5)
+
+
+def test_order_of_features_and_rows_does_not_matter():
+    model = fitted("implicit", ("item",), balance=True, iterations=40, dtype="float64")
+    columns, features = RNG.permutation(24), RNG.permutation(5)
+    kind, given = CASES["implicit"]
+    other = kind(factors=6, device="cpu", random_state=3, balance=True, iterations=40, dtype="float64", **given)
+    other.fit(RATINGS[:, columns], item_features=FEATURES["item"][columns][:, features])
+    want = model.user_factors_ @ model.item_factors_[columns].T
+    assert other.user_factors_ @ other.item_factors_.T == pytest.approx(want, abs=1e-5)
+
+
+def test_labels_of_features_join_the_model():
+    ratings = hmf.Ratings.from_matrix(RATINGS, item_ids=[f"film {k}" for k in range(24)])
+    names = [f"film {k}" for k in (*range(23, -1, -1), 24, 25)]
+    rows = np.vstack([FEATURES["item"][::-1], FEATURES["item"][:2]])
+    model = hmf.ImplicitALS(factors=6, device="cpu", random_state=3, iterations=3).fit(
+        ratings, item_features=hmf.Features(rows, labels=names)
+    )
+    plain = hmf.ImplicitALS(factors=6, device="cpu", random_state=3, iterations=3).fit(
+        ratings, item_features=hmf.Features(FEATURES["item"], labels=[f"film {k}" for k in range(24)])
+    )
+    assert model.item_ids_.tolist()[-2:] == ["film 24", "film 25"]
+    assert np.array_equal(model.item_factors_[:24], plain.item_factors_)
+    assert model.item_factors_[24:].any(axis=1).all()
+
+
+def test_resumed_fit_has_the_same_bits(tmp_path):
+    whole = fitted("implicit", iterations=4)
+    kind, given = CASES["implicit"]
+    features = {f"{side}_features": FEATURES[side] for side in ("item", "user")}
+    options = {"factors": 6, "device": "cpu", "random_state": 3} | given
+    kind(iterations=2, **options).fit(RATINGS, checkpoint=tmp_path, **features)
+    resumed = kind(iterations=4, **options).fit(RATINGS, resume_from=tmp_path, **features)
+    assert np.array_equal(resumed.item_factors_, whole.item_factors_)
+    assert np.array_equal(resumed.user_factors_, whole.user_factors_)
+    with pytest.raises(ValueError, match="item_feature_weight=1.0, this model has item_feature_weight=3.0"):
+        kind(iterations=4, item_feature_weight=3.0, **options).fit(RATINGS, resume_from=tmp_path, **features)
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu", "cpu", "cpu"]])
+def test_several_ranks_agree_with_one(devices):
+    one, several = fitted("biases"), fitted("biases", device=devices)
+    assert several.item_factors_ == pytest.approx(one.item_factors_, abs=1e-4)
+    assert several.objective(RATINGS) == pytest.approx(one.objective(RATINGS), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (hmf.SGD(factors=4, device="cpu"), "item_features: SGD has no features; use ImplicitALS or ExplicitALS"),
+        (hmf.CCD(factors=4, device="cpu"), "item_features: CCD has no features"),
+        (hmf.ImplicitALS(factors=4, device="cpu", nonnegative=True), "item_features: nonnegative=True"),
+        (hmf.ImplicitALS(factors=4, device="cpu", item_feature_weight=0), "item_feature_weight must be > 0"),
+    ],
+)
+def test_features_are_refused_where_they_have_no_effect(model, message):
+    with pytest.raises(ValueError, match=message):
+        model.fit(RATINGS, item_features=FEATURES["item"])
+    assert not model.__sklearn_is_fitted__()
