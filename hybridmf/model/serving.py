@@ -43,12 +43,12 @@ from ..data.wide import is_wide
 from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError
 from ..plan.types import Plan
 from ..ratings import Ratings, as_ratings, is_pairs
+from .described import explained
 from .early_stopping import LOWER_IS_BETTER
 from .engine import engine_for
 from .estimator import Estimator, check_columns, numeric_matrix, unfitted_error
 from .explain import Explanation, contributions, training_row
 from .learned import Learned, pattern
-from .described import explained
 from .ranking import answer, blank_mask, fold_in, neighbours, predicted, rows_of_users, seen_in_training
 from .requests import (
     Asked,

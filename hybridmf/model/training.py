@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from contextlib import closing
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
