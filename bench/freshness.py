@@ -80,6 +80,8 @@ FITS: Patterns = ("hybridmf/model/fit.py", "hybridmf/model/training.py", "hybrid
 PLANNER: Patterns = ("hybridmf/plan/half_sweep.py", "hybridmf/plan/partitions.py", "hybridmf/plan/grid.py",
                      "hybridmf/plan/cost.py", "hybridmf/plan/memory.py", "hybridmf/plan/machine.py")  # fmt: skip
 
+FEATURES: Patterns = ("hybridmf/data/features.py", "hybridmf/core/regression.py")
+
 SHAPES: Patterns = ("hybridmf/datasets.py",)
 PUBLISHED: Patterns = (*SHAPES, "bench/published.py")
 DRAWN_GPU: Patterns = ("bench/gpu_data.py",)
@@ -94,6 +96,7 @@ CODE: dict[str, Patterns | dict[str, Patterns]] = {
     },
     "defaults": (*ALS_CPU, *SGD_CPU, *CCD_CPU, *FITS),
     "dispatch": {"": (*ALS_CPU, *ALS_GPU, *SGD_CPU, *SGD_GPU, *CCD_CPU, *CCD_GPU, "hybridmf/plan/cost.py", *SHAPES)},
+    "features": {"": (*FITS, *ALS_CPU, *FEATURES), "cuda": (*FITS, *ALS_GPU, *FEATURES, *SHAPES)},
     "fit": {"": (*FITS, *ALS_CPU, *SHAPES), "cuda": (*FITS, *ALS_GPU, *SET_UP_GPU, *SHAPES)},
     "gpu": {
         "": (*ALS_GPU, *DRAWN_GPU),
