@@ -133,9 +133,10 @@ class ImplicitALS(_ALS):
         Algorithm that builds the normal equations. On the CPU: "simd" (this library's vector kernels), "rank1" (Gates
         fig. 5), "blas3" (Gates fig. 6, through BLAS) or "bals" (BALS tiles). On a GPU: "fused" (this library's kernels,
         which also solve), "sparse_syrk" (Gates), "mo_als" (cuMF) or "bals". "auto" uses this library's kernels where
-        they support the problem. For comparison, GPUs also run "sparse_syrk_published", Gates' kernel as printed,
-        "bals_local", which maps sums to threads as in the paper, and MO-ALS with sums in global memory
-        ("mo_als_global"), without the read-only cache ("mo_als_uncached"), or both ("mo_als_plain").
+        they support the problem. For comparison, "blas3_published" is Gates fig. 6 as printed; GPUs also run
+        "sparse_syrk_published", Gates' kernel as printed, "bals_local", which maps sums to threads as in the paper, and
+        MO-ALS with sums in global memory ("mo_als_global"), without the read-only cache ("mo_als_uncached"), or both
+        ("mo_als_plain").
     reorder : {"auto", "none", "rows", "columns", "both"} or bool
         Sort rows and columns by degree internally (BALS Alg. 3). Factors keep the order of the input.
     precision : {"float32", "bf16x3", "tf32", "bf16", "float16"}

@@ -27,7 +27,7 @@ from ..native.systems import Rows, Systems, Tiles, Weights
 from ..plan.row_forms import changes_basis, dual_up_to
 from ..plan.types import NONNEGATIVE, Plan
 
-ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "simd": _als.SIMD}
+ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "blas3_published": _als.GEMM, "simd": _als.SIMD}
 
 CG_FORMS_PER_STEP = 7
 """CG forms A for ranks up to this number times (CG steps + 1), in rows with more entries than factors.
@@ -316,7 +316,7 @@ class HalfSweep:
                 elif plan.solver == "subspace":
                     _als.subspace_rows(*common, plan.block_size)
                 else:
-                    _als.cholesky_rows(*common, ASSEMBLY_CODES[plan.assembly])
+                    _als.cholesky_rows(*common, ASSEMBLY_CODES[plan.assembly_name])
                 yield None
         unfinished = np.flatnonzero(status == _als.UNFINISHED)
         if len(unfinished):
@@ -334,7 +334,8 @@ class HalfSweep:
         if not len(self.indices):
             return self.order[:0], self.degrees
         if self.bals is None:
-            return self.order, self.degrees
+            in_order = self.plan.assembly_name == "blas3_published"
+            return np.sort(self.order) if in_order else self.order, self.degrees
         entries = np.add.reduceat(self.degrees, np.arange(0, len(self), self.plan.tile_rows))
         return np.argsort(-entries, kind="stable"), entries
 

@@ -12,7 +12,9 @@ Explicit entries may have weights of their own: then w is the weight, and t = w 
 vector that b starts from: the penalty lambda s_u |x - m|^2 about a point m adds lambda s_u m to b.
 
 rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
-blas3   fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per full workspace
+blas3   ours of fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per full workspace
+gemm    fig. 6 as printed: w y and y gathered into two workspaces, then one gemm of both; rows in the given order, 200 at a
+        time (`BLOCK_ROWS`)
 simd    ours: rows gathered with prefetching into an L1-sized workspace, b in the same pass; register-blocked symmetric
         update of the needed triangle; our own Cholesky, while A is still in cache: small systems one in each lane of a
         vector, large ones in pairs (kernels_impl.h). Rows of at most `dual_up_to` entries take the dual form.
@@ -43,7 +45,7 @@ from cython.parallel cimport prange
 from libc.math cimport fabs, isfinite, sqrt
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
-from scipy.linalg.cython_blas cimport dsyrk, ssyrk
+from scipy.linalg.cython_blas cimport dgemm, dsyrk, sgemm, ssyrk
 from scipy.linalg.cython_lapack cimport dpotrf, dpotrs, spotrf, spotrs
 
 from hybridmf._openmp cimport hmf_thread_id, hmf_usable_threads
@@ -78,7 +80,8 @@ from hybridmf.native.kernels cimport score as times_panel
 RANK1 = 0
 BLAS3 = 1
 SIMD = 2
-cdef int _RANK1 = 0, _SIMD = 2
+GEMM = 3
+cdef int _RANK1 = 0, _SIMD = 2, _GEMM = 3
 
 # Any other status is the order of the leading minor that is not positive.
 OK = 0
@@ -121,8 +124,10 @@ cdef Py_ssize_t _SEGMENT = 8192, _SEGMENTS = 64
 cdef Py_ssize_t GRAM_ROWS = 512, GRAM_BYTES = 24 * 1024
 
 # Rows a thread takes at a time. One at a time would balance best; 8 reduces contention for the shared counter.
+# Gates et al. take NB = 200 (section III).
 cdef enum:
     ROW_CHUNK = 8
+    BLOCK_ROWS = 200
 
 # Rows between a prefetch and its use, and entries prefetched of each row; kernels prefetch the rest.
 cdef enum:
@@ -278,12 +283,60 @@ def can_run(str name):
 # ---------------------------------------------------------------------------------------------------- BLAS, LAPACK
 
 
+ctypedef void (*Syrk)(char*, char*, int*, int*, void*, void*, int*, void*, void*, int*) noexcept nogil
+ctypedef void (*Gemm)(char*, char*, int*, int*, int*, void*, void*, int*, void*, int*, void*, void*, int*) noexcept nogil
+ctypedef void (*Potrf)(char*, int*, void*, int*, int*) noexcept nogil
+ctypedef void (*Potrs)(char*, int*, int*, void*, int*, void*, int*, int*) noexcept nogil
+
+cdef struct Library:
+    # SciPy's BLAS and LAPACK, or those of `use_blas`, in float32 and float64
+    Syrk syrk[2]
+    Gemm gemm[2]
+    Potrf potrf[2]
+    Potrs potrs[2]
+
+cdef Library scipys
+scipys.syrk[0], scipys.syrk[1] = <Syrk> ssyrk, <Syrk> dsyrk
+scipys.gemm[0], scipys.gemm[1] = <Gemm> sgemm, <Gemm> dgemm
+scipys.potrf[0], scipys.potrf[1] = <Potrf> spotrf, <Potrf> dpotrf
+scipys.potrs[0], scipys.potrs[1] = <Potrs> spotrs, <Potrs> dpotrs
+cdef Library library = scipys
+
+
+def use_blas(addresses):
+    """Call another BLAS and LAPACK, to compare libraries; not while a fit runs.
+
+    SciPy's OpenBLAS takes one lock of the process in every call, so calls for small matrices do not scale over threads.
+
+    Parameters
+    ----------
+    addresses : dict of str to int, or None
+        Addresses of ssyrk, dsyrk, sgemm, dgemm, spotrf, dpotrf, spotrs and dpotrs, with 32-bit integers by reference as
+        in Fortran. None: those of SciPy.
+    """
+    global library
+    cdef Library given
+    cdef int k
+    if addresses is None:
+        library = scipys
+        return
+    for k, kind in enumerate("sd"):
+        given.syrk[k] = <Syrk> <size_t> addresses[f"{kind}syrk"]
+        given.gemm[k] = <Gemm> <size_t> addresses[f"{kind}gemm"]
+        given.potrf[k] = <Potrf> <size_t> addresses[f"{kind}potrf"]
+        given.potrs[k] = <Potrs> <size_t> addresses[f"{kind}potrs"]
+    library = given
+
+
 cdef inline void _syrk(int n, int k, real alpha, real* rows, real beta, real* a) noexcept nogil:
     """Lower triangle of a (n x n) = beta a + alpha sum of rows^T rows; rows (k, n) row-major."""
-    if real is float:
-        ssyrk(b"L", b"N", &n, &k, &alpha, rows, &n, &beta, a, &n)
-    else:
-        dsyrk(b"L", b"N", &n, &k, &alpha, rows, &n, &beta, a, &n)
+    library.syrk[sizeof(real) // 8](b"L", b"N", &n, &k, &alpha, rows, &n, &beta, a, &n)
+
+
+cdef inline void _gemm(int n, int k, real* v, real* w, real* a) noexcept nogil:
+    """a (n x n) += v^T w; v and w (k, n) row-major."""
+    cdef real one = 1
+    library.gemm[sizeof(real) // 8](b"N", b"T", &n, &n, &k, &one, v, &n, w, &n, &one, a, &n)
 
 
 cdef inline int32_t _cholesky_solve(int n, int ld, real* a, real* b, const real* diagonal,
@@ -291,10 +344,7 @@ cdef inline int32_t _cholesky_solve(int n, int ld, real* a, real* b, const real*
     """b = a^-1 b by Cholesky, in place. Returns 0, the order of the failing leading minor, or NON_FINITE."""
     cdef int info = 0, one = 1, j
     cdef real pivot
-    if real is float:
-        spotrf(b"L", &n, a, &ld, &info)
-    else:
-        dpotrf(b"L", &n, a, &ld, &info)
+    library.potrf[sizeof(real) // 8](b"L", &n, a, &ld, &info)
     if info != 0:
         return info
     for j in range(n):
@@ -304,10 +354,7 @@ cdef inline int32_t _cholesky_solve(int n, int ld, real* a, real* b, const real*
         # A pivot that is all cancellation shows a matrix singular to working precision, though potrf succeeded.
         if pivot <= epsilon * diagonal[j]:
             return j + 1
-    if real is float:
-        spotrs(b"L", &n, &one, a, &ld, b, &n, &info)
-    else:
-        dpotrs(b"L", &n, &one, a, &ld, b, &n, &info)
+    library.potrs[sizeof(real) // 8](b"L", &n, &one, a, &ld, b, &n, &info)
     for j in range(n):
         if not isfinite(b[j]):
             return _NON_FINITE
@@ -424,12 +471,16 @@ cdef void _add_rank1(
 
 cdef void _add_blas3(
         const Systems* systems, const RowEntries* entries,
+        bint printed,                       # by gemm, as printed
         real* gathered,                     # scratch (GATHER_ROWS, rank)
         real* a, real* b) noexcept nogil:   # IN OUT
-    """ALS_CORE of fig. 6: gather sqrt|w| y, then syrk. Negative weights (w0 > 1) take a second pass that subtracts."""
+    """ALS_CORE of fig. 6: gather sqrt|w| y, then syrk. Negative weights (w0 > 1) take a second pass that subtracts.
+
+    As printed: gather v = w y and w = y, each in half of the scratch, then gemm; weights may have any sign.
+    """
     cdef const real* ratings = <const real*> entries.ratings
     cdef Py_ssize_t k, j, rank = systems.rank, n_negative = 0
-    cdef int filled = 0, sign
+    cdef int filled = 0, sign, most = <int> (_GATHER_ROWS // 2 if printed else _GATHER_ROWS)
     cdef double weight
     cdef real root
     cdef const real* y
@@ -442,20 +493,30 @@ cdef void _add_blas3(
             y = <const real*> systems.fixed + entries.columns[k] * rank
             if sign > 0:
                 axpy(systems.table, rank, <real> _target_of(systems, entries, k, ratings), y, b)
-                n_negative += weight < 0
-            if weight <= 0:
+                n_negative += weight < 0 and not printed
+            if weight <= 0 and not printed:
                 continue
-            root = <real> sqrt(weight)
+            root = <real> (weight if printed else sqrt(weight))
             row = gathered + filled * rank
             for j in range(rank):
                 row[j] = root * y[j]
+            if printed:
+                memcpy(row + most * rank, y, rank * sizeof(real))
             filled += 1
-            if filled == _GATHER_ROWS:
-                _syrk(<int> rank, filled, <real> sign, gathered, <real> 1.0, a)
+            if filled == most:
+                _add_gathered(rank, filled, printed, sign, gathered, a)
                 filled = 0
         if filled:
-            _syrk(<int> rank, filled, <real> sign, gathered, <real> 1.0, a)
+            _add_gathered(rank, filled, printed, sign, gathered, a)
             filled = 0
+
+
+cdef inline void _add_gathered(Py_ssize_t rank, int n, bint printed, int sign, real* gathered, real* a) noexcept nogil:
+    """Add the product of the `n` rows that `_add_blas3` has gathered."""
+    if printed:
+        _gemm(<int> rank, n, gathered, gathered + _GATHER_ROWS // 2 * rank, a)
+    else:
+        _syrk(<int> rank, n, <real> sign, gathered, <real> 1.0, a)
 
 
 cdef int32_t _finish_system(Py_ssize_t rank, real* a, real* b, real* diagonal, real epsilon,
@@ -1027,7 +1088,8 @@ def cholesky_rows(
                 &its, &all_rows, &order[position * ROW_CHUNK], n_rows - position * ROW_CHUNK,
                 &workspace[hmf_thread_id(), 0], &status[0], &out[0, 0])
         return
-    for position in prange(n_rows, nogil=True, schedule="dynamic", chunksize=ROW_CHUNK, num_threads=n_threads):
+    cdef Py_ssize_t together = BLOCK_ROWS if assembly == _GEMM else ROW_CHUNK
+    for position in prange(n_rows, nogil=True, schedule="dynamic", chunksize=together, num_threads=n_threads):
         status[order[position]] = _cholesky_row(
             &its, &all_rows, order[position], assembly, &workspace[hmf_thread_id(), 0], &out[order[position], 0])
 
@@ -1114,7 +1176,7 @@ cdef int32_t _cholesky_row(
     if assembly == _RANK1:
         _add_rank1(systems, &entries, a, b)
     else:
-        _add_blas3(systems, &entries, work + _row_workspace(rank), a, b)
+        _add_blas3(systems, &entries, assembly == _GEMM, work + _row_workspace(rank), a, b)
     return _finish_system(rank, a, b, b + rank, <real> systems.epsilon, out)
 
 

@@ -128,7 +128,7 @@ class AlsMethod:
             on_cpu=functools.partial(cpu_plan, settings=settings, objective=objective),
             on_gpu=functools.partial(_on_gpu, settings, objective, spec),
             cpu_only=cpu_only,
-            gpu_only=plan.assembly_name not in ("auto", *CPU_ASSEMBLIES) or plan.precision != "float32",
+            gpu_only=_is_gpus(plan) or plan.precision != "float32",
             others=None if plan.solver == NONNEGATIVE else functools.partial(_other_ways, plan, spec),
         )
 
@@ -227,15 +227,15 @@ def cpu_plan(plan: Plan, settings: Settings, objective: Objective) -> Plan:
                 '(dtype="float64" for more)'
             )
         notes.append(f"precision {plan.precision!r} is the GPU's; the CPU computes in {plan.dtype}")
-    assembly = "simd" if plan.assembly == "auto" else plan.assembly_name
-    if assembly not in CPU_ASSEMBLIES:
-        what = f"assembly={assembly!r} is a GPU's"
+    assembly = "simd" if plan.assembly == "auto" else plan.assembly
+    if _is_gpus(plan):
+        what = f"assembly={plan.assembly_name!r} is a GPU's"
         if settings.device != "cpu":
             raise DeviceError(f'{what}, and there is none ({plan.reason}); use assembly="auto"')
         raise ValueError(f'{what}; on device="cpu" use one of {", ".join(CPU_ASSEMBLIES)}, or assembly="auto"')
     if plan.solver != "cholesky" and assembly != "simd":
         raise ValueError(
-            f"assembly={plan.assembly!r} is for solver='cholesky'; solver={plan.solver!r} has its own kernels: "
+            f"assembly={plan.assembly_name!r} is for solver='cholesky'; solver={plan.solver!r} has its own kernels: "
             'use assembly="auto"'
         )
     check_row_form(plan, objective)
@@ -254,6 +254,13 @@ def cpu_plan(plan: Plan, settings: Settings, objective: Objective) -> Plan:
         dual_sides=dual_sides(plan, objective) if assembly == "simd" else (),
     )
     return plan.changed(bytes=cpu_bytes(plan))
+
+
+def _is_gpus(plan: Plan) -> bool:
+    """Whether the assembly asked for is one of GPUs alone; "bals" is one of both, but its variant is not."""
+    if plan.variant:
+        return plan.assembly in GPU_ASSEMBLIES
+    return plan.assembly not in ("auto", *CPU_ASSEMBLIES)
 
 
 def _cpu_reordering(plan: Plan, assembly: str) -> str:

@@ -30,15 +30,17 @@ CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
 GPU_ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
 
 VARIANTS = {
+    "blas3_published": ("blas3", "published"),
     "sparse_syrk_published": ("sparse_syrk", "published"),
     "bals_local": ("bals", "local"),
     "mo_als_global": ("mo_als", "global"),
     "mo_als_uncached": ("mo_als", "uncached"),
     "mo_als_plain": ("mo_als", "plain"),
 }
-"""Published variants of GPU assemblies: assembly and variant by name. Gates' kernel as printed: one stage, whole rows,
-batches of `PUBLISHED_BATCH` systems, and a Cholesky without tensor cores. BALS with the paper's mapping of sums to
-threads; MO-ALS without register accumulators (fig. 7), without the read-only cache (fig. 8), or without both."""
+"""Published variants of assemblies: assembly and variant by name. Gates' Level-3 BLAS as printed: gemm, 200 rows at a
+time in the given order. Their kernel as printed: one stage, whole rows, batches of `PUBLISHED_BATCH` systems, and a
+Cholesky without tensor cores. BALS with the paper's mapping of sums to threads. MO-ALS without register accumulators
+(fig. 7), without the read-only cache (fig. 8), or without both."""
 
 PUBLISHED_BATCH = 4096
 """Systems at a time in the paper of Gates et al. (section V)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import replace
 from itertools import pairwise, product
@@ -11,6 +12,7 @@ import pytest
 import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.linalg import cython_blas, cython_lapack
 
 import hybridmf as hmf
 from hybridmf.core.objective import Factors, Objective, State
@@ -26,7 +28,7 @@ from support.half_sweeps import OBJECTIVES, dense_system, plan_for, random_facto
 from support.marks import exhaustive, mostly_exhaustive
 from support.ratings import planted
 
-EXACT = ("simd", "rank1", "blas3", "bals")
+EXACT = ("simd", "rank1", "blas3", "blas3_published", "bals")
 
 
 def solve(matrix, objective, rank, dtype="float32", start=None, **given):
@@ -135,6 +137,66 @@ def test_ranks_around_the_switch_to_lapack(rank):
     singular = replace(OBJECTIVES["explicit"], regularization=0.0)
     with pytest.raises(NotPositiveDefiniteError):
         solve(planted(6, 40, 0.5), singular, rank, "float64")
+
+
+def test_level_3_blas_as_printed():
+    """Rows longer than a workspace, 200 of a thread at a time, in the given order; weights of both signs."""
+    matrix = planted(450, 400, 0.6, seed=2)
+    for name in ("explicit", "implicit-heavy"):
+        solved, expected = solve(matrix, OBJECTIVES[name], 9, "float64", assembly="blas3_published")
+        assert relative_error(solved.matrix, expected.matrix) < 1e-11
+        negative = replace(OBJECTIVES[name], unobserved_weight=1.2) if name != "explicit" else OBJECTIVES[name]
+        solved, expected = solve(matrix, negative, 9, "float64", assembly="blas3_published")
+        assert relative_error(solved.matrix, expected.matrix) < 1e-9
+    objective = OBJECTIVES["explicit"]
+    orders = {}
+    for assembly in ("blas3", "blas3_published"):
+        plan = plan_for(objective, matrix.shape, matrix.nnz, rank=9, assembly=assembly)
+        assert f"assembly {assembly}" in str(plan)
+        orders[assembly] = HalfSweep("user", as_csr(matrix), objective, plan)._order()[0]
+    np.testing.assert_array_equal(orders["blas3_published"], np.arange(450))
+    assert not np.array_equal(orders["blas3"], orders["blas3_published"])
+
+
+def test_another_blas():
+    """Each of the functions is called, and SciPy's are back afterwards."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    name_of = ctypes.pythonapi.PyCapsule_GetName
+    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    libraries = {"syrk": cython_blas, "gemm": cython_blas, "potrf": cython_lapack, "potrs": cython_lapack}
+    addresses = {}
+    for name, library in libraries.items():
+        for kind in "sd":
+            capsule = library.__pyx_capi__[kind + name]
+            addresses[kind + name] = pointer(capsule, name_of(capsule))
+    sizes = {"syrk": 10, "gemm": 13, "potrf": 5, "potrs": 8}
+    matrix, objective = planted(), OBJECTIVES["explicit"]
+    expected = {}
+    for assembly, dtype in product(("blas3", "blas3_published"), ("float32", "float64")):
+        expected[assembly, dtype] = solve(matrix, objective, 7, dtype, assembly=assembly)[0].matrix
+    try:
+        for assembly, dtype in expected:
+            called = set()
+
+            def spy(name, called=called):
+                real = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * sizes[name[1:]])(addresses[name])
+
+                def through(*arguments):
+                    called.add(name)
+                    real(*arguments)
+
+                return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * sizes[name[1:]])(through)
+
+            spies = {name: spy(name) for name in addresses}
+            _als.use_blas({name: ctypes.cast(each, ctypes.c_void_p).value for name, each in spies.items()})
+            got = solve(matrix, objective, 7, dtype, assembly=assembly, num_threads=1)[0].matrix
+            np.testing.assert_array_equal(got, expected[assembly, dtype])
+            kind, multiplied = "s" if dtype == "float32" else "d", "syrk" if assembly == "blas3" else "gemm"
+            assert called == {kind + name for name in (multiplied, "potrf", "potrs")}
+    finally:
+        _als.use_blas(None)
+    np.testing.assert_array_equal(solve(matrix, objective, 7, assembly="blas3")[0].matrix, expected["blas3", "float32"])
 
 
 @pytest.mark.parametrize("tiles", [(1, 1), (1, 1000), (3, 7), (59, 39), (60, 40), (61, 41), (1000, 1)])
