@@ -31,7 +31,7 @@ from hybridmf.core.objective import Terms
 from hybridmf.device.cuda import Array, Device, DeviceSpec, open_device
 from hybridmf.errors import DeviceError
 from hybridmf.gpu.launch import get_kernel
-from hybridmf.gpu.sgd import Bins, BlockedConfig, FactorRows, MsgdKernels, Walk
+from hybridmf.gpu.sgd import Bins, BlockedConfig, FactorRows, MsgdKernels, Operands, Walk
 
 USERS = 480_189
 LONGEST = 230_000
@@ -80,11 +80,15 @@ class Problem:
     def move(self, rows: FactorRows, config: BlockedConfig | None) -> Array:
         """Walk all rows, by `centralized` where there is no configuration; the losses."""
         kernels, out = MsgdKernels(self.device, config), self.device.empty((1, len(self.lengths)), np.float64)
+        operands = Operands(self.device, rows, self.fixed, TERMS)
         if config is None:
-            kernels.centralized(rows, self.fixed, self.walk, self.tasks, TERMS, out)
+            launches = kernels.centralized(operands, self.walk, self.tasks, out)
         else:
             first = self.device.upload(np.arange(len(self.lengths) + 1, dtype=np.int32))
-            kernels.blocked(rows, self.fixed, self.walk, Bins(self.tasks, first), TERMS, out)
+            launches = kernels.blocked(operands, self.walk, Bins(self.tasks, first), out)
+        with self.device.active():
+            for launch in launches:
+                launch()
         return out[0]
 
     @functools.cached_property

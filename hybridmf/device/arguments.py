@@ -22,6 +22,22 @@ def passed(argument: Any, address: Callable[[Any], int]) -> Any:
     return np.array(values, dtype=_struct(tuple(value.dtype for value in values)))
 
 
+class Struct:
+    """A C struct whose fields may change between the launches that pass it by value (`CudaDevice.prepare`).
+
+    `fields`, `address`: as in `passed`; the caller keeps the arrays until a launch is made.
+    """
+
+    def __init__(self, fields: tuple[Any, ...], address: Callable[[Any], int]) -> None:
+        self._address = address
+        self.packed: np.ndarray = passed(fields, address)
+
+    def set(self, fields: tuple[Any, ...]) -> None:
+        """Replace the fields by others of the same types."""
+        address = self._address
+        self.packed[()] = tuple(field if isinstance(field, np.generic) else address(field) for field in fields)
+
+
 @functools.cache
 def _struct(dtypes: tuple[np.dtype, ...]) -> np.dtype:
     return np.dtype([(f"f{k}", dtype) for k, dtype in enumerate(dtypes)], align=True)

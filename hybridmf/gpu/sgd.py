@@ -17,7 +17,8 @@ from ..core.objective import SIDES, Factors, Objective, Side, Terms, other_side
 from ..core.sparse import column_bounds, take_rows
 from ..core.system import ceil_div, round_up
 from ..core.validate import csr_arrays
-from ..device.cuda import Array, Device, DeviceSpec, Kernel
+from ..device.arguments import Struct
+from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.epochs import GridBlock, passes_of
 from ..plan.sgd import LONG_ROW, MOST_CROWDED, MOST_RANGES, RUN, SgdMethod, range_count, stored_width
 from ..plan.tables import KernelConfig
@@ -25,7 +26,7 @@ from ..plan.types import Plan
 from . import arrays, losses
 from .factors import DeviceFactors, to_device
 from .half import Pieces, row_segments
-from .launch import DeviceEntries, check_all, get_kernel
+from .launch import DeviceEntries, check_all, get_kernel, program
 from .rows import read_range, widen_range
 
 LAYOUTS: dict[str, dict[Side, Side]] = {
@@ -188,9 +189,33 @@ def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
     )
 
 
-def _arguments(moved: FactorRows, losses: Array, fixed: FactorRows, walk: Walk, terms: Terms, *more: Any) -> tuple:
-    numbers = scalars(terms, walk.ratings.dtype.type)
-    return moved.struct, losses, fixed.struct, walk.struct, *more, numbers
+class Operands:
+    """Factors and terms of a pass, packed once for all of its launches."""
+
+    def __init__(self, device: Device, moved: FactorRows, fixed: FactorRows, terms: Terms) -> None:
+        self.real: type[np.generic] = (moved.matrix if moved.bias is None else moved.bias).dtype.type
+        # dtypes and shapes of the rows
+        self.form = self._form_of(moved, fixed)
+        self.stored, self.read, self.biases = moved.matrix.dtype, fixed.matrix.dtype, moved.bias is not None
+        self.ld = int(moved.matrix.shape[1])
+        self.moved, self.fixed = Struct(moved.struct, device.address), Struct(fixed.struct, device.address)
+        self.terms = Struct(scalars(terms, self.real), device.address)
+
+    def set(self, moved: FactorRows, fixed: FactorRows, terms: Terms) -> bool:
+        """Replace them for the next launches; false, without a change, if they have another form."""
+        if self._form_of(moved, fixed) != self.form:
+            return False
+        self.moved.set(moved.struct)
+        self.fixed.set(fixed.struct)
+        self.terms.set(scalars(terms, self.real))
+        return True
+
+    @staticmethod
+    def _form_of(*sides: FactorRows) -> tuple[Any, ...]:
+        return tuple((side.matrix.shape, side.matrix.dtype, side.bias is None) for side in sides)
+
+
+Launches = list[Callable[[], None]]
 
 
 # ---------------------------------------------------------------------------------------------- MSGD
@@ -278,58 +303,63 @@ class BlockedConfig(KernelConfig):
 class MsgdKernels:
     """Launches of msgd.cu for rows of one kind, like the functions above, without checks of operands.
 
-    Kernel and configuration are looked up once: the lookup takes as long as a short pass, and makes the threads of
-    other ranks wait.
-
     `config`: default: the rule's for the device and the first rows.
     """
 
     def __init__(self, device: Device, config: BlockedConfig | None = None) -> None:
         self.device, self._config = device, config
-        self._kernels: dict[str, Kernel] = {}
 
-    def _found(self, name: str, moved: FactorRows, fixed: FactorRows) -> tuple[Kernel, BlockedConfig]:
-        dtype, ld = moved.matrix.dtype, moved.matrix.shape[1]
+    def _config_for(self, operands: Operands) -> BlockedConfig:
         if self._config is None:
-            self._config = BlockedConfig.rule(ld, dtype.itemsize, self.device.spec, fixed.matrix.dtype.itemsize)
-        if name not in self._kernels:
-            # equal constants for all kernels, so that a model compiles the file once
-            constants = {"REAL": dtype, "HAS_BIASES": moved.bias is not None} | self._config.constants
-            self._kernels[name] = get_kernel(self.device, "msgd.cu", name, **constants)
-        return self._kernels[name], self._config
+            given = (operands.ld, operands.stored.itemsize, self.device.spec, operands.read.itemsize)
+            self._config = BlockedConfig.rule(*given)
+        return self._config
 
-    def centralized(
-        self, moved: FactorRows, fixed: FactorRows, walk: Walk, tasks: Array, terms: Terms, out: Array
-    ) -> None:
-        """Launch once for each range; sums of squared errors go to `out`, shape (n_ranges, n_tasks)."""
+    def _prepare(
+        self, name: str, operands: Operands, out: Array, walk: Walk, more: Sequence[Any], sizes: tuple[int, int, int]
+    ) -> Callable[[], None]:
+        """Launch of a kernel; `sizes`: blocks, threads and bytes of shared memory."""
+        # equal constants for all kernels, so that a model compiles the file once
+        constants = {"REAL": operands.stored, "HAS_BIASES": operands.biases} | self._config_for(operands).constants
+        arguments = (operands.moved, out, operands.fixed, walk.struct, *more, operands.terms)
+        found = program("msgd.cu", name, **constants)
+        return self.device.prepare(found, sizes[:1], sizes[1:2], arguments, sizes[2])
+
+    def centralized(self, operands: Operands, walk: Walk, tasks: Array, out: Array) -> Launches:
+        """One for each range; sums of squared errors go to `out`, shape (n_ranges, n_tasks)."""
         if not len(tasks):
-            return
-        shape = (moved.matrix.shape[1], fixed.matrix.dtype.itemsize)
+            return []
+        shape = (operands.ld, operands.read.itemsize)
         name, team = "centralized", group_size(*shape)
         if len(tasks) * narrow_size(*shape) >= NARROW_WARPS * 32 * self.device.spec.multiprocessors:
             name, team = "centralized_narrow", narrow_size(*shape)
-        kernel, _ = self._found(name, moved, fixed)
-        grid = ceil_div(len(tasks) * team, THREADS)
-        for part, sums in zip(walk.parts, out, strict=True):
-            arguments = _arguments(moved, sums, fixed, part, terms, tasks, np.int32(len(tasks)))
-            kernel((grid,), (THREADS,), arguments, 0)
+        more, sizes = (tasks, np.int32(len(tasks))), (ceil_div(len(tasks) * team, THREADS), THREADS, 0)
+        ranges = zip(walk.parts, out, strict=True)
+        return [self._prepare(name, operands, sums, part, more, sizes) for part, sums in ranges]
 
-    def blocked(self, moved: FactorRows, fixed: FactorRows, walk: Walk, tasks: Bins, terms: Terms, out: Array) -> None:
-        """Launch once; sums of squared errors go to `out`, shape (n_ranges, n_rows of `tasks`)."""
+    def blocked(self, operands: Operands, walk: Walk, tasks: Bins, out: Array) -> Launches:
+        """One; sums of squared errors go to `out`, shape (n_ranges, n_rows of `tasks`)."""
         if not len(tasks.rows):
-            return
-        kernel, config = self._found("blocked", moved, fixed)
-        sizes = (np.int32(walk.n_ranges), np.int32(walk.begins.shape[1]))
-        arguments = _arguments(moved, out, fixed, walk, terms, tasks.rows, tasks.first, *sizes)
-        kernel((len(tasks.first) - 1,), (config.threads,), arguments, config.shared_bytes)
+            return []
+        config = self._config_for(operands)
+        more = (tasks.rows, tasks.first, np.int32(walk.n_ranges), np.int32(walk.begins.shape[1]))
+        sizes = (len(tasks.first) - 1, config.threads, config.shared_bytes)
+        return [self._prepare("blocked", operands, out, walk, more, sizes)]
 
-    def decentralized(
-        self, moved: FactorRows, fixed: FactorRows, walk: Walk, bounds: Array, terms: Terms, out: Array
-    ) -> None:
-        """Sums of squared errors go to `out`, shape (n_ranges,)."""
-        kernel, _ = self._found("decentralized", moved, fixed)
-        arguments = _arguments(moved, out, fixed, walk, terms, bounds, np.int32(walk.begins.shape[1]))
-        kernel((len(out),), (DECENTRALIZED_THREADS,), arguments, 0)
+    def decentralized(self, operands: Operands, walk: Walk, bounds: Array, out: Array) -> Launches:
+        """One; sums of squared errors go to `out`, shape (n_ranges,)."""
+        more = (bounds, np.int32(walk.begins.shape[1]))
+        return [self._prepare("decentralized", operands, out, walk, more, (len(out), DECENTRALIZED_THREADS, 0))]
+
+
+@dataclass(frozen=True)
+class PreparedPass:
+    """The launches of a pass: those of long rows, which may run beside the others."""
+
+    operands: Operands
+    losses: Array
+    long: Launches
+    short: Launches
 
 
 def even_ranges(degrees: np.ndarray, n_ranges: int) -> np.ndarray:
@@ -387,6 +417,7 @@ class Msgd:
             self.short[side] = device.upload(short)
             _check_walk(device, walk, self.stored, short=self.short[side])
         self._kernels = MsgdKernels(device, config)
+        self._passes: dict[Side, PreparedPass] = {}
 
     def n_losses(self, side: Side | None) -> int:
         """Number of sums of squared errors of a pass."""
@@ -404,27 +435,42 @@ class Msgd:
         """
         assert side is not None
         moved, fixed = work[side], work[other_side(side)]
-        _check_rows(self.device, moved, fixed, self.stored)
-        if side in self.bounds:
-            walk, bounds = self.walks[self.layouts[side]].whole, self.bounds[side]
-            self._kernels.decentralized(moved, fixed, walk, bounds, terms, losses)
-            return
         if self.read != self.stored:
             fixed = FactorRows(fixed.matrix.astype(self.read), fixed.bias)
+        prepared = self._prepared(side, moved, fixed, terms, losses)
+        begun, beside = self.device.record(), self.beside and bool(prepared.long and prepared.short)
+        with self.device.active():
+            try:
+                with self.device.beside(begun) if beside else nullcontext():
+                    for launch in prepared.long:
+                        launch()
+                for launch in prepared.short:
+                    launch()
+            finally:  # memory must not be released before these launches end
+                if beside:
+                    with self.device.beside(begun):
+                        walked = self.device.record()
+                    self.device.wait(walked)
+
+    def _prepared(self, side: Side, moved: FactorRows, fixed: FactorRows, terms: Terms, losses: Array) -> PreparedPass:
+        """The launches of a pass for these operands, of which only the first ones of a form are checked."""
+        known = self._passes.get(side)
+        if known is None or known.losses is not losses or not known.operands.set(moved, fixed, terms):
+            _check_rows(self.device, moved, fixed, self.stored, self.read)
+            known = self._passes[side] = self._prepare(side, Operands(self.device, moved, fixed, terms), losses)
+        return known
+
+    def _prepare(self, side: Side, operands: Operands, losses: Array) -> PreparedPass:
+        if side in self.bounds:
+            walk = self.walks[self.layouts[side]].whole
+            return PreparedPass(
+                operands, losses, [], self._kernels.decentralized(operands, walk, self.bounds[side], losses)
+            )
         walk, long, short = self.walks[side], self.long[side], self.short[side]
         n_long = walk.n_ranges * len(long.rows)
-        of_long = losses[:n_long].reshape(walk.n_ranges, len(long.rows))
-        of_short = losses[n_long:].reshape(walk.n_ranges, len(short))
-        begun, beside = self.device.record(), self.beside and len(long.rows) > 0 and len(short) > 0
-        try:
-            with self.device.beside(begun) if beside else nullcontext():
-                self._kernels.blocked(moved, fixed, walk, long, terms, of_long)
-            self._kernels.centralized(moved, fixed, walk, short, terms, of_short)
-        finally:  # memory must not be released before these launches end
-            if beside:
-                with self.device.beside(begun):
-                    walked = self.device.record()
-                self.device.wait(walked)
+        of_long = self._kernels.blocked(operands, walk, long, losses[:n_long].reshape(walk.n_ranges, len(long.rows)))
+        sums = losses[n_long:].reshape(walk.n_ranges, len(short))
+        return PreparedPass(operands, losses, of_long, self._kernels.centralized(operands, walk, short, sums))
 
 
 # ---------------------------------------------------------------------------------------------- batch-Hogwild

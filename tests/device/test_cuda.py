@@ -22,12 +22,13 @@ from hybridmf.core.system import parse_bytes
 from hybridmf.device import compiler
 from hybridmf.device import copier as copiers
 from hybridmf.device import cuda as devices
+from hybridmf.device.arguments import Struct
 from hybridmf.device.cuda import MEMORY_LIMIT, CudaDevice, DeviceSpec, open_device, parse_device
 from hybridmf.errors import DeviceError, DeviceLostError, DeviceMemoryError, MemoryBudgetError, StoreError
 from hybridmf.plan import dispatch
 from hybridmf.plan import types as plan_types
 from support.emulated import EmulatedDevice
-from support.fake_cupy import CompileException, CUDADriverError, CUDARuntimeError, Machine, OutOfMemoryError
+from support.fake_cupy import Array, CompileException, CUDADriverError, CUDARuntimeError, Machine, OutOfMemoryError
 from support.messages import says
 from support.ratings import planted
 
@@ -490,6 +491,22 @@ def test_kernels_are_compiled_once_and_launched(machine: Machine) -> None:
     assert [shared for *_, shared, _ in module.launches] == [1000, 100_000, 70_000]
     assert [limit for *_, limit in module.launches] == [48 * 1024, 100_000, 100_000]
     assert module.launches[0][:3] == ((5,), (32,), (np.int64(1),))
+
+
+def test_a_prepared_launch_reads_its_structs_when_it_is_made(machine: Machine) -> None:
+    """Sizes are those of the kernel, arrays are passed by address, fields may change between launches."""
+    module = machine()
+    device = open_device()
+    array, other = (np.zeros(3).view(Array) for _ in range(2))
+    struct = Struct((array, np.int64(7)), device.address)
+    launch = device.prepare(("text", "f", ()), (5,), (32,), [struct, other], 100_000)
+    launch()
+    struct.set((other, np.int64(8)))
+    launch()
+    first, second = (address.ctypes.data for address in (array, other))
+    assert [given for _, _, given, *_ in module.launches] == [(first, second), (second, second)]
+    assert struct.packed.tolist() == (second, 8)
+    assert module.launches[0][:2] == ((5, 1, 1), (32, 1, 1)) and module.launches[0][3:] == (100_000, 100_000)
 
 
 def test_a_program_has_one_kernel() -> None:

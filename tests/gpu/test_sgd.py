@@ -697,11 +697,11 @@ def test_an_interrupted_pass_leaves_no_concurrent_work(monkeypatch):
     schedule = sgd.Msgd(device, {"user": problem.matrix, "item": transpose(problem.matrix)}, "mixed", 5, 7)
     work = dict(zip(SIDES, map(problem.rows, problem.factors), strict=True))
 
-    def interrupted(*_: Any) -> None:
+    def interrupted() -> None:
         assert device.waiting
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sgd.MsgdKernels, "centralized", interrupted)
+    monkeypatch.setattr(sgd.MsgdKernels, "centralized", lambda *_: [interrupted])
     with pytest.raises(KeyboardInterrupt):
         one_pass(schedule, "item", work)
     assert not device.waiting

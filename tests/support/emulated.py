@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridmf.device.arguments import passed
+from hybridmf.device.arguments import Struct, passed
 from hybridmf.device.cuda import DeviceSpec, Resources
 from hybridmf.errors import DeviceMemoryError
 
@@ -334,6 +334,25 @@ class EmulatedDevice:
     def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
         self.kernel(source, name, constants)  # what does not compile is told here, as on a GPU
         return Resources(0, 0)
+
+    def prepare(
+        self,
+        program: tuple[str, str, tuple[str, ...]],
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: Sequence[Any],
+        shared_bytes: int = 0,
+    ) -> Callable[[], None]:
+        kernel = self.kernel(*program)
+
+        def launch() -> None:
+            given = [each.packed[()].copy() if isinstance(each, Struct) else each for each in arguments]
+            kernel(grid, block, given, shared_bytes)
+
+        return launch
+
+    def address(self, array: np.ndarray) -> int:
+        return _address(array)
 
     def record(self) -> Any:
         return None

@@ -66,6 +66,7 @@ class Function:
 
     def __init__(self, module: FakeCupy, name: str) -> None:
         self.module, self.name = module, name
+        self.kernel = SimpleNamespace(ptr=self)
 
     def __call__(self, grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
         self.module.fail("launch")
@@ -158,7 +159,7 @@ class FakeCupy(types.ModuleType):
                 memcpyAsync=self.copy,
                 eventQuery=self.query,
             ),
-            driver=SimpleNamespace(CUDADriverError=CUDADriverError),
+            driver=SimpleNamespace(CUDADriverError=CUDADriverError, launchKernel=self.launch_prepared),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             compiler=SimpleNamespace(CompileException=CompileException),
             Device=lambda index: contextlib.nullcontext(),
@@ -177,6 +178,14 @@ class FakeCupy(types.ModuleType):
             raise type(self.broken)(*self.broken.args)
         if name in self.errors:
             raise self.errors[name]
+
+    def launch_prepared(self, function: Function, *sizes: int) -> None:
+        """Notes the memory of up to two arguments of 8 bytes, which CUDA reads now."""
+        *sizes, stream, pointers, extra = sizes
+        assert not extra and stream == Stream.ptr
+        addresses = (ctypes.c_void_p * 2).from_address(pointers)
+        given = tuple(ctypes.c_int64.from_address(address).value for address in addresses)
+        function(tuple(sizes[:3]), tuple(sizes[3:6]), given, sizes[6])
 
     def count(self) -> int:
         self.fail("count")
