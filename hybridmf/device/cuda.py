@@ -124,8 +124,10 @@ def _packed(argument: Any) -> np.ndarray:
         return argument.packed
     if isinstance(argument, np.generic):
         return np.asarray(argument)
-    value = passed(argument, _address)
-    return value if isinstance(value, np.ndarray) else np.array(_address(argument), dtype=np.uintp)
+    if isinstance(argument, tuple):
+        struct: np.ndarray = passed(argument, _address)
+        return struct
+    return np.array(_address(argument), dtype=np.uintp)
 
 
 def parse_device(device: str) -> int:
