@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def processor() -> str:
 def record(file: str, line: dict[str, Any]) -> None:
     """Append one measurement with machine, versions and sources to bench/results/<file>.jsonl."""
     stamp = {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": {
             "processor": processor(),
             "cores": os.cpu_count(),

@@ -22,7 +22,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ class AssemblySample:
 def run_clouds(recorder: Recorder, device: Device, profile: str) -> None:
     """Gates fig. 13; data in the shape of the paper's (rec-eachmovie, Table I)."""
     sample = Sample.draw(61_265, 1_623, 2_811_717)
-    run = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    run = datetime.now(UTC).isoformat(timespec="seconds")
     ranks = CLOUD_RANKS[profile]
     for place, rank in enumerate(ranks):
         if not recorder.has_time(f"cloud, f = {rank}"):

@@ -185,7 +185,7 @@ class WorkerTransport(Transport):
     async def _ask(self, address: str) -> str:
         try:
             return str(await asyncio.wait_for(self.worker.rpc(address).hybridmf_state(job=self.job), PATIENCE))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return ""  # busy; `timeout` decides
         except Exception as error:
             return f"is lost ({type(error).__name__}: {error})"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import IO, Any, cast
+from typing import IO, Any, cast, overload
 
 import numpy as np
 import scipy.sparse as sp
@@ -687,6 +687,14 @@ def _refuse_columns(path: str, format: str, options: FileOptions) -> None:
 # ----------------------------------------------------------------------------------------------------------- the split
 
 
+@overload
+def split(
+    ratings: Ratings, test_size: float | int = 0.1, random_state: Any = None, *, by: str = "random"
+) -> tuple[Ratings, Ratings]: ...
+@overload
+def split(
+    ratings: Any, test_size: float | int = 0.1, random_state: Any = None, *, by: str = "random"
+) -> tuple[Any, Any]: ...
 def split(
     ratings: Any, test_size: float | int = 0.1, random_state: Any = None, *, by: str = "random"
 ) -> tuple[Any, Any]:
@@ -736,6 +744,10 @@ def split(
     return _parts(ratings, matrix, mask)
 
 
+@overload
+def leave_k_out(ratings: Ratings, k: int = 1, random_state: Any = None) -> tuple[Ratings, Ratings]: ...
+@overload
+def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any, Any]: ...
 def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any, Any]:
     """Hold out k random entries of each user who has more than k; others keep all of theirs.
 
@@ -761,6 +773,10 @@ def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any
     return _parts(ratings, matrix, last_of_each_user(matrix, check_rng(random_state).random(matrix.nnz), count))
 
 
+@overload
+def k_fold(ratings: Ratings, n_splits: int = 5, random_state: Any = None) -> Iterator[tuple[Ratings, Ratings]]: ...
+@overload
+def k_fold(ratings: Any, n_splits: int = 5, random_state: Any = None) -> Iterator[tuple[Any, Any]]: ...
 def k_fold(ratings: Any, n_splits: int = 5, random_state: Any = None) -> Iterator[tuple[Any, Any]]:
     """Folds over the entries: each entry is in one test part.
 

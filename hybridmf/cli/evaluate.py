@@ -80,7 +80,7 @@ def command(
     names = tuple(dict.fromkeys(metrics)) or METRICS[kind]
     test = seen_matrix(model, read_ratings(test_source, where, **options), source_name(test_source))
     train = None
-    models = {type(model).__name__: model}
+    models: dict[str, Any] = {type(model).__name__: model}
     if train_file is not None:
         train = seen_matrix(model, read_ratings(train_file, where, **options), train_file)
         models["most popular items, mean ratings"] = PopularityRecommender().fit(train)

@@ -322,7 +322,7 @@ def _conversion(side: str, two: Sequence[tuple[str, np.ndarray, Any]]) -> str | 
     if target is None or len(_label_types(wanted)) > 1:
         return None
     try:
-        converted = given.astype(target)
+        converted: np.ndarray = given.astype(target)
     except (TypeError, ValueError):
         return None
     lossy = given.dtype.kind == "f" and (target is np.str_ or not np.array_equal(converted, given))

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import scipy.sparse as sp
@@ -161,7 +161,7 @@ class FactorModel(ServingMixin):
         validate_every: int = 1,
         item_features: Any = None,
         user_features: Any = None,
-    ) -> Any:
+    ) -> Self:
         """Learn user and item factors.
 
         Parameters
@@ -250,7 +250,8 @@ class FactorModel(ServingMixin):
         given: dict[Side, Any] = {"user": user_features, "item": item_features}
         features = {side: value for side, value in given.items() if value is not None}
         source = LocalRatings(self, user_items, weights, late=late, features=features)
-        return Fit(self, source, options, stopwatch=stopwatch).run()
+        Fit(self, source, options, stopwatch=stopwatch).run()
+        return self
 
     def _seed_bits(self, kept: int | None) -> int | None:
         """Seed of random numbers in iterations: from a checkpoint, else by `random_state`; None if none are drawn."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeAlias, cast
 
 from ..als import ExplicitALS, ImplicitALS
 from ..ccd import CCD
@@ -16,8 +16,11 @@ from .files import ModelFile
 ESTIMATORS: dict[str, type[FactorModel]] = {cls.__name__: cls for cls in (CCD, SGD, ExplicitALS, ImplicitALS)}
 """The classes of models that files hold."""
 
+Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD
+"""What a model file holds."""
 
-def load(path: str | os.PathLike[str] | BinaryIO, *, mapped: bool = False) -> Any:
+
+def load(path: str | os.PathLike[str] | BinaryIO, *, mapped: bool = False) -> Model:
     """Read a model that ``model.save(path)`` wrote.
 
     Parameters
@@ -52,4 +55,4 @@ def load(path: str | os.PathLike[str] | BinaryIO, *, mapped: bool = False) -> An
     except (TypeError, ValueError, OverflowError) as error:
         raise ModelFileError(f"{str(content.path)!r} holds parameters this hybridmf cannot use: {error}") from error
     content.check_model(model)
-    return model
+    return cast(Model, model)

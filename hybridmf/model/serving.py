@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -854,7 +854,7 @@ class ServingMixin(Estimator):
 
     # ------------------------------------------------------------------------------------------------ updates
 
-    def partial_fit_users(self, ids: Any, rows: Any, *, labels: Any = None) -> Any:
+    def partial_fit_users(self, ids: Any, rows: Any, *, labels: Any = None) -> Self:
         """Update or add users by folding in their rows; item factors do not change.
 
         Parameters
@@ -882,7 +882,7 @@ class ServingMixin(Estimator):
             self._learn(_updated(learned, "user", positions, matrix, names))
         return self
 
-    def partial_fit_items(self, ids: Any, cols: Any, *, labels: Any = None) -> Any:
+    def partial_fit_items(self, ids: Any, cols: Any, *, labels: Any = None) -> Self:
         """Update or add items by folding in their columns; user factors do not change.
 
         Parameters
@@ -918,7 +918,7 @@ class ServingMixin(Estimator):
 
     def set_factors(
         self, user_factors: Any = None, item_factors: Any = None, *, user_bias: Any = None, item_bias: Any = None
-    ) -> Any:
+    ) -> Self:
         """Replace the factors of all users or all items, for example by edited copies of `user_factors_`.
 
         Every later call uses them, `save` included; calls in progress keep the old ones. What is not given stays as it

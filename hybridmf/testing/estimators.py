@@ -85,7 +85,7 @@ class EstimatorContract:
     def ratings(self) -> sp.csr_array:
         """Ratings from 1 to 5 of 60 users and 40 items, a fifth observed, that follow factors of rank 3."""
         rng = np.random.default_rng(0)
-        scores = 3 + rng.normal(size=(60, 3)) @ rng.normal(size=(40, 3)).T + rng.normal(scale=0.2, size=(60, 40))
+        scores: Any = 3 + rng.normal(size=(60, 3)) @ rng.normal(size=(40, 3)).T + rng.normal(scale=0.2, size=(60, 40))
         scores = np.clip(scores, 1, 5).astype(np.float32) * (rng.random((60, 40)) < 0.2)
         scores[self.EMPTY_USER] = scores[:, self.EMPTY_ITEM] = 0
         return sp.csr_array(scores)

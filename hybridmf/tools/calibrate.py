@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,7 @@ def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dic
     """
     tell: Say = say or (lambda text: None)
     cpu = _measure_cpu(tell)
-    machine = replace(built_in(), cpu=cpu, source=f"measured on {datetime.now(timezone.utc):%Y-%m-%d}")
+    machine = replace(built_in(), cpu=cpu, source=f"measured on {datetime.now(UTC):%Y-%m-%d}")
     found, reason = dispatch.find_gpu("auto") if gpu else (None, "not asked for")
     if found is None:
         tell(f"no GPU is measured: {reason}")

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from ..._version import __version__
@@ -221,7 +221,7 @@ def stamp(device: Device) -> dict[str, Any]:
         import cupy
 
         gpu |= {"cuda": cupy.cuda.runtime.runtimeGetVersion(), "cupy": cupy.__version__}
-    return {"gpu": gpu, "versions": {"hybridmf": __version__}, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+    return {"gpu": gpu, "versions": {"hybridmf": __version__}, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 class Tuner:
