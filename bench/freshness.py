@@ -42,7 +42,8 @@ TOP_K_CPU: Patterns = (*KERNELS_CPU, "hybridmf/native/_topk.pyx", "hybridmf/cpu/
 
 TILES: Patterns = ("hybridmf/_formats.pyx", "hybridmf/formats.py")
 
-LAUNCH: Patterns = ("cuda/common.cuh", "hybridmf/gpu/launch.py", "hybridmf/device/cuda.py")
+LAUNCH: Patterns = ("cuda/common.cuh", "cuda/arrays.cu", "hybridmf/gpu/launch.py", "hybridmf/gpu/arrays.py",
+                    "hybridmf/device/cuda.py")  # fmt: skip
 
 SYSTEMS_GPU: Patterns = (*LAUNCH, "cuda/tensor.cuh", "cuda/fragments.cuh", "cuda/system.cuh", "cuda/cholesky*.cu",
                          "hybridmf/gpu/systems.py", "hybridmf/gpu/cholesky_any.py")  # fmt: skip
@@ -90,6 +91,7 @@ PUBLISHED_GPU: Patterns = (*PUBLISHED, *DRAWN_GPU)
 CODE: dict[str, Patterns | dict[str, Patterns]] = {
     "biases": (*ALS_CPU, *SGD_CPU, *SHAPES),
     "checkpoints": ("hybridmf/model/checkpoint.py", *FITS, *ALS_GPU, *SHAPES),
+    "cold": (*ALS_GPU, *TOP_K_GPU, *SET_UP_GPU, *FITS, "hybridmf/device/compiler.py", "hybridmf/search.py", *SHAPES),
     "cpu": {
         "": (*ALS_CPU, *SHAPES),
         "top 10, filtered": (*TOP_K_CPU, *SHAPES),
