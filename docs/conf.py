@@ -59,7 +59,7 @@ html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")  # one address fo
 html_math_renderer = "katex"
 
 CHAPTERS: dict[str, tuple[str, ...]] = {
-    "Start": ("quickstart", "choosing", "porting", "tuning", "notebooks/index"),
+    "Start": ("install", "quickstart", "first-week", "choosing", "porting", "tuning", "notebooks/index"),
     "User guide": (
         "data",
         "training",
