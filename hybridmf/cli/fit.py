@@ -31,6 +31,7 @@ from ..plan.start import STARTS
 from ..plots import save, training
 from ..ratings import Ratings, split
 from ..tools.preview import plan
+from .features import NAMES, features_of, features_options
 from .hyperparameters import METRICS, SECTIONS, Model, make_model, model_options
 from .options import (
     Sectioned,
@@ -57,7 +58,8 @@ from .sources import (
     where_option,
 )
 
-HELD_OUT = {
+MORE = {
+    "Features": NAMES,
     "Evaluation and validation": (
         "test_size", "test_file", "split_by", "validation", "validation_users", "validate_every", "patience", "metric",
         "plot",
@@ -70,7 +72,7 @@ HELD_OUT = {
 @click.command(
     "fit",
     cls=Sectioned,
-    sections=SECTIONS | HELD_OUT | READING,
+    sections=SECTIONS | MORE | READING,
     epilog=examples(
         "hybridmf fit ratings.dat -o model.safetensors --factors 32 --test-size 0.1",
         "hybridmf fit 2025.csv 2026.csv -o model.safetensors",
@@ -91,6 +93,7 @@ HELD_OUT = {
 @click.option(
     "--weights", metavar="COLUMN", help="Confidence of each rating, in place of 1 + alpha x value (implicit only)."
 )
+@features_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the split and the initial factors.")
 @click.option(
     "--test-size", type=float, default=0.1, show_default=True,
@@ -107,7 +110,7 @@ HELD_OUT = {
 @click.option("--validate-every", type=int, metavar="N", help="Measure it after every N iterations.  [default: 1]")
 @click.option(
     "--split-by", type=click.Choice(WAYS), default="random", show_default=True,
-    help="Ratings to hold out: any ratings, all of some users, the latest, or the last of each user.",
+    help="Ratings to hold out: any ratings, all of some users or items, the latest, or the last of each user.",
 )  # fmt: skip
 @click.option(
     "--patience", type=int, metavar="N", help="Stop after N iterations without a better --validation; keep the best."
@@ -139,6 +142,11 @@ def command(
     init: str | None,
     freeze: Side | None,
     weights: str | None,
+    item_features: str | None,
+    item_feature_columns: str | None,
+    user_features: str | None,
+    user_feature_columns: str | None,
+    tag_separator: str | None,
     where: tuple[str, ...],
     plot: str | None,
     as_json: bool,
@@ -157,7 +165,7 @@ def command(
     """
     source = one_source(ratings_files)
     init_file = init if init not in STARTS else None
-    read_files = files_of(source, test_file, init_file)
+    read_files = files_of(source, test_file, init_file, item_features, user_features)
     refuse_overwriting(output, *read_files)
     refuse_overwriting(plot, *read_files, output)
     quiet = quiet or as_json
@@ -169,6 +177,10 @@ def command(
     if weights is not None and (kind != "implicit" or is_store(source)):
         raise click.UsageError("--weights names a column of a file of ratings for --model implicit; leave it out")
     model.init = init if init_file is None else load(init_file)
+    files: dict[Side, tuple[str | None, str | None]] = {
+        "item": (item_features, item_feature_columns), "user": (user_features, user_feature_columns),
+    }  # fmt: skip
+    features: dict[str, Any] = features_of(files, tag_separator)
     test_size = _test_size(test_file, test_size)
     share = share_of(validation)
     watching = _early_stopping(validation, patience, metric)
@@ -194,6 +206,8 @@ def command(
         held_out = read_ratings(validation, where, show_progress=not quiet, **options)
         watching |= {"validation": held_out, "unknown": "drop"}
     say(f"\nPlan\n{textwrap.indent(str(plan(train, model)), '  ')}\n")
+    for argument, given in features.items():
+        say(f"{argument.replace('_', ' ').capitalize()}: {len(given.names):,} of {len(given):,} {argument[:4]}s.")
     if resume:
         say(f"Going on from {checkpoint}.\n" if "resume_from" in saving else f"No checkpoint in {checkpoint} yet.\n")
     if plot is not None:
@@ -201,10 +215,10 @@ def command(
     if weights is not None:
         given = read_ratings(source, where, show_progress=not quiet, **options | {"value": weights})
         watching["weights"] = _weights_of(given, train, weights)
-    model.fit(train, show_progress=not quiet, freeze=freeze, **saving, **watching)
+    model.fit(train, show_progress=not quiet, freeze=freeze, **features, **saving, **watching)
     if not as_json:
         click.echo(_training_summary(model))
-    found = None if test is None else _evaluations(kind, model, train, test)
+    found = None if test is None else _evaluations(kind, model, train, test, include_cold=split_by == "item")
     if found is not None and not as_json:
         click.echo(found if isinstance(found, str) else _held_out_summary(kind, found))
     save_model(model, output)
@@ -338,13 +352,16 @@ def _training_summary(model: Model) -> str:
     return text if model.n_iter_ == len(model.history_) else f"{text} The best iteration is {model.n_iter_}."
 
 
-def _evaluations(kind: str, model: Any, train: Any, test: Ratings) -> dict[str, Evaluation] | str:
+def _evaluations(
+    kind: str, model: Any, train: Any, test: Ratings, *, include_cold: bool
+) -> dict[str, Evaluation] | str:
     """Metrics of the model and of the baseline on held-out ratings; or why there are none."""
     seen = train.to_ratings() if isinstance(train, Store) else train
     both = {type(model).__name__: model, BASELINES[kind]: PopularityRecommender().fit(seen)}
     try:
         return {
-            name: evaluate(each, test, train=seen, metrics=METRICS[kind], unknown="drop") for name, each in both.items()
+            name: evaluate(each, test, train=seen, metrics=METRICS[kind], unknown="drop", include_cold=include_cold)
+            for name, each in both.items()
         }
     except ValueError as error:  # keep the model even if the test part cannot be evaluated
         return f"Not evaluated: {error}"

@@ -34,7 +34,7 @@ OWN_OPTIONS = ("init", "random_state")
 SECTIONS = {
     "Model": (
         "regularization_scaling", "alpha", "unobserved_weight", "count_unobserved", "biases", "bias_regularization",
-        "nonnegative", "init", "freeze", "weights",
+        "nonnegative", "item_feature_weight", "user_feature_weight", "init", "freeze", "weights",
     ),
     "Solver and precision": (
         "solver", "cg_steps", "block_size", "balance", "precision", "dtype", "num_threads", "gpu_memory_limit",
@@ -47,6 +47,7 @@ SECTIONS = {
 TYPES: dict[str, Any] = {
     "int": int,
     "int | None": int,
+    "float": float,
     "float | None": float,
     "float | tuple[float, float] | None": PairType(),
     "Scaling | tuple[Scaling, Scaling] | None": PairType("none", "count"),

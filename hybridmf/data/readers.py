@@ -344,6 +344,14 @@ def read_json_lines(path: str, options: FileOptions) -> Entries:
     return frame_entries(_json_lines(path), path, *options.selectors, options.timestamp, where, missing, weight)
 
 
+def read_frame(path: str, format: str) -> Any:
+    """Table of pyarrow of a whole file, "parquet" or "jsonl"."""
+    if format == "jsonl":
+        return _json_lines(path)
+    with _parquet(path) as file:
+        return file.read()
+
+
 def _json_lines(path: str) -> Any:
     """Table of a file of JSON lines."""
     import_before_arrow()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import logging
 from decimal import Decimal
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.data import features as module
+from hybridmf.data import feature_columns as module
 from hybridmf.data.features import align_features
 from hybridmf.errors import MemoryBudgetError, RatingsError, UnknownLabelError
 from support.messages import says
@@ -84,6 +85,8 @@ def test_codes_as_categories():
     features = hmf.Features.from_frame(films(), columns=["year"], categories=["year"])
     assert features.names == ["year:1940", "year:1950", "year:1960", "year:1970"]
     np.testing.assert_array_equal(features.matrix.toarray(), np.eye(4))
+    floats = hmf.Features.from_frame(films(year=[1940.0, 1950.5, np.nan, 1970]), columns=["year"], categories=["year"])
+    assert floats.names == ["year:1940", "year:1950.5", "year:1970"]
 
 
 def test_objects_of_pandas():
@@ -386,3 +389,78 @@ def test_coding_survives_json():
     for key, value in (("shift", [1]), ("scale", [0] * 7), ("columns", [{"name": "a", "kind": "b"}])):
         with pytest.raises(ValueError, match=r"features|kinds"):
             hmf.Features.from_coding({**coding, key: value})
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+LINES = [
+    "movieId{0}title{0}genre{0}year{0}family{0}country",
+    "10{0}Laura{0}noir/crime{0}1940{0}true{0}us",
+    "20{0}Détour{0}noir{0}1950{0}false{0}fr",
+    "30{0}Rififi{0}{0}1960{0}false{0}",
+    "40{0}Gilda{0}drama{0}1970{0}true{0}us",
+]
+COLUMNS = ["genre", "year", "family", "country"]
+
+
+def assert_films(features):
+    assert features.labels.tolist() == FILMS["movieId"] and sorted(features.names) == sorted(NAMES)
+    cells = features.matrix.toarray()[:, [features.names.index(name) for name in NAMES]]
+    np.testing.assert_allclose(cells, CELLS, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mark", ["::", "\t", "|", ";", ","])
+@pytest.mark.parametrize("coding", ["utf-8", "utf-8-sig", "latin-1"])
+def test_text_files(tmp_path, mark, coding):
+    text = "\n".join(LINES).format(mark) + "\n"
+    path = tmp_path / "films.txt"
+    path.write_bytes(text.encode(coding))
+    assert_films(hmf.Features.from_file(path, columns=COLUMNS, separator="/"))
+    packed = tmp_path / "films.txt.gz"
+    packed.write_bytes(gzip.compress(text.encode(coding)))
+    assert_films(hmf.Features.from_file(packed, columns=COLUMNS, separator={"genre": "/"}, field_separator=mark))
+
+
+def test_titles_of_a_file_are_what_it_says(tmp_path):
+    path = tmp_path / "films.csv"
+    path.write_text('movieId,title\n10,"Laura, or not"\n20,7\n', encoding="latin-1")
+    assert hmf.Features.from_file(path).names == ["title:7", "title:Laura, or not"]
+    path.write_text("movieId,code\n010,1.5\n20,NA\n")
+    with pytest.raises(RatingsError, match=says("'code'", "is null in 1 of 2 rows (the first is row 1)")):
+        hmf.Features.from_file(path)
+    path.write_text("movieId,code\n010,1.5\n20,2.5\n")
+    assert hmf.Features.from_file(path).labels.tolist() == ["010", "20"]  # as in ratings
+    path.write_text("movieId,code,other\n1,007,.5\n2,10,-1e3\n")
+    assert hmf.Features.from_file(path).names == ["code:007", "code:10", "other"]
+
+
+def test_parquet_and_json_lines(tmp_path):
+    pl.DataFrame(FILMS).write_parquet(tmp_path / "films.parquet")
+    assert_films(hmf.Features.from_file(tmp_path / "films.parquet"))
+    rows = "\n".join(json.dumps(row) for row in pl.DataFrame(FILMS).to_dicts())
+    (tmp_path / "films.jsonl").write_text(rows)
+    assert_films(hmf.Features.from_file(tmp_path / "films.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("\n \n", ("films.csv is empty",)),
+        ("movieId\n1\n", ("no separator in its first line, 'movieId'",)),
+        ("movieId,year\n1,1990\n2\n", ("row 3 has 1 fields", "names 2 columns ('movieId', 'year')", "','")),
+        ("movieId,year,year\n1,2,3\n", ("2 columns named 'year'",)),
+        ("movieId,year\n", ("0 rows",)),
+    ],
+)
+def test_bad_files(tmp_path, text, parts):
+    path = tmp_path / "films.csv"
+    path.write_text(text)
+    with pytest.raises(RatingsError, match=says(*parts)):
+        hmf.Features.from_file(path)
+
+
+def test_a_matrix_in_a_file_has_no_names(tmp_path):
+    path = tmp_path / "matrix.npz"
+    sp.save_npz(path, sp.csr_array(np.eye(3)))
+    with pytest.raises(RatingsError, match=says("is a matrix without names", "Features(matrix)")):
+        hmf.Features.from_file(path)

@@ -1,0 +1,67 @@
+"""Features of items and users from files, as options of the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from ..core.objective import Side
+from ..data.features import Features
+from ..errors import RatingsError
+from .sources import existing_file, spelled_separator
+
+NAMES = ("item_features", "item_feature_columns", "user_features", "user_feature_columns", "tag_separator")
+"""Parameters of `features_options`."""
+
+
+def features_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that name files of features."""
+    options = [
+        click.option(
+            f"--{side}-features", type=existing_file,
+            help=f"File with a row for each {side}: its id, genres, year, ... (CSV with names in line 1, Parquet).",
+        )
+        for side in ("item", "user")
+    ]  # fmt: skip
+    columns = [
+        click.option(
+            f"--{side}-feature-columns", metavar="NAME,...", help="Its columns to use.  [default: all but the id]"
+        )
+        for side in ("item", "user")
+    ]
+    tags = click.option(
+        "--tag-separator", metavar="TEXT", help='Between the tags in a field of these files, such as "|".'
+    )
+    for option in reversed((options[0], columns[0], options[1], columns[1], tags)):
+        command = option(command)
+    return command
+
+
+def _with_options(text: str, side: Side) -> str:
+    """A message of the library with options in place of arguments."""
+    text = re.sub(r"; categories=\[.*?\] takes.*$", "", text)
+    text = re.sub(r"pass label=.*$", f"name it {side}_id in line 1", text, flags=re.DOTALL)
+    text = re.sub(r"\bcolumns=('[^']*')?", f"--{side}-feature-columns", text)
+    return text.replace("separator='|'", "--tag-separator '|'").replace("separator=", "--tag-separator")
+
+
+def features_of(files: Mapping[Side, tuple[str | None, str | None]], tag_separator: str | None) -> dict[str, Features]:
+    """Arguments of `fit` from the files and columns of each side."""
+    for side, (path, columns) in files.items():
+        if path is None and columns is not None:
+            raise click.UsageError(f"--{side}-feature-columns needs --{side}-features FILE")
+    found = {}
+    for side, (path, columns) in files.items():
+        if path is None:
+            continue
+        chosen = None if columns is None else [name.strip() for name in columns.split(",")]
+        try:
+            found[f"{side}_features"] = Features._of_side(path, side, chosen, spelled_separator(tag_separator))
+        except (RatingsError, TypeError) as error:  # whose advice is arguments of Features.from_file
+            raise type(error)(_with_options(str(error), side)) from error
+    if tag_separator is not None and not found:
+        raise click.UsageError("--tag-separator needs --item-features FILE or --user-features FILE")
+    return found

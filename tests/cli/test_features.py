@@ -1,0 +1,76 @@
+"""`hybridmf fit` with files of features."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import hybridmf as hmf
+from support.command_line import refuse, succeed
+
+FIT = ("--factors", 3, "--iterations", 2, "--test-size", 0, "--quiet")
+
+
+@pytest.fixture
+def films(folder, tmp_path):
+    """A file of features of the items of ratings.csv and of one more."""
+    ratings = hmf.Ratings.from_file(folder / "ratings.csv")
+    path = tmp_path / "films.csv"
+    rows = [f"{name},Film {name},{('noir', 'noir|war', 'war')[k % 3]},{1940 + k}" for k, name in
+            enumerate([*ratings.item_ids, "new"])]  # fmt: skip
+    path.write_text("film_id,title,genres,year\n" + "\n".join(rows) + "\n")
+    return path
+
+
+def test_features_reach_the_model(folder, films, tmp_path):
+    out = tmp_path / "m.safetensors"
+    output = succeed(
+        "fit", folder / "ratings.csv", "-o", out, *FIT[:-1], "--model", "implicit", "--item-features", films,
+        "--item-feature-columns", "genres, year", "--tag-separator", "|", "--item-feature-weight", 0.5,
+    )  # fmt: skip
+    ratings = hmf.Ratings.from_file(folder / "ratings.csv")
+    assert f"Item features: 3 of {ratings.n_items + 1} items." in output
+    features = hmf.Features.from_file(films, columns=["genres", "year"], separator="|")
+    model = hmf.ImplicitALS(3, iterations=2, item_feature_weight=0.5, random_state=0)
+    model.fit(ratings, item_features=features)
+    assert "new" in model.item_ids_
+    np.testing.assert_array_equal(hmf.load(out).item_factors, model.item_factors)
+
+
+def test_features_of_users(folder, tmp_path):
+    ratings = hmf.Ratings.from_file(folder / "ratings.csv")
+    path = tmp_path / "users.csv"
+    ages = [f"{name},{20 + k},{'xyz'[k % 3]}" for k, name in enumerate(ratings.user_ids)]
+    path.write_text("user_id,age,country\n" + "\n".join(ages) + "\n")
+    out = tmp_path / "m.safetensors"
+    output = succeed("fit", folder / "ratings.csv", "-o", out, *FIT[:-1], "--user-features", path)
+    assert f"User features: 4 of {ratings.n_users} users." in output
+    model = hmf.ExplicitALS(3, iterations=2, random_state=0)
+    model.fit(ratings, user_features=hmf.Features.from_file(path))
+    np.testing.assert_array_equal(hmf.load(out).user_factors, model.user_factors)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((), ("column 'title'", "different values", "(--item-feature-columns)", "--tag-separator")),
+        (("--item-feature-columns", "genres"), ("column 'genres'", "pass --tag-separator '|'")),
+        (("--item-feature-columns", "genre"), ("has no column 'genre' (--item-feature-columns)", "'genres'")),
+        (("--user-feature-columns", "age"), ("--user-feature-columns needs --user-features FILE",)),
+    ],
+)
+def test_messages_name_options(folder, films, tmp_path, arguments, parts):
+    given = ("fit", folder / "ratings.csv", "-o", tmp_path / "m", *FIT, "--item-features", films, *arguments)
+    text = refuse(*given)
+    assert re.search(".*".join(map(re.escape, parts)), text), text
+    assert "columns=" not in text and "categories=" not in text
+
+
+def test_files_without_a_column_of_labels(folder, tmp_path):
+    path = tmp_path / "films.csv"
+    path.write_text("number,year\nm1,1990\nm2,1991\n")
+    given = ("fit", folder / "ratings.csv", "-o", tmp_path / "m", *FIT)
+    assert "name it item_id in line 1" in refuse(*given, "--item-features", path)
+    assert "--tag-separator needs --item-features" in refuse(*given, "--tag-separator", ";")
