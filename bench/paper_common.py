@@ -292,13 +292,13 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
     ----------
     device : Device
     ranks : iterable of int
-    methods : sequence of {"fused", "sparse_syrk", "mo_als", "bals"}
+    methods : sequence of {"fused", "sparse_syrk", "sparse_syrk_published", "mo_als", "bals", "bals_local"}
     implicit : bool
     """
     from hybridmf.gpu.fused import FusedKernels
     from hybridmf.gpu.launch import get_kernel
     from hybridmf.gpu.mo_als import MoAlsConfig
-    from hybridmf.gpu.sparse_syrk import SyrkConfig
+    from hybridmf.gpu.sparse_syrk import PublishedSyrkConfig, SyrkConfig
     from hybridmf.plan.fused import FusedConfig
 
     entries = {"REAL": np.dtype(np.float32), "IMPLICIT": implicit, "HAS_OFFSETS": False}
@@ -307,6 +307,8 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
     for rank in ranks:
         if "sparse_syrk" in methods:
             configs.append(("sparse_syrk", SyrkConfig.default(rank, 4, spec), {}))
+        if "sparse_syrk_published" in methods:
+            configs.append(("sparse_syrk_published", PublishedSyrkConfig.default(rank, 4, spec), {}))
         if "mo_als" in methods:
             switches = {"READ_ONLY": True, "REGISTERS": True}
             configs.append(("mo_als", MoAlsConfig.default(rank, 4, spec), switches))

@@ -1,16 +1,18 @@
-"""Gates, Anzt, Kurzak, Dongarra (IEEE Big Data 2015) measured again: figures 12 and 14 to 17 (13: paper_tuning.py).
+"""Gates, Anzt, Kurzak, Dongarra (IEEE Big Data 2015) measured again: figures 11, 12, 14 to 17 (13: paper_tuning.py).
 
     python bench/paper_gates.py                                   CPU, quick: small shapes, about a minute
     python bench/paper_gates.py --device cpu --profile full --threads 1,2,4,8,16
     python bench/paper_gates.py --device cuda --profile full      one GPU
+    python bench/paper_gates.py --task scaling --blas .../libmkl_rt.so.3    with another BLAS in place of SciPy's
     python bench/paper_gates.py --render                          docs/evidence/gates.md and its plots from the lines
 
-Tasks: "distribution" (fig. 12), "scaling" (figs. 14 and 15: parallel scaling on 1 to N cores), "iteration" (fig. 16: a
-full implicit iteration over the rank; fig. 17, speedups, follows from its lines).
+Tasks: "sparsity" (fig. 11), "distribution" (fig. 12), "scaling" (figs. 14 and 15: parallel scaling on 1 to N cores),
+"iteration" (fig. 16: a full implicit iteration over the rank; fig. 17, speedups, follows from its lines).
 
 Implicit feedback with alpha = 1 and lambda = 0.01 on data of the published sizes (`hybridmf.datasets`). Methods: their
-Level-2 and Level-3 ALS_CORE ("rank1", "blas3") and ours ("simd") on the CPU; their batched sparse-syrk, Cholesky and
-solve ("sparse_syrk") and ours ("fused") on a GPU; the library implicit, exact and with 3 steps of CG; Spark MLlib where
+Level-2 and Level-3 ALS_CORE ("rank1", "blas3_published", and with syrk in place of gemm "blas3") and ours ("simd") on
+the CPU; their batched sparse-syrk, Cholesky and solve, as printed ("sparse_syrk_published") and as we write it
+("sparse_syrk"), and ours ("fused") on a GPU; the library implicit, exact and with 3 steps of CG; Spark MLlib where
 pyspark and Java are installed, by the difference of two fits. Spark's penalty is lambda times the row's entries, which
 takes the same time. GraphLab and Mahout cannot be installed any more.
 """
@@ -18,9 +20,11 @@ takes the same time. GraphLab and Mahout cannot be installed any more.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import itertools
+import os
 import shutil
 import string
 import tempfile
@@ -38,6 +42,7 @@ import rivals
 from paper_common import Drawn, Line, Recorder
 
 import hybridmf as hmf
+from hybridmf.native import _als
 
 NAME = "paper_gates"
 
@@ -61,13 +66,23 @@ class Work:
     methods: tuple[str, ...] = ()
 
 
-OURS = ("simd", "blas3")
+BLAS_METHODS = ("rank1", "blas3", "blas3_published")
+"""Methods that call BLAS or LAPACK for each row."""
+
+OURS = ("simd", "blas3", "blas3_published")
 SLOWER = ("rank1", "implicit CG 3", "implicit exact")
 CPU_METHODS = (*OURS, "implicit CG 3", "implicit exact", "spark")
-GPU_METHODS = ("fused", "sparse_syrk")
+GPU_METHODS = ("fused", "sparse_syrk", "sparse_syrk_published")
+
+SPARSITY_ROWS = 2000
+"""Rows of figure 11."""
+
+SPARSITY_CELLS = (20, 24)
+"""Rows and columns of cells in which its entries are counted."""
 
 PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
     ("cpu", "quick"): {
+        "sparsity": [Work({"msd": 0.2})],
         "distribution": [Work({"eachmovie": 1.0, "msd": 0.2})],
         "scaling": [
             Work({"eachmovie": 0.5}, (96,), (*OURS, "implicit exact")),
@@ -76,6 +91,7 @@ PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
         "iteration": [Work({"netflix": 0.1, "msd": 0.1}, (10, 32, 64), CPU_METHODS[:-1])],
     },
     ("cpu", "full"): {
+        "sparsity": [Work({"msd": 0.3})],
         "distribution": [Work({"eachmovie": 1.0} | SMALLER)],
         "scaling": [
             Work({"eachmovie": 1.0}, (96,), OURS),
@@ -93,11 +109,13 @@ PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
         ],
     },
     ("cuda", "quick"): {
+        "sparsity": [Work({"msd": 0.1})],
         "distribution": [Work({"eachmovie": 1.0})],
         "scaling": [],
         "iteration": [Work({"netflix": 0.1, "msd": 0.1}, (10, 32, 64), GPU_METHODS)],
     },
     ("cuda", "full"): {
+        "sparsity": [Work({"msd": 1.0})],
         "distribution": [Work({"eachmovie": 1.0} | LARGE)],
         "scaling": [],
         "iteration": [
@@ -118,6 +136,7 @@ class Bench:
     repeats: int
     device: Any = None
     spark: Spark | None = None
+    blas: str = ""  # the library in place of SciPy's BLAS
     started: list[Any] = field(default_factory=list)
     judges: dict[tuple[str, float, int], rivals.Judge] = field(default_factory=dict)
     checked: set[tuple[str, float, int, str]] = field(default_factory=set)
@@ -178,7 +197,7 @@ def check_exact(bench: Bench, data: Drawn, f: int) -> None:
 
 
 def measure(bench: Bench, data: Drawn, f: int, threads: int, method: str) -> Line | None:
-    """Seconds of an iteration: as many after the first as `PATIENCE` allows, or the first of what takes longer."""
+    """Seconds of an iteration: as many after the first as `PATIENCE` allows, at least `FEWEST`."""
     bench.started.clear()
     run = prepare(bench, method, data, f, threads)
     if run is None:
@@ -186,9 +205,8 @@ def measure(bench: Bench, data: Drawn, f: int, threads: int, method: str) -> Lin
     started = time.perf_counter()
     first = run()  # warm-up, and how long to expect
     values = [first if isinstance(first, float) else time.perf_counter() - started]
-    if not isinstance(first, float) and values[0] < PATIENCE:
-        count = min(bench.repeats, int(PATIENCE / values.pop()))
-        for _ in range(count):
+    if not isinstance(first, float):
+        for _ in range(max(FEWEST, min(bench.repeats, int(PATIENCE / values.pop())))):
             started = time.perf_counter()
             run()
             values.append(time.perf_counter() - started)
@@ -198,11 +216,14 @@ def measure(bench: Bench, data: Drawn, f: int, threads: int, method: str) -> Lin
         bench.checked.add(case)
     bench.started.clear()
     gc.collect()
-    return paper.spread(values)
+    return paper.spread(values) | {"repeats": len(values)}
 
 
 PATIENCE = 2.5
-"""Seconds that all iterations after the first may take; if the first alone takes longer, it counts."""
+"""Seconds that all iterations after the first may take, if they are more than the fewest."""
+
+FEWEST = 2
+"""Iterations after the first that are timed however long they take."""
 
 
 class Spark:
@@ -267,6 +288,20 @@ def write_parquet(path: Path, data: Drawn) -> None:
 # ------------------------------------------------------------------------------------------ tasks
 
 
+def run_sparsity(bench: Bench, data: Drawn, work: Work) -> None:
+    """Figure 11: entries of the first rows, with items numbered in the order in which users first meet them."""
+    first = data.user[:SPARSITY_ROWS]
+    _, met, names = np.unique(first.indices, return_index=True, return_inverse=True)
+    places = np.empty(len(met), np.int64)
+    places[np.argsort(met)] = np.arange(len(met))
+    rows = np.repeat(np.arange(first.shape[0]), np.diff(first.indptr))
+    sizes = first.shape[0], len(met)
+    cells, _, _ = np.histogram2d(rows, places[names], bins=SPARSITY_CELLS, range=[[0, size] for size in sizes])
+    line = {"rows": sizes[0], "columns": sizes[1], "entries": int(first.nnz), "cells": cells.astype(int).tolist()}
+    bench.recorder.note("sparsity", data.line | line)
+    click.echo(f"sparsity     {paper.label(data.line)}: {first.nnz:,} entries in {sizes[0]:,} x {sizes[1]:,}")
+
+
 def run_distribution(bench: Bench, data: Drawn, work: Work) -> None:
     """Figure 12."""
     bench.note("distribution", paper.distribution(data))
@@ -292,7 +327,8 @@ def timed_case(bench: Bench, task: str, data: Drawn, f: int, threads: int, metho
     with bench.recorder.case(name):
         seconds = measure(bench, data, f, threads, method)
         if seconds is not None:
-            line = {"factors": f, "method": method, "threads": threads, "seconds": seconds}
+            named = f"{method}, {bench.blas}" if bench.blas and method in BLAS_METHODS else method
+            line = {"factors": f, "method": named, "threads": threads, "seconds": seconds}
             bench.note(task, data.line | line | {"gflops": flops(data, f) / seconds["median"] / 1e9})
 
 
@@ -320,6 +356,7 @@ def run_gpu_iteration(bench: Bench, data: Drawn, work: Work) -> None:
             steps = [partial(sweeps.solve, side) for side in ("item", "user")]
             rounds = gpu.timed(bench.device, steps, bench.repeats)
             seconds = {key: value / 1e3 for key, value in paper.spread([sum(times) for times in rounds]).items()}
+            seconds |= {"repeats": len(rounds)}
             line = {"factors": f, "method": method, "threads": None, "seconds": seconds, "error": error}
             bench.note("iteration", data.line | line | {"gflops": flops(data, f) / seconds["median"] / 1e9})
 
@@ -327,6 +364,7 @@ def run_gpu_iteration(bench: Bench, data: Drawn, work: Work) -> None:
 Task = Callable[[Bench, Drawn, Work], None]
 
 TASKS: dict[str, dict[str, Task]] = {
+    "sparsity": {"cpu": run_sparsity, "cuda": run_sparsity},
     "distribution": {"cpu": run_distribution, "cuda": run_distribution},
     "scaling": {"cpu": run_scaling},
     "iteration": {"cpu": run_iteration, "cuda": run_gpu_iteration},
@@ -334,6 +372,31 @@ TASKS: dict[str, dict[str, Task]] = {
 
 
 # ------------------------------------------------------------------------------------------ the page
+
+
+def render_sparsity(lines: list[Line], folder: Path) -> str:
+    """Figure 11, of the largest scale that was drawn."""
+    if not lines:
+        return ""
+    (line,) = paper.largest(lines)
+    file = "gates-sparsity.svg"
+    cells = np.array(line["cells"], dtype=np.float64)
+    with paper.figure(folder / file, 6.0, 3.0) as drawing:
+        panel = drawing.subplots()
+        shown = panel.pcolormesh(
+            np.linspace(0, line["columns"], cells.shape[1] + 1), np.linspace(0, line["rows"], cells.shape[0] + 1),
+            np.ma.masked_equal(cells, 0), cmap="viridis_r", norm="log",
+        )  # fmt: skip
+        panel.invert_yaxis()
+        panel.set_xlabel("items, in the order in which users first meet them")
+        panel.set_ylabel("users")
+        drawing.colorbar(shown, ax=panel, label="entries")
+    share = 100 * cells[:, : cells.shape[1] // 10].sum() / line["entries"]
+    text = (
+        f"The first {line['rows']:,} users of {paper.label(line)} have {line['entries']:,} entries in "
+        f"{line['columns']:,} items. A tenth of these items, those met first, have {share:.0f} % of the entries."
+    )
+    return f"{text}\n\n{paper.picture(file, 'Entries of the first rows')}"
 
 
 def render_distribution(lines: list[Line], folder: Path) -> str:
@@ -396,16 +459,25 @@ def render_iteration(lines: list[Line], folder: Path) -> str:
     for shape in dict.fromkeys(paper.label(line) for line in lines):
         those = [line for line in lines if paper.label(line) == shape]
         series = dict.fromkeys(series_of(line) for line in those)
-        found = {(line["factors"], series_of(line)): line["seconds"]["median"] for line in those}
+        found = {(line["factors"], series_of(line)): line["seconds"] for line in those}
         rows = []
         for f in sorted({line["factors"] for line in those}):
             times = [found.get((f, each)) for each in series]
-            rows.append([f, *(f"{1e3 * t:,.1f}" if t else "-" for t in times)])
+            rows.append([f, *(milliseconds(t) if t else "-" for t in times)])
         file = f"gates-iteration-{paper.slug(shape)}.svg"
         draw_iterations(folder / file, those)
         header = [f"{shape}: f", *(f"{method}, {letters[where]}, ms" for method, where in series)]
         parts.append(f"{paper.table(header, rows)}\n\n{paper.picture(file, f'Time of an iteration, {shape}')}")
     return "\n\n".join(parts) if lines else ""
+
+
+def milliseconds(seconds: Line) -> str:
+    """Median of the repeats and half of their range, in per cent; a single measurement says so."""
+    median = seconds["median"]
+    if "repeats" not in seconds:
+        return f"{1e3 * median:,.1f}"
+    spread = 50 * (seconds["most"] - seconds["least"]) / median
+    return f"{1e3 * median:,.1f} ± {spread:.0f} %" if seconds["repeats"] > 1 else f"{1e3 * median:,.1f} (one)"
 
 
 def series_of(line: Line) -> tuple[str, str]:
@@ -430,11 +502,13 @@ def draw_iterations(path: Path, lines: list[Line]) -> None:
 def render_speedups(lines: list[Line], folder: Path) -> str:
     """Figure 17: how many times faster than each other method the GPU's two are, on the same shape and rank."""
     gpu_lines = [line for line in lines if line["device"] == "cuda"]
+    measured = {line["method"] for line in gpu_lines}
+    methods = [method for method in GPU_METHODS if method in measured]
     rows = []
     for other in dict.fromkeys(series_of(line) for line in lines if line["device"] == "cpu"):
         cpu = {(paper.label(x), x["factors"]): x["seconds"]["median"] for x in lines if series_of(x) == other}
         cells = []
-        for method in GPU_METHODS:
+        for method in methods:
             ratios = [
                 cpu[key] / line["seconds"]["median"]
                 for line in gpu_lines
@@ -446,11 +520,12 @@ def render_speedups(lines: list[Line], folder: Path) -> str:
     if not gpu_lines or not rows:
         return ""
     where = " and ".join(paper.by_hardware(gpu_lines))
-    header = [f"speedup of {where} over", *(f"{method}" for method in GPU_METHODS)]
+    header = [f"speedup of {where} over", *methods]
     return paper.table(header, rows)
 
 
 KEYS = {
+    "sparsity": ("shape",),
     "distribution": ("shape", "scale"),
     "scaling": ("shape", "scale", "factors", "method", "threads"),
     "iteration": ("shape", "scale", "factors", "method", "threads"),
@@ -458,6 +533,7 @@ KEYS = {
 """The fields that identify a line of a task."""
 
 RENDERERS: dict[str, tuple[str, Callable[[list[Line], Path], str]]] = {
+    "sparsity": ("sparsity", render_sparsity),
     "distribution": ("distribution", render_distribution),
     "scaling": ("scaling", render_scaling),
     "iteration": ("iteration", render_iteration),
@@ -487,20 +563,35 @@ def thread_counts(context: click.Context, parameter: click.Parameter, value: str
         raise click.BadParameter(f"expected numbers with commas between them, got {value!r}") from None
 
 
+def use_blas(context: click.Context, parameter: click.Parameter, path: str | None) -> str:
+    """Let the methods that call BLAS use this library, one thread a call; its name."""
+    if path is None:
+        return ""
+    os.environ["MKL_THREADING_LAYER"] = "SEQUENTIAL"  # MKL's default needs its OpenMP
+    try:
+        library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise click.BadParameter(str(error)) from None
+    names = [kind + name for kind in "sd" for name in ("syrk", "gemm", "potrf", "potrs")]
+    _als.use_blas({name: ctypes.cast(getattr(library, f"{name}_"), ctypes.c_void_p).value for name in names})
+    return "MKL" if "mkl" in Path(path).name else Path(path).name
+
+
 @click.command(help=__doc__)
 @paper.options(TASKS, render)
 @paper.shapes_options
 @click.option("--threads", callback=thread_counts, help="Such as 1,2,4. Default: powers of two and all cores.")
+@click.option("--blas", callback=use_blas, help="Path of a shared library with BLAS and LAPACK, such as MKL's mkl_rt.")
 @click.option("--spark/--no-spark", "with_spark", default=False, help="Add Spark MLlib, if installed, to iterations.")
 def main(
     device: str, profile: str, tasks: tuple[str, ...], budget: float | None, shapes: tuple[str, ...], repeats: int,
-    threads: tuple[int, ...], with_spark: bool,
+    threads: tuple[int, ...], blas: str, with_spark: bool,
 ) -> None:  # fmt: skip
     recorder, opened = Recorder.begin(NAME, device, budget)
     spark = Spark() if with_spark and Spark.installed() else None
     if with_spark and spark is None:
         recorder.problems.append("spark: pyspark, pyarrow and Java are not all installed")
-    bench = Bench(recorder, threads, repeats, opened, spark)
+    bench = Bench(recorder, threads, repeats, opened, spark, blas)
 
     def run(task: str, data: Drawn, work: Work) -> None:
         TASKS[task][device](bench, data, work)

@@ -245,6 +245,7 @@ def tiny_gates(script):
     shapes = {"msd": 0.001}
     ways = ("simd", "blas3", "implicit CG 3", "implicit exact")
     return {
+        "sparsity": [script.Work(shapes)],
         "distribution": [script.Work(shapes)],
         "scaling": [script.Work(shapes, (3,), ("simd",))],
         "iteration": [script.Work(shapes, (3, 4), ways)],
@@ -252,6 +253,7 @@ def tiny_gates(script):
 
 
 GATES_KEYS = {
+    "sparsity": {"rows", "columns", "entries", "cells"},
     "distribution": {"users", "items", "published"},
     "scaling": {"factors", "method", "threads", "seconds", "gflops"},
     "iteration": {"factors", "method", "threads", "seconds", "gflops"},
@@ -529,7 +531,7 @@ def test_speedups_are_ratios_of_lines_of_one_shape_and_rank(bench, tmp_path):
                   "seconds": {"median": 0.5}},
     ]  # fmt: skip
     text = bench["gates"].render_speedups(lines, tmp_path)
-    assert "| blas3, P, 16 cores (avx2), 16 threads | 12.0 to 12.0, mean 12.0 | - |" in text
+    assert "| blas3, P, 16 cores (avx2), 16 threads | 12.0 to 12.0, mean 12.0 |" in text
     assert bench["gates"].render_speedups(lines[:2], tmp_path) == ""
     table = bench["gates"].render_iteration(lines, tmp_path)
     assert table.startswith("A: P, 16 cores (avx2), 16 threads; B: G.\n")
@@ -666,7 +668,31 @@ def test_important_cases_run_first_and_shapes_are_drawn_once(bench, monkeypatch)
     assert done == [("iteration", "netflix", 2)]
 
 
-@pytest.mark.parametrize(("seconds", "runs"), [(0.1, 4), (1.0, 3), (2.0, 2), (3.0, 1)])
+def test_items_are_numbered_as_users_meet_them(bench, monkeypatch):
+    gates, noted = bench["gates"], []
+    monkeypatch.setattr(gates, "SPARSITY_CELLS", (3, 4))
+    user = sp.csr_array(np.array([[0, 0, 1, 0, 0, 1], [1, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 1]], np.float32))
+    recorder = SimpleNamespace(note=lambda task, line: noted.append(line))
+    data = SimpleNamespace(user=user, line={"shape": "msd", "scale": 1.0})
+    gates.run_sparsity(SimpleNamespace(recorder=recorder), data, None)
+    (line,) = noted  # items 2, 5, 0 and 3, in this order
+    assert (line["rows"], line["columns"], line["entries"]) == (3, 4, 6)
+    assert line["cells"] == [[1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
+
+
+def test_cells_of_an_iteration_have_their_spread(bench):
+    cell = bench["gates"].milliseconds
+    assert cell({"median": 2.0}) == "2,000.0"
+    assert cell({"median": 2.0, "least": 1.9, "most": 2.1, "repeats": 3}) == "2,000.0 ± 5 %"
+    assert cell({"median": 2.0, "least": 2.0, "most": 2.0, "repeats": 1}) == "2,000.0 (one)"
+
+
+def test_a_blas_that_is_not_there(bench):
+    done = CliRunner().invoke(bench["gates"].main, ["--blas", "/nowhere/libmkl_rt.so"])
+    assert done.exit_code == 2 and "libmkl_rt.so" in done.output
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(0.1, 4), (1.0, 3), (2.0, 3), (3.0, 3)])
 def test_slow_iterations_are_repeated_less(bench, monkeypatch, seconds, runs):
     gates, counted = bench["gates"], []
     clock = Clock(monkeypatch, gates)
@@ -680,7 +706,7 @@ def test_slow_iterations_are_repeated_less(bench, monkeypatch, seconds, runs):
     monkeypatch.setattr(gates, "check_exact", lambda bench, data, f: checked.append(f))
     session, data = gates.Bench(bench["common"].Recorder("x"), (1, 2), 3), SimpleNamespace(name="msd", scale=1.0)
     found = gates.measure(session, data, 8, 1, "simd")
-    assert len(counted) == runs and found["median"] == pytest.approx(seconds)
+    assert len(counted) == runs == found["repeats"] + 1 and found["median"] == pytest.approx(seconds)
     gates.measure(session, data, 8, 2, "simd")
     gates.measure(session, data, 8, 2, "blas3")
     assert checked == [8, 8]  # each method once, however many threads
