@@ -30,6 +30,7 @@ from .core.frames import pandas_frame
 from .core.objective import SIDES, Side, default_implicit_lambda
 from .core.progress import progress_bar
 from .core.sparse import entries_in, entry_rows, keep_entries
+from .core.system import available_cores
 from .core.validate import as_csr, check_choice, check_int, check_nonempty, check_real, check_rng
 from .errors import HybridMFError
 from .metrics import _checked_names, _measure
@@ -40,7 +41,7 @@ from .model.fit import Fit, Options
 from .model.loop import check_validation
 from .model.popularity import PopularityRecommender
 from .model.prepared import PreparedRatings
-from .model.training import LocalRatings
+from .model.training import LocalRatings, compile_ahead
 from .plan.make import plan_for
 from .ratings import Ratings, as_ratings, split
 from .sgd import SGD
@@ -82,6 +83,9 @@ WIDTHS = (0.2, 0.1, 0.05, 0.025)
 """Standard deviation of neighbours of the best point of the unit cube, bracket by bracket."""
 
 BUDGET = "2min"
+
+CORES_A_RANK = 4
+"""Cores for each rank whose kernels are compiled ahead; each has four that take the compiler longer than 0.5 s."""
 
 BY = '"ndcg@k", "recall@k", "precision@k", "map@k", "rmse" or "mae"'
 """Metrics to search by."""
@@ -476,6 +480,7 @@ class Searcher:
 
     def run(self) -> None:
         """All stages, until the budget is used up or nothing gets better."""
+        self._compile_ranks(0)
         own = self.start(self.space.ranks[0], self.space.first, {})
         all(self.advance(own, rung) for rung in range(1, len(RUNGS)))  # until one fails
         if self.points is not None:
@@ -617,7 +622,7 @@ class Searcher:
 
     def _climb(self) -> None:
         """The best parameters and two neighbours at higher ranks, as long as these are better."""
-        for rank in self.space.ranks[1:]:
+        for number, rank in enumerate(self.space.ranks[1:], 1):
             best = self.best
             if best is None:
                 return
@@ -626,9 +631,21 @@ class Searcher:
             if not (self.budget.has_trial(len(self.trials)) and self.budget.has_time(2 * cost * best.seconds)):
                 return
             same = self.start(rank, best._point, best.params)
+            self._compile_ranks(number)
             self._bracket(iter([same, *self._neighbours(best, rank, WIDTHS[-1], 2, 3 * cost)]), first=1)
             if not self._has_gained(best):
                 return
+
+    def _compile_ranks(self, number: int) -> None:
+        """Start to compile the kernels of a rank, and of the next ones while its trials run; with ratings on a GPU."""
+        if not self.prepared.held.size:
+            return
+        ahead = max(1, available_cores() // CORES_A_RANK)
+        for k, rank in enumerate(self.space.ranks[number : number + 1 + ahead]):
+            model = unfitted(self.model, factors=rank)
+            with contextlib.suppress(HybridMFError, ValueError):  # a trial of this rank says what is wrong
+                plan = LocalRatings(model, self.prepared).plan(model._objective(), model._settings())
+                compile_ahead(plan, later=k > 0)
 
     def _refine(self) -> None:
         """Brackets ever closer around the best, at its rank."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -33,7 +33,30 @@ from .learned import likes_of, pattern, scale_of_values, summary_of
 from .prepared import PreparedRatings
 from .weights import in_units, weighted_entries
 
+if TYPE_CHECKING:
+    from ..device.cuda import Device
+
 logger = logging.getLogger("hybridmf")
+
+
+def compile_ahead(plan: Plan, later: bool = False) -> list[Device]:
+    """Start to compile the kernels of a fit of ALS, if it is on GPUs, and those that serve its model; the GPUs.
+
+    `later`: after all that the fit at hand needs.
+    """
+    if plan.gpu is None or plan.method.kind != "als":
+        return []
+    from ..device.cuda import open_device
+    from ..gpu import topk
+    from ..gpu.half import programs_of
+
+    devices = [open_device(name) for name in plan.devices or (plan.device,)]
+    for device in devices:
+        device.compile_ahead(programs_of(device, plan), later)
+    if float(plan.n_users) * plan.n_items * plan.rank >= GPU_SCORES and not plan.offloaded:  # else the CPU serves
+        columns = plan.factors + 2 * (plan.rank > plan.factors)  # of `scoring_rows`
+        devices[0].compile_ahead(topk.programs(devices[0].spec, columns, plan.dtype, plan.n_items), later=True)
+    return devices
 
 
 @dataclass(frozen=True)
@@ -58,18 +81,10 @@ class TrainingData:
         """
         if plan.gpu is None or plan.method.kind != "als":
             return cls.on_host(matrix, plan, source)
-        from ..device.cuda import open_device
-        from ..gpu import topk
-        from ..gpu.half import programs_of
         from ..gpu.intake import uploaded
         from ..ranks.dealt import deal
 
-        devices = [open_device(name) for name in plan.devices or (plan.device,)]
-        for device in devices:
-            device.compile_ahead(programs_of(device, plan))
-        if float(plan.n_users) * plan.n_items * plan.rank >= GPU_SCORES and not plan.offloaded:  # else the CPU serves
-            columns = plan.factors + 2 * (plan.rank > plan.factors)  # of `scoring_rows`
-            devices[0].compile_ahead(topk.programs(devices[0].spec, columns, plan.dtype, plan.n_items), later=True)
+        devices = compile_ahead(plan)
         values = _values_of(matrix, plan, source)
         if not plan.ratings_on_device:
             return cls.on_host(matrix, plan, source, values)

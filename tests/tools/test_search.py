@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,23 @@ def test_settings_are_first_compared_at_half_the_rank(plays, monkeypatch):
     ranks.clear()
     hmf.search(plays, model=hmf.ImplicitALS(32, solver="subspace"), trials=8, random_state=0)
     assert {factors for _, factors in ranks} == {32}
+
+
+def test_kernels_of_the_next_ranks_are_compiled_while_trials_run(plays, gpu, monkeypatch):
+    order: list[Any] = []
+
+    def noted(programs, later=False):
+        order.extend((later, *each) for each in programs)
+
+    monkeypatch.setitem(vars(sys.modules["hybridmf.search"]), "available_cores", lambda: 4)
+    monkeypatch.setattr(gpu, "compile_ahead", noted)
+    ranks = [4, 6, 10]
+    hmf.search(plays, space={"factors": ranks}, trials=1, device="cuda", random_state=0)
+    found = [(later, int(rank)) for later, _, name, constants in order for rank in ranks
+            if name == "solve_rows" and f"RANK={rank}" in constants]  # fmt: skip
+    first = next(k for k, each in enumerate(found) if each[0])
+    assert found[:first] == [(False, 4)] * first and found[first] == (True, 6)
+    assert (True, 10) not in found  # one rank ahead for four cores
 
 
 def test_a_trial_that_has_failed_does_not_go_on(plays, monkeypatch):
