@@ -900,5 +900,5 @@ def _prepared(ratings: Any, model: FactorModel, limits: Budget) -> PreparedRatin
         )
     if isinstance(ratings, PreparedRatings):
         return ratings
-    one = plan.devices[0] if len(plan.devices) == 1 else "cpu"
-    return PreparedRatings(ratings, device=one, dtype=settings.dtype)
+    on_one = len(plan.devices) <= 1 and plan.ratings_on_device
+    return PreparedRatings(ratings, device=plan.device if on_one else "cpu", dtype=settings.dtype)

@@ -16,6 +16,7 @@ from scipy.stats import loguniform, randint
 
 import hybridmf as hmf
 from hybridmf.metrics import PopularityRecommender
+from hybridmf.model.training import TrainingData
 from hybridmf.search import RUNGS, Searcher, default_space, parse_seconds, quiet
 
 
@@ -209,6 +210,16 @@ def test_settings_are_first_compared_at_half_the_rank(plays, monkeypatch):
     ranks.clear()
     hmf.search(plays, model=hmf.ImplicitALS(32, solver="subspace"), trials=8, random_state=0)
     assert {factors for _, factors in ranks} == {32}
+
+
+def test_trials_on_a_gpu_share_one_upload(plays, gpu, monkeypatch):
+    sources, placed = [], TrainingData.placed
+    monkeypatch.setattr(
+        TrainingData, "placed", lambda matrix, plan, source: sources.append(source) or placed(matrix, plan, source)
+    )
+    hmf.search(plays, space={"factors": [4]}, trials=3, device="cuda", random_state=0)
+    assert sources[:-1] == [sources[0]] * (len(sources) - 1)
+    assert len(sources) > 3 and sources[0].device == "cuda:0" and sources[-1] is None  # all ratings
 
 
 def test_kernels_of_the_next_ranks_are_compiled_while_trials_run(plays, gpu, monkeypatch):
