@@ -5,7 +5,7 @@
 // shapes: factors (n_fixed, LD), or the output of split.cu: two 16-bit parts (n_fixed, 2 RANK16) for float32 and bf16x3, bf16
 //         (n_fixed, RANK16) for bf16  gram (RANK16, RANK16) or null  ridge (RANK,)  scale (n_out,)  solutions (n_out, LD)
 //         indptr (n_out + 1,)  rows (n_rows,): rows to solve  segments (n_segments, 3): slot, begin, end
-//         with RESIDUAL: offsets (nnz,), and `solve_rows` adds the values in solutions to b[u]
+//         with RESIDUAL: offsets (nnz,); with it or PULLED, `solve_rows` adds the values in solutions to b[u]
 //         partials (n_slots, PARTIAL): tiles of A in the register layout of the threads, then b
 // shared: TEAMS * TEAM_FLOATS * 4 bytes: STAGES chunks of CHUNK entries in flight, or the Cholesky factor
 // traffic: nnz (4 RANK + 8) bytes read, 4 LD n_rows written   flops: nnz RANK (RANK + 1) + n_rows (RANK^3 / 3 + 2 RANK^2)
@@ -346,7 +346,7 @@ __device__ __forceinline__ void finish(Holding& mine, float* solutions, int* sta
                                        const float* gram, const float* ridge, float scale, float epsilon, int cg_steps, int warp,
                                        int lane, Body&& meanwhile) {
     lane = fresh(lane);
-    const float* given = RESIDUAL ? solutions + row * LD : nullptr;
+    const float* given = RESIDUAL || PULLED ? solutions + row * LD : nullptr;
     if constexpr (SOLVER == 0) {
         complete(mine, memory, gram, ridge, scale, given, warp, lane);
         team_sync();

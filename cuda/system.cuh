@@ -24,6 +24,9 @@
 #ifndef RANK
 #define RANK 64
 #endif
+#ifndef PULLED
+#define PULLED 0           // 1: solutions hold what is added to right-hand sides
+#endif
 #ifndef WARPS
 #define WARPS (RANK <= 64 ? 1 : 2)
 #endif
@@ -459,7 +462,7 @@ __device__ __forceinline__ void accumulate_narrow(Holding& mine, const unsigned 
 }
 
 // Adds the Gram matrix (RANK16 x RANK16, or null) and ridge * scale to A; writes b and the diagonal of A to shared memory.
-// Rows and columns from RANK on become those of the identity. With RESIDUAL, `beside` is added to b.
+// Rows and columns from RANK on become those of the identity. With RESIDUAL or PULLED, `beside` is added to b.
 __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory, const float* __restrict__ gram,
                                          const float* __restrict__ ridge, float scale, const float* beside, int warp,
                                          int lane) {
@@ -504,7 +507,7 @@ __device__ __forceinline__ void complete(Holding& mine, const TeamMemory& memory
             for (int half = 0; half < BLOCK_HALVES; half++) {
                 const float sum = quad_sum(mine.rhs[place][half]);
                 const int r = i * BLOCK + 8 * half + lane / 4;
-                if (lane % 4 == 0) memory.rhs[r] = r >= RANK ? 0.0f : RESIDUAL ? sum + beside[r] : sum;
+                if (lane % 4 == 0) memory.rhs[r] = r >= RANK ? 0.0f : RESIDUAL || PULLED ? sum + beside[r] : sum;
             }
         });
     });

@@ -11,7 +11,7 @@ over the rows with entries. For given factors, the vectors are a ridge regressio
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -53,9 +53,18 @@ class Regression:
         normal[np.diag_indices(len(normal))] += 1 / features.weight
         self.root = np.linalg.cholesky(normal)
 
-    def sums(self, rows: np.ndarray) -> np.ndarray:
-        """``F^T S Y`` of the rows here, float64."""
-        return np.ascontiguousarray(self.back @ rows.astype(np.float64))
+    def sums(self, factors: Factors) -> Any:
+        """``F^T S Y`` of the rows here, float64, biases last; ranks add them up."""
+        return np.ascontiguousarray(self.back @ joined(factors).astype(np.float64))
+
+    def on_host(self, sums: Any) -> np.ndarray:
+        """Sums as NumPy's array."""
+        found: np.ndarray = sums
+        return found
+
+    def pull(self, sums: Any, ridge: np.ndarray) -> Any:
+        """What features add to the right-hand sides of the rows here, for the sums of all ranks; `ridge` is lambda."""
+        return self.predicted(self.vectors(sums)) * self.scale[:, None] * ridge
 
     def vectors(self, sums: np.ndarray) -> np.ndarray:
         """W, float64, shape (n_features, columns of `sums`)."""

@@ -17,6 +17,7 @@ import numpy as np
 from ..device.cuda import Array, Device
 from ..plan.types import NONNEGATIVE
 from . import arrays, cholesky_any
+from .features import add_pull
 from .launch import DeviceEntries, check_all
 from .nonnegative import nonnegative_solve
 from .systems import SideSystems, Sums
@@ -125,6 +126,8 @@ class PublishedKernels(RowKernels):
         device, rank, (matrices, rhs) = self.device, self.rank, sums
         if entries.predicted is not None:
             rhs[slots[:-1]] += systems.solutions[rows, :rank]
+        if systems.pull is not None:
+            add_pull(device, rhs, systems.pull, slots, rows, rank)
         if self.solver == NONNEGATIVE:
             nonnegative_solve(device, systems, sums, slots, rows, self.epsilon, self.solver_config)
             return

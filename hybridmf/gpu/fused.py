@@ -14,6 +14,7 @@ from ..plan.fused import OPERAND_BYTES, FusedConfig, operand_bytes, solved_apart
 from ..plan.types import NONNEGATIVE
 from .assembly import Cleared, RowKernels
 from .cholesky_any import WideTilesConfig
+from .features import add_pull
 from .launch import DeviceEntries, check_all, get_kernel, program
 from .nonnegative import NonnegativeConfig, nonnegative_solve
 from .systems import SideSystems, Sums
@@ -232,9 +233,11 @@ class FusedKernels(RowKernels):
             slots=(slots, np.int64, (len(rows) + 1,)),
             rows=(rows, np.int32, (None,)),
         )
+        rhs = partials[:, config.partial_floats - config.rank16 :]
         if entries.predicted is not None:
-            rhs = partials[:, config.partial_floats - config.rank16 :]
             rhs[slots[:-1], : config.rank] += systems.solutions[rows, : config.rank]
+        if systems.pull is not None:
+            add_pull(device, rhs, systems.pull, slots, rows, config.rank)
         if self.solver == NONNEGATIVE:
             nonnegative_solve(device, systems, sums, slots, rows, self.epsilon)
             return
@@ -270,7 +273,10 @@ class FusedKernels(RowKernels):
         terms = (systems.gram_pointer, systems.ridge, systems.scale)
         scalars = (np.float32(self.table_scale), np.float32(self.epsilon), np.int32(self.cg_steps))
         arguments = (*arrays, *terms, self._counter(), np.int32(len(rows)), *entries.scalars, *scalars)
-        kernel, shared = self._kernel("solve_rows", entries), config.shared_bytes(self.solver, self.precision)
+        if systems.pull is not None and systems.pull is not systems.solutions:
+            raise TypeError("solve_rows reads a pull in the place of the solutions")
+        kernel = self._kernel("solve_rows", entries, pulled=systems.pull is not None)
+        shared = config.shared_bytes(self.solver, self.precision)
         kernel(_grid(device, config, len(rows)), (config.threads,), arguments, shared)
 
     def _check_operand(self, table: Array, entries: DeviceEntries) -> None:
@@ -278,8 +284,11 @@ class FusedKernels(RowKernels):
         check_all(self.device, table=(table, dtype, (None, columns)))
         entries.check(self.device, np.float32, len(table))
 
-    def _kernel(self, name: str, entries: DeviceEntries) -> Any:
+    def _kernel(self, name: str, entries: DeviceEntries, *, pulled: bool = False) -> Any:
         kind = (entries.implicit, entries.offsets is not None, entries.predicted is not None)
+        if pulled:
+            build = _build(name, self.config, self.precision, self.solver, *kind)
+            return get_kernel(self.device, build[0], build[1], **build[2], PULLED=True)
         found = _programs(self.config, self.precision, self.solver, *kind, **self._choices)
         return self.device.kernel(*found[name])
 

@@ -275,10 +275,10 @@ class GpuHalf:
         """
         raise NotImplementedError
 
-    def solve(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Any:
+    def solve(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None, **given: Any) -> Any:
         """New factors of the side, complete; see `steps`."""
         with self.device.active():
-            *_, launched = self.steps(fixed, mean, start, gram)
+            *_, launched = self.steps(fixed, mean, start, gram, **given)
             assert launched is not None
             self.check(*launched)
         return launched[0]
@@ -423,10 +423,19 @@ class DeviceRows:
         return self._configs[rank]
 
     def systems(
-        self, status: Array, start: DeviceFactors | None, gram: Array | None, solutions: Array | None = None
+        self,
+        status: Array,
+        start: DeviceFactors | None,
+        gram: Array | None,
+        solutions: Array | None = None,
+        pull: Array | None = None,
     ) -> SideSystems:
-        """The systems; solutions, new ones by default, and status are zeros, or the start of the iterative solvers."""
+        """The systems; solutions, new ones by default, and status are zeros, or the start of the iterative solvers.
+
+        Solutions of Cholesky take the place of the pull.
+        """
         plan, device = self.plan, self.device
+        solutions = pull if plan.solver == "cholesky" and solutions is None else solutions
         if solutions is None:
             solutions = device.zeros((len(self), self.width), self.dtype)
         if plan.solver != "cholesky" and start is not None:
@@ -436,7 +445,7 @@ class DeviceRows:
                 arrays.copy(device, own, start.device_bias.reshape(-1, 1))
             if self._empty_rows is not None:
                 solutions[self._empty_rows] = 0
-        return SideSystems(solutions, status, gram, self.ridge, self.scale, plan.factors)
+        return SideSystems(solutions, status, gram, self.ridge, self.scale, plan.factors, pull)
 
     @functools.cached_property
     def _empty_rows(self) -> Array | None:
@@ -486,6 +495,7 @@ class HalfSweep(GpuHalf, DeviceRows):
 
     `matrix`, csr_array or DeviceMatrix, shape (n_rows, n_fixed).
     `names`, int64 array, shape (n_rows,): see `GpuHalf`.
+    `apart`: see `DeviceRows`.
     """
 
     one_thread = True
@@ -498,10 +508,11 @@ class HalfSweep(GpuHalf, DeviceRows):
         objective: Objective,
         plan: Plan,
         names: np.ndarray | None = None,
+        apart: bool | None = None,
     ) -> None:
         held = DeviceMatrix.of(device, matrix)
         # the plan keeps the ratings on the host, too, for BALS
-        kept: dict[str, Any] = {"starts": held.starts, "tiled_from": held.host}
+        kept: dict[str, Any] = {"starts": held.starts, "tiled_from": held.host, "apart": apart}
         DeviceRows.__init__(self, device, side, objective, plan, held.degrees, held.dtype, **kept)
         self.names, self.n_fixed = names, held.shape[1]
         self.indices, self.ratings = held.indices, held.data
@@ -517,14 +528,19 @@ class HalfSweep(GpuHalf, DeviceRows):
         return csr_of(indptr, indices, ratings, self.n_fixed)
 
     def steps(
-        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None = None,
+        gram: Array | None = None,
+        pull: Array | None = None,
     ) -> Steps:
-        """See `GpuHalf.steps`."""
+        """See `GpuHalf.steps`; `pull`, a table that solutions may overwrite, is added to the right-hand sides."""
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
         # made on first use: the device is idle until the first sums are launched
         cleared = Cleared(self.device, len(self))
-        systems = functools.cache(lambda: self.systems(cleared.status, start, gram))
+        systems = functools.cache(lambda: self.systems(cleared.status, start, gram, pull=pull))
         entries = self.entries(self.indices, self.ratings, fixed, mean)
         return self.solve_all(self.prepared(fixed, cleared), fixed.table, entries, systems, cleared)
 

@@ -28,6 +28,8 @@ class SideSystems:
     ridge: Array  # float (rank,)
     scale: Array  # float (n_rows,)
     bounded: int = 0  # number of first coordinates that must not be negative; only the nonnegative solver reads it
+    # float (n_rows, width), or None: added to the right-hand sides. It is `solutions` where these have no start
+    pull: Array | None = None
 
     def check(self, device: Device, dtype: Any, width: int | None, rank: int) -> None:
         """Check the arrays for systems of order `rank` and solutions of `width` columns (None: at least `rank`)."""
@@ -35,6 +37,7 @@ class SideSystems:
         check_all(
             device,
             solutions=(self.solutions, dtype, (n, width)),
+            pull=(self.pull, dtype, (n, self.solutions.shape[1])),
             status=(self.status, np.int32, (n,)),
             gram=(self.gram, dtype, (side, side)),
             ridge=(self.ridge, dtype, (rank,)),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..core.objective import Factors, Objective, Side
+from ..core.regression import Regression
 from ..cpu import als
 from ..data.slabs import InMemory
 from ..native import _als
@@ -53,7 +54,19 @@ class CpuWorker:
         """As `hybridmf.cpu.als.total_objective`."""
         return loss + unobserved + penalties[0] + penalties[1]
 
-    def whole(self, side: Side, block: Any, objective: Objective, plan: Plan, names: np.ndarray | None) -> Any:
+    def regression(self, plan: Plan, *arguments: Any) -> Regression:
+        """See `Regression`."""
+        return Regression(*arguments)
+
+    def whole(
+        self,
+        side: Side,
+        block: Any,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None,
+        described: bool = False,
+    ) -> Any:
         """Half sweep over complete rows; slabs are read again in each half sweep."""
         if isinstance(block, InMemory):
             return als.HalfSweep(side, block.csr, objective, plan, names)

@@ -17,6 +17,7 @@ from ..data.slabs import InMemory, Orientation
 from ..device.cuda import Array, CudaDevice, Device, open_device
 from ..gpu.assembly import Cleared
 from ..gpu.factors import Copiers, DeviceFactors, GpuFactors, HostTables, to_device, to_host, weighted_gram
+from ..gpu.features import DeviceRegression
 from ..gpu.half import DeviceRows, GpuHalf, HalfSweep, row_segments
 from ..gpu.matrix import DeviceMatrix
 from ..gpu.offloaded import HostHalf
@@ -87,16 +88,32 @@ class GpuWorker:
         """As `hybridmf.gpu.half.objective_value`."""
         return loss + (unobserved + sum(penalties))
 
-    def whole(self, side: Side, block: Any, objective: Objective, plan: Plan, names: np.ndarray | None) -> GpuHalf:
+    def regression(self, plan: Plan, *arguments: Any) -> DeviceRegression:
+        """The regression of own rows on features, on the device."""
+        width = table_width(plan.rank, plan.dtype)
+        return DeviceRegression(self.device, *arguments, plan.rank, width, plan.dtype)
+
+    def whole(
+        self,
+        side: Side,
+        block: Any,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None,
+        described: bool = False,
+    ) -> GpuHalf:
         """The half sweep over complete rows, for the placement of ratings and factors in the plan."""
         device = self.device
         if plan.offloaded:
             slabs, tables = slabs_of(block, side, plan), self._tables[side]
             return HostHalf(device, side, slabs, objective, plan, self.copiers, names, tables)
         if isinstance(block, InMemory | DeviceMatrix) and not plan.streamed:
-            kind = SubspaceHalf if plan.solver == "subspace" else HalfSweep
             matrix = block.csr if isinstance(block, InMemory) else block
-            return kind(device, side, matrix, objective, plan, names)
+            if plan.solver == "subspace":
+                return SubspaceHalf(device, side, matrix, objective, plan, names)
+            # the start of conjugate gradients has the place in which `solve_rows` reads a pull
+            apart = True if described and plan.solver == "cg" else None
+            return HalfSweep(device, side, matrix, objective, plan, names, apart)
         slabs = slabs_of(block, side, plan)
         pipeline = None if plan.resident else self._entries(plan, slabs.dtype)
         return self._linked(StreamedHalf(device, side, slabs, objective, plan, pipeline, names))

@@ -72,7 +72,8 @@ class RankGroup:
     def solve(self, side: Side) -> list[Any]:
         """New factors of `side` of all ranks of SU-ALS; the state does not change."""
         ranks = [self.ranks[number] for number in range(len(self.ranks))]
-        if len(ranks) == 1 or not all(rank.halves[side].one_thread for rank in ranks):
+        together = len(ranks) > 1 and all(rank.halves[side].one_thread for rank in ranks)
+        if not together or ranks[0].regressions:  # which add up their sums
             return self.run(lambda control: self.ranks[control.rank].solve(side))
         with self.in_one_thread():
             return solve_in_one_thread(ranks, side)

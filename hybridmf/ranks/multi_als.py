@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State
-from ..core.regression import SideFeatures, joined, parted
+from ..core.regression import SideFeatures, parted
 from ..core.sparse import stacked
 from ..data.slabs import as_orientation
 from ..data.store import StoreMatrix
@@ -119,9 +119,7 @@ class MultiALS(Alternating):
         vectors: dict[Side, Factors] = {}
         for side, prior in self.ranks[0].regressions.items():  # without the ranks, which may have failed
             if self.ranks[0].pulls(side):
-                sums = add_in_order(
-                    [rank.regressions[side].sums(joined(rank.own[side].on_host())) for rank in self.ranks]
-                )
+                sums = add_in_order([rank.host_sums(side) for rank in self.ranks])
                 vectors[side] = parted(prior.vectors(sums).astype(self.plan.dtype), self.plan.factors)
         users, items = (
             JoinedFactors([rank.completed(side, vectors.get(side)) for rank in self.ranks], self.order.names(side))

@@ -72,8 +72,22 @@ class Worker(Protocol):
     def total(self, loss: float, unobserved: float, penalties: tuple[float, float]) -> float:
         """The objective from its parts, in the order in which the device's serving adds them."""
 
-    def whole(self, side: Side, block: Block, objective: Objective, plan: Plan, names: np.ndarray | None) -> Any:
-        """A half sweep over complete rows: `hybridmf.cpu.als.HalfSweep`, `hybridmf.gpu.half.GpuHalf`."""
+    def whole(
+        self,
+        side: Side,
+        block: Block,
+        objective: Objective,
+        plan: Plan,
+        names: np.ndarray | None,
+        described: bool = False,
+    ) -> Any:
+        """A half sweep over complete rows: `hybridmf.cpu.als.HalfSweep`, `hybridmf.gpu.half.GpuHalf`.
+
+        `described`: whether rows have features, so that its `steps` may get their pull.
+        """
+
+    def regression(self, plan: Plan, *arguments: Any) -> Regression:
+        """The regression of own rows on features, from the arguments of `Regression`."""
 
     def close(self) -> None:
         """Stop background work; no half sweep is running."""
@@ -115,7 +129,7 @@ class RankALS(Alternating):
         self.mean, self.order = state.mean, order or Ordering()
         self.rank, self.alone = communicator.rank, layout.size == 1
         self.incomplete = not self.alone
-        self._known_vectors: dict[Side, tuple[Any, np.ndarray, np.ndarray]] = {}
+        self._known_sums: dict[Side, tuple[Any, Any]] = {}
         if communicator.size != layout.size:
             raise ValueError(f"the layout is of {layout.size} ranks, the communicator of {communicator.size}")
         with worker.active():
@@ -283,7 +297,7 @@ class RankALS(Alternating):
     def _half(self, side: Side, block: Block) -> Any:
         arguments, own = (side, block, self.objective, self.plan), self.names(side)
         if not self.splits_rows(side):
-            return self.worker.whole(*arguments, own)
+            return self.worker.whole(*arguments, own, side in self.regressions)
         assert own is not None
         degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
         if members is not None and reduction.everything_here is not None:
@@ -298,7 +312,7 @@ class RankALS(Alternating):
     def _regression(self, side: Side, features: SideFeatures) -> Regression:
         degrees = self.degrees[side]
         scale = self.objective.row_scale(side, degrees)
-        return Regression(features, self.names(side), scale, degrees, self._sum)
+        return self.worker.regression(self.plan, features, self.names(side), scale, degrees, self._sum)
 
     def _warm(self, side: Side, factors: Factors) -> Factors:
         """Initial factors without those of rows that have features only: they are no part of the objective."""
@@ -307,15 +321,25 @@ class RankALS(Alternating):
             return factors
         return filled(factors, prior.cold, Factors(*(np.zeros_like(array[prior.cold]) for array in factors.arrays)))
 
+    def _sums(self, side: Side) -> Any:
+        """Sums of all ranks that the vectors of a side's features follow from, for the present factors."""
+        own, known = self.own[side], self._known_sums.get(side)
+        if known is None or known[0] is not own:
+            known = own, self._sum(self.regressions[side].sums(own))
+            self._known_sums[side] = known
+        return known[1]
+
     def _vectors(self, side: Side) -> tuple[np.ndarray, np.ndarray]:
         """Vectors of the features of a side for the present factors, and the sums that they come from; float64."""
-        own, known = self.own[side], self._known_vectors.get(side)
-        if known is None or known[0] is not own:
+        prior = self.regressions[side]
+        sums = prior.on_host(self._sums(side))
+        return prior.vectors(sums), sums
+
+    def host_sums(self, side: Side) -> np.ndarray:
+        """Sums of own rows on the host."""
+        with self.worker.active():
             prior = self.regressions[side]
-            sums = self._sum(prior.sums(joined(own.on_host())))
-            known = own, prior.vectors(sums), sums
-            self._known_vectors[side] = known
-        return known[1], known[2]
+            return prior.on_host(prior.sums(self.own[side]))
 
     def pulls(self, side: Side) -> bool:
         """Whether rows of a side are pulled to their features: not while its first factors are drawn."""
@@ -325,10 +349,10 @@ class RankALS(Alternating):
         """Argument of a half sweep: what features add to the right-hand sides of own rows."""
         if not self.pulls(side):
             return {}
-        prior, plan = self.regressions[side], self.plan
+        plan = self.plan
         ridge = self.objective.ridge(side, plan.factors, plan.rank)
-        pull = prior.predicted(self._vectors(side)[0]) * prior.scale[:, None] * ridge
-        return {"pull": np.ascontiguousarray(pull, dtype=plan.dtype)}
+        pull = self.regressions[side].pull(self._sums(side), ridge)
+        return {"pull": np.ascontiguousarray(pull, dtype=plan.dtype) if plan.gpu is None else pull}
 
     def vectors(self) -> dict[Side, Factors]:
         """Vectors of the features of both sides; all ranks call it together."""

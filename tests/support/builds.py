@@ -21,6 +21,7 @@ from hybridmf.gpu import (
     cholesky_any,
     draw,
     dual,
+    features,
     fused,
     gram,
     losses,
@@ -119,6 +120,13 @@ def dual_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
             yield "basis.cu", kernel, dual.basis_constants(rank)
 
 
+def features_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
+    for rank in ranks:
+        for dtype in ("float32", "float64") if rank == 64 else ("float32",):
+            for name in ("feature_pieces", "feature_totals", "feature_vectors", "feature_pull", "add_pull"):
+                yield features.SOURCE, name, features.constants(rank, 4 * -(-rank // 4), dtype)
+
+
 def fused_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
     """Every precision and solver for rank 64, the default ones for the others."""
     for rank in ranks:
@@ -144,6 +152,8 @@ def fused_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
         for implicit in (False, True) if rank in (32, 64) else ():
             choices = fused.choices_of(config, "float32", "cholesky", spec)
             yield from fused.builds(config, "float32", "cholesky", implicit, False, residual=True, **choices)
+            constants = fused.build_constants(config, "float32", "cholesky", implicit)
+            yield "fused_als.cu", "solve_rows", constants | {"PULLED": True}
         if config.solved_by_sums("cholesky"):
             tiles = fused.WideTilesConfig.rule(rank, spec, sums=True)
             yield "cholesky_sums.cu", "cholesky_sums", tiles.sums_constants(config.width)
@@ -257,6 +267,7 @@ BUILDS: dict[Any, tuple[Callable[[DeviceSpec, Sequence[int]], Iterator[Build]], 
     cholesky_any: (cholesky_any_builds, RANKS),
     draw: (draw_builds, RANKS),
     dual: (dual_builds, (32, 64, 100, 128)),
+    features: (features_builds, (10, 64)),
     fused: (fused_builds, RANKS[:7]),
     gram: (gram_builds, RANKS),
     losses: (losses_builds, RANKS),

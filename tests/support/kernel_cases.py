@@ -72,6 +72,15 @@ def als(kind: str, rank: int, matrix: sp.csr_array | None = None, **options: Any
     return [*arrays, np.array([model.objective(matrix)])] if kind == "implicit" else arrays
 
 
+def described(kind: str, rank: int, dtype: str) -> Arrays:
+    """A fit with features of both sides."""
+    matrix, rng = ratings(), np.random.default_rng(8)
+    model: Any = hmf.ImplicitALS(rank) if kind == "implicit" else hmf.ExplicitALS(rank - 1)
+    model.set_params(iterations=2, device="cuda", random_state=0, dtype=dtype)
+    users, items = (rng.random((n, 9), dtype=np.float32) for n in matrix.shape)
+    return factors_of(model.fit(matrix, user_features=users, item_features=items * (items > 0.5)))
+
+
 def als_cases() -> Iterator[tuple[str, Case]]:
     """Fits of every assembly, solver and precision."""
     common = {"iterations": 1, "device": "cuda", "random_state": 0}
@@ -100,6 +109,8 @@ def als_cases() -> Iterator[tuple[str, Case]]:
     yield "als-explicit-30-float64", functools.partial(als, "explicit", 30, dtype="float64", **common)
     for rank, form in ((48, "dual"), (90, "auto"), (90, "primal")):
         yield f"als-implicit-{rank}-{form}", functools.partial(als, "implicit", rank, row_form=form, **common)
+    for kind, rank, dtype in (("implicit", 33, "float32"), ("explicit", 90, "float32"), ("explicit", 20, "float64")):
+        yield f"als-{kind}-{rank}-{dtype}-features", functools.partial(described, kind, rank, dtype)
 
 
 def warpgroups(rank: int, precision: str, offsets: bool) -> Arrays:

@@ -1,0 +1,77 @@
+"""Features of items and users in fits on GPUs: against the CPU, every assembly, solver, rank and precision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hybridmf as hmf
+from support.ratings import planted
+
+RATINGS = planted(40, 30, 0.35)
+RNG = np.random.default_rng(5)
+FEATURES = {
+    "item_features": np.column_stack([RNG.random((30, 4)) < 0.4, RNG.normal(size=30)]).astype(np.float32),
+    "user_features": (RNG.random((40, 3)) < 0.5).astype(np.float32),
+}
+IMPLICIT = {"regularization": 0.5, "alpha": 2.0, "unobserved_weight": 0.3}
+CASES = {
+    "implicit": (hmf.ImplicitALS, IMPLICIT),
+    "biases": (hmf.ExplicitALS, {"regularization": (0.3, 0.5), "regularization_scaling": 0.5}),
+    "balance": (hmf.ImplicitALS, IMPLICIT | {"balance": True}),
+    "cg": (hmf.ImplicitALS, IMPLICIT | {"solver": "cg", "cg_steps": 12}),
+    "cg-biases": (hmf.ExplicitALS, {"regularization": 0.5, "solver": "cg", "cg_steps": 12}),
+    "rank-90": (hmf.ExplicitALS, {"regularization": 0.5, "factors": 90, "biases": False}),
+    "sparse_syrk": (hmf.ImplicitALS, IMPLICIT | {"assembly": "sparse_syrk"}),
+    "mo_als": (hmf.ExplicitALS, {"regularization": 0.5, "assembly": "mo_als"}),
+    "bals": (hmf.ExplicitALS, {"regularization": 0.5, "assembly": "bals"}),
+    "float64": (hmf.ImplicitALS, IMPLICIT | {"dtype": "float64"}),
+}
+
+
+def fitted(case, device, **options):
+    kind, given = CASES[case]
+    model = kind(**({"factors": 6, "device": device, "random_state": 3, "iterations": 2} | given | options))
+    return model.fit(RATINGS, **FEATURES)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_fit_agrees_with_the_cpu(case, gpu):
+    on_gpu, on_cpu = fitted(case, "cuda"), fitted(case, "cpu", assembly="auto")
+    scores = [model.user_factors @ model.item_factors.T for model in (on_gpu, on_cpu)]
+    assert np.abs(scores[0] - scores[1]).max() < 2e-3 * np.abs(scores[1]).max()
+    assert on_gpu.objective(RATINGS) == pytest.approx(on_cpu.objective(RATINGS), rel=1e-4)
+    empty = np.flatnonzero(np.bincount(RATINGS.indices, minlength=30) == 0)
+    assert len(empty) and on_gpu.item_factors[empty].any(axis=1).all()
+
+
+def test_long_rows_are_pulled_too(gpu):
+    ratings = planted(600, 12, 0.6)
+    features = (RNG.random((12, 3)) < 0.5).astype(np.float32)
+    models = [
+        hmf.ImplicitALS(factors=6, device=device, random_state=3, iterations=2, **IMPLICIT).fit(
+            ratings, item_features=features
+        )
+        for device in ("cuda", "cpu")
+    ]
+    scores = [model.user_factors @ model.item_factors.T for model in models]
+    assert np.abs(scores[0] - scores[1]).max() < 2e-3 * np.abs(scores[1]).max()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_gpus_agree_with_the_cpu(gpus, count):
+    kind, given = CASES["biases"]
+    model = kind(factors=6, device=gpus(count), random_state=3, iterations=2, **given).fit(RATINGS, **FEATURES)
+    assert model.objective(RATINGS) == pytest.approx(fitted("biases", "cpu").objective(RATINGS), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"solver": "subspace"}, "solver='subspace'"),
+        ({"row_form": "dual"}, 'row_form="dual" does not apply on a GPU with features'),
+    ],
+)
+def test_what_gpus_do_not_combine_is_refused(gpu, options, message):
+    with pytest.raises(ValueError, match=message):
+        hmf.ImplicitALS(factors=6, device="cuda", **options).fit(RATINGS, **FEATURES)
