@@ -71,12 +71,17 @@ class SubspaceHalf(HalfSweep):
         self.segments = row_segments(device, np.append(0, np.cumsum(self.degrees)))
 
     def steps(
-        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None = None,
+        gram: Array | None = None,
+        pull: Array | None = None,
     ) -> Steps:
         """See `GpuHalf.steps`; reads the ranges of the blocks of the fixed side back to the host."""
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
-        whole = self.systems(self.device.zeros(len(self), np.int32), start, gram)
+        whole = self.systems(self.device.zeros(len(self), np.int32), start, gram, pull=pull)
         entries = self._predicted(fixed, mean, whole.solutions)
         for block in self._fixed_blocks(fixed.table):
             systems = functools.cache(functools.partial(self._systems_of, block, whole))
@@ -119,6 +124,8 @@ class SubspaceHalf(HalfSweep):
         device, solutions, ridge = self.device, whole.solutions, self.ridge[block.columns]
         beside = device.zeros((len(self), block.table.shape[1]), self.dtype)
         beside[:, : block.rank] = self.scale[:, None] * solutions[:, block.columns] * -ridge
+        if whole.pull is not None:
+            beside[:, : block.rank] += whole.pull[:, block.columns]
         gram = None
         if whole.gram is not None:
             beside[:, : block.rank] -= device.matmul(solutions, whole.gram[: self.width, block.columns])

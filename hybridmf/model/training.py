@@ -289,8 +289,6 @@ def with_primal_rows(settings: Settings) -> Settings:
 def check_plan_serves_features(plan: Plan, features: Mapping[Side, Any]) -> None:
     """Refuse plans whose half sweeps do not take what features add."""
     names = " and ".join(f"{side}_features" for side in features)
-    if plan.solver == "subspace":
-        raise ValueError(f"{names}: solver='subspace' has no features on a GPU; use solver='cholesky' or device='cpu'")
     if plan.streamed or plan.offloaded or any(grid.splits > 1 for grid in plan.grids.values()):
         raise ValueError(
             f"{names}: a fit with features needs ratings and factors in the memory of each GPU, and the plan streams "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from ..core.objective import Factors, Objective, Side
-from ..core.regression import Regression
+from ..core.regression import Regression, SideFeatures
 from ..cpu import als
 from ..data.slabs import InMemory
 from ..native import _als
@@ -54,9 +55,17 @@ class CpuWorker:
         """As `hybridmf.cpu.als.total_objective`."""
         return loss + unobserved + penalties[0] + penalties[1]
 
-    def regression(self, plan: Plan, *arguments: Any) -> Regression:
-        """See `Regression`."""
-        return Regression(*arguments)
+    def regression(
+        self,
+        plan: Plan,
+        features: SideFeatures,
+        names: np.ndarray | None,
+        scale: np.ndarray,
+        degrees: np.ndarray,
+        total: Callable[[np.ndarray], np.ndarray],
+    ) -> Regression:
+        """The regression of own rows on features."""
+        return Regression(features, names, scale, degrees, total)
 
     def whole(
         self,

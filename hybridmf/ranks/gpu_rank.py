@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..core.objective import SIDES, Factors, Objective, Side
+from ..core.regression import SideFeatures
 from ..core.system import ceil_div, round_up
 from ..data.slabs import InMemory, Orientation
 from ..device.cuda import Array, CudaDevice, Device, open_device
@@ -88,10 +89,18 @@ class GpuWorker:
         """As `hybridmf.gpu.half.objective_value`."""
         return loss + (unobserved + sum(penalties))
 
-    def regression(self, plan: Plan, *arguments: Any) -> DeviceRegression:
+    def regression(
+        self,
+        plan: Plan,
+        features: SideFeatures,
+        names: np.ndarray | None,
+        scale: np.ndarray,
+        degrees: np.ndarray,
+        total: Callable[[np.ndarray], np.ndarray],
+    ) -> DeviceRegression:
         """The regression of own rows on features, on the device."""
-        width = table_width(plan.rank, plan.dtype)
-        return DeviceRegression(self.device, *arguments, plan.rank, width, plan.dtype)
+        sizes = (plan.rank, table_width(plan.rank, plan.dtype), plan.dtype)
+        return DeviceRegression(self.device, features, names, scale, degrees, total, *sizes)
 
     def whole(
         self,

@@ -86,8 +86,16 @@ class Worker(Protocol):
         `described`: whether rows have features, so that its `steps` may get their pull.
         """
 
-    def regression(self, plan: Plan, *arguments: Any) -> Regression:
-        """The regression of own rows on features, from the arguments of `Regression`."""
+    def regression(
+        self,
+        plan: Plan,
+        features: SideFeatures,
+        names: np.ndarray | None,
+        scale: np.ndarray,
+        degrees: np.ndarray,
+        total: Callable[[np.ndarray], np.ndarray],
+    ) -> Regression:
+        """The regression of own rows on features; arguments of `Regression`."""
 
     def close(self) -> None:
         """Stop background work; no half sweep is running."""

@@ -25,6 +25,7 @@ CASES = {
     "sparse_syrk": (hmf.ImplicitALS, IMPLICIT | {"assembly": "sparse_syrk"}),
     "mo_als": (hmf.ExplicitALS, {"regularization": 0.5, "assembly": "mo_als"}),
     "bals": (hmf.ExplicitALS, {"regularization": 0.5, "assembly": "bals"}),
+    "subspace": (hmf.ExplicitALS, {"regularization": 0.5, "solver": "subspace", "block_size": 3}),
     "float64": (hmf.ImplicitALS, IMPLICIT | {"dtype": "float64"}),
 }
 
@@ -68,7 +69,6 @@ def test_several_gpus_agree_with_the_cpu(gpus, count):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"solver": "subspace"}, "solver='subspace'"),
         ({"row_form": "dual"}, 'row_form="dual" does not apply on a GPU with features'),
     ],
 )
