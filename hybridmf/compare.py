@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from .core.files import write_atomically
 from .core.frames import pandas_frame
 from .core.objective import Objective
 from .core.progress import progress_bar
-from .core.table import format_table
+from .core.table import format_table, html_table
 from .core.validate import check_bool, check_choice, check_int, check_real
 from .data.store import Store
 from .datasets import SHAPES, synthetic
@@ -52,6 +53,9 @@ RACING_TOLERANCE = 2e-2
 
 CPU_PRODUCT, GPU_PRODUCT = 1536, 8192
 """Rows and columns of the matrices whose product measures the peak rate of a device."""
+
+Table = tuple[list[str], list[list[str]], str]
+"""Header, rows and alignment of the columns."""
 
 LEGEND = """\
 Lower is better for seconds, objective and RMSE; higher for NDCG. An iteration is a different amount of work in each
@@ -242,17 +246,30 @@ class Comparison:
         return not self.disagreements
 
     def __str__(self) -> str:
+        notes = [textwrap.fill(note, 120, subsequent_indent="  ", break_on_hyphens=False) for note in self._notes()]
+        tables = [part for table, legend in self._tables() for part in (format_table(*table, indent=0), legend)]
+        parts = [self._head(), *tables, self._verdict(), "\n".join(notes)]
+        return "\n\n".join(part for part in parts if part)
+
+    def _repr_html_(self) -> str:
+        head, verdict = html.escape(self._head()), html.escape(self._verdict())
+        tables = "".join(f"{html_table(*table)}<p>{html.escape(legend)}</p>" for table, legend in self._tables())
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
+        return f"<p><strong>{head}</strong></p>{tables}<p>{verdict}</p>{notes}"
+
+    def _head(self) -> str:
         m, n = self.shape
         size = f"{m:,} users x {n:,} items, {self.nnz:,} training entries"
-        head = f"{self.name}: {size}, loaded in {self.load_seconds:.2f} s"
-        notes = [f"Left out: {each}" for each in self.skipped] + [
-            f"DISAGREEMENT: {each}" for each in self.disagreements
-        ]
-        notes = [textwrap.fill(note, 120, subsequent_indent="  ", break_on_hyphens=False) for note in notes]
-        scores = [] if self.baseline is None else [self._held_out(self.baseline), LEGEND_OF_SCORES]
-        parts = [head, self._speeds(), LEGEND, *scores, self._phases(), LEGEND_OF_PHASES, self._verdict()]
-        parts.append("\n".join(notes))
-        return "\n\n".join(part for part in parts if part)
+        return f"{self.name}: {size}, loaded in {self.load_seconds:.2f} s"
+
+    def _notes(self) -> list[str]:
+        left_out = [f"Left out: {each}" for each in self.skipped]
+        return left_out + [f"DISAGREEMENT: {each}" for each in self.disagreements]
+
+    def _tables(self) -> list[tuple[Table, str]]:
+        """Each table and its legend."""
+        scores = [] if self.baseline is None else [(self._held_out(self.baseline), LEGEND_OF_SCORES)]
+        return [(self._speeds(), LEGEND), *scores, (self._phases(), LEGEND_OF_PHASES)]
 
     def _verdict(self) -> str:
         """The best methods of the tables, in sentences."""
@@ -290,7 +307,7 @@ class Comparison:
         sign = 1 if scored[0].metric == "rmse" else -1
         return min(scored, key=lambda run: sign * run.scores[-1])
 
-    def _speeds(self) -> str:
+    def _speeds(self) -> Table:
         slowest = max(run.per_iteration for run in self.runs)
         rows = []
         for run in self.runs:
@@ -316,9 +333,9 @@ class Comparison:
                   "objective", metrics, "factors differ"]  # fmt: skip
         if not self.factor_differences:  # one device: nothing to differ from
             header, rows = header[:-1], [row[:-1] for row in rows]
-        return format_table(header, rows, "<<" + ">" * (len(header) - 2), indent=0)
+        return header, rows, "<<" + ">" * (len(header) - 2)
 
-    def _held_out(self, baseline: Baseline) -> str:
+    def _held_out(self, baseline: Baseline) -> Table:
         """Scores with their intervals, and the baseline in the last row."""
         rows = [
             [run.method, run.device, f"{run.scores[-1]:.4f}", _range(run.interval), _signed(run.difference)]
@@ -326,9 +343,9 @@ class Comparison:
         ]
         rows.append([baseline.name, "", f"{baseline.score:.4f}", _range(baseline.interval), ""])
         header = ["held out", "device", baseline.metric.upper(), "95 %", "minus the baseline (95 %)"]
-        return format_table(header, rows, "<<>>>", indent=0)
+        return header, rows, "<<>>>"
 
-    def _phases(self) -> str:
+    def _phases(self) -> Table:
         names = list(dict.fromkeys(phase for run in self.runs for phase, seconds in run.phases.items() if seconds))
         rows = [
             [
@@ -342,7 +359,7 @@ class Comparison:
             for run in self.runs
         ]
         header = ["seconds of a whole fit", "device", *names, "all", "peak MiB", "planned MiB"]
-        return format_table(header, rows, "<<" + ">" * (len(names) + 3), indent=0)
+        return header, rows, "<<" + ">" * (len(names) + 3)
 
     def to_frame(self) -> Any:
         """A pandas data frame with one row for each run.

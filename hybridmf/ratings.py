@@ -22,6 +22,7 @@ import scipy.sparse as sp
 from .core.files import read_head, sniff_format, write_atomically
 from .core.frames import kind_of
 from .core.sparse import entry_rows, keep_entries, transposed
+from .core.table import html_facts
 from .core.triplets import frame_names, named_like_entries
 from .core.validate import (
     MERGE_RULES,
@@ -591,6 +592,18 @@ class Ratings(Transforms):
             low, high = self.user_items.data.min(), self.user_items.data.max()
             text += f" ({100 * self.nnz / self.n_users / self.n_items:.3g} %), values {low:g} to {high:g}"
         return f"{text}; user ids: {label_kind(self.user_ids)}, item ids: {label_kind(self.item_ids)})"
+
+    def _repr_html_(self) -> str:
+        values, facts = self.user_items.data, {}
+        if self.nnz:
+            facts["density"] = f"{self.nnz / self.n_users / self.n_items:.3%}"
+            facts["values"] = f"{values.min():g} to {values.max():g}, mean {values.mean(dtype=np.float64):.4g}"
+        if self.timestamps is not None and len(self.timestamps):
+            facts["times"] = f"{self.timestamps.min()} to {self.timestamps.max()}"
+        for side, n, ids in (("users", self.n_users, self.user_ids), ("items", self.n_items, self.item_ids)):
+            some = "positions" if ids is None else "labels such as " + ", ".join(str(each) for each in ids[:3])
+            facts[side] = f"{n:,}, {some}"
+        return html_facts("Ratings", [("entries", f"{self.nnz:,}"), *facts.items()])
 
 
 def _from_entries(entries: Entries, duplicates: str) -> Ratings:

@@ -8,6 +8,7 @@ best setting and its neighbours are fitted at higher ranks, as long as that help
 from __future__ import annotations
 
 import contextlib
+import html
 import itertools
 import json
 import logging
@@ -31,6 +32,7 @@ from .core.objective import SIDES, Side, default_implicit_lambda
 from .core.progress import progress_bar
 from .core.sparse import entries_in, entry_rows, keep_entries
 from .core.system import available_cores
+from .core.table import html_table
 from .core.validate import as_csr, check_choice, check_int, check_nonempty, check_real, check_rng
 from .errors import HybridMFError
 from .metrics import _checked_names, _measure
@@ -225,15 +227,13 @@ class SearchResult:
         return f"hmf.{type(self.best).__name__}({arguments}).fit(ratings)"
 
     def _repr_html_(self) -> str:
-        table = "".join(
-            f"<tr><td>{trial.number}</td><td>{trial.params}</td><td>{trial.iterations}</td><td>{trial.users}</td>"
-            f"<td>{trial.value if trial.value is None else round(trial.value, 4)}</td><td>{trial.state}</td></tr>"
-            for trial in self.trials
-        )
-        head = "".join(
-            f"<th>{name}</th>" for name in ("trial", "parameters", "iterations", "users", self.metric, "state")
-        )
-        return f"<p>{self}</p><table><tr>{head}</tr>{table}</table>"
+        values = ["" if trial.value is None else f"{trial.value:.4f}" for trial in self.trials]
+        rows = [
+            [trial.number, trial.params, trial.iterations, trial.users, value, trial.state]
+            for trial, value in zip(self.trials, values, strict=True)
+        ]
+        head = ["trial", "parameters", "iterations", "users", self.metric, "state"]
+        return f"<p>{html.escape(str(self))}</p>{html_table(head, rows, '><>>><')}"
 
 
 def _plain(value: Any) -> Any:

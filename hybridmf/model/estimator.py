@@ -96,7 +96,9 @@ class Estimator:
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)  # a property that raised NotFittedError, which it raises again
         lent = _MISSING
-        if "sklearn" in sys.modules and not (name.startswith("__") and name.endswith("__")):
+        # notebooks prefer this one to `_repr_html_`, which is ours
+        lending = name != "_repr_mimebundle_" and not (name.startswith("__") and name.endswith("__"))
+        if lending and "sklearn" in sys.modules:
             lent = inspect.getattr_static(_as_scikit_learns(self), name, _MISSING)
         if lent is _MISSING:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

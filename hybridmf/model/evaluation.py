@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.frames import pandas_frame
-from ..core.table import format_table
+from ..core.table import format_table, html_table
 from ..core.validate import check_int, check_real
 
 GROUPS = 10_000
@@ -131,6 +130,12 @@ class Evaluation(dict[str, float]):
             )
         return _bootstrap(metric, [ours, theirs], weights, level, n_resamples, random_state)
 
+    def _repr_html_(self) -> str:
+        found = html_table(["metric", "value"], [[name, f"{value:.4f}"] for name, value in self.items()], "<>")
+        cold = f", {self.n_cold_users:,} of them cold" if self.n_cold_users else ""
+        apart = self.apart._repr_html_() if getattr(self, "apart", None) else ""
+        return f"{found}<p>{self.n_users:,} users{cold}</p>{apart}"
+
     def _values(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Terms of each user and their weights, whose weighted mean gives the metric."""
         if metric not in self.per_user:
@@ -195,10 +200,7 @@ class Evaluations(dict[str, Evaluation]):
         return format_table(*self._table(), "<<>>", indent=0)
 
     def _repr_html_(self) -> str:
-        head, rows = self._table()
-        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-        titles = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-        return f"<table><tr>{titles}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        return html_table(*self._table(), "<<>>")
 
 
 class Parts(Evaluations):

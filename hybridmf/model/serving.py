@@ -5,6 +5,7 @@ It depends on positions and on `Learned` only, so all estimators and backends sh
 
 from __future__ import annotations
 
+import html
 import logging
 import os
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ..core.frames import check_kind, kind_of
 from ..core.objective import Side, scoring_rows
 from ..core.sparse import RowColumns, keep_entries, transposed
 from ..core.system import available_memory
+from ..core.table import html_facts
 from ..core.triplets import refuse_triplets
 from ..core.validate import (
     MAX_N,
@@ -93,6 +95,23 @@ class ServingMixin(Estimator):
 
     def __sklearn_is_fitted__(self) -> bool:
         return "_learned" in vars(self)
+
+    def _repr_html_(self) -> str:
+        if not self.__sklearn_is_fitted__():
+            return f"<p>{html.escape(repr(self))}, not fitted</p>"
+        learned = self._fitted()
+        factors = f"{learned.state.item.matrix.shape[1]} in {learned.state.item.matrix.dtype}"
+        last = learned.history[learned.n_iter - 1] if 0 < learned.n_iter <= len(learned.history) else {}
+        measured = {name: f"{value:.6g}" for name, value in last.items() if name not in ("iteration", "seconds")}
+        seconds = sum(vars(self).get("timings_", {}).values())
+        facts = {
+            "users, items": " x ".join(f"{n:,}" for n in learned.shape),
+            "factors": factors + (", biases" if learned.state.item.bias is not None else ""),
+            "iterations": learned.n_iter,
+            "device": learned.plan.device_name,
+            "seconds": f"{seconds:.3g}" if seconds else "",
+        }
+        return html_facts(repr(self), (facts | measured).items())
 
     def _fitted(self) -> Learned:
         """The learned state. Each public method takes it once and passes it on: a later one may be of another fit."""

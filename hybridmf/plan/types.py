@@ -15,6 +15,7 @@ import scipy.sparse as sp
 
 from ..core.objective import Objective, Side
 from ..core.system import mib, parse_bytes
+from ..core.table import html_facts
 from ..core.validate import MAX_FACTORS, check_bool, check_choice, check_int, check_threads
 from ..data.store import StoreMatrix
 from ..device.cuda import DeviceSpec
@@ -471,6 +472,10 @@ class Plan:
     def bytes_per_iteration(self) -> float:
         """Bytes read and written, including those served by caches."""
         return self.method.bytes_per_iteration(self)
+
+    def _repr_html_(self) -> str:
+        lines = str(self).splitlines()  # names take ten columns
+        return html_facts("Plan", [(line[:10].strip(), line[10:]) for line in lines])
 
     def __str__(self) -> str:
         lines = [
