@@ -112,7 +112,14 @@ CODE: dict[str, Patterns | dict[str, Patterns]] = {
         "ccd": (*CCD_GPU, *DRAWN_GPU),
     },
     "layouts": {"": TILES, "reorder": (*TILES, *ALS_CPU)},
-    "mcumsgd": (*SGD_GPU, "hybridmf/ranks/mcumsgd.py", "hybridmf/ranks/group.py", *PUBLISHED_GPU),
+    "mcumsgd": (
+        *SGD_GPU,
+        "hybridmf/plan/epochs.py",
+        "hybridmf/ranks/mcumsgd.py",
+        "hybridmf/ranks/group.py",
+        "hybridmf/ranks/transport/peers.py",
+        *PUBLISHED_GPU,
+    ),
     "out_of_core": {"": (*STREAMS, *ALS_GPU, *SHAPES), "cpu": (*STREAMS, *ALS_CPU, *SHAPES)},
     "paper_bals": {
         "": (*ASSEMBLIES_GPU, *SYSTEMS_GPU, *PUBLISHED_GPU),
@@ -136,6 +143,8 @@ CODE: dict[str, Patterns | dict[str, Patterns]] = {
     "paper_msgd": {
         "": (*SGD_GPU, *PUBLISHED_GPU),
         "reduction": ("bench/msgd_blocks.cu", *PUBLISHED_GPU),
+        "ordering": ("bench/msgd_blocks.cu", *SGD_GPU, *PUBLISHED_GPU),
+        "occupancy": ("bench/msgd_blocks.cu", *SGD_GPU),
         "speedup": ("bench/msgd_blocks.cu", *SGD_GPU, *SGD_CPU, *PUBLISHED_GPU),
         "convergence": (*SGD_GPU, *SGD_CPU, *CCD_CPU, *CCD_GPU, *ALS_CPU, *ALS_GPU, *PUBLISHED_GPU),
         "cpu": (*SGD_CPU, *CCD_CPU, *ALS_CPU, *PUBLISHED),

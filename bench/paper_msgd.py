@@ -12,7 +12,13 @@ without barriers in the last steps of a product; "transfer" (fig. 11), an epoch 
 "speedup" (figs. 12 and 13), the paper's kernel with 4 to 32 blocks a multiprocessor, and what fits run, over MSGD on
 one core; "ordering" (fig. 16), an epoch of the four combinations of orientations. On both: "convergence" (fig. 14),
 test RMSE over seconds. The paper's kernel is bench/msgd_blocks.cu: a block of r threads moves a row. Its result is
-compared with float64 before it is timed.
+compared with float64 before it is timed. "ordering" has four variants: the kernels of fits as a fit launches them, with
+blocks for long rows in every centralized pass, without any, and the paper's kernels (Algs. 2 and 3 as printed).
+"occupancy" (Table 1): registers and shared memory from the compiler, and the blocks that they leave room for.
+
+"convergence" is in float64, as in the paper, unless --precision float32 is given; batch-Hogwild is in float32 in any
+case. Methods with a learning rate race at each of the multiples of their default in `RATES`, and the page shows the one
+that first reaches the RMSE that all methods reach.
 """
 
 from __future__ import annotations
@@ -27,15 +33,17 @@ import click
 import numpy as np
 import paper_common
 from common import alternate, median
-from gpu import release, timed
+from gpu import release, timed, wall_ms
 from paper_common import Line, Recorder
-from paper_race import Split, draw_race, iterate, make_solver, race, race_table, usual
+from paper_race import Split, draw_race, iterate, make_solver, race, race_table, seconds_to, usual
 
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Side, other_side
 from hybridmf.core.validate import csr_arrays
-from hybridmf.gpu.launch import constant_texts, source_text
-from hybridmf.plan.epochs import terms_at
+from hybridmf.gpu.launch import constant_texts, program, source_text
+from hybridmf.gpu.sgd import LAYOUTS, THREADS, BlockedConfig, GpuEpochs
+from hybridmf.plan.epochs import GridBlock, terms_at
+from hybridmf.plan.sgd import DEFAULT_RATES, LONG_ROW, stored_width
 
 NAME = "paper_msgd"
 LAMBDA = 0.05
@@ -49,6 +57,15 @@ CHECKED_ENTRIES = 2000
 
 TOLERANCE = 2e-4
 """Of a row after so many updates in float32, of its largest element."""
+
+RATES = (0.5, 1.0, 2.0)
+"""Learning rates of "convergence", in multiples of the default."""
+
+COLUMN_BLOCKS_PER_SM = 2
+"""Blocks of Alg. 2 on a multiprocessor, all of which must be resident: 1,024 threads at r = 512."""
+
+NEVER = 1 << 40
+"""Length of a long row that no row has."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +115,7 @@ class Session:
     data: Split
     profile: Profile
     threads: int
+    precision: str = "float64"
 
     def note(self, task: str, line: Line) -> None:
         """Record a line of the data at hand."""
@@ -167,18 +185,28 @@ def kernel_source() -> str:
     return KERNEL.read_text().replace('#include "common.cuh"', source_text("common.cuh"))
 
 
+def kernel_constants(r: int, warp_sync: bool) -> tuple[str, ...]:
+    """Of the paper's kernels."""
+    return constant_texts({"RANK": r, "WARP_SYNC": warp_sync, "REAL": np.dtype(np.float32)})
+
+
 class BlockedEpoch:
-    """An epoch by the paper's kernel: the items with the users fixed, then the users.
+    """An epoch by the paper's kernels: the items with the users fixed, then the users.
 
     Attributes
     ----------
     tables : dict of arrays, shape (n, r)
+    ordering : str
+        As of `SGD`: a pass is Alg. 3 where it iterates over the rows that it updates, otherwise Alg. 2.
     """
 
-    def __init__(self, device: Any, data: Split, r: int, warp_sync: bool) -> None:
-        self.device, self.r, self.data = device, r, data
-        constants = constant_texts({"RANK": r, "WARP_SYNC": warp_sync, "REAL": np.dtype(np.float32)})
-        self.kernel = device.kernel(kernel_source(), "msgd_blocks", constants)
+    def __init__(self, device: Any, data: Split, r: int, warp_sync: bool, ordering: str = "mixed") -> None:
+        self.device, self.r, self.data, self.ordering = device, r, data, LAYOUTS[ordering]
+        self.kernels = {
+            name: device.kernel(kernel_source(), name, kernel_constants(r, warp_sync))
+            for name in ("msgd_blocks", "msgd_columns")
+        }
+        self.arrived = device.zeros(1, np.uint64)
         model = sgd(r, "cuda", schedule="msgd")
         solver: Any = make_solver(model, data)
         self.rate = terms_at(solver.method, solver.objective, 0.0, 0).rate
@@ -191,10 +219,17 @@ class BlockedEpoch:
             self.layouts[side] = tuple(map(device.upload, arrays))
 
     def one_pass(self, side: Side, blocks: int) -> None:
-        """All rows of a side."""
-        moved, fixed = self.tables[side], self.tables[other_side(side)]
-        scalars = (np.int32(len(moved)), np.float32(self.rate), np.float32(1 - self.rate * LAMBDA))
-        self.kernel((blocks,), (self.r,), (moved, fixed, *self.layouts[side], *scalars), 4 * self.r)
+        """All rows of a side; `blocks`: of Alg. 3."""
+        moved, fixed, walked = self.tables[side], self.tables[other_side(side)], self.ordering[side]
+        rates = (np.float32(self.rate), np.float32(1 - self.rate * LAMBDA))
+        given = (moved, fixed, *self.layouts[walked])
+        if walked == side:
+            self.kernels["msgd_blocks"]((blocks,), (self.r,), (*given, np.int32(len(moved)), *rates), 4 * self.r)
+            return
+        self.arrived[...] = 0
+        blocks = min(blocks, int(COLUMN_BLOCKS_PER_SM * self.device.spec.multiprocessors))
+        arguments = (*given, np.int32(len(fixed)), *rates, self.arrived)
+        self.kernels["msgd_columns"]((blocks,), (self.r,), arguments, 4 * self.r)
 
     def run(self, blocks: int) -> None:
         """An epoch."""
@@ -267,15 +302,18 @@ def measure_speedup(session: Session, r: int) -> None:
             epoch.check(blocks)
         times = timed(session.device, [lambda blocks=blocks: epoch.run(blocks)], session.profile.repeats)  # type: ignore[misc]
         found[str(blocks)] = median([ms for (ms,) in times])
-    ours = median(epoch_ms_gpu(session, r, "mixed"))
+    ours = median(epoch_ms_gpu(session, r))
     session.note("speedup", {"factors": r, "one_core_ms": base, "blocks_ms": found, "ours_ms": ours})
     texts = [f"{blocks} blocks {base / ms:.0f}" for blocks, ms in found.items()]
     click.echo(f"speedup over one core, r = {r}: {', '.join(texts)}, ours {base / ours:.0f}")
 
 
-def epoch_ms_gpu(session: Session, r: int, ordering: str) -> list[float]:
-    """Milliseconds of epochs as a fit runs them."""
-    solver = make_solver(sgd(r, "cuda", schedule="msgd", ordering=ordering), session.data)
+def epoch_ms_gpu(session: Session, r: int, ordering: str = "mixed", long_row: int | None = None) -> list[float]:
+    """Milliseconds of epochs as a fit runs them; `long_row`: that of `GpuEpochs`."""
+    solver: Any = make_solver(sgd(r, "cuda", schedule="msgd", ordering=ordering), session.data)
+    if long_row is not None:
+        blocks: list[GridBlock] = [{"user": session.data.user, "item": session.data.item}]
+        solver.kernels = GpuEpochs(session.device, blocks, solver.objective, solver.plan, long_row)
     return [ms for (ms,) in timed(session.device, [lambda: iterate(solver)], session.profile.repeats)]
 
 
@@ -283,7 +321,7 @@ def epoch_ms_gpu(session: Session, r: int, ordering: str) -> list[float]:
 
 
 def run_transfer(session: Session) -> None:
-    """Both orientations and the factors to the GPU, the factors back, and an epoch."""
+    """Both orientations and the factors to the GPU, the factors back, and an epoch; page-locked memory and other."""
     if session.device is None:
         return
     for r in session.profile.ranks:
@@ -302,10 +340,40 @@ def measure_transfer(session: Session, r: int) -> None:
     ]
     rounds = timed(device, steps, session.profile.repeats)
     there, back = (median(list(times)) for times in zip(*rounds, strict=True))
+    locked = page_locked_ms(device, [array.copy() for array in arrays + factors], len(factors), session.profile.repeats)
     size = sum(array.nbytes for array in arrays + factors)
-    epoch = median(epoch_ms_gpu(session, r, "mixed"))
-    session.note("transfer", {"factors": r, "to_gpu_ms": there, "back_ms": back, "epoch_ms": epoch, "bytes": size})
-    click.echo(f"transfer, r = {r}: to the GPU {there:.1f} ms, back {back:.1f} ms, an epoch {epoch:.1f} ms")
+    epoch = median(epoch_ms_gpu(session, r))
+    found = {"to_gpu_ms": there, "back_ms": back, "pinned_to_gpu_ms": locked[0], "pinned_back_ms": locked[1]}
+    session.note("transfer", {"factors": r, **found, "epoch_ms": epoch, "bytes": size})
+    click.echo(
+        f"transfer, r = {r}: to the GPU {there:.1f} ms ({locked[0]:.1f} page-locked), back {back:.1f} ms "
+        f"({locked[1]:.1f}), an epoch {epoch:.1f} ms"
+    )
+
+
+def page_locked_ms(device: Any, arrays: list[np.ndarray], returned: int, repeats: int) -> tuple[float, float]:
+    """Milliseconds to copy page-locked arrays to the GPU, and the last `returned` of them back."""
+    copier = device.copier()
+    for array in arrays:
+        copier.pin(array)
+    targets = [device.upload(array) for array in arrays]
+    device.synchronize()
+    pairs = [(target.reshape(-1), array.reshape(-1)) for target, array in zip(targets, arrays, strict=True)]
+
+    def to_gpu() -> None:
+        for target, array in pairs:
+            copier.copy(target, array)
+        copier.synchronize()
+
+    def back() -> None:
+        for target, array in pairs[-returned:]:
+            copier.fetch(array, target)
+        copier.synchronize()
+
+    times = []
+    for run in (to_gpu, back):
+        times.append(median(wall_ms(device, run, repeats + 1)[1:]))
+    return times[0], times[1]
 
 
 ORDERINGS = {
@@ -317,8 +385,17 @@ ORDERINGS = {
 """`SGD(ordering=)` in the paper's words (6.4): U are users' factors; a side that is walked by itself is centralized."""
 
 
+VARIANTS = {
+    "fits": "as fits run them",
+    "blocked": "long rows in blocks",
+    "teams": "a team for each row",
+    "published": "Algs. 2 and 3 as printed",
+}
+"""Kernels of "ordering". Fits have blocks of threads for long rows in the ordering "mixed"."""
+
+
 def run_ordering(session: Session) -> None:
-    """Epochs of the four combinations."""
+    """Epochs of the four combinations, by each variant of the kernels."""
     if session.device is None:
         return
     for r in session.profile.ranks:
@@ -327,20 +404,80 @@ def run_ordering(session: Session) -> None:
 
 def measure_ordering(session: Session, r: int) -> None:
     """One rank."""
-    found = {name: median(epoch_ms_gpu(session, r, name)) for name in ORDERINGS}
-    session.note("ordering", {"factors": r, "ms": found})
-    click.echo(f"ordering, r = {r}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in found.items()))
+    for variant in VARIANTS:
+        found = {name: median(ordering_ms(session, r, name, variant)) for name in ORDERINGS}
+        session.note("ordering", {"factors": r, "variant": variant, "ms": found})
+        texts = [f"{name} {ms:.1f} ms" for name, ms in found.items()]
+        click.echo(f"ordering, r = {r}, {VARIANTS[variant]}: {', '.join(texts)}")
+
+
+def ordering_ms(session: Session, r: int, ordering: str, variant: str) -> list[float]:
+    """Milliseconds of epochs of a variant."""
+    if variant != "published":
+        long_row = {"fits": None, "blocked": LONG_ROW, "teams": NEVER}[variant]
+        return epoch_ms_gpu(session, r, ordering, long_row)
+    epoch, blocks = (
+        BlockedEpoch(session.device, session.data, r, True, ordering),
+        16 * session.device.spec.multiprocessors,
+    )
+    epoch.check(blocks)
+    return [ms for (ms,) in timed(session.device, [lambda: epoch.run(blocks)], session.profile.repeats)]
+
+
+# ------------------------------------------------------------------------------------------ Table 1
+
+
+def run_occupancy(session: Session) -> None:
+    """Resources of the kernels from the compiler."""
+    if session.device is None:
+        return
+    for r in session.profile.ranks:
+        session.case(f"occupancy, {r}", lambda r=r: measure_occupancy(session, r))  # type: ignore[misc]
+
+
+def measure_occupancy(session: Session, r: int) -> None:
+    """The paper's kernel and ours of short rows, one rank."""
+    device = session.device
+    ld = stored_width(r, np.float32)
+    constants = {"REAL": np.dtype(np.float32), "HAS_BIASES": False} | BlockedConfig.rule(ld, 4, device.spec).constants
+    kernels = {
+        "published": ((kernel_source(), "msgd_blocks", kernel_constants(r, True)), r, 4 * r),
+        "fits": (program("msgd.cu", "centralized", **constants), THREADS, 0),
+    }
+    for variant, (found, threads, shared) in kernels.items():
+        used = device.resources(*found)
+        blocks = resident_blocks(threads, used.registers, shared, device.spec.shared_bytes)
+        line = {"factors": r, "variant": variant, "threads_per_block": threads, "registers": used.registers,
+                "local_bytes": used.local_bytes, "shared_bytes": shared, "blocks_per_sm": blocks}  # fmt: skip
+        session.note("occupancy", line)
+        click.echo(
+            f"occupancy, r = {r}, {variant}: {used.registers} registers, {blocks} blocks of {threads} threads, "
+            f"{100 * blocks * threads / SM_THREADS:.0f} %"
+        )
+
+
+SM_THREADS, SM_BLOCKS, SM_REGISTERS = 2048, 32, 65536
+"""Of a multiprocessor of compute capability 8.0, 9.0 or 10.0."""
+
+
+def resident_blocks(threads: int, registers: int, shared: int, shared_bytes: int) -> int:
+    """Blocks of a kernel that fit on a multiprocessor; registers are given to warps by 256."""
+    warps = -(-threads // 32)
+    by_registers = SM_REGISTERS // (warps * (-(-max(1, registers) * 32 // 256) * 256))
+    by_shared = shared_bytes // (shared + 1024)  # CUDA reserves 1 KB of a block
+    return min(SM_BLOCKS, SM_THREADS // threads, by_registers, by_shared)
 
 
 # ------------------------------------------------------------------------------------------ figs. 14 and 15
 
 
-def methods(session: Session, threads: int) -> dict[str, Any]:
+def methods(session: Session, threads: int, precision: str = "float32") -> dict[str, Any]:
     """Every method on the CPU, by its name in the paper where it has one."""
     f = session.profile.factors
     common: dict[str, Any] = {
         "regularization": LAMBDA,
         "biases": False,
+        "dtype": precision,
         "device": "cpu",
         "random_state": 0,
         "num_threads": threads,
@@ -358,27 +495,38 @@ def methods(session: Session, threads: int) -> dict[str, Any]:
 def run_convergence(session: Session) -> None:
     """Test RMSE over seconds: all cores, and a GPU where there is one."""
     f, profile = session.profile.factors, session.profile
-    models = {f"{name}, CPU": model for name, model in methods(session, session.threads).items()}
+    on_cpu = methods(session, session.threads, session.precision)
+    models = {f"{name}, CPU": model for name, model in on_cpu.items()}
     if session.device is not None:
         gpu: dict[str, Any] = {"regularization": LAMBDA, "biases": False, "device": "cuda", "random_state": 0}
+        exact = gpu | {"dtype": session.precision}
         models |= {
-            "CUMSGD": hmf.SGD(f, **gpu, schedule="msgd"),
+            "CUMSGD": hmf.SGD(f, **exact, schedule="msgd"),
             "batch-Hogwild, GPU": hmf.SGD(f, **gpu, schedule="batch_hogwild"),
-            "CCD++, GPU": hmf.CCD(f, **gpu),
-            "ALS, GPU": hmf.ExplicitALS(f, **gpu),
+            "CCD++, GPU": hmf.CCD(f, **exact),
+            "ALS, GPU": hmf.ExplicitALS(f, **exact),
         }
     for name, model in models.items():
-        session.case(f"convergence, {name}", lambda name=name, model=model: measure_race(session, name, model))  # type: ignore[misc]
+        for rate in RATES if isinstance(model, hmf.SGD) else (None,):
+            session.case(
+                f"convergence, {name}" + (f" at {rate:g} times the default rate" if rate else ""),
+                lambda name=name, model=model, rate=rate: measure_race(session, name, model, rate),  # type: ignore[misc]
+            )
     click.echo(f"each up to {profile.epochs} iterations or {profile.seconds:g} s")
 
 
-def measure_race(session: Session, name: str, model: Any) -> None:
-    """One method."""
-    found = race(model, session.data, session.profile.epochs, session.profile.seconds)
+def measure_race(session: Session, name: str, model: Any, rate: float | None = None) -> None:
+    """One method, at a multiple of its default learning rate."""
     line = {"factors": session.profile.factors, "threads": session.threads, "method": name}
+    line |= {"race": session.precision, "precision": str(model.dtype)}
+    if rate is not None:
+        model.learning_rate = rate * DEFAULT_RATES[model.rate_schedule]
+        line["rate"] = model.learning_rate
+    found = race(model, session.data, session.profile.epochs, session.profile.seconds)
     session.note("convergence", line | found)
     lowest = min(found["rmse"], default=float("nan"))
-    click.echo(f"{name:24s} {usual(found['seconds']):9.4f} s / iteration, test RMSE {lowest:.4f}")
+    at = "" if rate is None else f" at rate {model.learning_rate:g}"
+    click.echo(f"{name + at:36s} {usual(found['seconds']):9.4f} s / iteration, test RMSE {lowest:.4f}")
 
 
 def run_cores(session: Session) -> None:
@@ -406,10 +554,12 @@ def render(folder: Path) -> None:
     parts: dict[str, Callable[[list[Line]], str]] = {
         "sequential": sequential_part, "reduction": reduction_part, "transfer": transfer_part,
         "speedup": speedup_part, "cores": cores_part, "ordering": ordering_part, "convergence": convergence_part,
+        "occupancy": occupancy_part,
     }  # fmt: skip
     sections = {}
     for task, part in parts.items():
-        chosen = paper_common.select(lines, task, "shape", "scale", "factors", "method", "threads")
+        keys = ("shape", "scale", "factors", "method", "threads", "variant", "race", "rate")
+        chosen = paper_common.select(lines, task, *keys)
         groups = paper_common.by_hardware(chosen)
         texts = []
         for hardware, group in groups.items():
@@ -432,7 +582,7 @@ def plot(task: str, hardware: str, groups: dict[str, list[Line]], folder: Path) 
     """The plot of a task, if it has one."""
     name = f"msgd-{task}-{paper_common.slug(hardware)}.svg"
     if task == "convergence":
-        draw_race(folder / name, [(title.split(",")[0], group) for title, group in groups.items()])
+        draw_race(folder / name, [(title.split(",")[0], fastest(group)) for title, group in groups.items()])
         return [paper_common.picture(name, "Test RMSE over seconds")]
     if task == "cores":
         draw_cores(folder / name, groups)
@@ -479,12 +629,15 @@ def reduction_part(lines: list[Line]) -> str:
 
 def transfer_part(lines: list[Line]) -> str:
     """Fig. 11."""
-    rows = [
-        [line["factors"], f"{line['to_gpu_ms']:.1f}", f"{line['back_ms']:.1f}", f"{line['epoch_ms']:.1f}",
-         f"{line['epoch_ms'] / (line['to_gpu_ms'] + line['back_ms']):.2f}"]
-        for line in lines
-    ]  # fmt: skip
-    return paper_common.table(["r", "to the GPU, ms", "back, ms", "epoch, ms", "epoch / copies"], rows)
+    rows = []
+    for line in lines:
+        for memory, prefix in (("pageable", ""), ("page-locked", "pinned_")):
+            if f"{prefix}back_ms" in line:
+                there, back, epoch = line[f"{prefix}to_gpu_ms"], line[f"{prefix}back_ms"], line["epoch_ms"]
+                numbers = (f"{value:.1f}" for value in (there, back, epoch))
+                rows.append([line["factors"], memory, *numbers, f"{epoch / (there + back):.2f}"])
+    header = ["r", "memory of the host", "to the GPU, ms", "back, ms", "epoch, ms", "epoch / copies"]
+    return paper_common.table(header, rows)
 
 
 def speedup_part(lines: list[Line]) -> str:
@@ -514,32 +667,87 @@ def cores_part(lines: list[Line]) -> str:
 
 def ordering_part(lines: list[Line]) -> str:
     """Fig. 16."""
-    rows = [[line["factors"], *(f"{line['ms'][name]:.1f}" for name in ORDERINGS)] for line in lines]
-    return paper_common.table(["r", *(f"{text}, ms" for text in ORDERINGS.values())], rows)
+    lines = [line for line in lines if "variant" in line] or lines  # older lines are of fits, and have none
+    rows = [
+        [line["factors"], VARIANTS[line.get("variant", "fits")], *(f"{line['ms'][name]:.1f}" for name in ORDERINGS)]
+        for line in sorted(lines, key=lambda line: (line["factors"], list(VARIANTS).index(line.get("variant", "fits"))))
+    ]
+    return paper_common.table(["r", "kernels", *(f"{text}, ms" for text in ORDERINGS.values())], rows)
+
+
+def occupancy_part(lines: list[Line]) -> str:
+    """Table 1."""
+    rows = []
+    for line in sorted(lines, key=lambda line: (line["variant"], line["factors"]), reverse=False):
+        threads = line["blocks_per_sm"] * line["threads_per_block"]
+        rows.append(
+            [VARIANTS[line["variant"]], line["factors"], line["threads_per_block"], line["registers"],
+             line["shared_bytes"], threads, threads // 32, line["blocks_per_sm"], f"{100 * threads / SM_THREADS:.0f} %"]
+        )  # fmt: skip
+    header = ["kernels", "r", "threads of a block", "registers of a thread", "shared memory of a block, bytes",
+              "threads of a multiprocessor", "warps", "blocks", "occupancy"]  # fmt: skip
+    return paper_common.table(header, rows)
+
+
+def race_of(lines: list[Line]) -> list[Line]:
+    """The lines of one race: in float64 if there is any; older lines are in float32, and do not say so."""
+    races = {line.get("race", "") for line in lines}
+    return [line for line in lines if line.get("race", "") == max(races)]
+
+
+def common_rmse(lines: list[Line]) -> float:
+    """The lowest RMSE that every method reaches, at its best rate."""
+    lowest: dict[str, float] = {}
+    for line in lines:
+        for rmse in line["rmse"]:
+            lowest[line["method"]] = min(rmse, lowest.get(line["method"], float("inf")))
+    return max(lowest.values(), default=float("nan"))
+
+
+def fastest(lines: list[Line]) -> list[Line]:
+    """Of each method the line of the rate that first reaches the common RMSE."""
+    lines = race_of(lines)
+    aim, found = common_rmse(lines), {}
+    for line in lines:
+        reached = seconds_to(line, aim)
+        key = float("inf") if reached is None else reached
+        if line["method"] not in found or key < found[line["method"]][0]:
+            found[line["method"]] = (key, line)
+    return [line for _, line in found.values()]
 
 
 def convergence_part(lines: list[Line]) -> str:
-    """Fig. 14."""
-    return f"r = {lines[0]['factors']}, {lines[0]['threads']} CPU threads\n\n{race_table(lines)}"
+    """Fig. 14: the paper's comparison, seconds to an RMSE that all reach, above the one to the best RMSE."""
+    chosen, aim = fastest(lines), common_rmse(race_of(lines))
+    rows = []
+    for line in chosen:
+        reached = seconds_to(line, aim)
+        rate = f"{line['rate']:g}" if "rate" in line else "-"
+        rows.append(
+            [line["method"], line.get("precision", "float32"), rate, "-" if reached is None else f"{reached:.3g}"]
+        )
+    header = ["method", "precision", "learning rate", f"s to {aim:.4f}, which all reach"]
+    text = f"r = {lines[0]['factors']}, {lines[0]['threads']} CPU threads"
+    return f"{text}\n\n{paper_common.table(header, rows)}\n\n{race_table(chosen)}"
 
 
 # ------------------------------------------------------------------------------------------ command
 
 TASKS: dict[str, Callable[[Session], None]] = {
     "convergence": run_convergence, "sequential": run_sequential, "cores": run_cores, "speedup": run_speedup,
-    "ordering": run_ordering, "reduction": run_reduction, "transfer": run_transfer,
+    "ordering": run_ordering, "reduction": run_reduction, "transfer": run_transfer, "occupancy": run_occupancy,
 }  # fmt: skip
 USUAL_TASKS = {"cpu": ("convergence", "sequential", "cores"),
-               "cuda": ("convergence", "speedup", "ordering", "reduction", "transfer")}  # fmt: skip
+               "cuda": ("convergence", "speedup", "ordering", "reduction", "transfer", "occupancy")}  # fmt: skip
 """Without --task; in order of weight, for a budget may end."""
 
 
-def run(recorder: Recorder, device: Any, profile: Profile, tasks: Sequence[str], threads: int) -> None:
+def run(recorder: Recorder, device: Any, profile: Profile, tasks: Sequence[str], threads: int, precision: str) -> None:
     """All tasks on all data."""
     for shape, scale in profile.shapes:
         if recorder.has_time(shape):
             ONE_CORE.clear()
-            session = Session(recorder, device, Split.of(shape, scale), profile, threads)
+            session = Session(recorder, device, Split.of(shape, scale), profile, threads, precision)
             for task in tasks:
                 TASKS[task](session)
 
@@ -548,9 +756,16 @@ def run(recorder: Recorder, device: Any, profile: Profile, tasks: Sequence[str],
 @paper_common.options(TASKS, render)
 @paper_common.data_options
 @paper_common.threads_option
+@click.option(
+    "--precision",
+    type=click.Choice(["float64", "float32"]),
+    default="float64",
+    show_default=True,
+    help='Of "convergence".',
+)
 def main(
     device: str, profile: str, tasks: tuple[str, ...], budget: float | None, shape: str | None, scale: float,
-    factors: int | None, threads: int,
+    factors: int | None, threads: int, precision: str,
 ) -> None:  # fmt: skip
     chosen = PROFILES[device, profile]
     if shape:
@@ -558,7 +773,7 @@ def main(
     if factors:
         chosen = replace(chosen, factors=factors, ranks=(factors,))
     recorder, opened = Recorder.begin(NAME, device, budget or chosen.budget)
-    run(recorder, opened, chosen, tasks or USUAL_TASKS[device], threads)
+    run(recorder, opened, chosen, tasks or USUAL_TASKS[device], threads, precision)
     recorder.finish()
 
 

@@ -22,6 +22,7 @@ from paper_common import Line
 
 import hybridmf as hmf
 from hybridmf.core.objective import State
+from hybridmf.core.validate import as_csr
 from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
 from hybridmf.model.training import TrainingData
@@ -77,7 +78,8 @@ def make_solver(model: Any, data: Split) -> Solver:
     """The solver of a fit, before its first iteration."""
     objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
-    ratings = TrainingData.on_host(data.user, plan)
+    user_items = data.user if data.user.dtype == plan.dtype else as_csr(data.user, dtype=plan.dtype)
+    ratings = TrainingData.on_host(user_items, plan)
     state = model._initial_state(ratings, plan, objective)
     solver: Solver = model._solver(plan, objective, ratings, state, 0)
     return solver

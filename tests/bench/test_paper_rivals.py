@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import hybridmf as hmf
+from support import compiler
 from support.checkout import ROOT
 
 BENCH = ROOT / "bench"
@@ -143,15 +144,83 @@ def test_the_papers_mapping_is_msgd(device, monkeypatch, r, warp_sync):
             np.testing.assert_allclose(device.download(epoch.tables[side]), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("ordering", ["user", "item", "crossed"])
+def test_the_papers_decentralized_walk_is_msgd(device, monkeypatch, ordering):
+    """Alg. 2 as printed; emulated blocks run one after the other and cannot meet, so there is one."""
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
+    data = paper_race.Split.of("ml-1m", 0.02)
+    epoch, blocks = (
+        paper_msgd.BlockedEpoch(device, data, 32, True, ordering),
+        1 if device.spec.name == "emulated" else 64,
+    )
+    fit = paper_msgd.sgd(32, "cpu", schedule="msgd", iterations=1)
+    fit.fit(data.user)
+    epoch.run(blocks)
+    for side, wanted in (("user", fit.user_factors), ("item", fit.item_factors)):
+        np.testing.assert_allclose(device.download(epoch.tables[side]), wanted, rtol=1e-4, atol=1e-5)
+    assert paper_msgd.BlockedEpoch(device, data, 32, True, ordering).check(blocks) < paper_msgd.TOLERANCE
+
+
+def test_occupancy():
+    """Limited by blocks, by threads, by registers and by shared memory."""
+    blocks = [paper_msgd.resident_blocks(*given, 227 << 10) for given in ((32, 21, 256), (512, 21, 0), (128, 80, 0))]
+    assert blocks == [32, 4, 6]
+    assert paper_msgd.resident_blocks(128, 32, 99 << 10, 227 << 10) == 2
+
+
+@pytest.mark.parametrize("task", ["transfer", "ordering", "occupancy"])
+def test_tasks_of_a_gpu_are_rendered(device, results, monkeypatch, task):
+    monkeypatch.setattr("hybridmf.device.cuda.open_device", lambda name="cuda": device)
+    if device.spec.name == "emulated":  # without events, and whose blocks cannot meet
+        monkeypatch.setattr(paper_msgd, "timed", lambda device, steps, repeats: [[(step(), 1.0)[1] for step in steps]])
+        monkeypatch.setattr(paper_msgd, "COLUMN_BLOCKS_PER_SM", 1 / device.spec.multiprocessors)
+        monkeypatch.setattr(paper_msgd, "release", lambda device: None)
+    data = paper_race.Split.of("ml-1m", 0.02)
+    profile = replace(paper_msgd.PROFILES["cuda", "quick"], ranks=(32,), repeats=1)
+    recorder = paper_common.Recorder("paper_msgd", stamp={"device": "cuda", "gpu": {"name": "G"}})
+    paper_msgd.TASKS[task](paper_msgd.Session(recorder, device, data, profile, 1))
+    assert not recorder.problems
+    lines = lines_of(results, "paper_msgd")
+    assert {line["task"] for line in lines} == {task}
+    invoke(paper_msgd, "--render")
+    page = (results / "evidence" / "msgd.md").read_text()
+    section = page.split(f"<!-- begin {task} -->")[1].split(f"<!-- end {task} -->")[0]
+    expected = {
+        "transfer": ["page-locked"],
+        "ordering": list(paper_msgd.VARIANTS.values()),
+        "occupancy": ["as printed"],
+    }
+    assert all(text in section for text in ["ml-1m" if task != "occupancy" else "r", *expected[task]])
+
+
+def test_the_fastest_rate_of_each_method_is_shown():
+    """That first reaches the RMSE that all methods reach; older lines, in float32, are no part of the race."""
+    common = {"factors": 8, "threads": 2, "set_up_s": 0.1, "race": "float64"}
+    lines = [
+        common | {"method": "old", "seconds": [1.0], "rmse": [0.1], "race": ""},
+        common | {"method": "slow", "rate": 0.1, "seconds": [1.0, 1.0], "rmse": [0.9, 0.8]},
+        common | {"method": "slow", "rate": 0.2, "seconds": [1.0, 1.0], "rmse": [0.8, 0.79]},
+        common | {"method": "slow", "rate": 0.4, "seconds": [], "rmse": []},
+        common | {"method": "quick", "seconds": [0.1, 0.1, 0.1], "rmse": [0.9, 0.79, 0.7]},
+    ]
+    assert paper_msgd.common_rmse(paper_msgd.race_of(lines)) == 0.79
+    assert [(line["method"], line.get("rate")) for line in paper_msgd.fastest(lines)] == [
+        ("slow", 0.2),
+        ("quick", None),
+    ]
+    part = paper_msgd.convergence_part(lines)
+    assert "| slow | float32 | 0.2 | 2 |" in part and "| quick | float32 | - | 0.2 |" in part and "old" not in part
+
+
 @pytest.mark.parametrize("warp_sync", [0, 1])
 @pytest.mark.parametrize("r", [32, 512])
 def test_the_papers_mapping_compiles(monkeypatch, r, warp_sync):
     """For the GPU it is timed on, with everything in registers."""
-    compiler = pytest.importorskip("test_gpu_compile", reason="no NVRTC")
     monkeypatch.setattr(compiler, "source_text", lambda file: paper_msgd.kernel_source())
     constants = (f"RANK={r}", f"WARP_SYNC={warp_sync}", "REAL=float")
-    (report,) = compiler.resources_of(compiler.compile_program(compiler.Program("msgd_blocks.cu", constants, 90)))
-    assert report.function == "msgd_blocks" and report.local_bytes == 0
+    reports = compiler.resources_of(compiler.compile_program(compiler.Program("msgd_blocks.cu", constants, 90)))
+    assert {report.function for report in reports} == {"msgd_blocks", "msgd_columns"}
+    assert not any(report.local_bytes for report in reports)
 
 
 def test_a_wrong_kernel_is_not_timed(device, monkeypatch):
