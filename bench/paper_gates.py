@@ -77,7 +77,7 @@ GPU_METHODS = ("fused", "sparse_syrk", "sparse_syrk_published")
 SPARSITY_ROWS = 2000
 """Rows of figure 11."""
 
-SPARSITY_CELLS = (20, 24)
+SPARSITY_CELLS = (16, 24)
 """Rows and columns of cells in which its entries are counted."""
 
 PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
@@ -573,7 +573,8 @@ def use_blas(context: click.Context, parameter: click.Parameter, path: str | Non
     except OSError as error:
         raise click.BadParameter(str(error)) from None
     names = [kind + name for kind in "sd" for name in ("syrk", "gemm", "potrf", "potrs")]
-    _als.use_blas({name: ctypes.cast(getattr(library, f"{name}_"), ctypes.c_void_p).value for name in names})
+    addresses = {name: ctypes.cast(getattr(library, f"{name}_"), ctypes.c_void_p).value or 0 for name in names}
+    _als.use_blas(addresses)
     return "MKL" if "mkl" in Path(path).name else Path(path).name
 
 

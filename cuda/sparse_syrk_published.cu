@@ -30,6 +30,9 @@
 #ifndef DY
 #define DY 16           // threads along the rows of a tile
 #endif
+#ifndef WITH_RHS
+#define WITH_RHS 1      // 0: matrices alone, to measure what the right-hand sides cost
+#endif
 #ifndef HAS_OFFSETS
 #define HAS_OFFSETS 0
 #endif
@@ -103,7 +106,7 @@ template <bool DIAGONAL> __device__ __forceinline__ void add_stage(Sums& sums, c
 #pragma unroll
             for (int j = 0; j < TX; j++) sums.tile[i][j] += a[i] * b[j];
         }
-        if (!DIAGONAL) continue;
+        if (!DIAGONAL || !WITH_RHS) continue;
 #pragma unroll
         for (int m = 0; m < RHS; m++) {
             const int element = int(threadIdx.x) + m * THREADS;
@@ -160,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sparse_syrk_published(
             if (r < rank && c <= r) matrix[int64(r) * rank + c] = sums.tile[i][j];
         }
     }
-    if (tile_row != tile_column) return;
+    if (tile_row != tile_column || !WITH_RHS) return;
 #pragma unroll
     for (int m = 0; m < RHS; m++) {
         const int element = int(threadIdx.x) + m * THREADS;

@@ -193,9 +193,16 @@ def sparse_syrk_published(
     entries: DeviceEntries,
     segments: Array,
     config: PublishedSyrkConfig | None = None,
+    *,
+    with_rhs: bool = True,
 ) -> None:
-    """Sums of whole rows by Gates' batched sparse-syrk as printed; arguments as for `sparse_syrk`."""
-    _launch("sparse_syrk_published", PublishedSyrkConfig, device, sums, factors, entries, segments, config)
+    """Sums of whole rows by Gates' batched sparse-syrk as printed; arguments as for `sparse_syrk`.
+
+    `with_rhs`: False leaves the right-hand sides out, to measure what they cost.
+    """
+    switches = {} if with_rhs else {"WITH_RHS": False}
+    name = "sparse_syrk_published"
+    _launch(name, PublishedSyrkConfig, device, sums, factors, entries, segments, config, **switches)
 
 
 def _launch(
@@ -207,6 +214,7 @@ def _launch(
     entries: DeviceEntries,
     segments: Array,
     config: SyrkConfig | PublishedSyrkConfig | None,
+    **switches: bool,
 ) -> None:
     rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
     dtype = np.dtype(factors.dtype)
@@ -216,7 +224,7 @@ def _launch(
     require(config.tiles <= MAX_GRID_Y, f"nb={config.nb} gives {config.tiles} tiles, more than {MAX_GRID_Y}")
     if not n_segments:
         return
-    kernel = get_kernel(device, f"{kernel_name}.cu", kernel_name, **config.constants, **entries.constants)
+    kernel = get_kernel(device, f"{kernel_name}.cu", kernel_name, **config.constants, **entries.constants, **switches)
     arguments = (*sums, factors, *entries.arrays, segments)
     sizes = (np.int32(rank), np.int32(factors.shape[1]))
     kernel((n_segments, config.tiles), (config.threads,), (*arguments, *sizes, *entries.scalars), config.shared_bytes)

@@ -138,6 +138,17 @@ def test_sparse_syrk_as_printed_sums_rows(device, rank, dtype, kind):
     run(device, Problem(rank, awkward(8), dtype, kind, spread=3), sparse_syrk_published)
 
 
+def test_sparse_syrk_as_printed_without_right_hand_sides(device):
+    problem, sums = Problem(20, awkward(8), np.float32, "explicit"), {}
+    for with_rhs in (True, False):
+        matrices, rhs = device.zeros((9, 20, 20), np.float32), device.zeros((9, 20), np.float32)
+        arguments = device.upload(problem.factors), problem.entries(device), device.upload(problem.segments)
+        sparse_syrk_published(device, (matrices, rhs), *arguments, with_rhs=with_rhs)
+        sums[with_rhs] = device.download(matrices), device.download(rhs)
+    np.testing.assert_array_equal(np.tril(sums[True][0]), np.tril(sums[False][0]))
+    assert sums[True][1].any() and not sums[False][1].any()
+
+
 @pytest.mark.parametrize("rank", [32, 48, 64, 80, 100, 128, 200])
 def test_sparse_syrk_as_printed_has_the_paper_s_configurations(rank):
     config = PublishedSyrkConfig.default(rank, 4, H200)
