@@ -19,7 +19,7 @@ from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import REGISTERS, RESERVED, WARP
 from ..plan.fused import solver_floats, vector_floats
 from ..plan.tables import KernelConfig, require
-from .launch import check_all, get_kernel
+from .launch import check_all, get_kernel, program
 from .systems import check_columns
 
 MAX_RANK = MAX_FACTORS + 1
@@ -380,6 +380,28 @@ class WideTilesConfig(KernelConfig):
         return (min(n, spec.multiprocessors * self.blocks_per_sm),)
 
 
+def config_for(rank: int, dtype: Any, spec: DeviceSpec) -> CholeskyConfig | TilesConfig | WideTilesConfig:
+    """Configuration of the fastest Cholesky kernel for systems of an order."""
+    if TilesConfig.serves(rank, dtype, spec):
+        return TilesConfig.rule(rank)
+    if WideTilesConfig.serves(rank, dtype, spec):
+        return WideTilesConfig.rule(rank, spec)
+    return CholeskyConfig.default(rank, np.dtype(dtype).itemsize, spec)
+
+
+def programs(
+    spec: DeviceSpec, rank: int, dtype: Any, solver: str, has_gram: bool
+) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Arguments of `Device.kernel` for the kernels that complete and solve systems in matrices."""
+    itemsize = np.dtype(dtype).itemsize
+    if solver == "cholesky":
+        config = config_for(rank, dtype, spec)
+        yield program(config.file, config.kernel, **config.constants)
+    elif solver == "cg":
+        yield program("cg_any.cu", "cg", **CgConfig.default(rank, itemsize, spec).constants)
+    yield program("complete.cu", "complete", **_complete_constants(rank, itemsize, has_gram))
+
+
 def cholesky_solve(
     device: Device,
     solutions: Array,
@@ -407,11 +429,7 @@ def cholesky_solve(
     _check_results(device, solutions, status, rows, n, rank, dtype)
     if not n or not rank:
         return
-    if config is None and TilesConfig.serves(rank, dtype, device.spec):
-        config = TilesConfig.rule(rank)
-    if config is None and WideTilesConfig.serves(rank, dtype, device.spec):
-        config = WideTilesConfig.rule(rank, device.spec)
-    config = config or CholeskyConfig.default(rank, dtype.itemsize, device.spec)
+    config = config or config_for(rank, dtype, device.spec)
     kernel = get_kernel(device, config.file, config.kernel, **config.constants)
     sizes = [np.int64(solutions.shape[1])] + [np.int64(n)] * (config.kernel != "cholesky_block")
     arguments = (solutions, status, matrices, rhs, slots, rows, *sizes, dtype.type(pivot_epsilon))

@@ -25,7 +25,7 @@ from ..plan.als_gpu import PREDICTED_ROWS, PUBLISHED
 from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
-from . import arrays, bals, draw, dual, fused, losses, matrix, predictions, rows
+from . import arrays, bals, cholesky_any, draw, dual, fused, losses, matrix, predictions, rows
 from .assembly import Cleared, PublishedKernels, RowKernels
 from .cholesky_any import CholeskyConfig
 from .dual import DualRows
@@ -35,7 +35,7 @@ from .launch import DeviceEntries, program
 from .matrix import DeviceMatrix
 from .mo_als import mo_als
 from .rows import RowRange
-from .sparse_syrk import sparse_syrk, sparse_syrk_published
+from .sparse_syrk import SyrkConfig, sparse_syrk, sparse_syrk_published
 from .systems import SideSystems
 
 logger = logging.getLogger("hybridmf")
@@ -570,21 +570,11 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
 
     With `wide`, also those for factors of a wide range, which is known only during a fit.
     """
-    if plan.assembly != "fused":
-        return []
-    configs = [fused_config(device, plan, rank) for rank in sorted({last - first for first, last in plan.blocks})]
-    precisions = ["float32", "float32_wide"] if wide and plan.precision == "float32" else [plan.precision]
-    kernels = [
-        fused.FusedKernels(device, config, precision, linear_solver(plan))
-        for precision in precisions
-        for config in reversed(configs)
-    ]
     common = {"REAL": np.dtype(plan.dtype)}
     implicit, biased = plan.feedback == "implicit", plan.rank > plan.factors
     longest = max(dual_up_to(plan, side) for side in SIDES)
-    solving = [each for one in kernels for each in one.programs(*kind_of_entries(plan))]
     return [
-        *dict.fromkeys(solving),
+        *dict.fromkeys(_programs_of_systems(device, plan, wide)),
         *dual.programs(plan.rank, longest, implicit, biased),
         *(predictions.programs(plan) if plan.solver == "subspace" else ()),
         *(gram_programs(device.spec, plan.dtype) if implicit else []),
@@ -593,6 +583,25 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),
         *arrays.programs(plan.dtype),
     ]
+
+
+def _programs_of_systems(device: Device, plan: Plan, wide: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Those that sum and solve rows; of the published assemblies, those of sparse syrk alone."""
+    orders = sorted({last - first for first, last in plan.blocks}, reverse=True)
+    implicit, offsets, residual = kind_of_entries(plan)
+    if plan.assembly == "fused":
+        for precision in ("float32", "float32_wide") if wide and plan.precision == "float32" else (plan.precision,):
+            for order in orders:
+                config = fused_config(device, plan, order)
+                kernels = fused.FusedKernels(device, config, precision, linear_solver(plan))
+                yield from kernels.programs(implicit, offsets, residual)
+    elif plan.assembly_name == "sparse_syrk":
+        kind = {"REAL": np.dtype(plan.dtype), "IMPLICIT": implicit, "HAS_OFFSETS": offsets}
+        kind |= {"RESIDUAL": True} if residual else {}
+        for order in orders:
+            syrk = SyrkConfig.default(order, np.dtype(plan.dtype).itemsize, device.spec)
+            yield program("sparse_syrk.cu", "sparse_syrk", **syrk.constants, **kind)
+            yield from cholesky_any.programs(device.spec, order, plan.dtype, linear_solver(plan), implicit)
 
 
 def _rest(pieces: Pieces, done: int) -> Pieces:

@@ -714,6 +714,8 @@ def test_factors_move_to_the_device_that_asks(device):
         (hmf.ImplicitALS, {"factors": 7, "solver": "cg"}),
         (hmf.ImplicitALS, {"factors": 7, "precision": "bf16x3"}),
         exhaustive(hmf.ExplicitALS, {"factors": 3, "precision": "bf16x3"}),
+        (hmf.ImplicitALS, {"factors": 7, "dtype": "float64"}),
+        (hmf.ExplicitALS, {"factors": 7, "assembly": "sparse_syrk", "solver": "cg"}),
         (hmf.ImplicitALS, {"factors": 100}),  # which are solved apart, by kernels that other tests compile as well
         exhaustive(hmf.ExplicitALS, {"factors": 120}),
     ],
