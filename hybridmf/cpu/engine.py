@@ -64,12 +64,13 @@ class CpuEngine:
         fixed: Factors,
         mean: float,
         gram: als.WeightedGram,
+        pull: np.ndarray | None = None,
     ) -> Factors:
-        """Exact factors of new rows."""
+        """Exact factors of new rows; `pull`: see `hybridmf.cpu.als.HalfSweep.steps`."""
         n, rank = matrix.shape[0], self.plan.rank
         threads = threads_for(matrix.nnz * rank**2 + n * rank**3 / 6, n, self._threads)
         plan = for_fold_in(self.plan).changed(num_threads=threads)
-        return als.HalfSweep(side, matrix, objective, plan).solve(fixed, mean, gram=gram)
+        return als.HalfSweep(side, matrix, objective, plan).solve(fixed, mean, gram=gram, pull=pull)
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         """The objective in float64."""

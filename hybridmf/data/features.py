@@ -323,7 +323,8 @@ class Features:
         found = to_matrix(rows, codes, values, (matrix.shape[0], len(self.names)))
         return Features._made(found, self.names, other.labels, self._columns, self.shift, self.scale)
 
-    def _with_rows(self, matrix: sp.csr_array, labels: Any) -> Features:
+    def with_rows(self, matrix: sp.csr_array, labels: Any) -> Features:
+        """The same features of other rows, as a checked matrix and labels."""
         return Features._made(matrix, self.names, labels, self._columns, self.shift, self.scale)
 
 
@@ -348,7 +349,7 @@ def align_features(argument: str, value: Any, labels: np.ndarray | None, n_rows:
     if have is None or labels is None:
         known = cast(np.ndarray, labels if have is None else have)
         if len(known) == n_rows == matrix.shape[0] and are_positions(known, np.arange(n_rows)):
-            return features._with_rows(matrix, labels)
+            return features.with_rows(matrix, labels)
         _refuse_half_labelled(argument, side, features, labels, n_rows)
     assert have is not None and labels is not None
     check_label_types(side, ("ratings", labels), (argument, have))
@@ -360,7 +361,7 @@ def align_features(argument: str, value: Any, labels: np.ndarray | None, n_rows:
     strangers = np.flatnonzero(cold)
     rows = rows_or_empty(matrix, np.concatenate((places, strangers)))
     joined = plain_array([*labels.tolist(), *have[strangers].tolist()]) if len(strangers) else labels
-    return features._with_rows(rows, joined)
+    return features.with_rows(rows, joined)
 
 
 def as_features(argument: str, value: Any, side: Side | None = None) -> Features:

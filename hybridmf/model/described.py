@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Side
 from ..core.regression import joined
-from .learned import Learned
+from ..core.sparse import rows_or_empty, take_rows
+from ..core.validate import from_triplets, rows_of_entries
+from ..data.labels import check_label_types, label_table
+from ..errors import RatingsError, UnknownLabelError
+from .learned import Learned, LearnedFeatures
+
+logger = logging.getLogger("hybridmf")
 
 
 def ridge_of(learned: Learned, side: Side) -> np.ndarray:
@@ -27,3 +38,103 @@ def explained(learned: Learned, side: Side, matrix: sp.csr_array) -> float:
     scale, ridge = learned.objective.row_scale(side, degrees[rows]), ridge_of(learned, side)
     moved = scale @ ((factors - predicted) ** 2 - factors**2)
     return float((moved + (vectors**2).sum(axis=0) / known.weight) @ ridge)
+
+
+# ---------------------------------------------------------------------------------------------------------- requests
+
+
+def described_rows(
+    learned: Learned, side: Side, given: Any, labels: np.ndarray | None, count: int, name: str = "features"
+) -> sp.csr_array:
+    """Features of `count` new rows, which may have `labels`, in the columns of the model: CSR (count, n_features)."""
+    known = learned.features.get(side)
+    if known is None:
+        raise ValueError(f"{name}: the model has no features of {side}s; fit it with {side}_features=, or leave it out")
+    found = known.features.encode(given, name=name)
+    matrix, have = found.matrix, found.labels
+    if labels is not None and have is not None:
+        check_label_types(side, ("the rows", labels), (name, have))
+        table = label_table(have)
+        places = np.array([table.get(label, -1) for label in labels.tolist()], dtype=np.int64)
+        missing = int(np.count_nonzero(places < 0))
+        if missing == count:
+            raise UnknownLabelError(
+                f"{name} has features of none of the {count:,} {side}s, such as {labels[:1].tolist()[0]!r}; its labels "
+                f"are such as {have[:1].tolist()[0]!r}"
+            )
+        if missing:
+            logger.warning("%s has no features of %d of %d %ss", name, missing, count, side)
+        return rows_or_empty(matrix, places)
+    if matrix.shape[0] != count:
+        raise RatingsError(f"{name} has {matrix.shape[0]:,} rows; expected one for each of {count:,} {side}s")
+    if count > 1 and (labels is None) != (have is None):
+        labelled, other = (name, "the rows") if labels is None else ("the rows", name)
+        raise RatingsError(
+            f"{labelled} has {side} labels and {other} only positions, so {side}s cannot be matched; give both labels, "
+            "or none"
+        )
+    return matrix
+
+
+def predicted_rows(learned: Learned, side: Side, rows: sp.csr_array) -> np.ndarray:
+    """Factors, and biases as the last column, by features alone; float64."""
+    found: np.ndarray = rows.astype(np.float64) @ joined(learned.state.vectors[side]).astype(np.float64)
+    return found
+
+
+def pull_of(learned: Learned, side: Side, predicted: np.ndarray, degrees: np.ndarray) -> np.ndarray:
+    """What features add to the right-hand sides of rows: ``lambda s W^T f``, float64."""
+    return predicted * learned.objective.row_scale(side, degrees)[:, None] * ridge_of(learned, side)
+
+
+def replaced_rows(
+    learned: Learned,
+    side: Side,
+    positions: np.ndarray,
+    size: int,
+    degrees: np.ndarray,
+    new: sp.csr_array | None,
+    labels: np.ndarray | None,
+) -> Mapping[Side, LearnedFeatures]:
+    """Features of the model after an update of some rows, of these `degrees`; `new` features, None keeps theirs."""
+    known = learned.features.get(side)
+    if known is None:
+        return learned.features
+    old = known.features.matrix
+    places = np.where(np.arange(size) < old.shape[0], np.arange(size), -1)
+    matrix = rows_or_empty(old, places)
+    if new is not None:
+        kept = np.ones(size, dtype=bool)
+        kept[positions] = False
+        rows = rows_of_entries(matrix.indptr)
+        old_entries, new_rows = kept[rows], positions[rows_of_entries(new.indptr)]
+        matrix = from_triplets(
+            np.concatenate((rows[old_entries], new_rows)),
+            np.concatenate((matrix.indices[old_entries], new.indices)),
+            np.concatenate((matrix.data[old_entries], new.data)),
+            (size, matrix.shape[1]),
+            name="features",
+        )
+    cold = np.zeros(size, dtype=bool)
+    cold[known.cold] = True
+    described = np.diff(matrix.indptr) > 0
+    cold[positions] = described[positions] & (degrees == 0)
+    features = known.features.with_rows(matrix, labels)
+    return {**learned.features, side: replace(known, features=features, cold=np.flatnonzero(cold))}
+
+
+def rows_described(learned: Learned, side: Side, rows: np.ndarray) -> sp.csr_array | None:
+    """Features that the model has of some of its rows; None without features."""
+    known = learned.features.get(side)
+    return None if known is None else take_rows(known.features.matrix, rows)
+
+
+def feature_parts(
+    learned: Learned, side: Side, row: sp.csr_array, weights: np.ndarray, N: int
+) -> tuple[list[str], np.ndarray]:
+    """Names and contributions of the features of a row, the N largest first: ``f_k W_k . weights``."""
+    vectors = joined(learned.state.vectors[side]).astype(np.float64)[row.indices]
+    parts = row.data.astype(np.float64) * (vectors[:, : len(weights)] @ weights)
+    order = np.argsort(-parts, kind="stable")[:N]
+    names = learned.features[side].features.names
+    return [names[place] for place in row.indices[order]], parts[order]

@@ -13,13 +13,16 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Factors, Side, other_side, scoring_rows
+from ..core.regression import filled, parted
 from ..core.sparse import RowColumns, keep_entries, take_rows, transposed
 from ..core.validate import make_csr
+from ..cpu.engine import CpuEngine
 from ..data.store import StoredSeen
 from ..errors import NonFiniteError, NotPositiveDefiniteError
 from ..native import _als
 from ..plan.memory import check_answer, threads_for
 from ..plan.types import NONNEGATIVE
+from .described import predicted_rows, pull_of
 from .engine import Engine, engine_for
 from .exactness import warn_of_fold_in
 from .learned import Learned
@@ -38,6 +41,7 @@ def rank(
     """
     if candidates.allowed is not None:
         return _rank_lists(learned, users, N, seen, candidates, cold_users)
+    include_cold = candidates.include_cold
     if candidates.denied is not None:
         denied = candidates.denied
         seen = RowColumns.of(denied if seen is None else union(seen.matrix(), denied))
@@ -48,12 +52,12 @@ def rank(
         if excluded.n_entries + len(users) * (n_items - n_allowed) <= n_allowed:
             seen = excluded.with_columns(np.flatnonzero(~allowed))  # a few items: faster than packing all others
         else:
-            chosen = _with_factors(learned, allowed)
+            chosen = _with_factors(learned, allowed, include_cold)
     check_answer(len(users), N, n_allowed, learned.state.item.matrix.itemsize)
     engine = engine_for(learned.plan, float(len(users)) * n_items * learned.plan.rank)
     ids, scores = engine.top_k(
         scoring_rows(users, "user", learned.state.mean),
-        _packed_items(learned, engine),
+        _packed_items(learned, engine, include_cold),
         N,
         seen,
         chosen,
@@ -111,7 +115,7 @@ def _rank_lists(
     user_rows = scoring_rows(users, "user", learned.state.mean)
     threads = threads_for(len(rows) * scored.shape[1], len(rows), learned.plan.num_threads)
     scores = _als.predict_pairs(user_rows, scored, rows, items, threads).astype(dtype)
-    shown = ~_blank_items(learned)[items]
+    shown = ~_unranked_items(learned, candidates.include_cold)[items]
     by_count = np.zeros(len(users), dtype=bool)
     if cold_users == "mask" or learned.state.user.bias is None:
         by_count[users.blank_rows()] = True
@@ -152,13 +156,13 @@ def _rank_cold(
     ids[cold, :kept], scores[cold, :kept] = rank_by_count(counts, shown, seen, len(cold), kept)
 
 
-def _packed_items(learned: Learned, engine: Engine) -> Any:
+def _packed_items(learned: Learned, engine: Engine, include_cold: bool = False) -> Any:
     """Items with factors, in the layout of `engine`."""
 
     def pack() -> Any:
-        return engine.pack(_scoring_items(learned), _with_factors(learned))
+        return engine.pack(_scoring_items(learned), _with_factors(learned, None, include_cold))
 
-    return learned.cached(("scoring items", engine.name), pack)
+    return learned.cached(("scoring items", engine.name, include_cold and bool(learned.features)), pack)
 
 
 def _scoring_items(learned: Learned) -> np.ndarray:
@@ -168,14 +172,25 @@ def _scoring_items(learned: Learned) -> np.ndarray:
     return items
 
 
-def _blank_items(learned: Learned) -> np.ndarray:
-    blank: np.ndarray = learned.cached("blank items", lambda: blank_mask(learned, "item"))
-    return blank
+def _unranked_items(learned: Learned, include_cold: bool = False) -> np.ndarray:
+    """Which items are never recommended, bool: those without factors and, by default, those with features only."""
+    described = learned.features.get("item")
+    if described is None or include_cold:
+        blank: np.ndarray = learned.cached("blank items", lambda: blank_mask(learned, "item"))
+        return blank
+
+    def with_cold() -> np.ndarray:
+        mask = blank_mask(learned, "item")
+        mask[described.cold] = True
+        return mask
+
+    unranked: np.ndarray = learned.cached("blank and cold items", with_cold)
+    return unranked
 
 
-def _with_factors(learned: Learned, allowed: np.ndarray | None = None) -> np.ndarray | None:
-    """Positions of the allowed items that have factors; None if these are all items."""
-    warm = ~_blank_items(learned)
+def _with_factors(learned: Learned, allowed: np.ndarray | None = None, include_cold: bool = False) -> np.ndarray | None:
+    """Positions of the allowed items that are ranked; None if these are all items."""
+    warm = ~_unranked_items(learned, include_cold)
     return None if allowed is None and warm.all() else np.flatnonzero(warm if allowed is None else warm & allowed)
 
 
@@ -311,9 +326,11 @@ def itself_first(
 # -------------------------------------------------------------------------------------------------------- fold-in
 
 
-def fold_in(learned: Learned, side: Side, matrix: sp.csr_array) -> Factors:
-    """Exact factors of new rows of `side`, given the factors of the other side."""
-    fixed = learned.state.side(other_side(side))
+def fold_in(learned: Learned, side: Side, matrix: sp.csr_array, features: sp.csr_array | None = None) -> Factors:
+    """Exact factors of new rows of `side`, given the factors of the other side; `features`: those of the rows."""
+    fixed = learned.solved(other_side(side))
+    if features is not None:
+        return _fold_in_described(learned, side, matrix, fixed, features)
     # the kernel of a GPU does not finish nearly singular nonnegative rows
     on_cpu = learned.plan.solver == NONNEGATIVE and learned.plan.gpu is not None
     engine = engine_for(learned.plan.changed(gpu=None) if on_cpu else learned.plan)
@@ -322,3 +339,17 @@ def fold_in(learned: Learned, side: Side, matrix: sp.csr_array) -> Factors:
     found = engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)
     warn_of_fold_in(learned, side, matrix)
     return found
+
+
+def _fold_in_described(
+    learned: Learned, side: Side, matrix: sp.csr_array, fixed: Factors, features: sp.csr_array
+) -> Factors:
+    """`fold_in` of rows with features, on the CPU; a row without entries has the factors of its features."""
+    engine, plan = CpuEngine(learned.plan.changed(gpu=None)), learned.plan
+    gram = learned.cached(("gram", side, engine.name), lambda: engine.gram(side, fixed, learned.objective))
+    predicted, degrees = predicted_rows(learned, side, features), np.diff(matrix.indptr)
+    pull = np.ascontiguousarray(pull_of(learned, side, predicted, degrees), dtype=fixed.matrix.dtype)
+    found = engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram, pull)
+    warn_of_fold_in(learned, side, matrix)
+    alone = np.flatnonzero(degrees == 0)
+    return filled(found, alone, parted(predicted[alone].astype(fixed.matrix.dtype), plan.factors))

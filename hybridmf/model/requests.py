@@ -309,6 +309,7 @@ class Candidates:
     shared: np.ndarray | None = None  # mask of the candidates of all users; None: all items
     allowed: sp.csr_array | None = None  # (n, n_items): candidates of each user
     denied: sp.csr_array | None = None  # (n, n_items): items to exclude for each user
+    include_cold: bool = False  # whether items that have features only are candidates, too
 
     def pairs(self, *excluded: sp.csr_array | None) -> tuple[np.ndarray, np.ndarray]:
         """Users and items of the lists of candidates, without the entries of `excluded`."""
@@ -325,7 +326,7 @@ class Candidates:
         """Candidates of some of the users."""
         rows = np.arange(start, stop)
         allowed, denied = (None if part is None else take_rows(part, rows) for part in (self.allowed, self.denied))
-        return Candidates(self.shared, allowed, denied)
+        return Candidates(self.shared, allowed, denied, self.include_cold)
 
 
 @dataclass(frozen=True)
@@ -339,10 +340,19 @@ class Asked:
     cold_users: str
     by_label: bool  # whether users and items are labels
     unknown: Unknown
+    include_cold: bool = False  # rank items that have features only, too
 
     @classmethod
     def check(
-        cls, N: Any, filter_liked: Any, filter_items: Any, items: Any, cold_users: Any, labels: Any, unknown: Any
+        cls,
+        N: Any,
+        filter_liked: Any,
+        filter_items: Any,
+        items: Any,
+        cold_users: Any,
+        labels: Any,
+        unknown: Any,
+        include_cold: Any = False,
     ) -> Asked:
         """Read the arguments, except `filter_items` and `items`, which depend on the model."""
         return cls(
@@ -353,6 +363,7 @@ class Asked:
             check_choice("cold_users", cold_users, COLD_USERS),
             check_bool("labels", labels),
             Unknown.check(unknown),
+            check_bool("include_cold", include_cold),
         )
 
     def candidates(self, learned: Labelled, n_users: int, rows_of: Callable[[str, Any], sp.csr_array]) -> Candidates:
@@ -369,7 +380,7 @@ class Asked:
             else:
                 shared = np.full(learned.count("item"), name != "items") if shared is None else shared
                 choose(shared, learned, "item", name, given, self.by_label, self.unknown)
-        return Candidates(shared, lists["items"], lists["filter_items"])
+        return Candidates(shared, lists["items"], lists["filter_items"], self.include_cold)
 
 
 def choose(

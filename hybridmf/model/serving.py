@@ -39,13 +39,14 @@ from ..core.validate import (
     without_mask,
 )
 from ..data.align import IN_ORDER, UNKNOWN, align, labels_of
+from ..data.features import Features
 from ..data.labels import look_up
 from ..data.store import Store, StoredSeen
 from ..data.wide import is_wide
 from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError
 from ..plan.types import Plan
 from ..ratings import Ratings, as_ratings, is_pairs
-from .described import explained
+from .described import described_rows, explained, replaced_rows, rows_described
 from .early_stopping import LOWER_IS_BETTER
 from .engine import engine_for
 from .estimator import Estimator, check_columns, numeric_matrix, unfitted_error
@@ -160,6 +161,37 @@ class ServingMixin(Estimator):
     def item_bias_(self) -> np.ndarray | None:
         """Item biases, shape (n_items,), or None for a model without biases; read-only."""
         return _read_only(self._fitted().state.item.bias)
+
+    @property
+    def user_features_(self) -> Features | None:
+        """Features of the users, a row for each user of the model; None for a fit without."""
+        return self._features_of("user")
+
+    @property
+    def item_features_(self) -> Features | None:
+        """Features of the items, a row for each item of the model; None for a fit without."""
+        return self._features_of("item")
+
+    def _features_of(self, side: Side) -> Features | None:
+        known = self._fitted().features.get(side)
+        return None if known is None else known.features
+
+    @property
+    def user_feature_vectors_(self) -> np.ndarray | None:
+        """Vectors of the features of users, shape (n_features, factors), or None; read-only."""
+        return self._vectors_of("user")
+
+    @property
+    def item_feature_vectors_(self) -> np.ndarray | None:
+        """Vectors of the features of items, shape (n_features, factors), or None; read-only.
+
+        An item without entries has the sum of the vectors of its features as its factors.
+        """
+        return self._vectors_of("item")
+
+    def _vectors_of(self, side: Side) -> np.ndarray | None:
+        vectors = self._fitted().state.vectors.get(side)
+        return None if vectors is None else _read_only(vectors.matrix)
 
     @property
     def mean_(self) -> float:
@@ -280,10 +312,12 @@ class ServingMixin(Estimator):
         recalculate_user: bool = False,
         labels: bool = False,
         unknown: str = "error",
+        include_cold: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Recommend the N items with the highest scores to each user.
 
-        Items without training entries are not recommended: they have no factors, so their score of 0 is meaningless.
+        Items without training entries are not recommended: they have no factors, so their score of 0 is meaningless;
+        those with features only have factors, by which ``include_cold=True`` ranks them.
 
         Parameters
         ----------
@@ -316,6 +350,8 @@ class ServingMixin(Estimator):
             Treatment of ids that the model does not have (labels, or positions behind the last). Under both others,
             unknown items of `items`, `filter_items` and labelled ratings are left out, and a warning is logged with the
             number of ids. The row of an unknown user has no items under "drop"; under "popular", those of a cold user.
+        include_cold : bool
+            Rank items that have features and no training entries, too; by default they are left out, also of `items`.
 
         Returns
         -------
@@ -332,7 +368,8 @@ class ServingMixin(Estimator):
             N results for each user do not fit in memory.
         """
         learned, user_items = self._fitted(), as_ratings(user_items, "user_items")
-        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown)
+        listed = (filter_already_liked_items, filter_items, items, cold_users, labels, unknown, include_cold)
+        asked = Asked.check(N, *listed)
         by_label = asked.by_label
         recalculated = check_bool("recalculate_user", recalculate_user)
         if recalculated and user_items is None:
@@ -374,6 +411,7 @@ class ServingMixin(Estimator):
         backend: str | None = None,
         show_progress: bool = False,
         path: str | os.PathLike[str] | None = None,
+        include_cold: bool = False,
     ) -> Any:
         """Recommendations as a data frame, or a Parquet or Arrow file, with one row for each of them.
 
@@ -398,6 +436,8 @@ class ServingMixin(Estimator):
             File that ends in ``.parquet`` or ``.pq``; or, for Arrow's IPC format, in ``.arrow``, ``.feather`` or
             ``.ipc``. It is written block by block under a temporary name and appears when it is complete. Default: a
             frame is returned.
+        include_cold : bool
+            As for `recommend`.
 
         Returns
         -------
@@ -409,7 +449,8 @@ class ServingMixin(Estimator):
         NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, OSError, MemoryBudgetError
         """
         learned, show_progress = self._fitted(), check_bool("show_progress", show_progress)
-        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown)
+        listed = (filter_already_liked_items, filter_items, items, cold_users, labels, unknown, include_cold)
+        asked = Asked.check(N, *listed)
         if path is None:
             kind = check_kind("backend", backend, kind_of(userid), learned.frame_kind)
         else:
@@ -434,12 +475,13 @@ class ServingMixin(Estimator):
         unknown: str = "error",
         backend: str | None = None,
         show_progress: bool = False,
+        include_cold: bool = False,
     ) -> Any:
         """Recommendations for all users, to a Parquet or Arrow file, or as the data frame of `recommend_table`.
 
         Parameters
         ----------
-        path, labels, unknown, backend, show_progress
+        path, labels, unknown, backend, show_progress, include_cold
             As for `recommend_table`.
         user_items, N, filter_already_liked_items, filter_items, items, cold_users
             As for `recommend`.
@@ -455,6 +497,7 @@ class ServingMixin(Estimator):
         return self.recommend_table(
             None, user_items, N, filter_already_liked_items, filter_items, items, cold_users,
             labels=labels, unknown=unknown, backend=backend, show_progress=show_progress, path=path,
+            include_cold=include_cold,
         )  # fmt: skip
 
     def recommend_new(
@@ -468,6 +511,8 @@ class ServingMixin(Estimator):
         *,
         labels: bool = False,
         unknown: str = "error",
+        include_cold: bool = False,
+        features: Any = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Recommend the N best items to users who are not in the model, from their history.
 
@@ -488,6 +533,12 @@ class ServingMixin(Estimator):
         unknown : {"error", "drop", "popular"}
             Treatment of items that the model does not have, in all arguments. "drop" leaves them out and logs a warning
             with their number; a user whose history has no other items is a cold user. "popular" is the same.
+        include_cold : bool
+            As for `recommend`.
+        features : frame, mapping, Features or matrix, optional
+            Features of the users, for a model fitted with `user_features`: see `Features.encode`. Users without a
+            history are recommended what their features say. Rows are matched by label where `rows` has labels of users
+            (`Ratings`, a data frame), else they are in the order of `rows`.
 
         Returns
         -------
@@ -501,17 +552,21 @@ class ServingMixin(Estimator):
         NotFittedError, TypeError, ValueError, RatingsError, UnknownLabelError, MemoryBudgetError
         """
         learned = self._fitted()
-        asked = Asked.check(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown)
+        listed = (filter_already_liked_items, filter_items, items, cold_users, labels, unknown, include_cold)
+        asked = Asked.check(N, *listed)
+        names: np.ndarray | None = None
         if is_history(rows):
             matrix, single = read_history(learned, rows, asked.by_label, asked.unknown)
         else:
+            names = _names_of_rows(rows, "rows")
             matrix = self._new_rows(learned, rows, "rows", unknown=asked.unknown.of_entries)
             single = one_row(rows) is not rows
         n_rows = matrix.shape[0]
         rows_of = partial(_rows_of_strangers, learned, n_rows, unknown=asked.unknown.of_entries)
         candidates = asked.candidates(learned, n_rows, rows_of)
         asked.unknown.report()
-        factors = fold_in(learned, "user", matrix)
+        described = None if features is None else described_rows(learned, "user", features, names, n_rows)
+        factors = fold_in(learned, "user", matrix, described)
         seen = RowColumns.of(matrix) if asked.filter_liked else None
         ids, scores = answer(learned, factors, asked, seen, candidates, None)
         return shown(learned, "item", ids, scores, asked.by_label, single)
@@ -814,7 +869,7 @@ class ServingMixin(Estimator):
         check_shape("user_items", matrix, learned.shape, ("n_users", "n_items"))
         return matrix
 
-    def transform(self, user_items: Any) -> np.ndarray:
+    def transform(self, user_items: Any, features: Any = None) -> np.ndarray:
         """Compute factors of new rows with the exact solver (fold-in); a training row gets its training factors.
 
         Parameters
@@ -822,6 +877,8 @@ class ServingMixin(Estimator):
         user_items : Ratings, or sparse or dense matrix, shape (n_rows, n_items)
             Labelled items are aligned by label. The rows of a data frame of entries are its users in the order of
             ``Ratings.from_frame(user_items).user_ids``.
+        features : frame, mapping, Features or matrix, optional
+            Features of the rows, as for `recommend_new`. The result is then an array, whatever `set_output` says.
 
         Returns
         -------
@@ -830,16 +887,22 @@ class ServingMixin(Estimator):
             predictions of ``rows = model.transform(user_items)`` are ``rows[:, :-1] @ model.item_factors_.T +
             rows[:, -1:] + model.item_bias_ + model.mean_``; without biases, ``rows @ model.item_factors_.T``.
         """
+        if features is not None:
+            return self._factors_of(user_items, features)
         return Estimator.transform(self._holding(), user_items)
 
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
         """Names of the columns of `transform`: the name of the class in small letters, and a number."""
         return Estimator.get_feature_names_out(self._holding(), input_features)
 
-    def _factors_of(self, user_items: Any) -> np.ndarray:
+    def _factors_of(self, user_items: Any, features: Any = None) -> np.ndarray:
         learned = self._fitted()
         self._check_names(learned, user_items)
-        factors = fold_in(learned, "user", self._new_rows(learned, user_items))
+        matrix, described = self._new_rows(learned, user_items), None
+        if features is not None:
+            names = _names_of_rows(user_items, "user_items")
+            described = described_rows(learned, "user", features, names, matrix.shape[0])
+        factors = fold_in(learned, "user", matrix, described)
         return factors.matrix if factors.bias is None else np.column_stack((factors.matrix, factors.bias))
 
     def objective(self, user_items: Any, *, unknown: str = "error") -> float:
@@ -873,7 +936,7 @@ class ServingMixin(Estimator):
 
     # ------------------------------------------------------------------------------------------------ updates
 
-    def partial_fit_users(self, ids: Any, rows: Any, *, labels: Any = None) -> Self:
+    def partial_fit_users(self, ids: Any, rows: Any, *, labels: Any = None, features: Any = None) -> Self:
         """Update or add users by folding in their rows; item factors do not change.
 
         Parameters
@@ -886,6 +949,9 @@ class ServingMixin(Estimator):
         labels : True, or array, shape (n,), optional
             True: `ids` are labels (of a model without labels, positions). An array: labels of users at the positions
             `ids`, required for new users of a model with labels.
+        features : frame, mapping, Features or matrix, optional
+            Features of these users, of a model fitted with `user_features`, matched by label if both have labels, else
+            in the order of `ids`: see `Features.encode`. Default: those that the model has.
 
         Returns
         -------
@@ -898,10 +964,10 @@ class ServingMixin(Estimator):
             wanted = updated_axis("rows", rows, 0, positions, names)
             matrix = self._new_rows(learned, rows, "rows", users=wanted, owner="the model or to ids")
             check_shape("rows", matrix, (len(positions), learned.shape[1]), ("n_ids", "n_items"))
-            self._learn(_updated(learned, "user", positions, matrix, names))
+            self._learn(_updated(learned, "user", positions, matrix, names, features))
         return self
 
-    def partial_fit_items(self, ids: Any, cols: Any, *, labels: Any = None) -> Self:
+    def partial_fit_items(self, ids: Any, cols: Any, *, labels: Any = None, features: Any = None) -> Self:
         """Update or add items by folding in their columns; user factors do not change.
 
         Parameters
@@ -914,6 +980,9 @@ class ServingMixin(Estimator):
         labels : True, or array, shape (n,), optional
             True: `ids` are labels (of a model without labels, positions). An array: labels of items at the positions
             `ids`, required for new items of a model with labels.
+        features : frame, mapping, Features or matrix, optional
+            Features of these items, as for `partial_fit_users`. An item without entries in `cols` has the factors of
+            its features.
 
         Returns
         -------
@@ -928,7 +997,7 @@ class ServingMixin(Estimator):
             matrix, _ = align(matrix, labels_of(cols), want, name="cols", unknown=None, owner="the model or to ids")
             check_shape("cols", matrix, (learned.shape[0], len(positions)), ("n_users", "n_ids"))
             rows = transposed(matrix, learned.plan.num_threads)
-            grown = _updated(learned, "item", positions, rows, names)
+            grown = _updated(learned, "item", positions, rows, names, features)
             self._learn(grown)
             self.n_features_in_ = grown.shape[1]
             if grown.feature_names is None:
@@ -1022,9 +1091,9 @@ class ServingMixin(Estimator):
     def _serving_for(self, learned: Learned, rows: sp.csr_array) -> Any:
         """A copy of this model whose users are the given new rows."""
         state = learned.state.with_side("user", fold_in(learned, "user", rows))
-        return self._holding(
-            replace(learned, state=state, seen=pattern(rows), total=None, user_ids=None, values=rows.data)
-        )
+        features = {side: known for side, known in learned.features.items() if side == "item"}
+        changed: dict[str, Any] = {"total": None, "user_ids": None, "values": rows.data, "features": features}
+        return self._holding(replace(learned, state=state, seen=pattern(rows), **changed))
 
     def _validation_metric(self) -> str:
         return "ndcg@10" if self._fitted().objective.is_implicit else "rmse"
@@ -1094,13 +1163,29 @@ def _updated_labels(learned: Learned, side: Side, ids: Any, labels: Any) -> tupl
     return positions, extended_labels(side, learned.labels(side), positions, size, labels)
 
 
+def _names_of_rows(rows: Any, name: str) -> np.ndarray | None:
+    """Labels of the users of rows, None where these have none."""
+    labels: np.ndarray | None = (labels_of(as_ratings(rows, name, users=False)) or (None,))[0]
+    return labels
+
+
 def _updated(
-    learned: Learned, side: Side, positions: np.ndarray, rows: sp.csr_array, names: np.ndarray | None
+    learned: Learned,
+    side: Side,
+    positions: np.ndarray,
+    rows: sp.csr_array,
+    names: np.ndarray | None,
+    given: Any = None,
 ) -> Learned:
-    """The state with rows folded in and stored at their positions."""
-    known = learned.state.side(side)
+    """The state with rows folded in and stored at their positions; `given`: features of these rows."""
+    known, degrees = learned.state.side(side), np.diff(rows.indptr)
     size = max(len(known), int(positions.max()) + 1)
-    factors = known.put(positions, fold_in(learned, side, rows), size)
+    new: sp.csr_array | None = None
+    if given is not None:
+        new = described_rows(learned, side, given, None if names is None else names[positions], len(positions))
+    features = replaced_rows(learned, side, positions, size, degrees, new, names)
+    described = rows_described(replace(learned, features=features), side, positions)
+    factors = known.put(positions, fold_in(learned, side, rows, described), size)
     seen, values, history = learned.seen_matrix(), learned.values, None
     if seen is not None:
         history = seen if values is None else make_csr(seen.indptr, seen.indices, values, seen.shape)
@@ -1112,7 +1197,7 @@ def _updated(
     counts = updated_counts(learned, side, positions, rows, seen)
     likes = updated_likes(learned, side, positions, rows, history, counts)
     updated = learned.with_side(side, factors, seen, names, counts, values).widened(rows.data)
-    return replace(updated, item_likes=likes)
+    return replace(updated, item_likes=likes, features=features)
 
 
 def _request(learned: Learned, users: np.ndarray | None, user_items: Any, asked: Asked) -> Request:
