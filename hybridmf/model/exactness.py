@@ -45,7 +45,7 @@ def warn_of_fold_in(learned: Learned, side: Side, rows: sp.csr_array) -> None:
         return
     span = slice(rows.indptr[at], rows.indptr[at + 1])
     row = Row(rows.indices[span], rows.data[span], longest).sample(plan.rank)
-    text = beyond_float32(objective, side, row, learned.state.side(other_side(side)), at)
+    text = beyond_float32(objective, side, row, learned.solved(other_side(side)), at)
     if text is not None:
         logger.warning("in the rows given, %s", text)
 

@@ -108,9 +108,10 @@ def everything(queries, k):
 
 LABELLED_ROWS = labelled(ROWS, users=[f"new {k}" for k in range(7)])
 LABELLED_FEWER = labelled(ROWS[:, :FEWER], users=[f"new {k}" for k in range(7)])
-PLAIN = ("user_features_", "item_features_", "user_feature_vectors_", "item_feature_vectors_", "user_factors_", "item_factors_", "user_factors", "item_factors", "user_bias_", "item_bias_", "mean_",
+PLAIN = ("user_factors_", "item_factors_", "user_factors", "item_factors", "user_bias_", "item_bias_", "mean_",
          "plan_", "device_", "user_ids_", "item_ids_", "user_ids", "item_ids", "cold_users_", "cold_items_",
          "item_counts_", "n_users", "n_items", "n_iter_", "history_",
+         "user_features_", "item_features_", "user_feature_vectors_", "item_feature_vectors_",
          "regularization_", "regularization_scaling_")  # fmt: skip
 METHODS = {
     "user_index": [lambda m: m.user_index(["u1", "u7"])],
