@@ -14,6 +14,7 @@ from typing import Any
 
 import figures
 import freshness
+import takeaways
 import tomllib
 
 DATA = Path(__file__).parent / "evidence.toml"
@@ -133,6 +134,7 @@ def main(arguments: Sequence[str]) -> int:
         from paper_common import fill
 
         fill(FOLDER / "index.md", sections())
+        takeaways.draw(FOLDER, results)
     else:
         print(*(f"stale  {text}" for text in stale(items, results)), sep="\n")
     found = problems(items, results)

@@ -10,7 +10,8 @@ figure is a number with a unit of time, rate, share or ratio (`UNIT`). Each must
 - a number of a rendered table of the same page;
 - a number of the lines that a comment of its paragraph or table row names, or a ratio or difference of two of them:
   ``<!-- lines: gpu task=als shape=netflix gpu.name~H200; fit shape=ml20m -->``, a file and fields, ``=`` for equal and
-  ``~`` for contained; of these lines those of the newest date and commit, unless `date` or `commit` is a field;
+  ``~`` for contained; of these lines those of the newest date and commit, unless `date` or `commit` is a field. ``table
+  NAME`` stands for the numbers of a rendered table of the page;
 - a figure that a comment gives: ``<!-- given: 2.5 times, 1 % -->``, which is not ours (a paper's, a tolerance).
 """
 
@@ -237,6 +238,12 @@ def is_backed(figure: Figure, values: list[float]) -> bool:
     return any(figure.is_near(one) for one in (shares if figure.unit == "%" else ratios))
 
 
+def numbers_of_section(text: str, name: str) -> list[float]:
+    """Numbers of one rendered part of a page."""
+    body = text.partition(f"<!-- begin {name} -->")[2].partition(f"<!-- end {name} -->")[0]
+    return [_number(number) for number in re.findall(NUMBER, body)]
+
+
 RATIO_COLUMN = re.compile(r"times|%|gain|speed|ratio|share|balance|reuse|faster| / |against")
 RATIO_CELL = re.compile(rf"({NUMBER}) ?(?:x\b|times|%)")
 
@@ -253,7 +260,8 @@ def table_numbers(text: str) -> tuple[list[float], list[float]]:
             every += map(_number, re.findall(NUMBER, line))
             ratios += map(_number, RATIO_CELL.findall(line))
             for name, cell in zip(header, cells, strict=False):
-                ratios += map(_number, re.findall(NUMBER, cell) if RATIO_COLUMN.search(name) else [])
+                is_ratio = RATIO_COLUMN.search(name) or header[0].strip().startswith("speed")
+                ratios += map(_number, re.findall(NUMBER, cell) if is_ratio else [])
     return every, ratios
 
 
@@ -277,7 +285,11 @@ def check_page(name: str, text: str, results: dict[str, list[Line]], report: Rep
     every, ratios = table_numbers(text)
     for block in blocks_of(name, text):
         lines: list[Line] = []
+        values: list[float] = []
         for selector in block.selectors:
+            if selector.startswith("table "):
+                values += numbers_of_section(text, selector.split()[1])
+                continue
             try:
                 found = select(results, selector)
             except LookupError as error:
@@ -287,7 +299,7 @@ def check_page(name: str, text: str, results: dict[str, list[Line]], report: Rep
             states = {freshness.state(selector.split()[0], line) for line in found} - {freshness.FRESH}
             if states:
                 report.stale.append(f"{block.place}: {selector}: {', '.join(sorted(states))}")
-        values = [number for line in lines for number in numbers(line)]
+        values += [number for line in lines for number in numbers(line)]
         given = figures_of(block.given + " ")
         for figure in block.figures:
             if any((one.value, one.unit) == (figure.value, figure.unit) for one in given):

@@ -91,14 +91,27 @@ def planned() -> list[Line]:
         for gpus in GPUS:
             on_h200s = partial(plan_scale, kernels(large.shape, large.nnz, large.factors), gpus, machine=H200)
             plans = {host: on_h200s(host_bytes=size) for host, size in HOSTS.items()}
+            accepted = {host: on_h200s(host_bytes=size, model_parallel_only=True) for host, size in HOSTS.items()}
             if len({(plan.ratings, plan.seconds) for plan in plans.values()}) == 1:
                 plans = {"2 TB": plans["2 TB"]}
             for host, plan in plans.items():
                 line = {"bench": "planner", "problem": name, "host_memory": host, "places": places(plan)}
                 line |= {"shape": list(large.shape), "nnz": large.nnz, "factors": large.factors}
                 line |= {"gpus": gpus, "seconds": plan.seconds, "bytes_per_gpu": plan.bytes_per_gpu}
+                line["refused"] = refusal(plan, gpus)
+                if line["refused"]:
+                    line["accepted_seconds"] = accepted[host].seconds
                 found.append(line | {"cumf": large.cumf, "cumf_seconds": large.cumf_seconds})
     return found
+
+
+def refusal(plan: ScalePlan, gpus: int) -> str:
+    """Why a fit refuses a plan; empty if it accepts it."""
+    try:
+        plan.check_served(gpus)
+    except ValueError as error:
+        return str(error).partition(":")[0]
+    return ""
 
 
 def seconds_text(seconds: float) -> str:
@@ -314,12 +327,17 @@ def large_part(folder: Path, lines: Sequence[Line]) -> str:
         return ""
     rows = [
         [line["problem"], PROBLEMS[line["problem"]].original, line["cumf"], line["gpus"], line["host_memory"],
-         seconds_text(line["seconds"]), line["places"]]
+         seconds_text(line["seconds"]), fit_of(line), line["places"]]
         for line in lines
     ]  # fmt: skip
-    header = ["problem", "original", "cuMF, 4 GK210", "GPUs", "host memory", "predicted", "plan"]
+    header = ["problem", "original", "cuMF, 4 GK210", "GPUs", "host memory", "predicted", "of a fit", "plan"]
     draw_large(folder / "multi-gpu-large.svg", lines)
     return f"{paper.table(header, rows)}\n\n{paper.picture('multi-gpu-large.svg', 'Seconds of an iteration')}"
+
+
+def fit_of(line: Line) -> str:
+    """The prediction of a fit: that of the plan, or of the model-parallel one if fits refuse the plan."""
+    return f"refused; {seconds_text(line['accepted_seconds'])}" if line.get("refused") else "the same"
 
 
 def draw_large(path: Path, lines: Sequence[Line]) -> None:
@@ -365,7 +383,7 @@ def mcumsgd_part(folder: Path, hardware: str, lines: Sequence[Line]) -> str:
     header = ["", "GPUs", "order", "streams", "long rows from", "epoch, ms", "items / users / between, ms",
               "times one GPU", "balance", "RMSE (epochs)"]  # fmt: skip
     parts = [paper.table(header, rows)]
-    curves = grouped(fastest(lines), lambda line: f"{data_of(line)}, {epoch_case(line)['order']}")
+    curves = grouped(fastest(of_newest_run(lines)), lambda line: f"{data_of(line)}, {epoch_case(line)['order']}")
     curves = {name: group for name, group in curves.items() if max(line["gpus"] for line in group) > 1}
     if curves:
         file = f"multi-gpu-mcumsgd-{paper.slug(hardware)}.svg"
@@ -374,6 +392,15 @@ def mcumsgd_part(folder: Path, hardware: str, lines: Sequence[Line]) -> str:
     else:
         parts.append(f"On several GPUs: {paper.NOT_MEASURED[0].lower()}{paper.NOT_MEASURED[1:]}")
     return "\n\n".join(parts)
+
+
+def of_newest_run(lines: Sequence[Line]) -> list[Line]:
+    """Of each data the lines of several GPUs with the newest one's kernels, beside one GPU of the same run."""
+    kept: list[Line] = []
+    for group in grouped(lines, data_of).values():
+        newest = max(group, key=lambda line: line["date"])
+        kept += [line for line in group if line["commit"] == newest["commit"]]
+    return kept
 
 
 def fastest(lines: Sequence[Line]) -> list[Line]:
