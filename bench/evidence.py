@@ -62,7 +62,7 @@ def problems(items: Sequence[Item], results: dict[str, list[dict[str, Any]]]) ->
         lines = []
         for selector in item.get("lines", []):
             try:
-                lines += figures.select(results, selector)
+                lines += figures.select(results, selector, newest=False)
             except LookupError as error:
                 found.append(f"{name}: {error}")
         page = (FOLDER / item["page"].partition("#")[0]).read_text(encoding="utf-8")

@@ -49,8 +49,7 @@ def missing(text):
 @pytest.mark.parametrize(("text", "expected"), [
     ("It takes 10.0 ms.<!-- lines: some task=a -->", []),
     ("It takes 10.1 ms.<!-- lines: some task=a -->", ["10.1 ms has no line"]),
-    ("It takes 20.0 ms.<!-- lines: some task=a -->", ["20.0 ms has no line"]),  # of an older run
-    ("It took 20.0 ms.<!-- lines: some task=a date=1 -->", []),
+    ("It took 20.0 ms.<!-- lines: some task=a -->", []),  # of an older run
     ("It is 8 times as fast (3.5 s less).<!-- lines: some task=b -->", []),
     ("It is 7 times as fast.<!-- lines: some task=b -->", ["7 times has no line"]),
     ("It takes 0.5 to 4 s.<!-- lines: some task=b -->", []),
@@ -78,6 +77,13 @@ def test_stale_lines_are_listed_and_do_not_fail():
     figures.check_page("page", "It takes 10.0 ms.<!-- lines: some task=a -->", LINES, report)
     assert report.missing == []
     assert report.stale == ["page:1: some task=a: no hash"]
+    report = figures.Report()
+    figures.check_page("page", "It took 20.0 ms.<!-- lines: some task=a -->", LINES, report)
+    assert report.missing == []
+    assert report.stale[1:] == ["page:1: 20.0 ms: only an older line has it"]
+    report = figures.Report()
+    figures.check_page("page", "It took 20.0 ms.<!-- lines: some task=a date=1 -->", LINES, report)
+    assert report.stale == ["page:1: some task=a date=1: no hash"]
 
 
 # ---------------------------------------------------------------------------------------------------- the papers' items
