@@ -398,8 +398,8 @@ def of_newest_run(lines: Sequence[Line]) -> list[Line]:
     """Of each data the lines of several GPUs with the newest one's kernels, beside one GPU of the same run."""
     kept: list[Line] = []
     for group in grouped(lines, data_of).values():
-        newest = max(group, key=lambda line: line["date"])
-        kept += [line for line in group if line["commit"] == newest["commit"]]
+        newest = max(group, key=lambda line: str(line.get("date")))
+        kept += [line for line in group if line.get("commit") == newest.get("commit")]
     return kept
 
 
