@@ -7,6 +7,7 @@ python bench/evidence.py --check   names items whose lines do not exist, whose f
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 import figures
 import freshness
 import takeaways
-import tomllib
 
 DATA = Path(__file__).parent / "evidence.toml"
 FOLDER = freshness.ROOT / "docs" / "evidence"
