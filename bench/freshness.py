@@ -151,6 +151,7 @@ CODE: dict[str, Patterns | dict[str, Patterns]] = {
     },
     "quoted": (),
     "reading": ("hybridmf/data/readers.py", "hybridmf/data/text.py", "hybridmf/data/arrow_text.py"),
+    "reductions": RANKS,
     "scale": (*RANKS, *ALS_GPU, *PLANNER, *PUBLISHED_GPU),
     "scale_planner": PLANNER,
     "search": ("hybridmf/search.py", *ALS_CPU),

@@ -3,7 +3,8 @@
 Each rank has a thread, with its communicator and its device. A function runs on all threads (`RankGroup.run`), or one
 thread launches for all ranks. Threads contend for the interpreter's lock, which every call of CUDA releases and
 acquires: on four GPUs that takes about as long as some kernels. So if a half sweep never waits for the host, one thread
-launches one step of each rank in turn, and all GPUs start together; NCCL's calls of all ranks form one group.
+launches one step of each rank in turn, and all GPUs start together; NCCL's calls of all ranks form one group. An epoch
+of SGD does the same in `hybridmf.ranks.mcumsgd`.
 """
 
 from __future__ import annotations
