@@ -66,7 +66,7 @@ class CpuEngine:
         gram: als.WeightedGram,
         pull: np.ndarray | None = None,
     ) -> Factors:
-        """Exact factors of new rows; `pull`: see `hybridmf.cpu.als.HalfSweep.steps`."""
+        """Exact factors of new rows; `pull`, shape (n_rows, rank), is added to their right-hand sides."""
         n, rank = matrix.shape[0], self.plan.rank
         threads = threads_for(matrix.nnz * rank**2 + n * rank**3 / 6, n, self._threads)
         plan = for_fold_in(self.plan).changed(num_threads=threads)

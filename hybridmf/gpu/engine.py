@@ -59,10 +59,18 @@ class GpuEngine:
         fixed: Factors,
         mean: float,
         gram: tuple[tables.DeviceFactors, Array | None],
+        pull: np.ndarray | None = None,
     ) -> Factors:
-        """Exact factors of new rows."""
-        half = HalfSweep(self.device, side, matrix, objective, for_fold_in(self.plan))
-        return half.solve(gram[0], mean, gram=gram[1]).on_host()
+        """Exact factors of new rows; `pull`, shape (n_rows, rank), is added to their right-hand sides."""
+        plan = for_fold_in(self.plan)
+        if pull is None:
+            half = HalfSweep(self.device, side, matrix, objective, plan)
+            return half.solve(gram[0], mean, gram=gram[1]).on_host()
+        half = HalfSweep(self.device, side, matrix, objective, plan.changed(dual_sides=()))
+        table = np.zeros((len(pull), half.width), half.dtype)
+        table[:, : pull.shape[1]] = pull
+        table[half.degrees == 0] = 0  # solutions take its place
+        return half.solve(gram[0], mean, gram=gram[1], pull=self.device.upload(table)).on_host()
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         """The objective, losses and sums in float64."""

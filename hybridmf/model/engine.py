@@ -36,9 +36,16 @@ class Engine(Protocol):
         """The part of `fold_in` of rows of `side` that depends on the fixed side only."""
 
     def fold_in(
-        self, side: Side, matrix: sp.csr_array, objective: Objective, fixed: Factors, mean: float, gram: Any
+        self,
+        side: Side,
+        matrix: sp.csr_array,
+        objective: Objective,
+        fixed: Factors,
+        mean: float,
+        gram: Any,
+        pull: np.ndarray | None = None,
     ) -> Factors:
-        """Exact factors of new rows of `side`."""
+        """Exact factors of new rows of `side`; `pull`, shape (n_rows, rank), is added to their right-hand sides."""
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         """The objective at a state on given data, in float64."""

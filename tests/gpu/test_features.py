@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import hybridmf as hmf
+from hybridmf.core.validate import as_csr
 from support.ratings import planted
 
 RATINGS = planted(40, 30, 0.35)
@@ -75,3 +76,43 @@ def test_several_gpus_agree_with_the_cpu(gpus, count):
 def test_what_gpus_do_not_combine_is_refused(gpu, options, message):
     with pytest.raises(ValueError, match=message):
         hmf.ImplicitALS(factors=6, device="cuda", **options).fit(RATINGS, **FEATURES)
+
+
+@pytest.mark.parametrize("case", ["implicit", "biases", "rank-90", "subspace", "bals"])
+def test_fold_in_takes_a_pull(backend, case):
+    from hybridmf.core.regression import joined
+    from hybridmf.model.described import ridge_of
+    from hybridmf.model.engine import engine_for
+
+    model = fitted(case, backend) if backend == "cuda" else fitted(case, backend, assembly="auto")
+    learned, rows = model._fitted(), np.flatnonzero(np.diff(RATINGS.indptr))
+    engine, vectors = engine_for(learned.plan), joined(learned.state.vectors["user"]).astype(np.float64)
+    degrees = np.diff(RATINGS.indptr)
+    scale = learned.objective.row_scale("user", degrees)[:, None]
+    pull = scale * (FEATURES["user_features"] @ vectors) * ridge_of(learned, "user")
+    gram = engine.gram("user", learned.solved("item"), learned.objective)
+    folded = [
+        engine.fold_in(
+            "user",
+            as_csr(RATINGS, drop_zeros=True),
+            learned.objective,
+            learned.solved("item"),
+            learned.state.mean,
+            gram,
+            given,
+        )
+        for given in (pull.astype(np.float32), None)
+    ]
+    system = np.abs(folded[0].matrix[rows] - folded[1].matrix[rows]).max()
+    assert system > 1e-3 and np.isfinite(folded[0].matrix).all()
+    cpu = engine_for(learned.plan.changed(gpu=None, device="cpu", assembly="simd", dual_sides=()))
+    other = cpu.fold_in(
+        "user",
+        as_csr(RATINGS, drop_zeros=True),
+        learned.objective,
+        learned.solved("item"),
+        learned.state.mean,
+        cpu.gram("user", learned.solved("item"), learned.objective),
+        pull.astype(np.float32),
+    )
+    assert folded[0].matrix[rows] == pytest.approx(other.matrix[rows], rel=1e-3, abs=1e-3)
