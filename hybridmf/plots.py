@@ -6,6 +6,7 @@ writes the picture. pyplot is not used: nothing global changes.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import textwrap
@@ -46,10 +47,28 @@ def new_figure(width: float, height: float) -> Figure:
         matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        figure: Figure = _figure_class()(figsize=(width, height), layout="constrained")
     except ImportError as error:
         raise ImportError('plot needs matplotlib: pip install "hybridmf[plot]"') from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return figure
+
+
+@functools.cache
+def _figure_class() -> Any:
+    """matplotlib's `Figure`, which notebooks show: they know how only where pyplot is in use."""
+    from matplotlib.figure import Figure
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            content = io.BytesIO()
+            self.savefig(content, format="png", dpi=110)
+            return content.getvalue()
+
+        def __reduce__(self) -> Any:  # as a plain figure: pickle finds no class of a function
+            state: list[Any] = list(super().__reduce__())[2:]
+            return (Figure.__new__, (Figure,), *state)
+
+    return ShownFigure
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import logging
 import os
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -112,7 +113,7 @@ class ServingMixin(Estimator):
             "device": learned.plan.device_name,
             "seconds": f"{seconds:.3g}" if seconds else "",
         }
-        return html_facts(repr(self), (facts | measured).items())
+        return html_facts(textwrap.shorten(repr(self), 400, placeholder=" ..."), (facts | measured).items())
 
     def _fitted(self) -> Learned:
         """The learned state. Each public method takes it once and passes it on: a later one may be of another fit."""

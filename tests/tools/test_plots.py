@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
 
 import numpy as np
@@ -218,3 +219,14 @@ def test_a_picture_is_written_by_its_ending(tmp_path):
     figure = plots.degrees(RATINGS).figure
     plots.save(figure, tmp_path / "p.PNG")
     assert (tmp_path / "p.PNG").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_notebooks_show_a_figure_and_pickle_copies_it() -> None:
+    """They find `_repr_png_`; what pickle makes is a plain figure of matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = plots.new_figure(2, 2)
+    figure.subplots().plot([1, 2])
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    copied = pickle.loads(pickle.dumps(figure))
+    assert type(copied) is Figure and len(copied.axes[0].lines) == 1
