@@ -108,6 +108,9 @@ def implicit_methods(matrix: Any, f: int, threads: int) -> dict[str, dict[str, M
             groups["implicit exact"]["buffalo"] = peer(rivals.Buffalo, "llt")
             groups["implicit CG, 3 steps"]["buffalo"] = peer(rivals.Buffalo, "manual_cg")
         groups["implicit iALS++, 32"]["buffalo"] = peer(rivals.Buffalo, "ialspp")
+    if rivals.installed("rusket"):
+        groups["implicit exact"]["rusket"] = peer(rivals.Rusket, False)
+        groups["implicit CG, 3 steps"]["rusket"] = peer(rivals.Rusket, True)
     if f <= 32:  # one block is the exact solver
         del groups["implicit iALS++, 32"]
     return groups
@@ -176,6 +179,8 @@ def run_short(factors: tuple[int, ...], threads: int, repeats: int, feedback: tu
                 makers["implicit"] = peer(rivals.Implicit, True)
             if rivals.installed("irspack"):
                 makers["irspack"] = peer(rivals.Irspack, "CG")
+            if rivals.installed("rusket"):
+                makers["rusket"] = peer(rivals.Rusket, True)
         judge = rivals.Judge(our_model(kind, f, threads), matrix)
         run_group("shop", matrix, f, threads, repeats, f"{kind}, short rows", makers, ceiling, judge)
 
@@ -338,6 +343,8 @@ def implicit_contestants(matrix: Any, f: int, threads: int) -> dict[str, Contest
             contestants[f"irspack, {name}"] = Contestant.stepwise(peer(rivals.Irspack, solver))
     if rivals.installed("implicit"):
         contestants["implicit, CG 3"] = Contestant.stepwise(peer(rivals.Implicit, True))
+    if rivals.installed("rusket"):
+        contestants["rusket, CG 3"] = Contestant(lambda iterations: peer(rivals.Rusket, True)().fit(iterations))
     if rivals.installed("buffalo") and f < rivals.BUFFALO_SUBSPACE_RANK:
         contestants["buffalo, CG 3"] = Contestant.stepwise(peer(rivals.Buffalo, "manual_cg"))
     return contestants

@@ -275,6 +275,11 @@ def rival_fits(case: Case, matrix: sp.csr_array, threads: int, gpu: bool) -> Ite
                 "irspack, cpu (3 CG steps)",
                 lambda: _stepped(case, rivals.Irspack(matrix, case.factors, 0.01, 1.0, threads, "CG")),
             )
+        if rivals.installed("rusket"):
+            yield (
+                "rusket, cpu (3 CG steps)",
+                lambda: rivals.Rusket(matrix, case.factors, 0.01, 1.0, threads, True).fit(case.iterations).factors(),
+            )
         return
     if rivals.installed("lenskit") and rivals.installed("pandas"):
         data = rivals.LenskitData(matrix)

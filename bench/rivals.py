@@ -11,13 +11,19 @@ irspack    loss ORIGINAL: c = alpha0 + x for the entries, alpha0 elsewhere: give
            leaves lambda unscaled; half of our objective as a whole, which changes no minimum
 buffalo    c = 1 + alpha r, p = 1, lambda (reg_u, reg_i) unscaled with adaptive_reg off: ours as it is. From 128 factors
            on it runs iALS++ for every option, so it takes part below that only (and in the iALS++ rows)
+rusket     c = 1 + alpha r, p = 1, lambda unscaled: ours as it is; items are solved last. It fits as a whole, on as many
+           threads as RAYON_NUM_THREADS says when it is first used
 lenskit    explicit, lambda times the row count (ALS-WR): ours as it is once it is kept from subtracting its bias model
 cmfrec     CMF by ALS with scale_lam: lambda times the row count; user_bias, item_bias and center off; float32. Its
            implicit model is left out: with CG it does not minimize the Hu-Koren objective
 LIBMF      P_L2_MFR: lambda_p2 |p_u|^2 + lambda_q2 |q_i|^2 for each *entry*, which sums to lambda times the row count;
            SGD, so it approaches the minimum and is judged by how near it comes
 
-How to build LIBMF and cmfrec for this processor: README.md beside this file.
+Left out: oneDAL's implicit ALS (daal4py of scikit-learn-intelex 2026.2), whose item factors do not solve the normal
+equations of its own objective after an iteration (its user factors do, with lambda times the row count), and which
+takes no lambda: times without an equal objective are no comparison.
+
+An environment with these libraries: rivals.sh beside this file.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import importlib.util
 import io
 import json
 import logging
+import os
 import tempfile
 import time
 import warnings
@@ -42,7 +49,7 @@ from threadpoolctl import threadpool_limits
 import hybridmf as hmf
 from hybridmf.core.objective import Factors, Objective, Side, State
 
-PEERS = ("implicit", "irspack", "buffalo", "lenskit", "cmfrec", "libmf")
+PEERS = ("implicit", "irspack", "buffalo", "rusket", "lenskit", "cmfrec", "libmf")
 
 Sides = tuple[np.ndarray, np.ndarray]
 """User factors, item factors."""
@@ -174,6 +181,37 @@ class Buffalo:
     def factors(self) -> Sides:
         """User and item factors."""
         return self.sides[0], self.sides[1]
+
+
+class Rusket:
+    """rusket's implicit ALS, exact or with 3 CG steps; it fits as a whole."""
+
+    def __init__(self, matrix: sp.csr_array, rank: int, lam: float, alpha: float, threads: int, use_cg: bool) -> None:
+        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+        self.ratings = sp.csr_matrix(matrix, dtype=np.float32, copy=True)  # it writes to its input
+        self.options = {"factors": rank, "regularization": lam, "alpha": alpha, "use_cholesky": not use_cg,
+                        "cg_iters": 3, "seed": 1, "use_cuda": False}  # fmt: skip
+        self.model: Any = None
+
+    def fit(self, iterations: int) -> Rusket:
+        """A fit from its own random start."""
+        from rusket import ALS
+
+        self.model = ALS(iterations=iterations, **self.options).fit(self.ratings)
+        return self
+
+    def seconds_per_iteration(self) -> float:
+        """What further iterations cost: a fit with three more of them against a fit with one."""
+        one = _seconds(lambda: self.fit(1))
+        return (_seconds(lambda: self.fit(4)) - one) / 3
+
+    def factors(self) -> Sides:
+        """User and item factors; zero for rows without entries."""
+        sides = []
+        for factors, axis in ((self.model.user_factors, 1), (self.model.item_factors, 0)):
+            sides.append(np.array(factors, dtype=np.float32))
+            sides[-1][np.asarray(self.ratings.getnnz(axis=axis)) == 0] = 0
+        return sides[0], sides[1]
 
 
 def _ends_keys_values(csr: sp.csr_array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
