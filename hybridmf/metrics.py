@@ -801,7 +801,7 @@ def _apart(
     found = {}
     for part, (ranking, entries, of) in parts.items():
         relevant = _relevant_entries(entries, relevance_threshold) if ranked else entries
-        if names and np.any(np.diff(relevant.indptr)[of]):
+        if names and not (ranked and _only_training_entries(model, relevant, train, of)):
             found[part] = _measure(ranking, entries, train, names, of, relevance_threshold, block_users, cold, own)
     return Parts(found)
 
@@ -972,15 +972,17 @@ def _check_some_rankable(
     model: Any, relevant: sp.csr_array, train: sp.csr_array | None, users: np.ndarray, metric: str
 ) -> None:
     """Refuse relevant entries that are all left out of the recommendations; called where no metric found any."""
-    seen = _training_entries(model, train)
-    if isinstance(model, ReadyLists) or seen is None:
-        return
-    entries = take_rows(relevant, users)
-    if np.all(entries_in(entries, take_rows(seen, users))):
+    if not isinstance(model, ReadyLists) and _only_training_entries(model, relevant, train, users):
         raise ValueError(
-            f"all {entries.nnz} relevant entries of test are training entries, which are not recommended, so {metric} "
-            "is 0 for any model; hold out entries before the fit (hybridmf.split)"
+            f"all {take_rows(relevant, users).nnz} relevant entries of test are training entries, which are not "
+            f"recommended, so {metric} is 0 for any model; hold out entries before the fit (hybridmf.split)"
         )
+
+
+def _only_training_entries(model: Any, relevant: sp.csr_array, train: sp.csr_array | None, users: np.ndarray) -> bool:
+    """Whether all relevant entries of some users are known to be training entries."""
+    seen = _training_entries(model, train)
+    return seen is not None and bool(np.all(entries_in(take_rows(relevant, users), take_rows(seen, users))))
 
 
 def _evaluate_errors(

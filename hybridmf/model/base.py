@@ -331,9 +331,9 @@ class FactorModel(ServingMixin):
             `path` is a folder, device, pipe or socket, or cannot be written.
         """
         learned = self._fitted()
-        metadata = _io.model_metadata(type(self).__name__, learned)
+        metadata = _io.model_metadata(type(self).__name__, learned, _io.features_state(learned))
         tensors = _io.lasting_tensors(learned, include_seen=check_bool("include_seen", include_seen))
-        tensors |= _io.state_tensors(learned.state)
+        tensors |= _io.state_tensors(learned.state) | _io.features_tensors(learned)
         _io.save_model(path, metadata, tensors)
 
     def _restore(self, content: _io.ModelFile) -> Any:
@@ -359,6 +359,7 @@ class FactorModel(ServingMixin):
                 content.item_likes,
                 int(content.summary["n_iter"]),
                 list(content.summary["history"]),
+                features=content.features,
             )
         )
         self.n_features_in_ = shape[1]

@@ -70,7 +70,7 @@ def described_rows(
     if count > 1 and (labels is None) != (have is None):
         labelled, other = (name, "the rows") if labels is None else ("the rows", name)
         raise RatingsError(
-            f"{labelled} has {side} labels and {other} only positions, so {side}s cannot be matched; give both labels, "
+            f"{labelled} have {side} labels and {other} only positions, so {side}s cannot be matched; give both labels, "
             "or none"
         )
     return matrix
@@ -129,12 +129,13 @@ def rows_described(learned: Learned, side: Side, rows: np.ndarray) -> sp.csr_arr
     return None if known is None else take_rows(known.features.matrix, rows)
 
 
-def feature_parts(
-    learned: Learned, side: Side, row: sp.csr_array, weights: np.ndarray, N: int
-) -> tuple[list[str], np.ndarray]:
-    """Names and contributions of the features of a row, the N largest first: ``f_k W_k . weights``."""
-    vectors = joined(learned.state.vectors[side]).astype(np.float64)[row.indices]
-    parts = row.data.astype(np.float64) * (vectors[:, : len(weights)] @ weights)
-    order = np.argsort(-parts, kind="stable")[:N]
+def feature_parts(learned: Learned, side: Side, row: sp.csr_array, weights: np.ndarray, N: int) -> dict[str, float]:
+    """Contributions ``f_k W_k . weights`` of the features of one row by name, the N largest first.
+
+    `weights` are those of the factors, and of the bias if there is one more.
+    """
+    vectors = joined(learned.state.vectors[side]).astype(np.float64)[row.indices, : len(weights)]
+    parts = row.data.astype(np.float64) * (vectors @ weights)
     names = learned.features[side].features.names
-    return [names[place] for place in row.indices[order]], parts[order]
+    order = np.argsort(-parts, kind="stable")[:N]
+    return {names[row.indices[place]]: float(parts[place]) for place in order}

@@ -5,7 +5,10 @@ Tensors: ``user_factors``, ``item_factors``; ``user_bias``, ``item_bias`` (biase
 ``seen_indices`` (items seen by users); ``seen_values`` (their values, or one value if all are equal; or, for up to 256
 distinct values, a table of which ``seen_codes`` has the places); ``item_counts`` (training entries of each item);
 ``item_likes`` (positive ones, where others exist);
-``user_ids``, ``item_ids`` (labels: integers as int64 or uint64, others as the UTF-8 bytes of a JSON list). Metadata:
+``user_ids``, ``item_ids`` (labels: integers as int64 or uint64, others as the UTF-8 bytes of a JSON list); for a side
+with features, such as items, ``item_features_indptr``, ``item_features_indices``, ``item_features_data`` (a row for
+each item), ``item_feature_vectors``, ``item_feature_bias`` (their vectors) and ``item_cold`` (rows whose factors follow
+from their features), while ``state`` has names, columns and weights. Metadata:
 ``format``, ``version``, ``model`` (class name), ``params``, ``state`` and ``checksums``, the last three JSON objects.
 Kernels do not validate a loaded model, so an inconsistent file raises an error.
 """
@@ -29,11 +32,12 @@ import safetensors.numpy
 from .. import _formats
 from ..core.files import write_atomically as write_atomically
 from ..core.frames import KINDS
-from ..core.objective import Factors, Objective, State, check_nonnegative, check_per_side
+from ..core.objective import SIDES, Factors, Objective, Side, State, check_nonnegative, check_per_side
 from ..core.validate import check_choice, check_int, check_range, check_real, make_csr
+from ..data.features import Features
 from ..data.labels import LABEL_DTYPES, decode_labels, encode_labels
 from ..errors import ModelFileError
-from .learned import Learned, likes_of
+from .learned import Learned, LearnedFeatures, likes_of
 
 FORMAT, VERSION = "hybridmf", 1
 
@@ -54,6 +58,8 @@ TENSORS = frozenset(
         "item_ids",
     ]
 ) | set(SQUARES)
+FEATURES = ("features_indptr", "features_indices", "features_data", "feature_vectors", "feature_bias", "cold")
+TENSORS |= {f"{side}_{name}" for side in SIDES for name in FEATURES}
 DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "int32": "I32", "uint8": "U8"}
 """Names of dtypes in NumPy and in safetensors."""
 
@@ -194,6 +200,25 @@ def _decode_values(tensors: dict[str, np.ndarray], nnz: int) -> np.ndarray | Non
     return values
 
 
+def features_state(learned: Learned) -> dict[str, Any]:
+    """What the metadata say of features, {} without any."""
+    found = {
+        side: {"coding": known.features.coding(), "weight": known.weight} for side, known in learned.features.items()
+    }
+    return {"features": found} if found else {}
+
+
+def features_tensors(learned: Learned) -> dict[str, np.ndarray]:
+    """Tensors of features and of their vectors."""
+    tensors: dict[str, np.ndarray] = {}
+    for side, known in learned.features.items():
+        matrix, vectors = known.features.matrix, learned.state.vectors[side]
+        indptr = matrix.indptr.astype(np.int64, copy=False)
+        arrays = (indptr, matrix.indices, matrix.data, vectors.matrix, vectors.bias, known.cold.astype(np.int64))
+        tensors |= {f"{side}_{name}": array for name, array in zip(FEATURES, arrays, strict=True) if array is not None}
+    return tensors
+
+
 def save_model(path: Any, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
     """Write a model to a file that appears complete, or to an open binary file."""
     if not hasattr(path, "write"):
@@ -294,6 +319,7 @@ class ModelFile:
             self.item_likes = self._item_likes(tensors)
             self.user_ids = self._labels("user_ids", tensors, len(self.state.user))
             self.item_ids = self._labels("item_ids", tensors, len(self.state.item))
+            self.features = self._features(tensors)
         except ModelFileError:
             raise
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -444,6 +470,35 @@ class ModelFile:
         return make_csr(
             indptr.astype(np.int64), indices.astype(np.int32, copy=False), np.ones(len(indices), np.int8), shape
         )
+
+    def _features(self, tensors: dict[str, np.ndarray]) -> dict[Side, LearnedFeatures]:
+        """Features of each side that has some; the state gets their vectors."""
+        found: dict[Side, LearnedFeatures] = {}
+        said = self.summary.get("features", {})
+        for side in SIDES:
+            parts = {name: tensors[f"{side}_{name}"] for name in FEATURES if f"{side}_{name}" in tensors}
+            self._require(bool(parts) == (side in said), f"features of {side}s are incomplete")
+            if not parts:
+                continue
+            factors, vectors = self.state.side(side), Factors(parts["feature_vectors"], parts.get("feature_bias"))
+            features = Features.from_coding(said[side]["coding"])
+            count, n_rows = len(features.names), len(factors)
+            indptr, indices, data = (parts[f"features_{name}"] for name in ("indptr", "indices", "data"))
+            sound = _is_canonical(indptr, indices, (n_rows, count)) and data.shape == indices.shape
+            sound = sound and data.dtype == np.float32 and vectors.matrix.shape == (count, factors.matrix.shape[1])
+            sound = sound and vectors.matrix.dtype == factors.matrix.dtype
+            biases = [None if each.bias is None else (each.bias.ndim, each.bias.dtype) for each in (vectors, factors)]
+            sound = sound and biases[0] == biases[1] and (vectors.bias is None or len(vectors.bias) == count)
+            cold = parts["cold"]
+            sound = sound and cold.dtype == np.int64 and cold.ndim == 1 and bool(np.all(cold[1:] > cold[:-1]))
+            sound = sound and (not len(cold) or 0 <= int(cold[0]) <= int(cold[-1]) < n_rows)
+            self._require(sound, f"features of {side}s do not fit their factors")
+            matrix = make_csr(indptr.astype(np.int64), indices.astype(np.int32, copy=False), data, (n_rows, count))
+            labels = self.user_ids if side == "user" else self.item_ids
+            weight = check_real("weight", said[side]["weight"], 0.0, strict=True)
+            found[side] = LearnedFeatures(features.with_rows(matrix, labels), weight, cold)
+            self.state = replace(self.state, vectors={**self.state.vectors, side: vectors})
+        return found
 
     def _item_counts(self, tensors: dict[str, np.ndarray]) -> np.ndarray | None:
         """Training entries of each item; if the file has no counts, computed from the items seen by users."""

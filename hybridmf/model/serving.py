@@ -666,6 +666,7 @@ class ServingMixin(Estimator):
             items of the history with the largest contributions, best first, and ``contributions``. Fewer than N where
             the history is shorter. The sum of all contributions and the baseline is the score; it is that of
             ``recommend`` and ``predict(clip=False)`` where the user's factors are the exact solution for these entries.
+            ``item_features`` and ``user_features`` name the features among the reasons, of a model that has some.
 
         Raises
         ------
@@ -681,8 +682,11 @@ class ServingMixin(Estimator):
             row = _rows_of_users(learned, user, "user_items", user_items)
         else:
             row = training_row(learned, int(user[0]))
-        found = contributions(learned, row, int(item[0]), N)
-        return found._replace(ids=labelled(learned, "item", found.ids)) if by_label else found
+        found = contributions(learned, row, int(item[0]), N, rows_described(learned, "user", user))
+        if not by_label:
+            return found
+        parts = (found.score, found.baseline, labelled(learned, "item", found.ids), found.contributions)
+        return Explanation.of(parts, found.item_features, found.user_features)
 
     # ------------------------------------------------------------------------------------------------ vectors
 
