@@ -70,7 +70,7 @@ def described_rows(
     if count > 1 and (labels is None) != (have is None):
         labelled, other = (name, "the rows") if labels is None else ("the rows", name)
         raise RatingsError(
-            f"{labelled} have {side} labels and {other} only positions, so {side}s cannot be matched; give both labels, "
+            f"{labelled} have {side} labels and {other} only positions, so {side}s cannot be matched; give both labels "
             "or none"
         )
     return matrix

@@ -125,6 +125,14 @@ def facts_of(model: Any, *, seen: bool = True) -> dict[str, Any]:
     if model.user_ids_ is not None:
         found, _ = model.recommend(model.user_ids_[7], N=3, labels=True, filter_already_liked_items=seen)
         facts["labels"] = found.tolist()
+    if model._learned.features:
+        facts["features"] = {
+            "names": {side: known.features.names for side, known in model._learned.features.items()},
+            "crc32": [crc(model.user_feature_vectors_), crc(model.item_feature_vectors_)],
+            "cold": {side: known.cold.tolist() for side, known in model._learned.features.items()},
+            "recommended": model.recommend(SOME_USERS, N=30, include_cold=True)[0].tolist(),
+            "encoded": rounded(model.item_features_.encode({"year": 1960, "genre": ["b"]}).matrix.toarray()),
+        }
     if seen and model._learned.values is not None:
         found = model.explain(7, int(ids[1, 0]), N=3)
         facts["explained"] = [found.score, found.ids.tolist(), rounded(found.contributions)]
