@@ -68,6 +68,7 @@ def draw(path: Path, panels: list[Panel]) -> None:
     """Four panels, each with its own axis from zero and the seconds at the bars."""
     with figure(path, 8.4, 4.6) as drawing:
         drawing.patch.set_facecolor("white")
+        drawing.get_layout_engine().set(h_pad=0.1)
         for axes, (title, unit, found) in zip(drawing.subplots(2, 2).flat, panels, strict=True):
             libraries = sorted(found, key=lambda each: found[each], reverse=True)
             bars = axes.barh(

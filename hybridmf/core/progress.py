@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,15 @@ LONG = 1.0
 
 def progress_bar(total: int, shown: bool, **options: Any) -> tqdm:
     """A bar with tqdm's options on a terminal (standard error) or in a notebook; none elsewhere, or unless `shown`."""
-    from tqdm.auto import tqdm
+    if not shown:
+        from tqdm import tqdm
 
+        return tqdm(total=total, disable=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # in a notebook without ipywidgets: the bar is text, which is well
+        from tqdm.auto import tqdm
     stream = sys.stderr  # None under pythonw and in some services
-    drawable = shown and stream is not None and not getattr(stream, "closed", False)
+    drawable = stream is not None and not getattr(stream, "closed", False)
     # None leaves it to tqdm, which draws in notebooks and on terminals only
     return tqdm(total=total, disable=None if drawable else True, **({"unit": "iteration"} | options))
 

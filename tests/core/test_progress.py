@@ -34,6 +34,12 @@ def test_a_terminal_shows_the_bar(monkeypatch):
     assert sys.stderr.getvalue() == ""
 
 
+def test_without_a_bar_nothing_of_notebooks_is_imported(monkeypatch):
+    """Importing it warns in notebooks without ipywidgets."""
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    fit()
+
+
 def test_elsewhere_nothing_is_drawn_and_iterations_are_logged(monkeypatch, caplog):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with caplog.at_level(logging.INFO, logger="hybridmf"):
