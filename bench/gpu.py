@@ -55,15 +55,15 @@ from hybridmf.gpu.factors import DeviceFactors, to_device
 from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.mo_als import mo_als
-from hybridmf.gpu.sparse_syrk import sparse_syrk
+from hybridmf.gpu.sparse_syrk import sparse_syrk, sparse_syrk_published
 from hybridmf.gpu.topk import PackedItems, top_k_on_device
 from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan.als import ALS
-from hybridmf.plan.als_gpu import GPU_SEGMENT
+from hybridmf.plan.als_gpu import GPU_SEGMENT, WHOLE_ROW
 from hybridmf.plan.fused import table_width
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
-from hybridmf.plan.types import Plan, Settings
+from hybridmf.plan.types import PUBLISHED_BATCH, Plan, Settings
 from hybridmf.ranks.gpu_rank import GpuWorker
 from hybridmf.ranks.su_als import RankALS
 
@@ -806,6 +806,28 @@ class Hermitians:
         segments, slots = self.device.upload(self.pieces.segments), len(self.pieces.segments)
         out = self.matrices[:slots], self.rhs[:slots]
         return lambda: assemble(self.device, out, self.table, self.entries, segments), {}
+
+    def in_order(self) -> Hermitians:
+        """The same with whole rows in the given order, as Gates' kernel is printed."""
+        indptr = self.matrix.indptr.astype(np.int64)
+        return replace(self, pieces=Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), WHOLE_ROW, in_order=True))
+
+    def as_printed(self, config: Any = None, *, with_rhs: bool = True) -> tuple[Step, dict[str, Any]]:
+        """Gates' kernel as printed, in batches of the paper's size; for what `in_order` returns."""
+        batches = []
+        for begin in range(0, len(self.pieces.segments), PUBLISHED_BATCH):
+            segments = self.pieces.segments[begin : begin + PUBLISHED_BATCH].copy()
+            segments[:, 0] -= begin
+            end = begin + len(segments)
+            batches.append(((self.matrices[begin:end], self.rhs[begin:end]), self.device.upload(segments)))
+
+        def run() -> None:
+            for out, segments in batches:
+                sparse_syrk_published(
+                    self.device, out, self.table, self.entries, segments, config, with_rhs=with_rhs
+                )  # fmt: skip
+
+        return run, {}
 
     def by_tiles(self, method: str) -> tuple[Step, dict[str, Any]]:
         """A variant of BALS; results in order of the rows."""

@@ -1,12 +1,13 @@
-"""BALS (Chen, Fang, Liu, Yang, IEEE TPDS 2021) measured again: tables 3 and 4, figures 2, 5, 10 to 15.
+"""BALS (Chen, Fang, Liu, Yang, IEEE TPDS 2021) measured again: tables 1 to 4, figures 2, 3, 5, 9 to 15.
 
     python bench/paper_bals.py                                    CPU, quick: small shapes, 2 threads, about a minute
     python bench/paper_bals.py --device cpu --profile full --threads 16
     python bench/paper_bals.py --device cuda --profile full       one GPU
     python bench/paper_bals.py --render                           docs/evidence/bals.md and its plots from the lines
 
-Tasks: "distribution" (fig. 5), "vacancies" (table 3's shares), "orders" (table 3's benefit of skipping, on a GPU, and
-table 4), "steps" (fig. 2), "assemblies" (figs. 10 and 15), "tiles" (figs. 13 and 14), "methods" (figs. 11 and 12).
+Tasks: "popularity" (fig. 3), "distribution" (table 1, fig. 5), "vacancies" (table 3's shares), "orders" (table 3's
+benefit of skipping, on a GPU, and table 4), "steps" (fig. 2), "parameters" (fig. 9, on a GPU), "assemblies" (figs. 10
+and 15), "tiles" (figs. 13 and 14), "methods" (figs. 11 and 12, table 2).
 
 Data have the published sizes, and degrees fitted to the published figures (`bench/published.py`); on a
 GPU machine they are drawn there. Answers are checked against float64 before anything is timed. On a GPU "orders",
@@ -78,48 +79,79 @@ class Work:
 
 SOME = {"ml-20m": 1.0, "netflix": 1.0}
 
+WIDE_TILE_ROWS = 1280
+"""Rows of a tile in figure 9."""
+
+PARAMETERS = ((48, 8, 2), (96, 8, 2), (192, 8, 2), (192, 8, 4), (96, 16, 4), (192, 16, 2), (192, 16, 4), (96, 32, 4),
+              (192, 32, 4), (192, 32, 8))  # fmt: skip
+"""(yb, nb, dx = dy) of figure 9."""
+
+POPULARITY_POINTS = 120
+"""Columns of which figure 3 has the number of entries."""
+
 PROFILES: dict[tuple[str, str], dict[str, tuple[Work, ...]]] = {
     ("cpu", "quick"): {
+        "popularity": (Work({"ml-1m": 1.0}),),
         "distribution": (Work({"ml-1m": 1.0, "ml-10m": 0.3}),),
         "vacancies": (Work({"ml-1m": 1.0, "ml-10m": 0.3}),),
         "orders": (Work({"ml-1m": 1.0, "ml-10m": 0.3}),),
         "steps": (Work({"ml-1m": 1.0}, (16, 32, 64)),),
+        "parameters": (),
         "assemblies": (Work({"ml-1m": 1.0}, (10, 32, 64)),),
         "tiles": (Work({"ml-1m": 1.0}, (RANK,), (16, 64, 256), (128, 512, 2048)),),
         "methods": (Work({"ml-1m": 1.0}, (32,), iterations={"ALS": 8, "CCD++": 15, "SGD": 20}),),
     },
     ("cpu", "full"): {
+        "popularity": (Work({"netflix": 0.4}),),
         "distribution": (Work(FITTING),),
         "vacancies": (Work(FITTING),),
         "orders": (Work(FITTING),),
         "steps": (Work({"ml-1m": 1.0}, (10, 16, 32, 64, 100)),),
+        "parameters": (),
         "assemblies": (Work({"ml-10m": 1.0}, (8, 10, 16, 32, 48, 64, 80, 96, 100)),),
         "tiles": (Work({"ml-10m": 1.0}, (RANK,), (16, 32, 64, 128, 256, 512), (128, 256, 512, 1024, 2048, 4096)),),
         "methods": (Work({"ml-1m": 1.0}, (8, 16, 32, 64, 96), iterations={"ALS": 12, "CCD++": 30, "SGD": 40}),),
     },
     ("cuda", "quick"): {
+        "popularity": (Work({"ml-20m": 1.0}),),
         "distribution": (Work({"ml-20m": 1.0}),),
         "vacancies": (Work({"ml-20m": 1.0}),),
         "orders": (Work({"ml-20m": 1.0}),),
         "steps": (Work({"ml-20m": 1.0}, (32, 64)),),
+        "parameters": (Work({"ml-20m": 1.0}, (64,)),),
         "assemblies": (Work({"ml-20m": 1.0}, (32, 64)),),
         "tiles": (Work({"ml-20m": 1.0}, (RANK,), (256, 1280), (192, 384)),),
         "methods": (Work({"ml-1m": 1.0}, (32,), iterations={"ALS": 8, "CCD++": 15, "SGD": 20}),),
     },
     ("cuda", "full"): {
+        "popularity": (Work({"netflix": 1.0}),),
         "distribution": (Work({"netflix": 1.0, "yahoo-r1": 1.0}),),
         "vacancies": (Work({"netflix": 1.0, "yahoo-r1": 1.0}),),
         "orders": (Work(SOME | SIX),),
         "steps": (Work({"netflix": 1.0}, (10, 16, 32, 64, 100)),),
-        "assemblies": (Work({"ml-20m": 1.0}, (16, 32, 48, 64, 100)), Work({"netflix": 1.0}, (32, 64, 100))),
-        "tiles": (Work({"ml-20m": 1.0}, (RANK,), (256, 768, 1280, 2816, 5376), (144, 192, 288, 384)),),
-        "methods": (Work({"ml-20m": 1.0}, (32, 128), iterations={"ALS": 10, "CCD++": 25, "SGD": 30}),),
+        "parameters": (Work({"netflix": 1.0}, (64,)),),
+        "assemblies": (
+            Work({"ml-20m": 1.0}, (8, 16, 32, 48, 64, 96, 100)),
+            Work({"netflix": 1.0}, (8, 16, 32, 64, 96, 100)),
+            Work({"ml-10m": 1.0, "yahoo-r1": 1.0, "sls": 1.0, "rucci": 1.0}, (8, 16, 32, 64, 96)),
+        ),
+        "tiles": (
+            Work({"ml-20m": 1.0}, (RANK,), (256, 768, 1280, 2816, 5376), (144, 192, 288, 384)),
+            Work({"ml-10m": 1.0, "sls": 1.0, "rucci": 1.0}, (RANK,), (256, 768, 1280, 2816), (144, 192, 384)),
+            Work({"netflix": 1.0, "yahoo-r1": 1.0}, (RANK,), (256, 768, 1280, 2816), (192, 384)),
+        ),
+        "methods": (
+            Work({"ml-20m": 1.0}, (32, 128), iterations={"ALS": 10, "CCD++": 25, "SGD": 30}),
+            Work(SIX, (32,), iterations={"ALS": 8, "CCD++": 25, "SGD": 30}),
+            Work({"netflix": 1.0}, (128,), iterations={"ALS": 8, "CCD++": 25, "SGD": 40}),
+        ),
     },
 }
 """What each task runs on, by device and profile; what fits on a CPU's memory and needs no GPU is left to the CPU."""
 
 CPU_ASSEMBLIES = {"simd": "ours (simd)", "bals": "BALS tiles", "blas3": "Gates, Level 3", "rank1": "Gates, Level 2"}
-GPU_ASSEMBLIES = {"fused": "ours (fused)", "bals": "BALS", "sparse_syrk": "Gates", "mo_als": "cuMF"}
+GPU_ASSEMBLIES = {"fused": "ours (fused)", "bals": "BALS", "bals_local": "BALS, the paper's mapping",
+                  "sparse_syrk": "Gates", "sparse_syrk_published": "Gates, as printed", "mo_als": "cuMF"}  # fmt: skip
 
 
 @dataclass
@@ -157,6 +189,16 @@ def brief(value: Any) -> str:
 def run_distribution(bench: Bench, data: Drawn, work: Work) -> None:
     """Figure 5, and table 1 as drawn."""
     bench.note("distribution", paper.distribution(data))
+
+
+def run_popularity(bench: Bench, data: Drawn, work: Work) -> None:
+    """Figure 3: entries of columns as they come and sorted, at evenly spaced places."""
+    counts = np.diff(data.item.indptr)
+    places = np.unique(np.linspace(0, len(counts) - 1, POPULARITY_POINTS).astype(np.int64))
+    line = {"places": places.tolist(), "given": counts[places].tolist(),
+            "sorted": np.sort(counts)[::-1][places].tolist()}  # fmt: skip
+    bench.recorder.note("popularity", data.line | line)
+    click.echo(f"popularity    {data.name}: {counts.max():,} entries at most, median {np.median(counts):,.0f}")
 
 
 def run_vacancies(bench: Bench, data: Drawn, work: Work) -> None:
@@ -350,8 +392,10 @@ def gpu_orders(bench: Bench, data: Drawn, work: Work) -> None:
     for f, (order, matrix) in itertools.product(work.factors, ordered(data).items()):
         prepared = gpu_runner(bench, matrix, f)
         own = plan_assemblies.bals_tile_sizes(f, 4, bench.device.spec)
+        printed = prepared.in_order()
         cases: dict[str, Callable[[], tuple[Callable[[], None], Line]]] = {
             "sparse_syrk": partial(prepared.by_rows, "sparse_syrk"),
+            "sparse_syrk_published": printed.as_printed,
             "bals local": partial(tiles_step, prepared, PUBLISHED_TILE, "local"),
             "bals local, all tiles": partial(tiles_step, prepared, PUBLISHED_TILE, "local", skip_vacant=False),
             "bals chip": partial(tiles_step, prepared, own, "chip"),
@@ -359,7 +403,8 @@ def gpu_orders(bench: Bench, data: Drawn, work: Work) -> None:
         for method, prepare in cases.items():
             with bench.recorder.case(f"orders, {data.name}, {method}, {order}"):
                 run, more = prepare()
-                seconds = gpu_time(bench, prepared, run, method.startswith("bals"))
+                whole = printed if method == "sparse_syrk_published" else prepared
+                seconds = gpu_time(bench, whole, run, method.startswith("bals"))
                 line = {"factors": f, "method": method, "order": order, "seconds": seconds,
                         "gflops": flops(matrix, f, solves=False) / seconds["median"] / 1e9}  # fmt: skip
                 bench.note("orders", data.line | line | {key: more[key] for key in ("tile", "reuse") if key in more})
@@ -368,24 +413,51 @@ def gpu_orders(bench: Bench, data: Drawn, work: Work) -> None:
 
 
 def gpu_steps(bench: Bench, data: Drawn, work: Work) -> None:
-    """Figure 2: matrices and right-hand sides in one pass, right-hand sides alone as a sparse product, solves."""
+    """Figure 2: matrices alone, with right-hand sides in the same pass, right-hand sides as a sparse product, solves.
+
+    Our kernel has no matrices alone: its pass counts as them.
+    """
     import gpu
 
-    for f in work.factors:
-        with bench.recorder.case(f"steps, {data.name}, f = {f}"):
+    for f, method in itertools.product(work.factors, ("sparse_syrk", "sparse_syrk_published")):
+        with bench.recorder.case(f"steps, {data.name}, f = {f}, {method}"):
             prepared = gpu_runner(bench, data.user, f)
-            assemble, _ = prepared.by_rows("sparse_syrk")
+            if method == "sparse_syrk":
+                alone = together = prepared.by_rows(method)[0]
+            else:
+                prepared = prepared.in_order()
+                alone, together = (prepared.as_printed(with_rhs=with_rhs)[0] for with_rhs in (False, True))
             solve, solutions = systems_step(bench, prepared)
             product = product_step(bench, prepared)
-            assemble()
+            together()
             solve()
             error = solution_error(prepared, bench.device.download(solutions))
             if not error <= gpu.TOLERANCES["float32"]:
                 raise gpu.WrongAnswerError(f"error {error:.2e}")
-            rounds = gpu.timed(bench.device, [assemble, product, solve], bench.repeats)
-            matrices, rhs, solved = (common.median(list(times)) / 1e3 for times in zip(*rounds, strict=True))
-            steps = {"matrices": matrices, "rhs": rhs, "solve": solved}
-            bench.note("steps", data.line | {"factors": f, "method": "sparse_syrk", "seconds": steps, "error": error})
+            rounds = gpu.timed(bench.device, [alone, product, together, solve], bench.repeats)
+            times = [common.median(list(each)) / 1e3 for each in zip(*rounds, strict=True)]
+            steps = dict(zip(("matrices", "rhs", "together", "solve"), times, strict=True))
+            line = {"factors": f, "method": method, "together": steps.pop("together"), "seconds": steps, "error": error}
+            bench.note("steps", data.line | line)
+
+
+def gpu_parameters(bench: Bench, data: Drawn, work: Work) -> None:
+    """Figure 9: the paper's mapping over (yb, nb, dx, dy) on tiles of 1280 rows."""
+    for f in work.factors:
+        prepared = gpu_runner(bench, data.user, f)
+        for width, nb, side in PARAMETERS:
+            config = bals.BalsLocalConfig(f, 4, WIDE_TILE_ROWS, width, nb, side, side, min(1024 // side**2, 256))
+            if config.shared_bytes > bench.device.spec.shared_bytes:
+                continue
+            case = f"parameters, {data.name}, f = {f}, ({width}, {nb}, {side}, {side})"
+            if not bench.recorder.has_time(case):
+                return
+            with bench.recorder.case(case):
+                run, _ = tiles_step(prepared, (WIDE_TILE_ROWS, width), config)
+                seconds = gpu_time(bench, prepared, run, True)
+                line = {"factors": f, "parameters": [width, nb, side, side], "sums": config.sums,
+                        "in_registers": config.in_registers, "seconds": seconds}  # fmt: skip
+                bench.note("parameters", data.line | line)
 
 
 def systems_step(bench: Bench, prepared: Any) -> tuple[Callable[[], None], Any]:
@@ -519,10 +591,12 @@ def methods(bench: Bench, f: int, iterations: dict[str, int]) -> dict[str, Any]:
 Task = Callable[[Bench, Drawn, Work], None]
 
 TASKS: dict[str, dict[str, Task]] = {
+    "popularity": {"cpu": run_popularity, "cuda": run_popularity},
     "distribution": {"cpu": run_distribution, "cuda": run_distribution},
     "vacancies": {"cpu": run_vacancies, "cuda": run_vacancies},
     "orders": {"cpu": cpu_orders, "cuda": gpu_orders},
     "steps": {"cpu": cpu_steps, "cuda": gpu_steps},
+    "parameters": {"cuda": gpu_parameters},
     "assemblies": {"cpu": cpu_assemblies, "cuda": gpu_assemblies},
     "tiles": {"cpu": cpu_tiles, "cuda": gpu_tiles},
     "methods": {"cpu": run_methods, "cuda": run_methods},
@@ -621,11 +695,44 @@ def render_steps(lines: list[Line], folder: Path) -> str:
             steps = line["seconds"]
             total = sum(steps.values())
             shares = [f"{1e3 * steps[key]:.2f} ({steps[key] / total:.0%})" for key in ("matrices", "rhs", "solve")]
-            rows.append([f"{paper.label(line)}, {line['method']}", line["factors"], *shares])
+            together = f"{1e3 * line['together']:.2f}" if "together" in line else "-"
+            rows.append([f"{paper.label(line)}, {line['method']}", line["factors"], *shares, together])
         file = f"bals-steps-{paper.slug(name)}.svg"
         draw_steps(folder / file, group)
-        header = ["ms (share)", "f", "S1 matrices", "S2 right-hand sides", "S3 solves"]
+        header = ["ms (share)", "f", "S1 matrices", "S2 right-hand sides", "S3 solves", "S1 and S2 in one pass"]
         return f"{paper.table(header, rows)}\n\n{paper.picture(file, 'Shares of the three steps')}"
+
+    return paper.sections(paper.by_hardware(lines), body)
+
+
+def render_popularity(lines: list[Line], folder: Path) -> str:
+    """Figure 3, of the largest scale that was drawn."""
+    chosen = paper.largest(lines)
+    if not chosen:
+        return ""
+    file = "bals-popularity.svg"
+    with paper.figure(folder / file, 3.2 * len(chosen), 2.6) as drawing:
+        for panel, line in zip(drawing.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
+            panel.vlines(line["places"], 0, line["given"], linewidth=1, label="as it comes")
+            panel.plot(line["places"], line["sorted"], color="C3", label="by degree")
+            panel.set_title(paper.label(line), fontsize=8)
+            panel.set_xlabel("items")
+            panel.set_ylabel("entries")
+            panel.legend(fontsize=7)
+    return paper.picture(file, "Entries of items")
+
+
+def render_parameters(lines: list[Line], folder: Path) -> str:
+    """Figure 9: milliseconds by (yb, nb, dx, dy), best first."""
+
+    def body(name: str, group: list[Line]) -> str:
+        rows = [
+            [f"{paper.label(line)}, {line['factors']}", ", ".join(map(str, line["parameters"])),
+             f"{1e3 * line['seconds']['median']:.1f}", f"{line['sums']:,}",
+             "registers" if line["in_registers"] else "local memory"]
+            for line in sorted(group, key=lambda line: line["seconds"]["median"])
+        ]  # fmt: skip
+        return paper.table(["f", "yb, nb, dx, dy", "ms", "sums of a thread", "in"], rows)
 
     return paper.sections(paper.by_hardware(lines), body)
 
@@ -776,10 +883,12 @@ def draw_convergence(path: Path, line: Line) -> None:
 
 
 RENDERERS: dict[str, tuple[Callable[[list[Line], Path], str], tuple[str, ...]]] = {
+    "popularity": (render_popularity, ("shape", "scale")),
     "distribution": (render_distribution, ("shape", "scale")),
     "vacancies": (render_vacancies, ("shape", "scale", "order", "tile")),
     "orders": (render_orders, ("shape", "scale", "factors", "threads", "method", "order")),
     "steps": (render_steps, ("shape", "scale", "factors", "method")),
+    "parameters": (render_parameters, ("shape", "scale", "factors", "parameters")),
     "assemblies": (render_assemblies, ("shape", "scale", "factors", "threads", "method")),
     "tiles": (render_tiles, ("shape", "scale", "factors", "threads", "method", "order", "tile")),
     "methods": (render_methods, ("shape", "scale", "factors", "threads")),

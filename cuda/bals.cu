@@ -450,6 +450,7 @@ template <int V, int N> __device__ __forceinline__ void load(real (&values)[N], 
 // Copies columns `column` ... column + NB - 1 of the factor rows of a tile.
 __device__ __forceinline__ void copy_panel(real* panel, const Matrix& matrix, const int* columns, int count,
                                            int column) {
+#pragma unroll 1  // all sums are in registers meanwhile
     for (int position = threadIdx.x; position < count * CHUNKS; position += THREADS) {
         const int from = column + position % CHUNKS * CHUNK;
         const bool valid = from < matrix.ld;
@@ -470,14 +471,14 @@ __device__ __forceinline__ Segment find_segment(const Staged& staged, const int*
 // Adds the entries of a segment. The place of the next entry's column is read before the sums of this one.
 template <bool DIAGONAL>
 __device__ __forceinline__ void add_segment(Sums& sums, const Staged& staged, const Matrix& matrix, const Place& place,
-                                            int64 first_column, int64 first, const Segment& segment) {
+                                            int64 first_column, const int* places, const Segment& segment) {
     int next = segment.column;
 #pragma unroll 1
     for (int entry = segment.begin; entry < segment.end; entry++) {
         const int column = next;
-        if (entry + 1 < segment.end) next = __ldg(matrix.seg_colidx + first + entry + 1);
+        if (entry + 1 < segment.end) next = __ldg(places + entry + 1);
         EntryWeight weight = {};
-        if (DIAGONAL || IMPLICIT) weight = weight_of(matrix, first + entry, first_column + column);
+        if (DIAGONAL || IMPLICIT) weight = weight_of(matrix, places - matrix.seg_colidx + entry, first_column + column);
         real a[TY], b[TX];
         load<VY>(a, staged.rows + column * NB + place.y * TY);
         load<VX>(b, staged.columns + column * NB + place.x * TX);
@@ -511,6 +512,7 @@ __device__ __forceinline__ void sum_tiles(Sums (&sums)[ROUNDS], const Matrix& ma
         if (!DIAGONAL) copy_panel(staged.columns, matrix, matrix.tile_colidx + first_column, columns, target.column);
         const int64* segments = matrix.seg_ptr + int64(tile) * matrix.height;
         const int64 first = segments[0];
+#pragma unroll 1
         for (int row = threadIdx.x; row <= matrix.height; row += THREADS) staged.starts[row] = int(segments[row] - first);
         copy_wait_all();
         __syncthreads();
@@ -522,10 +524,10 @@ __device__ __forceinline__ void sum_tiles(Sums (&sums)[ROUNDS], const Matrix& ma
             next = find_segment(staged, places, (round + 1) * DZ + place.z, matrix.height);
             if (segment.begin == segment.end) continue;
             if constexpr (UNROLLED) {
-                add_segment<DIAGONAL>(sums[round], staged, matrix, place, first_column, first, segment);
+                add_segment<DIAGONAL>(sums[round], staged, matrix, place, first_column, places, segment);
             } else {
                 Sums here = sums[round];  // local memory is read and written once per segment
-                add_segment<DIAGONAL>(here, staged, matrix, place, first_column, first, segment);
+                add_segment<DIAGONAL>(here, staged, matrix, place, first_column, places, segment);
                 sums[round] = here;
             }
         }

@@ -174,12 +174,14 @@ def tiny_bals(script):
     """Every task on a few hundred ratings."""
     shapes = {"ml-1m": 0.02}
     work = {task: (script.Work(shapes, (3,)),) for task in script.TASKS}
+    work["parameters"] = ()  # of the kernel of GPUs alone
     work["tiles"] = (script.Work(shapes, (3,), (16, 64), (32, 64)),)
     work["methods"] = (script.Work(shapes, (3,), iterations={"ALS": 2, "CCD++": 3, "SGD": 3}),)
     return work
 
 
 BALS_KEYS = {
+    "popularity": {"places", "given", "sorted"},
     "distribution": {"users", "items", "published"},
     "vacancies": {"order", "tile", "vacant_tile_share", "vacant_segment_share", "reuse_factor"},
     "orders": {"factors", "method", "order", "seconds"},
@@ -200,9 +202,10 @@ def test_bals_script_on_the_cpu(bench, tmp_path, monkeypatch):
 
 
 def check_bals_lines(lines, device):
-    assert {line["task"] for line in lines} == set(BALS_KEYS)
+    more = {"parameters"} if device == "cuda" else set()
+    assert {line["task"] for line in lines} == set(BALS_KEYS) | more
     for line in lines:
-        assert line.keys() >= STAMPED | BALS_KEYS[line["task"]], line
+        assert line.keys() >= STAMPED | BALS_KEYS.get(line["task"], {"parameters", "sums", "in_registers", "seconds"})
         assert line["device"] == device
         if isinstance(line.get("seconds"), dict):
             assert all(value >= 0 for value in line["seconds"].values())
@@ -215,9 +218,11 @@ def test_bals_script_on_a_gpu(bench, undrawn, device, tmp_path, monkeypatch):
     script = bench["bals"]
     serve_cuda(device, monkeypatch)
     work = tiny_bals(script)
+    work["parameters"] = (replace(work["steps"][0], factors=(20,)),)
     if device.spec.name == "emulated":  # what `compare` and fp16 SGD take for granted of CuPy is not emulated
         monkeypatch.setattr(script, "methods", emulated_methods)
         monkeypatch.setattr(script, "PUBLISHED_TILE", (16, 32))
+        monkeypatch.setattr(script, "PARAMETERS", ((32, 8, 2), (32, 16, 4)))
         work["tiles"] = (replace(work["tiles"][0], heights=(16,)),)
     monkeypatch.setitem(script.PROFILES, ("cuda", "quick"), work)
     done = CliRunner().invoke(script.main, ["--device", "cuda", "--repeats", "1"], catch_exceptions=False)
@@ -225,7 +230,10 @@ def test_bals_script_on_a_gpu(bench, undrawn, device, tmp_path, monkeypatch):
     lines = lines_of(tmp_path, "paper_bals")
     check_bals_lines(lines, "cuda")
     orders = [line["method"] for line in lines if line["task"] == "orders" and line["order"] == "given"]
-    assert orders == ["sparse_syrk", "bals local", "bals local, all tiles", "bals chip"]
+    assert orders == ["sparse_syrk", "sparse_syrk_published", "bals local", "bals local, all tiles", "bals chip"]
+    steps = [line for line in lines if line["task"] == "steps"]
+    assert [line["method"] for line in steps] == ["sparse_syrk", "sparse_syrk_published"]
+    assert all(line["together"] > 0 for line in steps)
     assert {line["method"] for line in lines if line["task"] == "assemblies"} == set(script.GPU_ASSEMBLIES)
     check_render(script, tmp_path, "bals.md")
 

@@ -149,12 +149,11 @@ def test_sparse_syrk_as_printed_without_right_hand_sides(device):
     assert sums[True][1].any() and not sums[False][1].any()
 
 
-@pytest.mark.parametrize("rank", [32, 48, 64, 80, 100, 128, 200])
-def test_sparse_syrk_as_printed_has_the_paper_s_configurations(rank):
+@pytest.mark.parametrize("rank", [8, 32, 48, 64, 80, 100, 128, 200])
+def test_sparse_syrk_as_printed_satisfies_the_paper_s_constraints(rank):
     config = PublishedSyrkConfig.default(rank, 4, H200)
-    known = {32: (32, 8, 16, 16), 48: (48, 8, 8, 16), 80: (80, 8, 16, 16)}
-    assert (config.nb, config.kb, config.dx, config.dy) == known.get(rank, (config.nb, 8, 16, 16))
-    assert config.tiles == (3 if rank > 128 else 1)
+    assert config.nb % config.dx == config.nb % config.dy == config.kb % config.dy == config.threads % 32 == 0
+    assert config.tiles == (3 if rank > 128 else 1) and config.nb < rank + 16
 
 
 PUBLISHED_CONFIGS = [
