@@ -35,7 +35,7 @@ LIMITED_API = (
 
 # One C file per instruction set, chosen at run time (hybridmf/native/kernels.c): no -march flag reaches a wheel. One
 # extension, _kernels, links them all; the others get tables of functions from it.
-KERNELS = [f"hybridmf/native/kernels{name}.c" for name in ("", "_portable", "_avx2", "_avx512")]
+KERNELS = [f"hybridmf/native/kernels{name}.c" for name in ("", "_portable", "_avx2", "_avx512", "_neon")]
 # Modules with loops that the compiler has to vectorize. The others call these kernels: -O3 takes the compiler 2.4 times
 # as long there and makes no fit or request faster. Conjugate gradients in _als take 1.2 times as long with -O2.
 VECTORIZED = ("hybridmf.native._kernels", "hybridmf.native._als")

@@ -1,6 +1,6 @@
-"""Check that an sdist and a wheel hold what they should and nothing else.
+"""Check that sdists and wheels hold what they should and nothing else.
 
-Called as ``python .ci/check_distributions.py SOURCE SDIST WHEEL``, where SOURCE is a clean copy of the checkout.
+Called as ``python .ci/check_distributions.py SOURCE SDIST_OR_WHEEL ...``, where SOURCE is a clean copy of the checkout.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def check_sdist(source: Path, sdist: str) -> list[str]:
 def check_wheel(source: Path, wheel: str) -> list[str]:
     """The wheel is hybridmf without C and Cython sources, its extension modules, and cuda/ as hybridmf/cuda."""
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+        names = [name for name in archive.namelist() if not name.endswith("/")]
     metadata = [name for name in names if ".dist-info/" in name]
+    bundled = [name for name in names if name.startswith(("hybridmf.libs/", "hybridmf/.dylibs/"))]
+    names = [name for name in names if name not in bundled]
     modules = [name for name in names if name.endswith((".so", ".pyd"))]
     package = {path for path in (source / "hybridmf").rglob("*") if path.suffix in (".py", ".pyi", ".typed", ".json")}
     wanted = {str(path.relative_to(source)) for path in package}
@@ -41,11 +43,18 @@ def check_wheel(source: Path, wheel: str) -> list[str]:
         {str(path.relative_to(source).with_suffix("")) for path in (source / "hybridmf").rglob("*.pyx")},
         {name.split(".")[0] for name in modules},
     )
-    if not any(name.endswith("/LICENSE") for name in metadata):
-        problems.append("wheel lacks LICENSE")
+    licenses = ["LICENSE", *(f"LICENSE-{path.name.split('-')[0].split('.')[0]}.txt" for path in map(Path, bundled))]
+    for license in licenses:  # those of libraries that auditwheel, delocate or delvewheel added
+        if not any(name.endswith(f"/{license}") for name in metadata):
+            problems.append(f"wheel lacks {license}")
     return problems + [f"{name}: see STYLE, cuda/ must not be a package" for name in names if "cuda/__init__" in name]
 
 
+def check(source: Path, path: str) -> list[str]:
+    """The problems of one distribution."""
+    return (check_wheel if path.endswith(".whl") else check_sdist)(source, path)
+
+
 if __name__ == "__main__":
-    problems = check_sdist(Path(sys.argv[1]), sys.argv[2]) + check_wheel(Path(sys.argv[1]), sys.argv[3])
-    sys.exit("\n".join(problems) or 0)
+    source, paths = Path(sys.argv[1]), sys.argv[2:]
+    sys.exit("\n".join(f"{Path(path).name}: {problem}" for path in paths for problem in check(source, path)) or 0)

@@ -271,7 +271,7 @@ cdef inline double _target(Weights how, double rating, double offset) noexcept n
 
 
 def instruction_set():
-    """Name of the kernel table in use: "avx512", "avx2" or "portable" (HYBRIDMF_ISA chooses a lower one)."""
+    """Name of the kernel table in use: "avx512", "avx2", "neon" or "portable" (HYBRIDMF_ISA chooses a lower one)."""
     return hmf_kernels().name.decode()
 
 

@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels.h"
+
 /* Entries of a row; arrays have the type of the kernel that reads them. */
 typedef struct {
     ptrdiff_t n;
@@ -40,7 +42,9 @@ typedef struct {
 const hmf_ccd_table *hmf_ccd_kernels(void);
 
 extern const hmf_ccd_table hmf_ccd_portable;
+#ifdef HMF_X86
 extern const hmf_ccd_table hmf_ccd_avx2;
 extern const hmf_ccd_table hmf_ccd_avx512;
+#endif
 
 #endif

@@ -4,9 +4,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__GNUC__) && (defined(__x86_64__) || defined(__i386__))
-#define HMF_X86 1
+/* Best first. */
+static const hmf_kernel_table *const tables[] = {
+#ifdef HMF_X86
+    &hmf_table_avx512, &hmf_table_avx2,
 #endif
+#ifdef HMF_NEON
+    &hmf_table_neon,
+#endif
+    &hmf_table_portable,
+};
+enum { N_TABLES = sizeof tables / sizeof tables[0] };
 
 static int can_run(const hmf_kernel_table *table) {
 #ifdef HMF_X86
@@ -16,12 +24,12 @@ static int can_run(const hmf_kernel_table *table) {
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
     if (table == &hmf_table_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
-    return table == &hmf_table_portable;
+    (void)table;
+    return 1; /* every AArch64 processor has NEON */
 }
 
 const hmf_kernel_table *hmf_kernels_named(const char *name) {
-    const hmf_kernel_table *tables[] = {&hmf_table_avx512, &hmf_table_avx2, &hmf_table_portable};
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < N_TABLES; i++)
         if (strcmp(tables[i]->name, name) == 0) return can_run(tables[i]) ? tables[i] : NULL;
     return NULL;
 }
@@ -29,8 +37,7 @@ const hmf_kernel_table *hmf_kernels_named(const char *name) {
 const hmf_kernel_table *hmf_kernels(void) {
     const char *wanted = getenv("HYBRIDMF_ISA");
     const hmf_kernel_table *table = wanted && *wanted ? hmf_kernels_named(wanted) : NULL;
-    if (table) return table;
-    if (can_run(&hmf_table_avx512)) return &hmf_table_avx512;
-    if (can_run(&hmf_table_avx2)) return &hmf_table_avx2;
-    return &hmf_table_portable;
+    for (int i = 0; !table; i++)
+        if (can_run(tables[i])) table = tables[i];
+    return table;
 }

@@ -1,7 +1,7 @@
 /* kernels.h - vector kernels in one table per instruction set; hmf_kernels() picks the table at run time.
  *
- * kernels_impl.h holds the source of every kernel. kernels_portable.c, kernels_avx2.c and kernels_avx512.c compile it
- * for their instruction set through a target pragma, so a wheel needs no -m flag. Callers include only this header.
+ * kernels_impl.h holds the source of every kernel. kernels_portable.c, kernels_avx2.c, kernels_avx512.c and
+ * kernels_neon.c compile it for their instruction set, AVX through a target pragma, so a wheel needs no -m flag. Callers include only this header.
  * Within one table a result never depends on the position of a row in a batch or on the thread count.
  */
 #ifndef HMF_KERNELS_H
@@ -9,6 +9,12 @@
 
 #include <stddef.h>
 #include <stdint.h>
+
+#if defined(__x86_64__) || defined(__i386__)
+#define HMF_X86 1
+#elif defined(__aarch64__)
+#define HMF_NEON 1
+#endif
 
 #define HMF_PREFETCH(address) __builtin_prefetch(address)
 
@@ -141,14 +147,19 @@ typedef struct {
     hmf_sgd_rows_kernel *sgd_rows_f, *sgd_rows_d;
 } hmf_kernel_table;
 
-/* Best table for this processor, or the one HYBRIDMF_ISA names ("avx512", "avx2", "portable") if it can run here. */
+/* Best table for this processor, or the one HYBRIDMF_ISA names ("avx512", "avx2", "neon", "portable") if it can run here. */
 const hmf_kernel_table *hmf_kernels(void);
 
 /* NULL unless the named table exists and this processor can run it. */
 const hmf_kernel_table *hmf_kernels_named(const char *name);
 
 extern const hmf_kernel_table hmf_table_portable;
+#ifdef HMF_X86
 extern const hmf_kernel_table hmf_table_avx2;
 extern const hmf_kernel_table hmf_table_avx512;
+#endif
+#ifdef HMF_NEON
+extern const hmf_kernel_table hmf_table_neon;
+#endif
 
 #endif

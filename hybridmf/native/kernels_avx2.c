@@ -1,17 +1,15 @@
 /* kernels_avx2.c - the kernels of kernels_impl.h for processors with AVX2 and FMA; chosen at run time. */
 #include "kernels.h"
 
+#ifdef HMF_X86
 #include <float.h>
 #include <math.h>
 #include <string.h>
 
-#if defined(__GNUC__) && (defined(__x86_64__) || defined(__i386__))
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else
 #pragma GCC target("avx2,fma")
-#endif
-#define HMF_TARGETED 1
 #endif
 #define HMF_BYTES 32   /* of a vector register */
 #define HMF_USERS 3    /* users x columns vectors of scores fit in the 16 registers */
@@ -41,6 +39,7 @@ const hmf_kernel_table hmf_table_avx2 = {
     sgd_entries_f, sgd_entries_d, sgd_rows_f, sgd_rows_d,
 };
 
-#if defined(HMF_TARGETED) && defined(__clang__)
+#if defined(__clang__)
 #pragma clang attribute pop
+#endif
 #endif

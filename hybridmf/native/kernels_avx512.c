@@ -1,17 +1,15 @@
 /* kernels_avx512.c - the kernels of kernels_impl.h for processors with AVX-512 (F, DQ, VL, BW); chosen at run time. */
 #include "kernels.h"
 
+#ifdef HMF_X86
 #include <float.h>
 #include <math.h>
 #include <string.h>
 
-#if defined(__GNUC__) && (defined(__x86_64__) || defined(__i386__))
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,avx2,fma"))), apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,avx2,fma,prefer-vector-width=512")
-#endif
-#define HMF_TARGETED 1
 #endif
 #define HMF_BYTES 64   /* of a vector register */
 #define HMF_USERS 12    /* users x columns vectors of scores fit in the 32 registers */
@@ -41,6 +39,7 @@ const hmf_kernel_table hmf_table_avx512 = {
     sgd_entries_f, sgd_entries_d, sgd_rows_f, sgd_rows_d,
 };
 
-#if defined(HMF_TARGETED) && defined(__clang__)
+#if defined(__clang__)
 #pragma clang attribute pop
+#endif
 #endif

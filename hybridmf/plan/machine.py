@@ -299,8 +299,9 @@ class LinkRates:
         return max((count, rate) for count, rate in self.reduce_scatter if count <= max(gpus, 2))[1]
 
 
-INSTRUCTION_SETS = {"avx512": 1.0, "avx2": 0.62, "portable": 0.22}
-"""Rates of other vector kernels as a share of the built-in ones (ExplicitALS, f = 64, one core of an AMD EPYC)."""
+INSTRUCTION_SETS = {"avx512": 1.0, "avx2": 0.62, "neon": 0.22, "portable": 0.22}
+"""Rates of other vector kernels as a share of the built-in ones (ExplicitALS, f = 64, one core of an AMD EPYC). NEON is
+not measured: that of portable kernels, whose vectors are as long."""
 
 
 @dataclass(frozen=True)

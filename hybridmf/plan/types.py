@@ -537,7 +537,7 @@ def instruction_set_notes() -> list[str]:
     wanted, used = os.environ.get("HYBRIDMF_ISA", ""), _als.instruction_set()
     if wanted in ("", used):
         return []
-    known = "avx512, avx2, portable"
+    known = "avx512, avx2, neon, portable"
     return [f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: {known}); using {used}"]
 
 

@@ -644,7 +644,7 @@ def test_overflow_is_reported_not_stored(solver):
 # ------------------------------------------------------------------------------------------------ instruction sets
 
 
-@pytest.mark.parametrize("name", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("name", ["avx512", "avx2", "neon", "portable"])
 def test_each_instruction_set_gives_the_references_answer(name, monkeypatch):
     if not _als.can_run(name):
         pytest.skip(f"this processor cannot run {name} kernels")

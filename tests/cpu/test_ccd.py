@@ -168,7 +168,7 @@ def test_long_rows_are_shared_by_threads(entries, side, name):
         assert_same_bits(state, run(others, 2))
 
 
-@pytest.mark.parametrize("name", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("name", ["avx512", "avx2", "neon", "portable"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("objective", ["count", "biased, 0.3 n^0.5"])
 def test_each_instruction_set(name, dtype, objective, monkeypatch):

@@ -86,7 +86,7 @@ def test_the_references_agree(name):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "neon", "portable"])
 def test_each_instruction_set_solves_the_dual_form(isa, monkeypatch):
     if not _als.can_run(isa):
         pytest.skip(f"this processor cannot run {isa} kernels")

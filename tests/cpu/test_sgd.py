@@ -97,7 +97,7 @@ def test_one_thread_is_the_reference_update_by_update(schedule, deterministic, r
     check_against_reference(matrix, method_of(schedule, deterministic, rate_schedule, scale=1.7), 5, biases=biases)
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "neon", "portable"])
 @pytest.mark.parametrize("rank", [1, 7, 16, 31, 32, 33, 64, 65, 100, 128, 200, 256, 300])
 def test_every_width_of_every_instruction_set(rank, isa, monkeypatch):
     if not _als.can_run(isa):

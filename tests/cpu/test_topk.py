@@ -67,7 +67,7 @@ def test_scores_do_not_depend_on_batch_thread_or_candidates():
     np.testing.assert_allclose(scores, np.take_along_axis(users @ items.T, ids, axis=1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("name", ["avx512", "avx2", "neon", "portable"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_each_instruction_set(name, dtype, monkeypatch):
     if not _als.can_run(name):

@@ -30,7 +30,7 @@ def test_vectors_published_with_random123(counter: list[int], key: int, words: s
     assert [f"{int(word):08x}" for word in reference.philox(counter, key)] == words.split()
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "neon"])
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("rank", [1, 4, 5, 63, 64, 65, 130])
 def test_the_kernel_draws_the_bits_of_its_twin(isa: str, signed: bool, rank: int) -> None:
