@@ -102,7 +102,8 @@ class Estimator:
             lent = inspect.getattr_static(_as_scikit_learns(self), name, _MISSING)
         if lent is _MISSING:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return lent.__get__(self, type(self)) if hasattr(type(lent), "__get__") else lent
+        # class methods call others of scikit-learn's classes
+        return lent.__get__(self, _as_scikit_learns(self)) if hasattr(type(lent), "__get__") else lent
 
     # -------------------------------------------------------------------------------------------- transformers
 
