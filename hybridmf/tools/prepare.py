@@ -11,11 +11,15 @@ import scipy.sparse as sp
 from ..als import ExplicitALS, ImplicitALS
 from ..core.sparse import RowColumns
 from ..device import cuda
+from ..gpu import topk
 from ..gpu.engine import GpuEngine
 from ..gpu.half import programs_of
 
 SHAPE = (60, 40)
 """Users and items of the fits that compile."""
+
+MANY_ITEMS = 1 << 20
+"""Items for which recommendations use all of their kernels."""
 
 
 def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> None:
@@ -31,7 +35,11 @@ def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> Non
         models = (ImplicitALS(rank), ExplicitALS(rank), ExplicitALS(rank, biases=False))
         for model in models:
             model.set_params(iterations=1, device="cuda", random_state=0).fit(matrix)
-            programs = programs_of(device, model.plan_, wide=True)
+            plan = model.plan_
+            programs = programs_of(device, plan, wide=True)
+            columns = plan.factors + 2 * (plan.rank > plan.factors)
+            for n in topk.LIST_SIZES:
+                programs += topk.programs(device.spec, columns, plan.dtype, MANY_ITEMS, n)
             device.compile_ahead(programs)
             for program in programs:
                 device.kernel(*program)

@@ -1,0 +1,211 @@
+"""Compiled kernels as files, and the processes that compile them.
+
+NVRTC's threads wait for each other: on 16 cores, the ten programs of a fit take 3.8 s in threads of one process, and
+the slowest one alone takes 1.7 s. So each thread of the compiler has a process of its own, which loads NVRTC and
+nothing else. Whatever fails here, from the start of a process to the file, leaves the work to CuPy, which compiles in
+this process and reports errors.
+
+This file is also the program of these processes (`serve`): started by name, it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+SIZE = 8
+"""Bytes of the length in front of each message."""
+
+
+def _send(stream: IO[bytes], *parts: bytes) -> None:
+    for part in parts:
+        stream.write(len(part).to_bytes(SIZE, "little") + part)
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> bytes:
+    """The next message; raises EOFError at the end of the stream."""
+    found = stream.read(SIZE)
+    size = int.from_bytes(found, "little")
+    part = stream.read(size) if len(found) == SIZE else b""
+    if len(found) < SIZE or len(part) < size:
+        raise EOFError("the stream has ended")
+    return part
+
+
+# ------------------------------------------------------------------------------------------------ in these processes
+
+
+def serve(path: str) -> None:
+    """Compile texts with options from the standard input until it ends; answer cubins, b"" for failures."""
+    nvrtc = ctypes.CDLL(path)
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(EOFError):
+        while True:
+            text = _receive(source)
+            _send(target, compiled(nvrtc, text, _receive(source).split(b"\0")))
+
+
+def compiled(nvrtc: Any, text: bytes, options: Sequence[bytes]) -> bytes:
+    """The cubin of a text; b"" if it does not compile."""
+    program = ctypes.c_void_p()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"kernel.cu", 0, None, None):
+        return b""
+    try:
+        size = ctypes.c_size_t()
+        given = (ctypes.c_char_p * len(options))(*options)
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            return b""
+        if nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)):
+            return b""
+        cubin = ctypes.create_string_buffer(size.value)
+        return b"" if nvrtc.nvrtcGetCUBIN(program, cubin) else cubin.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+# --------------------------------------------------------------------------------------------------- in the package
+
+
+class Cubins:
+    """Files of compiled kernels in CuPy's folder, compiled by processes, one for each thread.
+
+    `architecture`: compute capability, as 90.
+    `most`: processes at a time.
+    """
+
+    def __init__(self, cupy: Any, architecture: int, most: int) -> None:
+        self._cupy, self._architecture, self._slots = cupy, architecture, threading.BoundedSemaphore(most)
+        self._under_way: dict[str, threading.Lock] = {}
+        self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
+        self._library: str | None = None  # "": there is none
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by thread
+
+    def file(self, text: str, options: Sequence[str]) -> Path | None:
+        """The file with the cubin of a text, compiled now unless it is there; None if that is not possible."""
+        library = self._nvrtc()
+        if not library:
+            return None
+        with contextlib.suppress(OSError, EOFError):
+            if not any(option.startswith("-arch") for option in options):
+                options = (*options, f"-arch=sm_{self._architecture}")
+            options = (*options, "-ftz=true", "--device-as-default-execution-space")  # as CuPy
+            status = os.stat(library)
+            identity = repr((library, status.st_size, status.st_mtime_ns, options, text))
+            key = hashlib.sha256(identity.encode()).hexdigest()[:40]
+            folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+            with self._lock:
+                alone = self._under_way.setdefault(key, threading.Lock())
+            with alone:  # other GPUs need the same program
+                for known in folder.glob(f"hybridmf-{key}-*.cubin"):
+                    if known.stem.endswith(_digest(known.read_bytes())):
+                        return known
+                    known.unlink()  # damaged
+                cubin = self._compile(library, text, options)
+                if cubin:
+                    return _written(folder, f"hybridmf-{key}-{_digest(cubin)}.cubin", cubin)
+        return None
+
+    def _nvrtc(self) -> str:
+        """Path of the library that CuPy has loaded; empty if processes cannot be used."""
+        with self._lock:
+            if self._library is None:
+                self._library = ""
+                with contextlib.suppress(Exception):  # CuPy says what is wrong when it compiles
+                    self._cupy.cuda.nvrtc.getVersion()  # loads it
+                    lines = Path("/proc/self/maps").read_text().splitlines()
+                    found = next((line.split(maxsplit=5)[5] for line in lines if "/libnvrtc.so" in line), "")
+                    if Path(sys.executable or "").name.startswith("python"):
+                        self._library = os.path.realpath(found) if found else ""
+            return self._library
+
+    def _compile(self, library: str, text: str, options: Sequence[str]) -> bytes:
+        process = self._process(library)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            _send(process.stdin, text.encode(), "\0".join(options).encode())
+            return _receive(process.stdout)
+        except BaseException:
+            process.kill()
+            self.end()
+            if self._closed:
+                raise RuntimeError("the interpreter exits") from None  # NVRTC is not started in this process either
+            raise
+
+    def _process(self, library: str) -> subprocess.Popen[bytes]:
+        """The process of this thread, started at first use."""
+        folder, own = os.path.dirname(library), threading.get_ident()
+        environment = os.environ | {"LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+        if own not in self._processes:
+            self._slots.acquire()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the interpreter exits")
+            if own not in self._processes:
+                try:
+                    self._processes[own] = subprocess.Popen(
+                        [sys.executable, "-I", "-S", __file__, library],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                        env=environment,
+                        start_new_session=True,  # Ctrl-C is for the fit
+                    )
+                except BaseException:
+                    self._slots.release()
+                    raise
+            return self._processes[own]
+
+    def end(self) -> None:
+        """End the process of this thread."""
+        with self._lock:
+            process = self._processes.pop(threading.get_ident(), None)
+        if process is not None:
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):  # a broken pipe
+                        stream.close()
+            process.wait()
+            self._slots.release()
+
+    def close(self) -> None:
+        """End all processes, also those that compile; nothing is compiled from now on."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closed = True
+            for process in self._processes.values():
+                process.kill()
+
+
+@functools.cache
+def cubins_of(cupy: Any, architecture: int, most: int) -> Cubins:
+    """Those of all GPUs of an architecture."""
+    return Cubins(cupy, architecture, most)
+
+
+def _digest(cubin: bytes) -> str:
+    return hashlib.sha256(cubin).hexdigest()[:40]
+
+
+def _written(folder: Path, name: str, cubin: bytes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    number, temporary = tempfile.mkstemp(dir=folder)
+    with os.fdopen(number, "wb") as out:
+        out.write(cubin)
+    os.replace(temporary, folder / name)
+    return folder / name
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
