@@ -10,8 +10,8 @@ later than the release of an array comes after all kernels on the same stream th
 - `begin_download` copies on the current stream. Its buffer in pinned memory is in `_arriving` until the event behind
   the copy is complete, whether or not the result is fetched.
 - `send`: a copy to another GPU waits for marks of both, and is itself behind the mark that it returns.
-- `beside`: the stream waits for the mark `begun`, so its kernels see all results before it. The caller makes the
-  current stream wait for a mark behind them before it releases their arrays.
+- `beside`: the stream waits for the mark `begun` (or `fork`), so its kernels see all results before it. The caller
+  makes the current stream wait for a mark behind them (or by `join`) before it releases their arrays.
 
 The host waits only in `Health.wait`.
 """
@@ -27,7 +27,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -80,6 +80,10 @@ class Resources:
 Kernel = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]
 """``kernel(grid, block, arguments, shared_bytes)``; arguments are device arrays, NumPy scalars, and tuples of these,
 which are C structs passed by value."""
+
+
+PreparedLaunch = Callable[..., None]
+"""``launch(beside=False)``, within `active()`: on the current stream, or on that of `CudaDevice.beside`."""
 
 
 @dataclass(frozen=True)
@@ -204,21 +208,38 @@ def open_device(device: str = "cuda") -> CudaDevice:
     return opened
 
 
-class _Current:
-    """A device of CuPy as context whose exit does not hide the exception of its body: leaving a lost device fails."""
+class _Active:
+    """`CudaDevice.active`: a class, since SGD enters it hundreds of times in an epoch on several GPUs.
 
-    def __init__(self, device: Any) -> None:
-        self.device = device
+    Does nothing to a device that is current already. Its exit does not hide the exception of its body: leaving a lost
+    device fails.
+    """
+
+    __slots__ = ("_device", "_entered")
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
 
     def __enter__(self) -> None:
-        self.device.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        device = self._device
+        device.health.check()
+        self._entered: Any = None
         try:
-            self.device.__exit__(None, None, None)
-        except Exception:
-            if kind is None:
-                raise
+            if device._current() != device.index:
+                self._entered = device._cupy.cuda.Device(device.index)
+                self._entered.__enter__()
+        except Exception as error:
+            device._raise_ours(error)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if self._entered is not None:
+            try:
+                self._entered.__exit__(None, None, None)
+            except Exception as failure:
+                if error is None:
+                    self._device._raise_ours(failure)
+        if error is not None:
+            self._device._raise_ours(error)
 
 
 class CudaDevice:
@@ -230,6 +251,7 @@ class CudaDevice:
         self._cupy = _cupy()
         self.index = index
         self.health = health_of(index, self._cupy)
+        self._current = self._cupy.cuda.runtime.getDevice
         self._kernels: dict[Program, Kernel] = {}
         self._functions: dict[Program, Any] = {}
         self._lock = threading.Lock()
@@ -264,27 +286,24 @@ class CudaDevice:
         self.health.forgive()
         self.spec = DeviceSpec(**self._properties, free_bytes=self.free_bytes())
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Run array arithmetic on this device; CuPy's exceptions are raised as hybridmf exceptions."""
-        cupy = self._cupy
-        self.health.check()
-        try:
-            with _Current(cupy.cuda.Device(self.index)):
-                yield
-        except cupy.cuda.memory.OutOfMemoryError as error:
+        return _Active(self)
+
+    def _raise_ours(self, error: BaseException) -> None:
+        """Raise the exception of hybridmf for one of CuPy; returns for others, which the caller lets pass."""
+        cuda = self._cupy.cuda
+        if isinstance(error, cuda.memory.OutOfMemoryError):
             raise DeviceMemoryError(
                 f"cuda:{self.index} is out of memory: {' '.join(str(error).split())}; "
                 f"use fewer factors, another GPU, or free memory of other programs"
             ) from error
-        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        if isinstance(error, (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)):
             raise self.health.failure(error) from error
-        except ImportError as error:  # CuPy loads cuBLAS and others at first need
+        if isinstance(error, ImportError):  # CuPy loads cuBLAS and others at first need
             raise DeviceError(f"CuPy cannot load a library of CUDA: {one_line(error)}; {TOOLKIT}") from error
-        except RuntimeError as error:
-            if not type(error).__module__.startswith("cupy"):
-                raise
-            raise self.health.failure(error) from error  # of cuBLAS and others
+        if isinstance(error, RuntimeError) and type(error).__module__.startswith("cupy"):  # of cuBLAS and others
+            raise self.health.failure(error) from error
 
     # ------------------------------------------------------------------------------------------------ memory
 
@@ -427,6 +446,16 @@ class CudaDevice:
             self.wait(begun)
             yield
 
+    def fork(self) -> None:
+        """Let later launches `beside` the current stream come after all launches so far; see `beside`."""
+        with self.active():
+            self._beside.wait_event(self.health.mark())
+
+    def join(self) -> None:
+        """Let later launches on the current stream come after all launches beside it."""
+        with self.active():
+            self._cupy.cuda.get_current_stream().wait_event(self.health.mark(self._beside))
+
     def send(self, target: Array, source: Array, after: Sequence[Any]) -> Any:
         """Copy an array of this GPU to one of another GPU, after marks of either; returns the mark behind it.
 
@@ -521,11 +550,11 @@ class CudaDevice:
         block: tuple[int, ...],
         arguments: Sequence[Any],
         shared_bytes: int = 0,
-    ) -> Callable[[], None]:
-        """Launch of a kernel on the stream that is current then, within `active()`; its arguments are packed once.
+    ) -> PreparedLaunch:
+        """Launch of a kernel, whose arguments are packed once: it takes a fifth of the host's time of a `Kernel`.
 
-        It takes a fifth of the host's time of a `Kernel`. `program`: the arguments of `kernel`. `arguments`: those of a
-        `Kernel`, or `Struct`s; the caller keeps the arrays.
+        `program`: the arguments of `kernel`. `arguments`: those of a `Kernel`, or `Struct`s; the caller keeps the
+        arrays.
         """
         self.kernel(*program)
         function, cuda = self._functions[program], self._cupy.cuda
@@ -536,10 +565,12 @@ class CudaDevice:
                 function.max_dynamic_shared_size_bytes = shared_bytes
             sizes = ((*grid, 1, 1)[:3], (*block, 1, 1)[:3])
             launched = (function.kernel.ptr, *sizes[0], *sizes[1], shared_bytes)
-        start, stream, first = cuda.driver.launchKernel, cuda.get_current_stream, pointers.ctypes.data
+        start, current, first = cuda.driver.launchKernel, cuda.get_current_stream, pointers.ctypes.data
+        other, kept = self._beside.ptr, (function, packed, pointers)
 
-        def launch(kept: Any = (function, packed, pointers)) -> None:
-            start(*launched, stream().ptr, first, 0)
+        def launch(beside: bool = False) -> None:
+            assert kept
+            start(*launched, other if beside else current().ptr, first, 0)
 
         return launch
 

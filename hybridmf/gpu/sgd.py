@@ -6,7 +6,7 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -18,7 +18,7 @@ from ..core.sparse import column_bounds, take_rows
 from ..core.system import ceil_div, round_up
 from ..core.validate import csr_arrays
 from ..device.arguments import Struct
-from ..device.cuda import Array, Device, DeviceSpec
+from ..device.cuda import Array, Device, DeviceSpec, PreparedLaunch
 from ..plan.epochs import GridBlock, passes_of
 from ..plan.sgd import LONG_ROW, MOST_CROWDED, MOST_RANGES, RUN, SgdMethod, range_count, stored_width
 from ..plan.tables import KernelConfig
@@ -215,7 +215,7 @@ class Operands:
         return tuple((side.matrix.shape, side.matrix.dtype, side.bias is None) for side in sides)
 
 
-Launches = list[Callable[[], None]]
+Launches = list[PreparedLaunch]
 
 
 # ---------------------------------------------------------------------------------------------- MSGD
@@ -317,7 +317,7 @@ class MsgdKernels:
 
     def _prepare(
         self, name: str, operands: Operands, out: Array, walk: Walk, more: Sequence[Any], sizes: tuple[int, int, int]
-    ) -> Callable[[], None]:
+    ) -> PreparedLaunch:
         """Launch of a kernel; `sizes`: blocks, threads and bytes of shared memory."""
         # equal constants for all kernels, so that a model compiles the file once
         constants = {"REAL": operands.stored, "HAS_BIASES": operands.biases} | self._config_for(operands).constants
@@ -429,28 +429,27 @@ class Msgd:
     def launch_pass(self, side: Side | None, work: dict[Side, FactorRows], terms: Terms, losses: Array) -> None:
         """See `Schedule`.
 
-        A second stream may update the long rows between the events `begun` and `walked`, while the current one updates
-        the others. They write different rows and losses, and only read `fixed`. The current stream waits for `walked`,
-        so later launches, and the reuse of freed memory, come after both.
+        A second stream may update the long rows between `fork` and `join`, while the current one updates the others.
+        They write different rows and losses, and only read `fixed`. The current stream waits for the second one, so
+        later launches, and the reuse of freed memory, come after both.
         """
         assert side is not None
         moved, fixed = work[side], work[other_side(side)]
         if self.read != self.stored:
             fixed = FactorRows(fixed.matrix.astype(self.read), fixed.bias)
         prepared = self._prepared(side, moved, fixed, terms, losses)
-        begun, beside = self.device.record(), self.beside and bool(prepared.long and prepared.short)
+        beside = self.beside and bool(prepared.long and prepared.short)
         with self.device.active():
+            if beside:
+                self.device.fork()
             try:
-                with self.device.beside(begun) if beside else nullcontext():
-                    for launch in prepared.long:
-                        launch()
+                for launch in prepared.long:
+                    launch(beside)
                 for launch in prepared.short:
                     launch()
             finally:  # memory must not be released before these launches end
                 if beside:
-                    with self.device.beside(begun):
-                        walked = self.device.record()
-                    self.device.wait(walked)
+                    self.device.join()
 
     def _prepared(self, side: Side, moved: FactorRows, fixed: FactorRows, terms: Terms, losses: Array) -> PreparedPass:
         """The launches of a pass for these operands, of which only the first ones of a form are checked."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -576,31 +574,27 @@ def test_workers_of_a_device(device):
 class LateSecondStream(EmulatedDevice):
     """What is launched beside the rest begins only once it is waited for: as late as streams allow."""
 
-    inside = False
-
     def __init__(self) -> None:
         super().__init__()
+        self.forked = False
         self.waiting: list[Any] = []
 
-    @contextmanager
-    def beside(self, begun: Any) -> Iterator[None]:
-        assert begun == "begun"
-        self.inside = True
-        yield
-        self.inside = False
+    def fork(self) -> None:
+        self.forked = True
 
-    def kernel(self, source, name, constants):
-        launch = super().kernel(source, name, constants)
-        return lambda *arguments: self.waiting.append((launch, arguments)) if self.inside else launch(*arguments)
+    def prepare(self, *arguments: Any) -> Any:
+        now = super().prepare(*arguments)
 
-    def record(self):
-        return "behind all" if self.inside else "begun"
+        def launch(beside: bool = False) -> None:
+            assert self.forked >= beside
+            self.waiting.append(now) if beside else now()
 
-    def wait(self, mark):
-        assert mark == "behind all"
+        return launch
+
+    def join(self) -> None:
         while self.waiting:
-            launch, arguments = self.waiting.pop(0)
-            launch(*arguments)
+            self.waiting.pop(0)()
+        self.forked = False
 
 
 def one_pass(schedule: sgd.Msgd, side: Any, work: dict[Any, Any]) -> float:

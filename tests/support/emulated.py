@@ -342,10 +342,10 @@ class EmulatedDevice:
         block: tuple[int, ...],
         arguments: Sequence[Any],
         shared_bytes: int = 0,
-    ) -> Callable[[], None]:
+    ) -> Callable[..., None]:
         kernel = self.kernel(*program)
 
-        def launch() -> None:
+        def launch(beside: bool = False) -> None:
             given = [each.packed[()].copy() if isinstance(each, Struct) else each for each in arguments]
             kernel(grid, block, given, shared_bytes)
 
@@ -362,6 +362,12 @@ class EmulatedDevice:
 
     def beside(self, begun: Any) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def fork(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
 
     def send(self, target: np.ndarray, source: np.ndarray, after: Sequence[Any]) -> Any:
         assert target.dtype == source.dtype and target.shape == source.shape

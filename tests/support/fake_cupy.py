@@ -158,6 +158,7 @@ class FakeCupy(types.ModuleType):
                 memGetInfo=self.memory,
                 memcpyAsync=self.copy,
                 eventQuery=self.query,
+                getDevice=lambda: -1,
             ),
             driver=SimpleNamespace(CUDADriverError=CUDADriverError, launchKernel=self.launch_prepared),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
