@@ -1,6 +1,6 @@
 """ALS on one GPU: whole iterations, batched Cholesky, published assemblies, top-K, and the errors of each precision.
 
-    python bench/gpu.py                                    quick: the figures of docs/performance.md, under 4 minutes
+    python bench/gpu.py                                    quick: figures of docs/performance.md, under 4 minutes
     python bench/gpu.py --profile full                     more ranks, shapes and precisions
     python bench/gpu.py --task als --shape netflix
 

@@ -77,7 +77,7 @@ def together(file: str, names: Sequence[str], **where: Any) -> list[Line]:
 
 def shape(line: Line) -> str:
     """Name of the data of a line."""
-    return SHAPES.get(line["shape"], line["shape"])
+    return SHAPES.get(str(line["shape"]), str(line["shape"]))
 
 
 def seconds(value: float) -> str:

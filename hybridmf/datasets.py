@@ -21,9 +21,11 @@ SHAPES: dict[str, tuple[int, int, int]] = {
     "msd": (1_019_318, 384_546, 48_373_586),
     "eachmovie": (1_623, 61_265, 2_811_717),
     "yahoo-songs": (130_558, 136_736, 49_770_695),
+    "yahoo-music": (1_000_990, 624_961, 252_800_275),
 }
 """Users, items and entries as published: BALS table 1; Gates et al. table I (Million Song Dataset, EachMovie, whose
-rows are the films, Yahoo! Song); MovieLens README (1M); Massa and Avesani 2007 (Epinions)."""
+rows are the films, Yahoo! Song); cuMF table 5 (YahooMusic: KDD Cup 2011, track 1); MovieLens README (1M); Massa and
+Avesani 2007 (Epinions)."""
 
 PIECE = 1 << 20
 """Entries scored at a time; the gathered tastes of 100 million entries would take gigabytes."""

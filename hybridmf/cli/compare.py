@@ -76,8 +76,8 @@ def command(
     """Compare methods and devices on the same ratings, from the same initial factors.
 
     RATINGS is a file, a pattern or a store (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m,
-    ml-10m, ml-20m, netflix, yahoo-r1, sls, rucci, msd, epinions, eachmovie, yahoo-songs. Without a GPU the methods of
-    the CPU are compared. The exit code is 1 if two devices disagree on the objective of a method.
+    ml-10m, ml-20m, netflix, yahoo-r1, sls, rucci, msd, epinions, eachmovie, yahoo-songs, yahoo-music. Without a GPU
+    the methods of the CPU are compared. The exit code is 1 if two devices disagree on the objective of a method.
 
     \b
     als                exact alternating least squares

@@ -58,7 +58,7 @@ REORDER_BYTES = 4 << 20
 REORDER_DEGREE = 16
 """Mean entries of a row of either side from which degree order helps: in sparser tiles, rows do not share columns.
 
-Measured by bench/layouts.py (docs/performance.md): BALS gains 3 to 15 % by degree order beyond both bounds (ML-10M's
+Measured by bench/layouts.py (bench/FIGURES.md): BALS gains 3 to 15 % by degree order beyond both bounds (ML-10M's
 shape; ML-1M's at f = 128) and loses up to 25 % elsewhere (ML-1M's shape below f = 128, Epinions')."""
 
 

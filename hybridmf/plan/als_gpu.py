@@ -53,7 +53,7 @@ def most_at_once(plan: Plan) -> int:
 
 
 def _gpu_reordering(asked: str, assembly: str) -> str:
-    """Degree order makes BALS 1.4 to 1.8 times as fast on a GPU (docs/performance.md)."""
+    """Degree order makes BALS 1.4 to 1.8 times as fast on a GPU (bench/FIGURES.md)."""
     if asked != "auto":
         return asked
     return "both" if assembly == "bals" else "none"
