@@ -81,7 +81,7 @@ class _ALS(FactorModel):
             from .ranks.gpu_rank import GpuWorker
 
             worker = GpuWorker(open_device(plan.device))
-        return RankALS.of_one_device(worker, *arguments, ratings.features)
+        return RankALS.of_one_device(worker, *arguments, ratings.features, ratings.weights)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

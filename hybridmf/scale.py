@@ -57,6 +57,8 @@ def fit(
     early_stopping: EarlyStopping | int | bool | None = None,
     freeze: Side | None = None,
     weights: Any = None,
+    item_features: Any = None,
+    user_features: Any = None,
     validation_users: int | None = None,
     validate_every: int = 1,
     track_objective: bool = False,
@@ -88,6 +90,9 @@ def fit(
     freeze : {"user", "item"}, optional
         As for ``fit`` of a model; all ranks need the factors that `init` gives.
     weights : path, Ratings or matrix, optional
+        As for ``fit`` of a model; every rank needs all of them, and of the ratings, which cannot be a store. For
+        `ImplicitALS` only.
+    item_features, user_features : Features, data frame or matrix, optional
         As for ``fit`` of a model; every rank needs all of them, and of the ratings, which cannot be a store.
     validation_users, validate_every : int
         As for ``fit`` of a model.
@@ -117,14 +122,16 @@ def fit(
                 validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, freeze,
                 validation_users, validate_every, track_objective,
             )  # fmt: skip
-            source = _source(model, ratings, weights, ranks)
+            given: dict[Side, Any] = {"user": user_features, "item": item_features}
+            features = {side: value for side, value in given.items() if value is not None}
+            source = _source(model, ratings, weights, features, ranks)
             return Fit(model, source, options, ranks, stopwatch).run()
     finally:
         if communicator is None:
             ranks.close()
 
 
-def _source(model: Any, ratings: Any, weights: Any, ranks: Communicator) -> RankedRatings:
+def _source(model: Any, ratings: Any, weights: Any, features: dict[Side, Any], ranks: Communicator) -> RankedRatings:
     """The ratings of this rank: its part of a store, or all of others, checked as by `fit` of a model."""
     device = _device(model, ranks)
     if isinstance(ratings, (str, os.PathLike)):
@@ -132,6 +139,8 @@ def _source(model: Any, ratings: Any, weights: Any, ranks: Communicator) -> Rank
     if isinstance(ratings, Store):
         if weights is not None:
             raise TypeError("weights need ratings in memory, and a store is read slab by slab; fit store.to_ratings()")
+        if features:
+            raise TypeError("features need ratings in memory, and a store is read slab by slab; fit store.to_ratings()")
         stored = StoredRatings(ratings, model._settings().dtype, model._objective().is_implicit)
         return RankedRatings(model, stored, ranks, device)
     if not hasattr(ratings, "shape"):
@@ -139,11 +148,13 @@ def _source(model: Any, ratings: Any, weights: Any, ranks: Communicator) -> Rank
         raise TypeError(f"ratings must be the path of a store or file, a Store, Ratings or a matrix, got {kind}")
     if isinstance(weights, (str, os.PathLike)):
         weights = Ratings.from_file(os.fspath(weights))
-    here = LocalRatings(model, ratings, weights, name="ratings")
+    here = LocalRatings(model, ratings, weights, name="ratings", features=features)
+    if here.weights is not None:
+        raise ValueError("weights of explicit ratings are not available on ranks; use fit of the model on one device")
     total = 0.0 if here.unit is None else summary_of(here.matrix).total
     users, items = here.labels or (None, None)
     whole = WholeRatings(here.entries, users, items, here.unit, total)
-    source = RankedRatings(model, whole, ranks, device)
+    source = RankedRatings(model, whole, ranks, device, features=here.features)
     source.columns, source.frame_kind = here.columns, here.frame_kind
     return source
 

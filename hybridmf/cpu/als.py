@@ -203,6 +203,7 @@ class HalfSweep:
     `side`: the side to solve, named in messages.
     `matrix`, csr_array, shape (n_rows, n_fixed): one row for each row of the side.
     `names`, int64 array, shape (n_rows,): number of each row in error messages. Default: its position in `matrix`.
+    `weights`, shape (nnz,): of explicit entries. Default: 1.
     """
 
     one_thread = False  # see `hybridmf.gpu.half.GpuHalf`: each rank on the CPU solves on its own thread
@@ -214,8 +215,9 @@ class HalfSweep:
         objective: Objective,
         plan: Plan,
         names: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
     ) -> None:
-        self.names = names
+        self.names, self.weights = names, weights
         self.side, self.objective, self.plan = side, objective, plan
         self.indptr, self.indices, self.ratings = csr_arrays(matrix)
         self.n_fixed = matrix.shape[1]
@@ -234,7 +236,7 @@ class HalfSweep:
     def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
         """Losses of the entries of each row, where rows are users; float64, shape (n_rows,)."""
         csr = (self.indptr, self.indices, self.ratings)
-        return losses_of_rows(self.objective, csr, State(users, items, mean), self.plan.num_threads)
+        return losses_of_rows(self.objective, csr, State(users, items, mean), self.plan.num_threads, self.weights)
 
     def steps(
         self,
@@ -287,7 +289,9 @@ class HalfSweep:
         """`steps` for a fixed side that is prepared; `indices` refer to its rows. Default: those of the ratings."""
         plan, systems, bals = self.plan, fixed.systems, self.bals
         pull = None if pull is None else fixed.changed(pull)
-        rows = Rows(self.indptr, self.indices if indices is None else indices, self.ratings, self.scale, pull)
+        rows = Rows(
+            self.indptr, self.indices if indices is None else indices, self.ratings, self.scale, pull, self.weights
+        )
         # Only the published assemblies, and systems beyond the rank of our Cholesky, use BLAS and LAPACK. Limiting BLAS
         # takes milliseconds, because threadpoolctl has to find the loaded libraries.
         blas = plan.solver in ("cholesky", NONNEGATIVE) and (plan.uses_blas or plan.rank > _als.OWN_CHOLESKY_RANK)
@@ -475,7 +479,11 @@ def objective_value(
 
 
 def losses_of_rows(
-    objective: Objective, csr: tuple[np.ndarray, np.ndarray, np.ndarray], state: State, num_threads: int
+    objective: Objective,
+    csr: tuple[np.ndarray, np.ndarray, np.ndarray],
+    state: State,
+    num_threads: int,
+    weights: np.ndarray | None = None,
 ) -> np.ndarray:
     """Losses of the entries of each user, float64, shape (n_users,)."""
     users, items = state.user.matrix, state.item.matrix
@@ -489,6 +497,7 @@ def losses_of_rows(
         offsets,
         Weights(objective.is_implicit, objective.alpha, objective.unobserved_weight),
         num_threads,
+        weights,
     )
     return losses
 

@@ -124,7 +124,7 @@ class PublishedKernels(RowKernels):
         if not len(rows):
             return
         device, rank, (matrices, rhs) = self.device, self.rank, sums
-        if entries.predicted is not None:
+        if entries.predicted is not None and systems.pull is not systems.solutions:
             rhs[slots[:-1]] += systems.solutions[rows, :rank]
         if systems.pull is not None:
             add_pull(device, rhs, systems.pull, slots, rows, rank)

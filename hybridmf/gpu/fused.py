@@ -234,7 +234,7 @@ class FusedKernels(RowKernels):
             rows=(rows, np.int32, (None,)),
         )
         rhs = partials[:, config.partial_floats - config.rank16 :]
-        if entries.predicted is not None:
+        if entries.predicted is not None and systems.pull is not systems.solutions:
             rhs[slots[:-1], : config.rank] += systems.solutions[rows, : config.rank]
         if systems.pull is not None:
             add_pull(device, rhs, systems.pull, slots, rows, config.rank)

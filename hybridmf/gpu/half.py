@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -14,13 +14,15 @@ import numpy as np
 import scipy.sparse as sp
 
 from .._formats import degree_order
-from ..core.objective import SIDES, Objective, Side
+from ..core.objective import SIDES, Factors, Objective, PerSide, Side
 from ..core.sparse import csr_of
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from ..formats import tiled
+from ..native import _als
 from ..native.status import SINGULAR_PIVOT, check_status
+from ..native.systems import Weights
 from ..plan.als_gpu import PREDICTED_ROWS, PUBLISHED
 from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
@@ -496,6 +498,9 @@ class HalfSweep(GpuHalf, DeviceRows):
     `matrix`, csr_array or DeviceMatrix, shape (n_rows, n_fixed).
     `names`, int64 array, shape (n_rows,): see `GpuHalf`.
     `apart`: see `DeviceRows`.
+    `weights`, shape (nnz,): of explicit entries. Kernels have weights for implicit feedback only: with values -v and a
+    preference of 0, an entry has the weight 1 + v, and the prediction that they subtract is offset - rating. The
+    objective is then divided by the least weight. Default: 1.
     """
 
     one_thread = True
@@ -509,8 +514,19 @@ class HalfSweep(GpuHalf, DeviceRows):
         plan: Plan,
         names: np.ndarray | None = None,
         apart: bool | None = None,
+        weights: np.ndarray | None = None,
     ) -> None:
         held = DeviceMatrix.of(device, matrix)
+        self.weights, unit = weights, 1.0
+        if weights is not None:
+            unit = float(weights.min())
+            lambdas = ("regularization", "bias_regularization")
+            terms: dict[str, Any] = {
+                name: PerSide(*(each / unit for each in getattr(objective, name))) for name in lambdas
+            }
+            self.as_confidences = device.upload(1 - weights / weights.dtype.type(unit))
+            objective = replace(objective, **terms)
+        self.unit = unit
         # the plan keeps the ratings on the host, too, for BALS
         kept: dict[str, Any] = {"starts": held.starts, "tiled_from": held.host, "apart": apart}
         DeviceRows.__init__(self, device, side, objective, plan, held.degrees, held.dtype, **kept)
@@ -542,11 +558,36 @@ class HalfSweep(GpuHalf, DeviceRows):
         cleared = Cleared(self.device, len(self))
         systems = functools.cache(lambda: self.systems(cleared.status, start, gram, pull=pull))
         entries = self.entries(self.indices, self.ratings, fixed, mean)
+        if self.weights is not None:
+            entries = self._weighted(entries)
+            if pull is not None:
+                pull /= self.dtype.type(self.unit)
         return self.solve_all(self.prepared(fixed, cleared), fixed.table, entries, systems, cleared)
+
+    def _weighted(self, entries: DeviceEntries) -> DeviceEntries:
+        """Entries of explicit feedback with their weights."""
+        residual = -entries.ratings
+        if entries.offsets is not None:
+            residual += entries.offsets[entries.indices]
+        return DeviceEntries(entries.indices, self.as_confidences, None, True, 1.0, 0.0, residual)
 
     def losses(self, users: DeviceFactors, items: Any, mean: float) -> np.ndarray:
         """Losses of segments of rows in order, where rows are users; float64 on the host."""
+        if self.weights is not None:
+            return self._weighted_losses(users.on_host(), items.on_host(), mean)
         return self.segment_losses(self.indices, self.ratings, users, items, mean, self.loss_segments())
+
+    def _weighted_losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
+        """Losses of the rows, computed on the host."""
+        indptr, indices, ratings = (self.device.download(each) for each in (self.indptr, self.indices, self.ratings))
+        offsets: tuple[np.ndarray, np.ndarray] = (np.empty(0), np.empty(0))
+        if users.bias is not None and items.bias is not None:
+            offsets = (users.bias.astype(np.float64) + mean, items.bias.astype(np.float64))
+        how, threads = Weights(False, 1.0, 0.0), self.plan.num_threads
+        found: np.ndarray = _als.row_losses(
+            users.matrix, items.matrix, indptr, indices, ratings, offsets, how, threads, self.weights
+        )
+        return found
 
 
 def linear_solver(plan: Plan) -> str:

@@ -202,10 +202,13 @@ class FactorModel(ServingMixin):
         freeze : {"user", "item"}, optional
             Keep the factors (and biases) of one side from `init`, and solve only the other side; an exact solver then
             runs a single iteration. Rows of the frozen side without entries also keep their factors. For ALS and CCD.
-        weights : Ratings, or sparse or dense matrix, shape (n_users, n_items), optional
-            Confidence c > 0 of each entry of `user_items`, in place of ``1 + alpha |r|`` (`ImplicitALS` only); the
-            signs of `user_items` remain the preferences. Labelled weights are aligned by label. Only the fit uses them:
-            `transform` and other fold-in, and ``objective(matrix)``, use ``1 + alpha |r|``.
+        weights : Ratings, matrix, shape (n_users, n_items), or array, shape (nnz,), optional
+            Weight > 0 of each entry of `user_items`, for ALS; an array has the order of the entries of Ratings or of a
+            CSR matrix. `ImplicitALS`: the confidence c, in place of ``1 + alpha |r|``; the signs of `user_items` remain
+            the preferences. `ExplicitALS`: what multiplies the squared error, and the share of the entry in the mean mu;
+            on one device, and on a GPU with ``solver="cholesky"``. Labelled weights are aligned by label. Ratings with
+            weights of their own (`Ratings.with_weights`) multiply: ``w (1 + alpha |r|)`` for implicit feedback. Only
+            the fit uses weights: `transform` and other fold-in, and ``objective(matrix)``, have none.
         validation_users : int, optional
             Evaluate so many users of `validation`, drawn at random, the same ones in each iteration and each fit.
             Default: all.

@@ -11,6 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State
+from ..core.regression import SideFeatures
 from ..data.features import Features
 from ..data.store import StoreMatrix
 from ..errors import CommunicatorError, RatingsError
@@ -23,6 +24,7 @@ from ..ranks.shares import RankBlocks, RankRatings
 from ..ranks.su_als import RankALS, Worker
 from ..ranks.transport.communicator import Communicator, agreed, gather
 from .learned import pattern
+from .training import check_plan_serves_features, described_by, with_primal_rows
 
 
 @contextmanager
@@ -43,7 +45,6 @@ class RankedRatings:
     """
 
     frame_kind: str | None = None
-    features: dict[Side, Features] = {}  # noqa: RUF012
 
     def __init__(
         self,
@@ -52,7 +53,9 @@ class RankedRatings:
         communicator: Communicator,
         device: str = "cpu",
         num_threads: int | None = None,
+        features: dict[Side, Features] | None = None,
     ) -> None:
+        self.features = features or {}
         self.model, self.ratings, self.communicator = model, ratings, communicator
         self.device, self.num_threads = device, num_threads
         self.shape, self.unit, self.labels = ratings.shape, ratings.unit, (ratings.user_ids, ratings.item_ids)
@@ -68,6 +71,8 @@ class RankedRatings:
             raise ValueError(
                 f"model: {type(self.model).__name__} is not served by ranks; fit ImplicitALS or ExplicitALS"
             )
+        if self.features and device != "cpu":
+            settings = with_primal_rows(settings)
         of_ranks = replace(settings, device=(device,) * size)
         users, items = self.degrees["user"], self.degrees["item"]
         facts, nnz = DegreeFacts.of_degrees(users, items), int(users.sum())
@@ -84,6 +89,8 @@ class RankedRatings:
         if plan.gpu is None:
             plan = plan.changed(bytes=rank_bytes(plan, size))
         check_memory(plan)
+        if self.features and plan.gpu is not None:
+            check_plan_serves_features(plan, self.features)
         self._agree([plan.grids[side].splits for side in SIDES], "grids of {} splits")
         batches = [0] * len(SIDES)
         if plan.scale is not None and plan.streamed and not plan.resident:
@@ -128,8 +135,8 @@ class RankedRatings:
         return self._spread
 
     def fingerprint(self) -> str:
-        """`hybridmf.data.fingerprint` of all ratings."""
-        return self.cut.fingerprint(self.communicator)
+        """`hybridmf.data.fingerprint` of all ratings, and of features."""
+        return "-".join((self.cut.fingerprint(self.communicator), *described_by(self.model, self.features)))
 
     # ------------------------------------------------------------------------------------------------ solver
 
@@ -151,7 +158,10 @@ class RankedRatings:
         own = State(self._own("user", state), self._own("item", state), state.mean)
         self.arrays, worker = _worker(plan, self.device, self.communicator)
         with aborting(self.arrays):
-            return RankALS(self.arrays, self.cut.layout, self.cut.blocks, objective, plan, own, worker)
+            weights = self.model._feature_weights()
+            features = {side: SideFeatures(each.matrix, weights.of(side)) for side, each in self.features.items()}
+            cut = self.cut
+            return RankALS(self.arrays, cut.layout, cut.blocks, objective, plan, own, worker, features=features)
 
     @contextmanager
     def closing(self, solver: RankALS) -> Iterator[None]:
@@ -177,8 +187,11 @@ class RankedRatings:
 
     def gathered(self, solver: RankALS) -> State | None:
         """The factors of all rows on the first rank, from their owners; None on the others."""
-        users, items = (self._gathered(side, solver.own[side].on_host()) for side in SIDES)
-        return None if users is None or items is None else State(users, items, solver.mean)
+        with solver.worker.active():
+            vectors = solver.vectors()
+            own = {side: solver.completed(side, vectors.get(side)).on_host() for side in SIDES}
+        users, items = (self._gathered(side, own[side]) for side in SIDES)
+        return None if users is None or items is None else State(users, items, solver.mean, vectors)
 
     def _gathered(self, side: Side, own: Factors) -> Factors | None:
         counts = self.cut.layout.counts(side, range(self.communicator.size))

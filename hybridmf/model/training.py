@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import zlib
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from .engine import GPU_SCORES
 from .late import LateMatrix
 from .learned import likes_of, pattern, scale_of_values, summary_of
 from .prepared import PreparedRatings
-from .weights import in_units, weighted_entries
+from .weights import in_units, weighted_entries, weights_of_entries
 
 if TYPE_CHECKING:
     from ..device.cuda import Device
@@ -71,6 +72,8 @@ class TrainingData:
     seen: Any = None
     """The `pattern` of the entries, if they are prepared."""
     features: Mapping[Side, SideFeatures] = field(default_factory=dict)
+    weights: Mapping[Side, np.ndarray] = field(default_factory=dict)
+    """Of explicit entries, in the order of each orientation."""
 
     @classmethod
     def placed(cls, matrix: Any, plan: Plan, source: PreparedRatings | None) -> TrainingData:
@@ -178,11 +181,16 @@ class LocalRatings:
         name: str = "user_items",
         features: Mapping[Side, Any] | None = None,
     ) -> None:
-        self.model, self.unit = model, None
+        self.model = model
+        self.unit: float | None = None
         self.prepared: PreparedRatings | None = model._source(user_items)
         given = as_ratings(user_items if self.prepared is None else self.prepared, name)
         self.labels = labels_of(given)
         self.frame_kind = getattr(given, "frame_kind", None)
+        own = getattr(given, "weights", None) if isinstance(given, Ratings) else None
+        if own is not None and weights is not None:
+            raise ValueError(f"weights: {name} has weights of its own; give one of them (ratings.with_weights(None))")
+        weights = own if weights is None else weights
         late = late and self.prepared is None and weights is None and not features
         self._late = model._late_matrix(given) if late else None
         self.matrix: Any = self._late
@@ -197,20 +205,43 @@ class LocalRatings:
             if matrix.shape != self.matrix.shape:  # some rows have features only
                 self.prepared, self.matrix, columns = None, matrix, matrix
         self.entries, self.shape = self.matrix, self.matrix.shape
+        self.weights: np.ndarray | None = None
         if weights is not None:
-            self.prepared = None  # its values on a GPU are those that the weights replace
-            weights = as_ratings(weights, "weights")
-            self.entries, self.unit = weighted_entries(self.matrix, self.labels, weights, model._objective())
+            self._weigh(weights, given, own)
         self.columns = _columns(columns, self.shape)
+
+    def _weigh(self, weights: Any, given: Any, own: np.ndarray | None) -> None:
+        """Weights of the entries: confidences of implicit feedback, else of squared errors."""
+        model, objective = self.model, self.model._objective()
+        if not model._serves_features:
+            named = "ratings has weights" if own is not None else "weights"
+            raise ValueError(
+                f"{named}: {type(model).__name__} has no weights of entries; use ImplicitALS or ExplicitALS, or leave "
+                "them out (ratings.with_weights(None))"
+            )
+        self.prepared = None  # its values on a GPU are those that the weights replace
+        found = weights_of_entries(self.matrix, self.labels, weights, given)
+        if not objective.is_implicit:
+            if model.nonnegative:
+                raise ValueError("weights: nonnegative=True has no weights of explicit ratings; leave out one")
+            self.weights = found
+            return
+        if own is not None:  # those of Ratings multiply
+            found = found * (1 + objective.alpha * np.abs(self.matrix.data.astype(np.float64)))
+        self.entries, self.unit = weighted_entries(self.matrix, found, objective)
 
     def plan(self, objective: Objective, settings: Settings) -> Plan:
         """The plan of the fit, which fits in memory."""
+        if self.weights is not None:
+            settings = with_weights(settings)
         held = NOTHING if self.prepared is None else self.prepared.held
         plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
         if self.features and plan.gpu is not None:
             settings = with_primal_rows(settings)
             plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
             check_plan_serves_features(plan, self.features)
+        if self.weights is not None:
+            check_plan_serves_weights(plan)
         check_memory(plan)
         return plan
 
@@ -220,20 +251,29 @@ class LocalRatings:
             self.entries = self.matrix = self._late.checked
         placed, weights = TrainingData.placed(self.entries, plan, self.prepared), self.model._feature_weights()
         rows = {side: SideFeatures(each.matrix, weights.of(side)) for side, each in self.features.items()}
-        self.data = replace(placed, features=rows)
+        self.data = replace(placed, features=rows, weights=self._weights_by_side(plan))
         self.solver = functools.partial(self.model._solver, ratings=self.data)
         self.degrees, self.mean = self.data.degrees, self.data.mean
+        if self.weights is not None:
+            self.mean = float(self.weights @ self.matrix.data / self.weights.sum())
         self.scale, self.spread = self.data.scale, self.data.spread
         self.value_range = self.data.values.value_range
         self.total = self.data.values.total if self.unit is None else summary_of(self.matrix).total
         return plan
 
+    def _weights_by_side(self, plan: Plan) -> dict[Side, np.ndarray]:
+        """Weights in the order of the entries by user and by item."""
+        if self.weights is None:
+            return {}
+        matrix, weights = self.matrix, self.weights.astype(self.matrix.dtype)
+        by_user = make_csr(matrix.indptr, matrix.indices, weights, matrix.shape)
+        return {"user": weights, "item": transposed(by_user, plan.num_threads).data}
+
     def fingerprint(self) -> str:
         """See `hybridmf.data.fingerprint`."""
-        weights = self.model._feature_weights()
-        parts = [fingerprint.fingerprint(self.entries)]
-        for side, features in sorted(self.features.items()):
-            parts.append(f"{side}-{fingerprint.fingerprint(features.matrix)}-{weights.of(side)!r}")
+        parts = [fingerprint.fingerprint(self.entries), *described_by(self.model, self.features)]
+        if self.weights is not None:
+            parts.append(f"weights-{zlib.crc32(self.weights.tobytes()):08x}")
         return "-".join(parts)
 
     @staticmethod
@@ -284,6 +324,40 @@ def with_primal_rows(settings: Settings) -> Settings:
     if settings.row_form == "dual":
         raise ValueError('row_form="dual" does not apply on a GPU with features; use row_form="auto" or "primal"')
     return replace(settings, row_form="primal")
+
+
+def described_by(model: Any, features: Mapping[Side, Features]) -> list[str]:
+    """Identities of the features of a fit, with their weights."""
+    weights = model._feature_weights()
+    return [
+        f"{side}-{fingerprint.fingerprint(each.matrix)}-{weights.of(side)!r}" for side, each in sorted(features.items())
+    ]
+
+
+def with_weights(settings: Settings) -> Settings:
+    """Settings of a fit with weights of explicit ratings: entries keep their order."""
+    on_gpu = settings.device != "cpu"
+    if on_gpu and settings.row_form == "dual":
+        raise ValueError('row_form="dual" does not apply on a GPU with weights; use row_form="auto" or "primal"')
+    form = "primal" if on_gpu and settings.device != "auto" else settings.row_form
+    return replace(
+        settings, reorder="none", row_form=form, device="cpu" if settings.device == "auto" else settings.device
+    )
+
+
+def check_plan_serves_weights(plan: Plan) -> None:
+    """Refuse plans whose kernels do not take weights of explicit ratings."""
+    reason = ""
+    if plan.devices:
+        reason = "several devices have none"
+    elif plan.streamed or plan.offloaded:
+        reason = "they need ratings and factors in the memory of the GPU"
+    elif plan.assembly == "bals" and plan.gpu is None:
+        reason = 'assembly="bals" has none'
+    elif plan.gpu is not None and plan.solver != "cholesky":
+        reason = f"solver={plan.solver!r} has none on a GPU"
+    if reason:
+        raise ValueError(f'weights of explicit ratings: {reason}; use device="cpu" and solver="cholesky"')
 
 
 def check_plan_serves_features(plan: Plan, features: Mapping[Side, Any]) -> None:

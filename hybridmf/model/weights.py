@@ -1,4 +1,4 @@
-"""Confidences that a user gives, one for each entry, in the terms of the kernels, which know ``1 + alpha |r|``."""
+"""Weights that a user gives, one for each entry; confidences in the terms of the kernels: ``1 + alpha |r|``."""
 
 from __future__ import annotations
 
@@ -12,32 +12,44 @@ from ..core.objective import Objective, PerSide
 from ..core.validate import as_csr, check_shape, make_csr
 from ..data.align import Labels, align, labels_of
 from ..errors import RatingsError
+from ..ratings import Ratings, as_ratings
 
 
-def weighted_entries(
-    matrix: sp.csr_array, labels: Labels | None, weights: Any, objective: Objective
-) -> tuple[sp.csr_array, float]:
-    """Entries whose confidences by `in_units` are the given ones, divided by a unit.
+def weights_of_entries(matrix: sp.csr_array, labels: Labels | None, weights: Any, given: Any) -> np.ndarray:
+    """Weight of each entry of a matrix in the order of its entries, float64, > 0.
 
-    With values ``v = w / unit - 1`` (negative for dislikes), the confidence ``1 + |v|`` is ``w / unit``; and the
-    objective divided by `unit` has the same minimum. The unit is less than all weights, so that no value is 0, and at
-    least the unobserved weight where that is possible, as the fastest kernels need. `labels` are those of the ratings,
-    `matrix`, whose pattern the entries have.
+    `weights`: a vector in the order of the entries of `given`, the ratings as the caller gave them; or a matrix or
+    Ratings with an entry for each. `labels` are those of the ratings.
     """
-    if not objective.is_implicit:
-        raise ValueError("weights are the confidences of implicit feedback, which only ImplicitALS has; leave them out")
-    if objective.unobserved_weight > 1:
-        raise ValueError(
-            f"weights need unobserved_weight <= 1, got {objective.unobserved_weight:g}: divide weights, "
-            "unobserved_weight and regularization by it, for the same model"
-        )
     if not isinstance(matrix, sp.csr_array):
         raise TypeError("weights need ratings in memory, and a store is read slab by slab; fit store.to_ratings()")
     if getattr(weights, "ndim", 2) == 1:
+        found = _in_order(matrix, np.asarray(weights, dtype=np.float64), given)
+    else:
+        found = _aligned(matrix, labels, as_ratings(weights, "weights"))
+    if not np.all(np.isfinite(found)):
+        raise RatingsError("weights must be finite numbers; leave entries without weight out of user_items, too")
+    least = float(found.min())
+    if least <= 0:
+        raise RatingsError(f"weights must be > 0, got {least:g}; leave entries without weight out of user_items, too")
+    return found
+
+
+def _in_order(matrix: sp.csr_array, weights: np.ndarray, given: Any) -> np.ndarray:
+    """A vector of weights without those of entries that the model drops."""
+    base = given.user_items if isinstance(given, Ratings) else given
+    if not (sp.issparse(base) and base.format == "csr" and base.has_canonical_format):
         raise TypeError(
-            "weights must be a matrix (or Ratings) with an entry for each entry of user_items, got one dimension; give "
-            "sp.csr_array((weights, user_items.indices, user_items.indptr), user_items.shape) for a CSR matrix"
+            "weights is a vector, whose order is that of the entries of Ratings or of a canonical CSR matrix; give a "
+            "matrix (or Ratings) of weights with an entry for each entry of user_items"
         )
+    if len(weights) != base.nnz:
+        raise RatingsError(f"weights has {len(weights)} elements for {base.nnz} entries of user_items")
+    return weights if base.nnz == matrix.nnz else weights[base.data != 0]
+
+
+def _aligned(matrix: sp.csr_array, labels: Labels | None, weights: Any) -> np.ndarray:
+    """The weights of a matrix that has exactly the entries of the ratings."""
     given = as_csr(weights, name="weights", dtype=np.dtype(np.float64))
     given, _ = align(
         given, labels_of(weights), labels or (None, None), name="weights", unknown=None, owner="user_items"
@@ -48,12 +60,26 @@ def weighted_entries(
             f"weights has {given.nnz} entries, and not those of user_items ({matrix.nnz} without zeros); give each "
             "entry one weight, and no other pair"
         )
-    least = float(given.data.min())
-    if least <= 0:
-        raise RatingsError(f"weights must be > 0, got {least:g}; leave entries without weight out of user_items, too")
-    unobserved = objective.unobserved_weight
+    found: np.ndarray = given.data
+    return found
+
+
+def weighted_entries(matrix: sp.csr_array, weights: np.ndarray, objective: Objective) -> tuple[sp.csr_array, float]:
+    """Entries whose confidences by `in_units` are the given ones, divided by a unit.
+
+    With values ``v = w / unit - 1`` (negative for dislikes), the confidence ``1 + |v|`` is ``w / unit``; and the
+    objective divided by `unit` has the same minimum. The unit is less than all weights, so that no value is 0, and at
+    least the unobserved weight where that is possible, as the fastest kernels need. The entries have the pattern of
+    `matrix`.
+    """
+    unobserved, least = objective.unobserved_weight, float(weights.min())
+    if unobserved > 1:
+        raise ValueError(
+            f"weights need unobserved_weight <= 1, got {unobserved:g}: divide weights, unobserved_weight and "
+            "regularization by it, for the same model"
+        )
     unit = max(unobserved, least / 2) if unobserved < least else least / 2
-    values = np.copysign(given.data / unit - 1, matrix.data).astype(matrix.dtype)
+    values = np.copysign(weights / unit - 1, matrix.data).astype(matrix.dtype)
     if not np.all(values):
         raise RatingsError(f"weights: the smallest, {least:g}, is too close to unobserved_weight={unobserved:g}")
     return make_csr(matrix.indptr, matrix.indices, values, matrix.shape), unit

@@ -75,10 +75,11 @@ class CpuWorker:
         plan: Plan,
         names: np.ndarray | None,
         described: bool = False,
+        weights: np.ndarray | None = None,
     ) -> Any:
         """Half sweep over complete rows; slabs are read again in each half sweep."""
         if isinstance(block, InMemory):
-            return als.HalfSweep(side, block.csr, objective, plan, names)
+            return als.HalfSweep(side, block.csr, objective, plan, names, weights)
         return als.StreamedHalf(side, block, objective, plan, names)
 
     def close(self) -> None:

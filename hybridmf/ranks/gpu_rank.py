@@ -110,6 +110,7 @@ class GpuWorker:
         plan: Plan,
         names: np.ndarray | None,
         described: bool = False,
+        weights: np.ndarray | None = None,
     ) -> GpuHalf:
         """The half sweep over complete rows, for the placement of ratings and factors in the plan."""
         device = self.device
@@ -122,7 +123,7 @@ class GpuWorker:
                 return SubspaceHalf(device, side, matrix, objective, plan, names)
             # the start of conjugate gradients has the place in which `solve_rows` reads a pull
             apart = True if described and plan.solver == "cg" else None
-            return HalfSweep(device, side, matrix, objective, plan, names, apart)
+            return HalfSweep(device, side, matrix, objective, plan, names, apart, weights)
         slabs = slabs_of(block, side, plan)
         pipeline = None if plan.resident else self._entries(plan, slabs.dtype)
         return self._linked(StreamedHalf(device, side, slabs, objective, plan, pipeline, names))

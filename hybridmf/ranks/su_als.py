@@ -80,10 +80,11 @@ class Worker(Protocol):
         plan: Plan,
         names: np.ndarray | None,
         described: bool = False,
+        weights: np.ndarray | None = None,
     ) -> Any:
         """A half sweep over complete rows: `hybridmf.cpu.als.HalfSweep`, `hybridmf.gpu.half.GpuHalf`.
 
-        `described`: whether rows have features, so that its `steps` may get their pull.
+        `described`: whether rows have features, so that its `steps` may get their pull. `weights`: of explicit entries.
         """
 
     def regression(
@@ -115,6 +116,7 @@ class RankALS(Alternating):
     `one_matrix`: whether the blocks of all ranks were cut from the same ratings in memory: their entries are not
     compared then.
     `features`: of all rows of a side, in the order of the input.
+    `weights`: of explicit entries, in the order of the blocks; for a single rank.
     """
 
     def __init__(
@@ -131,12 +133,14 @@ class RankALS(Alternating):
         topology: list[int] | None = None,
         one_matrix: bool = False,
         features: Mapping[Side, SideFeatures] | None = None,
+        weights: Mapping[Side, np.ndarray] | None = None,
     ) -> None:
         self.communicator, self.layout, self.objective, self.plan = communicator, layout, objective, plan
         self.worker: Any = worker
         self.mean, self.order = state.mean, order or Ordering()
         self.rank, self.alone = communicator.rank, layout.size == 1
         self.incomplete = not self.alone
+        self._weights, self._features = weights or {}, features or {}
         self._known_sums: dict[Side, tuple[Any, Any]] = {}
         if communicator.size != layout.size:
             raise ValueError(f"the layout is of {layout.size} ranks, the communicator of {communicator.size}")
@@ -149,7 +153,7 @@ class RankALS(Alternating):
             if plan.scale is not None and not self.alone:
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
             drawn = {side: isinstance(state.side(side), DrawnFactors) for side in SIDES}
-            self.regressions = {side: self._regression(side, each) for side, each in (features or {}).items()}
+            self.regressions = {side: self._regression(side, each) for side, each in self._features.items()}
             self._pulled = {side: not drawn[side] for side in self.regressions}  # whether own factors say anything
             self.own = {side: worker.own(side, self._warm(side, state.side(side)), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side]) for side in SIDES}
@@ -169,6 +173,7 @@ class RankALS(Alternating):
         plan: Plan,
         state: State,
         features: Mapping[Side, SideFeatures] | None = None,
+        weights: Mapping[Side, np.ndarray] | None = None,
     ) -> RankALS:
         """The rank that has all rows of both orientations (csr_array or Block), in the order that the plan asks for."""
         order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
@@ -177,7 +182,9 @@ class RankALS(Alternating):
         layout = RankLayout(bounds, dict.fromkeys(SIDES, Grid(1, 1)))
         users, items = (order.inward(side, state.side(side)) for side in SIDES)
         first = State(users, items, state.mean)
-        return cls(Single(), layout, blocks, objective, plan, first, worker, order=order, features=features)
+        return cls(
+            Single(), layout, blocks, objective, plan, first, worker, order=order, features=features, weights=weights
+        )
 
     # ------------------------------------------------------------------------------------------------ set-up
 
@@ -225,7 +232,16 @@ class RankALS(Alternating):
             plan.dual_sides,
             *(plan.scale.slab(side) for side in SIDES if plan.scale and self._splits_streamed(side)),
         )
-        return repr((bounds, [layout.grids[side] for side in SIDES], asdict(self.objective), choices, self.mean))
+        features = [
+            (
+                side,
+                each.weight,
+                *(zlib.crc32(part.tobytes()) for part in (each.matrix.indices, each.matrix.data)),
+            )
+            for side, each in self._features.items()
+        ]
+        grids = [layout.grids[side] for side in SIDES]
+        return repr((bounds, grids, asdict(self.objective), choices, self.mean, features))
 
     def _checksum(self, side: Side, block: Block) -> np.ndarray:
         """Number of entries and sums over them of user, item and the value's bits: the same in both orientations.
@@ -305,7 +321,7 @@ class RankALS(Alternating):
     def _half(self, side: Side, block: Block) -> Any:
         arguments, own = (side, block, self.objective, self.plan), self.names(side)
         if not self.splits_rows(side):
-            return self.worker.whole(*arguments, own, side in self.regressions)
+            return self.worker.whole(*arguments, own, side in self.regressions, self._weights.get(side))
         assert own is not None
         degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
         if members is not None and reduction.everything_here is not None:

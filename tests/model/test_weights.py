@@ -1,4 +1,4 @@
-"""Confidences that a user gives beside the feedback."""
+"""Weights of entries: confidences that a user gives beside the feedback, and weights of explicit errors."""
 
 from __future__ import annotations
 
@@ -95,10 +95,9 @@ def changed(weights, **arrays):
 @pytest.mark.parametrize(
     ("model", "weights", "error", "message"),
     [
-        (hmf.ExplicitALS(4), WEIGHTS, ValueError, "which only ImplicitALS has"),
-        (hmf.SGD(4), WEIGHTS, ValueError, "which only ImplicitALS has"),
+        (hmf.SGD(4), WEIGHTS, ValueError, "SGD has no weights of entries"),
         (hmf.ImplicitALS(4, unobserved_weight=2.0), WEIGHTS, ValueError, "weights need unobserved_weight <= 1, got 2"),
-        (MODEL, WEIGHTS.data, TypeError, "got one dimension; give"),
+        (MODEL, WEIGHTS.data[:5], hmf.errors.RatingsError, "weights has 5 elements for"),
         (MODEL, WEIGHTS[:50], ValueError, "weights"),
         (
             MODEL,
@@ -119,3 +118,136 @@ def test_a_store_has_no_weights(tmp_path):
     store = hmf.convert(hmf.Ratings.from_matrix(PLAYS), tmp_path / "store")
     with pytest.raises(TypeError, match="weights need ratings in memory"):
         clone(MODEL).fit(store, weights=WEIGHTS)
+
+
+# ------------------------------------------------------------------------------------------------ explicit ratings
+
+STARS = as_csr(planted(), dtype=np.float64)
+OF_STARS = RNG.uniform(0.2, 5, STARS.nnz).astype(np.float32)
+EXPLICIT = {
+    "plain": {"biases": False, "regularization": 0.4},
+    "biases": {"regularization": (0.4, 0.7), "regularization_scaling": 0.5, "bias_regularization": 0.3},
+    "dual": {"row_form": "dual", "factors": 24, "regularization": 0.4},
+    "rank1": {"assembly": "rank1", "regularization": 0.4},
+    "blas3": {"assembly": "blas3", "regularization": 0.4},
+    "cg": {"solver": "cg", "cg_steps": 20, "regularization": 0.4},
+}
+ON_GPUS = ("plain", "biases", "sparse_syrk", "rank-90")
+ALL_EXPLICIT = EXPLICIT | {
+    "sparse_syrk": {"assembly": "sparse_syrk", "regularization": 0.4},
+    "rank-90": {"factors": 90, "biases": False, "regularization": 0.4},
+}
+
+
+def explicit(case, device="cpu", **options):
+    given = {"factors": 4, "iterations": 2, "device": device, "random_state": 0} | ALL_EXPLICIT[case] | options
+    return hmf.ExplicitALS(**given)
+
+
+def user_by_hand(model, user: int, weights=OF_STARS) -> np.ndarray:
+    """The minimum of a user's weighted errors for the items of a model, the bias last."""
+    span = slice(*STARS.indptr[user : user + 2])
+    columns, w = STARS.indices[span], weights[span].astype(np.float64)
+    design, target = model.item_factors_[columns].astype(np.float64), STARS.data[span].astype(np.float64)
+    objective = model._fitted().objective
+    scale = objective.row_scale("user", np.array([len(columns)]))[0]
+    if objective.biases:
+        target = target - model.mean_ - model.item_bias_[columns]
+        design = np.column_stack((design, np.ones(len(columns))))
+    ridge = scale * objective.ridge("user", model.item_factors_.shape[1], design.shape[1])
+    return np.linalg.solve((design.T * w) @ design + np.diag(ridge), design.T @ (w * target))
+
+
+def weighted_objective(model) -> float:
+    objective, X, Y = model._fitted().objective, model.user_factors_.astype(float), model.item_factors_.astype(float)
+    rows, columns = STARS.nonzero()
+    errors = STARS.data - (X[rows] * Y[columns]).sum(axis=1)
+    if objective.biases:
+        errors -= model.mean_ + model.user_bias_[rows] + model.item_bias_[columns]
+    degrees = {"user": np.diff(STARS.indptr), "item": np.bincount(STARS.indices, minlength=STARS.shape[1])}
+    biases = {"user": model.user_bias_, "item": model.item_bias_}
+    penalty = sum(
+        objective.penalty(side, factors, degrees[side], biases[side]) for side, factors in (("user", X), ("item", Y))
+    )
+    return float((OF_STARS * errors**2).sum() + penalty)
+
+
+def check_explicit(model, tolerance):
+    for user in (0, 7, 59):
+        own = model.user_factors_[user]
+        own = own if model.user_bias_ is None else np.append(own, model.user_bias_[user])
+        np.testing.assert_allclose(own, user_by_hand(model, user), rtol=tolerance, atol=tolerance)
+    assert model.history_[-1]["objective"] == pytest.approx(weighted_objective(model), rel=tolerance)
+
+
+@pytest.mark.parametrize("case", sorted(EXPLICIT))
+def test_errors_of_explicit_ratings_are_weighted(case):
+    model = explicit(case, dtype="float64").fit(STARS, weights=OF_STARS, callback=lambda m, r: None)
+    check_explicit(model, 1e-6)
+    if model.biases:
+        assert model.mean_ == pytest.approx(np.average(STARS.data, weights=OF_STARS), rel=1e-6)
+
+
+@pytest.mark.parametrize("case", ON_GPUS)
+def test_errors_of_explicit_ratings_are_weighted_on_a_gpu(case, gpu):
+    model = explicit(case, "cuda").fit(STARS, weights=OF_STARS, callback=lambda m, r: None)
+    check_explicit(model, 5e-3)
+
+
+def test_long_rows_are_weighted(gpu):
+    ratings = as_csr(planted(900, 6, 0.9), dtype=np.float32)
+    weights = RNG.uniform(0.2, 5, ratings.nnz).astype(np.float32)
+    one, two = (explicit("biases", device).fit(ratings, weights=weights) for device in ("cuda", "cpu"))
+    np.testing.assert_allclose(one.item_factors, two.item_factors, rtol=5e-3, atol=5e-3)
+
+
+def test_equal_weights_are_a_scale_of_the_penalty():
+    twice = explicit("plain", dtype="float64", regularization=0.8).fit(STARS, weights=np.full(STARS.nnz, 2.0))
+    once = explicit("plain", dtype="float64").fit(STARS)
+    np.testing.assert_allclose(twice.user_factors_, once.user_factors_, rtol=1e-6, atol=1e-8)
+
+
+def test_weights_join_features(backend):
+    features = RNG.random((40, 3)).astype(np.float32)
+    model = explicit("biases", backend, iterations=4).fit(STARS, weights=OF_STARS, item_features=features)
+    other = explicit("biases", iterations=4, dtype="float64", row_form="primal").fit(
+        STARS, weights=OF_STARS, item_features=features
+    )
+    got, want = (m.user_factors_ @ m.item_factors_.T for m in (model, other))
+    assert np.abs(got - want).max() < 5e-3 * np.abs(want).max()
+
+
+def test_weights_of_ratings_are_those_of_the_fit():
+    ratings = hmf.Ratings.from_matrix(STARS.astype(np.float32)).with_weights(OF_STARS)
+    given = explicit("biases").fit(STARS, weights=OF_STARS)
+    assert np.array_equal(explicit("biases").fit(ratings).user_factors, given.user_factors)
+    implicit = clone(MODEL).fit(ratings)
+    confidences = OF_STARS * (1 + 2.0 * np.abs(STARS.data))
+    np.testing.assert_allclose(
+        implicit.user_factors_, clone(MODEL).fit(STARS, weights=confidences).user_factors_, rtol=1e-6, atol=1e-8
+    )
+    with pytest.raises(ValueError, match="give one of them"):
+        explicit("plain").fit(ratings, weights=OF_STARS)
+    for other in (hmf.SGD(4, device="cpu"), hmf.CCD(4, device="cpu")):
+        with pytest.raises(ValueError, match="has no weights of entries; use ImplicitALS or ExplicitALS"):
+            other.fit(ratings)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": ["cpu", "cpu"]}, "several devices have none"),
+        ({"assembly": "bals"}, 'assembly="bals" has none'),
+        ({"nonnegative": True}, "nonnegative=True has no weights"),
+    ],
+)
+def test_weights_of_explicit_ratings_are_refused_where_kernels_have_none(options, message):
+    with pytest.raises(ValueError, match=message):
+        explicit("plain", **options).fit(STARS, weights=OF_STARS)
+
+
+def test_vectors_of_weights_have_the_order_of_the_entries():
+    with pytest.raises(hmf.errors.RatingsError, match="weights has 3 elements for"):
+        explicit("plain").fit(STARS, weights=np.ones(3))
+    with pytest.raises(TypeError, match="canonical CSR"):
+        explicit("plain").fit(STARS.toarray(), weights=OF_STARS)

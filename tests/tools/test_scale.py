@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import scipy.sparse as sp
 
 import hybridmf as hmf
-from hybridmf.errors import DeviceError
+from hybridmf.errors import CommunicatorError, DeviceError
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
 from support.mpi import run_job
@@ -162,7 +163,7 @@ def test_ranks_have_weights(tmp_path):
     store = hmf.convert(ratings, tmp_path / "store")
     with pytest.raises(TypeError, match=r"weights need ratings in memory.*fit store.to_ratings\(\)"):
         hmf.scale.fit(model(), store, Single(), weights=weights)
-    with pytest.raises(ValueError, match="which only ImplicitALS has"):
+    with pytest.raises(ValueError, match="weights of explicit ratings are not available on ranks"):
         hmf.scale.fit(hmf.ExplicitALS(**SMALL), plays, Single(), weights=weights)
 
 
@@ -179,3 +180,26 @@ def test_devices_of_ranks(monkeypatch):
         hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "cuda"}), planted(), Single())
     model = hmf.scale.fit(hmf.ExplicitALS(biases=False, **SMALL | {"device": "auto"}), planted(), Single())
     assert model.device_ == "cpu"
+
+
+def test_ranks_have_features():
+    plays, rng = planted(), np.random.default_rng(4)
+    features = {"item_features": rng.random((40, 3)), "user_features": (rng.random((60, 4)) < 0.3).astype(np.float32)}
+    make = partial(hmf.ExplicitALS, factors=4, iterations=3, device="cpu", random_state=0)
+    expected = make().fit(plays, **features)
+
+    def run(communicator):
+        return hmf.scale.fit(make(), plays, communicator, track_objective=True, **features)
+
+    for size in (1, 3):
+        found = run_ranks(size, run, timeout=60)[0]
+        np.testing.assert_allclose(found.user_factors, expected.user_factors, rtol=1e-3, atol=1e-4)
+        assert found.objective(plays) == pytest.approx(expected.objective(plays), rel=1e-5)
+        assert found.history_[-1]["objective"] == pytest.approx(expected.objective(plays), rel=1e-5)
+
+    def other(communicator):
+        changed = {name: each + communicator.rank for name, each in features.items()}
+        return hmf.scale.fit(make(), plays, communicator, **changed)
+
+    with pytest.raises(CommunicatorError, match="another layout, objective or plan"):
+        run_ranks(2, other, timeout=60)
