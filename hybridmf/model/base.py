@@ -205,7 +205,7 @@ class FactorModel(ServingMixin):
         weights : Ratings, matrix, shape (n_users, n_items), or array, shape (nnz,), optional
             Weight > 0 of each entry of `user_items`, for ALS; an array has the order of the entries of Ratings or of a
             CSR matrix. `ImplicitALS`: the confidence c, in place of ``1 + alpha |r|``; the signs of `user_items` remain
-            the preferences. `ExplicitALS`: what multiplies the squared error, and the share of the entry in the mean mu;
+            the preferences. `ExplicitALS`: what multiplies the squared error, and the mean mu is weighted;
             on one device, and on a GPU with ``solver="cholesky"``. Labelled weights are aligned by label. Ratings with
             weights of their own (`Ratings.with_weights`) multiply: ``w (1 + alpha |r|)`` for implicit feedback. Only
             the fit uses weights: `transform` and other fold-in, and ``objective(matrix)``, have none.
