@@ -8,7 +8,7 @@
 All entries of a fifth of the items are held out, and a tenth of the others. A method draws so many settings at random
 from its space, with the same seed, is fitted without a further such part of the training entries, and is judged there:
 by NDCG@10 of warm items times that of cold items among cold. The best setting is fitted on all training entries; its
-NDCG@10 on the held-out entries is reported: of warm items among all, of cold items among all, and of cold items among
+NDCG@10 on the held-out entries is reported: of warm items among warm, of cold items among all, and of cold items among
 cold. Likes are ratings of 4 and 5. All models have 32 factors and the same features: genres, and the year in steps of
 five years. "popularity by features" is a ridge regression of the logarithm of an item's degree on its features, the
 best that can be done for cold items without knowing the user.

@@ -790,10 +790,14 @@ def _apart(
     assert counts is not None
     is_cold = counts[test.indices] == 0
     of_cold = keep_entries(test, is_cold)
-    parts = {"warm items": (model, keep_entries(test, ~is_cold), users), "cold items": (model, of_cold, users)}
-    among = model.among(np.flatnonzero(counts == 0)) if isinstance(model, Listed) and of_cold.nnz else None
-    if among is not None:
-        parts["cold items among cold"] = (among, of_cold, users)
+    of_warm = keep_entries(test, ~is_cold)
+
+    def among(items: np.ndarray) -> Any:
+        return model.among(np.flatnonzero(items)) if isinstance(model, Listed) and items.any() else None
+
+    parts = {"warm items": (among(counts > 0) or model, of_warm, users), "cold items": (model, of_cold, users)}
+    if (only_cold := among(counts == 0)) is not None:
+        parts["cold items among cold"] = (only_cold, of_cold, users)
     if cold is not None:
         parts["warm users"], parts["cold users"] = (model, test, users[~cold[users]]), (model, test, users[cold[users]])
     names = [name for name in names if name != "auc"]  # whose irrelevant items would be relevant ones of other parts

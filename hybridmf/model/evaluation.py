@@ -52,8 +52,9 @@ class Evaluation(dict[str, float]):
         entries. ``coverage@k`` is a property of all lists together and has none.
     apart : Parts
         Under ``include_cold=True``, the metrics but ``auc`` of parts of the test entries, where there are relevant
-        ones: "warm items" and "cold items" are ranked among all items, "cold items among cold" among those without
-        training entries alone; "warm users" and "cold users". Empty otherwise.
+        ones: "warm items" are ranked among those with training entries, as `recommend` does by default, "cold items"
+        among all, "cold items among cold" among those without training entries; "warm users" and "cold users". Empty
+        otherwise.
     """
 
     n_users: int = 0
