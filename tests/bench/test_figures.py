@@ -178,3 +178,14 @@ def test_quoted_lines_have_their_provenance(results):
 
 def test_performance_is_short():
     assert len((ROOT / "docs" / "performance.md").read_text(encoding="utf-8").splitlines()) <= 350
+
+
+def test_pages_end_with_a_picture_drawn_from_the_lines(tmp_path, results):
+    takeaways = importlib.import_module("takeaways")
+    takeaways.draw(tmp_path, results)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {f"takeaway-{name}.svg" for name in takeaways.PICTURES}
+    for name in takeaways.PICTURES:
+        page = (ROOT / "docs" / "evidence" / f"{name}.md").read_text(encoding="utf-8")
+        assert f"(takeaway-{name}.svg)" in page.partition("## What to take from it")[2]
+        assert (ROOT / "docs" / "evidence" / f"takeaway-{name}.svg").exists()
