@@ -180,7 +180,7 @@ class ImplicitALS(_ALS):
         first within sockets and then across them, or on one GPU, which then solves. "auto" is "parallel". The other
         values raise an error if the plan splits nothing.
     item_feature_weight, user_feature_weight : float
-        How much the features given to `fit` may explain, > 0: with f_i the features of item i and W their vectors, the
+        How much the features given to `fit` may explain, > 0. With f_i the features of item i and W their vectors, the
         penalty of the items is ``lambda (sum_i s_i |y_i - W^T f_i|^2 + |W|^2 / item_feature_weight)``. A small weight
         fits hardly anything to features; a large one no longer shrinks the vectors of rare features.
     gpu_memory_limit : int or str, optional

@@ -22,9 +22,9 @@ def features_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = [
         click.option(
             f"--{side}-features", type=existing_file,
-            help=f"File with a row for each {side}: its id, genres, year, ... (CSV with names in line 1, Parquet).",
+            help=f"File with a row for each {side}: id, {columns}, ... (CSV with names in line 1, Parquet).",
         )
-        for side in ("item", "user")
+        for side, columns in (("item", "genres, year"), ("user", "age, country"))
     ]  # fmt: skip
     columns = [
         click.option(

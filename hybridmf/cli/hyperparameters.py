@@ -64,9 +64,9 @@ METAVARS = {
 """How values are written in a shell, where that is not as in Python."""
 
 DECIDED_LATER = {
-    "regularization": "by the std of explicit ratings; 7 implicit",
-    "regularization_scaling": "0.5 for explicit ratings with the default lambda, else count; none implicit",
-    "bias_regularization": "lambda / std of the ratings",
+    "regularization": "a multiple of the standard deviation of explicit ratings; 7 if implicit",
+    "regularization_scaling": "0.5 with the default lambda of explicit ratings, else count; none if implicit",
+    "bias_regularization": "lambda / standard deviation of the ratings",
     "alpha": "0, or 1 with another weight",
     "unobserved_weight": "0.1, or 1 with another weight, then with lambda 0.01",
     "learning_rate": "by the rate schedule",
