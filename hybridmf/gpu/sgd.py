@@ -152,6 +152,7 @@ class Bins:
         return cls(device.upload(rows[np.argsort(owners, kind="stable")]), device.upload(first))
 
 
+@functools.lru_cache(maxsize=64)
 def scalars(terms: Terms, real: type) -> tuple[np.generic, ...]:
     """Kernel argument, the struct `Terms`; a step multiplies updated factors by ``1 - gamma lambda``."""
     keep = 1.0 - terms.rate * terms.regularization
