@@ -194,7 +194,7 @@ class Operands:
     """Factors and terms of a pass, packed once for all of its launches."""
 
     def __init__(self, device: Device, moved: FactorRows, fixed: FactorRows, terms: Terms) -> None:
-        self.real: type[np.generic] = (moved.matrix if moved.bias is None else moved.bias).dtype.type
+        self.real: Any = (moved.matrix if moved.bias is None else moved.bias).dtype.type
         # dtypes and shapes of the rows
         self.form = self._form_of(moved, fixed)
         self.stored, self.read, self.biases = moved.matrix.dtype, fixed.matrix.dtype, moved.bias is not None
