@@ -1,7 +1,7 @@
 """What the compiler of kernels costs a process: first recommendation, evaluation, explicit fit, search over six ranks.
 
-    python bench/cold.py --factors 64 --scale 0.25 --repeats 3
-    python bench/cold.py --tree FOLDER       the same of another checkout, for comparison
+    python bench/cold.py
+    python bench/cold.py --tree FOLDER       beside another checkout, in turn
 
 Each case runs in a process of its own, first with empty caches on disk ("cold"), then with the kernels that this has
 left there ("warm"). The difference of the two is what the compiler costs. Times are of the process's own clock.
@@ -45,8 +45,10 @@ import hybridmf as hmf
 lap("import")
 als = dict(iterations=3, device="cuda", random_state=0)
 if case == "search":
+    import importlib
+    importlib.import_module("hybridmf.search").GAIN = -1.0  # reaches all ranks
     space = {"factors": [16, 32, 48, 64, 96, 128]}
-    found = hmf.search(train, held, space=space, trials=24, device="cuda", random_state=0)
+    found = hmf.search(train, held, space=space, trials=30, device="cuda", random_state=0)
     lap("search")
     laps["ranks"] = sorted({trial.params["factors"] for trial in found.trials})
     laps["value"] = found.best_value
@@ -104,8 +106,8 @@ def write(folder: Path, name: str, matrix: sp.csr_array) -> None:
 @click.option("--factors", default=64, show_default=True)
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--case", "wanted", type=click.Choice(CASES), multiple=True, default=CASES)
-@click.option("--tree", type=click.Path(path_type=Path), default=ROOT, help="Checkout that is measured.")
-def main(shape: str, scale: float, factors: int, repeats: int, wanted: tuple[str, ...], tree: Path) -> None:
+@click.option("--tree", type=click.Path(path_type=Path), help="Another checkout, measured in turn.")
+def main(shape: str, scale: float, factors: int, repeats: int, wanted: tuple[str, ...], tree: Path | None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         counts = datasets.synthetic(shape, feedback="implicit", scale=scale, seed=0).user_items
@@ -114,18 +116,20 @@ def main(shape: str, scale: float, factors: int, repeats: int, wanted: tuple[str
             coo = counts.tocoo()
             where = (coo.row[part], coo.col[part])
             write(folder, name, sp.csr_array((coo.data[part].astype(np.float32), where), shape=counts.shape))
+        trees = [ROOT] if tree is None else [ROOT, tree.resolve()]
         for case in wanted:
-            cold, warm = [], []
-            for _ in range(repeats):
+            runs: dict[Path, dict[str, list[dict[str, Any]]]] = {each: {"cold": [], "warm": []} for each in trees}
+            for each in trees * repeats:
                 with tempfile.TemporaryDirectory() as cache:
-                    for laps in (cold, warm):
-                        laps.append(run(case, folder, factors, tree, cache))
-            found = {"cold": median(cold), "warm": median(warm)}
-            for kernels, laps in found.items():
-                click.echo(f"{case}, {kernels}: {json.dumps(laps)}")
-            if tree == ROOT:
-                line = {"benchmark": "cold", "case": case, "shape": shape, "scale": scale, "factors": factors}
-                record("cold", line | {"repeats": repeats} | found | gpu_stamp_of("cuda"))
+                    for laps in runs[each].values():
+                        laps.append(run(case, folder, factors, each, cache))
+            for each in trees:
+                found = {kernels: median(laps) for kernels, laps in runs[each].items()}
+                for kernels, laps in found.items():
+                    click.echo(f"{each}, {case}, {kernels}: {json.dumps(laps)}")
+                if each == ROOT:
+                    line = {"benchmark": "cold", "case": case, "shape": shape, "scale": scale, "factors": factors}
+                    record("cold", line | {"repeats": repeats} | found | gpu_stamp_of("cuda"))
 
 
 if __name__ == "__main__":
