@@ -34,6 +34,7 @@ from .core.sparse import entries_in, entry_rows, keep_entries
 from .core.system import available_cores
 from .core.table import html_table
 from .core.validate import as_csr, check_choice, check_int, check_nonempty, check_real, check_rng
+from .data.features import Features, align_features
 from .errors import HybridMFError
 from .metrics import _checked_names, _measure
 from .model.base import FactorModel
@@ -43,7 +44,7 @@ from .model.fit import Fit, Options
 from .model.loop import check_validation
 from .model.popularity import PopularityRecommender
 from .model.prepared import PreparedRatings
-from .model.training import LocalRatings, compile_ahead
+from .model.training import LocalRatings, check_serves_features, compile_ahead
 from .plan.make import plan_for
 from .ratings import Ratings, as_ratings, split
 from .sgd import SGD
@@ -224,7 +225,9 @@ class SearchResult:
         given = _given(self.best)
         texts = {name: "init" if name == "init" else repr(_literal(value)) for name, value in given.items()}
         arguments = ", ".join(f"{name}={text}" for name, text in texts.items())
-        return f"hmf.{type(self.best).__name__}({arguments}).fit(ratings)"
+        sides = self.best._fitted().features
+        features = "".join(f", {side}_features={side}_features" for side in sides)
+        return f"hmf.{type(self.best).__name__}({arguments}).fit(ratings{features})"
 
     def _repr_html_(self) -> str:
         values = ["" if trial.value is None else f"{trial.value:.4f}" for trial in self.trials]
@@ -417,6 +420,36 @@ def default_space(model: FactorModel, matrix: sp.csr_array) -> Space:
     return Space(ranks, dimensions, first, implicit_params if implicit else explicit_params)
 
 
+def _with_feature_weights(space: Space, model: FactorModel, features: Mapping[Side, Any]) -> Space:
+    """A default space in which weights of the features of some sides are searched, too."""
+    names = [f"{side}_feature_weight" for side in features if f"{side}_feature_weight" not in _given(model)]
+    added: dict[str, Values] = {name: loguniform(0.03, 30) for name in names}
+    first = space.first
+    if first is not None:
+        first = np.array([*first, *(place_of(values, 1.0) for values in added.values())])
+
+    def params(drawn: dict[str, Any]) -> dict[str, Any]:
+        others = {name: value for name, value in drawn.items() if name not in added}
+        return space.params(others) | {name: _short(drawn[name]) for name in added}
+
+    return replace(space, dimensions=space.dimensions | added, first=first, params=params)
+
+
+def _features_of(ratings: Ratings, model: FactorModel, given: Mapping[Side, Any]) -> dict[Side, Features]:
+    """Features of the users and items of the ratings alone: those without entries have no part in a trial."""
+    found: dict[Side, Features] = {}
+    if given:
+        check_serves_features(model, given, ratings.user_items)
+    for side, value in given.items():
+        n_rows = ratings.shape[SIDES.index(side)]
+        labels = ratings.user_ids if side == "user" else ratings.item_ids
+        aligned = align_features(f"{side}_features", value, labels, n_rows)
+        if len(aligned) > n_rows:
+            aligned = Features(aligned.matrix[:n_rows], aligned.names, labels)
+        found[side] = aligned
+    return found
+
+
 def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
@@ -468,7 +501,9 @@ class Searcher:
         budget: Budget,
         rng: np.random.Generator,
         report: Callable[[Searcher], Any],
+        features: Mapping[Side, Features] | None = None,
     ) -> None:
+        self.features = features or {}
         self.model, self.prepared, self.validation, self.space = model, prepared, validation, space
         self.metric, self.budget, self.rng, self.report = metric, budget, rng, report
         self.sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
@@ -545,7 +580,8 @@ class Searcher:
     def _fitted(self, trial: Trial, iterations: int) -> Any:
         """A trial's model after so many iterations; it goes on where it stopped."""
         model = unfitted(self.model, **trial.params | {"iterations": iterations})
-        return Fit(model, LocalRatings(model, self.prepared), Options(continued=trial._model)).run()
+        source = LocalRatings(model, self.prepared, features=self.features)
+        return Fit(model, source, Options(continued=trial._model)).run()
 
     def _order(self, trial: Trial) -> float:
         """Lower is better."""
@@ -644,7 +680,8 @@ class Searcher:
         for k, rank in enumerate(self.space.ranks[number : number + 1 + ahead]):
             model = unfitted(self.model, factors=rank)
             with contextlib.suppress(HybridMFError, ValueError):  # a trial of this rank says what is wrong
-                plan = LocalRatings(model, self.prepared).plan(model._objective(), model._settings())
+                source = LocalRatings(model, self.prepared, features=self.features)
+                plan = source.plan(model._objective(), model._settings())
                 compile_ahead(plan, later=k > 0)
 
     def _refine(self) -> None:
@@ -686,6 +723,8 @@ def search(
     random_state: Any = None,
     show_progress: bool = False,
     unknown: str = "error",
+    item_features: Any = None,
+    user_features: Any = None,
 ) -> SearchResult:
     """Find the hyperparameters with the best metric on held-out entries, and fit them on all ratings.
 
@@ -725,6 +764,9 @@ def search(
         Show a line with the number of trials and the best value.
     unknown : {"error", "drop"}
         Treatment of entries of `validation` whose user or item is not in `train`.
+    item_features, user_features : Features, data frame or matrix, optional
+        As for ``fit``. The default space then has `item_feature_weight` (`user_feature_weight`). Trials rank items
+        with entries; the last fit has those that have features only, too.
 
     Returns
     -------
@@ -753,10 +795,12 @@ def search(
     rng = check_rng(random_state)
     if estimator.random_state is None:
         estimator = unfitted(estimator, random_state=int(rng.integers(2**31)))
+    given_features: dict[Side, Any] = {"user": user_features, "item": item_features}
+    features = {side: value for side, value in given_features.items() if value is not None}
     everything, ratings, held_out = _parts(train, validation, estimator, unknown, int(rng.integers(2**31)))
     chosen = None if space is None else given_space(space, estimator)
     if chosen is None or not chosen.dimensions:
-        usual = default_space(estimator, ratings.user_items)
+        usual = _with_feature_weights(default_space(estimator, ratings.user_items), estimator, features)
         chosen = usual if chosen is None else replace(usual, ranks=chosen.ranks)
     prepared = _prepared(ratings, unfitted(estimator, factors=chosen.ranks[0]), limits)
     bar = progress_bar(limits.trials or 0, show_progress, unit="trial", desc="search")
@@ -767,7 +811,8 @@ def search(
             bar.set_postfix({name: f"{searcher.best.value:.4f}"} | searcher.best.params, refresh=False)
         bar.refresh()
 
-    searcher = Searcher(estimator, prepared, held_out, chosen, name, limits, rng, report)
+    described = _features_of(prepared.ratings, estimator, features)
+    searcher = Searcher(estimator, prepared, held_out, chosen, name, limits, rng, report, described)
     popular = PopularityRecommender().fit(prepared.ratings)
     popularity = searcher.measured(popular)
     interrupted = False
@@ -796,7 +841,8 @@ def search(
             "%s is 0 for all %d trials and for popularity, so nothing was selected: validation has too few entries, or "
             "train too few of their items", name, len(tried),
         )  # fmt: skip
-    final.fit(everything)
+    known = {} if isinstance(final, PopularityRecommender) else features
+    final.fit(everything, **{f"{side}_features": value for side, value in known.items()})
     return SearchResult(final, params, value, name, own, popularity, tuple(tried), limits.spent, interrupted)
 
 

@@ -239,7 +239,14 @@ class LocalRatings:
         if self.features and plan.gpu is not None:
             settings = with_primal_rows(settings)
             plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
-            check_plan_serves_features(plan, self.features)
+            try:
+                check_plan_serves_features(plan, self.features)
+            except ValueError as error:
+                if settings.device != "auto":
+                    raise
+                logger.info("%s; device='auto' chose the CPU", error)
+                settings = replace(settings, device="cpu")
+                plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
         if self.weights is not None:
             check_plan_serves_weights(plan)
         check_memory(plan)

@@ -116,3 +116,13 @@ def test_fold_in_takes_a_pull(backend, case):
         pull.astype(np.float32),
     )
     assert folded[0].matrix[rows] == pytest.approx(other.matrix[rows], rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.usefixtures("tiny_gpu")
+def test_ratings_that_exceed_a_gpu_are_refused(gpu):
+    ratings = planted(400, 60, 0.5)
+    features = np.random.default_rng(0).random((60, 2))
+    model = hmf.ImplicitALS(factors=6, device="cuda", gpu_memory_limit=100_000)
+    with pytest.raises(ValueError, match="item_features: a fit with features needs ratings and factors in the memory"):
+        model.fit(ratings, item_features=features)
+    assert not model.__sklearn_is_fitted__()

@@ -18,6 +18,7 @@ import hybridmf as hmf
 from hybridmf.metrics import PopularityRecommender
 from hybridmf.model.training import TrainingData
 from hybridmf.search import RUNGS, Searcher, default_space, parse_seconds, quiet
+from support.ratings import planted
 
 
 @pytest.fixture(scope="module")
@@ -405,3 +406,26 @@ def test_a_real_set(data_dir):
     assert found.best_value > found.default_value > found.popularity_value
     assert ours["ndcg@10"] > theirs["ndcg@10"]
     assert max(trial.users for trial in found.trials) <= RUNGS[-1][1]
+
+
+def test_weights_of_features_are_searched():
+    ratings = hmf.Ratings.from_matrix(planted(60, 40, 0.4), item_ids=[f"film {k}" for k in range(40)])
+    rng = np.random.default_rng(2)
+    features = hmf.Features(rng.random((42, 3)), names=list("abc"), labels=[f"film {k}" for k in range(42)])
+    model = hmf.ImplicitALS(iterations=3, device="cpu")
+    found = hmf.search(ratings, model=model, trials=4, random_state=0, item_features=features)
+    assert any("item_feature_weight" in trial.params for trial in found.trials)
+    assert all(trial.state != "failed" for trial in found.trials)
+    assert len(found.best.item_factors) == 42 and found.best.item_factors[-2:].any(axis=1).all()
+    assert "item_features=item_features" in found.code()
+    named = hmf.search(
+        ratings,
+        model=model,
+        space={"item_feature_weight": [0.1, 10.0]},
+        trials=2,
+        random_state=0,
+        item_features=features,
+    )
+    assert {trial.params.get("item_feature_weight") for trial in named.trials} & {0.1, 10.0}
+    with pytest.raises(ValueError, match="SGD has no features"):
+        hmf.search(ratings, model=hmf.SGD(device="cpu"), trials=2, item_features=features)
