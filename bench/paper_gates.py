@@ -91,7 +91,7 @@ PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
         "iteration": [Work({"netflix": 0.1, "msd": 0.1}, (10, 32, 64), CPU_METHODS[:-1])],
     },
     ("cpu", "full"): {
-        "sparsity": [Work({"msd": 0.3})],
+        "sparsity": [Work({"msd": 1.0})],
         "distribution": [Work({"eachmovie": 1.0} | SMALLER)],
         "scaling": [
             Work({"eachmovie": 1.0}, (96,), OURS),
