@@ -123,6 +123,7 @@ CODE: dict[str, Patterns | dict[str, Patterns]] = {
     "out_of_core": {"": (*STREAMS, *ALS_GPU, *SHAPES), "cpu": (*STREAMS, *ALS_CPU, *SHAPES)},
     "paper_bals": {
         "": (*ASSEMBLIES_GPU, *SYSTEMS_GPU, *PUBLISHED_GPU),
+        "popularity": PUBLISHED,
         "distribution": PUBLISHED_GPU,
         "vacancies": (*TILES, *PUBLISHED_GPU),
         "methods": (*ASSEMBLIES_GPU, *ALS_GPU, *SGD_GPU, *CCD_GPU, *PUBLISHED_GPU),
