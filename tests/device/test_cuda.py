@@ -388,6 +388,47 @@ def test_work_beside_other_work(machine: Machine) -> None:
     assert module.waits == [(second, first), (first, second)] * 2
 
 
+def test_work_is_forked_and_joined(machine: Machine) -> None:
+    """As by `beside` and its mark."""
+    module = machine()
+    device, first = open_device(), module.streams[0]
+    device.fork()
+    device.join()
+    ((second, begun), (current, ended)) = module.waits
+    assert second is not first and second.priority < 0
+    assert (begun, current, ended) == (first, first, second)
+
+
+def test_copies_to_other_gpus_have_their_own_stream(machine: Machine) -> None:
+    """A copy waits for the marks; the mark behind it is on the stream of the copy, as is one behind all copies."""
+    module = machine()
+    device, first, copied = open_device(), module.streams[0], []
+
+    def array(name: str) -> Any:
+        data = SimpleNamespace(
+            copy_from_device_async=lambda source, size, stream: copied.append((source, size, stream))
+        )
+        return SimpleNamespace(flags=SimpleNamespace(c_contiguous=True), nbytes=24, data=data, name=name)
+
+    source = array("source")
+    arrived = device.send(array("target"), source, [device.record(), device.record()])
+    ((given, size, stream),) = copied
+    assert (given, size) == (source.data, 24) and stream is not first
+    assert module.waits == [(stream, first)] * 2
+    assert arrived.event.stream is stream and device.sent().event.stream is stream
+
+
+def test_a_device_that_is_current_is_not_entered(machine: Machine) -> None:
+    module, entered = machine(), []
+    device = open_device()
+    module.cuda.Device = lambda index: contextlib.nullcontext(entered.append(index))
+    with device.active():
+        assert entered == [0]
+        device._current = lambda: 0
+        with device.active():
+            assert entered == [0]
+
+
 def test_arrays_of_others_are_not_the_devices(machine: Machine) -> None:
     machine()
     device = open_device()

@@ -65,18 +65,19 @@ class PeerCopies:
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # of a GPU that is lost; the first failure is raised
-                self._wait_for_all()
+            self._wait_for_all()
             raise
         for rank in self._sent:
             self._release(rank)
 
     def _wait_for_all(self) -> None:
-        """Let all GPUs wait for all copies, some of which may not be in `_sent` yet."""
+        """Let all GPUs wait for all copies, some of which may not be in `_sent` yet; those that are lost are passed."""
         for sender in self.devices:
-            arrived = sender.sent()
-            for device in self.devices:
-                device.wait(arrived)
+            with suppress(Exception):
+                arrived = sender.sent()
+                for device in self.devices:
+                    with suppress(Exception):
+                        device.wait(arrived)
         for rank, sent in self._sent.items():
             sent.clear()
             self._offered[rank].clear()
