@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import hybridmf as hmf  # noqa: E402
 
 project = "hybridmf"
-author = "The hybridmf developers"
+author = copyright = "The hybridmf developers"
 version = release = hmf.__version__
 root_doc = "docs/index"
 include_patterns = [
