@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -22,6 +23,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
+
+logger = logging.getLogger("hybridmf")
 
 SIZE = 8
 """Bytes of the length in front of each message."""
@@ -96,25 +99,32 @@ class Cubins:
         library = self._nvrtc()
         if not library:
             return None
-        with contextlib.suppress(OSError, EOFError):
+        try:
             if not any(option.startswith("-arch") for option in options):
                 options = (*options, f"-arch=sm_{self._architecture}")
             options = (*options, "-ftz=true", "--device-as-default-execution-space")  # as CuPy
             status = os.stat(library)
             identity = repr((library, status.st_size, status.st_mtime_ns, options, text))
             key = hashlib.sha256(identity.encode()).hexdigest()[:40]
-            folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
-            with self._lock:
-                alone = self._under_way.setdefault(key, threading.Lock())
-            with alone:  # other GPUs need the same program
-                for known in folder.glob(f"hybridmf-{key}-*.cubin"):
-                    if known.stem.endswith(_digest(known.read_bytes())):
-                        return known
-                    known.unlink()  # damaged
-                cubin = self._compile(library, text, options)
-                if cubin:
-                    return _written(folder, f"hybridmf-{key}-{_digest(cubin)}.cubin", cubin)
-        return None
+            return _found(key) or self._compiled(library, key, text, options)
+        except (OSError, EOFError) as error:
+            logger.debug("kernels are compiled in this process: %s: %s", type(error).__name__, error)
+            return None
+
+    def _compiled(self, library: str, key: str, text: str, options: Sequence[str]) -> Path | None:
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise OSError(f"{folder} cannot be written")
+        process = self._process(library)  # a thread that waits for one must not keep others from compiling
+        with self._lock:
+            alone = self._under_way.setdefault(key, threading.Lock())
+        with alone:  # other GPUs need the same program
+            known = _found(key)
+            if known is not None:
+                return known
+            cubin = self._compile(process, text, options)
+            return _written(folder, f"hybridmf-{key}-{_digest(cubin)}.cubin", cubin) if cubin else None
 
     def _nvrtc(self) -> str:
         """Path of the library that CuPy has loaded; empty if processes cannot be used."""
@@ -125,12 +135,13 @@ class Cubins:
                     self._cupy.cuda.nvrtc.getVersion()  # loads it
                     lines = Path("/proc/self/maps").read_text().splitlines()
                     found = next((line.split(maxsplit=5)[5] for line in lines if "/libnvrtc.so" in line), "")
-                    if Path(sys.executable or "").name.startswith("python"):
+                    # CuPy's variable says that nothing is to be written
+                    in_memory = os.environ.get("CUPY_CACHE_IN_MEMORY", "0") not in ("", "0")
+                    if Path(sys.executable or "").name.startswith("python") and not in_memory:
                         self._library = os.path.realpath(found) if found else ""
             return self._library
 
-    def _compile(self, library: str, text: str, options: Sequence[str]) -> bytes:
-        process = self._process(library)
+    def _compile(self, process: subprocess.Popen[bytes], text: str, options: Sequence[str]) -> bytes:
         assert process.stdin is not None and process.stdout is not None
         try:
             _send(process.stdin, text.encode(), "\0".join(options).encode())
@@ -194,12 +205,24 @@ def cubins_of(cupy: Any, architecture: int, most: int) -> Cubins:
     return Cubins(cupy, architecture, most)
 
 
+def _folder() -> Path:
+    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))  # as CuPy
+
+
+def _found(key: str) -> Path | None:
+    """The file of a program; damaged ones are deleted."""
+    for known in _folder().glob(f"hybridmf-{key}-*.cubin"):
+        if known.stem.endswith(_digest(known.read_bytes())):
+            return known
+        known.unlink()
+    return None
+
+
 def _digest(cubin: bytes) -> str:
     return hashlib.sha256(cubin).hexdigest()[:40]
 
 
 def _written(folder: Path, name: str, cubin: bytes) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     number, temporary = tempfile.mkstemp(dir=folder)
     with os.fdopen(number, "wb") as out:
         out.write(cubin)

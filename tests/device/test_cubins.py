@@ -68,8 +68,12 @@ def test_what_a_process_cannot_do_is_left_to_cupy(found: Cubins, folder: Path, m
     assert found.file(text(3), ()) is not None  # by another process
     monkeypatch.setenv("CUPY_CACHE_DIR", str(next(folder.iterdir()) / "no folder"))
     assert found.file(text(4), ()) is None
-    monkeypatch.setattr(sys, "executable", "/usr/sbin/a server with Python in it")
-    assert Cubins(found._cupy, 90, 1).file(text(4), ()) is None
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/usr/sbin/a server with Python in it")
+        assert Cubins(found._cupy, 90, 1).file(text(3), ()) is None
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
+    assert Cubins(found._cupy, 90, 1).file(text(3), ()) is None
 
 
 def test_threads_that_need_the_same_program_compile_it_once(found: Cubins, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +91,22 @@ def test_threads_that_need_the_same_program_compile_it_once(found: Cubins, monke
     for thread in threads:
         thread.join(60)
     assert len(compiled) == 1 and len(files) == 3 and len(set(files)) == 1 and files[0] is not None
+
+
+def test_a_thread_that_waits_for_a_process_keeps_no_program_from_others(found: Cubins) -> None:
+    """Two GPUs with as many threads as there are processes each."""
+    programs, files = [text(10 + k) for k in range(4)], []
+
+    def ask(order: list[str]) -> None:
+        files.extend(found.file(each, ()) for each in order)
+        found.end()
+
+    threads = [threading.Thread(target=ask, args=(programs[k:] + programs[:k],), daemon=True) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(files) == 16 and len(set(files)) == 4 and None not in files
 
 
 def test_closing_ends_what_is_under_way(found: Cubins) -> None:
