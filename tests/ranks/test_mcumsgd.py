@@ -366,6 +366,51 @@ def test_items_travel_while_users_move(monkeypatch, order, first, ratings_matrix
     assert len(arrivals) == 2
 
 
+def test_one_thread_launches_the_steps_of_all_gpus_in_turn(monkeypatch, ratings_matrix):
+    """Each step of all ranks before the next one of any, so that no GPU waits long for its first kernel."""
+    emulate(monkeypatch)
+    original, moves = GpuEpochs.move, []
+
+    def move(self, block, side, *given):
+        assert threading.current_thread() is threading.main_thread()
+        moves.append((solver.ranks.index(next(rank for rank in solver.ranks if rank.kernels is self)), block, side))
+        original(self, block, side, *given)
+
+    monkeypatch.setattr(GpuEpochs, "move", move)
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), biases=True, ranks=3)
+    run(solver, 1)
+    items = [(rank, (rank + step) % 3, "item") for step in range(2) for rank in range(3)]
+    assert moves[:6] == items
+    last = [[(rank, (rank + 2) % 3, side) for rank in range(3)] for side in ("item", "user")]
+    assert moves[6:9] == last[0] and set(moves[9:12]) >= {last[1][0]}
+    assert len(moves) == 2 * 9
+
+
+def test_ctrl_c_between_launches_leaves_the_last_epoch(monkeypatch, ratings_matrix):
+    """Of all GPUs; the solver cannot go on, and nothing that is being copied is released before its copy."""
+    emulate(monkeypatch)
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), biases=True, ranks=3)
+    run(solver, 1)
+    before, ranks = solver.state, [rank.state for rank in solver.ranks]
+    original, moves, waited = GpuEpochs.move, [], []
+
+    def move(self, *given):
+        moves.append(1)
+        if len(moves) == 8:
+            raise KeyboardInterrupt
+        original(self, *given)
+
+    monkeypatch.setattr(GpuEpochs, "move", move)
+    monkeypatch.setattr(solver.peers, "_wait_for_all", lambda: waited.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        list(solver.sweep())
+    assert waited == [1]
+    assert solver.state is before and all(rank.state is state for rank, state in zip(solver.ranks, ranks, strict=True))
+    with pytest.raises(CommunicatorError, match="stopped by KeyboardInterrupt"):
+        list(solver.sweep())
+    solver.close()
+
+
 def test_no_epoch_after_the_first_chooses_configurations(monkeypatch, ratings_matrix):
     """Configurations are looked up once: ranks are threads, which wait for each other while one computes in Python."""
     emulate(monkeypatch)
