@@ -245,8 +245,11 @@ def lightfm(train: hmf.Ratings, features: sp.csr_array, given: Settings, seed: i
     epochs = settings.pop("epochs")
     if settings.pop("normalized"):
         rows = sp.csr_matrix(sp.diags_array(1 / np.maximum(np.asarray(rows.sum(axis=1)).ravel(), 1e-9)) @ rows)
+    rows.indptr, rows.indices = rows.indptr.astype(np.int32), rows.indices.astype(np.int32)  # the only type it takes
     model = LightFM(no_components=FACTORS, loss="warp", random_state=seed, **settings)
-    model.fit(sp.coo_matrix(train.user_items), item_features=rows, epochs=epochs, num_threads=cores())
+    matrix = sp.coo_matrix(train.user_items, copy=True)
+    matrix.row, matrix.col = matrix.row.astype(np.int32), matrix.col.astype(np.int32).copy()
+    model.fit(matrix, item_features=rows, epochs=epochs, num_threads=cores())
     biases, items = model.get_item_representations(rows)
     return np.asarray(model.get_user_representations()[1] @ items.T + biases)
 
