@@ -294,12 +294,18 @@ class StreamedHalf(GpuHalf):
             lent.close()
 
     def steps(
-        self, fixed: DeviceFactors, mean: float, start: DeviceFactors | None = None, gram: Array | None = None
+        self,
+        fixed: DeviceFactors,
+        mean: float,
+        start: DeviceFactors | None = None,
+        gram: Array | None = None,
+        pull: Array | None = None,
     ) -> Steps:
-        """Launch slab after slab as they arrive; see `GpuHalf.steps`."""
+        """Launch slab after slab as they arrive; see `GpuHalf.steps`, and `HalfSweep.steps` for `pull`."""
         device, plan, n = self.device, self.plan, len(self.degrees)
         gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
-        table = device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
+        in_place = pull is not None and plan.solver == "cholesky"
+        table: Any = pull if in_place else device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
         cleared = Cleared(device, n)
         status = cleared.status
@@ -308,7 +314,8 @@ class StreamedHalf(GpuHalf):
             for rows, part, indices, ratings in slabs:
                 assert prepared is not None
                 first = None if start is None else start.part(rows)
-                systems = functools.cache(functools.partial(part.systems, status[rows], first, gram, table[rows]))
+                given = (None if in_place else table[rows], None if pull is None else pull[rows])
+                systems = functools.cache(functools.partial(part.systems, status[rows], first, gram, *given))
                 for _ in part.solve_all(prepared, fixed.table, part.entries(indices, ratings, fixed, mean), systems):
                     pass
                 solved = part.unpack(systems().solutions)

@@ -370,10 +370,10 @@ def check_plan_serves_weights(plan: Plan) -> None:
 def check_plan_serves_features(plan: Plan, features: Mapping[Side, Any]) -> None:
     """Refuse plans whose half sweeps do not take what features add."""
     names = " and ".join(f"{side}_features" for side in features)
-    if plan.streamed or plan.offloaded or any(grid.splits > 1 for grid in plan.grids.values()):
+    if plan.offloaded or any(grid.splits > 1 for grid in plan.grids.values()):
         raise ValueError(
-            f"{names}: a fit with features needs ratings and factors in the memory of each GPU, and the plan streams "
-            'or splits them; use more GPUs, a larger gpu_memory_limit, or device="cpu"'
+            f"{names}: a fit with features needs the factors in the memory of each GPU, and the plan keeps them on "
+            'the host or splits them; use a GPU with more memory, a larger gpu_memory_limit, or device="cpu"'
         )
 
 

@@ -114,6 +114,8 @@ class GpuWorker:
     ) -> GpuHalf:
         """The half sweep over complete rows, for the placement of ratings and factors in the plan."""
         device = self.device
+        # the start of conjugate gradients has the place in which `solve_rows` reads a pull
+        apart = True if described and plan.solver == "cg" else None
         if plan.offloaded:
             slabs, tables = slabs_of(block, side, plan), self._tables[side]
             return HostHalf(device, side, slabs, objective, plan, self.copiers, names, tables)
@@ -121,12 +123,10 @@ class GpuWorker:
             matrix = block.csr if isinstance(block, InMemory) else block
             if plan.solver == "subspace":
                 return SubspaceHalf(device, side, matrix, objective, plan, names)
-            # the start of conjugate gradients has the place in which `solve_rows` reads a pull
-            apart = True if described and plan.solver == "cg" else None
             return HalfSweep(device, side, matrix, objective, plan, names, apart, weights)
         slabs = slabs_of(block, side, plan)
         pipeline = None if plan.resident else self._entries(plan, slabs.dtype)
-        return self._linked(StreamedHalf(device, side, slabs, objective, plan, pipeline, names))
+        return self._linked(StreamedHalf(device, side, slabs, objective, plan, pipeline, names, apart=apart))
 
     def partial(self, side: Side, block: Any, objective: Objective, plan: Plan, rows: BatchedRows) -> PartialRows:
         """Half sweep over entries on the device, or streamed batch by batch, according to the plan."""

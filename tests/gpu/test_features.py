@@ -118,11 +118,26 @@ def test_fold_in_takes_a_pull(backend, case):
     assert folded[0].matrix[rows] == pytest.approx(other.matrix[rows], rel=1e-3, abs=1e-3)
 
 
+LARGE = planted(400, 60, 0.5)
+OF_LARGE = {"item_features": np.random.default_rng(0).random((60, 2)).astype(np.float32)}
+
+
 @pytest.mark.usefixtures("tiny_gpu")
-def test_ratings_that_exceed_a_gpu_are_refused(gpu):
-    ratings = planted(400, 60, 0.5)
-    features = np.random.default_rng(0).random((60, 2))
-    model = hmf.ImplicitALS(factors=6, device="cuda", gpu_memory_limit=100_000)
-    with pytest.raises(ValueError, match="item_features: a fit with features needs ratings and factors in the memory"):
-        model.fit(ratings, item_features=features)
+@pytest.mark.parametrize("case", ["implicit", "biases", "cg", "mo_als"])
+def test_ratings_that_exceed_a_gpu_are_streamed(gpu, case):
+    kind, given = CASES[case]
+    models = [
+        kind(**({"factors": 6, "random_state": 3, "iterations": 3} | given | options)).fit(LARGE, **OF_LARGE)
+        for options in ({"device": "cuda", "gpu_memory_limit": 100_000}, {"device": "cpu", "assembly": "auto"})
+    ]
+    assert models[0].plan_.streamed
+    scores = [model.user_factors @ model.item_factors.T for model in models]
+    assert np.abs(scores[0] - scores[1]).max() < 5e-3 * np.abs(scores[1]).max()
+
+
+@pytest.mark.usefixtures("tiny_gpu")
+def test_factors_that_exceed_a_gpu_are_refused(gpu, monkeypatch):
+    model = hmf.ImplicitALS(factors=6, device="cuda", gpu_memory_limit=30_000)
+    with pytest.raises(ValueError, match="item_features: a fit with features needs the factors in the memory of each"):
+        model.fit(LARGE, **OF_LARGE)
     assert not model.__sklearn_is_fitted__()

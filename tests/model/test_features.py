@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core.objective import State
@@ -207,3 +209,31 @@ def ndcg(scores, hits, n=10):
     best = np.cumsum(1 / np.log2(np.arange(2, n + 2)))[np.minimum(hits.sum(axis=1), n).astype(int) - 1]
     known = hits.any(axis=1)
     return float((gains.sum(axis=1)[known] / best[known]).mean())
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**31),
+    shape=st.tuples(st.integers(2, 9), st.integers(2, 9)),
+    count=st.integers(1, 6),
+    weight=st.sampled_from([1e-3, 0.3, 1.0, 50.0]),
+    implicit=st.booleans(),
+)
+def test_any_fit_is_that_of_the_reference(seed, shape, count, weight, implicit):
+    """Any shape, more features than rows or constant ones included; the history is the objective and never rises."""
+    rng = np.random.default_rng(seed)
+    dense = np.where(rng.random(shape) < 0.5, rng.integers(1, 6, shape), 0).astype(np.float64)
+    dense[rng.integers(shape[0]), rng.integers(shape[1])] = 3.0
+    features = np.column_stack([rng.normal(size=(shape[1], count)), np.ones(shape[1])]).round(2)
+    kind = hmf.ImplicitALS if implicit else hmf.ExplicitALS
+    model = kind(
+        factors=3, device="cpu", random_state=0, iterations=4, regularization=0.5, dtype="float64",
+        item_feature_weight=weight,
+    )  # fmt: skip
+    model.fit(sp.csr_array(dense), item_features=features, callback=lambda model, record: None)
+    values = [record["objective"] for record in model.history_]
+    known = {"item": (features.astype(np.float32), weight)}
+    value = reference.objective_value(sp.csr_array(dense), state_of(model), model._fitted().objective, known)
+    assert values[-1] == pytest.approx(value, rel=1e-6)
+    assert model.objective(dense) == pytest.approx(value, rel=1e-5)
+    assert np.all(np.diff(values) <= 1e-9 * values[0])
