@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,15 +31,21 @@ def test_each_panel_has_ours_and_a_rival_of_recorded_lines() -> None:
 
 def test_bars_start_at_zero_and_show_their_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import front_page
-    from matplotlib.axes import Axes
 
-    limits = []
-    monkeypatch.setattr(Axes, "set_xlim", lambda axes, low, high: limits.append((low, high)))
+    drawn, figure = [], front_page.figure
+
+    @contextlib.contextmanager
+    def kept(*arguments: Any) -> Iterator[Any]:
+        with figure(*arguments) as drawing:
+            drawn.append(drawing)
+            yield drawing
+
+    monkeypatch.setattr(front_page, "figure", kept)
     panels = [(f"panel {k}", "seconds", {"hybridmf": 1.0, "other": 2.5}) for k in range(4)]
     front_page.draw(tmp_path / "front.svg", panels)
     text = (tmp_path / "front.svg").read_text(encoding="utf-8")
     assert text.count("2.50 s") == 4 and text.count("1.00 s") == 4 and "panel 3" in text
-    assert limits == [(0, 3.0)] * 4
+    assert [axes.get_xlim() for axes in drawn[0].axes] == [(0, 3.0)] * 4
 
 
 def test_the_picture_of_the_pages_is_there() -> None:
