@@ -207,6 +207,10 @@ def _refuse_itself(source: Any, path: Path) -> None:
 
 def _in_memory(source: Any, options: FileOptions) -> Ratings:
     if isinstance(source, Ratings):
+        if source.weights is not None:
+            raise RatingsError(
+                "source has weights of entries, which stores do not hold; source.with_weights(None) leaves them out"
+            )
         return source
     if isinstance(source, str):
         return Ratings.from_file(source, **vars(options))

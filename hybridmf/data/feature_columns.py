@@ -243,7 +243,8 @@ def code_like(table: Table, columns: Sequence[Column]) -> Coded:
     coded = []
     for column in columns:
         values = _Values(table.source, column.name, table.column(places[column.name]))
-        kind = values.as_column(column.kind == "category", column.separator).kind
+        nothing = bool(values.absent.all())  # null, of which `_code` says what it makes
+        kind = column.kind if nothing else values.as_column(column.kind == "category", column.separator).kind
         if kind != column.kind and (column.kind != "tags" or kind != "category"):
             raise RatingsError(
                 f"{values} holds values of the kind {kind}, and in the features of the model {column.kind}"

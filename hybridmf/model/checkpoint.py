@@ -22,7 +22,17 @@ from ..core.objective import LazyFactors, State
 from ..core.validate import check_bool, check_int, check_path, check_real
 from ..data.manifest import MANIFEST
 from ..errors import ModelFileError
-from .files import ModelFile, jsonable, lasting_tensors, model_metadata, state_tensors, stored_iteration, write_model
+from .files import (
+    ModelFile,
+    features_state,
+    features_tensors,
+    jsonable,
+    lasting_tensors,
+    model_metadata,
+    state_tensors,
+    stored_iteration,
+    write_model,
+)
 from .learned import Learned
 
 logger = logging.getLogger("hybridmf")
@@ -142,6 +152,7 @@ class _Snapshot:
     iteration: int
     metadata: dict[str, str]
     state: State
+    features: dict[str, np.ndarray]  # tensors of features
 
     def lazy(self) -> list[LazyFactors]:
         """Factors that are not host arrays."""
@@ -218,7 +229,8 @@ class Writer:
         if self._lasting is None:
             self._lasting = lasting_tensors(learned, include_seen=self.checkpoint.include_seen)
         # the history grows while the thread writes: it is serialized here
-        snapshot = _Snapshot(learned.n_iter, model_metadata(kind, learned, self.extra), learned.state)
+        metadata = model_metadata(kind, learned, self.extra | features_state(learned))
+        snapshot = _Snapshot(learned.n_iter, metadata, learned.state, features_tensors(learned))
         for factors in snapshot.lazy():
             factors.wait_by(self.release)
         self._next_time = time.monotonic() + 60 * (self.checkpoint.minutes or 0)
@@ -293,7 +305,7 @@ class Writer:
             logger.warning(
                 "checkpoint folder %r was removed during the fit, with its files; created again", str(folder)
             )
-        tensors = state_tensors(snapshot.state.on_host(), resumable=True) | lasting
+        tensors = state_tensors(snapshot.state.on_host(), resumable=True) | lasting | snapshot.features
         newest = folder / _file_name(snapshot.iteration)
         write_atomically(
             newest,

@@ -357,9 +357,14 @@ def test_encoding_of_other_rows(caplog):
     )
 
 
+ROW = {"year": 1945, "genre": None, "country": None, "family": True}
+
+
 def test_encoding_refuses():
     features, plain = hmf.Features.from_frame(films()), hmf.Features(np.eye(3))
     for known, rows, error, parts in (
+        (features, ROW | {"year": np.nan}, RatingsError, ("'year' of features is null in 1 of 1 rows",)),
+        (features, ROW | {"family": None}, RatingsError, ("'family' of features is null in 1 of 1 rows",)),
         (features, {"year": 1945}, RatingsError, ("lacks the columns 'genre', 'country', 'family'", "'year'")),
         (features, films(year=list("abcd")), RatingsError, ("'year' of features", "kind category", "number")),
         (features, films(country=[["us"]] * 4), RatingsError, ("'country' of features", "kind tags", "category")),

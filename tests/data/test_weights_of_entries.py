@@ -106,6 +106,7 @@ def test_bad_weights(tmp_path):
         (lambda: hmf.Ratings.from_file(path, weight="w"), RatingsError, ("no column 'w' (weight='w')",)),
         (lambda: hmf.Ratings.from_file(path, weight="value", value="value"), ValueError, ("different columns",)),
         (lambda: hmf.Ratings.from_file(path, weight=1, format="lists"), ValueError, ("weight= could name",)),
+        (lambda: hmf.convert(small(), tmp_path / "store"), RatingsError, ("stores do not hold", "with_weights(None)")),
         (lambda: hmf.Ratings.from_frame(pd.DataFrame(FRAME)), RatingsError, ("2 columns that could hold the values",)),
     ):
         with pytest.raises(error, match=says(*parts)):

@@ -312,6 +312,23 @@ def test_files_carry_features(model, tmp_path):
     assert again.getvalue() == path.read_bytes()
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_checkpoints_carry_features(name, tmp_path):
+    options = {"iterations": 6, "dtype": "float32"}
+    kind, given = KINDS[name]
+    settings = {"factors": 4, "device": "cpu", "random_state": 0} | given | options
+    kept = hmf.Checkpoint(tmp_path, include_seen=True)
+    half = kind(**settings | {"iterations": 3}).fit(RATINGS, **BOTH, checkpoint=kept)
+    loaded = hmf.load(tmp_path / "checkpoint-000003.safetensors")
+    assert loaded.item_features_.names == ITEMS.names
+    for include in (False, True):
+        found = [each.recommend([0, 39], N=30, include_cold=include)[0].tolist() for each in (half, loaded)]
+        assert found[0] == found[1]
+    resumed = kind(**settings).fit(RATINGS, **BOTH, resume_from=tmp_path)
+    whole = kind(**settings).fit(RATINGS, **BOTH)
+    np.testing.assert_allclose(resumed.item_factors_, whole.item_factors_, rtol=1e-4, atol=1e-5)
+
+
 def test_frames_are_encoded_as_in_the_fit(tmp_path):
     pd = pytest.importorskip("pandas")
     films = pd.DataFrame(
