@@ -53,6 +53,7 @@ class DeviceRegression(Regression):
         self.inverse = upload(np.ascontiguousarray(self.vectors(np.eye(len(self.root)))))
         self.indptr, self.indices = upload(rows.indptr.astype(np.int64)), upload(rows.indices.astype(np.int32))
         self.values = upload(rows.data.astype(self.dtype))
+        self._ridge: tuple[bytes, Array] | None = None
         self.pulled = upload(np.where(degrees > 0, scale, 0.0).astype(self.dtype))  # rows without entries stay zero
 
     def sums(self, factors: Any) -> Array:
@@ -83,7 +84,9 @@ class DeviceRegression(Regression):
         arguments = (vectors, self.inverse, sums, np.int64(n))
         self._kernel("feature_vectors")((ceil_div(n, ROWS),), (THREADS,), arguments, 0)
         found = device.empty((len(self.scale), self.width), self.dtype)
-        of_rows = (self.indptr, self.indices, self.values, self.pulled, device.upload(ridge.astype(self.dtype)))
+        if self._ridge is None or self._ridge[0] != ridge.tobytes():
+            self._ridge = ridge.tobytes(), device.upload(ridge.astype(self.dtype))
+        of_rows = (self.indptr, self.indices, self.values, self.pulled, self._ridge[1])
         self._over(found.size, "feature_pull", (found, vectors, *of_rows, np.int64(len(found))))
         return found
 

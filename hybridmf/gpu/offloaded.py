@@ -140,8 +140,11 @@ class HostHalf(StreamedHalf):
         """s of each row, on the host."""
         return self.objective.row_scale(self.side, self.degrees)
 
-    def steps(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Steps:
-        """Launch slab after slab; solutions are copied to the host. See `GpuHalf.steps`."""
+    def steps(
+        self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None, pull: Array | None = None
+    ) -> Steps:
+        """Launch slab after slab; solutions are copied to the host. See `GpuHalf.steps`; there is no `pull`."""
+        assert pull is None, "a fit with features keeps factors on the device"
         device, n = self.device, len(self.degrees)
         cleared = Cleared(device, n)
         status, found = cleared.status, cleared.found

@@ -71,8 +71,6 @@ class RankedRatings:
             raise ValueError(
                 f"model: {type(self.model).__name__} is not served by ranks; fit ImplicitALS or ExplicitALS"
             )
-        if self.features and device != "cpu":
-            settings = with_primal_rows(settings)
         of_ranks = replace(settings, device=(device,) * size)
         users, items = self.degrees["user"], self.degrees["item"]
         facts, nnz = DegreeFacts.of_degrees(users, items), int(users.sum())
@@ -90,6 +88,7 @@ class RankedRatings:
             plan = plan.changed(bytes=rank_bytes(plan, size))
         check_memory(plan)
         if self.features and plan.gpu is not None:
+            plan = with_primal_rows(plan, self.features)
             check_plan_serves_features(plan, self.features)
         self._agree([plan.grids[side].splits for side in SIDES], "grids of {} splits")
         batches = [0] * len(SIDES)

@@ -237,9 +237,8 @@ class LocalRatings:
         held = NOTHING if self.prepared is None else self.prepared.held
         plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
         if self.features and plan.gpu is not None:
-            settings = with_primal_rows(settings)
-            plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
             try:
+                plan = with_primal_rows(plan, self.features)
                 check_plan_serves_features(plan, self.features)
             except ValueError as error:
                 if settings.device != "auto":
@@ -326,11 +325,11 @@ def check_serves_features(model: Any, features: Mapping[Side, Any], matrix: Any)
         )
 
 
-def with_primal_rows(settings: Settings) -> Settings:
-    """Settings of a fit with features on GPUs, whose kernels have them in the primal form."""
-    if settings.row_form == "dual":
+def with_primal_rows(plan: Plan, features: Mapping[Side, Any]) -> Plan:
+    """The plan of a fit on GPUs, whose kernels have features in the primal form."""
+    if plan.row_form == "dual":
         raise ValueError('row_form="dual" does not apply on a GPU with features; use row_form="auto" or "primal"')
-    return replace(settings, row_form="primal")
+    return plan.changed(dual_sides=tuple(side for side in plan.dual_sides if side not in features))
 
 
 def described_by(model: Any, features: Mapping[Side, Features]) -> list[str]:

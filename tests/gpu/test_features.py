@@ -141,3 +141,16 @@ def test_factors_that_exceed_a_gpu_are_refused(gpu, monkeypatch):
     with pytest.raises(ValueError, match="item_features: a fit with features needs the factors in the memory of each"):
         model.fit(LARGE, **OF_LARGE)
     assert not model.__sklearn_is_fitted__()
+
+
+def test_sides_without_features_keep_the_dual_form(gpu):
+    model = hmf.ImplicitALS(factors=40, device="cuda", random_state=3, iterations=2, **IMPLICIT)
+    plain, described = (
+        model.fit(RATINGS, **features).plan_.dual_sides
+        for features in ({}, {"item_features": FEATURES["item_features"]})
+    )
+    assert plain == ("user", "item") and described == ("user",)
+    on_cpu = hmf.ImplicitALS(factors=40, device="cpu", random_state=3, iterations=2, **IMPLICIT)
+    on_cpu.fit(RATINGS, item_features=FEATURES["item_features"])
+    scores = [each.user_factors @ each.item_factors.T for each in (model, on_cpu)]
+    assert np.abs(scores[0] - scores[1]).max() < 2e-3 * np.abs(scores[1]).max()
