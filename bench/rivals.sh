@@ -17,7 +17,8 @@ pip=("$folder/bin/pip" --disable-pip-version-check install --quiet)
 "${pip[@]}" --no-binary cmfrec cmfrec==3.5.1.post14  # its setup.py detects -march=native and OpenMP
 flags="-O3 -march=native -fopenmp -DUSEAVX -DUSEOMP"  # USESSE would override USEAVX
 CFLAGS="$flags" CXXFLAGS="$flags" LDFLAGS=-fopenmp "${pip[@]}" --no-cache-dir --no-binary libmf libmf==0.9.2
-"$folder/bin/python" - << 'PYTHON'
+unset PYTHONPATH
+"$folder/bin/python" -P - << 'PYTHON'  # -P: the installed hybridmf, not the checkout's
 import sys
 from importlib.metadata import version
 
