@@ -1,17 +1,14 @@
 """Compiled kernels as files, and the processes that compile them.
 
-NVRTC's threads wait for each other: on 16 cores, the ten programs of a fit take 3.8 s in threads of one process, and
-the slowest one alone takes 1.7 s. So each thread of the compiler has a process of its own, which loads NVRTC and
-nothing else. Whatever fails here, from the start of a process to the file, leaves the work to CuPy, which compiles in
-this process and reports errors.
-
-This file is also the program of these processes (`serve`): started by name, it imports nothing of the package.
+NVRTC 13.2 compiles two programs in threads of one process hardly faster than one after the other, and in two processes
+as fast as one. So each thread of the compiler has a process of its own, which loads NVRTC and nothing else
+(`hybridmf.device.nvrtc`). Whatever fails here, from the start of a process to the file, leaves the work to CuPy, which
+compiles in this process and reports errors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import logging
@@ -22,62 +19,11 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from . import nvrtc
 
 logger = logging.getLogger("hybridmf")
-
-SIZE = 8
-"""Bytes of the length in front of each message."""
-
-
-def _send(stream: IO[bytes], *parts: bytes) -> None:
-    for part in parts:
-        stream.write(len(part).to_bytes(SIZE, "little") + part)
-    stream.flush()
-
-
-def _receive(stream: IO[bytes]) -> bytes:
-    """The next message; raises EOFError at the end of the stream."""
-    found = stream.read(SIZE)
-    size = int.from_bytes(found, "little")
-    part = stream.read(size) if len(found) == SIZE else b""
-    if len(found) < SIZE or len(part) < size:
-        raise EOFError("the stream has ended")
-    return part
-
-
-# ------------------------------------------------------------------------------------------------ in these processes
-
-
-def serve(path: str) -> None:
-    """Compile texts with options from the standard input until it ends; answer cubins, b"" for failures."""
-    nvrtc = ctypes.CDLL(path)
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    with contextlib.suppress(EOFError):
-        while True:
-            text = _receive(source)
-            _send(target, compiled(nvrtc, text, _receive(source).split(b"\0")))
-
-
-def compiled(nvrtc: Any, text: bytes, options: Sequence[bytes]) -> bytes:
-    """The cubin of a text; b"" if it does not compile."""
-    program = ctypes.c_void_p()
-    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"kernel.cu", 0, None, None):
-        return b""
-    try:
-        size = ctypes.c_size_t()
-        given = (ctypes.c_char_p * len(options))(*options)
-        if nvrtc.nvrtcCompileProgram(program, len(options), given):
-            return b""
-        if nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)):
-            return b""
-        cubin = ctypes.create_string_buffer(size.value)
-        return b"" if nvrtc.nvrtcGetCUBIN(program, cubin) else cubin.raw
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-# --------------------------------------------------------------------------------------------------- in the package
 
 
 class Cubins:
@@ -144,8 +90,8 @@ class Cubins:
     def _compile(self, process: subprocess.Popen[bytes], text: str, options: Sequence[str]) -> bytes:
         assert process.stdin is not None and process.stdout is not None
         try:
-            _send(process.stdin, text.encode(), "\0".join(options).encode())
-            return _receive(process.stdout)
+            nvrtc.send(process.stdin, text.encode(), "\0".join(options).encode())
+            return nvrtc.receive(process.stdout)
         except BaseException:
             process.kill()
             self.end()
@@ -165,7 +111,7 @@ class Cubins:
             if own not in self._processes:
                 try:
                     self._processes[own] = subprocess.Popen(
-                        [sys.executable, "-I", "-S", __file__, library],
+                        [sys.executable, "-I", "-S", nvrtc.__file__, library],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=subprocess.DEVNULL,
@@ -228,7 +174,3 @@ def _written(folder: Path, name: str, cubin: bytes) -> Path:
         out.write(cubin)
     os.replace(temporary, folder / name)
     return folder / name
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])
