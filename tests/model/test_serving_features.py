@@ -390,3 +390,21 @@ def test_damaged_files_are_refused(models, tmp_path, damage):
     altered(path, DAMAGES[damage])
     with pytest.raises(ModelFileError):
         hmf.load(path)
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_fit_on_a_gpu_is_served_as_one_on_the_cpu(name, gpu, tmp_path):
+    options = {"iterations": 3, "dtype": "float32"}
+    on_cpu, on_gpu = fitted(name, **options), fitted(name, device="cuda", **options)
+    on_gpu.save(tmp_path / "m")
+    for each in (on_gpu, hmf.load(tmp_path / "m")):
+        for call in (
+            lambda m: m.recommend([0, N_USERS - 1], N=12, include_cold=True)[1],
+            lambda m: m.recommend([0, N_USERS - 1], N=12)[1],
+            lambda m: m.recommend_new({0: 5.0}, N=6, features=np.eye(2)[:1], include_cold=True)[1],
+            lambda m: np.array(list(m.explain(1, WARM).item_features.values())),
+        ):
+            np.testing.assert_allclose(call(each), call(on_cpu), rtol=5e-3, atol=5e-3)
