@@ -13,7 +13,7 @@ python=${2:-python3.13}
 "$python" -m venv "$folder"
 pip=("$folder/bin/pip" --disable-pip-version-check install --quiet)
 "${pip[@]}" --only-binary :all: -r bench/rivals.txt
-"${pip[@]}" ".[test]"
+"${pip[@]}" -e ".[test]"  # in place: scripts start processes in the checkout
 "${pip[@]}" --no-binary cmfrec cmfrec==3.5.1.post14  # its setup.py detects -march=native and OpenMP
 flags="-O3 -march=native -fopenmp -DUSEAVX -DUSEOMP"  # USESSE would override USEAVX
 CFLAGS="$flags" CXXFLAGS="$flags" LDFLAGS=-fopenmp "${pip[@]}" --no-cache-dir --no-binary libmf libmf==0.9.2
