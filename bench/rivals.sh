@@ -18,7 +18,7 @@ pip=("$folder/bin/pip" --disable-pip-version-check install --quiet)
 flags="-O3 -march=native -fopenmp -DUSEAVX -DUSEOMP"  # USESSE would override USEAVX
 CFLAGS="$flags" CXXFLAGS="$flags" LDFLAGS=-fopenmp "${pip[@]}" --no-cache-dir --no-binary libmf libmf==0.9.2
 unset PYTHONPATH
-"$folder/bin/python" -P - << 'PYTHON'  # -P: the installed hybridmf, not the checkout's
+"$folder/bin/python" -P - << 'PYTHON'
 import sys
 from importlib.metadata import version
 
