@@ -48,7 +48,7 @@ def pandas_frame(rows: list[dict[str, Any]], otherwise: str) -> Any:
 
 def make_frame(columns: dict[str, np.ndarray], kind: str) -> Any:
     """A frame of the library `kind`."""
-    import narwhals as nw
+    import narwhals.stable.v2 as nw
 
     library: Any = kind
     return nw.from_dict(columns, backend=library).to_native()

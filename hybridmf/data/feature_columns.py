@@ -111,7 +111,7 @@ def table_of(given: Any, source: str) -> Table:
             f"{source} must be a pandas, polars or pyarrow table, got {type(given).__name__}; a matrix goes through "
             "Features(matrix, names=, labels=)"
         )
-    import narwhals as nw
+    import narwhals.stable.v2 as nw
 
     check_distinct_names(source, names)
     table: Any = nw.from_native(given)
@@ -355,7 +355,7 @@ class _Values:
             self.given: Any = series
             self.absent = np.array([_is_absent(each) for each in series], dtype=bool)
             return
-        import narwhals as nw
+        import narwhals.stable.v2 as nw
 
         dtype = series.dtype
         self.absent = _absent(series)

@@ -84,7 +84,7 @@ def frame_entries(
     weight: Any = None,
 ) -> Entries:
     """Entries of any frame that narwhals supports; `source` is its name in messages. See `Ratings.from_frame`."""
-    import narwhals as nw
+    import narwhals.stable.v2 as nw
 
     table, names = _frame(frame, source)
     columns = resolve_columns(
@@ -134,7 +134,7 @@ def column_weights(source: str, column: Any, values: np.ndarray) -> np.ndarray:
 
 def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
     """A frame as a narwhals frame, and the names of its columns."""
-    import narwhals as nw
+    import narwhals.stable.v2 as nw
 
     check_distinct_names(source, frame_names(frame) or [])
     try:
@@ -189,7 +189,7 @@ def _null_rows(series: Any) -> np.ndarray:
 
 def _rows_of_missing_words(series: Any) -> np.ndarray:
     """Mask of the rows whose text is one of `MISSING_WORDS`, but not empty: that is a label of a frame."""
-    import narwhals as nw
+    import narwhals.stable.v2 as nw
 
     if series.dtype in (nw.Categorical, nw.Enum):
         series = series.cast(nw.String)
@@ -201,7 +201,7 @@ def _rows_of_missing_words(series: Any) -> np.ndarray:
 
 def _coded_column(source: str, table: Any, column: Any) -> tuple[np.ndarray, np.ndarray]:
     """`factorize` for a column, without a Python object for each of many strings."""
-    import narwhals as nw
+    import narwhals.stable.v2 as nw
 
     name, series = f"column {column!r} of {source}", _frame_column(source, table, column)
     if len(series) >= MANY_STRINGS and series.dtype == nw.String:
@@ -453,7 +453,7 @@ def parquet_chunks(
     path: str, columns: Selectors, rows: int, missing: str = "error"
 ) -> Iterator[tuple[np.ndarray | list[Any], np.ndarray | list[Any], np.ndarray]]:
     """Ids (integers as an array, others as a list) and values of a Parquet file, in chunks of rows."""
-    import narwhals as nw
+    import narwhals.stable.v2 as nw
     import pyarrow as pa
 
     with _parquet(path) as file:

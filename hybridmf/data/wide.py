@@ -98,7 +98,7 @@ def _cells(frame: Any, name: str, names: Sequence[Any]) -> np.ndarray:
             with contextlib.suppress(TypeError, ValueError):
                 cells = frame.to_numpy(dtype=np.float64, na_value=np.nan)  # also of pandas.NA
     else:
-        import narwhals as nw
+        import narwhals.stable.v2 as nw
 
         cells = nw.from_native(frame, eager_only=True).to_numpy()
     if cells.dtype.kind in "fiub":
