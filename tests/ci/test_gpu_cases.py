@@ -184,13 +184,14 @@ def test_factors_of_empty_rows_must_be_zero(bench):
     "case",
     [
         Case("cg", "ml-20m", "implicit", 8, {"solver": "cg"}, 4, 2, "objective", cases.CG_LIMITS),
-        Case("sgd", "ml-20m", "sgd", 8, {"schedule": "msgd"}, 4, 2, "objective", cases.SGD_LIMITS["ml-20m"], False),
+        Case("sgd", "ml-20m", "sgd", 8, {"schedule": "msgd"}, 4, 2, "objective", (0.8, 2.5), False),
         Case("ccd", "ml-20m", "ccd", 8, {"nonnegative": True}, 4, 2, "objective", cases.CCD_LIMITS, False),
     ],
     ids=lambda case: case.family,
 )
 def test_objectives_are_compared_with_the_exact_solvers(bench, case):
-    assert check.run_case(bench, case)["status"] == "ok"
+    found = check.run_case(bench, case)
+    assert found["status"] == "ok", found
     last, first, _ = check.fit(bench, case, watched=True)
     zeros = dataclasses.replace(last, factors={side: 0 * each for side, each in last.factors.items()})
     for wrong in (zeros, first):
