@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
 
-from .cubins import Cubins
-
 logger = logging.getLogger("hybridmf")
 
 LONG_COMPILATION = 0.5
@@ -30,21 +28,13 @@ class Compiler:
     """Results of `compile`, by program.
 
     Its threads are daemons and end when nothing is left to compile. When the interpreter exits, programs that have not
-    begun are dropped. Processes that compile are ended, and what NVRTC compiles in this one is completed: it must not
-    run while its library is unloaded.
+    begun are dropped, and those under way are completed: NVRTC must not run while its library is unloaded.
     `workers`: maximum number of threads; at most half of them compile what is needed later.
     `name`: of the device, for the log.
-    `processes`: of the threads; `end` is called by a thread that ends.
     """
 
-    def __init__(
-        self,
-        compile: Callable[[str, str, tuple[str, ...]], Any],
-        workers: int,
-        name: str,
-        processes: Cubins | None = None,
-    ) -> None:
-        self._compile, self._workers, self._name, self._processes = compile, workers, name, processes
+    def __init__(self, compile: Callable[[str, str, tuple[str, ...]], Any], workers: int, name: str) -> None:
+        self._compile, self._workers, self._name = compile, workers, name
         self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
         self._results: dict[Program, Future[Any]] = {}
         self._untouched: set[Program] = set()
@@ -100,8 +90,6 @@ class Compiler:
                 result.set_exception(error)
             with self._lock:
                 self._later -= when == LATER
-        if self._processes is not None:
-            self._processes.end()
 
     def _take(self) -> tuple[int, Program] | None:
         """The next program; None ends the thread."""
@@ -126,8 +114,6 @@ class Compiler:
             self._closed = True
             self._queue.clear()
             threads = list(self._threads)
-        if self._processes is not None:
-            self._processes.close()
         for thread in threads:
             thread.join()
 

@@ -18,7 +18,6 @@ The host waits only in `Health.wait`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import logging
@@ -38,7 +37,6 @@ from ..errors import DeviceError, DeviceMemoryError
 from .arguments import Struct, passed
 from .compiler import Compiler, Program
 from .copier import CudaCopier
-from .cubins import cubins_of
 from .health import check_all, health_of, one_line
 
 logger = logging.getLogger("hybridmf")
@@ -276,9 +274,7 @@ class CudaDevice:
             "l2_bytes": int(properties["l2CacheSize"]),
             "memory_bytes": int(properties["totalGlobalMem"]),
         }
-        cores = available_cores()
-        self._cubins = cubins_of(self._cupy, 10 * capability[0] + capability[1], cores)
-        self._compiler = Compiler(self._compile, cores, name, self._cubins)
+        self._compiler = Compiler(self._compile, available_cores(), name)
         self.refresh()
 
     def refresh(self) -> None:
@@ -507,15 +503,13 @@ class CudaDevice:
 
     def _compile(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
         cupy = self._cupy
-        text = program_text(source, name, constants)
         options: tuple[str, ...] = ("-std=c++17",)
         if HOPPER_ONLY in source:
             options += ("-arch=sm_90a",)  # NVRTC uses the last -arch option; CuPy passes plain sm_90
         with self.active():
             try:
-                function = self._from_file(name, text, options)
-                if function is None:
-                    function = cupy.RawModule(code=text, options=options, backend="nvrtc").get_function(name)
+                text = program_text(source, name, constants)
+                function = cupy.RawModule(code=text, options=options, backend="nvrtc").get_function(name)
             except cupy.cuda.compiler.CompileException as error:
                 raise DeviceError(
                     f"the kernel {name} does not compile for cuda:{self.index} with {' '.join(constants)}; "
@@ -577,14 +571,6 @@ class CudaDevice:
     def address(self, array: Array) -> int:
         """Address of an array, for a `Struct`."""
         return _address(array)
-
-    def _from_file(self, name: str, text: str, options: tuple[str, ...]) -> Any:
-        """A kernel that a process has compiled; None if that, or loading it, is not possible."""
-        file = self._cubins.file(text, options)
-        if file is not None:
-            with contextlib.suppress(self._cupy.cuda.driver.CUDADriverError):
-                return self._cupy.RawModule(path=str(file)).get_function(name)
-        return None
 
     def matmul(self, a: Array, b: Array) -> Array:
         """Product of two matrices of one dtype by cuBLAS, without TF32."""

@@ -614,14 +614,15 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
     common = {"REAL": np.dtype(plan.dtype)}
     implicit, biased = plan.feedback == "implicit", plan.rank > plan.factors
     longest = max(dual_up_to(plan, side) for side in SIDES)
+    # as many at a time as there are cores: those that take longest, then in the order of use
     return [
         *dict.fromkeys(_programs_of_systems(device, plan, wide)),
-        *dual.programs(plan.rank, longest, implicit, biased),
-        *(predictions.programs(plan) if plan.solver == "subspace" else ()),
-        *(gram_programs(device.spec, plan.dtype) if implicit else []),
         *(program("transpose.cu", name, **common, THREADS=matrix.THREADS) for name in matrix.KERNELS),
-        program("rows.cu", "row_range", REAL=np.dtype(np.float32), THREADS=rows.THREADS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),
+        *(gram_programs(device.spec, plan.dtype) if implicit else []),
+        program("rows.cu", "row_range", REAL=np.dtype(np.float32), THREADS=rows.THREADS),
+        *(predictions.programs(plan) if plan.solver == "subspace" else ()),
+        *dual.programs(plan.rank, longest, implicit, biased),
         *arrays.programs(plan.dtype),
     ]
 
