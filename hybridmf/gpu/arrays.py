@@ -82,7 +82,7 @@ def _rows_of(device: Device, array: Array) -> tuple[int, int, int]:
     """Rows, their width, and elements from one to the next; a vector is one row."""
     check_not_host(device, array=array)
     item, (n, width) = array.dtype.itemsize, (1, *array.shape)[-2:]
-    if item % WORD or (width > 1 and array.strides[-1] != item):
+    if item % WORD or (n and width > 1 and array.strides[-1] != item):  # CuPy's strides are 0 without elements
         raise TypeError(f"rows must be contiguous words; got {array.dtype}, strides {array.strides}")
     return n, width, array.strides[0] // item if n > 1 else width
 
