@@ -310,6 +310,8 @@ class FitLoop:
             level, why, kept = logging.WARNING, str(failure), self._keep_what_is_on_host()
         if isinstance(error, DeviceLostError):
             error.kept = kept
+            if self.writer is not None:
+                error.kept += f"; checkpoints are in {str(self.writer.checkpoint.folder)!r}"
         else:
             logger.log(level, "%s. %s", why, kept)
 
@@ -320,19 +322,18 @@ class FitLoop:
 
     def _keep_what_is_on_host(self) -> str:
         """Give the model the last factors on the host, without the GPU; returns a sentence that names them."""
-        saved = "" if self.writer is None else f"; checkpoints are in {str(self.writer.checkpoint.folder)!r}"
         if self.learned is None:
-            return f"{AS_BEFORE}{saved}"
+            return AS_BEFORE
         with self.model._lock:
             if self.model._learned is not self.learned:
-                return f"The model is as the callback left it{saved}"
+                return "The model is as the callback left it"
             try:
                 self.learned = replace(self.learned, state=self.learned.state.on_host())
             except DeviceError:
                 self.model._forget()
-                return f"The model is not fitted: no factors of this fit are on the host{saved}"
+                return "The model is not fitted: no factors of this fit are on the host"
             self.model._learn(self.learned)
-        return f"The model has the factors of iteration {self.learned.n_iter}, which were on the host{saved}"
+        return f"The model has the factors of iteration {self.learned.n_iter}, which were on the host"
 
 
 def check_validation(
