@@ -68,7 +68,7 @@ DRAWN = 9
 """Trials on the first rung of a bracket."""
 
 PATIENCE = 2
-"""Brackets in a row without a gain, after which a stage ends."""
+"""Brackets in a row without a gain, after which the exploration ends."""
 
 GAIN = 2e-3
 """Relative improvement below which a bracket or a higher rank counts as none."""
@@ -610,14 +610,16 @@ class Searcher:
         share = AT_FIRST_RANK if len(self.space.ranks) > 1 else 1.0
         self._brackets(self.space.ranks[0], (None, *WIDTHS[:-1]), share)
 
-    def _brackets(self, rank: int, widths: Iterable[float | None], share: float = 1.0) -> None:
+    def _brackets(
+        self, rank: int, widths: Iterable[float | None], share: float = 1.0, patience: int = PATIENCE
+    ) -> None:
         """Brackets around the best, or anywhere, until the share of the budget is used up or they gain nothing."""
         idle = 0
         for width in widths:
             before, tried = self.best, len(self.trials)
             self._bracket(self._drawn(rank, width, share))
             idle = 0 if self._has_gained(before) else idle + 1
-            if idle == PATIENCE or len(self.trials) == tried:
+            if idle == patience or len(self.trials) == tried:
                 return
 
     def _drawn(self, rank: int, width: float | None, share: float) -> Iterator[Trial]:
@@ -685,9 +687,10 @@ class Searcher:
                 compile_ahead(plan, later=k > 0)
 
     def _refine(self) -> None:
-        """Brackets ever closer around the best, at its rank."""
+        """Brackets ever closer around the best, at its rank, then anywhere, and again."""
         if self.best is not None:
-            self._brackets(self.best._rank, itertools.chain(WIDTHS[1:], itertools.repeat(WIDTHS[-1])))
+            widths = (*WIDTHS[1:], None, WIDTHS[0])
+            self._brackets(self.best._rank, itertools.cycle(widths), patience=len(widths))
 
     def _has_gained(self, before: Trial | None) -> bool:
         if self.best is None or before is None:
