@@ -227,7 +227,7 @@ def report() -> str:
     recorded = [json.loads(text) for text in (RESULTS / "search.jsonl").read_text().splitlines()]
     for line in recorded:
         if "trace" in line:
-            where = f"{line['threads']} cores" if line["device"] == "cpu" else "GPU"
+            where = f"{line.get('threads', line['machine']['cores'])} cores" if line["device"] == "cpu" else "GPU"
             shown = f"{line['set']}, {where}"
             newest[shown, line["seed"], line["method"]] = line
     rows = [
@@ -294,6 +294,7 @@ def main(
                 best = max((value for _, value in trace), default=math.nan)
                 click.echo(f"{name} seed {seed} {method}: {len(trace)} values, best {best:.4f}")
                 line = {
+                    "threads": cores(),
                     "bench": "search",
                     "set": name,
                     "seed": seed,
