@@ -13,8 +13,8 @@ vector that b starts from: the penalty lambda s_u |x - m|^2 about a point m adds
 
 rank1   fig. 5: one symmetric rank-1 update (Level-2 BLAS) per entry
 blas3   ours of fig. 6: rows sqrt|w| y gathered into a workspace, then one syrk (Level-3 BLAS) per full workspace
-gemm    fig. 6 as printed: w y and y gathered into two workspaces, then one gemm of both; rows in the given order, 200 at a
-        time (`BLOCK_ROWS`)
+gemm    fig. 6 as printed: w y and y gathered into two workspaces, then one gemm of both; rows in the given order, 200
+        at a time (`BLOCK_ROWS`)
 simd    ours: rows gathered with prefetching into an L1-sized workspace, b in the same pass; register-blocked symmetric
         update of the needed triangle; our own Cholesky, while A is still in cache: small systems one in each lane of a
         vector, large ones in pairs (kernels_impl.h). Rows of at most `dual_up_to` entries take the dual form.
@@ -284,7 +284,9 @@ def can_run(str name):
 
 
 ctypedef void (*Syrk)(char*, char*, int*, int*, void*, void*, int*, void*, void*, int*) noexcept nogil
-ctypedef void (*Gemm)(char*, char*, int*, int*, int*, void*, void*, int*, void*, int*, void*, void*, int*) noexcept nogil
+ctypedef void (*Gemm)(
+    char*, char*, int*, int*, int*, void*, void*, int*, void*, int*, void*, void*, int*
+) noexcept nogil
 ctypedef void (*Potrf)(char*, int*, void*, int*, int*) noexcept nogil
 ctypedef void (*Potrs)(char*, int*, int*, void*, int*, void*, int*, int*) noexcept nogil
 
