@@ -30,6 +30,7 @@ include_patterns = [
     "bench/AIMS.md",
     "bench/FIGURES.md",
     "bench/TRIALS.md",
+    "bench/RECORDING.md",
     "docs/**.md",
     "docs/notebooks/*.ipynb",
 ]
@@ -92,6 +93,7 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
         "../bench/AIMS",
         "../bench/FIGURES",
         "../bench/TRIALS",
+        "../bench/RECORDING",
     ),
 }
 """The navigation. A missing page is skipped; a page that no chapter lists appears under "More"."""
