@@ -158,8 +158,7 @@ class SearchResult:
     metric : str
     default_value, popularity_value : float or None
         The same metric of the given model with its own parameters, at the lowest rank of the space (None if it failed),
-        and of the most popular items
-        (for "rmse" and "mae": of the damped means of the items).
+        and of the most popular items (for "rmse" and "mae": of the damped means of the items).
     trials : tuple of Trial
         In the order of their starts.
     seconds : float
@@ -906,6 +905,12 @@ def _parts(train: Any, validation: Any, model: FactorModel, unknown: str, seed: 
         held_out = check_validation(validation, labels, ratings.shape, model._objective(), unknown)
         assert held_out is not None
         return given, known, held_out
+    for name, each in (("train", ratings), ("validation", validation)):
+        if getattr(each, "weights", None) is not None:
+            raise ValueError(
+                f"{name} has weights of entries, which the last fit, on both parts, would lose; pass all ratings as "
+                f"train and leave validation out, or pass {name}.with_weights(None)"
+            )
     held_out = check_validation(validation, labels, ratings.shape, model._objective(), unknown)
     assert held_out is not None
     new = ~entries_in(held_out, ratings.user_items)

@@ -10,6 +10,7 @@ import click
 from ..metrics import PopularityRecommender
 from ..ratings import split
 from ..search import check_metric, parse_seconds, search
+from .features import NAMES, features_of, features_options
 from .fit import read_and_say, save_model, share_of, silent
 from .hyperparameters import SECTIONS, make_model, model_options
 from .options import Sectioned, debug_option, examples, output_option, plot_option, refuse_overwriting
@@ -30,7 +31,7 @@ from .sources import (
 @click.command(
     "search",
     cls=Sectioned,
-    sections=SECTIONS | READING,
+    sections=SECTIONS | {"Features": NAMES} | READING,
     epilog=examples(
         "hybridmf search ratings.csv -o best.safetensors --model implicit --metric ndcg@20 --budget 2min",
         "hybridmf search ratings.csv -o best.safetensors --budget 60s --validation held-out.csv",
@@ -52,6 +53,7 @@ from .sources import (
     "--validation", metavar="SHARE|NUMBER|FILE",
     help="Ratings to select by: held out, or of a file.  [default: a tenth, by time if there are timestamps]",
 )  # fmt: skip
+@features_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the split, the settings and the factors.")
 @where_option
 @plot_option("Picture of the metric over each parameter and over seconds")
@@ -74,6 +76,11 @@ def command(
     plot: str | None,
     as_json: bool,
     lines: str | None,
+    item_features: str | None,
+    item_feature_columns: str | None,
+    user_features: str | None,
+    user_feature_columns: str | None,
+    tag_separator: str | None,
     quiet: bool,
     **options: Any,
 ) -> None:
@@ -86,11 +93,14 @@ def command(
     searched.
     """
     source = one_source(ratings_files)
-    read_files = files_of(source, validation if share_of(validation) is None else None)
+    read_files = files_of(source, validation if share_of(validation) is None else None, item_features, user_features)
     for written in (output, plot, lines):
         refuse_overwriting(written, *read_files)
     model = make_model(kind, method, options, seed)
     check_metric(metric, model, "--metric")
+    features: dict[str, Any] = features_of(
+        {"item": (item_features, item_feature_columns), "user": (user_features, user_feature_columns)}, tag_separator
+    )
     quiet = quiet or as_json
     say = silent if quiet else click.echo
     seconds = None if budget is None else parse_seconds("--budget", budget)
@@ -103,7 +113,7 @@ def command(
         held_out = read_ratings(validation, where, show_progress=not quiet, **options)
     found = search(
         train, held_out, model=model, metric=metric, budget=seconds, trials=trials, random_state=seed,
-        show_progress=not quiet, unknown="drop",
+        show_progress=not quiet, unknown="drop", **features,
     )  # fmt: skip
     if lines is not None:
         found.to_json_lines(lines)

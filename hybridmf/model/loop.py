@@ -308,10 +308,10 @@ class FitLoop:
             if isinstance(failure, DeviceLostError):
                 failure.during(work)
             level, why, kept = logging.WARNING, str(failure), self._keep_what_is_on_host()
+        if self.writer is not None and (level == logging.WARNING or isinstance(error, DeviceLostError)):
+            kept += f"; checkpoints are in {str(self.writer.checkpoint.folder)!r}"
         if isinstance(error, DeviceLostError):
             error.kept = kept
-            if self.writer is not None:
-                error.kept += f"; checkpoints are in {str(self.writer.checkpoint.folder)!r}"
         else:
             logger.log(level, "%s. %s", why, kept)
 

@@ -52,6 +52,19 @@ def test_search_as_json_by_a_file_of_held_out_ratings(folder, tmp_path):
     assert "entries of validation are in train as well" in refuse(*arguments, "--validation", known)
 
 
+def test_search_with_features(folder, tmp_path):
+    out, genres = tmp_path / "best.safetensors", tmp_path / "genres.csv"
+    items = sorted({line.split(",")[1] for line in (folder / "ratings.csv").read_text().splitlines()[1:]})
+    genres.write_text(
+        "item,genre\n" + "".join(f"{item},{'noir' if k % 2 else 'war'}\n" for k, item in enumerate(items))
+    )
+    succeed("search", folder / "ratings.csv", "-o", out, "--factors", 4, "--trials", 4, "--item-features", genres)
+    assert hmf.load(out).item_features_.names == ["genre:noir", "genre:war"]
+    assert "needs --item-features FILE" in refuse(
+        "search", folder / "ratings.csv", "-o", out, "--item-feature-columns", "x"
+    )
+
+
 def test_search_refuses_what_cannot_work(folder, tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
     ratings, out = folder / "ratings.csv", tmp_path / "best.safetensors"

@@ -374,6 +374,19 @@ def test_validation_entries_that_are_in_train_do_not_count(model, plays, caplog)
     assert "of validation are in train as well, and do not count" in caplog.text
 
 
+def test_weights_of_entries_count_in_trials_and_in_the_last_fit(plays):
+    weights = np.random.default_rng(0).uniform(0.2, 5, plays.nnz)
+    weighted = plays.with_weights(weights)
+    one, other = (hmf.search(each, model=hmf.ImplicitALS(8), trials=3, random_state=0) for each in (plays, weighted))
+    assert one.trials[0].value != other.trials[0].value
+    again = eval(other.code(), {"hmf": hmf, "ratings": weighted})
+    np.testing.assert_array_equal(again.item_factors_, other.best.item_factors_)
+    train, validation = hmf.split(weighted, 0.2, 0)
+    for parts in ((train, validation), (train.with_weights(None), validation)):
+        with pytest.raises(ValueError, match="has weights of entries, which the last fit"):
+            hmf.search(*parts, trials=2)
+
+
 def test_nothing_to_select_by_is_a_warning(caplog):
     apart = hmf.Ratings(sp.csr_array(np.kron(np.eye(3), np.ones((1, 20)))))  # no item has two users
     hmf.search(apart, model=hmf.ImplicitALS(4), trials=2, random_state=0)
