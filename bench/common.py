@@ -125,12 +125,15 @@ def processor() -> str:
 
 
 def record(file: str, line: dict[str, Any]) -> None:
-    """Append one measurement with machine, versions and sources to bench/results/<file>.jsonl."""
+    """Append one measurement with machine, versions and sources to bench/results/<file>.jsonl.
+
+    `cores` are those that this process may use: `taskset` keeps measurements apart that run side by side.
+    """
     stamp = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": {
             "processor": processor(),
-            "cores": os.cpu_count(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "instruction_set": hmf.config()["instruction_set"],
         },
         "versions": {

@@ -95,17 +95,19 @@ PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
         "distribution": [Work({"eachmovie": 1.0} | SMALLER)],
         "scaling": [
             Work({"eachmovie": 1.0}, (96,), OURS),
-            Work({"netflix": 0.2}, (64,), OURS),
-            Work({"msd": 0.3}, (64,), OURS),
+            Work(LARGE, (64,), ("simd",)),
+            Work({"netflix": 1.0}, (64,), ("blas3_published",)),
+            Work(SMALLER, (64,), OURS),
             Work({"eachmovie": 1.0}, (96,), ("implicit exact",)),
-            Work({"yahoo-songs": 0.3}, (64,), OURS),
         ],
         "iteration": [
+            Work(LARGE, (10, 16, 32, 48, 64, 80, 100), ("simd",)),
+            Work(LARGE, (32, 64, 96), ("blas3_published",)),
             Work(SMALLER, (32, 64, 96), OURS),
             Work(SMALLER, (64,), SLOWER),
             Work(SMALLER, (32, 96), SLOWER),
             Work(SMALLER, (10, 20, 48, 80), OURS),
-            Work(LARGE, (32, 64), (*OURS, "implicit CG 3")),
+            Work(LARGE, (32, 64), ("blas3", "implicit CG 3")),
         ],
     },
     ("cuda", "quick"): {

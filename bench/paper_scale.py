@@ -135,7 +135,7 @@ def scale_task(line: Line) -> str:
         return "streamed"
     if line["shape"].startswith("hugewiki"):
         return "hugewiki"
-    return "scaling" if line["shape"] == "netflix" else "short"  # bench/FIGURES.md has these
+    return "scaling" if line["shape"] in ("netflix", "yahoo-music") else "short"  # bench/FIGURES.md has these
 
 
 CASE = ("shape", "factors", "gpus", "grids", "reduction", "limit")

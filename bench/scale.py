@@ -1,6 +1,7 @@
 """ALS on several GPUs beside one: seconds per half sweep and iteration, equal answers, and what the planner predicted.
 
     python bench/scale.py                              Netflix shape, f = 100, on 1, 2 and 4 GPUs: model parallel
+    python bench/scale.py --shape yahoo-music          the same of another shape
     python bench/scale.py --task hugewiki              Hugewiki's shape, items data parallel; --fraction of its entries
     python bench/scale.py --task reduction             sums added up in parallel, in two phases and on one GPU
     python bench/scale.py --task short --factors 128   implicit feedback with few entries a row, the dual form's: the
@@ -26,8 +27,8 @@ from typing import Any
 import click
 import numpy as np
 import scipy.sparse as sp
-from common import median, record
-from gpu_data import synthetic_gpu
+from common import SHAPES, median, record
+from gpu_data import GPU_SHAPES, published_gpu, synthetic_gpu
 
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Factors, Side, State
@@ -225,6 +226,9 @@ def _keep(line: dict[str, Any]) -> None:
 
 @click.command(help=__doc__.split("\n\n")[0] if __doc__ else None)
 @click.option("--task", type=click.Choice(TASKS), default="netflix", show_default=True)
+@click.option(
+    "--shape", type=click.Choice(list(SHAPES)), default="netflix", show_default=True, help="Of --task netflix."
+)
 @click.option("--gpus", "counts", multiple=True, type=int, help="Repeat it.  [default: 1, 2, 4 as far as there are]")
 @click.option("--factors", type=int, default=100, show_default=True)
 @click.option("--fraction", type=float, default=0.25, show_default=True, help="Of Hugewiki's entries.")
@@ -233,6 +237,7 @@ def _keep(line: dict[str, Any]) -> None:
 @click.option("--seed", type=int, default=0, show_default=True)
 def main(
     task: str,
+    shape: str,
     counts: tuple[int, ...],
     factors: int,
     fraction: float,
@@ -244,15 +249,16 @@ def main(
     used = [count for count in counts or (1, 2, 4) if count <= there]
     started = time.perf_counter()
     if task == "short":
-        for shape in ("msd", "shop"):
-            case = Case(shape, synthetic_gpu(shape, seed=seed, implicit=True), factors, implicit=True)
+        for short in ("msd", "shop"):
+            case = Case(short, synthetic_gpu(short, seed=seed, implicit=True), factors, implicit=True)
             for count in used:
                 _keep(case.run(count, sweeps))
         return
     if task in ("hugewiki", "streamed"):
         case = Case(f"hugewiki x {fraction:g}", hugewiki(fraction, seed), factors)
     else:
-        case = Case("netflix", synthetic_gpu("netflix", seed=seed), factors)
+        drawn = synthetic_gpu(shape, seed=seed) if shape in GPU_SHAPES else published_gpu(shape, seed=seed)
+        case = Case(shape, drawn, factors)
     click.echo(f"{case.matrix.nnz:,} entries ready after {time.perf_counter() - started:.1f} s")
     if task == "reduction":
         _reductions(case, max(used), sweeps)
