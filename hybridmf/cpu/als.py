@@ -252,7 +252,7 @@ class HalfSweep:
         zeros by default, `gram` that of the fixed factors, if already computed, and `pull`, shape (n_rows, rank), what
         is added to the right-hand sides. Arguments are not modified.
         """
-        plan, indices = self.plan, self.indices
+        plan, indices, fixed = self.plan, self.indices, fixed.on_host()
         if gram is None:
             gram = WeightedGram(self.side, fixed.matrix, self.objective, plan.num_threads, blas=plan.uses_blas)
         if changes_basis(plan, self.side) and len(indices) < len(fixed):

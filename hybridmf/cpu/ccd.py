@@ -76,7 +76,7 @@ class CpuCCD(RankOneSolver):
         state: State,
         weights: Any = None,
     ) -> None:
-        super().__init__(objective, plan, state)
+        super().__init__(objective, plan, state.on_host())
         of_users = None if weights is None else _weight_matrix(user_items, weights)
         of_items = None if of_users is None else transposed(of_users, plan.num_threads)
         self.halves: dict[Side, _Half] = {

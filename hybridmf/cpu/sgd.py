@@ -238,8 +238,8 @@ class CpuEpochs:
         return np.errstate(over="ignore", invalid="ignore")
 
     def hold(self, factors: Factors) -> Factors:
-        """Return the factors unchanged."""
-        return factors
+        """Draw initial factors; others are on the host."""
+        return factors.on_host()
 
     def copies(self, factors: Factors) -> Copies:
         """See `EpochKernels`."""

@@ -33,8 +33,10 @@ def copy(device: Device, target: Array, source: Array) -> None:
         raise TypeError(f"target {target.dtype} {target.shape} and source {source.dtype} {source.shape} differ")
     (n, width, target_ld), (_, _, source_ld) = _rows_of(device, target), _rows_of(device, source)
     words = source.dtype.itemsize // WORD
-    sizes = (np.int64(size) for size in (n, width * words, target_ld * words, source_ld * words))
-    _launch(device, "copy_block", n * width * words, (target, source, *sizes))
+    if n and width:
+        sizes = (np.int64(size) for size in (n, width * words, target_ld * words, source_ld * words))
+        kernel = get_kernel(device, SOURCE, "copy_block", THREADS=THREADS)
+        kernel(_blocks(device, n * width * words), (THREADS,), (target, source, *sizes), 0)
 
 
 def gather(device: Device, source: Array, rows: Array) -> Array:
@@ -47,17 +49,22 @@ def gather(device: Device, source: Array, rows: Array) -> Array:
     check_not_host(device, source=source, rows=rows)
     target = device.empty((len(rows), *source.shape[1:]), source.dtype)
     width = int(np.prod(source.shape[1:], dtype=np.int64)) * source.dtype.itemsize // WORD
-    arguments = (target, source, rows, np.int64(len(rows)), np.int64(width))
-    _launch(device, "gather_rows", len(rows) * width, arguments, ROW="int" if rows.dtype == np.int32 else "int64")
+    if target.size:
+        row = "int" if rows.dtype == np.int32 else "int64"
+        kernel = get_kernel(device, SOURCE, "gather_rows", ROW=row, THREADS=THREADS)
+        arguments = (target, source, rows, np.int64(len(rows)), np.int64(width))
+        kernel(_blocks(device, len(rows) * width), (THREADS,), arguments, 0)
     return target
 
 
 def fill(device: Device, target: Array, value: float) -> None:
     """``target[...] = value`` for a vector or a matrix, whose rows are contiguous."""
     n, width, ld = _rows_of(device, target)
-    real = target.dtype
-    arguments = (target, np.int64(n), np.int64(width), np.int64(ld), real.type(value))
-    _launch(device, "fill_block", n * width, arguments, REAL=real)
+    if n and width:
+        real = target.dtype
+        kernel = get_kernel(device, SOURCE, "fill_block", REAL=real, THREADS=THREADS)
+        arguments = (target, np.int64(n), np.int64(width), np.int64(ld), real.type(value))
+        kernel(_blocks(device, n * width), (THREADS,), arguments, 0)
 
 
 def added(device: Device, source: Array, value: float, dtype: Any = None) -> Array:
@@ -66,16 +73,12 @@ def added(device: Device, source: Array, value: float, dtype: Any = None) -> Arr
     check("source", source, source.dtype, (None,) * len(source.shape))
     check_not_host(device, source=source)
     target = device.empty(source.shape, real)
-    types = {"REAL": real, "SOURCE": np.dtype(source.dtype)}
-    _launch(device, "add_value", source.size, (target, source, np.int64(source.size), real.type(value)), **types)
+    if source.size:
+        types = {"REAL": real, "SOURCE": np.dtype(source.dtype)}
+        kernel = get_kernel(device, SOURCE, "add_value", **types, THREADS=THREADS)
+        arguments = (target, source, np.int64(source.size), real.type(value))
+        kernel(_blocks(device, source.size), (THREADS,), arguments, 0)
     return target
-
-
-def column(device: Device, table: Array, number: int) -> Array:
-    """A copy of a column of a table."""
-    found = device.empty((len(table), 1), table.dtype)
-    copy(device, found, table[:, number : number + 1])
-    return found.reshape(-1)
 
 
 def _rows_of(device: Device, array: Array) -> tuple[int, int, int]:
@@ -87,7 +90,5 @@ def _rows_of(device: Device, array: Array) -> tuple[int, int, int]:
     return n, width, array.strides[0] // item if n > 1 else width
 
 
-def _launch(device: Device, name: str, elements: int, arguments: tuple[Any, ...], **constants: Any) -> None:
-    if elements:
-        blocks = min(ceil_div(elements, THREADS), BLOCKS_PER_SM * device.spec.multiprocessors)
-        get_kernel(device, SOURCE, name, **constants, THREADS=THREADS)((blocks,), (THREADS,), arguments, 0)
+def _blocks(device: Device, elements: int) -> tuple[int]:
+    return (min(ceil_div(elements, THREADS), BLOCKS_PER_SM * device.spec.multiprocessors),)

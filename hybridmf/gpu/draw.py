@@ -7,7 +7,7 @@ import numpy as np
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from ..plan.start import DrawnFactors
-from .launch import check_all, get_kernel
+from .launch import get_kernel
 
 THREADS = 256
 BLOCKS_PER_SM = 8
@@ -22,33 +22,19 @@ def drawn_table(device: Device, factors: DrawnFactors, width: int) -> Array:
 
     Returns float (n, width).
     """
-    table = device.empty((len(factors), width), factors.drawing.dtype)
-    scales = device.upload(factors.scales)
-    rows = None if factors.rows is None else device.upload(factors.rows)
-    with device.active():
-        draw_rows(device, table, scales, factors, rows)
-    return table
-
-
-def draw_rows(device: Device, table: Array, scales: Array, factors: DrawnFactors, rows: Array | None) -> None:
-    """Fill a table on the device; `scales` and `rows` are those of `factors`.
-
-    `table`, float (n, width); `scales`, float32 (n,); `rows`, int64 (n,), or None.
-    """
-    (n, width), how = table.shape, factors.drawing
-    check_all(
-        device,
-        table=(table, how.dtype, (len(factors), None)),
-        scales=(scales, np.float32, (n,)),
-        rows=(rows, np.int64, (n,)),
-    )
+    n, how = len(factors), factors.drawing
+    table = device.empty((n, width), how.dtype)
     if not table.size:
-        return
+        return table
+    scales = device.upload(factors.scales.astype(np.float32, copy=False))
+    rows = None if factors.rows is None else device.upload(factors.rows.astype(np.int64, copy=False))
     blocks = min(ceil_div(n * ceil_div(width, QUAD), THREADS), BLOCKS_PER_SM * device.spec.multiprocessors)
     constants = {"REAL": how.dtype, "HAS_ROWS": rows is not None, "THREADS": THREADS}
-    kernel = get_kernel(device, "draw.cu", "draw_rows", **constants)
     where = (np.int64(n), np.int64(factors.first), np.int32(width), np.int32(how.rank))
     key = (np.uint32(how.seed & LOW), np.uint32(how.seed >> 32 & LOW))
     what = (np.uint32(how.stream), *key, np.int32(how.signed), np.int32(how.biases))
     # without row numbers an arbitrary pointer, which is not read
-    kernel((blocks,), (THREADS,), (table, scales, scales if rows is None else rows, where, what), 0)
+    with device.active():
+        kernel = get_kernel(device, "draw.cu", "draw_rows", **constants)
+        kernel((blocks,), (THREADS,), (table, scales, scales if rows is None else rows, where, what), 0)
+    return table

@@ -14,10 +14,8 @@ import numpy as np
 
 from ..core.objective import Factors, LazyFactors, Objective, Side
 from ..core.scratch import mapped
-from ..core.system import round_up
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
-from ..plan.fused import BLOCK
 from ..plan.start import DrawnFactors
 from ..plan.types import Plan
 from . import arrays, losses
@@ -121,21 +119,23 @@ class DeviceFactors(GpuFactors):
 
     def find_range(self) -> None:
         """See `GpuFactors`; synchronizes."""
-        if self.range is None:
-            self.finish_check(self.begin_check(None))
+        if self.range is None and self.has_range:
+            found = self.device.zeros(3, np.uint32)
+            widen_range(self.device, found, self.table)
+            self.keep(range=read_range(self.device.download(found))[0], settled=True)
 
     def failed(self, status: Array) -> bool:
         """See `GpuFactors`."""
         return self.finish_check(self.begin_check(status))
 
-    def begin_check(self, status: Array | None) -> Callable[[], np.ndarray]:
+    def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
         """Launch the check of `failed`; `finish_check` waits for it, but not for later launches."""
         cleared = self.cleared
         found = self.device.zeros(3, np.uint32) if cleared is None else cleared.found
         self.keep(cleared=None)
         if self.has_range:
             widen_range(self.device, found, self.table, status)
-        elif status is not None:
+        else:
             widen_range(self.device, found, self.device.empty((0, 1), np.float32), status)
         return self.device.begin_download(found)
 
@@ -235,12 +235,7 @@ def weighted_gram(device: Device, table: Array, rank: int, objective: Objective)
     """``unobserved_weight F^T F``, shape (rank, rank) zero-padded to whole blocks; None for explicit feedback."""
     if not objective.is_implicit:
         return None
-    return padded_gram(device, gram_sum(device, table), rank, table.dtype, objective)
-
-
-def padded_gram(device: Device, total: Array, rank: int, dtype: Any, objective: Objective) -> Array:
-    """`weighted_gram` from a sum of `hybridmf.gpu.gram.gram_sum`."""
-    return weighted(device, total, rank, round_up(rank, BLOCK), dtype, objective.unobserved_weight)
+    return weighted(device, gram_sum(device, table), rank, table.dtype, objective.unobserved_weight)
 
 
 def exact_gram(device: Device, table: Array, weights: Array | None = None) -> np.ndarray:

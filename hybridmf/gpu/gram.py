@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core.system import ceil_div
+from ..core.system import ceil_div, round_up
 from ..device.cuda import Array, Device, DeviceSpec
-from ..plan.fused import gram_rows, gram_sides
+from ..plan.fused import BLOCK, gram_rows, gram_sides
 from .launch import check, check_not_host, get_kernel, program
 
 THREADS = {"gram": 256, "gram_tensor": 128, "add_grams": 256, "weigh_gram": 256}
@@ -27,7 +27,7 @@ def programs(spec: DeviceSpec, dtype: Any) -> list[tuple[str, str, tuple[str, ..
 
 
 def gram_sum(device: Device, table: Array) -> Array:
-    """``F^T F`` of a table, shape (width, width), float64; pieces of a few thousand rows are summed in its own type.
+    """``F^T F`` of a table, shape (width, width), float64; segments of a few thousand rows are summed in its own type.
 
     `table`, float (n_rows, width).
     """
@@ -36,34 +36,32 @@ def gram_sum(device: Device, table: Array) -> Array:
     rows = gram_rows(n, width, table.dtype.itemsize)
     check("table", table, table.dtype, (None, None))
     check_not_host(device, table=table)
-    pieces = ceil_div(n, rows)
-    if not pieces:
+    segments = ceil_div(n, rows)
+    if not segments:
         return device.zeros((width, width), np.float64)
-    sums = device.empty((pieces, side, side), table.dtype)
+    sums = device.empty((segments, side, side), table.dtype)
     name = kernel_for(device.spec, table.dtype)
     kernel = get_kernel(device, "gram.cu", name, REAL=table.dtype)
     sizes = (np.int64(n), np.int32(width), np.int32(side), np.int64(rows))
-    kernel((tiles, pieces), (THREADS[name],), (sums, table, *sizes), 0)
+    kernel((tiles, segments), (THREADS[name],), (sums, table, *sizes), 0)
     total = device.empty((width, width), np.float64)
-    arguments = (total, sums, np.int32(pieces), np.int32(side), np.int32(width))
-    _launch(device, "add_grams", table.dtype, width * width, arguments)
+    arguments = (total, sums, np.int32(segments), np.int32(side), np.int32(width))
+    kernel = get_kernel(device, "gram.cu", "add_grams", REAL=table.dtype)
+    kernel((ceil_div(width * width, THREADS["add_grams"]),), (THREADS["add_grams"],), arguments, 0)
     return total
 
 
-def weighted(device: Device, total: Array, rank: int, padded: int, dtype: Any, weight: float) -> Array:
-    """The first `rank` rows and columns of ``weight * total``, as dtype, with zeros up to `padded` rows and columns.
+def weighted(device: Device, total: Array, rank: int, dtype: Any, weight: float) -> Array:
+    """The first `rank` rows and columns of ``weight * total``, as dtype, with zeros up to whole blocks.
 
     `total`: of `gram_sum`.
     """
     check("total", total, np.float64, (None, None))
     check_not_host(device, total=total)
+    padded = round_up(rank, BLOCK)
     gram = device.empty((padded, padded), dtype)
     sizes = (np.int32(total.shape[1]), np.int32(rank), np.int32(padded))
-    _launch(device, "weigh_gram", dtype, padded * padded, (gram, total, *sizes, np.float64(weight)))
+    kernel = get_kernel(device, "gram.cu", "weigh_gram", REAL=np.dtype(dtype))
+    arguments = (gram, total, *sizes, np.float64(weight))
+    kernel((ceil_div(padded * padded, THREADS["weigh_gram"]),), (THREADS["weigh_gram"],), arguments, 0)
     return gram
-
-
-def _launch(device: Device, name: str, dtype: Any, elements: int, arguments: tuple[Any, ...]) -> None:
-    """Launch a kernel with a thread per element."""
-    kernel = get_kernel(device, "gram.cu", name, REAL=np.dtype(dtype))
-    kernel((ceil_div(elements, THREADS[name]),), (THREADS[name],), arguments, 0)

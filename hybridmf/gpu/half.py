@@ -356,7 +356,8 @@ class DeviceRows:
 
     def solve_all(
         self,
-        prepared: tuple[RowKernels, Array],
+        kernels: RowKernels,
+        operand: Array,
         table: Array,
         entries: DeviceEntries,
         systems: Callable[[], SideSystems],
@@ -364,12 +365,11 @@ class DeviceRows:
     ) -> Steps:
         """Launch the solution of all rows; yields None after sums and after solutions of each batch.
 
-        `prepared` are those of `prepared` for the fixed factors in `table`; `systems` is called after the first sums.
+        `operand` are the fixed factors in `table` in the form of the kernels; `systems` is called after the first sums.
         With `cleared`, the last item is the result; see `GpuHalf.steps`.
         Stream order suffices: the sums of all pieces of a row are complete before they are solved, and systems are
         solved before the next batch reuses their memory.
         """
-        kernels, operand = prepared
         for batch in self.batches:
             with self.batches.fitting(batch):
                 sums = kernels.empty(len(batch.segments))
@@ -383,11 +383,6 @@ class DeviceRows:
         self.dual.solve(systems(), table, entries, self.indptr, self.epsilon)
         if cleared is not None:
             yield self.unpack(systems().solutions, cleared), systems().status
-
-    def prepared(self, fixed: GpuFactors, cleared: Cleared | None = None) -> tuple[RowKernels, Array]:
-        """The kernels for these factors, and the factors converted for them."""
-        kernels = self.kernels_for(fixed, cleared)
-        return kernels, kernels.operand(fixed.table)
 
     def kernels_for(self, fixed: GpuFactors, cleared: Cleared | None = None) -> RowKernels:
         """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""
@@ -468,9 +463,10 @@ class DeviceRows:
         factors = self.plan.factors
         if not self.objective.biases:
             return DeviceFactors(self.device, solutions, factors, None, cleared=cleared)
-        bias = arrays.column(self.device, solutions, factors)
-        arrays.fill(self.device, solutions[:, factors : factors + 1], 1)
-        return DeviceFactors(self.device, solutions, factors, bias, cleared=cleared)
+        bias, last = self.device.empty((len(solutions), 1), self.dtype), solutions[:, factors : factors + 1]
+        arrays.copy(self.device, bias, last)
+        arrays.fill(self.device, last, 1)
+        return DeviceFactors(self.device, solutions, factors, bias.reshape(-1), cleared=cleared)
 
     @property
     def epsilon(self) -> float:
@@ -562,7 +558,8 @@ class HalfSweep(GpuHalf, DeviceRows):
             entries = self._weighted(entries)
             if pull is not None:
                 pull /= self.dtype.type(self.unit)
-        return self.solve_all(self.prepared(fixed, cleared), fixed.table, entries, systems, cleared)
+        kernels = self.kernels_for(fixed, cleared)
+        return self.solve_all(kernels, kernels.operand(fixed.table), fixed.table, entries, systems, cleared)
 
     def _weighted(self, entries: DeviceEntries) -> DeviceEntries:
         """Entries of explicit feedback with their weights."""

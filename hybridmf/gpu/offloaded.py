@@ -38,8 +38,8 @@ from ..plan.fused import table_width
 from ..plan.half_sweep import slots_at_once
 from ..plan.types import Plan
 from .assembly import Cleared, RowKernels
-from .factors import Copiers, DeviceFactors, HostFactors, HostTables, padded_gram, weighted_gram
-from .gram import gram_sum
+from .factors import Copiers, DeviceFactors, HostFactors, HostTables, weighted_gram
+from .gram import gram_sum, weighted
 from .half import Batch, DeviceRows, Steps
 from .launch import DeviceEntries
 from .rows import RowRange, clip_segments, widen_range
@@ -156,21 +156,20 @@ class HostHalf(StreamedHalf):
         if self.fixed_parts > 1 and self.plan.assembly == "fused":
             fixed.find_range()  # on the host; faster on the device if the fixed side is there as a whole
         with closing(drain), self._lent(fixed) as side, self._streaming() as slabs:
-            prepared: Any = None  # for the first slab, and the same for the others
-            if self.parts:
-                kernels = self.parts[0].kernels_for(side, cleared)
-                prepared = kernels, kernels.operand(side.table) if self.fixed_parts == 1 else None
+            kernels: Any = self.parts[0].kernels_for(side, cleared) if self.parts else None  # the same for all slabs
             if self.fixed_parts == 1:
+                operand = kernels and kernels.operand(side.table)
                 gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
             for rows, slab, indices, ratings in slabs:
                 systems = functools.cache(
                     functools.partial(slab.systems, status[rows], self._first_guess(start, rows), gram)
                 )
                 if self.fixed_parts == 1:
-                    for _ in slab.solve_all(prepared, side.table, slab.entries(indices, ratings, side, mean), systems):
+                    entries = slab.entries(indices, ratings, side, mean)
+                    for _ in slab.solve_all(kernels, operand, side.table, entries, systems):
                         pass
                 else:
-                    solve_in_parts(slab, prepared[0], systems(), side, indices, ratings, mean)
+                    solve_in_parts(slab, kernels, systems(), side, indices, ratings, mean)
                 new = slab.unpack(systems().solutions)
                 del systems
                 if solved.has_range:
@@ -231,7 +230,7 @@ class HostHalf(StreamedHalf):
         with closing(self._stream(self._loader(fixed), fixed, 1)) as stream:
             for _, part in stream:
                 total = total + gram_sum(self.device, part.table)
-        return padded_gram(self.device, total, self.plan.rank, fixed.table.dtype, self.objective)
+        return weighted(self.device, total, self.plan.rank, fixed.table.dtype, self.objective.unobserved_weight)
 
     def losses(self, users: Any, items: Any, mean: float) -> np.ndarray:
         """Losses of segments of rows, where rows are users; see `StreamedHalf.losses`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from ..plan.tables import KernelConfig, require
 from .assembly import check_segments
 from .launch import DeviceEntries, get_kernel
 from .systems import Sums
+
+Config = TypeVar("Config", "SyrkConfig", "PublishedSyrkConfig")
 
 
 def warp_shape(nb: int, dx: int, dy: int, dz: int) -> tuple[int, int]:
@@ -187,7 +189,11 @@ def sparse_syrk(
     `factors`, float (n_fixed, ld): ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
     `segments`, int64 (n_segments, 3): slot, begin and end of each segment; every slot once. Longest first is fastest.
     """
-    _launch("sparse_syrk", SyrkConfig, device, sums, factors, entries, segments, config)
+    config = _checked(SyrkConfig, device, sums, factors, entries, segments, config)
+    if len(segments):
+        kernel = get_kernel(device, "sparse_syrk.cu", "sparse_syrk", **config.constants, **entries.constants)
+        grid, arguments = (len(segments), config.tiles), _arguments(sums, factors, entries, segments)
+        kernel(grid, (config.threads,), arguments, config.shared_bytes)
 
 
 def sparse_syrk_published(
@@ -204,31 +210,32 @@ def sparse_syrk_published(
 
     `with_rhs`: False leaves the right-hand sides out, to measure what they cost.
     """
-    switches = {} if with_rhs else {"WITH_RHS": False}
-    name = "sparse_syrk_published"
-    _launch(name, PublishedSyrkConfig, device, sums, factors, entries, segments, config, **switches)
+    config = _checked(PublishedSyrkConfig, device, sums, factors, entries, segments, config)
+    if len(segments):
+        constants = config.constants | entries.constants | ({} if with_rhs else {"WITH_RHS": False})
+        kernel = get_kernel(device, "sparse_syrk_published.cu", "sparse_syrk_published", **constants)
+        grid, arguments = (len(segments), config.tiles), _arguments(sums, factors, entries, segments)
+        kernel(grid, (config.threads,), arguments, config.shared_bytes)
 
 
-def _launch(
-    kernel_name: str,
-    kind: type[SyrkConfig] | type[PublishedSyrkConfig],
+def _checked(
+    kind: type[Config],
     device: Device,
     sums: Sums,
     factors: Array,
     entries: DeviceEntries,
     segments: Array,
-    config: SyrkConfig | PublishedSyrkConfig | None,
-    **switches: bool,
-) -> None:
-    rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
-    dtype = np.dtype(factors.dtype)
+    config: Config | None,
+) -> Config:
+    """A configuration that fits the arguments and the device, by default that of the rule."""
+    rank, dtype = check_segments(device, sums, factors, entries, segments), np.dtype(factors.dtype)
     config = config or kind.default(rank, dtype.itemsize, device.spec)
     config.require_match(rank, dtype)
     config.require_fit(device.spec)
     require(config.tiles <= MAX_GRID_Y, f"nb={config.nb} gives {config.tiles} tiles, more than {MAX_GRID_Y}")
-    if not n_segments:
-        return
-    kernel = get_kernel(device, f"{kernel_name}.cu", kernel_name, **config.constants, **entries.constants, **switches)
-    arguments = (*sums, factors, *entries.arrays, segments)
-    sizes = (np.int32(rank), np.int32(factors.shape[1]))
-    kernel((n_segments, config.tiles), (config.threads,), (*arguments, *sizes, *entries.scalars), config.shared_bytes)
+    return config
+
+
+def _arguments(sums: Sums, factors: Array, entries: DeviceEntries, segments: Array) -> tuple[Any, ...]:
+    sizes = (np.int32(sums[1].shape[1]), np.int32(factors.shape[1]))
+    return (*sums, factors, *entries.arrays, segments, *sizes, *entries.scalars)

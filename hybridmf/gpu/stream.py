@@ -309,14 +309,15 @@ class StreamedHalf(GpuHalf):
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
         cleared = Cleared(device, n)
         status = cleared.status
-        prepared = self.parts[0].prepared(fixed, cleared) if self.parts else None  # the same for all slabs
+        kernels: Any = self.parts[0].kernels_for(fixed, cleared) if self.parts else None  # the same for all slabs
+        operand = kernels and kernels.operand(fixed.table)
         with closing(self.entries()) as slabs:  # stops the thread after a failure
             for rows, part, indices, ratings in slabs:
-                assert prepared is not None
                 first = None if start is None else start.part(rows)
                 given = (None if in_place else table[rows], None if pull is None else pull[rows])
                 systems = functools.cache(functools.partial(part.systems, status[rows], first, gram, *given))
-                for _ in part.solve_all(prepared, fixed.table, part.entries(indices, ratings, fixed, mean), systems):
+                entries = part.entries(indices, ratings, fixed, mean)
+                for _ in part.solve_all(kernels, operand, fixed.table, entries, systems):
                     pass
                 solved = part.unpack(systems().solutions)
                 if bias is not None:

@@ -86,7 +86,7 @@ class SubspaceHalf(HalfSweep):
         for block in self._fixed_blocks(fixed.table):
             systems = functools.cache(functools.partial(self._systems_of, block, whole))
             kernels = self.row_kernels(block.rank, block.range)
-            yield from self.solve_all((kernels, kernels.operand(block.table)), block.table, entries, systems)
+            yield from self.solve_all(kernels, kernels.operand(block.table), block.table, entries, systems)
             changes, status = systems().solutions, systems().status
             whole.solutions[:, block.columns] += changes[:, : block.rank]
             whole.status[...] += (whole.status == 0) * (status + (status > 0) * np.int32(block.first))

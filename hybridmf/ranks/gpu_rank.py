@@ -335,7 +335,8 @@ class PartialRows(GpuHalf, DeviceRows):
         """
         self._entries_at_hand = self.entries(self.indices, self.ratings, fixed, mean)
         cleared = Cleared(self.device, len(self.degrees))
-        kernels, self._operand = self.prepared(fixed, cleared)
+        kernels = self.kernels_for(fixed, cleared)
+        self._operand = kernels.operand(fixed.table)
         self._under_way = self.systems(cleared.status, start, gram), kernels, cleared
         self._stream = self._at_hand()
 

@@ -7,7 +7,6 @@ import pytest
 
 from hybridmf.core.objective import Factors, Objective
 from hybridmf.device.cuda import Device
-from hybridmf.gpu.draw import draw_rows
 from hybridmf.gpu.factors import to_device, to_host
 from hybridmf.plan.start import DrawnFactors, Start, initial_state
 
@@ -43,12 +42,3 @@ def test_parts_and_other_orders(device: Device) -> None:
         np.testing.assert_array_equal(device.download(to_device(device, drawn.part(rows), 12).table), whole[rows])
     shuffled = to_device(device, drawn.reordered(order).part(slice(5, 30)), 12)
     np.testing.assert_array_equal(device.download(shuffled.table), whole[order[5:30]])
-
-
-def test_arrays_elsewhere_are_refused(device: Device) -> None:
-    drawn = factors(4)
-    table, scales = device.empty((40, 4), np.float32), device.upload(drawn.scales)
-    with pytest.raises(TypeError, match="scales must be float32"):
-        draw_rows(device, table, device.upload(drawn.scales[:3]), drawn, None)
-    with pytest.raises(TypeError, match="rows must be int64"):
-        draw_rows(device, table, scales, drawn, scales)

@@ -166,14 +166,16 @@ class TrialHalf(HalfSweep):
 
     def assemble(self, fixed: DeviceFactors) -> None:
         """Launch the sums of all rows alone."""
-        (kernels, operand), entries = self.prepared(fixed), self.entries(self.indices, self.ratings, fixed, 0.0)
+        kernels, entries = self.kernels_for(fixed), self.entries(self.indices, self.ratings, fixed, 0.0)
+        operand = kernels.operand(fixed.table)
         for batch in self.batches:
             with self.batches.fitting(batch):
                 kernels.assemble(kernels.empty(len(batch.segments)), operand, entries, batch.segments)
 
     def first_batch(self, fixed: DeviceFactors) -> tuple[Any, ...]:
         """Launch the sums of the first batch; return the arguments that solve it."""
-        (kernels, operand), entries = self.prepared(fixed), self.entries(self.indices, self.ratings, fixed, 0.0)
+        kernels, entries = self.kernels_for(fixed), self.entries(self.indices, self.ratings, fixed, 0.0)
+        operand = kernels.operand(fixed.table)
         batch = next(iter(self.batches))
         sums = kernels.empty(len(batch.segments))
         kernels.assemble(sums, operand, entries, batch.segments)
