@@ -15,10 +15,11 @@ import lazy_loader
 from ._version import __version__ as __version__
 
 _public, _, _names = lazy_loader.attach_stub(__name__, __file__)
-__all__ = ["__version__", *_names]
 
 _MODULES = ("als", "ann", "ccd", "compat", "dask", "ratings", "sgd", "testing")
-"""Public modules that are not imported with the package: their contents are public, and Dask is optional."""
+"""Public modules that `import *` leaves out: their contents are public, and Dask is optional."""
+
+__all__ = ["__version__", *(name for name in _names if name not in _MODULES)]
 
 
 def __dir__() -> list[str]:

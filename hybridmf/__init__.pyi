@@ -1,9 +1,17 @@
+from . import als as als
+from . import ann as ann
+from . import ccd as ccd
+from . import compat as compat
+from . import dask as dask
 from . import datasets as datasets
 from . import errors as errors
 from . import formats as formats
 from . import metrics as metrics
 from . import plots as plots
+from . import ratings as ratings
 from . import scale as scale
+from . import sgd as sgd
+from . import testing as testing
 from .als import ExplicitALS as ExplicitALS
 from .als import ImplicitALS as ImplicitALS
 from .ccd import CCD as CCD

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import IO, Any, cast, overload
+from typing import IO, Any, Protocol, cast, overload
 
 import numpy as np
 import scipy.sparse as sp
@@ -700,9 +700,16 @@ def _refuse_columns(path: str, format: str, options: FileOptions) -> None:
 # ----------------------------------------------------------------------------------------------------------- the split
 
 
+class _Frame(Protocol):
+    """A data frame, for type checkers: parts of frames are Ratings, those of matrices csr_array."""
+
+    @property
+    def columns(self) -> Any: ...
+
+
 @overload
 def split(
-    ratings: Ratings, test_size: float | int = 0.1, random_state: Any = None, *, by: str = "random"
+    ratings: Ratings | _Frame, test_size: float | int = 0.1, random_state: Any = None, *, by: str = "random"
 ) -> tuple[Ratings, Ratings]: ...
 @overload
 def split(
@@ -758,7 +765,7 @@ def split(
 
 
 @overload
-def leave_k_out(ratings: Ratings, k: int = 1, random_state: Any = None) -> tuple[Ratings, Ratings]: ...
+def leave_k_out(ratings: Ratings | _Frame, k: int = 1, random_state: Any = None) -> tuple[Ratings, Ratings]: ...
 @overload
 def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any, Any]: ...
 def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any, Any]:
@@ -787,7 +794,9 @@ def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any
 
 
 @overload
-def k_fold(ratings: Ratings, n_splits: int = 5, random_state: Any = None) -> Iterator[tuple[Ratings, Ratings]]: ...
+def k_fold(
+    ratings: Ratings | _Frame, n_splits: int = 5, random_state: Any = None
+) -> Iterator[tuple[Ratings, Ratings]]: ...
 @overload
 def k_fold(ratings: Any, n_splits: int = 5, random_state: Any = None) -> Iterator[tuple[Any, Any]]: ...
 def k_fold(ratings: Any, n_splits: int = 5, random_state: Any = None) -> Iterator[tuple[Any, Any]]:

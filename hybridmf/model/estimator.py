@@ -92,7 +92,7 @@ class Estimator:
             input_tags=InputTags(sparse=True),
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def _lent(self, name: str) -> Any:
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)  # a property that raised NotFittedError, which it raises again
         lent = _MISSING
@@ -104,6 +104,9 @@ class Estimator:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         # class methods call others of scikit-learn's classes
         return lent.__get__(self, _as_scikit_learns(self)) if hasattr(type(lent), "__get__") else lent
+
+    if not TYPE_CHECKING:  # type checkers would accept every misspelt attribute
+        __getattr__ = _lent
 
     # -------------------------------------------------------------------------------------------- transformers
 
