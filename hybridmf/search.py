@@ -18,6 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -28,12 +29,14 @@ from scipy.stats import loguniform, qmc, rv_continuous, rv_discrete
 from .als import ExplicitALS, ImplicitALS
 from .core.files import write_atomically
 from .core.frames import pandas_frame
+from .core.logs import filtered_log
 from .core.objective import SIDES, Side, default_implicit_lambda
 from .core.progress import progress_bar
 from .core.sparse import entries_in, entry_rows, keep_entries
 from .core.system import available_cores
 from .core.table import html_table
-from .core.validate import as_csr, check_choice, check_int, check_nonempty, check_real, check_rng
+from .core.validate import as_csr, check_choice, check_int, check_nonempty, check_real, check_rng, make_csr
+from .data.align import align, labels_of
 from .data.features import Features, align_features
 from .errors import HybridMFError
 from .metrics import _checked_names, _measure
@@ -697,19 +700,10 @@ class Searcher:
         return self._order(before) - self._order(self.best) > GAIN * abs(self._order(before))
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> AbstractContextManager[None]:
     """Without the log messages of fits in this thread, such as factors that have shrunk to zero."""
     own = threading.get_ident()
-
-    def of_others(record: logging.LogRecord) -> bool:
-        return record.thread != own
-
-    logger.addFilter(of_others)
-    try:
-        yield
-    finally:
-        logger.removeFilter(of_others)
+    return filtered_log(lambda record: record.thread != own)
 
 
 def search(
@@ -742,7 +736,7 @@ def search(
         Or `PreparedRatings`, together with `validation`.
     validation : Ratings or matrix, shape (n_users, n_items), optional
         Held-out entries, aligned by label. Default: a tenth of the entries of `train`, the last ones of each user if
-        they have timestamps, else drawn at random.
+        they have timestamps, else drawn at random. Weights of its entries count in the last fit.
     model : {"implicit", "explicit"} or estimator
         `ImplicitALS()`, `ExplicitALS()`, or an estimator that is not fitted. Parameters of an estimator that differ
         from the defaults of its class are kept unless `space` names them.
@@ -844,7 +838,7 @@ def search(
             "train too few of their items", name, len(tried),
         )  # fmt: skip
     known = {} if isinstance(final, PopularityRecommender) else features
-    final.fit(everything, **{f"{side}_features": value for side, value in known.items()})
+    final.fit(everything(), **{f"{side}_features": value for side, value in known.items()})
     return SearchResult(final, params, value, name, own, popularity, tuple(tried), limits.spent, interrupted)
 
 
@@ -894,8 +888,10 @@ def parse_seconds(name: str, value: Any) -> float:
     return check_real(name, float(match[1]) * units[match[2][:1] or "s"] if match else value, 0.0, strict=True)
 
 
-def _parts(train: Any, validation: Any, model: FactorModel, unknown: str, seed: int) -> tuple[Any, Any, sp.csr_array]:
-    """All ratings, those of training, and held-out entries in their positions."""
+def _parts(
+    train: Any, validation: Any, model: FactorModel, unknown: str, seed: int
+) -> tuple[Callable[[], Any], Any, sp.csr_array]:
+    """A function that returns all ratings; those of training; and held-out entries in their positions."""
     given = as_ratings(train, "train")
     ratings = given if isinstance(given, Ratings) else Ratings(as_csr(given, name="train"))
     check_nonempty(ratings.user_items, "train")
@@ -904,13 +900,8 @@ def _parts(train: Any, validation: Any, model: FactorModel, unknown: str, seed: 
         known, validation = split(ratings, 0.1, seed, by="random" if ratings.timestamps is None else "last")
         held_out = check_validation(validation, labels, ratings.shape, model._objective(), unknown)
         assert held_out is not None
-        return given, known, held_out
-    for name, each in (("train", ratings), ("validation", validation)):
-        if getattr(each, "weights", None) is not None:
-            raise ValueError(
-                f"{name} has weights of entries, which the last fit, on both parts, would lose; pass all ratings as "
-                f"train and leave validation out, or pass {name}.with_weights(None)"
-            )
+        return lambda: given, known, held_out
+    validation = as_ratings(validation, "validation")
     held_out = check_validation(validation, labels, ratings.shape, model._objective(), unknown)
     assert held_out is not None
     new = ~entries_in(held_out, ratings.user_items)
@@ -923,22 +914,23 @@ def _parts(train: Any, validation: Any, model: FactorModel, unknown: str, seed: 
         logger.warning(
             "%d of %d entries of validation are in train as well, and do not count", np.count_nonzero(~new), len(new)
         )
+    weights = _weights_of(validation, labels)
     held_out = keep_entries(held_out, new)
-    everything = Ratings(_joined(ratings.user_items, held_out), *labels)
-    return everything, train if isinstance(train, PreparedRatings) else ratings, held_out
+    added = Ratings(held_out, *labels).with_weights(None if weights is None else weights[new])
+    prepared = train if isinstance(train, PreparedRatings) else ratings
+    return lambda: Ratings.concat([ratings, added]), prepared, held_out
 
 
-def _joined(one: sp.csr_array, other: sp.csr_array) -> sp.csr_array:
-    """The entries of two matrices without common ones; a sum would lose stored zeros, which are ratings."""
-    rows, columns, values = (
-        np.concatenate(pair)
-        for pair in (
-            (entry_rows(one), entry_rows(other)),
-            (one.indices, other.indices),
-            (one.data, other.data),
-        )
-    )
-    return sp.csr_array((values, (rows, columns)), shape=one.shape)
+def _weights_of(validation: Any, labels: tuple[Any, Any]) -> np.ndarray | None:
+    """Weights of held-out entries in the order of `check_validation`, whose log they do not repeat."""
+    if getattr(validation, "weights", None) is None:
+        return None
+    entries = validation.user_items
+    weighted = make_csr(entries.indptr, entries.indices, validation.weights, entries.shape)
+    with quiet():
+        aligned, _ = align(weighted, labels_of(validation), labels, name="validation", unknown="drop")
+    found: np.ndarray = aligned.data
+    return found
 
 
 def _prepared(ratings: Any, model: FactorModel, limits: Budget) -> PreparedRatings:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..core.files import permissions_of
+from ..core.logs import filtered_log
 from ..errors import HybridMFError
 
 USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
@@ -67,20 +68,14 @@ class Commands(click.Group):
 
         return _ARGUMENT.sub(spelled, text)
 
-    @contextlib.contextmanager
-    def _speaking_of_options(self, ctx: click.Context) -> Iterator[None]:
+    def _speaking_of_options(self, ctx: click.Context) -> AbstractContextManager[None]:
         """Translate what the library logs as `_with_options` does."""
 
         def translate(record: logging.LogRecord) -> bool:
             record.msg, record.args = self._with_options(ctx, record.getMessage()), ()
             return True
 
-        logger = logging.getLogger("hybridmf")
-        logger.addFilter(translate)
-        try:
-            yield
-        finally:
-            logger.removeFilter(translate)
+        return filtered_log(translate)
 
 
 class Sectioned(click.Command):

@@ -381,10 +381,29 @@ def test_weights_of_entries_count_in_trials_and_in_the_last_fit(plays):
     assert one.trials[0].value != other.trials[0].value
     again = eval(other.code(), {"hmf": hmf, "ratings": weighted})
     np.testing.assert_array_equal(again.item_factors_, other.best.item_factors_)
+
+
+def test_weights_of_a_validation_set_count_in_the_last_fit(plays):
+    """In another order of the users, with unknown items and entries that are in train as well."""
+    weighted = plays.with_weights(np.random.default_rng(0).uniform(0.2, 5, plays.nnz))
+    labels = [f"u{k}" for k in range(plays.n_users)], [f"i{k}" for k in range(plays.n_items)]
     train, validation = hmf.split(weighted, 0.2, 0)
-    for parts in ((train, validation), (train.with_weights(None), validation)):
-        with pytest.raises(ValueError, match="has weights of entries, which the last fit"):
-            hmf.search(*parts, trials=2)
+    order = np.random.default_rng(1).permutation(plays.n_users)
+    coo = validation.user_items.tocoo()
+    given = hmf.Ratings.from_coo(
+        [*(labels[0][k] for k in coo.row), "u0", labels[0][train.user_items.tocoo().row[0]]],
+        [*(labels[1][k] for k in coo.col), "new", labels[1][train.user_items.indices[0]]],
+        [*coo.data, 1.0, 9.0], user_ids=[labels[0][k] for k in order], item_ids=[*labels[1], "new"],
+        weights=[*validation.weights, 1.0, 7.0],
+    )  # fmt: skip
+    labelled = [hmf.Ratings(part.user_items, *labels).with_weights(part.weights) for part in (train, weighted)]
+    found = hmf.search(labelled[0], given, model=hmf.ImplicitALS(8), trials=2, random_state=0, unknown="drop")
+    again = eval(found.code(), {"hmf": hmf, "ratings": labelled[1]})
+    np.testing.assert_array_equal(again.item_factors_, found.best.item_factors_)
+    plain = labelled[0].with_weights(None)
+    other = hmf.search(plain, given, model=hmf.ImplicitALS(8), trials=2, random_state=0, unknown="drop")
+    assert other.trials[0].value != found.trials[0].value
+    assert not np.array_equal(other.best.item_factors_, found.best.item_factors_)
 
 
 def test_nothing_to_select_by_is_a_warning(caplog):
