@@ -34,6 +34,7 @@ from .core.validate import (
 )
 from .data.align import align, labels_of
 from .errors import NonFiniteError
+from .model.early_stopping import refuse_error
 from .model.evaluation import Evaluation as Evaluation
 from .model.evaluation import Evaluations as Evaluations
 from .model.evaluation import Interval as Interval
@@ -639,9 +640,9 @@ def evaluate(
     TypeError
         `model` is not a fitted model or lacks attributes that the metrics need, or an argument has the wrong type.
     ValueError
-        Unknown metric, shapes that do not match the model, labels on one side only, no relevant test item or no test
-        entry for these users, relevant test items that are all training entries, ``auc`` without `train`, or
-        ``users="warm"`` if the cold users are unknown.
+        Unknown metric, "rmse" or "mae" of a model of implicit feedback, whose scores are no ratings, shapes that do not
+        match the model, labels on one side only, no relevant test item or no test entry for these users, relevant test
+        items that are all training entries, ``auc`` without `train`, or ``users="warm"`` if the cold users are unknown.
     """
     test, train = as_ratings(test, "test"), as_ratings(train, "train")
     if isinstance(model, Mapping):
@@ -656,12 +657,15 @@ def evaluate(
     own, names = _checked_metrics(metrics)
     model = _adapted(model, test, train)
     _check_model(model, names)
+    learned = getattr(model, "_learned", None)
+    if learned is not None and learned.objective.is_implicit:
+        for name in names:
+            refuse_error("metric", name)
     if block_users is not None:
         block_users = check_int("block_users", block_users, 1)
     test, dropped = _checked_like(model, test, "test", unknown)
     if train is not None:
         train, _ = _checked_like(model, train, "train", unknown)
-        learned = getattr(model, "_learned", None)
         if learned is not None and learned.objective.is_implicit:
             train = without_zeros(train)  # as the fit does
     elif "auc" in names:

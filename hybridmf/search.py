@@ -41,7 +41,7 @@ from .data.features import Features, align_features
 from .errors import HybridMFError
 from .metrics import _checked_names, _measure
 from .model.base import FactorModel
-from .model.early_stopping import LOWER_IS_BETTER
+from .model.early_stopping import LOWER_IS_BETTER, refuse_error
 from .model.estimator import unfitted
 from .model.fit import Fit, Options
 from .model.loop import check_validation
@@ -864,8 +864,8 @@ def check_metric(metric: Any, model: FactorModel, argument: str = "metric") -> s
         (name,) = _checked_names(metric)
     except ValueError:
         raise ValueError(f"{argument} must be one of {BY}, got {metric!r}") from None
-    if implicit and name in LOWER_IS_BETTER:
-        raise ValueError(f'{argument} {name!r} compares predicted ratings, and implicit models rank; use "ndcg@10"')
+    if implicit:
+        refuse_error(argument, name)
     if name.startswith(("novelty", "coverage")) or name == "auc":
         raise ValueError(f"{argument} {name!r} is not one to search by; use {BY}")
     return name

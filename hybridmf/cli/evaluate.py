@@ -13,6 +13,7 @@ from ..core.table import format_table
 from ..metrics import Evaluation, Interval, PopularityRecommender, evaluate
 from ..model.load import load
 from ..plots import recall_curves, save
+from .features import check_include_cold, include_cold_option
 from .hyperparameters import METRICS
 from .options import debug_option, examples, plot_option, refuse_overwriting
 from .recommend import seen_matrix
@@ -48,6 +49,7 @@ from .sources import (
     "repeated.  [default: by the model]",
 )  # fmt: skip
 @click.option("--relevance-threshold", type=float, help="Least rating of a relevant item.  [default: above 0]")
+@include_cold_option("Also rank items that have features and no training ratings; warm and cold items apart.")
 @where_option
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
 @plot_option("Picture of Recall@1 to Recall@50 against the most popular items, with --train")
@@ -59,6 +61,7 @@ def command(
     train_file: str | None,
     metrics: tuple[str, ...],
     relevance_threshold: float | None,
+    include_cold: bool,
     where: tuple[str, ...],
     as_json: bool,
     plot: str | None,
@@ -76,6 +79,7 @@ def command(
     if plot is not None and train_file is None:
         raise click.UsageError("--plot compares with the most popular items of --train FILE; give it")
     model = load(model_file)
+    check_include_cold(model, include_cold)
     kind = "implicit" if model._learned.objective.is_implicit else "explicit"
     names = tuple(dict.fromkeys(metrics)) or METRICS[kind]
     test = seen_matrix(model, read_ratings(test_source, where, **options), source_name(test_source))
@@ -84,16 +88,16 @@ def command(
     if train_file is not None:
         train = seen_matrix(model, read_ratings(train_file, where, **options), train_file)
         models["most popular items, mean ratings"] = PopularityRecommender().fit(train)
-    found = {
-        name: evaluate(each, test, train=train, metrics=names, relevance_threshold=relevance_threshold)
-        for name, each in models.items()
-    }
+    how = {"metrics": names, "relevance_threshold": relevance_threshold, "include_cold": include_cold}
+    found = {name: evaluate(each, test, train=train, **how) for name, each in models.items()}
     if plot is not None:
         save(recall_curves(model, test, train, relevance_threshold=relevance_threshold).figure, plot)
     ours, *baseline = found.values()
     if as_json:
         facts: dict[str, Any] = {"model": type(model).__name__, "users": ours.n_users, "cold_users": ours.n_cold_users}
         facts |= {"metrics": dict(ours), "intervals": _intervals(ours, ours.interval)}
+        if include_cold:
+            facts["apart"] = {part: {"users": each.n_users, **each} for part, each in ours.apart.items()}
         if baseline:
             facts["baseline"] = dict(baseline[0])
             facts["minus_baseline"] = _intervals(ours, partial(ours.difference, baseline[0]))
@@ -106,6 +110,8 @@ def command(
     click.echo(format_table(["model", *names], rows, "<" + ">" * len(names)))
     cold = f", {ours.n_cold_users:,} of them without training ratings" if ours.n_cold_users else ""
     click.echo(f"\n{ours.n_users:,} users{cold}. In parentheses: 95 % intervals.")
+    if include_cold:
+        click.echo(f"\n{ours.apart}")
 
 
 def _intervals(values: Evaluation, interval: Callable[[str], Interval]) -> dict[str, list[float]]:

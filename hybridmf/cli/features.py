@@ -65,3 +65,17 @@ def features_of(files: Mapping[Side, tuple[str | None, str | None]], tag_separat
     if tag_separator is not None and not found:
         raise click.UsageError("--tag-separator needs --item-features FILE or --user-features FILE")
     return found
+
+
+def include_cold_option(text: str) -> Callable[..., Any]:
+    """The option of commands that rank items."""
+    return click.option("--include-cold", is_flag=True, help=text)
+
+
+def check_include_cold(model: Any, include_cold: bool) -> None:
+    """Refuse --include-cold for a model that has no features of items, where it would change nothing."""
+    if include_cold and "item" not in model._learned.features:
+        raise click.UsageError(
+            "--include-cold ranks items by their features, and the model has none; fit it with --item-features FILE, "
+            "or leave it out"
+        )

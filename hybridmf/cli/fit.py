@@ -91,8 +91,9 @@ MORE = {
     "--freeze", type=click.Choice(SIDES), help="Keep the factors of this side from --init MODEL; solve the other."
 )
 @click.option(
-    "--weights", metavar="COLUMN", help="Confidence of each rating, in place of 1 + alpha x value (implicit only)."
-)
+    "--weights", metavar="COLUMN",
+    help="Weight of each rating: of its squared error, or its confidence in place of 1 + alpha x value (implicit).",
+)  # fmt: skip
 @features_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the split and the initial factors.")
 @click.option(
@@ -174,8 +175,8 @@ def command(
     model = make_model(kind, method, options, seed)
     if freeze is not None and init_file is None:
         raise click.UsageError(f"--freeze {freeze} keeps the factors of a model: name it with --init MODEL")
-    if weights is not None and (kind != "implicit" or is_store(source)):
-        raise click.UsageError("--weights names a column of a file of ratings for --model implicit; leave it out")
+    if weights is not None:
+        check_weights(weights, method, source)
     model.init = init if init_file is None else load(init_file)
     files: dict[Side, tuple[str | None, str | None]] = {
         "item": (item_features, item_feature_columns), "user": (user_features, user_feature_columns),
@@ -213,8 +214,8 @@ def command(
     if plot is not None:
         watching["callback"] = _record_objective
     if weights is not None:
-        given = read_ratings(source, where, show_progress=not quiet, **options | {"value": weights})
-        watching["weights"] = _weights_of(given, train, weights)
+        given = read_weights(source, where, options, weights, quiet)
+        watching["weights"] = _weights_of(given, train, zeros=kind == "explicit")
     model.fit(train, show_progress=not quiet, freeze=freeze, **features, **saving, **watching)
     if not as_json:
         click.echo(_training_summary(model))
@@ -235,13 +236,27 @@ def command(
     click.echo(f"Saved {output} ({file_size(output)}){whole}.")
 
 
-def _weights_of(given: Ratings, train: Ratings, column: str) -> Ratings:
-    """The weights of the ratings that are trained on, not of those held out."""
+def check_weights(column: str, method: str, source: Source) -> None:
+    """Refuse a column of weights where there are no columns or no weights."""
+    if is_store(source):
+        raise click.UsageError(f"--weights {column} names a column of a file of ratings, and {source} is a store")
+    if method != "als":
+        raise click.UsageError(f"--weights {column}: only --method als has weights of ratings; leave it out")
+
+
+def read_weights(source: Source, where: tuple[str, ...], options: dict[str, Any], column: str, quiet: bool) -> Ratings:
+    """A column of weights in place of the values, with the same entries."""
+    given = read_ratings(source, where, show_progress=not quiet, **options | {"value": column})
     least = given.user_items.data.min(initial=np.inf)
     if not least > 0:
         raise click.UsageError(f"--weights {column}: weights must be > 0, got {least:g}")
+    return given
+
+
+def _weights_of(given: Ratings, train: Ratings, *, zeros: bool) -> Ratings:
+    """The weights of the ratings that are trained on, not of those held out; `zeros`: also of ratings of 0."""
     pattern = train.user_items.copy()
-    pattern.data = (pattern.data != 0).astype(np.float32)
+    pattern.data = (zeros | (pattern.data != 0)).astype(np.float32)
     kept = sp.csr_array(given.user_items.multiply(pattern))
     return Ratings.from_matrix(kept, user_ids=given.user_ids, item_ids=given.item_ids)
 

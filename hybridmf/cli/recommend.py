@@ -22,6 +22,7 @@ from ..model.load import load
 from ..model.requests import UNKNOWN_IDS
 from ..model.tables import FILES
 from ..ratings import Ratings
+from .features import check_include_cold, include_cold_option
 from .options import debug_option, examples, output_option, refuse_ending, refuse_overwriting
 from .report import Answer, answer_entries, answer_table, names_of, with_output
 from .sources import existing_file, files_of, ratings_path, read_ratings
@@ -47,6 +48,7 @@ Recommendations = Iterator[Answer]
         "hybridmf recommend model.safetensors --user 42 --user 7 --titles movies.dat",
         "hybridmf recommend model.safetensors --all -N 20 -o top20.parquet",
         "hybridmf recommend model.safetensors --all --titles movies.dat -o top10.csv",
+        "hybridmf recommend model.safetensors --user 42 --include-cold",
     ),
 )
 @click.argument("model_file", metavar="MODEL", type=existing_file)
@@ -58,6 +60,7 @@ Recommendations = Iterator[Answer]
     help="Users of --user that the model does not have: refused, left out, or given the most popular items (last).",
 )  # fmt: skip
 @click.option("--include-seen", is_flag=True, help="Also recommend seen items.")
+@include_cold_option("Also recommend items that have features and no training ratings.")
 @click.option(
     "--ratings", "ratings_file", type=ratings_path,
     help="Ratings with the seen items (file or store), instead of the training ratings.",
@@ -77,6 +80,7 @@ def command(
     count: int,
     unknown: str,
     include_seen: bool,
+    include_cold: bool,
     ratings_file: str | None,
     layout: str | None,
     as_json: bool,
@@ -104,16 +108,17 @@ def command(
         raise click.UsageError(f"a {ending} file takes --all and no --titles; choose --format csv or json for these")
     layout = "json" if as_json else layout or ENDINGS.get(ending, "table")
     model = load(model_file)
+    check_include_cold(model, include_cold)
     strangers = [] if unknown == "error" else unknown_of(model, users)
     known = [user for user in users if user not in strangers]
     positions = np.arange(model.n_users) if all_users else find_rows(model, "user", known)
     seen = None if ratings_file is None else seen_matrix(model, read_ratings(ratings_file), ratings_file)
     titles = titles_of(model, titles_file, **titles_format)
+    which = {"filter_already_liked_items": not include_seen, "include_cold": include_cold}
     if binary:
-        liked = not include_seen
-        model.recommend_all(output, seen, count, filter_already_liked_items=liked, show_progress=True)
+        model.recommend_all(output, seen, count, show_progress=True, **which)
         return
-    found = recommendations(model, positions, _validate.check_int("-N", count, 1), include_seen, seen)
+    found = recommendations(model, positions, _validate.check_int("-N", count, 1), seen, which)
     if strangers and unknown == "popular":
         found = itertools.chain(found, ((user, most_popular(model, count)) for user in strangers))
     with_output(output, lambda stream: WRITERS[layout](stream, found, titles))
@@ -177,14 +182,14 @@ def _as_text(ids: np.ndarray | None, others: np.ndarray | None, count: int) -> n
 
 
 def recommendations(
-    model: Any, positions: np.ndarray, count: int, include_seen: bool, seen: sp.csr_array | None
+    model: Any, positions: np.ndarray, count: int, seen: sp.csr_array | None, which: dict[str, bool]
 ) -> Recommendations:
-    """Best items of each user, in blocks of users, by label."""
+    """Best items of each user, in blocks of users, by label; `which` items, as arguments of `recommend`."""
     user_names, item_names = names_of(model.user_ids_, model.n_users), names_of(model.item_ids_, model.n_items)
     for start in range(0, len(positions), BLOCK_USERS):
         block = positions[start : start + BLOCK_USERS]
         rows = None if seen is None else seen[block]
-        ids, scores = model.recommend(block, rows, N=count, filter_already_liked_items=not include_seen)
+        ids, scores = model.recommend(block, rows, N=count, **which)
         for user, items, values in zip(block.tolist(), ids.tolist(), scores.tolist(), strict=True):
             best = [(item_names[item], value) for item, value in zip(items, values, strict=True) if item >= 0]
             yield user_names[user], best

@@ -11,7 +11,7 @@ from ..metrics import PopularityRecommender
 from ..ratings import split
 from ..search import check_metric, parse_seconds, search
 from .features import NAMES, features_of, features_options
-from .fit import read_and_say, save_model, share_of, silent
+from .fit import check_weights, read_and_say, read_weights, save_model, share_of, silent
 from .hyperparameters import SECTIONS, make_model, model_options
 from .options import Sectioned, debug_option, examples, output_option, plot_option, refuse_overwriting
 from .report import file_size
@@ -53,6 +53,7 @@ from .sources import (
     "--validation", metavar="SHARE|NUMBER|FILE",
     help="Ratings to select by: held out, or of a file.  [default: a tenth, by time if there are timestamps]",
 )  # fmt: skip
+@click.option("--weights", metavar="COLUMN", help="Weight of the squared error of each rating (explicit only).")
 @features_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the split, the settings and the factors.")
 @where_option
@@ -71,6 +72,7 @@ def command(
     budget: str | None,
     trials: int | None,
     validation: str | None,
+    weights: str | None,
     seed: int,
     where: tuple[str, ...],
     plot: str | None,
@@ -98,6 +100,13 @@ def command(
         refuse_overwriting(written, *read_files)
     model = make_model(kind, method, options, seed)
     check_metric(metric, model, "--metric")
+    if weights is not None:
+        check_weights(weights, method, source)
+        if kind == "implicit" or validation is not None:
+            raise click.UsageError(
+                f"--weights {weights}: a search has weights for --model explicit and without --validation, whose "
+                "ratings have none; leave one out"
+            )
     features: dict[str, Any] = features_of(
         {"item": (item_features, item_feature_columns), "user": (user_features, user_feature_columns)}, tag_separator
     )
@@ -106,6 +115,8 @@ def command(
     seconds = None if budget is None else parse_seconds("--budget", budget)
     stored = is_store(source)
     ratings = open_store(source).to_ratings() if stored else read_and_say(source, options, where, say, quiet)
+    if weights is not None:
+        ratings = ratings.with_weights(read_weights(source, where, options, weights, quiet).user_items.data)
     train, held_out, share = ratings, None, share_of(validation)
     if share is not None:
         train, held_out = split(ratings, share, seed, by="random" if ratings.timestamps is None else "last")

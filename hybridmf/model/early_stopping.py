@@ -17,6 +17,15 @@ LOWER_IS_BETTER = ("rmse", "mae")
 METRICS = re.compile(r"rmse|mae|(?:ndcg|precision|recall|map|mrr|hit_rate)@[1-9][0-9]*")
 
 
+def refuse_error(argument: str, name: str) -> None:
+    """Refuse errors of predicted ratings for implicit feedback, whose scores are no ratings."""
+    if name in LOWER_IS_BETTER:
+        raise ValueError(
+            f'{argument} "{name}" compares predicted ratings, and models of implicit feedback rank: use a metric of '
+            'rankings such as "ndcg@10", or fit ExplicitALS'
+        )
+
+
 @dataclass(frozen=True)
 class EarlyStopping:
     """Stop a fit when a metric of the validation set no longer improves, and restore the best factors.

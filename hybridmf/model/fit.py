@@ -28,7 +28,7 @@ from ..plan.solver import Solver
 from ..plan.types import Plan, Settings
 from ..ranks.transport.communicator import Communicator, Single, agreed
 from . import checkpoint as checkpoints
-from .early_stopping import check_early_stopping
+from .early_stopping import check_early_stopping, refuse_error
 from .files import ModelFile, jsonable
 from .learned import Learned, LearnedFeatures
 from .loop import FitLoop, check_validation
@@ -149,6 +149,9 @@ class Fit:
         self.objective: Objective = model._objective()
         self.settings = options.settings(model)
         check_labels(source.labels)
+        rule = options.early_stopping
+        if rule is not None and rule.metric is not None and self.objective.is_implicit:
+            refuse_error("early_stopping: metric", rule.metric)
         self.init = model._init(source.shape, source.labels, self.settings.frozen)
         self.held_out = check_validation(
             options.validation, source.labels, source.shape, self.objective, options.unknown

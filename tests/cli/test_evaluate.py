@@ -134,24 +134,39 @@ def test_fit_keeps_a_side_of_a_model(parts):
     assert "the output" in refuse("fit", parts / "train.csv", "-o", parts / "first", "--init", parts / "first")
 
 
-def test_fit_has_weights_of_a_column(parts):
+@pytest.mark.parametrize(("kind", "estimator"), [("implicit", hmf.ImplicitALS), ("explicit", hmf.ExplicitALS)])
+def test_fit_has_weights_of_a_column(parts, kind, estimator):
     frame = pd.read_csv(parts / "train.csv")
     frame["sure"] = np.random.default_rng(0).uniform(0.5, 3, len(frame)).round(3)
     frame.to_csv(parts / "train.csv", index=False)
     ratings, weights = (hmf.Ratings.from_frame(frame, value=name) for name in ("value", "sure"))
-    model = hmf.ImplicitALS(3, iterations=4, random_state=0)
+    model = estimator(3, iterations=4, random_state=0)
     for share in (0, 0.2):
-        fit(parts, "--model", "implicit", "--test-size", share, "--weights", "sure")
+        fit(parts, "--model", kind, "--test-size", share, "--weights", "sure")
         train, of_train = (hmf.split(each, share, random_state=0)[0] if share else each for each in (ratings, weights))
         model.fit(train, weights=of_train)
         found = hmf.load(parts / "m.safetensors").user_factors
         np.testing.assert_allclose(found, model.user_factors, rtol=1e-5, atol=1e-7)
     command = ("fit", parts / "train.csv", "-o", parts / "x", "--weights")
-    assert "--weights names a column of a file of ratings for --model implicit" in refuse(*command, "sure")
-    assert "no column 'surely'" in refuse(*command, "surely", "--model", "implicit")
+    assert "only --method als has weights of ratings" in refuse(*command, "sure", "--method", "sgd")
+    assert "no column 'surely'" in refuse(*command, "surely", "--model", kind)
+    store = hmf.convert(parts / "train.csv", parts / "store").path
+    assert "names a column of a file of ratings" in refuse("fit", store, "-o", parts / "x", "--weights", "sure")
     frame["sure"] -= 1
     frame.to_csv(parts / "train.csv", index=False)
-    assert "--weights sure: weights must be > 0, got -0." in refuse(*command, "sure", "--model", "implicit")
+    assert "--weights sure: weights must be > 0, got -0." in refuse(*command, "sure", "--model", kind)
+
+
+def test_ratings_of_zero_have_weights(parts):
+    frame = pd.read_csv(parts / "train.csv")
+    value = frame.columns[-1]
+    frame.loc[::5, value] = 0
+    frame["sure"] = np.random.default_rng(0).uniform(0.5, 3, len(frame)).round(3)
+    frame.to_csv(parts / "train.csv", index=False)
+    fit(parts, "--test-size", 0, "--value", value, "--weights", "sure")
+    ratings, weights = (hmf.Ratings.from_frame(frame, value=name) for name in (value, "sure"))
+    model = hmf.ExplicitALS(3, iterations=4, random_state=0).fit(ratings, weights=weights)
+    np.testing.assert_allclose(hmf.load(parts / "m.safetensors").user_factors, model.user_factors, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

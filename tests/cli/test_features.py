@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import hybridmf as hmf
@@ -37,6 +39,55 @@ def test_features_reach_the_model(folder, films, tmp_path):
     model.fit(ratings, item_features=features)
     assert "new" in model.item_ids_
     np.testing.assert_array_equal(hmf.load(out).item_factors, model.item_factors)
+
+
+def test_cold_items_on_request(folder, films, tmp_path):
+    out = tmp_path / "m.safetensors"
+    succeed(
+        "fit", folder / "ratings.csv", "-o", out, *FIT, "--model", "implicit", "--item-features", films,
+        "--item-feature-columns", "genres", "--tag-separator", "|",
+    )  # fmt: skip
+    model = hmf.load(out)
+    arguments = ("recommend", out, "--user", "u7", "-N", model.n_items, "--json")
+    for options, cold in (((), False), (("--include-cold",), True)):
+        (found,) = json.loads(succeed(*arguments, *options))
+        ids, scores = model.recommend("u7", N=model.n_items, labels=True, include_cold=cold)
+        assert [each["item"] for each in found["recommendations"]] == [each for each in ids if each is not None]
+        np.testing.assert_allclose([each["score"] for each in found["recommendations"]], scores[np.isfinite(scores)])
+        assert ("new" in ids) == cold
+    table = tmp_path / "all.parquet"
+    succeed("recommend", out, "--all", "-N", model.n_items, "--include-cold", "-o", table)
+    assert "new" in pq.read_table(table)["item"].to_pylist()
+    stranger = (*arguments[:2], "--user", "nobody", "--unknown", "popular", "--include-cold", "--json")
+    (popular,) = json.loads(succeed(*stranger))
+    assert "new" not in [each["item"] for each in popular["recommendations"]]
+    refused = ("recommend", folder / "model.safetensors", "--user", "u7", "--include-cold")
+    assert "--include-cold ranks items by their features, and the model has none" in refuse(*refused)
+
+
+def test_cold_items_apart(folder, films, tmp_path):
+    lines = (folder / "ratings.csv").read_text().splitlines()
+    train, test = tmp_path / "train.csv", tmp_path / "test.csv"
+    cold = tuple(f"m{k}" for k in range(0, 60, 5))
+    is_cold = [line.split(",")[1] in cold for line in lines]
+    for path, part in ((train, False), (test, True)):
+        rows = [each for each, at in zip(lines[1:], is_cold[1:], strict=True) if at == part]
+        path.write_text("\n".join([lines[0], *rows]) + "\n")
+    out = tmp_path / "m.safetensors"
+    succeed(
+        "fit", train, "-o", out, *FIT, "--model", "implicit", "--item-features", films, "--item-feature-columns",
+        "genres", "--tag-separator", "|",
+    )  # fmt: skip
+    arguments = ("evaluate", out, test, "--train", train, "--include-cold", "--metric", "ndcg@10")
+    expected = hmf.evaluate(
+        hmf.load(out), hmf.Ratings.from_file(test), train=hmf.Ratings.from_file(train), metrics="ndcg@10",
+        include_cold=True,
+    )  # fmt: skip
+    found = json.loads(succeed(*arguments, "--json"))
+    assert found["apart"]["cold items among cold"]["ndcg@10"] == expected.apart["cold items among cold"]["ndcg@10"]
+    assert found["apart"]["cold items among cold"]["users"] == expected.apart["cold items among cold"].n_users
+    assert str(expected.apart) in succeed(*arguments)
+    assert "the model has none" in refuse("evaluate", folder / "model.safetensors", test, "--include-cold")
 
 
 def test_features_of_users(folder, tmp_path):

@@ -80,3 +80,16 @@ def test_search_refuses_what_cannot_work(folder, tmp_path, caplog):
     implicit = ["--model", "implicit", "--factors", 8, "--regularization", 0.001, "--alpha", 1, "--trials", 2]
     assert "popularity is better than all" in refuse("search", tmp_path / "likes.csv", "-o", out, *implicit)
     assert not out.exists()
+
+
+def test_search_with_weights(folder, tmp_path):
+    out, path = tmp_path / "best.safetensors", tmp_path / "weighted.csv"
+    header, *lines = (folder / "ratings.csv").read_text().splitlines()
+    path.write_text("\n".join([f"{header},sure", *(f"{line},{1 + k % 4}" for k, line in enumerate(lines))]) + "\n")
+    arguments = ("search", path, "-o", out, "--factors", 4, "--trials", 3, "--weights", "sure")
+    assert json.loads(succeed(*arguments, "--json"))["trials"] == 3
+    ratings = hmf.Ratings.from_file(path, weight="sure")
+    found = hmf.search(ratings, model=hmf.ExplicitALS(4, random_state=0), trials=3, random_state=0)
+    np.testing.assert_array_equal(hmf.load(out).item_factors_, found.best.item_factors_)
+    for more in (("--model", "implicit"), ("--validation", 0.1)):
+        assert "a search has weights for --model explicit" in refuse(*arguments, *more)

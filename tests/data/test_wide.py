@@ -60,7 +60,8 @@ USES = {
         hmf.metrics.PopularityRecommender().fit(TRAIN).recommend(USERS[:5], f[1], N=3, labels=True)[0].tolist()
     ),
     "explain": lambda m, f: m.explain(3, 4, f[1]).score,
-    "evaluate": lambda m, f: hmf.evaluate(m, f[1], train=f[0], metrics=("ndcg@3", "rmse", "auc")),
+    "evaluate": lambda m, f: hmf.evaluate(m, f[1], train=f[0], metrics=("ndcg@3", "auc")),
+    "errors": lambda m, f: hmf.evaluate(FITTED["explicit"], f[1], train=f[0], metrics="rmse"),
     "objective": lambda m, f: m.objective(f[1]),
     "partial_fit_users": lambda m, f: updated("partial_fit_users", m, np.arange(M), f[1]),
     "partial_fit_items": lambda m, f: updated("partial_fit_items", m, np.arange(N_ITEMS), f[1]),

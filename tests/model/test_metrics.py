@@ -652,7 +652,7 @@ def test_overlap_of_test_and_training_entries_is_reported(model, train, held_out
     held_out = as_ones(held_out, np.float32)
     fitted = ImplicitALS(2, iterations=1).fit(train)
     caplog.clear()
-    evaluate(fitted, held_out + train, metrics="rmse")
+    evaluate(fitted, held_out + train, metrics="ndcg@5")
     assert f"test: {train.nnz} of {train.nnz + held_out.nnz} entries are training entries" in caplog.text
     caplog.clear()
     ImplicitALS(2, regularization=0.01, iterations=2).fit(train, validation=held_out)
@@ -1063,6 +1063,21 @@ def test_a_dict_of_models_is_a_table_with_paired_differences(fitted):
         hmf.evaluate({}, test)
 
 
+@pytest.mark.parametrize("metric", ["rmse", "mae"])
+def test_implicit_models_have_no_errors_of_ratings(fitted, metric):
+    train, test, low, _ = fitted
+    message = f'etric "{metric}" compares predicted ratings, .* implicit feedback rank: .*"ndcg@10".*ExplicitALS'
+    for call in (
+        lambda: hmf.evaluate(low, test, metrics=("ndcg@10", metric)),
+        lambda: hmf.evaluate({"popular": PopularityRecommender().fit(train), "low": low}, test, metrics=metric),
+        lambda: low.score(test, metric=metric),
+        lambda: hmf.search(train, model="implicit", metric=metric, trials=1),
+        lambda: hmf.ImplicitALS(2).fit(train, validation=test, early_stopping={"metric": metric}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_a_sample_of_users(fitted):
     train, test, low, _ = fitted
     whole = hmf.evaluate(low, test, train=train, metrics="recall@5")
@@ -1075,7 +1090,8 @@ def test_a_sample_of_users(fitted):
     assert hmf.evaluate(low, test, train=train, metrics="recall@5", sample=10**6) == whole
     few = hmf.evaluate(low, test, train=train, metrics="recall@5", sample=30, users=counted[:35])
     assert few.n_users == 30 and set(few.users) <= set(counted[:35])
-    errors = hmf.evaluate(low, test, train=train, metrics="rmse", sample=10)
+    stars = hmf.ExplicitALS(2, iterations=1).fit(train)
+    errors = hmf.evaluate(stars, test, train=train, metrics="rmse", sample=10)
     assert len(errors.users) == 10
     with pytest.raises(ValueError, match="sample must"):
         hmf.evaluate(low, test, train=train, sample=0)
@@ -1111,7 +1127,8 @@ def test_scorer_for_scikit_learn(fitted):
 
     train, test, low, _ = fitted
     assert scorer("recall@20")(low, test) == hmf.evaluate(low, test, metrics="recall@20")["recall@20"]
-    assert scorer("rmse")(low, test) == -hmf.evaluate(low, test, metrics="rmse")["rmse"]
+    stars = hmf.ExplicitALS(2, iterations=1).fit(train)
+    assert scorer("rmse")(stars, test) == -hmf.evaluate(stars, test, metrics="rmse")["rmse"]
     assert pickle.loads(pickle.dumps(scorer("recall@20")))(low, test) == scorer("recall@20")(low, test)
     grid = {"regularization": [1.0, 1e6]}
     model = hmf.ImplicitALS(4, iterations=3, random_state=0)

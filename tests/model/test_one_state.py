@@ -168,8 +168,8 @@ METHODS = {
 }  # fmt: skip
 FUNCTIONS = {
     "evaluate": [
-        lambda m: hmf.evaluate(m, planted(seed=3), metrics=("ndcg@5", "rmse"), block_users=7),
-        lambda m: hmf.evaluate(m, planted(20, FEWER, seed=3), metrics=("ndcg@5", "rmse"), block_users=7),
+        lambda m: hmf.evaluate(m, planted(seed=3), metrics=("ndcg@5", "map@5"), block_users=7),
+        lambda m: hmf.evaluate(m, planted(20, FEWER, seed=3), metrics=("ndcg@5", "map@5"), block_users=7),
     ],
     "transform to a frame": [
         lambda m, rows=rows: columns(m.set_output(transform="pandas").transform(rows))

@@ -330,7 +330,7 @@ def test_budgets(text, seconds):
         ({"budget": 1e-4}, ValueError, "one trial takes about"),
         ({"trials": 0}, ValueError, "trials"),
         ({"metric": "accuracy@3"}, ValueError, "metric must be one of .ndcg@k.*, got 'accuracy@3'"),
-        ({"metric": "rmse"}, ValueError, "implicit models rank"),
+        ({"metric": "rmse"}, ValueError, "models of implicit feedback rank"),
         ({"metric": "coverage@10"}, ValueError, "not one to search by"),
         ({"metric": ["ndcg@5"]}, TypeError, "metric must be one name"),
         ({"model": "als"}, ValueError, "model must be one of 'implicit', 'explicit'"),
