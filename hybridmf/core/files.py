@@ -47,6 +47,17 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"\x80[\x02-\x05]", "a pickle, which is never loaded", "unpickle it if you trust it, and pass the object"),
     (rb"\x89HDF\r\n", "HDF5", "read it with pandas or h5py, and pass the table or matrix"),
     (rb"\x93NUMPY", "a NumPy array", "pass numpy.load(...) to Ratings.from_matrix or from_coo"),
+    (
+        rb"(?s)PK\x03\x04.{26}(?:xl/|\[Content_Types\]|_rels/|docProps/)",
+        "an Excel workbook",
+        "read it with pandas.read_excel, and pass the table to Ratings.from_frame",
+    ),
+    (
+        rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
+        "an Office document",
+        "read it with pandas.read_excel, and pass the table to Ratings.from_frame",
+    ),
+    (rb"\x1f\x8b", "packed twice by gzip", "unpack it once"),
     (rb"SQLite format 3", "an SQLite database", "query it, and pass the table to Ratings.from_frame"),
     (rb"ARROW1|FEA1", "an Arrow file", "pass pyarrow.feather.read_table(...) to Ratings.from_frame"),
     (rb"Obj\x01|ORC", "an Avro or ORC file", "read it into a data frame, and pass that to Ratings.from_frame"),

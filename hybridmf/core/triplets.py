@@ -76,7 +76,7 @@ def are_entries(array: np.ndarray) -> bool:
     """
     if array.ndim != 2 or not 2 <= array.shape[1] <= 4 or array.dtype.kind not in "iuf" or len(array) < 2:
         return False
-    ids, n = array[:, :2], len(array)
+    ids, n = array[:, :2].astype(np.float64) if array.dtype == np.float16 else array[:, :2], len(array)
     if not np.all((ids >= 0) & (ids < 2**31) & (ids == np.floor(ids))):  # NaN fails all of them
         return False
     users, items = ids.astype(np.int64).T

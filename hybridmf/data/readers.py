@@ -43,7 +43,7 @@ from .labels import (
 )
 from .layout import FileOptions, Where
 from .lines import numbered_lines, pieces_of
-from .text import INTEGER, find_layout, parse_dates, parse_times
+from .text import INTEGER, find_layout, parse_dates, parse_times, value_hint
 
 logger = logging.getLogger("hybridmf")
 
@@ -87,9 +87,15 @@ def frame_entries(
     import narwhals.stable.v2 as nw
 
     table, names = _frame(frame, source)
-    columns = resolve_columns(
-        source, names, len(names), user, item, value, timestamp=timestamp, weight=weight, by_place=False
-    )
+    try:
+        columns = resolve_columns(
+            source, names, len(names), user, item, value, timestamp=timestamp, weight=weight, by_place=False
+        )
+    except RatingsError as error:
+        levels = [level for level in getattr(getattr(frame, "index", None), "names", ()) if level is not None]
+        if not levels:
+            raise
+        raise RatingsError(f"{error}. Its index {levels} becomes columns by {source}.reset_index()") from None
     log_columns(source, columns)
     taken = [names[place] for place in (columns.user, columns.item, columns.value) if place is not None]
     filters = {column: names[column_place("where", source, names, column)] for column in where or {}}
@@ -137,6 +143,8 @@ def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
     import narwhals.stable.v2 as nw
 
     check_distinct_names(source, frame_names(frame) or [])
+    if type(frame).__module__.split(".")[0] == "pyarrow":
+        frame = _plain_strings(frame)
     try:
         table = nw.from_native(frame)
     except TypeError as error:
@@ -145,6 +153,17 @@ def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:
             "matrices go through Ratings.from_matrix, arrays through Ratings.from_coo"
         ) from error
     return table, table.collect_schema().names()
+
+
+def _plain_strings(frame: Any) -> Any:
+    """A table of pyarrow without columns of string views, which few of its functions take."""
+    import pyarrow as pa
+
+    view = getattr(pa, "string_view", pa.string)()
+    for place, field in enumerate(getattr(frame, "schema", ())):
+        if field.type == view and view != pa.string():
+            frame = frame.set_column(place, field.name, frame.column(place).cast(pa.large_string()))
+    return frame
 
 
 def _frame_column(source: str, table: Any, column: Any, first_row: int = 0) -> Any:
@@ -216,7 +235,21 @@ def _frame_ids(source: str, table: Any, column: Any, first_row: int = 0) -> np.n
     series = _frame_column(source, table, column, first_row)
     # a list, since a NumPy array pads each string to the longest; NumPy has no integers of 128 bits
     narrow = series.dtype.is_integer() and "128" not in str(series.dtype)
+    if series.dtype.is_float():
+        _check_exact_ids(source, column, series.to_numpy(), first_row)
     return series.to_numpy() if narrow else series.to_list()
+
+
+def _check_exact_ids(source: str, column: Any, ids: np.ndarray, first_row: int) -> None:
+    """Refuse floating-point numbers so large that different integers become one."""
+    digits = 24 if ids.dtype == np.float32 else 53
+    bad = np.flatnonzero(~(np.abs(ids) < 2.0**digits))
+    if bad.size:
+        raise RatingsError(
+            f"column {column!r} of {source} has the id {ids[bad[0]]!s} at row {first_row + bad[0]} as a floating-point "
+            f"number, in which integers from 2**{digits} on run together: read the column as text or integers "
+            '(pandas.read_csv(path, dtype={column: "str"}))'
+        )
 
 
 def _frame_values(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray:
@@ -226,7 +259,9 @@ def _frame_values(source: str, table: Any, column: Any, first_row: int = 0) -> n
             raise TypeError(f"its dtype is {given.dtype}")
         values = given.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"column {column!r} of {source} holds no real numbers ({error})") from error
+        texts = given.tolist() if given.dtype == object else []
+        hint = next((value_hint(each) for each in texts if isinstance(each, str) and number_of(each) is None), "")
+        raise TypeError(f"column {column!r} of {source} holds no real numbers ({error}){hint}") from error
     bad = np.flatnonzero(~(np.abs(values) <= MAX_VALUE))
     if bad.size:
         raise RatingsError(
@@ -529,7 +564,7 @@ def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
         raise RatingsError(f"{path} is no .npz file (it starts with {head[:8]!r}); write one with Ratings.save")
     _check_npz_memory(path)
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with open_bytes(path) as stream, np.load(stream, allow_pickle=False) as archive:
             names = archive.files
             ids = {name: archive[name] for name in ("user_ids", "item_ids", "timestamps", "weights") if name in names}
         matrix = sp.load_npz(path) if "format" in names else None

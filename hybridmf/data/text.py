@@ -32,6 +32,7 @@ from . import arrow_text
 from .columns import AUTO, DEFAULT_PLACES, Columns, resolve_columns
 from .labels import (
     MAX_VALUE,
+    MISSING_WORDS,
     Entries,
     NoEntriesError,
     as_times,
@@ -99,7 +100,10 @@ def find_layout(path: str, head: bytes, options: FileOptions) -> TextLayout:
         rows, n_fields, options.header, selectors, (timestamp, options.weight, *(options.where or ()))
     )
     if has_header and len(first) != n_fields:
-        raise RatingsError(f"{path}: the header has {len(first)} fields, {first}, but the lines below have {n_fields}")
+        raise RatingsError(
+            f"{path}: the header has {len(first)} fields, {first}, but the lines below have {n_fields}; name each "
+            "column in it (R and pandas leave out the name of row numbers)"
+        )
     columns = resolve_columns(
         path, first if has_header else None, n_fields, *selectors, timestamp=timestamp, weight=options.weight
     )
@@ -285,7 +289,7 @@ def first_lines(path: str, encoding: str, comment: str | None) -> list[str]:
 
 
 def text_encoding(path: str, head: bytes, encoding: str | None) -> str:
-    """Encoding of a text file: `encoding`, else UTF-16 if there is its byte order mark, else UTF-8."""
+    """Encoding of a text file: `encoding`, else UTF-16 or UTF-32 by its byte order mark, else UTF-8."""
     if encoding is not None:
         try:
             io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # unlike lookup, rejects base64 and the like
@@ -293,6 +297,8 @@ def text_encoding(path: str, head: bytes, encoding: str | None) -> str:
         except LookupError as error:
             raise ValueError(f"encoding={encoding!r} is no text encoding; try 'utf-8' or 'latin-1'") from error
         return "utf-8-sig" if name == "utf-8" else name
+    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     if b"\0" in head:
@@ -594,8 +600,9 @@ def record_chunks(
     text of a `column` is appended to `texts`. Records that `mask` excludes are skipped.
     """
     users, items, done = Codes(user_table), Codes(item_table), 0
+    commented: list[str] = []
     places = tuple(place for place in (layout.user, layout.item, layout.value, column) if place is not None)
-    for fields in _columns(layout, places, size):
+    for fields in _columns(layout, places, size, commented):
         count = len(fields[0])
         kept = None if mask is None else mask[done : done + count]
         if kept is not None:
@@ -608,6 +615,11 @@ def record_chunks(
         done += count
         if len(values):
             yield users.of(fields[0]), items.of(fields[1]), values
+    if commented:
+        logger.warning(
+            "%s: skipped %s lines that begin with comment=%r but could be entries, such as %s; comment=None reads them",
+            layout.path, f"{len(commented):,}", layout.comment, _cut(commented[0]),
+        )  # fmt: skip
 
 
 class Codes(dict[str, int]):
@@ -640,20 +652,38 @@ def _bad_value(layout: TextLayout, texts: list[str], entries: np.ndarray) -> Rat
     lines, _ = next(itertools.islice(_records(layout), int(entries[k]), None))
     if _is_number(texts[k]):
         return _bad_line(layout, lines, f"has the value {_cut(texts[k])}; values must be finite float32 numbers")
-    problem = f"has the value {_cut(texts[k])}, which is not a number (value=None ignores values)"
+    problem = f"has the value {_cut(texts[k])}, which is not a number (value=None ignores values{value_hint(texts[k])})"
     return _bad_line(layout, lines, problem)
 
 
-def _columns(layout: TextLayout, places: tuple[int, ...], size: int = BLOCK_CHARS) -> Iterator[tuple[list[str], ...]]:
+_COMMA_NUMBER = re.compile(r"[-+]?\d{1,3}(?:[., ']\d{3})*,\d+|[-+]?\d{1,3}(?:[, '\u00a0\u202f]\d{3})+(?:\.\d*)?")
+
+
+def value_hint(text: str) -> str:
+    """The way out for a value that is no number, if its form tells one."""
+    text = text.strip()
+    if not text or text in MISSING_WORDS:
+        return "; where={column: function} keeps the rows that have one"
+    if _COMMA_NUMBER.fullmatch(text):
+        return '; pandas.read_csv(path, decimal=",", thousands=...) reads it for Ratings.from_frame'
+    return ""
+
+
+def _columns(
+    layout: TextLayout, places: tuple[int, ...], size: int = BLOCK_CHARS, commented: list[str] | None = None
+) -> Iterator[tuple[list[str], ...]]:
     """Columns of the records after the header, as text, block by block.
 
     A block of plain lines is split at once; the csv module reads the lines of others, and explains what is wrong.
+    Comments that could be entries are appended to `commented`.
     """
     alone = layout.quote in (AUTO, None) and layout.escape is None  # no record goes on in another block
     header = layout.header
     with reading(layout.path, layout.encoding), layout.open() as stream:
         for number, block in line_blocks(stream, layout.path, size):
             batches: Iterable[list[list[str]]]
+            if commented is not None and layout.comment and layout.comment in block:
+                commented += _commented_entries(block, layout)
             if (plain := _plain_columns(block, layout)) is not None:
                 batches = [plain]
             else:
@@ -664,6 +694,18 @@ def _columns(layout: TextLayout, places: tuple[int, ...], size: int = BLOCK_CHAR
                 if columns[0]:
                     yield tuple(columns[place][header:] for place in places)
                     header = False
+
+
+def _commented_entries(block: str, layout: TextLayout) -> list[str]:
+    """Lines that begin with the prefix of comments and have the fields of an entry: ids may begin with it."""
+    lines = (line for line in block.split("\n") if line.lstrip().startswith(layout.comment or ""))
+    split = ((line, line.split(None if layout.separator == " " else layout.separator)) for line in lines)
+    return [
+        line
+        for line, fields in split
+        if len(fields) == layout.n_fields
+        and (layout.value is None or _is_number(fields[layout.value].strip().strip(layout.quote_mark or "")))
+    ]
 
 
 def _plain_columns(block: str, layout: TextLayout) -> list[list[str]] | None:

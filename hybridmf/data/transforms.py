@@ -342,6 +342,11 @@ def ages_of(times: np.ndarray, half_life: Any, now: Any) -> np.ndarray:
                 f"half_life must be a number in the unit of timestamps, which are numbers, got {half_life!r}; for Unix "
                 "times, its seconds"
             )
+        if are_calendar_dates(times):
+            raise ValueError(
+                f"timestamps are numbers that look like dates ({times.min()} to {times.max()}), whose differences are "
+                "no ages: convert them, such as pandas.to_datetime(column.astype(str)), before from_frame or from_coo"
+            )
         length = check_real("half_life", half_life, 0.0, strict=True)
         latest = times.max() if now is None else check_real("now", now)
         ages = (latest - times).astype(np.float64)
@@ -351,6 +356,14 @@ def ages_of(times: np.ndarray, half_life: Any, now: Any) -> np.ndarray:
             f"now={now!r} is before {later:,} of {len(times):,} timestamps, the latest of which is {times.max()}"
         )
     return np.asarray(ages / length)
+
+
+def are_calendar_dates(times: np.ndarray) -> bool:
+    """Whether numbers are all dates such as 20240105, of 1900 to 2099."""
+    if times.dtype.kind != "i" or times.min() < 19_000_101 or times.max() > 20_991_231:
+        return False
+    month, day = times // 100 % 100, times % 100
+    return bool(np.all((month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)))
 
 
 def _date(now: Any) -> np.datetime64:

@@ -44,11 +44,25 @@ def read_wide(frame: Any, name: str, *, users: bool = True) -> Wide:
     frame = frame.collect() if hasattr(frame, "collect_schema") and hasattr(frame, "collect") else frame
     names = frame_names(frame)
     assert names is not None
+    _refuse_log(name, names)
     _refuse_ids(frame, name, names)
     cells = _cells(frame, name, names)
     user_ids = _axis_labels(f"{name}.index", getattr(frame, "index", None)) if users else None
     columns = frame.columns if hasattr(frame, "iloc") else names
-    return _without_missing(cells, name), user_ids, _axis_labels(f"{name}.columns", columns)
+    item_ids = _axis_labels(f"{name}.columns", columns)
+    if user_ids is not None and item_ids is not None:
+        _refuse_totals(name, user_ids, item_ids)
+    return _without_missing(cells, name), user_ids, item_ids
+
+
+def _refuse_totals(name: str, *axes: np.ndarray) -> None:
+    """Refuse the totals that pandas' ``margins=True`` adds as the last row and column."""
+    last = [ids[-1:].tolist() for ids in axes]
+    if last == [["All"], ["All"]]:
+        raise RatingsError(
+            f"{name} has a last row and a last column 'All', the totals of pandas.pivot_table(margins=True), which "
+            f"would be a user and an item: make it without margins, or pass {name}.iloc[:-1, :-1]"
+        )
 
 
 def without_rows(frame: Any) -> Any:
@@ -73,6 +87,18 @@ def _column(frame: Any, place: int) -> np.ndarray:
     if hasattr(frame, "iloc"):
         return np.asarray(frame.iloc[:, place])
     return np.asarray(frame[frame_names(frame)[place]])  # type: ignore[index]
+
+
+def _refuse_log(name: str, names: Sequence[Any]) -> None:
+    """Refuse a table of entries with more columns than `named_like_entries` decides by names that end in "id"."""
+    roles = [role_of(column) for column in names]
+    if {"user", "item"} <= set(roles) and 10 * sum(role is not None for role in roles) >= len(roles):
+        user, item = (names[roles.index(role)] for role in ("user", "item"))
+        raise RatingsError(
+            f"{name} has {len(names)} columns, with {user!r} and {item!r} among them, so it may have an entry in each "
+            f"row, or an item in each column. Of entries make Ratings.from_frame({name}, user={user!r}, item={item!r}, "
+            f"...); of items pass a SciPy matrix: Ratings.from_matrix(scipy.sparse.csr_array({name}), item_ids=...)"
+        )
 
 
 def _refuse_ids(frame: Any, name: str, names: Sequence[Any]) -> None:

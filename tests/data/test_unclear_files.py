@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
 import io
 import json
 import pickle
+import warnings
 import zipfile
 
 import numpy as np
@@ -514,3 +517,128 @@ def test_advice_for_frames_of_estimators_names_from_frame():
     ):
         with pytest.raises(RatingsError, match=rf"{words}.*\(arguments of Ratings.from_frame"):
             hmf.ImplicitALS(factors=2).fit(pd.DataFrame(frame))
+
+
+# -------------------------------------------------------------------------------------- numbers that are not as written
+
+
+BIG = 2**53
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([BIG, BIG + 2, 1.0]),
+        np.array([2**24, 2**24 + 2, 1], np.float32),
+        np.array([1.0, np.inf, 2.0]),
+    ],
+)
+@pytest.mark.parametrize("kind", [pd.DataFrame, pl.DataFrame, pa.table])
+def test_ids_that_floating_point_numbers_merge_are_refused(ids, kind):
+    frame = kind({"user_id": ids, "item_id": [1, 2, 3], "rating": [3.0, 4.0, 5.0]})
+    with pytest.raises(RatingsError, match=r"column 'user_id' .*floating-point.*read the column as text or integers"):
+        hmf.Ratings.from_frame(frame)
+
+
+def test_ids_beyond_float64_are_refused_where_nulls_made_floats(tmp_path):
+    ids = [9007199254740993, None, 9007199254740992]
+    frame = pd.DataFrame({"user_id": ids, "item_id": [1, 2, 1]}, dtype=float)
+    with pytest.raises(RatingsError, match="floating-point"):
+        hmf.Ratings.from_frame(frame, missing="drop")
+    exact = hmf.Ratings.from_frame(frame.assign(user_id=pd.array(ids, dtype="Int64")), missing="drop")
+    assert exact.user_ids.tolist() == [BIG, BIG + 1]
+    lines = "".join(f'{{"user_id": {2**64 - k}, "item_id": {k}}}\n' for k in (1, 2))  # pyarrow reads float64
+    with pytest.raises(RatingsError, match="floating-point"):
+        hmf.Ratings.from_file(write(tmp_path, lines, "a.jsonl"))
+
+
+def test_floating_point_ids_that_are_exact_are_labels():
+    assert hmf.Ratings.from_frame(pd.DataFrame({"user_id": [BIG - 1.0, 1.5], "item_id": [1, 1]})).n_users == 2
+
+
+@pytest.mark.parametrize("value", ["3,5", "1,234", "1 234", "1.234,5", "1'234.5"])
+def test_the_error_for_numbers_with_commas_names_a_reader(value, tmp_path):
+    path = write(tmp_path, f"user;item;rating\n1;2;{value}\n", "a.csv")
+    with pytest.raises(RatingsError, match='decimal=","'):
+        hmf.Ratings.from_file(path)
+    with pytest.raises(TypeError, match='decimal=","'):
+        hmf.Ratings.from_frame(pd.read_csv(path, sep=";"))
+
+
+@pytest.mark.parametrize("value", ["", "NULL"])
+def test_the_error_for_values_that_are_missing_names_where(value, tmp_path):
+    path = write(tmp_path, f"user,item,rating\n1,2,{value}\n1,3,4\n", "a.csv")
+    with pytest.raises(RatingsError, match=r"where=\{column: function\}"):
+        hmf.Ratings.from_file(path)
+    kept = hmf.Ratings.from_file(path, where={"rating": lambda texts: texts != value})
+    assert triplets(kept) == {(1, 3): 4}
+
+
+# ------------------------------------------------------------------------------------------------------ lines and files
+
+
+@both
+def test_comments_that_could_be_entries_are_counted(reader, tmp_path, caplog):
+    content = "# user,item,rating\nuser,item,rating\n#1,x,3\n1,x,2\n  #2,y,5\n# made by,hand\n"
+    kept = reader(write(tmp_path, content), tmp_path)
+    assert triplets(kept) == {(1, "x"): 2}
+    said = [message for message in caplog.messages if "skipped" in message]
+    assert len(said) == 1 and "skipped 2 lines" in said[0] and "'#1,x,3'" in said[0] and "comment=None" in said[0]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_byte_order_marks_say_the_encoding(encoding, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes("user,item,rating\n1,2,3\n2,é,4\n".encode(encoding))
+    assert triplets(hmf.Ratings.from_file(path)) == {(1, "2"): 3, (2, "é"): 4}
+
+
+def test_a_header_without_the_name_of_row_numbers(tmp_path):
+    with pytest.raises(RatingsError, match="name each column"):
+        hmf.Ratings.from_file(write(tmp_path, "user,item,rating\n0,1,2,3\n1,2,2,4\n"))
+
+
+def archive(*names):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as file:
+        for name in names:
+            file.writestr(name, "xl/")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (archive("[Content_Types].xml", "xl/workbook.xml"), "Excel workbook.*pandas.read_excel"),
+        (archive("ratings.csv"), "ZIP archive.*unpack"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "pandas.read_excel"),
+        (gzip.compress(gzip.compress(b"1,2,3\n")), "packed twice"),
+    ],
+)
+def test_packed_and_office_files_are_named(content, words, tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(content)
+    with pytest.raises(RatingsError, match=words):
+        hmf.Ratings.from_file(path)
+
+
+def test_a_damaged_archive_is_closed(tmp_path):
+    path = tmp_path / "a.npz"
+    path.write_bytes(archive("a.npy")[:40])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        with pytest.raises(RatingsError, match="cannot be read as"):
+            hmf.Ratings.from_file(path)
+        gc.collect()
+
+
+def test_ids_in_the_index_of_a_frame_are_named():
+    frame = pd.DataFrame({"user_id": [1], "item_id": [2], "rating": [3]}).set_index(["user_id", "item_id"])
+    with pytest.raises(RatingsError, match=r"reset_index\(\)"):
+        hmf.Ratings.from_frame(frame)
+
+
+@pytest.mark.skipif(not hasattr(pa, "string_view"), reason="pyarrow before 16")
+def test_string_views_are_ids():
+    table = pa.table({"user_id": pa.array(["a", "b"], pa.string_view()), "item_id": [1, 2]})
+    assert hmf.Ratings.from_frame(table).user_ids.tolist() == ["a", "b"]

@@ -222,3 +222,12 @@ def test_time_decay_refuses():
     ):
         with pytest.raises(error, match=says(*parts)):
             ratings.time_decay(arguments[0], now=arguments[1] if len(arguments) > 1 else None)
+
+
+def test_dates_written_as_numbers_have_no_age():
+    days = np.array([20240131, 20240201, 20251231])
+    ratings = hmf.Ratings.from_coo([0, 1, 2], [0, 0, 0], timestamps=days)
+    with pytest.raises(ValueError, match=r"look like dates.*to_datetime"):
+        ratings.time_decay(half_life=30)
+    seconds = hmf.Ratings.from_coo([0, 1, 2], [0, 0, 0], timestamps=np.array([20240131, 20240199, 20251231]))
+    assert seconds.time_decay(half_life=30).weights[-1] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -228,3 +229,34 @@ def test_values_keep_their_precision():
     np.testing.assert_array_equal(models[0].item_factors_, models[1].item_factors_)
     with pytest.raises(RatingsError, match=re.escape("X has 3 features, but ImplicitALS is expecting 12 features")):
         FITTED["implicit"].transform(np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "names", [("user", "item", "rating", "timestamp", "age"), ("customer", "product", "qty", "price", "a", "b")]
+)
+def test_a_log_of_many_columns_is_no_matrix(names):
+    frame = pd.DataFrame({name: [1, 1, 2, 3] for name in names})
+    user, item = names[:2]
+    for use in (hmf.Ratings.from_matrix, hmf.ImplicitALS(**SMALL).fit, hmf.split):
+        with pytest.raises(RatingsError, match=rf"Ratings.from_frame\(.*user='{user}', item='{item}'"):
+            use(frame)
+
+
+def test_titles_that_are_names_of_columns_are_items():
+    titles = ["Player", "Song", *(f"title {k}" for k in range(30))]
+    assert hmf.Ratings.from_matrix(pd.DataFrame(np.ones((3, 32)), columns=titles)).n_items == 32
+
+
+def test_totals_of_a_pivot_table_are_refused():
+    log = pd.DataFrame({"u": [1, 1, 2], "i": ["a", "b", "a"], "r": [1.0, 2.0, 3.0]})
+    table = log.pivot_table(index="u", columns="i", values="r", margins=True)
+    with pytest.raises(RatingsError, match=r"margins.*iloc\[:-1, :-1\]"):
+        hmf.Ratings.from_matrix(table)
+    assert hmf.Ratings.from_matrix(table.iloc[:-1, :-1]).shape == (2, 2)
+
+
+def test_half_precision_cells_raise_no_warning():
+    cells = np.array([[5, 0, 3], [0, 4, 0]], np.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hmf.Ratings.from_matrix(cells).nnz == 3
