@@ -86,7 +86,6 @@ class CpuCCD(RankOneSolver):
         self._workspace = workspaces(plan.num_threads, _ccd.LONG_ROW, user_items.dtype)
 
     def columns_of_state(self) -> dict[Side, np.ndarray]:
-        """See `RankOneSolver`."""
         self._compute_residuals(*SWEEP_ORDER)
         columns = {side: self._columns(side) for side in SIDES}
         # the values that a pass gathers from the other side, interleaved; see _ccd.pyx

@@ -36,7 +36,6 @@ class CpuEngine:
         return self._fitted_by.changed(device="cpu", **without)
 
     def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
-        """Pack items for the score kernel."""
         return topk.PackedItems(items, candidates, self._threads)
 
     def top_k(
@@ -47,7 +46,6 @@ class CpuEngine:
         seen: RowColumns | None = None,
         candidates: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See `hybridmf.cpu.topk.top_k`."""
         return topk.top_k(users, packed, n, seen=seen, candidates=candidates, num_threads=self._threads)
 
     def gram(self, side: Side, fixed: Factors, objective: Objective) -> als.WeightedGram:
@@ -66,14 +64,12 @@ class CpuEngine:
         gram: als.WeightedGram,
         pull: np.ndarray | None = None,
     ) -> Factors:
-        """Exact factors of new rows; `pull`, shape (n_rows, rank), is added to their right-hand sides."""
         n, rank = matrix.shape[0], self.plan.rank
         threads = threads_for(matrix.nnz * rank**2 + n * rank**3 / 6, n, self._threads)
         plan = for_fold_in(self.plan).changed(num_threads=threads)
         return als.HalfSweep(side, matrix, objective, plan).solve(fixed, mean, gram=gram, pull=pull)
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
-        """The objective in float64."""
         csr = csr_arrays(matrix)
         item_degrees = np.bincount(csr[1], minlength=matrix.shape[1])
         return als.objective_value(objective, csr, state, np.diff(csr[0]), item_degrees, self.plan.num_threads)

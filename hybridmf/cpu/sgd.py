@@ -118,7 +118,6 @@ class RowSweeps:
         return np.unique(np.concatenate([[0], inner, [np.count_nonzero(degrees)]]))
 
     def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
-        """See `Schedule`."""
         assert side is not None
         moved, fixed = work[side].rows, work[other_side(side)].rows
         indptr, columns, ratings = self.csr[side]
@@ -141,7 +140,6 @@ class Stretches:
         self.entries = EntryList(users, user_items.indices[order], user_items.data[order])
 
     def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
-        """See `Schedule`."""
         n, calls, threads = len(self.entries.users), _calls(self.plan), self.plan.num_threads
         for call in range(calls):
             taken = slice(n * call // calls, n * (call + 1) // calls)
@@ -189,7 +187,6 @@ class Blocks:
         return self.method.rng(epoch).permutation(self.grid)
 
     def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
-        """See `Schedule`."""
         both, calls, threads = _both(work), _calls(self.plan), self.plan.num_threads
         if self.method.deterministic:
             for shifts in np.array_split(self.shifts(epoch), min(calls, self.grid)):
@@ -242,7 +239,6 @@ class CpuEpochs:
         return factors.on_host()
 
     def copies(self, factors: Factors) -> Copies:
-        """See `EpochKernels`."""
         return Copies(factors, self.sums_width, self.plan.num_threads)
 
     def move(
@@ -254,8 +250,6 @@ class CpuEpochs:
         epoch: int,
         between: Callable[[], None],
     ) -> None:
-        """See `EpochKernels`."""
-
         def record(losses: np.ndarray) -> bool:
             between()
             self._losses.append(float(losses.sum()))
@@ -266,7 +260,6 @@ class CpuEpochs:
             schedule.move(side, work, terms, epoch, record)
 
     def factors(self, work: Copies) -> Factors:
-        """See `EpochKernels`."""
         return work.factors()
 
     def begin_result(self, *sides: Factors) -> Callable[[], tuple[float, bool]]:
@@ -281,14 +274,12 @@ class CpuEpochs:
         return bias_is_finite and _sgd.all_finite(factors.matrix, self.plan.num_threads)
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
-        """See `EpochKernels`."""
         matrix, state = self.blocks[block]["user"], State(users, items, mean)
         if not matrix.nnz:
             return 0.0
         return float(losses_of_rows(self.objective, csr_arrays(matrix), state, self.plan.num_threads).sum())
 
     def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
-        """See `EpochKernels`."""
         return self.objective.penalty(side, factors.matrix, degrees, factors.bias)
 
     # ------------------------------------------------------------------------------------------------ exchange

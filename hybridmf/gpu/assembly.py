@@ -115,12 +115,10 @@ class PublishedKernels(RowKernels):
         return matrices, device.empty((n_slots, rank), self.dtype)
 
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Any) -> None:
-        """See `RowKernels`."""
         if len(segments):
             self.sum_rows(self.device, sums, table, entries, segments, self.config)
 
     def solve(self, systems: SideSystems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
-        """See `RowKernels`."""
         if not len(rows):
             return
         device, rank, (matrices, rhs) = self.device, self.rank, sums

@@ -92,7 +92,6 @@ class BalsLocalConfig(KernelConfig):
     names: ClassVar[dict[str, str]] = {"itemsize": ""}
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         require_square_tile(self)
         require(self.tiles <= MAX_GRID_Y, f"nb={self.nb} gives {self.tiles} tiles, more than {MAX_GRID_Y}")
 
@@ -169,7 +168,6 @@ class BalsLocalConfig(KernelConfig):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
         return {"ACCUMULATORS": "local", "UNROLLED": self.in_registers} | super().constants
 
 

@@ -436,7 +436,6 @@ class GpuCCD(RankOneSolver):
         self.state = State(users, items, state.mean)
 
     def active(self) -> AbstractContextManager[None]:
-        """Make the device current."""
         return self.device.active()
 
     def columns_of_state(self) -> dict[Side, list[Array]]:
@@ -481,7 +480,6 @@ class GpuCCD(RankOneSolver):
         return out
 
     def factors(self, side: Side, columns: list[Array]) -> DeviceFactors:
-        """See `RankOneSolver`."""
         solved_columns = self._coordinates.pop(side)
         entries, factors, first = self.entries[side], self.plan.factors, len(self.biases)
         table = self.device.zeros((entries.n_rows, self.width), entries.dtype)
@@ -507,7 +505,6 @@ class GpuCCD(RankOneSolver):
         raise non_finite(self.objective, side, row, factor)
 
     def update(self, side: Side, columns: dict[Side, list[Array]], column: int, inner: int) -> None:
-        """See `RankOneSolver`."""
         other, bias = other_side(side), self.is_bias(column)
         old, new = columns[side][column + 1], columns[side][column]
         other_old, other_new = columns[other][column + 1], columns[other][column]

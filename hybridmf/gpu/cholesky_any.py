@@ -56,7 +56,6 @@ class CholeskyConfig(KernelConfig):
     may_be_zero: ClassVar[tuple[str, ...]] = ("systems",)
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         require(self.rank <= MAX_RANK, f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
         if self.systems:
             require(self.rank <= WARP, f"systems={self.systems} a block need rank <= {WARP}, got {self.rank}")
@@ -162,7 +161,6 @@ class CholeskyConfig(KernelConfig):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
         if not self.systems:
             return super().constants | {"SHARED_BYTES": self.shared_bytes}
         return {name: value for name, value in super().constants.items() if name in OF_SYSTEMS}
@@ -182,7 +180,6 @@ class CgConfig(KernelConfig):
     names: ClassVar[dict[str, str]] = {"itemsize": "REAL", "blocks_per_sm": "MIN_BLOCKS"}
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         require(self.warps in (1, 2, 4, 8, 16, 32), f"warps must be a power of two of at most 32, got {self.warps}")
 
     @classmethod
@@ -212,7 +209,6 @@ class CgConfig(KernelConfig):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
         return super().constants | {"SHARED_BYTES": self.shared_bytes}
 
 
@@ -286,7 +282,6 @@ class TilesConfig(KernelConfig):
     kernel: ClassVar[str] = "cholesky_tiles"
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         require(self.rank <= 64, f"rank must be in 1 ... 64, got {self.rank}")
         require(self.teams <= WARP, f"teams must be in 1 ... {WARP}, got {self.teams}")
 
@@ -316,7 +311,6 @@ class TilesConfig(KernelConfig):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
         return super().constants | {"WARPS": 1}
 
 
@@ -336,7 +330,6 @@ class WideTilesConfig(KernelConfig):
     kernel: ClassVar[str] = "cholesky_matrices"
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         require(65 <= self.rank <= 128, f"rank must be in 65 ... 128, got {self.rank}")
         require(self.blocks_per_sm <= 7, f"blocks_per_sm must be in 1 ... 7, got {self.blocks_per_sm}")
 

@@ -24,7 +24,6 @@ class GpuEngine:
         self.name = plan.device
 
     def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
-        """Pack items on the device for the score kernels."""
         return topk.PackedItems(self.device, items, candidates)
 
     def top_k(
@@ -35,7 +34,6 @@ class GpuEngine:
         seen: RowColumns | None = None,
         candidates: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See `hybridmf.gpu.topk.top_k`."""
         matrix = None if seen is None else seen.matrix()
         return topk.top_k(self.device, users, packed, n, seen=matrix, candidates=candidates)
 
@@ -61,7 +59,6 @@ class GpuEngine:
         gram: tuple[tables.DeviceFactors, Array | None],
         pull: np.ndarray | None = None,
     ) -> Factors:
-        """Exact factors of new rows; `pull`, shape (n_rows, rank), is added to their right-hand sides."""
         plan = for_fold_in(self.plan)
         if pull is None:
             half = HalfSweep(self.device, side, matrix, objective, plan)

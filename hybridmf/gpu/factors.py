@@ -38,7 +38,6 @@ class GpuFactors(LazyFactors):
 
     @property
     def form(self) -> tuple[np.dtype, int]:
-        """See `Factors.form`."""
         return np.dtype(self.table.dtype), self.factors
 
     def beside(self, array: np.ndarray) -> Array:
@@ -106,7 +105,6 @@ class DeviceFactors(GpuFactors):
 
     @property
     def arrays(self) -> list[Array]:
-        """The table, and biases if there are any."""
         return [self.table] if self.device_bias is None else [self.table, self.device_bias]
 
     def with_arrays(self, given: Sequence[Array]) -> DeviceFactors:
@@ -125,7 +123,6 @@ class DeviceFactors(GpuFactors):
             self.keep(range=read_range(self.device.download(found))[0], settled=True)
 
     def failed(self, status: Array) -> bool:
-        """See `GpuFactors`."""
         return self.finish_check(self.begin_check(status))
 
     def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
@@ -148,11 +145,9 @@ class DeviceFactors(GpuFactors):
         return failed
 
     def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
-        """See `GpuFactors`."""
         return exact_gram(device, self.table, weights)
 
     def times(self, copiers: Copiers, basis: np.ndarray) -> DeviceFactors:
-        """See `GpuFactors`."""
         table = self.table.copy()
         if len(table):
             on_device = self.device.upload(basis.astype(table.dtype))
@@ -160,7 +155,6 @@ class DeviceFactors(GpuFactors):
         return DeviceFactors(self.device, table, self.factors, self.device_bias)
 
     def penalty(self, device: Device, objective: Objective, side: Side, degrees: np.ndarray) -> float:
-        """See `GpuFactors`."""
         if not len(self):
             return 0.0
         squares = losses.row_squares(device, self.table, self.factors)
@@ -282,12 +276,10 @@ class HostFactors(GpuFactors):
 
     @property
     def bias(self) -> np.ndarray | None:
-        """Biases."""
         return self.host_bias
 
     @property
     def arrays(self) -> list[Array]:
-        """The table, and biases if there are any."""
         return [self.table] if self.host_bias is None else [self.table, self.host_bias]
 
     def with_arrays(self, arrays: Sequence[Array]) -> HostFactors:
@@ -295,15 +287,12 @@ class HostFactors(GpuFactors):
         return HostFactors(arrays[0], self.factors, arrays[1] if len(arrays) > 1 else None)
 
     def beside(self, array: np.ndarray) -> Array:
-        """The array itself."""
         return array
 
     def take(self, rows: np.ndarray) -> Factors:
-        """Some rows."""
         return Factors(self.table[rows, : self.factors], None if self.host_bias is None else self.host_bias[rows])
 
     def wait_by(self, release: Callable[[], bool]) -> None:
-        """See `HostTables.wait_by`."""
         if self.tables is not None:
             self.tables.wait_by(release)
 
@@ -318,7 +307,6 @@ class HostFactors(GpuFactors):
             self.keep(range=range_on_host(self.table))
 
     def failed(self, status: Array) -> bool:
-        """See `GpuFactors`."""
         if self.checked is None:
             return bool(status.any())
         known, failed = read_range(self.checked())
@@ -331,7 +319,6 @@ class HostFactors(GpuFactors):
             yield slice(start, min(start + EXACT_ROWS, len(self)))
 
     def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
-        """See `GpuFactors`."""
         total = np.zeros((self.table.shape[1],) * 2)
         for rows in self._blocks():
             own = None if weights is None else device.upload(weights[rows].astype(self.table.dtype))
@@ -351,7 +338,6 @@ class HostFactors(GpuFactors):
         return HostFactors(table, self.factors, self.host_bias, tables=self.tables)
 
     def penalty(self, device: Device, objective: Objective, side: Side, degrees: np.ndarray) -> float:
-        """See `GpuFactors`."""
         if not len(self):
             return 0.0
         squares = [losses.row_squares(device, device.upload(self.table[rows]), self.factors) for rows in self._blocks()]

@@ -74,7 +74,6 @@ class DeviceRegression(Regression):
         return sums
 
     def on_host(self, sums: Array) -> np.ndarray:
-        """Sums as NumPy's array."""
         return self.device.download(sums)
 
     def pull(self, sums: Array, ridge: np.ndarray) -> Array:

@@ -38,7 +38,6 @@ class MoAlsConfig(KernelConfig):
     names: ClassVar[dict[str, str]] = {"itemsize": ""}
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         require_triangle(self, "groups * part_tiles in full warps")
         require(self.bin % self.groups == 0, f"bin={self.bin} must be a multiple of groups={self.groups}")
         require(self.bin <= self.threads, f"bin={self.bin} must not exceed the {self.threads} threads of a block")

@@ -39,7 +39,6 @@ class NonnegativeConfig(KernelConfig):
     names: ClassVar[dict[str, str]] = {"itemsize": "REAL", "blocks_per_sm": "MIN_BLOCKS"}
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         require(self.warps <= WARP, f"warps must be in 1 ... {WARP}, got {self.warps}")
         require(
             not self.tiles or (self.resident and self.itemsize == 4 and self.rank <= MAX_TILED_RANK),
@@ -82,7 +81,6 @@ class NonnegativeConfig(KernelConfig):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
         return super().constants | {"SHARED_BYTES": self.shared_bytes}
 
     @property

@@ -238,7 +238,6 @@ class BlockedConfig(KernelConfig):
     may_be_zero: ClassVar[tuple[str, ...]] = ("read_size",)
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         if not self.read_size:
             object.__setattr__(self, "read_size", self.itemsize)
         if self.read_size != self.itemsize and (self.itemsize, self.read_size, self.chunk) != (4, 2, 16):
@@ -486,7 +485,6 @@ class HogwildConfig(KernelConfig):
     batch: int = BATCH  # runs that a worker takes at a time
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         if self.run not in (8, 16, 32, 64):
             raise ValueError(f"run must be 8, 16, 32 or 64: it is read in parts of up to 8; got {self.run}")
 
@@ -643,11 +641,9 @@ class BatchHogwild:
         self.config = config.limited(held.nnz)
 
     def n_losses(self, side: Side | None) -> int:
-        """See `Schedule`."""
         return self.config.blocks(*self._shape)
 
     def launch_pass(self, side: Side | None, work: dict[Side, FactorRows], terms: Terms, losses: Array) -> None:
-        """See `Schedule`."""
         held, walked = work[self.held], work[other_side(self.held)]
         batch_hogwild(self.device, held, walked, self.entries, terms, self.config, losses)
 
@@ -734,7 +730,6 @@ class GpuEpochs:
         return to_device(self.device, factors, stored_width(self.plan.rank, self.dtype))
 
     def copies(self, factors: Factors) -> FactorRows:
-        """See `EpochKernels`."""
         assert isinstance(factors, DeviceFactors)
         return working_rows(factors, self.plan.factors, *self._form)
 
@@ -754,7 +749,6 @@ class GpuEpochs:
             between()
 
     def factors(self, work: FactorRows) -> DeviceFactors:
-        """See `EpochKernels`."""
         return table_of(self.device, work, self.plan, self.dtype)
 
     def begin_result(self, *sides: Factors) -> Callable[[], tuple[float, bool]]:
@@ -772,7 +766,6 @@ class GpuEpochs:
         return result
 
     def loss(self, block: int, users: Factors, items: Factors, mean: float) -> float:
-        """See `EpochKernels`."""
         schedule, tables = self.schedules[block], {"user": users, "item": items}
         if schedule is None:
             return 0.0
@@ -787,7 +780,6 @@ class GpuEpochs:
         return float(losses.segment_losses(self.device, *given).sum())
 
     def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
-        """See `EpochKernels`."""
         assert isinstance(factors, DeviceFactors)
         return factors.penalty(self.device, self.objective, side, degrees)
 

@@ -60,7 +60,6 @@ class SyrkConfig(KernelConfig):
     names: ClassVar[dict[str, str]] = {"rank": "", "itemsize": ""}
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         nb, kb, dx, dy, dz = self.nb, self.kb, self.dx, self.dy, self.dz
         require_square_tile(self)
         require(kb % dz == 0, f"kb={kb} must be a multiple of dz={dz}")
@@ -118,7 +117,6 @@ class SyrkConfig(KernelConfig):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
         wx, wy = warp_shape(self.nb, self.dx, self.dy, self.dz)
         return super().constants | {"WX": wx, "WY": wy}
 

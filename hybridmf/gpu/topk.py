@@ -74,7 +74,6 @@ class GroupMaxConfig(KernelConfig):
     names: ClassVar[dict[str, str]] = {"in_bytes": "BYTES"}
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         if self.users_per_warp not in (16, 32, 64):
             raise ValueError(f"users_per_warp must be 16, 32 or 64, got {self.users_per_warp}")
         if self.tile_groups not in (1, 2, 4, 8):

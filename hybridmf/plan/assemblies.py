@@ -124,7 +124,6 @@ class BalsConfig(KernelConfig):
     names: ClassVar[dict[str, str]] = {"itemsize": "", "height": ""}
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         require_triangle(self, "rows * part_tiles in full warps")
         require(self.buffers <= 2, f"buffers must be 1 or 2, got {self.buffers}")
         require(
@@ -194,7 +193,6 @@ class BalsConfig(KernelConfig):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
         return {"ACCUMULATORS": "chip"} | super().constants
 
     @property

@@ -49,7 +49,6 @@ class CcdConfig(KernelConfig):
     threads: int  # threads of each
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         if self.segment > SEGMENT:
             raise ValueError(f"segment must be 1 to {SEGMENT} entries, which a warp reads together; got {self.segment}")
 

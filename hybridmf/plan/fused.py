@@ -87,7 +87,6 @@ class FusedConfig(tables.KernelConfig):
     blocks_per_sm: int  # bounds the registers of a thread
 
     def check(self) -> None:
-        """See `KernelConfig`."""
         if self.rank > MAX_RANK:
             raise ValueError(f"rank must be in 1 ... {MAX_RANK}, got {self.rank}")
         if self.warps not in (1, 2, 4) or (self.warps > 1 and self.rank16 < 5 * BLOCK):
@@ -183,7 +182,6 @@ class FusedConfig(tables.KernelConfig):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernels."""
         return super().constants | {"LD": self.width}
 
 

@@ -81,7 +81,6 @@ class DrawnFactors(LazyFactors):
         return np.zeros(len(self), self.drawing.dtype) if self.drawing.biases else None
 
     def part(self, rows: slice) -> DrawnFactors:
-        """Some consecutive rows, not drawn yet."""
         first, last, _ = rows.indices(len(self))
         names = None if self.rows is None else self.rows[first:last]
         return DrawnFactors(self.scales[first:last], self.drawing, self.first + first, names)

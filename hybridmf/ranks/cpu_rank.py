@@ -25,7 +25,6 @@ class CpuWorker:
         self.num_threads = num_threads
 
     def active(self) -> AbstractContextManager[None]:
-        """Do nothing."""
         return nullcontext()
 
     def own(self, side: Side, factors: Factors, plan: Plan) -> Factors:
@@ -33,7 +32,6 @@ class CpuWorker:
         return factors
 
     def exact_gram(self, factors: Factors, weights: np.ndarray | None = None) -> np.ndarray:
-        """Gram matrix in float64."""
         matrix = factors.matrix
         if weights is not None:
             matrix = matrix * np.sqrt(weights).astype(matrix.dtype)[:, None]
@@ -41,18 +39,15 @@ class CpuWorker:
         return gram
 
     def times(self, factors: Factors, basis: np.ndarray) -> Factors:
-        """Factors in another basis."""
         matrix = als.aligned_zeros(factors.matrix.shape, factors.matrix.dtype)
         with als.single_threaded_blas():
             np.matmul(factors.matrix, basis.astype(matrix.dtype), out=matrix)
         return Factors(matrix, factors.bias)
 
     def penalty(self, objective: Objective, side: Side, factors: Factors, degrees: np.ndarray) -> float:
-        """`Objective.penalty` of own rows."""
         return objective.penalty(side, factors.matrix, degrees, factors.bias)
 
     def total(self, loss: float, unobserved: float, penalties: tuple[float, float]) -> float:
-        """As `hybridmf.cpu.als.total_objective`."""
         return loss + unobserved + penalties[0] + penalties[1]
 
     def regression(

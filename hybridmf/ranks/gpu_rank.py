@@ -51,7 +51,6 @@ class GpuWorker:
         self._last: Any = None  # the last streamed half sweep made
 
     def active(self) -> AbstractContextManager[None]:
-        """Make the device current."""
         return self.device.active()
 
     def own(self, side: Side, factors: Factors, plan: Plan) -> GpuFactors:
@@ -74,19 +73,15 @@ class GpuWorker:
         return weighted_gram(self.device, factors.table, plan.rank, objective)
 
     def exact_gram(self, factors: GpuFactors, weights: Any = None) -> np.ndarray:
-        """Gram matrix of the tables in float64."""
         return factors.exact_gram(self.device, weights)
 
     def times(self, factors: GpuFactors, basis: np.ndarray) -> GpuFactors:
-        """Factors in another basis."""
         return factors.times(self.copiers, basis)
 
     def penalty(self, objective: Objective, side: Side, factors: GpuFactors, degrees: np.ndarray) -> float:
-        """`Objective.penalty` of own rows."""
         return factors.penalty(self.device, objective, side, degrees)
 
     def total(self, loss: float, unobserved: float, penalties: tuple[float, float]) -> float:
-        """As `hybridmf.gpu.half.objective_value`."""
         return loss + (unobserved + sum(penalties))
 
     def regression(
@@ -98,7 +93,6 @@ class GpuWorker:
         degrees: np.ndarray,
         total: Callable[[np.ndarray], np.ndarray],
     ) -> DeviceRegression:
-        """The regression of own rows on features, on the device."""
         sizes = (plan.rank, table_width(plan.rank, plan.dtype), plan.dtype)
         return DeviceRegression(self.device, features, names, scale, degrees, total, *sizes)
 

@@ -132,18 +132,15 @@ class MultiALS(Alternating):
         return self.group.solve(side)
 
     def keep(self, side: Side, solved: list[Any]) -> None:
-        """See `Alternating.keep`."""
         for rank, factors in zip(self.ranks, solved, strict=True):
             rank.keep(side, factors)
 
     def balance(self) -> None:
-        """Transform both sides to the basis of least penalty; predictions stay the same."""
         balanced = self.group.run(lambda control: self.ranks[control.rank].balanced())
         for rank, own in zip(self.ranks, balanced, strict=True):
             rank.own = own
 
     def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array] | None:
-        """See `Alternating.rows`."""
         degrees = [rank.degrees[side] for rank in self.ranks]
         at, ends = choose(np.concatenate(degrees)), np.cumsum([0, *map(len, degrees)])
         if any(rank.splits_rows(side) for rank in self.ranks):

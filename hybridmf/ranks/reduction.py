@@ -53,7 +53,6 @@ class TwoPhaseReduction(Reduction):
         self.place = place[1]
 
     def reduce(self, array: Array, counts: Sequence[int]) -> Array:
-        """Return the sums of own rows."""
         n = self.across_size
         portions = [sum(counts[t * n : (t + 1) * n]) for t in range(self.inside_size)]
         portion = self.inside.reduce_scatter(array, portions)

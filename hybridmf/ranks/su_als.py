@@ -462,7 +462,6 @@ class RankALS(Alternating):
         return State(users, items, self.mean, vectors)
 
     def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array] | None:
-        """See `Alternating.rows`."""
         return None if self.splits_rows(side) else self.own_rows(side, choose(self.degrees[side]))
 
     def splits_rows(self, side: Side) -> bool:
@@ -478,7 +477,6 @@ class RankALS(Alternating):
         return at if names is None else names[at], rows
 
     def keep(self, side: Side, solved: Any) -> None:
-        """See `Alternating.keep`."""
         self.own[side] = solved
         if side in self._pulled:
             self._pulled[side] = True
@@ -591,7 +589,6 @@ class RankALS(Alternating):
     # ------------------------------------------------------------------------------------------------ over all ranks
 
     def balance(self) -> None:
-        """Transform both sides to the basis of least penalty; predictions stay the same."""
         self.own = self.balanced()
 
     def balanced(self) -> dict[Side, Any]:

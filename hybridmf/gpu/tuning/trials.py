@@ -160,7 +160,6 @@ class TrialHalf(HalfSweep):
     """Fields of the kernels."""
 
     def kernels_for(self, fixed: GpuFactors, cleared: Cleared | None = None) -> RowKernels:
-        """See `HalfSweep`."""
         kernels: Any = super().kernels_for(fixed, cleared)
         return replace(kernels, **self.changes)
 

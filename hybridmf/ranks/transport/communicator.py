@@ -182,7 +182,6 @@ class Single(Communicator):
 
     @property
     def cause(self) -> str:
-        """Cause of an abort; empty without one."""
         return self._cause
 
     def _check(self) -> None:
@@ -194,19 +193,15 @@ class Single(Communicator):
         return array.copy()
 
     def allreduce(self, array: Array) -> Array:
-        """A copy."""
         return self._same(array)
 
     def reduce_scatter(self, array: Array, counts: Sequence[int]) -> Array:
-        """A copy."""
         return self._same(array)
 
     def allgatherv(self, array: Array, counts: Sequence[int]) -> Array:
-        """A copy."""
         return self._same(array)
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
-        """A copy."""
         return self._same(array)
 
     def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
@@ -223,7 +218,6 @@ class Single(Communicator):
         return Single()
 
     def abort(self, cause: str) -> None:
-        """Make every later call fail."""
         self._cause = self._cause or cause
 
     def close(self) -> None:

@@ -148,7 +148,6 @@ class MessageCommunicator(Communicator):
     # ------------------------------------------------------------------------------------------------ collectives
 
     def allreduce(self, array: np.ndarray) -> np.ndarray:
-        """Sum over the ranks in their order, on each rank."""
         array = check_array(array)
         what = f"allreduce of {array.dtype} {array.shape}"
         if array.nbytes <= SMALL or self.size == 1:
@@ -159,7 +158,6 @@ class MessageCommunicator(Communicator):
         return self._gather(what, self._scatter(what, flat, counts), counts).reshape(array.shape)
 
     def reduce_scatter(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Sum over the ranks in their order, of which this rank gets its rows."""
         array = check_array(array)
         checked = check_counts(counts, self.size, len(array), "array")
         return self._scatter(f"reduce_scatter of {array.dtype} {array.shape} by {checked}", array, checked)
@@ -170,7 +168,6 @@ class MessageCommunicator(Communicator):
         return add_in_order(self._exchange(what, [own[bounds[r] : bounds[r + 1]] for r in range(self.size)]))
 
     def allgatherv(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """All ranks' rows one after the other."""
         array = check_array(array)
         counts = list(counts)
         checked = check_counts(counts, self.size, sum(map(int, counts)), "all ranks")
@@ -187,7 +184,6 @@ class MessageCommunicator(Communicator):
         return out
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
-        """The root's array."""
         array = check_array(array)
         root = check_peer("root", root, self.size)
         what = f"broadcast of {array.dtype} {array.shape} from rank {root}"
@@ -201,7 +197,6 @@ class MessageCommunicator(Communicator):
         return array.copy()
 
     def sendrecv(self, array: np.ndarray, dest: int, source: int, like: np.ndarray) -> np.ndarray:
-        """Send to one rank, receive from another (or the same)."""
         array, like = check_array(array), check_array(like)
         dest, source = check_peer("dest", dest, self.size), check_peer("source", source, self.size)
         self._check()
@@ -210,15 +205,12 @@ class MessageCommunicator(Communicator):
         return self._receive(source, f"sendrecv of {like.dtype} {like.shape}", "~")
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         self._exchange("barrier", [np.empty(0, dtype=np.uint8)] * self.size)
 
     def meet(self, what: str, timeout: float) -> None:
-        """See `communicator.Communicator`."""
         self.transport.meet(self.context, self.members, self.rank, what, timeout)
 
     def split(self, color: int) -> MessageCommunicator:
-        """Communicator of the ranks with the same color."""
         own = np.array([color], dtype=np.int64)
         colors = [int(each[0]) for each in self._exchange("split", [own] * self.size)]
         chosen = [r for r in range(self.size) if colors[r] == color]
@@ -229,7 +221,6 @@ class MessageCommunicator(Communicator):
 
     @property
     def cause(self) -> str:
-        """Cause of a failure; empty without one."""
         try:
             self.transport.check()
         except CommunicatorError as error:
@@ -238,11 +229,9 @@ class MessageCommunicator(Communicator):
 
     @property
     def timeout(self) -> float:
-        """Seconds a rank waits for another."""
         return self.transport.timeout
 
     def abort(self, cause: str) -> None:
-        """Make this and every later call fail on all ranks; the first cause given stays."""
         self.transport.fail(cause)
 
     def close(self) -> None:

@@ -123,7 +123,6 @@ class MpiTransport(Transport):
         return array.copy()
 
     def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
-        """Start to send an array."""
         self.check()
         header = {"context": context, "what": what, "dtype": array.dtype.str, "shape": array.shape}
         if dest == source:
@@ -138,7 +137,6 @@ class MpiTransport(Transport):
             self.sending.append((self.comm.Isend([part, self.mpi.BYTE], dest, tag), part))
 
     def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
-        """Take the oldest array from a rank."""
         begun = time.monotonic()
         while True:
             self.check()

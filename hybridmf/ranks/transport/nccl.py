@@ -236,7 +236,6 @@ class NcclCommunicator(Communicator):
 
     @property
     def cause(self) -> str:
-        """Why the communicator has failed; empty while it has not."""
         return self._cause or self.control.cause
 
     @property
@@ -323,7 +322,6 @@ class NcclCommunicator(Communicator):
     # ------------------------------------------------------------------------------------------------ collectives
 
     def allreduce(self, array: Array) -> Array:
-        """Sum over the ranks, on each rank."""
         if self._is_host(array):
             return self.control.allreduce(array)
         with self._on_device():
@@ -338,7 +336,6 @@ class NcclCommunicator(Communicator):
             return out
 
     def reduce_scatter(self, array: Array, counts: Sequence[int]) -> Array:
-        """Sum over the ranks, of which this rank gets its rows."""
         if self._is_host(array):
             return self.control.reduce_scatter(array, counts)
         with self._on_device():
@@ -363,7 +360,6 @@ class NcclCommunicator(Communicator):
             return out
 
     def allgatherv(self, array: Array, counts: Sequence[int]) -> Array:
-        """All ranks' rows one after the other."""
         if self._is_host(array):
             return self.control.allgatherv(array, counts)
         with self._on_device():
@@ -412,7 +408,6 @@ class NcclCommunicator(Communicator):
         return _Gather(self, array, kind, out, parts, even)
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
-        """The root's array."""
         if self._is_host(array):
             return self.control.broadcast(array, root)
         with self._on_device():
@@ -487,7 +482,6 @@ class NcclCommunicator(Communicator):
         return NcclCommunicator(self.control.split(color), self.device, timeout=self.timeout, ordered=self.ordered)
 
     def abort(self, cause: str) -> None:
-        """Make this and every later call fail on all ranks; the first cause given stays."""
         self._stop(cause or "aborted")
 
     def close(self) -> None:

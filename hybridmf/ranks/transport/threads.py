@@ -57,14 +57,12 @@ class Hub(Transport):
         return array.copy()
 
     def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
-        """Put an array into a mailbox."""
         with self.changed:
             self._raise_failure()
             self.boxes.setdefault((context, source, dest), deque()).append((what, array))
             self.changed.notify_all()
 
     def receive(self, context: str, source: int, dest: int, what: str) -> tuple[str, np.ndarray]:
-        """Take the oldest array out of a mailbox."""
         key, deadline = (context, source, dest), time.monotonic() + self.timeout
         with self.changed:
             while True:
@@ -124,7 +122,6 @@ class Hub(Transport):
             self.changed.notify_all()
 
     def check(self) -> None:
-        """Raise the cause of a failure."""
         if self.failed.is_set():
             self._raise_failure()
 
@@ -139,7 +136,6 @@ class Hub(Transport):
             self.changed.notify_all()
 
     def close(self, rank: int) -> None:
-        """See `Transport`."""
         self.leave(rank, "has closed its communicator")
 
     def unread(self) -> str:
