@@ -52,7 +52,7 @@ from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix, reorder, transpose
 from hybridmf.gpu import bals, cholesky_any
 from hybridmf.gpu.factors import DeviceFactors, to_device
-from hybridmf.gpu.half import HalfSweep, Pieces, objective_value
+from hybridmf.gpu.half import HalfSweep, SegmentedRows, objective_value
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.mo_als import mo_als
 from hybridmf.gpu.sparse_syrk import sparse_syrk, sparse_syrk_published
@@ -779,7 +779,7 @@ class Hermitians:
     matrix: sp.csr_array
     factors: int
     entries: DeviceEntries
-    pieces: Pieces
+    pieces: SegmentedRows
     table: Any
     host_table: np.ndarray
     matrices: Any
@@ -791,7 +791,7 @@ class Hermitians:
         """Upload ratings and random factors."""
         degrees = np.diff(matrix.indptr)
         order = np.argsort(-degrees, kind="stable")[: int(np.count_nonzero(degrees))]
-        pieces = Pieces.cut(matrix.indptr.astype(np.int64), order, GPU_SEGMENT)
+        pieces = SegmentedRows.cut(matrix.indptr.astype(np.int64), order, GPU_SEGMENT)
         rng = np.random.default_rng(0)
         table = np.zeros((matrix.shape[1], table_width(factors, np.float32)), np.float32)
         table[:, :factors] = np.abs(rng.standard_normal((len(table), factors), dtype=np.float32)) / np.sqrt(factors)
@@ -810,7 +810,9 @@ class Hermitians:
     def in_order(self) -> Hermitians:
         """The same with whole rows in the given order, as Gates' kernel is printed."""
         indptr = self.matrix.indptr.astype(np.int64)
-        return replace(self, pieces=Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), WHOLE_ROW, in_order=True))
+        return replace(
+            self, pieces=SegmentedRows.cut(indptr, np.flatnonzero(np.diff(indptr)), WHOLE_ROW, in_order=True)
+        )
 
     def as_printed(self, config: Any = None, *, with_rhs: bool = True) -> tuple[Step, dict[str, Any]]:
         """Gates' kernel as printed, in batches of the paper's size; for what `in_order` returns."""

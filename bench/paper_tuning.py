@@ -38,7 +38,7 @@ from hybridmf.device.cuda import Array, Device
 from hybridmf.formats import BalsMatrix, reorder
 from hybridmf.gpu import bals
 from hybridmf.gpu.bals import BalsLocalConfig
-from hybridmf.gpu.half import Pieces
+from hybridmf.gpu.half import SegmentedRows
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.sparse_syrk import SyrkConfig, sparse_syrk
 from hybridmf.gpu.tuning.trials import Sample, TimedRun, handful, random_table, row_entries
@@ -99,7 +99,7 @@ class AssemblySample:
         self.factors = device.upload(self.table)
         self.entries = DeviceEntries(device.upload(matrix.indices), device.upload(matrix.data))
         order = np.argsort(-self.degrees, kind="stable")[: int(np.count_nonzero(self.degrees))]
-        self.pieces = Pieces.cut(np.asarray(matrix.indptr, dtype=np.int64), order, SEGMENT)
+        self.pieces = SegmentedRows.cut(np.asarray(matrix.indptr, dtype=np.int64), order, SEGMENT)
         self.segments = device.upload(self.pieces.segments)
         self.flops = float(matrix.nnz) * rank * (rank + 1)
 

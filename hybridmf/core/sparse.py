@@ -157,7 +157,7 @@ class ValueSummary:
         Sums depend on the order of the values, not on the bounds of the parts: a store that is read slab by slab gives
         the bits of the same ratings in memory.
         """
-        pieces = [np.empty((0, 6))]
+        summaries = [np.empty((0, 6))]
         rest: np.ndarray | None = None  # the begun partial sum
         for part in parts:
             if rest is not None and len(rest):
@@ -165,13 +165,13 @@ class ValueSummary:
                 rest, part = np.concatenate((rest, part[:fill])), part[fill:]
                 if len(rest) < SUMMED:
                     continue
-                pieces.append(_formats.summarize(rest, SUMMED, num_threads))
+                summaries.append(_formats.summarize(rest, SUMMED, num_threads))
             whole = len(part) // SUMMED * SUMMED
-            pieces.append(_formats.summarize(part[:whole], SUMMED, num_threads))
+            summaries.append(_formats.summarize(part[:whole], SUMMED, num_threads))
             rest = part[whole:].copy()
         if rest is not None and len(rest):
-            pieces.append(_formats.summarize(rest, SUMMED, num_threads))
-        sums, squares, low, high, least, largest = np.concatenate(pieces).T
+            summaries.append(_formats.summarize(rest, SUMMED, num_threads))
+        sums, squares, low, high, least, largest = np.concatenate(summaries).T
         total = (math.fsum(sums), math.fsum(squares))
         if not len(sums):
             return cls(*total, None, np.empty(0))
@@ -218,9 +218,9 @@ def columns_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
     """The columns from `first` to before `last`, counted from `first`; `matrix`: indices ascend in each row."""
     _, indices, data = csr_arrays(matrix)
     bounds = column_bounds(matrix, np.array([first, last]))[:-1]
-    # each row in pieces: what lies before the columns, they, what lies behind
-    pieces = np.append(bounds.T.reshape(-1), len(indices))
-    taken = _formats.take_rows(pieces, indices, data, np.arange(1, len(pieces) - 1, 3))
+    # each row in three ranges: before the columns, they, behind them
+    limits = np.append(bounds.T.reshape(-1), len(indices))
+    taken = _formats.take_rows(limits, indices, data, np.arange(1, len(limits) - 1, 3))
     return csr_of(taken[0], taken[1] - np.int32(first), taken[2], last - first)
 
 

@@ -385,11 +385,11 @@ class HalfSweep:
         """Split `order` into batches of about ``plan.batch_flops`` each: Python handles Ctrl-C between two of them."""
         rank = float(self.plan.rank)
         work = entries[order] * rank * (rank + 1) + rank**3 / 3
-        pieces = max(1, int(np.ceil(work.sum() / self.plan.batch_flops)))
-        cuts = np.searchsorted(np.cumsum(work), work.sum() * np.arange(1, pieces) / pieces)
-        for piece in np.split(order, cuts):
-            if len(piece):
-                yield piece
+        batches = max(1, int(np.ceil(work.sum() / self.plan.batch_flops)))
+        cuts = np.searchsorted(np.cumsum(work), work.sum() * np.arange(1, batches) / batches)
+        for batch in np.split(order, cuts):
+            if len(batch):
+                yield batch
 
 
 def _cg_forms_from(plan: Plan) -> int:

@@ -60,7 +60,7 @@ class Orientation:
         return Part(self, [(0, self.shape[0])], entries=entries, rows=rows)
 
     def rows(self, first: int, last: int) -> Iterator[sp.csr_array]:
-        """The rows from `first` to before `last`, one piece per slab; the next slab is read ahead."""
+        """The rows from `first` to before `last`, one matrix per slab; the next slab is read ahead."""
         while first < last:
             slab = int(np.searchsorted(self.bounds, first, side="right")) - 1
             begin, end = self.bounds[slab : slab + 2].tolist()
@@ -88,8 +88,8 @@ class Orientation:
         """All rows in memory, in the same slabs."""
         indices, data = np.empty(self.nnz, dtype=np.int32), np.empty(self.nnz, dtype=self.dtype)
         at = 0
-        for piece in self.rows(0, self.shape[0]):
-            _, columns, values = csr_arrays(piece)
+        for slab in self.rows(0, self.shape[0]):
+            _, columns, values = csr_arrays(slab)
             indices[at : at + len(columns)], data[at : at + len(columns)] = columns, values
             at += len(columns)
         self.release()
@@ -115,17 +115,17 @@ class InMemory(Orientation):
 
     def part(self, ranges: Sequence[tuple[int, int]], columns: tuple[int, int] | None = None) -> InMemory:
         """See `Orientation.part`: several ranges, or some columns, are copied."""
-        pieces = [rows_of(self.csr, *each) for each in ranges]
+        taken = [rows_of(self.csr, *each) for each in ranges]
         if columns is not None:
-            pieces = [columns_of(piece, *columns) for piece in pieces]
-        return InMemory(pieces[0] if len(pieces) == 1 else stacked(pieces))
+            taken = [columns_of(rows, *columns) for rows in taken]
+        return InMemory(taken[0] if len(taken) == 1 else stacked(taken))
 
     def cut(self, entries: int, rows: int | None = None) -> InMemory:
         """See `Orientation.cut`."""
         return type(self)(self.csr, slab_bounds(self.degrees, entries, rows))
 
     def rows(self, first: int, last: int) -> Iterator[sp.csr_array]:
-        """The rows from `first` to before `last`, views, in one piece."""
+        """The rows from `first` to before `last`, views, in one matrix."""
         yield rows_of(self.csr, first, last)
 
     def take(self, rows: np.ndarray) -> sp.csr_array:
@@ -174,8 +174,8 @@ class Part(Orientation):
         if columns is None:
             self.degrees = np.concatenate([nothing, *(source.degrees[first:last] for first, last in self.ranges)])
         else:
-            pieces = self.rows(0, self.shape[0])
-            self.degrees = np.concatenate([nothing, *(np.diff(piece.indptr) for piece in pieces)])
+            slabs = self.rows(0, self.shape[0])
+            self.degrees = np.concatenate([nothing, *(np.diff(slab.indptr) for slab in slabs)])
             self.release()
         self.nnz = int(self.degrees.sum())
 

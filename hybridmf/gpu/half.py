@@ -1,4 +1,4 @@
-"""A half sweep of ALS on a GPU: rows in pieces and batches, and the launches that assemble and solve them."""
+"""A half sweep of ALS on a GPU: rows in segments and batches, and the launches that assemble and solve them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Steps: TypeAlias = "Generator[Launched | None, None, None]"
 
 
 @dataclass(frozen=True)
-class Pieces:
+class SegmentedRows:
     """Rows cut into segments: row k has the slots ``slots[k] ... slots[k + 1] - 1``."""
 
     rows: np.ndarray  # int32 array, shape (n,)
@@ -72,7 +72,7 @@ class Pieces:
     in_order: bool = False  # process the segments of a batch in the order of its rows, not longest first
 
     @classmethod
-    def cut(cls, indptr: np.ndarray, rows: np.ndarray, longest: int, *, in_order: bool = False) -> Pieces:
+    def cut(cls, indptr: np.ndarray, rows: np.ndarray, longest: int, *, in_order: bool = False) -> SegmentedRows:
         """Segments of at most `longest` entries."""
         begins, ends = indptr[rows], indptr[rows + 1]
         counts = np.maximum(1, -(-(ends - begins) // longest))
@@ -90,7 +90,7 @@ class Pieces:
         rows.view(np.int32)[: len(self.rows)] = self.rows
         return np.concatenate((self.segments.reshape(-1), self.slots, rows))
 
-    def batches(self, slots: int) -> Iterator[Pieces]:
+    def batches(self, slots: int) -> Iterator[SegmentedRows]:
         """Consecutive rows with at most `slots` slots together (a single row may have more)."""
         start = 0
         while start < len(self.rows):
@@ -101,7 +101,7 @@ class Pieces:
             segments[:, 0] -= first
             if not self.in_order:
                 segments = segments[np.argsort(self._turns(start, stop), kind="stable")]
-            yield Pieces(self.rows[start:stop], self.slots[start : stop + 1] - first, segments)
+            yield SegmentedRows(self.rows[start:stop], self.slots[start : stop + 1] - first, segments)
             start = stop
 
     def _turns(self, start: int, stop: int) -> np.ndarray:
@@ -121,28 +121,27 @@ class Pieces:
 class Batch:
     """Rows whose sums are on the device together.
 
-    `rows`, `slots`, `segments`: as in `Pieces`; for BALS, row blocks instead of segments.
+    `rows`, `slots`, `segments`: as in `SegmentedRows`; for BALS, row blocks instead of segments.
     """
 
     rows: Array
     slots: Array
     segments: Any
-    size: int  # pieces of work in the batch; see `Batches`
+    size: int  # rows or row blocks; see `Batches`
 
     @classmethod
-    def upload(cls, upload: Callable[[np.ndarray], Array], parts: Iterable[Pieces]) -> list[Batch]:
-        """Copy pieces to a device in one copy: hundreds of small copies would take as long as the kernels."""
-        parts = list(parts)
-        packed = [part.packed for part in parts]
+    def upload(cls, upload: Callable[[np.ndarray], Array], batches: Iterable[SegmentedRows]) -> list[Batch]:
+        """Copy batches to a device in one copy: hundreds of small copies would take as long as the kernels."""
+        batches = list(batches)
+        packed = [batch.packed for batch in batches]
         whole = upload(np.concatenate([np.zeros(0, np.int64), *packed]))
         bounds = np.cumsum([0, *map(len, packed)])
-        return [
-            cls._unpacked(whole[first:last], part) for (first, last), part in zip(pairwise(bounds), parts, strict=True)
-        ]
+        ranges = zip(pairwise(bounds), batches, strict=True)
+        return [cls._unpacked(whole[first:last], batch) for (first, last), batch in ranges]
 
     @classmethod
-    def _unpacked(cls, packed: Array, pieces: Pieces) -> Batch:
-        n, after = len(pieces.rows), pieces.segments.size
+    def _unpacked(cls, packed: Array, segmented: SegmentedRows) -> Batch:
+        n, after = len(segmented.rows), segmented.segments.size
         rows = packed[after + n + 1 :].view(np.int32)[:n]
         return cls(rows, packed[after : after + n + 1], packed[:after].reshape(-1, 3), n)
 
@@ -188,11 +187,11 @@ class Batches:
             logger.warning("%s is out of memory: batches of %d systems from here on", self.device.spec.name, fewer)
 
     def __len__(self) -> int:
-        """Pieces of work in all batches."""
+        """Rows or row blocks of all batches."""
         raise NotImplementedError
 
     def _following(self) -> list[Batch]:
-        """Batches from the first unprocessed piece of work."""
+        """Batches from the first unprocessed row or row block."""
         raise NotImplementedError
 
     def _fewer(self) -> int:
@@ -207,26 +206,26 @@ class SegmentBatches(Batches):
     """
 
     def __init__(
-        self, device: Device, slots: int, pieces: Pieces, upload: Callable[[np.ndarray], Array], keep: bool
+        self, device: Device, slots: int, segmented: SegmentedRows, upload: Callable[[np.ndarray], Array], keep: bool
     ) -> None:
         super().__init__(device, slots)
-        self.pieces, self.upload, self.keep = pieces, upload, keep
+        self.segmented, self.upload, self.keep = segmented, upload, keep
         self._kept: list[Batch] | None = None
 
     def __len__(self) -> int:
-        return len(self.pieces.rows)
+        return len(self.segmented.rows)
 
     def _following(self) -> list[Batch]:
         if not self._done and self._kept is not None:
             return self._kept
-        batches = Batch.upload(self.upload, _rest(self.pieces, self._done).batches(self.slots))
+        batches = Batch.upload(self.upload, _rest(self.segmented, self._done).batches(self.slots))
         if not self._done and self.keep:
             self._kept = batches
         return batches
 
     def _fewer(self) -> int:
         self._kept = None
-        return min(self.slots, int(self.pieces.slots[-1] - self.pieces.slots[self._done])) // 2
+        return min(self.slots, int(self.segmented.slots[-1] - self.segmented.slots[self._done])) // 2
 
 
 class TileBatches(Batches):
@@ -338,7 +337,7 @@ class DeviceRows:
         self.dual = DualRows.of(device, objective, side, plan.rank, short, self.degrees[short])
         apart = plan.solved_apart if apart is None else apart
         n_long = len(order) if apart else int(np.count_nonzero(self.degrees > plan.segment))
-        self.long = Pieces.cut(indptr, order[:n_long], plan.segment, in_order=published)
+        self.long = SegmentedRows.cut(indptr, order[:n_long], plan.segment, in_order=published)
         self.short = device.upload(order[n_long:].astype(np.int32))
         self.tiles = None
         self.send = device.upload if send is None else send
@@ -367,7 +366,7 @@ class DeviceRows:
 
         `operand` are the fixed factors in `table` in the form of the kernels; `systems` is called after the first sums.
         With `cleared`, the last item is the result; see `GpuHalf.steps`.
-        Stream order suffices: the sums of all pieces of a row are complete before they are solved, and systems are
+        Stream order suffices: the sums of all segments of a row are complete before they are solved, and systems are
         solved before the next batch reuses their memory.
         """
         for batch in self.batches:
@@ -643,18 +642,18 @@ def _programs_of_systems(device: Device, plan: Plan, wide: bool) -> Iterator[tup
             yield from cholesky_any.programs(device.spec, order, plan.dtype, linear_solver(plan), implicit)
 
 
-def _rest(pieces: Pieces, done: int) -> Pieces:
-    first = pieces.slots[done]
-    segments = pieces.segments[first:].copy()
+def _rest(segmented: SegmentedRows, done: int) -> SegmentedRows:
+    first = segmented.slots[done]
+    segments = segmented.segments[first:].copy()
     segments[:, 0] -= first
-    return Pieces(pieces.rows[done:], pieces.slots[done:] - first, segments, pieces.in_order)
+    return SegmentedRows(segmented.rows[done:], segmented.slots[done:] - first, segments, segmented.in_order)
 
 
 def row_segments(device: Device, indptr: np.ndarray) -> Array:
     """Segments of the rows of `indptr`: (row, begin, end)."""
-    pieces = Pieces.cut(indptr, np.flatnonzero(np.diff(indptr)), PREDICTED_ROWS)
-    owners = np.repeat(pieces.rows, np.diff(pieces.slots))
-    return device.upload(np.column_stack((owners, pieces.segments[:, 1:])).astype(np.int64))
+    segmented = SegmentedRows.cut(indptr, np.flatnonzero(np.diff(indptr)), PREDICTED_ROWS)
+    owners = np.repeat(segmented.rows, np.diff(segmented.slots))
+    return device.upload(np.column_stack((owners, segmented.segments[:, 1:])).astype(np.int64))
 
 
 def objective_value(half: Any, users: GpuFactors, items: GpuFactors, mean: float, item_degrees: np.ndarray) -> float:

@@ -156,7 +156,9 @@ class HostHalf(StreamedHalf):
         if self.fixed_parts > 1 and self.plan.assembly == "fused":
             fixed.find_range()  # on the host; faster on the device if the fixed side is there as a whole
         with closing(drain), self._lent(fixed) as side, self._streaming() as slabs:
-            kernels: Any = self.parts[0].kernels_for(side, cleared) if self.parts else None  # the same for all slabs
+            kernels: Any = (
+                self.solvers[0].kernels_for(side, cleared) if self.solvers else None
+            )  # the same for all slabs
             if self.fixed_parts == 1:
                 operand = kernels and kernels.operand(side.table)
                 gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
@@ -208,7 +210,7 @@ class HostHalf(StreamedHalf):
     @contextmanager
     def _lent(self, fixed: HostFactors) -> Iterator[Any]:
         """Load the fixed side to the device: as a whole, or part by part for each slab."""
-        times = 1 if self.fixed_parts == 1 else len(self.parts)
+        times = 1 if self.fixed_parts == 1 else len(self.solvers)
         with closing(self._stream(self._loader(fixed), fixed, times)) as stream:
             yield next(stream)[1] if self.fixed_parts == 1 else PartedFactors(fixed.range, stream, self.fixed_parts)
 

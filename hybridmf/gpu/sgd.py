@@ -25,7 +25,7 @@ from ..plan.tables import KernelConfig
 from ..plan.types import Plan
 from . import arrays, losses
 from .factors import DeviceFactors, to_device
-from .half import Pieces, row_segments
+from .half import SegmentedRows, row_segments
 from .launch import DeviceEntries, check_all, get_kernel, program
 from .rows import read_range, widen_range
 
@@ -510,12 +510,12 @@ class HogwildConfig(KernelConfig):
     @staticmethod
     def blocks_for(ld: int, itemsize: int, biases: bool) -> int:
         """Blocks per multiprocessor that registers allow with the default length of runs, from ptxas's reports."""
-        size, pieces = group_size(ld, itemsize), ceil_div(ld * itemsize, 512)
+        size, loads = group_size(ld, itemsize), ceil_div(ld * itemsize, 512)
         if size < 8:
             return 2 if size == 1 and biases else 3
         if size == 8:
             return 4
-        return (5 if size == 16 else 4 if pieces <= 2 else 3) - biases
+        return (5 if size == 16 else 4 if loads <= 2 else 3) - biases
 
 
 def make_runs(indptr: np.ndarray, longest: int, owners: np.ndarray | None = None) -> np.ndarray:
@@ -525,9 +525,9 @@ def make_runs(indptr: np.ndarray, longest: int, owners: np.ndarray | None = None
     Returns int64 (n_runs, 2): first entry; row times 2^32 plus number of entries, at most `longest`.
     `indptr`, int (n_rows + 1,).
     """
-    pieces = Pieces.cut(np.asarray(indptr, dtype=np.int64), np.flatnonzero(np.diff(indptr)), longest)
-    rows = np.repeat(pieces.rows, np.diff(pieces.slots)).astype(np.int64)
-    begin, end = pieces.segments[:, 1], pieces.segments[:, 2]
+    cut = SegmentedRows.cut(np.asarray(indptr, dtype=np.int64), np.flatnonzero(np.diff(indptr)), longest)
+    rows = np.repeat(cut.rows, np.diff(cut.slots)).astype(np.int64)
+    begin, end = cut.segments[:, 1], cut.segments[:, 2]
     return np.column_stack((begin, ((rows if owners is None else owners[rows]) << 32) | (end - begin)))
 
 

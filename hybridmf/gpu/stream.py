@@ -44,7 +44,7 @@ from .factors import DeviceFactors, weighted_gram
 from .half import DeviceRows, GpuHalf, Steps
 
 Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
-"""A vector on the host, or pieces to concatenate."""
+"""A vector on the host, or several to concatenate."""
 
 
 class Loader:
@@ -194,9 +194,9 @@ class _Loading:
     def _copy(self, target: Array, source: Vector) -> int:
         """Start to copy a vector to the start of `target`; return its length."""
         at = 0
-        for piece in (source,) if isinstance(source, np.ndarray) else source:
-            self.copier.copy(target[at:], piece)
-            at += len(piece)
+        for vector in (source,) if isinstance(source, np.ndarray) else source:
+            self.copier.copy(target[at:], vector)
+            at += len(vector)
         return at
 
 
@@ -266,11 +266,11 @@ class StreamedHalf(GpuHalf):
                 pipeline.copier.pin(slabs.csr.indices)
                 pipeline.copier.pin(slabs.csr.data)
         self.rows = [slice(int(a), int(b)) for a, b in pairwise(slabs.bounds)]
-        self.parts = [
+        self.solvers = [
             DeviceRows(device, side, objective, plan, self.degrees[rows], slabs.dtype, **of_rows) for rows in self.rows
         ]
-        for part in self.parts[1:]:
-            part.ridge = self.parts[0].ridge
+        for each in self.solvers[1:]:
+            each.ridge = self.solvers[0].ridge
         self._kept: list[tuple[Array, Array]] = []
 
     @functools.cached_property
@@ -281,7 +281,7 @@ class StreamedHalf(GpuHalf):
     def entries(self) -> Generator[tuple[slice, DeviceRows, Array, Array], None, None]:
         """Yield rows of each slab, their `DeviceRows`, and indices and ratings, which are valid until the next slab."""
         if self.pipeline is None:
-            for slab in range(len(self._kept), len(self.parts)):
+            for slab in range(len(self._kept), len(self.solvers)):
                 _, indices, ratings = csr_arrays(self.slabs.matrix(slab))
                 self._kept.append((self.device.upload(indices), self.device.upload(ratings)))
             lent: Any = ((slab, *arrays) for slab, arrays in enumerate(self._kept))
@@ -289,7 +289,7 @@ class StreamedHalf(GpuHalf):
             lent = self.pipeline.loads(self.transfers, self.following)
         try:
             for slab, indices, ratings in lent:
-                yield self.rows[slab], self.parts[slab], indices, ratings
+                yield self.rows[slab], self.solvers[slab], indices, ratings
         finally:
             lent.close()
 
@@ -309,7 +309,7 @@ class StreamedHalf(GpuHalf):
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
         cleared = Cleared(device, n)
         status = cleared.status
-        kernels: Any = self.parts[0].kernels_for(fixed, cleared) if self.parts else None  # the same for all slabs
+        kernels: Any = self.solvers[0].kernels_for(fixed, cleared) if self.solvers else None  # the same for all slabs
         operand = kernels and kernels.operand(fixed.table)
         with closing(self.entries()) as slabs:  # stops the thread after a failure
             for rows, part, indices, ratings in slabs:

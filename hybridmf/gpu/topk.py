@@ -192,17 +192,17 @@ class PackedItems:
 
     @property
     def vectors(self) -> int:
-        """Pieces of 16 bytes of an item."""
+        """Vectors of 16 bytes of an item."""
         return ceil_div(self.rank * self.dtype.itemsize, 16)
 
     def _pack_panels(self, items: Array) -> Array:
         per_vector = 16 // self.dtype.itemsize
         panels = self.device.empty((self.n_groups, self.vectors * per_vector, GROUP), self.dtype)
-        pieces = self.n_groups * self.vectors * GROUP
-        if pieces:
+        count = self.n_groups * self.vectors * GROUP
+        if count:
             kernel = get_kernel(self.device, SOURCE, "pack_panels", **_constants(self.dtype))
             arguments = (panels, items, self.ids, *_int32(self.n_items, self.n_groups, self.rank))
-            kernel((ceil_div(pieces, 256),), (256,), arguments, 0)
+            kernel((ceil_div(count, 256),), (256,), arguments, 0)
         return panels
 
     def _prepare(self, items: Array, in_bytes: bool | None) -> None:

@@ -278,7 +278,7 @@ def _subspace_bytes(plan: Plan) -> dict[str, int]:
     m, n, itemsize = plan.n_users, plan.n_items, plan.itemsize
     widths = [fused.table_width(last - first, plan.dtype) for first, last in plan.blocks]
     return {
-        # of each entry; (row, begin, end) of pieces of rows
+        # of each entry; (row, begin, end) of segments of rows
         "predictions": plan.nnz * itemsize + 24 * (m + n + plan.nnz // PREDICTED_ROWS),
         # the fixed side by blocks, changes of the solutions, and what they are computed from
         "blocks": max(m, n) * (sum(widths) + 3 * widths[0]) * itemsize,

@@ -233,26 +233,26 @@ GRAM_BLOCKS = 1056
 """Blocks of threads that share a table: eight on each multiprocessor of an H200."""
 
 GRAM_ROWS = (256, 4096)
-"""Minimum and maximum rows of a piece, which is summed in the table's type; pieces are added in float64."""
+"""Minimum and maximum rows of a segment, which is summed in the table's type; segments are added in float64."""
 
 GRAM_SUMS_BYTES = 64 << 20
-"""Maximum memory of the sums of all pieces."""
+"""Maximum memory of the sums of all segments."""
 
 
 def gram_sides(width: int) -> tuple[int, int]:
-    """Rows and columns of the sums of a piece, and its number of tiles."""
+    """Rows and columns of the sums of a segment, and its number of tiles."""
     side = round_up(width, GRAM_TILE)
     return side, side // GRAM_TILE * (side // GRAM_TILE + 1) // 2
 
 
 def gram_rows(n: int, width: int, itemsize: int) -> int:
-    """Rows of a piece of a table of `n` rows."""
+    """Rows of a segment of a table of `n` rows."""
     side, tiles = gram_sides(width)
     rows = int(np.clip(ceil_div(n * tiles, GRAM_BLOCKS), *GRAM_ROWS))
     return max(rows, ceil_div(n, max(1, GRAM_SUMS_BYTES // (side * side * itemsize))))
 
 
 def gram_bytes(n: int, width: int, itemsize: int) -> int:
-    """Bytes of the sums of all pieces of a table; plans omit small arrays such as their total."""
+    """Bytes of the sums of all segments of a table; plans omit small arrays such as their total."""
     side, _ = gram_sides(width)
     return ceil_div(n, gram_rows(n, width, itemsize)) * side * side * itemsize

@@ -52,7 +52,7 @@ HOST_BATCH_BYTES = 256 << 20
 """`BATCH_BYTES` for offloaded factors, where memory is better used for more rows, which save loads of factors."""
 
 SLABS = 8
-"""Pieces in which data are loaded; loading the first piece does not overlap with work."""
+"""Slabs in which data are loaded; loading the first one does not overlap with work."""
 
 SLAB_BUFFERS = 3
 """Batches of ratings on a GPU at a time: one in use, one loaded, one being loaded."""
@@ -66,7 +66,7 @@ SEGMENT_BYTES = 36
 CHUNK_BYTES = 64 << 20
 """Bytes of sums computed at a time if they are added to those of other parts of the fixed side."""
 
-PIECES = 3
+SYSTEMS_PER_ROW = 3
 """Systems in memory for each row of a batch whose sums are reduced over GPUs: rows are cut to balance the load."""
 
 ROWS_AT_ONCE = 1 << 18
@@ -185,8 +185,8 @@ def slots_at_once(plan: Plan, half: HalfPlan) -> int:
     assert plan.gpu is not None
     most = BATCH_BYTES if half.factors == "device" else max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8))
     least = 1
-    if half.fixed == "split":  # two buffers of a row's pieces from each GPU, and their sum
-        least = 2 * (PIECES * half.grid.splits + 1)
+    if half.fixed == "split":  # two buffers of a row's sums from each GPU, and their sum
+        least = 2 * (SYSTEMS_PER_ROW * half.grid.splits + 1)
     elif half.turns == 1:
         # the segments of a row are solved together, and summed together unless parts take turns
         least = max(1, -(-plan.longest_row(half.side) // plan.segment))

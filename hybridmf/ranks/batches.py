@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..plan.half_sweep import PIECES
+from ..plan.half_sweep import SYSTEMS_PER_ROW
 from ..plan.types import Plan
 
 MORE_BATCHES, BATCH_BYTES = 4, 128 << 20
@@ -31,10 +31,10 @@ class BatchedRows:
 def batch_rows(plan: Plan, splits: int, rows: int) -> int:
     """Rows of each member in a batch.
 
-    Memory holds two batches of all members' rows, with up to two more pieces of each row, and the reduced systems of
+    Memory holds two batches of all members' rows, with up to two more segments of each row, and the reduced systems of
     own rows.
     """
-    most = max(1, plan.batch_slots // (2 * (PIECES * splits + 1)))
+    most = max(1, plan.batch_slots // (2 * (SYSTEMS_PER_ROW * splits + 1)))
     worth_while = BATCH_BYTES // (splits * (plan.rank + 1) * plan.rank * np.dtype(plan.dtype).itemsize // 2) + 1
     return max(1, min(most, max(worth_while, -(-rows // MORE_BATCHES))))
 

@@ -26,17 +26,17 @@ from ..gpu.rows import add_pieces
 from ..gpu.stream import Pipeline, StreamedHalf, Transfers, slabs_of
 from ..gpu.subspace import SubspaceHalf
 from ..plan.fused import BLOCK, table_width
-from ..plan.half_sweep import PIECES
+from ..plan.half_sweep import SYSTEMS_PER_ROW
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries
 from .group import open_rank
 from .transport.communicator import Communicator
 
 MOST_SEGMENTS = 32
-"""Maximum number of pieces of a row: they are added one after the other."""
+"""Maximum number of segments of a row: they are added one after the other."""
 
 FEW_SEGMENTS = 4096
-"""Pieces allowed in a batch of few rows: enough for all multiprocessors of any GPU, 120 MB at f = 100."""
+"""Segments allowed in a batch of few rows: enough for all multiprocessors of any GPU, 120 MB at f = 100."""
 
 
 class GpuWorker:
@@ -190,40 +190,40 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class BatchPieces:
-    """Pieces of rows of a batch on a device."""
+class BatchSegments:
+    """Segments of rows of a batch on a device."""
 
-    # int64 array, shape (n_segments, 3): (slot, begin, end), longest first. The first piece of a row has the slot of
-    # the row; the slots of further pieces come after all rows
+    # int64 array, shape (n_segments, 3): (slot, begin, end), longest first. The first segment of a row has the slot of
+    # the row; the slots of further segments come after all rows
     segments: Array
     n_rows: int
     n_slots: int
-    uneven: Array  # rows with several pieces or none
-    others: Array  # slots of the second and further pieces of these rows: ``others[k] ... others[k + 1] - 1``
+    uneven: Array  # rows with several segments or none
+    others: Array  # slots of the second and further segments of these rows: ``others[k] ... others[k + 1] - 1``
 
     @classmethod
     def make(
         cls, device: Device, indptr: np.ndarray, ranges: Ranges, longest: int, slots: int = 2 * FEW_SEGMENTS
-    ) -> BatchPieces:
-        """Cut the rows of some ranges, one range after the other, into pieces of at most `longest` entries.
+    ) -> BatchSegments:
+        """Cut the rows of some ranges, one range after the other, into segments of at most `longest` entries.
 
-        Pieces are longer if `slots` do not suffice for two batches and the reduced sums.
+        Segments are longer if `slots` do not suffice for two batches and the reduced sums.
         """
         rows = np.concatenate([np.arange(first, last) for first, last in ranges]).astype(np.int64)
         begins, ends = indptr[rows], indptr[rows + 1]
         few = min(FEW_SEGMENTS, slots // 2 - 2 * len(rows))
-        entries, most = int((ends - begins).sum()), max((PIECES - 1) * len(rows), few)
+        entries, most = int((ends - begins).sum()), max((SYSTEMS_PER_ROW - 1) * len(rows), few)
         longest = max(longest, ceil_div(entries, most), ceil_div(int((ends - begins).max(initial=0)), MOST_SEGMENTS))
-        pieces = -(-(ends - begins) // longest)
-        others = np.maximum(pieces - 1, 0)
+        counts = -(-(ends - begins) // longest)
+        others = np.maximum(counts - 1, 0)
         starts = len(rows) + np.cumsum(others) - others
-        owner = np.repeat(np.arange(len(rows)), pieces)
-        place = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        owner = np.repeat(np.arange(len(rows)), counts)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         slot = np.where(place == 0, owner, starts[owner] + place - 1)
         begin = begins[owner] + place * longest
         segments = np.column_stack((slot, begin, np.minimum(begin + longest, ends[owner])))
         segments = segments[np.argsort(segments[:, 1] - segments[:, 2], kind="stable")]
-        uneven = np.flatnonzero(pieces != 1)
+        uneven = np.flatnonzero(counts != 1)
         n_slots = len(rows) + int(others.sum())
         return cls(
             device.upload(segments.astype(np.int64)),
@@ -234,7 +234,7 @@ class BatchPieces:
         )
 
     def add_up(self, device: Device, sums: Array) -> Array:
-        """Sums of rows: the sums of their pieces, added in order; zeros for rows without pieces."""
+        """Sums of rows: the sums of their segments, added in order; zeros for rows without any."""
         add_pieces(device, sums, self.uneven, self.others)
         return sums[: self.n_rows]
 
@@ -269,7 +269,7 @@ class PartialRows(GpuHalf, DeviceRows):
         self.scale = device.upload(objective.row_scale(side, rows.degrees).astype(self.dtype))
         self.degrees, self.row_batches, self.n_entries = rows.degrees, rows.batches, int(block.nnz)
         self.offsets = np.concatenate(([0], np.cumsum(block.degrees)))
-        cut = functools.partial(BatchPieces.make, device, longest=plan.segment, slots=plan.batch_slots)
+        cut = functools.partial(BatchSegments.make, device, longest=plan.segment, slots=plan.batch_slots)
         self._cuts = [cut(*self._places(batch)) for batch in range(len(rows.batches))]
         self._to_solve = [self._filled(ranges) for ranges in rows.solved]
         if pipeline is None:
@@ -390,8 +390,8 @@ def batch_transfers(block: Orientation, batches: list[Ranges]) -> Transfers:
     """(indices, ratings) of each batch: those of its ranges, concatenated."""
 
     def fetch(batch: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        pieces = [piece for rows in batches[batch] for piece in block.rows(*rows)]
-        return [piece.indices for piece in pieces], [piece.data for piece in pieces]
+        slabs = [slab for rows in batches[batch] for slab in block.rows(*rows)]
+        return [slab.indices for slab in slabs], [slab.data for slab in slabs]
 
     return Transfers(len(batches), fetch, block)
 

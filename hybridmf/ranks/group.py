@@ -198,5 +198,5 @@ def _gather(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[
     counts = first.layout.counts(other_side(side), range(first.layout.size))
     communicators: list[Any] = [rank.communicator for rank in ranks]
     gather = communicators[0].allgatherv_together
-    whole = [gather(communicators, piece, counts) for piece in zip(*(own.arrays for own in fixed), strict=True)]
+    whole = [gather(communicators, arrays, counts) for arrays in zip(*(own.arrays for own in fixed), strict=True)]
     return [own.with_arrays(list(arrays)) for own, arrays in zip(fixed, zip(*whole, strict=True), strict=True)]

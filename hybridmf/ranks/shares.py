@@ -15,7 +15,7 @@ import scipy.sparse as sp
 from ..core.objective import SIDES, Objective, Side, other_side, rating_scale
 from ..core.sparse import ValueSummary, transposed
 from ..core.validate import from_triplets, make_csr
-from ..data.fingerprint import Piece, fingerprint, join_fingerprints, join_pieces, piece_of_fingerprint
+from ..data.fingerprint import Checksum, checksum_of, fingerprint, join_checksums, join_fingerprints
 from ..data.slabs import InMemory, Orientation
 from ..data.store import Store, StoreMatrix
 from ..errors import CommunicatorError, DuplicateEntriesError
@@ -209,13 +209,13 @@ def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarr
     received: list[list[np.ndarray]] = [[] for _ in arrays]
     for array, out in zip(arrays, received, strict=True):
         array = array[order]
-        pieces = {rank: array[bounds[rank] : bounds[rank + 1]]}
+        arrived = {rank: array[bounds[rank] : bounds[rank + 1]]}
         for step in range(1, size):
             to, source = (rank + step) % size, (rank - step) % size
             like = np.empty(int(counts[source, rank]), dtype=array.dtype)
-            pieces[source] = communicator.sendrecv(array[bounds[to] : bounds[to + 1]], to, source, like)
-        out += [pieces[source] for source in range(size)]
-    return [np.concatenate(pieces) for pieces in received]
+            arrived[source] = communicator.sendrecv(array[bounds[to] : bounds[to + 1]], to, source, like)
+        out += [arrived[source] for source in range(size)]
+    return [np.concatenate(arrived) for arrived in received]
 
 
 class RankBlocks:
@@ -238,7 +238,7 @@ class RankBlocks:
     ) -> None:
         self.layout, self._shape = RankLayout.even(degrees, grids, row_cost), ratings.shape
         self.blocks = {side: ratings.block(communicator, self.layout, side, streamed) for side in SIDES}
-        self._piece: Piece | None = None
+        self._checksum: Checksum | None = None
         self._squares: float | None = None
         self._users: Orientation | None = None  # this rank's own users, if they are streamed
         if isinstance(ratings, StoredRatings) and streamed:
@@ -257,7 +257,7 @@ class RankBlocks:
         own = ValueSummary.of([rows.data])
         self.total = float(communicator.allreduce(np.array([own.total]))[0])
         self.value_range = _range_on_all(communicator, own)
-        self._piece, self._squares = piece_of_fingerprint(rows), own.squares
+        self._checksum, self._squares = checksum_of(rows), own.squares
 
     def _own_users(self, communicator: Communicator, ratings: RankRatings, streamed: bool = False) -> Orientation:
         """Complete rows of the users that this rank owns; one slab in memory, unless they are streamed."""
@@ -307,14 +307,14 @@ class RankBlocks:
 
     def fingerprint(self, communicator: Communicator) -> str:
         """`checkpoint.fingerprint` of the whole matrix; streamed ratings are read for it."""
-        if self._piece is None:
+        if self._checksum is None:
             assert self._users is not None
-            pieces_here = map(piece_of_fingerprint, self._users.matrices())
-            self._piece = join_pieces(pieces_here, self._users.dtype.itemsize)
-        own = np.array([self._piece], dtype=np.int64)
-        pieces: list[Piece] = [tuple(map(int, row)) for row in communicator.allgatherv(own, [1] * communicator.size)]  # type: ignore[misc]
+            of_slabs = map(checksum_of, self._users.matrices())
+            self._checksum = join_checksums(of_slabs, self._users.dtype.itemsize)
+        own = np.array([self._checksum], dtype=np.int64)
+        checksums = communicator.allgatherv(own, [1] * communicator.size).tolist()
         indptr = np.concatenate(([0], np.cumsum(self.degrees["user"])))
-        return join_fingerprints(indptr, pieces, self._shape)
+        return join_fingerprints(indptr, checksums, self._shape)
 
 
 def _range_on_all(communicator: Communicator, values: ValueSummary) -> tuple[float, float] | None:

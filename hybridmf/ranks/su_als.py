@@ -148,7 +148,7 @@ class RankALS(Alternating):
             self._check_alike(blocks, one_matrix)
             self._split_communicators(topology)
             self.degrees = {side: self._whole_degrees(side, blocks[side]) for side in SIDES}
-            self._pieces = {side: self._pieces_of(side) for side in SIDES}
+            self._ranges = {side: self._ranges_of(side) for side in SIDES}
             self.batches = {side: self._batches(side) for side in SIDES}
             if plan.scale is not None and not self.alone:
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
@@ -416,7 +416,7 @@ class RankALS(Alternating):
         streams = self.plan.streamed != "" and not self.plan.resident
         return streams and self.layout.grids[side].splits > 1
 
-    def _pieces_of(self, side: Side) -> list[Ranges]:
+    def _ranges_of(self, side: Side) -> list[Ranges]:
         """For each batch, the range of each member's own rows in the order of the group; empty for a single rank."""
         splits, members, counts = self.layout.grids[side].splits, self._members[side], self._member_counts(side)
         if members is None:
@@ -437,18 +437,18 @@ class RankALS(Alternating):
 
     def _batches(self, side: Side) -> list[Ranges]:
         """Rows of the block in each batch, in the order of the reduction."""
-        if not self._pieces[side]:
+        if not self._ranges[side]:
             return []
         counts, order = self._member_counts(side), self._reductions[side].order
         starts = np.cumsum([0, *counts]).tolist()
-        return [[(starts[k] + pieces[k][0], starts[k] + pieces[k][1]) for k in order] for pieces in self._pieces[side]]
+        return [[(starts[k] + ranges[k][0], starts[k] + ranges[k][1]) for k in order] for ranges in self._ranges[side]]
 
     def _solved(self, side: Side) -> list[Ranges]:
         """The rows of each batch that this rank solves."""
         everything_here = self._reductions[side].everything_here
         if everything_here is None:
             mine = self.layout.grids[side].split_of(self.rank)
-            return [[pieces[mine]] for pieces in self._pieces[side]]
+            return [[ranges[mine]] for ranges in self._ranges[side]]
         return [batch if everything_here else [] for batch in self.batches[side]]
 
     # ------------------------------------------------------------------------------------------------ half sweeps
@@ -568,9 +568,9 @@ class RankALS(Alternating):
         return own.with_arrays(arrays if everything_here else [array[:0] for array in arrays])
 
     def _assembled(self, side: Side, half: Any, overlap: Any) -> Iterator[tuple[int, Any, Any, list[int]]]:
-        for batch, pieces in enumerate(self.batches[side]):
+        for batch, ranges in enumerate(self.batches[side]):
             sums = half.assemble(batch)
-            yield batch, sums, overlap.assembled(), [last - first for first, last in pieces]
+            yield batch, sums, overlap.assembled(), [last - first for first, last in ranges]
 
     def _returned(self, side: Side, half: Any) -> Any:
         """Own rows of the solution, sent by the root if one rank solves the rows of all members."""
@@ -649,10 +649,10 @@ class RankALS(Alternating):
         """Rows of the users' block in the order of their entries, with factors from their owners."""
         members = self._members["user"]
         assert members is not None
-        for batch, pieces in zip(self.batches["user"], self._pieces["user"], strict=True):
+        for batch, ranges in zip(self.batches["user"], self._ranges["user"], strict=True):
             for rows, k in zip(batch, self._reductions["user"].order, strict=True):
                 if rows[0] < rows[1]:
-                    yield rows, self._from_member(members, k, slice(*pieces[k]))
+                    yield rows, self._from_member(members, k, slice(*ranges[k]))
 
     def _from_member(self, members: Communicator, root: int, rows: slice) -> Any:
         """Factors of some users that a member of the group owns."""

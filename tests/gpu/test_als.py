@@ -18,7 +18,7 @@ from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefini
 from hybridmf.gpu import cholesky_any, fused, launch
 from hybridmf.gpu.factors import DeviceFactors, to_device
 from hybridmf.gpu.gram import gram_sum
-from hybridmf.gpu.half import Batch, HalfSweep, Pieces, objective_value
+from hybridmf.gpu.half import Batch, HalfSweep, SegmentedRows, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
 from hybridmf.plan import als_gpu
@@ -150,7 +150,7 @@ def test_giant_rows(device, assembly, rank, name):
 
 def test_rows_are_cut_into_segments_and_batches():
     indptr = np.concatenate(([0], np.cumsum([5, 0, 1, 4, 8])))
-    pieces = Pieces.cut(indptr, np.array([4, 0, 3, 2, 1]), 4)
+    pieces = SegmentedRows.cut(indptr, np.array([4, 0, 3, 2, 1]), 4)
     assert pieces.slots.tolist() == [0, 2, 4, 5, 6, 7]
     assert pieces.segments.tolist() == [
         [0, 10, 14], [1, 14, 18], [2, 0, 4], [3, 4, 5], [4, 6, 10], [5, 5, 6], [6, 5, 5],
@@ -168,7 +168,7 @@ def test_rows_are_cut_into_segments_and_batches():
 
 def test_equally_long_segments_are_processed_by_their_place_in_the_row():
     """Then those that are processed together read neighbouring factors."""
-    pieces = Pieces.cut(np.array([0, 14, 22]), np.array([0, 1]), 4)
+    pieces = SegmentedRows.cut(np.array([0, 14, 22]), np.array([0, 1]), 4)
     (batch,) = pieces.batches(100)
     assert batch.segments[:, 1].tolist() == [0, 14, 4, 8, 18, 12]  # places 0, 0, 1/4, 1/2, 1/2; the last one is short
 

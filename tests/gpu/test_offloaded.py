@@ -65,7 +65,7 @@ def in_memory(host: RankALS, data: Any = MATRIX) -> RankALS:
 def test_missing_memory_for_new_rows_is_reported(gpu, monkeypatch):
     """Smaller batches are tried, which need as much; the last of them says so."""
     device, host = gpu, solver("explicit", gpu, 1, 2, segment=3)
-    slab = host.halves["user"].parts[0]
+    slab = host.halves["user"].solvers[0]
     zeros = device.zeros
 
     def full(shape: Any, dtype: Any) -> Any:
@@ -512,7 +512,7 @@ def test_memory_stays_within_the_plan(kind, options, parts, gpu, monkeypatch):
     factors_after(host)
     planned = host.plan.scale.bytes_per_gpu
     # of each slab a ridge and one more offset; a Gram matrix, counters of kernels
-    slabs = sum(len(host.halves[side].parts) for side in SIDES)
+    slabs = sum(len(host.halves[side].solvers) for side in SIDES)
     assert 0.7 * planned < tracked.peak <= planned + slabs * (4 * 7 + 8) + 1500
 
 

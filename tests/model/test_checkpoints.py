@@ -594,8 +594,8 @@ def test_the_crc_of_two_pieces(first, second):
 def test_the_fingerprint_does_not_depend_on_how_rows_are_cut(cuts, dtype):
     matrix = planted().astype(dtype)
     bounds = [0, *sorted(cuts), 60]
-    pieces = [fingerprint.piece_of_fingerprint(matrix[a:b]) for a, b in itertools.pairwise(bounds)]
-    assert fingerprint.join_fingerprints(matrix.indptr, pieces, matrix.shape) == fingerprint.fingerprint(matrix)
+    checksums = [fingerprint.checksum_of(matrix[a:b]) for a, b in itertools.pairwise(bounds)]
+    assert fingerprint.join_fingerprints(matrix.indptr, checksums, matrix.shape) == fingerprint.fingerprint(matrix)
 
 
 def test_the_fingerprint_sees_where_rows_end():

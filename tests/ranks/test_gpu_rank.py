@@ -24,7 +24,7 @@ from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.solver import SWEEP_ORDER
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, su_als
-from hybridmf.ranks.gpu_rank import BatchPieces, sockets
+from hybridmf.ranks.gpu_rank import BatchSegments, sockets
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.su_als import RankALS
 from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
@@ -412,7 +412,7 @@ def test_nothing_is_gathered_ahead_without_room_for_it(gpus: Machine) -> None:
 
 def test_long_rows_are_cut_and_added_in_order(device: Device) -> None:
     indptr = np.array([0, 3, 3, 40, 47])
-    cut = BatchPieces.make(device, indptr, [(0, 2), (2, 4)], 10)
+    cut = BatchSegments.make(device, indptr, [(0, 2), (2, 4)], 10)
     segments = device.download(cut.segments)
     covered = sorted((int(b), int(e)) for _, b, e in segments)
     assert covered == [(0, 3), (3, 13), (13, 23), (23, 33), (33, 40), (40, 47)]

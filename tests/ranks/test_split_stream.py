@@ -31,14 +31,14 @@ from hybridmf.model import ranked
 from hybridmf.plan import als_gpu
 from hybridmf.plan import machine as machines
 from hybridmf.plan.grid import Grid, RankLayout
-from hybridmf.plan.half_sweep import PIECES, HalfPlan, half_bytes, priced, slot_bytes
+from hybridmf.plan.half_sweep import SYSTEMS_PER_ROW, HalfPlan, half_bytes, priced, slot_bytes
 from hybridmf.plan.machine import H200
 from hybridmf.plan.make import check_memory
 from hybridmf.plan.partitions import ScalePlan, check_rank, plan_scale, plan_streamed_ranks
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, multi_als
 from hybridmf.ranks.batches import BatchedRows, batch_entries, bounded_batches, even_batches
-from hybridmf.ranks.gpu_rank import BatchPieces, PartialRows
+from hybridmf.ranks.gpu_rank import BatchSegments, PartialRows
 from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.reduction import Reduction, TwoPhaseReduction
 from hybridmf.ranks.shares import StoredRatings
@@ -162,11 +162,11 @@ def test_pieces_of_few_rows_keep_to_the_room_for_sums(gpus: Machine) -> None:
     """Two batches are in memory at a time; what a batch of one long row may be cut into depends on what is left."""
     gpus(1)
     device, indptr = group.open_device("cuda:0"), np.array([0, 300])
-    many = BatchPieces.make(device, indptr, [(0, 1)], 10)
+    many = BatchSegments.make(device, indptr, [(0, 1)], 10)
     assert many.n_slots == 30
-    few = BatchPieces.make(device, indptr, [(0, 1)], 10, slots=20)
+    few = BatchSegments.make(device, indptr, [(0, 1)], 10, slots=20)
     assert few.n_slots == 8 and 2 * few.n_slots + 1 <= 20
-    assert BatchPieces.make(device, indptr, [(0, 1)], 10, slots=1).n_slots == PIECES - 1
+    assert BatchSegments.make(device, indptr, [(0, 1)], 10, slots=1).n_slots == SYSTEMS_PER_ROW - 1
 
 
 @pytest.mark.parametrize("grid", [exhaustive((2, 1)), (2, 2), (4, 1)])
