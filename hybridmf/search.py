@@ -441,7 +441,7 @@ def _features_of(ratings: Ratings, model: FactorModel, given: Mapping[Side, Any]
     """Features of the users and items of the ratings alone: those without entries have no part in a trial."""
     found: dict[Side, Features] = {}
     if given:
-        check_serves_features(model, given, ratings.user_items)
+        check_serves_features(model, given)
     for side, value in given.items():
         n_rows = ratings.shape[SIDES.index(side)]
         labels = ratings.user_ids if side == "user" else ratings.item_ids

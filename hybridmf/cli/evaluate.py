@@ -88,7 +88,7 @@ def command(
     if train_file is not None:
         train = seen_matrix(model, read_ratings(train_file, where, **options), train_file)
         models["most popular items, mean ratings"] = PopularityRecommender().fit(train)
-    how = {"metrics": names, "relevance_threshold": relevance_threshold, "include_cold": include_cold}
+    how: dict[str, Any] = {"metrics": names, "relevance_threshold": relevance_threshold, "include_cold": include_cold}
     found = {name: evaluate(each, test, train=train, **how) for name, each in models.items()}
     if plot is not None:
         save(recall_curves(model, test, train, relevance_threshold=relevance_threshold).figure, plot)

@@ -114,7 +114,7 @@ def command(
     positions = np.arange(model.n_users) if all_users else find_rows(model, "user", known)
     seen = None if ratings_file is None else seen_matrix(model, read_ratings(ratings_file), ratings_file)
     titles = titles_of(model, titles_file, **titles_format)
-    which = {"filter_already_liked_items": not include_seen, "include_cold": include_cold}
+    which: dict[str, Any] = {"filter_already_liked_items": not include_seen, "include_cold": include_cold}
     if binary:
         model.recommend_all(output, seen, count, show_progress=True, **which)
         return
@@ -182,7 +182,7 @@ def _as_text(ids: np.ndarray | None, others: np.ndarray | None, count: int) -> n
 
 
 def recommendations(
-    model: Any, positions: np.ndarray, count: int, seen: sp.csr_array | None, which: dict[str, bool]
+    model: Any, positions: np.ndarray, count: int, seen: sp.csr_array | None, which: dict[str, Any]
 ) -> Recommendations:
     """Best items of each user, in blocks of users, by label; `which` items, as arguments of `recommend`."""
     user_names, item_names = names_of(model.user_ids_, model.n_users), names_of(model.item_ids_, model.n_items)

@@ -46,7 +46,8 @@ class Regression:
     ) -> None:
         matrix = features.matrix if names is None else take_rows(features.matrix, names)
         self.rows, self.scale = sp.csr_array(matrix, dtype=np.float64), scale
-        self.cold = np.flatnonzero((degrees == 0) & (np.diff(matrix.indptr) > 0))
+        self.empty = degrees == 0
+        self.cold = np.flatnonzero(self.empty & (np.diff(matrix.indptr) > 0))
         weights = np.where(degrees > 0, scale, 0.0)
         self.back = sp.csr_array((self.rows * weights[:, None]).T)  # (n_features, n_rows)
         normal = total((self.back @ self.rows).toarray())

@@ -437,23 +437,34 @@ def _size_problem(size: int, written: int) -> str:
 class StoreMatrix(Orientation):
     """One orientation of a store for a fit, with `indptr` as a matrix has.
 
-    Values are converted to `dtype` (float32 or float64) as they are read; `drop_zeros` drops explicit zeros.
+    Values are converted to `dtype` (float32 or float64) as they are read; `drop_zeros` drops explicit zeros. `more`:
+    numbers of users and of items without entries behind those of the store; such rows belong to the last slab.
     """
 
-    def __init__(self, store: Store, side: Side = "user", dtype: Any = np.float32, drop_zeros: bool = False) -> None:
-        self.store, self.side, self.dtype = store, side, np.dtype(dtype)
+    def __init__(
+        self,
+        store: Store,
+        side: Side = "user",
+        dtype: Any = np.float32,
+        drop_zeros: bool = False,
+        more: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.store, self.side, self.dtype, self.more = store, side, np.dtype(dtype), more
         manifest = store._manifest
         self.drop_zeros = drop_zeros and manifest["zeros"] > 0
-        self.shape: tuple[int, int] = store.shape if side == "user" else (store.shape[1], store.shape[0])
+        shape = store.shape[0] + more[0], store.shape[1] + more[1]
+        self.shape: tuple[int, int] = shape if side == "user" else (shape[1], shape[0])
         self.nnz = store.nnz - manifest["zeros"] if self.drop_zeros else store.nnz
-        self.bounds = store._bounds[side]
+        self.bounds = store._bounds[side].copy()
+        self.bounds[-1] = self.shape[0]
         self._slabs = store.slabs(side)
         self._kind = "nonzero" if self.drop_zeros else "all"
 
     @cached_property
     def degrees(self) -> np.ndarray:
         """Entries of each row, int64, shape (n_rows,)."""
-        return self.store.degrees(self.side, nonzero=self.drop_zeros)
+        known = self.store.degrees(self.side, nonzero=self.drop_zeros)
+        return np.pad(known, (0, self.shape[0] - len(known)))
 
     @property
     def indptr(self) -> np.ndarray:
@@ -491,15 +502,17 @@ class StoreMatrix(Orientation):
 
     def transposed(self) -> StoreMatrix:
         """The other orientation."""
-        return StoreMatrix(self.store, other_side(self.side), self.dtype, self.drop_zeros)
+        return StoreMatrix(self.store, other_side(self.side), self.dtype, self.drop_zeros, self.more)
 
     def matrix(self, slab: int) -> sp.csr_array:
         """Rows of a slab."""
         matrix = self._slabs[slab].matrix()
         matrix = without_zeros(matrix) if self.drop_zeros else matrix
-        if matrix.dtype == self.dtype:
+        shape = int(self.bounds[slab + 1] - self.bounds[slab]), self.shape[1]
+        if matrix.dtype == self.dtype and matrix.shape == shape:
             return matrix
-        return make_csr(matrix.indptr, matrix.indices, matrix.data.astype(self.dtype), matrix.shape)
+        indptr = np.pad(matrix.indptr, (0, shape[0] - matrix.shape[0]), mode="edge")
+        return make_csr(indptr, matrix.indices, matrix.data.astype(self.dtype, copy=False), shape)
 
     def prefetch(self, slab: int) -> None:
         """Ask the system to read a slab's files ahead."""
@@ -518,13 +531,13 @@ class StoredSeen:
 
     def __init__(self, matrix: StoreMatrix) -> None:
         self._matrix = matrix
-        self._which = str(matrix.store.path), matrix.side, matrix.dtype, matrix.drop_zeros
+        self._which = str(matrix.store.path), matrix.side, matrix.dtype, matrix.drop_zeros, matrix.more
         self.shape, self.nnz = matrix.shape, matrix.nnz
 
     @cached_property
     def _matrix(self) -> StoreMatrix:
-        path, side, dtype, drop_zeros = self._which
-        return StoreMatrix(Store.open(path), side, dtype, drop_zeros)
+        path, *which = self._which  # older pickles lack `more`
+        return StoreMatrix(Store.open(path), *which)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the store, which is opened again at first use: a model works without it."""

@@ -289,7 +289,7 @@ class HostFactors(GpuFactors):
     def beside(self, array: np.ndarray) -> Array:
         return array
 
-    def take(self, rows: np.ndarray) -> Factors:
+    def take(self, rows: np.ndarray | slice) -> Factors:
         return Factors(self.table[rows, : self.factors], None if self.host_bias is None else self.host_bias[rows])
 
     def wait_by(self, release: Callable[[], bool]) -> None:

@@ -26,11 +26,12 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.objective import Objective, Side
+from ..core.regression import Regression, joined
 from ..data.slabs import InMemory, Orientation, slab_entries
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
@@ -38,7 +39,7 @@ from ..plan.fused import table_width
 from ..plan.half_sweep import slots_at_once
 from ..plan.types import Plan
 from .assembly import Cleared, RowKernels
-from .factors import Copiers, DeviceFactors, HostFactors, HostTables, weighted_gram
+from .factors import EXACT_ROWS, Copiers, DeviceFactors, HostFactors, HostTables, weighted_gram
 from .gram import gram_sum, weighted
 from .half import Batch, DeviceRows, Steps
 from .launch import DeviceEntries
@@ -103,8 +104,8 @@ class PartedFactors:
 class HostHalf(StreamedHalf):
     """One half of a sweep whose fixed and solved factors are offloaded to the host.
 
-    `device`, `side`, `slabs`, `objective`, `plan`, `names`: as for `StreamedHalf`; the `scale` of the plan has the
-    number of parts of the fixed side.
+    `device`, `side`, `slabs`, `objective`, `plan`, `names`, `apart`: as for `StreamedHalf`; the `scale` of the plan has
+    the number of parts of the fixed side.
     `tables`: tables of the solved side. Default: new ones in memory.
     """
 
@@ -118,6 +119,7 @@ class HostHalf(StreamedHalf):
         copiers: Copiers,
         names: np.ndarray | None = None,
         tables: HostTables | None = None,
+        apart: bool | None = None,
     ) -> None:
         assert plan.scale is not None
         half = plan.scale.halves[side]
@@ -125,7 +127,7 @@ class HostHalf(StreamedHalf):
         self.buffers = half.buffers if half.turns > 1 else 1
         plan = plan.changed(batch_slots=slots_at_once(plan, half))
         # a slab has so many rows that their pieces do not stay on the device
-        apart = True if self.fixed_parts > 1 else None
+        apart = True if self.fixed_parts > 1 else apart
         super().__init__(device, side, slabs, objective, plan, None, names, send=copiers.send, apart=apart)
         if isinstance(slabs, InMemory):
             copiers.entries.pin(slabs.csr.indices)
@@ -141,10 +143,9 @@ class HostHalf(StreamedHalf):
         return self.objective.row_scale(self.side, self.degrees)
 
     def steps(
-        self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None, pull: Array | None = None
+        self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None, pull: HostPull | None = None
     ) -> Steps:
-        """Launch slab after slab; solutions are copied to the host. See `GpuHalf.steps`; there is no `pull`."""
-        assert pull is None, "a fit with features keeps factors on the device"
+        """Launch slab after slab; solutions are copied to the host. See `GpuHalf.steps`."""
         device, n = self.device, len(self.degrees)
         cleared = Cleared(device, n)
         status, found = cleared.status, cleared.found
@@ -163,8 +164,11 @@ class HostHalf(StreamedHalf):
                 operand = kernels and kernels.operand(side.table)
                 gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
             for rows, slab, indices, ratings in slabs:
+                added = None
+                if pull is not None:
+                    added = self.copiers.send(pull.of_rows(rows, slab.width, slab.dtype))
                 systems = functools.cache(
-                    functools.partial(slab.systems, status[rows], self._first_guess(start, rows), gram)
+                    functools.partial(slab.systems, status[rows], self._first_guess(start, rows), gram, pull=added)
                 )
                 if self.fixed_parts == 1:
                     entries = slab.entries(indices, ratings, side, mean)
@@ -173,7 +177,7 @@ class HostHalf(StreamedHalf):
                 else:
                     solve_in_parts(slab, kernels, systems(), side, indices, ratings, mean)
                 new = slab.unpack(systems().solutions)
-                del systems
+                del systems, added
                 if solved.has_range:
                     widen_range(device, found, new.table, status[rows])
                 vectors = [array.reshape(-1) for array in new.arrays]
@@ -249,6 +253,44 @@ class HostHalf(StreamedHalf):
                     total += slab.segment_losses(indices, ratings, own, part, mean, clipped)
                 found.append(total)
         return np.concatenate(found)
+
+
+class HostRegression(Regression):
+    """A `Regression` for factors that are offloaded to the host, block of rows after block."""
+
+    def sums(self, factors: Any) -> np.ndarray:
+        """See `Regression`."""
+        total = np.zeros((len(self.root), factors.factors + (factors.host_bias is not None)))
+        for start in range(0, len(self.scale), EXACT_ROWS):
+            rows = slice(start, start + EXACT_ROWS)
+            own = joined(factors.take(rows)).astype(np.float64)
+            total += self.rows[rows].T @ (own * self.weights_of(rows)[:, None])
+        return total
+
+    def pull(self, sums: np.ndarray, ridge: np.ndarray) -> HostPull:
+        """See `Regression`; computed for some rows at a time."""
+        return HostPull(self, self.vectors(sums), ridge)
+
+    def weights_of(self, rows: slice) -> np.ndarray:
+        """s of some rows; 0 for rows without entries."""
+        found: np.ndarray = np.where(self.empty[rows], 0.0, self.scale[rows])
+        return found
+
+
+class HostPull(NamedTuple):
+    """What features add to the right-hand sides of offloaded rows."""
+
+    regression: HostRegression
+    vectors: np.ndarray
+    ridge: np.ndarray
+
+    def of_rows(self, rows: slice, width: int, dtype: Any) -> np.ndarray:
+        """Those of some rows as a table of `width` columns; zeros for rows without entries."""
+        prior = self.regression
+        table = np.zeros((rows.stop - rows.start, width), dtype)
+        found = (prior.rows[rows] @ self.vectors) * prior.weights_of(rows)[:, None]
+        table[:, : self.vectors.shape[1]] = found * self.ridge
+        return table
 
 
 def solve_in_parts(

@@ -24,7 +24,7 @@ from ..ranks.shares import RankBlocks, RankRatings
 from ..ranks.su_als import RankALS, Worker
 from ..ranks.transport.communicator import Communicator, agreed, gather
 from .learned import pattern
-from .training import check_plan_serves_features, described_by, with_primal_rows
+from .training import described_by, serving_features
 
 
 @contextmanager
@@ -88,8 +88,7 @@ class RankedRatings:
             plan = plan.changed(bytes=rank_bytes(plan, size))
         check_memory(plan)
         if self.features and plan.gpu is not None:
-            plan = with_primal_rows(plan, self.features)
-            check_plan_serves_features(plan, self.features)
+            plan = serving_features(plan, self.features)
         self._agree([plan.grids[side].splits for side in SIDES], "grids of {} splits")
         batches = [0] * len(SIDES)
         if plan.scale is not None and plan.streamed and not plan.resident:

@@ -200,7 +200,7 @@ class LocalRatings:
         columns = user_items if is_wide(user_items) else given
         self.features: dict[Side, Features] = {}
         if features:
-            check_serves_features(model, features, self.matrix)
+            check_serves_features(model, features)
             matrix, self.labels, self.features = with_features(self.matrix, self.labels, features)
             if matrix.shape != self.matrix.shape:  # some rows have features only
                 self.prepared, self.matrix, columns = None, matrix, matrix
@@ -238,8 +238,7 @@ class LocalRatings:
         plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
         if self.features and plan.gpu is not None:
             try:
-                plan = with_primal_rows(plan, self.features)
-                check_plan_serves_features(plan, self.features)
+                plan = serving_features(plan, self.features)
             except ValueError as error:
                 if settings.device != "auto":
                     raise
@@ -310,7 +309,7 @@ class LocalRatings:
         }
 
 
-def check_serves_features(model: Any, features: Mapping[Side, Any], matrix: Any) -> None:
+def check_serves_features(model: Any, features: Mapping[Side, Any]) -> None:
     """Refuse features where the solver does not have them."""
     names = " and ".join(f"{side}_features" for side in features)
     if not model._serves_features:
@@ -319,16 +318,21 @@ def check_serves_features(model: Any, features: Mapping[Side, Any], matrix: Any)
         raise ValueError(
             f"{names}: nonnegative=True constrains factors, and vectors of features are signed; leave out one"
         )
-    if isinstance(matrix, StoreMatrix):
-        raise TypeError(
-            f"{names}: features need ratings in memory, and a store is read slab by slab; fit store.to_ratings()"
-        )
 
 
-def with_primal_rows(plan: Plan, features: Mapping[Side, Any]) -> Plan:
-    """The plan of a fit on GPUs, whose kernels have features in the primal form."""
+def serving_features(plan: Plan, features: Mapping[Side, Any]) -> Plan:
+    """The plan of a fit on GPUs with features, which kernels have in the primal form, and not in every place."""
     if plan.row_form == "dual":
         raise ValueError('row_form="dual" does not apply on a GPU with features; use row_form="auto" or "primal"')
+    names = " and ".join(f"{side}_features" for side in features)
+    several = plan.devices and (plan.offloaded or any(grid.splits > 1 for grid in plan.grids.values()))
+    if several or plan.factors_on == "disk":
+        place = "splits them over GPUs or keeps them on the host" if several else "keeps them in files"
+        raise ValueError(
+            f"{names}: a fit with features needs the factors in the memory of each of several GPUs, or in the memory "
+            f"of the host for one GPU, and the plan {place}; use GPUs with more memory, a larger gpu_memory_limit, or "
+            'device="cpu"'
+        )
     return plan.changed(dual_sides=tuple(side for side in plan.dual_sides if side not in features))
 
 
@@ -366,22 +370,13 @@ def check_plan_serves_weights(plan: Plan) -> None:
         raise ValueError(f'weights of explicit ratings: {reason}; use device="cpu" and solver="cholesky"')
 
 
-def check_plan_serves_features(plan: Plan, features: Mapping[Side, Any]) -> None:
-    """Refuse plans whose half sweeps do not take what features add."""
-    names = " and ".join(f"{side}_features" for side in features)
-    if plan.offloaded or any(grid.splits > 1 for grid in plan.grids.values()):
-        raise ValueError(
-            f"{names}: a fit with features needs the factors in the memory of each GPU, and the plan keeps them on "
-            'the host or splits them; use a GPU with more memory, a larger gpu_memory_limit, or device="cpu"'
-        )
-
-
 def with_features(
-    matrix: sp.csr_array, labels: Labels | None, given: Mapping[Side, Any]
-) -> tuple[sp.csr_array, Labels | None, dict[Side, Features]]:
+    matrix: sp.csr_array | StoreMatrix, labels: Labels | None, given: Mapping[Side, Any]
+) -> tuple[sp.csr_array | StoreMatrix, Labels | None, dict[Side, Features]]:
     """Ratings with an empty row for each user, and an empty column for each item, of which only features are known."""
     found: dict[Side, Features] = {}
     names: list[Any] = list(labels or (None, None))
+    shape = list(matrix.shape)
     for axis, side in enumerate(SIDES):
         if side not in given:
             continue
@@ -395,10 +390,14 @@ def with_features(
                 f"and {free / 1e9:.1f} GB are free; leave out rare features"
             )
         found[side], names[axis] = features, features.labels
-        n_rows, n_columns = (len(features), matrix.shape[1]) if side == "user" else (matrix.shape[0], len(features))
-        if (n_rows, n_columns) != matrix.shape:
-            indptr = np.pad(matrix.indptr, (0, n_rows - matrix.shape[0]), mode="edge")
-            matrix = make_csr(indptr, matrix.indices, matrix.data, (n_rows, n_columns))
+        shape[axis] = len(features)
+    if tuple(shape) != matrix.shape:
+        more = shape[0] - matrix.shape[0], shape[1] - matrix.shape[1]
+        if isinstance(matrix, StoreMatrix):
+            matrix = StoreMatrix(matrix.store, matrix.side, matrix.dtype, matrix.drop_zeros, more)
+        else:
+            indptr = np.pad(matrix.indptr, (0, more[0]), mode="edge")
+            matrix = make_csr(indptr, matrix.indices, matrix.data, (shape[0], shape[1]))
     return matrix, None if labels is None else (names[0], names[1]), found
 
 
@@ -406,7 +405,7 @@ def _columns(given: Any, shape: tuple[int, int]) -> Any:
     """Object that scikit-learn reads the number and names of features from: an array, or the columns of a frame."""
     if is_wide(given):
         return without_rows(given)
-    if sp.issparse(given) or isinstance(given, (Ratings, Store)):
+    if sp.issparse(given) or isinstance(given, (Ratings, Store, StoreMatrix)):
         return np.broadcast_to(np.float32(0), shape)
     return given
 

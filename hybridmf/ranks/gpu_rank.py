@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..core.objective import SIDES, Factors, Objective, Side
-from ..core.regression import SideFeatures
+from ..core.regression import Regression, SideFeatures
 from ..core.system import ceil_div, round_up
 from ..data.slabs import InMemory, Orientation
 from ..device.cuda import Array, CudaDevice, Device, open_device
@@ -21,7 +21,7 @@ from ..gpu.factors import Copiers, DeviceFactors, GpuFactors, HostTables, to_dev
 from ..gpu.features import DeviceRegression
 from ..gpu.half import DeviceRows, GpuHalf, HalfSweep, row_segments
 from ..gpu.matrix import DeviceMatrix
-from ..gpu.offloaded import HostHalf
+from ..gpu.offloaded import HostHalf, HostRegression
 from ..gpu.rows import add_pieces
 from ..gpu.stream import Pipeline, StreamedHalf, Transfers, slabs_of
 from ..gpu.subspace import SubspaceHalf
@@ -92,7 +92,9 @@ class GpuWorker:
         scale: np.ndarray,
         degrees: np.ndarray,
         total: Callable[[np.ndarray], np.ndarray],
-    ) -> DeviceRegression:
+    ) -> Regression:
+        if plan.offloaded:
+            return HostRegression(features, names, scale, degrees, total)
         sizes = (plan.rank, table_width(plan.rank, plan.dtype), plan.dtype)
         return DeviceRegression(self.device, features, names, scale, degrees, total, *sizes)
 
@@ -112,7 +114,7 @@ class GpuWorker:
         apart = True if described and plan.solver == "cg" else None
         if plan.offloaded:
             slabs, tables = slabs_of(block, side, plan), self._tables[side]
-            return HostHalf(device, side, slabs, objective, plan, self.copiers, names, tables)
+            return HostHalf(device, side, slabs, objective, plan, self.copiers, names, tables, apart)
         if isinstance(block, InMemory | DeviceMatrix) and not plan.streamed:
             matrix = block.csr if isinstance(block, InMemory) else block
             if plan.solver == "subspace":

@@ -7,6 +7,7 @@ import pytest
 
 import hybridmf as hmf
 from hybridmf.core.validate import as_csr
+from support.host_factors import HOST_LIMIT, MATRIX, TURNS_LIMIT
 from support.ratings import planted
 
 RATINGS = planted(40, 30, 0.35)
@@ -136,11 +137,57 @@ def test_ratings_that_exceed_a_gpu_are_streamed(gpu, case):
 
 
 @pytest.mark.usefixtures("tiny_gpu")
-def test_factors_that_exceed_a_gpu_are_refused(gpu, monkeypatch):
-    model = hmf.ImplicitALS(factors=6, device="cuda", gpu_memory_limit=30_000)
-    with pytest.raises(ValueError, match="item_features: a fit with features needs the factors in the memory of each"):
-        model.fit(LARGE, **OF_LARGE)
-    assert not model.__sklearn_is_fitted__()
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("limit", [HOST_LIMIT, TURNS_LIMIT])
+@pytest.mark.parametrize("case", ["implicit", "biases", "cg", "cg-biases"])
+def test_factors_that_exceed_a_gpu_stay_on_the_host(gpu, case, limit, stored, tmp_path):
+    kind, given = CASES[case]
+    ratings = hmf.convert(MATRIX, tmp_path / "store", slab_bytes=960) if stored else MATRIX
+    features = {
+        "item_features": (RNG.random((30, 3)) < 0.5).astype(np.float32),
+        "user_features": (RNG.random((50, 3)) < 0.5).astype(np.float32),
+    }
+    models = [
+        kind(**({"factors": 6, "random_state": 3, "iterations": 3} | given | options)).fit(each, **features)
+        for each, options in (
+            (ratings, {"device": "cuda", "gpu_memory_limit": limit}), (MATRIX, {"device": "cpu", "assembly": "auto"}),
+        )
+    ]  # fmt: skip
+    assert models[0].plan_.offloaded
+    assert (max(half.turns for half in models[0].plan_.scale.halves.values()) > 1) == (limit == TURNS_LIMIT)
+    scores = [model.user_factors @ model.item_factors.T for model in models]
+    assert np.abs(scores[0] - scores[1]).max() < 5e-3 * np.abs(scores[1]).max()
+    assert models[0].objective(MATRIX) == pytest.approx(models[1].objective(MATRIX), rel=1e-4)
+
+
+@pytest.mark.usefixtures("tiny_gpu")
+def test_a_store_with_features_of_further_rows_is_streamed(gpu, tmp_path):
+    names = [f"i{k}" for k in range(LARGE.shape[1])]
+    ratings = hmf.Ratings.from_matrix(LARGE, item_ids=names)
+    features = hmf.Features(RNG.random((63, 2)), labels=[*names[::-1], "x", "y", "z"])
+    store = hmf.convert(ratings, tmp_path / "store", slab_bytes=2000)
+    kind, given = CASES["biases"]
+    models = [
+        kind(**({"factors": 6, "random_state": 3, "iterations": 3} | given | options)).fit(each, item_features=features)
+        for each, options in ((store, {"device": "cuda", "gpu_memory_limit": 100_000}), (ratings, {"device": "cpu"}))
+    ]
+    assert models[0].plan_.streamed and models[0].item_ids_.tolist() == models[1].item_ids_.tolist()
+    scores = [model.predict(np.arange(400), np.full(400, 62)) for model in models]
+    np.testing.assert_allclose(*scores, rtol=5e-3)
+
+
+@pytest.mark.usefixtures("tiny_gpu")
+def test_factors_in_places_without_features_are_refused(gpu, monkeypatch, tmp_path):
+    from hybridmf.core import scratch, system
+
+    features = {"item_features": np.ones((30, 1), np.float32)}
+    with pytest.raises(ValueError, match=r"item_features: .* the plan splits them over GPUs or keeps them on the host"):
+        hmf.ImplicitALS(6, device=["cuda:0", "cuda:1"], gpu_memory_limit=HOST_LIMIT).fit(MATRIX, **features)
+    monkeypatch.setenv(scratch.SCRATCH_DIR, str(tmp_path))
+    monkeypatch.setattr(scratch, "IN_MEMORY", ())
+    monkeypatch.setattr(system, "available_memory", lambda: 4_000)
+    with pytest.raises(ValueError, match=r"item_features: .* the plan keeps them in files"):
+        hmf.ImplicitALS(6, device="cuda", gpu_memory_limit=HOST_LIMIT).fit(MATRIX, **features)
 
 
 def test_sides_without_features_keep_the_dual_form(gpu):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -142,6 +144,34 @@ def test_labels_of_features_join_the_model():
     assert model.item_ids_.tolist()[-2:] == ["film 24", "film 25"]
     assert np.array_equal(model.item_factors_[:24], plain.item_factors_)
     assert model.item_factors_[24:].any(axis=1).all()
+
+
+@pytest.mark.parametrize("case", ["implicit", "biases", "dual", "cg-biases", "bals"])
+def test_a_store_gives_the_bits_of_its_ratings(case, tmp_path):
+    """Also with features of users and items that the store lacks."""
+    names = [f"u{k}" for k in range(30)], [f"i{k}" for k in range(24)]
+    ratings = hmf.Ratings.from_matrix(RATINGS, user_ids=names[0], item_ids=names[1])
+    more = np.random.default_rng(0).random((3, 5)).astype(np.float32)
+    given = {
+        "item_features": hmf.Features(np.vstack([more[:2], FEATURES["item"]]), labels=["x", "y", *names[1]]),
+        "user_features": hmf.Features(np.vstack([FEATURES["user"], more[:, :3]]), labels=[*names[0], "a", "b", "c"]),
+    }
+    kind, options = CASES[case]
+    options = {"factors": 6, "device": "cpu", "random_state": 3, "iterations": 3} | options
+    store = hmf.convert(ratings, tmp_path / "store", slab_bytes=400)
+    one, other = (kind(**options).fit(each, **given) for each in (ratings, store))
+    assert store.degrees("user").sum() == ratings.nnz and len(store.slabs("item")) > 1
+    for name in ("user_factors", "item_factors"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    other.save(tmp_path / "model.safetensors")
+    for model in (other, hmf.load(tmp_path / "model.safetensors"), pickle.loads(pickle.dumps(other))):
+        for user in ("u3", "c"):
+            found, expected = (m.recommend(user, N=26, labels=True, include_cold=True) for m in (model, one))
+            assert found[0].tolist() == expected[0].tolist() and "x" in found[0]
+    checkpoints = hmf.Checkpoint(tmp_path / "checkpoints")
+    kind(**options | {"iterations": 2}).fit(store, checkpoint=checkpoints, **given)
+    resumed = kind(**options).fit(store, resume_from=tmp_path / "checkpoints", **given)
+    np.testing.assert_array_equal(resumed.item_factors, one.item_factors)
 
 
 def test_resumed_fit_has_the_same_bits(tmp_path):
