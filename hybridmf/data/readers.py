@@ -687,7 +687,7 @@ def _mmread(stream: Any) -> Any:
     import scipy.io  # here: it takes a tenth of the time to import all modules of a fit
 
     try:
-        return scipy.io.mmread(stream)
+        return scipy.io.mmread(stream, spmatrix=False)
     except Exception as error:
         problem = error.with_traceback(None)
     raise problem

@@ -132,7 +132,7 @@ def test_any_labels_survive_csv(tmp_path, rows):
         return
     buffer = io.StringIO()
     csv.writer(buffer, quoting=csv.QUOTE_ALL).writerows([u, i, v] for (u, i), v in rows.items())
-    ratings = read(tmp_path, buffer.getvalue(), separator=",", header=False, comment=None)
+    ratings = read(tmp_path, buffer.getvalue(), separator=",", header=False, comment=None, missing="keep")  # "NULL"
     assert {(str(u), str(i)): v for (u, i), v in triplets(ratings).items()} == rows
 
 
