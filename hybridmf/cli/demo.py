@@ -16,6 +16,6 @@ def command(seed: int, quick: bool) -> None:
     """Train on generated film ratings and report the results.
 
     The data are generated with planted taste, so the report can say whether the models found it: held-out accuracy
-    against a baseline, recommendations with titles, and the speed of each method on this machine.
+    against a baseline, and recommendations with titles.
     """
     run_demo(click.echo, seed=seed, quick=quick)

@@ -18,26 +18,11 @@ import numpy as np
 from ..als import ExplicitALS, ImplicitALS
 from ..core.table import format_table
 from ..core.validate import check_int
-from ..errors import DeviceError
 from ..metrics import PopularityRecommender, evaluate
-from ..plan.types import CPU_ASSEMBLIES, GPU_ASSEMBLIES
 from ..ratings import Ratings, split
-from .preview import plan
 
 LIKED = 4.0
 """Lowest rating that counts as liking a film."""
-
-METHODS = (
-    ("rank1", "cholesky"),
-    ("blas3", "cholesky"),
-    ("sparse_syrk", "cholesky"),
-    ("mo_als", "cholesky"),
-    ("bals", "cholesky"),
-    ("auto", "cholesky"),
-    ("auto", "cg"),
-    ("auto", "subspace"),
-)
-"""(assembly, solver) pairs that are timed."""
 
 WIDTH = 80
 """Maximum width of the report in characters."""
@@ -167,14 +152,13 @@ class DemoResult:
     """The numbers of the report, on held-out entries.
 
     Rankings have ``"ndcg@10"``, ``"precision@10"`` and ``"genre_share"``, the share of recommendations in a genre the
-    user likes. Seconds per iteration are (explicit, implicit), by (assembly, solver).
+    user likes.
     """
 
     explicit: float  # RMSE
     item_means: float
     implicit: dict[str, float]
     popularity: dict[str, float]
-    seconds: dict[tuple[str, str], tuple[float, float]]
 
 
 def run_demo(
@@ -188,9 +172,8 @@ def run_demo(
     rmse, baseline = _report_explicit(write, train, test, seed, show_progress)
     model, implicit, popularity = _report_implicit(write, films, train, test, seed, show_progress)
     _report_people(write, films, train, model)
-    seconds = _report_seconds(write, train, seed)
     _report_next(write)
-    return DemoResult(rmse, baseline, implicit, popularity, seconds)
+    return DemoResult(rmse, baseline, implicit, popularity)
 
 
 def _heading(write: Callable[[str], Any], text: str) -> None:
@@ -321,69 +304,10 @@ def _favourites(ratings: Ratings, user: int) -> list[int]:
     return items[np.argsort(-values, kind="stable")][:3].tolist()
 
 
-def _report_seconds(
-    write: Callable[[str], Any], train: Ratings, seed: int
-) -> dict[tuple[str, str], tuple[float, float]]:
-    factors = 32
-    _heading(write, "5. Seconds per iteration of each method")
-    _paragraph(
-        write,
-        f"{train.nnz:,} ratings, {factors} factors, the fastest of three iterations. The assembly is how the equations "
-        'of each user and film are built; "auto" is the default. The solver "cholesky" is exact, so its rows differ in '
-        'speed alone; "cg" takes three steps towards the solution, which pays off with many factors.',
-    )
-    reason = _why_no_gpu(train)
-    devices = ("cpu",) if reason else ("cpu", "cuda")
-    header = ["assembly", "solver", *(f"{kind}, {name}" for name in devices for kind in ("explicit", "implicit"))]
-    seconds: dict[tuple[str, str], tuple[float, float]] = {}
-    rows = []
-    for assembly, solver in METHODS:
-        if not any(_serves(device, assembly) for device in devices):
-            continue
-        cells = [assembly, solver]
-        for device in devices:
-            if not _serves(device, assembly):
-                cells += ["-", "-"]
-                continue
-            pair = tuple(
-                _seconds_per_iteration(
-                    kind(factors, assembly=assembly, solver=solver, device=device, iterations=3, random_state=seed),
-                    train,
-                )
-                for kind in (ExplicitALS, ImplicitALS)
-            )
-            cells += [f"{value:.4f}" for value in pair]
-            if device == "cpu":
-                seconds[assembly, solver] = (pair[0], pair[1])
-        rows.append(cells)
-    write("\n" + format_table(header, rows, "<<" + ">>" * len(devices)))
-    if reason:
-        _paragraph(write, f"There is no GPU column. {reason}")
-    return seconds
-
-
-def _serves(device: str, assembly: str) -> bool:
-    """Whether a device supports an assembly."""
-    return assembly in ("auto", *(CPU_ASSEMBLIES if device == "cpu" else GPU_ASSEMBLIES))
-
-
-def _why_no_gpu(train: Ratings) -> str | None:
-    """Why no GPU can be timed, or None if one can."""
-    try:
-        plan(train, ExplicitALS(device="cuda"))
-    except DeviceError as error:
-        return str(error)
-    return None
-
-
-def _seconds_per_iteration(model: Any, train: Ratings) -> float:
-    """Take the fastest iteration, since other programs slow down the rest."""
-    return min(record["seconds"] for record in model.fit(train).history_)
-
-
 def _report_next(write: Callable[[str], Any]) -> None:
     _heading(write, "Next: your own ratings")
     write(
-        "\n  hybridmf fit ratings.csv --model implicit -o model.safetensors\n"
+        "\n  hybridmf compare demo     (seconds and accuracy of each method)\n"
+        "  hybridmf fit ratings.csv --model implicit -o model.safetensors\n"
         "  hybridmf recommend model.safetensors --user 42 --titles titles.csv"
     )

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hybridmf as hmf
 from hybridmf.tools import demo
-from support.command_line import raising, refuse, succeed
+from support.command_line import refuse, succeed
 
 # ----------------------------------------------------------------------------------------------------------- demo
 
@@ -77,12 +76,8 @@ def test_quick_demo_beats_the_baselines_clearly(quick):
     assert result.implicit["precision@10"] > 1.4 * result.popularity["precision@10"]
     assert result.implicit["genre_share"] > 0.75
     assert result.popularity["genre_share"] < 0.4
-    assert set(result.seconds) == {method for method in demo.METHODS if demo._serves("cpu", method[0])}
-    assert all(0 < second < 5 for pair in result.seconds.values() for second in pair)
     for number in (result.explicit, result.item_means, result.implicit["ndcg@10"], result.popularity["ndcg@10"]):
         assert f"{number:.3f}" in text
-    for pair in result.seconds.values():
-        assert f"{pair[0]:.4f}" in text and f"{pair[1]:.4f}" in text
 
 
 def test_quick_demo_recommends_titles_of_each_persons_genres(quick):
@@ -117,40 +112,6 @@ def _section(report: str, number: int) -> str:
 
 def test_demo_refuses_a_negative_seed():
     assert "seed" in refuse("demo", "--seed", -1)
-
-
-def test_demo_gives_the_reason_for_a_missing_gpu_column(monkeypatch):
-    monkeypatch.setattr(demo, "plan", raising(hmf.errors.DeviceError("the cat took it")))
-    lines: list[str] = []
-    demo._report_seconds(lines.append, _few_ratings(), seed=0)
-    assert "There is no GPU column. the cat took it" in "\n".join(lines)
-    assert "sparse_syrk" not in "\n".join(lines)
-
-
-def test_demo_has_a_gpu_column_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(demo, "plan", lambda *_: None)
-    monkeypatch.setattr(demo, "_seconds_per_iteration", lambda model, _: {"cpu": 0.25, "cuda": 0.125}[model.device])
-    lines: list[str] = []
-    seconds = demo._report_seconds(lines.append, _few_ratings(), seed=0)
-    table = lines[-1].lstrip("\n").split("\n")
-    assert "explicit, cuda" in table[0]
-    cpu, cuda, none = ["0.2500"] * 2, ["0.1250"] * 2, ["-"] * 2
-    assert [line.split() for line in table[2:]] == [
-        ["rank1", "cholesky", *cpu, *none],
-        ["blas3", "cholesky", *cpu, *none],
-        ["sparse_syrk", "cholesky", *none, *cuda],
-        ["mo_als", "cholesky", *none, *cuda],
-        ["bals", "cholesky", *cpu, *cuda],
-        ["auto", "cholesky", *cpu, *cuda],
-        ["auto", "cg", *cpu, *cuda],
-        ["auto", "subspace", *cpu, *cuda],
-    ]
-    assert set(seconds.values()) == {(0.25, 0.25)}
-
-
-def _few_ratings() -> hmf.Ratings:
-    films = demo.generate(20, 15)
-    return hmf.Ratings.from_coo(films.users, films.items, films.values, shape=films.shape)
 
 
 def test_format_table():
