@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -87,13 +87,6 @@ def _both(work: WorkingCopies) -> BothSides:
 
 Record = Callable[[np.ndarray], bool]
 """Takes the losses of a kernel call; False: the epoch has diverged, and its other calls are not needed."""
-
-
-class Schedule(Protocol):
-    """The order of updates in an epoch, in kernel calls of bounded length."""
-
-    def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
-        """One pass of `hybridmf.plan.epochs.EpochKernels`, in place."""
 
 
 def _calls(plan: Plan) -> int:
@@ -202,6 +195,10 @@ class Blocks:
             _sgd.free_blocks(both, self.blocks, self.seen, quota, seed, terms, losses, threads)
             if not record(losses):
                 return
+
+
+Schedule: TypeAlias = RowSweeps | Stretches | Blocks
+"""The order of updates in an epoch, in kernel calls of bounded length; `move` makes one pass, in place."""
 
 
 def _schedule(block: GridBlock, plan: Plan, method: SgdMethod) -> Schedule:

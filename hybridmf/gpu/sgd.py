@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -427,7 +427,7 @@ class Msgd:
         return self.walks[side].n_ranges * (len(self.long[side].rows) + len(self.short[side]))
 
     def launch_pass(self, side: Side | None, work: dict[Side, FactorRows], terms: Terms, losses: Array) -> None:
-        """See `Schedule`.
+        """Launch one pass, in place, without waiting; the training loss is the sum of `losses`, shape (n_losses,).
 
         A second stream may update the long rows between `fork` and `join`, while the current one updates the others.
         They write different rows and losses, and only read `fixed`. The current stream waits for the second one, so
@@ -651,23 +651,12 @@ class BatchHogwild:
 # ---------------------------------------------------------------------------------------------- epochs
 
 
-class Schedule(Protocol):
-    """The order of updates in an epoch, as launches of passes."""
+Schedule: TypeAlias = Msgd | BatchHogwild
+"""The order of updates in an epoch, as launches of passes.
 
-    stored: np.dtype
-    """Dtype of the updated rows."""
-    read: np.dtype
-    """Dtype in which a kernel reads rows of the fixed side; in this dtype, rows are multiples of 16 bytes."""
-    walks: dict[Side, Walk]
-
-    def n_losses(self, side: Side | None) -> int:
-        """Number of sums of squared errors of a pass."""
-
-    def launch_pass(self, side: Side | None, work: dict[Side, FactorRows], terms: Terms, losses: Array) -> None:
-        """Launch one pass of `hybridmf.plan.epochs.EpochKernels`, in place, without waiting.
-
-        The training loss is the sum of `losses`, shape (n_losses,).
-        """
+`stored`, `read`: dtypes of the updated rows, and in which a kernel reads those of the fixed side, as multiples of 16
+bytes. `walks`: entries by side.
+"""
 
 
 def long_row_of(ranks: int) -> int:

@@ -6,7 +6,7 @@ Kernels are in `cpu.sgd` and `gpu.sgd`, hyperparameters in `plan.sgd`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -81,6 +81,15 @@ class EpochKernels(Protocol):
 
     def penalty(self, side: Side, factors: Factors, degrees: np.ndarray) -> float:
         """Penalty of some rows of a side."""
+
+    def arrays(self, work: Any) -> list[Any]:
+        """Arrays of the working copy of a range of items, which ranks exchange."""
+
+    def likes(self, work: Any, rows: int) -> list[np.ndarray]:
+        """Arrays with the shapes and dtypes of `arrays`, for a range of `rows` rows."""
+
+    def arrived(self, work: Any, arrays: Sequence[Any]) -> Any:
+        """Working copy of a received range of items, in the form of `work`."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -96,19 +96,6 @@ def cut_share(
 # ---------------------------------------------------------------------------------------------- one rank
 
 
-class RankKernels(EpochKernels, Protocol):
-    """A rank's device, with what ranks exchange."""
-
-    def arrays(self, work: Any) -> list[Array]:
-        """Arrays of the working copy of a range of items."""
-
-    def likes(self, work: Any, rows: int) -> list[np.ndarray]:
-        """Arrays with the shapes and dtypes of `arrays`, for a range of `rows` rows."""
-
-    def arrived(self, work: Any, arrays: Sequence[Array]) -> Any:
-        """Working copy of a received range of items, in the form of `work`."""
-
-
 class RankSGD(EpochSolver):
     """One rank of SGD on several; every rank makes one and calls the same methods.
 
@@ -124,8 +111,6 @@ class RankSGD(EpochSolver):
     `agreed`: skip the check that all ranks have the same arguments.
     """
 
-    kernels: RankKernels
-
     def __init__(
         self,
         communicator: Communicator,
@@ -135,7 +120,7 @@ class RankSGD(EpochSolver):
         state: State,
         completed: int = 0,
         *,
-        make_kernels: Callable[[list[GridBlock], Objective, Plan], RankKernels] = CpuEpochs,
+        make_kernels: Callable[[list[GridBlock], Objective, Plan], EpochKernels] = CpuEpochs,
         item_users: sp.csr_array | None = None,
         start_sendrecv: StartSendrecv | None = None,
         agreed: bool = False,
