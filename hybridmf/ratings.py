@@ -790,7 +790,7 @@ def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any
     """
     ratings = as_ratings(ratings)
     matrix, count = _matrix_of(ratings), check_int("k", k, 1)
-    return _parts(ratings, matrix, last_of_each_user(matrix, check_rng(random_state).random(matrix.nnz), count))
+    return _parts(ratings, matrix, last_of_each_user(matrix, check_rng(random_state).random(matrix.nnz), count, "k"))
 
 
 @overload

@@ -117,6 +117,8 @@ def examples(*lines: str) -> str:
 
 def check_folder(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
     """Reject an unusable output path before any work."""
+    if path == "-":
+        raise click.BadParameter("'-' is no file, and nothing is written to standard output; give the name of a file")
     if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
         raise click.BadParameter(f"the folder {os.path.dirname(path)!r} does not exist")
     if path is not None and not os.path.isdir(path):

@@ -25,6 +25,8 @@ class RatingsPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path, unchanged."""
+        if value == "-" and not os.path.exists(value):
+            self.fail("'-' is no file; for standard input give /dev/stdin", param, ctx)
         try:
             return value if part_paths(value) else super().convert(value, param, ctx)
         except FileNotFoundError as error:

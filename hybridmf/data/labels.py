@@ -477,7 +477,13 @@ def _label_vector(name: str, labels: Iterable[Any]) -> np.ndarray:
             f"{name} must be a sequence with the label of each position in order, got a {type(labels).__name__}; of a "
             f"mapping from labels to positions: sorted({name}, key={name}.get)"
         )
-    return as_vector(name, labels)
+    members = labels if hasattr(labels, "__array__") or isinstance(labels, (str, bytes)) else list(labels)
+    vector = as_vector(name, members)
+    if vector.dtype.kind == "f" and any(isinstance(member, int) and abs(member) >= 2**53 for member in members):
+        return np.fromiter(
+            members, dtype=object, count=len(members)
+        )  # as floating-point numbers, integers run together
+    return plain_array(vector.tolist()) if vector.dtype == object else vector
 
 
 def _distinct(name: str, labels: np.ndarray, count: int) -> np.ndarray:
@@ -673,7 +679,10 @@ def label_table(ids: np.ndarray | None) -> dict[Any, int]:
 
 def _find(table: dict[Any, int], labels: np.ndarray) -> np.ndarray:
     """Position of each label, int64; -1 for unknown ones."""
-    return np.fromiter((table.get(label, -1) for label in labels.tolist()), np.int64, len(labels))
+    try:
+        return np.fromiter((table.get(label, -1) for label in labels.tolist()), np.int64, len(labels))
+    except TypeError as error:  # of a list in a list
+        raise TypeError(f"labels must be one label or a vector of them, got a member that is none ({error})") from None
 
 
 def look_up(
@@ -723,8 +732,11 @@ def storable(name: str, labels: np.ndarray) -> np.ndarray:
         if text.tolist() != labels.tolist():
             raise ValueError(f"{name} has labels that end in NUL, which a .npz file cannot hold: strip them first")
         return text
-    kind = next(type(label).__name__ for label in labels if not isinstance(label, str))
-    raise TypeError(f"{name} has labels of type {kind}; only numbers and strings can be saved")
+    kinds = ", ".join(sorted({type(label).__name__ for label in labels}))
+    raise TypeError(
+        f"{name} has labels of type {kinds}; a .npz file holds strings, or numbers of at most 64 bits: relabel them "
+        f"first, for example by [str(label) for label in {name}]"
+    )
 
 
 def check_storable_labels(name: str, labels: Any) -> list[Any]:

@@ -52,7 +52,9 @@ def latest_entries(places: np.ndarray, test_size: float | int) -> np.ndarray:
     return mask
 
 
-def last_of_each_user(matrix: sp.csr_array, order: np.ndarray, test_size: float | int) -> np.ndarray:
+def last_of_each_user(
+    matrix: sp.csr_array, order: np.ndarray, test_size: float | int, name: str = "test_size"
+) -> np.ndarray:
     """The last entries of each user by `order`: a number, or a share rounded down; each user keeps at least one.
 
     Users with too few entries for that number keep all of them.
@@ -65,7 +67,7 @@ def last_of_each_user(matrix: sp.csr_array, order: np.ndarray, test_size: float 
         counts = np.floor(degrees * _share(test_size) * (1 + 1e-12)).astype(np.int64)  # 0.3 * 10 may be below 3
     if not counts.any():
         raise RatingsError(
-            f"test_size={test_size} takes no entry of any user: the longest row has {degrees.max(initial=0)} entries, "
+            f"{name}={test_size} takes no entry of any user: the longest row has {degrees.max(initial=0)} entries, "
             "one of which stays in the training part"
         )
     rows = entry_rows(matrix)

@@ -24,3 +24,16 @@ def test_a_pipe_is_not_replaced(command, folder, tmp_path, monkeypatch):
     message = refuse(command, *arguments)
     assert f"path {str(path)!r} is a pipe, and only regular files are replaced" in message
     assert stat.S_ISFIFO(path.stat().st_mode) and os.listdir(tmp_path) == ["pipe"]
+
+
+@pytest.mark.parametrize("command", ["fit", "recommend", "convert"])
+def test_a_dash_is_no_name_of_a_file(command, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = {
+        "fit": [folder / "ratings.csv", "-o", "-"],
+        "recommend": [folder / "model.safetensors", "--all", "-o", "-"],
+        "convert": [folder / "ratings.csv", "-"],
+    }[command]
+    assert "'-' is no file" in refuse(command, *arguments)
+    assert os.listdir(tmp_path) == []
+    assert "/dev/stdin" in refuse("fit", "-", "-o", "m.safetensors")

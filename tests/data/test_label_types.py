@@ -140,3 +140,20 @@ def test_new_labels_have_the_type_of_the_known_ones():
 def test_without_labels_nothing_is_compared():
     plain = hmf.Ratings(planted(4, 3, 0.9))
     assert hmf.Ratings.concat([plain, plain], duplicates="sum").user_ids is None
+
+
+@pytest.mark.parametrize("ids", [[2**63 + 1, 2**63, 5], [2**53 + 1, 2**53, 1.5], [-(2**53) - 1, 0.5, -(2**53)]])
+def test_integers_in_lists_that_floating_point_numbers_merge_stay_apart(ids):
+    made = hmf.Ratings.from_matrix(CELLS, user_ids=ids)
+    assert made.user_ids.tolist() == ids
+    assert [made.user_index(label) for label in ids] == [0, 1, 2]
+
+
+def test_labels_in_arrays_of_objects_are_saved_like_those_in_lists(tmp_path):
+    for ids in (NUMBERS, list("uvw")):
+        made = hmf.Ratings.from_matrix(CELLS, user_ids=np.array(ids, dtype=object))
+        made.save(tmp_path / "r.npz")
+        assert hmf.Ratings.from_file(tmp_path / "r.npz").user_ids.tolist() == made.user_ids.tolist() == ids
+    mixed = hmf.Ratings.from_matrix(CELLS, user_ids=[1, "1", 2])
+    with pytest.raises(TypeError, match=r"user_ids has labels of type int, str; .*str\(label\)"):
+        mixed.save(tmp_path / "r.npz")

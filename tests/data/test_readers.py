@@ -423,7 +423,7 @@ def test_saved_files_have_the_permissions_of_any_new_file(tmp_path):
 
 
 def test_labels_that_cannot_be_saved(tmp_path):
-    with pytest.raises(TypeError, match="user_ids has labels of type tuple; only numbers and strings"):
+    with pytest.raises(TypeError, match=r"user_ids has labels of type tuple; a .npz file holds strings"):
         Ratings(np.eye(1), [("a", 1)]).save(tmp_path / "r.npz")
     assert list(tmp_path.iterdir()) == []
 

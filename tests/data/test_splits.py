@@ -404,6 +404,8 @@ def test_leave_k_out():
         np.testing.assert_array_equal(np.diff(test.user_items.indptr), np.where(degrees > k, k, 0))
     drawn = {hmf.leave_k_out(ratings, 1, random_state=seed)[1].user_items.indices.tobytes() for seed in range(5)}
     assert len(drawn) == 5
+    with pytest.raises(RatingsError, match="k=99 takes no entry"):
+        hmf.leave_k_out(ratings, 99)
 
 
 def test_k_fold():

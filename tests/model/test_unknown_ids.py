@@ -328,3 +328,19 @@ def test_popularity_answers_from_one_fit():
             np.testing.assert_equal(call(swapping), call(still))
     evaluated = hmf.evaluate(one, planted(seed=3), metrics=("ndcg@5", "rmse"), block_users=7)
     assert evaluated == hmf.evaluate(one, planted(seed=3), metrics=("ndcg@5", "rmse"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_without_an_order_and_members_that_are_no_ids_are_refused(kind):
+    model = MODELS[kind]
+    for call, name in (
+        (lambda ids: model.recommend(ids, labels=True), "userid"),
+        (lambda ids: model.similar_items(ids, labels=True), "itemid"),
+        (lambda ids: model.predict(ids, ["i3"], labels=True), "users"),
+    ):
+        with pytest.raises(TypeError, match=f"{name} is a set.*pass a list"):
+            call({"u1", "u2"})
+        with pytest.raises(TypeError, match=f"{name}: labels must be one label or a vector"):
+            call([["u1"]])
+    assert_rows(model.recommend("u0", N=3, filter_items={"i3"}, labels=True, unknown="drop"),
+                model.recommend("u0", N=3, filter_items=["i3"], labels=True, unknown="drop"))  # fmt: skip
