@@ -17,7 +17,7 @@ from scipy.stats import loguniform, randint
 import hybridmf as hmf
 from hybridmf.metrics import PopularityRecommender
 from hybridmf.model.training import TrainingData
-from hybridmf.search import RUNGS, Searcher, default_space, parse_seconds, quiet
+from hybridmf.search import RUNGS, Searcher, default_space, given_space, parse_seconds, quiet, with_likely
 from support.ratings import planted
 
 
@@ -142,6 +142,61 @@ def test_without_a_validation_set_the_latest_entries_are_held_out(monkeypatch):
         assert calls.pop()["by"] == by
 
 
+@pytest.mark.parametrize("alpha", [0.0, 3.0])
+@pytest.mark.parametrize("counted", [True, False])
+def test_first_settings_of_a_given_space_are_likely_ones(alpha, counted, plays):
+    """A space of lambda is searched first where the default space, which knows its scale, is."""
+    matrix, scaled = plays.binarize().user_items, 1 + alpha
+    usual = default_space(hmf.ImplicitALS(), matrix)
+    strengths = usual.params({"strength": 1.0, "unobserved_weight": 0.1, "nu": 1.0})["regularization"]
+    given: dict[str, Any] = {"regularization_scaling": "count", "count_unobserved": counted, "alpha": alpha}
+    model = hmf.ImplicitALS(8, **given)
+    space = given_space(
+        {"unobserved_weight": loguniform(1e-3, 30), "regularization": loguniform(1e-6, 1e3)}, model
+    )  # fmt: skip
+    likely = with_likely(space, model, matrix).likely
+    assert likely is not None
+    for u in (np.array([0.0, 0.0]), np.array([0.5, 0.5]), np.array([1.0, 1.0])):
+        found = space.at(likely(u))
+        weight = found["unobserved_weight"] / scaled
+        assert weight == pytest.approx(0.03 * (1 / 0.03) ** u[0], rel=1e-3)
+        if counted and alpha == 0:  # as the default space scales
+            strength = 1.7 * (6 / 1.7) ** u[1] * weight**0.5
+            same = usual.params({"strength": strength, "unobserved_weight": weight, "nu": 1.0})
+            assert found["regularization"] == pytest.approx(same["regularization"], rel=1e-3)
+    ends = [space.at(likely(np.array([0.5, u])))["regularization"] for u in (0.0, 1.0)]
+    assert ends[1] / ends[0] == pytest.approx(6 / 1.7, rel=1e-3) and (not counted or ends[0] < 6 * scaled * strengths)
+
+
+def test_likely_settings_are_of_the_space(plays):
+    matrix = plays.user_items
+    lists = given_space({"regularization": [1e-9, 2.0, 1e9], "unobserved_weight": [0.1, 7.0]}, hmf.ImplicitALS())
+    likely = with_likely(lists, hmf.ImplicitALS(alpha=0.0), matrix).likely
+    assert likely is not None
+    assert lists.at(likely(np.array([0.9, 0.9]))) == {"regularization": 2.0, "unobserved_weight": 0.1}
+    far = given_space({"regularization": loguniform(1e6, 1e8)}, hmf.ImplicitALS())
+    likely = with_likely(far, hmf.ImplicitALS(), matrix).likely
+    assert likely is not None and likely(np.array([0.3])) == [0.3]  # left as drawn
+    for space, model in (
+        (far, hmf.ExplicitALS()),
+        (given_space({"solver": ["cg"]}, hmf.ImplicitALS()), hmf.ImplicitALS()),
+    ):
+        assert with_likely(space, model, matrix).likely is None
+    usual = default_space(hmf.ImplicitALS(), matrix)
+    likely = with_likely(usual, hmf.ImplicitALS(), matrix).likely
+    assert likely is not None
+    points = np.random.default_rng(0).random((20, len(usual.dimensions)))
+    assert {usual.at(likely(point))["regularization_scaling"] for point in points} == {0.5, 1.0}
+
+
+def test_the_first_round_is_of_likely_settings_and_the_models_own(plays, monkeypatch):
+    points = []
+    monkeypatch.setattr(Searcher, "_drawn", lambda searcher, *args: points.append(args) or iter(()))
+    found = hmf.search(plays, model=hmf.ImplicitALS(8), random_state=0, budget="20s")
+    assert callable(points[0][3]) and all(len(args) == 3 for args in points[1:])
+    assert found.trials[0].state == "complete" and found.default_value == found.best_value
+
+
 def test_a_space_of_lists_and_distributions(plays):
     space = {"regularization": loguniform(0.5, 20), "unobserved_weight": [0.05, 0.2], "alpha": [0.0], "factors": [8, 4]}
     found = hmf.search(plays, space=space, trials=16, random_state=0)
@@ -203,7 +258,7 @@ def test_settings_are_first_compared_at_half_the_rank(plays, monkeypatch):
 
     monkeypatch.setattr(Searcher, "_fitted", watched)
     found = hmf.search(plays, model=hmf.ImplicitALS(32), trials=16, random_state=0)
-    assert ranks[:5] == [(0, 32), (0, 32), (1, 16), (2, 16), (3, 16)] and (3, 32) in ranks
+    assert ranks[:4] == [(0, 16), (1, 16), (2, 16), (3, 16)] and {(0, 32), (3, 32)} <= set(ranks)
     assert all(trial.params["factors"] == 32 for trial in found.trials if trial.iterations > 3)
     assert {trial.params["factors"] for trial in found.trials if trial.iterations == 3} >= {16}
     assert found.best_params["factors"] == 32 and found.trials[3].state != "failed"
@@ -245,7 +300,7 @@ def test_a_trial_that_has_failed_does_not_go_on(plays, monkeypatch):
     measured, calls = Searcher.measured, iter(range(100))
 
     def failing(self: Searcher, *args: Any) -> float:
-        if next(calls) == 1:  # after that of popularity
+        if next(calls) in (1, 2):  # after that of popularity, at half the rank and the whole one
             raise hmf.errors.NonFiniteError("once")
         return measured(self, *args)
 
@@ -278,7 +333,9 @@ def test_ctrl_c_returns_what_was_found(plays, monkeypatch):
 
     monkeypatch.setattr(Searcher, "measured", interrupted)
     found = hmf.search(plays, trials=20, random_state=0)
-    assert found.interrupted and found.best_value == found.default_value and len(found.trials) < 20
+    assert found.interrupted and found.default_value is None and len(found.trials) == 6  # no trial is complete
+    assert found.best_value == max(trial.value or 0 for trial in found.trials) and "not complete" in str(found)
+    assert found.best.factors == found.best_params["factors"] == 64 and found.best.iterations == 10
     calls = iter([6])
     with pytest.raises(KeyboardInterrupt):
         hmf.search(plays, trials=20)
