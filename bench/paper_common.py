@@ -295,6 +295,7 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
     methods : sequence of {"fused", "sparse_syrk", "sparse_syrk_published", "mo_als", "bals", "bals_local"}
     implicit : bool
     """
+    from hybridmf.gpu.bals import BalsLocalConfig
     from hybridmf.gpu.fused import FusedKernels
     from hybridmf.gpu.launch import get_kernel
     from hybridmf.gpu.mo_als import MoAlsConfig
@@ -315,6 +316,9 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
         if "bals" in methods:
             width = plan_assemblies.bals_tile_sizes(rank, 4, spec)[1]
             configs.append(("bals", plan_assemblies.BalsConfig.default(rank, 4, spec, tile_cols=width), {}))
+        if "bals_local" in methods:
+            rows, width = plan_assemblies.bals_tile_sizes(rank, 4, spec, local=True)
+            configs.append(("bals", BalsLocalConfig.default(rank, 4, spec, tile_rows=rows, tile_cols=width), {}))
 
     def compile_one(job: tuple[str, Any, Line]) -> None:
         name, config, switches = job

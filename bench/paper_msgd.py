@@ -496,16 +496,17 @@ def run_convergence(session: Session) -> None:
     """Test RMSE over seconds: all cores, and a GPU where there is one."""
     f, profile = session.profile.factors, session.profile
     on_cpu = methods(session, session.threads, session.precision)
-    models = {f"{name}, CPU": model for name, model in on_cpu.items()}
+    models: dict[str, Any] = {}
     if session.device is not None:
         gpu: dict[str, Any] = {"regularization": LAMBDA, "biases": False, "device": "cuda", "random_state": 0}
         exact = gpu | {"dtype": session.precision}
-        models |= {
+        models = {
             "CUMSGD": hmf.SGD(f, **exact, schedule="msgd"),
             "batch-Hogwild, GPU": hmf.SGD(f, **gpu, schedule="batch_hogwild"),
             "CCD++, GPU": hmf.CCD(f, **exact),
             "ALS, GPU": hmf.ExplicitALS(f, **exact),
         }
+    models |= {f"{name}, CPU": model for name, model in on_cpu.items()}
     for name, model in models.items():
         for rate in RATES if isinstance(model, hmf.SGD) else (None,):
             session.case(
