@@ -36,7 +36,7 @@ def copy(device: Device, target: Array, source: Array) -> None:
     if n and width:
         sizes = (np.int64(size) for size in (n, width * words, target_ld * words, source_ld * words))
         kernel = get_kernel(device, SOURCE, "copy_block", THREADS=THREADS)
-        kernel(_blocks(device, n * width * words), (THREADS,), (target, source, *sizes), 0)
+        kernel(grid_of(device, n * width * words), (THREADS,), (target, source, *sizes), 0)
 
 
 def gather(device: Device, source: Array, rows: Array) -> Array:
@@ -53,7 +53,7 @@ def gather(device: Device, source: Array, rows: Array) -> Array:
         row = "int" if rows.dtype == np.int32 else "int64"
         kernel = get_kernel(device, SOURCE, "gather_rows", ROW=row, THREADS=THREADS)
         arguments = (target, source, rows, np.int64(len(rows)), np.int64(width))
-        kernel(_blocks(device, len(rows) * width), (THREADS,), arguments, 0)
+        kernel(grid_of(device, len(rows) * width), (THREADS,), arguments, 0)
     return target
 
 
@@ -64,7 +64,7 @@ def fill(device: Device, target: Array, value: float) -> None:
         real = target.dtype
         kernel = get_kernel(device, SOURCE, "fill_block", REAL=real, THREADS=THREADS)
         arguments = (target, np.int64(n), np.int64(width), np.int64(ld), real.type(value))
-        kernel(_blocks(device, n * width), (THREADS,), arguments, 0)
+        kernel(grid_of(device, n * width), (THREADS,), arguments, 0)
 
 
 def added(device: Device, source: Array, value: float, dtype: Any = None) -> Array:
@@ -77,7 +77,7 @@ def added(device: Device, source: Array, value: float, dtype: Any = None) -> Arr
         types = {"REAL": real, "SOURCE": np.dtype(source.dtype)}
         kernel = get_kernel(device, SOURCE, "add_value", **types, THREADS=THREADS)
         arguments = (target, source, np.int64(source.size), real.type(value))
-        kernel(_blocks(device, source.size), (THREADS,), arguments, 0)
+        kernel(grid_of(device, source.size), (THREADS,), arguments, 0)
     return target
 
 
@@ -90,5 +90,6 @@ def _rows_of(device: Device, array: Array) -> tuple[int, int, int]:
     return n, width, array.strides[0] // item if n > 1 else width
 
 
-def _blocks(device: Device, elements: int) -> tuple[int]:
+def grid_of(device: Device, elements: int) -> tuple[int]:
+    """Blocks of `THREADS` threads, one for each element, or as many as the device runs at a time."""
     return (min(ceil_div(elements, THREADS), BLOCKS_PER_SM * device.spec.multiprocessors),)

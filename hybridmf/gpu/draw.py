@@ -7,10 +7,9 @@ import numpy as np
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from ..plan.start import DrawnFactors
+from .arrays import THREADS, grid_of
 from .launch import get_kernel
 
-THREADS = 256
-BLOCKS_PER_SM = 8
 QUAD = 4
 """Columns drawn by a thread, from the four words of one counter."""
 
@@ -28,7 +27,7 @@ def drawn_table(device: Device, factors: DrawnFactors, width: int) -> Array:
         return table
     scales = device.upload(factors.scales.astype(np.float32, copy=False))
     rows = None if factors.rows is None else device.upload(factors.rows.astype(np.int64, copy=False))
-    blocks = min(ceil_div(n * ceil_div(width, QUAD), THREADS), BLOCKS_PER_SM * device.spec.multiprocessors)
+    grid = grid_of(device, n * ceil_div(width, QUAD))
     constants = {"REAL": how.dtype, "HAS_ROWS": rows is not None, "THREADS": THREADS}
     where = (np.int64(n), np.int64(factors.first), np.int32(width), np.int32(how.rank))
     key = (np.uint32(how.seed & LOW), np.uint32(how.seed >> 32 & LOW))
@@ -36,5 +35,5 @@ def drawn_table(device: Device, factors: DrawnFactors, width: int) -> Array:
     # without row numbers an arbitrary pointer, which is not read
     with device.active():
         kernel = get_kernel(device, "draw.cu", "draw_rows", **constants)
-        kernel((blocks,), (THREADS,), (table, scales, scales if rows is None else rows, where, what), 0)
+        kernel(grid, (THREADS,), (table, scales, scales if rows is None else rows, where, what), 0)
     return table

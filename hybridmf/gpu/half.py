@@ -27,7 +27,7 @@ from ..plan.als_gpu import PREDICTED_ROWS, PUBLISHED
 from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
-from . import arrays, bals, cholesky_any, draw, dual, fused, losses, matrix, predictions, rows
+from . import arrays, bals, cholesky_any, dual, fused, losses, matrix, predictions
 from .assembly import Cleared, PublishedKernels, RowKernels
 from .cholesky_any import CholeskyConfig
 from .dual import DualRows
@@ -613,10 +613,10 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
     # as many at a time as there are cores: those that take longest, then in the order of use
     return [
         *dict.fromkeys(_programs_of_systems(device, plan, wide)),
-        *(program("transpose.cu", name, **common, THREADS=matrix.THREADS) for name in matrix.KERNELS),
-        program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=draw.THREADS),
+        *(program("transpose.cu", name, **common, THREADS=arrays.THREADS) for name in matrix.KERNELS),
+        program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=arrays.THREADS),
         *(gram_programs(device.spec, plan.dtype) if implicit else []),
-        program("rows.cu", "row_range", REAL=np.dtype(np.float32), THREADS=rows.THREADS),
+        program("rows.cu", "row_range", REAL=np.dtype(np.float32), THREADS=arrays.THREADS),
         *(predictions.programs(plan) if plan.solver == "subspace" else ()),
         *dual.programs(plan.rank, longest, implicit, biased),
         *arrays.programs(plan.dtype),

@@ -13,15 +13,13 @@ from ..core.system import ceil_div
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, Kernel
 from ..errors import DeviceMemoryError
+from .arrays import THREADS, grid_of
 from .launch import check, check_not_host, get_kernel
 
 KERNELS = ("count_faults", "count_columns", "column_places", "scatter_entries")
 
-THREADS = 256
 WARPS_PER_SM = 32
 """Parts of a transposition per multiprocessor, if there is memory for their counts."""
-
-BLOCKS_PER_SM = 8
 
 LEAST_PART = 1024
 """Minimum entries of a part of a transposition."""
@@ -73,9 +71,8 @@ class DeviceMatrix:
             return True
         faults = device.zeros(1, np.uint64)
         kernel = self._kernel(device, "count_faults")
-        blocks = (min(ceil_div(max(nnz, n_rows), THREADS), BLOCKS_PER_SM * device.spec.multiprocessors),)
         sizes = (np.int64(n_rows), np.int64(nnz), np.int32(self.shape[1]))
-        kernel(blocks, (THREADS,), (faults, self.starts, self.indices, self.data, *sizes), 0)
+        kernel(grid_of(device, max(nnz, n_rows)), (THREADS,), (faults, self.starts, self.indices, self.data, *sizes), 0)
         return not device.download(faults)[0]
 
     def _kernel(self, device: Device, name: str) -> Kernel:
@@ -99,8 +96,7 @@ class DeviceMatrix:
         warps = (ceil_div(n_parts, THREADS // 32),)
         if nnz:
             kernel("count_columns")(warps, (THREADS,), (counts, bounds, self.indices, *sizes), 0)
-            blocks = (min(ceil_div(n_columns, THREADS), 8 * device.spec.multiprocessors),)
-            kernel("column_places")(blocks, (THREADS,), (totals, counts, *sizes), 0)
+            kernel("column_places")(grid_of(device, n_columns), (THREADS,), (totals, counts, *sizes), 0)
         indptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(device.download(totals))))
         starts = device.upload(indptr)
         if nnz:

@@ -9,10 +9,9 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
+from .arrays import BLOCKS_PER_SM, THREADS, grid_of
 from .launch import check, check_not_host, get_kernel
 
-THREADS = 256
-BLOCKS_PER_SM = 8
 ROWS = 4
 """Rows that a warp of the kernel row_range processes at a time."""
 
@@ -122,8 +121,7 @@ def clip_segments(device: Device, segments: Array, indices: Array, columns: int,
     check("indices", indices, np.int32, (None,))
     check_not_host(device, segments=segments, indices=indices)
     if len(segments):
-        blocks = min(ceil_div(len(segments), THREADS), BLOCKS_PER_SM * device.spec.multiprocessors)
         kernel = get_kernel(device, "rows.cu", "clip_segments", THREADS=THREADS)
         sizes = (np.int64(len(segments)), np.int64(first_slot), np.int32(columns))
-        kernel((blocks,), (THREADS,), (clipped, segments, indices, *sizes), 0)
+        kernel(grid_of(device, len(segments)), (THREADS,), (clipped, segments, indices, *sizes), 0)
     return clipped

@@ -86,11 +86,11 @@ def check_peer(name: str, rank: int, size: int) -> int:
     return int(rank)
 
 
-def add_in_order(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """``(pieces[0] + pieces[1]) + ...`` in the dtype of the pieces."""
-    total: np.ndarray = pieces[0].copy()
-    for piece in pieces[1:]:
-        np.add(total, piece, out=total)
+def add_in_order(arrays: Sequence[Any]) -> Any:
+    """``(arrays[0] + arrays[1]) + ...`` in their dtype, on the host or a GPU."""
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total += array
     return total
 
 
@@ -137,13 +137,13 @@ class MessageCommunicator(Communicator):
         self.transport.fail(cause)
         raise CommunicatorError(cause)
 
-    def _exchange(self, what: str, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Send piece r to rank r; return the pieces sent to this rank, which are read-only."""
+    def _exchange(self, what: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Send array r to rank r; return those sent to this rank, which are read-only."""
         self._check()
         for step in range(1, self.size):  # each rank starts with its neighbour, so that not all wait for rank 0
             dest = (self.rank + step) % self.size
-            self._send(dest, what, pieces[dest])
-        return [pieces[r] if r == self.rank else self._receive(r, what) for r in range(self.size)]
+            self._send(dest, what, arrays[dest])
+        return [arrays[r] if r == self.rank else self._receive(r, what) for r in range(self.size)]
 
     # ------------------------------------------------------------------------------------------------ collectives
 
@@ -179,8 +179,8 @@ class MessageCommunicator(Communicator):
         bounds = np.cumsum([0, *counts])
         out = np.empty((int(bounds[-1]), *array.shape[1:]), dtype=array.dtype)
         own = self.transport.snapshot(array)
-        for r, piece in enumerate(self._exchange(what, [own] * self.size)):
-            out[bounds[r] : bounds[r + 1]] = piece
+        for r, rows in enumerate(self._exchange(what, [own] * self.size)):
+            out[bounds[r] : bounds[r + 1]] = rows
         return out
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:

@@ -45,7 +45,7 @@ import numpy as np
 from ...device.health import health_of
 from ...errors import CommunicatorError, DeviceError
 from .communicator import Array, Communicator
-from .messages import check_counts, check_peer, check_timeout, even_counts
+from .messages import add_in_order, check_counts, check_peer, check_timeout, even_counts
 
 logger = logging.getLogger("hybridmf")
 
@@ -343,7 +343,7 @@ class NcclCommunicator(Communicator):
             checked = check_counts(counts, self.size, len(array), "array")
             parts = self._cut(array, checked)
             if self.ordered:
-                return self._add(self._exchange("reduce_scatter", parts, checked, array))
+                return add_in_order(self._exchange("reduce_scatter", parts, checked, array))
             out = self._empty((checked[self.rank], *array.shape[1:]), array.dtype)
             with self._call("reduce_scatter") as stream:
                 if not array.size:
@@ -542,12 +542,6 @@ class NcclCommunicator(Communicator):
                 if size:
                     self._comm.recv(received[other].data.ptr, size, kind, other, stream)
         return received
-
-    def _add(self, pieces: Sequence[Array]) -> Array:
-        total = pieces[0].copy()
-        for piece in pieces[1:]:
-            total += piece
-        return total
 
 
 @dataclass(frozen=True)
