@@ -2,6 +2,7 @@
 
     python bench/search.py --data FOLDER                          Last.fm 2K, ML-1M, synthetic ML-20M; 5 x 60 s each
     python bench/search.py --data FOLDER --set lastfm-2k --seconds 20 --seeds 1
+    python bench/search.py --set "ml-20m, synthetic" --device cuda      all seeds within 140 s
     python bench/search.py --data FOLDER --found                  what a search finds: 60 s on each of seven sets
     python bench/search.py --report                               the tables of docs/tuning.md, from the newest lines
 
@@ -10,6 +11,12 @@ exact, and all values are NDCG@10 of all users with held-out entries. The space 
 pairs, with nu = 1 as in irspack's own tuner, which prunes and evaluates by itself, and nu = 0 for `implicit`, which has
 no other. "hmf.search" alone searches its default space. "Best" is the best of all searches of a set.
 
+With `--budget`, the searches share the time that is left, and what does not begin in time is named; on a GPU, 140 s is
+the default. Libraries that are not installed, and on a GPU those that run on the CPU, are left out, which the lines
+say ("left_out"). Without Optuna, random settings of the same space take its place. On a GPU, a fit at each rank comes
+first, so no search waits for the compiler. The last column of the table divides the time that Optuna (or the random
+settings) with hybridmf takes to within 1 % by that of the search.
+
 What a search finds is measured on a fifth of the entries that it has not seen, beside the defaults and popularity (for
 RMSE: damped means of the items), with `hmf.search(known, budget=60)` and nothing else set.
 """
@@ -17,6 +24,7 @@ RMSE: damped means of the items), with `hmf.search(known, budget=60)` and nothin
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import logging
@@ -30,6 +38,7 @@ from typing import Any
 import click
 import numpy as np
 import scipy.sparse as sp
+from checkpoints import gpu_stamp_of
 from common import RESULTS, median, record
 from defaults import SETS as SHOPS
 from defaults import stars
@@ -109,21 +118,40 @@ def optuna_study(objective: Callable[[Any], float], seconds: float, seed: int) -
     return trace
 
 
+def _value_of_fit(
+    train: sp.csr_array, validation: sp.csr_array, seed: int, device: str, weight: float, penalty: float
+) -> float:
+    """NDCG@10 of a whole fit of hybridmf, which reads the matrix."""
+    model = hmf.ImplicitALS(
+        FACTORS,
+        alpha=0.0,
+        unobserved_weight=weight,
+        regularization=penalty,
+        regularization_scaling="count",
+        count_unobserved=True,
+        device=device,
+        random_state=seed,
+    )
+    return value_of(model.fit(train), train, validation)
+
+
+def random_hybridmf(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int, device: str) -> Trace:
+    """Whole fits of hybridmf at random settings."""
+    rng, started, trace = np.random.default_rng(seed), time.perf_counter(), []
+    while time.perf_counter() - started < seconds:
+        weight, penalty = (float(np.exp(rng.uniform(*np.log(ends)))) for ends in ((3e-3, 1), (1e-4, 1e-1)))
+        value = _value_of_fit(train, validation, seed, device, weight, penalty)
+        trace.append((time.perf_counter() - started, value))
+    return trace
+
+
 def optuna_hybridmf(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int, device: str) -> Trace:
     """Optuna over whole fits of hybridmf, each of which reads the matrix."""
 
     def objective(trial: Any) -> float:
-        model = hmf.ImplicitALS(
-            FACTORS,
-            alpha=0.0,
-            unobserved_weight=trial.suggest_float("unobserved_weight", 3e-3, 1, log=True),
-            regularization=trial.suggest_float("regularization", 1e-4, 1e-1, log=True),
-            regularization_scaling="count",
-            count_unobserved=True,
-            device=device,
-            random_state=seed,
-        )
-        return value_of(model.fit(train), train, validation)
+        weight = trial.suggest_float("unobserved_weight", 3e-3, 1, log=True)
+        penalty = trial.suggest_float("regularization", 1e-4, 1e-1, log=True)
+        return _value_of_fit(train, validation, seed, device, weight, penalty)
 
     return optuna_study(objective, seconds, seed)
 
@@ -178,9 +206,42 @@ METHODS: dict[str, Callable[..., Trace]] = {
     "hmf.search": ours,
     "hmf.search, the same space": ours_in_the_same_space,
     "Optuna, hybridmf": optuna_hybridmf,
+    "random, hybridmf": random_hybridmf,
     "Optuna, implicit": optuna_implicit,
     "irspack's tuner": irspack_tune,
 }
+
+BESIDE = ("Optuna, hybridmf", "random, hybridmf")
+"""The first of them that was measured is what the searches are compared with."""
+
+NEEDS = {
+    "Optuna, hybridmf": ("optuna",),
+    "Optuna, implicit": ("optuna", "implicit", "threadpoolctl"),
+    "irspack's tuner": ("optuna", "irspack"),
+}
+"""Packages of methods."""
+
+ON_CPU = ("Optuna, implicit", "irspack's tuner")
+
+BUDGET_OF_GPU = 140.0
+
+LEAST_SECONDS = 0.2
+"""Of a search: a shorter one would fit nothing."""
+
+
+def methods_here(wanted: tuple[str, ...], device: str) -> tuple[list[str], dict[str, str]]:
+    """The methods to measure, and why the others are left out."""
+    left_out = {}
+    for name in wanted or METHODS:
+        missing = [package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
+        if missing:
+            left_out[name] = f"{', '.join(missing)} not installed"
+        elif not wanted and name in ON_CPU and device != "cpu":
+            left_out[name] = "runs on the CPU"
+    chosen = [name for name in wanted or METHODS if name not in left_out]
+    if not wanted and BESIDE[0] in chosen:
+        chosen.remove(BESIDE[1])
+    return chosen, left_out
 
 
 def seconds_to(trace: Trace, target: float) -> float | None:
@@ -230,24 +291,33 @@ def report() -> str:
             where = f"{line.get('threads', line['machine']['cores'])} cores" if line["device"] == "cpu" else "GPU"
             shown = f"{line['set']}, {where}"
             newest[shown, line["seed"], line["method"]] = line
+    return "\n".join([comparison(newest), "", report_found([line for line in recorded if "settings" in line])])
+
+
+def comparison(newest: dict[tuple[str, int, str], dict[str, Any]]) -> str:
+    """The table of lines by set, seed and method."""
     rows = [
-        "| set | search | best NDCG@10 | median seconds to within 1 % | runs that reach it |",
-        "|---|---|---|---|---|",
+        "| set | search | best NDCG@10 | median seconds to within 1 % | runs that reach it | whole fits take |",
+        "|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(key[0] for key in newest):
         of_set = {key: line for key, line in newest.items() if key[0] == name}
         best = max(value for line in of_set.values() for _, value in line["trace"])
+        times: dict[str, list[float]] = {}
+        for (_, _, method), line in of_set.items():
+            seconds = seconds_to([tuple(each) for each in line["trace"]], WITHIN * best)
+            times.setdefault(method, []).append(math.inf if seconds is None else seconds)
+        slower = next((median(times[each]) for each in BESIDE if each in times), math.inf)
         for method in METHODS:
             lines = [line for key, line in of_set.items() if key[2] == method]
             if not lines:
                 continue
-            times = [seconds_to([tuple(each) for each in line["trace"]], WITHIN * best) for line in lines]
-            reached = [each for each in times if each is not None]
-            middle = median([math.inf if each is None else each for each in times])
-            shown = f"{middle:.1f}" if math.isfinite(middle) else f"> {lines[0]['seconds']:g}"
+            middle, reached = median(times[method]), np.count_nonzero(np.isfinite(times[method]))
+            shown = f"{middle:.3g}" if math.isfinite(middle) else f"> {lines[0]['seconds']:.3g}"
             top = median([max((value for _, value in line["trace"]), default=math.nan) for line in lines])
-            rows.append(f"| {name} | {method} | {top:.4f} | {shown} | {len(reached)} of {len(lines)} |")
-    return "\n".join([*rows, "", report_found([line for line in recorded if "settings" in line])])
+            ratio = f"{slower / middle:.1f} x" if math.isfinite(slower) and math.isfinite(middle) else ""
+            rows.append(f"| {name} | {method} | {top:.4f} | {shown} | {reached} of {len(lines)} | {ratio} |")
+    return "\n".join(rows)
 
 
 @click.command(help=__doc__.split("\n\n")[0] if __doc__ else None)
@@ -256,6 +326,7 @@ def report() -> str:
 @click.option("--method", "methods", multiple=True, type=click.Choice(list(METHODS)))
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="Of each search.")
 @click.option("--seeds", type=int, default=5, show_default=True)
+@click.option("--budget", type=float, help="Seconds of all searches together.  [default on a GPU: 140]")
 @click.option("--first-seed", type=int, default=0, show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="Of hybridmf's searches.")
 @click.option("--found", "finds", is_flag=True, help="What a search finds, in place of the comparison.")
@@ -266,6 +337,7 @@ def main(
     methods: tuple[str, ...],
     seconds: float,
     seeds: int,
+    budget: float | None,
     first_seed: int,
     device: str,
     finds: bool,
@@ -274,8 +346,9 @@ def main(
     if reports:
         click.echo(report())
         return
-    if data is None:
+    if data is None and (finds or any(name in FILES for name in sets or SETS)):
         raise click.UsageError("give --data FOLDER")
+    started, data = time.perf_counter(), data or Path()
     logging.getLogger("hybridmf").setLevel(logging.ERROR)
     if finds:
         for name in sets or FOUND:
@@ -286,23 +359,52 @@ def main(
                 {"bench": "search", "set": name, "device": device, "threads": cores(), "seconds": seconds} | line,
             )
         return
-    for name in sets or SETS:
-        train, validation = (part.user_items for part in hmf.split(ratings_of(name, data), 0.2, random_state=0))
-        for seed in range(first_seed, first_seed + seeds):
-            for method in methods or METHODS:
-                trace = METHODS[method](train, validation, seconds, seed, device)
-                best = max((value for _, value in trace), default=math.nan)
-                click.echo(f"{name} seed {seed} {method}: {len(trace)} values, best {best:.4f}")
-                line = {
-                    "threads": cores(),
-                    "bench": "search",
-                    "set": name,
-                    "seed": seed,
-                    "method": method,
-                    "seconds": seconds,
-                    "device": device,
-                }
-                record("search", line | {"factors": FACTORS, "trace": np.round(trace, 5).tolist()})
+    budget = BUDGET_OF_GPU if budget is None and device != "cpu" else budget
+    chosen, left_out = methods_here(methods, device)
+    for method, why in left_out.items():
+        click.echo(f"{method}: left out, {why}")
+    runs = [(name, seed, method) for name in sets or SETS for seed in range(seeds) for method in chosen]
+    newest: dict[tuple[str, int, str], dict[str, Any]] = {}
+    parts: dict[str, tuple[sp.csr_array, sp.csr_array]] = {}
+    for number, (name, seed, method) in enumerate(runs):
+        if name not in parts:
+            known, held_out = hmf.split(ratings_of(name, data), 0.2, random_state=0)
+            parts = {name: (known.user_items, held_out.user_items)}
+            if device != "cpu":
+                warm_up(*parts[name], device)
+        seed += first_seed
+        of_each = seconds
+        if budget is not None:
+            of_each = min(seconds, (budget - (time.perf_counter() - started)) / (len(runs) - number))
+            if of_each < LEAST_SECONDS:
+                click.echo(f"the budget of {budget:g} s leaves out {runs[number:]}")
+                break
+        trace = METHODS[method](*parts[name], of_each, seed, device)
+        best = max((value for _, value in trace), default=math.nan)
+        click.echo(f"{name} seed {seed} {method}: {len(trace)} values in {of_each:.1f} s, best {best:.4f}")
+        line = {
+            "threads": cores(),
+            "bench": "search",
+            "set": name,
+            "seed": seed,
+            "method": method,
+            "seconds": round(of_each, 3),
+            "device": device,
+            "left_out": left_out,
+            "factors": FACTORS,
+            "trace": np.round(trace, 5).tolist(),
+        }
+        record("search", line | gpu_stamp_of(device))
+        if trace:
+            newest[name, seed, method] = line
+    if newest:
+        click.echo(comparison(newest))
+
+
+def warm_up(train: sp.csr_array, validation: sp.csr_array, device: str) -> None:
+    """Compile the kernels of all searches."""
+    for factors in (FACTORS // 2, FACTORS):
+        value_of(hmf.ImplicitALS(factors, iterations=1, device=device, random_state=0).fit(train), train, validation)
 
 
 if __name__ == "__main__":
