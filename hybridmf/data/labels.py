@@ -315,6 +315,10 @@ def _types_error(side: str, *two: tuple[str, np.ndarray, Any]) -> RatingsError:
     )
 
 
+_OF_REQUESTS = {"userid", "itemid", "users", "items", "filter_items", "rows", "labels"}
+"""Arguments that are ids, not ratings with labels."""
+
+
 def _conversion(side: str, two: Sequence[tuple[str, np.ndarray, Any]]) -> str | None:
     """How to give the labels of the second source the type of the first; None if that is not possible."""
     (_, wanted, like), (name, given, _) = two
@@ -328,7 +332,13 @@ def _conversion(side: str, two: Sequence[tuple[str, np.ndarray, Any]]) -> str | 
     lossy = given.dtype.kind == "f" and (target is np.str_ or not np.array_equal(converted, given))
     if lossy or len(set(converted.tolist())) < len(given):
         return None
-    call = f"Ratings(ratings, {side}_ids=ratings.{side}_ids.astype({_type_of(like)}))"
+    kind = _type_of(like)
+    if name.endswith("features"):
+        call = f"column.astype({kind}) of a frame, or Features(matrix, names, labels.astype({kind}))"
+    elif name in _OF_REQUESTS:
+        call = f"numpy.asarray({name}).astype({kind})"
+    else:
+        call = f"Ratings(ratings, {side}_ids=ratings.{side}_ids.astype({kind}))"
     return f"convert those of {name}: {call}"
 
 
@@ -527,6 +537,7 @@ def resolve(
         )
     if labels is None:
         codes, found = factorize(name, ids, "entry")
+        _warn_missing_words(name, found)
     else:
         found = _known_labels(ids_name, labels)
         codes = _known_codes(name, ids, ids_name, found)
@@ -536,6 +547,17 @@ def resolve(
             f"labels as {ids_name}"
         )
     return codes, found, len(found)
+
+
+def _warn_missing_words(name: str, labels: np.ndarray) -> None:
+    """Report labels such as "nan", which ``astype(str)`` makes of missing ids."""
+    words = MISSING_WORDS.intersection(labels.tolist()) if labels.dtype.kind in "UO" else set()
+    if words:
+        logger.warning(
+            "%s has the ids %s, which often stand for missing ones; they are kept as labels. Leave such entries out, "
+            "or pass a frame to Ratings.from_frame, which refuses or drops them (missing=)",
+            name, ", ".join(map(repr, sorted(words))),
+        )  # fmt: skip
 
 
 def _resolve_positions(

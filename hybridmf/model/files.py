@@ -222,10 +222,16 @@ def features_tensors(learned: Learned) -> dict[str, np.ndarray]:
 def save_model(path: Any, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
     """Write a model to a file that appears complete, or to an open binary file."""
     if not hasattr(path, "write"):
-        write_atomically(path, lambda file: write_model(file, metadata, tensors))
+        write_atomically(_path_of(path), lambda file: write_model(file, metadata, tensors))
         return
     _refuse_text(path, "wb")
     write_model(path, metadata, tensors)
+
+
+def _path_of(path: Any) -> Path:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"path must be a path or an open binary file, got {path!r} of type {type(path).__name__}")
+    return Path(os.fsdecode(path))
 
 
 def _refuse_text(file: Any, mode: str) -> None:
@@ -284,7 +290,7 @@ class ModelFile:
 
     def __init__(self, path: str | os.PathLike[str] | BinaryIO, *, mapped: bool = False) -> None:
         if not hasattr(path, "read"):
-            self.path = Path(path)
+            self.path = _path_of(path)
             if self.path.is_dir():
                 raise IsADirectoryError(f"path {str(path)!r} is a folder, not a model file")
             if not self.path.exists():

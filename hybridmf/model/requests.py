@@ -262,6 +262,9 @@ def read_history(learned: Learned, rows: Any, by_label: bool, unknown: Unknown) 
     """
     single = not _are_several(rows)
     parts = [_entries(learned, history) for history in ([rows] if single else rows)]
+    if not by_label:
+        for items, _ in parts:
+            _refuse_dense_row(items, learned.count("item"))
     items = positions_of(learned, "item", "rows", [item for items, _ in parts for item in items], by_label, unknown)
     users = np.repeat(np.arange(len(parts)), [len(items) for items, _ in parts])
     values = np.concatenate([values for _, values in parts]) if parts else np.empty(0)
@@ -301,6 +304,15 @@ def _entries(learned: Learned, history: Any) -> tuple[list[Any], np.ndarray]:
     tensor = hasattr(history, "__dlpack__") and not isinstance(history, np.ndarray)
     items = np.from_dlpack(history).tolist() if tensor else list(history)
     return items, np.asarray(list(history.values()) if weighted else np.ones(len(items)))
+
+
+def _refuse_dense_row(items: list[Any], n_items: int) -> None:
+    """Refuse a row of a matrix of integers, whose values would be positions of items."""
+    if 4 <= n_items == len(items) and 2 * items.count(0) >= n_items:
+        raise RatingsError(
+            f"rows has {n_items} integers for a user, one for each item, and {items.count(0)} of them are 0: a row of "
+            "a matrix is passed with two dimensions, as in numpy.atleast_2d(rows), and a history as positions of items"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ candidates

@@ -157,3 +157,30 @@ def test_labels_in_arrays_of_objects_are_saved_like_those_in_lists(tmp_path):
     mixed = hmf.Ratings.from_matrix(CELLS, user_ids=[1, "1", 2])
     with pytest.raises(TypeError, match=r"user_ids has labels of type int, str; .*str\(label\)"):
         mixed.save(tmp_path / "r.npz")
+
+
+@pytest.mark.parametrize(
+    ("argument", "way_out"), [("userid", "numpy.asarray(userid).astype(str)"), ("items", "asarray")]
+)
+def test_the_conversion_of_a_request_is_one_of_ids(argument, way_out):
+    model = hmf.ImplicitALS(**SMALL).fit(hmf.Ratings.from_matrix(CELLS, user_ids=list("uvw"), item_ids=list("abc")))
+    arguments = {"userid": "u"} | {argument: [1, 2]}
+    with pytest.raises(RatingsError, match=re.escape(way_out)):
+        model.recommend(**arguments, labels=True, unknown="drop")
+
+
+def test_the_conversion_of_features_is_one_of_features():
+    made = hmf.Ratings.from_matrix(CELLS, item_ids=list("123"))
+    with pytest.raises(RatingsError, match=r"column.astype\(str\) of a frame, or Features"):
+        hmf.ImplicitALS(**SMALL).fit(made, item_features=hmf.Features(np.eye(3), labels=[1, 2, 3]))
+
+
+def test_arrays_with_words_for_missing_ids_are_reported(caplog):
+    made = hmf.Ratings.from_coo(np.array(["nan", "u", "None"]), [0, 1, 2])
+    assert made.n_users == 3
+    assert [
+        m for m in caplog.messages if m.startswith("users has the ids 'None', 'nan', which often stand for missing")
+    ]
+    caplog.clear()
+    hmf.Ratings.from_coo(["u", "v"], ["NA", "x"], item_ids=["NA", "x"])  # given as a label
+    assert not caplog.messages

@@ -298,7 +298,14 @@ def test_targets_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(FileNotFoundError, match=says("the folder", "file", "is no folder")):
         fitted().save(tmp_path / "file" / "model")
+    for path, kind in ((3, "int"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=says("path must be a path", kind)):
+            fitted().save(path)
+        with pytest.raises(TypeError, match=says("path must be a path", kind)):
+            hmf.load(path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    fitted().save(os.fsencode(tmp_path / "bytes"))
+    assert hmf.load(os.fsencode(tmp_path / "bytes")).n_items
 
 
 @pytest.mark.parametrize("linked", [False, True])

@@ -191,3 +191,15 @@ def test_threads_serve_new_users_while_the_model_is_updated():
         thread.join()
     assert all(np.array_equal(answer, old) or np.array_equal(answer, new) for answer in answers)
     np.testing.assert_array_equal(model.recommend_new(row, N=5)[1], new)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_dense_row_of_integers_is_no_history(several):
+    cells = np.zeros((5, 8), dtype=np.int64)
+    cells[:, ::3] = [1, 2, 5]
+    model = hmf.ImplicitALS(factors=2, iterations=1, random_state=0, device="cpu").fit(cells)
+    row = cells[0]
+    with pytest.raises(RatingsError, match=r"rows has 8 integers .* 5 of them are 0.*numpy.atleast_2d"):
+        model.recommend_new([row.tolist()] * 2 if several else row, N=2)
+    model.recommend_new(np.atleast_2d(row), N=2)
+    model.recommend_new([0, 1, 2, 3, 4, 5, 6, 7], N=2)
