@@ -59,7 +59,7 @@ def test_a_comparison_is_recorded_and_reported(bench, tmp_path):
     ratings, features = made()
     data = bench.Data(ratings, features, ["a", "b", "c"])
     chosen = {name: method for name, method in bench.METHODS.items() if method.package == "hybridmf"}
-    bench.compare("made up", "kinds", data, chosen, trials=2, seed=0)
+    bench.compare("made up", "kinds", data, chosen, trials=8, seed=0)
     lines = [json.loads(text) for text in (tmp_path / "features.jsonl").read_text().splitlines()]
     assert [line["method"] for line in lines] == list(chosen)
     found = {line["method"]: line["ndcg@10"] for line in lines}
@@ -67,6 +67,27 @@ def test_a_comparison_is_recorded_and_reported(bench, tmp_path):
     assert found["ImplicitALS"]["cold items"] > 10 * found["ImplicitALS without features"]["cold items"]
     report = bench.report()
     assert report.count("|") > 20 and "**made up, kinds**" in report and "| ImplicitALS |" in report
+
+
+def test_later_trials_are_near_the_best(bench, monkeypatch):
+    space = {"a": bench.Between(0.1, 100), "b": bench.OneOf(("x", "y"))}
+    given = []
+
+    def values(method, train, test, data, settings, seed):
+        given.append(settings)
+        return dict.fromkeys(bench.PARTS, 1.0) | {"warm items": -abs(np.log(settings["a"] / 20))}, 1.0
+
+    monkeypatch.setattr(bench, "values_of", values)
+    monkeypatch.setattr(bench, "record", lambda *_: None)
+    monkeypatch.setattr(bench.click, "echo", lambda *_: None)
+    ratings, features = made()
+    data = bench.Data(ratings, features, ["a", "b", "c"])
+    bench.compare("made up", "kinds", data, {"m": bench.Method(bench.ours, space)}, trials=10, seed=0)
+    first, later = given[:5], given[5:10]
+    best = min(first, key=lambda each: abs(np.log(each["a"] / 20)))
+    assert all(best["a"] / bench.NEAR**2 < each["a"] < best["a"] * bench.NEAR**2 for each in later)
+    assert max(each["a"] for each in first) / min(each["a"] for each in first) > 30
+    assert abs(np.log(given[-1]["a"] / 20)) <= abs(np.log(best["a"] / 20))
 
 
 def test_scores_are_ranked_as_they_are(bench):
