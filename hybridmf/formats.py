@@ -187,11 +187,11 @@ class BalsMatrix:
     Tiles are ``tile_rows`` x ``tile_cols``, numbered along each row block; a segment is one row of one tile. Example
     (the first row block of the paper's Fig. 6, ``tile_rows=2``, ``tile_cols=3``)::
 
-              c0 c1 c2 | c3 c4 c5        values       3 1 2 4 | 2 5    tile by tile, row by row
-        r0     3  .  1 |  .  2  .        tile_colidx  0 2 1   | 4 3    distinct columns by first appearance
-        r1     2  4  . |  5  .  .        tile_ptr     0         3   5
-                                         seg_colidx   0 1 0 2 | 0 1    position within the tile's columns
-                                         seg_ptr      0   2     4 5 6
+              c0 c1 c2 | c3 c4 c5    values       3 1 2 4 | 2 5    tile by tile, row by row
+        r0     3  .  1 |  .  2  .    tile_colidx  0 2 1   | 4 3    by first appearance
+        r1     2  4  . |  5  .  .    tile_ptr     0         3   5
+                                     seg_colidx   0 1 0 2 | 0 1    position in the tile
+                                     seg_ptr      0   2     4 5 6
 
     Attributes
     ----------

@@ -229,7 +229,7 @@ def test_the_readme_works_on_a_package_page() -> None:
         assert not anchor or anchor in anchors_of(target.read_text(encoding="utf-8")), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=by_name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=by_name)
 def test_code_fits_the_width_of_the_site(page: Path) -> None:
     """A longer line is cut off at the right. Output of programs wraps; the test command is one line for .ci/run."""
     code = [each for each in blocks_of(page.read_text(encoding="utf-8")) if each.language in ("python", "bash")]
