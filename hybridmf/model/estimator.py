@@ -25,12 +25,21 @@ _Model = TypeVar("_Model", bound="Estimator")
 _MISSING: Any = object()
 
 
+class _Signature:
+    """The parameters of the constructor, for editors and the reference, which would show those of `__new__`."""
+
+    def __get__(self, model: object, cls: Any) -> inspect.Signature:
+        own = inspect.signature(cls.__init__)
+        return own.replace(parameters=[*own.parameters.values()][1:], return_annotation=own.empty)
+
+
 class Estimator:
     """Base of estimators whose constructor stores its keyword arguments under their names."""
 
     # The lock of writers has a slot: scikit-learn takes the other attributes for parameters, and pickles hold them.
     __slots__ = ("__dict__", "__weakref__", "_lock")
     _lock: threading.RLock
+    __signature__ = _Signature()
 
     def __new__(cls: type[_Model], *args: Any, **kwargs: Any) -> _Model:
         """An estimator with a lock of its own, copies and pickles included."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -148,6 +150,17 @@ def test_pandas_output(cls):
             np.testing.assert_array_equal(factors.to_numpy()[:, :3], model.user_factors_)
     assert isinstance(model.set_output(transform="default").transform(frame), np.ndarray)
     assert model.transform(planted()).shape == (60, width)
+
+
+@pytest.mark.parametrize("cls", [hmf.ExplicitALS, hmf.ImplicitALS, hmf.SGD, hmf.CCD])
+def test_editors_show_the_parameters_of_the_constructor(cls):
+    class Derived(cls):
+        def __init__(self, one=1):
+            super().__init__()
+
+    own = inspect.signature(cls.__init__).parameters
+    assert list(inspect.signature(cls).parameters.items()) == list(own.items())[1:]
+    assert list(inspect.signature(Derived).parameters) == ["one"]
 
 
 def test_y_is_ignored():
