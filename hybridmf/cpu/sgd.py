@@ -286,11 +286,9 @@ class CpuEpochs:
         return [getattr(work.rows, name) for name in self._names()]
 
     def likes(self, work: Copies, rows: int) -> list[np.ndarray]:
-        """Arrays with the shapes and dtypes of `arrays`, for `rows` rows."""
         return [np.empty((rows, *array.shape[1:]), dtype=array.dtype) for array in self.arrays(work)]
 
     def arrived(self, work: Copies, arrays: Sequence[np.ndarray]) -> Copies:
-        """Working copy of received rows, in the form of `work`."""
         received: dict[str, Any] = {}
         for name, array in zip(self._names(), arrays, strict=True):
             received[name] = aligned_zeros(array.shape, array.dtype)

@@ -134,7 +134,6 @@ class BalsLocalConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return self.dx * self.dy * self.dz
 
     @property

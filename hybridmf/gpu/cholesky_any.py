@@ -119,7 +119,6 @@ class CholeskyConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return self.systems * WARP if self.systems else self.row_threads * STEP
 
     @property
@@ -198,7 +197,6 @@ class CgConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return self.warps * WARP
 
     @property
@@ -297,7 +295,6 @@ class TilesConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return WARP * self.teams
 
     def grid(self, n: int, spec: DeviceSpec) -> tuple[int]:
@@ -306,7 +303,6 @@ class TilesConfig(KernelConfig):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         return 4 * self.teams * (solver_floats(self.rank, 1) + vector_floats(self.rank, 1))
 
     @property
@@ -323,7 +319,6 @@ class WideTilesConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return 4 * WARP
 
     file: ClassVar[str] = "cholesky_sums.cu"
@@ -352,7 +347,6 @@ class WideTilesConfig(KernelConfig):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         blocks = ceil_div(self.rank, 16)
         return 4 * (blocks * (blocks - 1) // 2 * 256 + solver_floats(self.rank, 1) + 4 * round_up(self.rank, 16) + 12)
 

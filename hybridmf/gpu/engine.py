@@ -70,7 +70,6 @@ class GpuEngine:
         return half.solve(gram[0], mean, gram=gram[1], pull=self.device.upload(table)).on_host()
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
-        """The objective, losses and sums in float64."""
         half = HalfSweep(self.device, "user", matrix, objective, for_fold_in(self.plan))
         item_degrees = np.bincount(matrix.indices, minlength=matrix.shape[1])
         return objective_value(half, self._table(state.user), self._table(state.item), state.mean, item_degrees)

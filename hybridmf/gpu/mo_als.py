@@ -89,12 +89,10 @@ class MoAlsConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return ceil_div(self.part_tiles * self.groups, WARP) * WARP
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         padded, chunk = ceil_div(self.rank, self.tile) * self.tile, 16 // self.itemsize
         staged = 2 * self.bin * (padded + 2)
         sums = self.tile**2 + ceil_div(self.chunks, self.part_tiles) * chunk

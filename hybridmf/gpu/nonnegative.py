@@ -69,7 +69,6 @@ class NonnegativeConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return self.warps * WARP
 
     @property

@@ -273,7 +273,6 @@ class BlockedConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return 32 * (self.helpers + 1)
 
     @property
@@ -710,7 +709,6 @@ class GpuEpochs:
         return Msgd(self.device, block, *sizes, self.beside, self.ranks, read)
 
     def active(self) -> AbstractContextManager[None]:
-        """Make the device current."""
         return self.device.active()
 
     def hold(self, factors: Factors) -> DeviceFactors:
@@ -779,11 +777,9 @@ class GpuEpochs:
         return [work.matrix] if work.bias is None else [work.matrix, work.bias]
 
     def likes(self, work: FactorRows, rows: int) -> list[np.ndarray]:
-        """Arrays with the shapes and dtypes of `arrays`, for `rows` rows, on the host."""
         return [np.empty((rows, *array.shape[1:]), dtype=array.dtype) for array in self.arrays(work)]
 
     def arrived(self, work: FactorRows, arrays: Sequence[Array]) -> FactorRows:
-        """Working copy of received rows, in the form of `work`."""
         return FactorRows(*arrays)
 
 

@@ -98,7 +98,6 @@ class SyrkConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return self.dx * self.dy * self.dz
 
     @property
@@ -108,7 +107,6 @@ class SyrkConfig(KernelConfig):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
         panels = 2 if self.tiles > 1 else 1
         staged = self.stages * self.kb * (panels * self.nb + 2)
         group = self.dx * self.dy
@@ -158,7 +156,6 @@ class PublishedSyrkConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return self.dx * self.dy
 
     @property

@@ -87,7 +87,6 @@ class GroupMaxConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return 32 * WARPS
 
     @property

@@ -177,7 +177,6 @@ class BalsConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return ceil_div(self.rows * self.part_tiles, WARP) * WARP
 
     @property

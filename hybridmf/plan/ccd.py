@@ -50,10 +50,7 @@ class CcdMethod:
         )
 
     def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
-        """Decide device and memory. With device="auto", use the GPU found if the work outweighs its start-up time.
-
-        `base`: sizes, dtype and threads. `spec`: the GPU found or requested.
-        """
+        """Decide device and memory. With device="auto", use the GPU found if the work outweighs its start-up time."""
         if isinstance(settings.device, tuple):
             raise ValueError(
                 f"device={list(settings.device)!r}: CCD runs on one device; name one, or use ALS or SGD on several"
@@ -96,7 +93,6 @@ class CcdMethod:
         return plan.nnz * ((plan.factors + biases) * once + plan.factors * (self.inner_iterations - 1) * again)
 
     def cpu_setup(self, plan: Plan, rates: CpuRates) -> dict[str, float]:
-        """Nothing beyond what all methods prepare."""
         return {}
 
     def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
@@ -107,7 +103,6 @@ class CcdMethod:
         return CpuWork(max(self.columns_of_work(plan) * once, floor), regions, new_tables=2.0)
 
     def gpu_setup(self, plan: Plan) -> dict[str, float]:
-        """Nothing beyond what all methods prepare."""
         return {}
 
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:

@@ -141,11 +141,9 @@ class FusedConfig(tables.KernelConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return 32 * self.warps * self.teams
 
     def shared_bytes(self, solver: str = "cholesky", precision: str = "float32") -> int:
-        """Dynamic shared memory of a block."""
         chunk = 64 if precision == "bf16" and self.warps == 4 else 32
         half = self.rank16 // 2  # floats of a row in bf16, which are padded as by operand_stride in cuda/tensor.cuh
         staged = self.stages * chunk * (half + 8 * (half % 16 == 0) if precision == "bf16" else self.rank16 + 8)

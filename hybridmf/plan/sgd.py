@@ -184,7 +184,6 @@ class SgdMethod:
         return CpuWork(seconds, regions=4.0, new_tables=0.2, longest=longest)
 
     def gpu_setup(self, plan: Plan) -> dict[str, float]:
-        """Nothing beyond what all methods prepare."""
         return {}
 
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:

@@ -59,7 +59,6 @@ class CpuWorker:
         degrees: np.ndarray,
         total: Callable[[np.ndarray], np.ndarray],
     ) -> Regression:
-        """The regression of own rows on features."""
         return Regression(features, names, scale, degrees, total)
 
     def whole(

@@ -54,7 +54,6 @@ class GpuWorker:
         return self.device.active()
 
     def own(self, side: Side, factors: Factors, plan: Plan) -> GpuFactors:
-        """Move factors to their location between half sweeps."""
         width = table_width(plan.rank, plan.dtype)
         if not plan.offloaded:
             return to_device(self.device, factors, width)
