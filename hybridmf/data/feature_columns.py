@@ -547,7 +547,7 @@ def _joined(
 ) -> Coded:
     """Entries of all columns; `rows`: the new row of each row."""
     _check_memory(source, sum(len(each.rows) for each in coded), sum(len(each.names) for each in coded))
-    n_rows = int(rows.max()) + 1
+    n_rows = int(rows.max(initial=-1)) + 1
     names: list[str] = []
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     moments: list[tuple[float, float]] = []

@@ -52,12 +52,14 @@ def described_rows(
         raise ValueError(f"{name}: the model has no features of {side}s; fit it with {side}_features=, or leave it out")
     found = known.features.encode(given, name=name)
     matrix, have = found.matrix, found.labels
+    if count and not matrix.shape[0]:
+        raise RatingsError(f"{name} has no rows; expected one for each of {count:,} {side}s")
     if labels is not None and have is not None:
         check_label_types(side, ("the rows", labels), (name, have))
         table = label_table(have)
         places = np.array([table.get(label, -1) for label in labels.tolist()], dtype=np.int64)
         missing = int(np.count_nonzero(places < 0))
-        if missing == count:
+        if missing == count > 0:
             raise UnknownLabelError(
                 f"{name} has features of none of the {count:,} {side}s, such as {labels[:1].tolist()[0]!r}; its labels "
                 f"are such as {have[:1].tolist()[0]!r}"

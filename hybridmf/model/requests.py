@@ -296,7 +296,7 @@ def _entries(learned: Learned, history: Any) -> tuple[list[Any], np.ndarray]:
     if isinstance(history, (str, bytes)):
         raise TypeError(f"rows must be a matrix, or items of one or several users, got {history!r}; pass [{history!r}]")
     weighted = isinstance(history, Mapping)
-    if not weighted and not learned.objective.is_implicit:
+    if not weighted and not learned.objective.is_implicit and len(history):
         raise RatingsError(
             "rows are items without ratings, and this model was fitted on explicit feedback; pass a mapping "
             "{item: rating} for each user, or a matrix"

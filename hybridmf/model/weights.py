@@ -23,16 +23,31 @@ def weights_of_entries(matrix: sp.csr_array, labels: Labels | None, weights: Any
     """
     if not isinstance(matrix, sp.csr_array):
         raise TypeError("weights need ratings in memory, and a store is read slab by slab; fit store.to_ratings()")
+    if isinstance(weights, (list, tuple)) and np.ndim(weights) == 1:
+        weights = np.asarray(weights)
     if getattr(weights, "ndim", 2) == 1:
-        found = _in_order(matrix, np.asarray(weights, dtype=np.float64), given)
+        found = _in_order(matrix, _numbers(weights), given)
     else:
         found = _aligned(matrix, labels, as_ratings(weights, "weights"))
-    if not np.all(np.isfinite(found)):
-        raise RatingsError("weights must be finite numbers; leave entries without weight out of user_items, too")
-    least = float(found.min())
-    if least <= 0:
-        raise RatingsError(f"weights must be > 0, got {least:g}; leave entries without weight out of user_items, too")
+    with np.errstate(over="ignore"):
+        kept = found.astype(matrix.dtype)
+    bad = np.flatnonzero(~((kept > 0) & np.isfinite(kept)))
+    if len(bad):
+        raise RatingsError(
+            f"weights must be > 0 and finite in {matrix.dtype}, got {found[bad[0]]:g} for entry {bad[0]:,}, and "
+            f"{len(bad):,} such values of {len(found):,}; leave entries without weight out of user_items, too"
+        )
     return found
+
+
+def _numbers(weights: Any) -> np.ndarray:
+    plain = np.asarray(weights)
+    try:
+        if plain.dtype.kind in "fiubO":
+            return plain.astype(np.float64)
+    except (TypeError, ValueError):  # of objects, such as None
+        pass
+    raise TypeError(f"weights must be real numbers, got dtype {plain.dtype}")
 
 
 def _in_order(matrix: sp.csr_array, weights: np.ndarray, given: Any) -> np.ndarray:

@@ -207,6 +207,17 @@ def test_features_of_new_users_are_matched_by_label(model, caplog):
     assert "features has no features of 1 of 2 users" in caplog.text
 
 
+def test_users_without_a_history_and_no_users(model):
+    for nothing in ([], {}, ()):
+        ids, _ = model.recommend_new(nothing, N=3, features=np.eye(2)[:1])
+        assert ids.tolist() == model.recommend_new({}, N=3, features=np.eye(2)[:1])[0].tolist()
+    nobody = sp.csr_array((0, N_ITEMS))
+    assert model.transform(nobody, features=np.empty((0, 2))).shape[0] == 0
+    for empty in (np.empty((0, 2)), hmf.Features(np.empty((0, 2)), names=USERS.names, labels=[])):
+        with pytest.raises(RatingsError, match="features has no rows; expected one for each of 2 users"):
+            model.recommend_new([{0: 5.0}, {3: 4.0}], features=empty)
+
+
 def test_refusals(model, models):
     frame = hmf.Ratings.from_coo(["b", "a"], ["i3", "i0"], [4, 5], item_ids=ITEMS.labels)
     plain = fitted("implicit", {"item_features": ITEMS})
@@ -338,6 +349,9 @@ def test_frames_are_encoded_as_in_the_fit(tmp_path):
     model = fitted("implicit", {"item_features": films, "user_features": people})
     model.save(tmp_path / "m")
     for each in (model, hmf.load(tmp_path / "m")):
+        assert each.transform(sp.csr_array((0, N_ITEMS)), features=people[:0].drop(columns="user_id")).shape == (0, 4)
+        with pytest.raises(RatingsError, match="features has no rows; expected one for each of 1 items"):
+            each.partial_fit_items(["x"], sp.csr_array((N_USERS, 1)), labels=True, features=films[:0])
         ids = each.recommend_new([0, 1], N=3, features={"job": "smith"})[0]
         assert ids.tolist() == each.recommend_new([0, 1], N=3, features=sp.csr_array([[0, 1]]))[0].tolist()
         new = pd.DataFrame({"item_id": ["x"], "year": [29], "genre": ["war"]})

@@ -92,6 +92,15 @@ def changed(weights, **arrays):
     return copy
 
 
+def one_at_3(value):
+    found = np.ones(WEIGHTS.nnz)
+    found[3] = value
+    return found
+
+
+POSITIVE = "weights must be > 0 and finite in float.."
+
+
 @pytest.mark.parametrize(
     ("model", "weights", "error", "message"),
     [
@@ -105,13 +114,33 @@ def changed(weights, **arrays):
             hmf.errors.RatingsError,
             "weights has 2400 entries, and not those of",
         ),
-        (MODEL, changed(WEIGHTS, data=-WEIGHTS.data), hmf.errors.RatingsError, "weights must be > 0, got -"),
-        (MODEL, changed(WEIGHTS, data=WEIGHTS.data * np.nan), hmf.errors.RatingsError, "weights"),
+        (MODEL, changed(WEIGHTS, data=-WEIGHTS.data), hmf.errors.RatingsError, f"{POSITIVE}, got -"),
+        (MODEL, changed(WEIGHTS, data=WEIGHTS.data * np.nan), hmf.errors.RatingsError, "weights has the value nan"),
+        *(
+            (
+                kind,
+                one_at_3(value),
+                hmf.errors.RatingsError,
+                f"{POSITIVE}, got {value:g} for entry 3, and 1 such".replace("+", "."),
+            )
+            for kind in (hmf.ImplicitALS(4), hmf.ExplicitALS(4))
+            for value in (0.0, np.inf, 1e300, 1e-300)
+        ),
+        (MODEL, WEIGHTS.data.astype(complex), TypeError, "weights must be real numbers, got dtype complex128"),
+        (MODEL, WEIGHTS.data.astype(str), TypeError, "weights must be real numbers, got dtype <U"),
+        (MODEL, np.full(WEIGHTS.nnz, None), hmf.errors.RatingsError, f"{POSITIVE}, got nan"),
+        (MODEL, np.full(WEIGHTS.nnz, "much", object), TypeError, "weights must be real numbers, got dtype object"),
     ],
 )
 def test_bad_weights_are_refused(model, weights, error, message):
     with pytest.raises(error, match=message):
         clone(model).fit(PLAYS, weights=weights)
+
+
+def test_a_vector_of_weights_is_a_list_or_has_objects():
+    expected = clone(MODEL).fit(PLAYS, weights=WEIGHTS.data).item_factors
+    for given in (WEIGHTS.data.tolist(), WEIGHTS.data.astype(object)):
+        np.testing.assert_array_equal(clone(MODEL).fit(PLAYS, weights=given).item_factors, expected)
 
 
 def test_a_store_has_no_weights(tmp_path):
