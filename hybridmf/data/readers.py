@@ -162,7 +162,12 @@ def _plain_strings(frame: Any) -> Any:
     view = getattr(pa, "string_view", pa.string)()
     for place, field in enumerate(getattr(frame, "schema", ())):
         if field.type == view and view != pa.string():
-            frame = frame.set_column(place, field.name, frame.column(place).cast(pa.large_string()))
+            views = frame.column(place)
+            try:
+                strings = views.cast(pa.large_string())
+            except pa.ArrowNotImplementedError:  # pyarrow before 18
+                strings = pa.chunked_array([views.to_pylist()], pa.large_string())
+            frame = frame.set_column(place, field.name, strings)
     return frame
 
 
