@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 import click
+import numpy as np
 import scipy.io
 import scipy.sparse as sp
 
@@ -77,9 +78,9 @@ def command(
     """Convert ratings to another format and print statistics.
 
     RATINGS is a file, as for "hybridmf fit", or a store. A folder as OUT becomes a store, from which ALS is fitted slab
-    by slab: text, MatrixMarket and Parquet files, and stores, may be larger than memory. npz and csv keep the labels of
-    users and items; mtx has positions only (its rows are the users in sorted order). The statistics show the savings of
-    BALS tiles on these ratings, as read and reordered by degree. Several files, a pattern in quotation marks
+    by slab: text, MatrixMarket and Parquet files, and stores, may be larger than memory. npz and csv keep labels
+    and times, npz weights too; mtx has positions only (its rows are the users in sorted order). The statistics show the
+    savings of BALS tiles on these ratings, as read and reordered by degree. Several files, a pattern in quotation marks
     ("logs/*.csv") and a folder of Parquet files become one.
     """
     ratings_file, out = _source_and_out(paths, overwrite)
@@ -109,6 +110,8 @@ def command(
     if plot is not None:
         save(occupancy(ratings, tile_rows, tile_cols)[0].figure, plot)
     if out is not None:
+        if ratings.weights is not None and target in ("csv", "mtx"):
+            click.echo(f"Weights are not written to {target}; npz keeps them.", err=True)
         _write_ratings(ratings, out, target, statistics)
     if not quiet:
         click.echo(facts_text(_column_facts(ratings_file, options) | ratings_facts(ratings)))
@@ -207,15 +210,21 @@ def _maybe_gzipped(stream: BinaryIO, name: str, write: Callable[[BinaryIO], Any]
 
 def _write_csv_ratings(stream: BinaryIO, ratings: Ratings) -> None:
     text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
-    text.write("user,item,rating\n")
+    times = None if ratings.timestamps is None else ratings.timestamps
+    if times is not None and times.dtype.kind == "M":
+        times = np.datetime_as_string(times)
+    text.write("user,item,rating\n" if times is None else "user,item,rating,timestamp\n")
     # Quoting all text keeps a label such as "#1 fan" from being read as a comment.
     writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     users, items = names_of(ratings.user_ids, ratings.n_users), names_of(ratings.item_ids, ratings.n_items)
     matrix = ratings.user_items
     for position, user in enumerate(users):
         row = slice(matrix.indptr[position], matrix.indptr[position + 1])
-        pairs = zip(matrix.indices[row].tolist(), matrix.data[row].tolist(), strict=True)
-        writer.writerows((user, items[item], _short_number(value)) for item, value in pairs)
+        names = map(items.__getitem__, matrix.indices[row].tolist())
+        columns = [names, map(_short_number, matrix.data[row].tolist())] + (
+            [] if times is None else [times[row].tolist()]
+        )
+        writer.writerows((user, *fields) for fields in zip(*columns, strict=True))
     text.flush()
     text.detach()
 

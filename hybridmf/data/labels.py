@@ -487,7 +487,7 @@ def _label_vector(name: str, labels: Iterable[Any]) -> np.ndarray:
             f"{name} must be a sequence with the label of each position in order, got a {type(labels).__name__}; of a "
             f"mapping from labels to positions: sorted({name}, key={name}.get)"
         )
-    members = labels if hasattr(labels, "__array__") or isinstance(labels, (str, bytes)) else list(labels)
+    members: Any = labels if hasattr(labels, "__array__") or isinstance(labels, (str, bytes)) else list(labels)
     vector = as_vector(name, members)
     if vector.dtype.kind == "f" and any(isinstance(member, int) and abs(member) >= 2**53 for member in members):
         return np.fromiter(

@@ -263,8 +263,8 @@ def read_history(learned: Learned, rows: Any, by_label: bool, unknown: Unknown) 
     single = not _are_several(rows)
     parts = [_entries(learned, history) for history in ([rows] if single else rows)]
     if not by_label:
-        for items, _ in parts:
-            _refuse_dense_row(items, learned.count("item"))
+        for history, _ in parts:
+            _refuse_dense_row(history, learned.count("item"))
     items = positions_of(learned, "item", "rows", [item for items, _ in parts for item in items], by_label, unknown)
     users = np.repeat(np.arange(len(parts)), [len(items) for items, _ in parts])
     values = np.concatenate([values for _, values in parts]) if parts else np.empty(0)

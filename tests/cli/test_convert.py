@@ -55,6 +55,23 @@ def test_csv_and_mtx_keep_every_float32(tmp_path_factory, values):
         assert same_ratings(ratings, hmf.Ratings.from_file(tmp_path / name), labels=False)
 
 
+@pytest.mark.parametrize(
+    "times",
+    [
+        np.array([1600000000, 5, -3]),
+        np.array([0.5, 1.25, 3.0]),
+        np.array(["2024-01-01T10:00:00", "2024-02-29T00:00:00", "1999-12-31T23:59:59"], "M8[s]"),
+    ],
+)
+def test_csv_keeps_times(times, tmp_path):
+    ratings = hmf.Ratings.from_coo(["a", "b", "b"], ["x", "x", "y"], [1, 2, 3], timestamps=times)
+    ratings.with_weights([1, 2, 3]).save(tmp_path / "r.npz")
+    assert "Weights are not written to csv" in succeed("convert", tmp_path / "r.npz", tmp_path / "r.csv", "--quiet")
+    again = hmf.Ratings.from_file(tmp_path / "r.csv")
+    assert same_ratings(ratings, again)
+    np.testing.assert_array_equal(again.timestamps, ratings.timestamps)
+
+
 def test_csv_keeps_awkward_labels(tmp_path):
     ratings = hmf.Ratings.from_coo(["#1 fan", 'say "hi"', "a,b"], ["x", "#", "x"], [1, 2.5, 0])
     ratings.save(tmp_path / "r.npz")
