@@ -196,8 +196,9 @@ class SearchResult:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.best_params.items()) or "popularity"
         unknown = "failed" if self.trials[0].state == "failed" else "not complete"
         default = unknown if self.default_value is None else f"{self.default_value:.4f}"
+        gain = "" if self.best_value != self.default_value else ", which no other setting improves"
         return (
-            f"{self.metric} {self.best_value:.4f} with {settings} (own parameters of the model: {default}, popularity: "
+            f"{self.metric} {self.best_value:.4f} with {settings}{gain} (without search: {default}, popularity: "
             f"{self.popularity_value:.4f}); {len(self.trials)} trials in {self.seconds:.1f} s"
         )
 

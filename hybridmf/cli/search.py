@@ -122,6 +122,10 @@ def command(
         train, held_out = split(ratings, share, seed, by="random" if ratings.timestamps is None else "last")
     elif validation is not None:
         held_out = read_ratings(validation, where, show_progress=not quiet, **options)
+    if held_out is None or share is not None:
+        part = "a tenth" if share is None else f"{share:g} of the ratings" if share < 1 else f"{share:g} ratings"
+        which = "drawn at random" if ratings.timestamps is None else "the last ones of each user"
+        say(f"Held out to select by: {part}, {which}.")
     found = search(
         train, held_out, model=model, metric=metric, budget=seconds, trials=trials, random_state=seed,
         show_progress=not quiet, unknown="drop", **features,

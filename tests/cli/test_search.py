@@ -27,6 +27,13 @@ def test_search_saves_the_best_model_of_all_ratings(folder, tmp_path):
     assert (tmp_path / "trials.png").exists()
 
 
+def test_search_says_what_it_selects_by_and_what_the_model_reaches_without(folder, tmp_path):
+    common = ["search", folder / "ratings.csv", "-o", tmp_path / "best.safetensors", "--factors", 4, "--trials", 1]
+    printed = succeed(*common)
+    assert "Held out to select by: a tenth, " in printed and ", which no other setting improves (without sea" in printed
+    assert "Held out to select by: 5 ratings, " in succeed(*common, "--validation", 5)
+
+
 def test_search_as_json_by_a_file_of_held_out_ratings(folder, tmp_path):
     out, known, held_out = (tmp_path / name for name in ("best.safetensors", "known.csv", "held-out.csv"))
     header, *lines = (folder / "ratings.csv").read_text().splitlines(keepends=True)
