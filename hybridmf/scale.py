@@ -140,7 +140,10 @@ def _source(model: Any, ratings: Any, weights: Any, features: dict[Side, Any], r
         if weights is not None:
             raise TypeError("weights need ratings in memory, and a store is read slab by slab; fit store.to_ratings()")
         if features:
-            raise TypeError("features need ratings in memory, and a store is read slab by slab; fit store.to_ratings()")
+            raise TypeError(
+                "features: ranks that read a store slab by slab have none; fit store.to_ratings(), or the store in one "
+                "process, model.fit(store, item_features=)"
+            )
         stored = StoredRatings(ratings, model._settings().dtype, model._objective().is_implicit)
         return RankedRatings(model, stored, ranks, device)
     if not hasattr(ratings, "shape"):

@@ -325,7 +325,7 @@ def serving_features(plan: Plan, features: Mapping[Side, Any]) -> Plan:
     if plan.row_form == "dual":
         raise ValueError('row_form="dual" does not apply on a GPU with features; use row_form="auto" or "primal"')
     names = " and ".join(f"{side}_features" for side in features)
-    several = plan.devices and (plan.offloaded or any(grid.splits > 1 for grid in plan.grids.values()))
+    several = (plan.devices and plan.offloaded) or any(grid.splits > 1 for grid in plan.grids.values())
     if several or plan.factors_on == "disk":
         place = "splits them over GPUs or keeps them on the host" if several else "keeps them in files"
         raise ValueError(

@@ -163,6 +163,10 @@ def test_ranks_have_weights(tmp_path):
     store = hmf.convert(ratings, tmp_path / "store")
     with pytest.raises(TypeError, match=r"weights need ratings in memory.*fit store.to_ratings\(\)"):
         hmf.scale.fit(model(), store, Single(), weights=weights)
+    with pytest.raises(
+        TypeError, match=r"features: ranks that read a store .* fit store.to_ratings\(\), or the store in one"
+    ):
+        hmf.scale.fit(model(), store, Single(), item_features=np.ones((plays.shape[1], 1)))
     with pytest.raises(ValueError, match="weights of explicit ratings are not available on ranks"):
         hmf.scale.fit(hmf.ExplicitALS(**SMALL), plays, Single(), weights=weights)
 
