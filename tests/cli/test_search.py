@@ -9,6 +9,7 @@ import numpy as np
 
 import hybridmf as hmf
 from support.command_line import refuse, succeed
+from support.ratings import planted
 
 
 def test_search_saves_the_best_model_of_all_ratings(folder, tmp_path):
@@ -27,11 +28,16 @@ def test_search_saves_the_best_model_of_all_ratings(folder, tmp_path):
     assert (tmp_path / "trials.png").exists()
 
 
-def test_search_says_what_it_selects_by_and_what_the_model_reaches_without(folder, tmp_path):
-    common = ["search", folder / "ratings.csv", "-o", tmp_path / "best.safetensors", "--factors", 4, "--trials", 1]
+def test_search_says_what_it_selects_by_and_what_the_model_reaches_without(tmp_path):
+    ratings = tmp_path / "stars.csv"
+    coo = planted(60, 40, 0.4, rank=3, seed=0).tocoo()
+    rows = [f"u{u},i{i},{value:.3f}" for u, i, value in zip(coo.row, coo.col, coo.data, strict=True)]
+    ratings.write_text("\n".join(["user,item,rating", *rows]) + "\n")
+    common = ["search", ratings, "-o", tmp_path / "best.safetensors", "--factors", 4, "--trials", 1]
     printed = succeed(*common)
-    assert "Held out to select by: a tenth, " in printed and ", which no other setting improves (without sea" in printed
-    assert "Held out to select by: 5 ratings, " in succeed(*common, "--validation", 5)
+    assert "Held out to select by: a tenth, drawn at random." in printed
+    assert ", which no other setting improves (without search: " in printed
+    assert "Held out to select by: 50 ratings, " in succeed(*common, "--validation", 50)
 
 
 def test_search_as_json_by_a_file_of_held_out_ratings(folder, tmp_path):
