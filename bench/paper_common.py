@@ -328,7 +328,9 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
         list(pool.map(compile_one, configs))
     if "fused" in methods:
         for rank in ranks:
-            device.compile_ahead(FusedKernels(device, FusedConfig.default(rank, spec)).programs(implicit, False))
+            for precision in ("float32", "float32_wide"):  # which one, the factors decide
+                config = FusedConfig.default(rank, spec)
+                device.compile_ahead(FusedKernels(device, config, precision).programs(implicit, False))
 
 
 def compile_bals(device: Any, configs: Iterable[Any]) -> None:

@@ -17,6 +17,7 @@ from .._formats import degree_order
 from ..core.objective import SIDES, Factors, Objective, PerSide, Side
 from ..core.sparse import csr_of
 from ..core.system import ceil_div
+from ..device.compiler import Program
 from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from ..formats import tiled
@@ -602,17 +603,14 @@ def fused_config(device: Device, plan: Plan, rank: int) -> FusedConfig:
     return FusedConfig.default(rank, device.spec, plan.precision, linear_solver(plan))
 
 
-def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Arguments of `Device.kernel` for the kernels of this library that a fit of a plan needs first.
-
-    With `wide`, also those for factors of a wide range, which is known only during a fit.
-    """
+def programs_of(device: Device, plan: Plan) -> list[Program]:
+    """Arguments of `Device.kernel` for the kernels of this library that a fit of a plan needs first."""
     common = {"REAL": np.dtype(plan.dtype)}
     implicit, biased = plan.feedback == "implicit", plan.rank > plan.factors
     longest = max(dual_up_to(plan, side) for side in SIDES)
     # as many at a time as there are cores: those that take longest, then in the order of use
     return [
-        *dict.fromkeys(_programs_of_systems(device, plan, wide)),
+        *dict.fromkeys(_programs_of_systems(device, plan)),
         *(program("transpose.cu", name, **common, THREADS=arrays.THREADS) for name in matrix.KERNELS),
         program("draw.cu", "draw_rows", **common, HAS_ROWS=False, THREADS=arrays.THREADS),
         *(gram_programs(device.spec, plan.dtype) if implicit else []),
@@ -623,16 +621,22 @@ def programs_of(device: Device, plan: Plan, wide: bool = False) -> list[tuple[st
     ]
 
 
-def _programs_of_systems(device: Device, plan: Plan, wide: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def wide_programs_of(device: Device, plan: Plan) -> list[Program]:
+    """Those for factors of a wide range, which is known only during a fit: often after its first iteration."""
+    if plan.assembly != "fused" or plan.precision != "float32":
+        return []
+    return list(dict.fromkeys(_programs_of_systems(device, plan, "float32_wide")))
+
+
+def _programs_of_systems(device: Device, plan: Plan, precision: str | None = None) -> Iterator[Program]:
     """Those that sum and solve rows; of the published assemblies, those of sparse syrk alone."""
     orders = sorted({last - first for first, last in plan.blocks}, reverse=True)
     implicit, offsets, residual = kind_of_entries(plan)
     if plan.assembly == "fused":
-        for precision in ("float32", "float32_wide") if wide and plan.precision == "float32" else (plan.precision,):
-            for order in orders:
-                config = fused_config(device, plan, order)
-                kernels = fused.FusedKernels(device, config, precision, linear_solver(plan))
-                yield from kernels.programs(implicit, offsets, residual)
+        for order in orders:
+            config = fused_config(device, plan, order)
+            kernels = fused.FusedKernels(device, config, precision or plan.precision, linear_solver(plan))
+            yield from kernels.programs(implicit, offsets, residual)
     elif plan.assembly_name == "sparse_syrk":
         kind = {"REAL": np.dtype(plan.dtype), "IMPLICIT": implicit, "HAS_OFFSETS": offsets}
         kind |= {"RESIDUAL": True} if residual else {}

@@ -49,7 +49,7 @@ def compile_ahead(plan: Plan, later: bool = False) -> list[Device]:
         return []
     from ..device.cuda import open_device
     from ..gpu import topk
-    from ..gpu.half import programs_of
+    from ..gpu.half import programs_of, wide_programs_of
 
     devices = [open_device(name) for name in plan.devices or (plan.device,)]
     for device in devices:
@@ -57,6 +57,8 @@ def compile_ahead(plan: Plan, later: bool = False) -> list[Device]:
     if float(plan.n_users) * plan.n_items * plan.rank >= GPU_SCORES and not plan.offloaded:  # else the CPU serves
         columns = plan.factors + 2 * (plan.rank > plan.factors)  # of `scoring_rows`
         devices[0].compile_ahead(topk.programs(devices[0].spec, columns, plan.dtype, plan.n_items), later=True)
+    for device in devices:  # rows with entries of their own alone soon make factors of a wide range
+        device.compile_ahead(wide_programs_of(device, plan), later=True)
     return devices
 
 

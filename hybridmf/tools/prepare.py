@@ -13,7 +13,7 @@ from ..core.sparse import RowColumns
 from ..device import cuda
 from ..gpu import topk
 from ..gpu.engine import GpuEngine
-from ..gpu.half import programs_of
+from ..gpu.half import programs_of, wide_programs_of
 
 SHAPE = (60, 40)
 """Users and items of the fits that compile."""
@@ -36,7 +36,7 @@ def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> Non
         for model in models:
             model.set_params(iterations=1, device="cuda", random_state=0).fit(matrix)
             plan = model.plan_
-            programs = programs_of(device, plan, wide=True)
+            programs = programs_of(device, plan) + wide_programs_of(device, plan)
             columns = plan.factors + 2 * (plan.rank > plan.factors)
             for n in topk.LIST_SIZES:
                 programs += topk.programs(device.spec, columns, plan.dtype, MANY_ITEMS, n)

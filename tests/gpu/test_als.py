@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 
 import hybridmf as hmf
 from hybridmf.core.objective import Factors, Objective, State
@@ -732,6 +733,24 @@ def test_the_kernels_of_a_fit_are_compiled_ahead(gpu, monkeypatch, kind, options
     monkeypatch.setattr(gpu, "kernel", lambda *key: used.append(key) or kernel(*key))
     kind(iterations=1, device="cuda", random_state=0, **options).fit(SMALL)
     assert used and set(used) <= set(ahead)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(hmf.ImplicitALS, {}), (hmf.ExplicitALS, {"biases": False})])
+def test_kernels_for_factors_of_a_wide_range_are_compiled_before_they_are_needed(gpu, monkeypatch, kind, options):
+    # entries that share no user and no item with others: their factors decay
+    matrix = sp.block_diag((sp.random_array((20, 15), density=0.5, rng=0), np.full((1, 1), 1e-3)), format="csr")
+    ahead, used = [], []
+    compile_ahead, kernel = gpu.compile_ahead, gpu.kernel
+
+    def noted(programs, later=False):
+        ahead.extend(list(programs) if not used else [])
+        compile_ahead(ahead)
+
+    monkeypatch.setattr(gpu, "compile_ahead", noted)
+    monkeypatch.setattr(gpu, "kernel", lambda *key: used.append(key) or kernel(*key))
+    kind(7, iterations=10, regularization=0.3, device="cuda", random_state=0, **options).fit(matrix.astype(np.float32))
+    wide = [key for key in used if f"ARITHMETIC={fused.PRECISION_CODES['float32_wide']}" in key[2]]
+    assert wide and set(wide) <= set(ahead)
 
 
 def test_one_program_solves_sums_of_all_kinds(device):
