@@ -253,6 +253,7 @@ class CudaDevice:
         self._kernels: dict[Program, Kernel] = {}
         self._functions: dict[Program, Any] = {}
         self._lock = threading.Lock()
+        self._limits_lock = threading.Lock()
         self._arriving: deque[tuple[np.ndarray, Any]] = deque()
         self._arriving_lock = threading.Lock()
         with self.active():
@@ -529,13 +530,18 @@ class CudaDevice:
             nonlocal allowed
             with self.active():
                 if shared_bytes > allowed:
-                    if function.max_dynamic_shared_size_bytes < shared_bytes:
-                        function.max_dynamic_shared_size_bytes = shared_bytes
+                    self._allow(function, shared_bytes)
                     allowed = shared_bytes
                 given = tuple(passed(argument, _address) for argument in arguments)
                 function(grid, block, given, shared_mem=shared_bytes)
 
         return launch
+
+    def _allow(self, function: Any, shared_bytes: int) -> None:
+        """Let a kernel have so much dynamic shared memory; a thread that needs less lowers no other one's limit."""
+        with self._limits_lock:
+            if function.max_dynamic_shared_size_bytes < shared_bytes:
+                function.max_dynamic_shared_size_bytes = shared_bytes
 
     def prepare(
         self,
@@ -555,8 +561,7 @@ class CudaDevice:
         packed = [_packed(argument) for argument in arguments]
         pointers = np.array([one.ctypes.data for one in packed], dtype=np.uintp)
         with self.active():
-            if shared_bytes > function.max_dynamic_shared_size_bytes:
-                function.max_dynamic_shared_size_bytes = shared_bytes
+            self._allow(function, shared_bytes)
             sizes = ((*grid, 1, 1)[:3], (*block, 1, 1)[:3])
             launched = (function.kernel.ptr, *sizes[0], *sizes[1], shared_bytes)
         start, current, first = cuda.driver.launchKernel, cuda.get_current_stream, pointers.ctypes.data

@@ -28,7 +28,15 @@ from hybridmf.errors import DeviceError, DeviceLostError, DeviceMemoryError, Mem
 from hybridmf.plan import dispatch
 from hybridmf.plan import types as plan_types
 from support.emulated import EmulatedDevice
-from support.fake_cupy import Array, CompileException, CUDADriverError, CUDARuntimeError, Machine, OutOfMemoryError
+from support.fake_cupy import (
+    Array,
+    CompileException,
+    CUDADriverError,
+    CUDARuntimeError,
+    Function,
+    Machine,
+    OutOfMemoryError,
+)
 from support.messages import says
 from support.ratings import planted
 
@@ -532,6 +540,32 @@ def test_kernels_are_compiled_once_and_launched(machine: Machine) -> None:
     assert [shared for *_, shared, _ in module.launches] == [1000, 100_000, 70_000]
     assert [limit for *_, limit in module.launches] == [48 * 1024, 100_000, 100_000]
     assert module.launches[0][:3] == ((5,), (32,), (np.int64(1),))
+
+
+def test_threads_do_not_lower_the_shared_memory_of_each_other(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, more_is_allowed = machine(), threading.Event()
+    kernel = open_device().kernel("text", "f", ())
+
+    def read(self: Any) -> int:
+        limit = vars(self).get("limit", 48 * 1024)
+        if threading.current_thread() is smaller:  # which stands still here while the other one raises the limit
+            more_is_allowed.wait(0.2)
+        return limit
+
+    def write(self: Any, limit: int) -> None:
+        self.limit = limit
+        if limit == 100_000:
+            more_is_allowed.set()
+            smaller.join(0.2)
+
+    monkeypatch.setattr(Function, "max_dynamic_shared_size_bytes", property(read, write))
+    smaller = threading.Thread(target=kernel, args=((5,), (32,), [], 70_000))
+    smaller.start()
+    kernel((5,), (32,), [], 100_000)
+    smaller.join()
+    assert len(module.launches) == 2 and all(limit >= shared for *_, shared, limit in module.launches)
 
 
 def test_a_prepared_launch_reads_its_structs_when_it_is_made(machine: Machine) -> None:
