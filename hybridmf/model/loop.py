@@ -19,7 +19,7 @@ import scipy.sparse as sp
 from ..core.objective import Objective, State
 from ..core.progress import progress_bar
 from ..core.sparse import entry_rows
-from ..core.validate import as_csr, check_nonempty, check_shape
+from ..core.validate import as_csr, check_shape
 from ..data.align import Labels, align, labels_of
 from ..device.health import hurry
 from ..errors import DeviceError, DeviceLostError, RatingsError
@@ -357,7 +357,13 @@ def check_validation(
         owner="the training data",
     )
     check_shape("validation", matrix, shape, ("n_users", "n_items"))
-    check_nonempty(matrix, "validation")
+    if not matrix.nnz:
+        raise RatingsError(
+            "validation has no entries, so nothing can be evaluated; give held-out ratings, or leave it out"
+        )
     if objective.is_implicit and not np.any(matrix.data > 0):
-        raise RatingsError("validation has no positive entry, so no ranking can be evaluated; leave it out")
+        raise RatingsError(
+            "validation has no positive entry, so no ranking can be evaluated; give entries that are positive, or "
+            "leave it out; ratings of which none is positive are for explicit models"
+        )
     return matrix

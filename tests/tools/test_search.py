@@ -414,8 +414,13 @@ def test_bad_arguments(options, error, message, plays, monkeypatch):
 
 
 def test_validation_users_without_entries(plays):
-    with pytest.raises(ValueError, match="validation"):
+    with pytest.raises(ValueError, match="validation has no entries, so nothing can be evaluated"):
         hmf.search(plays.user_items, sp.csr_array(plays.shape), trials=2)
+
+
+def test_ratings_that_no_implicit_model_can_rank(plays):
+    with pytest.raises(ValueError, match=r"validation has no positive entry.* for explicit models"):
+        hmf.search(plays.with_values(-np.ones(plays.nnz)), trials=2)
 
 
 @pytest.mark.parametrize("model", ["implicit", "explicit"])
