@@ -359,7 +359,8 @@ def check_validation(
     check_shape("validation", matrix, shape, ("n_users", "n_items"))
     if not matrix.nnz:
         raise RatingsError(
-            "validation has no entries, so nothing can be evaluated; give held-out ratings, or leave it out"
+            f"validation of shape {matrix.shape} has no entries, so nothing can be evaluated; give held-out ratings, "
+            "or leave it out"
         )
     if objective.is_implicit and not np.any(matrix.data > 0):
         raise RatingsError(
