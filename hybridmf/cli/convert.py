@@ -110,8 +110,9 @@ def command(
     if plot is not None:
         save(occupancy(ratings, tile_rows, tile_cols)[0].figure, plot)
     if out is not None:
-        if ratings.weights is not None and target in ("csv", "mtx"):
-            click.echo(f"Weights are not written to {target}; npz keeps them.", err=True)
+        lost = {"csv": ["weights"], "mtx": ["timestamps", "weights"]}.get(target, [])
+        if lost := [name for name in lost if getattr(ratings, name) is not None]:
+            click.echo(f"{' and '.join(lost).capitalize()} are not written to {target}; npz keeps them.", err=True)
         _write_ratings(ratings, out, target, statistics)
     if not quiet:
         click.echo(facts_text(_column_facts(ratings_file, options) | ratings_facts(ratings)))
@@ -210,7 +211,7 @@ def _maybe_gzipped(stream: BinaryIO, name: str, write: Callable[[BinaryIO], Any]
 
 def _write_csv_ratings(stream: BinaryIO, ratings: Ratings) -> None:
     text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
-    times = None if ratings.timestamps is None else ratings.timestamps
+    times = ratings.timestamps
     if times is not None and times.dtype.kind == "M":
         times = np.datetime_as_string(times)
     text.write("user,item,rating\n" if times is None else "user,item,rating,timestamp\n")

@@ -67,6 +67,8 @@ def test_csv_keeps_times(times, tmp_path):
     ratings = hmf.Ratings.from_coo(["a", "b", "b"], ["x", "x", "y"], [1, 2, 3], timestamps=times)
     ratings.with_weights([1, 2, 3]).save(tmp_path / "r.npz")
     assert "Weights are not written to csv" in succeed("convert", tmp_path / "r.npz", tmp_path / "r.csv", "--quiet")
+    told = succeed("convert", tmp_path / "r.npz", tmp_path / "r.mtx", "--quiet")
+    assert "Timestamps and weights are not written to mtx" in told
     again = hmf.Ratings.from_file(tmp_path / "r.csv")
     assert same_ratings(ratings, again)
     np.testing.assert_array_equal(again.timestamps, ratings.timestamps)
