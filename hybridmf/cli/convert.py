@@ -78,10 +78,10 @@ def command(
     """Convert ratings to another format and print statistics.
 
     RATINGS is a file, as for "hybridmf fit", or a store. A folder as OUT becomes a store, from which ALS is fitted slab
-    by slab: text, MatrixMarket and Parquet files, and stores, may be larger than memory. npz and csv keep labels
-    and times, npz weights too; mtx has positions only (its rows are the users in sorted order). The statistics show the
-    savings of BALS tiles on these ratings, as read and reordered by degree. Several files, a pattern in quotation marks
-    ("logs/*.csv") and a folder of Parquet files become one.
+    by slab: text, MatrixMarket and Parquet files, and stores, may be larger than memory. npz and csv keep labels and
+    times, npz weights too; a store keeps labels, and no times; mtx has positions only (its rows are the users in
+    sorted order). The statistics show the savings of BALS tiles on these ratings, as read and reordered by degree.
+    Several files, a pattern in quotation marks ("logs/*.csv") and a folder of Parquet files become one.
     """
     ratings_file, out = _source_and_out(paths, overwrite)
     for output in (out, plot):
