@@ -40,7 +40,7 @@ from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import ORDERS
-from hybridmf.ranks.mcumsgd import Bounds, MultiSGD
+from hybridmf.ranks.mcumsgd import MultiSGD, share_layout
 
 SAMPLE = 1 << 20
 """Entries whose errors give the RMSE."""
@@ -207,9 +207,10 @@ def check(ranks: int, order: str) -> float:
 
 def balance(data: Data, ranks: int) -> float:
     """See the top."""
-    bounds = Bounds.even(data.user, ranks)
-    of_user = np.repeat(np.arange(ranks), np.diff(data.user.indptr[bounds.user]))
-    of_item = np.searchsorted(bounds.item, data.user.indices, side="right") - 1
+    degrees = {"user": np.diff(data.user.indptr), "item": np.diff(data.item.indptr)}
+    bounds = share_layout(degrees, ranks).bounds
+    of_user = np.repeat(np.arange(ranks), np.diff(data.user.indptr[bounds["user"]]))
+    of_item = np.searchsorted(bounds["item"], data.user.indices, side="right") - 1
     counts = np.bincount(of_user * ranks + of_item, minlength=ranks * ranks).reshape(ranks, ranks)
     steps = [[counts[q, (q + step) % ranks] for q in range(ranks)] for step in range(ranks)]
     return float(sum(np.mean(step) for step in steps) / sum(max(step) for step in steps))

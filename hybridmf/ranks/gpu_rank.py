@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..core.objective import SIDES, Factors, Objective, Side
-from ..core.regression import Regression, SideFeatures
+from ..core.regression import Regression
 from ..core.system import ceil_div, round_up
 from ..data.slabs import InMemory, Orientation
 from ..device.cuda import Array, CudaDevice, Device, open_device
@@ -83,19 +83,11 @@ class GpuWorker:
     def total(self, loss: float, unobserved: float, penalties: tuple[float, float]) -> float:
         return loss + (unobserved + sum(penalties))
 
-    def regression(
-        self,
-        plan: Plan,
-        features: SideFeatures,
-        names: np.ndarray | None,
-        scale: np.ndarray,
-        degrees: np.ndarray,
-        total: Callable[[np.ndarray], np.ndarray],
-    ) -> Regression:
+    def regression(self, plan: Plan) -> Callable[..., Regression]:
         if plan.offloaded:
-            return HostRegression(features, names, scale, degrees, total)
-        sizes = (plan.rank, table_width(plan.rank, plan.dtype), plan.dtype)
-        return DeviceRegression(self.device, features, names, scale, degrees, total, *sizes)
+            return HostRegression
+        width = table_width(plan.rank, plan.dtype)
+        return functools.partial(DeviceRegression, self.device, rank=plan.rank, width=width, dtype=plan.dtype)
 
     def whole(
         self,

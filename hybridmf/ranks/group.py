@@ -21,7 +21,7 @@ from ..device.cuda import Device, open_device
 from ..errors import CommunicatorError
 from ..gpu.rows import RowRange
 from .su_als import RankALS
-from .transport.communicator import Communicator, LocalCommunicator
+from .transport.communicator import Communicator
 from .transport.nccl import NcclCommunicator
 from .transport.threads import RankThreads
 
@@ -39,20 +39,20 @@ class RankGroup:
 
     def __init__(self, size: int) -> None:
         self.threads = RankThreads(size)
-        self.communicators: dict[int, LocalCommunicator] = {}
+        self.communicators: dict[int, Communicator] = {}
         self.ranks: dict[int, Any] = {}
         # an unclosed solver ends when it is collected: on any thread, without waiting
         self._finish = weakref.finalize(self, _close, self.threads, self.communicators, self.ranks)
         self._finish.atexit = False
 
-    def open(self, make: Callable[[LocalCommunicator, Callable[[Communicator], None]], Any]) -> list[Any]:
+    def open(self, make: Callable[[Communicator, Callable[[Communicator], None]], Any]) -> list[Any]:
         """Make all ranks, each on its thread; after a failure the group is closed.
 
         `make`: makes a rank from the communicator of its thread. The second argument registers a communicator
         that the rank opens itself, for the group to close.
         """
 
-        def made(control: LocalCommunicator) -> None:
+        def made(control: Communicator) -> None:
             def opened(communicator: Any) -> None:
                 self.communicators[control.rank] = communicator
 
@@ -97,7 +97,7 @@ class RankGroup:
 
 
 def _close(
-    threads: RankThreads, communicators: dict[int, LocalCommunicator], ranks: dict[int, Any], *, wait: bool = False
+    threads: RankThreads, communicators: dict[int, Communicator], ranks: dict[int, Any], *, wait: bool = False
 ) -> None:
     """Close what each rank has opened, on its thread; after a failure, abort waits for ranks that have ended."""
     if threads.stopping.is_set():
@@ -110,7 +110,7 @@ def _close(
         threads.close(partial(_close_rank, communicators, ranks), wait=wait)
 
 
-def _close_rank(communicators: dict[int, LocalCommunicator], ranks: dict[int, Any], control: Communicator) -> None:
+def _close_rank(communicators: dict[int, Communicator], ranks: dict[int, Any], control: Communicator) -> None:
     try:
         ranks[control.rank].close()
         communicators[control.rank].close()
@@ -120,7 +120,7 @@ def _close_rank(communicators: dict[int, LocalCommunicator], ranks: dict[int, An
             raise
 
 
-def open_rank(name: str, control: LocalCommunicator) -> tuple[LocalCommunicator, Device | None]:
+def open_rank(name: str, control: Communicator) -> tuple[Communicator, Device | None]:
     """Communicator and device of a rank, by the name of its device; None for the CPU."""
     if name == "cpu":
         return control, None

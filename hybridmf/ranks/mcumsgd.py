@@ -22,7 +22,6 @@ A rank runs on the CPU or on a GPU, over any communicator (`hybridmf.ranks.trans
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,11 +37,11 @@ from ..errors import CommunicatorError
 from ..gpu.factors import DeviceFactors
 from ..gpu.sgd import GpuEpochs
 from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Step
-from ..plan.grid import even_bounds
+from ..plan.grid import Grid, RankLayout
 from ..plan.types import Plan
 from .group import RankGroup
 from .joined import JoinedFactors
-from .transport.communicator import Array, Communicator, LocalCommunicator, check_agreement
+from .transport.communicator import Array, Communicator, check_agreement
 from .transport.peers import PeerCopies
 
 StartSendrecv = Callable[[Sequence[Array], int, int, Sequence[Array]], Callable[[], list[Array]]]
@@ -51,44 +50,24 @@ StartSendrecv = Callable[[Sequence[Array], int, int, Sequence[Array]], Callable[
 # ---------------------------------------------------------------------------------------------- shares
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Ranges of users and of items, one of each per rank."""
-
-    # user, item: int64 (n_ranks + 1,)
-    user: np.ndarray
-    item: np.ndarray
-
-    @classmethod
-    def even(cls, user_items: sp.csr_array, size: int, item_degrees: np.ndarray | None = None) -> Bounds:
-        """Ranges with about equal numbers of entries; `item_degrees`: counted by default."""
-        degrees = item_degrees_of(user_items) if item_degrees is None else item_degrees
-        return cls(even_bounds(np.diff(user_items.indptr), size), even_bounds(degrees, size))
-
-    def range_of(self, side: Side, rank: int) -> tuple[int, int]:
-        """First row of a range and the one after the last."""
-        bounds = self.user if side == "user" else self.item
-        return int(bounds[rank]), int(bounds[rank + 1])
-
-
-def item_degrees_of(user_items: sp.csr_array) -> np.ndarray:
-    """Entries of each item."""
-    return np.bincount(user_items.indices, minlength=user_items.shape[1])
+def share_layout(degrees: dict[Side, np.ndarray], size: int) -> RankLayout:
+    """Ranges of users and of items with about equal numbers of entries, one of each per rank."""
+    return RankLayout.even(degrees, dict.fromkeys(SIDES, Grid(1, size)), 0.0)
 
 
 def cut_share(
-    user_items: sp.csr_array, bounds: Bounds, rank: int, num_threads: int, item_users: sp.csr_array | None = None
+    user_items: sp.csr_array, layout: RankLayout, rank: int, num_threads: int, item_users: sp.csr_array | None = None
 ) -> list[GridBlock]:
     """The ratings of a rank's users, one block for each range of items; `item_users` saves half of the time."""
-    if item_users is not None and len(bounds.item) == 2:
+    if item_users is not None and layout.size == 1:
         return [{"user": user_items, "item": item_users}]
-    users = bounds.range_of("user", rank)
+    users = layout.own("user", rank)
     by_item = (
         transposed(rows_of(user_items, *users), num_threads) if item_users is None else columns_of(item_users, *users)
     )
     blocks: list[GridBlock] = []
-    for other in range(len(bounds.item) - 1):
-        items = rows_of(by_item, *bounds.range_of("item", other))
+    for other in range(layout.size):
+        items = rows_of(by_item, *layout.own("item", other))
         blocks.append({"user": transposed(items, num_threads), "item": items})
     return blocks
 
@@ -131,17 +110,19 @@ class RankSGD(EpochSolver):
             first = [state.side(side).part(slice(1)).matrix.tobytes() for side in SIDES]
             facts = {"data": fingerprint(user_items), "objective": objective, "method": plan.method, "state": first}
             check_agreement(communicator, facts | {"number of completed epochs": completed})
-        item_degrees = item_degrees_of(user_items) if item_users is None else np.diff(item_users.indptr)
-        self.bounds = Bounds.even(user_items, self.size, item_degrees)
-        own = {side: slice(*self.bounds.range_of(side, self.rank)) for side in SIDES}
-        degrees: dict[Side, np.ndarray] = {
-            "user": np.diff(user_items.indptr)[own["user"]],
-            "item": item_degrees[own["item"]],
-        }
-        blocks = cut_share(user_items, self.bounds, self.rank, plan.num_threads, item_users)
-        kernels = make_kernels(blocks, objective, plan)
+        if item_users is None:
+            items = np.bincount(user_items.indices, minlength=user_items.shape[1])
+        else:
+            items = np.diff(item_users.indptr)
+        degrees: dict[Side, np.ndarray] = {"user": np.diff(user_items.indptr), "item": items}
+        self.layout = share_layout(degrees, self.size)
+        own = {side: slice(*self.layout.own(side, self.rank)) for side in SIDES}
+        kernels = make_kernels(
+            cut_share(user_items, self.layout, self.rank, plan.num_threads, item_users), objective, plan
+        )
         state = State(state.user.part(own["user"]), state.item.part(own["item"]), state.mean)
-        super().__init__(kernels, objective, plan, state, degrees, completed)
+        own_degrees = {side: degrees[side][rows] for side, rows in own.items()}
+        super().__init__(kernels, objective, plan, state, own_degrees, completed)
 
     def stop(self) -> None:
         """Do nothing: there is no background work."""
@@ -184,7 +165,7 @@ class RankSGD(EpochSolver):
 
     def _send(self, items: Any, following: int) -> Callable[[], list[Array]]:
         """Start to send items to rank q - 1 and to receive those of range `following` from rank q + 1."""
-        first, last = self.bounds.range_of("item", following)
+        first, last = self.layout.own("item", following)
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         likes = self.kernels.likes(items, last - first)
         return self._start_sendrecv(self.kernels.arrays(items), before, after, likes)
@@ -205,9 +186,9 @@ class RankSGD(EpochSolver):
         own = self.state.item
         if self.size == 1:  # this communicator may not support arrays of a device
             return [own]
-        counts = np.diff(self.bounds.item).tolist()
+        counts = self.layout.counts("item", range(self.size))
         whole = [self.communicator.allgatherv(array, counts) for array in own.arrays]
-        ranges = [slice(*self.bounds.range_of("item", rank)) for rank in range(self.size)]
+        ranges = [slice(*self.layout.own("item", rank)) for rank in range(self.size)]
         return [own.with_arrays([array[rows] for array in whole]) for rows in ranges]
 
 
@@ -243,7 +224,7 @@ class MultiSGD:
         self.group = RankGroup(self.size)
         own_plan = plan.changed(num_threads=max(1, plan.num_threads // self.size))
 
-        def make(control: LocalCommunicator, opened: Callable[[Communicator], None]) -> RankSGD:
+        def make(control: Communicator, opened: Callable[[Communicator], None]) -> RankSGD:
             opened(control)
             # all ranks get the same objects
             make_rank = partial(

@@ -25,7 +25,7 @@ from .gpu_rank import GpuWorker
 from .group import RankGroup
 from .joined import JoinedFactors
 from .su_als import Block, RankALS, Worker, rank_plan
-from .transport.communicator import Communicator, LocalCommunicator
+from .transport.communicator import Communicator
 from .transport.messages import add_in_order
 
 MakeWorker = Callable[[Any], tuple[Communicator, Worker]]
@@ -71,7 +71,7 @@ class MultiALS(Alternating):
         self.group = RankGroup(self.layout.size)
         to_worker = make_worker or self._worker
 
-        def make(control: LocalCommunicator, opened: Callable[[Communicator], None]) -> RankALS:
+        def make(control: Communicator, opened: Callable[[Communicator], None]) -> RankALS:
             communicator, worker = to_worker(control)
             opened(communicator)
             rank = control.rank
@@ -94,7 +94,7 @@ class MultiALS(Alternating):
 
         self.ranks: list[RankALS] = self.group.open(make)
 
-    def _worker(self, control: LocalCommunicator) -> tuple[Communicator, Worker]:
+    def _worker(self, control: Communicator) -> tuple[Communicator, Worker]:
         """Communicator and worker on the device of a rank."""
         if self.plan.gpu is None:
             return control, CpuWorker(rank_plan(self.plan).num_threads)

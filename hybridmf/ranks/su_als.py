@@ -35,7 +35,7 @@ from ..plan.start import DrawnFactors
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries, batch_rows, bounded_batches, even_batches
 from .reduction import Reduction, make_reduction
-from .transport.communicator import Communicator, Single
+from .transport.communicator import Communicator, Single, first_differing
 
 ROOM = 0.9
 """Maximum share of a GPU's memory for both sides if the next fixed side is gathered ahead."""
@@ -87,16 +87,8 @@ class Worker(Protocol):
         `described`: whether rows have features, so that its `steps` may get their pull. `weights`: of explicit entries.
         """
 
-    def regression(
-        self,
-        plan: Plan,
-        features: SideFeatures,
-        names: np.ndarray | None,
-        scale: np.ndarray,
-        degrees: np.ndarray,
-        total: Callable[[np.ndarray], np.ndarray],
-    ) -> Regression:
-        """The regression of own rows on features; arguments of `Regression`."""
+    def regression(self, plan: Plan) -> Callable[..., Regression]:
+        """Makes the regression of own rows on features from the arguments of `Regression`."""
 
     def close(self) -> None:
         """Stop background work; no half sweep is running."""
@@ -200,12 +192,10 @@ class RankALS(Alternating):
                     f"the {side} block of rank {self.rank} has shape {blocks[side].shape}, the layout says "
                     f"{(rows, last - first)}; cut it with RankLayout.cut"
                 )
-        mine = np.array([zlib.crc32(self._description().encode())], dtype=np.int64)
-        all_of = self.communicator.allgatherv(mine, [1] * self.layout.size)
-        others = np.flatnonzero(all_of != all_of[0])
-        if len(others):
+        other = first_differing(self.communicator, self._description())
+        if other is not None:
             raise CommunicatorError(
-                f"rank {int(others[0])} has another layout, objective or plan than rank 0; give all ranks the same"
+                f"rank {other} has another layout, objective or plan than rank 0; give all ranks the same"
             )
         if one_matrix:
             return
@@ -217,7 +207,8 @@ class RankALS(Alternating):
                 f"({int(users[0]):,} and {int(items[0]):,} of them); one rank has read different data"
             )
 
-    def _description(self) -> str:
+    def _description(self) -> object:
+        """What all ranks have in common."""
         layout, plan = self.layout, self.plan
         bounds = [layout.bounds[side].tolist() for side in SIDES]
         choices = (
@@ -233,15 +224,11 @@ class RankALS(Alternating):
             *(plan.scale.slab(side) for side in SIDES if plan.scale and self._splits_streamed(side)),
         )
         features = [
-            (
-                side,
-                each.weight,
-                *(zlib.crc32(part.tobytes()) for part in (each.matrix.indices, each.matrix.data)),
-            )
+            (side, each.weight, zlib.crc32(each.matrix.indices.tobytes()), zlib.crc32(each.matrix.data.tobytes()))
             for side, each in self._features.items()
         ]
         grids = [layout.grids[side] for side in SIDES]
-        return repr((bounds, grids, asdict(self.objective), choices, self.mean, features))
+        return bounds, grids, asdict(self.objective), choices, self.mean, features
 
     def _checksum(self, side: Side, block: Block) -> np.ndarray:
         """Number of entries and sums over them of user, item and the value's bits: the same in both orientations.
@@ -336,7 +323,7 @@ class RankALS(Alternating):
     def _regression(self, side: Side, features: SideFeatures) -> Regression:
         degrees = self.degrees[side]
         scale = self.objective.row_scale(side, degrees)
-        return self.worker.regression(self.plan, features, self.names(side), scale, degrees, self._sum)
+        return self.worker.regression(self.plan)(features, self.names(side), scale, degrees, self._sum)
 
     def _warm(self, side: Side, factors: Factors) -> Factors:
         """Initial factors without those of rows that have features only: they are no part of the objective."""

@@ -14,7 +14,7 @@ from ..device.cuda import Device, open_device
 from ..errors import CommunicatorError, DeviceError
 from ..plan.machine import LinkRates
 from ..ranks.group import open_rank
-from ..ranks.transport.communicator import LocalCommunicator
+from ..ranks.transport.communicator import Communicator
 from ..ranks.transport.threads import ThreadCommunicator, run_ranks
 
 COPY_BYTES, COLLECTIVE_BYTES = 256 << 20, 1 << 30
@@ -100,7 +100,7 @@ def _collective_rates(control: ThreadCommunicator, name: str) -> tuple[float, fl
         communicator.close()
 
 
-def _rates_of(control: ThreadCommunicator, communicator: LocalCommunicator, device: Device) -> tuple[float, float]:
+def _rates_of(control: ThreadCommunicator, communicator: Communicator, device: Device) -> tuple[float, float]:
     count = control.size
     rows = max(1, min(COLLECTIVE_BYTES, device.free_bytes() // 8) // (4 * WIDTH * count))
     counts, moved = [rows] * count, 4 * WIDTH * rows * (count - 1)

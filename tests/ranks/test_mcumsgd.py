@@ -33,7 +33,7 @@ from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
 from hybridmf.ranks import mcumsgd
 from hybridmf.ranks.joined import JoinedFactors
-from hybridmf.ranks.mcumsgd import Bounds, MultiSGD, RankSGD, cut_share
+from hybridmf.ranks.mcumsgd import MultiSGD, RankSGD, cut_share, share_layout
 from hybridmf.ranks.transport import threads as scale_threads
 from hybridmf.ranks.transport.communicator import Single, check_agreement
 from hybridmf.ranks.transport.threads import run_ranks
@@ -72,11 +72,11 @@ def multi(matrix, method, completed=0, state=None, order="passes", **options) ->
 def twin(matrix, method, state: State, ranks: int, epochs: int, order: str = "passes", objective=None) -> State:
     """The same epochs in float64, one rank after the other."""
     matrix = as_csr(matrix, dtype=matrix.dtype)
-    bounds, width = Bounds.even(matrix, ranks), sums_width(method, state.user.matrix.shape[1])
+    bounds, width = shares(matrix, ranks).bounds, sums_width(method, state.user.matrix.shape[1])
     for epoch in range(epochs):
         objective = objective or Objective.explicit(0.05, "count", state.user.bias is not None)
         terms = {side: terms_at(method, objective, state.mean, epoch, side) for side in SIDES}
-        state = reference.mcumsgd(matrix, state, terms, bounds.user, bounds.item, width, order)
+        state = reference.mcumsgd(matrix, state, terms, bounds["user"], bounds["item"], width, order)
     return state
 
 
@@ -261,10 +261,15 @@ def test_objective(backend, biases, ratings_matrix):
 # --------------------------------------------------------------------------------------------- shares
 
 
+def shares(matrix, ranks):
+    degrees = {"user": np.diff(matrix.indptr), "item": np.bincount(matrix.indices, minlength=matrix.shape[1])}
+    return share_layout(degrees, ranks)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_shares_hold_every_rating_once(ranks, ratings_matrix):
     matrix = as_csr(ratings_matrix)
-    bounds = Bounds.even(matrix, ranks)
+    bounds = shares(matrix, ranks)
     rows = []
     for rank in range(ranks):
         blocks = cut_share(matrix, bounds, rank, 1)
@@ -430,7 +435,7 @@ def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
     from support import emulated
 
     matrix, objective, plan, _ = problem(ratings_matrix, method_of())
-    blocks = cut_share(matrix, Bounds.even(matrix, 4), 0, 1)
+    blocks = cut_share(matrix, shares(matrix, 4), 0, 1)
     rows = [GpuEpochs(emulated.EmulatedDevice(), blocks[:n], objective, plan).long_row for n in (1, 2, 4)]
     assert rows == [gpu_sgd.LONG_ROW, gpu_sgd.LONG_ROW // 2, gpu_sgd.LONG_ROW // 4]
     monkeypatch.setattr(gpu_sgd, "LONG_ROW", 2 * gpu_sgd.SHORTEST_LONG_ROW)

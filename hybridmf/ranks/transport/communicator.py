@@ -139,37 +139,21 @@ def agreed(communicator: Communicator, number: int) -> int:
     return number if communicator.size == 1 else int(communicator.broadcast(np.array([number], dtype=np.int64))[0])
 
 
+def first_differing(communicator: Communicator, fact: object) -> int | None:
+    """A rank whose `fact`, compared by its repr, is not that of rank 0; None without one. Called by all ranks."""
+    own = np.array([zlib.crc32(repr(fact).encode())], dtype=np.int64)
+    everyone = communicator.allgatherv(own, [1] * communicator.size)
+    others = np.flatnonzero(everyone != everyone[0])
+    return int(others[0]) if len(others) else None
+
+
 def check_agreement(communicator: Communicator, facts: dict[str, object]) -> None:
-    """Raise if ranks have different arguments; called by all ranks.
-
-    Parameters
-    ----------
-    communicator : Communicator
-    facts : dict
-        Values that must be equal, by name; compared by their repr.
-
-    Raises
-    ------
-    CommunicatorError
-        On all ranks; names the fact and a rank that differs from rank 0.
-    """
-    own = np.array([zlib.crc32(repr(fact).encode()) for fact in facts.values()], dtype=np.int64)
-    everyone = communicator.allgatherv(own, [len(own)] * communicator.size).reshape(communicator.size, -1)
-    for rank, theirs in enumerate(everyone):
-        for name, ours, given in zip(facts, everyone[0], theirs, strict=True):
-            if ours != given:
-                here = f" (rank {communicator.rank} has {facts[name]!r})"
-                raise CommunicatorError(f"rank {rank} was given another {name} than rank 0{here}")
-
-
-class LocalCommunicator(Communicator, Protocol):
-    """A communicator whose ranks share a process, so that one thread can make the calls of all."""
-
-    @staticmethod
-    def allgatherv_together(
-        communicators: Sequence[Any], arrays: Sequence[Array], counts: Sequence[int]
-    ) -> list[Array]:
-        """`allgatherv` of all ranks on the calling thread, with one array each."""
+    """Raise on all ranks if they have different `facts`, values by name; called by all ranks."""
+    for name, fact in facts.items():
+        rank = first_differing(communicator, fact)
+        if rank is not None:
+            here = f"rank {communicator.rank} has {fact!r}"
+            raise CommunicatorError(f"rank {rank} was given another {name} than rank 0 ({here})")
 
 
 class Single(Communicator):
@@ -188,25 +172,11 @@ class Single(Communicator):
         if self._cause:
             raise CommunicatorError(self._cause)
 
-    def _same(self, array: Array) -> Array:
+    def _same(self, array: Array, *_others: Any, **_named: Any) -> Array:
         self._check()
         return array.copy()
 
-    def allreduce(self, array: Array) -> Array:
-        return self._same(array)
-
-    def reduce_scatter(self, array: Array, counts: Sequence[int]) -> Array:
-        return self._same(array)
-
-    def allgatherv(self, array: Array, counts: Sequence[int]) -> Array:
-        return self._same(array)
-
-    def broadcast(self, array: Array, root: int = 0) -> Array:
-        return self._same(array)
-
-    def sendrecv(self, array: Array, dest: int, source: int, like: Array) -> Array:
-        """A copy of the array, which this rank sends to itself."""
-        return self._same(array)
+    allreduce = reduce_scatter = allgatherv = broadcast = sendrecv = _same
 
     def barrier(self) -> None:
         """Only check for an abort."""
