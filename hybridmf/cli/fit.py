@@ -199,12 +199,14 @@ def command(
         say(f"Held out {test.nnz:,} ratings, training on {train.nnz:,}.")
     elif test_file is not None:
         test = read_ratings(test_file, where, show_progress=not quiet, **options)
+        check_meets("--test", test_file, test, ratings, source_name(source))
         say(f"Read {test_file}: {test.nnz:,} ratings to evaluate on.")
     if share is not None:
         train, watching["validation"] = split(train, share, **held)
         say(f"Held out {watching['validation'].nnz:,} ratings for validation, training on {train.nnz:,}.")
     elif validation is not None:
         held_out = read_ratings(validation, where, show_progress=not quiet, **options)
+        check_meets("--validation", validation, held_out, ratings, source_name(source))
         watching |= {"validation": held_out, "unknown": "drop"}
     say(f"\nPlan\n{textwrap.indent(str(plan(train, model)), '  ')}\n")
     for argument, given in features.items():
@@ -267,6 +269,19 @@ def _record_objective(_: Any, __: dict[str, float]) -> None:
 
 def silent(_: str) -> None:
     """Print nothing."""
+
+
+def check_meets(option: str, file: str, held: Ratings, ratings: Any, name: str) -> None:
+    """Refuse, before anything is fitted, held-out ratings whose users or items are all unknown to the ratings."""
+    theirs, ours = (held.user_ids, held.item_ids), (ratings.user_ids, ratings.item_ids)
+    for side, have, want in zip(SIDES, theirs, ours, strict=True):
+        if have is None or want is None or not len(have) or set(have.tolist()) & set(want.tolist()):
+            continue
+        raise click.UsageError(
+            f"{option} {file}: none of its {len(have):,} {side}s, such as {have[:1].tolist()[0]!r}, is a {side} of "
+            f"{name}, such as {want[:1].tolist()[0]!r}; write the {side}s of both files alike, or name their columns "
+            "with --user and --item"
+        )
 
 
 def _test_size(test_file: str | None, test_size: float) -> float | int:

@@ -296,6 +296,12 @@ def _entries(learned: Learned, history: Any) -> tuple[list[Any], np.ndarray]:
     if isinstance(history, (str, bytes)):
         raise TypeError(f"rows must be a matrix, or items of one or several users, got {history!r}; pass [{history!r}]")
     weighted = isinstance(history, Mapping)
+    index = getattr(history, "index", None)
+    if hasattr(index, "is_unique") and (index.name is not None or index.dtype.kind not in "iu"):  # a Series of pandas
+        raise TypeError(
+            f"rows is a pandas Series whose index, {index[:1].tolist()}, may name items; pass series.to_dict() if its "
+            "values are ratings of the items in its index, or series.to_list() if they are the items"
+        )
     if not weighted and not learned.objective.is_implicit and len(history):
         raise RatingsError(
             "rows are items without ratings, and this model was fitted on explicit feedback; pass a mapping "

@@ -160,6 +160,23 @@ def test_fit_saves_though_nothing_can_be_measured(tmp_path):
     assert hmf.load(out).n_users == 6
 
 
+@pytest.mark.parametrize("option", ["--test", "--validation"])
+@pytest.mark.parametrize(("side", "column"), [("user", 0), ("item", 1)])
+def test_fit_refuses_held_out_files_that_share_no_user_or_item_with_the_ratings(option, side, column, tmp_path):
+    rows = [[str(user), str(item), "3"] for user in range(9) for item in range(5)]
+    file, held, out = tmp_path / "r.csv", tmp_path / "held.csv", tmp_path / "m.safetensors"
+    file.write_text("".join(",".join(row) + "\n" for row in rows))
+    fit = ("fit", file, "-o", out, "--factors", 2, *(("--test-size", 0) if option == "--validation" else ()))
+    held.write_text(file.read_text())
+    succeed(*fit, option, held)
+    out.unlink()
+    strange = [[f"x{value}" if place == column else value for place, value in enumerate(row)] for row in rows]
+    held.write_text("".join(",".join(row) + "\n" for row in strange))
+    message = refuse(*fit, option, held)
+    assert f"{option} {held}: none of its {9 if side == 'user' else 5} {side}s, such as 'x0', is a {side} of" in message
+    assert not out.exists()
+
+
 def test_fit_keeps_the_old_file_when_it_fails(folder, tmp_path, monkeypatch):
     out = tmp_path / "m.safetensors"
     out.write_text("old")

@@ -203,3 +203,16 @@ def test_a_dense_row_of_integers_is_no_history(several):
         model.recommend_new([row.tolist()] * 2 if several else row, N=2)
     model.recommend_new(np.atleast_2d(row), N=2)
     model.recommend_new([0, 1, 2, 3, 4, 5, 6, 7], N=2)
+
+
+@pytest.mark.parametrize(
+    "index", [["i3", "i8"], pd.Index([3, 8], name="item"), [0.5, 1.5]], ids=["names", "named", "floats"]
+)
+def test_a_series_whose_index_may_name_items_is_refused(index):
+    model = hmf.ImplicitALS(2, iterations=1).fit(hmf.Ratings.from_matrix(sp.eye(10, format="csr")))
+    with pytest.raises(TypeError, match=r"series\.to_dict\(\)"):
+        model.recommend_new(pd.Series([4, 5], index=index), N=2)
+    with pytest.raises(TypeError, match=r"series\.to_dict\(\)"):
+        model.recommend_new([pd.Series([4, 5], index=index)], N=2)
+    filtered = pd.Series([4, 5], index=[17, 3])  # as of rows of a frame
+    np.testing.assert_array_equal(model.recommend_new(filtered, N=2)[0], model.recommend_new([4, 5], N=2)[0])
