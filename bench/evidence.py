@@ -84,7 +84,7 @@ def stale(items: Sequence[Item], results: dict[str, list[dict[str, Any]]]) -> li
         for selector in item.get("lines", []):
             file = selector.split()[0]
             states.update(freshness.state(file, line) for line in figures.select(results, selector))
-        if set(states) - {freshness.FRESH}:
+        if set(states) - freshness.CURRENT:
             counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
             found.append(f"{item['paper']}, {item['item']}: {counts}")
     return found

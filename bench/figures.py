@@ -314,7 +314,7 @@ def _values(block: Block, text: str, results: dict[str, list[Line]], report: Rep
             continue
         current += [number for line in found for number in numbers(line)]
         older += [number for line in select(results, selector, newest=False) for number in numbers(line)]
-        states = {freshness.state(selector.split()[0], line) for line in found} - {freshness.FRESH}
+        states = {freshness.state(selector.split()[0], line) for line in found} - freshness.CURRENT
         if states:
             report.stale.append(f"{block.place}: {selector}: {', '.join(sorted(states))}")
     return current, older

@@ -4,15 +4,21 @@
     python bench/freshness.py --changed  also the sources that changed since the commit of the newest line
 
 `CODE` declares the code path of each script: the library's files that decide its figures and the generators of its
-data. Every line carries the hash of these files (`code_sha256`) and whether they were committed (`clean`). A line is
-fresh while the hash is that of the tree. The scripts themselves are not part of it, because they also render pages.
+data. Every line carries the hash of the code of these files (`code_form_sha256`) and whether they were committed
+(`clean`; null: unknown). The hash ignores comments, docstrings, annotations and layout (`form`). A line is fresh while
+the hash is that of the tree, or while a control (`controls.py`) says that the code of the line and that of the tree
+took the same time in one run, with equal results. The scripts themselves are not part of it, because they also render
+pages. Lines until 27 November 2026 also have the hash of the bytes (`code_sha256`); their `code_form_sha256` is that of
+the files of their commit, if the hash of the bytes, or the earlier `sources_sha256`, is that commit's.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -92,6 +98,7 @@ CODE: dict[str, Patterns | dict[str, Patterns]] = {
     "biases": (*ALS_CPU, *SGD_CPU, *SHAPES),
     "checkpoints": ("hybridmf/model/checkpoint.py", *FITS, *ALS_GPU, *SHAPES),
     "cold": (*ALS_GPU, *TOP_K_GPU, *SET_UP_GPU, *FITS, "hybridmf/device/compiler.py", "hybridmf/search.py", *SHAPES),
+    "controls": (),
     "cpu": {
         "": (*ALS_CPU, *SHAPES),
         "top 10, filtered": (*TOP_K_CPU, *SHAPES),
@@ -171,11 +178,19 @@ WHOLE: Patterns = ("hybridmf/**/*.py", "hybridmf/**/*.pyx", "hybridmf/**/*.h", "
 
 def code_of(file: str, line: Line) -> Patterns:
     """Patterns of the files that the figures of a line depend on."""
-    declared = CODE.get(file, WHOLE)
-    if isinstance(declared, tuple):
-        return declared
-    task = str(line.get("task"))
-    return declared.get(task) or declared.get(_device(line), declared[""])
+    return code_paths(file)[path_of(file, line)] if file in CODE else WHOLE
+
+
+def path_of(file: str, line: Line) -> str:
+    """Which code path of a file of results a line is of: its task, its device or ""."""
+    paths = code_paths(file) if file in CODE else {}
+    return next((key for key in (str(line.get("task")), _device(line)) if key in paths), "")
+
+
+def code_paths(file: str) -> dict[str, Patterns]:
+    """Code paths that a file of results declares, by task or device."""
+    declared = CODE[file]
+    return declared if isinstance(declared, dict) else {"": declared}
 
 
 def _device(line: Line) -> str:
@@ -184,17 +199,24 @@ def _device(line: Line) -> str:
 
 
 @functools.cache
-def code_sha256(patterns: Patterns) -> str:
-    """sha256 of the names and contents of the files of a code path, sorted by name."""
-    digest = hashlib.sha256()
-    for name in files(patterns):
-        content = (ROOT / name).read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+def code_hash(patterns: Patterns, root: Path | None = None) -> str:
+    """sha256 of the names and forms of the files of a code path in a tree (default: this one), sorted by name."""
+    forms = forms_of(patterns, root)
+    return hashlib.sha256("".join(f"{name} {form}\n" for name, form in forms.items()).encode()).hexdigest()
+
+
+def forms_of(patterns: Patterns, root: Path | None = None) -> dict[str, str]:
+    """sha256 of the form of each file of a code path."""
+    return {name: _form_hash((root or ROOT) / name) for name in files(patterns, root)}
 
 
 @functools.cache
-def files(patterns: Patterns) -> tuple[str, ...]:
+def _form_hash(path: Path) -> str:
+    return hashlib.sha256(form(path.name, path.read_text(encoding="utf-8")).encode()).hexdigest()
+
+
+@functools.cache
+def files(patterns: Patterns, root: Path | None = None) -> tuple[str, ...]:
     """Files of a code path, relative to the root, sorted.
 
     Raises
@@ -202,9 +224,9 @@ def files(patterns: Patterns) -> tuple[str, ...]:
     ValueError
         A pattern fits no file: a declaration must follow when files move.
     """
-    found: set[str] = set()
+    root, found = root or ROOT, set()
     for pattern in patterns:
-        paths = [p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern) if p.is_file() and p.suffix != ".so"]
+        paths = [p.relative_to(root).as_posix() for p in root.glob(pattern) if p.is_file() and p.suffix != ".so"]
         if not paths:
             raise ValueError(f"bench/freshness.py: {pattern!r} fits no file; mend CODE")
         found.update(paths)
@@ -225,23 +247,119 @@ def is_clean(patterns: Patterns) -> bool | None:
 def stamp(file: str, line: Line) -> dict[str, Any]:
     """What a new line records of its sources."""
     patterns = code_of(file, line)
-    return {"code_sha256": code_sha256(patterns), "clean": is_clean(patterns)}
+    return {"code_form_sha256": code_hash(patterns), "clean": is_clean(patterns)}
+
+
+# ------------------------------------------------------------------------------------------ form of a file
+
+
+def form(name: str, text: str) -> str:
+    """What of a source can change a figure: no comments, docstrings, annotations of types, or layout.
+
+    Python as its syntax tree, the same in Python 3.11 to 3.14; Cython, C and CUDA as tokens.
+    """
+    if name.endswith((".py", ".pyi")):
+        return _tree(ast.parse(text))
+    return _tokens(text, CYTHON if name.endswith((".pyx", ".pxd", ".pxi")) else C)
+
+
+TYPES = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
+"""Fields of a syntax tree that no answer depends on; `ctx` follows from the place, `kind` is the prefix u."""
+
+
+def _tree(node: object) -> str:
+    """A node as nested names and values; empty fields are left out, because they differ between versions of Python."""
+    if isinstance(node, list):
+        return "[" + " ".join(_tree(each) for each in node if not _is_mute(each)) + "]"
+    if not isinstance(node, ast.AST):
+        return ascii(node)
+    fields = {name: getattr(node, name, None) for name in node._fields if name not in TYPES}
+    if isinstance(node, ast.JoinedStr):  # Python 3.12.1 ends a format with ""
+        fields["values"] = [each for each in node.values if getattr(each, "value", None) != ""]
+    parts = [f"{name}={_tree(value)}" for name, value in fields.items() if value is not None and value != []]
+    return " ".join([f"({type(node).__name__}", *parts]) + ")"
+
+
+def _is_mute(node: object) -> bool:
+    """A docstring, or imports for annotations alone."""
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" and not node.orelse
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+OPERATORS = r"\+\+|--|<<=?|>>=?|[-+*/%&|^<>=!]=|&&|\|\||->|::"
+QUOTED = r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*\'"""
+C = re.compile(rf"(?P<drop>//[^\n]*|/\*.*?\*/|\\\n)|{QUOTED}|\n *#|[\w.]+|{OPERATORS}|\S|\n", re.DOTALL)
+CYTHON = re.compile(rf'''(?P<drop>\#[^\n]*|\\\n)|""".*?"""|{QUOTED}|[\w.]+|{OPERATORS}|\S|\n[ ]*''', re.DOTALL)
+
+
+def _tokens(text: str, language: re.Pattern[str]) -> str:
+    """Tokens with one blank between them, without comments and docstrings.
+
+    Of line ends, C keeps those of directives, Cython those before a statement, with the indentation.
+    """
+    found: list[str] = []
+    directive, depth = False, 0
+    for match in language.finditer("\n" + text):
+        token = match[0]
+        if match["drop"] is not None:
+            continue
+        if token.startswith("\n") and language is C:
+            if directive or token.strip():
+                found.append("\n")
+            directive = bool(token.strip())
+            found += ["#"] if directive else []
+        elif token.startswith("\n"):
+            if found and found[-1].startswith("\n"):
+                found[-1] = token  # an empty line
+            elif not depth:
+                found.append(token)
+        elif not (token.startswith('"""') and (not found or found[-1].startswith("\n"))):
+            depth += (token in "([{") - (token in ")]}")
+            found.append(token)
+    return " ".join(found)
 
 
 # ------------------------------------------------------------------------------------------ state of a line
 
 FRESH = "fresh"
+UNCHECKED = "fresh, clean unknown"
+CONTROLLED = "fresh by control"
+
+CURRENT = {FRESH, UNCHECKED, CONTROLLED}
+"""States of lines whose figures are those of the tree."""
 
 
 def state(file: str, line: Line) -> str:
-    """A line against the tree: "fresh", "quoted", "uncommitted", "older sources" or "no hash" (older lines)."""
-    if line.get("kind") == "quoted":
-        return "quoted"
-    if "code_sha256" not in line:
+    """A line against the tree, in words: "fresh", "older sources" and so on; "no hash" stands for older lines."""
+    if line.get("kind") in ("quoted", "control"):
+        return str(line["kind"])
+    if "code_form_sha256" not in line:
         return "no hash"
-    if line["code_sha256"] != code_sha256(code_of(file, line)):
-        return "older sources"
-    return "uncommitted" if line.get("clean") is False else FRESH
+    if line.get("clean") is False:
+        return "uncommitted" if line["code_form_sha256"] == code_hash(code_of(file, line)) else "older sources"
+    if line["code_form_sha256"] == code_hash(code_of(file, line)):
+        return FRESH if line.get("clean") else UNCHECKED
+    return CONTROLLED if controls_of(file, line) else "older sources"
+
+
+@functools.cache
+def controls() -> tuple[dict[str, Any], ...]:
+    """Lines of controls: each names pairs of hashes whose code measured alike, by "FILE PATH" (`path_of`)."""
+    path = RESULTS / "controls.jsonl"
+    return tuple(json.loads(text) for text in path.read_text().splitlines() if text) if path.exists() else ()
+
+
+def controls_of(file: str, line: Line) -> list[dict[str, Any]]:
+    """The controls that lead from the code of a line to that of the tree, in turn; none if they do not."""
+    name, aim = f"{file} {path_of(file, line)}", code_hash(code_of(file, line))
+    ways = {str(line["code_form_sha256"]): list[dict[str, Any]]()}
+    for _ in controls():
+        for control in controls():
+            before, after = control["covers"].get(name, (None, None))
+            if before in ways and after not in ways:
+                ways[after] = [*ways[before], control]
+    return ways.get(aim, [])
 
 
 def results() -> dict[str, list[dict[str, Any]]]:
@@ -262,6 +380,12 @@ def changed(file: str, lines: list[Line]) -> list[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
 
 
+def _control_name(control: Line) -> str:
+    low, high = control["ratios"]
+    return (f"control of {control['date']}, {control['gpu']}: {control['from']['commit'][:9]} as "
+            f"{control['to']['commit'][:9] or 'the tree'}, ratios {low:.3f} to {high:.3f}")  # fmt: skip
+
+
 def main(arguments: list[str]) -> None:
     """Print the table."""
     for file, lines in results().items():
@@ -271,6 +395,9 @@ def main(arguments: list[str]) -> None:
         for task, group in tasks.items():
             states = Counter(state(file, line) for line in group)
             counts = ", ".join(f"{count} {name}" for name, count in states.items())
+            used = {_control_name(each) for line in group if state(file, line) == CONTROLLED
+                    for each in controls_of(file, line)}  # fmt: skip
+            counts += f" ({'; '.join(sorted(used))})" if used else ""
             print(f"{file:15} {task:40.40} newest {group[-1].get('date', ''):10}  {counts}")
             if "--changed" in arguments and states.get("older sources", 0) + states.get("no hash", 0):
                 for name in changed(file, group):

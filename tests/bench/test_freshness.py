@@ -54,7 +54,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 def forget():
-    for cached in (freshness.code_sha256, freshness.files, freshness.is_clean):
+    for cached in (freshness.code_hash, freshness._form_hash, freshness.files, freshness.is_clean, freshness.controls):
         cached.cache_clear()
 
 
@@ -84,3 +84,69 @@ def test_lines_without_a_hash_are_not_fresh_and_quoted_lines_say_so():
 def test_a_declaration_that_fits_no_file_is_an_error(checkout):
     with pytest.raises(ValueError, match=r"'missing\.py' fits no file"):
         freshness.files(("missing.py",))
+
+
+ONE = """\"\"\"Text.\"\"\"
+from __future__ import annotations
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from x import Y
+
+A: dict[str, int] = {"a": 1}  # a comment
+
+class B:
+    "Text."
+    c: int = 3
+
+    def d(self, e: Y) -> float:
+        "More text."
+        return f"{e:{self.c}}" + "# no comment"
+"""
+OTHER = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+A: Mapping = {
+    'a': 1,
+}
+class B:
+    c: float = 3
+    def d(self, e):
+        return (f"{e:{self.c}}" + "# no comment")
+"""
+
+
+def test_comments_docstrings_annotations_and_layout_are_no_code():
+    assert freshness.form("a.py", ONE) == freshness.form("a.py", OTHER)
+    for old, new in (("= 3", "= 4"), ("self.c", "self.b"), ('"# no', '"#  no'), ("'a'", "'b'"), ("B:", "C:")):
+        assert freshness.form("a.py", OTHER) != freshness.form("a.py", OTHER.replace(old, new))
+
+
+def test_tokens_of_cuda_and_cython_are_compared_without_comments():
+    cuda = '#define A(x) (x \\\n    + 1)  // one\n/* two\nlines */ int f() { return A("//") ; }\n'
+    same = '#define A(x) (x + 1)\nint f()\n{\n    return A("//");  // end\n}\n'
+    assert freshness.form("a.cu", cuda) == freshness.form("a.cu", same)
+    assert freshness.form("a.cu", cuda) != freshness.form("a.cu", cuda.replace("+ 1)", "+ 2)"))
+    assert freshness.form("a.cu", "#if A\nint a;") != freshness.form("a.cu", "#if A int a;")
+    cython = 'cdef int f(int a) nogil:\n    """Text\n    more."""\n    # why\n\n    return g(a,\n             "#")\n'
+    same = 'cdef int f(int a) nogil:\n    return g(a, "#")  # why\n'
+    assert freshness.form("a.pyx", cython) == freshness.form("a.pyx", same)
+    assert freshness.form("a.pyx", same) != freshness.form("a.pyx", same.replace("    return", "  return"))
+
+
+def test_a_line_of_other_code_is_fresh_by_a_control(checkout, monkeypatch):
+    def control(before, after):
+        return {"kind": "control", "covers": {"some ": [before, after]}}
+
+    now = freshness.code_hash(("a.py",))
+    line = {"code_form_sha256": "first", "clean": True}
+    cases = {
+        "older sources": [[], [control("first", "second")], [control(now, "first")]],
+        "fresh by control": [[control("first", now)], [control("second", now), control("first", "second")]],
+    }
+    for expected, groups in cases.items():
+        for lines in groups:
+            monkeypatch.setattr(freshness, "controls", lambda lines=lines: tuple(lines))
+            assert freshness.state("some", line) == expected
+    assert freshness.state("some", line | {"clean": False}) == "older sources"
+    assert freshness.state("some", {"code_form_sha256": now, "clean": None}) == "fresh, clean unknown"
