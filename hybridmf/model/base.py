@@ -38,7 +38,6 @@ from .fit import Fit, Options
 from .late import LateMatrix, late_matrix
 from .learned import Learned
 from .loop import Record
-from .prepared import PreparedRatings, prepared_for
 from .serving import ServingMixin
 from .stopwatch import Stopwatch
 from .training import LocalRatings, TrainingData
@@ -108,10 +107,6 @@ class FactorModel(ServingMixin):
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------ input
-
-    def _source(self, given: Any) -> PreparedRatings | None:
-        """Prepared ratings of a fit, if it gets these or ratings on a GPU; None for other ratings."""
-        return prepared_for(given, self._settings().dtype, self._objective().is_implicit)
 
     def _check_matrix(self, matrix: Any, name: str = "user_items") -> sp.csr_array | StoreMatrix:
         """Training data as canonical CSR, or as a store; explicit zeros are dropped for implicit feedback."""
@@ -334,10 +329,9 @@ class FactorModel(ServingMixin):
             `path` is a folder, device, pipe or socket, or cannot be written.
         """
         learned = self._fitted()
-        metadata = _io.model_metadata(type(self).__name__, learned, _io.features_state(learned))
+        metadata = _io.model_metadata(type(self).__name__, learned)
         tensors = _io.lasting_tensors(learned, include_seen=check_bool("include_seen", include_seen))
-        tensors |= _io.state_tensors(learned.state) | _io.features_tensors(learned)
-        _io.save_model(path, metadata, tensors)
+        _io.save_model(path, metadata, tensors | _io.state_tensors(learned.state))
 
     def _restore(self, content: _io.ModelFile) -> Any:
         """Restore the state from a model file."""

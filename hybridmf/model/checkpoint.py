@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,17 +22,7 @@ from ..core.objective import LazyFactors, State
 from ..core.validate import check_bool, check_int, check_path, check_real
 from ..data.manifest import MANIFEST
 from ..errors import ModelFileError
-from .files import (
-    ModelFile,
-    features_state,
-    features_tensors,
-    jsonable,
-    lasting_tensors,
-    model_metadata,
-    state_tensors,
-    stored_iteration,
-    write_model,
-)
+from .files import ModelFile, jsonable, lasting_tensors, model_metadata, state_tensors, stored_iteration, write_model
 from .learned import Learned
 
 logger = logging.getLogger("hybridmf")
@@ -42,17 +32,10 @@ KEEP = 2
 
 FREE_PARAMS = frozenset(
     {"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state", "gpu_memory_limit"}
-) | {
-    "init",
-    "learning_rate",  # a diverged run continues with a lower rate
-    "decay",
-    "schedule",
-    "ordering",
-    "order",
-    "reduction",
-    "deterministic",
-}
-"""Parameters that may change when a fit resumes: they do not affect the objective."""
+    | {"init", "learning_rate", "decay", "schedule", "ordering", "order", "reduction", "deterministic"}
+)
+"""Parameters that may change when a fit resumes: they do not affect the objective. A diverged run of SGD continues with
+a lower learning rate."""
 
 OBJECTIVE_PARAMS = frozenset(
     {"regularization", "regularization_scaling", "bias_regularization", "alpha", "unobserved_weight"}
@@ -135,7 +118,7 @@ def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None) 
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
         raise PermissionError(f"checkpoint folder {str(path)!r} cannot be written to")
-    newest = [each.path for each in _listed(path)[-1:]]
+    newest = [each for _, each in _listed(path)[-1:]]
     if newest and (resume_from is None or Path(resume_from).resolve() not in (path.resolve(), newest[0].resolve())):
         raise FileExistsError(
             f"checkpoint folder {str(path)!r} holds checkpoints of an earlier run, the newest {newest[0].name}: "
@@ -145,23 +128,8 @@ def prepare(checkpoint: Any, resume_from: str | os.PathLike[str] | None = None) 
     return checkpoint
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """One completed iteration: the metadata of its model file, and its factors."""
-
-    iteration: int
-    metadata: dict[str, str]
-    state: State
-    features: dict[str, np.ndarray]  # tensors of features
-
-    def lazy(self) -> list[LazyFactors]:
-        """Factors that are not host arrays."""
-        return [each for each in (self.state.user, self.state.item) if isinstance(each, LazyFactors)]
-
-    def let_go(self) -> None:
-        """Free host copies made for the file."""
-        for factors in self.lazy():
-            factors.let_go()
+Snapshot: TypeAlias = tuple[int, dict[str, str], State]
+"""A completed iteration, the metadata of its model file, and its factors."""
 
 
 class Writer:
@@ -179,7 +147,7 @@ class Writer:
         self._newest: Path | None = None  # the last file written
         self._next_time = time.monotonic() + 60 * (checkpoint.minutes or 0)
         self._lasting: dict[str, np.ndarray] | None = None
-        self._waiting: _Snapshot | None = None
+        self._waiting: Snapshot | None = None
         self._busy = self._closed = self._failed = False
         self._error: Exception | None = None
         self._changed = threading.Condition()
@@ -229,9 +197,8 @@ class Writer:
         if self._lasting is None:
             self._lasting = lasting_tensors(learned, include_seen=self.checkpoint.include_seen)
         # the history grows while the thread writes: it is serialized here
-        metadata = model_metadata(kind, learned, self.extra | features_state(learned))
-        snapshot = _Snapshot(learned.n_iter, metadata, learned.state, features_tensors(learned))
-        for factors in snapshot.lazy():
+        snapshot = learned.n_iter, model_metadata(kind, learned, self.extra), learned.state
+        for factors in _lazy(learned.state):
             factors.wait_by(self.release)
         self._next_time = time.monotonic() + 60 * (self.checkpoint.minutes or 0)
         with self._changed:
@@ -264,22 +231,22 @@ class Writer:
             try:
                 self._try_to_write(snapshot)
             finally:
-                snapshot.let_go()
+                _let_go(snapshot[2])
                 del snapshot  # frees its device memory
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()
 
-    def _try_to_write(self, snapshot: _Snapshot) -> None:
+    def _try_to_write(self, snapshot: Snapshot) -> None:
         try:
             self._write(snapshot)
-            self._failed, self._written = False, snapshot.iteration
+            self._failed, self._written = False, snapshot[0]
         except (OSError, MemoryError) as error:
             self._failed = True
             logger.warning(
                 "the checkpoint of iteration %d could not be written to %r (%s: %s); training continues, %s; "
                 "the next iteration tries again",
-                snapshot.iteration,
+                snapshot[0],
                 str(self.checkpoint.folder),
                 type(error).__name__,
                 str(error),  # as text: a kept log record would keep the state alive through the traceback
@@ -296,57 +263,48 @@ class Writer:
             return f"the one of iteration {self._written} is gone"
         return f"iteration {self._written} is the newest that is safe"
 
-    def _write(self, snapshot: _Snapshot) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         """Write the file, then remove files older than those to keep."""
-        folder, lasting = self.checkpoint.folder, self._lasting
+        (iteration, metadata, state), folder, lasting = snapshot, self.checkpoint.folder, self._lasting
         assert lasting is not None
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
             logger.warning(
                 "checkpoint folder %r was removed during the fit, with its files; created again", str(folder)
             )
-        tensors = state_tensors(snapshot.state.on_host(), resumable=True) | lasting | snapshot.features
-        newest = folder / _file_name(snapshot.iteration)
-        write_atomically(
-            newest,
-            lambda file: write_model(file, snapshot.metadata, tensors),
-            prefix=UNFINISHED,
-        )
+        tensors = state_tensors(state.on_host(), resumable=True) | lasting
+        newest = folder / _file_name(iteration)
+        write_atomically(newest, lambda file: write_model(file, metadata, tensors), prefix=UNFINISHED)
         self._newest = newest
         # files of later iterations were unreadable when this run was resumed; renamed files were kept on purpose
-        ours = [each for each in _listed(folder) if each.iteration <= snapshot.iteration and not each.renamed]
+        ours = [path for n, path in _listed(folder) if n <= iteration and path.name == _file_name(n)]
         for old in ours[: -self.checkpoint.keep]:
-            old.path.unlink(missing_ok=True)
+            old.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, order=True)
-class _Found:
-    """A file named like a checkpoint; ordered by the iteration it holds."""
+def _lazy(state: State) -> list[LazyFactors]:
+    """Factors that are not host arrays."""
+    return [each for each in (state.user, state.item) if isinstance(each, LazyFactors)]
 
-    iteration: int
-    path: Path
 
-    @classmethod
-    def at(cls, path: Path) -> _Found | None:
-        """The checkpoint at a path; None for other files. Without a readable iteration, that of the name counts."""
-        named = _NAME.fullmatch(path.name)
-        if named is None:
-            return None
-        stored = stored_iteration(path)
-        return cls(int(named[1]) if stored is None else stored, path)
-
-    @property
-    def renamed(self) -> bool:
-        """Whether the name contradicts the iteration in the file."""
-        return self.path.name != _file_name(self.iteration)
+def _let_go(state: State) -> None:
+    """Free host copies made for the file."""
+    for factors in _lazy(state):
+        factors.let_go()
 
 
 def _file_name(iteration: int) -> str:
     return f"checkpoint-{iteration:06d}.safetensors"
 
 
-def _listed(directory: Path) -> list[_Found]:
-    return sorted(filter(None, map(_Found.at, directory.iterdir())))
+def _listed(directory: Path) -> list[tuple[int, Path]]:
+    """Checkpoints by the iteration that they hold; without a readable one, that of the name counts."""
+    found = []
+    for path in directory.iterdir():
+        if named := _NAME.fullmatch(path.name):
+            stored = stored_iteration(path)
+            found.append((int(named[1]) if stored is None else stored, path))
+    return sorted(found)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -385,7 +343,12 @@ def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = 
     shape = f"{len(content.state.user)}x{len(content.state.item)}"
     if not data.startswith(f"{shape}-"):
         raise ModelFileError(f"{name!r} is corrupt: it holds factors of {shape} users x items for other data ({data})")
-    _warn_of_too_many(content, model.iterations)
+    if content.summary["n_iter"] > model.iterations:
+        logger.warning(
+            "%r already has %d iterations and iterations=%d includes them: fit returns the model of the checkpoint "
+            "without training; set iterations to more than %d to continue, or resume from an earlier checkpoint",
+            name, content.summary["n_iter"], model.iterations, content.summary["n_iter"],
+        )  # fmt: skip
     return content
 
 
@@ -396,30 +359,12 @@ def _same_objective(model: Any, params: dict[str, Any]) -> bool:
     return all(written._objective(spread) == model._objective(spread) for spread in (1.0, 2.0))
 
 
-def _warn_of_too_many(content: ModelFile, iterations: int) -> None:
-    """Log a warning if a checkpoint has more iterations than the fit requests."""
-    completed = int(content.summary["n_iter"])
-    if completed > iterations:
-        logger.warning(
-            "%r already has %d iterations and iterations=%d includes them: fit returns the model of the checkpoint "
-            "without training; set iterations to more than %d to continue, or resume from an earlier checkpoint",
-            str(content.path),
-            completed,
-            iterations,
-            completed,
-        )
-
-
 def _newest(directory: Path, mapped: bool) -> ModelFile:
-    found = _listed(directory)
-    if not found:
-        raise FileNotFoundError(f"resume_from folder {str(directory)!r} holds no checkpoint")
-    problem: ModelFileError | None = None
-    for each in reversed(found):
+    problem: Exception = FileNotFoundError(f"resume_from folder {str(directory)!r} holds no checkpoint")
+    for _, path in reversed(_listed(directory)):
         try:
-            return ModelFile(each.path, mapped=mapped)
+            return ModelFile(path, mapped=mapped)
         except ModelFileError as error:
             problem = error
             logger.warning("skipped checkpoint: %s", error)
-    assert problem is not None
     raise problem

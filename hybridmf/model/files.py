@@ -42,24 +42,10 @@ from .learned import Learned, LearnedFeatures, likes_of
 FORMAT, VERSION = "hybridmf", 1
 
 SQUARES = ("user_squares", "item_squares", "user_bias_squares", "item_bias_squares")
-TENSORS = frozenset(
-    [
-        "user_factors",
-        "item_factors",
-        "user_bias",
-        "item_bias",
-        "seen_indptr",
-        "seen_indices",
-        "seen_values",
-        "seen_codes",
-        "item_counts",
-        "item_likes",
-        "user_ids",
-        "item_ids",
-    ]
-) | set(SQUARES)
 FEATURES = ("features_indptr", "features_indices", "features_data", "feature_vectors", "feature_bias", "cold")
-TENSORS |= {f"{side}_{name}" for side in SIDES for name in FEATURES}
+TENSORS = frozenset(f"{side}_{name}" for side in SIDES for name in ("factors", "bias", "ids", *FEATURES)) | {
+    *SQUARES, "seen_indptr", "seen_indices", "seen_values", "seen_codes", "item_counts", "item_likes",
+}  # fmt: skip
 DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "int32": "I32", "uint8": "U8"}
 """Names of dtypes in NumPy and in safetensors."""
 
@@ -97,23 +83,6 @@ def _json_default(value: Any) -> Any:
     )
 
 
-def _tensor_params(state: State) -> dict[str, Any]:
-    """Parameters that the tensors determine."""
-    matrix = state.user.matrix
-    return {"factors": matrix.shape[1], "dtype": matrix.dtype.name, "biases": state.user.bias is not None}
-
-
-def _squares(state: State) -> dict[str, np.ndarray]:
-    """AdaGrad's sums of squares as tensors; empty if the state has none."""
-    tensors: dict[str, np.ndarray] = {}
-    for side, factors in (("user", state.user), ("item", state.item)):
-        if factors.squares is not None:
-            tensors[f"{side}_squares"] = factors.squares.matrix
-            if factors.squares.bias is not None:
-                tensors[f"{side}_bias_squares"] = factors.squares.bias
-    return tensors
-
-
 def model_metadata(kind: str, learned: Learned, extra: dict[str, Any] | None = None) -> dict[str, str]:
     """Metadata of a fitted model of the class named `kind`; `extra` is added to its state."""
     summary = {
@@ -125,6 +94,10 @@ def model_metadata(kind: str, learned: Learned, extra: dict[str, Any] | None = N
         "value_range": learned.value_range,
         "frame_kind": learned.frame_kind,
     } | (extra or {})
+    if learned.features:
+        summary["features"] = {
+            side: {"coding": each.features.coding(), "weight": each.weight} for side, each in learned.features.items()
+        }
     objective = learned.objective
     for name in ("regularization", "bias_regularization") if objective.biases else ("regularization",):
         users, items = getattr(objective, name)  # defaults depend on the ratings
@@ -146,29 +119,36 @@ def model_metadata(kind: str, learned: Learned, extra: dict[str, Any] | None = N
 
 
 def state_tensors(state: State, *, resumable: bool = False) -> dict[str, np.ndarray]:
-    """Tensors that change during a fit; `resumable` adds those needed to resume it."""
-    tensors = {"user_factors": state.user.matrix, "item_factors": state.item.matrix}
-    if state.user.bias is not None and state.item.bias is not None:
-        tensors |= {"user_bias": state.user.bias, "item_bias": state.item.bias}
-    return tensors | _squares(state) if resumable else tensors
+    """Tensors that change during a fit; `resumable` adds those needed to resume it, AdaGrad's sums of squares."""
+    tensors: dict[str, np.ndarray | None] = {}
+    for side in SIDES:
+        factors, vectors = state.side(side), state.vectors.get(side)
+        tensors |= {f"{side}_factors": factors.matrix, f"{side}_bias": factors.bias}
+        if resumable and factors.squares is not None:
+            tensors |= {f"{side}_squares": factors.squares.matrix, f"{side}_bias_squares": factors.squares.bias}
+        if vectors is not None:
+            tensors |= {f"{side}_feature_vectors": vectors.matrix, f"{side}_feature_bias": vectors.bias}
+    return {name: array for name, array in tensors.items() if array is not None}
 
 
 def lasting_tensors(learned: Learned, *, include_seen: bool = True) -> dict[str, np.ndarray]:
-    """Tensors that do not change during a fit: labels, counts of items, and items seen by users."""
-    tensors: dict[str, np.ndarray] = {}
+    """Tensors that do not change during a fit: labels, features, counts of items, and items seen by users."""
+    tensors: dict[str, np.ndarray | None] = {"item_counts": learned.item_counts, "item_likes": learned.item_likes}
     seen = learned.seen_matrix() if include_seen else None
     if seen is not None:
         tensors |= {"seen_indptr": seen.indptr, "seen_indices": seen.indices}
         if learned.values is not None:
             tensors |= _encode_values(learned.values)
-    if learned.item_counts is not None:
-        tensors["item_counts"] = learned.item_counts
-    if learned.item_likes is not None:
-        tensors["item_likes"] = learned.item_likes
-    for name, labels in (("user_ids", learned.user_ids), ("item_ids", learned.item_ids)):
+    for side in SIDES:
+        labels, known = learned.labels(side), learned.features.get(side)
         if labels is not None:
-            tensors[name] = encode_labels(name, labels)
-    return tensors
+            tensors[f"{side}_ids"] = encode_labels(f"{side}_ids", labels)
+        if known is not None:
+            matrix, cold = known.features.matrix, known.cold.astype(np.int64)
+            arrays = (matrix.indptr.astype(np.int64, copy=False), matrix.indices, matrix.data, cold)
+            names = ("features_indptr", "features_indices", "features_data", "cold")
+            tensors |= {f"{side}_{name}": array for name, array in zip(names, arrays, strict=True)}
+    return {name: array for name, array in tensors.items() if array is not None}
 
 
 def _encode_values(values: np.ndarray) -> dict[str, np.ndarray]:
@@ -198,25 +178,6 @@ def _decode_values(tensors: dict[str, np.ndarray], nnz: int) -> np.ndarray | Non
     if len(values) != nnz:
         raise ValueError(f"seen_values has {len(values)} values for {nnz} entries")
     return values
-
-
-def features_state(learned: Learned) -> dict[str, Any]:
-    """What the metadata say of features, {} without any."""
-    found = {
-        side: {"coding": known.features.coding(), "weight": known.weight} for side, known in learned.features.items()
-    }
-    return {"features": found} if found else {}
-
-
-def features_tensors(learned: Learned) -> dict[str, np.ndarray]:
-    """Tensors of features and of their vectors."""
-    tensors: dict[str, np.ndarray] = {}
-    for side, known in learned.features.items():
-        matrix, vectors = known.features.matrix, learned.state.vectors[side]
-        indptr = matrix.indptr.astype(np.int64, copy=False)
-        arrays = (indptr, matrix.indices, matrix.data, vectors.matrix, vectors.bias, known.cold.astype(np.int64))
-        tensors |= {f"{side}_{name}": array for name, array in zip(FEATURES, arrays, strict=True) if array is not None}
-    return tensors
 
 
 def save_model(path: Any, metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
@@ -544,7 +505,8 @@ class ModelFile:
     def check_model(self, model: Any) -> None:
         """Raise unless the parameters of `model` match the tensors, since kernels do not check this."""
         params = {"biases": False} | jsonable(model.get_params(deep=False))
-        for name, found in _tensor_params(self.state).items():
+        matrix, biased = self.state.user.matrix, self.state.user.bias is not None
+        for name, found in {"factors": matrix.shape[1], "dtype": matrix.dtype.name, "biases": biased}.items():
             problem = f"its tensors are those of a model with {name}={found!r}, not {name}={params[name]!r}"
             self._require(params[name] == found, problem)
 

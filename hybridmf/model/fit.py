@@ -24,7 +24,6 @@ from ..data.align import UNKNOWN
 from ..data.labels import check_storable_labels
 from ..errors import RatingsError
 from ..plan import dispatch
-from ..plan.solver import Solver
 from ..plan.types import Plan, Settings
 from ..ranks.transport.communicator import Communicator, Single, agreed
 from . import checkpoint as checkpoints
@@ -126,7 +125,7 @@ class Fit:
         )
         del state  # frees the initial factors after the first sweep
         with source.closing(solver):
-            loop = self.loop(solver, plan)
+            loop = FitLoop(self, solver, self._learner(plan))
             watch.lap("set up")
             with loop.running(self.settings.iterations):
                 for iteration in loop.iterations():
@@ -193,25 +192,6 @@ class Fit:
         """The plan with the seed of random numbers in iterations, for methods that draw them."""
         method: Any = plan.method
         return plan if self.seed_bits is None else plan.changed(method=replace(method, seed_bits=self.seed_bits))
-
-    def loop(self, solver: Solver, plan: Plan) -> FitLoop:
-        """The work after each iteration of the solver."""
-        source = self.source
-        return FitLoop(
-            self.model,
-            solver,
-            functools.partial(source.gathered, solver),
-            self._learner(plan),
-            options=replace(self.options, validation=self.held_out),
-            communicator=self.communicator,
-            stopwatch=self.stopwatch,
-            columns=source.columns,
-            seen=source.seen_by(self.held_out, self.objective),
-            unit=source.unit or 1.0,
-            completed=self.completed,
-            history=self.history,
-            writer=self.writer,
-        )
 
     def _resumed(self, plan: Plan) -> tuple[ModelFile | None, str]:
         """The checkpoint to resume from, on the first rank, and the identity of the ratings."""

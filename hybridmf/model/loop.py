@@ -25,15 +25,13 @@ from ..device.health import hurry
 from ..errors import DeviceError, DeviceLostError, RatingsError
 from ..metrics import _measure, _warn_of_overlap
 from ..plan.solver import Solver
-from ..ranks.transport.communicator import Communicator, agreed
+from ..ranks.transport.communicator import agreed
 from ..ratings import as_ratings
-from .checkpoint import Writer
 from .early_stopping import Watch
 from .estimator import take_columns
 from .exactness import finished_users
 from .learned import Learned
 from .popularity import popularity_of
-from .stopwatch import Stopwatch
 
 logger = logging.getLogger("hybridmf")
 
@@ -51,44 +49,26 @@ Callback: TypeAlias = Callable[[Any, Record], Any]
 class FitLoop:
     """The iterations of one fit on one rank.
 
-    `gather` returns the factors of all rows on the first rank, None on the others. `options` are the
-    `hybridmf.model.fit.Options` of this rank, with the validation set in the positions of the training data, and `seen`
-    the training entries of its users if the model does not have them. `columns` is what scikit-learn reads the number
-    and names of features from; `unit` a factor of the solver's objective.
+    `fit` is the `hybridmf.model.fit.Fit` of this rank after its start; `learn` makes the `Learned` of a state.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        solver: Solver,
-        gather: Callable[[], State | None],
-        learn: Callable[[State], Learned],
-        *,
-        options: Any,
-        communicator: Communicator,
-        stopwatch: Stopwatch,
-        columns: Any,
-        seen: sp.csr_array | None,
-        unit: float,
-        completed: int,
-        history: list[Record],
-        writer: Writer | None,
-    ) -> None:
-        self.model, self.solver, self.gather, self.learn = model, solver, gather, learn
-        self.options, self.communicator, self.stopwatch = options, communicator, stopwatch
-        self.columns, self.seen, self.unit = columns, seen, unit
-        self.completed, self.history, self.writer = completed, history, writer
+    def __init__(self, fit: Any, solver: Solver, learn: Callable[[State], Learned]) -> None:
+        self.model, self.source, self.solver, self.learn = fit.model, fit.source, solver, learn
+        self.options, self.communicator, self.stopwatch = fit.options, fit.communicator, fit.stopwatch
+        self.completed, self.history, self.writer = fit.completed, fit.history, fit.writer
+        self.validation: sp.csr_array | None = fit.held_out
+        self.seen = fit.source.seen_by(fit.held_out, fit.objective)  # of the validation users, if the model lacks them
         self.learned: Learned | None = None
-        rule, self.validation = options.early_stopping, options.validation
+        options, rule, communicator = fit.options, fit.options.early_stopping, fit.communicator
         self.watch = None if rule is None else Watch(rule)
         # whether the model lacks the current factors, and whether these are of an incomplete iteration; as on all ranks
-        self.stale, self.partial = completed > 0, False
+        self.stale, self.partial = fit.completed > 0, False
         self.work = ""  # of the solver, for messages
         calls_back = options.callback is not None
         self.reports = options.track_objective or options.show_progress or calls_back
         self.calls_back, self.needs_objective, self.saves, self.may_stop = (
             bool(agreed(communicator, answer))
-            for answer in (calls_back, self.reports, writer is not None, calls_back or rule is not None)
+            for answer in (calls_back, self.reports, fit.writer is not None, calls_back or rule is not None)
         )
         self.validates_every = agreed(communicator, 0 if self.validation is None else options.validate_every)
 
@@ -153,7 +133,7 @@ class FitLoop:
             self._update_model()
         validates = self._validates()
         if self.needs_objective or validates:
-            record["objective"] = self.unit * self.solver.objective_value()
+            record["objective"] = (self.source.unit or 1.0) * self.solver.objective_value()
         if self.validation is not None and validates:
             record |= self._validate(self.validation)
         if self.reports or (self.validation is not None and validates):
@@ -252,7 +232,7 @@ class FitLoop:
 
         `on_host`: copy the factors to the host first, so that a failure leaves the model as it is.
         """
-        state = self.gather()
+        state = self.source.gathered(self.solver)
         if state is not None and on_host:
             state = state.on_host()
         self.stale = False
@@ -260,7 +240,7 @@ class FitLoop:
             return
         first = self.learned is None
         if first:
-            take_columns(self.model, self.columns)
+            take_columns(self.model, self.source.columns)
         named = vars(self.model).get("feature_names_in_") if self.learned is None else self.learned.feature_names
         # a list of its own, since `self.history` grows; this releases the previous state
         self.learned = replace(

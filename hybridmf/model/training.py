@@ -31,7 +31,7 @@ from ..ratings import Ratings, as_ratings
 from .engine import GPU_SCORES
 from .late import LateMatrix
 from .learned import likes_of, pattern, scale_of_values, summary_of
-from .prepared import PreparedRatings
+from .prepared import PreparedRatings, prepared_for
 from .weights import in_units, weighted_entries, weights_of_entries
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class LocalRatings:
     ) -> None:
         self.model = model
         self.unit: float | None = None
-        self.prepared: PreparedRatings | None = model._source(user_items)
+        self.prepared = prepared_for(user_items, model._settings().dtype, model._objective().is_implicit)
         given = as_ratings(user_items if self.prepared is None else self.prepared, name)
         self.labels = labels_of(given)
         self.frame_kind = getattr(given, "frame_kind", None)

@@ -11,6 +11,7 @@ from ..core.system import parse_bytes
 from ..core.validate import MAX_AXIS, check_int, check_nonempty
 from ..model.base import check_model
 from ..model.estimator import unfitted
+from ..model.prepared import prepared_for
 from ..plan.als_gpu import plan_on_h200s
 from ..plan.make import NOTHING, make_plan, plan_for, undecided
 from ..plan.partitions import MAX_GPUS, ScalePlan, plan_scale
@@ -100,7 +101,7 @@ def plan(
     if user_items is not None:
         if shape is not None or nnz is not None:
             raise ValueError("give either user_items or shape and nnz, not both")
-        source = model._source(user_items)
+        source = prepared_for(user_items, model._settings().dtype, model._objective().is_implicit)
         matrix = model._check_matrix(user_items) if source is None else source.user_items
         check_nonempty(matrix, "user_items")
         shape, nnz = matrix.shape, matrix.nnz
