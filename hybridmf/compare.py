@@ -8,7 +8,7 @@ import json
 import os
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,7 @@ from .datasets import SHAPES, synthetic
 from .errors import DeviceError, MemoryBudgetError
 from .metrics import Evaluation, Interval, PopularityRecommender, evaluate
 from .model.base import FactorModel
+from .model.early_stopping import LOWER_IS_BETTER
 from .model.estimator import unfitted
 from .model.stopwatch import BEFORE
 from .plan import dispatch, types
@@ -36,6 +37,8 @@ from .plan.sgd import SgdMethod
 from .plan.types import Plan
 from .ratings import Ratings, split
 from .sgd import SGD
+from .tools import demo
+from .tools.preview import plan as make_plan
 
 METRICS = {"explicit": "rmse", "implicit": "ndcg@10"}
 FEEDBACK = tuple(METRICS)
@@ -56,6 +59,9 @@ CPU_PRODUCT, GPU_PRODUCT = 1536, 8192
 
 Table = tuple[list[str], list[list[str]], str]
 """Header, rows and alignment of the columns."""
+
+Case = tuple[str, str, FactorModel, Plan]
+"""Method, device, and the model with its plan."""
 
 LEGEND = """\
 Lower is better for seconds, objective and RMSE; higher for NDCG. An iteration is a different amount of work in each
@@ -147,17 +153,18 @@ class Run:
         return self.before_first + sum(self.seconds[: reached[0]]) if reached else None
 
     @property
+    def _sign(self) -> int:
+        """1 where higher scores are better, -1 where lower ones are."""
+        return -1 if self.metric in LOWER_IS_BETTER else 1
+
+    @property
     def beats_the_baseline(self) -> bool:
         """Whether the interval of the difference is on the better side of 0."""
-        if self.difference is None:
-            return False
-        return self.difference.high < 0 if self.metric == "rmse" else self.difference.low > 0
+        return self.difference is not None and min(self._sign * bound for bound in self.difference[1:]) > 0
 
     def is_ahead_of(self, baseline: Baseline) -> bool:
         """Whether the last score is better than that of the baseline, significantly or not."""
-        if not self.scores:
-            return False
-        return self.scores[-1] < baseline.score if self.metric == "rmse" else self.scores[-1] > baseline.score
+        return bool(self.scores) and self._sign * (self.scores[-1] - baseline.score) > 0
 
     @property
     def before_first(self) -> float:
@@ -289,77 +296,67 @@ class Comparison:
                     f"Better than the {self.baseline.name}, but by less than the test part can tell: "
                     f"{', '.join(open_ones)}."
                 )
-        best = self._best_score()
-        if best is not None:
+        scored = [run for run in self.runs if run.scores]
+        if scored:
+            best = max(scored, key=lambda run: run._sign * run.scores[-1])
             metric = best.metric.upper()
             lines.append(f"Best held-out {metric}: {best.title}, {best.scores[-1]:.4f}.")
-            reached = {run.title: run.seconds_to(best.scores[-1]) for run in self.runs}
-            soonest = min(((seconds, name) for name, seconds in reached.items() if seconds is not None), default=None)
+            reached = [(run.seconds_to(best.scores[-1]), run.title) for run in self.runs]
+            soonest = min(((seconds, name) for seconds, name in reached if seconds is not None), default=None)
             if soonest is not None:
-                seconds, name = soonest
-                lines.append(f"First within 1 % of that {metric}: {name}, {_seconds(seconds)} s, set-up included.")
+                lines.append(
+                    f"First within 1 % of that {metric}: {soonest[1]}, {_seconds(soonest[0])} s, set-up included."
+                )
         return "\n".join(lines)
 
-    def _best_score(self) -> Run | None:
-        scored = [run for run in self.runs if run.scores]
-        if not scored:
-            return None
-        sign = 1 if scored[0].metric == "rmse" else -1
-        return min(scored, key=lambda run: sign * run.scores[-1])
+    def _table(self, heading: str, columns: Mapping[str, Callable[[Run], str]]) -> Table:
+        """One row for each run: its method, its device and the cells of some columns."""
+        rows = [[run.method, run.device, *(cell(run) for cell in columns.values())] for run in self.runs]
+        return [heading, "device", *columns], rows, "<<" + ">" * len(columns)
 
     def _speeds(self) -> Table:
-        slowest = max(run.per_iteration for run in self.runs)
-        rows = []
-        for run in self.runs:
-            low, high = run.spread
-            difference = self.factor_differences.get((run.method, run.device))
-            rows.append(
-                [
-                    run.method,
-                    run.device,
-                    _seconds(run.per_iteration),
-                    f"{_seconds(low)} - {_seconds(high)}",
-                    f"{slowest / run.per_iteration:.1f} x",
-                    f"{run.gflops:,.1f}",
-                    f"{run.of_ceiling:.0%}",
-                    f"{run.bytes_per_second / 1e9:,.1f}",
-                    _amount(run.objective[-1]),
-                    f"{run.scores[-1]:.4f}" if run.scores else "-",
-                    "-" if difference is None else f"{difference:.1e}",
-                ]
+        slowest, differ = max(run.per_iteration for run in self.runs), self.factor_differences
+        columns: dict[str, Callable[[Run], str]] = {
+            "s / iteration": lambda run: _seconds(run.per_iteration),
+            "fastest - slowest": lambda run: " - ".join(map(_seconds, run.spread)),
+            "speedup": lambda run: f"{slowest / run.per_iteration:.1f} x",
+            "GFLOP/s": lambda run: f"{run.gflops:,.1f}",
+            "of gemm": lambda run: f"{run.of_ceiling:.0%}",
+            "GB/s": lambda run: f"{run.bytes_per_second / 1e9:,.1f}",
+            "objective": lambda run: _amount(run.objective[-1]),
+            self.runs[0].metric.upper(): lambda run: f"{run.scores[-1]:.4f}" if run.scores else "-",
+        }
+        if differ:  # from another device
+            columns["factors differ"] = lambda run: (
+                f"{differ[run.method, run.device]:.1e}" if (run.method, run.device) in differ else "-"
             )
-        metrics = " / ".join(dict.fromkeys(run.metric.upper() for run in self.runs))
-        header = ["method", "device", "s / iteration", "fastest - slowest", "speedup", "GFLOP/s", "of gemm", "GB/s",
-                  "objective", metrics, "factors differ"]  # fmt: skip
-        if not self.factor_differences:  # one device: nothing to differ from
-            header, rows = header[:-1], [row[:-1] for row in rows]
-        return header, rows, "<<" + ">" * (len(header) - 2)
+        return self._table("method", columns)
 
     def _held_out(self, baseline: Baseline) -> Table:
         """Scores with their intervals, and the baseline in the last row."""
-        rows = [
-            [run.method, run.device, f"{run.scores[-1]:.4f}", _range(run.interval), _signed(run.difference)]
-            for run in self.runs
-        ]
+        columns: dict[str, Callable[[Run], str]] = {
+            baseline.metric.upper(): lambda run: f"{run.scores[-1]:.4f}",
+            "95 %": lambda run: _range(run.interval),
+            "minus the baseline (95 %)": lambda run: (
+                "-" if run.difference is None else "{:+.4f} ({:+.4f} to {:+.4f})".format(*run.difference)
+            ),
+        }
+        header, rows, align = self._table("held out", columns)
         rows.append([baseline.name, "", f"{baseline.score:.4f}", _range(baseline.interval), ""])
-        header = ["held out", "device", baseline.metric.upper(), "95 %", "minus the baseline (95 %)"]
-        return header, rows, "<<>>>"
+        return header, rows, align
 
     def _phases(self) -> Table:
-        names = list(dict.fromkeys(phase for run in self.runs for phase, seconds in run.phases.items() if seconds))
-        rows = [
-            [
-                run.method,
-                run.device,
-                *(_seconds(run.phases.get(name, 0.0)) for name in names),
-                _seconds(sum(run.phases.values())),
-                "-" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:,.0f}",
-                f"{run.plan.total_bytes / 2**20:,.0f}",
-            ]
-            for run in self.runs
-        ]
-        header = ["seconds of a whole fit", "device", *names, "all", "peak MiB", "planned MiB"]
-        return header, rows, "<<" + ">" * (len(names) + 3)
+        def seconds_of(phase: str) -> Callable[[Run], str]:
+            return lambda run: _seconds(run.phases.get(phase, 0.0))
+
+        names = dict.fromkeys(phase for run in self.runs for phase, seconds in run.phases.items() if seconds)
+        columns: dict[str, Callable[[Run], str]] = {
+            **{name: seconds_of(name) for name in names},
+            "all": lambda run: _seconds(sum(run.phases.values())),
+            "peak MiB": lambda run: "-" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:,.0f}",
+            "planned MiB": lambda run: f"{run.plan.total_bytes / 2**20:,.0f}",
+        }
+        return self._table("seconds of a whole fit", columns)
 
     def to_frame(self) -> Any:
         """A pandas data frame with one row for each run.
@@ -373,25 +370,21 @@ class Comparison:
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return everything as JSON; if `path` is given, also write it to a file, atomically."""
+        runs = [
+            run.as_dict()
+            | {"seconds": run.seconds, "objectives": run.objective, "scores": run.scores, "plan": str(run.plan)}
+            | {"factors_differ": self.factor_differences.get((run.method, run.device))}
+            for run in self.runs
+        ]
         content = {
             "name": self.name,
-            "shape": list(self.shape),
+            "shape": self.shape,
             "nnz": self.nnz,
             "load_seconds": self.load_seconds,
-            "runs": [
-                run.as_dict()
-                | {
-                    "seconds": list(run.seconds),
-                    "objectives": list(run.objective),
-                    "scores": list(run.scores),
-                    "plan": str(run.plan),
-                    "factors_differ": self.factor_differences.get((run.method, run.device)),
-                }
-                for run in self.runs
-            ],
+            "runs": runs,
             "baseline": None if self.baseline is None else self.baseline.as_dict(),
-            "skipped": list(self.skipped),
-            "disagreements": list(self.disagreements),
+            "skipped": self.skipped,
+            "disagreements": self.disagreements,
         }
         text = json.dumps(content, indent=2)
         if path is not None:
@@ -436,10 +429,6 @@ def _amount(value: float) -> str:
 
 def _range(interval: Interval | None) -> str:
     return "-" if interval is None else f"{interval.low:.4f} - {interval.high:.4f}"
-
-
-def _signed(interval: Interval | None) -> str:
-    return "-" if interval is None else "{:+.4f} ({:+.4f} to {:+.4f})".format(*interval)
 
 
 def _seconds(value: float) -> str:
@@ -515,22 +504,14 @@ def _ratings(given: Any, feedback: str, scale: float, seed: int) -> tuple[str, R
             name = given if scale == 1 else f"{given} x {scale:g}"
             return f"{name} (synthetic, {feedback})", synthetic(given, feedback=feedback, scale=scale, seed=seed)  # type: ignore[arg-type]
         if given == "demo":
-            return "invented films", _demo(feedback, seed)
+            ratings = demo.generate(seed=seed).ratings()
+            return "invented films", demo.keep_liked(ratings) if feedback == "implicit" else ratings
         if not Path(given).exists():
             raise ValueError(f"{str(given)!r} is neither a file nor a known shape; shapes: demo, {', '.join(SHAPES)}")
         if Path(given).is_dir():
             return Path(given).name, Store.open(given).to_ratings()
         return Path(given).name, Ratings.from_file(given)
     return "matrix", Ratings.from_matrix(given)
-
-
-def _demo(feedback: str, seed: int) -> Ratings:
-    """The ratings of ``hybridmf demo``; for implicit feedback the liked ones only."""
-    from .tools import demo
-
-    films = demo.generate(seed=seed)
-    ratings = Ratings.from_coo(films.users, films.items, films.values, shape=films.shape)
-    return demo.keep_liked(ratings) if feedback == "implicit" else ratings
 
 
 def _feedback_of(models: Iterable[FactorModel], feedback: str | None) -> str:
@@ -545,31 +526,25 @@ def _feedback_of(models: Iterable[FactorModel], feedback: str | None) -> str:
 # ------------------------------------------------------------------------------------------------------------ running
 
 
-class _Memory:
-    """Peak of the additional memory of a run, on the host or a GPU."""
+def _memory_meter(device: Any) -> Callable[[], int | None]:
+    """A function that gives the peak, so far, of the additional memory on the host or a GPU; None if it is unknown.
 
-    def __init__(self, device: Any) -> None:
-        self.device = device
-        if device is not None:
-            self.before = device.free_bytes()
-            self.least = self.before
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark (Linux)
-            self.before = _status("VmRSS")
-        except OSError:
-            self.before = -1
+    On a GPU, the peak is that of its calls.
+    """
+    if device is not None:
+        free = [device.free_bytes()]
 
-    def sample(self) -> None:
-        """Update the peak while the run holds its memory."""
-        if self.device is not None:
-            self.least = min(self.least, self.device.free_bytes())
+        def on_device() -> int:
+            free.append(device.free_bytes())
+            return int(free[0] - min(free))
 
-    def peak(self) -> int | None:
-        """Bytes at the peak; None if the system does not report it."""
-        if self.device is not None:
-            return int(self.before - self.least)
-        return None if self.before < 0 else max(0, _status("VmHWM") - self.before)
+        return on_device
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark (Linux)
+        before = _status("VmRSS")
+    except OSError:
+        return lambda: None
+    return lambda: max(0, _status("VmHWM") - before)
 
 
 def _status(key: str) -> int:
@@ -601,36 +576,23 @@ def _ceiling(plan: Plan, device: Any) -> float:
         return 2 * size**3 / min(product() for _ in range(4)) / 1e9
 
 
-def _open(plan: Plan) -> Any:
-    if plan.gpu is None:
-        return None
-    from .device.cuda import open_device
+def _run(
+    case: Case, train: Ratings, test: Ratings | None, popular: Evaluation | None, bar: Any
+) -> tuple[Run, tuple[np.ndarray, np.ndarray]]:
+    """Fit once and evaluate after each iteration; evaluation does not count in the times. Also gives the factors."""
+    name, device, model, plan = case
+    metric, opened = METRICS[model._objective().feedback], None
+    if plan.gpu is not None:
+        from .device.cuda import open_device
 
-    return open_device(plan.device)
-
-
-@dataclass
-class _Result:
-    run: Run
-    users: np.ndarray
-    items: np.ndarray
-    found: Evaluation | None
-
-
-def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratings | None, bar: Any) -> _Result:
-    """Fit once and evaluate after each iteration; evaluation does not count in the times."""
-    from .tools.preview import plan as make
-
-    plan = make(train, model)
-    metric = METRICS[model._objective().feedback]
-    opened = _open(plan)
+        opened = open_device(plan.device)
     ceiling = _ceiling(plan, opened) * (1 if opened is None else max(1, len(plan.devices)))
-    memory = _Memory(opened)
+    memory = _memory_meter(opened)
     objective: list[float] = []
     found: list[Evaluation] = []
 
     def observe(fitted: Any, record: dict[str, float]) -> None:
-        memory.sample()
+        memory()
         objective.append(record["objective"])
         if test is not None and metric == "rmse":
             found.append(evaluate(fitted, test, metrics=(metric,)))
@@ -639,39 +601,23 @@ def _run(name: str, model: FactorModel, device: str, train: Ratings, test: Ratin
 
     bar.set_description(f"{name} on {device}")
     model.fit(train, callback=observe)
-    peak = memory.peak()
+    peak = memory()
     if test is not None and metric != "rmse":
         found.append(evaluate(model, test, train=train, metrics=(metric,)))
-    scores = [each[metric] for each in found]
     seconds = tuple(record["seconds"] for record in model.history_)
     usual = median(seconds[1:] or seconds)
     extra = max(0.0, seconds[0] - usual) if opened is not None else 0.0
     before = {part: model.timings_[part] for part in BEFORE}
     phases = {**before, "compile": extra, "solve": sum(seconds) - extra, "finish": model.timings_["finish"]}
-    rate = model.plan_.flops_per_iteration / usual / 1e9
+    plan = model.plan_
+    rate = plan.flops_per_iteration / usual / 1e9
     run = Run(
-        name, model.plan_.device_name, model.plan_, seconds, phases, tuple(objective), metric, tuple(scores), peak,
-        rate, rate / ceiling, model.plan_.bytes_per_iteration / usual, minimized=model._fitted().objective,
+        name, plan.device_name, plan, seconds, phases, tuple(objective), metric, tuple(each[metric] for each in found),
+        peak, rate, rate / ceiling, plan.bytes_per_iteration / usual, minimized=model._fitted().objective,
     )  # fmt: skip
-    return _Result(run, model.user_factors_, model.item_factors_, found[-1] if found else None)
-
-
-def _beside_the_baseline(
-    results: Sequence[_Result], train: Ratings, test: Ratings | None, kind: str
-) -> tuple[tuple[Run, ...], Baseline | None]:
-    """Runs with their intervals, and the baseline."""
-    if test is None:
-        return tuple(result.run for result in results), None
-    metric = METRICS[kind]
-    simple = evaluate(PopularityRecommender().fit(train), test, train=train, metrics=(metric,))
-    if simple.n_users < 2:
-        return tuple(result.run for result in results), Baseline(BASELINES[kind], metric, simple[metric])
-    runs = []
-    for result in results:
-        assert result.found is not None
-        found = result.found
-        runs.append(replace(result.run, interval=found.interval(metric), difference=found.difference(simple, metric)))
-    return tuple(runs), Baseline(BASELINES[kind], metric, simple[metric], simple.interval(metric))
+    if popular is not None and popular.n_users > 1:
+        run = replace(run, interval=found[-1].interval(metric), difference=found[-1].difference(popular, metric))
+    return run, (model.user_factors_, model.item_factors_)
 
 
 def compare(
@@ -745,20 +691,31 @@ def compare(
     train, test = (ratings, None) if test_size == 0 else split(ratings, test_size=test_size, random_state=seed)
 
     cases, skipped = _cases(named or default_models(kind), wanted, iterations, seed, train)
-    results: list[_Result] = []
-    steps = sum(model.iterations for _, _, model in cases)
-    with progress_bar(steps, show_progress) as bar:
-        for method, device, model in cases:
+    metric, popular, baseline = METRICS[kind], None, None
+    if test is not None:
+        popular = evaluate(PopularityRecommender().fit(train), test, train=train, metrics=(metric,))
+        interval = popular.interval(metric) if popular.n_users > 1 else None
+        baseline = Baseline(BASELINES[kind], metric, popular[metric], interval)
+    runs: list[Run] = []
+    first: dict[str, tuple[Run, tuple[np.ndarray, np.ndarray]]] = {}
+    differences: dict[tuple[str, str], float] = {}
+    disagreements: list[str] = []
+    with progress_bar(sum(model.iterations for _, _, model, _ in cases), show_progress) as bar:
+        for case in cases:
             try:
-                results.append(_run(method, model, device, train, test, bar))
+                run, factors = _run(case, train, test, popular, bar)
             except (DeviceError, MemoryBudgetError) as error:
-                skipped.append(f"{method} on {device}: {error}")
-    if not results:
+                skipped.append(f"{case[0]} on {case[1]}: {error}")
+                continue
+            runs.append(run)
+            reference, theirs = first.setdefault(run.method, (run, factors))
+            if reference is not run:
+                differences[run.method, run.device] = max(map(_difference, factors, theirs))
+                disagreements += _disagreement(run, reference, tolerance)
+    if not runs:
         raise DeviceError("nothing ran: " + "; ".join(skipped))
-    differences, disagreements = _differences(results, tolerance)
-    runs, baseline = _beside_the_baseline(results, train, test, kind)
     return Comparison(
-        name, train.shape, train.nnz, loaded, runs, tuple(skipped), tuple(disagreements), differences, baseline
+        name, train.shape, train.nnz, loaded, tuple(runs), tuple(skipped), tuple(disagreements), differences, baseline
     )
 
 
@@ -768,10 +725,8 @@ def _cases(
     iterations: int | None,
     seed: int,
     train: Ratings,
-) -> tuple[list[tuple[str, str, FactorModel]], list[str]]:
+) -> tuple[list[Case], list[str]]:
     """(runs, reasons for skipped combinations), decided from plans before any work."""
-    from .tools.preview import plan as make
-
     cases, skipped, present = [], [], []
     for device in devices:
         ranks = (device,) if isinstance(device, str) else device
@@ -788,36 +743,27 @@ def _cases(
         if one.random_state is None:
             one.set_params(random_state=seed)
         try:
-            make(train, one)
-            cases.append((method, name, one))
+            cases.append((method, name, one, make_plan(train, one)))
         except (DeviceError, ValueError) as error:
             skipped.append(f"{method} on {name}: {error}")
     return cases, skipped
 
 
-def _differences(results: list[_Result], tolerance: float) -> tuple[dict[tuple[str, str], float], list[str]]:
-    """Differences between each device and the first device of the same method."""
-    first: dict[str, _Result] = {}
-    differences: dict[tuple[str, str], float] = {}
-    disagreements = []
-    for result in results:
-        run = result.run
-        reference = first.setdefault(run.method, result)
-        if reference is result:
-            continue
-        sides = ((result.users, reference.users), (result.items, reference.items))
-        differences[run.method, run.device] = max(
-            float(np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny)) for a, b in sides
-        )
-        # races, or the number of ranks, change the order of SGD's updates
-        method = run.plan.method
-        by_order = isinstance(method, SgdMethod) and (method.schedule in RACING or run.plan.devices)
-        allowed = max(tolerance, RACING_TOLERANCE) if by_order else tolerance
-        ours, theirs = run.objective[-1], reference.run.objective[-1]
-        if not abs(ours - theirs) <= allowed * abs(theirs):
-            disagreements.append(
-                f"{run.method}: the objective is {ours:.6g} on {run.device} and {theirs:.6g} on "
-                f"{reference.run.device}, "
-                f"{abs(ours - theirs) / abs(theirs):.1e} apart where {allowed:.0e} is allowed"
-            )
-    return differences, disagreements
+def _difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference of factors, relative to the largest factor."""
+    return float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), np.finfo(np.float32).tiny))
+
+
+def _disagreement(run: Run, reference: Run, tolerance: float) -> list[str]:
+    """A message if the objectives of a method differ by more than rounding explains."""
+    # races, or the number of ranks, change the order of SGD's updates
+    method = run.plan.method
+    by_order = isinstance(method, SgdMethod) and (method.schedule in RACING or run.plan.devices)
+    allowed = max(tolerance, RACING_TOLERANCE) if by_order else tolerance
+    ours, theirs = run.objective[-1], reference.objective[-1]
+    if abs(ours - theirs) <= allowed * abs(theirs):
+        return []
+    return [
+        f"{run.method}: the objective is {ours:.6g} on {run.device} and {theirs:.6g} on {reference.device}, "
+        f"{abs(ours - theirs) / abs(theirs):.1e} apart where {allowed:.0e} is allowed"
+    ]

@@ -63,6 +63,10 @@ class Films:
         """(n_users, n_items)."""
         return len(self.liked_genres), len(self.titles)
 
+    def ratings(self) -> Ratings:
+        """Users by films."""
+        return Ratings.from_coo(self.users, self.items, self.values, shape=self.shape)
+
     def genre_text(self, item: int) -> str:
         """Genres of one item, e.g. ``"Crime, Horror"``."""
         return ", ".join(name for name, has in zip(GENRE_NAMES, self.item_genres[item], strict=True) if has)
@@ -166,8 +170,7 @@ def run_demo(
 ) -> DemoResult:
     """Generate the films, train both models, and report, a few lines at a time; `quick` takes a second or two."""
     films = generate(*((1200, 600) if quick else (4000, 1500)), seed=seed)
-    ratings = Ratings.from_coo(films.users, films.items, films.values, shape=films.shape)
-    train, test = split(ratings, test_size=0.1, random_state=seed)
+    train, test = split(films.ratings(), test_size=0.1, random_state=seed)
     _report_data(write, films, seed)
     rmse, baseline = _report_explicit(write, train, test, seed, show_progress)
     model, implicit, popularity = _report_implicit(write, films, train, test, seed, show_progress)
