@@ -23,6 +23,7 @@ import scipy.sparse as sp
 import hybridmf as hmf
 from hybridmf import datasets
 from hybridmf.datasets import SHAPES as SHAPES
+from hybridmf.plan.solver import Solver
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get("HYBRIDMF_BENCH_RESULTS", ROOT / "bench" / "results"))
@@ -56,6 +57,12 @@ def shop(users: int = 100_000, items: int = 60_000, entries: int = 800_000, *, s
     matrix = sp.csr_array((values, where), shape=(users, items))
     matrix.sort_indices()
     return matrix
+
+
+def iterate(solver: Solver) -> None:
+    """One iteration, as a fit runs it."""
+    for step in solver.sweep():
+        solver.keep(step, solver.solve(step))
 
 
 def alternate(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:

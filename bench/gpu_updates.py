@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 import numpy as np
+from common import iterate
 from gpu import COPY_TBPS, HEADER, Data, Row, Session, gather_ms, release, timed
 from gpu_data import GPU_SHAPES
 
@@ -71,12 +72,6 @@ def make_solver(model: hmf.SGD | hmf.CCD, data: Data) -> Solver:
     ratings = TrainingData.on_host(data.user, plan)
     state = model._initial_state(ratings, plan, objective)
     return model._solver(plan, objective, ratings, state, 0)
-
-
-def iterate(solver: Solver) -> None:
-    """One iteration."""
-    for _ in solver.sweep():
-        pass
 
 
 def rmse(session: Session, data: Data, solver: Solver) -> float:

@@ -30,7 +30,7 @@ from typing import Any
 import click
 import numpy as np
 import scipy.sparse as sp
-from common import record
+from common import iterate, record
 from gpu_data import GPU_SHAPES, synthetic_gpu
 
 import hybridmf as hmf
@@ -138,8 +138,7 @@ def epochs(solver: Any, count: int) -> list[float]:
     seconds = []
     for _ in range(count):
         started = time.perf_counter()
-        for _ in solver.sweep():
-            pass
+        iterate(solver)
         seconds.append(time.perf_counter() - started)
     return seconds
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import common
 import numpy as np
 from common import alternate, median, record, synthetic, synthetic_counts
 
@@ -103,8 +104,7 @@ def solvers(
 
 def iterate(solver: Solver) -> None:
     """One iteration, to its end."""
-    for _ in solver.sweep():
-        pass
+    common.iterate(solver)
     device = getattr(solver, "device", None)
     if device is not None:
         device.synchronize()

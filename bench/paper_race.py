@@ -18,6 +18,7 @@ import click
 import numpy as np
 import paper_common
 import scipy.sparse as sp
+from common import iterate as iterate
 from paper_common import Line
 
 import hybridmf as hmf
@@ -83,12 +84,6 @@ def make_solver(model: Any, data: Split) -> Solver:
     state = model._initial_state(ratings, plan, objective)
     solver: Solver = model._solver(plan, objective, ratings, state, 0)
     return solver
-
-
-def iterate(solver: Any) -> None:
-    """One iteration."""
-    for _ in solver.sweep():
-        pass
 
 
 def synchronize(solver: Any) -> None:

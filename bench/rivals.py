@@ -42,6 +42,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import scipy.sparse as sp
 from threadpoolctl import threadpool_limits
@@ -77,8 +78,7 @@ class Ours:
 
     def step(self) -> None:
         """One full iteration."""
-        for _ in self.solver.sweep():
-            pass
+        common.iterate(self.solver)
 
     def factors(self) -> Sides:
         """User and item factors."""

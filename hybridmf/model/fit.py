@@ -129,7 +129,8 @@ class Fit:
             watch.lap("set up")
             with loop.running(self.settings.iterations):
                 for iteration in loop.iterations():
-                    for _ in solver.sweep():
+                    for step in solver.sweep():
+                        solver.keep(step, solver.solve(step))
                         loop.changed()
                     if loop.completes(iteration):
                         break

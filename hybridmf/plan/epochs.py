@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -100,6 +100,10 @@ class Epoch:
     result: Callable[[], tuple[float, bool]]
 
 
+Solved: TypeAlias = tuple[State, float]
+"""The state after an epoch, and its training loss."""
+
+
 class EpochSolver(Unconnected):
     """Stochastic gradient descent on one device; `hybridmf.ranks.mcumsgd.RankSGD` has the order of updates of a rank.
 
@@ -123,13 +127,12 @@ class EpochSolver(Unconnected):
             self.state = State(kernels.hold(state.user), kernels.hold(state.item), state.mean)
         self.epoch, self.best = completed, math.inf
 
-    def sweep(self) -> Iterator[None]:
-        """Run one epoch on copies; the state changes once the epoch is complete and finite."""
+    def solve(self, step: None = None) -> Solved:
+        """Run one epoch on copies; raises DivergedError if it is not finite, or the loss has risen."""
         with self.kernels.active():
             epoch = next(filter(None, self.launch()))
             loss, is_finite = self._agreed(*epoch.result())
-        self.keep(epoch.state, loss, is_finite)
-        yield
+        return self.checked(epoch.state, loss, is_finite)
 
     def launch(self) -> Iterator[Epoch | None]:
         """Start one epoch on copies, step by step; yields None where ranks meet, and the epoch at the end.
@@ -149,15 +152,19 @@ class EpochSolver(Unconnected):
         state = State(users, kernels.factors(work.pop("item")), self.state.mean)
         yield Epoch(state, kernels.begin_result(state.user, state.item))
 
-    def keep(self, state: State, loss: float, is_finite: bool) -> None:
-        """Make the result of an epoch the state; raises DivergedError if it is not finite, or the loss has risen."""
+    def checked(self, state: State, loss: float, is_finite: bool) -> Solved:
+        """The result of an epoch, unless it has diverged."""
         if not math.isfinite(loss):
             self._fail("errors became infinite or NaN")
         if not is_finite:
             self._fail("factors became infinite or NaN")
         if loss > RISE * self.best:
             self._fail(f"the sum of squared errors rose from {self.best:.4g} to {loss:.4g}")
-        self.state, self.best = state, min(self.best, loss)
+        return state, loss
+
+    def keep(self, step: None, solved: Solved) -> None:
+        self.state, loss = solved
+        self.best = min(self.best, loss)
         self.epoch += 1
 
     def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,8 +29,8 @@ class RankOneSolver(Unconnected):
         """Context of all computation."""
         return nullcontext()
 
-    def sweep(self) -> Iterator[None]:
-        """Run one outer iteration on copies of the factors; yield once the copies are the state.
+    def solve(self, step: None = None) -> State:
+        """Run one outer iteration on copies of the factors.
 
         Every iteration recomputes the residual, so that a resumed fit equals an uninterrupted one bit for bit, and
         rounding errors do not accumulate. A factor is solved in every inner iteration, biases once.
@@ -43,8 +42,11 @@ class RankOneSolver(Unconnected):
                     for side in SWEEP_ORDER:
                         self.update(side, columns, column, inner)
             users, items = (self.factors(side, columns[side]) for side in SIDES)
-            self.state = State(users, items, self.state.mean)
-        yield
+            return State(users, items, self.state.mean)
+
+    def keep(self, step: None, solved: State) -> None:
+        """Make the result of an iteration the state."""
+        self.state = solved
 
     def is_bias(self, column: int) -> bool:
         """Whether a column has biases of one side and ones of the other."""

@@ -31,8 +31,14 @@ class Solver(Protocol):
     def state(self) -> State:
         """Current factors; replaced as a whole, never modified."""
 
-    def sweep(self) -> Iterator[None]:
-        """Run one iteration; yields whenever `state` has changed. `state` is consistent even if it ends early."""
+    def sweep(self) -> Iterator[Any]:
+        """The steps of one iteration; `solve` and `keep` each of them before the next one is taken."""
+
+    def solve(self, step: Any) -> Any:
+        """The result of a step; the state does not change."""
+
+    def keep(self, step: Any, solved: Any) -> None:
+        """Make the result of `solve` the state, which is consistent after each step."""
 
     def objective_value(self) -> float:
         """The objective at the current state."""
@@ -42,14 +48,18 @@ class Solver(Protocol):
 
 
 class Unconnected:
-    """A solver without threads or connections."""
+    """A solver without threads or connections, whose iteration is one step."""
+
+    def sweep(self) -> Iterator[Any]:
+        """The step."""
+        yield None
 
     def close(self) -> None:
         """Nothing to end."""
 
 
 class Alternating(Unconnected):
-    """A solver whose iteration consists of two half sweeps."""
+    """A solver whose iteration consists of two half sweeps, that of each side."""
 
     plan: Plan
     solving: Side | None = None  # the side of the current half sweep, or of the one that failed
@@ -60,29 +70,26 @@ class Alternating(Unconnected):
         """Numbers and entries of some rows, in the order of the input; None where rows are split."""
         return None
 
-    def solve(self, side: Side) -> Any:
-        """New factors of one side; the state does not change."""
-        raise NotImplementedError
-
-    def keep(self, side: Side, solved: Any) -> None:
-        """Replace the factors of one side by the result of `solve`."""
-        raise NotImplementedError
-
     def update(self, side: Side) -> None:
         """Solve one side; the state changes only once the half sweep is complete."""
         self.keep(side, self.solve(side))
+
+    def solve(self, side: Side) -> Any:
+        raise NotImplementedError
+
+    def keep(self, side: Side, solved: Any) -> None:
+        raise NotImplementedError
 
     def balance(self) -> None:
         """Transform the factors to the basis with the smallest penalty; see `hybridmf.core.balance`."""
         raise NotImplementedError
 
-    def sweep(self) -> Iterator[None]:
-        """The half sweeps of sides that are not frozen; yields after each, so that an interruption keeps the first."""
+    def sweep(self) -> Iterator[Side]:
+        """The sides that are not frozen, in order."""
         if self.plan.balance:
             self.balance()  # before the items: the users' factors have to stay exact for the items' of the same sweep
         for side in SWEEP_ORDER:
             if side != self.plan.frozen:
                 self.solving = side
-                self.keep(side, self.solve(side))
+                yield side
                 self.solving = None
-                yield

@@ -36,7 +36,7 @@ from ..device.cuda import open_device
 from ..errors import CommunicatorError
 from ..gpu.factors import DeviceFactors
 from ..gpu.sgd import GpuEpochs
-from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Step
+from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Solved, Step
 from ..plan.grid import Grid, RankLayout
 from ..plan.types import Plan
 from .group import RankGroup
@@ -240,15 +240,21 @@ class MultiSGD:
         self.state = state
 
     def sweep(self) -> Iterator[None]:
-        """Run one epoch on all ranks; the state changes once all have completed it."""
+        """The step of an iteration."""
+        yield None
+
+    def solve(self, step: None) -> list[Solved]:
+        """Run one epoch on all ranks."""
         if self.peers is None:
-            self.group.run(lambda control: list(self.ranks[control.rank].sweep()))
-        else:
-            with self.group.in_one_thread(), self.peers.complete():
-                sweep_in_one_thread(self.ranks)
+            return self.group.run(lambda control: self.ranks[control.rank].solve())
+        with self.group.in_one_thread(), self.peers.complete():
+            return solve_in_one_thread(self.ranks)
+
+    def keep(self, step: None, solved: list[Solved]) -> None:
+        for rank, epoch in zip(self.ranks, solved, strict=True):
+            rank.keep(step, epoch)
         users, items = (JoinedFactors([rank.state.side(side) for rank in self.ranks]) for side in SIDES)
         self.state = State(users, items, self.mean)
-        yield
 
     def objective_value(self) -> float:
         """The objective at the current factors, in float64."""
@@ -274,7 +280,7 @@ class MultiSGD:
         self.group.close()
 
 
-def sweep_in_one_thread(ranks: Sequence[RankSGD]) -> None:
+def solve_in_one_thread(ranks: Sequence[RankSGD]) -> list[Solved]:
     """Run an epoch of all ranks on the calling thread, each step of all ranks before the next one of any."""
     launches = [rank.launch() for rank in ranks]
     epochs: list[Epoch | None] = [None]
@@ -289,5 +295,5 @@ def sweep_in_one_thread(ranks: Sequence[RankSGD]) -> None:
         with rank.kernels.active():
             results.append(epoch.result())
     losses, finite = zip(*results, strict=True)
-    for rank, epoch in zip(ranks, ended, strict=True):
-        rank.keep(epoch.state, float(sum(losses[1:], losses[0])), all(finite))
+    loss, is_finite = float(sum(losses[1:], losses[0])), all(finite)
+    return [rank.checked(epoch.state, loss, is_finite) for rank, epoch in zip(ranks, ended, strict=True)]

@@ -14,6 +14,7 @@ from hybridmf.model.training import TrainingData
 from hybridmf.plan.make import make_plan
 from support.half_sweeps import FITS, SMALL
 from support.ratings import planted
+from support.solvers import iterate
 
 
 def random_grams(rank: int, rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -65,8 +66,7 @@ def solver_of(model: hmf.ExplicitALS | hmf.ImplicitALS, matrix: sp.csr_array):
 def test_predictions_stay_and_the_penalty_falls(backend, name, reorder):
     cls, options = FITS[name]
     solver = solver_of(cls(device=backend, random_state=0, reorder=reorder, **options), SMALL)
-    for _ in solver.sweep():
-        pass
+    iterate(solver)
     before, objective = solver.state.on_host(), solver.objective_value()
     solver.balance()
     after = solver.state.on_host()

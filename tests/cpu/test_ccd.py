@@ -30,6 +30,7 @@ from hybridmf.plan.types import Settings
 from support import reference
 from support.marks import exhaustive, mostly_exhaustive
 from support.ratings import planted
+from support.solvers import iterate
 from support.states import grown
 
 GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
@@ -68,8 +69,7 @@ def solver_of(matrix, objective, rank, *, threads=2, inner=1, nonnegative=False,
 
 
 def run(solver: CpuCCD, iterations: int) -> State:
-    for _ in range(iterations):
-        assert len(list(solver.sweep())) == 1
+    iterate(solver, iterations)
     return solver.state
 
 

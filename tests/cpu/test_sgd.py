@@ -32,6 +32,7 @@ from hybridmf.plan.sgd import SgdMethod
 from support import reference
 from support.ratings import planted
 from support.sgd_states import arrays, assert_same_bits, method_of, relative_error, solver_of
+from support.solvers import iterate
 
 GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
 SMALL = {"factors": 4, "iterations": 3, "device": "cpu", "num_threads": 1, "random_state": 0}
@@ -48,8 +49,7 @@ PLAIN = Terms(0.05, 0.1, 0.0, 0.03, 0.2)
 
 
 def run(solver: EpochSolver, epochs: int) -> State:
-    for _ in range(epochs):
-        assert len(list(solver.sweep())) == 1
+    iterate(solver, epochs)
     return solver.state
 
 

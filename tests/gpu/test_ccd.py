@@ -28,6 +28,7 @@ from support import reference
 from support.half_sweeps import plan_for, random_factors, relative_error
 from support.marks import exhaustive
 from support.ratings import planted
+from support.solvers import iterate
 from support.states import grown
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 255, 256, 257, 0, 300, 7)
@@ -98,9 +99,7 @@ def solver(device, matrix, state, objective=COUNT, inner=1, nonnegative=False, c
 
 def swept(one, iterations: int = 1):
     """The solver after some iterations."""
-    for _ in range(iterations):
-        for _ in one.sweep():
-            pass
+    iterate(one, iterations)
     return one
 
 

@@ -44,6 +44,7 @@ from support.host_factors import (
 from support.marks import exhaustive
 from support.ranks import one_device
 from support.ratings import planted
+from support.solvers import iterate
 
 pytestmark = pytest.mark.usefixtures("tiny_gpu")
 
@@ -80,9 +81,7 @@ def test_missing_memory_for_new_rows_is_reported(gpu, monkeypatch):
 
 
 def factors_after(solver: Any, sweeps: int = 1) -> list[np.ndarray]:
-    for _ in range(sweeps):
-        for _ in solver.sweep():
-            pass
+    iterate(solver, sweeps)
     sides = [solver.state.side(side).on_host() for side in SIDES]
     return [array for side in sides for array in (side.matrix, side.bias) if array is not None]
 

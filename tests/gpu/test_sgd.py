@@ -45,6 +45,7 @@ from support.emulated import EmulatedDevice
 from support.marks import exhaustive
 from support.ratings import planted, rows_of
 from support.sgd_states import arrays, relative_error
+from support.solvers import iterate
 
 LENGTHS = (0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 0, 2, 47, 48, 49, 70)
 """Entries of rows around rings (8) and chunks (4, 8, 16, 32), and more than one of these, beside empty rows."""
@@ -735,8 +736,7 @@ def solver_on(
 
 
 def run(solver: EpochSolver, epochs: int) -> State:
-    for _ in range(epochs):
-        assert len(list(solver.sweep())) == 1
+    iterate(solver, epochs)
     return solver.state.on_host()
 
 

@@ -43,6 +43,7 @@ from support.fake_nccl import wait_until
 from support.ranks import need_gpus
 from support.ratings import planted
 from support.sgd_states import arrays, assert_same_bits, method_of, relative_error, solver_of
+from support.solvers import iterate
 
 GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
 RATE_SCHEDULES = ["power", "rpcs", "adagrad"]
@@ -85,7 +86,7 @@ def run(solver, epochs: int, states=None) -> State:
     for _ in range(epochs):
         if states is not None:
             states.append(solver.state)
-        assert len(list(solver.sweep())) == 1
+        iterate(solver)
     return solver.state
 
 
@@ -226,7 +227,7 @@ def test_one_gpu_rank_is_the_single_device(backend, ratings_matrix):
     alone = EpochSolver(kernels, objective, plan, state, degrees_of(block))
     solver = multi(ratings_matrix, method, ranks=1, biases=True)
     for both in range(2):
-        list(alone.sweep()), list(solver.sweep())
+        iterate(alone), iterate(solver)
         assert_same_bits(solver.state.on_host(), alone.state.on_host())
         assert solver.objective_value() == pytest.approx(alone.objective_value(), rel=1e-12), both
 
@@ -330,7 +331,7 @@ def spmd(communicator, parts, epochs=2, **changes):
     matrix, objective, plan, state = parts
     worker = RankSGD(communicator, matrix, objective, plan, state, **changes)
     for _ in range(epochs):
-        list(worker.sweep())
+        iterate(worker)
     return worker.state, worker.objective_value()
 
 
@@ -408,11 +409,11 @@ def test_ctrl_c_between_launches_leaves_the_last_epoch(monkeypatch, ratings_matr
     monkeypatch.setattr(GpuEpochs, "move", move)
     monkeypatch.setattr(solver.peers, "_wait_for_all", lambda: waited.append(1))
     with pytest.raises(KeyboardInterrupt):
-        list(solver.sweep())
+        iterate(solver)
     assert waited == [1]
     assert solver.state is before and all(rank.state is state for rank, state in zip(solver.ranks, ranks, strict=True))
     with pytest.raises(CommunicatorError, match="stopped by KeyboardInterrupt"):
-        list(solver.sweep())
+        iterate(solver)
     solver.close()
 
 
@@ -498,14 +499,14 @@ def test_divergence_is_found_by_all_ranks(backend, rate, ratings_matrix):
     assert solver.state is states[-1]
     assert all(np.isfinite(array).all() for array in arrays(solver.state.on_host()))
     with pytest.raises(CommunicatorError, match="DivergedError"):
-        list(solver.sweep())
+        iterate(solver)
 
 
 def test_factors_that_become_infinite_are_found(monkeypatch, ratings_matrix):
     monkeypatch.setattr(CpuEpochs, "is_finite", lambda self, factors: len(factors) == 60)
     solver = multi(ratings_matrix, method_of(), ranks=1)
     with pytest.raises(DivergedError, match="factors became infinite or NaN"):
-        list(solver.sweep())
+        iterate(solver)
 
 
 def test_nan_on_one_rank_only(ratings_matrix):
@@ -514,7 +515,7 @@ def test_nan_on_one_rank_only(ratings_matrix):
     before = solver.state
     solver.ranks[2].state.user.matrix[0, 0] = np.nan
     with pytest.raises(DivergedError, match="infinite or NaN"):
-        list(solver.sweep())
+        iterate(solver)
     assert solver.state is before
 
 

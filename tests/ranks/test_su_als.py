@@ -40,6 +40,7 @@ from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
 from support.ranks import assert_close, both, one_device, sweeps
 from support.ratings import planted
+from support.solvers import iterate
 
 MODELS: dict[str, Callable[..., Any]] = {
     "explicit": lambda **more: hmf.ExplicitALS(biases=False, factors=5, regularization=0.05, **more),
@@ -246,8 +247,7 @@ def test_ranks_by_themselves(ratings_matrix: sp.csr_array) -> None:
 
     def function(comm: Any) -> tuple[np.ndarray, float]:
         rank = rank_of(comm, layout, ratings_matrix)
-        for _ in rank.sweep():
-            pass
+        iterate(rank)
         users, value = rank.state.user.matrix, rank.objective_value()
         rank.balance()
         np.testing.assert_allclose(rank.objective_value(), value, rtol=0.5)

@@ -44,6 +44,7 @@ from support.marks import exhaustive
 from support.ranks import MODELS, Machine, entries, fit_rank, no_loaders, one_device, workers_on
 from support.ranks import parts as solver_parts
 from support.ratings import planted
+from support.solvers import iterate
 
 pytestmark = pytest.mark.usefixtures("tiny_gpu")
 
@@ -353,8 +354,7 @@ def test_parts_of_a_fixed_side_take_turns(gpus: Machine) -> None:
     alone = fitted("explicit", MATRIX, "cuda")
     np.testing.assert_allclose(factors[0][0], alone.user_factors, rtol=1e-3, atol=1e-3)
     solver = multi(MATRIX, names[:2], replace(partition, memory=10_000).on(2), "biases", balance=True)
-    for _ in solver.sweep():
-        pass
+    iterate(solver)
     balanced = fitted("biases", MATRIX, "cuda", balance=True)
     np.testing.assert_allclose(solver.state.on_host().user.matrix, balanced.user_factors, rtol=5e-3, atol=5e-3)
     solver.close()
@@ -456,8 +456,7 @@ def test_more_ranks_than_rows_and_factors_on_the_host(parts: int, gpus: Machine)
         *data, plan.changed(devices=(), scale=None, streamed=""), state, device=group.open_device("cuda:0")
     )
     for solver in (several, one):
-        for _ in solver.sweep():
-            pass
+        iterate(solver)
     found, expected = several.state.on_host(), one.state.on_host()
     for side in SIDES:
         np.testing.assert_allclose(found.side(side).matrix, expected.side(side).matrix, rtol=2e-3, atol=2e-3)

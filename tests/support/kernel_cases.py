@@ -24,6 +24,7 @@ from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.plan import ccd_gpu
 from hybridmf.plan.fused import FusedConfig
 from support import msgd
+from support.solvers import iterate
 
 Arrays = list[np.ndarray]
 Case = Callable[[], Arrays]
@@ -160,7 +161,7 @@ def ccd_layout(staged: bool, tile: int, rank: int = 3) -> Arrays:
     }
     objective = Objective.explicit(0.1, "count", False)
     solver = ccd.GpuCCD(device, matrix, transpose(matrix), objective, plan, state, configs)
-    list(solver.sweep())
+    iterate(solver)
     return [
         *(np.asarray(getattr(solver.state, side).matrix) for side in ("user", "item")),
         np.array([solver.objective_value()]),

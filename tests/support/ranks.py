@@ -23,6 +23,7 @@ from hybridmf.ranks import gpu_rank
 from hybridmf.ranks.cpu_rank import CpuWorker
 from hybridmf.ranks.shares import SharedEntries
 from hybridmf.ranks.su_als import RankALS
+from support.solvers import iterate
 
 
 def both(grid: tuple[int, int]) -> dict[str, Grid]:
@@ -30,9 +31,7 @@ def both(grid: tuple[int, int]) -> dict[str, Grid]:
 
 
 def sweeps(solver: Any, n: int = 2) -> State:
-    for _ in range(n):
-        for _ in solver.sweep():
-            pass
+    iterate(solver, n)
     return solver.state.on_host()
 
 
