@@ -20,7 +20,7 @@ import importlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 from unittest import mock
@@ -36,7 +36,7 @@ from hybridmf.plan import cost as _cost
 from hybridmf.plan import dispatch, types
 from hybridmf.plan import machine as _machine
 from hybridmf.plan.machine import Machine
-from hybridmf.tools.calibrate import calibrate, time_fits
+from hybridmf.tools.calibrate import calibrate
 
 ITERATIONS = (1, 5, 15, 50)
 """Numbers of iterations that one measurement represents."""
@@ -148,6 +148,25 @@ def model_of(name: str, factors: int, device: str, assembly: str = "auto", **opt
     return cls(factors, device=device, random_state=0, **given, **options)
 
 
+def time_fits(model: Any, matrix: Any, enough: Callable[[list[float]], bool]) -> tuple[float, float]:
+    """Seconds of an iteration, and of what is around iterations: of each part, the fastest of several fits.
+
+    Fits until `enough` of the seconds of each fit so far. The first iteration of each warms up: what it takes longer
+    belongs to the second part.
+    """
+    totals: list[float] = []
+    firsts, others, around = [], [], []
+    while not totals or not enough(totals):
+        started = time.perf_counter()
+        model.fit(matrix)
+        totals.append(time.perf_counter() - started)
+        first, *rest = [line["seconds"] for line in model.history_]
+        firsts.append(first)
+        others += rest
+        around.append(totals[-1] - first - sum(rest))
+    return min(others), min(around) + max(0.0, min(firsts) - min(others))
+
+
 def measure(model: Any, matrix: Any, iterations: int = MEASURED) -> dict[str, float]:
     """Seconds of a fit: an iteration, and all that is not iterations; and of what a first fit adds to it on a GPU."""
     model.set_params(iterations=iterations)
@@ -155,10 +174,10 @@ def measure(model: Any, matrix: Any, iterations: int = MEASURED) -> dict[str, fl
     if model.device != "cpu":
         model.fit(matrix)
     cold = time.perf_counter() - started
-    fit = time_fits(model, matrix, enough)
-    found = {"seconds_per_iteration": fit.iteration, "setup_seconds": fit.setup}
+    iteration, setup = time_fits(model, matrix, enough)
+    found = {"seconds_per_iteration": iteration, "setup_seconds": setup}
     if model.device != "cpu":
-        found["first_fit_adds"] = max(0.0, cold - fit.setup - iterations * fit.iteration)
+        found["first_fit_adds"] = max(0.0, cold - setup - iterations * iteration)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,26 @@ def test_the_benchmark_repeats_short_fits():
     assert not bench.enough([0.4, 0.01])  # the first was a stall
     found = bench.measure(bench.model_of("MSGD", 8, "cpu"), planted(), iterations=3)
     assert set(found) == {"seconds_per_iteration", "setup_seconds"} and min(found.values()) > 0
+
+
+def test_the_fastest_of_several_fits_counts(monkeypatch):
+    """Of each part: one fit waits as a whole, others in an iteration; the first iteration of each warms up."""
+    fits = iter([(9.0, [2.0, 1.0, 1.0]), (7.5, [2.0, 1.0, 3.0]), (5.5, [3.0, 1.5, 0.5])])
+    clock = [0.0]
+
+    class Model:
+        def fit(self, matrix: Any) -> None:
+            total, seconds = next(fits)
+            clock[0] += total
+            self.history_ = [{"seconds": one} for one in seconds]
+
+    bench = load_bench()
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+    told: list[list[float]] = []
+    model: Any = Model()
+    found = bench.time_fits(model, planted(), lambda totals: told.append(list(totals)) or len(totals) == 3)
+    assert found == (0.5, 0.5 + 1.5)
+    assert told == [[9.0], [9.0, 7.5], [9.0, 7.5, 5.5]]
 
 
 def test_the_benchmark_covers_what_it_promises():
