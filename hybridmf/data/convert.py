@@ -19,12 +19,13 @@ import contextlib
 import errno
 import functools
 import io
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +46,7 @@ from ..core.files import (
     write_atomically,
 )
 from ..core.objective import SIDES, Side
-from ..core.sparse import ValueSummary, entry_rows, transposed
+from ..core.sparse import ValueSummary, entry_rows, transposed, without_zeros
 from ..core.system import parse_bytes
 from ..core.validate import (
     MAX_AXIS,
@@ -55,6 +56,7 @@ from ..core.validate import (
     check_path,
     csr_arrays,
     from_triplets,
+    make_csr,
     repeats,
 )
 from ..errors import DuplicateEntriesError, RatingsError
@@ -66,6 +68,7 @@ from .labels import (
     duplicate_error,
     encode_labels,
     factorize_objects,
+    first_lost,
     first_repeat,
     label_of,
     missing_error,
@@ -94,8 +97,10 @@ from .text import (
 logger = logging.getLogger("hybridmf")
 
 WORK = "work"
-USER_ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("value", "<f8")])
-ITEM_ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("value", "<f4")])
+RAW = ("users", "items", "values")
+"""Names of the files of raw ids and values."""
+
+ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("value", "<f8")])
 CHUNK_BYTES = 128
 """Memory per entry of a chunk while it is mapped and put into its bucket."""
 
@@ -321,14 +326,6 @@ class _Folder:
         _write(path, lambda file: np.save(file, array, allow_pickle=False))
         self.files[name] = {"bytes": path.stat().st_size, "crc32": file_checksum(path)}
 
-    def load(self, name: str) -> np.ndarray:
-        """Array of a file, mapped unless it is empty."""
-        try:
-            array: np.ndarray = np.load(self.path / name, mmap_mode="r", allow_pickle=False)
-        except ValueError:
-            array = np.load(self.path / name, allow_pickle=False)
-        return array.view(np.ndarray)
-
     def save_slab(self, side: Side, slab: int, matrix: sp.csr_array) -> None:
         """Write the three files of a slab."""
         arrays = {"indptr": matrix.indptr, "indices": matrix.indices, "values": matrix.data}
@@ -337,8 +334,8 @@ class _Folder:
 
     def slab(self, side: Side, slab: int, n_fixed: int) -> sp.csr_array:
         """A complete slab, from its files."""
-        indptr, indices, values = (self.load(slab_file(side, slab, name)) for name in ARRAYS)
-        return sp.csr_array((values, indices, indptr), shape=(len(indptr) - 1, n_fixed))
+        indptr, indices, values = (np.load(self.path / slab_file(side, slab, name)) for name in ARRAYS)
+        return make_csr(indptr, indices, values, (len(indptr) - 1, n_fixed))
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest, and remove the work files."""
@@ -355,16 +352,13 @@ class _Folder:
 def _convert_matrix(ratings: Ratings, folder: _Folder, entries: int) -> None:
     matrix = as_csr(ratings)
     _save_labels(folder, ratings.user_ids, ratings.item_ids)
-    counts, bounds = _Counts(*matrix.shape), {}
+    bounds = {}
     for side, csr in zip(SIDES, (matrix, transposed(matrix)), strict=True):
         slabs = InMemory(csr).cut(entries)
         bounds[side] = slabs.bounds
-        for k in range(len(slabs.bounds) - 1):
-            part = slabs.matrix(k)
+        for k, part in enumerate(slabs.matrices()):
             folder.save_slab(side, k, part)
-            if side == "user":
-                counts.add(int(slabs.bounds[k]), part)
-    _finish(folder, matrix.shape, bounds, counts)
+    _finish(folder, matrix.shape, bounds)
 
 
 def _save_labels(folder: _Folder, user_ids: np.ndarray | None, item_ids: np.ndarray | None) -> None:
@@ -373,48 +367,29 @@ def _save_labels(folder: _Folder, user_ids: np.ndarray | None, item_ids: np.ndar
             folder.save(f"{name}.npy", encode_labels(name, labels))
 
 
-@dataclass
-class _Counts:
-    """Statistics of all entries for the manifest, collected over the slabs of users."""
-
-    n_users: int
-    n_items: int
-    nnz: int = 0
-    zeros: int = 0
-
-    def __post_init__(self) -> None:
-        self.degrees = {
-            side: np.zeros(n, np.int64) for side, n in zip(SIDES, (self.n_users, self.n_items), strict=True)
-        }
-        self.nonzero = {side: each.copy() for side, each in self.degrees.items()}
-
-    def add(self, first: int, part: sp.csr_array) -> None:
-        """Count a slab of users that begins with row `first`."""
-        rows, filled = slice(first, first + part.shape[0]), part.data != 0
-        self.degrees["user"][rows] = np.diff(part.indptr)
-        self.nonzero["user"][rows] = np.bincount(entry_rows(part)[filled], minlength=part.shape[0])
-        self.degrees["item"] += np.bincount(part.indices, minlength=self.n_items)
-        self.nonzero["item"] += np.bincount(part.indices[filled], minlength=self.n_items)
-        self.nnz += part.nnz
-        self.zeros += int(len(filled) - np.count_nonzero(filled))
-
-
-def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarray], counts: _Counts) -> None:
-    """Write degrees and the manifest."""
+def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarray]) -> None:
+    """Write degrees and the manifest, from the slabs of users."""
+    degrees = {side: np.zeros((2, count), np.int64) for side, count in zip(SIDES, shape, strict=True)}
+    for k, (first, last) in enumerate(pairwise(bounds["user"].tolist())):
+        slab = folder.slab("user", k, shape[1])
+        for kind, part in enumerate((slab, without_zeros(slab))):
+            degrees["user"][kind, first:last] = np.diff(part.indptr)
+            degrees["item"][kind] += np.bincount(part.indices, minlength=shape[1])
+    nnz, nonzero = map(int, degrees["user"].sum(axis=1))
     for side in SIDES:
-        folder.save(degrees_file(side), counts.degrees[side])
-        if counts.zeros:
-            folder.save(degrees_file(side, nonzero=True), counts.nonzero[side])
-    files = [slab_file("user", k, "values") for k in range(len(bounds["user"]) - 1)]
-    values = {"all": ValueSummary.of(map(folder.load, files))}
+        folder.save(degrees_file(side), degrees[side][0])
+        if nonzero < nnz:
+            folder.save(degrees_file(side, nonzero=True), degrees[side][1])
+    files = [folder.path / slab_file("user", k, "values") for k in range(len(bounds["user"]) - 1)]
+    values = {"all": ValueSummary.of(map(np.load, files))}
     values["nonzero"] = values["all"]
-    if counts.zeros:
-        values["nonzero"] = ValueSummary.of(part[part != 0] for part in map(folder.load, files))
+    if nonzero < nnz:
+        values["nonzero"] = ValueSummary.of(part[part != 0] for part in map(np.load, files))
     folder.finish(
         {
             "shape": list(map(int, shape)),
-            "nnz": counts.nnz,
-            "zeros": counts.zeros,
+            "nnz": nnz,
+            "zeros": nnz - nonzero,
             "bounds": {side: bounds[side].tolist() for side in SIDES},
             "sums": {kind: each.total for kind, each in values.items()},
             "magnitudes": {kind: each.ends.tolist() for kind, each in values.items()},
@@ -427,60 +402,59 @@ def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarr
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 
+Resolved = tuple[np.ndarray | None, int, Callable[[np.ndarray], np.ndarray]]
+"""Labels in order, if there are any, the number of positions, and the function from raw ids to positions."""
+
 
 class _Codes:
-    """Codes of labels in the order of their first appearance."""
+    """Labels, whose raw ids are codes in the order of their first appearance."""
 
     dtype = np.dtype(np.int32)
 
-    def __init__(self, sort: Callable[[np.ndarray, list[Any]], tuple[np.ndarray, np.ndarray]]) -> None:
+    def __init__(self, sort: Callable[[np.ndarray, list[Any]], tuple[np.ndarray, np.ndarray]] = sorted_labels) -> None:
         self.table: dict[Any, int] = {}
         self.sort = sort
 
-    def encode(self, ids: list[Any]) -> np.ndarray:
-        """Codes of labels."""
+    def raw(self, ids: np.ndarray | list[Any]) -> np.ndarray:
+        """Codes of labels; of a reader that fills the table itself, its codes."""
         table = self.table
+        if isinstance(ids, np.ndarray):
+            return ids
         return np.fromiter((table.setdefault(label, len(table)) for label in ids), np.int32, len(ids))
 
-    def see(self, ids: np.ndarray) -> None:
-        """Record the ids of a chunk: the table has them."""
-
-    def resolve(self, used: np.ndarray | None = None) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """Sorted labels, and the function from codes to positions: -1 for codes outside the mask `used`."""
+    def resolve(self, used: np.ndarray | None) -> Resolved:
+        """Positions of the codes of a mask (None: all), among their labels; -1 of the others."""
         labels = list(self.table)
-        used = np.ones(len(labels), dtype=bool) if used is None else used
-        kept = np.flatnonzero(used)
+        kept = np.arange(len(labels)) if used is None else np.flatnonzero(used)
         places, unique = self.sort(np.arange(len(kept)), [labels[code] for code in kept.tolist()])
         lookup = np.full(len(labels), -1, dtype=np.int32)
         lookup[kept] = places
-        return unique, lookup.__getitem__
+        return unique, len(unique), lookup.__getitem__
 
 
 class _Integers:
-    """Integers that are labels."""
+    """Integers that are labels, and raw ids as they are."""
 
     def __init__(self, dtype: Any = np.int64) -> None:
         self.dtype = np.dtype(dtype)
         self.known = np.empty(0, dtype=self.dtype)
 
-    def see(self, ids: np.ndarray) -> None:
-        """Record the ids of a chunk."""
-        found = _distinct(ids)
-        place = np.minimum(np.searchsorted(self.known, found), max(len(self.known) - 1, 0))
-        fresh = found if not len(self.known) else found[self.known[place] != found]
-        if len(fresh):
-            self.known = np.sort(np.concatenate((self.known, fresh)), kind="stable")
+    def raw(self, ids: np.ndarray) -> np.ndarray:
+        """The ids, which become known."""
+        ids = ids.astype(self.dtype, copy=False)
+        self.known = _distinct(np.concatenate((self.known, _distinct(ids))))
+        return ids
 
-    def resolve(self) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """Labels in order, and the function from ids to positions."""
+    def resolve(self, used: None) -> Resolved:
+        """Positions among the sorted ids."""
         known = self.known
         low, high = (int(known[0]), int(known[-1])) if len(known) else (0, 0)
         labels = known.astype(np.int64) if high <= np.iinfo(np.int64).max else known
         if high - low >= 4 * len(known) + 2**16:
-            return labels, lambda ids: np.searchsorted(known, ids).astype(np.int32)
+            return labels, len(labels), lambda ids: np.searchsorted(known, ids).astype(np.int32)
         table = np.zeros(high - low + 1, dtype=np.int32)
         table[known - known[:1]] = np.arange(len(known), dtype=np.int32)
-        return labels, lambda ids: table[ids - known[0]]
+        return labels, len(labels), lambda ids: table[ids - known[0]]
 
 
 def _distinct(ids: np.ndarray) -> np.ndarray:
@@ -495,30 +469,28 @@ def _distinct(ids: np.ndarray) -> np.ndarray:
 
 
 class _Positions:
-    """Positions, of a matrix without labels or in a store."""
+    """Positions, of a matrix without labels or in a store, which are raw ids as well."""
 
     dtype = np.dtype(np.int32)
 
     def __init__(self, count: int, labels: np.ndarray | None = None) -> None:
         self.count, self.labels = count, labels
 
-    def see(self, ids: np.ndarray) -> None:
-        """Record the ids of a chunk: all are known."""
+    def raw(self, ids: np.ndarray) -> np.ndarray:
+        """The positions."""
+        return ids
 
-    def resolve(self) -> tuple[np.ndarray | None, Callable[[np.ndarray], np.ndarray]]:
-        """Labels, and the function from ids to positions."""
-        return self.labels, lambda ids: ids
-
-
-_Ids = _Codes | _Integers | _Positions
+    def resolve(self, used: None) -> Resolved:
+        """The positions."""
+        return self.labels, self.count, lambda ids: ids
 
 
 @dataclass
 class _Reader:
     """A source of chunks of ids and values, and the mapping of ids to positions."""
 
-    chunks: Iterator[Chunk | None]  # None: this reader does not support the source
-    sides: tuple[_Ids, _Ids]
+    chunks: Iterator[Any]  # of `Chunk`, ids of `_Codes` also as lists; None: this reader does not support the source
+    sides: tuple[Any, Any]  # `_Codes`, `_Integers` or `_Positions` of users and of items
     where: Callable[[int, int], str]  # where two entries are in the source
     source: str  # for messages
     valued: bool = False  # the source has values: rows that repeat whole are copies
@@ -542,7 +514,7 @@ def _readers_of(source: Any, options: FileOptions, limit: int) -> Iterator[_Read
         return iter([_parquet(path, options.selectors, max(1, limit // 256), options.missing)])
     if format == "lists":
         options = list_options(path, head, options)
-        users, items = _Codes(sorted_labels), _Codes(sorted_labels)
+        users, items = _Codes(), _Codes()
         chunks = list_chunks(path, options, users.table, items.table, max(1, min(BLOCK_ENTRIES, limit // 256)))
         where = functools.partial(lines_of_lists, path, options)
         return iter([_Reader(chunks, (users, items), where, path, missing=options.missing)])
@@ -563,7 +535,7 @@ def _stored(store: Store, limit: int) -> _Reader:
                 yield users.astype(np.int32), indices[part], values[part].astype(np.float64)
 
     sides = (_Positions(store.n_users, store.user_ids), _Positions(store.n_items, store.item_ids))
-    return _Reader(chunks(), sides, lambda first, second: f"entries {first} and {second}", str(store.path))
+    return _Reader(chunks(), sides, "entries {} and {}".format, str(store.path))
 
 
 def _text_readers(layout: TextLayout, limit: int, missing: str) -> Iterator[_Reader]:
@@ -578,7 +550,7 @@ def _text_readers(layout: TextLayout, limit: int, missing: str) -> Iterator[_Rea
             chunks = _checked_values(arrow_text.integer_chunks(layout, size), layout)
             yield _Reader(chunks, (_Integers(), _Integers()), where, layout.path, valued)
     for make in makers:
-        users, items = _Codes(sorted_labels), _Codes(sorted_labels)
+        users, items = _Codes(), _Codes()
         chunks = _checked_values(make(users.table, items.table), layout)
         yield _Reader(chunks, (users, items), where, layout.path, valued, missing)
 
@@ -598,27 +570,16 @@ def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int, missing: str) 
         positions, unique = factorize_objects(f"a column of {path}", labels, "row")
         return positions[codes], unique
 
-    parts = parquet_chunks(path, columns, rows, missing)
-    first = next(parts, None)
+    chunks = parquet_chunks(path, columns, rows, missing)
+    first = next(chunks, None)
     if first is None:
         raise RatingsError(f"{path} holds no ratings")
-    sides: list[_Ids] = [
+    users, items = (
         _Codes(sort) if isinstance(ids, list) else _Integers(np.uint64 if ids.dtype == np.uint64 else np.int64)
         for ids in first[:2]
-    ]
-
-    def chunks() -> Iterator[Chunk]:
-        part: Any = first
-        while part is not None:
-            ids = (
-                side.encode(each) if isinstance(side, _Codes) else each.astype(side.dtype)
-                for side, each in zip(sides, part[:2], strict=True)
-            )
-            yield *ids, part[2]
-            part = next(parts, None)
-
+    )
     valued = parquet_layout(path, columns).value is not None
-    return _Reader(chunks(), (sides[0], sides[1]), "rows {} and {}".format, path, valued)
+    return _Reader(itertools.chain([first], chunks), (users, items), "rows {} and {}".format, path, valued)
 
 
 def _streamable(header: MarketHeader) -> bool:
@@ -657,7 +618,7 @@ def _matrix_market(path: str, header: MarketHeader, limit: int) -> _Reader:
             raise RatingsError(f"{path} is truncated or damaged: it has {done} entries and its header says {count}")
 
     sides = (_Positions(n_rows), _Positions(n_columns))
-    return _Reader(chunks(), sides, lambda first, second: f"entries {first} and {second}", path)
+    return _Reader(chunks(), sides, "entries {} and {}".format, path)
 
 
 def _check_coordinates(path: str, table: np.ndarray, shape: tuple[int, int], done: int) -> None:
@@ -689,90 +650,72 @@ class _Streamed:
         self.count = 0  # entries of the source
         self.positions: list[Callable[[np.ndarray], np.ndarray]]  # of users and items, from raw ids
         self.labels: list[np.ndarray | None]
+        self.shape: tuple[int, int]
         self.bounds: dict[Side, np.ndarray] = {}
 
     def run(self) -> None:
         """Write the store."""
         self._read()
-        shape = self._resolve()
-        _save_labels(self.folder, self.labels[0], self.labels[1])
-        counts = _Counts(*shape)
-        self._user_buckets(shape)
-        self._user_slabs(counts)
-        self._item_buckets(counts)
-        self._item_slabs(counts)
-        _finish(self.folder, shape, self.bounds, counts)
+        self._resolve()
+        _save_labels(self.folder, *self.labels)
+        self._sort("user", self._source_entries)
+        for name in RAW:
+            (self.work / f"{name}.bin").unlink()
+        self._sort("item", self._stored_entries)
+        _finish(self.folder, self.shape, self.bounds)
 
     # ------------------------------------------------------------------------------------------------ raw ids
 
     def _read(self) -> None:
-        """Write all chunks of the source as raw files."""
-        found = None
-        while found is None:
-            self.reader = next(self.readers)
-            found = self._write_raw(self.reader)
-        self.count = found
-        if not found and not isinstance(self.reader.sides[0], _Positions):
+        """Write all chunks of the source as raw files, by the first reader that supports it."""
+        while not self._write_raw(next(self.readers)):
+            pass
+        if not self.count and not isinstance(self.reader.sides[0], _Positions):
             raise RatingsError(f"{self.reader.source} holds no ratings, only a header")
 
-    def _write_raw(self, reader: _Reader) -> int | None:
-        """Write the chunks of a reader; returns the number of entries, None if it does not support the source."""
-        count = 0
+    def _write_raw(self, reader: _Reader) -> bool:
+        """Write the chunks of a reader; whether it supports the source."""
+        self.reader, self.count = reader, 0
         with contextlib.ExitStack() as stack:
-            users, items, values = (
-                stack.enter_context(open(self.work / f"{name}.bin", "wb")) for name in ("users", "items", "values")
-            )
+            *sides, values = (stack.enter_context(open(self.work / f"{name}.bin", "wb")) for name in RAW)
             for part in reader.chunks:
                 if part is None:
-                    return None
-                for side, ids, file in zip(reader.sides, part, (users, items), strict=False):
-                    side.see(ids)
-                    file.write(np.ascontiguousarray(ids, dtype=side.dtype).data)
+                    return False
+                for side, ids, file in zip(reader.sides, part, sides, strict=False):
+                    file.write(np.ascontiguousarray(side.raw(ids), dtype=side.dtype).data)
                 values.write(np.ascontiguousarray(part[2], dtype=np.float64).data)
-                count += len(part[2])
-        return count
+                self.count += len(part[2])
+        return True
 
-    def _resolve(self) -> tuple[int, int]:
-        """Labels of both sides and the positions of raw ids; returns the shape."""
-        users, items = self.reader.sides
-        if self.reader.missing != "keep" and isinstance(users, _Codes) and isinstance(items, _Codes):
-            used = self._used((users, items))
-            resolved: list[Any] = [side.resolve(mask) for side, mask in zip((users, items), used, strict=True)]
-        else:
-            resolved = [side.resolve() for side in (users, items)]
-        self.labels, self.positions = [each[0] for each in resolved], [each[1] for each in resolved]
-        n_users, n_items = (
-            side.count if isinstance(side, _Positions) else len(found)  # type: ignore[arg-type]
-            for side, found in zip((users, items), self.labels, strict=True)
-        )
-        return n_users, n_items
+    def _resolve(self) -> None:
+        """Labels of both sides, the positions of raw ids, and the shape."""
+        used = (None, None) if self.reader.missing == "keep" else self._used()
+        resolved = [side.resolve(mask) for side, mask in zip(self.reader.sides, used, strict=True)]
+        self.labels, (n_users, n_items), self.positions = (list(each) for each in zip(*resolved, strict=True))
+        self.shape = n_users, n_items
 
-    def _used(self, sides: tuple[_Codes, _Codes]) -> list[np.ndarray | None]:
+    def _used(self) -> Sequence[np.ndarray | None]:
         """Codes with entries that have both ids, as masks; refuses the others under missing="error"."""
-        absent = [np.array([label in MISSING_WORDS for label in side.table], dtype=bool) for side in sides]
-        if not any(map(np.any, absent)):
-            return [None, None]
+        tables = [list(side.table) for side in self.reader.sides]
+        absent = [np.array([label in MISSING_WORDS for label in table], dtype=bool) for table in tables]
         used, count = [np.zeros_like(each) for each in absent], 0
-        first: tuple[int, int, int] | None = None  # entry, side and code
-        for start, length in self._spans():
+        for start, length in self._spans() if any(map(np.any, absent)) else ():
             codes = [self._raw(side, start, length) for side in (0, 1)]
             lost = [each[found] for each, found in zip(absent, codes, strict=True)]
             gone = lost[0] | lost[1]
-            if first is None and gone.any():
-                at = int(np.argmax(gone))
-                side = int(not lost[0][at])
-                first = start + at, side, int(codes[side][at])
+            if not count and gone.any():
+                at, side = first_lost(*lost)
+                first = start + at, side, tables[side][codes[side][at]]
             count += int(np.count_nonzero(gone))
             for mask, found in zip(used, codes, strict=True):
                 mask[found[~gone]] = True
-        if first is None:
-            return [None, None]
-        entry, side, code = first
+        if not count:
+            return None, None
         if self.reader.missing == "error":
-            found, where = list(sides[side].table)[code], self.reader.where(entry, entry)
-            raise missing_error(self.reader.source, where, ("user", "item")[side], found, count, self.count)
+            at, side, label = first
+            raise missing_error(self.reader.source, self.reader.where(at, at), SIDES[side], label, count, self.count)
         note_dropped(self.reader.source, count, self.count)
-        return list(used)
+        return used
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         """(start, length) of consecutive entries of the source."""
@@ -781,52 +724,54 @@ class _Streamed:
     def _raw(self, side: int, start: int, count: int) -> np.ndarray:
         """Raw ids of some entries."""
         dtype = self.reader.sides[side].dtype
-        return np.fromfile(self.work / f"{('users', 'items')[side]}.bin", dtype, count, offset=start * dtype.itemsize)
+        return np.fromfile(self.work / f"{RAW[side]}.bin", dtype, count, offset=start * dtype.itemsize)
 
     def _source_entries(self) -> Iterator[np.ndarray]:
-        """Entries by position, in chunks of `USER_ENTRY`, without those left out."""
+        """Entries of the source by user, in chunks of `ENTRY`, without those left out."""
         for start, count in self._spans():
-            part = np.empty(count, dtype=USER_ENTRY)
+            part = np.empty(count, dtype=ENTRY)
             part["row"], part["column"] = (self.positions[side](self._raw(side, start, count)) for side in (0, 1))
             part["value"] = np.fromfile(self.work / "values.bin", np.float64, count, offset=8 * start)
             kept = (part["row"] >= 0) & (part["column"] >= 0)
             yield part if kept.all() else part[kept]
 
-    # ------------------------------------------------------------------------------------------------ users
+    def _stored_entries(self) -> Iterator[np.ndarray]:
+        """Entries of the slabs of users by item, in `ENTRY`."""
+        for k, first in enumerate(self.bounds["user"][:-1].tolist()):
+            slab = self.folder.slab("user", k, self.shape[1])
+            part = np.empty(slab.nnz, dtype=ENTRY)
+            part["row"], part["column"], part["value"] = slab.indices, entry_rows(slab) + first, slab.data
+            yield part
 
-    def _user_buckets(self, shape: tuple[int, int]) -> None:
-        degrees = np.zeros(shape[0], dtype=np.int64)
-        for part in self._source_entries():
-            degrees += np.bincount(part["row"], minlength=shape[0])
-        self.bounds["user"] = slab_bounds(degrees, self.entries)
-        for part in self._source_entries():
-            _scatter(self.work, "user", self.bounds["user"], part)
+    # ------------------------------------------------------------------------------------------------ slabs
 
-    def _user_slabs(self, counts: _Counts) -> None:
-        def sort(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: tuple[int, int], first: int) -> Any:
-            try:
-                matrix = from_triplets(rows - first, columns, values, shape, duplicates=self.duplicates)
-            except DuplicateEntriesError:
-                matrix = self._without_copies(rows, columns, values, shape, first)
-            except RatingsError as error:
-                raise RatingsError(f"of the users from position {first} on: {error}") from error
-            counts.add(first, matrix)
-            return matrix
+    def _sort(self, side: Side, entries: Callable[[], Iterator[np.ndarray]]) -> None:
+        """Scatter entries to a bucket for each slab of a side, in input order, and sort each bucket into its slab."""
+        count, n_fixed = self.shape if side == "user" else self.shape[::-1]
+        degrees = np.zeros(count, dtype=np.int64)
+        for part in entries():
+            degrees += np.bincount(part["row"], minlength=count)
+        bounds = self.bounds[side] = slab_bounds(degrees, self.entries)
+        for part in entries():
+            _scatter(self.work, side, bounds, part)
+        for k, (first, last) in enumerate(pairwise(bounds.tolist())):
+            bucket = _bucket(self.work, side, k)
+            part = np.fromfile(bucket, ENTRY) if bucket.exists() else np.empty(0, ENTRY)
+            rows, columns, values = (np.ascontiguousarray(part[name]) for name in ("row", "column", "value"))
+            del part
+            self.folder.save_slab(side, k, self._matrix(rows, columns, values, (last - first, n_fixed), first))
+            bucket.unlink(missing_ok=True)
 
-        self._sort("user", USER_ENTRY, counts.n_items, sort)
-        for name in ("users", "items", "values"):
-            (self.work / f"{name}.bin").unlink()
-
-    @property
-    def _differ(self) -> bool:
-        """Whether the source has different values."""
-        values = np.memmap(self.work / "values.bin", np.float64, "r")
-        return bool(values.min() != values.max())
-
-    def _without_copies(
+    def _matrix(
         self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: tuple[int, int], first: int
     ) -> sp.csr_array:
         """The matrix of a bucket without rows that repeat others whole; see `Entries.without_copies`."""
+        try:
+            return from_triplets(rows - first, columns, values, shape, duplicates=self.duplicates)
+        except DuplicateEntriesError:
+            pass
+        except RatingsError as error:
+            raise RatingsError(f"of the users from position {first} on: {error}") from error
         if not self.reader.valued or not self._differ:
             raise self._duplicate_error(rows, columns, values)
         copies = whole_repeats(rows, columns, values)
@@ -838,29 +783,24 @@ class _Streamed:
         note_copies(str(self.folder.path), int(np.count_nonzero(copies)))
         return matrix
 
+    @property
+    def _differ(self) -> bool:
+        """Whether the source has different values."""
+        values = np.memmap(self.work / "values.bin", np.float64, "r")
+        return bool(values.min() != values.max())
+
     def _duplicate_error(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> DuplicateEntriesError:
         """Error that names the first repeated pair of a bucket, and its locations in the source."""
         one, other = first_repeat(rows, columns)
         pair = int(rows[one]), int(columns[one])
-        places = self._places(*pair)
+        first, *others = self._places(*pair)
+        again = others[0]
+        if self.reader.valued:  # rather one with another value
+            given = np.memmap(self.work / "values.bin", np.float64, "r")
+            again = next((place for place in others if given[place] != given[first]), again)
         user, item = (label_of(labels, place) for labels, place in zip(self.labels, pair, strict=True))
-        where = self.reader.where(places[0], self._conflicting(places) if self.reader.valued else places[1])
-        source, found = self.reader.source, self._repeats()
-        return duplicate_error(source, user, item, where, values[[one, other]], found, not self._differ)
-
-    def _conflicting(self, places: list[int]) -> int:
-        """The first of some entries whose value differs from that of the first; without one, the second."""
-        values = np.memmap(self.work / "values.bin", np.float64, "r")
-        return next((place for place in places if values[place] != values[places[0]]), places[1])
-
-    def _repeats(self) -> Repeats:
-        """Count repeated pairs over the buckets of users that are left; those that have become slabs had none."""
-        found = Repeats(0, 0)
-        for bucket in self.work.glob("user-*.bin"):
-            part = np.fromfile(bucket, USER_ENTRY)
-            more = repeats(part["row"], part["column"], part["value"])
-            found = Repeats(found.pairs + more.pairs, found.conflicting + more.conflicting)
-        return found
+        source, where = self.reader.source, self.reader.where(first, again)
+        return duplicate_error(source, user, item, where, values[[one, other]], self._repeats(), not self._differ)
 
     def _places(self, row: int, column: int) -> list[int]:
         """Numbers of the entries of a pair in the source."""
@@ -870,32 +810,14 @@ class _Streamed:
             found += (np.flatnonzero((rows == row) & (columns == column)) + start).tolist()
         return found
 
-    # ------------------------------------------------------------------------------------------------ items
-
-    def _item_buckets(self, counts: _Counts) -> None:
-        self.bounds["item"] = slab_bounds(counts.degrees["item"], self.entries)
-        for k, first in enumerate(self.bounds["user"][:-1].tolist()):
-            part = self.folder.slab("user", k, counts.n_items)
-            entries = np.empty(part.nnz, dtype=ITEM_ENTRY)
-            entries["row"], entries["value"] = part.indices, part.data
-            entries["column"] = entry_rows(part) + first
-            _scatter(self.work, "item", self.bounds["item"], entries)
-
-    def _item_slabs(self, counts: _Counts) -> None:
-        def sort(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: tuple[int, int], first: int) -> Any:
-            return from_triplets(rows - first, columns, values, shape)
-
-        self._sort("item", ITEM_ENTRY, counts.n_users, sort)
-
-    def _sort(self, side: Side, entry: np.dtype, n_fixed: int, sort: Callable[..., sp.csr_array]) -> None:
-        """Sort each bucket into a slab."""
-        for k, (first, last) in enumerate(pairwise(self.bounds[side].tolist())):
-            bucket = _bucket(self.work, side, k)
-            part = np.fromfile(bucket, entry) if bucket.exists() else np.empty(0, entry)
-            columns = [np.ascontiguousarray(part[name]) for name in ("row", "column", "value")]
-            del part
-            self.folder.save_slab(side, k, sort(*columns, (last - first, n_fixed), first))
-            bucket.unlink(missing_ok=True)
+    def _repeats(self) -> Repeats:
+        """Count repeated pairs over the buckets of users that are left; those that have become slabs had none."""
+        found = Repeats(0, 0)
+        for bucket in self.work.glob("user-*.bin"):
+            part = np.fromfile(bucket, ENTRY)
+            more = repeats(part["row"], part["column"], part["value"])
+            found = Repeats(found.pairs + more.pairs, found.conflicting + more.conflicting)
+        return found
 
 
 def _bucket(work: Path, side: Side, slab: int) -> Path:

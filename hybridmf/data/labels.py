@@ -93,8 +93,7 @@ class Entries:
         ]
         gone = lost[0] | lost[1]
         if missing == "error":
-            first = int(np.argmax(gone))
-            side = int(not lost[0][first])
+            first, side = first_lost(*lost)
             ids, codes = ((self.user_ids, self.users), (self.item_ids, self.items))[side]
             assert ids is not None
             where, count = self.where(first, first), int(np.count_nonzero(gone))
@@ -183,6 +182,12 @@ def _missing_words(ids: np.ndarray | None) -> np.ndarray:
     if ids is None or ids.dtype.kind not in "UO":
         return np.zeros(0, dtype=bool)
     return np.fromiter((isinstance(label, str) and label in MISSING_WORDS for label in ids.tolist()), bool, len(ids))
+
+
+def first_lost(users: np.ndarray, items: np.ndarray) -> tuple[int, int]:
+    """The first entry without a user or an item, and the axis of the one that it lacks."""
+    first = int(np.argmax(users | items))
+    return first, int(not users[first])
 
 
 def missing_error(source: str, where: str, side: str, found: str, count: int, total: int) -> RatingsError:

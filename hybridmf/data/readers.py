@@ -38,6 +38,7 @@ from .labels import (
     as_times,
     as_weights,
     factorize,
+    first_lost,
     missing_error,
     note_dropped,
 )
@@ -190,8 +191,7 @@ def _rows_with_ids(
     gone = lost[0] | lost[1]
     count = int(np.count_nonzero(gone))
     if count and missing != "drop":
-        at = int(np.argmax(gone))
-        side = int(not lost[0][at])
+        at, side = first_lost(*lost)
         row = at + first_row if rows is None else int(rows[at])
         if nulls[side][at]:
             raise RatingsError(

@@ -471,7 +471,7 @@ def test_a_conversion_that_is_killed_anywhere_starts_again(tmp_path):
         assert_same_matrix(StoreMatrix(store, "item").load().csr, expected.item_users)
 
 
-@pytest.mark.parametrize("stage", ["_read", "_user_slabs", "_item_slabs"])
+@pytest.mark.parametrize("stage", ["_read", "_sort", "_stored_entries"])
 def test_ctrl_c_leaves_no_files(stage, tmp_path, monkeypatch):
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -543,18 +543,18 @@ def test_a_quota_or_a_limit_of_files_is_a_full_disk(code, tmp_path, monkeypatch)
 
 def test_a_second_conversion_into_a_folder_is_refused_and_the_first_continues(tmp_path, monkeypatch):
     path, folder = write_text(tmp_path / "r.csv", triplets()), tmp_path / "deep" / "store"
-    original, refused = conversion._Streamed._user_slabs, []
+    original, refused = conversion._Streamed._sort, []
 
-    def another(self: Any, counts: Any) -> Any:
+    def another(*given: Any) -> Any:
         for overwrite in (False, True):
             with pytest.raises(BlockingIOError, match=r"another conversion into this folder is running; .*store"):
                 hmf.convert(path, folder, slab_bytes=SLAB, overwrite=overwrite)
             refused.append(overwrite)
-        return original(self, counts)
+        return original(*given)
 
-    monkeypatch.setattr(conversion._Streamed, "_user_slabs", another)
+    monkeypatch.setattr(conversion._Streamed, "_sort", another)
     assert_same_ratings(hmf.convert(path, folder, slab_bytes=SLAB), hmf.Ratings.from_file(path))
-    assert refused == [False, True]
+    assert refused == 2 * [False, True]  # of users and of items
 
 
 def test_folders_that_stay_empty_are_removed(tmp_path):
