@@ -18,7 +18,7 @@ from ..core.sparse import entry_rows, rows_or_empty
 from ..core.validate import check_choice, check_shape, from_triplets
 from ..errors import RatingsError, UnknownLabelError
 from ..ratings import Ratings
-from .labels import check_label_types, label_table
+from .labels import check_label_types, places_among
 from .store import Store
 
 logger = logging.getLogger("hybridmf")
@@ -128,8 +128,7 @@ def _places(axis: int, have: Any, want: Any, count: int, name: str, owner: str) 
     check_label_types(SIDES[axis], (owner, want), (name, have))
     if len(have) == len(want) and bool(np.all(have == want)):
         return None
-    table = label_table(want)
-    return np.fromiter((table.get(label, -1) for label in have.tolist()), np.int64, count)
+    return places_among(want, have)
 
 
 def are_positions(labels: np.ndarray, positions: np.ndarray) -> bool:

@@ -64,7 +64,7 @@ from ..ratings import Ratings
 from . import arrow_text
 from .columns import log_columns
 from .labels import (
-    MISSING_WORDS,
+    are_missing,
     duplicate_error,
     encode_labels,
     factorize_objects,
@@ -697,7 +697,7 @@ class _Streamed:
     def _used(self) -> Sequence[np.ndarray | None]:
         """Codes with entries that have both ids, as masks; refuses the others under missing="error"."""
         tables = [list(side.table) for side in self.reader.sides]
-        absent = [np.array([label in MISSING_WORDS for label in table], dtype=bool) for table in tables]
+        absent = [are_missing(np.array(table, dtype=object)) for table in tables]
         used, count = [np.zeros_like(each) for each in absent], 0
         for start, length in self._spans() if any(map(np.any, absent)) else ():
             codes = [self._raw(side, start, length) for side in (0, 1)]

@@ -32,7 +32,7 @@ from .feature_columns import (
     table_of,
     to_matrix,
 )
-from .labels import as_vector, check_label_types, label_array, label_table, plain_array
+from .labels import as_vector, check_label_types, label_array, places_among, plain_array
 
 logger = logging.getLogger("hybridmf")
 
@@ -353,8 +353,7 @@ def align_features(argument: str, value: Any, labels: np.ndarray | None, n_rows:
         _refuse_half_labelled(argument, side, features, labels, n_rows)
     assert have is not None and labels is not None
     check_label_types(side, ("ratings", labels), (argument, have))
-    table = label_table(have)
-    places = np.fromiter((table.get(label, -1) for label in labels.tolist()), np.int64, n_rows)
+    places = places_among(have, labels)
     _check_matches(argument, side, places, labels, have)
     cold = np.ones(len(have), dtype=bool)
     cold[places[places >= 0]] = False

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import scipy.sparse as sp
 
+from ..core.objective import SIDES
 from ..core.validate import (
     MAX_AXIS,
     MERGE_HINT,
@@ -84,20 +85,17 @@ class Entries:
 
     def without_missing(self, missing: str) -> Entries:
         """Entries with ids that are no `MISSING_WORDS`; under "keep", all."""
-        absent = [_missing_words(ids) for ids in (self.user_ids, self.item_ids)]
+        sides = ((cast(np.ndarray, self.user_ids), self.users), (cast(np.ndarray, self.item_ids), self.items))
+        absent = [are_missing(ids) for ids, _ in sides]
         if missing == "keep" or not any(map(np.any, absent)):
             return self
-        lost = [
-            found[codes] if found.size else np.zeros(len(codes), dtype=bool)
-            for found, codes in zip(absent, (self.users, self.items), strict=True)
-        ]
+        lost = [found[codes] for found, (_, codes) in zip(absent, sides, strict=True)]
         gone = lost[0] | lost[1]
         if missing == "error":
             first, side = first_lost(*lost)
-            ids, codes = ((self.user_ids, self.users), (self.item_ids, self.items))[side]
-            assert ids is not None
+            ids, codes = sides[side]
             where, count = self.where(first, first), int(np.count_nonzero(gone))
-            raise missing_error(self.source, where, ("user", "item")[side], str(ids[codes[first]]), count, len(gone))
+            raise missing_error(self.source, where, SIDES[side], str(ids[codes[first]]), count, len(gone))
         note_dropped(self.source, int(np.count_nonzero(gone)), len(gone))
         return self.keep(~gone)
 
@@ -177,11 +175,11 @@ class Entries:
         )  # fmt: skip
 
 
-def _missing_words(ids: np.ndarray | None) -> np.ndarray:
-    """Mask of the labels that are `MISSING_WORDS`; empty without text."""
-    if ids is None or ids.dtype.kind not in "UO":
-        return np.zeros(0, dtype=bool)
-    return np.fromiter((isinstance(label, str) and label in MISSING_WORDS for label in ids.tolist()), bool, len(ids))
+def are_missing(ids: np.ndarray) -> np.ndarray:
+    """Mask of the labels that are `MISSING_WORDS`."""
+    if ids.dtype.kind not in "UO":
+        return np.zeros(len(ids), dtype=bool)
+    return np.fromiter((label in MISSING_WORDS for label in ids.tolist()), bool, len(ids))
 
 
 def first_lost(users: np.ndarray, items: np.ndarray) -> tuple[int, int]:
@@ -365,10 +363,10 @@ def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
         raise RatingsError(f"{name} has no time at entry {bad[0]} ({times[bad[0]]}); remove or fill such entries")
     if times.dtype.kind == "u" and len(times) and times.max() >= 2**63:
         raise RatingsError(f"{name} has {times.max()} at entry {times.argmax()}; integers must be below 2**63")
-    if times.dtype.kind == "f" and len(times) and np.all(times == np.floor(times)) and np.abs(times).max() < 2**63:
-        return times.astype(np.int64)
-    kinds = {"i": np.int64, "u": np.int64, "f": np.float64}
-    return times.astype(kinds[times.dtype.kind], copy=False) if times.dtype.kind in kinds else times
+    whole = times.dtype.kind == "f" and len(times) and np.all(times == np.floor(times)) and np.abs(times).max() < 2**63
+    if times.dtype.kind in "iu" or whole:
+        return times.astype(np.int64, copy=False)
+    return times.astype(np.float64, copy=False) if times.dtype.kind == "f" else times
 
 
 def as_weights(given: Any, count: int, name: str = "weights") -> np.ndarray:
@@ -533,19 +531,28 @@ def resolve(
     """Positions, labels and their number for one side of `from_coo`."""
     if not ids.size:
         ids = ids.astype(np.int32)
+    known = None if labels is None else _label_vector(ids_name, labels)
     if ids.dtype.kind in "iu":
-        return _resolve_positions(name, ids, ids_name, labels, size)
+        if size is None:
+            size = _largest(name, ids) + 1 if known is None else len(known)
+        return ids, label_array(ids_name, known, size), size
     if ids.dtype.kind not in "USO":
         raise TypeError(
             f"{name} has dtype {ids.dtype}; expected integers (positions), or strings or objects (labels): "
             f"pass {name}.astype(int) or {name}.astype(object)"
         )
-    if labels is None:
+    if known is None:
         codes, found = factorize(name, ids, "entry")
         _warn_missing_words(name, found)
     else:
-        found = _known_labels(ids_name, labels)
-        codes = _known_codes(name, ids, ids_name, found)
+        found = _distinct(ids_name, known, len(known))
+        codes = places_among(found, ids)
+        unknown = np.flatnonzero(codes < 0)
+        if unknown.size:
+            raise RatingsError(
+                f"{name} has the label {label_of(ids, unknown[0])} at entry {unknown[0]}, which is not among the "
+                f"{len(found)} {ids_name}"
+            )
     if size not in (None, len(found)):
         raise RatingsError(
             f"shape says {size} {name}, but there are {len(found)} labels; leave the shape out, or give all {size} "
@@ -565,20 +572,6 @@ def _warn_missing_words(name: str, labels: np.ndarray) -> None:
         )  # fmt: skip
 
 
-def _resolve_positions(
-    name: str, ids: np.ndarray, ids_name: str, labels: Iterable[Any] | None, size: int | None
-) -> tuple[np.ndarray, np.ndarray | None, int]:
-    known = None if labels is None else _label_vector(ids_name, labels)
-    if size is None:
-        size = _largest(name, ids) + 1 if known is None else len(known)
-    return ids, label_array(ids_name, known, size), size
-
-
-def _known_labels(name: str, labels: Iterable[Any]) -> np.ndarray:
-    vector = _label_vector(name, labels)
-    return _distinct(name, vector, len(vector))
-
-
 def _largest(name: str, ids: np.ndarray) -> int:
     largest = int(ids.max()) if ids.size else -1
     if largest >= MAX_AXIS:
@@ -587,17 +580,6 @@ def _largest(name: str, ids: np.ndarray) -> int:
             f"{MAX_AXIS - 1}. If they are labels, pass {name}.astype(object)"
         )
     return max(largest, -1)  # from_triplets reports negative positions
-
-
-def _known_codes(name: str, ids: np.ndarray, ids_name: str, labels: np.ndarray) -> np.ndarray:
-    codes = _find(label_table(labels), ids)
-    unknown = np.flatnonzero(codes < 0)
-    if unknown.size:
-        raise RatingsError(
-            f"{name} has the label {label_of(ids, unknown[0])} at entry {unknown[0]}, which is not among the "
-            f"{len(labels)} {ids_name}"
-        )
-    return codes
 
 
 def joined_axis(
@@ -702,6 +684,11 @@ def plain_array(labels: list[Any]) -> np.ndarray:
 def label_table(ids: np.ndarray | None) -> dict[Any, int]:
     """Position of each label; empty for None."""
     return {} if ids is None else {label: position for position, label in enumerate(ids.tolist())}
+
+
+def places_among(ids: np.ndarray | None, labels: np.ndarray) -> np.ndarray:
+    """Position of each label among `ids`, int64; -1 for unknown ones."""
+    return _find(label_table(ids), labels)
 
 
 def _find(table: dict[Any, int], labels: np.ndarray) -> np.ndarray:

@@ -51,6 +51,7 @@ class FileOptions:
         check_choice("header", self.header, (AUTO, True, False))
         check_choice("missing", self.missing, MISSING)
         check_bool("show_progress", self.show_progress)
+        _check_text_options(self)
         object.__setattr__(self, "where", check_where(self.where))
 
     @property
@@ -72,6 +73,21 @@ def check_where(where: Any) -> Where | None:
             f"{type(where).__name__}"
         )
     return where or None
+
+
+def _check_text_options(options: FileOptions) -> None:
+    separator = options.separator
+    if separator is not None and not isinstance(separator, str):
+        raise TypeError(f"separator must be a string or None, got {separator!r}")
+    if separator is not None and (not separator or set(separator) & set('\r\n"')):
+        raise ValueError(f"separator must be a string without quotes and line ends, got {separator!r}")
+    if options.comment is not None and not isinstance(options.comment, str):
+        raise TypeError(f"comment must be the text that comments begin with, or None, got {options.comment!r}")
+    for name, also in (("quote", ", None or auto"), ("escape", " or None")):
+        value = getattr(options, name)
+        unset = value is None or (name == "quote" and value == AUTO)
+        if not unset and (not isinstance(value, str) or len(value) != 1 or value.isspace()):
+            raise ValueError(f"{name} must be one character{also}, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from .columns import AUTO
 from .labels import Entries
 from .layout import Chunk, FileOptions, open_text
 from .lines import Lines, pieces_of
-from .text import check_text_options, first_lines, join_chunks, sorted_labels, text_encoding, typed_labels
+from .text import first_lines, joined_labels, text_encoding, typed_labels
 
 _TOKEN = re.compile(r"[^\s,]+")
 
@@ -32,7 +32,6 @@ def list_options(path: str, head: bytes, options: FileOptions) -> FileOptions:
                 f'{name}={selector!r} names a column, and lines of format="lists" have none: they hold a user, then '
                 f"the user's items; leave {name}= out"
             )
-    check_text_options(options.separator, options.comment)
     codec = text_encoding(path, head, options.encoding)
     first_lines(path, codec, options.comment)
     return replace(options, encoding=codec)
@@ -40,16 +39,11 @@ def list_options(path: str, head: bytes, options: FileOptions) -> FileOptions:
 
 def read_lists(path: str, options: FileOptions) -> Entries:
     """Entries of all lines, each with the value 1; labels as for `hybridmf.data.text.read_text`."""
-    tables: tuple[dict[str, int], dict[str, int]] = ({}, {})
-    chunk = join_chunks(list_chunks(path, options, *tables))
-    assert chunk is not None
-    if not len(chunk[0]):
+    (users, user_ids), (items, item_ids), values = joined_labels(functools.partial(list_chunks, path, options))
+    if not len(users):
         raise RatingsError(f"{path} holds no ratings: no line has an item after its user")
-    (users, user_ids), (items, item_ids) = (
-        sorted_labels(codes, list(table)) for codes, table in zip(chunk, tables, strict=False)
-    )
     where = functools.partial(lines_of_lists, path, options)
-    found = Entries(users, items, chunk[2], user_ids, item_ids, (len(user_ids), len(item_ids)), path, where)
+    found = Entries(users, items, values, user_ids, item_ids, (len(user_ids), len(item_ids)), path, where)
     return typed_labels(found.without_missing(options.missing), found)
 
 

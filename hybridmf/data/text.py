@@ -17,7 +17,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -83,8 +83,6 @@ def find_layout(path: str, head: bytes, options: FileOptions) -> TextLayout:
     separator, comment, timestamp = options.field_separator, options.comment, options.timestamp
     selectors = options.selectors
     codec = text_encoding(path, head, options.encoding)
-    check_text_options(separator, comment)
-    _check_quoting(options.quote, options.escape)
     lines = first_lines(path, codec, comment)
     found, quoting = separator is None, (options.quote, options.escape)
     separator = _sniff_separator(path, lines, selectors[2], quoting) if separator is None else separator
@@ -271,14 +269,6 @@ def parse_dates(dates: Any) -> np.ndarray:
     return fine if np.array_equal(fine.astype(coarse.dtype), coarse, equal_nan=True) else coarse
 
 
-def check_text_options(separator: Any, comment: Any) -> None:
-    """Reject a separator or a comment prefix that is not a string."""
-    if separator is not None:
-        _check_separator(separator)
-    if comment is not None and not isinstance(comment, str):
-        raise TypeError(f"comment must be the text that comments begin with, or None, got {comment!r}")
-
-
 def first_lines(path: str, encoding: str, comment: str | None) -> list[str]:
     """Up to `SNIFFED_LINES` lines (at least one) that are neither blank nor comments."""
     with reading(path, encoding), open_text(path, encoding) as stream:
@@ -307,21 +297,6 @@ def text_encoding(path: str, head: bytes, encoding: str | None) -> str:
             f"{', '.join(FORMATS[1:])}. For text in UTF-16 pass its encoding"
         )
     return "utf-8-sig"
-
-
-def _check_separator(separator: Any) -> None:
-    if not isinstance(separator, str):
-        raise TypeError(f"separator must be a string or None, got {separator!r}")
-    if not separator or set(separator) & set('\r\n"'):
-        raise ValueError(f"separator must be a string without quotes and line ends, got {separator!r}")
-
-
-def _check_quoting(quote: Any, escape: Any) -> None:
-    for name, value in (("quote", None if quote == AUTO else quote), ("escape", escape)):
-        if value is not None and (not isinstance(value, str) or len(value) != 1 or value.isspace()):
-            raise ValueError(
-                f"{name} must be one character{', None or auto' if name == 'quote' else ' or None'}, got {value!r}"
-            )
 
 
 def _split_lines(
@@ -495,14 +470,14 @@ def _read_columns(layout: TextLayout, mask: np.ndarray | None = None) -> tuple[C
     """
     place = layout.columns.time
     if place is None:
-        return _read_regular(layout) or _read_records(layout, mask=mask), None
+        return _read_regular(layout) or _read_records(layout, mask), None
     if place not in (layout.user, layout.item, layout.value):
         kinds = (replace(layout, times=kind) for kind in ("integers", "numbers", "dates"))
         found = next(filter(None, map(_read_regular, kinds)), None)
         if found is not None and not _rounded(found[3]):
             return found[:3], parse_dates(found[3]) if found[3].dtype.kind == "M" else as_times(found[3])
-    texts: list[str] = []
-    return _read_records(layout, place, texts, mask), _parsed_times(layout, place, texts)
+    found = _read_records(layout, mask)
+    return found[:3], _parsed_times(layout, place, found[3].tolist())
 
 
 def _rounded(times: np.ndarray) -> bool:
@@ -535,22 +510,18 @@ def _read_regular(layout: TextLayout) -> Any:
     numeric = join_chunks(arrow_text.integer_chunks(layout, narrow=True)) if layout.integer_ids else None
     if numeric is not None:
         return factorize_integers(numeric[0]), factorize_integers(numeric[1]), *numeric[2:]
+    return joined_labels(functools.partial(arrow_text.label_chunks, layout))
+
+
+def _read_records(layout: TextLayout, mask: np.ndarray | None = None) -> Any:
+    """`Columnar` of any text, with the texts of times as a fourth element if the layout has a column of them."""
+    return joined_labels(functools.partial(record_chunks, layout, mask=mask))
+
+
+def joined_labels(chunks_of: Callable[..., Iterator[Any]]) -> Any:
+    """`Columnar` and further columns of all chunks, made with tables of labels; None as soon as a chunk is None."""
     tables: tuple[dict[str, int], dict[str, int]] = ({}, {})
-    return _with_sorted_labels(join_chunks(arrow_text.label_chunks(layout, *tables)), tables)
-
-
-def _read_records(
-    layout: TextLayout, column: int | None = None, texts: list[str] | None = None, mask: np.ndarray | None = None
-) -> Columnar:
-    """((positions, labels) of users, the same of items, values) of any text; appends a column to `texts`."""
-    tables: tuple[dict[str, int], dict[str, int]] = ({}, {})
-    columns: Columnar = _with_sorted_labels(
-        join_chunks(record_chunks(layout, *tables, BLOCK_CHARS, column, texts, mask)), tables
-    )
-    return columns
-
-
-def _with_sorted_labels(chunk: TimedChunk | None, tables: tuple[dict[str, int], dict[str, int]]) -> Any:
+    chunk = join_chunks(chunks_of(*tables))
     if chunk is None:
         return None
     return sorted_labels(chunk[0], list(tables[0])), sorted_labels(chunk[1], list(tables[1])), *chunk[2:]
@@ -590,19 +561,18 @@ def record_chunks(
     user_table: dict[str, int],
     item_table: dict[str, int],
     size: int = BLOCK_CHARS,
-    column: int | None = None,
-    texts: list[str] | None = None,
     mask: np.ndarray | None = None,
-) -> Iterator[Chunk]:
+) -> Iterator[TimedChunk]:
     """Codes (int32) of users and items, and values (float64), in chunks from blocks of `size` characters.
 
-    New labels enter the tables with codes in the order of their first appearance; a missing id is the label "". The
-    text of a `column` is appended to `texts`. Records that `mask` excludes are skipped.
+    New labels enter the tables with codes in the order of their first appearance; a missing id is the label "". If the
+    layout has a column of times, their texts follow. Records that `mask` excludes are skipped.
     """
-    users, items, done = Codes(user_table), Codes(item_table), 0
+    codes = [functools.cache(functools.partial(_code, table)) for table in (user_table, item_table)]
     commented: list[str] = []
-    places = tuple(place for place in (layout.user, layout.item, layout.value, column) if place is not None)
-    for fields in _columns(layout, places, size, commented):
+    used = (layout.user, layout.item, layout.value, layout.columns.time)
+    done = 0
+    for fields in _columns(layout, tuple(place for place in used if place is not None), size, commented):
         count = len(fields[0])
         kept = None if mask is None else mask[done : done + count]
         if kept is not None:
@@ -610,11 +580,11 @@ def record_chunks(
         values = np.ones(len(fields[0])) if layout.value is None else _numbers(fields[2])
         if values is None:
             raise _bad_value(layout, fields[2], done + (np.arange(count) if kept is None else np.flatnonzero(kept)))
-        if column is not None and texts is not None:
-            texts.extend(map(str.strip, fields[-1]))
         done += count
         if len(values):
-            yield users.of(fields[0]), items.of(fields[1]), values
+            ids = (np.fromiter(map(code, each), np.int32, len(each)) for code, each in zip(codes, fields, strict=False))
+            times = () if layout.columns.time is None else (np.array(list(map(str.strip, fields[-1])), dtype=object),)
+            yield *ids, values, *times
     if commented:
         logger.warning(
             "%s: skipped %s lines that begin with comment=%r but could be entries, such as %s; comment=None reads them",
@@ -622,19 +592,9 @@ def record_chunks(
         )  # fmt: skip
 
 
-class Codes(dict[str, int]):
-    """Code of each text, as it stands in a file, from a table of labels without white space; new ones are added."""
-
-    def __init__(self, table: dict[str, int]) -> None:
-        self.table = table
-
-    def __missing__(self, text: str) -> int:
-        code = self[text] = self.table.setdefault(text.strip(), len(self.table))
-        return code
-
-    def of(self, texts: list[str]) -> np.ndarray:
-        """Codes of texts, int32."""
-        return np.fromiter(map(self.__getitem__, texts), np.int32, len(texts))
+def _code(table: dict[str, int], text: str) -> int:
+    """Code of the label of a text, as it stands in a file; a new one is added to the table."""
+    return table.setdefault(text.strip(), len(table))
 
 
 def _numbers(texts: list[str]) -> np.ndarray | None:
@@ -746,20 +706,19 @@ def _quoted_columns(block: str, layout: TextLayout) -> list[list[str]] | None:
 
 def _batches(records: Iterator[tuple[Lines, list[str]]], size: int) -> Iterator[list[list[str]]]:
     """All columns of up to `size` records at a time; the records before a fault precede its error."""
-    fault: RatingsError | None = None
-    rows: list[list[str]] = []
-    while fault is None:
+    while True:
+        rows: list[list[str]] = []
+        fault: RatingsError | None = None
         try:
-            rows = []
-            for _, row in itertools.islice(records, size):
-                rows.append(row)
+            rows.extend(row for _, row in itertools.islice(records, size))
         except RatingsError as error:
             fault = error
+        if rows:
+            yield [list(column) for column in zip(*rows, strict=True)]
+        if fault is not None:
+            raise fault
         if not rows:
-            break
-        yield [list(column) for column in zip(*rows, strict=True)]
-    if fault is not None:
-        raise fault
+            return
 
 
 def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
