@@ -111,17 +111,17 @@ class RankedRatings:
 
     def place(self, plan: Plan) -> Plan:
         """Bring the blocks of this rank to it; the plan then has the number of entries without repeated pairs."""
-        communicator, ratings = self.communicator, self.ratings
-        self.cut = cut = RankBlocks(communicator, ratings, self.degrees, plan.grids, plan.row_cost, bool(plan.streamed))
+        ratings, streamed = self.ratings, bool(plan.streamed)
+        self.cut = cut = RankBlocks(self.communicator, ratings, self.degrees, plan.grids, plan.row_cost, streamed)
         if not cut.nnz:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
         self.degrees = {side: cut.degrees[side].astype(np.int64, copy=False) for side in SIDES}
         self.value_range, self.mean = cut.value_range, cut.total / cut.nnz
         self.total = cut.total if self.unit is None else ratings.total
         objective = self.model._objective()
-        self._scale = cut.scale(communicator, objective)
-        self._spread = cut.scale(communicator, replace(objective, biases=True))
-        self._item_likes = cut.item_likes(communicator, ratings)
+        self._scale = cut.scale(objective)
+        self._spread = cut.scale(replace(objective, biases=True))
+        self._item_likes = cut.item_likes()
         return plan.changed(nnz=cut.nnz)
 
     def scale(self, objective: Objective) -> float:
@@ -134,7 +134,7 @@ class RankedRatings:
 
     def fingerprint(self) -> str:
         """`hybridmf.data.fingerprint` of all ratings, and of features."""
-        return "-".join((self.cut.fingerprint(self.communicator), *described_by(self.model, self.features)))
+        return "-".join((self.cut.fingerprint(), *described_by(self.model, self.features)))
 
     # ------------------------------------------------------------------------------------------------ solver
 
@@ -212,7 +212,7 @@ class RankedRatings:
         if held_out is not None:
             wanted[:] = np.diff(held_out.indptr) > 0
         wanted = self.communicator.broadcast(wanted)
-        return self.cut.rows_of_users(self.communicator, self.ratings, wanted.astype(bool))
+        return self.cut.rows_of_users(wanted.astype(bool))
 
     def kept(self) -> dict[str, Any]:
         """What the model of the first rank keeps of the entries: all of them if this rank has all."""

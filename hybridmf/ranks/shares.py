@@ -51,15 +51,12 @@ class RankRatings:
     # unit of the confidences if values stand for weights; see `hybridmf.model.weights.weighted_entries`
     unit: float | None = None
     total: float = 0.0  # sum of the values before they stood for weights, if they do
+    _identity: str  # of the data, equal on all ranks
     _sides: Mapping[Side, Orientation]
-
-    def _identity(self) -> str:
-        """Identifier of the data, equal on all ranks."""
-        raise NotImplementedError
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
         """Entries of each row of both sides on all ranks, for even shares; repeated pairs may count twice."""
-        check_same_data(communicator, self._identity())
+        check_same_data(communicator, self._identity)
         return {side: self._sides[side].degrees.astype(np.int64, copy=False) for side in SIDES}
 
     def block(self, communicator: Communicator, layout: RankLayout, side: Side, streamed: bool = False) -> Orientation:
@@ -81,10 +78,8 @@ class WholeRatings(RankRatings):
     ) -> None:
         self.shape, self.matrix, self.unit, self.total = matrix.shape, matrix, unit, total
         self.user_ids, self.item_ids = user_ids, item_ids
+        self._identity = fingerprint(matrix)
         self._sides = {"user": InMemory(matrix), "item": InMemory(transposed(matrix))}
-
-    def _identity(self) -> str:
-        return fingerprint(self.matrix)
 
 
 class StoredRatings(RankRatings):
@@ -100,10 +95,7 @@ class StoredRatings(RankRatings):
         self._sides = {"user": users, "item": users.transposed()}
         self.slab = users.largest_slab
         self.total, self.value_range = users.total, users.value_range
-        self._checksum = f"store {store.checksum}"
-
-    def _identity(self) -> str:
-        return self._checksum
+        self._identity = f"store {store.checksum}"
 
 
 class SharedEntries(RankRatings):
@@ -134,15 +126,10 @@ class SharedEntries(RankRatings):
         self._at: dict[Side, np.ndarray] = {"user": users, "item": items}
         self._values = np.asarray(values, dtype=np.float64)
 
-    def _size(self, side: Side) -> int:
-        return self.shape[0 if side == "user" else 1]
-
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
         """Degrees counted over all ranks."""
-        return {
-            side: communicator.allreduce(np.bincount(self._at[side], minlength=self._size(side)).astype(np.int64))
-            for side in SIDES
-        }
+        own = {side: np.bincount(self._at[side], minlength=n) for side, n in zip(SIDES, self.shape, strict=True)}
+        return {side: communicator.allreduce(counts.astype(np.int64)) for side, counts in own.items()}
 
     def block(self, communicator: Communicator, layout: RankLayout, side: Side, streamed: bool = False) -> Orientation:
         """Send entries to the ranks that need them."""
@@ -236,17 +223,16 @@ class RankBlocks:
         row_cost: float,
         streamed: bool = False,
     ) -> None:
-        self.layout, self._shape = RankLayout.even(degrees, grids, row_cost), ratings.shape
+        self.layout = RankLayout.even(degrees, grids, row_cost)
+        self._communicator, self._ratings, self._streamed = communicator, ratings, streamed
         self.blocks = {side: ratings.block(communicator, self.layout, side, streamed) for side in SIDES}
         self._checksum: Checksum | None = None
         self._squares: float | None = None
-        self._users: Orientation | None = None  # this rank's own users, if they are streamed
         if isinstance(ratings, StoredRatings) and streamed:
-            self._users = self._own_users(communicator, ratings, streamed)
             self.degrees, self.total, self.value_range = dict(degrees), ratings.total, ratings.value_range
             self.nnz = int(self.degrees["user"].sum())
             return
-        rows = self._own_users(communicator, ratings).load().csr  # each entry once, in the order of the whole matrix
+        rows = self._own_users().load().csr  # each entry once, in the order of the whole matrix
         counts = self.layout.counts("user", range(communicator.size))
         n_items = ratings.shape[1]
         self.degrees = {
@@ -256,70 +242,62 @@ class RankBlocks:
         self.nnz = int(self.degrees["user"].sum())
         own = ValueSummary.of([rows.data])
         self.total = float(communicator.allreduce(np.array([own.total]))[0])
-        self.value_range = _range_on_all(communicator, own)
+        extremes = np.array([own.value_range or (np.inf, -np.inf)])
+        extremes = communicator.allgatherv(extremes, [1] * communicator.size)
+        low, high = float(extremes[:, 0].min()), float(extremes[:, 1].max())
+        self.value_range = (low, high) if low <= high else None
         self._checksum, self._squares = checksum_of(rows), own.squares
 
-    def _own_users(self, communicator: Communicator, ratings: RankRatings, streamed: bool = False) -> Orientation:
+    def _own_users(self) -> Orientation:
         """Complete rows of the users that this rank owns; one slab in memory, unless they are streamed."""
         if self.layout.grids["user"].splits == 1:
             return self.blocks["user"]
-        alone = RankLayout(self.layout.bounds, dict.fromkeys(SIDES, Grid(1, communicator.size)))
-        return ratings.block(communicator, alone, "user", streamed)
+        alone = RankLayout(self.layout.bounds, dict.fromkeys(SIDES, Grid(1, self._communicator.size)))
+        return self._ratings.block(self._communicator, alone, "user", self._streamed)
 
-    def rows_of_users(
-        self, communicator: Communicator, ratings: RankRatings, wanted: np.ndarray
-    ) -> sp.csr_array | None:
-        """Entries of some users on the first rank, each with the value int8 1; None on the others.
+    def rows_of_users(self, wanted: np.ndarray) -> sp.csr_array | None:
+        """Entries of the users `wanted`, bool (n_users,), on the first rank, each int8 1; None on the others.
 
-        `ratings`: the ratings given to the constructor.
-        `wanted`, bool array, shape (n_users,): rows of other users are empty in the result.
+        Rows of other users are empty.
         """
-        found, at = [np.empty(0, dtype=np.int32)], self.layout.own("user", communicator.rank)[0]
-        for rows in (self._users or self._own_users(communicator, ratings)).matrices():
+        found, at = [np.empty(0, dtype=np.int32)], self.layout.own("user", self._communicator.rank)[0]
+        for rows in self._own_users().matrices():
             here = wanted[at : at + rows.shape[0]]
             found.append(rows.indices[np.repeat(here, np.diff(rows.indptr))])
             at += rows.shape[0]
         degrees = np.where(wanted, self.degrees["user"], 0)
         indptr = np.concatenate(([0], np.cumsum(degrees)))
-        indices = gather(communicator, np.concatenate(found), np.diff(indptr[self.layout.bounds["user"]]).tolist())
+        indices = gather(
+            self._communicator, np.concatenate(found), np.diff(indptr[self.layout.bounds["user"]]).tolist()
+        )
         if indices is None:
             return None
-        return make_csr(indptr, indices, np.ones(len(indices), dtype=np.int8), self._shape)
+        return make_csr(indptr, indices, np.ones(len(indices), dtype=np.int8), self._ratings.shape)
 
-    def item_likes(self, communicator: Communicator, ratings: RankRatings) -> np.ndarray | None:
+    def item_likes(self) -> np.ndarray | None:
         """Positive entries of each item on all ranks, int64; None if all entries are positive."""
         if self.value_range is None or self.value_range[0] > 0:
             return None
-        likes = np.zeros(self._shape[1], dtype=np.int64)
-        for part in (self._users or self._own_users(communicator, ratings)).matrices():
+        likes = np.zeros(self._ratings.shape[1], dtype=np.int64)
+        for part in self._own_users().matrices():
             likes += np.bincount(part.indices[part.data > 0], minlength=len(likes))
-        return communicator.allreduce(likes)
+        return self._communicator.allreduce(likes)
 
-    def scale(self, communicator: Communicator, objective: Objective) -> float:
+    def scale(self, objective: Objective) -> float:
         """Scale that standardizes all ratings; streamed ratings are read for it."""
         if objective.is_implicit:
             return 1.0
         if self._squares is None:
-            assert self._users is not None
-            self._squares = ValueSummary.of(rows.data for rows in self._users.matrices()).squares
-        squares = float(communicator.allreduce(np.array([self._squares]))[0])
+            self._squares = ValueSummary.of(rows.data for rows in self._own_users().matrices()).squares
+        squares = float(self._communicator.allreduce(np.array([self._squares]))[0])
         return rating_scale(self.total, squares, self.nnz, objective.biases)
 
-    def fingerprint(self, communicator: Communicator) -> str:
+    def fingerprint(self) -> str:
         """`checkpoint.fingerprint` of the whole matrix; streamed ratings are read for it."""
         if self._checksum is None:
-            assert self._users is not None
-            of_slabs = map(checksum_of, self._users.matrices())
-            self._checksum = join_checksums(of_slabs, self._users.dtype.itemsize)
+            users = self._own_users()
+            self._checksum = join_checksums(map(checksum_of, users.matrices()), users.dtype.itemsize)
         own = np.array([self._checksum], dtype=np.int64)
-        checksums = communicator.allgatherv(own, [1] * communicator.size).tolist()
+        checksums = self._communicator.allgatherv(own, [1] * self._communicator.size).tolist()
         indptr = np.concatenate(([0], np.cumsum(self.degrees["user"])))
-        return join_fingerprints(indptr, checksums, self._shape)
-
-
-def _range_on_all(communicator: Communicator, values: ValueSummary) -> tuple[float, float] | None:
-    """Smallest and largest value on all ranks; None if there are none."""
-    own = np.array([values.value_range or (np.inf, -np.inf)])
-    everyone = communicator.allgatherv(own, [1] * communicator.size)
-    low, high = float(everyone[:, 0].min()), float(everyone[:, 1].max())
-    return (low, high) if low <= high else None
+        return join_fingerprints(indptr, checksums, self._ratings.shape)

@@ -135,7 +135,7 @@ def test_rows_of_users_come_to_the_first_rank(share, grid, tmp_path):
             ratings = StoredRatings(store, np.float32, True)
         both = {"user": Grid(*grid), "item": Grid(*grid)}
         cut = RankBlocks(ranks, ratings, ratings.degrees(ranks), both, 1.0, share == "store, streamed")
-        return cut.rows_of_users(ranks, ratings, wanted)
+        return cut.rows_of_users(wanted)
 
     rows, *others = run_ranks(4, run, timeout=30)
     assert others == [None] * 3 and rows.dtype == np.int8 and rows.shape == matrix.shape
