@@ -8,13 +8,19 @@ after Ctrl-C.
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import shlex
 from importlib import import_module
 from typing import Any
 
 import click
 
 from .._version import __version__
-from .options import Commands, debug_option, examples
+from ..core.logs import filtered_log
+from ..errors import HybridMFError
+from .options import DEBUG, debug_option, examples
 
 COMMANDS = {
     "compare": "Compare methods and devices on the same ratings, from the same initial factors.",
@@ -35,7 +41,23 @@ RENAMED = {"tune": "tune-kernels"}
 """New names of commands; the old ones still work, with a note."""
 
 
-class _LazyCommands(Commands):
+USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
+"""Exceptions of the library for unusable input; any other exception is a bug and keeps its traceback."""
+
+_READING = re.compile(
+    "format|separator|header|user|item|value|timestamp|where|duplicates|missing|quote|escape|encoding"
+)
+"""Arguments of `Ratings.from_file` whose options have the same names."""
+
+_ARGUMENT = re.compile(
+    r"""(?<![\w"'-])(?P<name>[a-z_]+)=(?:(?P<q>["'])(?P<text>.+?)(?P=q)|(?P<plain>None|True|False|\d+)|(?![\w"']))"""
+)
+"""An argument in a message of the library, with or without a value."""
+
+
+class _Commands(click.Group):
+    """Commands that are imported when they run; errors of the library become one line on stderr."""
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -56,9 +78,52 @@ class _LazyCommands(Commands):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; exit codes are those of `hybridmf.cli`."""
+
+        def translate(record: logging.LogRecord) -> bool:
+            record.msg, record.args = self._with_options(ctx, record.getMessage()), ()
+            return True
+
+        try:
+            with filtered_log(translate):
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("\nInterrupted.", err=True)
+            raise click.exceptions.Exit(130) from None
+        except BrokenPipeError:  # click ends quietly
+            raise
+        except USER_MISTAKES as error:
+            if ctx.meta.get(DEBUG):
+                raise
+            click.echo(f"Error: {self._with_options(ctx, _one_line(error))}", err=True)
+            raise click.exceptions.Exit(2) from None
+
+    def _with_options(self, ctx: click.Context, text: str) -> str:
+        """A message of the library with arguments as options of the command: duplicates="sum" as --duplicates sum."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        options = {name for param in getattr(command, "params", ()) for name in param.opts if name.startswith("--")}
+
+        def spelled(found: re.Match[str]) -> str:
+            option, value = f"--{found['name'].replace('_', '-')}", found["text"] or found["plain"] or ""
+            if option not in options or not _READING.fullmatch(found["name"]):
+                return found[0]
+            if found["name"] == "header" and value in ("True", "False"):
+                return "--header" if value == "True" else "--no-header"
+            value = shlex.quote(value) if found["text"] else value.lower()
+            return f"{option} {value}" if value else option
+
+        return _ARGUMENT.sub(spelled, text)
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
 
 @click.group(
-    cls=_LazyCommands,
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog=examples("hybridmf fit ratings.csv -o model.safetensors", "hybridmf recommend model.safetensors --user 42"),
 )

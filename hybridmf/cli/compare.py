@@ -14,8 +14,7 @@ from ..compare import FEEDBACK, default_models
 from ..compare import compare as run_compare
 from ..data.readers import part_paths
 from ..datasets import SHAPES
-from ..ratings import Ratings
-from .options import check_folder, debug_option, device_list, examples, plot_option, refuse_overwriting
+from .options import Options, check_folder, debug_option, device_list, examples, plot_option, refuse_overwriting
 from .sources import files_of, ratings_options, read_ratings, refuse_reading_options, where_option
 
 
@@ -44,12 +43,9 @@ from .sources import files_of, ratings_options, read_ratings, refuse_reading_opt
 @click.option("--iterations", type=int, default=10, show_default=True, help="Iterations of each method.")
 @click.option("--test-size", type=float, default=0.1, show_default=True, help="Share held out to evaluate; 0: none.")
 @click.option(
-    "--scale",
-    type=float,
-    default=1.0,
-    show_default=True,
+    "--scale", type=float, default=1.0, show_default=True,
     help="Scale of the sides of a synthetic shape, up to 1: 0.1 draws a hundredth of its ratings.",
-)
+)  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
 @where_option
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), callback=check_folder, help="Report as JSON.")
@@ -57,22 +53,7 @@ from .sources import files_of, ratings_options, read_ratings, refuse_reading_opt
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @debug_option
-def command(
-    ratings: str,
-    feedback: str,
-    methods: tuple[str, ...],
-    devices: tuple[str, ...],
-    factors: int,
-    iterations: int,
-    test_size: float,
-    scale: float,
-    seed: int,
-    where: tuple[str, ...],
-    json_file: str | None,
-    plot: str | None,
-    quiet: bool,
-    **options: Any,
-) -> None:
+def command(**given: Any) -> None:
     """Compare methods and devices on the same ratings, from the same initial factors.
 
     RATINGS is a file, a pattern or a store (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m,
@@ -89,44 +70,39 @@ def command(
     sgd-batch-hogwild  runs of ratings without synchronization (GPU)
     ccd                cyclic coordinate descent, CCD++
     """  # noqa: D301 (click wants the backspace itself before a paragraph that keeps its lines)
-    for output in (json_file, plot):
-        refuse_overwriting(output, *files_of(ratings))
-    models = default_models(feedback, factors, iterations)
+    options = Options(**given)
+    name, feedback, methods = options.ratings, options.feedback, options.methods
+    for output in (options.json_file, options.plot):
+        refuse_overwriting(output, *files_of(name))
+    models = default_models(feedback, options.factors, options.iterations)
     unknown = [method for method in methods if method not in models]
     if unknown:
         raise click.UsageError(f"--method {unknown[0]} is unknown for {feedback} feedback; known: {', '.join(models)}")
     started = time.perf_counter()
-    given = _source(ratings, where, options, quiet)
-    read_seconds = time.perf_counter() - started
-    result = run_compare(
-        given,
-        {name: model for name, model in models.items() if not methods or name in methods},
-        devices=[device_list(device) for device in devices] or ("cpu", "cuda"),
-        feedback=feedback,
-        test_size=test_size,
-        scale=scale,
-        seed=seed,
-        show_progress=not quiet,
-    )
-    if given is not ratings:
-        result = replace(result, name=Path(ratings).name, load_seconds=read_seconds)
-    click.echo(str(result))
-    if json_file is not None:
-        result.to_json(json_file)
-    if plot is not None:
-        result.plot(plot)
-    if not result.agree:
-        raise click.exceptions.Exit(1)
-
-
-def _source(name: str, where: tuple[str, ...], options: dict[str, Any], quiet: bool) -> str | Ratings:
-    """Name of a shape to draw, or ratings of a file or store."""
+    ratings: Any = name
     if name == "demo" or name in SHAPES:
-        if where:
+        if options.where:
             raise click.UsageError(f"--where filters rows of a file, and {name} is drawn from a seed; leave it out")
         refuse_reading_options(f"{name} is drawn from a seed")
-        return name
-    if not os.path.exists(name) and not part_paths(name):
-        shapes = ", ".join(SHAPES)
-        raise click.UsageError(f"{name!r} is neither a file nor a known shape; shapes: demo, {shapes}")
-    return read_ratings(name, where, show_progress=not quiet, **options)
+    elif os.path.exists(name) or part_paths(name):
+        ratings = read_ratings(name, show_progress=not options.quiet)
+    read_seconds = time.perf_counter() - started
+    result = run_compare(
+        ratings,  # a name that is no file and no shape is refused here
+        {name: model for name, model in models.items() if not methods or name in methods},
+        devices=[device_list(device) for device in options.devices] or ("cpu", "cuda"),
+        feedback=feedback,
+        test_size=options.test_size,
+        scale=options.scale,
+        seed=options.seed,
+        show_progress=not options.quiet,
+    )
+    if ratings is not name:
+        result = replace(result, name=Path(name).name, load_seconds=read_seconds)
+    click.echo(str(result))
+    if options.json_file is not None:
+        result.to_json(options.json_file)
+    if options.plot is not None:
+        result.plot(options.plot)
+    if not result.agree:
+        raise click.exceptions.Exit(1)

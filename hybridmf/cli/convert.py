@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
 import json
 import os
-from collections.abc import Callable
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import click
 import numpy as np
@@ -21,7 +21,7 @@ from ..core.table import format_table
 from ..data.convert import convert as convert_to_store
 from ..plots import occupancy, save
 from ..ratings import Ratings
-from .options import check_folder_above, debug_option, examples, plot_option, refuse_overwriting
+from .options import Options, check_folder_above, debug_option, examples, plot_option, refuse_overwriting
 from .report import facts_text, file_size, names_of, ratings_facts, store_facts, with_output
 from .sources import (
     Source,
@@ -62,19 +62,7 @@ from .sources import (
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No statistics.")
 @debug_option
-def command(
-    paths: tuple[str, ...],
-    target: str | None,
-    tile_rows: int,
-    tile_cols: int,
-    num_threads: int | None,
-    slab_bytes: str,
-    memory_limit: str,
-    overwrite: bool,
-    plot: str | None,
-    quiet: bool,
-    **options: Any,
-) -> None:
+def command(**given: Any) -> None:
     """Convert ratings to another format and print statistics.
 
     RATINGS is a file, as for "hybridmf fit", or a store. A folder as OUT becomes a store, from which ALS is fitted slab
@@ -83,49 +71,53 @@ def command(
     sorted order). The statistics show the savings of BALS tiles on these ratings, as read and reordered by degree.
     Several files, a pattern in quotation marks ("logs/*.csv") and a folder of Parquet files become one.
     """
-    ratings_file, out = _source_and_out(paths, overwrite)
+    options = Options(**given)
+    quiet, plot, tiles = options.quiet, options.plot, (options.tile_rows, options.tile_cols)
+    ratings_file, out = _source_and_out(options)
     for output in (out, plot):
         refuse_overwriting(output, *files_of(ratings_file))
-    target = target or _format_of(out)
+    target = options.target or _format_of(out)
     if out is None and target != "bals-stats":
         raise click.UsageError("give a file OUT to write, or --to bals-stats for statistics only")
     if plot is not None and target == "store":
         raise click.UsageError("--plot needs the ratings in memory, and a conversion to a store does not; leave it out")
     if target == "store":
         assert out is not None
-        sizes: dict[str, Any] = {"slab_bytes": slab_bytes, "memory_limit": memory_limit, "overwrite": overwrite}
+        arguments = reading_arguments() | {
+            name: getattr(options, name) for name in ("slab_bytes", "memory_limit", "overwrite")
+        }
         source = open_store(ratings_file) if is_store(ratings_file) else ratings_file
-        arguments = reading_arguments(**options)
         del arguments["timestamp"]  # a store has no times
-        store = convert_to_store(source, out, **sizes, **arguments)
+        store = convert_to_store(source, out, **arguments)
         if not quiet:
-            click.echo(facts_text(_column_facts(ratings_file, options) | store_facts(store)))
+            click.echo(facts_text(_column_facts(ratings_file) | store_facts(store)))
         return
     if out is not None and os.path.isdir(out):
         raise click.UsageError(f"{out} is a folder, which can only become a store; give the name of a file")
-    ratings = read_ratings(ratings_file, show_progress=not quiet, **options)
+    ratings = read_ratings(ratings_file, show_progress=not quiet)
     statistics = {}
     if not quiet or target == "bals-stats":
-        statistics = bals_statistics(ratings.user_items, tile_rows, tile_cols, num_threads)
+        statistics = bals_statistics(ratings.user_items, *tiles, options.num_threads)
     if plot is not None:
-        save(occupancy(ratings, tile_rows, tile_cols)[0].figure, plot)
+        save(occupancy(ratings, *tiles)[0].figure, plot)
     if out is not None:
         lost = {"csv": ["weights"], "mtx": ["timestamps", "weights"]}.get(target, [])
         if lost := [name for name in lost if getattr(ratings, name) is not None]:
             click.echo(f"{' and '.join(lost).capitalize()} are not written to {target}; npz keeps them.", err=True)
         _write_ratings(ratings, out, target, statistics)
     if not quiet:
-        click.echo(facts_text(_column_facts(ratings_file, options) | ratings_facts(ratings)))
-        click.echo(f"\nBALS tiles of {tile_rows} x {tile_cols}\n\n{_bals_table(statistics)}")
+        click.echo(facts_text(_column_facts(ratings_file) | ratings_facts(ratings)))
+        click.echo(f"\nBALS tiles of {tiles[0]} x {tiles[1]}\n\n{_bals_table(statistics)}")
         if out is not None:
             click.echo(f"\nWrote {out} ({file_size(out)}).")
 
 
-def _source_and_out(paths: tuple[str, ...], overwrite: bool) -> tuple[Source, str | None]:
+def _source_and_out(options: Options) -> tuple[Source, str | None]:
     """RATINGS and OUT, the last path, unless there is one only."""
+    paths = options.paths
     context = click.get_current_context()
     given, out = (paths[:-1], paths[-1]) if len(paths) > 1 else (paths, None)
-    if len(given) > 1 and out is not None and os.path.isfile(out) and not overwrite:  # "convert logs/*.csv"
+    if len(given) > 1 and out is not None and os.path.isfile(out) and not options.overwrite:  # "convert logs/*.csv"
         raise click.UsageError(
             f"the last path is the output, and {out} exists; name another after the {len(given)} files, or pass "
             "--overwrite"
@@ -137,9 +129,9 @@ def _source_and_out(paths: tuple[str, ...], overwrite: bool) -> tuple[Source, st
     return one_source(tuple(ratings_path.convert(path, parameter, context) for path in given)), out
 
 
-def _column_facts(path: Source, options: dict[str, Any]) -> dict[str, str]:
+def _column_facts(path: Source) -> dict[str, str]:
     """The columns in use; empty for a store and for files without columns."""
-    columns = None if is_store(path) else columns_text(path, **options)
+    columns = None if is_store(path) else columns_text(path)
     return {} if columns is None else {"columns": columns}
 
 
@@ -167,27 +159,17 @@ def bals_statistics(
 
 
 def _bals_table(statistics: dict[str, dict[str, float]]) -> str:
-    def cells(values: dict[str, float]) -> list[str]:
-        return [
-            f"{values['tiles']:,}",
-            f"{values['vacant_tiles']:,} ({values['vacant_tile_share']:.1%})",
-            f"{values['segments']:,}",
-            f"{values['vacant_segments']:,} ({values['vacant_segment_share']:.1%})",
-            f"{values['reuse_factor']:.2f}",
-            f"{values['bals_bytes'] / 1e6:,.1f}",
-            f"{values['csr_bytes'] / 1e6:,.1f}",
-        ]
-
-    names = [
-        "tiles",
-        "vacant tiles",
-        "segments (rows of tiles)",
-        "vacant segments in other tiles",
-        "reuse factor (ratings per loaded column)",
-        "megabytes as BALS",
-        "megabytes as CSR",
-    ]
-    rows = zip(names, *map(cells, statistics.values()), strict=True)
+    texts = {
+        "tiles": "{tiles:,}",
+        "vacant tiles": "{vacant_tiles:,} ({vacant_tile_share:.1%})",
+        "segments (rows of tiles)": "{segments:,}",
+        "vacant segments in other tiles": "{vacant_segments:,} ({vacant_segment_share:.1%})",
+        "reuse factor (ratings per loaded column)": "{reuse_factor:.2f}",
+    }
+    rows = [[name, *(text.format(**values) for values in statistics.values())] for name, text in texts.items()]
+    for layout in ("BALS", "CSR"):
+        sizes = (values[f"{layout.lower()}_bytes"] / 1e6 for values in statistics.values())
+        rows.append([f"megabytes as {layout}", *(f"{size:,.1f}" for size in sizes)])
     return format_table(["", *statistics], rows, "<>>")
 
 
@@ -197,16 +179,18 @@ def _write_ratings(ratings: Ratings, out: str, target: str, statistics: dict[str
     elif target == "bals-stats":
         with_output(out, lambda stream: stream.write(json.dumps(statistics, indent=2) + "\n"))
     else:
-        write = _write_csv_ratings if target == "csv" else _write_matrix_market
-        write_atomically(out, lambda stream: _maybe_gzipped(stream, out, lambda target: write(target, ratings)))
+        write_atomically(out, lambda stream: _write_text(stream, out, target, ratings))
 
 
-def _maybe_gzipped(stream: BinaryIO, name: str, write: Callable[[BinaryIO], Any]) -> None:
-    if not name.lower().endswith(".gz"):
-        write(stream)
-        return
-    with gzip.GzipFile(filename="", fileobj=stream, mode="wb", mtime=0) as packed:  # the same bytes for the same data
-        write(cast(BinaryIO, packed))
+def _write_text(stream: BinaryIO, out: str, target: str, ratings: Ratings) -> None:
+    packed: Any = contextlib.nullcontext(stream)
+    if out.lower().endswith(".gz"):
+        packed = gzip.GzipFile(filename="", fileobj=stream, mode="wb", mtime=0)  # the same bytes for the same data
+    with packed as opened:
+        if target == "csv":
+            _write_csv_ratings(opened, ratings)
+        else:
+            scipy.io.mmwrite(opened, ratings.user_items, field="real", precision=9)
 
 
 def _write_csv_ratings(stream: BinaryIO, ratings: Ratings) -> None:
@@ -232,7 +216,3 @@ def _write_csv_ratings(stream: BinaryIO, ratings: Ratings) -> None:
 
 def _short_number(value: float) -> float | int:
     return int(value) if value.is_integer() else float(f"{value:.9g}")  # 9 digits keep a float32
-
-
-def _write_matrix_market(stream: BinaryIO, ratings: Ratings) -> None:
-    scipy.io.mmwrite(stream, ratings.user_items, field="real", precision=9)

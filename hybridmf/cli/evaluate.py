@@ -15,7 +15,7 @@ from ..model.load import load
 from ..plots import recall_curves, save
 from .features import check_include_cold, include_cold_option
 from .hyperparameters import METRICS
-from .options import debug_option, examples, plot_option, refuse_overwriting
+from .options import Options, debug_option, examples, plot_option, refuse_overwriting
 from .recommend import seen_matrix
 from .sources import (
     existing_file,
@@ -55,18 +55,7 @@ from .sources import (
 @plot_option("Picture of Recall@1 to Recall@50 against the most popular items, with --train")
 @ratings_options
 @debug_option
-def command(
-    model_file: str,
-    test_files: tuple[str, ...],
-    train_file: str | None,
-    metrics: tuple[str, ...],
-    relevance_threshold: float | None,
-    include_cold: bool,
-    where: tuple[str, ...],
-    as_json: bool,
-    plot: str | None,
-    **options: Any,
-) -> None:
+def command(**given: Any) -> None:
     """Evaluate a trained model on held-out ratings.
 
     Metrics come with their 95 % intervals, by the bootstrap over users; the difference to the baseline is paired.
@@ -74,26 +63,30 @@ def command(
     Users and items are matched by label; ratings of those that the model does not have are left out. The options for
     columns and separators hold for both files.
     """
-    test_source = one_source(test_files)
-    refuse_overwriting(plot, model_file, *files_of(test_source, train_file))
+    options = Options(**given)
+    train_file, plot, include_cold = options.train_file, options.plot, options.include_cold
+    test_source = one_source(options.test_files)
+    refuse_overwriting(plot, options.model_file, *files_of(test_source, train_file))
     if plot is not None and train_file is None:
         raise click.UsageError("--plot compares with the most popular items of --train FILE; give it")
-    model = load(model_file)
+    model = load(options.model_file)
     check_include_cold(model, include_cold)
     kind = "implicit" if model._learned.objective.is_implicit else "explicit"
-    names = tuple(dict.fromkeys(metrics)) or METRICS[kind]
-    test = seen_matrix(model, read_ratings(test_source, where, **options), source_name(test_source))
+    names = tuple(dict.fromkeys(options.metrics)) or METRICS[kind]
+    test = seen_matrix(model, read_ratings(test_source), source_name(test_source))
     train = None
     models: dict[str, Any] = {type(model).__name__: model}
     if train_file is not None:
-        train = seen_matrix(model, read_ratings(train_file, where, **options), train_file)
+        train = seen_matrix(model, read_ratings(train_file), train_file)
         models["most popular items, mean ratings"] = PopularityRecommender().fit(train)
-    how: dict[str, Any] = {"metrics": names, "relevance_threshold": relevance_threshold, "include_cold": include_cold}
-    found = {name: evaluate(each, test, train=train, **how) for name, each in models.items()}
+    how: dict[str, Any] = {"train": train, "relevance_threshold": options.relevance_threshold}
+    found = {
+        name: evaluate(each, test, metrics=names, include_cold=include_cold, **how) for name, each in models.items()
+    }
     if plot is not None:
-        save(recall_curves(model, test, train, relevance_threshold=relevance_threshold).figure, plot)
+        save(recall_curves(model, test, **how).figure, plot)
     ours, *baseline = found.values()
-    if as_json:
+    if options.as_json:
         facts: dict[str, Any] = {"model": type(model).__name__, "users": ours.n_users, "cold_users": ours.n_cold_users}
         facts |= {"metrics": dict(ours), "intervals": _intervals(ours, ours.interval)}
         if include_cold:

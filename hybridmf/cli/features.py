@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from ..core.objective import Side
+from ..core.objective import SIDES, Side
 from ..data.features import Features
 from ..errors import RatingsError
+from .options import Options, with_options
 from .sources import existing_file, spelled_separator
 
 NAMES = ("item_features", "item_feature_columns", "user_features", "user_feature_columns", "tag_separator")
@@ -19,24 +20,20 @@ NAMES = ("item_features", "item_feature_columns", "user_features", "user_feature
 
 def features_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that name files of features."""
-    options = [
-        click.option(
-            f"--{side}-features", type=existing_file,
-            help=f"File with a row for each {side}: id, {columns}, ... (CSV with names in line 1, Parquet).",
-        )
-        for side, columns in (("item", "genres, year"), ("user", "age, country"))
-    ]  # fmt: skip
-    columns = [
-        click.option(
-            f"--{side}-feature-columns", metavar="NAME,...", help="Its columns to use.  [default: all but the id]"
-        )
-        for side in ("item", "user")
-    ]
-    tags = click.option(
+    command = click.option(
         "--tag-separator", metavar="TEXT", help='Between the tags in a field of these files, such as "|".'
-    )
-    for option in reversed((options[0], columns[0], options[1], columns[1], tags)):
-        command = option(command)
+    )(command)
+    for side, columns in (("user", "age, country"), ("item", "genres, year")):  # help lists the last first
+        command = with_options(
+            command,
+            click.option(
+                f"--{side}-features", type=existing_file,
+                help=f"File with a row for each {side}: id, {columns}, ... (CSV with names in line 1, Parquet).",
+            ),
+            click.option(
+                f"--{side}-feature-columns", metavar="NAME,...", help="Its columns to use.  [default: all but the id]"
+            ),
+        )  # fmt: skip
     return command
 
 
@@ -48,21 +45,23 @@ def _with_options(text: str, side: Side) -> str:
     return text.replace("separator='|'", "--tag-separator '|'").replace("separator=", "--tag-separator")
 
 
-def features_of(files: Mapping[Side, tuple[str | None, str | None]], tag_separator: str | None) -> dict[str, Features]:
+def features_of(options: Options) -> dict[str, Features]:
     """Arguments of `fit` from the files and columns of each side."""
-    for side, (path, columns) in files.items():
-        if path is None and columns is not None:
+    files = {side: getattr(options, f"{side}_features") for side in SIDES[::-1]}
+    columns = {side: getattr(options, f"{side}_feature_columns") for side in files}
+    for side, path in files.items():
+        if path is None and columns[side] is not None:
             raise click.UsageError(f"--{side}-feature-columns needs --{side}-features FILE")
     found = {}
-    for side, (path, columns) in files.items():
+    for side, path in files.items():
         if path is None:
             continue
-        chosen = None if columns is None else [name.strip() for name in columns.split(",")]
+        chosen = None if columns[side] is None else [name.strip() for name in columns[side].split(",")]
         try:
-            found[f"{side}_features"] = Features._of_side(path, side, chosen, spelled_separator(tag_separator))
+            found[f"{side}_features"] = Features._of_side(path, side, chosen, spelled_separator(options.tag_separator))
         except (RatingsError, TypeError) as error:  # whose advice is arguments of Features.from_file
             raise type(error)(_with_options(str(error), side)) from error
-    if tag_separator is not None and not found:
+    if options.tag_separator is not None and not found:
         raise click.UsageError("--tag-separator needs --item-features FILE or --user-features FILE")
     return found
 

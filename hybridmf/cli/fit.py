@@ -16,9 +16,9 @@ import scipy.sparse as sp
 from click.core import ParameterSource
 
 from ..compare import BASELINES
-from ..core import validate as _validate
-from ..core.objective import SIDES, Side
+from ..core.objective import SIDES
 from ..core.table import format_table
+from ..core.validate import check_int
 from ..data.readers import part_paths
 from ..data.splits import WAYS
 from ..data.store import Store
@@ -34,6 +34,7 @@ from ..tools.preview import plan
 from .features import NAMES, features_of, features_options
 from .hyperparameters import METRICS, SECTIONS, Model, make_model, model_options
 from .options import (
+    Options,
     Sectioned,
     debug_option,
     examples,
@@ -126,37 +127,7 @@ MORE = {
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No progress bar and no plan: results only.")
 @debug_option
-def command(
-    ratings_files: tuple[str, ...],
-    output: str,
-    kind: str,
-    method: str,
-    seed: int,
-    test_size: float,
-    test_file: str | None,
-    validation: str | None,
-    validation_users: int | None,
-    validate_every: int | None,
-    split_by: str,
-    patience: int | None,
-    metric: str | None,
-    init: str | None,
-    freeze: Side | None,
-    weights: str | None,
-    item_features: str | None,
-    item_feature_columns: str | None,
-    user_features: str | None,
-    user_feature_columns: str | None,
-    tag_separator: str | None,
-    where: tuple[str, ...],
-    plot: str | None,
-    as_json: bool,
-    checkpoint: str | None,
-    checkpoint_every: int | None,
-    resume: bool,
-    quiet: bool,
-    **options: Any,
-) -> None:
+def command(**given: Any) -> None:
     """Train a model on a file of ratings and save it.
 
     RATINGS is delimited text (CSV, TSV, "::" and others, also gzipped), MatrixMarket, .npz or Parquet; or a store
@@ -164,70 +135,70 @@ def command(
     model file is written only on success. Several files, a pattern in quotation marks ("logs/*.csv") and a folder of
     Parquet files are read as one.
     """
-    source = one_source(ratings_files)
-    init_file = init if init not in STARTS else None
-    read_files = files_of(source, test_file, init_file, item_features, user_features)
+    options = Options(**given)
+    source, output, plot = one_source(options.ratings_files), options.output, options.plot
+    init_file = options.init if options.init not in STARTS else None
+    read_files = files_of(source, options.test_file, init_file, options.item_features, options.user_features)
     refuse_overwriting(output, *read_files)
     refuse_overwriting(plot, *read_files, output)
-    quiet = quiet or as_json
+    quiet = options.quiet or options.as_json
     say = silent if quiet else click.echo
-    saving = _checkpoint_options(checkpoint, checkpoint_every, resume)
-    model = make_model(kind, method, options, seed)
-    if freeze is not None and init_file is None:
-        raise click.UsageError(f"--freeze {freeze} keeps the factors of a model: name it with --init MODEL")
-    if weights is not None:
-        check_weights(weights, method, source)
-    model.init = init if init_file is None else load(init_file)
-    files: dict[Side, tuple[str | None, str | None]] = {
-        "item": (item_features, item_feature_columns), "user": (user_features, user_feature_columns),
-    }  # fmt: skip
-    features: dict[str, Any] = features_of(files, tag_separator)
-    test_size = _test_size(test_file, test_size)
-    share = share_of(validation)
-    watching = _early_stopping(validation, patience, metric)
-    watching |= _validation_options(validation, validation_users, validate_every)
+    saving = _checkpoint_options(options)
+    model = make_model(options)
+    if options.freeze is not None and init_file is None:
+        raise click.UsageError(f"--freeze {options.freeze} keeps the factors of a model: name it with --init MODEL")
+    check_weights(options, source)
+    model.init = options.init if init_file is None else load(init_file)
+    features: dict[str, Any] = features_of(options)
+    test_size, share = _test_size(options), share_of(options.validation)
+    watching = _watching(options)
     ratings: Any
-    if is_store(source):
-        if where:
-            raise click.UsageError(f"--where filters rows of a file, and {source} is a store; leave it out")
-        ratings = _open_and_say(source, load=test_size != 0 or share is not None, say=say)
+    if not is_store(source):
+        ratings = read_and_say(source, say, quiet)
+    elif options.where:
+        raise click.UsageError(f"--where filters rows of a file, and {source} is a store; leave it out")
     else:
-        ratings = read_and_say(source, options, where, say, quiet)
-    held: dict[str, Any] = {"random_state": seed, "by": split_by}
+        ratings = open_store(source)
+        n_users, n_items = ratings.shape
+        say(f"Opened {source}: {n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings.")
+        if test_size != 0 or share is not None:
+            ratings = ratings.to_ratings()
+    held: dict[str, Any] = {"random_state": options.seed, "by": options.split_by}
     train, test = (ratings, None) if test_size == 0 else split(ratings, test_size, **held)
     if test is not None:
         say(f"Held out {test.nnz:,} ratings, training on {train.nnz:,}.")
-    elif test_file is not None:
-        test = read_ratings(test_file, where, show_progress=not quiet, **options)
-        check_meets("--test", test_file, test, ratings, source_name(source))
-        say(f"Read {test_file}: {test.nnz:,} ratings to evaluate on.")
+    elif options.test_file is not None:
+        test = read_ratings(options.test_file, show_progress=not quiet)
+        check_meets("--test", options.test_file, test, ratings, source_name(source))
+        say(f"Read {options.test_file}: {test.nnz:,} ratings to evaluate on.")
     if share is not None:
         train, watching["validation"] = split(train, share, **held)
         say(f"Held out {watching['validation'].nnz:,} ratings for validation, training on {train.nnz:,}.")
-    elif validation is not None:
-        held_out = read_ratings(validation, where, show_progress=not quiet, **options)
-        check_meets("--validation", validation, held_out, ratings, source_name(source))
+    elif options.validation is not None:
+        held_out = read_ratings(options.validation, show_progress=not quiet)
+        check_meets("--validation", options.validation, held_out, ratings, source_name(source))
         watching |= {"validation": held_out, "unknown": "drop"}
     say(f"\nPlan\n{textwrap.indent(str(plan(train, model)), '  ')}\n")
-    for argument, given in features.items():
-        say(f"{argument.replace('_', ' ').capitalize()}: {len(given.names):,} of {len(given):,} {argument[:4]}s.")
-    if resume:
-        say(f"Going on from {checkpoint}.\n" if "resume_from" in saving else f"No checkpoint in {checkpoint} yet.\n")
+    for argument, table in features.items():
+        say(f"{argument.replace('_', ' ').capitalize()}: {len(table.names):,} of {len(table):,} {argument[:4]}s.")
+    if options.resume:
+        folder = options.checkpoint
+        say(f"Going on from {folder}.\n" if "resume_from" in saving else f"No checkpoint in {folder} yet.\n")
     if plot is not None:
         watching["callback"] = _record_objective
-    if weights is not None:
-        given = read_weights(source, where, options, weights, quiet)
-        watching["weights"] = _weights_of(given, train, zeros=kind == "explicit")
-    model.fit(train, show_progress=not quiet, freeze=freeze, **features, **saving, **watching)
-    if not as_json:
+    if options.weights is not None:
+        weights = read_weights(source, options.weights, quiet)
+        watching["weights"] = _weights_of(weights, train, zeros=options.kind == "explicit")
+    model.fit(train, show_progress=not quiet, freeze=options.freeze, **features, **saving, **watching)
+    if not options.as_json:
         click.echo(_training_summary(model))
-    found = None if test is None else _evaluations(kind, model, train, test, include_cold=split_by == "item")
-    if found is not None and not as_json:
-        click.echo(found if isinstance(found, str) else _held_out_summary(kind, found))
+    found = None if test is None else _evaluations(options, model, train, test)
+    if found is not None and not options.as_json:
+        click.echo(found if isinstance(found, str) else _held_out_summary(options.kind, found))
     save_model(model, output)
     if plot is not None:
         save(training(model).figure, plot)
-    if as_json:
+    if options.as_json:
         click.echo(json.dumps(_report(model, train, found, output), indent=2))
         return
     whole = ""
@@ -238,17 +209,21 @@ def command(
     click.echo(f"Saved {output} ({file_size(output)}){whole}.")
 
 
-def check_weights(column: str, method: str, source: Source) -> None:
+def check_weights(options: Options, source: Source) -> None:
     """Refuse a column of weights where there are no columns or no weights."""
+    if options.weights is None:
+        return
     if is_store(source):
-        raise click.UsageError(f"--weights {column} names a column of a file of ratings, and {source} is a store")
-    if method != "als":
-        raise click.UsageError(f"--weights {column}: only --method als has weights of ratings; leave it out")
+        raise click.UsageError(
+            f"--weights {options.weights} names a column of a file of ratings, and {source} is a store"
+        )
+    if options.method != "als":
+        raise click.UsageError(f"--weights {options.weights}: only --method als has weights of ratings; leave it out")
 
 
-def read_weights(source: Source, where: tuple[str, ...], options: dict[str, Any], column: str, quiet: bool) -> Ratings:
+def read_weights(source: Source, column: str, quiet: bool) -> Ratings:
     """A column of weights in place of the values, with the same entries."""
-    given = read_ratings(source, where, show_progress=not quiet, **options | {"value": column})
+    given = read_ratings(source, show_progress=not quiet, value=column)
     least = given.user_items.data.min(initial=np.inf)
     if not least > 0:
         raise click.UsageError(f"--weights {column}: weights must be > 0, got {least:g}")
@@ -284,17 +259,16 @@ def check_meets(option: str, file: str, held: Ratings, ratings: Any, name: str) 
         )
 
 
-def _test_size(test_file: str | None, test_size: float) -> float | int:
+def _test_size(options: Options) -> float | int:
     """Share or number to hold out; 0 for none."""
+    if options.test_file is None:
+        return share_or_number("--test-size", options.test_size)
     source = click.get_current_context().get_parameter_source("test_size")
-    if test_file is not None:
-        if source is not ParameterSource.DEFAULT and test_size:
-            raise click.UsageError(
-                "--test FILE and --test-size both select the ratings to evaluate on; choose one of them, or "
-                "--test-size 0"
-            )
-        return 0
-    return share_or_number("--test-size", test_size)
+    if source is not ParameterSource.DEFAULT and options.test_size:
+        raise click.UsageError(
+            "--test FILE and --test-size both select the ratings to evaluate on; choose one of them, or --test-size 0"
+        )
+    return 0
 
 
 def share_of(validation: str | None) -> float | int | None:
@@ -312,46 +286,34 @@ def share_of(validation: str | None) -> float | int | None:
     return share_or_number("--validation", value)
 
 
-def _early_stopping(validation: str | None, patience: int | None, metric: str | None) -> dict[str, Any]:
-    if patience is None and metric is None:
-        return {}
-    if validation is None or patience is None:
-        raise click.UsageError("--patience needs --validation, and --metric needs --patience")
-    return {"early_stopping": EarlyStopping(patience, metric)}
-
-
-def _validation_options(validation: str | None, users: int | None, every: int | None) -> dict[str, Any]:
-    given = {"validation_users": users, "validate_every": every}
-    found = {name: value for name, value in given.items() if value is not None}
-    for name, value in found.items():
-        option = f"--{name.replace('_', '-')}"
-        _validate.check_int(option, value, 1)
-        if validation is None:
-            raise click.UsageError(f"{option} needs --validation")
+def _watching(options: Options) -> dict[str, Any]:
+    """Options of `fit` about validation and early stopping."""
+    found: dict[str, Any] = {}
+    if options.patience is not None or options.metric is not None:
+        if options.validation is None or options.patience is None:
+            raise click.UsageError("--patience needs --validation, and --metric needs --patience")
+        found["early_stopping"] = EarlyStopping(options.patience, options.metric)
+    for name in ("validation_users", "validate_every"):
+        if (value := getattr(options, name)) is not None:
+            option = f"--{name.replace('_', '-')}"
+            found[name] = check_int(option, value, 1)
+            if options.validation is None:
+                raise click.UsageError(f"{option} needs --validation")
     return found
 
 
-def read_and_say(
-    source: Source, options: dict[str, Any], where: tuple[str, ...], say: Callable[[str], Any], quiet: bool
-) -> Ratings:
+def read_and_say(source: Source, say: Callable[[str], Any], quiet: bool) -> Ratings:
     """Read ratings, and report their sizes, the time and the columns."""
     started = time.perf_counter()
-    ratings = read_ratings(source, where, show_progress=not quiet, **options)
+    ratings = read_ratings(source, show_progress=not quiet)
     seconds = time.perf_counter() - started
     n_users, n_items = ratings.shape
     found = f"{n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings"
     say(f"Read {source_name(source)} in {seconds:.2f} s: {found}.")
-    columns = columns_text(source, **options)
+    columns = columns_text(source)
     if columns is not None:
         say(f"Columns: {columns}.")
     return ratings
-
-
-def _open_and_say(path: Source, load: bool, say: Callable[[str], Any]) -> Ratings | Store:
-    store = open_store(path)
-    n_users, n_items = store.shape
-    say(f"Opened {path}: {n_users:,} users, {n_items:,} items, {store.nnz:,} ratings.")
-    return store.to_ratings() if load else store
 
 
 def save_model(model: Any, output: str) -> None:
@@ -382,17 +344,13 @@ def _training_summary(model: Model) -> str:
     return text if model.n_iter_ == len(model.history_) else f"{text} The best iteration is {model.n_iter_}."
 
 
-def _evaluations(
-    kind: str, model: Any, train: Any, test: Ratings, *, include_cold: bool
-) -> dict[str, Evaluation] | str:
+def _evaluations(options: Options, model: Any, train: Any, test: Ratings) -> dict[str, Evaluation] | str:
     """Metrics of the model and of the baseline on held-out ratings; or why there are none."""
     seen = train.to_ratings() if isinstance(train, Store) else train
-    both = {type(model).__name__: model, BASELINES[kind]: PopularityRecommender().fit(seen)}
+    both = {type(model).__name__: model, BASELINES[options.kind]: PopularityRecommender().fit(seen)}
+    how: dict[str, Any] = {"metrics": METRICS[options.kind], "include_cold": options.split_by == "item"}
     try:
-        return {
-            name: evaluate(each, test, train=seen, metrics=METRICS[kind], unknown="drop", include_cold=include_cold)
-            for name, each in both.items()
-        }
+        return {name: evaluate(each, test, train=seen, unknown="drop", **how) for name, each in both.items()}
     except ValueError as error:  # keep the model even if the test part cannot be evaluated
         return f"Not evaluated: {error}"
 
@@ -404,16 +362,9 @@ def _held_out_summary(kind: str, found: dict[str, Evaluation]) -> str:
     if ours.n_dropped:
         notes += f"{ours.n_dropped:,} ratings of users or items without training ratings are left out.\n"
     rows = [[name, *(f"{value:.4f}" for value in values.values())] for name, values in found.items()]
-    better = "lower" if kind == "explicit" else "higher"
-    return (
-        f"\nOn the held-out ratings ({better} is better)\n\n"
-        + format_table(
-            ["model", *(name.upper() if "@" not in name else name for name in METRICS[kind])],
-            rows,
-            "<" + ">" * len(METRICS[kind]),
-        )
-        + f"\n{notes}"
-    )
+    header = ["model", *(name.upper() if "@" not in name else name for name in METRICS[kind])]
+    table = format_table(header, rows, "<" + ">" * len(METRICS[kind]))
+    return f"\nOn the held-out ratings ({'lower' if kind == 'explicit' else 'higher'} is better)\n\n{table}\n{notes}"
 
 
 def _report(model: Model, train: Any, found: dict[str, Evaluation] | str | None, output: str) -> dict[str, Any]:
@@ -435,23 +386,20 @@ def _report(model: Model, train: Any, found: dict[str, Evaluation] | str | None,
     return facts
 
 
-def _checkpoint_options(folder: str | None, every: int | None, resume: bool) -> dict[str, Any]:
+def _checkpoint_options(options: Options) -> dict[str, Any]:
     """Options of `fit` about checkpoints, checked before a large file is read.
 
     The same command starts a run, without a checkpoint, and continues it after an interruption.
     """
+    folder, every = options.checkpoint, options.checkpoint_every
     if folder is None:
-        if resume or every is not None:
-            raise click.UsageError(f"{'--resume' if resume else '--checkpoint-every'} needs --checkpoint DIR")
+        if options.resume or every is not None:
+            raise click.UsageError(f"{'--resume' if options.resume else '--checkpoint-every'} needs --checkpoint DIR")
         return {}
     found = has_checkpoints(folder)
-    if found and not resume:
+    if found and not options.resume:
         raise click.UsageError(
             f"--checkpoint {folder} holds checkpoints of an earlier run; add --resume to continue it, or name another"
         )
-    options: dict[str, Any] = {
-        "checkpoint": Checkpoint(
-            folder, every=1 if every is None else _validate.check_int("--checkpoint-every", every, 1)
-        )
-    }
-    return options | ({"resume_from": folder} if found else {})
+    every = 1 if every is None else check_int("--checkpoint-every", every, 1)
+    return {"checkpoint": Checkpoint(folder, every=every)} | ({"resume_from": folder} if found else {})

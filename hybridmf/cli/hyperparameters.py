@@ -15,7 +15,7 @@ from ..ccd import CCD
 from ..core.validate import check_int
 from ..sgd import SGD
 from ..tools.preview import plan
-from .options import PairType, device_list
+from .options import Options, PairType, device_list, with_options
 
 Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD
 MODELS: dict[tuple[str, str], type[Model]] = {
@@ -86,14 +86,13 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--method", type=click.Choice(["als", "sgd", "ccd"]), default="als", show_default=True,
         help="Alternating least squares, stochastic gradient descent or CCD++; the last two are explicit.",
     )  # fmt: skip
-    for option in (*map(_option, reversed(HYPERPARAMETERS)), method, kind):
-        command = option(command)
-    return command
+    return with_options(command, kind, method, *map(_option, HYPERPARAMETERS))
 
 
-def make_model(kind: str, method: str, options: dict[str, Any], seed: int) -> Model:
-    """The estimator, by `options`, which are taken out; they are validated here, before a large file is read."""
-    given = {name: options.pop(name) for name in HYPERPARAMETERS}
+def make_model(options: Options) -> Model:
+    """The estimator by the options of a command, which are validated here, before a large file is read."""
+    kind, method = options.kind, options.method
+    given = {name: getattr(options, name) for name in HYPERPARAMETERS}
     if (kind, method) not in MODELS:
         raise click.UsageError(
             f"--method {method} is for explicit ratings; leave out --model {kind}, or take --method als"
@@ -110,7 +109,7 @@ def make_model(kind: str, method: str, options: dict[str, Any], seed: int) -> Mo
         )
     if "device" in chosen:
         chosen["device"] = device_list(chosen["device"])
-    model = MODELS[kind, method](random_state=check_int("--seed", seed, 0), **chosen)
+    model = MODELS[kind, method](random_state=check_int("--seed", options.seed, 0), **chosen)
     check_int("iterations", model.iterations, 1)
     plan(shape=(1, 1), nnz=1, model=model)
     return model

@@ -36,7 +36,7 @@ from .sources import (
 @plot_option("Picture of the ratings of each user and item, of a file of ratings or a store")
 @ratings_options
 @debug_option
-def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str | None, **options: Any) -> None:
+def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str | None, **_: Any) -> None:
     """Describe this installation, a model, a file of ratings or a store."""
     refuse_overwriting(plot, *files_of(file))
     if plot and (file is None or (not is_store(file) and _is_model(file))):
@@ -54,10 +54,10 @@ def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str |
         refuse_reading_options(f"{file} is a model")
         facts, text = _model_facts(load(file), file), _model_text
     else:
-        ratings = read_ratings(file, where, **options)
+        ratings = read_ratings(file)
         facts, text = ratings_facts(ratings), facts_text
         _draw(ratings, plot)
-        columns = columns_text(file, **options)
+        columns = columns_text(file)
         facts = ({} if columns is None else {"columns": columns}) | facts
     click.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str) if as_json else text(facts))
 

@@ -1,81 +1,28 @@
-"""Shared by the commands: errors in one line, --debug, and paths that are checked before any work."""
+"""Shared by the commands: --debug, options, and paths that are checked before any work."""
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import click
 
 from ..core.files import permissions_of
-from ..core.logs import filtered_log
-from ..errors import HybridMFError
-
-USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
-"""Exceptions of the library for unusable input; any other exception is a bug and keeps its traceback."""
 
 DEBUG = "hybridmf.debug"
 
-_READING = re.compile(
-    "format|separator|header|user|item|value|timestamp|where|duplicates|missing|quote|escape|encoding"
-)
-"""Arguments of `Ratings.from_file` whose options have the same names."""
-
-_ARGUMENT = re.compile(
-    r"""(?<![\w"'-])(?P<name>[a-z_]+)=(?:(?P<q>["'])(?P<text>.+?)(?P=q)|(?P<plain>None|True|False|\d+)|(?![\w"']))"""
-)
-"""An argument in a message of the library, with or without a value."""
+Options: TypeAlias = SimpleNamespace
+"""Values of a command's options and arguments by the names of its parameters."""
 
 
-class Commands(click.Group):
-    """A group that turns the library's errors into one line on stderr."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; exit codes are those of `hybridmf.cli`."""
-        try:
-            with self._speaking_of_options(ctx):
-                return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("\nInterrupted.", err=True)
-            raise click.exceptions.Exit(130) from None
-        except BrokenPipeError:  # click ends quietly
-            raise
-        except USER_MISTAKES as error:
-            if ctx.meta.get(DEBUG):
-                raise
-            click.echo(f"Error: {self._with_options(ctx, _one_line(error))}", err=True)
-            raise click.exceptions.Exit(2) from None
-
-    def _with_options(self, ctx: click.Context, text: str) -> str:
-        """A message of the library with arguments as options of the command: duplicates="sum" as --duplicates sum."""
-        command = self.get_command(ctx, ctx.invoked_subcommand or "")
-        options = {name for param in getattr(command, "params", ()) for name in param.opts if name.startswith("--")}
-
-        def spelled(found: re.Match[str]) -> str:
-            option, value = f"--{found['name'].replace('_', '-')}", found["text"] or found["plain"] or ""
-            if option not in options or not _READING.fullmatch(found["name"]):
-                return found[0]
-            if found["name"] == "header" and value in ("True", "False"):
-                return "--header" if value == "True" else "--no-header"
-            value = shlex.quote(value) if found["text"] else value.lower()
-            return f"{option} {value}" if value else option
-
-        return _ARGUMENT.sub(spelled, text)
-
-    def _speaking_of_options(self, ctx: click.Context) -> AbstractContextManager[None]:
-        """Translate what the library logs as `_with_options` does."""
-
-        def translate(record: logging.LogRecord) -> bool:
-            record.msg, record.args = self._with_options(ctx, record.getMessage()), ()
-            return True
-
-        return filtered_log(translate)
+def with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
+    """A command with options, which its help lists in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 class Sectioned(click.Command):
@@ -93,12 +40,6 @@ class Sectioned(click.Command):
         for heading, names in {"Options": usual, **self.sections}.items():
             with formatter.section(heading):
                 formatter.write_dl([records[name] for name in names if name in records])
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:

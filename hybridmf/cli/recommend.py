@@ -14,8 +14,8 @@ import click
 import numpy as np
 import scipy.sparse as sp
 
-from ..core import validate as _validate
 from ..core.objective import SIDES, Side
+from ..core.validate import check_int
 from ..data.align import align
 from ..data.labels import check_label_types, label_kind
 from ..model.load import load
@@ -23,7 +23,7 @@ from ..model.requests import UNKNOWN_IDS
 from ..model.tables import FILES
 from ..ratings import Ratings
 from .features import check_include_cold, include_cold_option
-from .options import debug_option, examples, output_option, refuse_ending, refuse_overwriting
+from .options import Options, debug_option, examples, output_option, refuse_ending, refuse_overwriting
 from .report import Answer, answer_entries, answer_table, names_of, with_output
 from .sources import existing_file, files_of, ratings_path, read_ratings
 from .titles import titles_of, titles_options
@@ -73,54 +73,44 @@ Recommendations = Iterator[Answer]
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @output_option("Write there, not to the terminal.")
 @debug_option
-def command(
-    model_file: str,
-    users: tuple[str, ...],
-    all_users: bool,
-    count: int,
-    unknown: str,
-    include_seen: bool,
-    include_cold: bool,
-    ratings_file: str | None,
-    layout: str | None,
-    as_json: bool,
-    output: str | None,
-    titles_file: str | None,
-    **titles_format: Any,
-) -> None:
+def command(**given: Any) -> None:
     """Recommend items to users of a trained model.
 
     Users and items go by the labels of the ratings file, or by positions from 0 where that had none. Items a user has
     already rated are left out.
     """
-    if bool(users) == all_users:
+    options = Options(**given)
+    users, output, layout, ratings_file = options.users, options.output, options.layout, options.ratings_file
+    if bool(users) == options.all_users:
         raise click.UsageError("give either --user LABEL (once or more) or --all")
-    if include_seen and ratings_file:
+    if options.include_seen and ratings_file:
         raise click.UsageError("--include-seen excludes nothing, so --ratings has no effect; choose one of them")
-    refuse_overwriting(output, model_file, *files_of(ratings_file), titles_file)
-    if as_json and layout not in (None, "json"):
-        raise click.UsageError(f"--json and --format {layout} contradict each other; choose one of them")
+    refuse_overwriting(output, options.model_file, *files_of(ratings_file), options.titles_file)
     ending = os.path.splitext(output or "")[1].lower()
-    if layout is None and not as_json:
+    if options.as_json:
+        if layout not in (None, "json"):
+            raise click.UsageError(f"--json and --format {layout} contradict each other; choose one of them")
+        layout = "json"
+    if layout is None:
         refuse_ending(output, (*ENDINGS, *FILES), "name the content with --format")
-    binary = layout is None and not as_json and ending in FILES
-    if binary and (not all_users or titles_file is not None):
+    binary = layout is None and ending in FILES
+    if binary and (not options.all_users or options.titles_file is not None):
         raise click.UsageError(f"a {ending} file takes --all and no --titles; choose --format csv or json for these")
-    layout = "json" if as_json else layout or ENDINGS.get(ending, "table")
-    model = load(model_file)
-    check_include_cold(model, include_cold)
-    strangers = [] if unknown == "error" else unknown_of(model, users)
+    layout = layout or ENDINGS.get(ending, "table")
+    model = load(options.model_file)
+    check_include_cold(model, options.include_cold)
+    strangers = [] if options.unknown == "error" else unknown_of(model, users)
     known = [user for user in users if user not in strangers]
-    positions = np.arange(model.n_users) if all_users else find_rows(model, "user", known)
+    positions = np.arange(model.n_users) if options.all_users else find_rows(model, "user", known)
     seen = None if ratings_file is None else seen_matrix(model, read_ratings(ratings_file), ratings_file)
-    titles = titles_of(model, titles_file, **titles_format)
-    which: dict[str, Any] = {"filter_already_liked_items": not include_seen, "include_cold": include_cold}
+    titles = titles_of(model, options)
+    which = {"filter_already_liked_items": not options.include_seen, "include_cold": options.include_cold}
     if binary:
-        model.recommend_all(output, seen, count, show_progress=True, **which)
+        model.recommend_all(output, seen, options.count, show_progress=True, **which)
         return
-    found = recommendations(model, positions, _validate.check_int("-N", count, 1), seen, which)
-    if strangers and unknown == "popular":
-        found = itertools.chain(found, ((user, most_popular(model, count)) for user in strangers))
+    found = recommendations(model, positions, check_int("-N", options.count, 1), seen, which)
+    if strangers and options.unknown == "popular":
+        found = itertools.chain(found, ((user, most_popular(model, options.count)) for user in strangers))
     with_output(output, lambda stream: WRITERS[layout](stream, found, titles))
 
 

@@ -13,14 +13,13 @@ from ..search import check_metric, parse_seconds, search
 from .features import NAMES, features_of, features_options
 from .fit import check_weights, read_and_say, read_weights, save_model, share_of, silent
 from .hyperparameters import SECTIONS, make_model, model_options
-from .options import Sectioned, debug_option, examples, output_option, plot_option, refuse_overwriting
+from .options import Options, Sectioned, debug_option, examples, output_option, plot_option, refuse_overwriting
 from .report import file_size
 from .sources import (
     READING,
     files_of,
     is_store,
     one_source,
-    open_store,
     ratings_options,
     ratings_path,
     read_ratings,
@@ -44,11 +43,9 @@ from .sources import (
 @click.option("--metric", metavar="NAME", help="ndcg@K, recall@K, map@K, ..., rmse or mae.  [default: rmse; ndcg@10]")
 @click.option("--budget", metavar="TIME", help='For everything, as "90s", "2min" or "1h".  [default: 2min]')
 @click.option(
-    "--trials",
-    type=click.IntRange(1),
-    metavar="N",
+    "--trials", type=click.IntRange(1), metavar="N",
     help="At most N trials; without --budget, a seed decides everything.",
-)
+)  # fmt: skip
 @click.option(
     "--validation", metavar="SHARE|NUMBER|FILE",
     help="Ratings to select by: held out, or of a file.  [default: a tenth, by time if there are timestamps]",
@@ -63,29 +60,7 @@ from .sources import (
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No progress line: results only.")
 @debug_option
-def command(
-    ratings_files: tuple[str, ...],
-    output: str,
-    kind: str,
-    method: str,
-    metric: str | None,
-    budget: str | None,
-    trials: int | None,
-    validation: str | None,
-    weights: str | None,
-    seed: int,
-    where: tuple[str, ...],
-    plot: str | None,
-    as_json: bool,
-    lines: str | None,
-    item_features: str | None,
-    item_feature_columns: str | None,
-    user_features: str | None,
-    user_feature_columns: str | None,
-    tag_separator: str | None,
-    quiet: bool,
-    **options: Any,
-) -> None:
+def command(**given: Any) -> None:
     """Find the hyperparameters that are best for a file of ratings, and save the model.
 
     Many settings are fitted for a few iterations, the best of them longer and at higher ranks. The winner, which is
@@ -94,55 +69,53 @@ def command(
     Hyperparameters that are given, as in "hybridmf fit", are kept; without any, lambda, the weights and the rank are
     searched.
     """
-    source = one_source(ratings_files)
-    read_files = files_of(source, validation if share_of(validation) is None else None, item_features, user_features)
-    for written in (output, plot, lines):
-        refuse_overwriting(written, *read_files)
-    model = make_model(kind, method, options, seed)
-    check_metric(metric, model, "--metric")
-    if weights is not None:
-        check_weights(weights, method, source)
-        if kind == "implicit" or validation is not None:
-            raise click.UsageError(
-                f"--weights {weights}: a search has weights for --model explicit and without --validation, whose "
-                "ratings have none; leave one out"
-            )
-    features: dict[str, Any] = features_of(
-        {"item": (item_features, item_feature_columns), "user": (user_features, user_feature_columns)}, tag_separator
-    )
-    quiet = quiet or as_json
+    options = Options(**given)
+    source, validation, weights = one_source(options.ratings_files), options.validation, options.weights
+    share = share_of(validation)
+    held_out_file = validation if share is None else None
+    for written in (options.output, options.plot, options.lines):
+        refuse_overwriting(written, *files_of(source, held_out_file, options.item_features, options.user_features))
+    model = make_model(options)
+    check_metric(options.metric, model, "--metric")
+    check_weights(options, source)
+    if weights is not None and (options.kind == "implicit" or validation is not None):
+        raise click.UsageError(
+            f"--weights {weights}: a search has weights for --model explicit and without --validation, whose "
+            "ratings have none; leave one out"
+        )
+    features: dict[str, Any] = features_of(options)
+    quiet = options.quiet or options.as_json
     say = silent if quiet else click.echo
-    seconds = None if budget is None else parse_seconds("--budget", budget)
-    stored = is_store(source)
-    ratings = open_store(source).to_ratings() if stored else read_and_say(source, options, where, say, quiet)
+    seconds = None if options.budget is None else parse_seconds("--budget", options.budget)
+    ratings = read_ratings(source) if is_store(source) else read_and_say(source, say, quiet)
     if weights is not None:
-        ratings = ratings.with_weights(read_weights(source, where, options, weights, quiet).user_items.data)
-    train, held_out, share = ratings, None, share_of(validation)
+        ratings = ratings.with_weights(read_weights(source, weights, quiet).user_items.data)
+    train, held_out = ratings, None
     if share is not None:
-        train, held_out = split(ratings, share, seed, by="random" if ratings.timestamps is None else "last")
+        train, held_out = split(ratings, share, options.seed, by="random" if ratings.timestamps is None else "last")
     elif validation is not None:
-        held_out = read_ratings(validation, where, show_progress=not quiet, **options)
+        held_out = read_ratings(validation, show_progress=not quiet)
     if held_out is None or share is not None:
         part = "a tenth" if share is None else f"{share:g} of the ratings" if share < 1 else f"{share:g} ratings"
         which = "drawn at random" if ratings.timestamps is None else "the last ones of each user"
         say(f"Held out to select by: {part}, {which}.")
     found = search(
-        train, held_out, model=model, metric=metric, budget=seconds, trials=trials, random_state=seed,
-        show_progress=not quiet, unknown="drop", **features,
+        train, held_out, model=model, metric=options.metric, budget=seconds, trials=options.trials,
+        random_state=options.seed, show_progress=not quiet, unknown="drop", **features,
     )  # fmt: skip
-    if lines is not None:
-        found.to_json_lines(lines)
-    if plot is not None:
-        found.plot(plot)
+    if options.lines is not None:
+        found.to_json_lines(options.lines)
+    if options.plot is not None:
+        found.plot(options.plot)
     if isinstance(found.best, PopularityRecommender):
         raise ValueError(
             "popularity is better than all trials, so no model is saved; recommend the most popular items, or search "
             f"longer (--budget, --trials): {found}"
         )
-    save_model(found.best, output)
-    if as_json:
+    save_model(found.best, options.output)
+    if options.as_json:
         facts: dict[str, Any] = {
-            "file": output,
+            "file": options.output,
             "model": type(found.best).__name__,
             "params": found.best_params,
             "metric": found.metric,
@@ -155,4 +128,4 @@ def command(
         }
         click.echo(json.dumps(facts, indent=2))
         return
-    click.echo(f"{found}.\n{found.code()}\nSaved {output} ({file_size(output)}).")
+    click.echo(f"{found}.\n{found.code()}\nSaved {options.output} ({file_size(options.output)}).")

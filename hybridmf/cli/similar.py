@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from ..core import validate as _validate
 from ..core.objective import Side
+from ..core.validate import check_int
 from ..model.load import load
-from .options import debug_option, examples, output_option, refuse_ending, refuse_overwriting
+from .options import Options, debug_option, examples, output_option, refuse_ending, refuse_overwriting
 from .recommend import find_rows
 from .report import answer_entries, answer_table, names_of, with_output
 from .sources import existing_file
@@ -32,35 +32,28 @@ from .titles import titles_of, titles_options
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @output_option("Write there, not to the terminal.")
 @debug_option
-def command(
-    model_file: str,
-    items: tuple[str, ...],
-    users: tuple[str, ...],
-    count: int,
-    as_json: bool,
-    output: str | None,
-    titles_file: str | None,
-    **titles_format: Any,
-) -> None:
+def command(**given: Any) -> None:
     """Find the items, or users, that are most similar to others by the cosine of their factors.
 
     Items and users go by the labels of the ratings file, or by positions from 0 where that had none.
     """
+    options = Options(**given)
+    items, users, output, as_json = options.items, options.users, options.output, options.as_json
     if bool(items) == bool(users):
         raise click.UsageError("give either --item LABEL or --user LABEL, once or more")
-    if users and titles_file:
+    if users and options.titles_file:
         raise click.UsageError("--titles are those of items, and --user finds users; leave them out")
-    refuse_overwriting(output, model_file, titles_file)
+    refuse_overwriting(output, options.model_file, options.titles_file)
     if not as_json:
         refuse_ending(output, ("", ".txt", ".json"), "add --json")
         as_json = (output or "").lower().endswith(".json")
-    model = load(model_file)
+    model = load(options.model_file)
     side: Side = "item" if items else "user"
     names = names_of(model.item_ids, model.n_items) if items else names_of(model.user_ids, model.n_users)
     rows = find_rows(model, side, items or users)
-    count = _validate.check_int("-N", count, 1)
-    found, scores = model.similar_items(rows, count) if items else model.similar_users(rows, count)
-    titles = titles_of(model, titles_file, **titles_format)
+    find = model.similar_items if items else model.similar_users
+    found, scores = find(rows, check_int("-N", options.count, 1))
+    titles = titles_of(model, options)
     answers = [
         (names[row], [(names[k], value) for k, value in zip(ids, values, strict=True) if k >= 0])
         for row, ids, values in zip(rows.tolist(), found.tolist(), scores.tolist(), strict=True)

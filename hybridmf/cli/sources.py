@@ -16,6 +16,7 @@ from ..data.layout import FileOptions
 from ..data.readers import file_columns, number_of, part_paths
 from ..data.store import Store
 from ..ratings import Ratings
+from .options import with_options
 
 existing_file = click.Path(exists=True, dir_okay=False)
 
@@ -135,25 +136,27 @@ READING = {
 
 
 def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that say how a ratings file is to be read; they arrive as keyword arguments of `read_ratings`."""
-    for option in reversed(RATINGS_OPTIONS.values()):
-        command = option(command)
-    return command
+    """Options that say how a ratings file is to be read."""
+    return with_options(command, *RATINGS_OPTIONS.values())
 
 
-def reading_arguments(**options: Any) -> dict[str, Any]:
-    """Arguments of `Ratings.from_file` and `convert` from options of the command line."""
+def reading_arguments(**changed: Any) -> dict[str, Any]:
+    """Arguments of `Ratings.from_file` and `convert`: the options of the running command, or those in their place."""
+    given = click.get_current_context().params
+    options = {name: given[name] for name in RATINGS_OPTIONS if name in given} | changed
     return {name: TRANSLATED[name](value) if name in TRANSLATED else value for name, value in options.items()}
 
 
-def read_ratings(path: Source, where: tuple[str, ...] = (), *, show_progress: bool = True, **options: Any) -> Ratings:
-    """Ratings in memory: of files, read as options of the command line say; or of a store."""
+def read_ratings(path: Source, *, show_progress: bool = True, **changed: Any) -> Ratings:
+    """Ratings in memory: of files, read as the running command's options say, or `changed` ones; or of a store."""
+    where = click.get_current_context().params.get("where", ())
     if is_store(path):
         if where:
             raise click.UsageError(f"--where filters rows of a file, and {path} is a store; convert the rows you need")
         return open_store(path).to_ratings()
-    filters = row_filters(where)
-    return Ratings.from_file(path, where=filters, show_progress=show_progress, **reading_arguments(**options))
+    return Ratings.from_file(
+        path, where=row_filters(where), show_progress=show_progress, **reading_arguments(**changed)
+    )
 
 
 where_option = click.option(
@@ -180,12 +183,11 @@ def is_store(path: Source) -> bool:
     return isinstance(path, str) and os.path.isdir(path) and part_paths(path) is None
 
 
-def columns_text(source: Source, **options: Any) -> str | None:
+def columns_text(source: Source) -> str | None:
     """The columns of a file that `read_ratings` uses, the first of several; None if the file has no columns."""
-    path = files_of(source)[0]
-    arguments = reading_arguments(**options)
+    arguments = reading_arguments()
     del arguments["timestamp"]
-    columns = file_columns(path, FileOptions(**arguments))
+    columns = file_columns(files_of(source)[0], FileOptions(**arguments))
     return None if columns is None else str(columns)
 
 

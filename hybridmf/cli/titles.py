@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ..core.files import open_bytes, reading
+from .options import Options, with_options
 from .report import names_of
 from .sources import existing_file, spelled_separator
 
@@ -17,29 +18,26 @@ TITLE_SEPARATORS = ("::", "\t", "|", ";", ",")
 
 
 def titles_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that name a file of titles; they arrive as keyword arguments of `titles_of`."""
-    for option in (
-        click.option("--titles-encoding", help="[default: UTF-8, else latin-1]"),
-        click.option("--titles-separator", help='Between its fields: ",", "::", "|", "tab".  [default: detected]'),
+    """Options that name a file of titles."""
+    return with_options(
+        command,
         click.option(
             "--titles", "titles_file", type=existing_file, help="Text file of item id, title, ...; may be gzipped."
         ),
-    ):
-        command = option(command)
-    return command
+        click.option("--titles-separator", help='Between its fields: ",", "::", "|", "tab".  [default: detected]'),
+        click.option("--titles-encoding", help="[default: UTF-8, else latin-1]"),
+    )
 
 
-def titles_of(
-    model: Any, titles_file: str | None, titles_separator: str | None, titles_encoding: str | None
-) -> dict[str, str] | None:
+def titles_of(model: Any, options: Options) -> dict[str, str] | None:
     """Titles by item id, None without a file; a warning on stderr if it has no item of the model."""
-    if titles_file is None:
+    if options.titles_file is None:
         return None
-    titles = read_titles(titles_file, spelled_separator(titles_separator), titles_encoding)
+    titles = read_titles(options.titles_file, spelled_separator(options.titles_separator), options.titles_encoding)
     names = names_of(model.item_ids_, model.n_items)
     if not any(str(name) in titles for name in names):
         click.echo(
-            f"Warning: none of the ids in {titles_file} is an item of the model, such as {names[0]}; "
+            f"Warning: none of the ids in {options.titles_file} is an item of the model, such as {names[0]}; "
             f"the file has {next(iter(titles))!r}",
             err=True,
         )
