@@ -82,6 +82,9 @@ STREAMS: Patterns = ("hybridmf/gpu/stream.py", "hybridmf/gpu/offloaded.py", "hyb
 
 RANKS: Patterns = ("hybridmf/ranks/*.py", "hybridmf/ranks/transport/*.py")
 
+MCUMSGD: Patterns = ("hybridmf/plan/epochs.py", "hybridmf/ranks/mcumsgd.py", "hybridmf/ranks/group.py",
+                     "hybridmf/ranks/transport/peers.py")  # fmt: skip
+
 FITS: Patterns = ("hybridmf/model/fit.py", "hybridmf/model/training.py", "hybridmf/model/loop.py")
 
 PLANNER: Patterns = ("hybridmf/plan/half_sweep.py", "hybridmf/plan/partitions.py", "hybridmf/plan/grid.py",
@@ -119,14 +122,7 @@ CODE: dict[str, Patterns | dict[str, Patterns]] = {
         "ccd": (*CCD_GPU, *DRAWN_GPU),
     },
     "layouts": {"": TILES, "reorder": (*TILES, *ALS_CPU)},
-    "mcumsgd": (
-        *SGD_GPU,
-        "hybridmf/plan/epochs.py",
-        "hybridmf/ranks/mcumsgd.py",
-        "hybridmf/ranks/group.py",
-        "hybridmf/ranks/transport/peers.py",
-        *PUBLISHED_GPU,
-    ),
+    "mcumsgd": (*SGD_GPU, *MCUMSGD, *PUBLISHED_GPU),
     "out_of_core": {"": (*STREAMS, *ALS_GPU, *SHAPES), "cpu": (*STREAMS, *ALS_CPU, *SHAPES)},
     "paper_bals": {
         "": (*ASSEMBLIES_GPU, *SYSTEMS_GPU, *PUBLISHED_GPU),

@@ -1,0 +1,474 @@
+"""Controls: an earlier commit and this tree in turn on one machine, so that lines of that commit count as fresh.
+
+    python bench/controls.py --tree FOLDER                    FOLDER: a checkout of the commit that the lines name
+    python bench/controls.py --tree FOLDER --part multi       on two GPUs; also mcumsgd, planner
+    python bench/controls.py --tree FOLDER --part als-cpu     on the CPU
+
+Every part of the code (`parts_of_code`) has cases, which run in own processes, in the order old, new, new, old.
+A case passes if the results of both trees have the same bytes and the least seconds differ by at most 3 %. Schedules
+whose threads race have no fixed bytes; their RMSE must agree to 1 %. If cases fail by their seconds alone, they run
+once more in that order. One line of bench/results/controls.jsonl then names the pairs of hashes of the code paths
+(`freshness.py`) whose differing files belong to parts that passed. Compiled modules are those of this tree, if the
+sources of both are the same; otherwise the other tree needs its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import common
+import freshness
+import numpy as np
+import scipy.sparse as sp
+
+import hybridmf as hmf
+
+Result = dict[str, Any]
+Patterns = tuple[str, ...]
+
+TOLERANCE = 0.03
+"""By which the seconds of the two trees may differ."""
+
+RACE_TOLERANCE = 0.01
+"""By which RMSEs of a schedule whose threads race may differ."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a shape; `run` other than "sweeps" names how it is measured (`MEASURES`)."""
+
+    shape: str
+    model: str
+    options: Result
+    iterations: int = 8
+    run: str = "sweeps"
+    races: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people and for lines."""
+        options = " ".join(f"{key}={value}" for key, value in self.options.items() if key != "device")
+        return f"{self.model} {options}, {self.shape}" + (f", {self.run}" if self.run != "sweeps" else "")
+
+
+def _als(shape: str, factors: int, model: str = "ExplicitALS", **options: Any) -> Case:
+    plain = {"biases": False} if model == "ExplicitALS" else {}
+    return Case(shape, model, {"factors": factors, "device": "cuda", **plain, **options})
+
+
+def _cpu(model: str, factors: int, **options: Any) -> Case:
+    return Case("ml-10m", model, {"factors": factors, "device": "cpu", **options}, iterations=4)
+
+
+MSGD = {"device": "cuda", "biases": False}
+
+
+SEVERAL_GPUS = ("multi", "mcumsgd", "planner")
+"""Parts that run on request alone."""
+
+CASES: dict[str, list[Case]] = {
+    "als": [
+        *(_als("netflix", factors) for factors in (32, 64, 100)),
+        *(_als("ml-20m", factors, "ImplicitALS") for factors in (64, 128)),
+        _als("ml-20m", 64, "ImplicitALS", solver="cg"),
+    ],
+    "assemblies": [
+        _als("ml-20m", 32, assembly=assembly)
+        for assembly in ("sparse_syrk", "sparse_syrk_published", "mo_als", "bals", "bals_local")
+    ],
+    "systems": [_als("ml-20m", 100, assembly="sparse_syrk"), _als("ml-10m", 256)],
+    "sgd": [
+        Case("netflix", "SGD", {"factors": 64, **MSGD}),
+        Case("ml-20m", "SGD", {"factors": 128, **MSGD, "ordering": "mixed"}),
+        Case("ml-20m", "SGD", {"factors": 64, **MSGD, "schedule": "batch_hogwild"}, races=True),
+    ],
+    "ccd": [Case("ml-20m", "CCD", {"factors": 32, "device": "cuda"})],
+    "top-k": [Case("ml-20m", "ExplicitALS", {"factors": 64, "device": "cuda", "biases": False}, 5, "top_k")],
+    "set-up": [Case("netflix", "ExplicitALS", {"factors": 32, "device": "cuda", "biases": False}, 4, "set_up")],
+    "fits": [Case("ml-20m", "ExplicitALS", {"factors": 64, "device": "cuda", "biases": False}, 4, "fits")],
+    "als-cpu": [_cpu("ExplicitALS", 32, biases=False), _cpu("ImplicitALS", 64)],
+    "sgd-cpu": [
+        _cpu("SGD", 64, biases=False, schedule="msgd"),
+        _cpu("SGD", 64, biases=False, schedule="blocks"),
+        Case("ml-10m", "SGD", {"factors": 64, "device": "cpu", "biases": False, "schedule": "hogwild"}, 4, races=True),
+    ],
+    "ccd-cpu": [_cpu("CCD", 32)],
+    "top-k-cpu": [Case("ml-10m", "ExplicitALS", {"factors": 64, "device": "cpu", "biases": False}, 5, "top_k")],
+    "multi": [Case("netflix", "ExplicitALS", {"factors": 100}, 6, "multi_als")],
+    "mcumsgd": [Case("netflix", "SGD", {"factors": 128}, 6, "mcumsgd")],
+    "planner": [Case("netflix", "plans", {}, 4, "plans")],
+}
+"""By part of the code."""
+
+
+def parts_of_code() -> dict[str, Patterns]:
+    """Files whose speed the cases of a part show. A code path (`freshness.CODE`) contains a part with all its files."""
+    return {
+        "als": freshness.ALS_GPU,
+        "assemblies": freshness.ASSEMBLIES_GPU,
+        "systems": freshness.SYSTEMS_GPU,
+        "sgd": freshness.SGD_GPU,
+        "ccd": freshness.CCD_GPU,
+        "top-k": freshness.TOP_K_GPU,
+        "set-up": freshness.SET_UP_GPU,
+        "fits": freshness.FITS,
+        "als-cpu": freshness.ALS_CPU,
+        "sgd-cpu": freshness.SGD_CPU,
+        "ccd-cpu": freshness.CCD_CPU,
+        "top-k-cpu": freshness.TOP_K_CPU,
+        "multi": freshness.RANKS,
+        "mcumsgd": freshness.MCUMSGD,
+        "planner": freshness.PLANNER,
+    }
+
+
+# ------------------------------------------------------------------------------------------ one process of one tree
+
+
+def measure(case: Case, matrix: sp.csr_array, item_users: sp.csr_array) -> Result:
+    """Seconds of repeats and the hash (with `races`, the RMSE) of the results, by the library on the path."""
+    seconds, results = MEASURES[case.run](case, matrix, item_users)
+    if case.races:
+        return {"seconds": seconds, "rmse": _rmse(matrix, *results)}
+    digest = hashlib.sha256()
+    for array in results:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return {"seconds": seconds, "sha256": digest.hexdigest()}
+
+
+def _model(case: Case, **options: Any) -> Any:
+    return getattr(hmf, case.model)(random_state=0, **{**case.options, **options})
+
+
+def _solver(case: Case, matrix: sp.csr_array, item_users: sp.csr_array) -> tuple[Any, Any]:
+    import paper_race
+
+    split = paper_race.Split(case.shape, 1.0, matrix, item_users, sp.coo_array((1, 1)))
+    return paper_race.make_solver(_model(case), split), paper_race
+
+
+def _sweeps(case: Case, matrix: sp.csr_array, item_users: sp.csr_array) -> Any:
+    solver, race = _solver(case, matrix, item_users)
+    race.iterate(solver)  # compiles
+    seconds = [_timed(lambda: (race.iterate(solver), race.synchronize(solver))) for _ in range(case.iterations)]
+    return seconds, _factors(solver.state)
+
+
+def _set_up(case: Case, matrix: sp.csr_array, item_users: sp.csr_array) -> Any:
+    seconds = []
+    for _ in range(case.iterations):
+        started = time.perf_counter()
+        solver, race = _solver(case, matrix, item_users)
+        race.synchronize(solver)
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:], _factors(solver.state)
+
+
+def _fits(case: Case, matrix: sp.csr_array, _: sp.csr_array) -> Any:
+    fits: list[Any] = []
+    run = lambda: fits.append(_model(case, iterations=5).fit(matrix))  # noqa: E731
+    seconds = [_timed(run) for _ in range(case.iterations)]
+    return seconds[1:], (fits[-1].user_factors, fits[-1].item_factors)
+
+
+def _top_k(case: Case, matrix: sp.csr_array, _: sp.csr_array) -> Any:
+    model = _model(case, iterations=1).fit(matrix)
+    users, found = np.arange(min(20_000, matrix.shape[0])), []
+    run = lambda: found.append(model.recommend(users, user_items=matrix[users], N=10))  # noqa: E731
+    seconds = [_timed(run) for _ in range(case.iterations + 1)]
+    return seconds[1:], found[-1]
+
+
+def _multi_als(case: Case, matrix: sp.csr_array, _: sp.csr_array) -> Any:
+    import scale
+
+    problem = scale.Case(case.shape, matrix, case.options["factors"])
+    runs = [problem.run(2, case.iterations) for _ in range(2)]
+    return [run["spread_iteration"][0] for run in runs], [np.float64(runs[-1]["objective"])]
+
+
+def _mcumsgd(case: Case, matrix: sp.csr_array, item_users: sp.csr_array) -> Any:
+    import mcumsgd
+
+    start = mcumsgd.Start(mcumsgd.Data(case.shape, matrix, item_users, (np.zeros(0),) * 3), case.options["factors"])
+    solver = start.solver(["cuda:0", "cuda:1"], mcumsgd.Variant(2))
+    mcumsgd.epochs(solver, 2)
+    seconds = mcumsgd.epochs(solver, case.iterations)
+    results = _factors(solver.state)
+    solver.close()
+    return seconds, results
+
+
+def _plans(case: Case, _: sp.csr_array, __: sp.csr_array) -> Any:
+    import paper_scale
+
+    plans: list[Any] = []
+    seconds = [_timed(lambda: plans.append(paper_scale.planned())) for _ in range(case.iterations)]
+    return seconds[1:], [np.frombuffer(json.dumps(plans[-1], default=str).encode(), np.uint8)]
+
+
+MEASURES: dict[str, Callable[[Case, sp.csr_array, sp.csr_array], Any]] = {
+    "sweeps": _sweeps, "set_up": _set_up, "fits": _fits, "top_k": _top_k, "multi_als": _multi_als, "mcumsgd": _mcumsgd,
+    "plans": _plans,
+}  # fmt: skip
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _factors(state: Any) -> tuple[np.ndarray, np.ndarray]:
+    state = state.on_host() if hasattr(state, "on_host") else state
+    return state.user.matrix, state.item.matrix
+
+
+def _rmse(matrix: sp.csr_array, users: np.ndarray, items: np.ndarray) -> float:
+    places = np.random.default_rng(0).choice(matrix.nnz, min(matrix.nnz, 200_000), replace=False)
+    rows = np.searchsorted(matrix.indptr, places, side="right") - 1
+    scores = np.einsum("ij,ij->i", users[rows], items[matrix.indices[places]], dtype=np.float64)
+    return float(np.sqrt(np.mean((matrix.data[places] - scores) ** 2)))
+
+
+def run_here(folder: Path, chosen: Sequence[tuple[str, int]]) -> None:
+    """Print a JSON line for each case, of the library on the path."""
+    cases = [CASES[part][number] for part, number in chosen]
+    for shape in dict.fromkeys(case.shape for case in cases):
+        matrix, item_users = (_load(folder / f"{shape}-{side}") for side in ("user", "item"))
+        for (part, number), case in zip(chosen, cases, strict=True):
+            if case.shape == shape:
+                result: Result = {"part": part, "number": number}
+                try:
+                    result |= measure(case, matrix, item_users)
+                except Exception as error:  # the other cases go on; the parent reports it
+                    result["error"] = f"{type(error).__name__}: {error}"
+                print(json.dumps(result), flush=True)
+
+
+def _draw(shape: str, folder: Path) -> None:
+    """Ratings of a shape to files of arrays, in both orientations."""
+    import paper_common
+
+    from hybridmf.formats import transpose
+
+    matrix = paper_common.draw(shape)
+    for side, rows in (("user", matrix), ("item", transpose(matrix))):
+        for name in ("data", "indices", "indptr"):
+            np.save(folder / f"{shape}-{side}-{name}.npy", getattr(rows, name))
+        np.save(folder / f"{shape}-{side}-shape.npy", rows.shape)
+
+
+def _load(prefix: Path) -> sp.csr_array:
+    data, indices, indptr, shape = (np.load(f"{prefix}-{name}.npy") for name in ("data", "indices", "indptr", "shape"))
+    return sp.csr_array((data, indices, indptr), shape=tuple(shape))
+
+
+# ------------------------------------------------------------------------------------------ both trees
+
+
+def in_tree(tree: Path, *arguments: str) -> list[Result]:
+    """Run this script with the library and the scripts of a tree; what it prints in JSON."""
+    path = os.pathsep.join([str(tree), str(tree / "bench"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-P", __file__, *arguments]
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=tree, stdout=subprocess.PIPE, check=False)
+    return [json.loads(text) for text in run.stdout.decode().splitlines() if text.startswith("{")]
+
+
+def compare(case: Case, old: Sequence[Result], new: Sequence[Result]) -> Result:
+    """One case of a line, from its results in both trees."""
+    line: Result = {"case": case.name}
+    errors = [run["error"] for run in (*old, *new) if "error" in run]
+    if errors or not old or not new:
+        return line | {"passed": False, "equal": False, "error": (errors or ["not run"])[0]}
+    least = [[min(run["seconds"]) for run in runs] for runs in (old, new)]
+    ratio = min(least[1]) / min(least[0])
+    if case.races:
+        scores = [run["rmse"] for run in (*old, *new)]
+        equal = max(scores) <= (1 + RACE_TOLERANCE) * min(scores)
+        line |= {"rmse": [min(scores), max(scores)]}
+    else:
+        equal = len({run["sha256"] for run in (*old, *new)}) == 1
+    spread = max(max(each) / min(each) for each in least)
+    return line | {
+        "ms": [1e3 * min(each) for each in least], "ratio": ratio, "spread": spread, "equal": equal,
+        "passed": equal and abs(ratio - 1) <= TOLERANCE,
+    }  # fmt: skip
+
+
+def covers(old: Path, passed: set[str]) -> dict[str, list[str]]:
+    """By "FILE PATH": the hashes of a code path in both trees, if the files that differ are of parts that passed."""
+    before = _freshness_of(old)
+    found = {}
+    for file in freshness.CODE:
+        for key, patterns in freshness.code_paths(file).items():
+            with suppress(KeyError, ValueError):  # not declared there, or other files
+                declared = before.CODE[file]
+                earlier = declared[key] if isinstance(declared, dict) else {"": declared}[key]
+                if is_covered(earlier, patterns, old, passed):
+                    found[f"{file} {key}"] = [freshness.code_hash(earlier, old), freshness.code_hash(patterns)]
+    return found
+
+
+def is_covered(earlier: Patterns, patterns: Patterns, old: Path, passed: set[str]) -> bool:
+    """Whether a code path changed, and in files of parts that passed alone."""
+    forms = freshness.forms_of(earlier, old), freshness.forms_of(patterns)
+    differ = {name for name in forms[0].keys() | forms[1].keys() if forms[0].get(name) != forms[1].get(name)}
+    inside = set(freshness.files(patterns))
+    known: set[str] = set()
+    for part, files in parts_of_code().items():
+        of_part = set(freshness.files(files))
+        if of_part <= inside and of_part & differ:
+            if part not in passed:
+                return False
+            known |= of_part
+    return bool(differ) and differ <= known
+
+
+def _freshness_of(tree: Path) -> ModuleType:
+    """The declarations of another tree."""
+    spec = importlib.util.spec_from_file_location("freshness_of_old", tree / "bench" / "freshness.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def borrow_modules(tree: Path) -> None:
+    """Copy this tree's compiled modules to another with the same sources of them.
+
+    Raises
+    ------
+    click.ClickException
+        The sources differ, and the tree has no compiled modules.
+    """
+    if next(tree.glob("hybridmf/**/*.so"), None):
+        return
+    compiled = (
+        "hybridmf/**/*.pyx",
+        "hybridmf/**/*.pxd",
+        "hybridmf/native/*.h",
+        "hybridmf/native/[ck]*_*.c",
+        "setup.py",
+    )
+    if freshness.forms_of(compiled, tree) != freshness.forms_of(compiled):
+        raise click.ClickException(f"--tree {tree}: its modules are not built, and their sources are not this tree's")
+    for module in freshness.ROOT.glob("hybridmf/**/*.so"):
+        shutil.copy(module, tree / module.relative_to(freshness.ROOT))
+
+
+def run_parts(tree: Path, parts: Sequence[str], folder: Path) -> dict[str, list[Result]]:
+    """All cases of these parts in both trees; what a line says of each."""
+    chosen = [(part, number) for part in parts for number in range(len(CASES[part]))]
+    for shape in dict.fromkeys(CASES[part][number].shape for part, number in chosen):
+        in_tree(freshness.ROOT, "--draw", shape, "--folder", str(folder))
+    trees = {"old": tree, "new": freshness.ROOT}
+    runs: dict[tuple[str, int], dict[str, list[Result]]] = {each: {"old": [], "new": []} for each in chosen}
+    again = chosen
+    for turn in ("old", "new", "new", "old") * 2:
+        if turn == "old" and all(len(runs[each]["old"]) == 2 for each in again):
+            again = [each for each in again if _may_pass(_case(runs, each))]
+        if again:
+            names = [f"{part}:{number}" for part, number in again]
+            for result in in_tree(trees[turn], "--folder", str(folder), *(f"--run={name}" for name in names)):
+                runs[result["part"], result["number"]][turn].append(result)
+    return {part: [_case(runs, each) for each in chosen if each[0] == part] for part in parts}
+
+
+def _case(runs: dict[tuple[str, int], dict[str, list[Result]]], each: tuple[str, int]) -> Result:
+    return compare(CASES[each[0]][each[1]], runs[each]["old"], runs[each]["new"])
+
+
+def _may_pass(line: Result) -> bool:
+    """Whether only the seconds of a case differ."""
+    return not line["passed"] and line["equal"]
+
+
+def summary(results: dict[str, list[Result]]) -> Iterator[str]:
+    """A row a case."""
+    for part, lines in results.items():
+        for line in lines:
+            figures = (
+                f"{line['ms'][0]:9.3f} {line['ms'][1]:9.3f} ms  {line['ratio']:.3f}  {line['spread']:.3f}"
+                if "ms" in line
+                else line["error"]
+            )
+            word = "passed" if line["passed"] else "FAILED" if line["equal"] else "DIFFERS"
+            yield f"{part:10} {line['case']:60} {figures}  {word}"
+
+
+@click.command(help=__doc__)
+@click.option("--tree", type=click.Path(path_type=Path), help="A checkout of the commit that the lines name.")
+@click.option("--commit", default="", help="That commit, if the folder is no repository.")
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(list(CASES)), help="default: those of one GPU and of the CPU"
+)
+@click.option("--draw", default=None, hidden=True)
+@click.option("--run", "chosen", multiple=True, hidden=True)
+@click.option("--folder", type=click.Path(path_type=Path), default=None, help="For the data; default: a temporary one.")
+def main(
+    tree: Path | None, commit: str, parts: tuple[str, ...], draw: str | None, chosen: tuple[str, ...],
+    folder: Path | None,
+) -> None:  # fmt: skip
+    if folder is not None and draw:
+        return _draw(draw, folder)
+    if folder is not None and chosen:
+        pairs = [name.partition(":") for name in chosen]
+        return run_here(folder, [(part, int(number)) for part, _, number in pairs])
+    if tree is None:
+        raise click.UsageError("--tree: the checkout of the lines' commit")
+    tree, parts = tree.resolve(), parts or tuple(part for part in CASES if part not in SEVERAL_GPUS)
+    borrow_modules(tree)
+    with tempfile.TemporaryDirectory() as temporary:
+        results = run_parts(tree, parts, folder or Path(temporary))
+    print(*summary(results), sep="\n")
+    passed = {part for part, lines in results.items() if all(line["passed"] for line in lines)}
+    record(tree, commit, results, passed)
+
+
+def record(tree: Path, commit: str, results: dict[str, list[Result]], passed: set[str]) -> None:
+    """Append the line."""
+    ratios = [line["ratio"] for part in passed for line in results[part]]
+    covered = covers(tree, passed)
+    print(f"passed: {', '.join(sorted(passed)) or 'none'}; code paths: {', '.join(sorted(covered)) or 'none'}")
+    line = {
+        "bench": "controls", "kind": "control", "gpu": gpu_name(), "from": {"commit": commit or _commit_of(tree)},
+        "to": {"commit": common.commit()}, "ratios": [min(ratios), max(ratios)] if ratios else [1.0, 1.0],
+        "passed": sorted(passed), "cases": results, "covers": covered,
+    }  # fmt: skip
+    common.record("controls", line)
+
+
+def gpu_name() -> str:
+    """Of the first GPU; "CPU" where there is none."""
+    from hybridmf.device.cuda import open_device
+    from hybridmf.errors import DeviceError
+
+    try:
+        return str(open_device("cuda").spec.name).removeprefix("NVIDIA ")
+    except DeviceError:
+        return "CPU"
+
+
+def _commit_of(tree: Path) -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""A control compares the code of two trees: equal results in equal time, and which code paths that covers."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from support.checkout import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+import controls
+import freshness
+from controls import Case
+
+from hybridmf import datasets
+from hybridmf.formats import transpose
+
+CASE = Case("ml-10m", "CCD", {"factors": 4, "device": "cpu"}, iterations=2)
+RACE = Case("ml-10m", "SGD", {"factors": 4, "device": "cpu", "biases": False, "schedule": "hogwild"}, 2, races=True)
+
+
+def runs(seconds, sha256="a"):
+    return [{"seconds": [each, 2 * each], "sha256": sha256} for each in seconds]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "equal", "passed"),
+    [
+        (runs([1.0, 1.2]), runs([1.3, 1.02]), True, True),
+        (runs([1.0]), runs([1.04]), True, False),
+        (runs([1.04]), runs([1.0]), True, False),  # faster is not the same either
+        (runs([1.0]), runs([1.0], "b"), False, False),
+        (runs([1.0]), [{"error": "ValueError: x"}], False, False),
+        ([], runs([1.0]), False, False),
+    ],
+)
+def test_a_case_passes_with_equal_results_in_equal_seconds(old, new, equal, passed):
+    line = controls.compare(CASE, old, new)
+    assert (line["equal"], line["passed"]) == (equal, passed)
+
+
+def test_races_are_compared_by_their_error():
+    old, near, far = ([{"seconds": [1.0], "rmse": rmse}] for rmse in (0.9, 0.905, 0.92))
+    assert controls.compare(RACE, old, near)["passed"]
+    assert not controls.compare(RACE, old, far)["passed"]
+
+
+@pytest.mark.parametrize("case", [CASE, RACE, Case("x", "ExplicitALS", {"factors": 4, "device": "cpu"}, 2, "top_k")])
+def test_a_case_is_measured_on_the_cpu(case):
+    matrix = datasets.synthetic("ml-1m", scale=0.05).user_items
+    first, second = (controls.measure(case, matrix, transpose(matrix)) for _ in range(2))
+    assert len(first["seconds"]) == 2
+    assert first["rmse"] < 3 if case.races else first["sha256"] == second["sha256"]
+
+
+def test_cases_that_differ_by_time_alone_run_again(monkeypatch, tmp_path):
+    asked = []
+
+    def in_tree(tree, *arguments):
+        names = [argument.removeprefix("--run=") for argument in arguments if argument.startswith("--run=")]
+        asked.extend([(tree.name, name)] if (name := ",".join(names)) else [])
+        seconds = 1.0 if tree == tmp_path or len(asked) > 4 else 1.5
+        return [{"part": part, "number": int(number), "seconds": [1.0 if part == "ccd-cpu" else seconds], "sha256": "a"}
+                for part, _, number in (name.partition(":") for name in names)]  # fmt: skip
+
+    monkeypatch.setattr(controls, "in_tree", in_tree)
+    found = controls.run_parts(tmp_path, ["ccd-cpu", "top-k-cpu"], tmp_path)
+    both, again = "ccd-cpu:0,top-k-cpu:0", "top-k-cpu:0"
+    old, new = tmp_path.name, ROOT.name
+    assert asked == [(old, both), (new, both), (new, both), (old, both),
+                     (old, again), (new, again), (new, again), (old, again)]  # fmt: skip
+    assert [line["passed"] for part in found.values() for line in part] == [True, True]
+
+
+def test_a_code_path_is_covered_if_its_differing_files_are_of_parts_that_passed(monkeypatch):
+    patterns = (*freshness.SGD_CPU, *freshness.SHAPES)
+    changed: set[str] = set()
+
+    def forms_of(patterns, root=None):
+        return {name: f"{name in changed and root is None}" for name in freshness.files(patterns)}
+
+    monkeypatch.setattr(freshness, "forms_of", forms_of)
+    covered = lambda passed: controls.is_covered(patterns, patterns, ROOT, passed)  # noqa: E731
+    assert not covered({"sgd-cpu"})  # nothing differs
+    changed.add("hybridmf/cpu/sgd.py")
+    assert covered({"sgd-cpu"})
+    assert not covered({"sgd", "als-cpu"})
+    changed.add("hybridmf/datasets.py")  # of no part
+    assert not covered({"sgd-cpu"})
+
+
+def test_every_part_has_cases_and_files():
+    assert set(controls.CASES) == set(controls.parts_of_code())
+    for part, patterns in controls.parts_of_code().items():
+        assert controls.CASES[part] and freshness.files(patterns)
+        for case in controls.CASES[part]:
+            assert case.run in controls.MEASURES
