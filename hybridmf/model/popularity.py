@@ -221,7 +221,7 @@ class PopularityRecommender:
             N results for each user do not fit in memory.
         """
         state = self._fitted()
-        asked = Asked.check(N, filter_already_liked_items, filter_items, items, "popular", labels, unknown)
+        asked = Asked(N, filter_already_liked_items, filter_items, items, "popular", labels, unknown)
         users = positions_of(state, "user", "userid", userid, asked.by_label, asked.unknown)
 
         def read(given: Any, name: str) -> sp.csr_array:

@@ -7,7 +7,7 @@ their factors.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -68,22 +68,41 @@ def rank(
     return ids, scores
 
 
-def answer(
-    learned: Learned, users: Factors, asked: Asked, seen: RowColumns | None, candidates: Candidates, absent: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """`rank` for users of whom some, the mask `absent`, may be unknown to the model: their factors are zero."""
-    if absent is None:
-        return rank(learned, users, asked.N, seen, candidates, asked.cold_users)
-    popular = asked.unknown.rule == "popular"
-    ids, scores = rank(learned, users, asked.N, seen, candidates, "popular" if popular else asked.cold_users)
-    empty = absent
-    if popular:
-        empty = np.zeros(len(users), dtype=bool)
-        if asked.cold_users == "mask":
-            empty[users.blank_rows()] = True
-            empty &= ~absent
-    ids[empty], scores[empty] = -1, -np.inf
-    return ids, scores
+class Request(NamedTuple):
+    """Users, and the items that may be recommended to them."""
+
+    learned: Learned
+    users: np.ndarray  # positions, int64; -1 for users who are unknown to the model
+    asked: Asked
+    seen: Any
+    """Entries to exclude: rows in the order of `users`, or of all users by position if it is that of `learned`."""
+    candidates: Candidates
+    factors: Factors | None = None
+    """Of all `users`, folded in; default: those of the model."""
+
+    def answer(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """`rank` for some of the users. The factors of those who are unknown to the model are zero."""
+        learned, _, asked, seen, candidates, factors = self
+        users = self.users[start:stop]
+        absent = asked.unknown.absent(users)
+        if seen is not None:
+            by_position = seen is learned.seen
+            seen = seen_in_training(seen, users, absent) if by_position else RowColumns.of(seen, np.arange(start, stop))
+        if len(users) < len(self.users):
+            candidates = candidates.of_users(start, stop)
+        factors = rows_of_users(learned, users, absent) if factors is None else factors
+        if absent is None:
+            return rank(learned, factors, asked.N, seen, candidates, asked.cold_users)
+        popular = asked.unknown.rule == "popular"
+        ids, scores = rank(learned, factors, asked.N, seen, candidates, "popular" if popular else asked.cold_users)
+        empty = absent
+        if popular:
+            empty = np.zeros(len(users), dtype=bool)
+            if asked.cold_users == "mask":
+                empty[factors.blank_rows()] = True
+                empty &= ~absent
+        ids[empty], scores[empty] = -1, -np.inf
+        return ids, scores
 
 
 def rows_of_users(learned: Learned, users: np.ndarray, absent: np.ndarray | None) -> Factors:

@@ -296,7 +296,7 @@ def _entries(learned: Learned, history: Any) -> tuple[list[Any], np.ndarray]:
     if isinstance(history, (str, bytes)):
         raise TypeError(f"rows must be a matrix, or items of one or several users, got {history!r}; pass [{history!r}]")
     weighted = isinstance(history, Mapping)
-    index = getattr(history, "index", None)
+    index: Any = getattr(history, "index", None)
     if hasattr(index, "is_unique") and (index.name is not None or index.dtype.kind not in "iu"):  # a Series of pandas
         raise TypeError(
             f"rows is a pandas Series whose index, {index[:1].tolist()}, may name items; pass series.to_dict() if its "
@@ -351,22 +351,11 @@ class Candidates:
         return Candidates(self.shared, allowed, denied, self.include_cold)
 
 
-@dataclass(frozen=True)
 class Asked:
-    """Arguments of a recommendation that do not name users."""
+    """Arguments of a recommendation that do not name users, validated but for `filter_items` and `items`."""
 
-    N: int
-    filter_liked: bool  # exclude the items that the user has seen
-    filter_items: Any  # ids to exclude for all users; a list of such vectors, or a matrix, for each; or None
-    items: Any  # candidates, likewise
-    cold_users: str
-    by_label: bool  # whether users and items are labels
-    unknown: Unknown
-    include_cold: bool = False  # rank items that have features only, too
-
-    @classmethod
-    def check(
-        cls,
+    def __init__(
+        self,
         N: Any,
         filter_liked: Any,
         filter_items: Any,
@@ -375,18 +364,14 @@ class Asked:
         labels: Any,
         unknown: Any,
         include_cold: Any = False,
-    ) -> Asked:
-        """Read the arguments, except `filter_items` and `items`, which depend on the model."""
-        return cls(
-            check_int("N", N, 1, MAX_N),
-            check_bool("filter_already_liked_items", filter_liked),
-            filter_items,
-            items,
-            check_choice("cold_users", cold_users, COLD_USERS),
-            check_bool("labels", labels),
-            Unknown.check(unknown),
-            check_bool("include_cold", include_cold),
-        )
+    ) -> None:
+        self.N = check_int("N", N, 1, MAX_N)
+        self.filter_liked = check_bool("filter_already_liked_items", filter_liked)
+        self.filter_items, self.items = filter_items, items  # they depend on the model
+        self.cold_users = check_choice("cold_users", cold_users, COLD_USERS)
+        self.by_label = check_bool("labels", labels)
+        self.unknown = Unknown.check(unknown)
+        self.include_cold = check_bool("include_cold", include_cold)
 
     def candidates(self, learned: Labelled, n_users: int, rows_of: Callable[[str, Any], sp.csr_array]) -> Candidates:
         """Candidates of users; `rows_of` is a function of an argument's name and a matrix: the rows of the users."""

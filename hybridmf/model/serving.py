@@ -19,7 +19,7 @@ import scipy.sparse as sp
 
 from ..core.frames import check_kind, kind_of
 from ..core.objective import Side, scoring_rows
-from ..core.sparse import RowColumns, keep_entries, transposed
+from ..core.sparse import keep_entries, transposed
 from ..core.system import available_memory
 from ..core.table import html_facts
 from ..core.triplets import refuse_triplets
@@ -53,7 +53,7 @@ from .engine import engine_for
 from .estimator import Estimator, check_columns, numeric_matrix, unfitted_error
 from .explain import Explanation, contributions, training_row
 from .learned import Learned, pattern
-from .ranking import answer, blank_mask, fold_in, neighbours, predicted, rows_of_users, seen_in_training
+from .ranking import Request, blank_mask, fold_in, neighbours, predicted, seen_in_training
 from .requests import (
     Asked,
     Unknown,
@@ -68,7 +68,7 @@ from .requests import (
     read_history,
     shown,
 )
-from .tables import Request, file_format, to_file, to_frame
+from .tables import file_format, to_file, to_frame
 from .updates import (
     check_positions,
     extended_labels,
@@ -369,8 +369,7 @@ class ServingMixin(Estimator):
             N results for each user do not fit in memory.
         """
         learned, user_items = self._fitted(), as_ratings(user_items, "user_items")
-        listed = (filter_already_liked_items, filter_items, items, cold_users, labels, unknown, include_cold)
-        asked = Asked.check(N, *listed)
+        asked = Asked(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown, include_cold)
         by_label = asked.by_label
         recalculated = check_bool("recalculate_user", recalculate_user)
         if recalculated and user_items is None:
@@ -379,22 +378,7 @@ class ServingMixin(Estimator):
             users = check_ids("userid", userid, 2**31 - 1, "2**31 - 1")
         else:
             users = positions_of(learned, "user", "userid", userid, by_label, asked.unknown)
-        rows_of = partial(_rows_of_users, learned, users, unknown=asked.unknown.of_entries)
-        candidates = asked.candidates(learned, len(users), rows_of)
-        asked.unknown.report()
-        absent = asked.unknown.absent(users)
-        rows, seen = None, None
-        if user_items is not None:
-            rows = rows_of("user_items", user_items)  # validated even if unused
-            seen = RowColumns.of(rows) if asked.filter_liked else None
-        elif asked.filter_liked:
-            seen = seen_in_training(_all_seen(learned), users, absent)
-        if recalculated:
-            assert rows is not None
-            factors = fold_in(learned, "user", rows)
-        else:
-            factors = rows_of_users(learned, users, absent)
-        ids, scores = answer(learned, factors, asked, seen, candidates, absent)
+        ids, scores = _request(learned, users, user_items, asked, recalculated).answer(0, len(users))
         return shown(learned, "item", ids, scores, by_label, is_single(userid, by_label))
 
     def recommend_table(
@@ -450,17 +434,19 @@ class ServingMixin(Estimator):
         NotFittedError, TypeError, ValueError, UnknownLabelError, ImportError, OSError, MemoryBudgetError
         """
         learned, show_progress = self._fitted(), check_bool("show_progress", show_progress)
-        listed = (filter_already_liked_items, filter_items, items, cold_users, labels, unknown, include_cold)
-        asked = Asked.check(N, *listed)
+        asked = Asked(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown, include_cold)
         if path is None:
             kind = check_kind("backend", backend, kind_of(userid), learned.frame_kind)
         else:
             file_format(path)
-        users = None
+        users = np.arange(learned.shape[0])
         if userid is not None:
             users = positions_of(learned, "user", "userid", userid, asked.by_label, asked.unknown)
         request = _request(learned, users, user_items, asked)
-        return to_frame(request, kind, show_progress) if path is None else to_file(request, path, show_progress)
+        names = names_of(learned, "user", "userid", users, asked)
+        if path is None:
+            return to_frame(request, names, kind, show_progress)
+        return to_file(request, names, path, show_progress)
 
     def recommend_all(
         self,
@@ -553,8 +539,7 @@ class ServingMixin(Estimator):
         NotFittedError, TypeError, ValueError, RatingsError, UnknownLabelError, MemoryBudgetError
         """
         learned = self._fitted()
-        listed = (filter_already_liked_items, filter_items, items, cold_users, labels, unknown, include_cold)
-        asked = Asked.check(N, *listed)
+        asked = Asked(N, filter_already_liked_items, filter_items, items, cold_users, labels, unknown, include_cold)
         names: np.ndarray | None = None
         if is_history(rows):
             matrix, single = read_history(learned, rows, asked.by_label, asked.unknown)
@@ -568,8 +553,8 @@ class ServingMixin(Estimator):
         asked.unknown.report()
         described = None if features is None else described_rows(learned, "user", features, names, n_rows)
         factors = fold_in(learned, "user", matrix, described)
-        seen = RowColumns.of(matrix) if asked.filter_liked else None
-        ids, scores = answer(learned, factors, asked, seen, candidates, None)
+        seen = matrix if asked.filter_liked else None
+        ids, scores = Request(learned, np.arange(n_rows), asked, seen, candidates, factors).answer(0, n_rows)
         return shown(learned, "item", ids, scores, asked.by_label, single)
 
     def similar_items(
@@ -1205,20 +1190,18 @@ def _updated(
     return replace(updated, item_likes=likes, features=features)
 
 
-def _request(learned: Learned, users: np.ndarray | None, user_items: Any, asked: Asked) -> Request:
-    """Checked arguments of a table; `users` None means all."""
-    everybody = learned.user_ids if users is None and asked.by_label else None
-    users = np.arange(learned.shape[0]) if users is None else users
+def _request(learned: Learned, users: np.ndarray, user_items: Any, asked: Asked, recalculated: bool = False) -> Request:
+    """A recommendation whose arguments are checked; `recalculated`: by factors of the rows of `user_items`."""
     rows_of = partial(_rows_of_users, learned, users, unknown=asked.unknown.of_entries)
     candidates = asked.candidates(learned, len(users), rows_of)
     asked.unknown.report()
     seen: Any = None
     if user_items is not None:
-        seen = rows_of("user_items", user_items)
+        seen = rows_of("user_items", user_items)  # validated even if unused
     elif asked.filter_liked:
         seen = _all_seen(learned)
-    names = names_of(learned, "user", "userid", users, asked) if everybody is None else everybody
-    return Request(learned, users, names, asked, seen if asked.filter_liked else None, candidates)
+    factors = fold_in(learned, "user", seen) if recalculated else None
+    return Request(learned, users, asked, seen if asked.filter_liked else None, candidates, factors)
 
 
 def _rows_of_users(
