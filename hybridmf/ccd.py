@@ -57,22 +57,13 @@ class CCD(FactorModel):
 
     Attributes
     ----------
-    user_factors, item_factors : float32 array, shape (n_users, factors) and (n_items, factors)
-    user_factors_, item_factors_ : the same factors in `dtype`
+    user_factors, item_factors, user_factors_, item_factors_, n_iter_, history_, timings_, plan_, device_, user_ids_, \
+item_ids_
+        As for `ImplicitALS`.
     regularization_, regularization_scaling_ : float
         lambda and nu of the fit, also where the parameters are None; a pair if users and items differ.
     user_bias_, item_bias_ : array or None
     mean_ : float
-    n_iter_ : int
-        Completed iterations.
-    history_ : list of dict
-    timings_ : dict
-        See `fit`.
-    plan_ : Plan
-        Every size and choice of the fit.
-    device_ : str
-    user_ids_, item_ids_ : array or None
-        Labels, if the model was fitted on labelled Ratings.
 
     Notes
     -----

@@ -367,8 +367,7 @@ def _ranking_values(
 
 def _information(item_counts: np.ndarray, n_users: int) -> np.ndarray:
     """Bits of each item that `item_counts` of the users have."""
-    bits: np.ndarray = np.log2(n_users) - np.log2(np.maximum(item_counts, 1))
-    return bits
+    return np.log2(n_users) - np.log2(np.maximum(item_counts, 1))
 
 
 def _as_rankings(recommended: Any, n_users: int, k: int) -> np.ndarray:

@@ -13,13 +13,10 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Objective, PerSide, Side, State
-from ..core.triplets import refuse_triplets
 from ..core.validate import (
     as_csr,
     check_bool,
-    refuse_gpu,
     seed_of,
-    without_mask,
 )
 from ..data.align import Labels
 from ..data.store import Store, StoreMatrix
@@ -29,7 +26,6 @@ from ..plan.make import make_plan
 from ..plan.solver import Solver
 from ..plan.start import Init, Start, check_init, initial_state
 from ..plan.types import Method, Plan, Settings
-from ..ratings import Ratings
 from . import checkpoint as checkpoints
 from . import files as _io
 from .early_stopping import EarlyStopping
@@ -112,11 +108,7 @@ class FactorModel(ServingMixin):
         """Training data as canonical CSR, or as a store; explicit zeros are dropped for implicit feedback."""
         if isinstance(matrix, Store) and self._reads_slabs:
             return StoreMatrix(matrix, "user", self._settings().dtype, self._objective().is_implicit)
-        if not sp.issparse(matrix) and not isinstance(matrix, (Ratings, Store)):
-            refuse_gpu(matrix, name)
-            refuse_triplets(matrix, name)  # by names of columns, which check_array drops
-            plain = without_mask(matrix, name)
-            matrix = numeric_matrix(self, plain, name)
+        matrix = numeric_matrix(self, matrix, name)
         return as_csr(matrix, name=name, dtype=self._settings().dtype, drop_zeros=self._objective().is_implicit)
 
     def _late_matrix(self, matrix: Any) -> LateMatrix | None:

@@ -80,8 +80,7 @@ def described_rows(
 
 def predicted_rows(learned: Learned, side: Side, rows: sp.csr_array) -> np.ndarray:
     """Factors, and biases as the last column, by features alone; float64."""
-    found: np.ndarray = rows.astype(np.float64) @ joined(learned.state.vectors[side]).astype(np.float64)
-    return found
+    return rows.astype(np.float64) @ joined(learned.state.vectors[side]).astype(np.float64)
 
 
 def pull_of(learned: Learned, side: Side, predicted: np.ndarray, degrees: np.ndarray) -> np.ndarray:

@@ -16,6 +16,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import scipy.sparse as sp
+
+from ..core.triplets import refuse_triplets
+from ..core.validate import refuse_gpu, without_mask
+from ..data.store import Store
+from ..ratings import Ratings
 
 if TYPE_CHECKING:
     from sklearn.utils import Tags
@@ -145,8 +151,7 @@ class Estimator:
         """Names of the columns of `transform`: the name of the class in small letters, and a number."""
         from sklearn.base import ClassNamePrefixFeaturesOutMixin
 
-        names: np.ndarray = ClassNamePrefixFeaturesOutMixin.get_feature_names_out(self, input_features)
-        return names
+        return ClassNamePrefixFeaturesOutMixin.get_feature_names_out(self, input_features)
 
 
 def _as_scikit_learns(model: Estimator) -> Any:
@@ -202,12 +207,15 @@ def take_columns(model: Any, columns: Any) -> None:
     validate_data(model, columns, skip_check_array=True, reset=True)
 
 
-def numeric_matrix(model: Any, matrix: Any, name: str) -> np.ndarray:
-    """A dense matrix of finite numbers."""
+def numeric_matrix(model: Any, matrix: Any, name: str) -> Any:
+    """A dense matrix of finite numbers; sparse ones, `Ratings` and stores as they are."""
+    if sp.issparse(matrix) or isinstance(matrix, (Ratings, Store)):
+        return matrix
     from sklearn.utils import check_array
 
-    checked: np.ndarray = check_array(matrix, dtype="numeric", input_name=name, estimator=model)
-    return checked
+    refuse_gpu(matrix, name)
+    refuse_triplets(matrix, name)  # by names of columns, which check_array drops
+    return check_array(without_mask(matrix, name), dtype="numeric", input_name=name, estimator=model)
 
 
 def check_columns(model: Any, rows: Any) -> None:

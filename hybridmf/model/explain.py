@@ -139,8 +139,7 @@ def _off_bounds(matrix: np.ndarray, right: np.ndarray, bounded: int) -> np.ndarr
     least = np.where(np.arange(len(matrix)) < bounded, 0.0, -np.inf)
     target = scipy.linalg.solve_triangular(root, right, lower=True)
     solved = lsq_linear(root.T, target, (least, np.inf), method="bvls", tol=1e-12)
-    moved: np.ndarray = (solved.active_mask == 0) | (np.arange(len(matrix)) >= bounded)
-    return moved
+    return (solved.active_mask == 0) | (np.arange(len(matrix)) >= bounded)
 
 
 def _features(learned: Learned, items: np.ndarray) -> np.ndarray:

@@ -43,8 +43,7 @@ class Labelled:
 
     def label_table(self, side: Side) -> dict[Any, int]:
         """Position of each label of one side."""
-        table: dict[Any, int] = self.cached(("labels", side), lambda: label_table(self.labels(side)))
-        return table
+        return self.cached(("labels", side), lambda: label_table(self.labels(side)))
 
     def count(self, side: Side) -> int:
         """Number of users or items."""
@@ -119,8 +118,7 @@ class Learned(Labelled):
         known = self.features.get(side)
         if known is None or not len(known.cold):
             return self.state.side(side)
-        factors: Factors = self.cached(("solved", side), lambda: without_rows_of(self.state.side(side), known.cold))
-        return factors
+        return self.cached(("solved", side), lambda: without_rows_of(self.state.side(side), known.cold))
 
     def with_side(
         self,

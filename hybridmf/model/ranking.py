@@ -185,26 +185,21 @@ def _packed_items(learned: Learned, engine: Engine, include_cold: bool = False) 
 
 
 def _scoring_items(learned: Learned) -> np.ndarray:
-    items: np.ndarray = learned.cached(
-        "scoring rows of items", lambda: scoring_rows(learned.state.item, "item", learned.state.mean)
-    )
-    return items
+    return learned.cached("scoring rows of items", lambda: scoring_rows(learned.state.item, "item", learned.state.mean))
 
 
 def _unranked_items(learned: Learned, include_cold: bool = False) -> np.ndarray:
     """Which items are never recommended, bool: those without factors and, by default, those with features only."""
     described = learned.features.get("item")
     if described is None or include_cold:
-        blank: np.ndarray = learned.cached("blank items", lambda: blank_mask(learned, "item"))
-        return blank
+        return learned.cached("blank items", lambda: blank_mask(learned, "item"))
 
     def with_cold() -> np.ndarray:
         mask = blank_mask(learned, "item")
         mask[described.cold] = True
         return mask
 
-    unranked: np.ndarray = learned.cached("blank and cold items", with_cold)
-    return unranked
+    return learned.cached("blank and cold items", with_cold)
 
 
 def _with_factors(learned: Learned, allowed: np.ndarray | None = None, include_cold: bool = False) -> np.ndarray | None:

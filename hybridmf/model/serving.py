@@ -22,7 +22,6 @@ from ..core.objective import Side, scoring_rows
 from ..core.sparse import keep_entries, transposed
 from ..core.system import available_memory
 from ..core.table import html_facts
-from ..core.triplets import refuse_triplets
 from ..core.validate import (
     MAX_N,
     as_csr,
@@ -36,8 +35,6 @@ from ..core.validate import (
     make_csr,
     one_column,
     one_row,
-    refuse_gpu,
-    without_mask,
 )
 from ..data.align import IN_ORDER, UNKNOWN, align, labels_of
 from ..data.features import Features
@@ -824,13 +821,8 @@ class ServingMixin(Estimator):
         owner: str = "the model",
     ) -> sp.csr_array:
         """A matrix for the kernels of the fitted model: in its dtype, with labelled ratings in the order of `users`."""
-        matrix = rows = one_row(as_ratings(rows, name, users=users is not IN_ORDER))
-        if not sp.issparse(rows) and not isinstance(rows, (Ratings, Store)):
-            refuse_gpu(rows, name)
-            refuse_triplets(rows, name)  # by column names, which check_array drops
-            plain = without_mask(rows, name)
-            matrix = numeric_matrix(self, plain, name)
-        matrix = _entries_of(learned, matrix, name, repeats=users is IN_ORDER)
+        rows = one_row(as_ratings(rows, name, users=users is not IN_ORDER))
+        matrix = _entries_of(learned, numeric_matrix(self, rows, name), name, repeats=users is IN_ORDER)
         return align(matrix, labels_of(rows), (users, learned.item_ids), name=name, unknown=unknown, owner=owner)[0]
 
     def _new_rows(self, learned: Learned, rows: Any, name: str = "user_items", **options: Any) -> sp.csr_array:
@@ -1155,8 +1147,7 @@ def _updated_labels(learned: Learned, side: Side, ids: Any, labels: Any) -> tupl
 
 def _names_of_rows(rows: Any, name: str) -> np.ndarray | None:
     """Labels of the users of rows, None where these have none."""
-    labels: np.ndarray | None = (labels_of(as_ratings(rows, name, users=False)) or (None,))[0]
-    return labels
+    return (labels_of(as_ratings(rows, name, users=False)) or (None,))[0]
 
 
 def _updated(

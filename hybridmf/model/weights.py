@@ -75,8 +75,7 @@ def _aligned(matrix: sp.csr_array, labels: Labels | None, weights: Any) -> np.nd
             f"weights has {given.nnz} entries, and not those of user_items ({matrix.nnz} without zeros); give each "
             "entry one weight, and no other pair"
         )
-    found: np.ndarray = given.data
-    return found
+    return given.data
 
 
 def weighted_entries(matrix: sp.csr_array, weights: np.ndarray, objective: Objective) -> tuple[sp.csr_array, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,19 +33,6 @@ from ...model.recommenders import NOTHING_LEFT
 
 FIRST_LENGTH = 0.01
 """Initial factors are uniform between 0 and this."""
-
-
-@dataclass
-class _Served:
-    """Factors of one side, and values computed from them."""
-
-    factors: np.ndarray
-    derived: dict[Any, Any] = field(default_factory=dict)
-
-    def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
-        if key not in self.derived:
-            self.derived[key] = compute()
-        return self.derived[key]
 
 
 @dataclass(eq=False, repr=False)
@@ -101,7 +88,7 @@ class AlternatingLeastSquares:
         self.item_factors: Any = None
         self._scale = 1.0
         self._nnz = 0
-        self._sides: dict[Side, _Served] = {}
+        self._derived: dict[Side, tuple[Any, dict[Any, Any]]] = {}
 
     # ------------------------------------------------------------------------------------------------ fit
 
@@ -195,32 +182,39 @@ class AlternatingLeastSquares:
 
     # ------------------------------------------------------------------------------------------------ factors
 
-    def _side(self, side: Side) -> _Served:
-        """Factors that serve, which may have been replaced since the last call."""
+    def _factors(self, side: Side) -> Any:
         factors = getattr(self, f"{side}_factors")
         if factors is None:
             raise not_fitted("this AlternatingLeastSquares has no factors; call fit(user_items) first")
-        if side not in self._sides or self._sides[side].factors is not factors:
-            self._sides[side] = _Served(factors)
-        return self._sides[side]
+        return factors
+
+    def _cached(self, side: Side, key: Any, compute: Callable[[], Any]) -> Any:
+        """The result of `compute`, computed once for the factors of a side, which may be replaced between two calls."""
+        factors = self._factors(side)
+        if side not in self._derived or self._derived[side][0] is not factors:
+            self._derived[side] = factors, {}
+        derived = self._derived[side][1]
+        if key not in derived:
+            derived[key] = compute()
+        return derived[key]
 
     def _engine(self, scores: float = np.inf) -> Engine:
-        shape = len(self._side("user").factors), len(self._side("item").factors)
+        shape = len(self._factors("user")), len(self._factors("item"))
         model, nnz = self._estimator(), self._nnz or sum(shape)  # files do not have it; serving depends on it little
-        plan = self._side("item").cached(
-            ("plan", shape), lambda: plan_to_serve(model._objective(), model._settings(), shape, nnz)
+        plan = self._cached(
+            "item", ("plan", shape), lambda: plan_to_serve(model._objective(), model._settings(), shape, nnz)
         )
         return engine_for(plan, scores)
 
     def _fold_in(self, fixed_side: Side, rows: Any, name: str) -> np.ndarray:
         """Exact factors of rows of confidences, given those of the other side."""
         confidence = self._confidence(rows, name)
-        fixed, smallest = self._side(fixed_side), float(np.abs(confidence.data).min(initial=np.inf))
+        smallest = float(np.abs(confidence.data).min(initial=np.inf))
         scale = self._scale if smallest > self._scale else smallest / 2
         objective: Objective = self._estimator(scale)._objective()
-        engine, factors = self._engine(), Factors(fixed.factors)
-        side = other_side(fixed_side)
-        gram = fixed.cached(("gram", engine.name, objective), lambda: engine.gram(side, factors, objective))
+        engine, factors = self._engine(), Factors(self._factors(fixed_side))
+        side, key = other_side(fixed_side), ("gram", engine.name, objective)
+        gram = self._cached(fixed_side, key, lambda: engine.gram(side, factors, objective))
         converted = self._converted(confidence, scale)
         return np.array(engine.fold_in(side, converted, objective, factors, 0.0, gram).matrix)
 
@@ -246,7 +240,7 @@ class AlternatingLeastSquares:
 
     def _replaced(self, side: Side, ids: Any, factors: np.ndarray) -> np.ndarray:
         ids = np.atleast_1d(ids)
-        old = self._side(side).factors
+        old = self._factors(side)
         replaced = np.zeros((max(len(old), int(ids.max(initial=-1)) + 1), self.factors), dtype=self.dtype)
         replaced[: len(old)] = old
         replaced[ids] = factors
@@ -297,9 +291,9 @@ class AlternatingLeastSquares:
                 raise ValueError("user_items needs to be a CSR sparse matrix, to filter what users have or recalculate")
             user_items = _check_rows(userid, user_items, "user_items")
             seen = as_csr(user_items, name="user_items") if liked else None
-        rows = self._side("user").factors
+        rows = self._factors("user")
         users = self.recalculate_user(userid, user_items) if recalculate_user else rows[_positions(userid, len(rows))]
-        allowed = _candidates(items, filter_items, len(self._side("item").factors), "items")
+        allowed = _candidates(items, filter_items, len(self._factors("item")), "items")
         found = self._top("item", np.atleast_2d(users), N, seen, allowed, items is not None, normalized=False)
         return (found[0][0], found[1][0]) if np.ndim(userid) == 0 else found
 
@@ -325,7 +319,7 @@ class AlternatingLeastSquares:
     def _similar(
         self, side: Side, ids: Any, N: int, chosen: Any, left_out: Any, query: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        rows = self._side(side).factors
+        rows = self._factors(side)
         own = None if query is not None else np.atleast_1d(_positions(ids, len(rows)))
         queries = np.atleast_2d(_normalized(rows[_positions(ids, len(rows))] if query is None else query))
         allowed = _candidates(chosen, left_out, len(rows), f"{side}s")
@@ -347,17 +341,14 @@ class AlternatingLeastSquares:
         normalized: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The N best rows of `side` among those `allowed`; `shortened`: no more columns than these."""
-        served = self._side(side)
-        engine = self._engine(float(len(queries)) * served.factors.size)
-        N = min(check_int("N", N, 1), len(allowed) if shortened and allowed is not None else len(served.factors))
-
-        def pack() -> Any:
-            return engine.pack(_normalized(served.factors) if normalized else np.ascontiguousarray(served.factors))
-
-        packed = served.cached((engine.name, normalized), pack)
+        rows = self._factors(side)
+        engine = self._engine(float(len(queries)) * rows.size)
+        pool = np.arange(len(rows)) if allowed is None or not shortened else allowed
+        N = min(check_int("N", N, 1), len(pool))
+        laid = _normalized if normalized else np.ascontiguousarray
+        packed = self._cached(side, (engine.name, normalized), lambda: engine.pack(laid(rows)))
         excluded = None if seen is None else RowColumns.of(seen)
         ids, scores = engine.top_k(np.ascontiguousarray(queries), packed, N, excluded, allowed)
-        pool = np.arange(len(served.factors)) if allowed is None or not shortened else allowed
         for row in np.flatnonzero((ids < 0).any(axis=1)):
             missing = ids[row] < 0
             others = np.setdiff1d(pool, ids[row])
@@ -388,10 +379,10 @@ class AlternatingLeastSquares:
             The N largest, best first.
         user_weights : tuple
         """
-        items = np.asarray(self._side("item").factors, dtype=np.float64)
+        items = np.asarray(self._factors("item"), dtype=np.float64)
         row = self._confidence(sp.csr_array(user_items)[[userid]], "user_items")
         if user_weights is None:
-            gram = self._side("item").cached("square", lambda: items.T @ items)
+            gram = self._cached("item", "square", lambda: items.T @ items)
             chosen, weights = items[row.indices], np.abs(row.data) - 1
             matrix = gram + self.regularization * np.eye(self.factors) + (chosen.T * weights) @ chosen
             user_weights = scipy.linalg.cho_factor(matrix)
