@@ -3,8 +3,9 @@
     python bench/cold.py
     python bench/cold.py --tree FOLDER       beside another checkout, in turn
 
-Each case runs in a process of its own, first with empty caches on disk ("cold"), then with the kernels that this has
-left there ("warm"). The difference of the two is what the compiler costs. Times are of the process's own clock.
+Each case runs in a process of its own with empty caches on disk: with the kernels that the package brings ("cold"), and
+without them ("compiled"), after which it runs once more, with the kernels that this has left on disk ("warm"). Times
+are of the process's own clock. `python .ci/ready_kernels.py` makes the kernels of a checkout.
 """
 
 from __future__ import annotations
@@ -73,10 +74,14 @@ print(json.dumps(laps))
 CASES = ("first use", "search")
 
 
-def run(case: str, folder: Path, factors: int, tree: Path, cache: str) -> dict[str, Any]:
+RUNS = {"cold": "1", "compiled": "0", "warm": "0"}
+"""HYBRIDMF_READY_KERNELS of each run; one without the kernels of the package continues with the caches before it."""
+
+
+def run(case: str, folder: Path, factors: int, tree: Path, cache: str, ready: str) -> dict[str, Any]:
     """Seconds of the steps of a case in a process with the caches of a folder."""
     environment = os.environ | {"CUPY_CACHE_DIR": f"{cache}/cupy", "HYBRIDMF_CACHE_DIR": f"{cache}/hybridmf"}
-    environment |= {"PYTHONPATH": str(tree), "CUDA_CACHE_PATH": f"{cache}/cuda"}
+    environment |= {"PYTHONPATH": str(tree), "CUDA_CACHE_PATH": f"{cache}/cuda", "HYBRIDMF_READY_KERNELS": ready}
     command = [sys.executable, "-c", WORKER, case, str(folder), str(factors)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
     if done.returncode:
@@ -118,11 +123,11 @@ def main(shape: str, scale: float, factors: int, repeats: int, wanted: tuple[str
             write(folder, name, sp.csr_array((coo.data[part].astype(np.float32), where), shape=counts.shape))
         trees = [ROOT] if tree is None else [ROOT, tree.resolve()]
         for case in wanted:
-            runs: dict[Path, dict[str, list[dict[str, Any]]]] = {each: {"cold": [], "warm": []} for each in trees}
+            runs: dict[Path, dict[str, list[dict[str, Any]]]] = {each: {name: [] for name in RUNS} for each in trees}
             for each in trees * repeats:
                 with tempfile.TemporaryDirectory() as cache:
-                    for laps in runs[each].values():
-                        laps.append(run(case, folder, factors, each, cache))
+                    for name, laps in runs[each].items():
+                        laps.append(run(case, folder, factors, each, f"{cache}/{RUNS[name]}", RUNS[name]))
             for each in trees:
                 found = {kernels: median(laps) for kernels, laps in runs[each].items()}
                 for kernels, laps in found.items():

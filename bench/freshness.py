@@ -100,7 +100,10 @@ PUBLISHED_GPU: Patterns = (*PUBLISHED, *DRAWN_GPU)
 CODE: dict[str, Patterns | dict[str, Patterns]] = {
     "biases": (*ALS_CPU, *SGD_CPU, *SHAPES),
     "checkpoints": ("hybridmf/model/checkpoint.py", *FITS, *ALS_GPU, *SHAPES),
-    "cold": (*ALS_GPU, *TOP_K_GPU, *SET_UP_GPU, *FITS, "hybridmf/device/compiler.py", "hybridmf/search.py", *SHAPES),
+    "cold": (
+        *(*ALS_GPU, *TOP_K_GPU, *SET_UP_GPU, *FITS, *SHAPES),
+        *("hybridmf/device/compiler.py", "hybridmf/device/ready.py", "hybridmf/search.py"),
+    ),
     "controls": (),
     "cpu": {
         "": (*ALS_CPU, *SHAPES),

@@ -34,6 +34,7 @@ import numpy as np
 
 from ..core.system import available_cores, parse_bytes
 from ..errors import DeviceError, DeviceMemoryError
+from . import ready
 from .arguments import Struct, passed
 from .compiler import Compiler, Program
 from .copier import CudaCopier
@@ -116,6 +117,11 @@ def program_text(source: str, name: str, constants: Sequence[str]) -> str:
     defined = "".join(f"#define {constant.replace('=', ' ', 1)}\n" for constant in constants)
     kept = KERNEL.sub(lambda found: found[0] if found[1] == name else "template <int = 0> ", source)
     return f"{defined}#line 1\n{kept}"
+
+
+def options_for(source: str) -> tuple[str, ...]:
+    """Options of NVRTC for a source text, beside those that CuPy adds; of two architectures NVRTC takes the richer."""
+    return ("-std=c++17", "-arch=sm_90a") if HOPPER_ONLY in source else ("-std=c++17",)
 
 
 def _address(array: Array) -> int:
@@ -482,7 +488,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------ kernels
 
     def kernel(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
-        """Compile (NVRTC, cached on disk by CuPy) or find the kernel `name` of a source text."""
+        """The kernel `name` of a source text: one of `ready`, or compiled by NVRTC and cached on disk by CuPy."""
         key = (source, name, constants)
         if key not in self._kernels:
             self._kernels[key] = self._compiler.result(key)
@@ -504,13 +510,12 @@ class CudaDevice:
 
     def _compile(self, source: str, name: str, constants: tuple[str, ...]) -> Kernel:
         cupy = self._cupy
-        options: tuple[str, ...] = ("-std=c++17",)
-        if HOPPER_ONLY in source:
-            options += ("-arch=sm_90a",)  # NVRTC uses the last -arch option; CuPy passes plain sm_90
         with self.active():
             try:
-                text = program_text(source, name, constants)
-                function = cupy.RawModule(code=text, options=options, backend="nvrtc").get_function(name)
+                text, options = program_text(source, name, constants), options_for(source)
+                function = ready.load(cupy, self.spec.capability, text, name, options)
+                if function is None:
+                    function = cupy.RawModule(code=text, options=options, backend="nvrtc").get_function(name)
             except cupy.cuda.compiler.CompileException as error:
                 raise DeviceError(
                     f"the kernel {name} does not compile for cuda:{self.index} with {' '.join(constants)}; "

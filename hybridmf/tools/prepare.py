@@ -11,15 +11,26 @@ import scipy.sparse as sp
 from ..als import ExplicitALS, ImplicitALS
 from ..core.sparse import RowColumns
 from ..device import cuda
+from ..device.compiler import Program
 from ..gpu import topk
 from ..gpu.engine import GpuEngine
 from ..gpu.half import programs_of, wide_programs_of
+from ..plan.types import Plan
 
 SHAPE = (60, 40)
 """Users and items of the fits that compile."""
 
 MANY_ITEMS = 1 << 20
 """Items for which recommendations use all of their kernels."""
+
+
+def all_programs_of(device: cuda.Device, plan: Plan) -> list[Program]:
+    """Those of fits of a plan and of recommendations from many items."""
+    programs = programs_of(device, plan) + wide_programs_of(device, plan)
+    columns = plan.factors + 2 * (plan.rank > plan.factors)
+    for n in topk.LIST_SIZES:
+        programs += topk.programs(device.spec, columns, plan.dtype, MANY_ITEMS, n)
+    return programs
 
 
 def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> None:
@@ -36,10 +47,7 @@ def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> Non
         for model in models:
             model.set_params(iterations=1, device="cuda", random_state=0).fit(matrix)
             plan = model.plan_
-            programs = programs_of(device, plan) + wide_programs_of(device, plan)
-            columns = plan.factors + 2 * (plan.rank > plan.factors)
-            for n in topk.LIST_SIZES:
-                programs += topk.programs(device.spec, columns, plan.dtype, MANY_ITEMS, n)
+            programs = all_programs_of(device, plan)
             device.compile_ahead(programs)
             for program in programs:
                 device.kernel(*program)

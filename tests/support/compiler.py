@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,20 +55,33 @@ class Resources:
 
 def compile_program(program: Program) -> str:
     """The log of a compilation; raises on errors."""
-    nvrtc, source = needs_nvrtc(), program.text.encode()
-    status, handle = nvrtc.nvrtcCreateProgram(source, program.file.encode(), 0, [], [])
+    suffix = "a" if HOPPER_ONLY in program.text and program.architecture == 90 else ""
+    options = ["-std=c++17", f"--gpu-architecture=sm_{program.architecture}{suffix}", "--ptxas-options=-v"]
+    options += [] if program.kernel else [f"-D{constant}" for constant in program.constants]
+    return _compiled(program.text, program.file, options, str(program))[0]
+
+
+def cubin_of(text: str, options: Sequence[str], architecture: int) -> bytes:
+    """What CuPy 14 would load on a GPU of an architecture for a program and options; raises on errors."""
+    added = ("-ftz=true", f"-arch=sm_{architecture}", "--device-as-default-execution-space")
+    return _compiled(text, "kernel.cu", (*options, *added), f"a program for sm_{architecture}")[1]
+
+
+def _compiled(text: str, file: str, options: Sequence[str], what: str) -> tuple[str, bytes]:
+    """Log and cubin."""
+    nvrtc = needs_nvrtc()
+    status, handle = nvrtc.nvrtcCreateProgram(text.encode(), file.encode(), 0, [], [])
     assert not int(status), f"NVRTC: {status.name}"
     try:
-        suffix = "a" if HOPPER_ONLY.encode() in source and program.architecture == 90 else ""
-        options = ["-std=c++17", f"--gpu-architecture=sm_{program.architecture}{suffix}", "--ptxas-options=-v"]
-        options += [] if program.kernel else [f"-D{constant}" for constant in program.constants]
         (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
         log = b" " * nvrtc.nvrtcGetProgramLogSize(handle)[1]
         nvrtc.nvrtcGetProgramLog(handle, log)
-        text = log.decode().rstrip("\0 \n")
+        found = log.decode().rstrip("\0 \n")
         if int(status):
-            raise RuntimeError(f"{program} does not compile ({status.name}):\n{text}")
-        return text
+            raise RuntimeError(f"{what} does not compile ({status.name}):\n{found}")
+        cubin = b" " * nvrtc.nvrtcGetCUBINSize(handle)[1]
+        nvrtc.nvrtcGetCUBIN(handle, cubin)
+        return found, cubin
     finally:
         nvrtc.nvrtcDestroyProgram(handle)
 

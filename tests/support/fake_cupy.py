@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import types
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,6 +149,7 @@ class FakeCupy(types.ModuleType):
         self.errors, self.pool = errors, Pool()
         self.launches: list[Any] = []
         self.compiled: list[Any] = []
+        self.loaded: list[bytes] = []
         self.waits: list[Any] = []
         self.ndarray = Array
         self.cuda = SimpleNamespace(
@@ -238,9 +240,15 @@ class FakeCupy(types.ModuleType):
         self.fail("matmul")
         return np.matmul(a, b)
 
-    def RawModule(self, code: str, options: tuple[str, ...], backend: str) -> Any:
-        self.fail("compile")
-        self.compiled.append((code, options, backend))
+    def RawModule(
+        self, code: str = "", options: tuple[str, ...] = (), backend: str = "nvrtc", path: str | None = None
+    ) -> Any:
+        if path is not None:
+            self.loaded.append(Path(path).read_bytes())
+            self.fail("load")
+        else:
+            self.fail("compile")
+            self.compiled.append((code, options, backend))
         return SimpleNamespace(get_function=lambda name: Function(self, name))
 
 

@@ -1,0 +1,72 @@
+"""The archives of kernels in wheels: what they hold is what fits ask for."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hybridmf as hmf
+from hybridmf.device import ready
+from hybridmf.device.cuda import options_for, program_text
+from support import emulated
+from support.checkout import ROOT
+from support.compiler import needs_nvrtc
+from support.devices import serve_cuda
+from support.ratings import planted
+
+sys.path.append(str(ROOT / ".ci"))
+import ready_kernels
+
+
+def key_of(source: str, name: str, constants: tuple[str, ...]) -> str:
+    return ready.key_of(program_text(source, name, constants), name, options_for(source))
+
+
+@pytest.mark.parametrize("architecture", ready_kernels.SPECS_READY)
+def test_an_archive_of_this_checkout_is_complete(architecture: int) -> None:
+    path = ready.archive_of(ready_kernels.SPECS_READY[architecture].capability)
+    if not path.is_file():
+        pytest.skip("no archive: python .ci/ready_kernels.py makes it")
+    known = ready.read(path)
+    assert not list(ready_kernels.missing(architecture, known)), "sources have changed: python .ci/ready_kernels.py"
+    assert len(known) == len(ready_kernels.programs(architecture))
+
+
+def test_an_archive_holds_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_nvrtc()
+    chosen = [each for each in ready_kernels.programs(90) if each[1] in ("row_range", "copy_block")]
+    assert len(chosen) == 2
+    monkeypatch.setattr(ready, "FOLDER", tmp_path / "ready")
+    monkeypatch.setattr(ready_kernels, "programs", lambda architecture: chosen)
+    with ThreadPoolExecutor(1) as pool:
+        made = ready.read(ready_kernels.write(90, pool))
+        assert set(made) == {key_of(*each) for each in chosen}
+        assert all(cubin.startswith(b"\x7fELF") for cubin in made.values())
+        # what is there is kept, what is not needed any more goes
+        chosen.pop()
+        monkeypatch.setattr(ready_kernels, "compiled", lambda job: pytest.fail("compiled again"))
+        again = ready.read(ready_kernels.write(90, pool))
+    assert again == {key_of(*chosen[0]): made[key_of(*chosen[0])]}
+
+
+@pytest.mark.skipif(emulated.compiler() is None, reason="no C++ compiler to run kernels on the CPU with")
+@pytest.mark.parametrize("kind", [hmf.ImplicitALS, hmf.ExplicitALS])
+def test_fits_and_recommendations_ask_for_these_programs(
+    kind: type[hmf.ImplicitALS], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the ranks that are there, with the default settings."""
+    device, used = emulated.EmulatedDevice(capability=(9, 0)), []
+    serve_cuda(device, monkeypatch)
+    kernel = device.kernel
+    monkeypatch.setattr(device, "kernel", lambda *key: used.append(key) or kernel(*key))
+    monkeypatch.setattr("hybridmf.model.engine.GPU_SCORES", 0)
+    ratings = planted(60, 40, 0.3)
+    model = kind(16, iterations=2, device="cuda", random_state=0).fit(ratings)
+    fitted = len(set(used))
+    model.recommend(np.arange(60), N=5)
+    assert fitted and len(set(used)) > fitted
+    assert set(used) <= set(ready_kernels.programs(90))
