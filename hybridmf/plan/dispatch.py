@@ -140,14 +140,15 @@ def choose(request: PlanRequest) -> Plan:
         return _with_estimates(request.on_cpu(base), request)
     if settings.device != "auto":
         return _with_estimates(request.on_gpu(base), request)
-    if request.cpu_only:
-        return _on_cpu(request, request.cpu_only, None)
-    on_gpu = request.on_gpu(base)
-    if request.gpu_only:
-        return _with_estimates(on_gpu, request)
-    lack = memory_lacks(on_gpu)
-    if lack:
-        return _on_cpu(request, lack, on_gpu)
+    why, found = request.cpu_only, []
+    if not why:
+        on_gpu = request.on_gpu(base)
+        if request.gpu_only:
+            return _with_estimates(on_gpu, request)
+        why = memory_lacks(on_gpu)
+        found = [replace(request.estimate(on_gpu), why_not=why)] if why else []
+    if why:
+        return _cpu_instead(request, request.on_cpu(base.changed(reason=why)), why, *found)
     try:
         on_cpu = request.on_cpu(base)
     except (DeviceError, ValueError) as error:
@@ -155,12 +156,6 @@ def choose(request: PlanRequest) -> Plan:
             on_gpu.changed(reason=f"there is a GPU, and the CPU does not serve this: {error}"), request
         )
     return _faster(request, on_cpu, on_gpu)
-
-
-def _on_cpu(request: PlanRequest, why: str, on_gpu: Plan | None) -> Plan:
-    """The CPU's plan, if a GPU was found but is not used."""
-    found = () if on_gpu is None else (replace(request.estimate(on_gpu), why_not=memory_lacks(on_gpu)),)
-    return _cpu_instead(request, request.on_cpu(request.base.changed(reason=why)), why, *found)
 
 
 def _cpu_instead(request: PlanRequest, plan: Plan, why: str, *found: Estimate, own: Estimate | None = None) -> Plan:
@@ -197,11 +192,9 @@ def with_alternatives(found: tuple[Estimate, ...], request: PlanRequest) -> tupl
     unique: dict[tuple[str, ...], Estimate] = {}
     for one in (*found, *others):
         unique.setdefault((one.device, one.assembly, one.solver, one.precision), one)
-    return tuple(sorted(unique.values(), key=_rank))
-
-
-def _rank(one: Estimate) -> tuple[bool, bool, bool, float]:
-    return not one.chosen, not one.asked, not one.feasible, one.total_seconds
+    return tuple(
+        sorted(unique.values(), key=lambda one: (not one.chosen, not one.asked, not one.feasible, one.total_seconds))
+    )
 
 
 def _estimates_of(other: Plan, request: PlanRequest) -> Iterable[Estimate]:

@@ -194,11 +194,8 @@ def _needs_all(plan: Plan) -> str:
         return ""
     if plan.tile_rows:
         return 'assembly="bals" needs ratings and factors on the GPU, assembly="auto" streams them; or '
-    return (
-        'reorder= needs ratings and factors on the GPU, reorder="none" streams them; or '
-        if (plan.reorder != "none")
-        else ""
-    )
+    there = plan.reorder != "none"
+    return 'reorder= needs ratings and factors on the GPU, reorder="none" streams them; or ' if there else ""
 
 
 def _long_row(plan: Plan) -> str:

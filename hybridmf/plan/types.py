@@ -164,7 +164,8 @@ class Settings:
         reorder, limit = asked.reorder, asked.gpu_memory_limit
         if isinstance(reorder, (bool, np.bool_)):
             reorder = "both" if reorder else "none"
-        return cls(
+        return replace(
+            asked,
             factors=check_int("factors", asked.factors, 1, MAX_FACTORS),
             dtype=check_dtype(asked.dtype),
             num_threads=check_threads(asked.num_threads),
@@ -181,8 +182,6 @@ class Settings:
             row_form=check_choice("row_form", asked.row_form, ROW_FORMS),
             reduction=check_choice("reduction", asked.reduction, REDUCTIONS),
             nonnegative=bool(asked.nonnegative),
-            method=asked.method,
-            frozen=asked.frozen,
         )
 
     @property
@@ -493,13 +492,10 @@ class Plan:
             once = ", once: they stay on the GPU" if self.resident else ""
             lines.append(f"streamed  from {self.streamed} in slabs of up to {self.slab:,} entries{once}")
         lines += [f"estimate  {text}" for text in estimate_lines(self.estimates)]
-        if self.host_bytes:
-            lines.append(f"host      {mib(self.host_bytes)}: factors, old and new; they come to the GPU in parts")
-        if self.disk_bytes:
-            lines.append(
-                f"disk      {mib(self.disk_bytes)} in {self.scratch[0]!r}: factors, old and new; they come to the GPU "
-                "in parts"
-            )
+        if self.offloaded:
+            where = f" in {self.scratch[0]!r}" if self.factors_on == "disk" else ""
+            size = f"{self.factors_on:10s}{mib(self.offloaded_bytes)}{where}"
+            lines.append(f"{size}: factors, old and new; they come to the GPU in parts")
         if self.scale is not None:
             lines += [str(half) for half in self.scale.halves.values()]
             if self.reduction != "parallel":
@@ -561,7 +557,14 @@ class DegreeFacts:
 
         Row degrees are free; column degrees (`items`) need a pass over all entries, unless a store has them.
         """
-        return cls.of_degrees(np.diff(matrix.indptr), _item_degrees(matrix) if items else None)
+        counted = None
+        if items and hasattr(matrix, "indices"):
+            counted = np.zeros(matrix.shape[1], dtype=np.int64)
+            for start in range(0, matrix.nnz, PIECE):
+                counted += np.bincount(matrix.indices[start : start + PIECE], minlength=matrix.shape[1])
+        elif items:
+            counted = matrix.transposed().degrees
+        return cls.of_degrees(np.diff(matrix.indptr), counted)
 
     @classmethod
     def of_degrees(cls, users: np.ndarray, items: np.ndarray | None = None) -> DegreeFacts:
@@ -573,15 +576,6 @@ class DegreeFacts:
                 longest[k] = int(degrees[positions[k]])
                 empty += int(np.count_nonzero(degrees == 0))
         return cls(longest[0], longest[1], empty, (positions[0], positions[1]))
-
-
-def _item_degrees(matrix: sp.csr_array | StoreMatrix) -> np.ndarray:
-    if not hasattr(matrix, "indices"):
-        return matrix.transposed().degrees
-    degrees = np.zeros(matrix.shape[1], dtype=np.int64)
-    for start in range(0, matrix.nnz, PIECE):
-        degrees += np.bincount(matrix.indices[start : start + PIECE], minlength=matrix.shape[1])
-    return degrees
 
 
 DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or a list such as ["cuda:0", "cuda:1"]'
@@ -621,34 +615,19 @@ def _check_ranks(devices: list[object] | tuple[object, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted time and memory of one combination of device, assembly, solver and precision.
-
-    Attributes
-    ----------
-    device, assembly, solver, precision : str
-        `assembly` is "" if the method has none; `solver` then names the algorithm.
-    seconds_per_iteration, setup_seconds, total_seconds : float
-        For the requested iterations; 0 if infeasible.
-    bytes : int
-        Peak memory.
-    why_not : str
-        Reason why it is infeasible; "" if feasible.
-    chosen : bool
-    asked : bool
-        Whether it has the requested solver and precision.
-    """
+    """Predicted time and memory of one combination of device, assembly, solver and precision."""
 
     device: str
-    assembly: str
-    solver: str
+    assembly: str  # "" if the method has none
+    solver: str  # or the algorithm of such a method
     precision: str
     seconds_per_iteration: float = 0.0
     setup_seconds: float = 0.0
-    total_seconds: float = 0.0
-    bytes: int = 0
-    why_not: str = ""
+    total_seconds: float = 0.0  # for the requested iterations
+    bytes: int = 0  # peak memory
+    why_not: str = ""  # reason why it is infeasible; "" if feasible
     chosen: bool = False
-    asked: bool = True
+    asked: bool = True  # whether it has the requested solver and precision
 
     @property
     def feasible(self) -> bool:
