@@ -70,7 +70,7 @@ ASSEMBLIES_GPU: Patterns = (
 SGD_GPU: Patterns = (*LAUNCH, "cuda/sgd.cuh", "cuda/msgd*.cu", "cuda/batch_hogwild.cu", "hybridmf/gpu/sgd*.py",
                      "hybridmf/plan/sgd.py", "hybridmf/plan/ordering.py")  # fmt: skip
 
-CCD_GPU: Patterns = (*LAUNCH, "cuda/ccd.cu", "hybridmf/gpu/ccd.py", "hybridmf/plan/ccd_gpu.py")
+CCD_GPU: Patterns = (*LAUNCH, "cuda/ccd.cu", "hybridmf/gpu/ccd.py", "hybridmf/plan/ccd.py")
 
 TOP_K_GPU: Patterns = (*LAUNCH, "cuda/tensor.cuh", "cuda/top_k.cu", "hybridmf/gpu/topk.py")
 

@@ -12,8 +12,7 @@ from ..core.sparse import transposed
 from ..core.validate import csr_arrays, make_csr
 from ..native import _ccd
 from ..native.residual_rows import Change, ResidualRows
-from ..plan.ccd import non_finite
-from ..plan.rank_one import RankOneSolver
+from ..plan.ccd import RankOneSolver, non_finite
 from ..plan.solver import SWEEP_ORDER
 from ..plan.types import Plan
 from .als import aligned_zeros, objective_value, workspaces

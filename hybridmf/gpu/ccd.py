@@ -17,12 +17,10 @@ from ..core.system import ceil_div
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, Kernel
 from ..errors import DeviceMemoryError
-from ..plan import ccd_gpu
+from ..plan import ccd
 from ..plan.assemblies import WARP
-from ..plan.ccd import non_finite
-from ..plan.ccd_gpu import QUAD, VECTORS, CcdConfig, padded
+from ..plan.ccd import QUAD, VECTORS, CcdConfig, RankOneSolver, non_finite, padded
 from ..plan.fused import table_width
-from ..plan.rank_one import RankOneSolver
 from ..plan.types import Plan
 from . import arrays
 from .factors import DeviceFactors, to_device
@@ -292,7 +290,7 @@ def _chunks(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
     """Consecutive rows (start, stop) with at most CHUNK_ENTRIES entries, or one longer row; no chunk is empty."""
     start, n = 0, len(indptr) - 1
     while indptr[start] < indptr[n]:
-        stop = int(np.searchsorted(indptr, indptr[start] + ccd_gpu.CHUNK_ENTRIES, side="right")) - 1
+        stop = int(np.searchsorted(indptr, indptr[start] + ccd.CHUNK_ENTRIES, side="right")) - 1
         # a chunk may have empty rows before a longer one
         stop = stop if indptr[stop] > indptr[start] else int(np.searchsorted(indptr, indptr[start], side="right"))
         yield start, stop

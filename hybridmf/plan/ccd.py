@@ -1,22 +1,29 @@
-"""CCD++ as a `Method`: validated hyperparameters, device, memory and cost."""
+"""CCD++: hyperparameters, device, memory and cost; the order of the rank-one updates; layout on a GPU.
+
+The kernels are in `cpu.ccd` and `gpu.ccd`.
+"""
 
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from ..core.objective import Objective, Side
+from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.system import ceil_div
 from ..core.validate import check_bool, check_int, index_pointer_dtype
 from ..device.cuda import DeviceSpec
 from ..errors import NonFiniteError
 from ..native import _ccd
 from . import dispatch
 from .cost import gpu_idle, memory_floor
+from .fused import table_width
 from .machine import CpuRates, Machine
-from .solver import SWEEP_ORDER, frozen_text
+from .solver import SWEEP_ORDER, Unconnected, frozen_text
+from .tables import KernelConfig
 from .types import CpuWork, Plan, Settings, instruction_set_notes
 
 logger = logging.getLogger("hybridmf")
@@ -154,10 +161,184 @@ def _on_cpu(plan: Plan) -> Plan:
 def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
     """`plan` on the GPU."""
     assert spec is not None
-    from .ccd_gpu import memory_bytes  # which imports this module
-
     if settings.gpu_memory_limit is not None:
         spec = replace(spec, free_bytes=min(spec.free_bytes, settings.gpu_memory_limit))
     biases = plan.rank > plan.factors
     sizes = memory_bytes(plan.n_users, plan.n_items, plan.nnz, plan.factors, plan.dtype, spec, biases)
     return plan.changed(device=f"cuda:{spec.index}", gpu=spec, bytes=sizes)
+
+
+# ---------------------------------------------------------------------------------------------------------- the solver
+
+
+class RankOneSolver(Unconnected):
+    """Cyclic coordinate descent over rank-one factors: owns the current factors; a subclass owns the residual.
+
+    The coordinates of a side by column are its biases, ones that multiply the other side's biases, then factors. The
+    method of `plan` is a `CcdMethod`, the objective explicit.
+    """
+
+    def __init__(self, objective: Objective, plan: Plan, state: State) -> None:
+        assert not objective.is_implicit
+        self.objective, self.plan, self.state, self.method = objective, plan, state, cast(CcdMethod, plan.method)
+        self.biases = self.method.bias_columns(plan)
+
+    def active(self) -> AbstractContextManager[None]:
+        """Context of all computation."""
+        return nullcontext()
+
+    def solve(self, step: None = None) -> State:
+        """Run one outer iteration on copies of the factors.
+
+        Every iteration recomputes the residual, so that a resumed fit equals an uninterrupted one bit for bit, and
+        rounding errors do not accumulate. A factor is solved in every inner iteration, biases once.
+        """
+        with self.active():
+            columns = self.columns_of_state()
+            for column in range(len(self.biases) + self.plan.factors):
+                for inner in range(1 if self.is_bias(column) else self.method.inner_iterations):
+                    for side in SWEEP_ORDER:
+                        self.update(side, columns, column, inner)
+            users, items = (self.factors(side, columns[side]) for side in SIDES)
+            return State(users, items, self.state.mean)
+
+    def keep(self, step: None, solved: State) -> None:
+        """Make the result of an iteration the state."""
+        self.state = solved
+
+    def is_bias(self, column: int) -> bool:
+        """Whether a column has biases of one side and ones of the other."""
+        return column < len(self.biases)
+
+    def solves(self, side: Side, column: int) -> bool:
+        """Whether a side's coordinates change: not if they are ones that multiply biases, or the side is frozen."""
+        return side != self.plan.frozen and not (self.is_bias(column) and self.biases[column] != side)
+
+    def columns_of_state(self) -> dict[Side, Any]:
+        """Compute the residual of the state; return both sides' coordinates by column."""
+        raise NotImplementedError
+
+    def update(self, side: Side, columns: dict[Side, Any], column: int, inner: int) -> None:
+        """Solve the coordinates of a side in one column, in inner iteration 0, 1, ...; and update the residual."""
+        raise NotImplementedError
+
+    def factors(self, side: Side, columns: Any) -> Factors:
+        """Convert coordinates by column to factors; raises NonFiniteError if one is infinite or NaN."""
+        raise NotImplementedError
+
+
+# ------------------------------------------------------------------------------------------------------ layout on a GPU
+
+QUAD = 4
+"""Entries a lane reads at a time; rows are padded to whole quads."""
+
+SEGMENT = 256
+"""Entries above which a piece is split: what a warp reads together. Longer segments, which a warp would read in several
+steps, spread what all warps read at a time over more memory: 2 to 5 % slower with 2,048 on an H100."""
+
+STAGED_THREADS = {4: 1024, 8: 512}
+"""Threads of a block that has a multiprocessor to itself, by bytes of a number: the most that do not spill registers.
+In float32, 1,024 were 7 % faster than 768 in a trial on an H200."""
+
+MEAN_PIECE = 32
+"""Minimum average entries of a row in a tile for tiles to be faster: each piece takes 16 bytes, and 8 for its sums."""
+
+MAX_TILE = 1 << 16
+"""Maximum elements of a tile, which 16-bit indices address."""
+
+CHUNK_ENTRIES = 1 << 24
+"""Entries on the device in their original order at a time, while they are copied to the layout."""
+
+VECTORS: dict[Side, int] = {"item": 2, "user": 3}
+"""Vectors of the other side that the pass of each side gathers; see cuda/ccd.cu."""
+
+
+@dataclass(frozen=True)
+class CcdConfig(KernelConfig):
+    """Layout of one side's entries, and launch configuration of its passes."""
+
+    staged: bool  # stage vectors of the other side in shared memory, tile by tile; else gather them from global memory
+    tile: int  # elements of a staged vector; the last 16 bytes are zeros
+    n_tiles: int  # 1 if vectors are not staged
+    segment: int  # entries above which a piece is split; at most `SEGMENT`
+    blocks: int  # maximum blocks of a pass
+    threads: int  # threads of each
+
+    def check(self) -> None:
+        if self.segment > SEGMENT:
+            raise ValueError(f"segment must be 1 to {SEGMENT} entries, which a warp reads together; got {self.segment}")
+
+    @classmethod
+    def choose(cls, n_rows: int, n_fixed: int, nnz: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
+        """The layout for sizes and a device.
+
+        Tiles are as large as shared memory allows; there are none if rows would have only a few entries in each.
+        """
+        config = cls._staged(n_fixed, vectors, dtype, spec)
+        if config.n_tiles == 1 or nnz >= MEAN_PIECE * n_rows * config.n_tiles:
+            return config
+        return cls(False, 16, 1, SEGMENT, _gathering_blocks(vectors, dtype) * spec.multiprocessors, 256)
+
+    @classmethod
+    def _staged(cls, n_fixed: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
+        """The layout with vectors in shared memory, in tiles as large as fit."""
+        itemsize = np.dtype(dtype).itemsize
+        tile = min(spec.shared_bytes // (16 * vectors) * (16 // itemsize), MAX_TILE)
+        n_tiles = ceil_div(n_fixed, tile - 16 // itemsize)
+        return cls(True, tile, n_tiles, SEGMENT, spec.multiprocessors, STAGED_THREADS[itemsize])
+
+    def constants_for(self, vectors: int, dtype: Any) -> dict[str, Any]:
+        """Compile-time constants of a pass that gathers `vectors` vectors."""
+        return {
+            "REAL": np.dtype(dtype),
+            "STAGED": self.staged,
+            "VECTORS": vectors,
+            "TILE": self.tile,
+            "THREADS": self.threads,
+            "BLOCKS_PER_SM": 1 if self.staged else _gathering_blocks(vectors, dtype),
+        }
+
+    def usable(self, dtype: Any) -> int:
+        """Rows of the other side in a tile."""
+        return self.tile - 16 // np.dtype(dtype).itemsize
+
+
+def _gathering_blocks(vectors: int, dtype: Any) -> int:
+    """Resident blocks per multiprocessor of a pass that does not stage its vectors: as many as registers allow."""
+    return 3 if np.dtype(dtype).itemsize == 4 and vectors < 3 else 2
+
+
+def padded(n: int, dtype: Any) -> int:
+    """Elements of a vector of `n` coordinates, padded to a multiple of 16 bytes."""
+    return table_width(n, dtype)
+
+
+def memory_bytes(
+    n_users: int, n_items: int, nnz: int, factors: int, dtype: Any, spec: DeviceSpec, biases: bool = False
+) -> dict[str, int]:
+    """Upper bound on the memory of a fit on a device, by purpose; actual use depends on the entries."""
+    itemsize = np.dtype(dtype).itemsize
+    sizes = {"ratings": 0, "residual": 0, "pieces": 0}
+    counts: dict[Side, int] = {"user": n_users, "item": n_items}
+    for side in SIDES:
+        n_rows, n_fixed = counts[side], counts[other_side(side)]
+        config = CcdConfig.choose(n_rows, n_fixed, nnz, VECTORS[side], dtype, spec)
+        pieces = min(nnz, n_rows * config.n_tiles) + nnz // config.segment
+        places = nnz + (QUAD - 1) * min(nnz, n_rows * config.n_tiles) + (QUAD - 1)
+        sizes["ratings"] += places * ((2 if config.staged else 4) + itemsize)
+        sizes["residual"] += places * itemsize
+        # pieces and their tiles, partial sums; parts (a team's blocks, in up to three layers of up to three kinds of
+        # pieces); split rows; penalties; packs
+        sizes["pieces"] += pieces * (16 + 4 + 2 * itemsize)
+        sizes["pieces"] += min(pieces, 9 * (2 * config.n_tiles + config.blocks)) * 32
+        sizes["pieces"] += (min(pieces, config.blocks) + 1) * 4
+        sizes["pieces"] += min(n_rows, pieces) * 16 + (1 + biases) * n_rows * itemsize
+        sizes["pieces"] += 0 if config.staged else (n_fixed + 1) * 4 * itemsize
+    # old and new tables and biases; columns, of which biases take two, and a spare one
+    rows = padded(n_users, dtype) + padded(n_items, dtype)
+    width = table_width(factors + biases, dtype)
+    sizes["factors"] = rows * (2 * (width + biases) + factors + 2 * biases + 1) * itemsize
+    # some entries in their original order, and their destinations, while the second side is laid out
+    chunk = min(nnz, CHUNK_ENTRIES + max(n_users, n_items))
+    sizes["chunk"] = chunk * (4 + itemsize)
+    return sizes

@@ -20,9 +20,8 @@ from hybridmf.formats import transpose
 from hybridmf.gpu import ccd
 from hybridmf.gpu.ccd import CcdEntries, GpuCCD, PieceLayout
 from hybridmf.gpu.factors import DeviceFactors
-from hybridmf.plan import ccd_gpu
-from hybridmf.plan.ccd import CcdMethod
-from hybridmf.plan.ccd_gpu import CcdConfig
+from hybridmf.plan import ccd as ccd_plan
+from hybridmf.plan.ccd import CcdConfig, CcdMethod
 from hybridmf.plan.start import initial_state
 from support import reference
 from support.half_sweeps import plan_for, random_factors, relative_error
@@ -423,7 +422,7 @@ def test_memory_is_within_what_is_planned(device, monkeypatch, shape, dtype, obj
 
     monkeypatch.setattr(device, "empty", counted)
     one = swept(solver(device, matrix, start_of(matrix, 5, objective), objective, config="chosen"), 2)
-    planned = ccd_gpu.memory_bytes(*shape, matrix.nnz, 5, dtype, device.spec, objective.biases)
+    planned = ccd_plan.memory_bytes(*shape, matrix.nnz, 5, dtype, device.spec, objective.biases)
     assert peak[0] <= sum(planned.values()) <= 2 * peak[0] + 1000
     assert one.entries["user"].residuals.nbytes <= planned["residual"] / 2 + 100
 
@@ -435,14 +434,14 @@ def test_rows_that_come_in_chunks_lie_where_they_would(device, monkeypatch):
     matrix = uneven()
     state = start_of(matrix, 2)
     whole = solver(device, matrix, state).entries["item"]
-    monkeypatch.setattr(ccd_gpu, "CHUNK_ENTRIES", 100)
+    monkeypatch.setattr(ccd_plan, "CHUNK_ENTRIES", 100)
     chunks = solver(device, matrix, state).entries["item"]
     for name in ("indices", "ratings", "pieces", "bases"):
         assert np.array_equal(device.download(getattr(whole, name)), device.download(getattr(chunks, name)))
 
 
 def test_chunks_cover_all_entries(monkeypatch):
-    monkeypatch.setattr(ccd_gpu, "CHUNK_ENTRIES", 10)
+    monkeypatch.setattr(ccd_plan, "CHUNK_ENTRIES", 10)
     indptr = np.array([0, 0, 0, 25, 25, 30, 31, 35, 36, 36, 60, 60])
     chunks = list(ccd._chunks(indptr))
     assert [int(indptr[stop] - indptr[start]) for start, stop in chunks] == [25, 10, 1, 24]

@@ -34,7 +34,7 @@ from hybridmf.gpu import (
     sparse_syrk,
     topk,
 )
-from hybridmf.plan.ccd_gpu import SEGMENT
+from hybridmf.plan.ccd import SEGMENT
 
 Build: TypeAlias = "tuple[str, str, dict[str, Any]]"
 

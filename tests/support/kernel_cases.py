@@ -21,7 +21,7 @@ from hybridmf.device import cuda
 from hybridmf.formats import transpose
 from hybridmf.gpu import ccd, cholesky_any, fused, rows, sgd, topk
 from hybridmf.gpu.launch import DeviceEntries
-from hybridmf.plan import ccd_gpu
+from hybridmf.plan.ccd import CcdConfig
 from hybridmf.plan.fused import FusedConfig
 from support import msgd
 from support.solvers import iterate
@@ -156,7 +156,7 @@ def ccd_layout(staged: bool, tile: int, rank: int = 3) -> Arrays:
     plan = hmf.plan(matrix, hmf.CCD(rank, inner_iterations=2, biases=False, device="cuda"))
     state = State(*(Factors(rng.random((n, rank), dtype=np.float32)) for n in matrix.shape))
     configs = {
-        side: ccd_gpu.CcdConfig(staged, tile, -(-n // 32) if staged else 1, segment=64, blocks=5, threads=128)
+        side: CcdConfig(staged, tile, -(-n // 32) if staged else 1, segment=64, blocks=5, threads=128)
         for side, n in (("user", matrix.shape[1]), ("item", matrix.shape[0]))
     }
     objective = Objective.explicit(0.1, "count", False)
