@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +13,7 @@ import scipy.sparse as sp
 from .. import _formats
 from ..core.objective import Factors, Objective, Side, State, Terms, other_side
 from ..core.sparse import entry_rows
+from ..core.system import round_up
 from ..core.validate import csr_arrays
 from ..native import _sgd
 from ..native.updates import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
@@ -32,57 +32,8 @@ MSGD_TASKS = 512
 """Number of tasks of about equal work; more tasks than threads, so that idle time at the end is short."""
 
 
-class Copies:
-    """Working copies of one side: rows padded with zeros to whole cache lines, so kernels need no remainder loop."""
-
-    def __init__(self, factors: Factors, sums_width: int, num_threads: int) -> None:
-        self.rank, self.num_threads = factors.matrix.shape[1], num_threads
-        dtype, n = factors.matrix.dtype, len(factors)
-        self.has_bias = factors.bias is not None
-        bias = np.empty(0, dtype) if factors.bias is None else factors.bias.copy()
-        squares, bias_squares, shared = np.empty((0, 0), dtype), np.empty(0, dtype), False
-        if sums_width:
-            sums = factors.squares or Factors(np.zeros((n, sums_width), dtype))
-            shared = sums_width != self.rank
-            squares = sums.matrix.copy() if shared else self._padded(sums.matrix)
-            bias_squares = np.zeros(len(bias), dtype) if sums.bias is None else sums.bias.copy()
-        matrix = self._padded(factors.matrix)
-        self.rows = WorkingRows(matrix, bias, squares, bias_squares, self.rank if shared else 0)
-
-    def _padded(self, matrix: np.ndarray) -> np.ndarray:
-        line = CACHE_LINE // matrix.itemsize
-        out = aligned_zeros((len(matrix), -(-self.rank // line) * line), matrix.dtype)
-        _sgd.copy_rows(out, np.ascontiguousarray(matrix), self.num_threads)
-        return out
-
-    def _whole(self, matrix: np.ndarray) -> np.ndarray:
-        if matrix.shape[1] == self.rank:
-            return matrix
-        out = np.empty((len(matrix), self.rank), dtype=matrix.dtype)
-        _sgd.copy_rows(out, matrix, self.num_threads)
-        return out
-
-    def with_rows(self, rows: WorkingRows) -> Copies:
-        """Copies of the same form with other rows."""
-        other = copy.copy(self)
-        other.rows = rows
-        return other
-
-    def factors(self) -> Factors:
-        """Return the copies as factors of a state; the copies must not be used afterwards."""
-        rows, squares = self.rows, None
-        if len(rows.squares):
-            sums = rows.squares if rows.shared_rank else self._whole(rows.squares)
-            squares = Factors(sums, rows.bias_squares if self.has_bias else None)
-        return Factors(self._whole(rows.matrix), rows.bias if self.has_bias else None, squares)
-
-
-WorkingCopies = dict[Side, Copies]
+WorkingCopies = dict[Side, WorkingRows]
 """Working copies of both sides."""
-
-
-def _both(work: WorkingCopies) -> BothSides:
-    return BothSides(work["user"].rows, work["item"].rows)
 
 
 Record = Callable[[np.ndarray], bool]
@@ -112,7 +63,7 @@ class RowSweeps:
 
     def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
         assert side is not None
-        moved, fixed = work[side].rows, work[other_side(side)].rows
+        moved, fixed = work[side], work[other_side(side)]
         indptr, columns, ratings = self.csr[side]
         entries, order, cuts = UpdateRows(indptr[:-1], indptr[1:], columns, ratings), self.order[side], self.cuts[side]
         for tasks in np.array_split(np.arange(len(cuts) - 1), min(_calls(self.plan), len(cuts) - 1)):
@@ -137,7 +88,9 @@ class Stretches:
         for call in range(calls):
             taken = slice(n * call // calls, n * (call + 1) // calls)
             losses = np.zeros(threads)
-            _sgd.entries(_both(work), EntryList(*(array[taken] for array in self.entries)), terms, losses, threads)
+            _sgd.entries(
+                BothSides(**work), EntryList(*(array[taken] for array in self.entries)), terms, losses, threads
+            )
             if not record(losses):
                 return
 
@@ -180,7 +133,7 @@ class Blocks:
         return self.method.rng(epoch).permutation(self.grid)
 
     def move(self, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, record: Record) -> None:
-        both, calls, threads = _both(work), _calls(self.plan), self.plan.num_threads
+        both, calls, threads = BothSides(**work), _calls(self.plan), self.plan.num_threads
         if self.method.deterministic:
             for shifts in np.array_split(self.shifts(epoch), min(calls, self.grid)):
                 losses = np.zeros((self.grid, self.grid))
@@ -208,7 +161,7 @@ def _schedule(block: GridBlock, plan: Plan, method: SgdMethod) -> Schedule:
 
 
 class CpuEpochs:
-    """SGD on the CPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `Copies`.
+    """SGD on the CPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `WorkingRows`.
 
     `blocks`: one; a rank has one for each range of items. `plan`: `num_threads` is the number of this rank.
     """
@@ -235,8 +188,32 @@ class CpuEpochs:
         """Draw initial factors; others are on the host."""
         return factors.on_host()
 
-    def copies(self, factors: Factors) -> Copies:
-        return Copies(factors, self.sums_width, self.plan.num_threads)
+    def copies(self, factors: Factors) -> WorkingRows:
+        """Rows padded with zeros to whole cache lines, so kernels need no remainder loop."""
+        rank, n, dtype = self.plan.factors, len(factors), factors.matrix.dtype
+        nothing = np.empty(0, dtype)
+        bias = nothing if factors.bias is None else factors.bias.copy()
+        squares, bias_squares, shared = np.empty((0, 0), dtype), nothing, False
+        if self.sums_width:
+            sums = factors.squares or Factors(np.zeros((n, self.sums_width), dtype))
+            shared = self.sums_width != rank
+            squares = sums.matrix.copy() if shared else self._padded(sums.matrix)
+            bias_squares = np.zeros(len(bias), dtype) if sums.bias is None else sums.bias.copy()
+        return WorkingRows(self._padded(factors.matrix), bias, squares, bias_squares, rank if shared else 0)
+
+    def _padded(self, matrix: np.ndarray) -> np.ndarray:
+        line = CACHE_LINE // matrix.itemsize
+        out = aligned_zeros((len(matrix), round_up(matrix.shape[1], line)), matrix.dtype)
+        _sgd.copy_rows(out, np.ascontiguousarray(matrix), self.plan.num_threads)
+        return out
+
+    def _whole(self, matrix: np.ndarray) -> np.ndarray:
+        """Rows without padding."""
+        if matrix.shape[1] == self.plan.factors:
+            return matrix
+        out = np.empty((len(matrix), self.plan.factors), dtype=matrix.dtype)
+        _sgd.copy_rows(out, matrix, self.plan.num_threads)
+        return out
 
     def move(
         self,
@@ -256,8 +233,12 @@ class CpuEpochs:
         if schedule is not None:
             schedule.move(side, work, terms, epoch, record)
 
-    def factors(self, work: Copies) -> Factors:
-        return work.factors()
+    def factors(self, work: WorkingRows) -> Factors:
+        squares, biases = None, self.objective.biases
+        if len(work.squares):
+            sums = work.squares if work.shared_rank else self._whole(work.squares)
+            squares = Factors(sums, work.bias_squares if biases else None)
+        return Factors(self._whole(work.matrix), work.bias if biases else None, squares)
 
     def begin_result(self, *sides: Factors) -> Callable[[], tuple[float, bool]]:
         """See `EpochKernels`; MSGD processes every entry twice."""
@@ -281,19 +262,19 @@ class CpuEpochs:
 
     # ------------------------------------------------------------------------------------------------ exchange
 
-    def arrays(self, work: Copies) -> list[np.ndarray]:
+    def arrays(self, work: WorkingRows) -> list[np.ndarray]:
         """Arrays of working copies that ranks exchange: factors, biases and sums of squares."""
-        return [getattr(work.rows, name) for name in self._names()]
+        return [getattr(work, name) for name in self._names()]
 
-    def likes(self, work: Copies, rows: int) -> list[np.ndarray]:
+    def likes(self, work: WorkingRows, rows: int) -> list[np.ndarray]:
         return [np.empty((rows, *array.shape[1:]), dtype=array.dtype) for array in self.arrays(work)]
 
-    def arrived(self, work: Copies, arrays: Sequence[np.ndarray]) -> Copies:
+    def arrived(self, work: WorkingRows, arrays: Sequence[np.ndarray]) -> WorkingRows:
         received: dict[str, Any] = {}
         for name, array in zip(self._names(), arrays, strict=True):
             received[name] = aligned_zeros(array.shape, array.dtype)
             received[name][...] = array
-        return work.with_rows(work.rows._replace(**received))
+        return work._replace(**received)
 
     def _names(self) -> list[str]:
         names = ["matrix"] + ["bias"] * self.objective.biases

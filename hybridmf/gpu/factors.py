@@ -35,6 +35,8 @@ class GpuFactors(LazyFactors):
     table: Any
     factors: int  # number of columns that are factors
     range: RowRange | None  # range of the table's rows; None while it is unknown
+    # whether the kernels that compute the arrays are known to be complete: copies to the host wait for no others
+    settled = False
 
     @property
     def form(self) -> tuple[np.dtype, int]:
@@ -49,13 +51,20 @@ class GpuFactors(LazyFactors):
         """Whether the range is needed: only the fused kernels use it, in float32."""
         return bool(self.table.dtype == np.float32)
 
-    def find_range(self) -> None:
-        """Find the range of the rows if it is unknown."""
+    def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
+        """Launch the check of `finish_check`, unless it is under way."""
         raise NotImplementedError
 
-    def failed(self, status: Array) -> bool:
-        """Whether any row has a status other than 0; also finds the range of the rows. Synchronizes once."""
-        raise NotImplementedError
+    def finish_check(self, found: Callable[[], np.ndarray]) -> bool:
+        """Wait for the check that `begin_check` returned, but not for later launches.
+
+        Returns whether any row has a status other than 0; also finds the range of the rows.
+        """
+        known, failed = read_range(found())
+        self.keep(settled=True)
+        if self.has_range:
+            self.keep(range=known)
+        return failed
 
     def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
         """``F^T diag(weights) F`` of the table in float64, shape (width, width), on the host.
@@ -82,11 +91,7 @@ class DeviceFactors(GpuFactors):
     `table`, `factors`, `range`: see `GpuFactors`.
     `device_bias`, float array, shape (n,), or None.
     `cleared`: of the half sweep that solved the factors, for its check.
-    `settled`: whether the kernels that compute the arrays are known to be complete: copies to the host wait for no
-    others.
     """
-
-    settled = False
 
     def __init__(
         self,
@@ -115,34 +120,12 @@ class DeviceFactors(GpuFactors):
         """Copy the array to the device."""
         return self.device.upload(array)
 
-    def find_range(self) -> None:
-        """See `GpuFactors`; synchronizes."""
-        if self.range is None and self.has_range:
-            found = self.device.zeros(3, np.uint32)
-            widen_range(self.device, found, self.table)
-            self.keep(range=read_range(self.device.download(found))[0], settled=True)
-
-    def failed(self, status: Array) -> bool:
-        return self.finish_check(self.begin_check(status))
-
     def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
-        """Launch the check of `failed`; `finish_check` waits for it, but not for later launches."""
         cleared = self.cleared
         found = self.device.zeros(3, np.uint32) if cleared is None else cleared.found
         self.keep(cleared=None)
-        if self.has_range:
-            widen_range(self.device, found, self.table, status)
-        else:
-            widen_range(self.device, found, self.device.empty((0, 1), np.float32), status)
+        widen_range(self.device, found, self.table if self.has_range else None, status)
         return self.device.begin_download(found)
-
-    def finish_check(self, found: Callable[[], np.ndarray]) -> bool:
-        """Wait for the check of `begin_check`."""
-        known, failed = read_range(found())
-        self.keep(settled=True)
-        if self.has_range:
-            self.keep(range=known)
-        return failed
 
     def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
         return exact_gram(device, self.table, weights)
@@ -302,16 +285,15 @@ class HostFactors(GpuFactors):
             self.keep(_host=None)
 
     def find_range(self) -> None:
-        """See `GpuFactors`; on the host."""
+        """Find the range of the rows on the host if it is unknown."""
         if self.range is None and self.has_range:
             self.keep(range=range_on_host(self.table))
 
-    def failed(self, status: Array) -> bool:
-        if self.checked is None:
-            return bool(status.any())
-        known, failed = read_range(self.checked())
-        self.keep(range=known, checked=None)
-        return failed
+    def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
+        begun = self.checked
+        assert begun is not None
+        self.keep(checked=None)
+        return begun
 
     def _blocks(self) -> Iterator[slice]:
         """Ranges of rows that are copied to the device one at a time."""

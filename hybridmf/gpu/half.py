@@ -37,7 +37,7 @@ from .gram import programs as gram_programs
 from .launch import DeviceEntries, program
 from .matrix import DeviceMatrix
 from .mo_als import mo_als
-from .rows import RowRange
+from .rows import RowRange, read_range, widen_range
 from .sparse_syrk import SyrkConfig, sparse_syrk, sparse_syrk_published
 from .systems import SideSystems
 
@@ -287,7 +287,7 @@ class GpuHalf:
 
     def check(self, solved: GpuFactors, status: Array) -> None:
         """Wait until factors are complete; raise the failure of a row. Also finds the range of the rows."""
-        if solved.failed(status):
+        if solved.finish_check(solved.begin_check(status)):
             self.raise_failure(status)
 
     def raise_failure(self, status: Array) -> None:
@@ -386,8 +386,10 @@ class DeviceRows:
 
     def kernels_for(self, fixed: GpuFactors, cleared: Cleared | None = None) -> RowKernels:
         """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""
-        if self.plan.assembly == "fused" and self.plan.precision == "float32":
-            fixed.find_range()
+        if self.plan.assembly == "fused" and self.plan.precision == "float32" and fixed.range is None:
+            found = self.device.zeros(3, np.uint32)
+            widen_range(self.device, found, fixed.table)
+            fixed.keep(range=read_range(self.device.download(found))[0], settled=True)
         return self.row_kernels(self.plan.rank, fixed.range, cleared)
 
     def row_kernels(self, rank: int, known: RowRange | None, cleared: Cleared | None = None) -> RowKernels:
@@ -421,15 +423,16 @@ class DeviceRows:
 
     def systems(
         self,
-        status: Array,
+        cleared: Cleared,
         start: DeviceFactors | None,
         gram: Array | None,
         solutions: Array | None = None,
         pull: Array | None = None,
+        rows: slice = slice(None),
     ) -> SideSystems:
-        """The systems; solutions, new ones by default, and status are zeros, or the start of the iterative solvers.
+        """The systems; solutions, new ones by default, are zeros, or the start of the iterative solvers.
 
-        Solutions of Cholesky take the place of the pull.
+        Solutions of Cholesky take the place of the pull. `rows`: those of `cleared` that are solved.
         """
         plan, device = self.plan, self.device
         solutions = pull if plan.solver == "cholesky" and solutions is None else solutions
@@ -442,7 +445,7 @@ class DeviceRows:
                 arrays.copy(device, own, start.device_bias.reshape(-1, 1))
             if self._empty_rows is not None:
                 solutions[self._empty_rows] = 0
-        return SideSystems(solutions, status, gram, self.ridge, self.scale, plan.factors, pull)
+        return SideSystems(solutions, cleared.status[rows], gram, self.ridge, self.scale, plan.factors, pull)
 
     @functools.cached_property
     def _empty_rows(self) -> Array | None:
@@ -552,7 +555,7 @@ class HalfSweep(GpuHalf, DeviceRows):
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
         # made on first use: the device is idle until the first sums are launched
         cleared = Cleared(self.device, len(self))
-        systems = functools.cache(lambda: self.systems(cleared.status, start, gram, pull=pull))
+        systems = functools.cache(functools.partial(self.systems, cleared, start, gram, pull=pull))
         entries = self.entries(self.indices, self.ratings, fixed, mean)
         if self.weights is not None:
             entries = self._weighted(entries)

@@ -93,9 +93,6 @@ class PartedFactors:
     def __init__(self, range: RowRange | None, stream: Iterator[tuple[int, DeviceFactors]], parts: int) -> None:
         self.range, self._stream, self._count = range, stream, parts
 
-    def find_range(self) -> None:
-        """Do nothing: the range is known."""
-
     def parts(self) -> Iterator[tuple[int, DeviceFactors]]:
         """First row and factors of each part; valid until the next one."""
         return islice(self._stream, self._count)
@@ -167,9 +164,8 @@ class HostHalf(StreamedHalf):
                 added = None
                 if pull is not None:
                     added = self.copiers.send(pull.of_rows(rows, slab.width, slab.dtype))
-                systems = functools.cache(
-                    functools.partial(slab.systems, status[rows], self._first_guess(start, rows), gram, pull=added)
-                )
+                first = self._first_guess(start, rows)
+                systems = functools.cache(functools.partial(slab.systems, cleared, first, gram, None, added, rows))
                 if self.fixed_parts == 1:
                     entries = slab.entries(indices, ratings, side, mean)
                     for _ in slab.solve_all(kernels, operand, side.table, entries, systems):
@@ -178,14 +174,12 @@ class HostHalf(StreamedHalf):
                     solve_in_parts(slab, kernels, systems(), side, indices, ratings, mean)
                 new = slab.unpack(systems().solutions)
                 del systems, added
-                if solved.has_range:
-                    widen_range(device, found, new.table, status[rows])
+                widen_range(device, found, new.table if solved.has_range else None, status[rows])
                 vectors = [array.reshape(-1) for array in new.arrays]
                 drain.put(list(zip(solved.vectors(rows.start, rows.stop), vectors, strict=True)))
                 yield None
             drain.finish()
-        if solved.has_range:
-            solved.keep(checked=device.begin_download(found))
+        solved.keep(checked=device.begin_download(found))
         yield solved, status
 
     def _first_guess(self, start: HostFactors | None, rows: slice) -> DeviceFactors | None:

@@ -10,7 +10,7 @@ import numpy as np
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from .arrays import BLOCKS_PER_SM, THREADS, grid_of
-from .launch import check, check_not_host, get_kernel
+from .launch import check, check_all, check_not_host, get_kernel
 
 ROWS = 4
 """Rows that a warp of the kernel row_range processes at a time."""
@@ -66,38 +66,28 @@ class RowRange:
         return cls(float(largest), min((part.least for part in known if part.least > 0), default=0.0))
 
 
-def row_range(device: Device, table: Array, status: Array | None = None) -> tuple[RowRange, bool]:
-    """The range of a table's rows, and whether any status is not 0; synchronizes once.
-
-    `table`, float32 array, shape (n, width).
-    `status`, int32 array, shape (n_solved,).
-    """
-    found = device.zeros(3, np.uint32)
-    widen_range(device, found, table, status)
-    return read_range(device.download(found))
-
-
-def widen_range(device: Device, found: Array, table: Array, status: Array | None = None) -> None:
-    """Extend a range, to be read by `read_range`, by more rows; does not wait.
+def widen_range(device: Device, found: Array, table: Array | None, status: Array | None = None) -> None:
+    """Extend a range, to be read by `read_range`, by more rows, and by whether any status is not 0; does not wait.
 
     `found`, uint32 array, shape (3,): zeros at first.
-    `table`, `status`: as for `row_range`.
+    `table`, float32 array, shape (n, width), or None.
+    `status`, int32 array, shape (n_solved,), or None.
     """
-    check("found", found, np.uint32, (3,))
-    check("table", table, np.float32, (None, None))
-    check_not_host(device, found=found, table=table)
-    n_solved = 0 if status is None else len(status)
-    if status is not None:
-        check("status", status, np.int32, (None,))
-        check_not_host(device, status=status)
-    if not table.size and not n_solved:
+    check_all(
+        device,
+        found=(found, np.uint32, (3,)),
+        table=(table, np.float32, (None, None)),
+        status=(status, np.int32, (None,)),
+    )
+    (n, width), n_solved = (0, 1) if table is None else table.shape, 0 if status is None else len(status)
+    if not n * width and not n_solved:
         return
-    wanted = max(ceil_div(len(table), ROWS * THREADS // 32), ceil_div(n_solved, THREADS))
+    wanted = max(ceil_div(n, ROWS * THREADS // 32), ceil_div(n_solved, THREADS))
     blocks = min(wanted, BLOCKS_PER_SM * device.spec.multiprocessors)
-    kernel = get_kernel(device, "rows.cu", "row_range", REAL=table.dtype, THREADS=THREADS)
-    sizes = (np.int64(len(table)), np.int32(table.shape[1]))
-    # without status an arbitrary pointer, which is not read
-    kernel((blocks,), (THREADS,), (found, table, *sizes, found if status is None else status, np.int64(n_solved)), 0)
+    kernel = get_kernel(device, "rows.cu", "row_range", REAL=np.dtype(np.float32), THREADS=THREADS)
+    # in place of what is None an arbitrary pointer, which is not read
+    given = (found, found if table is None else table, np.int64(n), np.int32(width))
+    kernel((blocks,), (THREADS,), (*given, found if status is None else status, np.int64(n_solved)), 0)
 
 
 def read_range(found: np.ndarray) -> tuple[RowRange, bool]:

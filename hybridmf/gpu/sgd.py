@@ -589,41 +589,6 @@ def _joined(device: Device, arrays: Sequence[np.ndarray], dtype: Any) -> Array:
     return out
 
 
-def batch_hogwild(
-    device: Device,
-    held: FactorRows,
-    walked: FactorRows,
-    entries: HogwildEntries,
-    terms: Terms,
-    config: HogwildConfig,
-    out: Array,
-) -> None:
-    """One epoch over all runs, lock-free.
-
-    `held`, `walked`: in and out; float16 or float32, biases in float32.
-    `entries`: in runs of at most ``config.run`` entries.
-    `out`, float64, one element for each of ``config.blocks``: sums of squared errors.
-    """
-    ld, stored = held.matrix.shape[1], held.matrix.dtype
-    _check_rows(device, held, walked, np.float32)
-    blocks = config.blocks(ld, stored.itemsize)
-    check_all(
-        device,
-        indices=(entries.indices, np.int32, (None,)),
-        ratings=(entries.ratings, np.float32, entries.indices.shape),
-        crowded=(entries.crowded, np.uint8, (len(walked.matrix),)),
-        runs=(entries.runs, np.int64, (None, 2)),
-        out=(out, np.float64, (blocks,)),
-    )
-    float16, biases = stored == np.float16, held.bias is not None
-    kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **config.constants_for(ld, float16, biases))
-    sizes = (np.int64(len(entries.runs)), np.int32(config.n_workers), np.int32(config.batch))
-    (held_matrix, held_bias), (walked_matrix, walked_bias) = held.struct, walked.struct
-    factors = (held_matrix, walked_matrix, held_bias, walked_bias)
-    arrays = (entries.indices, entries.ratings, entries.crowded, entries.runs)
-    kernel((blocks,), (THREADS,), (*factors, out, *arrays, *sizes, *scalars(terms, np.float32)), 0)
-
-
 class BatchHogwild:
     """Batch-Hogwild (cuMF_SGD): runs of entries, shuffled once; the row that owns a run stays in registers."""
 
@@ -643,8 +608,30 @@ class BatchHogwild:
         return self.config.blocks(*self._shape)
 
     def launch_pass(self, side: Side | None, work: dict[Side, FactorRows], terms: Terms, losses: Array) -> None:
+        """Launch one epoch over all runs, lock-free, in place: factors in float16 or float32, biases in float32.
+
+        `losses`, float64, one element for each of ``config.blocks``: sums of squared errors.
+        """
         held, walked = work[self.held], work[other_side(self.held)]
-        batch_hogwild(self.device, held, walked, self.entries, terms, self.config, losses)
+        device, entries, config = self.device, self.entries, self.config
+        ld, stored = held.matrix.shape[1], held.matrix.dtype
+        _check_rows(device, held, walked, np.float32)
+        blocks = config.blocks(ld, stored.itemsize)
+        check_all(
+            device,
+            indices=(entries.indices, np.int32, (None,)),
+            ratings=(entries.ratings, np.float32, entries.indices.shape),
+            crowded=(entries.crowded, np.uint8, (len(walked.matrix),)),
+            runs=(entries.runs, np.int64, (None, 2)),
+            losses=(losses, np.float64, (blocks,)),
+        )
+        constants = config.constants_for(ld, stored == np.float16, held.bias is not None)
+        kernel = get_kernel(device, "batch_hogwild.cu", "batch_hogwild", **constants)
+        sizes = (np.int64(len(entries.runs)), np.int32(config.n_workers), np.int32(config.batch))
+        (held_matrix, held_bias), (walked_matrix, walked_bias) = held.struct, walked.struct
+        factors = (held_matrix, walked_matrix, held_bias, walked_bias)
+        arrays = (entries.indices, entries.ratings, entries.crowded, entries.runs)
+        kernel((blocks,), (THREADS,), (*factors, losses, *arrays, *sizes, *scalars(terms, np.float32)), 0)
 
 
 # ---------------------------------------------------------------------------------------------- epochs
@@ -717,8 +704,18 @@ class GpuEpochs:
         return to_device(self.device, factors, stored_width(self.plan.rank, self.dtype))
 
     def copies(self, factors: Factors) -> FactorRows:
+        """Rows that are multiples of 16 bytes, also in the dtype in which kernels read the fixed side."""
         assert isinstance(factors, DeviceFactors)
-        return working_rows(factors, self.plan.factors, *self._form)
+        device, columns, (stored, read) = self.device, self.plan.factors, self._form
+        width = stored_width(columns, read)
+        if factors.device_bias is None and factors.table.shape[1] == width:
+            return FactorRows(factors.table.astype(stored))
+        matrix = device.zeros((len(factors), width), stored)
+        if matrix.dtype == factors.table.dtype:
+            arrays.copy(device, matrix[:, :columns], factors.table[:, :columns])
+        else:
+            matrix[:, :columns] = factors.table[:, :columns]
+        return FactorRows(matrix, None if factors.device_bias is None else factors.device_bias.copy())
 
     def move(
         self,
@@ -736,19 +733,39 @@ class GpuEpochs:
             between()
 
     def factors(self, work: FactorRows) -> DeviceFactors:
-        return table_of(self.device, work, self.plan, self.dtype)
+        """In float32 or float64."""
+        device, factors, width = self.device, self.plan.factors, stored_width(self.plan.rank, self.dtype)
+        if work.bias is None and work.matrix.shape[1] == width:
+            return DeviceFactors(device, work.matrix.astype(self.dtype, copy=False), factors, None)
+        table = device.zeros((len(work.matrix), width), self.dtype)
+        if table.dtype == work.matrix.dtype:
+            arrays.copy(device, table[:, :factors], work.matrix[:, :factors])
+        else:
+            table[:, :factors] = work.matrix[:, :factors]
+        if work.bias is not None:
+            arrays.fill(device, table[:, factors : factors + 1], 1)
+        return DeviceFactors(device, table, factors, work.bias)
 
     def begin_result(self, *sides: Factors) -> Callable[[], tuple[float, bool]]:
         """See `EpochKernels`; the host waits once. MSGD processes every entry twice."""
         device, tables = self.device, [factors for factors in sides if isinstance(factors, DeviceFactors)]
         known = device.begin_download(self._sums.sum(keepdims=True) / len(self.passes))
-        sound = begin_finite_check(device, *tables)
+        checked = [array for side in tables for array in side.arrays]
+        in_float32 = all(array.dtype == np.float32 for array in checked)
+        found = device.zeros(3, np.uint32) if in_float32 else device.zeros(1, np.float64)
+        for array in checked:
+            if in_float32:
+                widen_range(device, found, array if len(array.shape) == 2 else array[:, None])
+            else:
+                found += array.sum(dtype=np.float64)
+        seen = device.begin_download(found)
 
         def result() -> tuple[float, bool]:
-            found = float(known()[0]), sound()
+            loss = float(known()[0])
+            is_finite = math.isfinite(read_range(seen())[0].largest if in_float32 else seen()[0])
             for side in tables:
                 side.keep(settled=True)
-            return found
+            return loss, is_finite
 
         return result
 
@@ -781,47 +798,3 @@ class GpuEpochs:
 
     def arrived(self, work: FactorRows, arrays: Sequence[Array]) -> FactorRows:
         return FactorRows(*arrays)
-
-
-def working_rows(table: DeviceFactors, factors: int, stored: Any, read: Any = None) -> FactorRows:
-    """Working copy of the factors of a side in dtype `stored`; rows in dtype `read` are multiples of 16 bytes."""
-    width = stored_width(factors, stored if read is None else read)
-    if table.device_bias is None and table.table.shape[1] == width:
-        return FactorRows(table.table.astype(stored))
-    matrix = table.device.zeros((len(table), width), stored)
-    if matrix.dtype == table.table.dtype:
-        arrays.copy(table.device, matrix[:, :factors], table.table[:, :factors])
-    else:
-        matrix[:, :factors] = table.table[:, :factors]
-    return FactorRows(matrix, None if table.device_bias is None else table.device_bias.copy())
-
-
-def table_of(device: Device, rows: FactorRows, plan: Plan, dtype: Any) -> DeviceFactors:
-    """Convert a working copy to the factors of a state, in float32 or float64."""
-    factors, width = plan.factors, stored_width(plan.rank, dtype)
-    if rows.bias is None and rows.matrix.shape[1] == width:
-        return DeviceFactors(device, rows.matrix.astype(dtype, copy=False), factors, None)
-    table = device.zeros((len(rows.matrix), width), dtype)
-    if table.dtype == rows.matrix.dtype:
-        arrays.copy(device, table[:, :factors], rows.matrix[:, :factors])
-    else:
-        table[:, :factors] = rows.matrix[:, :factors]
-    if rows.bias is not None:
-        arrays.fill(device, table[:, factors : factors + 1], 1)
-    return DeviceFactors(device, table, factors, rows.bias)
-
-
-def begin_finite_check(device: Device, *sides: DeviceFactors) -> Callable[[], bool]:
-    """Launch a check of tables of one dtype; the returned function waits, and says whether all elements are finite."""
-    checked = [array for side in sides for array in (side.table, side.device_bias) if array is not None]
-    if all(array.dtype == np.float32 for array in checked):
-        found = device.zeros(3, np.uint32)
-        for array in checked:
-            widen_range(device, found, array if len(array.shape) == 2 else array[:, None])
-        seen = device.begin_download(found)
-        return lambda: math.isfinite(read_range(seen())[0].largest)
-    total = device.zeros(1, np.float64)
-    for array in checked:
-        total += array.sum(dtype=np.float64)
-    added = device.begin_download(total)
-    return lambda: math.isfinite(added()[0])

@@ -308,14 +308,13 @@ class StreamedHalf(GpuHalf):
         table: Any = pull if in_place else device.zeros((n, fixed.table.shape[1]), fixed.table.dtype)
         bias = device.zeros(n, table.dtype) if self.objective.biases else None
         cleared = Cleared(device, n)
-        status = cleared.status
         kernels: Any = self.solvers[0].kernels_for(fixed, cleared) if self.solvers else None  # the same for all slabs
         operand = kernels and kernels.operand(fixed.table)
         with closing(self.entries()) as slabs:  # stops the thread after a failure
             for rows, part, indices, ratings in slabs:
                 first = None if start is None else start.part(rows)
                 given = (None if in_place else table[rows], None if pull is None else pull[rows])
-                systems = functools.cache(functools.partial(part.systems, status[rows], first, gram, *given))
+                systems = functools.cache(functools.partial(part.systems, cleared, first, gram, *given, rows))
                 entries = part.entries(indices, ratings, fixed, mean)
                 for _ in part.solve_all(kernels, operand, fixed.table, entries, systems):
                     pass
@@ -323,7 +322,7 @@ class StreamedHalf(GpuHalf):
                 if bias is not None:
                     bias[rows] = solved.device_bias
                 yield None
-        yield DeviceFactors(device, table, plan.factors, bias, cleared=cleared), status
+        yield DeviceFactors(device, table, plan.factors, bias, cleared=cleared), cleared.status
 
     def row_entries(self, at: np.ndarray) -> sp.csr_array:
         """Entries of some rows; not while slabs are loaded."""

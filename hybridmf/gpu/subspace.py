@@ -21,6 +21,7 @@ from ..device.cuda import Array, Device
 from ..plan.fused import BLOCK, table_width
 from ..plan.types import Plan
 from . import arrays
+from .assembly import Cleared
 from .factors import DeviceFactors, weighted_gram
 from .half import HalfSweep, Steps, row_segments
 from .launch import DeviceEntries
@@ -81,7 +82,7 @@ class SubspaceHalf(HalfSweep):
         """See `GpuHalf.steps`; reads the ranges of the blocks of the fixed side back to the host."""
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
-        whole = self.systems(self.device.zeros(len(self), np.int32), start, gram, pull=pull)
+        whole = self.systems(Cleared(self.device, len(self)), start, gram, pull=pull)
         entries = self._predicted(fixed, mean, whole.solutions)
         for block in self._fixed_blocks(fixed.table):
             systems = functools.cache(functools.partial(self._systems_of, block, whole))

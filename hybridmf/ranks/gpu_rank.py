@@ -324,7 +324,7 @@ class PartialRows(GpuHalf, DeviceRows):
         cleared = Cleared(self.device, len(self.degrees))
         kernels = self.kernels_for(fixed, cleared)
         self._operand = kernels.operand(fixed.table)
-        self._under_way = self.systems(cleared.status, start, gram), kernels, cleared
+        self._under_way = self.systems(cleared, start, gram), kernels, cleared
         self._stream = self._at_hand()
 
     def assemble(self, batch: int) -> tuple[Array, ...]:

@@ -20,7 +20,7 @@ from hybridmf.core.objective import Factors, Objective, State, Terms
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import sgd as cpu_sgd
 from hybridmf.cpu.als import aligned_zeros
-from hybridmf.cpu.sgd import Blocks, Copies, RowSweeps, Stretches
+from hybridmf.cpu.sgd import Blocks, RowSweeps, Stretches
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DivergedError, ModelFileError
 from hybridmf.native import _als, _sgd
@@ -144,7 +144,7 @@ def test_cut_into_many_kernel_calls(schedule, deterministic):
     """Ctrl-C is answered between calls, which change nothing but where an epoch can stop."""
     matrix, method = planted().astype(np.float64), method_of(schedule, deterministic)
     whole, cut = (solver_of(matrix, method, 5, **changes) for changes in ({}, {"batch_flops": 3000.0}))
-    work, calls = {side: Copies(cut.state.side(side), 0, 1) for side in ("user", "item")}, []
+    work, calls = {side: cut.kernels.copies(cut.state.side(side)) for side in ("user", "item")}, []
     for side in cut.kernels.passes:
         cut.kernels.move(0, side, work, PLAIN, 0, lambda: calls.append(1))
     assert len(calls) > 5
@@ -158,7 +158,7 @@ def test_losses_are_those_before_each_update():
     matrix = planted().astype(np.float64)
     for schedule in ("msgd", "hogwild", "blocks"):
         solver = solver_of(matrix, method_of(schedule), 4, regularization=0.0)
-        work = {side: Copies(solver.state.side(side), 0, 1) for side in ("user", "item")}
+        work = {side: solver.kernels.copies(solver.state.side(side)) for side in ("user", "item")}
         for side in solver.kernels.passes:
             solver.kernels.move(0, side, work, Terms(1e-300, 0.0, 0.0, 0.0, 0.0), 0, list)  # no step
         loss, _ = solver.kernels.begin_result()()

@@ -21,7 +21,6 @@ from hybridmf.errors import DeviceMemoryError, MemoryBudgetError, NotPositiveDef
 from hybridmf.formats import transpose
 from hybridmf.gpu.factors import Copiers, HostFactors, HostTables, range_on_host, to_device, to_host
 from hybridmf.gpu.offloaded import Drain, HostHalf, part_bounds
-from hybridmf.gpu.rows import row_range
 from hybridmf.model.engine import engine_for
 from hybridmf.plan import fused as plan_fused
 from hybridmf.plan.cost import cost_of
@@ -30,7 +29,7 @@ from hybridmf.plan.machine import Machine
 from hybridmf.plan.make import check_memory
 from hybridmf.ranks.su_als import RankALS
 from support.devices import NETFLIX, Tracked, on_a_gpu, plan_of
-from support.half_sweeps import FITS, OBJECTIVES, Problem, check_solution, plan_on, row_errors
+from support.half_sweeps import FITS, OBJECTIVES, Problem, check_solution, plan_on, row_errors, row_range
 from support.host_factors import (
     HOST_LIMIT,
     MATRIX,

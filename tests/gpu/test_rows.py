@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hybridmf.device.cuda import Device
-from hybridmf.gpu.rows import PARTS, THREADS, RowRange, add_pieces, clip_segments, read_range, row_range, widen_range
+from hybridmf.gpu.rows import PARTS, THREADS, RowRange, add_pieces, clip_segments, read_range, widen_range
+from support.half_sweeps import row_range
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

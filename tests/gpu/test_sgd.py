@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.core.objective import SIDES, Factors, Objective, State, Terms
+from hybridmf.core.objective import SIDES, Factors, Objective, Side, State, Terms
 from hybridmf.core.validate import as_csr
 from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
@@ -371,7 +372,9 @@ def hogwild_epoch(
     blocks = HogwildConfig.blocks_for(width, np.dtype(stored).itemsize, biases)
     config = HogwildConfig(blocks, workers, longest, batch)
     losses = device.empty(config.blocks(width, np.dtype(stored).itemsize), np.float64)
-    sgd.batch_hogwild(device, *rows, entries, problem.terms, config, losses)
+    schedule: Any = SimpleNamespace(device=device, held="user", entries=entries, config=config)
+    work: dict[Side, FactorRows] = {"user": rows[0], "item": rows[1]}
+    sgd.BatchHogwild.launch_pass(schedule, None, work, problem.terms, losses)
     users, items, ratings = entries_of(device, entries)
     start = State(*(Factors(f.matrix.astype(stored), f.bias) for f in problem.factors), problem.terms.mean)
     expected = reference.sgd_entries(users, items, ratings, start, problem.terms)
@@ -762,8 +765,9 @@ def test_infinite_values_are_found(dtype, bad, where, device):
         return DeviceFactors(device, device.upload(table), 5, device.upload(bias))
 
     with device.active():
-        assert sgd.begin_finite_check(device, side(0, None), side(37, bad))() == (bad is None)
-        assert sgd.begin_finite_check(device, side(3, bad), side(37, None))() == (bad is None)
+        kernels: Any = SimpleNamespace(device=device, _sums=device.zeros(1, np.float64), passes=(None,))
+        for sides in ((side(0, None), side(37, bad)), (side(3, bad), side(37, None))):
+            assert GpuEpochs.begin_result(kernels, *sides)() == (0.0, bad is None)
 
 
 @pytest.mark.parametrize("ordering", sgd.LAYOUTS)

@@ -16,7 +16,6 @@ from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.device.cuda import Device, open_device
 from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
 from hybridmf.gpu.factors import DeviceFactors
-from hybridmf.gpu.rows import row_range
 from hybridmf.model import ranked
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
@@ -29,6 +28,7 @@ from hybridmf.ranks.multi_als import MultiALS
 from hybridmf.ranks.su_als import RankALS
 from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
 from support import reference
+from support.half_sweeps import row_range
 from support.ranks import (
     MODELS,
     RANK,

@@ -9,8 +9,10 @@ from hybridmf.core.objective import Factors, Objective
 from hybridmf.core.validate import as_csr
 from hybridmf.cpu import als as cpu
 from hybridmf.data.slabs import InMemory
+from hybridmf.device.cuda import Array, Device
 from hybridmf.gpu.factors import to_device
 from hybridmf.gpu.half import HalfSweep
+from hybridmf.gpu.rows import RowRange, read_range, widen_range
 from hybridmf.plan.als import ALS
 from hybridmf.plan.als_gpu import gpu_plan
 from hybridmf.plan.make import make_plan
@@ -173,3 +175,10 @@ def check_solution(problem: Problem, solved: Factors) -> None:
     errors, eps = row_errors(solved, problem.exact()), np.finfo(problem.dtype).eps
     limit = 1e-9 if problem.dtype == "float64" else 16 * row_errors(problem.plain(), problem.exact()).max() + 16 * eps
     assert errors.max() < limit, f"error {errors.max():.1e}, limit {limit:.1e}, errors of rows {errors}"
+
+
+def row_range(device: Device, table: Array, status: Array | None = None) -> tuple[RowRange, bool]:
+    """The range of a table's rows, and whether any status is not 0."""
+    found = device.zeros(3, np.uint32)
+    widen_range(device, found, table, status)
+    return read_range(device.download(found))

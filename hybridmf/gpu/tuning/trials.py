@@ -178,8 +178,7 @@ class TrialHalf(HalfSweep):
         batch = next(iter(self.batches))
         sums = kernels.empty(len(batch.segments))
         kernels.assemble(sums, operand, entries, batch.segments)
-        status = self.device.zeros(len(self), np.int32)
-        return self.systems(status, None, None), sums, batch.slots, batch.rows, entries
+        return self.systems(Cleared(self.device, len(self)), None, None), sums, batch.slots, batch.rows, entries
 
 
 def als_trial(
