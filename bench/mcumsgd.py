@@ -40,7 +40,7 @@ from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import ORDERS
-from hybridmf.ranks.mcumsgd import MultiSGD, share_layout
+from hybridmf.ranks.mcumsgd import MultiSGD
 
 SAMPLE = 1 << 20
 """Entries whose errors give the RMSE."""
@@ -204,13 +204,15 @@ def check(ranks: int, order: str) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
-def balance(data: Data, ranks: int) -> float:
+def balance(data: Data, solver: MultiSGD) -> float:
     """See the top."""
-    degrees = {"user": np.diff(data.user.indptr), "item": np.diff(data.item.indptr)}
-    bounds = share_layout(degrees, ranks).bounds
+    ranks, bounds = solver.size, solver.ranks[0].layout.bounds
     of_user = np.repeat(np.arange(ranks), np.diff(data.user.indptr[bounds["user"]]))
     of_item = np.searchsorted(bounds["item"], data.user.indices, side="right") - 1
-    counts = np.bincount(of_user * ranks + of_item, minlength=ranks * ranks).reshape(ranks, ranks)
+    rotates = np.ones(data.user.shape[1], dtype=bool)
+    rotates[solver.ranks[0].popular] = False
+    kept = rotates[data.user.indices]
+    counts = np.bincount((of_user * ranks + of_item)[kept], minlength=ranks * ranks).reshape(ranks, ranks)
     steps = [[counts[q, (q + step) % ranks] for q in range(ranks)] for step in range(ranks)]
     return float(sum(np.mean(step) for step in steps) / sum(max(step) for step in steps))
 
@@ -238,7 +240,7 @@ def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
         "set_up_s": round(set_up, 3),
         "epochs": WARM_UP + count,
         "rmse": data.rmse(solver),
-        "balance": balance(data, ranks) if ranks else 1.0,
+        "balance": balance(data, solver) if ranks else 1.0,
         "ms_passes": {name: round(value, 3) for name, value in passes_of_an_epoch(solver).items()},
     }
     if ranks:

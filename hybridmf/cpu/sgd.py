@@ -163,7 +163,7 @@ def _schedule(block: GridBlock, plan: Plan, method: SgdMethod) -> Schedule:
 class CpuEpochs:
     """SGD on the CPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `WorkingRows`.
 
-    `blocks`: one; a rank has one for each range of items. `plan`: `num_threads` is the number of this rank.
+    `blocks`: one; a rank has several. `plan`: `num_threads` is the number of this rank.
     """
 
     def __init__(self, blocks: list[GridBlock], objective: Objective, plan: Plan) -> None:
@@ -214,6 +214,8 @@ class CpuEpochs:
         out = np.empty((len(matrix), self.plan.factors), dtype=matrix.dtype)
         _sgd.copy_rows(out, matrix, self.plan.num_threads)
         return out
+
+    fixed = copies
 
     def move(
         self,
@@ -275,6 +277,13 @@ class CpuEpochs:
             received[name] = aligned_zeros(array.shape, array.dtype)
             received[name][...] = array
         return work._replace(**received)
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        return rows
+
+    def merged(self, work: WorkingRows, other: WorkingRows, places: np.ndarray) -> WorkingRows:
+        pairs = zip(self.arrays(work), self.arrays(other), strict=True)
+        return self.arrived(work, [np.concatenate(pair)[places] for pair in pairs])
 
     def _names(self) -> list[str]:
         names = ["matrix"] + ["bias"] * self.objective.biases

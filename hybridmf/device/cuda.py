@@ -459,6 +459,18 @@ class CudaDevice:
         with self.active():
             self._cupy.cuda.get_current_stream().wait_event(self.health.mark(self._beside))
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Launch work concurrently with work outside of the context, as in `beside`, on a third stream."""
+        with self.active(), self._aside:
+            yield
+
+    def receive(self, target: Array, source: Array) -> None:
+        """Copy an array of another GPU to one of this GPU, on the current stream."""
+        assert source.flags.c_contiguous and target.flags.c_contiguous and source.nbytes == target.nbytes
+        with self.active():
+            target.data.copy_from_device_async(source.data, source.nbytes, self._cupy.cuda.get_current_stream())
+
     def send(self, target: Array, source: Array, after: Sequence[Any]) -> Any:
         """Copy an array of this GPU to one of another GPU, after marks of either; returns the mark behind it.
 
@@ -480,6 +492,11 @@ class CudaDevice:
     def _sending(self) -> Any:
         """The stream of `send`."""
         return self._cupy.cuda.Stream(non_blocking=True)
+
+    @functools.cached_property
+    def _aside(self) -> Any:
+        """The stream of `aside`."""
+        return self._cupy.cuda.Stream(non_blocking=True, priority=-1)
 
     def copier(self) -> CudaCopier:
         """Copies to and from the device, on a stream of their own."""

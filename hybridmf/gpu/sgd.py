@@ -6,7 +6,7 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -377,6 +377,7 @@ class Msgd:
         multiprocessors busy while the last long rows end. The result is the same.
     `ranks`: GPUs that share an epoch. With several, each has a block of the ratings, and its longest row decides the
         time of a step, so long rows take the configuration with the lowest latency.
+    `bins`: thread blocks for long rows, of the number that the device runs at a time. Default: all.
     `read`: that of the ratings (default), or float16: each pass reads a copy of the fixed side in float16, and "mixed"
         is the only ordering.
     """
@@ -384,6 +385,7 @@ class Msgd:
     def __init__(
         self, device: Device, matrices: GridBlock, ordering: str, factors: int, long_row: int | None,
         beside: bool = True, ranks: int = 1, read: np.dtype | None = None,
+        bins: Callable[[int], int] = int,
     ) -> None:  # fmt: skip
         self.device, self.layouts, self.beside = device, LAYOUTS[ordering], beside
         self.stored = matrices["user"].dtype
@@ -411,7 +413,7 @@ class Msgd:
             order = np.argsort(-degrees, kind="stable")[: np.count_nonzero(degrees)].astype(np.int32)
             n_long = 0 if long_row is None else int(np.count_nonzero(degrees >= long_row))
             long, short = np.split(order, [n_long])
-            n_bins = config.per_sm(spec) * spec.multiprocessors
+            n_bins = max(1, bins(config.per_sm(spec) * spec.multiprocessors))
             self.long[side] = Bins.balance(device, long, degrees[long], n_bins)
             self.short[side] = device.upload(short)
             _check_walk(device, walk, self.stored, short=self.short[side])
@@ -656,23 +658,30 @@ def long_row_of(ranks: int) -> int:
 class GpuEpochs:
     """SGD on a GPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `FactorRows`.
 
-    `blocks`: one; a rank has one for each range of items.
+    `blocks`: one; a rank has one for each range of items, then possibly that of the popular items, whose items it
+        updates aside (`hybridmf.device.cuda.CudaDevice.aside`), in thread blocks that the other passes leave free.
     `long_row`: entries of a row, in a block of ratings, from which a centralized pass gives it a thread block. Default:
     `long_row_of` with the ordering "mixed", otherwise none.
     `beside`: see `Msgd`.
+    `ranks`: ranges of items. Default: the number of blocks.
     """
 
     def __init__(
         self, device: Device, blocks: list[GridBlock], objective: Objective, plan: Plan,
-        long_row: int | None = None, beside: bool = True,
+        long_row: int | None = None, beside: bool = True, ranks: int | None = None,
     ) -> None:  # fmt: skip
         assert isinstance(plan.method, SgdMethod)
         self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
-        self.dtype, self.ranks, self.beside = blocks[0]["user"].dtype, len(blocks), beside
+        self.dtype, self.ranks, self.beside = blocks[0]["user"].dtype, ranks or len(blocks), beside
         mixed = self.method.ordering == "mixed"
         self.long_row = long_row_of(self.ranks) if long_row is None and mixed else long_row
         self.passes = passes_of(self.method)
-        self.schedules = [self._schedule(block) if block["user"].nnz else None for block in blocks]
+        popular = blocks[self.ranks]["item"] if len(blocks) > self.ranks else None
+        walks = 0 if popular is None or not popular.nnz else ceil_div(popular.nnz, int(np.diff(popular.indptr).max()))
+        self.schedules = [
+            self._schedule(block, walks, number == self.ranks) if block["user"].nnz else None
+            for number, block in enumerate(blocks)
+        ]
         working = next((schedule for schedule in self.schedules if schedule is not None), None)
         self._form = (self.dtype, self.dtype) if working is None else (working.stored, working.read)
         # for all passes of an epoch, added up once
@@ -688,12 +697,18 @@ class GpuEpochs:
         self._indptr = [{side: block[side].indptr for side in SIDES} for block in blocks]
         self._segments: dict[int, Array] = {}
 
-    def _schedule(self, block: GridBlock) -> Schedule:
+    def _schedule(self, block: GridBlock, walks: int, is_popular: bool) -> Schedule:
+        """`walks`: thread blocks that update the popular items in the time of the longest one; at most half of all."""
         if self.method.schedule != "msgd":
             return BatchHogwild(self.device, block, self.plan, self.method)
+
+        def bins(most: int) -> int:
+            kept = min(walks, most // 2)
+            return kept if is_popular else most - kept
+
         read = np.dtype(np.float16) if self.plan.precision == "float16" else None
         sizes = (self.method.ordering, self.plan.factors, self.long_row)
-        return Msgd(self.device, block, *sizes, self.beside, self.ranks, read)
+        return Msgd(self.device, block, *sizes, self.beside and not is_popular, self.ranks, read, bins)
 
     def active(self) -> AbstractContextManager[None]:
         return self.device.active()
@@ -717,6 +732,14 @@ class GpuEpochs:
             matrix[:, :columns] = factors.table[:, :columns]
         return FactorRows(matrix, None if factors.device_bias is None else factors.device_bias.copy())
 
+    def fixed(self, factors: Factors) -> FactorRows:
+        assert isinstance(factors, DeviceFactors)
+        stored, read = self._form
+        plain = factors.device_bias is None and factors.table.dtype == stored
+        if plain and factors.table.shape[1] == stored_width(self.plan.factors, read):
+            return FactorRows(factors.table)
+        return self.copies(factors)
+
     def move(
         self,
         block: int,
@@ -729,7 +752,9 @@ class GpuEpochs:
         """See `EpochKernels`; launches without waiting."""
         schedule = self.schedules[block]
         if schedule is not None:
-            schedule.launch_pass(side, work, terms, self._sums_of[block, side])
+            aside = block == self.ranks and side == "item"
+            with self.device.aside() if aside else nullcontext():
+                schedule.launch_pass(side, work, terms, self._sums_of[block, side])
             between()
 
     def factors(self, work: FactorRows) -> DeviceFactors:
@@ -798,3 +823,15 @@ class GpuEpochs:
 
     def arrived(self, work: FactorRows, arrays: Sequence[Array]) -> FactorRows:
         return FactorRows(*arrays)
+
+    def places(self, rows: np.ndarray) -> Array:
+        return self.device.upload(rows.astype(np.int32))
+
+    def merged(self, work: FactorRows, other: FactorRows, places: Array) -> FactorRows:
+        merged = []
+        for above, below in zip(self.arrays(work), self.arrays(other), strict=True):
+            stacked = self.device.empty((len(above) + len(below), *above.shape[1:]), above.dtype)
+            arrays.copy(self.device, stacked[: len(above)], above)
+            arrays.copy(self.device, stacked[len(above) :], below)
+            merged.append(arrays.gather(self.device, stacked, places))
+        return FactorRows(*merged)

@@ -29,8 +29,8 @@ Passes = tuple[Side | None, ...]
 """Of an epoch. MSGD (Alg. 1) updates the items by their entries with the users fixed, then the users with the items
 fixed; other schedules have one pass (None), whose updates move a user and an item."""
 
-Step = tuple[int, Side | None] | None
-"""Block and side of a pass; None where every rank must have come before any goes on."""
+Step = tuple[int, Side | None, dict[Side, Any]] | None
+"""Block, side and working copies of a pass; None where every rank must have come before any goes on."""
 
 RISE = 2.0
 """Training loss of an epoch, relative to the lowest previous one, above which the fit has diverged."""
@@ -40,7 +40,7 @@ SUMMING = ("rpcs", "adagrad")
 
 
 class EpochKernels(Protocol):
-    """A schedule on a device, over blocks of ratings: all of them, or those of a rank with each range of items.
+    """A schedule on a device, over blocks of ratings: all of them, or those of a rank (`hybridmf.ranks.mcumsgd`).
 
     `work` is a working copy of the factors of some rows, whose form is the device's.
     """
@@ -55,6 +55,9 @@ class EpochKernels(Protocol):
 
     def copies(self, factors: Factors) -> Any:
         """Working copy of factors."""
+
+    def fixed(self, factors: Factors) -> Any:
+        """Factors that a pass reads, as a working copy that must not be updated."""
 
     def move(
         self,
@@ -90,6 +93,12 @@ class EpochKernels(Protocol):
 
     def arrived(self, work: Any, arrays: Sequence[Any]) -> Any:
         """Working copy of a received range of items, in the form of `work`."""
+
+    def places(self, rows: np.ndarray) -> Any:
+        """Row numbers where `merged` takes them."""
+
+    def merged(self, work: Any, other: Any, places: Any) -> Any:
+        """Working copy with rows `places` of `work` and, below it, `other`."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +155,8 @@ class EpochSolver(Unconnected):
             if step is None:
                 yield None
             else:
-                block, side = step
-                kernels.move(block, side, work, terms[side], self.epoch, self._between)
+                block, side, operands = step
+                kernels.move(block, side, operands, terms[side], self.epoch, self._between)
         users = kernels.factors(work.pop("user"))
         state = State(users, kernels.factors(work.pop("item")), self.state.mean)
         yield Epoch(state, kernels.begin_result(state.user, state.item))
@@ -170,7 +179,7 @@ class EpochSolver(Unconnected):
     def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
         """The steps of an epoch; `work` may change between two of them."""
         for side in self.kernels.passes:
-            yield 0, side
+            yield 0, side, work
 
     def _between(self) -> None:
         """Stop the epoch by an error where it may be stopped."""

@@ -14,7 +14,20 @@ a different entry: users are updated from items that all ranks' users have updat
 items that the same users have updated last, and an item with many entries keeps little of the others' updates: ranges
 of users learn separate factors, and the loss falls less per epoch.
 
+Popular items. The updates of an item are sequential, so a step takes at least as long as its longest item. With
+"passes", items that take longer than the rest of a step do not rotate (`popular_items`). Rank 0 updates them from its
+users' ratings and hands them to rank 1, and so on; the last rank hands them to all. That takes as long as one walk over
+the longest item, but beside the steps of the other items and of the users. Users process popular items last. If no item
+is popular, all items rotate.
+
 No two ranks hold the same row at a time, so factors depend only on the order and the number of ranks.
+
+Synchronization on GPUs of one process; `peers` has the copies. The stream `aside` of a GPU updates popular items; it
+starts after the copies of the factors at the start of the epoch and ends before the last step, which alone reads the
+popular items on the main stream. In between, the two streams share only the ratings and the users before the epoch,
+which neither writes: the main stream updates copies of the users. Rank q + 1 copies the items of rank q, aside, after
+the update of rank q, which writes them no more; all ranks copy those of the last rank in the same way. Over a
+communicator, a rank updates popular items in step q, before any of its users, and all ranks receive them.
 
 A rank runs on the CPU or on a GPU, over any communicator (`hybridmf.ranks.transport.communicator`).
 """
@@ -22,54 +35,100 @@ A rank runs on the CPU or on a GPU, over any communicator (`hybridmf.ranks.trans
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State
-from ..core.sparse import columns_of, rows_of, transposed
+from ..core.sparse import columns_of, csr_of, rows_of, take_rows, transposed
 from ..cpu.sgd import CpuEpochs
 from ..data.fingerprint import fingerprint
 from ..device.cuda import open_device
 from ..errors import CommunicatorError
 from ..gpu.factors import DeviceFactors
 from ..gpu.sgd import GpuEpochs
-from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Solved, Step
+from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Solved, Step, starting_state
 from ..plan.grid import Grid, RankLayout
+from ..plan.sgd import LONG_ROW, SgdMethod
 from ..plan.types import Plan
 from .group import RankGroup
 from .joined import JoinedFactors
 from .transport.communicator import Array, Communicator, check_agreement
 from .transport.peers import PeerCopies
 
-StartSendrecv = Callable[[Sequence[Array], int, int, Sequence[Array]], Callable[[], list[Array]]]
-"""The signature of `Communicator.start_sendrecv`."""
+WALK = 48_000
+"""Entries times factors that a pass processes in the time of one entry of a walk, for up to 128 factors. On an H200, an
+entry of the longest row takes 27 ns (cuda/msgd.cu), and one of all rows together 0.07 ns at f = 128; beyond that both
+take longer."""
+
+MOST_WALKS = 64
+"""Maximum entries of popular items, relative to the longest: so many thread blocks update them, half of a GPU's."""
+
+MIN_POPULAR = LONG_ROW
+"""Minimum entries of a popular item: on small problems another step takes longer than it saves."""
 
 # ---------------------------------------------------------------------------------------------- shares
 
 
-def share_layout(degrees: dict[Side, np.ndarray], size: int) -> RankLayout:
-    """Ranges of users and of items with about equal numbers of entries, one of each per rank."""
+def share_layout(degrees: dict[Side, np.ndarray], size: int, popular: np.ndarray) -> RankLayout:
+    """Ranges of users and of items, one of each per rank, with about equal numbers of entries besides `popular`."""
+    rest = degrees["item"].copy()
+    rest[popular] = 0
+    degrees = {"user": degrees["user"], "item": rest}
     return RankLayout.even(degrees, dict.fromkeys(SIDES, Grid(1, size)), 0.0)
 
 
+def popular_items(degrees: np.ndarray, size: int, plan: Plan) -> np.ndarray:
+    """Items whose walk in a block of one of `size` ranks takes longer than the whole block; int64, ascending.
+
+    `degrees`, int (n_items,). None on one rank, and in the order "blocks".
+    """
+    order = np.argsort(-degrees, kind="stable")
+    if size == 1 or cast(SgdMethod, plan.method).order == "blocks":
+        return order[:0]
+    walks = degrees[order].astype(np.float64)
+    longer = walks > max(MIN_POPULAR, walks.sum() * min(plan.factors, 128) / (size * WALK))
+    few = np.cumsum(walks) <= MOST_WALKS * walks[:1]
+    return np.sort(order[longer & few])
+
+
 def cut_share(
-    user_items: sp.csr_array, layout: RankLayout, rank: int, num_threads: int, item_users: sp.csr_array | None = None
+    user_items: sp.csr_array,
+    layout: RankLayout,
+    rank: int,
+    num_threads: int,
+    item_users: sp.csr_array | None = None,
+    *,
+    popular: np.ndarray,
 ) -> list[GridBlock]:
-    """The ratings of a rank's users, one block for each range of items; `item_users` saves half of the time."""
+    """The ratings of a rank's users, one block for each range of items, and one of `popular` items if there are any.
+
+    `item_users` saves half of the time.
+    """
     if item_users is not None and layout.size == 1:
         return [{"user": user_items, "item": item_users}]
     users = layout.own("user", rank)
     by_item = (
         transposed(rows_of(user_items, *users), num_threads) if item_users is None else columns_of(item_users, *users)
     )
-    blocks: list[GridBlock] = []
-    for other in range(layout.size):
-        items = rows_of(by_item, *layout.own("item", other))
-        blocks.append({"user": transposed(items, num_threads), "item": items})
-    return blocks
+    last = []
+    if len(popular):
+        last.append(take_rows(by_item, popular))
+        by_item = _emptied(by_item, popular)
+    parts = [rows_of(by_item, *layout.own("item", other)) for other in range(layout.size)] + last
+    return [{"user": transposed(items, num_threads), "item": items} for items in parts]
+
+
+def _emptied(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
+    """The matrix without the entries of some rows."""
+    others = take_rows(matrix, np.delete(np.arange(matrix.shape[0]), rows))
+    degrees = np.diff(matrix.indptr)
+    degrees[rows] = 0
+    indptr = np.concatenate(([0], np.cumsum(degrees, dtype=np.int64)))
+    return csr_of(indptr, others.indices, others.data, matrix.shape[1])
 
 
 # ---------------------------------------------------------------------------------------------- one rank
@@ -86,7 +145,7 @@ class RankSGD(EpochSolver):
     `item_users`: the ratings by items, if they are known; saves time.
     `completed`: completed epochs that led to `state`.
     `make_kernels`: maps ``(blocks, objective, plan)`` to this rank's device. Default: the CPU.
-    `start_sendrecv`: moves the items, like `Communicator.start_sendrecv`. Default: that of the communicator.
+    `peers`: copies items in place of the communicator, for the ranks of one thread.
     `agreed`: skip the check that all ranks have the same arguments.
     """
 
@@ -101,11 +160,11 @@ class RankSGD(EpochSolver):
         *,
         make_kernels: Callable[[list[GridBlock], Objective, Plan], EpochKernels] = CpuEpochs,
         item_users: sp.csr_array | None = None,
-        start_sendrecv: StartSendrecv | None = None,
+        peers: PeerCopies | None = None,
         agreed: bool = False,
     ) -> None:
         self.communicator, self.rank, self.size = communicator, communicator.rank, communicator.size
-        self._start_sendrecv = start_sendrecv or communicator.start_sendrecv
+        self._peers = peers
         if not agreed:
             first = [state.side(side).part(slice(1)).matrix.tobytes() for side in SIDES]
             facts = {"data": fingerprint(user_items), "objective": objective, "method": plan.method, "state": first}
@@ -115,11 +174,16 @@ class RankSGD(EpochSolver):
         else:
             items = np.diff(item_users.indptr)
         degrees: dict[Side, np.ndarray] = {"user": np.diff(user_items.indptr), "item": items}
-        self.layout = share_layout(degrees, self.size)
+        self.popular = popular_items(items, self.size, plan)
+        self.layout = share_layout(degrees, self.size, self.popular)
         own = {side: slice(*self.layout.own(side, self.rank)) for side in SIDES}
-        kernels = make_kernels(
-            cut_share(user_items, self.layout, self.rank, plan.num_threads, item_users), objective, plan
-        )
+        blocks = cut_share(user_items, self.layout, self.rank, plan.num_threads, item_users, popular=self.popular)
+        kernels = make_kernels(blocks, objective, plan)
+        self._popular: Factors | None = None  # of the state
+        self._next_popular: Factors | None = None
+        if len(self.popular):
+            whole = starting_state(state, cast(SgdMethod, plan.method), plan.factors, completed)
+            self._start_popular(kernels, whole.item)
         state = State(state.user.part(own["user"]), state.item.part(own["item"]), state.mean)
         own_degrees = {side: degrees[side][rows] for side, rows in own.items()}
         super().__init__(kernels, objective, plan, state, own_degrees, completed)
@@ -132,23 +196,79 @@ class RankSGD(EpochSolver):
         sums = self.communicator.allreduce(np.array([loss, not is_finite], dtype=np.float64))
         return float(sums[0]), not sums[1]
 
+    def keep(self, step: None, solved: Solved) -> None:
+        super().keep(step, solved)
+        self._popular = self._next_popular
+
     def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
         own, last = work["item"], self._last_step()
+        popular = self._begin_popular(work)
         for step in range(last + 1):
             block = (self.rank + step) % self.size
             if step < self.size:
-                yield block, "item"
+                if popular and step == self.rank:
+                    yield self.size, "item", popular
+                yield block, "item", work
             arrives = None
             if step < last:
                 arrives = self._send(work["item"], (block + 1) % self.size)
+                receive = self._hand_on(popular, step)
                 yield None  # until all ranks have sent
+                receive()
             if step in self._user_steps():
-                yield block, "user"
+                yield block, "user", work
             if arrives is not None:
                 work["item"] = self.kernels.arrived(own, arrives())
                 if step + 1 == self.size:  # this rank's own items have returned, updated by all ranks
                     own = work["item"]
         work["item"] = own
+        if popular:
+            if self._peers is not None:
+                yield None  # until all ranks have received the popular items
+                self._peers.join(self.rank)
+            yield self.size, "user", {"user": work["user"], "item": popular["item"]}
+            work["item"] = self.kernels.merged(own, popular["item"], self._places)
+            self._next_popular = self.kernels.factors(popular["item"])
+
+    # ------------------------------------------------------------------------------------------------ popular items
+
+    def _start_popular(self, kernels: EpochKernels, items: Factors) -> None:
+        """Keep the popular items of a state, and their places among those of this rank."""
+        rows, (first, last) = self.popular, self.layout.own("item", self.rank)
+        places, own = np.arange(last - first), np.flatnonzero((rows >= first) & (rows < last))
+        places[rows[own] - first] = last - first + own
+        host = items.on_host()
+        squares = None if host.squares is None else host.squares.take(rows)
+        with kernels.active():
+            self._places = kernels.places(places)
+            self._popular = kernels.hold(replace(host.take(rows), squares=squares))
+
+    def _begin_popular(self, work: dict[Side, Any]) -> dict[Side, Any]:
+        """Working copies for the updates of popular items; none without any."""
+        if self._popular is None:
+            return {}
+        items = self.kernels.copies(self._popular)
+        if self._peers is None:
+            return {"user": work["user"], "item": items}
+        users = self.kernels.fixed(self.state.user)
+        self._peers.fork(self.rank)
+        return {"user": users, "item": items}
+
+    def _hand_on(self, popular: dict[Side, Any], step: int) -> Callable[[], None]:
+        """Start to copy popular items, updated by rank `step`, to the next rank, from the last one to all."""
+        if not popular or step >= self.size:
+            return lambda: None
+        arrays, is_last = self.kernels.arrays(popular["item"]), step == self.size - 1
+        if self._peers is None:
+            counts = [len(self.popular) if rank == step else 0 for rank in range(self.size)]
+            given = [array[: counts[self.rank]] for array in arrays]
+            received = [self.communicator.allgatherv(array, counts) for array in given]
+            popular["item"] = self.kernels.arrived(popular["item"], received)
+        elif is_last or self.rank in (step, step + 1):
+            return self._peers.start_handing_on(self.rank, step, arrays)
+        return lambda: None
+
+    # ------------------------------------------------------------------------------------------------ steps
 
     def _user_steps(self) -> range:
         """Steps that update the users; steps 0 to p - 1 update the items."""
@@ -167,8 +287,10 @@ class RankSGD(EpochSolver):
         """Start to send items to rank q - 1 and to receive those of range `following` from rank q + 1."""
         first, last = self.layout.own("item", following)
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        likes = self.kernels.likes(items, last - first)
-        return self._start_sendrecv(self.kernels.arrays(items), before, after, likes)
+        given = (self.kernels.arrays(items), before, after, self.kernels.likes(items, last - first))
+        if self._peers is None:
+            return self.communicator.start_sendrecv(*given)
+        return self._peers.start_sendrecv(self.rank, *given)
 
     def objective_value(self) -> float:
         """The objective at the current factors of all ranks, in float64."""
@@ -179,6 +301,8 @@ class RankSGD(EpochSolver):
     def own_objective(self, items: Sequence[Factors]) -> float:
         """Part of the objective of this rank's users and own items; `items` has all ranges of items, here."""
         users, mean = self.state.user, self.state.mean
+        if self._popular is not None:
+            items = [*items, self._popular]
         return self._with_penalty(sum(self.kernels.loss(block, users, part, mean) for block, part in enumerate(items)))
 
     def _all_items(self) -> list[Factors]:
@@ -232,9 +356,9 @@ class MultiSGD:
             )
             if self.peers is None:
                 return make_rank()
-            kernels = partial(GpuEpochs, self.peers.devices[control.rank], long_row=long_row, beside=beside)
-            copies = partial(self.peers.start_sendrecv, control.rank)
-            return make_rank(make_kernels=kernels, start_sendrecv=copies)
+            device = self.peers.devices[control.rank]
+            kernels = partial(GpuEpochs, device, long_row=long_row, beside=beside, ranks=self.size)
+            return make_rank(make_kernels=kernels, peers=self.peers)
 
         self.ranks: list[RankSGD] = self.group.open(make)
         self.state = state

@@ -73,11 +73,13 @@ def multi(matrix, method, completed=0, state=None, order="passes", **options) ->
 def twin(matrix, method, state: State, ranks: int, epochs: int, order: str = "passes", objective=None) -> State:
     """The same epochs in float64, one rank after the other."""
     matrix = as_csr(matrix, dtype=matrix.dtype)
-    bounds, width = shares(matrix, ranks).bounds, sums_width(method, state.user.matrix.shape[1])
+    plan = problem(matrix, replace(method, order=order), state.user.matrix.shape[1])[2]
+    layout, popular = shares(matrix, ranks, plan)
+    bounds, width = layout.bounds, sums_width(method, state.user.matrix.shape[1])
     for epoch in range(epochs):
         objective = objective or Objective.explicit(0.05, "count", state.user.bias is not None)
         terms = {side: terms_at(method, objective, state.mean, epoch, side) for side in SIDES}
-        state = reference.mcumsgd(matrix, state, terms, bounds["user"], bounds["item"], width, order)
+        state = reference.mcumsgd(matrix, state, terms, bounds["user"], bounds["item"], width, order, popular)
     return state
 
 
@@ -126,6 +128,83 @@ def test_the_cyclic_order(backend, order, ranks, biases, ratings_matrix):
     solver.close()
 
 
+@pytest.fixture(params=["some", "all"])
+def popular(request, monkeypatch):
+    """Items that do not rotate: a third of them, some in each range, or all, so that no other ones are left."""
+    few = {"some": 13, "all": 0}[request.param]
+    for name, value in {"MIN_POPULAR": few, "WALK": 1e9, "MOST_WALKS": 1e9}.items():
+        monkeypatch.setattr(mcumsgd, name, value)
+    return request.param
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_popular_items_are_handed_on(backend, ranks, biases, popular, ratings_matrix):
+    """Beside the steps, in the order of the ranks; users meet them last. The objective includes their entries."""
+    method, matrix = method_of(), ratings_matrix.astype(np.float64)
+    solver = multi(matrix, method, ranks=ranks, biases=biases)
+    items = np.flatnonzero(np.bincount(matrix.indices))
+    found, bounds = solver.ranks[0].popular, solver.ranks[0].layout.bounds["item"]
+    if popular == "all":
+        assert found.tolist() == items.tolist()
+    else:
+        counts = np.histogram(found, bounds)[0]
+        assert counts.all() and (counts < np.diff(bounds)).all()
+    start = solver.state
+    state = run(solver, 3).on_host()
+    assert relative_error(state, twin(matrix, method, start, ranks, 3)) < 1e-12
+    expected = reference.objective_value(matrix, state, solver.ranks[0].objective)
+    assert solver.objective_value() == pytest.approx(expected, rel=1e-12)
+    solver.close()
+
+
+@pytest.mark.parametrize("rate_schedule", RATE_SCHEDULES)
+def test_sums_of_squares_of_popular_items(rate_schedule, popular, ratings_matrix):
+    """They are handed on and kept between epochs and fits: two epochs and two more are four."""
+    method, matrix = method_of(rate_schedule=rate_schedule), ratings_matrix.astype(np.float64)
+    solver = multi(matrix, method, ranks=3, biases=True)
+    start, middle = solver.state, run(solver, 2).on_host()
+    assert relative_error(run(solver, 2), twin(matrix, method, start, 3, 4)) < 1e-12
+    again = multi(matrix, method, completed=2, state=middle, ranks=3, biases=True)
+    assert_same_bits(run(again, 2).on_host(), solver.state.on_host())
+
+
+def test_popular_items_over_a_communicator(popular, ratings_matrix):
+    """Each rank by itself gives the bits of the ranks of one solver; its state has its own items, popular ones, too."""
+    parts = problem(ratings_matrix, method_of(), biases=True, ranks=3)
+    together = multi(ratings_matrix, method_of(), biases=True, ranks=3)
+    expected, value = run(together, 2).on_host(), together.objective_value()
+    found = run_ranks(3, lambda c: spmd(c, parts))
+    users, items = (JoinedFactors([state.side(side) for state, _ in found]) for side in SIDES)
+    assert_same_bits(State(users, items), State(expected.user, expected.item))
+    assert [each for _, each in found] == [value] * 3
+
+
+def test_which_items_are_popular(monkeypatch):
+    """Those whose walk takes longer than the rest of a step, as many as walk at a time; none on one rank."""
+    degrees = np.r_[np.full(30_000, 3_000), 190_000, 100_000, 150_000]
+
+    def popular(degrees, size, factors):
+        plan = problem(planted(), method_of(), rank=factors)[2]
+        return mcumsgd.popular_items(degrees, size, plan).tolist()
+
+    assert popular(degrees, 2, 128) == [30_000, 30_002]
+    assert popular(degrees, 2, 512) == [30_000, 30_002]  # their walks are slower as well
+    assert popular(degrees, 2, 64) == [30_000, 30_001, 30_002]
+    assert popular(degrees, 4, 128) == [30_000, 30_001, 30_002]
+    monkeypatch.setattr(mcumsgd, "MOST_WALKS", 2)
+    assert popular(degrees, 4, 128) == [30_000, 30_002]
+    assert not popular(degrees // 6, 4, 128)  # a step more would take longer
+    assert not popular(np.empty(0, np.int64), 4, 128)
+
+
+@pytest.mark.parametrize(("ranks", "order"), [(1, "passes"), (2, "blocks")])
+def test_one_rank_and_blocks_have_no_popular_items(ranks, order, popular, ratings_matrix):
+    solver = multi(ratings_matrix, method_of(), ranks=ranks, order=order)
+    assert not len(solver.ranks[0].popular)
+    solver.close()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_lambdas_of_users_and_of_items(backend, ranks, ratings_matrix):
     """MSGD eq. 1: each side has its own, on one device and on several; the objective has both."""
@@ -142,8 +221,10 @@ def test_lambdas_of_users_and_of_items(backend, ranks, ratings_matrix):
     solver.close()
 
 
-def test_an_epoch_of_several_ranks_converges_like_an_epoch_of_one_device():
+def test_an_epoch_of_several_ranks_converges_like_an_epoch_of_one_device(monkeypatch):
     """Items walk long here. In Alg. 4's order each range of users gets factors of its own, and RMSEs are far apart."""
+    for name, value in {"WALK": 1e9, "MOST_WALKS": 12}.items():
+        monkeypatch.setattr(mcumsgd, name, value)
     matrix = planted(3000, 60, 0.5, 4, seed=1)
 
     def rmse_after_six(ranks, order):
@@ -153,8 +234,9 @@ def test_an_epoch_of_several_ranks_converges_like_an_epoch_of_one_device():
         return np.sqrt(np.mean((entries.data - scores) ** 2))
 
     alone = rmse_after_six(1, "passes")
-    for ranks in (2, 3, 4):
-        assert rmse_after_six(ranks, "passes") == pytest.approx(alone, rel=0.05), ranks
+    for ranks, fewest in ((2, 1e9), (3, 1e9), (4, 1e9), (2, 1), (4, 1)):  # without and with popular items
+        monkeypatch.setattr(mcumsgd, "MIN_POPULAR", fewest)
+        assert rmse_after_six(ranks, "passes") == pytest.approx(alone, rel=0.05), (ranks, fewest)
     assert rmse_after_six(2, "blocks") > 2 * alone
 
 
@@ -262,18 +344,19 @@ def test_objective(backend, biases, ratings_matrix):
 # --------------------------------------------------------------------------------------------- shares
 
 
-def shares(matrix, ranks):
+def shares(matrix, ranks, plan):
     degrees = {"user": np.diff(matrix.indptr), "item": np.bincount(matrix.indices, minlength=matrix.shape[1])}
-    return share_layout(degrees, ranks)
+    popular = mcumsgd.popular_items(degrees["item"], ranks, plan)
+    return share_layout(degrees, ranks, popular), popular
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_shares_hold_every_rating_once(ranks, ratings_matrix):
-    matrix = as_csr(ratings_matrix)
-    bounds = shares(matrix, ranks)
+    matrix, _, plan, _ = problem(ratings_matrix, method_of())
+    layout, popular = shares(matrix, ranks, plan)
     rows = []
     for rank in range(ranks):
-        blocks = cut_share(matrix, bounds, rank, 1)
+        blocks = cut_share(matrix, layout, rank, 1, popular=popular)
         for block in blocks:
             assert (block["user"] != block["item"].T).nnz == 0
         rows.append(sp.hstack([block["user"] for block in blocks]))
@@ -436,7 +519,8 @@ def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
     from support import emulated
 
     matrix, objective, plan, _ = problem(ratings_matrix, method_of())
-    blocks = cut_share(matrix, shares(matrix, 4), 0, 1)
+    layout, popular = shares(matrix, 4, plan)
+    blocks = cut_share(matrix, layout, 0, 1, popular=popular)
     rows = [GpuEpochs(emulated.EmulatedDevice(), blocks[:n], objective, plan).long_row for n in (1, 2, 4)]
     assert rows == [gpu_sgd.LONG_ROW, gpu_sgd.LONG_ROW // 2, gpu_sgd.LONG_ROW // 4]
     monkeypatch.setattr(gpu_sgd, "LONG_ROW", 2 * gpu_sgd.SHORTEST_LONG_ROW)

@@ -397,11 +397,13 @@ def mcumsgd(
     item_bounds: Any,
     sums_width: int = 0,
     order: str = "passes",
+    popular: Any = (),
 ) -> State:
     """One epoch of MCUMSGD: in step l each range q of users meets range (q + l) mod p of items (Alg. 4).
 
     By the order "passes" the items move in steps 0 ... p - 1 and the users in steps p - 1 ... 2 p - 2, so that an epoch
-    is one of Alg. 1; by "blocks" both move in each of p steps, as Alg. 4 has it.
+    is one of Alg. 1; by "blocks" both move in each of p steps, as Alg. 4 has it. Popular items do not rotate: they meet
+    the ranges of users in their order, and the users meet them last.
     """
     sides: tuple[Side, Side] = ("item", "user")
     state, size = _copied(state, sums_width), len(user_bounds) - 1
@@ -411,19 +413,21 @@ def mcumsgd(
         moves += [(size - 1 + step, "user") for step in cycle]
     else:
         moves = [(step, side) for step in cycle for side in sides]
-    for step, side in moves:
-        for part in cycle:
-            block = (part + step) % size
-            users, items = slice(*user_bounds[part : part + 2]), slice(*item_bounds[block : block + 2])
-            _walk_block(matrix, state, side, (users, items), terms[side] if isinstance(terms, dict) else terms)
+    ranges = [np.setdiff1d(np.arange(item_bounds[part], item_bounds[part + 1]), popular) for part in cycle]
+    meetings = [(side, part, ranges[(part + step) % size]) for step, side in moves for part in cycle]
+    meetings[size * size : size * size] = [("item", part, popular) for part in cycle if len(popular)]
+    meetings += [("user", part, popular) for part in cycle if len(popular)]
+    for side, part, items in meetings:
+        users = np.arange(user_bounds[part], user_bounds[part + 1])
+        _walk_block(matrix, state, side, (users, items), terms[side] if isinstance(terms, dict) else terms)
     return state
 
 
-def _walk_block(matrix: Any, state: State, side: Side, block: tuple[slice, slice], terms: Terms) -> None:
+def _walk_block(matrix: Any, state: State, side: Side, block: tuple[Any, Any], terms: Terms) -> None:
     """Each row of a side walks its entries of a block in ascending order, the other side fixed."""
     coo, (users, items) = sp.coo_array(matrix), block
     rows, columns, ratings = coo.row, coo.col, coo.data.astype(np.float64)
-    within = (rows >= users.start) & (rows < users.stop) & (columns >= items.start) & (columns < items.stop)
+    within = np.isin(rows, users) & np.isin(columns, items)
     inside = np.flatnonzero(within)
     keys = (rows[inside], columns[inside]) if side == "item" else (columns[inside], rows[inside])
     for k in inside[np.lexsort(keys)]:

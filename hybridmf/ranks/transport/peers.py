@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from ...device.cuda import Device
@@ -27,6 +28,10 @@ class PeerCopies:
         self._offered: dict[int, deque[tuple[Sequence[Array], Any]]] = {rank: deque() for rank in range(len(devices))}
         # by rank: arrays of both ends of its unfinished copies, and the mark behind these
         self._sent: dict[int, list[tuple[Any, Any]]] = {rank: [] for rank in range(len(self.devices))}
+        # aside: the arrays that the last rank has updated, and the mark behind that; all copies of them: the rank that
+        # sent, arrays of both ends, and the mark behind the copy
+        self._handed: tuple[Sequence[Array], Any] | None = None
+        self._read: list[tuple[int, Any, Any]] = []
 
     def start_sendrecv(
         self, rank: int, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
@@ -53,6 +58,39 @@ class PeerCopies:
         receiver.wait(arrived)
         return received
 
+    # ------------------------------------------------------------------------------------------------ aside
+
+    def fork(self, rank: int) -> None:
+        """Let later work aside come after all launches so far."""
+        device = self.devices[rank]
+        begun = device.record()
+        with device.aside():
+            device.wait(begun)
+
+    def start_handing_on(self, rank: int, root: int, arrays: Sequence[Array]) -> Callable[[], None]:
+        """Start to copy, aside, the arrays of `root` to those of `rank`; call the function after this one of `root`."""
+        device = self.devices[rank]
+        if rank == root:
+            self._handed = (arrays, self._aside_of(device))
+            return lambda: None
+
+        def receive() -> None:
+            assert self._handed is not None
+            given, complete = self._handed
+            with device.aside():
+                device.wait(complete)
+                for target, source in zip(arrays, given, strict=True):
+                    device.receive(target, source)
+                self._read.append((root, (given, arrays), device.record()))
+
+        return receive
+
+    def join(self, rank: int) -> None:
+        """Let later launches come after all work aside so far."""
+        self.devices[rank].wait(self._aside_of(self.devices[rank]))
+
+    # ------------------------------------------------------------------------------------------------ ends
+
     def _release(self, rank: int) -> None:
         """Release the arrays that a rank has sent; later launches may reuse the memory, so they wait for the copies."""
         for _, arrived in self._sent[rank]:
@@ -69,15 +107,29 @@ class PeerCopies:
             raise
         for rank in self._sent:
             self._release(rank)
+        for rank, _, complete in self._read:
+            self.devices[rank].wait(complete)
+        self._read.clear()
+
+    @staticmethod
+    def _aside_of(device: Device) -> Any:
+        """A mark behind all work aside."""
+        with device.aside():
+            return device.record()
 
     def _wait_for_all(self) -> None:
-        """Let all GPUs wait for all copies, some of which may not be in `_sent` yet; those that are lost are passed."""
+        """Let all GPUs wait for all copies, some of which may not be in `_sent` yet, and for work aside.
+
+        GPUs that are lost are passed.
+        """
         for sender in self.devices:
-            with suppress(Exception):
-                arrived = sender.sent()
-                for device in self.devices:
-                    with suppress(Exception):
-                        device.wait(arrived)
+            for last in (sender.sent, partial(self._aside_of, sender)):
+                with suppress(Exception):
+                    arrived = last()
+                    for device in self.devices:
+                        with suppress(Exception):
+                            device.wait(arrived)
+        self._read.clear()
         for rank, sent in self._sent.items():
             sent.clear()
             self._offered[rank].clear()
