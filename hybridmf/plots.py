@@ -23,7 +23,7 @@ from .core.validate import as_csr, check_int
 from .data.store import Store
 from .metrics import PopularityRecommender, evaluate
 from .model.early_stopping import LOWER_IS_BETTER
-from .ratings import as_ratings
+from .ratings import Ratings, as_ratings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -193,7 +193,7 @@ def degrees(ratings: Any, *, ax: Any = None) -> Axes:
         matplotlib is not installed.
     """
     ax = _axes(ax)
-    for color, (side, counts) in zip(COLORS, _counts(ratings).items(), strict=False):
+    for color, (side, counts) in zip(COLORS, entry_counts(ratings).items(), strict=False):
         ordered = np.sort(counts[counts > 0])[::-1]
         empty = len(counts) - len(ordered)
         label = f"{len(counts):,} {side}s" + (f", {empty:,} of them without entries" if empty else "")
@@ -204,11 +204,12 @@ def degrees(ratings: Any, *, ax: Any = None) -> Axes:
     return ax
 
 
-def _counts(ratings: Any) -> dict[str, np.ndarray]:
+def entry_counts(ratings: Any) -> dict[str, np.ndarray]:
+    """Entries of each user and of each item, as `degrees` draws them."""
     ratings = as_ratings(ratings)
     if isinstance(ratings, Store):
         return {"user": ratings.degrees("user"), "item": ratings.degrees("item")}
-    matrix = as_csr(ratings, name="ratings")
+    matrix = ratings.user_items if isinstance(ratings, Ratings) else as_csr(ratings, name="ratings")
     return {"user": np.diff(matrix.indptr), "item": np.bincount(matrix.indices, minlength=matrix.shape[1])}
 
 

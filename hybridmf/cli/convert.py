@@ -22,7 +22,7 @@ from ..data.convert import convert as convert_to_store
 from ..plots import occupancy, save
 from ..ratings import Ratings
 from .options import Options, check_folder_above, debug_option, examples, plot_option, refuse_overwriting
-from .report import facts_text, file_size, names_of, ratings_facts, store_facts, with_output
+from .report import facts_text, file_size, names_of, ratings_facts, with_output
 from .sources import (
     Source,
     columns_text,
@@ -90,7 +90,7 @@ def command(**given: Any) -> None:
         del arguments["timestamp"]  # a store has no times
         store = convert_to_store(source, out, **arguments)
         if not quiet:
-            click.echo(facts_text(_column_facts(ratings_file) | store_facts(store)))
+            click.echo(facts_text(_column_facts(ratings_file) | ratings_facts(store)))
         return
     if out is not None and os.path.isdir(out):
         raise click.UsageError(f"{out} is a folder, which can only become a store; give the name of a file")

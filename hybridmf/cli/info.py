@@ -12,7 +12,7 @@ from ..model.load import load
 from ..plots import degrees, save
 from ..tools.config import config
 from .options import debug_option, examples, plot_option, refuse_overwriting
-from .report import facts_text, file_size, label_text, pairs, ratings_facts, store_facts
+from .report import facts_text, file_size, label_text, pairs, ratings_facts
 from .sources import (
     columns_text,
     files_of,
@@ -47,9 +47,9 @@ def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str |
         refuse_reading_options("none is given")
         facts, text = config(), _installation_text
     elif is_store(file):
-        store = open_store(file)
-        facts, text = store_facts(store), facts_text
-        _draw(store, plot)
+        ratings: Any = open_store(file)
+        facts, text = ratings_facts(ratings), facts_text
+        _draw(ratings, plot)
     elif _is_model(file):
         refuse_reading_options(f"{file} is a model")
         facts, text = _model_facts(load(file), file), _model_text

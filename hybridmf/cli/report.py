@@ -13,6 +13,7 @@ import numpy as np
 from ..core.files import write_atomically
 from ..core.table import format_table
 from ..data.store import Store
+from ..plots import entry_counts
 from ..ratings import Ratings
 
 
@@ -22,45 +23,27 @@ def pairs(facts: dict[str, Any]) -> str:
     return "\n".join(f"{name:{width}}  {value}" for name, value in facts.items())
 
 
-def ratings_facts(ratings: Ratings) -> dict[str, Any]:
-    """Sizes, density, values and degrees of ratings: numbers by name."""
-    matrix = ratings.user_items
-    facts = _sizes(ratings)
-    if ratings.nnz:
-        data = matrix.data
-        facts["values"] = {
-            "min": float(data.min()), "max": float(data.max()), "mean": float(data.mean(dtype=np.float64)),
-        }  # fmt: skip
-    facts["ratings_per_user"] = _degrees(np.diff(matrix.indptr))
-    facts["ratings_per_item"] = _degrees(np.bincount(matrix.indices, minlength=ratings.n_items))
-    return facts
-
-
-def store_facts(store: Store) -> dict[str, Any]:
-    """Sizes, degrees and slabs of a store: numbers by name; entries are not read."""
-    return _sizes(store) | {
-        "ratings_per_user": _degrees(store.degrees("user")),
-        "ratings_per_item": _degrees(store.degrees("item")),
-        "slabs": {"user": len(store.slabs("user")), "item": len(store.slabs("item"))},
-        "bytes": store.nbytes,
-    }
-
-
-def _sizes(ratings: Ratings | Store) -> dict[str, Any]:
+def ratings_facts(ratings: Ratings | Store) -> dict[str, Any]:
+    """Sizes, density and degrees, values in memory, slabs of a store: numbers by name."""
     n_users, n_items = ratings.shape
-    return {
+    facts = {
         "users": n_users,
         "items": n_items,
-        "user_labels": _first(ratings.user_ids),
-        "item_labels": _first(ratings.item_ids),
+        "user_labels": None if ratings.user_ids is None else ratings.user_ids[:3].tolist(),
+        "item_labels": None if ratings.item_ids is None else ratings.item_ids[:3].tolist(),
         "ratings": ratings.nnz,
         "density": ratings.nnz / max(n_users * n_items, 1),
     }
-
-
-def _first(ids: np.ndarray | None) -> list[Any] | None:
-    """The first labels."""
-    return None if ids is None else ids[:3].tolist()
+    if isinstance(ratings, Ratings) and ratings.nnz:
+        data = ratings.user_items.data
+        facts["values"] = {
+            "min": float(data.min()), "max": float(data.max()), "mean": float(data.mean(dtype=np.float64)),
+        }  # fmt: skip
+    facts |= {f"ratings_per_{side}": _degrees(degrees) for side, degrees in entry_counts(ratings).items()}
+    if isinstance(ratings, Store):
+        facts["slabs"] = {"user": len(ratings.slabs("user")), "item": len(ratings.slabs("item"))}
+        facts["bytes"] = ratings.nbytes
+    return facts
 
 
 def _degrees(degrees: np.ndarray) -> dict[str, float] | None:
@@ -76,7 +59,7 @@ def _degrees(degrees: np.ndarray) -> dict[str, float] | None:
 
 
 def facts_text(facts: dict[str, Any]) -> str:
-    """`ratings_facts` or `store_facts` in two columns."""
+    """`ratings_facts` in two columns."""
     shown = {
         "users": f"{facts['users']:,}, {label_text(facts['user_labels'])}",
         "items": f"{facts['items']:,}, {label_text(facts['item_labels'])}",

@@ -54,25 +54,17 @@ def command(calibrate: bool, compile_only: bool, **options: Any) -> None:
     if calibrate and compile_only:
         raise click.UsageError("--calibrate and --compile are two tasks; give one of them")
     if calibrate:
-        _run_calibration()
+        from ..plan.machine import constants_text
+        from ..tools.calibrate import calibrate_and_save
+
+        machine, path = calibrate_and_save(lambda text: click.echo(text, err=True))
+        click.echo(f"{constants_text(machine)}\nkept in {path}")
     elif compile_only:
-        _compile(_ranks(options["factors"]))
+        from ..tools.prepare import compile_kernels
+
+        compile_kernels(_ranks(options["factors"]), click.echo)
     else:
         _run_tuning(**options)
-
-
-def _run_calibration() -> None:
-    from ..plan.machine import constants_text
-    from ..tools.calibrate import calibrate_and_save
-
-    machine, path = calibrate_and_save(lambda text: click.echo(text, err=True))
-    click.echo(f"{constants_text(machine)}\nkept in {path}")
-
-
-def _compile(ranks: list[int]) -> None:
-    from ..tools.prepare import compile_kernels
-
-    compile_kernels(ranks, click.echo)
 
 
 def _run_tuning(

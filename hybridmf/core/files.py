@@ -136,22 +136,10 @@ def open_bytes(path: str, on_read: Callable[[int], object] | None = None) -> Bin
         raw.on_read = cast(Any, on_read)
     stream = io.BufferedReader(raw, READ_BYTES)
     if stream.peek(2)[:2] == b"\x1f\x8b":
-        return cast(BinaryIO, _Unpacked(stream))
+        unpacked = gzip.GzipFile(fileobj=stream, mode="rb")
+        cast(Any, unpacked).myfileobj = stream  # which it closes
+        return cast(BinaryIO, unpacked)
     return stream
-
-
-class _Unpacked(gzip.GzipFile):
-    """A gzip file that closes the file it unpacks."""
-
-    def __init__(self, packed: BinaryIO) -> None:
-        super().__init__(fileobj=packed, mode="rb")
-        self.packed = packed
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self.packed.close()
 
 
 def read_head(path: str) -> bytes:

@@ -12,6 +12,7 @@ import scipy.sparse as sp
 
 from .. import _formats
 from .validate import csr_arrays, frozen_csr, make_csr, rows_of_entries
+from .validate import csr_of as csr_of
 
 
 def entry_rows(matrix: sp.csr_array) -> np.ndarray:
@@ -176,14 +177,6 @@ class ValueSummary:
         if not len(sums):
             return cls(*total, None, np.empty(0))
         return cls(*total, (float(low.min()), float(high.max())), np.array([least.min(), largest.max()]))
-
-
-def csr_of(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, n_columns: int) -> sp.csr_array:
-    """A csr_array around arrays as they are: int64 indptr, int32 indices; SciPy's constructor would make them alike."""
-    matrix = sp.csr_array((len(indptr) - 1, n_columns), dtype=data.dtype)
-    matrix.indptr, matrix.indices, matrix.data = indptr, indices, data
-    matrix.has_sorted_indices = matrix.has_canonical_format = True
-    return matrix
 
 
 def rows_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:

@@ -141,20 +141,15 @@ def seed_of(random_state: Any) -> int:
     return int(check_rng(random_state).integers(np.iinfo(np.int64).max))
 
 
-def _omp_threads() -> int:
-    """Threads that OMP_NUM_THREADS requests at the outermost level; 0 if it is unset or invalid."""
-    try:
-        return int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0])
-    except ValueError:
-        return 0
-
-
 def check_threads(num_threads: int | None) -> int:
     """Number of threads: None means every core this process may run on; 0 and negative counts are refused."""
-    if num_threads is None:
-        limit = _omp_threads()
-        return min(limit if limit > 0 else available_cores(), MAX_THREADS)
-    return check_int("num_threads", num_threads, 1, MAX_THREADS)
+    if num_threads is not None:
+        return check_int("num_threads", num_threads, 1, MAX_THREADS)
+    try:
+        limit = int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0])  # of the outermost level
+    except ValueError:  # unset or invalid
+        limit = 0
+    return min(limit if limit > 0 else available_cores(), MAX_THREADS)
 
 
 def check_ids(name: str, ids: Any, count: int, counted: str) -> np.ndarray:
@@ -332,9 +327,7 @@ def from_triplets(
         raise RatingsError(
             f"{name} has {len(rows)} row indices, {len(columns)} column indices and {len(values)} values"
         )
-    _check_value_dtype(name, values.dtype)
-    if values.dtype == object:
-        values = _numeric_objects(name, values)
+    values = _real_values(name, values)
     bad = np.flatnonzero(~np.isfinite(values))
     if bad.size:
         k = bad[0]
@@ -416,9 +409,11 @@ def _check_value_dtype(name: str, dtype: np.dtype) -> None:
         raise TypeError(f"{name} has dtype {dtype}; ratings must be real numbers (float or integer)")
 
 
-def _numeric_objects(name: str, values: np.ndarray) -> np.ndarray:
+def _real_values(name: str, values: np.ndarray) -> np.ndarray:
+    """The values, which are refused unless real; objects as float64."""
+    _check_value_dtype(name, values.dtype)
     try:
-        return values.astype(np.float64)
+        return values.astype(np.float64) if values.dtype == object else values
     except (TypeError, ValueError) as error:
         message = f"{name} has dtype object with a value that is no number ({error}); pass real ratings"
         raise TypeError(message) from error
@@ -431,9 +426,7 @@ def _from_dense(matrix: Any, name: str, dtype: Any) -> sp.csr_array:
             f"{name} must be a sparse or dense matrix of shape (n_users, n_items), "
             f"got {type(matrix).__name__} of {array.ndim} dimension(s)"
         )
-    _check_value_dtype(name, array.dtype)
-    if array.dtype == object:
-        array = _numeric_objects(name, array)
+    array = _real_values(name, array)
     rows, columns = np.nonzero(array)
     return from_triplets(rows, columns, array[rows, columns], array.shape, name=name, dtype=dtype)
 
@@ -447,23 +440,15 @@ def _checked_positions(index: Any, count: int, what: str, counted: str) -> np.nd
         return np.empty(0, dtype=np.int32)
     if not np.issubdtype(index.dtype, np.integer):
         raise TypeError(f"{what} must be integers, got dtype {index.dtype}")
-    narrow, k = _narrowed(index, count)
-    if k is not None:
-        raise RatingsError(f"{what} {index[k]} at entry {k} is out of range; expected 0 <= index < {counted}={count}")
-    return narrow
-
-
-def _narrowed(index: np.ndarray, count: int) -> tuple[np.ndarray, int | None]:
-    """(`index` as int32 of our own, where the first element outside 0 <= index < count stands or None).
-
-    The check reads the copy, which no caller can change before a kernel reads it.
-    """
-    narrow = owned(index, np.int32)
+    narrow = owned(index, np.int32)  # what is checked is a copy, which no caller can change before a kernel reads it
     outside = (narrow < 0) | (narrow >= count)
     if index.dtype != np.int32:
         outside |= narrow != index  # wider integers that wrapped around
     bad = np.flatnonzero(outside)
-    return narrow, int(bad[0]) if bad.size else None
+    if bad.size:
+        k = bad[0]
+        raise RatingsError(f"{what} {index[k]} at entry {k} is out of range; expected 0 <= index < {counted}={count}")
+    return narrow
 
 
 def _check_lists(matrix: Any, name: str) -> None:
@@ -495,8 +480,7 @@ def _own_compressed(matrix: Any, name: str, dtype: Any) -> tuple[np.ndarray, np.
         )
     if indices.dtype != np.int32:
         _check_compressed(matrix, indices[:nnz], name)
-    if data.dtype == object:
-        data = _numeric_objects(name, data)
+    data = _real_values(name, data)
     values = owned(data[:nnz]) if data.dtype == dtype else np.ascontiguousarray(data[:nnz])
     return indptr, owned(indices[:nnz], np.int32), values
 
@@ -553,7 +537,12 @@ def _sorted_unique(
     if order == _formats.SORTED_UNIQUE:
         return indptr, indices, data
     if order == _formats.UNSORTED and not sort:
-        raise _unsorted_error(indptr, indices, name)
+        falls = np.flatnonzero(np.diff(indices) < 0) + 1
+        first = falls[~np.isin(falls, indptr)][0]
+        raise RatingsError(
+            f"{name} has unsorted column indices in row {_row_of(indptr, first)} ({indices[first - 1]} before "
+            f"{indices[first]}); call {name}.sort_indices() first"
+        )
     if order == _formats.UNSORTED:
         logger.debug("%s: column indices are not sorted within rows; sorting a copy", name)
         # Two stable transpositions sort in O(nnz) and keep the input order of equal pairs.
@@ -562,10 +551,9 @@ def _sorted_unique(
         order, first = _formats.row_order_status(indptr, indices)
         if order == _formats.SORTED_UNIQUE:
             return indptr, indices, data
-    row = int(np.searchsorted(indptr, first, side="right") - 1)
     if duplicates == "error":
         raise DuplicateEntriesError(
-            f"{name} has more than one entry for the pair (row {row}, column {indices[first]}): "
+            f"{name} has more than one entry for the pair (row {_row_of(indptr, first)}, column {indices[first]}): "
             f"values {data[first - 1]:g} and {data[first]:g}. "
             f"{repeats(rows_of_entries(indptr), indices, data)}. {MERGE_HINT}; "
             "fit, which has no such argument, takes Ratings.from_matrix(..., duplicates=...)"
@@ -573,14 +561,8 @@ def _sorted_unique(
     return _merge_duplicates(indptr, indices, data, shape, duplicates)
 
 
-def _unsorted_error(indptr: np.ndarray, indices: np.ndarray, name: str) -> RatingsError:
-    falls = np.flatnonzero(np.diff(indices) < 0) + 1
-    first = falls[~np.isin(falls, indptr)][0]
-    row = int(np.searchsorted(indptr, first, side="right") - 1)
-    return RatingsError(
-        f"{name} has unsorted column indices in row {row} ({indices[first - 1]} before {indices[first]}); "
-        f"call {name}.sort_indices() first"
-    )
+def _row_of(indptr: np.ndarray, entry: int) -> int:
+    return int(np.searchsorted(indptr, entry, side="right") - 1)
 
 
 def rows_of_entries(indptr: np.ndarray) -> np.ndarray:
@@ -648,10 +630,9 @@ def _finite_values(data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, na
     bad = np.flatnonzero(~np.isfinite(converted))
     if bad.size:
         k = int(bad[0])
-        row = int(np.searchsorted(indptr, k, side="right") - 1)
         what = data[k] if not np.isfinite(data[k]) else f"{data[k]:g}, which overflows {np.dtype(dtype).name}"
         raise RatingsError(
-            f"{name} has the value {what} at row {row}, column {indices[k]} "
+            f"{name} has the value {what} at row {_row_of(indptr, k)}, column {indices[k]} "
             "(NaN and inf are not allowed); values must be finite: remove or replace such entries"
         )
     return converted
@@ -668,13 +649,15 @@ def _assemble(
 
 
 def make_csr(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, shape: tuple[int, int]) -> sp.csr_array:
-    """A csr_array around arrays known to be canonical: int32 indices, `index_pointer_dtype` indptr, no re-checks."""
-    matrix = sp.csr_array(shape, dtype=data.dtype)
-    # Set directly: SciPy's constructor would give both index arrays one dtype, and indices stay int32 whatever nnz is.
-    matrix.data, matrix.indices = data, indices
-    matrix.indptr = indptr.astype(index_pointer_dtype(len(indices)), copy=False)
-    matrix.has_sorted_indices = True
-    matrix.has_canonical_format = True
+    """A csr_array around arrays known to be canonical, with indptr of `index_pointer_dtype`; no re-checks."""
+    return csr_of(indptr.astype(index_pointer_dtype(len(indices)), copy=False), indices, data, shape[1])
+
+
+def csr_of(indptr: np.ndarray, indices: np.ndarray, data: np.ndarray, n_columns: int) -> sp.csr_array:
+    """A csr_array around canonical arrays as they are; SciPy's constructor would give both index arrays one dtype."""
+    matrix = sp.csr_array((len(indptr) - 1, n_columns), dtype=data.dtype)
+    matrix.indptr, matrix.indices, matrix.data = indptr, indices, data
+    matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix
 
 

@@ -151,48 +151,85 @@ def _draw_pairs(
 # ------------------------------------------------------------------------------------------------------- the report
 
 
-@dataclass(frozen=True)
-class DemoResult:
-    """The numbers of the report, on held-out entries.
-
-    Rankings have ``"ndcg@10"``, ``"precision@10"`` and ``"genre_share"``, the share of recommendations in a genre the
-    user likes.
-    """
-
-    explicit: float  # RMSE
-    item_means: float
-    implicit: dict[str, float]
-    popularity: dict[str, float]
-
-
 def run_demo(
     write: Callable[[str], Any], *, seed: int = 0, quick: bool = False, show_progress: bool = True
-) -> DemoResult:
-    """Generate the films, train both models, and report, a few lines at a time; `quick` takes a second or two."""
+) -> dict[str, dict[str, float]]:
+    """Generate the films, train both models, and report, a few lines at a time; `quick` takes a second or two.
+
+    The result has the numbers of the report, on held-out entries: of "ExplicitALS" and "mean ratings" the "rmse"; of
+    "ImplicitALS" and "popularity" the "ndcg@10", the "precision@10" and the "genre_share", the share of recommendations
+    in a genre that the user likes.
+    """
     films = generate(*((1200, 600) if quick else (4000, 1500)), seed=seed)
     train, test = split(films.ratings(), test_size=0.1, random_state=seed)
-    _report_data(write, films, seed)
-    rmse, baseline = _report_explicit(write, train, test, seed, show_progress)
-    model, implicit, popularity = _report_implicit(write, films, train, test, seed, show_progress)
-    _report_people(write, films, train, model)
-    _report_next(write)
-    return DemoResult(rmse, baseline, implicit, popularity)
+    common: dict[str, Any] = {"factors": 12, "iterations": 10, "device": "cpu", "random_state": seed}
+    write(_data_text(films, seed))
+    write(
+        _heading(
+            "2. Explicit feedback: how many stars would a person give?",
+            f"ExplicitALS learns from {train.nnz:,} ratings and predicts the {test.nnz:,} that were held out. RMSE is "
+            "the typical error in stars: lower is better. About 0.6 of it is noise that nobody could predict.",
+        )
+    )
+    explicit = ExplicitALS(regularization=0.1, biases=True, **common).fit(train, show_progress=show_progress)
+    found = {
+        name: dict(evaluate(each, test, metrics="rmse"))
+        for name, each in (("ExplicitALS", explicit), ("mean ratings", PopularityRecommender().fit(train)))
+    }
+    rmse, baseline = found["ExplicitALS"]["rmse"], found["mean ratings"]["rmse"]
+    rows = [
+        ["each film's mean rating", f"{baseline:.3f}", "baseline"],
+        ["ExplicitALS, 12 factors", f"{rmse:.3f}", f"{1 - rmse / baseline:.0%} lower"],
+    ]
+    write("\n" + format_table(["prediction", "RMSE", "against the mean"], rows, "<><"))
+
+    liked = keep_liked(train)
+    write(
+        _heading(
+            "3. Implicit feedback: what will a person like next?",
+            f"ImplicitALS is told only which films a person liked (4 or 5 stars: {liked.nnz:,} pairs) and ranks the "
+            "films that person has not seen. NDCG@10 and precision@10 say how well the first ten match what was liked "
+            'in the held-out part: higher is better. "Own genres" is the share of the ten in a genre that the person '
+            "likes.",
+        )
+    )
+    implicit = ImplicitALS(regularization=3.0, alpha=2.0, **common).fit(liked, show_progress=show_progress)
+    found |= {
+        name: _ranking_quality(each, films, train, test)
+        for name, each in (("popularity", PopularityRecommender().fit(liked)), ("ImplicitALS", implicit))
+    }
+    rows = [
+        [
+            text,
+            f"{found[name]['ndcg@10']:.3f}",
+            f"{found[name]['precision@10']:.3f}",
+            f"{found[name]['genre_share']:.0%}",
+        ]
+        for text, name in (("most popular films", "popularity"), ("ImplicitALS, 12 factors", "ImplicitALS"))
+    ]
+    write("\n" + format_table(["recommendation", "NDCG@10", "precision@10", "own genres"], rows, "<>>>"))
+    _report_people(write, films, train, implicit)
+    write(f"{_heading('Next: your own ratings')}\n{NEXT}")
+    return found
 
 
-def _heading(write: Callable[[str], Any], text: str) -> None:
-    write(f"\n{text}\n{'=' * len(text)}")
+NEXT = """
+  hybridmf compare demo     (seconds and accuracy of each method)
+  hybridmf fit ratings.csv --model implicit -o model.safetensors
+  hybridmf recommend model.safetensors --user 42 --titles titles.csv"""
 
 
-def _paragraph(write: Callable[[str], Any], text: str) -> None:
-    write("\n" + textwrap.fill(text, WIDTH, break_long_words=False))
+def _heading(title: str, text: str = "") -> str:
+    """An underlined title, and a paragraph below it."""
+    paragraph = "\n\n" + textwrap.fill(text, WIDTH, break_long_words=False) if text else ""
+    return f"\n{title}\n{'=' * len(title)}{paragraph}"
 
 
-def _report_data(write: Callable[[str], Any], films: Films, seed: int) -> None:
+def _data_text(films: Films, seed: int) -> str:
     n_users, n_items = films.shape
     count = len(films.values)
-    _heading(write, "1. The data: invented, so that the truth is known")
-    _paragraph(
-        write,
+    heading = _heading(
+        "1. The data: invented, so that the truth is known",
         f"{n_users:,} people have rated {n_items:,} films with 1 to 5 stars: {count:,} ratings, "
         f"{count / n_users / n_items:.1%} of all pairs (seed {seed}). Each film has one or two of {len(GENRE_NAMES)} "
         "genres; each person likes two genres, dislikes a third, and mostly watches what promises to please. A few "
@@ -200,52 +237,7 @@ def _report_data(write: Callable[[str], Any], films: Films, seed: int) -> None:
         "genre: finding the taste is their job.",
     )
     shares = np.bincount(films.values.astype(np.int64), minlength=6)[1:] / count
-    write("\n" + format_table(["stars", *"12345"], [["share", *(f"{share:.1%}" for share in shares)]], "<>>>>>"))
-
-
-def _report_explicit(
-    write: Callable[[str], Any], train: Ratings, test: Ratings, seed: int, show_progress: bool
-) -> tuple[float, float]:
-    _heading(write, "2. Explicit feedback: how many stars would a person give?")
-    _paragraph(
-        write,
-        f"ExplicitALS learns from {train.nnz:,} ratings and predicts the {test.nnz:,} that were held out. RMSE is the "
-        "typical error in stars: lower is better. About 0.6 of it is noise that nobody could predict.",
-    )
-    model = ExplicitALS(factors=12, regularization=0.1, biases=True, iterations=10, device="cpu", random_state=seed)
-    model.fit(train, show_progress=show_progress)
-    rmse = evaluate(model, test, metrics="rmse")["rmse"]
-    baseline = evaluate(PopularityRecommender().fit(train), test, metrics="rmse")["rmse"]
-    rows = [
-        ["each film's mean rating", f"{baseline:.3f}", "baseline"],
-        ["ExplicitALS, 12 factors", f"{rmse:.3f}", f"{1 - rmse / baseline:.0%} lower"],
-    ]
-    write("\n" + format_table(["prediction", "RMSE", "against the mean"], rows, "<><"))
-    return rmse, baseline
-
-
-def _report_implicit(
-    write: Callable[[str], Any], films: Films, train: Ratings, test: Ratings, seed: int, show_progress: bool
-) -> tuple[ImplicitALS, dict[str, float], dict[str, float]]:
-    _heading(write, "3. Implicit feedback: what will a person like next?")
-    liked = keep_liked(train)
-    _paragraph(
-        write,
-        f"ImplicitALS is told only which films a person liked (4 or 5 stars: {liked.nnz:,} pairs) and ranks the films "
-        "that person has not seen. NDCG@10 and precision@10 say how well the first ten match what was liked in the "
-        'held-out part: higher is better. "Own genres" is the share of the ten in a genre that the person likes.',
-    )
-    model = ImplicitALS(factors=12, regularization=3.0, alpha=2.0, iterations=10, device="cpu", random_state=seed)
-    model.fit(liked, show_progress=show_progress)
-    ours, baseline = (
-        _ranking_quality(each, films, train, test) for each in (model, PopularityRecommender().fit(liked))
-    )
-    rows = [
-        [name, f"{quality['ndcg@10']:.3f}", f"{quality['precision@10']:.3f}", f"{quality['genre_share']:.0%}"]
-        for name, quality in (("most popular films", baseline), ("ImplicitALS, 12 factors", ours))
-    ]
-    write("\n" + format_table(["recommendation", "NDCG@10", "precision@10", "own genres"], rows, "<>>>"))
-    return model, ours, baseline
+    return f"{heading}\n\n" + format_table(["stars", *"12345"], [["share", *(f"{n:.1%}" for n in shares)]], "<>>>>>")
 
 
 def keep_liked(ratings: Ratings) -> Ratings:
@@ -263,23 +255,22 @@ def _ranking_quality(model: Any, films: Films, train: Ratings, test: Ratings) ->
 
 
 def _report_people(write: Callable[[str], Any], films: Films, train: Ratings, model: ImplicitALS) -> None:
-    _heading(write, "4. Three people and what ImplicitALS recommends to them")
-    _paragraph(
-        write, "An asterisk marks a genre the person likes. The score is the predicted preference, 1 for a like."
+    write(
+        _heading(
+            "4. Three people and what ImplicitALS recommends to them",
+            "An asterisk marks a genre the person likes. The score is the predicted preference, 1 for a like.",
+        )
     )
     for user in _three_people(films, train):
-        _, seen = _row(train, user)
-        write(f"\nPerson {user:,} likes {films.taste_text(user)}. Highest of {len(seen)} ratings:\n")
-        write("\n".join(f"    {films.titles[item]} ({films.genre_text(item)})" for item in _favourites(train, user)))
-        ids, scores = model.recommend([user], train.user_items[[user]], N=6)
-        rows = [
-            [
-                f"{score:.2f}",
-                films.titles[item],
-                "* "[not films.is_own_genre(user, item)] + " " + films.genre_text(item),
-            ]
-            for item, score in zip(ids[0].tolist(), scores[0], strict=True)
-        ]
+        row = train.user_items[[user]]
+        write(f"\nPerson {user:,} likes {films.taste_text(user)}. Highest of {row.nnz} ratings:\n")
+        favourites = row.indices[np.argsort(-row.data, kind="stable")][:3].tolist()
+        write("\n".join(f"    {films.titles[item]} ({films.genre_text(item)})" for item in favourites))
+        ids, scores = model.recommend([user], row, N=6)
+        rows = []
+        for item, score in zip(ids[0].tolist(), scores[0], strict=True):
+            mark = "*" if films.is_own_genre(user, item) else " "
+            rows.append([f"{score:.2f}", films.titles[item], f"{mark} {films.genre_text(item)}"])
         write("\n" + format_table(["score", "recommended", "  genres"], rows, "><<"))
 
 
@@ -293,24 +284,3 @@ def _three_people(films: Films, train: Ratings) -> list[int]:
         if len(chosen) == 3:
             break
     return chosen
-
-
-def _row(ratings: Ratings, user: int) -> tuple[np.ndarray, np.ndarray]:
-    """(items, values) of one user."""
-    matrix = ratings.user_items
-    part = slice(matrix.indptr[user], matrix.indptr[user + 1])
-    return matrix.indices[part], matrix.data[part]
-
-
-def _favourites(ratings: Ratings, user: int) -> list[int]:
-    items, values = _row(ratings, user)
-    return items[np.argsort(-values, kind="stable")][:3].tolist()
-
-
-def _report_next(write: Callable[[str], Any]) -> None:
-    _heading(write, "Next: your own ratings")
-    write(
-        "\n  hybridmf compare demo     (seconds and accuracy of each method)\n"
-        "  hybridmf fit ratings.csv --model implicit -o model.safetensors\n"
-        "  hybridmf recommend model.safetensors --user 42 --titles titles.csv"
-    )
