@@ -233,10 +233,6 @@ def _chunk_of_array(block: Any) -> Entries:
     return Entries(users, items, rows[:, 2], user_ids, item_ids, (len(user_ids), len(item_ids)))
 
 
-def _labels_of(chunk: Entries) -> tuple[Any, Any]:
-    return chunk.user_ids, chunk.item_ids
-
-
 def _merged(name: str, parts: list[np.ndarray]) -> np.ndarray:
     """Sorted union of the labels of all partitions."""
     alike = all(part.dtype.kind in "iu" for part in parts)
@@ -417,7 +413,7 @@ def fit(
     if twice:
         raise ValueError(f"workers names {twice[0]} more than once; name each worker once, it is one rank")
     store, chunks, labels = None, [], None
-    if _is_store(ratings):
+    if isinstance(ratings, (str, os.PathLike, Store)):
         store = str(getattr(ratings, "path", ratings))
     else:
         chunks = _chunks(client, addresses, ratings, user, item, value)
@@ -449,10 +445,6 @@ def _client() -> Any:
         ) from error
 
 
-def _is_store(ratings: Any) -> bool:
-    return isinstance(ratings, (str, os.PathLike, Store))
-
-
 def _chunks(client: Any, addresses: Sequence[str], ratings: Any, user: Any, item: Any, value: Any) -> list[Any]:
     """Futures of the entries of each partition, on the worker that holds the partition."""
     where = {"workers": list(addresses), "allow_other_workers": False, "pure": False}
@@ -472,7 +464,9 @@ def _chunks(client: Any, addresses: Sequence[str], ratings: Any, user: Any, item
 
 def _labels(client: Any, addresses: Sequence[str], chunks: list[Any]) -> Any:
     """Labels of all users and items, on all workers."""
-    parts = client.gather([client.submit(_labels_of, chunk, pure=False) for chunk in chunks])
+    parts = client.gather(
+        [client.submit(lambda entries: (entries.user_ids, entries.item_ids), chunk, pure=False) for chunk in chunks]
+    )
     merged = tuple(_merged(name, [part[k] for part in parts]) for k, name in enumerate(("user", "item")))
     # A unique key: one derived from the content could equal that of an earlier fit's labels, just being released.
     return client.scatter([merged], workers=list(addresses), broadcast=True, hash=False)[0]
@@ -552,8 +546,14 @@ def _run(
             return futures[0].result()
         _stop(client, request, futures, lost or f"{type(failed[0]).__name__}: {failed[0]}")
         if lost:
-            raise CommunicatorError(_lost(request, lost))
-        raise _first_cause([future.exception() for future in futures if future.status == "error"])
+            saved = request.options.checkpoint is not None
+            way_out = (
+                "start it again with resume_from= the folder of the checkpoints" if saved else "start the fit again"
+            )
+            raise CommunicatorError(f"{lost}; all ranks have stopped: {way_out}")
+        errors = [future.exception() for future in futures if future.status == "error"]
+        # CommunicatorErrors of other ranks only report the original one
+        raise next((error for error in errors if not isinstance(error, CommunicatorError)), errors[0])
     except KeyboardInterrupt:
         _stop(client, request, futures, "stopped by KeyboardInterrupt")
         raise
@@ -587,15 +587,3 @@ def _stop(client: Any, request: _FitRequest, futures: list[Any], cause: str) -> 
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and any(future.status == "pending" for future in left):
         time.sleep(CHECK_SECONDS / 10)
-
-
-def _lost(request: _FitRequest, lost: str) -> str:
-    way_out = "start the fit again"
-    if request.options.checkpoint is not None:
-        way_out = "start it again with resume_from= the folder of the checkpoints"
-    return f"{lost}; all ranks have stopped: {way_out}"
-
-
-def _first_cause(errors: list[BaseException]) -> BaseException:
-    """The original error; CommunicatorErrors on other ranks only report it."""
-    return next((error for error in errors if not isinstance(error, CommunicatorError)), errors[0])

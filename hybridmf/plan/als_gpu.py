@@ -52,13 +52,6 @@ def most_at_once(plan: Plan) -> int:
     return PUBLISHED_BATCH if plan.variant == PUBLISHED else WHOLE_ROW
 
 
-def _gpu_reordering(asked: str, assembly: str) -> str:
-    """Degree order makes BALS 1.4 to 1.8 times as fast on a GPU (bench/FIGURES.md)."""
-    if asked != "auto":
-        return asked
-    return "both" if assembly == "bals" else "none"
-
-
 def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
     """Complete a plan for a GPU; a pure function of sizes and of the properties of the GPU."""
     plan = choices(plan, settings, objective, spec)
@@ -86,9 +79,11 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
 
 def _offloaded(plan: Plan, spec: DeviceSpec) -> Plan | None:
     """The plan with offloaded factors, in host memory or in files; None if not even parts of them fit on the GPU."""
-    folder = _folder_for_factors(plan)
+    free, needed = system.available_memory(), plan.offloaded_bytes
+    # empty if the factors fit in host memory, or if no folder has room
+    folder = "" if free is None or needed <= free else find_room(plan.scratch, needed)[0]
     factors: Place = "disk" if folder else "host"
-    beside = 0 if folder else plan.offloaded_bytes
+    beside = 0 if folder else needed
     ratings: Place = "disk" if plan.streamed and not host_has_room(plan, beside) else "host"
     slab = host_slab(plan, ratings)
     machine = machines.machine().with_gpu(spec)
@@ -100,12 +95,6 @@ def _offloaded(plan: Plan, spec: DeviceSpec) -> Plan | None:
         note = f"the factors do not fit on the GPU, nor in the memory of the host: they are in files in {folder!r}"
     plan = plan.changed(notes=(*plan.notes, note), scratch=(folder,) if folder else plan.scratch)
     return with_scale(plan.changed(streamed=ratings, slab=max(map(scale.slab, scale.halves))), scale)
-
-
-def _folder_for_factors(plan: Plan) -> str:
-    """Folder for files of factors that do not fit in host memory; empty if they do, or if no folder has room."""
-    free, needed = system.available_memory(), plan.offloaded_bytes
-    return "" if free is None or needed <= free else find_room(plan.scratch, needed)[0]
 
 
 def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
@@ -149,9 +138,11 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
             'assembly="bals" cuts all ratings into tiles, and a store is read slab by slab; use assembly="auto", or '
             "fit store.to_ratings()"
         )
+    # degree order makes BALS 1.4 to 1.8 times as fast on a GPU (bench/FIGURES.md)
+    best_order = "both" if assembly == "bals" else "none"
     return plan.changed(
         assembly=assembly,
-        reorder=_gpu_reordering(plan.reorder, assembly),
+        reorder=best_order if plan.reorder == "auto" else plan.reorder,
         tile_rows=tile_rows,
         tile_cols=tile_cols,
         segment=gpu_segment(assembly, plan.variant),

@@ -66,11 +66,6 @@ class DrawnFactors(LazyFactors):
     def __len__(self) -> int:
         return len(self.scales)
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether all rows are zeros, so that nothing needs to be drawn."""
-        return not self.scales.any()
-
     def draw(self, out: np.ndarray) -> None:
         """Fill a matrix of shape (n, rank), whose rows may be longer, on the host."""
         rows, how = self.first if self.rows is None else self.rows, self.drawing
@@ -92,7 +87,7 @@ class DrawnFactors(LazyFactors):
 
     def _brought(self) -> Factors:
         shape, dtype = (len(self), self.drawing.rank), self.drawing.dtype
-        if self.is_zero:
+        if not self.scales.any():
             return Factors(np.zeros(shape, dtype), self.first_bias())
         matrix = np.empty(shape, dtype)
         self.draw(matrix)

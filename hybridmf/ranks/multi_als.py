@@ -67,7 +67,8 @@ class MultiALS(Alternating):
         degrees = {side: matrices[side].degrees for side in SIDES}
         self.layout = RankLayout.even(degrees, grids or plan.grids, plan.row_cost)
         inward = {side: self.order.inward(side, state.side(side)) for side in SIDES}
-        known_topology = self._topology(topology)
+        if topology is None and plan.reduction == "two_phase":
+            topology = gpu_rank.sockets(plan.devices)
         self.group = RankGroup(self.layout.size)
         to_worker = make_worker or self._worker
 
@@ -87,7 +88,7 @@ class MultiALS(Alternating):
                 first,
                 worker,
                 order=self.order,
-                topology=known_topology,
+                topology=topology,
                 one_matrix=not any(isinstance(matrix, StoreMatrix) for matrix in matrices.values()),
                 features=features,
             )
@@ -107,11 +108,6 @@ class MultiALS(Alternating):
         assert isinstance(worker, GpuWorker)
         with worker.active():
             return matrix.block(worker.device, communicator, self.layout.bounds[side])
-
-    def _topology(self, given: Sequence[int] | None) -> list[int] | None:
-        if given is not None or self.plan.reduction != "two_phase":
-            return None if given is None else list(given)
-        return gpu_rank.sockets(self.plan.devices)
 
     @property
     def state(self) -> State:

@@ -10,7 +10,7 @@ If ratings do not stay on the devices, the entries of a batch load while the one
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
 from typing import Any, Protocol, TypeAlias
@@ -122,7 +122,7 @@ class RankALS(Alternating):
         worker: Worker,
         *,
         order: Ordering | None = None,
-        topology: list[int] | None = None,
+        topology: Sequence[int] | None = None,
         one_matrix: bool = False,
         features: Mapping[Side, SideFeatures] | None = None,
         weights: Mapping[Side, np.ndarray] | None = None,
@@ -152,7 +152,7 @@ class RankALS(Alternating):
             whole = {side: half for side, half in self.halves.items() if not self.splits_rows(side)}
             self.check_precision = PrecisionCheck(objective, plan, whole)
             ahead = worker.gathers_ahead and has_room_for_both(plan) and plan.frozen is None
-            self.gathers_ahead = not self.alone and self._all_agree(ahead)
+            self.gathers_ahead = not self.alone and self._sum(np.array([int(ahead)]))[0] == layout.size
         self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, gathered factors)
 
     @classmethod
@@ -247,10 +247,7 @@ class RankALS(Alternating):
         by_side = (rows, columns) if side == "user" else (columns, rows)
         return np.array([len(csr.indices), *by_side, bits], dtype=np.int64)
 
-    def _all_agree(self, mine: bool) -> bool:
-        return bool(self.communicator.allreduce(np.array([mine], dtype=np.int64))[0] == self.layout.size)
-
-    def _split_communicators(self, topology: list[int] | None) -> None:
+    def _split_communicators(self, topology: Sequence[int] | None) -> None:
         """Make communicators of the ranks with the same part of a fixed side, and of those that sum the same rows."""
         self._made: list[Communicator] = []
         self._holders: dict[Side, Communicator | None] = {}

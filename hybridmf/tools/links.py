@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,6 @@ from ..device.cuda import Device, open_device
 from ..errors import CommunicatorError, DeviceError
 from ..plan.machine import LinkRates
 from ..ranks.group import open_rank
-from ..ranks.transport.communicator import Communicator
 from ..ranks.transport.threads import ThreadCommunicator, run_ranks
 
 COPY_BYTES, COLLECTIVE_BYTES = 256 << 20, 1 << 30
@@ -93,18 +93,11 @@ def _collective_rates(control: ThreadCommunicator, name: str) -> tuple[float, fl
     """Bytes/s that a GPU sends in a reduce-scatter, and receives in an all-gather."""
     communicator, device = open_rank(name, control)
     assert device is not None
-    try:
-        with device.active():
-            return _rates_of(control, communicator, device)
-    finally:
-        communicator.close()
-
-
-def _rates_of(control: ThreadCommunicator, communicator: Communicator, device: Device) -> tuple[float, float]:
-    count = control.size
-    rows = max(1, min(COLLECTIVE_BYTES, device.free_bytes() // 8) // (4 * WIDTH * count))
-    counts, moved = [rows] * count, 4 * WIDTH * rows * (count - 1)
-    whole, part = (device.zeros((n, WIDTH), np.float32) for n in (rows * count, rows))
-    scattered = _fastest(control, lambda: communicator.reduce_scatter(whole, counts), device.synchronize)
-    gathered = _fastest(control, lambda: communicator.allgatherv(part, counts), device.synchronize)
-    return moved / scattered, moved / gathered
+    with closing(communicator), device.active():
+        count = control.size
+        rows = max(1, min(COLLECTIVE_BYTES, device.free_bytes() // 8) // (4 * WIDTH * count))
+        counts, moved = [rows] * count, 4 * WIDTH * rows * (count - 1)
+        whole, part = (device.zeros((n, WIDTH), np.float32) for n in (rows * count, rows))
+        scattered = _fastest(control, lambda: communicator.reduce_scatter(whole, counts), device.synchronize)
+        gathered = _fastest(control, lambda: communicator.allgatherv(part, counts), device.synchronize)
+        return moved / scattered, moved / gathered
