@@ -35,7 +35,9 @@ def check_wheel(source: Path, wheel: str) -> list[str]:
     names = [name for name in names if name not in bundled]
     modules = [name for name in names if name.endswith((".so", ".pyd"))]
     package = {
-        path for path in (source / "hybridmf").rglob("*") if path.suffix in (".py", ".pyi", ".typed", ".json", ".xz")
+        path
+        for path in (source / "hybridmf").rglob("*")
+        if path.suffix in (".py", ".pyi", ".typed", ".json", ".xz", ".plans")
     }
     wanted = {str(path.relative_to(source)) for path in package}
     wanted |= {f"hybridmf/{path.relative_to(source)}" for path in (source / "cuda").rglob("*") if path.is_file()}

@@ -9,6 +9,7 @@ and evaluations at the usual ranks with the default settings; kernels that are i
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import sys
 import tarfile
@@ -28,6 +29,8 @@ from hybridmf.core.files import write_atomically
 from hybridmf.device import ready
 from hybridmf.device.compiler import Program
 from hybridmf.device.cuda import options_for, program_text
+from hybridmf.plan.dispatch import signature_of
+from hybridmf.plan.types import Plan
 from hybridmf.tools.prepare import all_programs_of
 from support.compiler import cubin_of
 from support.devices import SPECS
@@ -38,16 +41,19 @@ SHAPES = (((138_493, 26_744), 20_000_263), ((1_000_000, 100_000), 3_000_000))
 """Users, items and entries: of long rows, and of short ones, which the dual form solves."""
 
 
+def plans(architecture: int) -> list[Plan]:
+    """The fits whose kernels an archive holds."""
+    device = SimpleNamespace(spec=SPECS_READY[architecture])
+    models = [kind(rank, device="cuda") for rank in RANKS for kind in (hmf.ImplicitALS, hmf.ExplicitALS)]
+    with mock.patch("hybridmf.device.cuda.open_device", return_value=device):
+        return [hmf.plan(shape=shape, nnz=nnz, model=model) for model in models for shape, nnz in SHAPES]
+
+
 def programs(architecture: int) -> list[Program]:
     """The programs of an architecture, each once."""
     device = SimpleNamespace(spec=SPECS_READY[architecture])
-    found: list[Program] = []
-    with mock.patch("hybridmf.device.cuda.open_device", return_value=device):
-        for rank in RANKS:
-            for model in (hmf.ImplicitALS(rank, device="cuda"), hmf.ExplicitALS(rank, device="cuda")):
-                for shape, nnz in SHAPES:
-                    found += all_programs_of(device, hmf.plan(shape=shape, nnz=nnz, model=model))
-    return list(dict.fromkeys(found))
+    found = (all_programs_of(device, plan) for plan in plans(architecture))
+    return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def compiled(job: tuple[int, Program]) -> tuple[str, bytes]:
@@ -78,6 +84,8 @@ def write(architecture: int, pool: Executor) -> Path:
             archive.addfile(member, io.BytesIO(made[key]))
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, content.getvalue())
+    signatures = sorted({signature_of(plan) for plan in plans(architecture)})
+    write_atomically(ready.plans_of(SPECS_READY[architecture].capability), "\n".join(signatures).encode())
     return path
 
 

@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, settings
 
 # read when libgomp is loaded: threads that spin while they wait take the cores from the other processes of a run
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# tests are of the sources of kernels
+os.environ.setdefault("HYBRIDMF_READY_KERNELS", "0")
 pytest.register_assert_rewrite("support")
 
 # the same examples in every run, however slow the machine; `--hypothesis-profile explore` draws others

@@ -28,6 +28,22 @@ def archive_of(capability: tuple[int, int]) -> Path:
     return FOLDER / "sm_{}{}.tar.xz".format(*capability)
 
 
+def plans_of(capability: tuple[int, int]) -> Path:
+    """Path of the signatures, by `plan.dispatch`, of plans for which the archive has all kernels."""
+    return FOLDER / "sm_{}{}.plans".format(*capability)
+
+
+def serves(capability: tuple[int, int], signature: str) -> bool:
+    """Whether all kernels of a plan come with the package."""
+    path = plans_of(capability)
+    return wanted() and path.is_file() and signature in path.read_text().split()
+
+
+def wanted() -> bool:
+    """Whether kernels of the package are used."""
+    return os.environ.get(READY_KERNELS, "") != "0"
+
+
 def key_of(text: str, name: str, options: Sequence[str]) -> str:
     """Name in the archive of the kernel `name` of a program."""
     return hashlib.sha256("\0".join((name, *options, text)).encode()).hexdigest()[:32]
@@ -48,7 +64,7 @@ def load(cupy: Any, capability: tuple[int, int], text: str, name: str, options: 
     with _lock:
         if path not in _archives:
             _archives[path] = {}
-            if path.is_file() and os.environ.get(READY_KERNELS, "") != "0":
+            if wanted() and path.is_file():
                 try:
                     _archives[path] = read(path)
                 except Exception as error:  # of tarfile, lzma, or a Python without lzma

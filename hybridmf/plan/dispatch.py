@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from .._version import __version__
 from ..core.cache import cache_dir
+from ..device import ready
 from ..errors import DeviceError
 from . import cost as _cost
 from . import machine as _machine
@@ -92,9 +93,10 @@ def _warmth(plan: Plan, started: frozenset[str], loaded: frozenset[str]) -> _cos
     """Set-up that is already done for a plan, by GPUs started and kernels loaded in this process."""
     if plan.gpu is None:
         return _cost.Warmth()
-    signature = _signature(plan)
+    signature = signature_of(plan)
     is_loaded = signature in loaded
     compiled = is_loaded or (cache_dir() / "compiled" / signature).exists()
+    compiled = compiled or ready.serves(plan.gpu.capability, signature)
     return _cost.Warmth(plan.device in started, compiled, is_loaded)
 
 
@@ -219,7 +221,7 @@ _started: set[str] = set()
 _loaded: set[str] = set()
 
 
-def _signature(plan: Plan) -> str:
+def signature_of(plan: Plan) -> str:
     """Key of the kernels that a plan compiles, so that a later process knows whether they are cached on disk."""
     assert plan.gpu is not None
     method = " ".join(plan.method.names(plan)).strip()
@@ -232,7 +234,7 @@ def remember(plan: Plan) -> None:
     if plan.gpu is None:
         return
     _started.add(plan.device)
-    signature = _signature(plan)
+    signature = signature_of(plan)
     _loaded.add(signature)
     mark = cache_dir() / "compiled" / signature
     try:

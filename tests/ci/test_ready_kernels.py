@@ -12,6 +12,7 @@ import pytest
 import hybridmf as hmf
 from hybridmf.device import ready
 from hybridmf.device.cuda import options_for, program_text
+from hybridmf.plan.dispatch import signature_of
 from support import emulated
 from support.checkout import ROOT
 from support.compiler import needs_nvrtc
@@ -34,6 +35,8 @@ def test_an_archive_of_this_checkout_is_complete(architecture: int) -> None:
     known = ready.read(path)
     assert not list(ready_kernels.missing(architecture, known)), "sources have changed: python .ci/ready_kernels.py"
     assert len(known) == len(ready_kernels.programs(architecture))
+    signatures = {signature_of(plan) for plan in ready_kernels.plans(architecture)}
+    assert set(ready.plans_of(ready_kernels.SPECS_READY[architecture].capability).read_text().split()) == signatures
 
 
 def test_an_archive_holds_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +49,7 @@ def test_an_archive_holds_the_programs(tmp_path: Path, monkeypatch: pytest.Monke
         made = ready.read(ready_kernels.write(90, pool))
         assert set(made) == {key_of(*each) for each in chosen}
         assert all(cubin.startswith(b"\x7fELF") for cubin in made.values())
+        assert len(ready.plans_of((9, 0)).read_text().split()) == 2 * len(ready_kernels.RANKS)
         # what is there is kept, what is not needed any more goes
         chosen.pop()
         monkeypatch.setattr(ready_kernels, "compiled", lambda job: pytest.fail("compiled again"))

@@ -32,6 +32,7 @@ def archive(key: str, cubin: bytes = b"code") -> bytes:
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes, str], None]:
     monkeypatch.setattr(ready, "FOLDER", tmp_path)
     monkeypatch.setattr(ready, "_archives", {})
+    monkeypatch.delenv(ready.READY_KERNELS, raising=False)
     return lambda content, architecture="90": (tmp_path / f"sm_{architecture}.tar.xz").write_bytes(content)
 
 

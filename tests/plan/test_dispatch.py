@@ -11,6 +11,7 @@ import pytest
 
 import hybridmf as hmf
 from hybridmf.core import cache as _cache
+from hybridmf.device import ready
 from hybridmf.plan import dispatch, types
 from hybridmf.plan.machine import GpuRates
 from support.cost_model import H200, NETFLIX, plan_of
@@ -59,6 +60,20 @@ def test_compiled_kernels_and_more_iterations_turn_the_choice(tmp_path):
     assert again.setup_seconds == pytest.approx(warm.setup_seconds - GpuRates().load - GpuRates().start)
     other_rank = plan_of(hmf.ImplicitALS(65, num_threads=16, device="cuda"), H200, **sizes).estimates[0]
     assert other_rank.setup_seconds > GpuRates().compile["fused"]
+
+
+def test_kernels_of_the_package_turn_the_choice(tmp_path, monkeypatch):
+    monkeypatch.setattr(ready, "FOLDER", tmp_path)
+    monkeypatch.setenv(ready.READY_KERNELS, "1")
+    sizes = {"shape": (138_493, 27_278), "nnz": 20_000_263}
+    model = hmf.ImplicitALS(64, num_threads=16, iterations=6)
+    on_gpu = plan_of(hmf.ImplicitALS(64, num_threads=16, device="cuda"), H200, **sizes)
+    ready.plans_of((9, 0)).write_text(f"{'0' * 16}\n{dispatch.signature_of(on_gpu)}")
+    assert plan_of(model, H200, **sizes).device == "cuda:0"
+    other_rank = hmf.ImplicitALS(65, num_threads=16, iterations=6)
+    assert plan_of(other_rank, H200, **sizes).device == "cpu"
+    monkeypatch.setenv(ready.READY_KERNELS, "0")
+    assert plan_of(model, H200, **sizes).device == "cpu"
 
 
 def test_compiled_kernels_need_no_record(tmp_path, monkeypatch, caplog):
