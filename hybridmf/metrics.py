@@ -349,12 +349,12 @@ def _ranking_values(
     """
     n_items = relevant.shape[1]
     longest = max(recommended.shape[1], n_items)
-    discounts = _discounts(np.arange(min(longest, max((k for _, k in cuts), default=0))))
+    ranks = np.arange(min(longest, max((k for _, k in cuts), default=0)))  # from 0
     metrics = RankingMetrics(
         n_items,
         np.array([kind for kind, _ in cuts], dtype=np.int32),
         np.array([k for _, k in cuts], dtype=np.int64),
-        discounts,
+        1.0 / np.log2(ranks + 2.0),
         np.empty(0) if information is None else information,
         np.array(shown_cuts, dtype=np.int64),
         np.empty((0, n_items), dtype=np.uint8) if shown is None else shown,
@@ -399,11 +399,6 @@ def _no_ranking(recommended: np.ndarray, n_items: int) -> ValueError:
     return ValueError(
         f"recommended has item {in_order[row, column]} twice for user {row}; a ranking holds each item once at most"
     )
-
-
-def _discounts(rank: np.ndarray) -> np.ndarray:
-    """Weight of each rank, counted from 0."""
-    return 1.0 / np.log2(rank + 2.0)
 
 
 # ------------------------------------------------------------------------------------------------------------- AUC
@@ -486,8 +481,7 @@ def _scores(users: np.ndarray, items: np.ndarray, bias: np.ndarray | None, rows:
         scores = users @ items.T
         if bias is not None:
             scores += bias
-    # The sum of a row is not finite if one of its scores is not; only then is each score checked.
-    with np.errstate(over="ignore", invalid="ignore"):
+        # The sum of a row is not finite if one of its scores is not; only then is each score checked.
         suspects = np.flatnonzero(~np.isfinite(scores.sum(axis=1)))
     for k in suspects:
         if not np.all(np.isfinite(scores[k])):

@@ -13,10 +13,10 @@ import scipy.sparse as sp
 from ..core.objective import Side
 from ..core.regression import joined
 from ..core.sparse import rows_or_empty, take_rows
-from ..core.validate import from_triplets, rows_of_entries
-from ..data.labels import check_label_types, label_table
+from ..data.labels import check_label_types, places_among
 from ..errors import RatingsError, UnknownLabelError
 from .learned import Learned, LearnedFeatures
+from .updates import replace_rows
 
 logger = logging.getLogger("hybridmf")
 
@@ -56,8 +56,7 @@ def described_rows(
         raise RatingsError(f"{name} has no rows; expected one for each of {count:,} {side}s")
     if labels is not None and have is not None:
         check_label_types(side, ("the rows", labels), (name, have))
-        table = label_table(have)
-        places = np.array([table.get(label, -1) for label in labels.tolist()], dtype=np.int64)
+        places = places_among(have, labels)
         missing = int(np.count_nonzero(places < 0))
         if missing == count > 0:
             raise UnknownLabelError(
@@ -102,20 +101,10 @@ def replaced_rows(
     if known is None:
         return learned.features
     old = known.features.matrix
-    places = np.where(np.arange(size) < old.shape[0], np.arange(size), -1)
-    matrix = rows_or_empty(old, places)
-    if new is not None:
-        kept = np.ones(size, dtype=bool)
-        kept[positions] = False
-        rows = rows_of_entries(matrix.indptr)
-        old_entries, new_rows = kept[rows], positions[rows_of_entries(new.indptr)]
-        matrix = from_triplets(
-            np.concatenate((rows[old_entries], new_rows)),
-            np.concatenate((matrix.indices[old_entries], new.indices)),
-            np.concatenate((matrix.data[old_entries], new.data)),
-            (size, matrix.shape[1]),
-            name="features",
-        )
+    if new is None:
+        matrix = rows_or_empty(old, np.where(np.arange(size) < old.shape[0], np.arange(size), -1))
+    else:
+        matrix = replace_rows(old, positions, new, size)
     cold = np.zeros(size, dtype=bool)
     cold[known.cold] = True
     described = np.diff(matrix.indptr) > 0

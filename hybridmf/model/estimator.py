@@ -170,14 +170,8 @@ def _with_scikit_learns(kind: Any) -> Any:
     return type(kind.__name__, bases, content)
 
 
-def check_is_fitted(model: Estimator) -> None:
-    """Raise unless the estimator is fitted."""
-    if not model.__sklearn_is_fitted__():
-        raise unfitted_error(model)
-
-
 def unfitted_error(model: Estimator) -> Exception:
-    """The error of `check_is_fitted`."""
+    """scikit-learn's NotFittedError of a model."""
     return not_fitted(
         f"This {type(model).__name__} instance is not fitted yet. Call 'fit' with appropriate arguments before "
         "using this estimator."

@@ -181,13 +181,14 @@ class Evaluations(dict[str, Evaluation]):
         ]
         return pandas_frame([dict(zip(names, row, strict=True)) for row in rows], "read the values, a dict")
 
-    def _rows(self) -> Iterator[tuple[str, str, float, Interval | None, Interval | None]]:
-        """Model, metric, value, interval, and difference to the first model; None where there is none."""
-        first = next(iter(self.values()))
+    def _rows(self, compared: bool = True) -> Iterator[tuple[str, str, float, Interval | None, Interval | None]]:
+        """Name, metric, value, interval, and if `compared` difference to the first model; None where there is none."""
+        first: Any = next(iter(self.values()), None)
         for name, found in self.items():
             for metric, value in found.items():
                 enough = metric in found.per_user and np.count_nonzero(~np.isnan(found.per_user[metric])) > 1
-                difference = found.difference(first, metric) if enough and found is not first else None
+                differs = compared and enough and found is not first
+                difference = found.difference(first, metric) if differs else None
                 yield name, metric, value, found.interval(metric) if enough else None, difference
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
@@ -218,18 +219,14 @@ class Parts(Evaluations):
         names = ("part", "metric", "value", "low", "high", "n_users")
         rows = [
             (part, metric, value, *_bounds(interval)[1:], self[part].n_users)
-            for part, metric, value, interval in self._values_of_parts()
+            for part, metric, value, interval, _ in self._rows(compared=False)
         ]
         return pandas_frame([dict(zip(names, row, strict=True)) for row in rows], "read the values, a dict")
-
-    def _values_of_parts(self) -> Iterator[tuple[str, str, float, Interval | None]]:
-        for part, found in self.items():
-            yield from ((part, *row[1:4]) for row in Evaluations({part: found})._rows())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         rows = [
             [part, metric, f"{value:.4f}" if interval is None else str(interval), f"{self[part].n_users:,}"]
-            for part, metric, value, interval in self._values_of_parts()
+            for part, metric, value, interval, _ in self._rows(compared=False)
         ]
         return ["part", "metric", "value (95 % interval)", "users"], rows
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,14 @@ class Labelled:
     item_ids: np.ndarray | None
     derived: dict[Any, Any]
 
+    def count(self, side: Side) -> int:
+        """Number of users or items."""
+        raise NotImplementedError
+
     @property
     def shape(self) -> tuple[int, int]:
         """(n_users, n_items)."""
-        raise NotImplementedError
+        return self.count("user"), self.count("item")
 
     def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
         """The result of `compute`, computed at first use."""
@@ -44,10 +48,6 @@ class Labelled:
     def label_table(self, side: Side) -> dict[Any, int]:
         """Position of each label of one side."""
         return self.cached(("labels", side), lambda: label_table(self.labels(side)))
-
-    def count(self, side: Side) -> int:
-        """Number of users or items."""
-        return int(self.shape[0 if side == "user" else 1])
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,6 @@ class Learned(Labelled):
         """Positive training entries of each item, by which items rank for users without factors."""
         return self.item_counts if self.item_likes is None else self.item_likes
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n_users, n_items)."""
-        return len(self.state.user), len(self.state.item)
-
     def count(self, side: Side) -> int:
         """Number of users or items."""
         return len(self.state.side(side))
@@ -119,30 +114,6 @@ class Learned(Labelled):
         if known is None or not len(known.cold):
             return self.state.side(side)
         return self.cached(("solved", side), lambda: without_rows_of(self.state.side(side), known.cold))
-
-    def with_side(
-        self,
-        side: Side,
-        factors: Factors,
-        seen: sp.csr_array | None,
-        labels: np.ndarray | None,
-        item_counts: np.ndarray | None,
-        values: np.ndarray | None,
-    ) -> Learned:
-        """A copy with other rows on one side."""
-        state = self.state.with_side(side, factors)
-        copy = replace(self, state=state, seen=seen, total=None, item_counts=item_counts, values=values)
-        if side == "user":
-            return replace(copy, user_ids=labels)
-        named = len(factors) == len(self.state.item)  # new columns have no names
-        return replace(copy, item_ids=labels, feature_names=self.feature_names if named else None)
-
-    def widened(self, values: np.ndarray) -> Learned:
-        """A copy whose range of values, if known, includes `values`."""
-        if self.value_range is None:
-            return self
-        low, high = self.value_range
-        return replace(self, value_range=(float(values.min(initial=low)), float(values.max(initial=high))))
 
     def seen_matrix(self) -> sp.csr_array | None:
         """`seen` in memory."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from ..core.objective import SIDES, Side
 from ..core.sparse import entry_rows, rows_or_empty, take_rows
 from ..core.validate import (
     as_csr,
@@ -40,10 +41,9 @@ class Popularity(Labelled):
     item_ids: np.ndarray | None
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n_users, n_items)."""
-        return int(self.seen.shape[0]), int(self.seen.shape[1])
+    def count(self, side: Side) -> int:
+        """Number of users or items."""
+        return int(self.seen.shape[SIDES.index(side)])
 
 
 def popularity_of(seen: sp.csr_array, likes: np.ndarray) -> PopularityRecommender:

@@ -16,7 +16,6 @@ from ..core.objective import Factors, Side, other_side, scoring_rows
 from ..core.regression import filled, parted
 from ..core.sparse import RowColumns, keep_entries, take_rows, transposed
 from ..core.validate import make_csr
-from ..cpu.engine import CpuEngine
 from ..data.store import StoredSeen
 from ..errors import NonFiniteError, NotPositiveDefiniteError
 from ..native import _als
@@ -341,29 +340,23 @@ def itself_first(
 
 
 def fold_in(learned: Learned, side: Side, matrix: sp.csr_array, features: sp.csr_array | None = None) -> Factors:
-    """Exact factors of new rows of `side`, given the factors of the other side; `features`: those of the rows."""
-    fixed = learned.solved(other_side(side))
-    if features is not None:
-        return _fold_in_described(learned, side, matrix, fixed, features)
-    # the kernel of a GPU does not finish nearly singular nonnegative rows
-    on_cpu = learned.plan.solver == NONNEGATIVE and learned.plan.gpu is not None
-    engine = engine_for(learned.plan.changed(gpu=None) if on_cpu else learned.plan)
+    """Exact factors of new rows of `side`, given the factors of the other side; `features`: those of the rows.
+
+    A row without entries then has the factors of its features.
+    """
+    fixed, plan, pull = learned.solved(other_side(side)), learned.plan, None
+    # kernels of a GPU do not finish nearly singular nonnegative rows, and have no pull
+    if plan.gpu is not None and (plan.solver == NONNEGATIVE or features is not None):
+        plan = plan.changed(gpu=None)
+    engine = engine_for(plan)
     # independent of the rows; for a few rows, this is most of the work
     gram = learned.cached(("gram", side, engine.name), lambda: engine.gram(side, fixed, learned.objective))
-    found = engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram)
-    warn_of_fold_in(learned, side, matrix)
-    return found
-
-
-def _fold_in_described(
-    learned: Learned, side: Side, matrix: sp.csr_array, fixed: Factors, features: sp.csr_array
-) -> Factors:
-    """`fold_in` of rows with features, on the CPU; a row without entries has the factors of its features."""
-    engine, plan = CpuEngine(learned.plan.changed(gpu=None)), learned.plan
-    gram = learned.cached(("gram", side, engine.name), lambda: engine.gram(side, fixed, learned.objective))
-    predicted, degrees = predicted_rows(learned, side, features), np.diff(matrix.indptr)
-    pull = np.ascontiguousarray(pull_of(learned, side, predicted, degrees), dtype=fixed.matrix.dtype)
+    if features is not None:
+        predicted, degrees = predicted_rows(learned, side, features), np.diff(matrix.indptr)
+        pull = np.ascontiguousarray(pull_of(learned, side, predicted, degrees), dtype=fixed.matrix.dtype)
     found = engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram, pull)
     warn_of_fold_in(learned, side, matrix)
+    if features is None:
+        return found
     alone = np.flatnonzero(degrees == 0)
     return filled(found, alone, parted(predicted[alone].astype(fixed.matrix.dtype), plan.factors))

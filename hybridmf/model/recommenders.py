@@ -43,17 +43,8 @@ class OtherModel:
                 )
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    @property
-    def user_factors(self) -> Any:
-        """Factors of the model, on the host."""
-        return _on_host(self.model.user_factors)
-
-    @property
-    def item_factors(self) -> Any:
-        """Factors of the model, on the host."""
-        return _on_host(self.model.item_factors)
+        found = getattr(self.model, name)
+        return found.to_numpy() if hasattr(found, "to_numpy") else found  # factors on a GPU
 
     def recommend(
         self, users: np.ndarray, user_items: Any, N: int, filter_already_liked_items: bool, **candidates: Any
@@ -123,7 +114,3 @@ class ReadyLists:
     def recommend(self, users: np.ndarray, user_items: Any, N: int, filter_already_liked_items: bool) -> Any:
         """The lists of `users` as they are."""
         return self._ids[users, :N], None
-
-
-def _on_host(factors: Any) -> Any:
-    return factors.to_numpy() if hasattr(factors, "to_numpy") else factors

@@ -1177,8 +1177,14 @@ def _updated(
         seen, values = pattern(history), None if values is None else history.data
     counts = updated_counts(learned, side, positions, rows, seen)
     likes = updated_likes(learned, side, positions, rows, history, counts)
-    updated = learned.with_side(side, factors, seen, names, counts, values).widened(rows.data)
-    return replace(updated, item_likes=likes, features=features)
+    changed: dict[str, Any] = {f"{side}_ids": names, "seen": seen, "total": None, "values": values}
+    changed |= {"item_counts": counts, "item_likes": likes, "features": features}
+    if side == "item" and size > len(known):
+        changed["feature_names"] = None  # the new columns have no names
+    if learned.value_range is not None:
+        low, high = learned.value_range
+        changed["value_range"] = float(rows.data.min(initial=low)), float(rows.data.max(initial=high))
+    return replace(learned, state=learned.state.with_side(side, factors), **changed)
 
 
 def _request(learned: Learned, users: np.ndarray, user_items: Any, asked: Asked, recalculated: bool = False) -> Request:

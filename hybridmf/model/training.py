@@ -90,9 +90,9 @@ class TrainingData:
         from ..ranks.dealt import deal
 
         devices = compile_ahead(plan)
-        values = _values_of(matrix, plan, source)
         if not plan.ratings_on_device:
-            return cls.on_host(matrix, plan, source, values)
+            return cls.on_host(matrix, plan, source)
+        values = _values_of(matrix, plan, source)
         held: Any = None if source is None or plan.devices else source.on_device(plan.device)
         if source is not None and held is None:
             log_detour(source, plan)
@@ -116,14 +116,10 @@ class TrainingData:
 
     @classmethod
     def on_host(
-        cls,
-        matrix: sp.csr_array | StoreMatrix,
-        plan: Plan,
-        source: PreparedRatings | None = None,
-        values: ValueSummary | StoreMatrix | None = None,
+        cls, matrix: sp.csr_array | StoreMatrix, plan: Plan, source: PreparedRatings | None = None
     ) -> TrainingData:
-        """Both orientations in memory or in a store; `values` if they are known."""
-        values = _values_of(matrix, plan, source) if values is None else values
+        """Both orientations in memory or in a store."""
+        values = _values_of(matrix, plan, source)
         if source is not None:
             log_detour(source, plan)
             return cls(matrix, source.item_users, values, source.seen)

@@ -10,8 +10,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Side
-from ..core.sparse import keep_entries, take_rows, transposed
-from ..core.validate import check_ids, csr_arrays, make_csr
+from ..core.sparse import as_ones, keep_entries, rows_or_empty, stacked, take_rows, transposed
+from ..core.validate import check_ids
 from ..data.align import IN_ORDER, are_positions, labels_of
 from ..data.labels import check_label_types, check_storable_labels, plain_array
 from ..errors import UnknownLabelError
@@ -195,14 +195,8 @@ def turned(history: sp.csr_array) -> sp.csr_array:
 
 def replace_rows(history: sp.csr_array, positions: np.ndarray, rows: sp.csr_array, size: int) -> sp.csr_array:
     """`history` with `size` rows, those at `positions` replaced by the entries of `rows`; gaps are empty."""
-    old_ptr, old_ids, old_values = csr_arrays(history)
-    new_ptr, new_ids, new_values = csr_arrays(rows)
-    indices = np.concatenate((old_ids, new_ids))
-    new_values = np.ones_like(new_ids, dtype=np.int8) if history.dtype == np.int8 else new_values
-    values = np.concatenate((old_values, new_values.astype(history.dtype, copy=False)))
-    pointer = np.concatenate((old_ptr, new_ptr[1:] + old_ptr[-1], [len(indices)]))  # the last row is empty
-    stacked = make_csr(pointer, indices, values, (len(pointer) - 1, history.shape[1]))
-    source = np.full(size, len(pointer) - 2, dtype=np.int64)
+    new = as_ones(rows, np.int8) if history.dtype == np.int8 else rows.astype(history.dtype)
+    source = np.full(size, -1, dtype=np.int64)
     source[: history.shape[0]] = np.arange(history.shape[0])
     source[positions] = history.shape[0] + np.arange(len(positions))
-    return take_rows(stacked, source)
+    return rows_or_empty(stacked([history, new]), source)
