@@ -33,7 +33,7 @@ from .core.validate import (
     check_threads,
     frozen_csr,
 )
-from .data.columns import AUTO, log_columns
+from .data.columns import AUTO, column_place, log_columns
 from .data.labels import (
     MISSING,
     Entries,
@@ -56,7 +56,6 @@ from .data.labels import (
 from .data.layout import FileOptions, check_where
 from .data.lists import list_options, read_lists
 from .data.readers import (
-    column_place,
     column_weights,
     file_of,
     frame_entries,
@@ -643,7 +642,7 @@ def _file_entries(name: str, head: bytes, format: str, options: FileOptions) -> 
         weights = read_fields(found, found.columns.weight)
     if options.where is not None:
         names, n_fields = found.columns.names, found.n_fields
-        places = {column: column_place("where", name, names, column, n_fields) for column in options.where}
+        places = {column: column_place("where", name, names, n_fields, column) for column in options.where}
         mask = row_mask(name, options.where, {column: read_fields(found, place) for column, place in places.items()})
     entries = read_text(found, options.show_progress, mask=mask, missing=options.missing, weights=weights)
     if entries.weights is not None:

@@ -371,12 +371,20 @@ def check_axes(name: str, shape: tuple[int, int]) -> None:
     """Refuse more rows and columns, though empty, than can be counted in memory: mostly ids taken for positions."""
     if sum(shape) < MANY_POSITIONS:
         return
-    needed, free = ROW_BYTES * sum(shape), available_memory()
+    check_memory(
+        f"{name} has positions for {shape[0]:,} users and {shape[1]:,} items: to count their entries",
+        ROW_BYTES * sum(shape),
+        "ids that are no positions from 0 on go in as labels: Ratings.from_frame, or an object array to "
+        "Ratings.from_coo",
+    )
+
+
+def check_memory(work: str, needed: int, way_out: str) -> None:
+    """Refuse work that takes more memory than is free."""
+    free = available_memory()
     if free is not None and needed > free:
         raise MemoryBudgetError(
-            f"{name} has positions for {shape[0]:,} users and {shape[1]:,} items: to count their entries takes "
-            f"{needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; ids that are no positions from "
-            "0 on go in as labels: Ratings.from_frame, or an object array to Ratings.from_coo"
+            f"{work} takes {needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; {way_out}"
         )
 
 

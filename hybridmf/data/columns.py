@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -43,16 +43,21 @@ class Columns:
 
     def __str__(self) -> str:
         places = {"user": self.user, "item": self.item, "value": self.value}
-        if self.time is not None:
-            places["time"] = self.time
-        if self.weight is not None:
-            places["weight"] = self.weight
+        more = {"time": self.time, "weight": self.weight}
+        places |= {role: place for role, place in more.items() if place is not None}
         return ", ".join(f"{role} = {self._label(place)}" for role, place in places.items())
 
     def _label(self, place: int | None) -> str:
         if place is None:
             return "1 for every entry"
         return f"column {place}" if self.names is None else f"column {place} {self.names[place]!r}"
+
+    def titles(self) -> tuple[Any, Any, Any, Any, Any]:
+        """Names of the columns of users, items, values, times and weights; None for those that are not read."""
+        assert self.names is not None
+        places = (self.user, self.item, self.value, self.time, self.weight)
+        user, item, value, time, weight = (None if place is None else self.names[place] for place in places)
+        return user, item, value, time, weight
 
 
 def resolve_columns(
@@ -89,7 +94,8 @@ def resolve_columns(
     if "value" not in places:
         places["value"] = table.find_value(places)
     _check_distinct(places)
-    time = table.times(places) if _is_auto(timestamp) else None
+    times = table.free("time", places) if _is_auto(timestamp) else []
+    time = times[0] if len(times) == 1 else None
     if timestamp is not None and not _is_auto(timestamp):
         time = places["timestamp"] = table.place("timestamp", timestamp)
         _check_distinct(places)
@@ -99,6 +105,29 @@ def resolve_columns(
     )  # fmt: skip
     weights = places.get("weight")
     return Columns(places["user"], places["item"], places["value"], table.names, time, weights, guessed)  # type: ignore[arg-type]
+
+
+def column_place(
+    argument: str, source: str, names: Sequence[Any] | None, n_fields: int, selector: Any, hint: str = ""
+) -> int:
+    """Position of a column that an argument gives by name or number."""
+    listed, one = list(names or ()), argument != "where"  # which may name several columns
+    given = f"{argument}={selector!r}" if one else "where="
+    if listed.count(selector) > 1:
+        raise RatingsError(
+            f"{source} has {listed.count(selector)} columns named {selector!r} ({given}); rename them, or "
+            "pass a number (from 0)"
+        )
+    if selector in listed:
+        return listed.index(selector)
+    if isinstance(selector, str):
+        raise RatingsError(
+            f"{source} has no column {selector!r} ({given}); its columns are {_listed(listed) or 'without names'}{hint}"
+        )
+    place = check_int(argument, selector, 0, None if one else n_fields - 1)
+    if place >= n_fields:
+        raise RatingsError(f"{source} has {n_fields} columns, none for {argument}={place} (they count from 0){hint}")
+    return place
 
 
 def log_columns(source: str, columns: Columns) -> None:
@@ -155,30 +184,12 @@ class _NamedColumns:
         """Column given by an argument."""
         if selector is None and argument == "value":
             return None
-        names = self.names or ()
-        if selector in names:
-            if names.count(selector) > 1:
-                raise RatingsError(
-                    f"{self.source} has {names.count(selector)} columns named {selector!r} ({argument}={selector!r}); "
-                    "rename them, or pass a number (from 0)"
-                )
-            return names.index(selector)
         hint = "; value=None makes every entry 1" if argument == "value" else ""
-        if isinstance(selector, str):
-            raise RatingsError(
-                f"{self.source} has no column {selector!r} ({argument}={selector!r}); its columns are "
-                f"{_listed(names)}{hint}"
-            )
-        place = check_int(argument, selector, 0)
-        if place >= self.n_fields:
-            raise RatingsError(
-                f"{self.source} has {self.n_fields} columns, none for {argument}={place} (they count from 0){hint}"
-            )
-        return place
+        return column_place(argument, self.source, self.names, self.n_fields, selector, hint)
 
     def named(self, role: str, places: dict[str, int | None]) -> int | None:
         """The only free column with a name of this role; None if there is none."""
-        free = [k for k, found in enumerate(self.roles) if found == role and k not in places.values()]
+        free = self.free(role, places)
         if len(free) > 1:
             assert self.names is not None
             raise RatingsError(
@@ -187,10 +198,9 @@ class _NamedColumns:
             )
         return free[0] if free else None
 
-    def times(self, places: dict[str, int | None]) -> int | None:
-        """The only free column with a time-like name; None if there are several or none."""
-        free = [k for k, role in enumerate(self.roles) if role == "time" and k not in places.values()]
-        return free[0] if len(free) == 1 else None
+    def free(self, role: str | None, places: dict[str, int | None]) -> list[int]:
+        """The free columns with a name of this role."""
+        return [k for k, found in enumerate(self.roles) if found == role and k not in places.values()]
 
     def at_default(self, role: str, places: dict[str, int | None]) -> int:
         """Column in the usual position of users or items, unless its name has another role."""
@@ -221,7 +231,7 @@ class _NamedColumns:
         usual = DEFAULT_PLACES["value"]
         if self.names is None:
             return None if self.n_fields == 2 or usual in places.values() else self.place("value", usual)
-        free = [k for k, role in enumerate(self.roles) if role is None and k not in places.values()]
+        free = self.free(None, places)
         if not free:
             return None
         by_names = all(self.roles[places[role]] == role for role in ("user", "item"))  # type: ignore[index]

@@ -24,12 +24,12 @@ import scipy.sparse as sp
 from ..core.column_names import role_of
 from ..core.files import open_bytes, read_head, reading, sniff_format
 from ..core.objective import Side
-from ..core.system import available_memory
 from ..core.triplets import frame_names
-from ..core.validate import check_bool, check_choice, make_csr
-from ..errors import MemoryBudgetError, RatingsError
-from .columns import AUTO, check_distinct_names
-from .labels import MISSING_WORDS, plain_array
+from ..core.validate import check_bool, check_choice, check_memory, make_csr
+from ..errors import RatingsError
+from .columns import AUTO, check_distinct_names, column_place
+from .labels import MISSING_WORDS, is_missing, plain_array
+from .readers import null_rows, read_frame
 from .text import INTEGER
 
 logger = logging.getLogger("hybridmf")
@@ -64,15 +64,6 @@ class Column:
     name: str
     kind: str
     separator: str | None = None
-
-
-class _Coded(NamedTuple):
-    """Entries of one column: rows, positions among its names, values."""
-
-    rows: np.ndarray
-    codes: np.ndarray
-    values: np.ndarray
-    names: list[str]
 
 
 class Coded(NamedTuple):
@@ -140,8 +131,6 @@ def read_table(path: Any, separator: str | None = None, encoding: str | None = N
     if format in ("npz", "mtx"):
         raise RatingsError(f"{name} is a matrix without names: load it with scipy and pass it to Features(matrix)")
     if format in ("parquet", "jsonl"):
-        from .readers import read_frame
-
         return table_of(read_frame(name, format), name)
     lines = [line for line in io.StringIO(_text_of(name, encoding), newline=None) if line.strip()]
     if not lines:
@@ -260,7 +249,7 @@ def _labels(table: Table, label: Any, side: Side | None) -> tuple[np.ndarray | N
     if label is None:
         return None, None
     if not (isinstance(label, str) and label == AUTO):
-        place = _place("label", source, names, label)
+        place = column_place("label", source, names, len(names), label)
         return _column_of_labels(table, names[place]), place
     wanted = ("user", "item") if side is None else (side,)
     found = [k for k, name in enumerate(names) if role_of(name) in wanted]
@@ -286,7 +275,7 @@ def _labels(table: Table, label: Any, side: Side | None) -> tuple[np.ndarray | N
 def _column_of_labels(table: Table, name: Any) -> np.ndarray:
     series = (table.labels or table.column)(name)
     plain = isinstance(series, list)
-    absent = np.array([_is_absent(each) for each in series], dtype=bool) if plain else _absent(series)
+    absent = np.array([_is_absent(each) for each in series], dtype=bool) if plain else null_rows(series)
     if absent.any():
         raise RatingsError(
             f"column {name!r} of {table.source}, its labels, is null in {np.count_nonzero(absent):,} of "
@@ -298,21 +287,10 @@ def _column_of_labels(table: Table, name: Any) -> np.ndarray:
     return np.asarray(series.to_numpy()) if narrow else plain_array(series.to_list())
 
 
-def _place(argument: str, source: str, names: list[Any], wanted: Any) -> int:
-    """Position of a column given by name, or by position."""
-    if wanted in names:
-        return names.index(wanted)
-    if isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool) and 0 <= wanted < len(names):
-        return int(wanted)
-    raise RatingsError(
-        f"{source} has no column {wanted!r} ({argument}={wanted!r}); its columns are {', '.join(map(repr, names))}"
-    )
-
-
 def _names_in(argument: str, source: str, names: list[Any], wanted: Any) -> list[Any]:
     if isinstance(wanted, str) or not isinstance(wanted, Iterable):
         raise TypeError(f"{argument} must be a sequence of names of columns, got {wanted!r}: write [{wanted!r}]")
-    return [names[_place(argument, source, names, each)] for each in wanted]
+    return [names[column_place(argument, source, names, len(names), each)] for each in wanted]
 
 
 def _taken(source: str, names: list[Any], place: int | None, columns: Any) -> list[Any]:
@@ -330,7 +308,7 @@ def _separators(source: str, names: list[Any], taken: list[Any], separator: Any)
     given = separator if isinstance(separator, Mapping) else dict.fromkeys(taken, separator)
     for name, text in given.items():
         if name not in taken:
-            _place("separator", source, names, name)
+            column_place("separator", source, names, len(names), name)
             raise RatingsError(f"separator names {name!r}, which is none of the columns of features of {source}")
         if text is not None and (not isinstance(text, str) or not text):
             raise TypeError(f"separator must be text, such as '|', got {text!r}")
@@ -338,11 +316,6 @@ def _separators(source: str, names: list[Any], taken: list[Any], separator: Any)
 
 
 # --------------------------------------------------------------------------------------------------------------- values
-
-
-def _absent(series: Any) -> np.ndarray:
-    nulls = series.is_null() | series.is_nan() if series.dtype.is_float() else series.is_null()
-    return np.asarray(nulls.to_numpy(), dtype=bool)
 
 
 class _Values:
@@ -358,7 +331,7 @@ class _Values:
         import narwhals.stable.v2 as nw
 
         dtype = series.dtype
-        self.absent = _absent(series)
+        self.absent = null_rows(series)
         if dtype.is_temporal():
             self._refuse_dates(str(dtype))
         if dtype.is_decimal():
@@ -450,14 +423,7 @@ class _Values:
 
 
 def _is_absent(value: Any) -> bool:
-    if value is None:
-        return True
-    if isinstance(value, _LISTS):
-        return False
-    try:
-        return bool(value != value)
-    except TypeError:  # pandas.NA has no truth value
-        return True
+    return not isinstance(value, _LISTS) and is_missing(value)
 
 
 def _kind_of(value: Any) -> str:
@@ -471,13 +437,17 @@ def _kind_of(value: Any) -> str:
     return "tags" if isinstance(value, _LISTS) else type(value).__name__
 
 
-def _code(values: _Values, column: Column, unlimited: bool = True) -> _Coded:
+Entries = tuple[np.ndarray, np.ndarray, np.ndarray, list[str]]
+"""Entries of one column: rows, positions among the names of its features, values, and these names."""
+
+
+def _code(values: _Values, column: Column, unlimited: bool = True) -> Entries:
     """Entries of one column; `unlimited`: values may be those of nearly one row each."""
     n_rows = len(values.absent)
     if column.kind in ("number", "boolean"):
         numbers_ = values.numbers()
         rows = np.arange(n_rows) if column.kind == "number" else np.flatnonzero(numbers_)
-        return _Coded(rows, np.zeros(len(rows), dtype=np.int64), numbers_[rows], [column.name])
+        return rows, np.zeros(len(rows), dtype=np.int64), numbers_[rows], [column.name]
     rows, tags = values.tags(column.separator)
     distinct = sorted(set(tags))
     if not unlimited:
@@ -485,7 +455,7 @@ def _code(values: _Values, column: Column, unlimited: bool = True) -> _Coded:
         _refuse_joined(values, column, tags)
     table = {tag: place for place, tag in enumerate(distinct)}
     codes = np.fromiter(map(table.__getitem__, tags), np.int64, len(tags))
-    return _Coded(rows, codes, np.ones(len(rows)), [f"{column.name}:{tag}" for tag in distinct])
+    return rows, codes, np.ones(len(rows)), [f"{column.name}:{tag}" for tag in distinct]
 
 
 def _refuse_ids(values: _Values, tags: list[str], distinct: list[str]) -> None:
@@ -539,35 +509,38 @@ def _merged_rows(
 
 def _joined(
     source: str,
-    coded: list[_Coded],
+    coded: list[Entries],
     columns: list[Column],
     rows: np.ndarray,
     labels: np.ndarray | None,
     standardize: bool,
 ) -> Coded:
     """Entries of all columns; `rows`: the new row of each row."""
-    _check_memory(source, sum(len(each.rows) for each in coded), sum(len(each.names) for each in coded))
+    entries, features = sum(len(rows) for rows, *_ in coded), sum(len(names) for *_, names in coded)
+    text = f"{source} has {entries:,} entries of {features:,} features: to hold them"
+    check_memory(text, entries * ENTRY_BYTES, "use fewer columns (columns=)")
     n_rows = int(rows.max(initial=-1)) + 1
     names: list[str] = []
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     moments: list[tuple[float, float]] = []
     kept: list[Column] = []
-    for each, column in zip(coded, columns, strict=True):
+    for (own, codes, given, titles), column in zip(coded, columns, strict=True):
         if column.kind == "number":
-            counts = np.bincount(rows, minlength=n_rows)
-            values = np.bincount(rows, weights=each.values, minlength=n_rows) / counts
+            values = np.bincount(rows, weights=given, minlength=n_rows) / np.bincount(rows, minlength=n_rows)
             mean, deviation = (float(values.mean()), float(values.std())) if standardize else (0.0, 1.0)
             if standardize and not deviation > abs(mean) * 1e-12:
-                _warn_dropped(source, column.name, mean)
+                text = "%s: left out the feature %r, which is %g in all rows and says nothing"
+                logger.warning(text, source, column.name, mean)
                 continue
             part = (np.arange(n_rows), np.zeros(n_rows, dtype=np.int64), (values - mean) / deviation)
             moments.append((mean, deviation))
         else:
-            pairs = np.unique(rows[each.rows] * max(1, len(each.names)) + each.codes)
-            part = (pairs // max(1, len(each.names)), pairs % max(1, len(each.names)), np.ones(len(pairs)))
-            moments += [(0.0, 1.0)] * len(each.names)
+            width = max(1, len(titles))
+            pairs = np.unique(rows[own] * width + codes)
+            part = (pairs // width, pairs % width, np.ones(len(pairs)))
+            moments += [(0.0, 1.0)] * len(titles)
         parts.append((part[0], part[1] + len(names), part[2]))
-        names += each.names
+        names += titles
         kept.append(column)
     if not names and standardize:
         raise RatingsError(f"{source} has no feature that differs between its {n_rows:,} rows")
@@ -595,19 +568,6 @@ def to_matrix(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: 
     pointer = np.zeros(shape[0] + 1, dtype=np.int64)
     np.cumsum(np.bincount(rows, minlength=shape[0]), out=pointer[1:])
     return make_csr(pointer, columns[order].astype(np.int32), values[order].astype(np.float32), shape)
-
-
-def _check_memory(source: str, entries: int, features: int) -> None:
-    needed, free = entries * ENTRY_BYTES, available_memory()
-    if free is not None and needed > free:
-        raise MemoryBudgetError(
-            f"{source} has {entries:,} entries of {features:,} features: to hold them takes {needed / 2**20:,.0f} MiB "
-            f"of memory and {free / 2**20:,.0f} MiB are free; use fewer columns (columns=)"
-        )
-
-
-def _warn_dropped(source: str, name: str, value: float) -> None:
-    logger.warning("%s: left out the feature %r, which is %g in all rows and says nothing", source, name, value)
 
 
 def some(values: Any) -> str:

@@ -507,8 +507,8 @@ def _distinct(name: str, labels: np.ndarray, count: int) -> np.ndarray:
         unique = set(plain)
     except TypeError as error:
         raise TypeError(f"{name} has labels that cannot be used as dictionary keys ({error})") from error
-    if labels.dtype.kind in "fMO" and any(map(_is_missing, unique)):
-        place = next(k for k, label in enumerate(plain) if _is_missing(label))
+    if labels.dtype.kind in "fMO" and any(map(is_missing, unique)):
+        place = next(k for k, label in enumerate(plain) if is_missing(label))
         raise ValueError(f"{name} has no label ({plain[place]}) at position {place}; each position needs one")
     if len(unique) != count:
         raise ValueError(f"{name} has repeated labels; each position needs a label of its own")
@@ -639,8 +639,8 @@ def factorize_objects(name: str, ids: list[Any], unit: str) -> tuple[np.ndarray,
     except TypeError as error:
         raise TypeError(f"{name} has labels that cannot be used as dictionary keys ({error})") from error
     _refuse_mixed_bools(name, unique, ids)
-    if any(map(_is_missing, unique)):
-        place = next(k for k, label in enumerate(ids) if _is_missing(label))
+    if any(map(is_missing, unique)):
+        place = next(k for k, label in enumerate(ids) if is_missing(label))
         raise RatingsError(f"{name} has no id ({ids[place]}) at {unit} {place}; remove or fill such entries")
     try:
         labels = sorted(unique)
@@ -661,7 +661,8 @@ def _refuse_mixed_bools(name: str, unique: set[Any], ids: list[Any]) -> None:
         raise TypeError(f"{name} mixes labels of bool with others ({named}); True equals 1: make them all strings")
 
 
-def _is_missing(label: Any) -> bool:
+def is_missing(label: Any) -> bool:
+    """Whether a label is null."""
     try:
         return label is None or bool(label != label)
     except TypeError:  # pandas.NA has no truth value

@@ -24,12 +24,11 @@ import scipy.sparse as sp
 from ..core.column_names import role_of
 from ..core.files import TEMPORARY, open_bytes, read_head, reading, sniff_format
 from ..core.frames import import_before_arrow
-from ..core.system import available_memory
 from ..core.triplets import frame_names
-from ..core.validate import ROW_BYTES, check_int
-from ..errors import DuplicateEntriesError, HybridMFError, MemoryBudgetError, RatingsError
+from ..core.validate import ROW_BYTES, check_memory
+from ..errors import DuplicateEntriesError, HybridMFError, RatingsError
 from . import arrow_text
-from .columns import AUTO, Columns, check_distinct_names, log_columns, resolve_columns
+from .columns import AUTO, Columns, check_distinct_names, column_place, log_columns, resolve_columns
 from .labels import (
     MAX_VALUE,
     MISSING_WORDS,
@@ -51,19 +50,8 @@ logger = logging.getLogger("hybridmf")
 Labels = dict[str, np.ndarray]
 """``user_ids``, ``item_ids``, ``timestamps`` and ``weights``, if a file has them."""
 
-NPZ_ARRAYS = (
-    "user_ids",
-    "item_ids",
-    "timestamps",
-    "weights",
-    "indptr",
-    "indices",
-    "data",
-    "row",
-    "col",
-    "coords",
-    "offsets",
-)
+NPZ_LABELS = ("user_ids", "item_ids", "timestamps", "weights")
+NPZ_ARRAYS = (*NPZ_LABELS, "indptr", "indices", "data", "row", "col", "coords", "offsets")
 """Arrays read from an archive; others are not loaded."""
 
 MANY_STRINGS = 1 << 16
@@ -98,11 +86,9 @@ def frame_entries(
             raise
         raise RatingsError(f"{error}. Its index {levels} becomes columns by {source}.reset_index()") from None
     log_columns(source, columns)
-    taken = [names[place] for place in (columns.user, columns.item, columns.value) if place is not None]
-    filters = {column: names[column_place("where", source, names, column)] for column in where or {}}
-    time = None if columns.time is None else names[columns.time]
-    weight = None if columns.weight is None else names[columns.weight]
-    used = [*taken, *filters.values(), *(column for column in (time, weight) if column is not None)]
+    user, item, value, time, weight = columns.titles()
+    filters = {column: names[column_place("where", source, names, len(names), column)] for column in where or {}}
+    used = [name for name in (user, item, value, time, weight, *filters.values()) if name is not None]
     table = table.select(*map(nw.col, dict.fromkeys(used)))
     eager = table.collect() if isinstance(table, nw.LazyFrame) else table
     rows: np.ndarray | None = None
@@ -110,13 +96,13 @@ def frame_entries(
         fields = {column: eager.get_column(name).to_numpy() for column, name in filters.items()}
         mask = row_mask(source, where, fields)
         eager, rows, source = eager.filter(mask.tolist()), np.flatnonzero(mask), f"{source} (rows that where= keeps)"
-    present = _rows_with_ids(source, eager, taken[:2], missing, rows)
+    present = _rows_with_ids(source, eager, (user, item), missing, rows)
     if not present.all():
         rows = np.flatnonzero(present) if rows is None else rows[present]
         eager = eager.filter(present.tolist())
-    users, user_ids = _coded_column(source, eager, taken[0])
-    items, item_ids = _coded_column(source, eager, taken[1])
-    values = np.ones(len(users), np.float32) if len(taken) == 2 else _frame_values(source, eager, taken[2])
+    users, user_ids = _coded_column(source, eager, user)
+    items, item_ids = _coded_column(source, eager, item)
+    values = np.ones(len(users), np.float32) if value is None else _frame_values(source, eager, value)
     times = None if time is None else _frame_times(source, eager, time, required=timestamp != AUTO)
 
     def place(first: int, second: int) -> str:
@@ -125,7 +111,7 @@ def frame_entries(
 
     shape = (len(user_ids), len(item_ids))
     weights = None if weight is None else column_weights(source, weight, _frame_values(source, eager, weight))
-    return Entries(users, items, values, user_ids, item_ids, shape, source, place, times, len(taken) > 2, weights)
+    return Entries(users, items, values, user_ids, item_ids, shape, source, place, times, value is not None, weights)
 
 
 def column_weights(source: str, column: Any, values: np.ndarray) -> np.ndarray:
@@ -185,7 +171,7 @@ def _rows_with_ids(
 ) -> np.ndarray:
     """Mask of the rows that have both ids; `rows`: their numbers in the source, by default from `first_row` on."""
     nulls, words = (
-        [test(table.get_column(column)) for column in columns] for test in (_null_rows, _rows_of_missing_words)
+        [test(table.get_column(column)) for column in columns] for test in (null_rows, _rows_of_missing_words)
     )
     lost = nulls if missing == "keep" else [null | word for null, word in zip(nulls, words, strict=True)]
     gone = lost[0] | lost[1]
@@ -206,7 +192,8 @@ def _rows_with_ids(
     return ~gone
 
 
-def _null_rows(series: Any) -> np.ndarray:
+def null_rows(series: Any) -> np.ndarray:
+    """Mask of the rows of a series that are null or NaN."""
     absent = series.is_null() | series.is_nan() if series.dtype.is_float() else series.is_null()
     return np.asarray(absent.to_numpy(), dtype=bool)
 
@@ -364,16 +351,13 @@ def read_parquet(path: str, options: FileOptions) -> Entries:
     timestamp, where = options.timestamp, options.where
     with _parquet(path) as file:
         found, hive = _resolved(path, file, options.selectors, timestamp, where or (), options.weight)
-        names = found.names or ()
         log_columns(path, found)
-        used = [None if k is None else names[k] for k in (found.user, found.item, found.value)]
-        time = None if found.time is None else names[found.time]
-        filters = [names[column_place("where", path, names, column)] for column in where or {}]
-        weight = None if found.weight is None else names[found.weight]
-        table = file.read(columns=list({*used, time, weight, *filters} - {None, *hive}))
+        user, item, value, time, weight = found.titles()
+        names = found.names or ()
+        filters = [names[column_place("where", path, names, len(names), column)] for column in where or {}]
+        table = file.read(columns=list({user, item, value, time, weight, *filters} - {None, *hive}))
     table = _with_columns(table, hive)
     kept = None if where is None else dict(zip(filters, where.values(), strict=True))
-    user, item, value = used
     timestamp = AUTO if timestamp == AUTO and time is not None else time
     return frame_entries(table, path, user, item, value, timestamp, kept, options.missing, weight)
 
@@ -407,19 +391,6 @@ def _json_lines(path: str) -> Any:
         raise RatingsError(
             f"{path} cannot be read as JSON lines ({error}); expected one object a line, with fields of one type each"
         ) from error
-
-
-def column_place(
-    argument: str, source: str, names: Iterable[Any] | None, column: Any, n_fields: int | None = None
-) -> int:
-    """Position of a column that an argument gives by name or number."""
-    listed = list(names or ())
-    if column in listed:
-        return listed.index(column)
-    if isinstance(column, str):
-        known = ", ".join(map(repr, listed)) or "without names"
-        raise RatingsError(f"{source} has no column {column!r} ({argument}=); its columns are {known}")
-    return check_int(argument, column, 0, (n_fields or len(listed)) - 1)
 
 
 def row_mask(source: str, where: Where, fields: dict[Any, np.ndarray]) -> np.ndarray:
@@ -499,8 +470,7 @@ def parquet_chunks(
     with _parquet(path) as file:
         found, hive = _resolved(path, file, columns)
         log_columns(path, found)
-        names = found.names or ()
-        user, item, value = (None if k is None else names[k] for k in (found.user, found.item, found.value))
+        user, item, value, *_ = found.titles()
         first, own = 0, [name for name in (user, item, value) if name is not None and name not in hive]
         for batch in file.iter_batches(rows, columns=own):
             table = nw.from_native(_with_columns(pa.Table.from_batches([batch]), hive), eager_only=True)
@@ -571,7 +541,7 @@ def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
     try:
         with open_bytes(path) as stream, np.load(stream, allow_pickle=False) as archive:
             names = archive.files
-            ids = {name: archive[name] for name in ("user_ids", "item_ids", "timestamps", "weights") if name in names}
+            ids = {name: archive[name] for name in NPZ_LABELS if name in names}
         matrix = sp.load_npz(path) if "format" in names else None
     except Exception as error:  # damaged archives cause many kinds of errors in zipfile, zlib, NumPy and SciPy
         raise RatingsError(f"{path} cannot be read as .npz ({error}); it is damaged or not one of ours") from error
@@ -591,7 +561,7 @@ def _check_npz_memory(path: str) -> None:
         return
     needed = sum(sizes[name] for name in NPZ_ARRAYS if name in sizes)
     way_out = "convert text, Parquet or MatrixMarket to a store, which is done in bounded memory"
-    _check_memory(path, f"{needed:,} bytes of arrays", "load them", needed, way_out)
+    check_memory(f"{path} has {needed:,} bytes of arrays by its header: to load them", needed, way_out)
 
 
 def _npz_sizes(path: str) -> dict[str, int]:
@@ -648,19 +618,11 @@ def _sizes_of(path: str) -> list[int]:
 
 def check_market_rows(path: str, header: MarketHeader) -> None:
     """Reject a header with too many rows and columns, even empty ones, to be counted in memory."""
-    _check_memory(
-        path, f"{header.n_rows:,} rows and {header.n_columns:,} columns", "count their entries",
-        ROW_BYTES * (header.n_rows + header.n_columns), "number users and items anew, without gaps",
-    )  # fmt: skip
-
-
-def _check_memory(path: str, what: str, work: str, needed: int, way_out: str) -> None:
-    free = available_memory()
-    if free is not None and needed > free:
-        raise MemoryBudgetError(
-            f"{path} has {what} by its header: to {work} takes {needed / 2**20:,.0f} MiB of memory and "
-            f"{free / 2**20:,.0f} MiB are free; {way_out}"
-        )
+    sizes = f"{header.n_rows:,} rows and {header.n_columns:,} columns"
+    needed = ROW_BYTES * (header.n_rows + header.n_columns)
+    check_memory(
+        f"{path} has {sizes} by its header: to count their entries", needed, "number users and items anew, without gaps"
+    )
 
 
 def read_matrix_market(path: str, head: bytes) -> tuple[Any, Labels]:
@@ -674,7 +636,7 @@ def read_matrix_market(path: str, head: bytes) -> tuple[Any, Labels]:
         check_market_rows(path, header)
         needed = header.entries * (8 if header.layout == "array" else 16)
         way_out = "hybridmf.convert reads coordinates of general matrices in bounded memory"
-        _check_memory(path, f"{header.entries:,} entries", "hold them", needed, way_out)
+        check_memory(f"{path} has {header.entries:,} entries by its header: to hold them", needed, way_out)
     try:
         with reading(path), open_bytes(path) as stream:
             return _mmread(stream), {}

@@ -531,8 +531,8 @@ def test_arrays_that_fit_are_loaded(tmp_path, monkeypatch):
     ratings = hmf.Ratings(planted(), user_ids=[f"u{k}" for k in range(60)])
     ratings.save(path)
     needed = sum(part.nbytes for part in (ratings.user_items.data, ratings.user_items.indices))
-    monkeypatch.setattr("hybridmf.data.readers.available_memory", lambda: needed // 2)
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: needed // 2)
     with pytest.raises(MemoryBudgetError, match=r"r.npz has .* of arrays by its header.*convert text, Parquet"):
         hmf.Ratings.from_file(path)
-    monkeypatch.setattr("hybridmf.data.readers.available_memory", lambda: 10 * needed)
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 10 * needed)
     assert hmf.Ratings.from_file(path).nnz == ratings.nnz

@@ -217,7 +217,7 @@ def test_a_bad_source_leaves_nothing(case, tmp_path):
 def test_rows_that_cannot_be_counted_in_memory_are_refused_before(read, kind, tmp_path, monkeypatch):
     head = COORDINATES.replace("3 3", "2000000000 3").replace("general", kind)
     (tmp_path / "r.mtx").write_text(head + "1\n1 1 5\n")
-    monkeypatch.setattr("hybridmf.data.readers.available_memory", lambda: 2**30)
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 2**30)
     with pytest.raises(MemoryBudgetError, match=r"2,000,000,000 rows and 3 columns by its header.*1,024 MiB are free"):
         read(tmp_path / "r.mtx")
     assert [path.name for path in tmp_path.iterdir()] == ["r.mtx"]

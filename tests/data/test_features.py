@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridmf as hmf
-from hybridmf.data import feature_columns as module
 from hybridmf.data.features import align_features
 from hybridmf.errors import MemoryBudgetError, RatingsError, UnknownLabelError
 from support.messages import says
@@ -180,7 +179,7 @@ def test_a_feature_for_each_row_is_refused():
 
 
 def test_more_entries_than_memory(monkeypatch):
-    monkeypatch.setattr(module, "available_memory", lambda: 100)
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 100)
     with pytest.raises(MemoryBudgetError, match=says("frame has 14 entries of 7 features", "columns=")):
         hmf.Features.from_frame(films())
 

@@ -359,7 +359,7 @@ def test_bad_matrix_market(tmp_path, text, words):
     [("coordinate real general\n3 3 20000000", "20,000,000"), ("array real general\n50000 3000", "150,000,000")],
 )
 def test_entries_that_do_not_fit_into_memory_are_refused_before(tmp_path, monkeypatch, head, entries):
-    monkeypatch.setattr("hybridmf.data.readers.available_memory", lambda: 2**28)
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 2**28)
     with pytest.raises(MemoryBudgetError, match=f"m.mtx has {entries} entries by its header.*256 MiB are free"):
         read(tmp_path, f"%%MatrixMarket matrix {head}\n1 1 5\n", "m.mtx")
 
