@@ -12,11 +12,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
-from ..core.objective import Side, other_side
+import numpy as np
+
+from ..core.objective import Factors, LazyFactors, Side, other_side
 from ..device.cuda import Device, open_device
 from ..errors import CommunicatorError
 from ..gpu.rows import RowRange
@@ -200,3 +204,48 @@ def _gather(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[
     gather = communicators[0].allgatherv_together
     whole = [gather(communicators, arrays, counts) for arrays in zip(*(own.arrays for own in fixed), strict=True)]
     return [own.with_arrays(list(arrays)) for own, arrays in zip(fixed, zip(*whole, strict=True), strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------ factors of all ranks
+
+
+class JoinedFactors(LazyFactors):
+    """The rows of all ranks, concatenated on the host on first access.
+
+    `parts`: factors of each rank, on the host or a device. Not modified.
+    `order`, int64 array, shape (n,): row of the input for each row of the parts. Default: the same.
+    """
+
+    def __init__(self, parts: Sequence[Factors], order: np.ndarray | None = None) -> None:
+        self.keep(parts=tuple(parts), order=order)
+
+    parts: tuple[Factors, ...]
+    order: np.ndarray | None
+
+    def _brought(self) -> Factors:
+        host = _joined(self.parts)
+        if self.order is None:
+            return host
+        inverse = np.empty_like(self.order)
+        inverse[self.order] = np.arange(len(self.order))
+        return host.take(inverse)
+
+    @property
+    def squares(self) -> Factors | None:
+        """Sums of squared steps, on the host."""
+        return self.on_host().squares
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def _joined(parts: Sequence[Factors]) -> Factors:
+    dtype, columns = parts[0].form
+    ends = np.cumsum([0, *map(len, parts)]).tolist()
+    matrix = np.empty((ends[-1], columns), dtype=dtype)
+    with ThreadPoolExecutor(len(parts), thread_name_prefix="hybridmf-download") as threads:  # each GPU has its own bus
+        places = [matrix[first:last] for first, last in pairwise(ends)]
+        list(threads.map(lambda part, place: part.write(place), parts, places))
+    biases = [part.bias for part in parts if part.bias is not None]
+    squares = [part.squares for part in parts if part.squares is not None]
+    return Factors(matrix, np.concatenate(biases) if biases else None, _joined(squares) if squares else None)

@@ -54,8 +54,7 @@ from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Solved, S
 from ..plan.grid import Grid, RankLayout
 from ..plan.sgd import LONG_ROW, SgdMethod
 from ..plan.types import Plan
-from .group import RankGroup
-from .joined import JoinedFactors
+from .group import JoinedFactors, RankGroup
 from .transport.communicator import Array, Communicator, check_agreement
 from .transport.peers import PeerCopies
 

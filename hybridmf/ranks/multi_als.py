@@ -22,8 +22,7 @@ from . import gpu_rank
 from .cpu_rank import CpuWorker
 from .dealt import Dealt
 from .gpu_rank import GpuWorker
-from .group import RankGroup
-from .joined import JoinedFactors
+from .group import JoinedFactors, RankGroup
 from .su_als import Block, RankALS, Worker, rank_plan
 from .transport.communicator import Communicator
 from .transport.messages import add_in_order

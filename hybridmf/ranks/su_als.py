@@ -279,19 +279,17 @@ class RankALS(Alternating):
         """Entries on this rank's GPU in each half sweep: of both orientations, or of the longest waves or batches."""
         if scale.ratings == "device":
             return dict.fromkeys(SIDES, sum(int(block.nnz) for block in blocks.values()))
-        loaded = {side: SLAB_BUFFERS * self._most_entries(side, blocks[side], scale) for side in SIDES}
+        loaded = {}
+        for side, block in blocks.items():
+            if self.splits_rows(side):
+                waves = batch_entries(self.batches[side], block.degrees)
+            else:
+                bounds = slab_bounds(block.degrees, scale.slab(side), scale.slab_rows(side))
+                waves = slab_entries(bounds, block.degrees)
+            loaded[side] = SLAB_BUFFERS * int(waves.max(initial=0))
         if scale.factors == "device":  # both half sweeps share buffers
             return dict.fromkeys(SIDES, max(loaded.values()))
         return loaded
-
-    def _most_entries(self, side: Side, block: Block, scale: ScalePlan) -> int:
-        """Entries of this rank's longest wave or batch."""
-        degrees = block.degrees
-        if self.layout.grids[side].splits == 1:
-            waves = slab_entries(slab_bounds(degrees, scale.slab(side), scale.slab_rows(side)), degrees)
-        else:
-            waves = batch_entries(self.batches[side], degrees)
-        return int(waves.max(initial=0))
 
     def _whole_degrees(self, side: Side, block: Block) -> np.ndarray:
         """Entries of each own row on all ranks, which weighted-lambda regularization needs (cuMF eq. 1)."""
@@ -398,7 +396,7 @@ class RankALS(Alternating):
     def _splits_streamed(self, side: Side) -> bool:
         """Whether rows of `side` are summed batch by batch while their entries load from the host."""
         streams = self.plan.streamed != "" and not self.plan.resident
-        return streams and self.layout.grids[side].splits > 1
+        return streams and self.splits_rows(side)
 
     def _ranges_of(self, side: Side) -> list[Ranges]:
         """For each batch, the range of each member's own rows in the order of the group; empty for a single rank."""
@@ -625,7 +623,7 @@ class RankALS(Alternating):
     def _losses(self) -> float:
         """Loss of the entries of this rank's users' block."""
         half, items = self.halves["user"], self._gathered("user")
-        if self.layout.grids["user"].splits == 1:
+        if not self.splits_rows("user"):
             return float(half.losses(self.own["user"], items, self.mean).sum())
         return float(half.loss(self._users(), items, self.mean))
 

@@ -32,7 +32,7 @@ from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
 from hybridmf.ranks import mcumsgd
-from hybridmf.ranks.joined import JoinedFactors
+from hybridmf.ranks.group import JoinedFactors
 from hybridmf.ranks.mcumsgd import MultiSGD, RankSGD, cut_share, share_layout
 from hybridmf.ranks.transport import threads as scale_threads
 from hybridmf.ranks.transport.communicator import Single, check_agreement

@@ -45,15 +45,7 @@ LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "HYBRIDMF_WORLD
 
 
 def _mpi() -> Any:
-    """The module ``mpi4py.MPI``, which initializes MPI when it is imported.
-
-    Raises
-    ------
-    ImportError
-        There is no mpi4py, or no library of MPI.
-    CommunicatorError
-        The library cannot be called from several threads.
-    """
+    """The module ``mpi4py.MPI``, which initializes MPI when it is imported."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # no mpi4py, no library
@@ -99,15 +91,7 @@ def _pieces(array: np.ndarray) -> list[np.ndarray]:
 
 
 class MpiTransport(Transport):
-    """A `messages.Transport` over a duplicate of an MPI communicator.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        All its processes create the transport together.
-    timeout : float
-        Seconds.
-    """
+    """A `messages.Transport` over a duplicate of an MPI communicator, whose processes create it together."""
 
     def __init__(self, comm: Any, timeout: float) -> None:
         self.mpi, self.timeout = _mpi(), check_timeout(timeout)
