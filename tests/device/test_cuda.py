@@ -426,6 +426,23 @@ def test_copies_to_other_gpus_have_their_own_stream(machine: Machine) -> None:
     assert arrived.event.stream is stream and device.sent().event.stream is stream
 
 
+def test_work_aside_has_a_third_stream(machine: Machine) -> None:
+    """So have copies from other GPUs that are made in it."""
+    module = machine()
+    device, first, copied = open_device(), module.streams[0], []
+    data = SimpleNamespace(copy_from_device_async=lambda source, size, stream: copied.append((source, size, stream)))
+    one = SimpleNamespace(flags=SimpleNamespace(c_contiguous=True), nbytes=24, data=data)
+    with device.aside():
+        third = module.streams[-1]
+        device.receive(one, one)
+        mark = device.record()
+    with device.beside(mark):
+        second = module.streams[-1]
+    assert module.streams == [first] and len({id(stream) for stream in (first, second, third)}) == 3
+    assert third.priority < 0
+    assert copied == [(data, 24, third)] and mark.event.stream is third
+
+
 def test_a_device_that_is_current_is_not_entered(machine: Machine) -> None:
     module, entered = machine(), []
     device = open_device()

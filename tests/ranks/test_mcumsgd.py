@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from hybridmf.ranks.mcumsgd import MultiSGD, RankSGD, cut_share, share_layout
 from hybridmf.ranks.transport import threads as scale_threads
 from hybridmf.ranks.transport.communicator import Single, check_agreement
 from hybridmf.ranks.transport.threads import run_ranks
-from support import reference
+from support import late_gpus, reference
 from support.checkout import ROOT
 from support.fake_nccl import wait_until
 from support.ranks import need_gpus
@@ -473,6 +474,27 @@ def test_one_thread_launches_the_steps_of_all_gpus_in_turn(monkeypatch, ratings_
     last = [[(rank, (rank + 2) % 3, side) for rank in range(3)] for side in ("item", "user")]
     assert moves[6:9] == last[0] and set(moves[9:12]) >= {last[1][0]}
     assert len(moves) == 2 * 9
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_streams_of_gpus_run_in_any_order(ranks, biases, popular, monkeypatch, ratings_matrix):
+    """Kernels and copies on the streams of all GPUs: any order that the events between them allow gives the factors."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(gpu_sgd, "LONG_ROW", 12)
+    matrix, method, begin_result = ratings_matrix.astype(np.float64), method_of(), GpuEpochs.begin_result
+    _, _, _, start = problem(matrix, method, biases=biases)
+    expected = twin(matrix, method, start, ranks, 2)
+    for seed in range(12):
+        streams, numbers = late_gpus.Streams(seed), count()
+        opened = lambda name, streams=streams, numbers=numbers: late_gpus.LateGpu(next(numbers), streams)  # noqa: E731
+        monkeypatch.setattr(mcumsgd, "open_device", opened)
+        # array arithmetic, which runs at once, reads the sums
+        monkeypatch.setattr(GpuEpochs, "begin_result", lambda *given, s=streams: s.drain() or begin_result(*given))
+        solver = multi(matrix, method, ranks=ranks, biases=biases)
+        streams.drain()
+        assert relative_error(run(solver, 2).on_host(), expected) < 1e-12, seed
+        solver.close()
 
 
 def test_ctrl_c_between_launches_leaves_the_last_epoch(monkeypatch, ratings_matrix):

@@ -109,6 +109,11 @@ class PeerCopies:
             self._release(rank)
         for rank, _, complete in self._read:
             self.devices[rank].wait(complete)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Release arrays that were handed on."""
+        self._handed = None
         self._read.clear()
 
     @staticmethod
@@ -129,7 +134,7 @@ class PeerCopies:
                     for device in self.devices:
                         with suppress(Exception):
                             device.wait(arrived)
-        self._read.clear()
+        self._forget()
         for rank, sent in self._sent.items():
             sent.clear()
             self._offered[rank].clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -144,3 +145,78 @@ def test_copies_of_a_table(peers):
         (copy,) = copies.copies([rows(4)], 1, 0)
     np.testing.assert_array_equal(copy, 4)
     assert calls[:3] == [("b", "record"), ("a", "record"), ("b", "send", "b0", "a1")]
+
+
+# --------------------------------------------------------------------------------------------- aside
+
+
+class TwoStreams(Gpu):
+    """Notes calls on a second stream under another name."""
+
+    @contextmanager
+    def aside(self) -> Any:
+        self.name = self.name.upper()
+        try:
+            yield
+        finally:
+            self.name = self.name.lower()
+
+    def receive(self, target: Any, source: Any) -> None:
+        self._note("receive")
+        target[...] = source
+
+
+@pytest.fixture
+def three():
+    calls: list[Any] = []
+    return PeerCopies([TwoStreams(name, calls) for name in "abc"]), calls  # type: ignore[list-item]
+
+
+def test_arrays_are_handed_on_aside(three):
+    """The next GPU copies them after a mark behind their update; its current stream waits for nothing before `join`."""
+    copies, calls = three
+    owned = [rows(rank) for rank in range(3)]
+    with copies.complete():
+        for rank in range(3):
+            copies.fork(rank)
+        for place, name in enumerate("abc"):
+            assert calls[2 * place :][:2] == [(name, "record"), (name.upper(), "wait", f"{name}{2 * place}")]
+        calls.clear()
+        copies.start_handing_on(0, 0, [owned[0]])()
+        copies.start_handing_on(1, 0, [owned[1]])()
+        np.testing.assert_array_equal(owned[1], 0)
+        assert calls == [("A", "record"), ("B", "wait", "A0"), ("B", "receive"), ("B", "record")]
+        copies.join(1)
+        assert calls[4:] == [("B", "record"), ("b", "wait", "B4")]
+    assert calls[6:] == [("a", "wait", "B3")]  # before its array is released
+
+
+def test_arrays_handed_on_are_kept_to_the_end(three):
+    copies, _ = three
+    with copies.complete():
+        array = rows(1)
+        kept = weakref.ref(array)
+        copies.start_handing_on(0, 0, [array])
+        copies.start_handing_on(1, 0, [rows(2)])()
+        del array
+        for rank in range(2):
+            start(copies, rank, rows(rank))
+        gc.collect()
+        assert kept() is not None
+    gc.collect()
+    assert kept() is None
+
+
+def test_after_a_failure_all_gpus_wait_for_work_aside(three):
+    copies, calls = three
+
+    def interrupted() -> None:
+        with copies.complete():
+            copies.start_handing_on(0, 0, [rows(1)])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    marks = [f"{name}{place}" for place, (name, what) in enumerate(call[:2] for call in calls) if name == "A"]
+    assert {call for call in calls if call[1:] == ("wait", marks[-1])} == {(name, "wait", marks[-1]) for name in "abc"}
+    assert not copies._read and copies._handed is None

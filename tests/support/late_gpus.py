@@ -1,0 +1,141 @@
+"""Emulated GPUs whose streams run in random order, as far as the marks between them allow.
+
+A launch or a copy is queued, and runs when a result is fetched: as late or as early as streams allow. So without a wait
+that it needs, it gives wrong numbers for some seeds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from support.emulated import EmulatedDevice
+
+Stream: TypeAlias = tuple[int, str]
+"""Number of a GPU, and name of the stream."""
+
+Mark: TypeAlias = tuple[Stream, int]
+"""A stream, and the work launched on it so far."""
+
+
+class Streams:
+    """The work of all GPUs."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.waiting: dict[Stream, deque[tuple[Mark | None, Callable[[], Any]]]] = {}
+        self.launched: Counter[Stream] = Counter()
+        self.complete: Counter[Stream] = Counter()
+        self.kept: list[Any] = []
+        """Arrays that queued work uses by address."""
+
+    def put(self, stream: Stream, run: Callable[[], Any], after: Mark | None = None) -> None:
+        """Launch work that starts after a mark."""
+        self.waiting.setdefault(stream, deque()).append((after, run))
+        self.launched[stream] += 1
+
+    def mark(self, stream: Stream) -> Mark:
+        """A mark behind the work launched so far."""
+        return stream, self.launched[stream]
+
+    def drain(self) -> None:
+        """Run all work: at any time the next piece of a random stream that has one to run, often of the same stream."""
+        last = None
+        while ready := [stream for stream, pieces in self.waiting.items() if pieces and self._can_run(pieces[0][0])]:
+            last = last if last in ready and self.random.random() < 0.8 else self.random.choice(ready)
+            self.waiting[last].popleft()[1]()
+            self.complete[last] += 1
+        assert not any(self.waiting.values()), "streams wait for each other"
+
+    def _can_run(self, after: Mark | None) -> bool:
+        return after is None or self.complete[after[0]] >= after[1]
+
+
+class LateGpu(EmulatedDevice):
+    """A GPU of `streams`."""
+
+    def __init__(self, number: int, streams: Streams) -> None:
+        super().__init__()
+        self.number, self.streams, self.stream = number, streams, "main"
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        """Context in which another stream is the current one."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @property
+    def current(self) -> Stream:
+        return self.number, self.stream
+
+    def aside(self) -> Any:
+        return self.on("aside")
+
+    def record(self) -> Mark:
+        return self.streams.mark(self.current)
+
+    def wait(self, mark: Mark) -> None:
+        self.streams.put(self.current, lambda: None, mark)
+
+    def fork(self) -> None:
+        mark = self.record()
+        with self.on("beside"):
+            self.wait(mark)
+
+    def join(self) -> None:
+        self.wait(self.streams.mark((self.number, "beside")))
+
+    def send(self, target: np.ndarray, source: np.ndarray, after: Sequence[Mark]) -> Mark:
+        with self.on("send"):
+            for mark in after:
+                self.wait(mark)
+            self.receive(target, source)
+            return self.record()
+
+    def sent(self) -> Mark:
+        return self.streams.mark((self.number, "send"))
+
+    def receive(self, target: np.ndarray, source: np.ndarray) -> None:
+        self.streams.put(self.current, lambda: np.copyto(target, source))
+
+    def address(self, array: np.ndarray) -> int:
+        self.streams.kept.append(array)
+        return super().address(array)
+
+    def empty(self, shape: Any, dtype: Any) -> np.ndarray:
+        array = super().empty(shape, dtype)
+        self.streams.kept.append(array)
+        return array
+
+    def kernel(self, *program: Any) -> Any:
+        now = super().kernel(*program)
+        return lambda *given: self.streams.put(self.current, lambda: now(*given))
+
+    def prepare(self, *program: Any) -> Any:
+        now = super().prepare(*program)
+
+        def launch(beside: bool = False) -> None:
+            with self.on("beside" if beside else self.stream):
+                now()
+
+        return launch
+
+    def upload(self, array: np.ndarray, target: np.ndarray | None = None) -> np.ndarray:
+        self.streams.drain()
+        return super().upload(array, target)
+
+    def download(self, *given: Any, **options: Any) -> np.ndarray:
+        self.streams.drain()
+        return super().download(*given, **options)
+
+    def begin_download(self, array: np.ndarray) -> Any:
+        self.streams.drain()
+        return super().begin_download(array)
