@@ -7,6 +7,7 @@ that it needs, it gives wrong numbers for some seeds.
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ class Streams:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.lock = threading.Lock()
+        """Ranks are made on a thread each."""
         self.waiting: dict[Stream, deque[tuple[Mark | None, Callable[[], Any]]]] = {}
         self.launched: Counter[Stream] = Counter()
         self.complete: Counter[Stream] = Counter()
@@ -36,8 +39,9 @@ class Streams:
 
     def put(self, stream: Stream, run: Callable[[], Any], after: Mark | None = None) -> None:
         """Launch work that starts after a mark."""
-        self.waiting.setdefault(stream, deque()).append((after, run))
-        self.launched[stream] += 1
+        with self.lock:
+            self.waiting.setdefault(stream, deque()).append((after, run))
+            self.launched[stream] += 1
 
     def mark(self, stream: Stream) -> Mark:
         """A mark behind the work launched so far."""
@@ -45,6 +49,10 @@ class Streams:
 
     def drain(self) -> None:
         """Run all work: at any time the next piece of a random stream that has one to run, often of the same stream."""
+        with self.lock:
+            self._drain()
+
+    def _drain(self) -> None:
         last = None
         while ready := [stream for stream, pieces in self.waiting.items() if pieces and self._can_run(pieces[0][0])]:
             last = last if last in ready and self.random.random() < 0.8 else self.random.choice(ready)
