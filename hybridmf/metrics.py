@@ -663,7 +663,9 @@ def evaluate(
             train = without_zeros(train)  # as the fit does
     elif "auc" in names:
         raise ValueError('metric "auc" needs train=, the matrix the model was fitted on: its items are left out')
-    cold = _cold_users(model, train)
+    cold = getattr(model, "cold_users_", None)
+    if cold is None and train is not None:
+        cold = np.diff(train.indptr) == 0
     users = _checked_users(users, model.n_users, cold)
     if sample is not None:
         rankings = bool(own) or any(name not in _ERRORS for name in names)
@@ -748,7 +750,12 @@ def _measure(
     if any(name not in _ERRORS for name in names):
         relevant = _relevant_entries(test, relevance_threshold)
         counted = users[np.diff(relevant.indptr)[users] > 0]
-        _check_some_relevant(counted, users, relevance_threshold)
+        if not len(counted):
+            wanted = "> 0" if relevance_threshold is None else f">= relevance_threshold={relevance_threshold:g}"
+            raise ValueError(
+                f"test has no relevant entry (value {wanted}) for any of the {len(users)} users; "
+                "pass other test entries, other users or another relevance_threshold"
+            )
         cuts = {name: match for name in names if (match := _RANKING_NAME.fullmatch(name))}
         shares, ranked = _evaluate_rankings(model, relevant, train, counted, cuts, own, block_users)
         if "auc" in names:
@@ -866,14 +873,6 @@ def _has(model: Any, name: str) -> bool:
     return True
 
 
-def _cold_users(model: Any, train: sp.csr_array | None) -> np.ndarray | None:
-    """Mask of the users without training entries, by the model, else by `train`; None if neither determines it."""
-    cold = getattr(model, "cold_users_", None)
-    if cold is not None:
-        return np.asarray(cold, dtype=bool)
-    return None if train is None else np.diff(train.indptr) == 0
-
-
 def _checked_users(users: Any, n_users: int, cold: np.ndarray | None) -> np.ndarray:
     """Positions of the users to evaluate, ascending."""
     if users is None:
@@ -939,15 +938,6 @@ def _relevant_entries(test: sp.csr_array, threshold: float | None) -> sp.csr_arr
         # Values are float32: 0.7 read from a file is a little below the double 0.7 and has to count as 0.7.
         relevant = keep_entries(test, test.data >= np.float32(check_real("relevance_threshold", threshold)))
     return as_ones(relevant, np.float32)
-
-
-def _check_some_relevant(evaluated: np.ndarray, users: np.ndarray, threshold: float | None) -> None:
-    if len(evaluated) == 0:
-        wanted = "> 0" if threshold is None else f">= relevance_threshold={threshold:g}"
-        raise ValueError(
-            f"test has no relevant entry (value {wanted}) for any of the {len(users)} users; "
-            "pass other test entries, other users or another relevance_threshold"
-        )
 
 
 def _training_entries(model: Any, train: sp.csr_array | None) -> sp.csr_array | None:
@@ -1039,7 +1029,10 @@ def _evaluate_rankings(
     lengths = {name: min(getattr(metric, "k", 10), model.n_items) for name, metric in own.items()}
     longest = min(max([int(match[2]) for match in cuts.values()] + list(lengths.values())), model.n_items)
     values = []
-    for block in _blocks(users, block_users or _users_at_once(model, longest)):
+    if block_users is None:
+        of_ours = getattr(model, "_recommends_in_blocks", False)
+        block_users = max(BLOCK_USERS, BLOCK_RESULTS // longest) if of_ours else BLOCK_USERS
+    for block in _blocks(users, block_users):
         rows = None if train is None else take_rows(train, block)
         ids, _ = model.recommend(block, user_items=rows, N=longest, filter_already_liked_items=True)
         lists = _as_rankings(ids, len(block), longest)
@@ -1068,11 +1061,6 @@ def _item_counts(model: Any, train: sp.csr_array | None) -> np.ndarray | None:
         return count_items(train)
     counts = getattr(model, "item_counts_", None)
     return None if counts is None else np.asarray(counts)
-
-
-def _users_at_once(model: Any, n: int) -> int:
-    """Users in each call of `recommend` for n items each."""
-    return max(BLOCK_USERS, BLOCK_RESULTS // n) if getattr(model, "_recommends_in_blocks", False) else BLOCK_USERS
 
 
 def _evaluate_auc(model: Any, relevant: sp.csr_array, train: sp.csr_array, users: np.ndarray) -> np.ndarray:

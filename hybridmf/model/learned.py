@@ -110,10 +110,15 @@ class Learned(Labelled):
 
     def solved(self, side: Side) -> Factors:
         """Factors of a side as half sweeps read them: zeros for rows without entries that have features."""
-        known = self.features.get(side)
+        known, factors = self.features.get(side), self.state.side(side)
         if known is None or not len(known.cold):
-            return self.state.side(side)
-        return self.cached(("solved", side), lambda: without_rows_of(self.state.side(side), known.cold))
+            return factors
+
+        def make() -> Factors:
+            zeros = (np.zeros_like(array[known.cold]) for array in factors.on_host().arrays)
+            return filled(factors, known.cold, Factors(*zeros))
+
+        return self.cached(("solved", side), make)
 
     def seen_matrix(self) -> sp.csr_array | None:
         """`seen` in memory."""
@@ -135,11 +140,6 @@ class Learned(Labelled):
         """Whether `matrix`, of the training shape, shares an entry with the training data."""
         seen = self.seen_matrix()
         return seen is not None and bool(np.any(entries_in(matrix, seen)))
-
-
-def without_rows_of(factors: Factors, rows: np.ndarray) -> Factors:
-    """A copy on the host with zeros in some rows."""
-    return filled(factors, rows, Factors(*(np.zeros_like(array[rows]) for array in factors.on_host().arrays)))
 
 
 def summary_of(matrix: sp.csr_array | StoreMatrix, num_threads: int | None = None) -> ValueSummary | StoreMatrix:

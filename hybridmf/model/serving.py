@@ -787,14 +787,18 @@ class ServingMixin(Estimator):
         NotFittedError, TypeError, ValueError, RatingsError, UnknownLabelError
         """
         learned, by_label, strangers = self._fitted(), check_bool("labels", labels), Unknown.check(unknown)
-        limits = _clip_limits(learned, clip)
+        limits = learned.value_range
+        if not (isinstance(clip, str) and clip == "auto"):
+            limits = None if clip is False else check_range("clip", clip, '"auto", False or a pair (low, high)')
         if items is None and not is_pairs(users):
             if not sp.issparse(users) and not isinstance(users, (Ratings, Store)) and np.ndim(users) < 2:
                 raise ValueError(
                     f"Expected 2D array, got {np.ndim(users)}D array instead: predict(users, items) takes ids of both, "
                     "predict(matrix) rows of ratings. Reshape your data (array.reshape(1, -1): one row) or pass items"
                 )
-            best = self._best_unseen(learned, users, strangers.of_entries)
+            self._check_names(learned, users)
+            rows = self._new_rows(learned, users, "users", unknown=strangers.of_entries)
+            best = self._serving_for(learned, rows).recommend(np.arange(rows.shape[0]), N=1)[0][:, 0]
             return labelled(learned, "item", best) if by_label else best
         user_ids, item_ids = pairs_of(learned, users, items, by_label, strangers)
         strangers.report()
@@ -802,12 +806,6 @@ class ServingMixin(Estimator):
         if limits is not None:
             np.clip(values, *limits, out=values)
         return values[0] if items is not None and is_single(users, by_label) and is_single(items, by_label) else values
-
-    def _best_unseen(self, learned: Learned, rows: Any, unknown: str) -> np.ndarray:
-        self._check_names(learned, rows)
-        matrix = self._new_rows(learned, rows, "users", unknown=unknown)
-        ids, _ = self._serving_for(learned, matrix).recommend(np.arange(matrix.shape[0]), N=1)
-        return ids[:, 0]
 
     # ------------------------------------------------------------------------------------------------ fold-in
 
@@ -1061,7 +1059,8 @@ class ServingMixin(Estimator):
         training = users == "training" or (users == "auto" and bool(named))
         if named is None or not training:  # else aligned once, below: it reports what it leaves out
             matrix = self._new_rows(learned, user_items, unknown=unknown)
-            training |= users == "auto" and named is None and _may_be_training_users(learned, matrix)
+            if users == "auto" and named is None and matrix.shape == learned.shape:  # all or none are known
+                training = learned.is_training_data(matrix) or not learned.overlaps(matrix)
         if training:
             matrix = self._training_rows(learned, user_items, unknown)
             # training entries are ranked among all items, held-out entries among unseen items
@@ -1098,11 +1097,6 @@ def _has_labels_of_training_users(learned: Learned, given: Any, unknown: str) ->
     return bool(theirs & ours) if unknown == "drop" else theirs <= ours
 
 
-def _may_be_training_users(learned: Learned, matrix: sp.csr_array) -> bool:
-    """Whether rows without labels are as many as the training users, and all or none of their entries are known."""
-    return matrix.shape == learned.shape and (learned.is_training_data(matrix) or not learned.overlaps(matrix))
-
-
 _Array = TypeVar("_Array", np.ndarray, "np.ndarray | None")
 
 
@@ -1113,13 +1107,6 @@ def _read_only(array: _Array) -> _Array:
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-def _clip_limits(learned: Learned, clip: Any) -> tuple[float, float] | None:
-    """Limits of predictions, from the argument `clip` of `predict`."""
-    if isinstance(clip, str) and clip == "auto":
-        return learned.value_range
-    return None if clip is False else check_range("clip", clip, '"auto", False or a pair (low, high)')
 
 
 def _exported(learned: Learned, side: Side, rows: np.ndarray, by_label: bool) -> tuple[np.ndarray, np.ndarray]:
