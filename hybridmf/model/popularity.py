@@ -223,11 +223,9 @@ class PopularityRecommender:
         state = self._fitted()
         asked = Asked(N, filter_already_liked_items, filter_items, items, "popular", labels, unknown)
         users = positions_of(state, "user", "userid", userid, asked.by_label, asked.unknown)
-
-        def read(given: Any, name: str) -> sp.csr_array:
-            return as_csr(given, name=name)
-
-        rows_of = partial(given_rows, state, users, unknown=asked.unknown.of_entries, read=read)
+        rows_of = partial(
+            given_rows, state, users, unknown=asked.unknown.of_entries, read=lambda rows, name: as_csr(rows, name=name)
+        )
         candidates = asked.candidates(state, len(users), rows_of)
         asked.unknown.report()
         seen, absent = candidates.denied, asked.unknown.absent(users)

@@ -189,16 +189,15 @@ def _scoring_items(learned: Learned) -> np.ndarray:
 
 def _unranked_items(learned: Learned, include_cold: bool = False) -> np.ndarray:
     """Which items are never recommended, bool: those without factors and, by default, those with features only."""
-    described = learned.features.get("item")
-    if described is None or include_cold:
-        return learned.cached("blank items", lambda: blank_mask(learned, "item"))
+    described = None if include_cold else learned.features.get("item")
 
-    def with_cold() -> np.ndarray:
+    def unranked() -> np.ndarray:
         mask = blank_mask(learned, "item")
-        mask[described.cold] = True
+        if described is not None:
+            mask[described.cold] = True
         return mask
 
-    return learned.cached("blank and cold items", with_cold)
+    return learned.cached(("unranked items", described is None), unranked)
 
 
 def _with_factors(learned: Learned, allowed: np.ndarray | None = None, include_cold: bool = False) -> np.ndarray | None:

@@ -265,23 +265,22 @@ def read_history(learned: Learned, rows: Any, by_label: bool, unknown: Unknown) 
     if not by_label:
         for history, _ in parts:
             _refuse_dense_row(history, learned.count("item"))
-    items = positions_of(learned, "item", "rows", [item for items, _ in parts for item in items], by_label, unknown)
-    users = np.repeat(np.arange(len(parts)), [len(items) for items, _ in parts])
     values = np.concatenate([values for _, values in parts]) if parts else np.empty(0)
-    absent = unknown.absent(items)
+    implicit = learned.objective.is_implicit
+    how = {"drop_zeros": implicit, "duplicates": "sum" if implicit else "error"}
+    lists, dtype = [items for items, _ in parts], learned.state.item.matrix.dtype
+    return _matrix_of(learned, "rows", lists, values, by_label, unknown, dtype=dtype, **how), single
+
+
+def _matrix_of(
+    learned: Labelled, name: str, lists: list[Any], values: np.ndarray, by_label: bool, unknown: Unknown, **how: Any
+) -> sp.csr_array:
+    """Lists of items, one for each row, as a matrix without unknown items; `how` are options of `from_triplets`."""
+    items = positions_of(learned, "item", name, [item for one in lists for item in one], by_label, unknown)
+    rows, absent = np.repeat(np.arange(len(lists)), [len(one) for one in lists]), unknown.absent(items)
     if absent is not None:
-        users, items, values = users[~absent], items[~absent], values[~absent]
-    matrix = from_triplets(
-        users,
-        items,
-        values,
-        (len(parts), len(learned.state.item)),
-        name="rows",
-        dtype=learned.state.item.matrix.dtype,
-        drop_zeros=learned.objective.is_implicit,
-        duplicates="sum" if learned.objective.is_implicit else "error",
-    )
-    return matrix, single
+        rows, items, values = rows[~absent], items[~absent], values[~absent]
+    return from_triplets(rows, items, values, (len(lists), learned.count("item")), name=name, **how)
 
 
 def _are_several(rows: Any) -> bool:
@@ -405,12 +404,6 @@ def _lists(learned: Labelled, name: str, given: Any, by_label: bool, n_users: in
         raise ValueError(
             f"{name} has {len(given)} lists of items; expected one for each of {n_users} users, or one list"
         )
-    counts = [len(one) for one in given]
-    flat = [item for one in given for item in (one.tolist() if isinstance(one, np.ndarray) else one)]
-    columns = positions_of(learned, "item", name, flat, by_label, unknown)
-    rows = np.repeat(np.arange(n_users), counts)
-    absent = unknown.absent(columns)
-    if absent is not None:
-        rows, columns = rows[~absent], columns[~absent]
-    shape = (n_users, learned.count("item"))
-    return from_triplets(rows, columns, np.ones(len(columns)), shape, name=name, duplicates="first")
+    lists = [one.tolist() if isinstance(one, np.ndarray) else list(one) for one in given]
+    ones = np.ones(sum(map(len, lists)))
+    return _matrix_of(learned, name, lists, ones, by_label, unknown, duplicates="first")

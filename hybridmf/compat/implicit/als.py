@@ -206,9 +206,9 @@ class AlternatingLeastSquares:
         )
         return engine_for(plan, scores)
 
-    def _fold_in(self, fixed_side: Side, rows: Any, name: str) -> np.ndarray:
-        """Exact factors of rows of confidences, given those of the other side."""
-        confidence = self._confidence(rows, name)
+    def _fold_in(self, fixed_side: Side, ids: Any, rows: Any, name: str) -> np.ndarray:
+        """Exact factors of rows of confidences, or of the row of one id, given those of the other side."""
+        confidence = self._confidence(_check_rows(ids, rows, name), name)
         smallest = float(np.abs(confidence.data).min(initial=np.inf))
         scale = self._scale if smallest > self._scale else smallest / 2
         objective: Objective = self._estimator(scale)._objective()
@@ -216,19 +216,16 @@ class AlternatingLeastSquares:
         side, key = other_side(fixed_side), ("gram", engine.name, objective)
         gram = self._cached(fixed_side, key, lambda: engine.gram(side, factors, objective))
         converted = self._converted(confidence, scale)
-        return np.array(engine.fold_in(side, converted, objective, factors, 0.0, gram).matrix)
+        found = np.array(engine.fold_in(side, converted, objective, factors, 0.0, gram).matrix)
+        return found[0] if np.ndim(ids) == 0 else found
 
     def recalculate_user(self, userid: Any, user_items: Any) -> np.ndarray:
         """Exact factors of users with these rows, shape (n, factors), or (factors,) for one user; nothing changes."""
-        return self._recalculated("item", userid, user_items, "user_items")
+        return self._fold_in("item", userid, user_items, "user_items")
 
     def recalculate_item(self, itemid: Any, item_users: Any) -> np.ndarray:
         """Exact factors of items with these rows, shape (n, factors), or (factors,) for one item; nothing changes."""
-        return self._recalculated("user", itemid, item_users, "item_users")
-
-    def _recalculated(self, fixed: Side, ids: Any, rows: Any, name: str) -> np.ndarray:
-        found = self._fold_in(fixed, _check_rows(ids, rows, name), name)
-        return found[0] if np.ndim(ids) == 0 else found
+        return self._fold_in("user", itemid, item_users, "item_users")
 
     def partial_fit_users(self, userids: Any, user_items: Any) -> None:
         """Replace the factors of users, or append users, by the exact factors of these rows."""
