@@ -75,7 +75,7 @@ CCD_GPU: Patterns = (*LAUNCH, "cuda/ccd.cu", "hybridmf/gpu/ccd.py", "hybridmf/pl
 TOP_K_GPU: Patterns = (*LAUNCH, "cuda/tensor.cuh", "cuda/top_k.cu", "hybridmf/gpu/topk.py")
 
 SET_UP_GPU: Patterns = ("cuda/transpose.cu", "cuda/draw.cu", "hybridmf/gpu/intake.py", "hybridmf/gpu/matrix.py",
-                        "hybridmf/gpu/draw.py", "hybridmf/device/copier.py")  # fmt: skip
+                        "hybridmf/gpu/factors.py", "hybridmf/device/copier.py")  # fmt: skip
 
 STREAMS: Patterns = ("hybridmf/gpu/stream.py", "hybridmf/gpu/offloaded.py", "hybridmf/data/store.py",
                      "hybridmf/data/slabs.py")  # fmt: skip

@@ -65,7 +65,7 @@ from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import PUBLISHED_BATCH, Plan, Settings
 from hybridmf.ranks.gpu_rank import GpuWorker
-from hybridmf.ranks.su_als import RankALS
+from hybridmf.ranks.su_als import RankALS, one_device
 
 OBJECTIVES = {
     "explicit": Objective.explicit(0.05, "count", False),
@@ -1152,7 +1152,7 @@ def path_of(
     plan = make_plan(TASTES, Settings.check(method=ALS, **(asked | options)), data.user.shape, data.nnz)
     degrees = np.diff(data.user.indptr), np.diff(data.item.indptr)
     state = initial_state(*degrees, factors, np.float32, TASTES, 0.0, 0)
-    solver = RankALS.of_one_device(GpuWorker(device), data.user, data.item, TASTES, plan, state)
+    solver = RankALS(worker=GpuWorker(device), objective=TASTES, **one_device(data.user, data.item, plan, state))
     ms: list[float] = []
     values: list[float] = []
     while not values or goes_on(values):

@@ -42,7 +42,7 @@ from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Plan
 from hybridmf.ranks.gpu_rank import GpuWorker
 from hybridmf.ranks.multi_als import MultiALS
-from hybridmf.ranks.su_als import RankALS
+from hybridmf.ranks.su_als import RankALS, one_device
 
 HUGEWIKI = (50_082_603, 39_780, 3_100_000_000)
 """Users, items and entries (cuMF, table 5)."""
@@ -121,7 +121,8 @@ class Case:
         plan = make_plan(model._objective(), model._settings(), self.matrix.shape, self.matrix.nnz)
         arguments = (self.matrix, self.item_users, model._objective(), plan, self.state)
         if gpus == 1:
-            return RankALS.of_one_device(GpuWorker(open_device("cuda:0")), *arguments)
+            given = one_device(self.matrix, self.item_users, plan, self.state)
+            return RankALS(worker=GpuWorker(open_device("cuda:0")), objective=model._objective(), **given)
         topology = [k * 2 // gpus for k in range(gpus)] if reduction == "two_phase" else None
         plan = arguments[3].changed(reduction="parallel" if reduction == "scatter" else reduction)
         return MultiALS(*arguments[:3], plan, *arguments[4:], grids=grids, topology=topology)

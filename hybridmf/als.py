@@ -16,7 +16,7 @@ from .plan.solver import Solver
 from .plan.start import Init, Start
 from .plan.types import Plan
 from .ranks.cpu_rank import CpuWorker
-from .ranks.su_als import RankALS, Worker
+from .ranks.su_als import RankALS, Worker, one_device
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -70,18 +70,19 @@ class _ALS(FactorModel):
         return init
 
     def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
-        arguments = (ratings.user_items, ratings.item_users, objective, plan, state)
         if plan.devices:
             from .ranks.multi_als import MultiALS
 
-            return MultiALS(*arguments, features=ratings.features)
+            matrices = (ratings.user_items, ratings.item_users)
+            return MultiALS(*matrices, objective, plan, state, features=ratings.features)
         worker: Worker = CpuWorker(plan.num_threads)
         if plan.gpu is not None:
             from .device.cuda import open_device
             from .ranks.gpu_rank import GpuWorker
 
             worker = GpuWorker(open_device(plan.device))
-        return RankALS.of_one_device(worker, *arguments, ratings.features, ratings.weights)
+        given = one_device(ratings.user_items, ratings.item_users, plan, state)
+        return RankALS(worker=worker, objective=objective, features=ratings.features, weights=ratings.weights, **given)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

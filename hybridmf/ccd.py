@@ -104,7 +104,7 @@ item_ids_
         if plan.gpu is None:
             from .cpu.ccd import CpuCCD
 
-            return CpuCCD(*arguments)
+            return CpuCCD(*arguments[:-1], state.on_host())
         from .device.cuda import open_device
         from .gpu.ccd import GpuCCD
 

@@ -193,6 +193,7 @@ item_ids_
         if plan.gpu is None:
             from .cpu.sgd import CpuEpochs
 
+            state = state.on_host()
             kernels = CpuEpochs(blocks, objective, plan)
         else:
             from .device.cuda import open_device

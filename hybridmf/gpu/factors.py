@@ -14,18 +14,25 @@ import numpy as np
 
 from ..core.objective import Factors, LazyFactors, Objective, Side
 from ..core.scratch import mapped
+from ..core.system import ceil_div
 from ..device.copier import Copier
 from ..device.cuda import Array, Device
+from ..native import _draw
 from ..plan.start import DrawnFactors
 from ..plan.types import Plan
 from . import arrays, losses
 from .assembly import Cleared
-from .draw import drawn_table
 from .gram import gram_sum, weighted
+from .launch import get_kernel
 from .rows import RowRange, read_range, widen_range
 
 EXACT_ROWS = 65536
 """Rows converted to float64 at a time for the Gram matrix in float64."""
+
+QUAD = 4
+"""Columns drawn by a thread of cuda/draw.cu, from the four words of one counter."""
+
+LOW = 0xFFFFFFFF
 
 
 class GpuFactors(LazyFactors):
@@ -184,10 +191,22 @@ def to_device(device: Device, factors: Factors, width: int) -> DeviceFactors:
     """Factors as a table of `width` columns on a device; initial factors are drawn there."""
     if isinstance(factors, DeviceFactors) and factors.device is device and factors.table.shape[1] == width:
         return factors
-    if isinstance(factors, DrawnFactors):
-        how = factors.drawing
-        zeros = device.zeros(len(factors), how.dtype) if how.biases else None
-        return DeviceFactors(device, drawn_table(device, factors, width), how.rank, zeros)
+    if isinstance(factors, DrawnFactors):  # factors, a constant 1 if there are biases, zeros
+        n, how = len(factors), factors.drawing
+        drawn = device.empty((n, width), how.dtype)
+        if drawn.size:
+            scales = device.upload(factors.scales.astype(np.float32, copy=False))
+            rows = None if factors.rows is None else device.upload(factors.rows.astype(np.int64, copy=False))
+            constants = {"REAL": how.dtype, "HAS_ROWS": rows is not None, "THREADS": arrays.THREADS}
+            where = (np.int64(n), np.int64(factors.first), np.int32(width), np.int32(how.rank))
+            key = (np.uint32(how.seed & LOW), np.uint32(how.seed >> 32 & LOW))
+            what = (np.uint32(how.stream), *key, np.int32(how.signed), np.int32(how.biases))
+            with device.active():
+                kernel, grid = get_kernel(device, "draw.cu", "draw_rows", **constants), n * ceil_div(width, QUAD)
+                # without row numbers an arbitrary pointer, which is not read
+                given = (drawn, scales, scales if rows is None else rows, where, what)
+                kernel(arrays.grid_of(device, grid), (arrays.THREADS,), given, 0)
+        return DeviceFactors(device, drawn, how.rank, device.zeros(n, how.dtype) if how.biases else None)
     table = np.empty((len(factors), width), dtype=factors.matrix.dtype)
     fill_table(table, factors)
     bias = None if factors.bias is None else device.upload(factors.bias)
@@ -445,7 +464,7 @@ def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> H
     if isinstance(factors, DrawnFactors):  # into the table: there may be no room for a copy
         how = factors.drawing
         table = _host_table((len(factors), width), how.dtype, tables)
-        factors.draw(table[:, : how.rank])
+        _draw.draw_rows(table[:, : how.rank], *factors.arguments)
         pad_table(table, how.rank, how.biases)
         return HostFactors(table, how.rank, factors.first_bias(), tables=tables)
     given = factors.on_host()

@@ -534,13 +534,15 @@ class HalfSweep(GpuHalf, DeviceRows):
 
     def row_entries(self, at: np.ndarray) -> sp.csr_array:
         """Entries of some rows, on the host."""
-        counts = self.degrees[at]
-        indptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)))
-        begins = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.degrees, dtype=np.int64)))[at]
-        places = self.device.upload(np.arange(indptr[-1]) + np.repeat(begins - indptr[:-1], counts))
-        found = [arrays.gather(self.device, each, places) for each in (self.indices, self.ratings)]
-        indices, ratings = (self.device.download(each) for each in found)
-        return csr_of(indptr, indices, ratings, self.n_fixed)
+        ends = np.cumsum(self.degrees, dtype=np.int64)[at]
+        begins = ends - self.degrees[at]
+        together = np.split(np.arange(len(at)), np.flatnonzero(begins[1:] != ends[:-1]) + 1)  # rows in sequence
+        spans = [slice(begins[rows[0]], ends[rows[-1]]) for rows in together if len(rows)]
+        indices, ratings = (
+            np.concatenate([np.empty(0, each.dtype), *(self.device.download(each[span]) for span in spans)])
+            for each in (self.indices, self.ratings)
+        )
+        return csr_of(np.append(0, np.cumsum(ends - begins)), indices, ratings, self.n_fixed)
 
     def steps(
         self,

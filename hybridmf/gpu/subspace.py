@@ -85,7 +85,11 @@ class SubspaceHalf(HalfSweep):
         whole = self.systems(Cleared(self.device, len(self)), start, gram, pull=pull)
         entries = self._predicted(fixed, mean, whole.solutions)
         for block in self._fixed_blocks(fixed.table):
-            systems = functools.cache(functools.partial(self._systems_of, block, whole))
+            gram_of_block = None
+            if gram is not None:
+                gram_of_block = self.device.zeros((round_up(block.rank, BLOCK),) * 2, self.dtype)
+                arrays.copy(self.device, gram_of_block[: block.rank, : block.rank], gram[block.columns, block.columns])
+            systems = functools.cache(functools.partial(self._systems_of, block, whole, gram_of_block))
             kernels = self.row_kernels(block.rank, block.range)
             yield from self.solve_all(kernels, kernels.operand(block.table), block.table, entries, systems)
             changes, status = systems().solutions, systems().status
@@ -120,16 +124,13 @@ class SubspaceHalf(HalfSweep):
         parts = zip(bounds, tables, ranges, strict=True)
         return [FixedBlock(first, last, part, known) for (first, last), part, known in parts]
 
-    def _systems_of(self, block: FixedBlock, whole: SideSystems) -> SideSystems:
+    def _systems_of(self, block: FixedBlock, whole: SideSystems, gram: Array | None) -> SideSystems:
         """The systems of a block; solutions hold the part of right-hand sides that does not come from entries."""
         device, solutions, ridge = self.device, whole.solutions, self.ridge[block.columns]
         beside = device.zeros((len(self), block.table.shape[1]), self.dtype)
         beside[:, : block.rank] = self.scale[:, None] * solutions[:, block.columns] * -ridge
         if whole.pull is not None:
             beside[:, : block.rank] += whole.pull[:, block.columns]
-        gram = None
         if whole.gram is not None:
             beside[:, : block.rank] -= device.matmul(solutions, whole.gram[: self.width, block.columns])
-            gram = device.zeros((round_up(block.rank, BLOCK),) * 2, self.dtype)
-            arrays.copy(device, gram[: block.rank, : block.rank], whole.gram[block.columns, block.columns])
         return SideSystems(beside, device.zeros(len(self), np.int32), gram, ridge, self.scale)

@@ -66,10 +66,11 @@ class DrawnFactors(LazyFactors):
     def __len__(self) -> int:
         return len(self.scales)
 
-    def draw(self, out: np.ndarray) -> None:
-        """Fill a matrix of shape (n, rank), whose rows may be longer, on the host."""
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of `hybridmf.native._draw.draw_rows`, after a matrix of shape (n, rank), whose rows may be longer."""
         rows, how = self.first if self.rows is None else self.rows, self.drawing
-        _draw.draw_rows(out, self.scales, rows, how.seed, how.stream, how.signed, how.num_threads)
+        return self.scales, rows, how.seed, how.stream, how.signed, how.num_threads
 
     def first_bias(self) -> np.ndarray | None:
         """Zeros of shape (n,) where there are biases."""
@@ -90,7 +91,7 @@ class DrawnFactors(LazyFactors):
         if not self.scales.any():
             return Factors(np.zeros(shape, dtype), self.first_bias())
         matrix = np.empty(shape, dtype)
-        self.draw(matrix)
+        _draw.draw_rows(matrix, *self.arguments)
         return Factors(matrix, self.first_bias())
 
 

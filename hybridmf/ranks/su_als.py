@@ -94,6 +94,21 @@ class Worker(Protocol):
         """Stop background work; no half sweep is running."""
 
 
+def one_device(user_items: Any, item_users: Any, plan: Plan, state: State) -> dict[str, Any]:
+    """Arguments of `RankALS` for the rank that has all rows of both orientations (csr_array or Block).
+
+    Rows are in the order that the plan asks for.
+    """
+    order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
+    blocks = {side: as_orientation(matrices[side]) for side in SIDES}
+    bounds = {side: np.array([0, blocks[side].shape[0]]) for side in SIDES}
+    layout = RankLayout(bounds, dict.fromkeys(SIDES, Grid(1, 1)))
+    users, items = (order.inward(side, state.side(side)) for side in SIDES)
+    first = State(users, items, state.mean)
+    common = {"communicator": Single(), "layout": layout, "plan": plan}
+    return common | {"blocks": blocks, "state": first, "order": order}
+
+
 class RankALS(Alternating):
     """One rank of ALS; every rank makes one, and all call its methods together.
 
@@ -154,29 +169,6 @@ class RankALS(Alternating):
             ahead = worker.gathers_ahead and has_room_for_both(plan) and plan.frozen is None
             self.gathers_ahead = not self.alone and self._sum(np.array([int(ahead)]))[0] == layout.size
         self._ahead: tuple[Side, Any, Any] | None = None  # (half sweep, own fixed factors, gathered factors)
-
-    @classmethod
-    def of_one_device(
-        cls,
-        worker: Worker,
-        user_items: Any,
-        item_users: Any,
-        objective: Objective,
-        plan: Plan,
-        state: State,
-        features: Mapping[Side, SideFeatures] | None = None,
-        weights: Mapping[Side, np.ndarray] | None = None,
-    ) -> RankALS:
-        """The rank that has all rows of both orientations (csr_array or Block), in the order that the plan asks for."""
-        order, matrices = reordered(user_items, item_users, plan.reorder, plan.num_threads)
-        blocks = {side: as_orientation(matrices[side]) for side in SIDES}
-        bounds = {side: np.array([0, blocks[side].shape[0]]) for side in SIDES}
-        layout = RankLayout(bounds, dict.fromkeys(SIDES, Grid(1, 1)))
-        users, items = (order.inward(side, state.side(side)) for side in SIDES)
-        first = State(users, items, state.mean)
-        return cls(
-            Single(), layout, blocks, objective, plan, first, worker, order=order, features=features, weights=weights
-        )
 
     # ------------------------------------------------------------------------------------------------ set-up
 

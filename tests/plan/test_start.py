@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_numbers_depend_on_seed_side_row_and_column_only() -> None:
     )
     np.testing.assert_array_equal(whole.matrix, start(dtype=np.float64).matrix)
     padded = np.zeros((7, 40), np.float32)
-    whole.draw(padded[:, :33])
+    _draw.draw_rows(padded[:, :33], *whole.arguments)
     np.testing.assert_array_equal(padded, np.pad(whole.matrix, ((0, 0), (0, 7))))
 
 
@@ -98,8 +99,13 @@ def test_a_side_that_is_not_drawn() -> None:
 def test_als_draws_the_users_alone(monkeypatch: pytest.MonkeyPatch, solver: str) -> None:
     """Items are solved first: what the first half sweep overwrites is not drawn."""
     drawn: list[str] = []
-    original = DrawnFactors.draw
-    monkeypatch.setattr(DrawnFactors, "draw", lambda self, out: drawn.append(self.drawing.side) or original(self, out))
+    original = DrawnFactors.arguments.fget
+
+    def arguments(factors: DrawnFactors) -> Any:
+        drawn.append(factors.drawing.side)
+        return original(factors)
+
+    monkeypatch.setattr(DrawnFactors, "arguments", property(arguments))
     matrix = hmf.datasets.synthetic("ml-1m", scale=0.01).user_items
     hmf.ImplicitALS(4, iterations=2, solver=solver, device="cpu", random_state=0).fit(matrix)
     assert drawn == ["user"]

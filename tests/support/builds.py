@@ -19,7 +19,6 @@ from hybridmf.gpu import (
     bals,
     ccd,
     cholesky_any,
-    draw,
     dual,
     features,
     fused,
@@ -34,6 +33,7 @@ from hybridmf.gpu import (
     sparse_syrk,
     topk,
 )
+from hybridmf.gpu.factors import to_device
 from hybridmf.plan.ccd import SEGMENT
 
 Build: TypeAlias = "tuple[str, str, dict[str, Any]]"
@@ -107,7 +107,7 @@ def cholesky_any_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Buil
 def draw_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
     for real in ("float", "double"):
         for has_rows in (0, 1):
-            yield "draw.cu", "draw_rows", {"REAL": real, "HAS_ROWS": has_rows, "THREADS": draw.THREADS}
+            yield "draw.cu", "draw_rows", {"REAL": real, "HAS_ROWS": has_rows, "THREADS": arrays.THREADS}
 
 
 def dual_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
@@ -265,7 +265,7 @@ BUILDS: dict[Any, tuple[Callable[[DeviceSpec, Sequence[int]], Iterator[Build]], 
     bals: (bals_builds, RANKS),
     ccd: (ccd_builds, (64,)),
     cholesky_any: (cholesky_any_builds, RANKS),
-    draw: (draw_builds, RANKS),
+    to_device: (draw_builds, RANKS),
     dual: (dual_builds, (32, 64, 100, 128)),
     features: (features_builds, (10, 64)),
     fused: (fused_builds, RANKS[:7]),
@@ -280,7 +280,7 @@ BUILDS: dict[Any, tuple[Callable[[DeviceSpec, Sequence[int]], Iterator[Build]], 
     sparse_syrk: (sparse_syrk_builds, RANKS),
     topk: (topk_builds, RANKS),
 }
-"""By module: its builds for ranks, and the ranks that it has builds for."""
+"""By module or launcher: its builds for ranks, and the ranks that it has builds for."""
 
 
 def builds_of(module: Any, spec: DeviceSpec, ranks: Sequence[int] | None = None) -> Iterator[Build]:

@@ -19,7 +19,7 @@ from hybridmf.model.ranked import RankedRatings, aborting
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import make_plan
-from hybridmf.ranks import gpu_rank
+from hybridmf.ranks import gpu_rank, su_als
 from hybridmf.ranks.cpu_rank import CpuWorker
 from hybridmf.ranks.shares import SharedEntries
 from hybridmf.ranks.su_als import RankALS
@@ -70,10 +70,10 @@ def parts(name: str, devices: Any, matrix: sp.csr_array, **more: Any) -> tuple[A
     return checked, ratings.item_users, model._objective(), plan, state
 
 
-def one_device(*arguments: Any, device: Any = None) -> RankALS:
+def one_device(users: Any, items: Any, objective: Any, plan: Any, state: Any, device: Any = None) -> RankALS:
     """The solver of one device: the CPU by default."""
-    worker = CpuWorker(arguments[3].num_threads) if device is None else gpu_rank.GpuWorker(device)
-    return RankALS.of_one_device(worker, *arguments)
+    worker = CpuWorker(plan.num_threads) if device is None else gpu_rank.GpuWorker(device)
+    return RankALS(worker=worker, objective=objective, **su_als.one_device(users, items, plan, state))
 
 
 def changed(arguments: tuple[Any, ...], **changes: Any) -> tuple[Any, ...]:
