@@ -22,6 +22,7 @@ from .core.files import write_atomically
 from .core.frames import pandas_frame
 from .core.objective import Objective
 from .core.progress import progress_bar
+from .core.system import system_bytes
 from .core.table import format_table, html_table
 from .core.validate import check_bool, check_choice, check_int, check_real
 from .data.store import Store
@@ -539,19 +540,17 @@ def _memory_meter(device: Any) -> Callable[[], int | None]:
             return int(free[0] - min(free))
 
         return on_device
+    before = system_bytes("/proc/self/status", "VmRSS")
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark (Linux)
-        before = _status("VmRSS")
     except OSError:
         return lambda: None
-    return lambda: max(0, _status("VmHWM") - before)
 
+    def on_host() -> int | None:
+        peak = system_bytes("/proc/self/status", "VmHWM")
+        return None if peak is None or before is None else max(0, peak - before)
 
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")
+    return on_host
 
 
 def _ceiling(plan: Plan, device: Any) -> float:

@@ -21,7 +21,7 @@ from ..core.table import format_table
 from ..data.convert import convert as convert_to_store
 from ..plots import occupancy, save
 from ..ratings import Ratings
-from .options import Options, check_folder_above, debug_option, examples, plot_option, refuse_overwriting
+from .options import Options, check_folder, debug_option, examples, plot_option, refuse_overwriting
 from .report import facts_text, file_size, names_of, ratings_facts, with_output
 from .sources import (
     Source,
@@ -125,7 +125,7 @@ def _source_and_out(options: Options) -> tuple[Source, str | None]:
     parameter = next(each for each in context.command.params if each.name == "paths")
     if out is not None:
         click.Path(writable=True).convert(out, parameter, context)
-        check_folder_above(context, parameter, out)
+        check_folder(context, parameter, out.rstrip("/" + os.sep))  # it may be a folder itself
     return one_source(tuple(ratings_path.convert(path, parameter, context) for path in given)), out
 
 

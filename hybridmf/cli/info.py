@@ -43,28 +43,20 @@ def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str |
         raise click.UsageError("--plot draws the entries of a file of ratings or a store; leave it out")
     if where and (file is None or is_store(file) or _is_model(file)):
         raise click.UsageError("--where filters rows of a file of ratings; leave it out")
+    ratings: Any = None
     if file is None:
         refuse_reading_options("none is given")
         facts, text = config(), _installation_text
-    elif is_store(file):
-        ratings: Any = open_store(file)
-        facts, text = ratings_facts(ratings), facts_text
-        _draw(ratings, plot)
     elif _is_model(file):
         refuse_reading_options(f"{file} is a model")
         facts, text = _model_facts(load(file), file), _model_text
     else:
-        ratings = read_ratings(file)
-        facts, text = ratings_facts(ratings), facts_text
-        _draw(ratings, plot)
-        columns = columns_text(file)
-        facts = ({} if columns is None else {"columns": columns}) | facts
+        ratings = open_store(file) if is_store(file) else read_ratings(file)
+        columns = None if is_store(file) else columns_text(file)
+        facts, text = ({} if columns is None else {"columns": columns}) | ratings_facts(ratings), facts_text
+    if plot is not None:
+        save(degrees(ratings).figure, plot)
     click.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str) if as_json else text(facts))
-
-
-def _draw(ratings: Any, path: str | None) -> None:
-    if path is not None:
-        save(degrees(ratings).figure, path)
 
 
 def _installation_text(facts: dict[str, Any]) -> str:

@@ -70,12 +70,6 @@ def check_folder(_: click.Context, __: click.Parameter, path: str | None) -> str
     return path
 
 
-def check_folder_above(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """`check_folder` of a path that may be a folder itself."""
-    check_folder(ctx, parameter, None if path is None else path.rstrip("/" + os.sep))
-    return path
-
-
 def refuse_overwriting(output: str | None, *inputs: str | None) -> None:
     """An output that is one of the inputs, or lies in a store that is one, would destroy it."""
     from ..data.manifest import MANIFEST  # imports NumPy, which the help does without

@@ -61,10 +61,6 @@ def _column(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def _optional_column(text: str) -> int | str | None:
-    return None if text.lower() == "none" else _column(text)
-
-
 def spelled_separator(text: str | None) -> str | None:
     """Translate names of separators that are hard to type in a shell."""
     return {"tab": "\t", "\\t": "\t", "space": " "}.get(text, text) if text else None
@@ -75,8 +71,8 @@ TRANSLATED: dict[str, Callable[[Any], Any]] = {
     "header": lambda given: "auto" if given is None else given,
     "user": _column,
     "item": _column,
-    "value": _optional_column,
-    "timestamp": _optional_column,
+    "value": lambda given: None if given.lower() == "none" else _column(given),
+    "timestamp": lambda given: None if given.lower() == "none" else _column(given),
     "quote": lambda given: None if given.lower() == "none" else given,
 }
 """Arguments of `Ratings.from_file` from the values of their options; others are taken as they are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -50,7 +50,16 @@ def read_titles(path: str, separator: str | None = None, encoding: str | None = 
     By default the separator is the one of TITLE_SEPARATORS that comes first in the first line, and the encoding UTF-8,
     or latin-1 for what is not valid UTF-8 (MovieLens).
     """
-    text = _decode(path, encoding)
+    with reading(path, encoding or "latin-1"), open_bytes(path) as stream:
+        content = stream.read()
+        try:
+            text = content.decode(encoding or "utf-8-sig")
+        except LookupError as error:
+            raise ValueError(f"--titles-encoding: {error}") from None
+        except UnicodeDecodeError:
+            if encoding is not None:
+                raise
+            text = content.decode("latin-1")
     lines = [line for line in io.StringIO(text, newline=None).read().split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{path} is empty; expected lines of item id and title")
@@ -59,8 +68,13 @@ def read_titles(path: str, separator: str | None = None, encoding: str | None = 
         if not present:
             raise ValueError(f"{path} has no separator between id and title in its first line; give --titles-separator")
         separator = min(present, key=lines[0].index)
+    # Quotes mean something in CSV; elsewhere they are part of a title ("Weird Al" Yankovic).
+    try:
+        rows = list(csv.reader(lines, delimiter=separator)) if separator in (",", ";") else None
+    except csv.Error as error:
+        raise ValueError(f"{path} cannot be read as CSV: {error}") from error
     titles = {}
-    for number, row in enumerate(_split_lines(lines, separator, path), 1):
+    for number, row in enumerate(rows or [line.split(separator) for line in lines], 1):
         if len(row) < 2:
             raise ValueError(
                 f"{path}: entry {number} ({row[0][:60]!r}) has no title after the separator {separator!r}; "
@@ -68,29 +82,3 @@ def read_titles(path: str, separator: str | None = None, encoding: str | None = 
             )
         titles[row[0].strip()] = row[1].strip()
     return titles
-
-
-def _split_lines(lines: list[str], separator: str, path: str) -> Iterator[list[str]]:
-    # Quotes mean something in CSV; elsewhere they are part of a title ("Weird Al" Yankovic).
-    if separator not in (",", ";"):
-        yield from (line.split(separator) for line in lines)
-        return
-    try:
-        yield from csv.reader(lines, delimiter=separator)
-    except csv.Error as error:
-        raise ValueError(f"{path} cannot be read as CSV: {error}") from error
-
-
-def _decode(path: str, encoding: str | None) -> str:
-    with reading(path, encoding or "latin-1"):
-        with open_bytes(path) as stream:
-            content = stream.read()
-        if encoding is not None:
-            try:
-                return content.decode(encoding)
-            except LookupError as error:
-                raise ValueError(f"--titles-encoding: {error}") from None
-        try:
-            return content.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            return content.decode("latin-1")

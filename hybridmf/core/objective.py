@@ -306,10 +306,8 @@ class Factors:
 
     def take(self, rows: np.ndarray) -> Factors:
         """Factors of the given rows, in that order."""
-        return Factors(
-            np.ascontiguousarray(self.matrix[rows]),
-            None if self.bias is None else np.ascontiguousarray(self.bias[rows]),
-        )
+        host = self.on_host()
+        return host.with_arrays([np.ascontiguousarray(array[rows]) for array in host.arrays])
 
     def part(self, rows: slice) -> Factors:
         """Some consecutive rows, as views."""
@@ -322,15 +320,12 @@ class Factors:
 
     def put(self, rows: np.ndarray, new: Factors, size: int) -> Factors:
         """A copy of `size` rows in which `rows` are replaced by `new`; added rows are zero."""
-        matrix = np.zeros((size, self.matrix.shape[1]), dtype=self.matrix.dtype)
-        matrix[: len(self)] = self.matrix
-        matrix[rows] = new.matrix
-        if self.bias is None or new.bias is None:
-            return Factors(matrix)
-        bias = np.zeros(size, dtype=self.bias.dtype)
-        bias[: len(self)] = self.bias
-        bias[rows] = new.bias
-        return Factors(matrix, bias)
+        host, arrays = self.on_host(), []
+        for old, replacing in zip(host.arrays, new.on_host().arrays, strict=False):  # biases if both have them
+            arrays.append(np.zeros((size, *old.shape[1:]), dtype=old.dtype))
+            arrays[-1][: len(old)] = old
+            arrays[-1][rows] = replacing
+        return host.with_arrays(arrays)
 
 
 def scoring_rows(factors: Factors, side: Side, mean: float) -> np.ndarray:

@@ -95,13 +95,9 @@ def mapped(shape: tuple[int, ...], dtype: Any, folder: str) -> np.ndarray:
     try:
         with tempfile.TemporaryFile(prefix="hybridmf-", dir=folder, buffering=0) as file:  # unlinked at once
             _reserve(file.fileno(), size)
+            memory = mmap.mmap(file.fileno(), size)
             handle = os.dup(file.fileno())
-    except OSError as error:
-        raise _refusal(error, folder, size) from error
-    try:
-        memory = mmap.mmap(handle, size)
     except (OSError, ValueError) as error:
-        os.close(handle)
         raise _refusal(error, folder, size) from error
     array = np.frombuffer(memory, dtype).reshape(shape)
     start = array.ctypes.data

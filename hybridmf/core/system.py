@@ -15,13 +15,9 @@ def available_memory() -> int | None:
 
 
 def _free_memory() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
+    free = system_bytes("/proc/meminfo", "MemAvailable")
+    if free is not None:
+        return free
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -61,6 +57,15 @@ def system_words(path: str) -> list[str]:
             return file.read().split()
     except (OSError, ValueError):
         return []
+
+
+def system_bytes(path: str, key: str) -> int | None:
+    """Bytes of a field, such as "VmRSS", of a file of the system that counts in kB; None where it has none."""
+    words = system_words(path)
+    try:
+        return int(words[words.index(f"{key}:") + 1]) * 1024
+    except (ValueError, IndexError):
+        return None
 
 
 def cgroup_folders(controller: str) -> list[str]:

@@ -69,7 +69,7 @@ class Films:
 
     def genre_text(self, item: int) -> str:
         """Genres of one item, e.g. ``"Crime, Horror"``."""
-        return ", ".join(name for name, has in zip(GENRE_NAMES, self.item_genres[item], strict=True) if has)
+        return ", ".join(np.array(GENRE_NAMES)[self.item_genres[item]])
 
     def is_own_genre(self, user: Any, item: Any) -> Any:
         """Whether an item has a genre the user likes; positions, broadcast against each other."""
@@ -77,7 +77,7 @@ class Films:
 
     def taste_text(self, user: int) -> str:
         """Genres one user likes, e.g. ``"Crime and Horror"``."""
-        return " and ".join(name for name, likes in zip(GENRE_NAMES, self.liked_genres[user], strict=True) if likes)
+        return " and ".join(np.array(GENRE_NAMES)[self.liked_genres[user]])
 
 
 def generate(n_users: int = 4000, n_items: int = 1500, seed: int = 0) -> Films:

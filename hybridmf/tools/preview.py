@@ -110,26 +110,21 @@ def plan(
     if factors is not None:
         model = unfitted(model, factors=factors)
     sizes = _check_sizes(shape, nnz)
+    objective, settings = model._objective(), model._settings()
     if gpus is None:
         if gpu_memory is not None or host_memory is not None:
             raise ValueError("gpu_memory and host_memory describe a machine to plan for; give gpus, their number, too")
-        objective, settings = model._objective(), model._settings()
         if matrix is None:
             return make_plan(objective, settings, *sizes)
         return plan_for(matrix, objective, settings, NOTHING if source is None else source.held)
-    return _plan_machine(model, sizes, check_int("gpus", gpus, 1, MAX_GPUS), gpu_memory, host_memory)
-
-
-def _plan_machine(model: Any, sizes: tuple[tuple[int, int], int], gpus: int, memory: Any, host: Any) -> ScalePlan:
-    """Plan ALS for a hypothetical machine with GPUs."""
-    objective, settings = model._objective(), model._settings()
+    gpus = check_int("gpus", gpus, 1, MAX_GPUS)
     if settings.method.kind != "als":
         raise ValueError(f"gpus={gpus} plans ALS; {type(model).__name__} has no planner: name devices that are there")
     return plan_scale(
         plan_on_h200s(undecided(objective, settings, *sizes), settings, objective, gpus),
         gpus,
-        settings.gpu_memory_limit if memory is None else parse_bytes("gpu_memory", memory),
-        host_bytes=None if host is None else parse_bytes("host_memory", host),
+        settings.gpu_memory_limit if gpu_memory is None else parse_bytes("gpu_memory", gpu_memory),
+        host_bytes=None if host_memory is None else parse_bytes("host_memory", host_memory),
     )
 
 
