@@ -24,9 +24,9 @@ def test_what_is_left_out(bench, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "irspack" else object())
     chosen, left_out = bench.methods_here((), "cpu")
     assert chosen == ["hmf.search", "hmf.search, the same space", "Optuna, hybridmf", "Optuna, implicit"]
-    assert left_out == {"irspack's tuner": "irspack not installed"}
+    assert left_out == {"irspack's tuner": "irspack not installed", "Optuna, implicit on a GPU": "runs on a GPU"}
     chosen, left_out = bench.methods_here((), "cuda")
-    assert chosen == ["hmf.search", "hmf.search, the same space", "Optuna, hybridmf"]
+    assert chosen == ["hmf.search", "hmf.search, the same space", "Optuna, hybridmf", "Optuna, implicit on a GPU"]
     assert left_out["Optuna, implicit"] == "runs on the CPU"
     assert bench.methods_here(("Optuna, implicit",), "cuda")[0] == ["Optuna, implicit"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -61,3 +61,22 @@ def test_a_budget_is_kept_and_says_what_it_leaves_out(bench, monkeypatch):
     np.testing.assert_allclose(given, [2.0, 5 / 3, 1.0])
     assert "the budget of 8 s leaves out [('ml-20m, synthetic', 1, 'random, hybridmf')]" in done.output
     assert "| hmf.search | 0.5000 | 1 | 2 of 2 | 1.0 x |" in done.output and len(lines) == 3
+
+
+def test_a_library_that_fails_is_named_and_the_others_go_on(bench, monkeypatch):
+    small = hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.02, seed=0)
+
+    def fails(*_):
+        raise ValueError("no such option")
+
+    monkeypatch.setattr(bench, "ratings_of", lambda name, data: small)
+    monkeypatch.setattr(bench, "record", lambda file, line: None)
+    monkeypatch.setattr(bench, "NEEDS", {"other": ()})
+    monkeypatch.setattr(bench, "METHODS", {"other": fails, "hmf.search": lambda *_: [(1.0, 0.5)]})
+    arguments = ["--set", "ml-20m, synthetic", "--seeds", "1"]
+    done = CliRunner().invoke(bench.main, arguments, catch_exceptions=False)
+    assert "seed 0 other failed: ValueError: no such option" in done.output
+    assert "| hmf.search | 0.5000 | 1 | 1 of 1 |" in done.output
+    monkeypatch.setattr(bench, "METHODS", {"hmf.search": fails})
+    with pytest.raises(ValueError, match="no such option"):
+        CliRunner().invoke(bench.main, arguments, catch_exceptions=False)
