@@ -101,13 +101,11 @@ def _distinct(xp: Any, numbers: Any) -> Any:
 
 def _degrees(m: int, nnz: int, rng: np.random.Generator) -> np.ndarray:
     activity = rng.lognormal(0.0, 1.1, m)
-    drawn: np.ndarray = rng.multinomial(nnz, activity / activity.sum())
-    return drawn
+    return np.asarray(rng.multinomial(nnz, activity / activity.sum()))
 
 
 def _popularity(n: int) -> np.ndarray:
-    popularity: np.ndarray = 1.0 / (np.arange(n) + 20.0) ** 0.9
-    return popularity
+    return np.asarray(1.0 / (np.arange(n) + 20.0) ** 0.9)
 
 
 def _stars(m: int, n: int, nnz: int, rng: np.random.Generator, rank: int = 8) -> Ratings:
@@ -148,8 +146,7 @@ def _counts(m: int, n: int, nnz: int, rng: np.random.Generator, groups: int = 20
 
 def _plays(number: int, rng: np.random.Generator) -> np.ndarray:
     """Counts with a power-law tail, float32."""
-    counts: np.ndarray = np.minimum(rng.zipf(2.0, number), 100).astype(np.float32)
-    return counts
+    return np.asarray(np.minimum(rng.zipf(2.0, number), 100), dtype=np.float32)
 
 
 def _ratings(users: Any, items: Any, values: np.ndarray, shape: tuple[int, int]) -> Ratings:

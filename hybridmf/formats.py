@@ -114,12 +114,12 @@ class Reordered:
     @property
     def row_inverse(self) -> np.ndarray:
         """New position of each original row, int64, shape (n_rows,)."""
-        return _inverse(self.row_order)
+        return np.argsort(self.row_order)
 
     @property
     def col_inverse(self) -> np.ndarray:
         """New position of each original column, int64, shape (n_cols,)."""
-        return _inverse(self.col_order)
+        return np.argsort(self.col_order)
 
     def inverse_rows(self, X: np.ndarray) -> np.ndarray:
         """Reorder rows of `X` (n_rows, ...), computed for `matrix`, to the original order."""
@@ -128,12 +128,6 @@ class Reordered:
     def inverse_cols(self, Y: np.ndarray) -> np.ndarray:
         """Reorder rows of `Y` (n_cols, ...), one for each column of `matrix`, to the original order."""
         return _restore("Y", Y, self.col_order)
-
-
-def _inverse(order: np.ndarray) -> np.ndarray:
-    inverse = np.empty_like(order)
-    inverse[order] = np.arange(len(order), dtype=order.dtype)
-    return inverse
 
 
 def _restore(name: str, values: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -42,10 +42,8 @@ from .data.labels import (
     as_vector,
     as_weights,
     axis_sizes,
-    joined_axis,
     joined_entries,
-    joined_times,
-    joined_weights,
+    joined_files,
     label_array,
     label_kind,
     label_table,
@@ -67,16 +65,7 @@ from .data.readers import (
     read_parquet,
     row_mask,
 )
-from .data.splits import (
-    WAYS,
-    entries_of_items,
-    entries_of_users,
-    fold_of_entries,
-    in_time,
-    last_of_each_user,
-    latest_entries,
-    random_entries,
-)
+from .data.splits import WAYS, fold_of_entries, held_out, last_of_each_user
 from .data.text import find_layout, read_fields, read_text
 from .data.transforms import EntryView, Transforms
 from .data.wide import is_wide, read_wide
@@ -458,16 +447,15 @@ class Ratings(Transforms):
         if not given or not all(isinstance(part, Ratings) for part in given):
             kinds = ", ".join(type(part).__name__ for part in given) or "nothing"
             raise TypeError(f"concat takes one or more Ratings, got {kinds}; make them with Ratings.from_frame")
-        users, user_ids, n_users = joined_axis("user", [(part.user_ids, part.n_users) for part in given])
-        items, item_ids, n_items = joined_axis("item", [(part.item_ids, part.n_items) for part in given])
-        rows = [users[k][entry_rows(part.user_items)] for k, part in enumerate(given)]
-        columns = [items[k][part.user_items.indices] for k, part in enumerate(given)]
-        values = np.concatenate([part.user_items.data for part in given])
-        entries = Entries(np.concatenate(rows), np.concatenate(columns), values, user_ids, item_ids, (n_users, n_items))
-        times = [part.timestamps for part in given if part.timestamps is not None]
-        if len(times) == len(given):
-            entries.times = joined_times(times)
-        entries.weights = joined_weights([(part.weights, part.nnz) for part in given])
+        entries = joined_entries(
+            [
+                Entries(
+                    entry_rows(part.user_items), part.user_items.indices, part.user_items.data, part.user_ids,
+                    part.item_ids, part.shape, times=part.timestamps, weights=part.weights,
+                )
+                for part in given
+            ]
+        )  # fmt: skip
         ratings = _from_entries(entries, check_choice("duplicates", duplicates, MERGE_RULES))
         ratings.frame_kind = given[0].frame_kind
         return ratings
@@ -670,7 +658,7 @@ def _entries_of_parts(paths: list[str], options: FileOptions) -> Entries:
     if not parts:
         raise empty or RatingsError(f"{paths[0]} and {len(paths) - 1} other files hold no ratings")
     text = formats.isdisjoint(("parquet", "jsonl"))
-    return joined_entries(parts, f"{paths[0]} and {len(paths) - 1} other files", text=text)
+    return joined_files(parts, f"{paths[0]} and {len(paths) - 1} other files", text=text)
 
 
 def _from_saved(matrix: Any, labels: dict[str, np.ndarray], duplicates: str) -> Ratings:
@@ -750,17 +738,8 @@ def split(
     check_choice("by", by, WAYS)
     ratings = as_ratings(ratings)
     matrix = _matrix_of(ratings)
-    if by == "random":
-        mask = random_entries(matrix.nnz, test_size, check_rng(random_state))
-    elif by == "user":
-        mask = entries_of_users(matrix, test_size, check_rng(random_state))
-    elif by == "item":
-        mask = entries_of_items(matrix, test_size, check_rng(random_state))
-    elif by == "time":
-        mask = latest_entries(in_time(_times_of(ratings, by), check_rng(random_state)), test_size)
-    else:
-        mask = last_of_each_user(matrix, in_time(_times_of(ratings, by), check_rng(random_state)), test_size)
-    return _parts(ratings, matrix, mask)
+    times = None if getattr(ratings, "timestamps", None) is None else np.asarray(ratings.timestamps)
+    return _parts(ratings, matrix, held_out(matrix, by, test_size, check_rng(random_state), times))
 
 
 @overload
@@ -858,16 +837,6 @@ def as_ratings(given: Any, name: str = "frame", *, users: bool = True) -> Any:
 def _matrix_of(ratings: Any) -> sp.csr_array:
     dtype = np.float32 if isinstance(ratings, Ratings) else _exact_dtype(ratings)
     return as_csr(ratings, name="ratings", dtype=dtype)
-
-
-def _times_of(ratings: Any, by: str) -> np.ndarray:
-    times = getattr(ratings, "timestamps", None)
-    if times is None:
-        raise ValueError(
-            f"by={by!r} needs the time of each entry, and ratings has none; read them with timestamp= (from_file, "
-            "from_frame) or timestamps= (from_coo)"
-        )
-    return np.asarray(times)
 
 
 def _parts(ratings: Any, matrix: sp.csr_array, mask: np.ndarray) -> tuple[Any, Any]:

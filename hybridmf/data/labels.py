@@ -387,13 +387,6 @@ def as_weights(given: Any, count: int, name: str = "weights") -> np.ndarray:
     return found
 
 
-def joined_weights(parts: Sequence[tuple[np.ndarray | None, int]]) -> np.ndarray | None:
-    """Weights of several parts, (weights or None, number of entries), one after another; None if no part has any."""
-    if all(weights is None for weights, _ in parts):
-        return None
-    return np.concatenate([np.ones(count, np.float32) if each is None else each for each, count in parts])
-
-
 def joined_times(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Times of several parts, each a result of `as_times`, one after another."""
     dates = [part.dtype.kind == "M" for part in parts]
@@ -421,18 +414,34 @@ def _fits_unit(times: np.ndarray, unit: np.dtype) -> bool:
         return False
 
 
-def joined_entries(parts: Sequence[Entries], source: str, *, text: bool) -> Entries:
-    """Entries of several files, one after another; `text`: integers and other labels of a column may meet."""
-    joined = []
-    for side in ("user", "item"):
-        ids = [cast(np.ndarray, getattr(part, f"{side}_ids")) for part in parts]
-        if text and len({each.dtype.kind in "iu" for each in ids}) > 1:
-            ids = [each.astype(np.str_) if each.dtype.kind in "iu" else each for each in ids]
-        places, labels, _ = joined_axis(side, [(each, len(each)) for each in ids], [part.source for part in parts])
-        order, unique = factorize(f"{side}s of {source}", cast(np.ndarray, labels), "label")
-        codes = [order[place[getattr(part, f"{side}s")]] for place, part in zip(places, parts, strict=True)]
-        joined.append((np.concatenate(codes), unique))
-    (users, user_ids), (items, item_ids) = joined
+def joined_entries(parts: Sequence[Entries], names: Sequence[str] = ()) -> Entries:
+    """Entries of several parts, one after another, with labels in order of appearance; `names` as for `joined_axis`."""
+    users, user_ids, n_users = joined_axis("user", [(part.user_ids, part.shape[0]) for part in parts], names)
+    items, item_ids, n_items = joined_axis("item", [(part.item_ids, part.shape[1]) for part in parts], names)
+    times = [part.times for part in parts if part.times is not None]
+    weights = None
+    if any(part.weights is not None for part in parts):
+        own = [np.ones(len(part.values), np.float32) if part.weights is None else part.weights for part in parts]
+        weights = np.concatenate(own)
+    return Entries(
+        np.concatenate([places[part.users] for places, part in zip(users, parts, strict=True)]),
+        np.concatenate([places[part.items] for places, part in zip(items, parts, strict=True)]),
+        np.concatenate([part.values for part in parts]), user_ids, item_ids, (n_users, n_items),
+        times=joined_times(times) if len(times) == len(parts) else None,
+        weights=weights,
+    )  # fmt: skip
+
+
+def joined_files(parts: Sequence[Entries], source: str, *, text: bool) -> Entries:
+    """Entries of several files, with sorted labels; `text`: integers and other labels of a column may meet."""
+    for side in ("user_ids", "item_ids") if text else ():
+        if len({getattr(part, side).dtype.kind in "iu" for part in parts}) > 1:
+            parts = [replace(part, **{side: getattr(part, side).astype(np.str_)}) for part in parts]
+    joined = joined_entries(parts, [part.source for part in parts])
+    (user_places, user_ids), (item_places, item_ids) = (
+        factorize(f"{side}s of {source}", cast(np.ndarray, ids), "label")
+        for side, ids in (("user", joined.user_ids), ("item", joined.item_ids))
+    )
     ends = np.cumsum([len(part.values) for part in parts])
 
     def place(entry: int) -> str:
@@ -440,14 +449,10 @@ def joined_entries(parts: Sequence[Entries], source: str, *, text: bool) -> Entr
         inside = entry - int(ends[k]) + len(parts[k].values)
         return f"{parts[k].source}, {parts[k].where(inside, inside)}"
 
-    times = [part.times for part in parts if part.times is not None]
-    return Entries(
-        users, items, np.concatenate([part.values for part in parts]), user_ids, item_ids,
-        (len(user_ids), len(item_ids)), source,
-        lambda first, second: f"{place(first)} and {place(second)}",
-        joined_times(times) if len(times) == len(parts) else None,
-        all(part.valued for part in parts),
-        joined_weights([(part.weights, len(part.values)) for part in parts]),
+    return replace(
+        joined, users=user_places[joined.users], items=item_places[joined.items], user_ids=user_ids,
+        item_ids=item_ids, source=source, where=lambda first, second: f"{place(first)} and {place(second)}",
+        valued=all(part.valued for part in parts),
     )  # fmt: skip
 
 

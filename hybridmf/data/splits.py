@@ -7,12 +7,30 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from ..core.objective import SIDES, Side
 from ..core.sparse import entry_rows
 from ..core.validate import check_int, check_real
 from ..errors import RatingsError
 
 WAYS = ("random", "user", "item", "time", "last")
 """Values of ``by=`` of `hybridmf.split`."""
+
+
+def held_out(
+    matrix: sp.csr_array, by: str, test_size: float | int, rng: np.random.Generator, times: np.ndarray | None
+) -> np.ndarray:
+    """Mask of the entries that one of the `WAYS` holds out."""
+    if by == "random":
+        return random_entries(matrix.nnz, test_size, rng)
+    if by in SIDES:
+        return entries_of_side(matrix, by, test_size, rng)
+    if times is None:
+        raise ValueError(
+            f"by={by!r} needs the time of each entry, and ratings has none; read them with timestamp= (from_file, "
+            "from_frame) or timestamps= (from_coo)"
+        )
+    places = in_time(times, rng)
+    return latest_entries(places, test_size) if by == "time" else last_of_each_user(matrix, places, test_size)
 
 
 def in_time(times: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -29,21 +47,15 @@ def random_entries(nnz: int, test_size: float | int, rng: np.random.Generator) -
     return mask
 
 
-def entries_of_users(matrix: sp.csr_array, test_size: float | int, rng: np.random.Generator) -> np.ndarray:
-    """All entries of users drawn at random among those with entries."""
-    degrees = np.diff(matrix.indptr)
-    users = np.flatnonzero(degrees)
-    drawn = np.zeros(matrix.shape[0], dtype=bool)
-    drawn[rng.choice(users, _number(len(users), test_size, "users with entries"), replace=False, shuffle=False)] = True
-    return np.repeat(drawn, degrees)
-
-
-def entries_of_items(matrix: sp.csr_array, test_size: float | int, rng: np.random.Generator) -> np.ndarray:
-    """All entries of items drawn at random among those with entries."""
-    items = np.flatnonzero(np.bincount(matrix.indices, minlength=matrix.shape[1]))
-    drawn = np.zeros(matrix.shape[1], dtype=bool)
-    drawn[rng.choice(items, _number(len(items), test_size, "items with entries"), replace=False, shuffle=False)] = True
-    return np.asarray(drawn[matrix.indices])
+def entries_of_side(matrix: sp.csr_array, side: Side, test_size: float | int, rng: np.random.Generator) -> np.ndarray:
+    """All entries of users, or of items, drawn at random among those with entries."""
+    axis = entry_rows(matrix) if side == "user" else matrix.indices
+    count = matrix.shape[0 if side == "user" else 1]
+    known = np.flatnonzero(np.bincount(axis, minlength=count))
+    drawn = np.zeros(count, dtype=bool)
+    number = _number(len(known), test_size, f"{side}s with entries")
+    drawn[rng.choice(known, number, replace=False, shuffle=False)] = True
+    return np.asarray(drawn[axis])
 
 
 def latest_entries(places: np.ndarray, test_size: float | int) -> np.ndarray:
