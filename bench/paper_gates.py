@@ -30,7 +30,7 @@ import string
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,8 @@ def measure(bench: Bench, data: Drawn, f: int, threads: int, method: str) -> Lin
     first = run()  # warm-up, and how long to expect
     values = [first if isinstance(first, float) else time.perf_counter() - started]
     if not isinstance(first, float):
-        for _ in range(max(FEWEST, min(bench.repeats, int(PATIENCE / values.pop())))):
+        least = 1 if values[0] > LONG else FEWEST
+        for _ in range(max(least, min(bench.repeats, int(PATIENCE / values.pop())))):
             started = time.perf_counter()
             run()
             values.append(time.perf_counter() - started)
@@ -226,6 +227,9 @@ PATIENCE = 2.5
 
 FEWEST = 2
 """Iterations after the first that are timed however long they take."""
+
+LONG = 30.0
+"""Seconds of the first from which one more is enough."""
 
 
 class Spark:
@@ -587,8 +591,9 @@ def use_blas(context: click.Context, parameter: click.Parameter, path: str | Non
 @click.option("--blas", callback=use_blas, help="Path of a shared library with BLAS and LAPACK, such as MKL's mkl_rt.")
 @click.option("--spark/--no-spark", "with_spark", default=False, help="Add Spark MLlib, if installed, to iterations.")
 def main(
-    device: str, profile: str, tasks: tuple[str, ...], budget: float | None, shapes: tuple[str, ...], repeats: int,
-    threads: tuple[int, ...], blas: str, with_spark: bool,
+    device: str, profile: str, tasks: tuple[str, ...], budget: float | None, shapes: tuple[str, ...],
+    factors: tuple[int, ...], methods: tuple[str, ...], repeats: int, threads: tuple[int, ...], blas: str,
+    with_spark: bool,
 ) -> None:  # fmt: skip
     recorder, opened = Recorder.begin(NAME, device, budget)
     spark = Spark() if with_spark and Spark.installed() else None
@@ -597,7 +602,9 @@ def main(
     bench = Bench(recorder, threads, repeats, opened, spark, blas)
 
     def run(task: str, data: Drawn, work: Work) -> None:
-        TASKS[task][device](bench, data, work)
+        chosen = tuple(f for f in work.factors if f in factors or not factors)
+        wanted = tuple(method for method in work.methods if method in methods or not methods)
+        TASKS[task][device](bench, data, replace(work, factors=chosen, methods=wanted))
 
     works = works_of(device, profile, with_spark)
     paper.run_works(recorder, works, tasks or tuple(TASKS), shapes, run, implicit=True)

@@ -65,12 +65,15 @@ def test_cases_that_differ_by_time_alone_run_again(monkeypatch, tmp_path):
                 for part, _, number in (name.partition(":") for name in names)]  # fmt: skip
 
     monkeypatch.setattr(controls, "in_tree", in_tree)
-    found = controls.run_parts(tmp_path, ["ccd-cpu", "top-k-cpu"], tmp_path)
+    found = controls.run_parts(tmp_path, ["ccd-cpu", "top-k-cpu"], tmp_path, 60.0)
     both, again = "ccd-cpu:0,top-k-cpu:0", "top-k-cpu:0"
     old, new = tmp_path.name, ROOT.name
     assert asked == [(old, both), (new, both), (new, both), (old, both),
                      (old, again), (new, again), (new, again), (old, again)]  # fmt: skip
     assert [line["passed"] for part in found.values() for line in part] == [True, True]
+    asked.clear()
+    found = controls.run_parts(tmp_path, ["top-k-cpu"], tmp_path, 0.0)
+    assert len(asked) == 4 and not found["top-k-cpu"][0]["passed"]
 
 
 def test_a_code_path_is_covered_if_its_differing_files_are_of_parts_that_passed(monkeypatch):
