@@ -387,8 +387,10 @@ def options(tasks: Iterable[str], render: Callable[[Path], None]) -> Callable[[C
 
 
 def shapes_options(command: Command) -> Command:
-    """For scripts whose tasks have shapes of their own: --shape, several times, and --repeats."""
+    """For scripts whose tasks have shapes of their own: --shape, --factors and --method, several times; --repeats."""
     return _all_of(
+        click.option("--factors", type=click.IntRange(1), multiple=True, help="Only these of the profile's."),
+        click.option("--method", "methods", multiple=True, help="Only these of the task's."),
         click.option(
             "--shape", "shapes", type=click.Choice(list(common.SHAPES)), multiple=True,
             help="Only these of the profile's.",
