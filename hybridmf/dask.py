@@ -125,10 +125,6 @@ class WorkerTransport(Transport):
     def _in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.worker.loop.asyncio_loop)
 
-    def snapshot(self, array: np.ndarray) -> np.ndarray:
-        """Copy the array, since sending is asynchronous."""
-        return array.copy()
-
     def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
         """Send through the worker's event loop; messages are numbered since they may arrive out of order."""
         self.check()

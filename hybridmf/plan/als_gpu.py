@@ -11,7 +11,7 @@ from ..core.objective import SIDES, Objective
 from ..core.scratch import find_room
 from ..core.system import mib
 from ..device.cuda import DeviceSpec
-from . import assemblies, fused
+from . import assemblies, dispatch, fused
 from . import machine as machines
 from .half_sweep import BATCH_BYTES, SEGMENT_BYTES, SLAB_BUFFERS, basis_bytes, slot_bytes, slots_at_once
 from .memory import tile_pointers
@@ -101,10 +101,7 @@ def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSp
     """Choose kernels and record free memory; the location of the ratings is decided later."""
     if plan.solver == "subspace":
         _check_subspace(plan)
-    limit = settings.gpu_memory_limit
-    if limit is not None:
-        spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
-    plan = plan.changed(device=f"cuda:{spec.index}", gpu=spec)
+    plan = dispatch.on_gpu(plan, settings, spec)
     unobserved = objective.unobserved_weight if objective.is_implicit else 0.0
     blocks = plan.system_rank < plan.rank
     why_not = fused.supports(

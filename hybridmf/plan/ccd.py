@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -24,7 +24,7 @@ from .fused import table_width
 from .machine import CpuRates, Machine
 from .solver import SWEEP_ORDER, Unconnected, frozen_text
 from .tables import KernelConfig
-from .types import CpuWork, Plan, Settings, instruction_set_notes
+from .types import CpuWork, Method, Plan, Settings, instruction_set_notes
 
 logger = logging.getLogger("hybridmf")
 
@@ -33,7 +33,7 @@ MAX_INNER_ITERATIONS = 1000
 
 
 @dataclass(frozen=True)
-class CcdMethod:
+class CcdMethod(Method):
     """Hyperparameters of CCD++ beyond the objective (Yu, Hsieh, Si and Dhillon 2012)."""
 
     kind: ClassVar[str] = "ccd"
@@ -45,7 +45,6 @@ class CcdMethod:
     nonnegative: bool = False  # project coordinates to max(0, .), which gives the exact minimizer under that constraint
 
     def names(self, plan: Plan) -> tuple[str, str]:
-        """No assembly, and the name of the method."""
         return "", "ccd++"
 
     @classmethod
@@ -99,18 +98,12 @@ class CcdMethod:
         biases = len(self.bias_columns(plan))
         return plan.nnz * ((plan.factors + biases) * once + plan.factors * (self.inner_iterations - 1) * again)
 
-    def cpu_setup(self, plan: Plan, rates: CpuRates) -> dict[str, float]:
-        return {}
-
     def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
         """Passes over all entries, one factor at a time; factors are converted to columns and back to rows."""
         once = plan.nnz * rates.ccd_entry + plan.filled_rows * rates.ccd_row
         floor = memory_floor(self.bytes_per_iteration(plan) * 4 / plan.itemsize, plan, rates)
         regions = plan.factors * (2.0 * self.inner_iterations + 2.0) + len(self.bias_columns(plan)) * 4.0
         return CpuWork(max(self.columns_of_work(plan) * once, floor), regions, new_tables=2.0)
-
-    def gpu_setup(self, plan: Plan) -> dict[str, float]:
-        return {}
 
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
         """Bytes divided by their rate, and several launches for each factor."""
@@ -119,12 +112,7 @@ class CcdMethod:
         rows = plan.filled_rows * (plan.factors + biases) * rates.ccd_row
         return self.bytes_per_iteration(plan) / rates.ccd + rows + launches * rates.launch + gpu_idle(plan, rates)
 
-    def row_cost(self, plan: Plan) -> float:
-        """None: it runs on one device."""
-        return 0.0
-
     def describe(self, plan: Plan) -> str:
-        """Name and hyperparameters."""
         inner = f"{self.inner_iterations} inner iteration{'s' if self.inner_iterations > 1 else ''}"
         sign = ", non-negative" if self.nonnegative else ""
         return f"ccd++, {inner} of each rank-one update{sign}{frozen_text(plan)}"
@@ -160,12 +148,10 @@ def _on_cpu(plan: Plan) -> Plan:
 
 def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
     """`plan` on the GPU."""
-    assert spec is not None
-    if settings.gpu_memory_limit is not None:
-        spec = replace(spec, free_bytes=min(spec.free_bytes, settings.gpu_memory_limit))
-    biases = plan.rank > plan.factors
-    sizes = memory_bytes(plan.n_users, plan.n_items, plan.nnz, plan.factors, plan.dtype, spec, biases)
-    return plan.changed(device=f"cuda:{spec.index}", gpu=spec, bytes=sizes)
+    plan, biases = dispatch.on_gpu(plan, settings, spec), plan.rank > plan.factors
+    assert plan.gpu is not None
+    sizes = memory_bytes(plan.n_users, plan.n_items, plan.nnz, plan.factors, plan.dtype, plan.gpu, biases)
+    return plan.changed(bytes=sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------- the solver

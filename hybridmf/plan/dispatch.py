@@ -89,6 +89,15 @@ def find_gpus(names: tuple[str, ...]) -> tuple[DeviceSpec | None, str]:
     return replace(found[0], free_bytes=min(spec.free_bytes for spec in found)), reason
 
 
+def on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
+    """A plan for a GPU, of whose memory the fit may use `gpu_memory_limit`."""
+    assert spec is not None
+    limit = settings.gpu_memory_limit
+    if limit is not None:
+        spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
+    return plan.changed(device=f"cuda:{spec.index}", gpu=spec)
+
+
 def _warmth(plan: Plan, started: frozenset[str], loaded: frozenset[str]) -> _cost.Warmth:
     """Set-up that is already done for a plan, by GPUs started and kernels loaded in this process."""
     if plan.gpu is None:

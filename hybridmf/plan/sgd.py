@@ -16,7 +16,7 @@ from ..errors import DeviceError, RatingsError
 from . import dispatch
 from .cost import gather_seconds, gpu_idle, memory_floor
 from .machine import CpuRates, GpuRates, Machine, seconds_at
-from .types import CpuWork, Plan, Settings, instruction_set_notes
+from .types import CpuWork, Method, Plan, Settings, instruction_set_notes
 
 logger = logging.getLogger("hybridmf")
 
@@ -62,8 +62,8 @@ GPU_MAX_FACTORS = 512
 
 
 @dataclass(frozen=True)
-class SgdMethod:
-    """Stochastic gradient descent, as `hybridmf.plan.types.Method`."""
+class SgdMethod(Method):
+    """Hyperparameters of stochastic gradient descent."""
 
     kind: ClassVar[str] = "sgd"
     entry_seconds: ClassVar[float] = 3e-9  # bench/dispatch.py, 16 cores
@@ -82,7 +82,6 @@ class SgdMethod:
     set at the start of a fit."""
 
     def names(self, plan: Plan) -> tuple[str, str]:
-        """No assembly, and the schedule."""
         return "", self.schedule
 
     @classmethod
@@ -183,9 +182,6 @@ class SgdMethod:
             longest = max(plan.longest) * seconds_at(rates.sgd["msgd"], lambda f: 5 * f, plan.rank)
         return CpuWork(seconds, regions=4.0, new_tables=0.2, longest=longest)
 
-    def gpu_setup(self, plan: Plan) -> dict[str, float]:
-        return {}
-
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
         """Bytes over their rate, or the longest user and item."""
         rates = machine.gpu
@@ -197,12 +193,7 @@ class SgdMethod:
             seconds = max(seconds, sum(chain_seconds(one, rates) for one in plan.longest))
         return seconds + gpu_idle(plan, rates)
 
-    def row_cost(self, plan: Plan) -> float:
-        """None: ranks divide users by their entries."""
-        return 0.0
-
     def describe(self, plan: Plan) -> str:
-        """Schedule and learning rate."""
         rate = f"{self.rate_schedule} rate {self.learning_rate:g}"
         if self.rate_schedule in DEFAULT_DECAYS:
             rate += f", decay {self.decay:g}"
@@ -210,7 +201,6 @@ class SgdMethod:
         return f"SGD, schedule {self.schedule}{order}; {rate}"
 
     def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
-        """Decide device, precision and memory."""
         if base.frozen:
             raise ValueError(
                 f"freeze={base.frozen!r} does not apply to SGD, which moves a user and an item by each rating; solve "
@@ -303,13 +293,9 @@ class SgdMethod:
         return ""
 
     def _gpu_plan(self, base: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
-        assert spec is not None
-        limit = settings.gpu_memory_limit
-        if limit is not None:
-            spec = replace(spec, free_bytes=min(spec.free_bytes, limit))
-        notes = [] if self.schedule == "msgd" else ["factors depend on the race of the GPU's warps: no two runs agree"]
-        plan = base.changed(device=f"cuda:{spec.index}", gpu=spec, notes=tuple(notes))
-        return plan.changed(bytes=self._gpu_bytes(plan))
+        notes = () if self.schedule == "msgd" else ("factors depend on the race of the GPU's warps: no two runs agree",)
+        plan = dispatch.on_gpu(base, settings, spec)
+        return plan.changed(bytes=self._gpu_bytes(plan), notes=notes)
 
     def _gpu_bytes(self, plan: Plan) -> dict[str, int]:
         m, n, nnz, itemsize = plan.n_users, plan.n_items, plan.nnz, np.dtype(plan.dtype).itemsize

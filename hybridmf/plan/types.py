@@ -85,7 +85,10 @@ class CpuWork:
 
 
 class Method(Protocol):
-    """Optimization method of a model: a frozen dataclass of validated hyperparameters that plans and prices itself."""
+    """Optimization method of a model: a frozen dataclass of validated hyperparameters that plans and prices itself.
+
+    Derive from it for the defaults.
+    """
 
     kind: ClassVar[str]
     """Key of the rates of the method in `hybridmf.plan.machine`."""
@@ -111,18 +114,21 @@ class Method(Protocol):
 
     def cpu_setup(self, plan: Plan, rates: CpuRates) -> dict[str, float]:
         """Seconds of set-up on the CPU before the first iteration, by purpose."""
+        return {}
 
     def cpu_work(self, plan: Plan, rates: CpuRates) -> CpuWork:
         """Work of one iteration on the CPU."""
 
     def gpu_setup(self, plan: Plan) -> dict[str, float]:
         """Seconds of set-up for a GPU beyond that of all methods, by purpose."""
+        return {}
 
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
         """Seconds of one iteration on the GPU whose rates `machine` has."""
 
     def row_cost(self, plan: Plan) -> float:
         """Cost of solving a row beyond that of its entries, in entries; ranks get ranges of equal cost."""
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ class Transport(Protocol):
 
     def snapshot(self, array: np.ndarray) -> np.ndarray:
         """An array to send that does not change if the caller modifies `array` after the call."""
+        return array.copy()
 
     def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
         """Send an array; does not wait for `dest` to receive it."""

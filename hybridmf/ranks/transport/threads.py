@@ -52,10 +52,6 @@ class Hub(Transport):
         self.failed = threading.Event()
         self._cause = ""
 
-    def snapshot(self, array: np.ndarray) -> np.ndarray:
-        """Return a copy: receivers may read it at any later time."""
-        return array.copy()
-
     def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
         with self.changed:
             self._raise_failure()
