@@ -5,11 +5,13 @@
 
 Each case runs in a process of its own with empty caches on disk: with the kernels that the package brings ("cold"), and
 without them ("compiled"), after which it runs once more, with the kernels that this has left on disk ("warm"). Times
-are of the process's own clock. `python .ci/ready_kernels.py` makes the kernels of a checkout.
+are of the process's own clock. `python .ci/ready_kernels.py` makes the kernels of a checkout. Python's bytecode is
+there, as pip leaves it.
 """
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import statistics
@@ -81,6 +83,7 @@ RUNS = {"cold": "1", "compiled": "0", "warm": "0"}
 def run(case: str, folder: Path, factors: int, tree: Path, cache: str, ready: str) -> dict[str, Any]:
     """Seconds of the steps of a case in a process with the caches of a folder."""
     environment = os.environ | {"CUPY_CACHE_DIR": f"{cache}/cupy", "HYBRIDMF_CACHE_DIR": f"{cache}/hybridmf"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment |= {"PYTHONPATH": str(tree), "CUDA_CACHE_PATH": f"{cache}/cuda", "HYBRIDMF_READY_KERNELS": ready}
     command = [sys.executable, "-c", WORKER, case, str(folder), str(factors)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
@@ -122,6 +125,8 @@ def main(shape: str, scale: float, factors: int, repeats: int, wanted: tuple[str
             where = (coo.row[part], coo.col[part])
             write(folder, name, sp.csr_array((coo.data[part].astype(np.float32), where), shape=counts.shape))
         trees = [ROOT] if tree is None else [ROOT, tree.resolve()]
+        for each in trees:
+            compileall.compile_dir(each / "hybridmf", quiet=2)
         for case in wanted:
             runs: dict[Path, dict[str, list[dict[str, Any]]]] = {each: {name: [] for name in RUNS} for each in trees}
             for each in trees * repeats:

@@ -73,7 +73,8 @@ def load(cupy: Any, capability: tuple[int, int], text: str, name: str, options: 
     if cubin is None:
         return None
     try:
-        with tempfile.TemporaryDirectory() as folder:  # CuPy's kernels come from source texts or files
+        # CuPy's kernels come from source texts or files, which Windows does not remove while they are mapped
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             Path(folder, "cubin").write_bytes(cubin)
             return cupy.RawModule(path=os.path.join(folder, "cubin")).get_function(name)
     except (OSError, cupy.cuda.driver.CUDADriverError) as error:  # a driver older than the compiler

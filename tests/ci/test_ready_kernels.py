@@ -16,7 +16,7 @@ from hybridmf.plan.dispatch import signature_of
 from support import emulated
 from support.checkout import ROOT
 from support.compiler import needs_nvrtc
-from support.devices import serve_cuda
+from support.devices import open_or_skip, serve_cuda
 from support.ratings import planted
 
 sys.path.append(str(ROOT / ".ci"))
@@ -74,3 +74,30 @@ def test_fits_and_recommendations_ask_for_these_programs(
     model.recommend(np.arange(60), N=5)
     assert fitted and len(set(used)) > fitted
     assert set(used) <= set(ready_kernels.programs(90))
+
+
+@pytest.mark.gpu
+def test_kernels_of_an_archive_compute_what_those_of_nvrtc_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_nvrtc()
+    device = open_or_skip("cuda")
+    architecture = 10 * device.spec.capability[0] + device.spec.capability[1]
+    if architecture not in ready_kernels.SPECS_READY:
+        pytest.skip(f"no archive for sm_{architecture}")
+    chosen = [each for each in ready_kernels.programs(architecture) if "RANK=16" in each[2]]
+    monkeypatch.setattr(ready_kernels, "programs", lambda architecture: chosen)
+    monkeypatch.setattr(ready, "FOLDER", tmp_path)
+    monkeypatch.setattr(ready, "_archives", {})
+    with ThreadPoolExecutor(16) as pool:
+        ready_kernels.write(architecture, pool)
+    models, loaded, load = [], [], ready.load
+    monkeypatch.setattr(ready, "load", lambda *given: loaded.append(load(*given)) or loaded[-1])
+    for wanted in ("0", "1"):
+        monkeypatch.setenv(ready.READY_KERNELS, wanted)
+        ready._archives.clear()
+        device._kernels.clear()
+        device._compiler._results.clear()
+        loaded.clear()
+        models.append(hmf.ImplicitALS(16, iterations=3, device="cuda", random_state=0).fit(planted(200, 90, 0.3)))
+        assert any(kernel is not None for kernel in loaded) == (wanted == "1")
+    np.testing.assert_array_equal(models[0].user_factors_, models[1].user_factors_)
+    np.testing.assert_array_equal(models[0].item_factors_, models[1].item_factors_)
