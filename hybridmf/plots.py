@@ -39,13 +39,7 @@ CELLS = 400
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure.
-
-    Raises
-    ------
-    ImportError
-        matplotlib is not installed.
-    """
+    """An empty figure; an ImportError names the package to install."""
     try:
         figure: Figure = _figure_class()(figsize=(width, height), layout="constrained")
     except ImportError as error:
@@ -72,15 +66,7 @@ def _figure_class() -> Any:
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:
-    """Raise, before any work, unless a picture can be written under this name.
-
-    Raises
-    ------
-    ImportError
-        matplotlib is not installed.
-    ValueError
-        The ending names no format of matplotlib.
-    """
+    """Raise, before any work, unless matplotlib is installed and can write a picture under this name."""
     canvas = new_figure(1, 1).canvas
     ending = os.path.splitext(path)[1].lower().removeprefix(".")
     if ending not in canvas.get_supported_filetypes():
@@ -96,10 +82,10 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
     write_atomically(path, content.getvalue())
 
 
-def _axes(ax: Any, width: float = 6.4, height: float = 4.2) -> Any:
+def _axes(ax: Any) -> Any:
     if ax is not None:
         return ax
-    axes = new_figure(width, height).subplots()
+    axes = new_figure(6.4, 4.2).subplots()
     axes.spines[["top", "right"]].set_visible(False)
     return axes
 

@@ -80,9 +80,7 @@ def command(**given: Any) -> None:
         train = seen_matrix(model, read_ratings(train_file), train_file)
         models["most popular items, mean ratings"] = PopularityRecommender().fit(train)
     how: dict[str, Any] = {"train": train, "relevance_threshold": options.relevance_threshold}
-    found = {
-        name: evaluate(each, test, metrics=names, include_cold=include_cold, **how) for name, each in models.items()
-    }
+    found = evaluate(models, test, metrics=names, include_cold=include_cold, **how)
     if plot is not None:
         save(recall_curves(model, test, **how).figure, plot)
     ours, *baseline = found.values()

@@ -350,7 +350,7 @@ def _evaluations(options: Options, model: Any, train: Any, test: Ratings) -> dic
     both = {type(model).__name__: model, BASELINES[options.kind]: PopularityRecommender().fit(seen)}
     how: dict[str, Any] = {"metrics": METRICS[options.kind], "include_cold": options.split_by == "item"}
     try:
-        return {name: evaluate(each, test, train=seen, unknown="drop", **how) for name, each in both.items()}
+        return evaluate(both, test, train=seen, unknown="drop", **how)
     except ValueError as error:  # keep the model even if the test part cannot be evaluated
         return f"Not evaluated: {error}"
 

@@ -152,15 +152,16 @@ def most_popular(model: Any, count: int) -> list[tuple[Any, float]]:
 
 def seen_matrix(model: Any, ratings: Ratings, source: str) -> sp.csr_array:
     """Bring `ratings` to the positions of `model` by labels as text: csr_array, shape (n_users, n_items)."""
-    ours, theirs = (model.user_ids_, model.item_ids_), (ratings.user_ids, ratings.item_ids)
-    for side, mine, other in zip(SIDES, ours, theirs, strict=True):
-        if mine is not None and other is not None and "U" not in mine.dtype.kind + other.dtype.kind:
-            check_label_types(side, ("the model", mine), (source, other))  # all text stands for what is written so
-    counts = (model.n_users, model.n_items), ratings.shape
-    texts = [_as_text(ids, others, count) for ids, others, count in zip(ours, theirs, counts[0], strict=True)]
-    read = [_as_text(ids, others, count) for ids, others, count in zip(theirs, ours, counts[1], strict=True)]
-    have, want = (read[0], read[1]), (texts[0], texts[1])
-    matrix, _ = align(ratings.user_items, have, want, name=source, unknown="drop")
+    labels = zip((model.user_ids_, model.item_ids_), (ratings.user_ids, ratings.item_ids), strict=True)
+    have, want = [], []
+    for side, (ours, theirs), n_ours, n_theirs in zip(
+        SIDES, labels, (model.n_users, model.n_items), ratings.shape, strict=True
+    ):
+        if ours is not None and theirs is not None and "U" not in ours.dtype.kind + theirs.dtype.kind:
+            check_label_types(side, ("the model", ours), (source, theirs))  # all text stands for what is written so
+        have.append(_as_text(theirs, ours, n_theirs))
+        want.append(_as_text(ours, theirs, n_ours))
+    matrix, _ = align(ratings.user_items, (have[0], have[1]), (want[0], want[1]), name=source, unknown="drop")
     return matrix
 
 

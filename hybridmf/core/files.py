@@ -116,7 +116,9 @@ def _undecodable_line(path: str, encoding: str) -> str:
 class _Watched(io.FileIO):
     """A file that reports its position after each read."""
 
-    on_read: Callable[[int], object]
+    def __init__(self, path: str, on_read: Callable[[int], object]) -> None:
+        super().__init__(path)
+        self.on_read = on_read
 
     def readinto(self, buffer: Any) -> int:
         count = super().readinto(buffer)
@@ -131,15 +133,12 @@ def open_bytes(path: str, on_read: Callable[[int], object] | None = None) -> Bin
     """
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "expected a file of ratings, got a directory", path)
-    raw = io.FileIO(path) if on_read is None else _Watched(path)
-    if isinstance(raw, _Watched):
-        raw.on_read = cast(Any, on_read)
-    stream = io.BufferedReader(raw, READ_BYTES)
-    if stream.peek(2)[:2] == b"\x1f\x8b":
-        unpacked = gzip.GzipFile(fileobj=stream, mode="rb")
-        cast(Any, unpacked).myfileobj = stream  # which it closes
-        return cast(BinaryIO, unpacked)
-    return stream
+    stream = io.BufferedReader(io.FileIO(path) if on_read is None else _Watched(path, on_read), READ_BYTES)
+    if stream.peek(2)[:2] != b"\x1f\x8b":
+        return stream
+    unpacked: Any = gzip.GzipFile(fileobj=stream, mode="rb")
+    unpacked.myfileobj = stream  # which it closes
+    return cast(BinaryIO, unpacked)
 
 
 def read_head(path: str) -> bytes:

@@ -98,14 +98,13 @@ def check_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_choice(name: str, value: Any, known: Sequence[Any], hint: str = "") -> Any:
+def check_choice(name: str, value: Any, known: Sequence[Any]) -> Any:
     """Return the one of `known` that `value` (NumPy scalars included) is; the ValueError lists them."""
     value = value.item() if isinstance(value, np.generic) else value
     for choice in known:
         if type(choice) is type(value) and choice == value:
             return choice
-    names = ", ".join(repr(choice) for choice in known)
-    raise ValueError(f"{name} must be one of {names}; got {value!r}{'. ' + hint if hint else ''}")
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
 
 
 def check_path(name: str, value: Any) -> str:

@@ -68,20 +68,9 @@ def iteration_seconds(model: FactorModel, matrix: sp.csr_array) -> float:
 
 
 def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dict[str, Any]]:
-    """Measure this machine: its cores, its first GPU if there is one, and the links of all GPUs.
+    """Rates of this machine: its cores, its first GPU and the links of all GPUs; name and driver of the GPU, if any.
 
-    Parameters
-    ----------
-    gpu : bool
-        Look for a GPU.
-    say : callable, optional
-        Called with a description of each measurement.
-
-    Returns
-    -------
-    Machine
-    gpu_identity : dict
-        Name and driver of the GPU; empty without one.
+    `say` is called with a description of each measurement.
     """
     tell: Say = say or (lambda text: None)
     tell("cores: one, and all together")
@@ -97,22 +86,10 @@ def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dic
     return replace(machine, gpu=rates, links=links, gpu_name=found.name), _gpu_identity(found)
 
 
-def calibrate_and_save(say: Say | None = None, *, gpu: bool = True) -> tuple[Machine, os.PathLike[str]]:
-    """Measure the constants and save them for later fits.
-
-    Returns
-    -------
-    Machine
-    path : path-like
-        The file.
-
-    Raises
-    ------
-    OSError
-        The file cannot be written.
-    """
+def calibrate_and_save(say: Say | None = None) -> tuple[Machine, os.PathLike[str]]:
+    """Measure the constants and save them for later fits: also gives the file."""
     _machine.prepare()  # fails before the measurements
-    machine, gpu_identity = calibrate(gpu=gpu, say=say)
+    machine, gpu_identity = calibrate(say=say)
     return machine, _machine.save(machine, gpu_identity)
 
 
