@@ -13,11 +13,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Objective, PerSide, Side, State
-from ..core.validate import (
-    as_csr,
-    check_bool,
-    seed_of,
-)
+from ..core.validate import as_csr, check_bool, seed_of
 from ..data.align import Labels
 from ..data.store import Store, StoreMatrix
 from ..errors import DeviceError

@@ -127,16 +127,6 @@ class Estimator:
 
     fit: Callable[..., Any]
 
-    def _factors_of(self, user_items: Any) -> np.ndarray:
-        """The result of `transform` as an array."""
-        raise NotImplementedError
-
-    def transform(self, user_items: Any) -> Any:
-        """Compute factors of new rows."""
-        if "sklearn" not in sys.modules and "_sklearn_output_config" not in vars(self):  # no container is asked for
-            return self._factors_of(user_items)
-        return _as_scikit_learns(self).transform(self, user_items)
-
     def fit_transform(self, user_items: Any, y: Any = None, **options: Any) -> Any:
         """Fit to ratings, and compute the factors of their rows; `options` are those of `fit`."""
         return self.fit(user_items, y, **options).transform(user_items)
@@ -147,11 +137,12 @@ class Estimator:
             self._sklearn_output_config = {"transform": transform}
         return self
 
-    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
-        """Names of the columns of `transform`: the name of the class in small letters, and a number."""
-        from sklearn.base import ClassNamePrefixFeaturesOutMixin
 
-        return ClassNamePrefixFeaturesOutMixin.get_feature_names_out(self, input_features)
+def transformed(model: Any, user_items: Any) -> Any:
+    """The factors of new rows, in the container that scikit-learn is set to."""
+    if "sklearn" not in sys.modules and "_sklearn_output_config" not in vars(model):  # no container is asked for
+        return model._factors_of(user_items)
+    return _as_scikit_learns(model).transform(model, user_items)
 
 
 def _as_scikit_learns(model: Estimator) -> Any:

@@ -13,6 +13,7 @@ from ..core.validate import make_csr
 from ..plan.types import NONNEGATIVE
 from .described import feature_parts, predicted_rows, pull_of, rows_described
 from .learned import Learned
+from .requests import labelled
 
 
 class _Explanation(NamedTuple):
@@ -69,7 +70,7 @@ def training_row(learned: Learned, user: int) -> sp.csr_array:
 
 
 def contributions(
-    learned: Learned, row: sp.csr_array, item: int, N: int, features: sp.csr_array | None = None
+    learned: Learned, row: sp.csr_array, item: int, N: int, by_label: bool, features: sp.csr_array | None
 ) -> Explanation:
     """Solve the user's normal equations A x = sum_j w_j z_j for the item z: its score z.x is sum_j w_j z_j.(A^-1 z).
 
@@ -91,7 +92,7 @@ def contributions(
     target = _features(learned, np.array([item]))[0]
     described = features is not None and features.nnz > 0
     if not len(columns):  # the user's factors are those of the features, if any
-        nothing = (np.empty(0, np.int32), np.empty(0))
+        nothing = (np.empty(0, object if by_label else np.int32), np.empty(0))
         if not described:
             return Explanation.of((baseline, baseline, *nothing))
         assert features is not None
@@ -117,8 +118,8 @@ def contributions(
     x = np.zeros(len(matrix))
     if "item" in learned.features:
         x[moved] = scipy.linalg.solve(inner, right[moved] + pull[moved], assume_a="pos")
-    first = (score, baseline, columns[order].astype(np.int32), parts[order])
-    return Explanation.of(first, _of_item(learned, item, x, N), own)
+    ids = labelled(learned, "item", columns[order]) if by_label else columns[order].astype(np.int32)
+    return Explanation.of((score, baseline, ids, parts[order]), _of_item(learned, item, x, N), own)
 
 
 def _of_item(learned: Learned, item: int, user: np.ndarray, N: int) -> dict[str, float]:

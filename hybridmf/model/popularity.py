@@ -11,14 +11,7 @@ import scipy.sparse as sp
 
 from ..core.objective import SIDES, Side
 from ..core.sparse import entry_rows, rows_or_empty, take_rows
-from ..core.validate import (
-    as_csr,
-    check_bool,
-    check_choice,
-    check_nonempty,
-    check_real,
-    from_triplets,
-)
+from ..core.validate import as_csr, check_bool, check_choice, check_nonempty, check_real, from_triplets
 from ..data.align import labels_of
 from ..plan.memory import check_answer
 from ..ratings import as_ratings, is_pairs

@@ -47,7 +47,7 @@ from ..ratings import Ratings, as_ratings, is_pairs
 from .described import described_rows, explained, replaced_rows, rows_described
 from .early_stopping import LOWER_IS_BETTER
 from .engine import engine_for
-from .estimator import Estimator, check_columns, numeric_matrix, unfitted_error
+from .estimator import Estimator, check_columns, numeric_matrix, transformed, unfitted_error
 from .explain import Explanation, contributions, training_row
 from .learned import Learned, pattern
 from .ranking import Request, blank_mask, fold_in, neighbours, predicted, seen_in_training
@@ -216,15 +216,7 @@ class ServingMixin(Estimator):
         """Label of each item, or None for a model fitted on positions; read-only."""
         return _read_only(self._fitted().item_ids)
 
-    @property
-    def user_ids(self) -> np.ndarray | None:
-        """Label of each user, or None for a model fitted on positions; as of `Ratings`."""
-        return self.user_ids_
-
-    @property
-    def item_ids(self) -> np.ndarray | None:
-        """Label of each item, or None for a model fitted on positions; as of `Ratings`."""
-        return self.item_ids_
+    user_ids, item_ids = user_ids_, item_ids_  # as of `Ratings`
 
     def user_index(self, labels: Any) -> Any:
         """Positions of users; see `Ratings.user_index`."""
@@ -664,11 +656,7 @@ class ServingMixin(Estimator):
             row = _rows_of_users(learned, user, "user_items", user_items)
         else:
             row = training_row(learned, int(user[0]))
-        found = contributions(learned, row, int(item[0]), N, rows_described(learned, "user", user))
-        if not by_label:
-            return found
-        parts = (found.score, found.baseline, labelled(learned, "item", found.ids), found.contributions)
-        return Explanation.of(parts, found.item_features, found.user_features)
+        return contributions(learned, row, int(item[0]), N, by_label, rows_described(learned, "user", user))
 
     # ------------------------------------------------------------------------------------------------ vectors
 
@@ -867,13 +855,13 @@ class ServingMixin(Estimator):
             predictions of ``rows = model.transform(user_items)`` are ``rows[:, :-1] @ model.item_factors_.T +
             rows[:, -1:] + model.item_bias_ + model.mean_``; without biases, ``rows @ model.item_factors_.T``.
         """
-        if features is not None:
-            return self._factors_of(user_items, features)
-        return Estimator.transform(self._holding(), user_items)
+        return transformed(self._holding(), user_items) if features is None else self._factors_of(user_items, features)
 
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
         """Names of the columns of `transform`: the name of the class in small letters, and a number."""
-        return Estimator.get_feature_names_out(self._holding(), input_features)
+        from sklearn.base import ClassNamePrefixFeaturesOutMixin
+
+        return ClassNamePrefixFeaturesOutMixin.get_feature_names_out(self._holding(), input_features)
 
     def _factors_of(self, user_items: Any, features: Any = None) -> np.ndarray:
         learned = self._fitted()
