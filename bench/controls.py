@@ -372,24 +372,32 @@ def borrow_modules(tree: Path) -> None:
         shutil.copy(module, tree / module.relative_to(freshness.ROOT))
 
 
+TURNS = ("old", "new", "new", "old")
+
+
 def run_parts(tree: Path, parts: Sequence[str], folder: Path, budget: float) -> dict[str, list[Result]]:
-    """All cases of these parts in both trees; what a line says of each. `budget`: seconds left for all of it."""
+    """All cases of these parts in both trees; what a line says of each.
+
+    `budget`: seconds of all turns. A turn is left out if there is none for as long a one as the last; both trees run.
+    """
     started = time.perf_counter()
     chosen = [(part, number) for part in parts for number in range(len(CASES[part]))]
-    for shape in dict.fromkeys(CASES[part][number].shape for part, number in chosen):
-        in_tree(freshness.ROOT, "--draw", shape, "--folder", str(folder))
+    shapes = dict.fromkeys(CASES[part][number].shape for part, number in chosen)
+    in_tree(freshness.ROOT, *(f"--draw={shape}" for shape in shapes), "--folder", str(folder))
     trees = {"old": tree, "new": freshness.ROOT}
     runs: dict[tuple[str, int], dict[str, list[Result]]] = {each: {"old": [], "new": []} for each in chosen}
-    again = chosen
-    for turn in ("old", "new", "new", "old") * 2:
-        if turn == "old" and all(len(runs[each]["old"]) == 2 for each in again):
-            again = [each for each in again if _may_pass(_case(runs, each))]
-            if 2 * (time.perf_counter() - started) > budget:
-                break
-        if again:
-            names = [f"{part}:{number}" for part, number in again]
-            for result in in_tree(trees[turn], "--folder", str(folder), *(f"--run={name}" for name in names)):
-                runs[result["part"], result["number"]][turn].append(result)
+    again, last = chosen, 0.0
+    for number, turn in enumerate(TURNS * 2):
+        if number == len(TURNS):
+            again = [each for each in chosen if _may_pass(_case(runs, each))]
+            last *= len(again) / len(chosen)
+        now = time.perf_counter()
+        if not again or (number > 1 and now + last - started > budget):
+            break
+        names = [f"{part}:{number}" for part, number in again]
+        for result in in_tree(trees[turn], "--folder", str(folder), *(f"--run={name}" for name in names)):
+            runs[result["part"], result["number"]][turn].append(result)
+        last = time.perf_counter() - now
     return {part: [_case(runs, each) for each in chosen if each[0] == part] for part in parts}
 
 
@@ -421,16 +429,18 @@ def summary(results: dict[str, list[Result]]) -> Iterator[str]:
 @click.option(
     "--part", "parts", multiple=True, type=click.Choice(list(CASES)), help="default: those of one GPU and of the CPU"
 )
-@click.option("--budget", default=600.0, help="Seconds; cases that fail run again if there is time.")
-@click.option("--draw", default=None, hidden=True)
+@click.option("--budget", default=600.0, help="Seconds of all turns; each tree has at least one.")
+@click.option("--draw", "shapes", multiple=True, hidden=True)
 @click.option("--run", "chosen", multiple=True, hidden=True)
 @click.option("--folder", type=click.Path(path_type=Path), default=None, help="For the data; default: a temporary one.")
 def main(
-    tree: Path | None, commit: str, parts: tuple[str, ...], budget: float, draw: str | None, chosen: tuple[str, ...],
-    folder: Path | None,
+    tree: Path | None, commit: str, parts: tuple[str, ...], budget: float, shapes: tuple[str, ...],
+    chosen: tuple[str, ...], folder: Path | None,
 ) -> None:  # fmt: skip
-    if folder is not None and draw:
-        return _draw(draw, folder)
+    if folder is not None and shapes:
+        for shape in shapes:
+            _draw(shape, folder)
+        return None
     if folder is not None and chosen:
         pairs = [name.partition(":") for name in chosen]
         return run_here(folder, [(part, int(number)) for part, _, number in pairs])

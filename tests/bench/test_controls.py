@@ -73,7 +73,7 @@ def test_cases_that_differ_by_time_alone_run_again(monkeypatch, tmp_path):
     assert [line["passed"] for part in found.values() for line in part] == [True, True]
     asked.clear()
     found = controls.run_parts(tmp_path, ["top-k-cpu"], tmp_path, 0.0)
-    assert len(asked) == 4 and not found["top-k-cpu"][0]["passed"]
+    assert len(asked) == 2 and not found["top-k-cpu"][0]["passed"]
 
 
 def test_a_code_path_is_covered_if_its_differing_files_are_of_parts_that_passed(monkeypatch):

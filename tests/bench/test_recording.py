@@ -16,7 +16,11 @@ from support.checkout import ROOT
 sys.path.insert(0, str(ROOT / "bench"))
 
 COMMANDS = sorted(
-    set(re.findall(r"^(?:timeout \d+ )?\S*python (bench/[^;`\n]*)$", (ROOT / "bench" / "RECORDING.md").read_text(), re.M))
+    set(
+        re.findall(
+            r"^(?:timeout \d+ )?\S*python (bench/[^;`\n]*)$", (ROOT / "bench" / "RECORDING.md").read_text(), re.M
+        )
+    )
 )
 
 
