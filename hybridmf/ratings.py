@@ -19,20 +19,12 @@ from typing import IO, Any, Protocol, cast, overload
 import numpy as np
 import scipy.sparse as sp
 
-from .core.files import read_head, sniff_format, write_atomically
+from .core.files import write_atomically
 from .core.frames import kind_of
 from .core.sparse import entry_rows, keep_entries, transposed
 from .core.table import html_facts
 from .core.triplets import frame_names, named_like_entries
-from .core.validate import (
-    MERGE_RULES,
-    as_csr,
-    check_choice,
-    check_int,
-    check_rng,
-    check_threads,
-    frozen_csr,
-)
+from .core.validate import MERGE_RULES, as_csr, check_choice, check_int, check_rng, check_threads, frozen_csr
 from .data.columns import AUTO, column_place, log_columns
 from .data.labels import (
     MISSING,
@@ -606,8 +598,7 @@ def _from_entries(entries: Entries, duplicates: str) -> Ratings:
 
 
 def _from_file(name: str, options: FileOptions) -> Ratings:
-    head = read_head(name)
-    format = sniff_format(name, head) if options.format == "auto" else options.format
+    head, format = options.detect(name)
     if format not in ("npz", "mtx"):
         return _from_entries(_file_entries(name, head, format, options), options.duplicates)
     _refuse_columns(name, format, options)
@@ -644,8 +635,7 @@ def _entries_of_parts(paths: list[str], options: FileOptions) -> Entries:
     empty: NoEntriesError | None = None
     formats = set()
     for path in paths:
-        head = read_head(path)
-        format = sniff_format(path, head) if options.format == "auto" else options.format
+        head, format = options.detect(path)
         if format in ("npz", "mtx"):
             raise RatingsError(f"{path} is a matrix, which is not read with other files; use Ratings.concat")
         try:

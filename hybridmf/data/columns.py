@@ -136,16 +136,12 @@ def log_columns(source: str, columns: Columns) -> None:
     if not columns.guessed:
         logger.info("%s has %s; %s", source, header, columns)
         return
-    pass_on = " or ".join(f"{role}=" for role in columns.guessed)
+    pass_on, guessed = (" or ".join(f"{role}{end}" for role in columns.guessed) for end in ("=", "s"))
     logger.warning(
         "%s has %s%s; a guess by places: %s. If it is wrong, pass %s",
-        source, header, "" if columns.names is None else f" without a name that says {_words_or(columns.guessed)}",
+        source, header, "" if columns.names is None else f" without a name that says {guessed}",
         columns, pass_on,
     )  # fmt: skip
-
-
-def _words_or(roles: Iterable[str]) -> str:
-    return " or ".join(f"{role}s" for role in roles)
 
 
 def check_distinct_names(source: str, names: Iterable[Any]) -> None:
@@ -166,7 +162,8 @@ def _is_auto(selector: Any) -> bool:
 def _check_distinct(places: dict[str, int | None]) -> None:
     taken = {role: place for role, place in places.items() if place is not None}
     if len(set(taken.values())) < len(taken):
-        raise ValueError(f"{_words(taken)} must be different columns, got columns {taken}")
+        *first, last = taken
+        raise ValueError(f"{', '.join(first)} and {last} must be different columns, got columns {taken}")
 
 
 @dataclass(frozen=True)
@@ -248,11 +245,6 @@ class _NamedColumns:
             f"{self.source}: which column holds the {role}s is unclear: {why}. Its columns are {_listed(names)}; "
             f"pass {pass_on} (a name, or a number from 0){hint}"
         )
-
-
-def _words(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}"
 
 
 def _listed(names: Iterable[Any]) -> str:

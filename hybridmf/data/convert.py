@@ -34,17 +34,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.files import (
-    ABANDONED,
-    TEMPORARY,
-    lock,
-    open_bytes,
-    read_head,
-    reading,
-    remove_orphans,
-    sniff_format,
-    write_atomically,
-)
+from ..core.files import ABANDONED, TEMPORARY, lock, open_bytes, reading, remove_orphans, write_atomically
 from ..core.objective import SIDES, Side
 from ..core.sparse import ValueSummary, entry_rows, transposed, without_zeros
 from ..core.system import parse_bytes
@@ -178,7 +168,8 @@ def convert(
     )
     limit = max(parse_bytes("memory_limit", memory_limit), 1 << 20)
     entries = max(1, min(parse_bytes("slab_bytes", slab_bytes) // 8, limit // SORT_BYTES))
-    if isinstance(source, (str, os.PathLike)) or _is_list_of_paths(source):
+    paths = source if isinstance(source, (list, tuple)) else [source]
+    if all(isinstance(each, (str, os.PathLike)) for each in paths):
         if part_paths(source) is not None:
             source = Ratings.from_file(source, **vars(options))
         else:
@@ -196,10 +187,6 @@ def convert(
                 assert ratings is not None
                 _convert_matrix(ratings, folder, entries)
     return Store.open(path)
-
-
-def _is_list_of_paths(source: Any) -> bool:
-    return isinstance(source, (list, tuple)) and all(isinstance(each, (str, os.PathLike)) for each in source)
 
 
 def _refuse_itself(source: Any, path: Path) -> None:
@@ -503,8 +490,7 @@ def _readers_of(source: Any, options: FileOptions, limit: int) -> Iterator[_Read
         return iter([_stored(source, limit)])
     if not isinstance(source, str):
         return None
-    path, head = source, read_head(source)
-    format = options.format if options.format != "auto" else sniff_format(path, head)
+    path, (head, format) = source, options.detect(source)
     if format in ("npz", "jsonl"):
         return None
     if format == "mtx":

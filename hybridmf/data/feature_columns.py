@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -66,15 +66,9 @@ class Column:
     separator: str | None = None
 
 
-class Coded(NamedTuple):
-    """Features of a table: a row for each label, a column for each name; numbers are ``(value - shift) / scale``."""
-
-    matrix: sp.csr_array
-    names: list[str]
-    labels: np.ndarray | None
-    columns: list[Column]
-    shift: np.ndarray
-    scale: np.ndarray
+Coded = tuple[sp.csr_array, list[str], np.ndarray | None, list[Column], np.ndarray, np.ndarray]
+"""Features of a table: matrix, with a row for each label and a column for each name; names, labels, columns of the
+table; shift and scale: numbers are ``(value - shift) / scale``."""
 
 
 @dataclass(frozen=True)
@@ -547,7 +541,7 @@ def _joined(
     where, codes, values = (np.concatenate([part[k] for part in parts]) for k in range(3))
     shift, scale = np.array(moments).reshape(-1, 2).T.copy()
     matrix = to_matrix(where, codes, values, (n_rows, len(names)))
-    return Coded(matrix, names, labels, kept, shift, scale)
+    return matrix, names, labels, kept, shift, scale
 
 
 def check_finite(name: str, values: np.ndarray) -> None:

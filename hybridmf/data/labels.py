@@ -538,8 +538,15 @@ def resolve(
         ids = ids.astype(np.int32)
     known = None if labels is None else _label_vector(ids_name, labels)
     if ids.dtype.kind in "iu":
-        if size is None:
-            size = _largest(name, ids) + 1 if known is None else len(known)
+        if size is None and known is None:
+            largest = int(ids.max()) if ids.size else -1
+            if largest >= MAX_AXIS:
+                raise RatingsError(
+                    f"{name} has {largest} at entry {int(ids.argmax())}; integers are positions here, at most "
+                    f"{MAX_AXIS - 1}. If they are labels, pass {name}.astype(object)"
+                )
+            size = max(largest, -1) + 1  # from_triplets reports negative positions
+        size = len(cast(np.ndarray, known)) if size is None else size
         return ids, label_array(ids_name, known, size), size
     if ids.dtype.kind not in "USO":
         raise TypeError(
@@ -575,16 +582,6 @@ def _warn_missing_words(name: str, labels: np.ndarray) -> None:
             "or pass a frame to Ratings.from_frame, which refuses or drops them (missing=)",
             name, ", ".join(map(repr, sorted(words))),
         )  # fmt: skip
-
-
-def _largest(name: str, ids: np.ndarray) -> int:
-    largest = int(ids.max()) if ids.size else -1
-    if largest >= MAX_AXIS:
-        raise RatingsError(
-            f"{name} has {largest} at entry {int(ids.argmax())}; integers are positions here, at most "
-            f"{MAX_AXIS - 1}. If they are labels, pass {name}.astype(object)"
-        )
-    return max(largest, -1)  # from_triplets reports negative positions
 
 
 def joined_axis(

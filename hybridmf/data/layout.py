@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.files import FORMATS, open_bytes
+from ..core.files import FORMATS, open_bytes, read_head, sniff_format
 from ..core.validate import MERGE_RULES, check_bool, check_choice
 from .columns import AUTO, Columns
 from .labels import MISSING
@@ -58,6 +58,11 @@ class FileOptions:
     def selectors(self) -> tuple[Any, Any, Any]:
         """Columns of user, item and value."""
         return self.user, self.item, self.value
+
+    def detect(self, path: str) -> tuple[bytes, str]:
+        """The first bytes of a file, and its format."""
+        head = read_head(path)
+        return head, sniff_format(path, head) if self.format == AUTO else self.format
 
     @property
     def field_separator(self) -> str | None:

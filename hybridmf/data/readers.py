@@ -22,7 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.column_names import role_of
-from ..core.files import TEMPORARY, open_bytes, read_head, reading, sniff_format
+from ..core.files import TEMPORARY, open_bytes, reading
 from ..core.frames import import_before_arrow
 from ..core.triplets import frame_names
 from ..core.validate import ROW_BYTES, check_memory
@@ -269,7 +269,10 @@ def _frame_times(source: str, table: Any, column: Any, required: bool) -> np.nda
         series = _frame_column(source, table, column)
         given = series.to_numpy()
         if given.dtype.kind in "OU":
-            given = _times_of_objects(given.tolist())
+            plain = given.tolist()
+            numbers = all(isinstance(time, (int, float)) for time in plain)
+            text = all(isinstance(time, str) for time in plain)
+            given = parse_times(plain) if text else np.asarray(plain) if numbers else parse_dates(plain)
         return as_times(given, f"column {column!r} of {source}")
     except (RatingsError, TypeError, ValueError) as error:
         if required and not isinstance(error, (RatingsError, TypeError)):
@@ -285,13 +288,6 @@ def _frame_times(source: str, table: Any, column: Any, required: bool) -> np.nda
             column, source, error,
         )  # fmt: skip
         return None
-
-
-def _times_of_objects(given: list[Any]) -> np.ndarray:
-    """Times from text, numbers or objects of datetime."""
-    if all(isinstance(time, str) for time in given):
-        return parse_times(given)
-    return np.asarray(given) if all(isinstance(time, (int, float)) for time in given) else parse_dates(given)
 
 
 def part_paths(path: Any) -> list[str] | None:
@@ -555,29 +551,21 @@ def read_npz(path: str, head: bytes) -> tuple[Any, Labels]:
 
 def _check_npz_memory(path: str) -> None:
     """Reject arrays that, by their headers, exceed the memory; the reader reports unreadable archives."""
+    sizes = {}
     try:
-        sizes = _npz_sizes(path)
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.namelist():
+                if member.endswith(".npy"):
+                    with archive.open(member) as stream:
+                        first = np.lib.format.read_magic(stream) == (1, 0)
+                        read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+                        shape, _, dtype = read(stream)
+                    sizes[member.removesuffix(".npy")] = math.prod(shape) * dtype.itemsize
     except Exception:  # a damaged archive: loading it fails, too, and explains the error
         return
     needed = sum(sizes[name] for name in NPZ_ARRAYS if name in sizes)
     way_out = "convert text, Parquet or MatrixMarket to a store, which is done in bounded memory"
     check_memory(f"{path} has {needed:,} bytes of arrays by its header: to load them", needed, way_out)
-
-
-def _npz_sizes(path: str) -> dict[str, int]:
-    """Bytes of each array of an archive, from the headers."""
-    sizes = {}
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.namelist():
-            if member.endswith(".npy"):
-                with archive.open(member) as stream:
-                    version = np.lib.format.read_magic(stream)
-                    read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
-                        version, np.lib.format.read_array_header_2_0
-                    )
-                    shape, _, dtype = read(stream)
-                sizes[member.removesuffix(".npy")] = math.prod(shape) * dtype.itemsize
-    return sizes
 
 
 class MarketHeader(NamedTuple):
@@ -598,7 +586,9 @@ def market_header(path: str, head: bytes) -> MarketHeader | None:
         return None
     layout, field, symmetry = words[2:]
     try:
-        sizes = _sizes_of(path)
+        with reading(path), io.TextIOWrapper(open_bytes(path), encoding="latin-1") as stream:
+            lines = (line for _, line in numbered_lines(pieces_of(stream), path) if not line.lstrip().startswith("%"))
+            sizes = [int(word) for word in next(lines, "").split()]
         rows, columns, entries = sizes if layout == "coordinate" else [*sizes, math.prod(sizes)]
     except RatingsError:
         raise
@@ -607,13 +597,6 @@ def market_header(path: str, head: bytes) -> MarketHeader | None:
     if min(rows, columns, entries) < 0:
         raise RatingsError(f"{path} is damaged: its header says {rows} rows, {columns} columns, {entries} entries")
     return MarketHeader(layout, field, symmetry, rows, columns, entries)
-
-
-def _sizes_of(path: str) -> list[int]:
-    """Numbers of the first line of a MatrixMarket file that is neither comment nor blank."""
-    with reading(path), io.TextIOWrapper(open_bytes(path), encoding="latin-1") as stream:
-        lines = (line for _, line in numbered_lines(pieces_of(stream), path) if not line.lstrip().startswith("%"))
-        return [int(word) for word in next(lines, "").split()]
 
 
 def check_market_rows(path: str, header: MarketHeader) -> None:
@@ -662,8 +645,7 @@ def _mmread(stream: Any) -> Any:
 
 def file_columns(path: str, options: FileOptions) -> Columns | None:
     """Columns that `Ratings.from_file` uses with these options, by the first lines; None for files without columns."""
-    head = read_head(path)
-    format = sniff_format(path, head) if options.format == "auto" else options.format
+    head, format = options.detect(path)
     if format == "parquet":
         return parquet_layout(path, options.selectors)
     if format == "jsonl":

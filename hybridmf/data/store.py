@@ -17,6 +17,7 @@ first read of a file compares its content with the manifest and with other files
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -246,17 +247,12 @@ class Store:
     # ------------------------------------------------------------------------------------------------ files
 
     def _error(self, name: str, problem: str) -> StoreError:
+        """The error about a file, which may be that of another conversion by now."""
         way_out = AGAIN
-        if self._was_replaced():
-            way_out = "another conversion has replaced the store since it was opened: open it again (Store.open)"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            if json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))["checksum"] != self.checksum:
+                way_out = "another conversion has replaced the store since it was opened: open it again (Store.open)"
         return StoreError(f"{str(self.path / name)!r} {problem}; {way_out}")
-
-    def _was_replaced(self) -> bool:
-        try:
-            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
-            return bool(manifest["checksum"] != self.checksum)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return False
 
     def _check_content(self, name: str) -> None:
         """Compare a file with its checksum, again after each change, since kernels do not check values."""

@@ -30,15 +30,7 @@ from ..core.validate import MAX_AXIS, check_bool
 from ..errors import RatingsError
 from . import arrow_text
 from .columns import AUTO, DEFAULT_PLACES, Columns, resolve_columns
-from .labels import (
-    MAX_VALUE,
-    MISSING_WORDS,
-    Entries,
-    NoEntriesError,
-    as_times,
-    factorize_integers,
-    factorize_objects,
-)
+from .labels import MAX_VALUE, MISSING_WORDS, Entries, NoEntriesError, as_times, factorize_integers, factorize_objects
 from .layout import Chunk, FileOptions, TextLayout, TimedChunk, open_text
 from .lines import Lines, line_blocks, pieces_of
 
@@ -474,15 +466,12 @@ def _read_columns(layout: TextLayout, mask: np.ndarray | None = None) -> tuple[C
     if place not in (layout.user, layout.item, layout.value):
         kinds = (replace(layout, times=kind) for kind in ("integers", "numbers", "dates"))
         found = next(filter(None, map(_read_regular, kinds)), None)
-        if found is not None and not _rounded(found[3]):
-            return found[:3], parse_dates(found[3]) if found[3].dtype.kind == "M" else as_times(found[3])
+        if found is not None:
+            times = found[3]
+            if times.dtype.kind != "f" or np.all(np.abs(times) < 2**53):  # larger integers may have lost digits
+                return found[:3], parse_dates(times) if times.dtype.kind == "M" else as_times(times)
     found = _read_records(layout, mask)
     return found[:3], _parsed_times(layout, place, found[3].tolist())
-
-
-def _rounded(times: np.ndarray) -> bool:
-    """Whether times are float64 from which integers may have lost digits."""
-    return times.dtype.kind == "f" and bool(np.any(np.abs(times) >= 2**53))
 
 
 def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarray | None:
