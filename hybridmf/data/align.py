@@ -62,7 +62,10 @@ def align(
     if places[0] is None and places[1] is None:
         return matrix, 0
     index = [entry_rows(matrix), matrix.indices]
-    strangers = [_strangers(found, index[axis]) for axis, found in enumerate(places)]
+    strangers = [
+        np.unique(axis[found[axis] < 0]) if found is not None else axis[:0]
+        for axis, found in zip(index, places, strict=True)
+    ]
     for axis, found in enumerate(places):
         if found is not None:
             index[axis] = found[index[axis]]
@@ -144,15 +147,6 @@ def _refuse_half_labelled(side: str, only_given: bool, name: str, owner: str) ->
         f"{name}.user_items (of a frame, {name}.to_numpy()), a plain matrix, if its rows and columns are the positions "
         f"of {owner}"
     )
-
-
-def _strangers(places: np.ndarray | None, index: np.ndarray) -> np.ndarray:
-    """Positions of unknown users or items that have an entry."""
-    if places is None:
-        return np.empty(0, dtype=np.int64)
-    used = np.zeros(len(places), dtype=bool)
-    used[index] = True
-    return np.flatnonzero((places < 0) & used)
 
 
 def _said(strangers: Iterable[np.ndarray], have: Labels, owner: str) -> str:

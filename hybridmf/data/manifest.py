@@ -68,10 +68,16 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     zeros = _count("zeros", manifest["zeros"], nnz)
     _keys("bounds", manifest["bounds"], set(SIDES))
     for side, count in zip(SIDES, shape, strict=True):
-        _check_bounds(f"bounds of {side}s", manifest["bounds"][side], count)
+        name = f"bounds of {side}s"
+        ends = [_count(name, each, count) for each in _list(name, manifest["bounds"][side])]
+        ascending = ends[:1] == [0] and ends[-1] == count and all(first < last for first, last in pairwise(ends))
+        _require(ascending, f"{name} do not ascend from 0 to {count}")
     _check_values(manifest["magnitudes"], manifest["sums"], nnz, zeros)
     if manifest.get("range") is not None:
-        _check_range(manifest["range"], manifest["magnitudes"]["all"])
+        low, high = (_real("range", each) for each in _list("range", manifest["range"], 2))
+        largest = manifest["magnitudes"]["all"][-1:]
+        sound = low <= high and [max(-low, high)] == largest
+        _require(sound, f"range is {manifest['range']!r}, the largest magnitude {largest}")
     _check_files(manifest)
 
 
@@ -83,12 +89,6 @@ def entries_of_slabs(manifest: dict[str, Any], side: Side) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------------------ rules
-
-
-def _check_bounds(name: str, bounds: Any, count: int) -> None:
-    ends = [_count(name, each, count) for each in _list(name, bounds)]
-    ascending = all(first < last for first, last in pairwise(ends))
-    _require(bool(ends) and ends[0] == 0 and ends[-1] == count and ascending, f"{name} do not ascend from 0 to {count}")
 
 
 def _check_values(magnitudes: Any, sums: Any, nnz: int, zeros: int) -> None:
@@ -104,12 +104,6 @@ def _check_values(magnitudes: Any, sums: Any, nnz: int, zeros: int) -> None:
     slack = ROUNDING * nonzero * high
     total, rest = (_real("sums", sums[kind], nonzero * high + slack) for kind in ("all", "nonzero"))
     _require(abs(total - rest) <= (slack if zeros else 0), f"sums differ: {total} and {rest} without zeros")
-
-
-def _check_range(found: Any, magnitudes: list[float]) -> None:
-    low, high = (_real("range", each) for each in _list("range", found, 2))
-    largest = magnitudes[1] if magnitudes else None
-    _require(low <= high and max(-low, high) == largest, f"range is {found!r}, the largest magnitude {largest}")
 
 
 def _check_files(manifest: dict[str, Any]) -> None:

@@ -146,9 +146,8 @@ def _plain_strings(frame: Any) -> Any:
     """A table of pyarrow without columns of string views, which few of its functions take."""
     import pyarrow as pa
 
-    view = getattr(pa, "string_view", pa.string)()
     for place, field in enumerate(getattr(frame, "schema", ())):
-        if field.type == view and view != pa.string():
+        if field.type == pa.string_view():
             views = frame.column(place)
             try:
                 strings = views.cast(pa.large_string())

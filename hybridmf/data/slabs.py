@@ -75,14 +75,12 @@ class Orientation:
         """Entries of some rows."""
         if not len(rows):
             return csr_of(np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, self.dtype), self.shape[1])
-        places = np.searchsorted(self.bounds, rows, side="right") - 1
-        parts = {int(k): self.matrix(int(k)) for k in np.unique(places)}
-        starts = self.bounds[places].tolist()
-        found = [
-            rows_of(parts[k], row - first, row - first + 1)
-            for k, row, first in zip(places.tolist(), rows.tolist(), starts, strict=True)
-        ]
-        return stacked(found)
+        slabs = np.searchsorted(self.bounds, rows, side="right") - 1
+        order = np.argsort(slabs, kind="stable")
+        parts = [take_rows(self.matrix(int(k)), rows[slabs == k] - self.bounds[k]) for k in np.unique(slabs)]
+        places = np.empty_like(order)  # of the rows in these parts
+        places[order] = np.arange(len(order))
+        return take_rows(stacked(parts), places)
 
     def load(self) -> InMemory:
         """All rows in memory, in the same slabs."""

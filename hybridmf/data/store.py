@@ -37,7 +37,7 @@ import scipy.sparse as sp
 
 from .. import _formats
 from ..core.objective import SIDES, Side, other_side
-from ..core.sparse import ValueSummary, entry_rows, take_rows, without_zeros
+from ..core.sparse import ValueSummary, as_ones, entry_rows, without_zeros
 from ..core.system import available_memory
 from ..core.validate import check_choice, check_path, frozen_csr, make_csr
 from ..errors import MemoryBudgetError, StoreError
@@ -541,16 +541,7 @@ class StoredSeen:
 
     def take_rows(self, rows: np.ndarray) -> sp.csr_array:
         """Entries of some users as int8 ones, shape (len(rows), n_items)."""
-        bounds = self._matrix.bounds
-        slab_of = np.searchsorted(bounds, rows, side="right") - 1
-        order = np.argsort(slab_of, kind="stable")
-        parts = []
-        for slab in np.unique(slab_of):
-            wanted = rows[order[slab_of[order] == slab]]
-            parts.append(take_rows(self._matrix.matrix(int(slab)), wanted - bounds[slab]))
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
-        return take_rows(_stacked_pattern(parts, self.shape[1]), back)
+        return as_ones(self._matrix.take(rows), np.int8)
 
     def load(self) -> sp.csr_array:
         """All of them in memory, 5 bytes per entry."""
@@ -560,12 +551,4 @@ class StoredSeen:
                 f"the seen items take {needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; "
                 "save the model with include_seen=False, and give score users="
             )
-        return _stacked_pattern(list(self._matrix.matrices()), self.shape[1])
-
-
-def _stacked_pattern(parts: list[sp.csr_array], n_items: int) -> sp.csr_array:
-    """Rows of all parts, one after the other, as int8 ones."""
-    indices = np.concatenate([part.indices for part in parts]) if parts else np.empty(0, np.int32)
-    degrees = np.concatenate([np.diff(part.indptr) for part in parts]) if parts else np.empty(0, np.int64)
-    indptr = np.concatenate(([0], np.cumsum(degrees, dtype=np.int64)))
-    return make_csr(indptr, indices, np.ones(len(indices), dtype=np.int8), (len(degrees), n_items))
+        return as_ones(self._matrix.load().csr, np.int8)

@@ -139,13 +139,11 @@ def _time_column(path: str, columns: Columns, rows: list[list[str]]) -> int | No
 
 def warn_times(path: str, place: int, texts: list[str]) -> None:
     """Report a column of times that cannot be read."""
-    logger.warning("%s has no times: %s; %s", path, _bad_time(place, texts), _TIMES_HINT)
-
-
-_TIMES_HINT = (
-    "write them as numbers or as 2026-11-23T12:00:00 (pandas.to_datetime reads many forms), or pass timestamp=None to "
-    "do without"
-)
+    logger.warning(
+        "%s has no times: %s; write them as numbers or as 2026-11-23T12:00:00 (pandas.to_datetime reads many forms), "
+        "or pass timestamp=None to do without",
+        path, _bad_time(place, texts),
+    )  # fmt: skip
 
 
 def _bad_time(place: int, texts: list[str]) -> str:
