@@ -69,14 +69,16 @@ def load(cupy: Any, capability: tuple[int, int], text: str, name: str, options: 
                     _archives[path] = read(path)
                 except Exception as error:  # of tarfile, lzma, or a Python without lzma
                     logger.warning(unusable, path, type(error).__name__, error)
-    cubin = _archives[path].get(key_of(text, name, options))
+    key = key_of(text, name, options)
+    cubin = _archives[path].get(key)
     if cubin is None:
         return None
     try:
         # CuPy's kernels come from source texts or files, which Windows does not remove while they are mapped
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            Path(folder, "cubin").write_bytes(cubin)
-            return cupy.RawModule(path=os.path.join(folder, "cubin")).get_function(name)
+            file = Path(folder, key)  # CuPy keeps modules by path, so no two kernels may share one
+            file.write_bytes(cubin)
+            return cupy.RawModule(path=str(file)).get_function(name)
     except (OSError, cupy.cuda.driver.CUDADriverError) as error:  # a driver older than the compiler
         _archives[path] = {}
         logger.info(unusable, path, type(error).__name__, error)

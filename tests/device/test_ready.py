@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,13 @@ pytestmark = pytest.mark.usefixtures("forget_devices")
 PROGRAM = ("text", "f", ("RANK=64",))
 
 
-def archive(key: str, cubin: bytes = b"code") -> bytes:
+def archive(key: str, cubin: bytes = b"code", *more: Any) -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:xz") as made:
-        member = tarfile.TarInfo(key)
-        member.size = len(cubin)
-        made.addfile(member, io.BytesIO(cubin))
+        for name, code in ((key, cubin), *zip(more[::2], more[1::2], strict=True)):
+            member = tarfile.TarInfo(name)
+            member.size = len(code)
+            made.addfile(member, io.BytesIO(code))
     return content.getvalue()
 
 
@@ -50,6 +53,17 @@ def test_a_kernel_of_the_package_is_loaded_and_not_compiled(machine: Machine, sh
     for other in (("other", *PROGRAM[1:]), ("text", "g", PROGRAM[2]), (*PROGRAM[:2], ("RANK=65",))):
         device.kernel(*other)
     assert len(module.compiled) == 3 and len(module.loaded) == 1
+
+
+def test_no_two_kernels_share_a_path(machine: Machine, shipped: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """By which CuPy keeps what it has loaded, also if the folder of a file that is gone gets the same name."""
+    other = ("text", "f", ("RANK=16",))
+    shipped(archive(key(*PROGRAM), b"code", key(*other), b"other"))
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda **options: contextlib.nullcontext(str(tmp_path)))
+    module = machine()
+    for program in (PROGRAM, other):
+        open_device().kernel(*program)
+    assert module.loaded == [b"code", b"other"] and len(set(module.paths)) == 2
 
 
 def test_a_kernel_of_another_architecture_is_compiled(machine: Machine, shipped: Any) -> None:

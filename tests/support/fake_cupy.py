@@ -150,6 +150,7 @@ class FakeCupy(types.ModuleType):
         self.launches: list[Any] = []
         self.compiled: list[Any] = []
         self.loaded: list[bytes] = []
+        self.paths: list[Path] = []
         self.waits: list[Any] = []
         self.ndarray = Array
         self.cuda = SimpleNamespace(
@@ -245,6 +246,7 @@ class FakeCupy(types.ModuleType):
     ) -> Any:
         if path is not None:
             self.loaded.append(Path(path).read_bytes())
+            self.paths.append(Path(path))
             self.fail("load")
         else:
             self.fail("compile")
