@@ -50,13 +50,10 @@ def gpu_status() -> tuple[bool, str]:
     return usable, "; ".join(dict.fromkeys(reasons))
 
 
-def gpu_is_untouched(device: str | tuple[str, ...]) -> bool:
-    """Whether "auto" is requested, CuPy is installed, and this process has neither imported it nor started CUDA."""
-    return device == "auto" and "cupy" not in sys.modules and find_spec("cupy") is not None
-
-
-def gpu_start_seconds() -> float:
-    """Seconds until a GPU that this process has not used can start work: start of CUDA, and loading kernels."""
+def gpu_start_seconds(device: str | tuple[str, ...]) -> float:
+    """Seconds to start CUDA and load kernels, for "auto" with CuPy that this process has not imported; else 0."""
+    if device != "auto" or "cupy" in sys.modules or find_spec("cupy") is None:
+        return 0.0
     rates = _machine.machine().gpu
     return rates.start + rates.load
 

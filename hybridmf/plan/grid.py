@@ -50,11 +50,6 @@ class Grid:
         """Ranks that hold the same part of the fixed side."""
         return range(split * self.groups, (split + 1) * self.groups)
 
-    @classmethod
-    def all_of(cls, size: int) -> list[Grid]:
-        """All grids of a number of ranks, model parallelism first."""
-        return [cls(p, size // p) for p in range(1, size + 1) if size % p == 0]
-
 
 def even_bounds(degrees: np.ndarray, parts: int, row_cost: float = 0.0) -> np.ndarray:
     """Bounds of `parts` consecutive ranges of rows of about equal cost; some may be empty.
@@ -98,11 +93,6 @@ class RankLayout:
     def size(self) -> int:
         """Ranks."""
         return self.grids["user"].size
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n_users, n_items)."""
-        return int(self.bounds["user"][-1]), int(self.bounds["item"][-1])
 
     def own(self, side: Side, rank: int) -> tuple[int, int]:
         """First row owned by a rank, and the row after its last one."""

@@ -67,8 +67,9 @@ def make_plan(
     choice for files of factors that do not fit in memory. `held`: memory of a GPU that counts as free.
     """
     objective.check_finite_in(np.dtype(settings.dtype))
-    if slab is None and dispatch.gpu_is_untouched(settings.device):
-        plan = _short_on_cpu(objective, settings, shape, nnz, facts)
+    start = dispatch.gpu_start_seconds(settings.device)
+    if slab is None and start:
+        plan = _short_on_cpu(objective, settings, shape, nnz, facts, start)
         if plan is not None:
             return plan
     devices: tuple[str, ...] = ()
@@ -92,12 +93,11 @@ def make_plan(
 
 
 def _short_on_cpu(
-    objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int, facts: DegreeFacts | None
+    objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int, facts: DegreeFacts | None, start: float
 ) -> Plan | None:
-    """The CPU's plan if the fit takes no longer than starting CUDA would; None if a GPU may win, or has to serve."""
-    on_cpu, start = replace(settings, device="cpu"), dispatch.gpu_start_seconds()
+    """The CPU's plan if the fit takes at most `start` seconds; None if a GPU may win, or has to serve."""
     try:
-        plan = make_plan(objective, on_cpu, shape, nnz, facts)
+        plan = make_plan(objective, replace(settings, device="cpu"), shape, nnz, facts)
     except (DeviceError, ValueError):
         return None
     seconds = plan.decisive[0].total_seconds

@@ -245,9 +245,7 @@ class SgdMethod(Method):
             why_not = self._why_not_gpu(base, None)
             if why_not:
                 raise ValueError(f"{why_not}; use CPU ranks (device={['cpu'] * len(devices)!r}) for it, or change it")
-            specs = [spec for spec in (dispatch.find_gpu(name)[0] for name in devices) if spec is not None]
-            least = min(spec.free_bytes for spec in specs)
-            plan = self._gpu_plan(base, first, replace(specs[0], free_bytes=least))
+            plan = self._gpu_plan(base, first, dispatch.find_gpus(devices)[0])
             plan = plan.changed(bytes=self._rank_bytes(plan, len(devices)))
         note = f"{len(devices)} ranks on {', '.join(devices)}: each owns users, items travel from rank to rank"
         return plan.changed(devices=devices, notes=(*plan.notes, note))

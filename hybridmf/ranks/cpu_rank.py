@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,14 @@ from ..cpu import als
 from ..data.slabs import InMemory
 from ..native import _als
 from ..plan.types import Plan
+from .su_als import Worker
 
 
-class CpuWorker:
+class CpuWorker(Worker):
     """The CPU as a `Worker`, for grids of one split; arrays are NumPy's."""
-
-    gathers_ahead = False  # nothing would overlap
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-
-    def active(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def own(self, side: Side, factors: Factors, plan: Plan) -> Factors:
         """Return the factors unchanged: drawn ones may never be read."""
@@ -67,6 +62,3 @@ class CpuWorker:
         if isinstance(block, InMemory):
             return als.HalfSweep(side, block.csr, objective, plan, names, weights)
         return als.StreamedHalf(side, block, objective, plan, names)
-
-    def close(self) -> None:
-        """Do nothing: the worker has no thread of its own."""

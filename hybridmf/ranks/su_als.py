@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol, TypeAlias
 
@@ -51,11 +51,12 @@ class Worker(Protocol):
     split the fixed side, with the methods `blank`, `gram`, `partial` and `overlap` of `GpuWorker`.
     """
 
-    gathers_ahead: bool
+    gathers_ahead: bool = False
     """Whether `solve` of a half sweep calls `then` before new factors are complete: ranks exchange them meanwhile."""
 
     def active(self) -> AbstractContextManager[None]:
         """A rank does all its work in this context."""
+        return nullcontext()
 
     def own(self, side: Side, factors: Factors, plan: Plan) -> Any:
         """Move factors to where the plan keeps them."""
@@ -92,6 +93,7 @@ class Worker(Protocol):
 
     def close(self) -> None:
         """Stop background work; no half sweep is running."""
+        return None
 
 
 def one_device(user_items: Any, item_users: Any, plan: Plan, state: State) -> dict[str, Any]:
