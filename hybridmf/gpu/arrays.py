@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
-from .launch import check, check_not_host, get_kernel, program
+from .launch import check_all, check_not_host, get_kernel, program
 
 SOURCE = "arrays.cu"
 
@@ -44,9 +44,8 @@ def gather(device: Device, source: Array, rows: Array) -> Array:
 
     `rows`, int32 or int64 array, shape (n,).
     """
-    check("source", source, source.dtype, (None,) * len(source.shape))
-    check("rows", rows, np.int32 if rows.dtype == np.int32 else np.int64, (None,))
-    check_not_host(device, source=source, rows=rows)
+    of_rows = (rows, np.int32 if rows.dtype == np.int32 else np.int64, (None,))
+    check_all(device, source=(source, source.dtype, (None,) * len(source.shape)), rows=of_rows)
     target = device.empty((len(rows), *source.shape[1:]), source.dtype)
     width = int(np.prod(source.shape[1:], dtype=np.int64)) * source.dtype.itemsize // WORD
     if target.size:
@@ -70,8 +69,7 @@ def fill(device: Device, target: Array, value: float) -> None:
 def added(device: Device, source: Array, value: float, dtype: Any = None) -> Array:
     """``source + value`` of a contiguous array, in a dtype, by default its own."""
     real = np.dtype(source.dtype if dtype is None else dtype)
-    check("source", source, source.dtype, (None,) * len(source.shape))
-    check_not_host(device, source=source)
+    check_all(device, source=(source, source.dtype, (None,) * len(source.shape)))
     target = device.empty(source.shape, real)
     if source.size:
         types = {"REAL": real, "SOURCE": np.dtype(source.dtype)}

@@ -60,39 +60,12 @@ class Cleared:
         return self._memory[self._used - 1 : self._used]
 
 
-class RowKernels:
-    """The kernels of an assembly, as called by a half sweep; methods launch and do not wait."""
-
-    def operand(self, table: Array) -> Array:
-        """Factors of the fixed side in the form that `assemble` and `solve_rows` read: `table` or converted."""
-        return table
-
-    def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
-        """Allocate sums; `whole`: zero the elements that `assemble` does not write, so that they can be read."""
-        raise NotImplementedError
-
-    def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Any) -> None:
-        """Write the sums of segments of entries.
-
-        `table`, float (n_fixed, width): `operand` of the fixed side. `segments`, int64 (n_segments, 3): (slot, begin,
-        end) of each.
-        """
-        raise NotImplementedError
-
-    def solve(self, systems: SideSystems, sums: Sums, slots: Array, rows: Array, entries: DeviceEntries) -> None:
-        """Complete and solve the systems of `rows`, row k from the sums of ``slots[k] ... slots[k + 1] - 1``."""
-        raise NotImplementedError
-
-    def solve_rows(
-        self, systems: SideSystems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array
-    ) -> None:
-        """Assemble and solve `rows` in one kernel; only if sums stay on the chip."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class PublishedKernels(RowKernels):
-    """A published assembly: sums are matrices and right-hand sides, solved by a kernel for any rank."""
+class PublishedKernels:
+    """A published assembly: sums are matrices and right-hand sides, solved by a kernel for any rank.
+
+    It has the methods of `hybridmf.gpu.fused.FusedKernels` for batches of rows; methods launch and do not wait.
+    """
 
     device: Device
     rank: int
@@ -108,8 +81,11 @@ class PublishedKernels(RowKernels):
     config: Any = field(default=None, kw_only=True)
     solver_config: Any = field(default=None, kw_only=True)
 
+    def operand(self, table: Array) -> Array:
+        return table
+
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
-        """See `RowKernels`; only lower triangles are written."""
+        """Allocate sums, of whose matrices `assemble` writes lower triangles; `whole`: zero the other elements."""
         rank, device = self.rank, self.device
         matrices = (device.zeros if whole else device.empty)((n_slots, rank, rank), self.dtype)
         return matrices, device.empty((n_slots, rank), self.dtype)

@@ -435,16 +435,8 @@ def cg_solve(
 ) -> None:
     """Run at most `steps` conjugate gradient steps on the first slot of each system, with `solutions` as warm start.
 
-    The stopping rule is that of the CPU: the residual has fallen by 1e-10 or is close to underflow.
-
-    `solutions`, float (n_out, ld), ld >= rank: ``solutions[rows[k], :rank]`` is the warm start and is overwritten:
-        zeros where the status is not 0, or where a system has no slots.
-    `status`, int32 (n_out,): ``status[rows[k]]`` is 0; -1 if residual or solution became infinite or NaN; -2 for
-        negative curvature.
-    `sums`, tuple of float (matrices, rhs) (n_slots, rank, rank) and (n_slots, rank): only lower triangles of `matrices`
-        are read.
-    `rows`, int32 (n,): distinct.
-    `slots`, int64 (n + 1,).
+    The stopping rule is that of the CPU: the residual has fallen by 1e-10 or is close to underflow. Arguments are those
+    of `cholesky_solve`. Status -1: residual or solution became infinite or NaN; -2: negative curvature.
     """
     matrices, rhs = sums
     n, rank = _check_batch(device, matrices, rhs, slots)

@@ -14,7 +14,7 @@ from ..device.cuda import Array, Device
 from ..plan.fused import BLOCK, solver_floats, table_width, vector_floats
 from ..plan.half_sweep import ROWS_AT_ONCE
 from ..plan.row_forms import GPU_SIZES
-from .launch import DeviceEntries, check, check_not_host, get_kernel, program
+from .launch import DeviceEntries, check_all, get_kernel, program
 from .systems import SideSystems
 
 TEAMS = 4
@@ -65,9 +65,7 @@ def inverse_root(device: Device, gram: Array, ridge: Array, epsilon: float) -> t
     """
     rank = len(ridge)
     width = table_width(rank, np.float32)
-    check("gram", gram, np.float32, (round_up(rank, BLOCK),) * 2)
-    check("ridge", ridge, np.float32, (rank,))
-    check_not_host(device, gram=gram, ridge=ridge)
+    check_all(device, gram=(gram, np.float32, (round_up(rank, BLOCK),) * 2), ridge=(ridge, np.float32, (rank,)))
     inverse, failed = device.empty((width, width), np.float32), device.empty(1, np.int32)
     kernel = get_kernel(device, "basis.cu", "inverse_root", **basis_constants(rank))
     kernel((1,), (BASIS_THREADS,), (inverse, failed, gram, ridge, np.float64(epsilon)), 0)
@@ -86,13 +84,13 @@ def multiply_rows(
     `places`, int32 array, shape (n,): default: each row's own place.
     """
     n, width = rows.shape
-    check("rows", rows, np.float32, (None, width))
-    check("results", results, np.float32, (n if places is None else None, width))
-    check("inverse", inverse, np.float32, (width, width))
-    if places is not None:
-        check("places", places, np.int32, (n,))
-        check_not_host(device, places=places)
-    check_not_host(device, results=results, rows=rows, inverse=inverse)
+    check_all(
+        device,
+        rows=(rows, np.float32, (None, width)),
+        results=(results, np.float32, (n if places is None else None, width)),
+        inverse=(inverse, np.float32, (width, width)),
+        places=(places, np.int32, (n,)),
+    )
     if not n:
         return
     rank16 = round_up(rank, BLOCK)
@@ -170,21 +168,17 @@ class DualRows:
         """Launch dual_rows for rows with at most `size` entries; `solutions` are those of all rows, or of `rows`."""
         device, objective, n, solutions = self.device, self.objective, len(systems.scale), systems.solutions
         width = table_width(self.rank, np.float32)
-        check("table", table, np.float32, (None, width))
-        check("solutions", solutions, np.float32, (len(rows) if entries.implicit else n, width))
-        check("status", systems.status, np.int32, (n,))
-        check("scale", systems.scale, np.float32, (n,))
-        check("indices", entries.indices, np.int32, (None,))
-        check("ratings", entries.ratings, np.float32, (len(entries.indices),))
-        check("indptr", indptr, np.int64, (n + 1,))
-        check("rows", rows, np.int32, (None,))
-        check_not_host(
-            device, table=table, solutions=solutions, status=systems.status, scale=systems.scale,
-            indices=entries.indices, ratings=entries.ratings, indptr=indptr, rows=rows, failed=failed,
-        )  # fmt: skip
-        if entries.offsets is not None:
-            check("offsets", entries.offsets, np.float32, (len(table),))
-            check_not_host(device, offsets=entries.offsets)
+        entries.check(device, np.float32, len(table))
+        check_all(
+            device,
+            table=(table, np.float32, (None, width)),
+            solutions=(solutions, np.float32, (len(rows) if entries.implicit else n, width)),
+            status=(systems.status, np.int32, (n,)),
+            scale=(systems.scale, np.float32, (n,)),
+            indptr=(indptr, np.int64, (n + 1,)),
+            rows=(rows, np.int32, (None,)),
+            failed=(failed, np.int32, (1,)),
+        )
         offsets, biased = entries.offsets is not None, objective.biases
         constants = dual_constants(size, self.rank, entries.implicit, offsets, biased)
         order, pack = max(size, BLOCK), max(BLOCK // size, 1)

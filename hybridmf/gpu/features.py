@@ -70,7 +70,7 @@ class DeviceRegression(Regression):
             arguments = (partials, factors.table, bias, self.back_rows, self.back_weights, self.bounds)
             self._kernel("feature_pieces")((self.n_pieces,), (THREADS,), arguments, 0)
         sums = device.empty((n, self.rank), np.float64)
-        self._over(sums.size, "feature_totals", (sums, partials, self.firsts, np.int64(n)))
+        _over(device, sums.size, self._kernel("feature_totals"), (sums, partials, self.firsts, np.int64(n)))
         return sums
 
     def on_host(self, sums: Array) -> np.ndarray:
@@ -86,14 +86,11 @@ class DeviceRegression(Regression):
         if self._ridge is None or self._ridge[0] != ridge.tobytes():
             self._ridge = ridge.tobytes(), device.upload(ridge.astype(self.dtype))
         of_rows = (self.indptr, self.indices, self.values, self.pulled, self._ridge[1])
-        self._over(found.size, "feature_pull", (found, vectors, *of_rows, np.int64(len(found))))
+        _over(device, found.size, self._kernel("feature_pull"), (found, vectors, *of_rows, np.int64(len(found))))
         return found
 
     def _kernel(self, name: str) -> Any:
         return get_kernel(self.device, SOURCE, name, **constants(self.rank, self.width, self.dtype))
-
-    def _over(self, elements: int, name: str, arguments: tuple[Any, ...]) -> None:
-        _over(self.device, elements, self._kernel(name), arguments)
 
 
 def constants(rank: int, width: int, dtype: Any) -> dict[str, Any]:

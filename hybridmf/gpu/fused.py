@@ -12,7 +12,7 @@ from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import OPERAND_BYTES, FusedConfig, operand_bytes, solved_apart, summed_by_warpgroups
 from ..plan.types import NONNEGATIVE
-from .assembly import Cleared, RowKernels
+from .assembly import Cleared, PublishedKernels
 from .cholesky_any import WideTilesConfig
 from .features import add_pull
 from .launch import DeviceEntries, check_all, get_kernel, program
@@ -138,8 +138,8 @@ def _programs(
 
 
 @dataclass(frozen=True)
-class FusedKernels(RowKernels):
-    """The fused kernels as `RowKernels`; the sums of a segment are one vector."""
+class FusedKernels:
+    """The fused kernels, as called by a half sweep; methods launch and do not wait."""
 
     device: Device
     config: FusedConfig
@@ -191,7 +191,7 @@ class FusedKernels(RowKernels):
         return parts
 
     def empty(self, n_slots: int, *, whole: bool = False) -> Sums:
-        """See `RowKernels`; all elements are written."""
+        """Allocate sums: one vector for each segment, of which `assemble` writes all elements."""
         return (self.device.empty((n_slots, self.config.partial_floats), np.float32),)
 
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
@@ -296,3 +296,7 @@ class FusedKernels(RowKernels):
         """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
         kind = (implicit, offsets, residual)
         return list(_programs(self.config, self.precision, self.solver, *kind, **self._choices).values())
+
+
+RowKernels = FusedKernels | PublishedKernels
+"""The kernels that sum and solve the rows of a half sweep."""

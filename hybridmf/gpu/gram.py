@@ -9,7 +9,7 @@ import numpy as np
 from ..core.system import ceil_div, round_up
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import BLOCK, gram_rows, gram_sides
-from .launch import check, check_not_host, get_kernel, program
+from .launch import check_all, get_kernel, program
 
 THREADS = {"gram": 256, "gram_tensor": 128, "add_grams": 256, "weigh_gram": 256}
 """Threads of a block of each kernel."""
@@ -34,8 +34,7 @@ def gram_sum(device: Device, table: Array) -> Array:
     n, width = table.shape
     side, tiles = gram_sides(width)
     rows = gram_rows(n, width, table.dtype.itemsize)
-    check("table", table, table.dtype, (None, None))
-    check_not_host(device, table=table)
+    check_all(device, table=(table, table.dtype, (None, None)))
     segments = ceil_div(n, rows)
     if not segments:
         return device.zeros((width, width), np.float64)
@@ -56,8 +55,7 @@ def weighted(device: Device, total: Array, rank: int, dtype: Any, weight: float)
 
     `total`: of `gram_sum`.
     """
-    check("total", total, np.float64, (None, None))
-    check_not_host(device, total=total)
+    check_all(device, total=(total, np.float64, (None, None)))
     padded = round_up(rank, BLOCK)
     gram = device.empty((padded, padded), dtype)
     sizes = (np.int32(total.shape[1]), np.int32(rank), np.int32(padded))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -29,7 +29,7 @@ from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
 from . import arrays, bals, cholesky_any, dual, fused, losses, matrix, predictions
-from .assembly import Cleared, PublishedKernels, RowKernels
+from .assembly import Cleared, PublishedKernels
 from .cholesky_any import CholeskyConfig
 from .dual import DualRows
 from .factors import DeviceFactors, GpuFactors, weighted_gram
@@ -137,14 +137,12 @@ class Batch:
         packed = [batch.packed for batch in batches]
         whole = upload(np.concatenate([np.zeros(0, np.int64), *packed]))
         bounds = np.cumsum([0, *map(len, packed)])
-        ranges = zip(pairwise(bounds), batches, strict=True)
-        return [cls._unpacked(whole[first:last], batch) for (first, last), batch in ranges]
-
-    @classmethod
-    def _unpacked(cls, packed: Array, segmented: SegmentedRows) -> Batch:
-        n, after = len(segmented.rows), segmented.segments.size
-        rows = packed[after + n + 1 :].view(np.int32)[:n]
-        return cls(rows, packed[after : after + n + 1], packed[:after].reshape(-1, 3), n)
+        found = []
+        for (first, last), batch in zip(pairwise(bounds), batches, strict=True):
+            part, n, after = whole[first:last], len(batch.rows), batch.segments.size
+            rows = part[after + n + 1 :].view(np.int32)[:n]
+            found.append(cls(rows, part[after : after + n + 1], part[:after].reshape(-1, 3), n))
+        return found
 
 
 class Batches:
@@ -356,7 +354,7 @@ class DeviceRows:
 
     def solve_all(
         self,
-        kernels: RowKernels,
+        kernels: Any,
         operand: Array,
         table: Array,
         entries: DeviceEntries,
@@ -384,7 +382,7 @@ class DeviceRows:
         if cleared is not None:
             yield self.unpack(systems().solutions, cleared), systems().status
 
-    def kernels_for(self, fixed: GpuFactors, cleared: Cleared | None = None) -> RowKernels:
+    def kernels_for(self, fixed: GpuFactors, cleared: Cleared | None = None) -> fused.RowKernels:
         """The kernels of the plan's assembly; float16 parts are scaled for these factors and weights."""
         if self.plan.assembly == "fused" and self.plan.precision == "float32" and fixed.range is None:
             found = self.device.zeros(3, np.uint32)
@@ -392,7 +390,7 @@ class DeviceRows:
             fixed.keep(range=read_range(self.device.download(found))[0], settled=True)
         return self.row_kernels(self.plan.rank, fixed.range, cleared)
 
-    def row_kernels(self, rank: int, known: RowRange | None, cleared: Cleared | None = None) -> RowKernels:
+    def row_kernels(self, rank: int, known: RowRange | None, cleared: Cleared | None = None) -> fused.RowKernels:
         """The kernels for systems of an order, and for factors with a range that is known if needed."""
         plan, device = self.plan, self.device
         if plan.assembly != "fused":
@@ -674,9 +672,5 @@ def objective_value(half: Any, users: GpuFactors, items: GpuFactors, mean: float
         degrees = (half.degrees, item_degrees)
         rows = zip(SIDES, both, degrees, strict=True)
         penalties = [factors.penalty(device, objective, side, each) for side, factors, each in rows]
-        return total + (unobserved_loss(objective, grams) + sum(penalties))
-
-
-def unobserved_loss(objective: Objective, grams: Sequence[np.ndarray]) -> float:
-    """Loss of all pairs as if unobserved, from the Gram matrices of both sides; 0 for explicit feedback."""
-    return objective.unobserved_weight * float(np.sum(grams[0] * grams[1])) if objective.is_implicit else 0.0
+        unobserved = objective.unobserved_weight * float(np.sum(grams[0] * grams[1])) if grams else 0.0
+        return total + (unobserved + sum(penalties))

@@ -14,7 +14,7 @@ from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, Kernel
 from ..errors import DeviceMemoryError
 from .arrays import THREADS, grid_of
-from .launch import check, check_not_host, get_kernel
+from .launch import check_all, get_kernel
 
 KERNELS = ("count_faults", "count_columns", "column_places", "scatter_entries")
 
@@ -77,10 +77,12 @@ class DeviceMatrix:
 
     def _kernel(self, device: Device, name: str) -> Kernel:
         """A kernel of cuda/transpose.cu; the arrays are checked for all of them."""
-        check("starts", self.starts, np.int64, (self.shape[0] + 1,))
-        check("indices", self.indices, np.int32, (self.nnz,))
-        check("data", self.data, self.dtype, (self.nnz,))
-        check_not_host(device, starts=self.starts, indices=self.indices, data=self.data)
+        check_all(
+            device,
+            starts=(self.starts, np.int64, (self.shape[0] + 1,)),
+            indices=(self.indices, np.int32, (self.nnz,)),
+            data=(self.data, self.dtype, (self.nnz,)),
+        )
         return get_kernel(device, "transpose.cu", name, REAL=self.dtype, THREADS=THREADS)
 
     def transposed(self, device: Device) -> DeviceMatrix:

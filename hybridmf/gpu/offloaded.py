@@ -26,7 +26,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -38,14 +38,18 @@ from ..device.cuda import Array, Device
 from ..plan.fused import table_width
 from ..plan.half_sweep import slots_at_once
 from ..plan.types import Plan
-from .assembly import Cleared, RowKernels
+from .assembly import Cleared
 from .factors import EXACT_ROWS, Copiers, DeviceFactors, HostFactors, HostTables, weighted_gram
+from .fused import RowKernels
 from .gram import gram_sum, weighted
 from .half import Batch, DeviceRows, Steps
 from .launch import DeviceEntries
-from .rows import RowRange, clip_segments, widen_range
+from .rows import clip_segments, widen_range
 from .stream import INTERRUPTIBLE, Loader, Pipeline, StreamedHalf, Transfers
 from .systems import SideSystems, Sums
+
+Parts: TypeAlias = Iterator[tuple[int, DeviceFactors]]
+"""First row and factors of parts of a fixed side, which are on the device one after the other."""
 
 
 class Drain:
@@ -81,21 +85,6 @@ class Drain:
 
 
 # ------------------------------------------------------------------------------------------------ half sweeps
-
-
-class PartedFactors:
-    """A fixed side whose parts are on the device one after the other; takes the place of `DeviceFactors`.
-
-    `range`: range of all rows.
-    `stream`: first row and factors of each part, from the first to the last for each slab.
-    """
-
-    def __init__(self, range: RowRange | None, stream: Iterator[tuple[int, DeviceFactors]], parts: int) -> None:
-        self.range, self._stream, self._count = range, stream, parts
-
-    def parts(self) -> Iterator[tuple[int, DeviceFactors]]:
-        """First row and factors of each part; valid until the next one."""
-        return islice(self._stream, self._count)
 
 
 class HostHalf(StreamedHalf):
@@ -154,9 +143,8 @@ class HostHalf(StreamedHalf):
         if self.fixed_parts > 1 and self.plan.assembly == "fused":
             fixed.find_range()  # on the host; faster on the device if the fixed side is there as a whole
         with closing(drain), self._lent(fixed) as side, self._streaming() as slabs:
-            kernels: Any = (
-                self.solvers[0].kernels_for(side, cleared) if self.solvers else None
-            )  # the same for all slabs
+            known = side if self.fixed_parts == 1 else fixed
+            kernels: Any = self.solvers[0].kernels_for(known, cleared) if self.solvers else None  # for all slabs
             if self.fixed_parts == 1:
                 operand = kernels and kernels.operand(side.table)
                 gram = weighted_gram(device, side.table, self.plan.rank, self.objective)
@@ -171,7 +159,7 @@ class HostHalf(StreamedHalf):
                     for _ in slab.solve_all(kernels, operand, side.table, entries, systems):
                         pass
                 else:
-                    solve_in_parts(slab, kernels, systems(), side, indices, ratings, mean)
+                    solve_in_parts(slab, kernels, systems(), self._parts(side), indices, ratings, mean)
                 new = slab.unpack(systems().solutions)
                 del systems, added
                 widen_range(device, found, new.table if solved.has_range else None, status[rows])
@@ -207,10 +195,17 @@ class HostHalf(StreamedHalf):
 
     @contextmanager
     def _lent(self, fixed: HostFactors) -> Iterator[Any]:
-        """Load the fixed side to the device: as a whole, or part by part for each slab."""
+        """Load the fixed side to the device: factors of the whole, or first row and factors of each part, in turn.
+
+        A part is valid until the next one; they come from the first to the last for each slab.
+        """
         times = 1 if self.fixed_parts == 1 else len(self.solvers)
         with closing(self._stream(self._loader(fixed), fixed, times)) as stream:
-            yield next(stream)[1] if self.fixed_parts == 1 else PartedFactors(fixed.range, stream, self.fixed_parts)
+            yield next(stream)[1] if self.fixed_parts == 1 else stream
+
+    def _parts(self, stream: Parts) -> Parts:
+        """The parts of one slab."""
+        return islice(stream, self.fixed_parts)
 
     def _stream(
         self, loader: Loader, fixed: HostFactors, times: int
@@ -242,7 +237,7 @@ class HostHalf(StreamedHalf):
                     found.append(slab.segment_losses(indices, ratings, own, side, mean, segments))
                     continue
                 total = np.zeros(len(segments))
-                for part in parts_of(side, indices):
+                for part in parts_of(self._parts(side), indices):
                     clipped = clip_segments(self.device, segments, indices, len(part), 0)
                     total += slab.segment_losses(indices, ratings, own, part, mean, clipped)
                 found.append(total)
@@ -291,7 +286,7 @@ def solve_in_parts(
     slab: DeviceRows,
     kernels: RowKernels,
     systems: SideSystems,
-    fixed: PartedFactors,
+    fixed: Parts,
     indices: Array,
     ratings: Array,
     mean: float,
@@ -324,10 +319,10 @@ def add_sums(
             target += more
 
 
-def parts_of(fixed: PartedFactors, indices: Array) -> Iterator[DeviceFactors]:
+def parts_of(fixed: Parts, indices: Array) -> Iterator[DeviceFactors]:
     """Yield each part of the fixed side; meanwhile the indices of a slab count from its first row."""
     at = 0
-    for first, part in fixed.parts():
+    for first, part in fixed:
         if first > at:
             indices -= np.int32(first - at)
         at = first

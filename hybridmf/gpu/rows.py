@@ -10,7 +10,7 @@ import numpy as np
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
 from .arrays import BLOCKS_PER_SM, THREADS, grid_of
-from .launch import check, check_all, check_not_host, get_kernel
+from .launch import check_all, get_kernel
 
 ROWS = 4
 """Rows that a warp of the kernel row_range processes at a time."""
@@ -31,10 +31,8 @@ def add_pieces(device: Device, sums: Array, rows: Array, slots: Array) -> None:
     """
     if not len(rows) or not sums.size:
         return
-    check("sums", sums, sums.dtype, (None,) * len(sums.shape))
-    check("rows", rows, np.int64, (None,))
-    check("slots", slots, np.int64, (len(rows) + 1,))
-    check_not_host(device, sums=sums, rows=rows, slots=slots)
+    of_sums = (sums, sums.dtype, (None,) * len(sums.shape))
+    check_all(device, sums=of_sums, rows=(rows, np.int64, (None,)), slots=(slots, np.int64, (len(rows) + 1,)))
     length = sums.size // len(sums)
     vector = vector_of(length, sums.dtype.itemsize)
     parts = min(PARTS, ceil_div(length // vector, THREADS))
@@ -107,9 +105,7 @@ def clip_segments(device: Device, segments: Array, indices: Array, columns: int,
     `first_slot`: subtracted from each slot.
     """
     clipped = device.empty(segments.shape, np.int64)
-    check("segments", segments, np.int64, (None, 3))
-    check("indices", indices, np.int32, (None,))
-    check_not_host(device, segments=segments, indices=indices)
+    check_all(device, segments=(segments, np.int64, (None, 3)), indices=(indices, np.int32, (None,)))
     if len(segments):
         kernel = get_kernel(device, "rows.cu", "clip_segments", THREADS=THREADS)
         sizes = (np.int64(len(segments)), np.int64(first_slot), np.int32(columns))

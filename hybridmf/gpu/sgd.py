@@ -351,14 +351,8 @@ class MsgdKernels:
         return [self._prepare("decentralized", operands, out, walk, more, (len(out), DECENTRALIZED_THREADS, 0))]
 
 
-@dataclass(frozen=True)
-class PreparedPass:
-    """The launches of a pass: those of long rows, which may run beside the others."""
-
-    operands: Operands
-    losses: Array
-    long: Launches
-    short: Launches
+PreparedPass: TypeAlias = tuple[Operands, Array, Launches, Launches]
+"""Operands and losses of a pass, the launches of long rows, and the others, beside which those may run."""
 
 
 def even_ranges(degrees: np.ndarray, n_ranges: int) -> np.ndarray:
@@ -438,15 +432,15 @@ class Msgd:
         moved, fixed = work[side], work[other_side(side)]
         if self.read != self.stored:
             fixed = FactorRows(fixed.matrix.astype(self.read), fixed.bias)
-        prepared = self._prepared(side, moved, fixed, terms, losses)
-        beside = self.beside and bool(prepared.long and prepared.short)
+        _, _, long, short = self._prepared(side, moved, fixed, terms, losses)
+        beside = self.beside and bool(long and short)
         with self.device.active():
             if beside:
                 self.device.fork()
             try:
-                for launch in prepared.long:
+                for launch in long:
                     launch(beside)
-                for launch in prepared.short:
+                for launch in short:
                     launch()
             finally:  # memory must not be released before these launches end
                 if beside:
@@ -455,7 +449,7 @@ class Msgd:
     def _prepared(self, side: Side, moved: FactorRows, fixed: FactorRows, terms: Terms, losses: Array) -> PreparedPass:
         """The launches of a pass for these operands, of which only the first ones of a form are checked."""
         known = self._passes.get(side)
-        if known is None or known.losses is not losses or not known.operands.set(moved, fixed, terms):
+        if known is None or known[1] is not losses or not known[0].set(moved, fixed, terms):
             _check_rows(self.device, moved, fixed, self.stored, self.read)
             known = self._passes[side] = self._prepare(side, Operands(self.device, moved, fixed, terms), losses)
         return known
@@ -463,14 +457,12 @@ class Msgd:
     def _prepare(self, side: Side, operands: Operands, losses: Array) -> PreparedPass:
         if side in self.bounds:
             walk = self.walks[self.layouts[side]].whole
-            return PreparedPass(
-                operands, losses, [], self._kernels.decentralized(operands, walk, self.bounds[side], losses)
-            )
+            return operands, losses, [], self._kernels.decentralized(operands, walk, self.bounds[side], losses)
         walk, long, short = self.walks[side], self.long[side], self.short[side]
         n_long = walk.n_ranges * len(long.rows)
         of_long = self._kernels.blocked(operands, walk, long, losses[:n_long].reshape(walk.n_ranges, len(long.rows)))
         sums = losses[n_long:].reshape(walk.n_ranges, len(short))
-        return PreparedPass(operands, losses, of_long, self._kernels.centralized(operands, walk, short, sums))
+        return operands, losses, of_long, self._kernels.centralized(operands, walk, short, sums)
 
 
 # ---------------------------------------------------------------------------------------------- batch-Hogwild

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import scipy.sparse as sp
@@ -29,26 +29,6 @@ from .matrix import DeviceMatrix
 from .predictions import add_products
 from .rows import RowRange, read_range, widen_range
 from .systems import SideSystems
-
-
-@dataclass(frozen=True)
-class FixedBlock:
-    """Columns ``first ... last - 1`` of the fixed side."""
-
-    first: int
-    last: int
-    table: Array  # float array, shape (n_fixed, width)
-    range: RowRange | None  # range of the table's rows, if kernels need it
-
-    @property
-    def columns(self) -> slice:
-        """The columns."""
-        return slice(self.first, self.last)
-
-    @property
-    def rank(self) -> int:
-        """Number of columns."""
-        return self.last - self.first
 
 
 class SubspaceHalf(HalfSweep):
@@ -70,6 +50,7 @@ class SubspaceHalf(HalfSweep):
     ) -> None:
         super().__init__(device, side, matrix, objective, plan, names)
         self.segments = row_segments(device, np.append(0, np.cumsum(self.degrees)))
+        self.blocks = [slice(first, last) for first, last in plan.blocks]
 
     def steps(
         self,
@@ -84,19 +65,19 @@ class SubspaceHalf(HalfSweep):
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
         whole = self.systems(Cleared(self.device, len(self)), start, gram, pull=pull)
         entries = self._predicted(fixed, mean, whole.solutions)
-        for block in self._fixed_blocks(fixed.table):
-            gram_of_block = None
+        for columns, (table, known) in zip(self.blocks, self._fixed_blocks(fixed.table), strict=True):
+            rank, gram_of_block = columns.stop - columns.start, None
             if gram is not None:
-                gram_of_block = self.device.zeros((round_up(block.rank, BLOCK),) * 2, self.dtype)
-                arrays.copy(self.device, gram_of_block[: block.rank, : block.rank], gram[block.columns, block.columns])
-            systems = functools.cache(functools.partial(self._systems_of, block, whole, gram_of_block))
-            kernels = self.row_kernels(block.rank, block.range)
-            yield from self.solve_all(kernels, kernels.operand(block.table), block.table, entries, systems)
+                gram_of_block = self.device.zeros((round_up(rank, BLOCK),) * 2, self.dtype)
+                arrays.copy(self.device, gram_of_block[:rank, :rank], gram[columns, columns])
+            systems = functools.cache(functools.partial(self._systems_of, columns, table, whole, gram_of_block))
+            kernels = self.row_kernels(rank, known)
+            yield from self.solve_all(kernels, kernels.operand(table), table, entries, systems)
             changes, status = systems().solutions, systems().status
-            whole.solutions[:, block.columns] += changes[:, : block.rank]
-            whole.status[...] += (whole.status == 0) * (status + (status > 0) * np.int32(block.first))
-            if block.last < self.plan.rank:
-                add_products(self.device, entries.predicted, block.table, changes, self.indices, self.segments)
+            whole.solutions[:, columns] += changes[:, :rank]
+            whole.status[...] += (whole.status == 0) * (status + (status > 0) * np.int32(columns.start))
+            if columns.stop < self.plan.rank:
+                add_products(self.device, entries.predicted, table, changes, self.indices, self.segments)
         yield self.unpack(whole.solutions), whole.status
 
     def _predicted(self, fixed: DeviceFactors, mean: float, solutions: Array) -> DeviceEntries:
@@ -108,29 +89,29 @@ class SubspaceHalf(HalfSweep):
         add_products(self.device, predicted, fixed.table, solutions, self.indices, self.segments)
         return replace(entries, offsets=None, predicted=predicted)
 
-    def _fixed_blocks(self, table: Array) -> list[FixedBlock]:
-        """Copies of the columns of each block, and their ranges, read back together."""
-        device, bounds, tables = self.device, self.plan.blocks, []
-        for first, last in bounds:
-            part = device.zeros((len(table), table_width(last - first, self.dtype)), self.dtype)
-            arrays.copy(device, part[:, : last - first], table[:, first:last])
+    def _fixed_blocks(self, table: Array) -> list[tuple[Array, RowRange | None]]:
+        """Copies of the columns of each block, and their ranges if kernels need them, read back together."""
+        device, tables = self.device, []
+        for columns in self.blocks:
+            rank = columns.stop - columns.start
+            part = device.zeros((len(table), table_width(rank, self.dtype)), self.dtype)
+            arrays.copy(device, part[:, :rank], table[:, columns])
             tables.append(part)
-        ranges: Sequence[RowRange | None] = [None] * len(bounds)
+        ranges: Sequence[RowRange | None] = [None] * len(tables)
         if self.plan.assembly == "fused" and self.plan.precision == "float32":
-            found = device.zeros((len(bounds), 3), np.uint32)
+            found = device.zeros((len(tables), 3), np.uint32)
             for k, part in enumerate(tables):
                 widen_range(device, found[k], part)
             ranges = [read_range(one)[0] for one in device.download(found)]
-        parts = zip(bounds, tables, ranges, strict=True)
-        return [FixedBlock(first, last, part, known) for (first, last), part, known in parts]
+        return list(zip(tables, ranges, strict=True))
 
-    def _systems_of(self, block: FixedBlock, whole: SideSystems, gram: Array | None) -> SideSystems:
+    def _systems_of(self, columns: slice, table: Array, whole: SideSystems, gram: Array | None) -> SideSystems:
         """The systems of a block; solutions hold the part of right-hand sides that does not come from entries."""
-        device, solutions, ridge = self.device, whole.solutions, self.ridge[block.columns]
-        beside = device.zeros((len(self), block.table.shape[1]), self.dtype)
-        beside[:, : block.rank] = self.scale[:, None] * solutions[:, block.columns] * -ridge
+        device, solutions, ridge, rank = self.device, whole.solutions, self.ridge[columns], columns.stop - columns.start
+        beside = device.zeros((len(self), table.shape[1]), self.dtype)
+        beside[:, :rank] = self.scale[:, None] * solutions[:, columns] * -ridge
         if whole.pull is not None:
-            beside[:, : block.rank] += whole.pull[:, block.columns]
+            beside[:, :rank] += whole.pull[:, columns]
         if whole.gram is not None:
-            beside[:, : block.rank] -= device.matmul(solutions, whole.gram[: self.width, block.columns])
+            beside[:, :rank] -= device.matmul(solutions, whole.gram[: self.width, columns])
         return SideSystems(beside, device.zeros(len(self), np.int32), gram, ridge, self.scale)

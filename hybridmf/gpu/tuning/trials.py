@@ -29,8 +29,9 @@ from ...plan.fused import table_width
 from ...plan.make import make_plan
 from ...plan.tables import Facts
 from ...plan.types import Settings
-from ..assembly import Cleared, RowKernels
+from ..assembly import Cleared
 from ..factors import DeviceFactors, GpuFactors
+from ..fused import RowKernels
 from ..half import HalfSweep
 
 RESIDUAL_TOLERANCE = {"float32": 3e-5, "bf16": 2e-2}
