@@ -25,7 +25,7 @@ from .options import Options, check_folder, debug_option, examples, plot_option,
 from .report import facts_text, file_size, names_of, ratings_facts, with_output
 from .sources import (
     Source,
-    columns_text,
+    column_facts,
     files_of,
     is_store,
     one_source,
@@ -90,7 +90,7 @@ def command(**given: Any) -> None:
         del arguments["timestamp"]  # a store has no times
         store = convert_to_store(source, out, **arguments)
         if not quiet:
-            click.echo(facts_text(_column_facts(ratings_file) | ratings_facts(store)))
+            click.echo(facts_text(column_facts(ratings_file) | ratings_facts(store)))
         return
     if out is not None and os.path.isdir(out):
         raise click.UsageError(f"{out} is a folder, which can only become a store; give the name of a file")
@@ -106,7 +106,7 @@ def command(**given: Any) -> None:
             click.echo(f"{' and '.join(lost).capitalize()} are not written to {target}; npz keeps them.", err=True)
         _write_ratings(ratings, out, target, statistics)
     if not quiet:
-        click.echo(facts_text(_column_facts(ratings_file) | ratings_facts(ratings)))
+        click.echo(facts_text(column_facts(ratings_file) | ratings_facts(ratings)))
         click.echo(f"\nBALS tiles of {tiles[0]} x {tiles[1]}\n\n{_bals_table(statistics)}")
         if out is not None:
             click.echo(f"\nWrote {out} ({file_size(out)}).")
@@ -127,12 +127,6 @@ def _source_and_out(options: Options) -> tuple[Source, str | None]:
         click.Path(writable=True).convert(out, parameter, context)
         check_folder(context, parameter, out.rstrip("/" + os.sep))  # it may be a folder itself
     return one_source(tuple(ratings_path.convert(path, parameter, context) for path in given)), out
-
-
-def _column_facts(path: Source) -> dict[str, str]:
-    """The columns in use; empty for a store and for files without columns."""
-    columns = None if is_store(path) else columns_text(path)
-    return {} if columns is None else {"columns": columns}
 
 
 def _format_of(out: str | None) -> str:

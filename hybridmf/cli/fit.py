@@ -47,7 +47,7 @@ from .report import file_size
 from .sources import (
     READING,
     Source,
-    columns_text,
+    column_facts,
     files_of,
     is_store,
     one_source,
@@ -310,8 +310,7 @@ def read_and_say(source: Source, say: Callable[[str], Any], quiet: bool) -> Rati
     n_users, n_items = ratings.shape
     found = f"{n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings"
     say(f"Read {source_name(source)} in {seconds:.2f} s: {found}.")
-    columns = columns_text(source)
-    if columns is not None:
+    for columns in column_facts(source).values():
         say(f"Columns: {columns}.")
     return ratings
 

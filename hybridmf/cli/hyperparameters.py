@@ -15,7 +15,7 @@ from ..ccd import CCD
 from ..core.validate import check_int
 from ..sgd import SGD
 from ..tools.preview import plan
-from .options import Options, PairType, device_list, with_options
+from .options import Options, device_list, one_or_pair, with_options
 
 Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD
 MODELS: dict[tuple[str, str], type[Model]] = {
@@ -49,8 +49,8 @@ TYPES: dict[str, Any] = {
     "int | None": int,
     "float": float,
     "float | None": float,
-    "float | tuple[float, float] | None": PairType(),
-    "Scaling | tuple[Scaling, Scaling] | None": PairType("none", "count"),
+    "float | tuple[float, float] | None": one_or_pair(),
+    "Scaling | tuple[Scaling, Scaling] | None": one_or_pair("none", "count"),
 }
 """Types of options by the annotations of the fields; others are text."""
 

@@ -14,7 +14,7 @@ from ..tools.config import config
 from .options import debug_option, examples, plot_option, refuse_overwriting
 from .report import facts_text, file_size, label_text, pairs, ratings_facts
 from .sources import (
-    columns_text,
+    column_facts,
     files_of,
     is_store,
     open_store,
@@ -52,8 +52,7 @@ def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str |
         facts, text = _model_facts(load(file), file), _model_text
     else:
         ratings = open_store(file) if is_store(file) else read_ratings(file)
-        columns = None if is_store(file) else columns_text(file)
-        facts, text = ({} if columns is None else {"columns": columns}) | ratings_facts(ratings), facts_text
+        facts, text = column_facts(file) | ratings_facts(ratings), facts_text
     if plot is not None:
         save(degrees(ratings).figure, plot)
     click.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str) if as_json else text(facts))

@@ -124,28 +124,24 @@ def share_or_number(name: str, value: float) -> float | int:
     return int(value) if value >= 1 else value
 
 
-class PairType(click.ParamType):
-    """A value, or a pair of users' and items' with a comma between them."""
+def one_or_pair(*names: str) -> Callable[[str], Any]:
+    """A type of options: a number or one of some names, or a pair of users' and items' with a comma between them."""
 
-    name = "pair"
+    def one(text: str) -> str | float:
+        return text if text in names else float(text)
 
-    def __init__(self, *names: str) -> None:
-        self.names = names  # that a value may have instead of a number
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        """One value, or a tuple of two."""
-        parts = [self._one(part.strip(), value) for part in value.split(",")]
+    def convert(given: str) -> Any:
+        parts = given.split(",")
         if len(parts) > 2:
-            self.fail(f"{value!r} has {len(parts)} values; expected one, or two: USERS,ITEMS", parameter, context)
-        return parts[0] if len(parts) == 1 else tuple(parts)
-
-    def _one(self, text: str, whole: str) -> str | float:
-        if text in self.names:
-            return text
+            raise click.BadParameter(f"{given!r} has {len(parts)} values; expected one, or two: USERS,ITEMS")
         try:
-            return float(text)
+            values = tuple(one(part.strip()) for part in parts)
         except ValueError:
-            self.fail(f"{whole!r} is not {', '.join((*self.names, 'a number'))}, or two of these: USERS,ITEMS")
+            what = ", ".join((*names, "a number"))
+            raise click.BadParameter(f"{given!r} is not {what}, or two of these: USERS,ITEMS") from None
+        return values if len(values) > 1 else values[0]
+
+    return convert
 
 
 def device_list(text: str) -> str | list[str]:

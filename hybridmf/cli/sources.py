@@ -122,12 +122,7 @@ RATINGS_OPTIONS: dict[str, Callable[..., Any]] = {
 """By the arguments of `Ratings.from_file`."""
 
 
-READING = {
-    "Reading": (
-        "where", "format", "separator", "header", "user", "item", "value", "timestamp", "encoding", "duplicates",
-        "missing", "quote", "escape",
-    )
-}  # fmt: skip
+READING = {"Reading": ("where", *RATINGS_OPTIONS)}
 """Heading of `ratings_options` and `where_option` in the help of a command that has many other options."""
 
 
@@ -179,12 +174,14 @@ def is_store(path: Source) -> bool:
     return isinstance(path, str) and os.path.isdir(path) and part_paths(path) is None
 
 
-def columns_text(source: Source) -> str | None:
-    """The columns of a file that `read_ratings` uses, the first of several; None if the file has no columns."""
+def column_facts(source: Source) -> dict[str, str]:
+    """The "columns" that `read_ratings` uses, of the first of several files; none for stores and files without them."""
+    if is_store(source):
+        return {}
     arguments = reading_arguments()
     del arguments["timestamp"]
     columns = file_columns(files_of(source)[0], FileOptions(**arguments))
-    return None if columns is None else str(columns)
+    return {} if columns is None else {"columns": str(columns)}
 
 
 def open_store(path: Source) -> Store:
