@@ -39,28 +39,22 @@ logger = logging.getLogger("hybridmf")
 FORMATS = ("auto", "text", "csv", "tsv", "lists", "jsonl", "mtx", "npz", "parquet")
 """Values of ``Ratings.from_file(format=)``."""
 
+_TO_FRAME = "read it into a data frame, and pass that to Ratings.from_frame"
+_EXCEL = "read it with pandas.read_excel, and pass the table to Ratings.from_frame"
 _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"version https://git-lfs", "a Git LFS pointer, not the file itself", "run git lfs pull in its repository"),
     (rb"(?i)\s*<(?:!doctype|html|head|body)", "an HTML page", "download the file that the page offers"),
-    (rb"\s*<\?xml", "XML", "read it into a data frame, and pass that to Ratings.from_frame"),
+    (rb"\s*<\?xml", "XML", _TO_FRAME),
     (rb"\s*\[\s*[{\[]", "one JSON array", "write one JSON object a line, or pass pandas.read_json(...) to from_frame"),
     (rb"\x80[\x02-\x05]", "a pickle, which is never loaded", "unpickle it if you trust it, and pass the object"),
     (rb"\x89HDF\r\n", "HDF5", "read it with pandas or h5py, and pass the table or matrix"),
     (rb"\x93NUMPY", "a NumPy array", "pass numpy.load(...) to Ratings.from_matrix or from_coo"),
-    (
-        rb"(?s)PK\x03\x04.{26}(?:xl/|\[Content_Types\]|_rels/|docProps/)",
-        "an Excel workbook",
-        "read it with pandas.read_excel, and pass the table to Ratings.from_frame",
-    ),
-    (
-        rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
-        "an Office document",
-        "read it with pandas.read_excel, and pass the table to Ratings.from_frame",
-    ),
+    (rb"(?s)PK\x03\x04.{26}(?:xl/|\[Content_Types\]|_rels/|docProps/)", "an Excel workbook", _EXCEL),
+    (rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Office document", _EXCEL),
     (rb"\x1f\x8b", "packed twice by gzip", "unpack it once"),
     (rb"SQLite format 3", "an SQLite database", "query it, and pass the table to Ratings.from_frame"),
     (rb"ARROW1|FEA1", "an Arrow file", "pass pyarrow.feather.read_table(...) to Ratings.from_frame"),
-    (rb"Obj\x01|ORC", "an Avro or ORC file", "read it into a data frame, and pass that to Ratings.from_frame"),
+    (rb"Obj\x01|ORC", "an Avro or ORC file", _TO_FRAME),
     (rb"PK\x05\x06", "an empty ZIP archive", "copy or download it again"),
     (rb"BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!", "packed with another program than gzip", "unpack it first"),
     (rb"%PDF", "a PDF", "give the file of ratings"),

@@ -339,7 +339,7 @@ def from_triplets(
         columns_first = _formats.by_column(rows, columns, work, shape[1])
         pointer, columns, work = _formats.transpose(*columns_first, shape[0])
     else:
-        pointer = _row_pointer(rows, shape[0])
+        pointer = row_pointer(rows, shape[0])
     pointer, indices, data = _sorted_unique(pointer, columns, work, shape, name, duplicates)
     data = _finite_values(data, indices, pointer, name, dtype)
     return _assemble(pointer, indices, data, shape, drop_zeros)
@@ -602,7 +602,7 @@ def repeats(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> Repeat
     return Repeats(len(np.unique(pairs[1:][same])), len(np.unique(pairs[1:][same & (values[1:] != values[:-1])])))
 
 
-def _row_pointer(rows: np.ndarray, count: int) -> np.ndarray:
+def row_pointer(rows: np.ndarray, count: int) -> np.ndarray:
     """Where each of `count` rows starts among entries sorted by row; int64, shape (count + 1,)."""
     pointer = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(np.bincount(rows, minlength=count), out=pointer[1:])
@@ -628,7 +628,7 @@ def _merge_duplicates(
         merged = np.add.reduceat(work, starts)
         if rule == "mean":
             merged = merged / np.diff(np.append(starts, len(work)))
-    return _row_pointer(rows[starts], shape[0]), np.ascontiguousarray(indices[starts]), merged
+    return row_pointer(rows[starts], shape[0]), np.ascontiguousarray(indices[starts]), merged
 
 
 def _finite_values(data: np.ndarray, indices: np.ndarray, indptr: np.ndarray, name: str, dtype: Any) -> np.ndarray:

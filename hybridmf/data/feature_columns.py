@@ -25,7 +25,7 @@ from ..core.column_names import role_of
 from ..core.files import open_bytes, read_head, reading, sniff_format
 from ..core.objective import Side
 from ..core.triplets import frame_names
-from ..core.validate import check_bool, check_choice, check_memory, make_csr
+from ..core.validate import check_bool, check_choice, check_memory, make_csr, row_pointer
 from ..errors import RatingsError
 from .columns import AUTO, check_distinct_names, column_place
 from .labels import MISSING_WORDS, is_missing, plain_array
@@ -559,9 +559,8 @@ def check_finite(name: str, values: np.ndarray) -> None:
 def to_matrix(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: tuple[int, int]) -> sp.csr_array:
     """Canonical CSR of entries that do not repeat; a zero stays an entry, as the mean of a number is."""
     order = np.lexsort((columns, rows))
-    pointer = np.zeros(shape[0] + 1, dtype=np.int64)
-    np.cumsum(np.bincount(rows, minlength=shape[0]), out=pointer[1:])
-    return make_csr(pointer, columns[order].astype(np.int32), values[order].astype(np.float32), shape)
+    pointer, data = row_pointer(rows, shape[0]), values[order].astype(np.float32)
+    return make_csr(pointer, columns[order].astype(np.int32), data, shape)
 
 
 def some(values: Any) -> str:
