@@ -109,25 +109,29 @@ def cut_share(
     """
     if item_users is not None and layout.size == 1:
         return [{"user": user_items, "item": item_users}]
-    users = layout.own("user", rank)
-    by_item = (
-        transposed(rows_of(user_items, *users), num_threads) if item_users is None else columns_of(item_users, *users)
-    )
-    last = []
+    users, n_items = layout.own("user", rank), user_items.shape[1]
+    # ranges of items, then popular ones
+    order = np.concatenate((np.delete(np.arange(n_items), popular), popular)) if len(popular) else None
+    if item_users is not None:
+        by_item = columns_of(item_users, *users, order)
+    else:
+        by_item = transposed(rows_of(user_items, *users), num_threads)
+        by_item = by_item if order is None else take_rows(by_item, order)
+    parts = [_range_of(by_item, *layout.own("item", other), popular) for other in range(layout.size)]
     if len(popular):
-        last.append(take_rows(by_item, popular))
-        by_item = _emptied(by_item, popular)
-    parts = [rows_of(by_item, *layout.own("item", other)) for other in range(layout.size)] + last
+        parts.append(rows_of(by_item, n_items - len(popular), n_items))
     return [{"user": transposed(items, num_threads), "item": items} for items in parts]
 
 
-def _emptied(matrix: sp.csr_array, rows: np.ndarray) -> sp.csr_array:
-    """The matrix without the entries of some rows."""
-    others = take_rows(matrix, np.delete(np.arange(matrix.shape[0]), rows))
-    degrees = np.diff(matrix.indptr)
-    degrees[rows] = 0
-    indptr = np.concatenate(([0], np.cumsum(degrees, dtype=np.int64)))
-    return csr_of(indptr, others.indices, others.data, matrix.shape[1])
+def _range_of(by_item: sp.csr_array, first: int, last: int, popular: np.ndarray) -> sp.csr_array:
+    """A range of items, in which `popular` ones have no entries; `by_item` has these below all others."""
+    before, until = np.searchsorted(popular, (first, last))
+    others = rows_of(by_item, first - int(before), last - int(until))
+    if before == until:
+        return others
+    # the pointer of a popular item is that of the next other one
+    places = popular[before:until] - first - np.arange(until - before)
+    return csr_of(np.insert(others.indptr, places, others.indptr[places]), others.indices, others.data, others.shape[1])
 
 
 # ---------------------------------------------------------------------------------------------- one rank

@@ -366,6 +366,25 @@ def test_shares_hold_every_rating_once(ranks, ratings_matrix):
     assert max(sizes) - min(sizes) <= 2 * np.diff(matrix.indptr).max()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_shares_with_popular_items(transposed, ratings_matrix):
+    """Their entries are in a block of their own, and their rows empty in that of their range."""
+    matrix, _, plan, _ = problem(ratings_matrix, method_of())
+    popular = np.array([0, 1, 5, 22, 23, 39])
+    layout = share_layout({"user": np.diff(matrix.indptr), "item": np.full(40, 2)}, 3, popular)
+    dense, rest = matrix.toarray(), matrix.toarray()
+    rest[:, popular] = 0
+    for rank in range(3):
+        given = transpose(matrix) if transposed else None
+        *blocks, last = cut_share(matrix, layout, rank, 1, given, popular=popular)
+        users = slice(*layout.own("user", rank))
+        np.testing.assert_array_equal(last["user"].toarray(), dense[users][:, popular])
+        for other, block in enumerate(blocks):
+            np.testing.assert_array_equal(block["user"].toarray(), rest[users, slice(*layout.own("item", other))])
+        for block in (*blocks, last):
+            assert (block["user"] != block["item"].T).nnz == 0
+
+
 def test_joined_factors():
     whole = Factors(np.arange(12.0).reshape(6, 2), np.arange(6.0), Factors(np.ones((6, 2)), np.zeros(6)))
     parts = [whole.part(slice(a, b)) for a, b in ((0, 2), (2, 2), (2, 6))]
