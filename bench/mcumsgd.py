@@ -5,17 +5,20 @@
     python bench/mcumsgd.py --compare                         all variants on Netflix's shape, f = 128, 2 and 4 GPUs
 
 "one GPU" is the solver of `device="cuda:0"`. Before anything is timed, GPU ranks are compared with CPU ranks on a small
-shape: they update in the same order. Another number of ranks begins rows' walks elsewhere: the RMSEs are reported
-beside the times. Where one is no lower than at the start, or of "passes" more than 5 % above that of one GPU after as
-many epochs (six or more), the exit code is 1. Times are from before the first launch to after the last rank has
-finished, the median of the epochs after a warm-up. "balance" is the mean over the largest of the entries that ranks
-have in a step, averaged over the steps of an epoch: no speed-up can be more than that many times the ranks. Data:
+shape, with popular items: they update in the same order. Another number of ranks begins rows' walks elsewhere: the
+RMSEs are reported beside the times. Where one is no lower than at the start, or of "passes" more than 5 % above that of
+one GPU after as many epochs (six or more), the exit code is 1. Times are from before the first launch to after the last
+rank has finished, the median of the epochs after a warm-up. "balance" is the mean over the largest of the entries that
+ranks have in a step, averaged over the steps of an epoch: no speed-up can be more than that many times the ranks. Data:
 gpu_data.py.
 
 Variants: the order ("passes", "blocks": see hybridmf/ranks/mcumsgd.py); long rows beside the others (two streams) or
-before them (one); entries from which a row is long, half and double those of the rule. One more epoch shows where the
-time goes: milliseconds of the passes over items and users on the GPU (the mean of the ranks), of all that lies between
-them there (waits and exchanges), and how long the slowest rank takes in Python until all is launched.
+before them (one); entries from which a row is long, half and double those of the rule; without popular items: all
+rotate (--rotating; these lines are not recorded). "popular" is the number of popular items and their part of the
+entries. "set-up" is followed by two parts of it, of the slowest rank: cuts of its share, and its kernels with uploads.
+One more epoch shows where the time goes: milliseconds of the passes over items and users on the GPU (the mean of the
+ranks), of all that lies between them there (waits and exchanges), of the updates of popular items (the sum of the
+ranks, which are beside the others), and how long the slowest rank takes in Python until all is launched.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from unittest.mock import patch
 
 import click
 import numpy as np
@@ -40,6 +45,7 @@ from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import ORDERS
+from hybridmf.ranks import mcumsgd
 from hybridmf.ranks.mcumsgd import MultiSGD
 
 SAMPLE = 1 << 20
@@ -91,6 +97,7 @@ class Variant:
     order: str = "passes"
     beside: bool = True
     long_row: int | None = None
+    popular: bool = True
 
 
 @dataclass(frozen=True)
@@ -167,25 +174,30 @@ def passes_of_an_epoch(solver: Any) -> dict[str, float]:
     marks: list[list[Mark]] = []
     for own in [rank.kernels.schedules for rank in ranks]:
         marks.append([])
-        for msgd in own:
-            msgd.launch_pass = _marked(msgd.launch_pass, marks[-1], cupy.cuda.Event)
+        for block, msgd in enumerate(own):
+            is_popular = 1 < len(ranks) == block
+            msgd.launch_pass = _marked(msgd.launch_pass, marks[-1], cupy.cuda.Event, is_popular)
     started = time.perf_counter()
     epochs(solver, 1)
     found: dict[str, float] = {"launch": max(own[-1].launched for own in marks) - started}
     found["launch"] *= 1e3
     for side in ("item", "user"):
         found[side] = statistics.mean(sum(mark.milliseconds() for mark in own if mark.side == side) for own in marks)
+    found["popular"] = sum(mark.milliseconds() for own in marks for mark in own if mark.side == "popular")
+    marks = [[mark for mark in own if mark.side != "popular"] for own in marks]
     spans = [own[-1].milliseconds(since=own[0]) for own in marks]
     return found | {"between": statistics.mean(spans) - found["item"] - found["user"]}
 
 
-def _marked(launch_pass: Callable[..., None], marks: list[Mark], event: Callable[[], Any]) -> Callable[..., None]:
+def _marked(
+    launch_pass: Callable[..., None], marks: list[Mark], event: Callable[[], Any], is_popular: bool
+) -> Callable[..., None]:
     def marked(side: str, *operands: Any) -> None:
         begin, end = event(), event()
         begin.record()
         launch_pass(side, *operands)
         end.record()
-        marks.append(Mark(side, begin, end, time.perf_counter()))
+        marks.append(Mark("popular" if is_popular and side == "item" else side, begin, end, time.perf_counter()))
 
     return marked
 
@@ -193,7 +205,9 @@ def _marked(launch_pass: Callable[..., None], marks: list[Mark], event: Callable
 def check(ranks: int, order: str) -> float:
     """Largest difference between factors of GPU ranks and of CPU ranks after three epochs, relative to the largest."""
     start, variant = Start(Data.draw("ml-1m"), 32), Variant(ranks, order)
-    ours, theirs = (start.solver([name.format(k) for k in range(ranks)], variant) for name in ("cuda:{}", "cpu"))
+    with patch.object(mcumsgd, "MIN_POPULAR", 1000):
+        ours, theirs = (start.solver([name.format(k) for k in range(ranks)], variant) for name in ("cuda:{}", "cpu"))
+    assert order == "blocks" or len(ours.ranks[0].popular)
     for solver in (ours, theirs):
         epochs(solver, 3)
     pairs = [
@@ -204,25 +218,39 @@ def check(ranks: int, order: str) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
-def balance(data: Data, solver: MultiSGD) -> float:
+def balance(solver: Any) -> float:
     """See the top."""
-    ranks, bounds = solver.size, solver.ranks[0].layout.bounds
-    of_user = np.repeat(np.arange(ranks), np.diff(data.user.indptr[bounds["user"]]))
-    of_item = np.searchsorted(bounds["item"], data.user.indices, side="right") - 1
-    rotates = np.ones(data.user.shape[1], dtype=bool)
-    rotates[solver.ranks[0].popular] = False
-    kept = rotates[data.user.indices]
-    counts = np.bincount((of_user * ranks + of_item)[kept], minlength=ranks * ranks).reshape(ranks, ranks)
-    steps = [[counts[q, (q + step) % ranks] for q in range(ranks)] for step in range(ranks)]
+    ranks = solver.size
+    counts = [[bounds["user"][-1] for bounds in rank.kernels._indptr] for rank in solver.ranks]
+    steps = [[counts[q][(q + step) % ranks] for q in range(ranks)] for step in range(ranks)]
     return float(sum(np.mean(step) for step in steps) / sum(max(step) for step in steps))
+
+
+@contextmanager
+def part_timed(owner: Any, name: str) -> Iterator[list[float]]:
+    """Context in which the seconds of each call of a function are noted."""
+    given, seconds = getattr(owner, name), []
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        result = given(*arguments, **options)
+        seconds.append(time.perf_counter() - started)
+        return result
+
+    with patch.object(owner, name, timed):
+        yield seconds
 
 
 def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
     """One line: milliseconds, where they go, and the RMSE."""
     data, ranks = start.data, variant.ranks
-    started = time.perf_counter()
-    solver = start.solver([f"cuda:{rank}" for rank in range(ranks)] if ranks else "cuda:0", variant)
-    set_up = time.perf_counter() - started
+    fewest = mcumsgd.MIN_POPULAR if variant.popular else float("inf")
+    cutting, making = part_timed(mcumsgd, "cut_share"), part_timed(gpu_sgd.GpuEpochs, "__init__")
+    with patch.object(mcumsgd, "MIN_POPULAR", fewest), cutting as cuts, making as kernels:
+        started = time.perf_counter()
+        solver = start.solver([f"cuda:{rank}" for rank in range(ranks)] if ranks else "cuda:0", variant)
+        set_up = time.perf_counter() - started
+    popular = solver.ranks[0].popular if ranks else []
     seconds = epochs(solver, WARM_UP + count)[WARM_UP:]
     line = {
         "bench": "mcumsgd",
@@ -237,10 +265,13 @@ def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
         "long_row": solver.ranks[0].kernels.long_row if ranks else gpu_sgd.LONG_ROW,
         "ms": 1e3 * statistics.median(seconds),
         "ms_all": [round(1e3 * value, 3) for value in seconds],
+        "popular": len(popular),
+        "popular_part": round(float(np.diff(data.item.indptr)[popular].sum()) / data.user.nnz, 4) if ranks else 0.0,
         "set_up_s": round(set_up, 3),
+        "set_up_parts_s": [round(max(part, default=0.0), 3) for part in (cuts, kernels)],
         "epochs": WARM_UP + count,
         "rmse": data.rmse(solver),
-        "balance": balance(data, solver) if ranks else 1.0,
+        "balance": balance(solver) if ranks else 1.0,
         "ms_passes": {name: round(value, 3) for name, value in passes_of_an_epoch(solver).items()},
     }
     if ranks:
@@ -248,7 +279,9 @@ def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
     return line
 
 
-def variants(numbers: list[int], orders: tuple[str, ...], long_rows: tuple[int, ...], one: bool) -> Iterator[Variant]:
+def variants(
+    numbers: list[int], orders: tuple[str, ...], long_rows: tuple[int, ...], one: bool, rotating: bool = False
+) -> Iterator[Variant]:
     """What is measured; the solver of one GPU comes first."""
     yield Variant(0)
     if one:
@@ -259,11 +292,13 @@ def variants(numbers: list[int], orders: tuple[str, ...], long_rows: tuple[int, 
                 yield Variant(ranks, order, long_row=long_row)
         if one:
             yield Variant(ranks, beside=False)
+        if rotating and ranks > 1:
+            yield Variant(ranks, popular=False)
 
 
 def all_variants(numbers: list[int]) -> Iterator[Variant]:
     """Of --compare: one thing other than usual at a time."""
-    yield from variants(numbers, ORDERS, (), True)
+    yield from variants(numbers, ORDERS, (), True, True)
     for ranks in numbers:
         rule = gpu_sgd.long_row_of(ranks)
         yield Variant(ranks, long_row=rule // 2)
@@ -278,17 +313,21 @@ def gpu_names() -> list[str]:
 
 HEADER = (
     f"{'shape':10} {'f':>4} {'GPUs':>5} {'order':>7} {'streams':>7} {'long row':>8} {'ms':>9} {'speed-up':>9} "
-    f"{'balance':>8} {'RMSE':>8} {'set-up s':>9} {'items':>7} {'users':>7} {'between':>8} {'launch':>7}"
+    f"{'popular':>11} {'balance':>8} {'RMSE':>8} {'set-up s':>17} {'items':>7} {'users':>7} {'between':>8} "
+    f"{'popular':>8} {'launch':>7}"
 )
 
 
 def print_line(line: dict[str, Any], sound: bool) -> None:
     """A row of the table."""
     passes = line["ms_passes"]
+    popular = f"{line['popular']} {100 * line['popular_part']:.1f} %"
+    set_up = f"{line['set_up_s']:.2f} ({', '.join(f'{part:.2f}' for part in line['set_up_parts_s'])})"
     print(
         f"{line['shape']:10} {line['factors']:4d} {line['ranks'] or 'one':>5} {line['order']:>7} {line['streams']:7d} "
-        f"{line['long_row']:8d} {line['ms']:9.2f} {line['speed_up']:9.2f} {line['balance']:8.2f} {line['rmse']:8.4f} "
-        f"{line['set_up_s']:9.1f} {passes['item']:7.2f} {passes['user']:7.2f} {passes['between']:8.2f} "
+        f"{line['long_row']:8d} {line['ms']:9.2f} {line['speed_up']:9.2f} {popular:>11} {line['balance']:8.2f} "
+        f"{line['rmse']:8.4f} {set_up:>17} {passes['item']:7.2f} {passes['user']:7.2f} {passes['between']:8.2f} "
+        f"{passes['popular']:8.2f} "
         f"{passes['launch']:7.2f}" + ("" if sound else "  WRONG"),
         flush=True,
     )
@@ -312,6 +351,7 @@ def is_sound(line: dict[str, Any]) -> bool:
     "--long-row", "long_rows", multiple=True, type=int, help="entries from which a row has a block of its own"
 )
 @click.option("--one-stream", is_flag=True, help="on one GPU and on several with the other number of streams, too")
+@click.option("--rotating", is_flag=True, help="on several GPUs without popular items, too")
 @click.option("--compare", is_flag=True, help="all variants; by default Netflix's shape, f = 128, 2 and 4 GPUs")
 def main(
     shapes: tuple[str, ...],
@@ -321,6 +361,7 @@ def main(
     orders: tuple[str, ...],
     long_rows: tuple[int, ...],
     one_stream: bool,
+    rotating: bool,
     compare: bool,
 ) -> None:
     names = gpu_names()
@@ -332,7 +373,7 @@ def main(
         print(f"{number} GPUs beside {number} CPU ranks, {order}: factors differ by {difference:.1e}")
         if difference > 1e-3:
             raise SystemExit(f"wrong answer on {number} GPUs")
-    chosen = list(all_variants(numbers) if compare else variants(numbers, orders, long_rows, one_stream))
+    chosen = list(all_variants(numbers) if compare else variants(numbers, orders, long_rows, one_stream, rotating))
     failed = False
     print(HEADER)
     for shape in shapes or (("netflix",) if compare else ("netflix", "yahoo-r1")):
@@ -348,7 +389,7 @@ def main(
                 sound = is_sound(line)
                 failed |= not sound
                 print_line(line, sound)
-                if sound:
+                if sound and variant.popular:
                     record("mcumsgd", line)
     raise SystemExit(int(failed))
 
