@@ -1,4 +1,4 @@
-"""Measures the constants of the cost model on this machine: fits of small synthetic problems by our own kernels.
+"""Measures the constants of the cost model on this machine: fits of small synthetic problems, copies and collectives.
 
 Choices of the device depend on few of the constants (bench/dispatch.py, 820 choices of recorded fits): how fast the
 cores and the GPU are as a whole, how they scale, and what an iteration costs beside its work. So one speed scales all
@@ -7,8 +7,11 @@ rates of the cores, and one all rates of the GPU. Each time is that of the faste
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -18,13 +21,15 @@ import scipy.sparse as sp
 
 from ..als import ExplicitALS
 from ..core.system import available_cores
-from ..device.cuda import DeviceSpec, device_count
+from ..device.cuda import Device, DeviceSpec, device_count, open_device
+from ..errors import CommunicatorError, DeviceError
 from ..model.base import FactorModel
 from ..plan import dispatch
 from ..plan import machine as _machine
 from ..plan.cost import cost_of
-from ..plan.machine import CpuRates, GpuRates, Machine, built_in
-from .links import measure_links
+from ..plan.machine import CpuRates, GpuRates, LinkRates, Machine, built_in
+from ..ranks.group import open_rank
+from ..ranks.transport.threads import ThreadCommunicator, run_ranks
 from .preview import plan
 
 RANKS = (16, 32, 64, 128)
@@ -46,6 +51,21 @@ TINY_ITERATIONS = 50
 
 REPEATS = 3
 """Iterations of each fit after the first, which is a warm-up; the fastest counts."""
+
+COPY_BYTES, COLLECTIVE_BYTES = 256 << 20, 1 << 30
+"""Bytes of arrays, at most an eighth of the free memory: a copy over a PCIe 5 bus, or a collective over NVLink, takes
+5 ms."""
+
+WIDTH = 1024
+"""Columns of the arrays of collectives."""
+
+COUNTS = (2, 4, 8, 16)
+"""Numbers of GPUs for which collectives are measured, if available."""
+
+RUNS = 4
+"""Runs of a copy or collective; the fastest counts."""
+
+clock = time.perf_counter
 
 Say = Callable[[str], Any]
 
@@ -156,3 +176,76 @@ def _measure_gpu(spec: DeviceSpec, machine: Machine) -> GpuRates:
     rates = replace(known, sweep={kind: seconds * slower for kind, seconds in known.sweep.items()})
     speed = _speed(replace(machine, gpu=rates, gpu_name=spec.name), idle, GPU_PROBLEMS, device)
     return replace(rates.sped_up(speed), multiprocessors=spec.multiprocessors)
+
+
+# ------------------------------------------------------------------------------------------------------------- links
+
+
+def measure_links(names: Sequence[str], links: LinkRates, say: Say) -> LinkRates:
+    """Measure the links of some GPUs with all of them active, as in a fit; the slowest GPU counts.
+
+    `names`: devices. `links`: constants that are not measured: files, launches, and NCCL with one GPU or if
+    it does not work. `say`: called with a description of each measurement.
+    """
+    say("links: copies between host and GPU")
+    copies = run_ranks(len(names), lambda control: _copy_rates(control, open_device(names[control.rank])))
+    pinned, fetched, copied = np.min(copies, axis=0).tolist()
+    links = replace(links, pinned_bytes=pinned, fetch_bytes=fetched, copy_bytes=copied)
+    counts = [count for count in COUNTS if count <= len(names)]
+    if counts:
+        say(f"links: collectives of {', '.join(map(str, counts))} GPUs")
+    reduced = []
+    for count in counts:
+        try:
+            rates = run_ranks(count, lambda control: _collective_rates(control, names[control.rank]))
+        except (DeviceError, CommunicatorError) as error:
+            say(f"links between GPUs are not measured: {error}")
+            return links
+        scattered, gathered = np.min(rates, axis=0).tolist()
+        reduced.append((float(count), scattered))
+        links = replace(links, reduce_scatter=tuple(reduced), all_gather=gathered)
+    return links
+
+
+def _fastest(control: ThreadCommunicator, run: Callable[[], Any], settle: Callable[[], Any]) -> float:
+    """Seconds of the fastest of a few runs that all ranks start together."""
+    best = math.inf
+    for _ in range(RUNS):
+        control.barrier()
+        started = clock()
+        run()
+        settle()
+        best = min(best, clock() - started)
+    return best
+
+
+def _copy_rates(control: ThreadCommunicator, device: Device) -> tuple[float, float, float]:
+    """Bytes/s from page-locked memory to the device, back, and within it (read and written)."""
+    host = np.ones(min(COPY_BYTES, device.free_bytes() // 8) // 4, np.float32)
+    with device.active():
+        copier = device.copier()
+        copier.pin(host)
+        array, other = device.empty(len(host), np.float32), device.zeros(len(host), np.float32)
+        device.synchronize()
+
+        def copy() -> None:
+            other[...] = array
+
+        to_device = _fastest(control, lambda: copier.copy(array, host), copier.synchronize)
+        to_host = _fastest(control, lambda: copier.fetch(host, array), copier.synchronize)
+        within = _fastest(control, copy, device.synchronize)
+    return host.nbytes / to_device, host.nbytes / to_host, 2 * host.nbytes / within
+
+
+def _collective_rates(control: ThreadCommunicator, name: str) -> tuple[float, float]:
+    """Bytes/s that a GPU sends in a reduce-scatter, and receives in an all-gather."""
+    communicator, device = open_rank(name, control)
+    assert device is not None
+    with closing(communicator), device.active():
+        count = control.size
+        rows = max(1, min(COLLECTIVE_BYTES, device.free_bytes() // 8) // (4 * WIDTH * count))
+        counts, moved = [rows] * count, 4 * WIDTH * rows * (count - 1)
+        whole, part = (device.zeros((n, WIDTH), np.float32) for n in (rows * count, rows))
+        scattered = _fastest(control, lambda: communicator.reduce_scatter(whole, counts), device.synchronize)
+        gathered = _fastest(control, lambda: communicator.allgatherv(part, counts), device.synchronize)
+        return moved / scattered, moved / gathered

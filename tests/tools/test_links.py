@@ -14,7 +14,7 @@ import hybridmf as hmf
 from hybridmf.errors import DeviceError
 from hybridmf.plan import machine as machines
 from hybridmf.plan.machine import LinkRates, Machine
-from hybridmf.tools import links as link_tools
+from hybridmf.tools import calibrate as _calibrate
 from support.cost_model import H200, plan_of
 from support.emulated import EmulatedCopier, EmulatedDevice
 
@@ -93,18 +93,18 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], LinkRa
 
     def measure(rates: Sequence[float]) -> LinkRates:
         clock = Clock()
-        monkeypatch.setattr(link_tools, "clock", clock)
+        monkeypatch.setattr(_calibrate, "clock", clock)
         names = [f"cuda:{index}" for index in range(len(rates))]
         devices = {name: TimedDevice(clock, rate) for name, rate in zip(names, rates, strict=True)}
-        monkeypatch.setattr(link_tools, "open_device", devices.__getitem__)
+        monkeypatch.setattr(_calibrate, "open_device", devices.__getitem__)
         communicators: list[TimedCommunicator] = []
 
         def open_rank(name: str, control: Any) -> Any:
             communicators.append(TimedCommunicator(control, clock, devices[name].rate / control.size))
             return communicators[-1], devices[name]
 
-        monkeypatch.setattr(link_tools, "open_rank", open_rank)
-        found = link_tools.measure_links(names, LinkRates(), lambda text: None)
+        monkeypatch.setattr(_calibrate, "open_rank", open_rank)
+        found = _calibrate.measure_links(names, LinkRates(), lambda text: None)
         assert all(one.closed for one in communicators)
         return found
 
@@ -131,9 +131,9 @@ def test_without_nccl_the_collectives_stay_as_they_are(timed: Any, monkeypatch: 
         raise DeviceError("there is no NCCL")
 
     timed([1e9, 1e9])
-    monkeypatch.setattr(link_tools, "open_rank", none)
+    monkeypatch.setattr(_calibrate, "open_rank", none)
     said: list[str] = []
-    found = link_tools.measure_links(["cuda:0", "cuda:1"], LinkRates(), said.append)
+    found = _calibrate.measure_links(["cuda:0", "cuda:1"], LinkRates(), said.append)
     copies = {name: getattr(found, name) for name in ("pinned_bytes", "fetch_bytes", "copy_bytes")}
     assert found == replace(LinkRates(), **copies) and copies["pinned_bytes"] == pytest.approx(1e9)
     assert said[-1] == "links between GPUs are not measured: there is no NCCL"
