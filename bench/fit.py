@@ -197,7 +197,7 @@ def cold(case: Case, data: Split, device: Any, folder: Path) -> Iterator[tuple[s
         cache = tempfile.mkdtemp(dir=folder)
         for kernels in ("none", "compiled") if hmf.config()["gpu"] else ("compiled",):
             task = {"case": asdict(case), "device": device, "source": source, "path": str(path)}
-            environment = os.environ | {"CUPY_CACHE_DIR": cache}
+            environment = os.environ | {"CUPY_CACHE_DIR": cache, "HYBRIDMF_READY_KERNELS": "0"}
             command = [sys.executable, "-c", WORKER, json.dumps(task)]
             started = time.perf_counter()
             done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
