@@ -833,6 +833,23 @@ def test_the_cyclic_order_on_gpus(order, beside, ranks, biases, ratings_matrix, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_popular_items_on_gpus(ranks, biases, popular, ratings_matrix, monkeypatch):
+    """Many epochs, whose streams have no fixed order."""
+    need_gpus(ranks)
+    monkeypatch.setattr(gpu_sgd, "LONG_ROW", 12)
+    matrix, objective, plan, state = problem(ratings_matrix.astype(np.float64), method_of(), biases=biases)
+    plan = plan.changed(devices=tuple(f"cuda:{rank}" for rank in range(ranks)))
+    solver = MultiSGD(matrix, transpose(matrix), objective, plan, state, 0)
+    result = run(solver, 8).on_host()
+    assert relative_error(result, twin(matrix, method_of(), state, ranks, 8)) < 1e-11
+    expected = reference.objective_value(matrix, result, objective)
+    assert solver.objective_value() == pytest.approx(expected, rel=1e-12)
+    solver.close()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fit_on_gpus(ranks):
     """Many entries, many epochs: the items that travel are those that were moved. CPU ranks go the same way."""
