@@ -451,13 +451,12 @@ class ModelFile:
             features = Features.from_coding(said[side]["coding"])
             count, n_rows = len(features.names), len(factors)
             indptr, indices, data = (parts[f"features_{name}"] for name in ("indptr", "indices", "data"))
-            sound = _is_canonical(indptr, indices, (n_rows, count)) and data.shape == indices.shape
-            sound = sound and data.dtype == np.float32 and vectors.matrix.shape == (count, factors.matrix.shape[1])
-            sound = sound and vectors.matrix.dtype == factors.matrix.dtype
-            biases = [None if each.bias is None else (each.bias.ndim, each.bias.dtype) for each in (vectors, factors)]
-            sound = sound and biases[0] == biases[1] and (vectors.bias is None or len(vectors.bias) == count)
+            sound = _is_canonical(indptr, indices, (n_rows, count)) and _fits(data, np.float32, indices.shape)
+            sound = sound and _fits(vectors.matrix, factors.matrix.dtype, (count, factors.matrix.shape[1]))
+            sound = sound and (vectors.bias is None) == (factors.bias is None)
+            sound = sound and (vectors.bias is None or _fits(vectors.bias, factors.matrix.dtype, (count,)))
             cold = parts["cold"]
-            sound = sound and cold.dtype == np.int64 and cold.ndim == 1 and bool(np.all(cold[1:] > cold[:-1]))
+            sound = sound and _fits(cold, np.int64, (cold.size,)) and bool(np.all(cold[1:] > cold[:-1]))
             sound = sound and (not len(cold) or 0 <= int(cold[0]) <= int(cold[-1]) < n_rows)
             self._require(sound, f"features of {side}s do not fit their factors")
             matrix = make_csr(indptr.astype(np.int64), indices.astype(np.int32, copy=False), data, (n_rows, count))
@@ -473,8 +472,7 @@ class ModelFile:
         counts = tensors.get("item_counts")
         if counts is None:
             return counted
-        shape = (len(self.state.item),)
-        sound = counts.shape == shape and counts.dtype == np.int64 and bool(np.all(counts >= 0))
+        sound = _fits(counts, np.int64, (len(self.state.item),)) and bool(np.all(counts >= 0))
         sound = sound and (counted is None or np.array_equal(counts, counted))
         self._require(sound, "item_counts contradicts the seen items")
         return counts
@@ -486,9 +484,10 @@ class ModelFile:
             if self.seen is None or self.values is None or np.all(self.values > 0):
                 return None
             return likes_of([make_csr(self.seen.indptr, self.seen.indices, self.values, self.seen.shape)], counts)
-        sound = counts is not None and likes.shape == counts.shape and likes.dtype == np.int64
-        sound = sound and bool(np.all(likes >= 0) and np.all(likes <= counts))
-        self._require(sound, "item_likes contradicts item_counts")
+        sound = counts is not None and _fits(likes, np.int64, counts.shape)
+        self._require(
+            sound and bool(np.all(likes >= 0) and np.all(likes <= counts)), "item_likes contradicts item_counts"
+        )
         return likes
 
     def _labels(self, name: str, tensors: dict[str, np.ndarray], count: int) -> np.ndarray | None:
@@ -518,6 +517,10 @@ def _with_biases(params: dict[str, Any], kind: str) -> dict[str, Any]:
     if "biases" in params and "bias_regularization" not in params:
         return params | {"bias_regularization": 0.0 if params["biases"] else None}
     return params
+
+
+def _fits(array: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> bool:
+    return array.dtype == dtype and array.shape == shape
 
 
 def _is_canonical(indptr: np.ndarray, indices: np.ndarray, shape: tuple[int, int]) -> bool:

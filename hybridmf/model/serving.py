@@ -797,24 +797,20 @@ class ServingMixin(Estimator):
 
     # ------------------------------------------------------------------------------------------------ fold-in
 
-    def _rows(
-        self,
-        learned: Learned,
-        rows: Any,
-        name: str = "user_items",
-        users: Any = IN_ORDER,
-        unknown: str | None = None,
-        owner: str = "the model",
-    ) -> sp.csr_array:
-        """A matrix for the kernels of the fitted model: in its dtype, with labelled ratings in the order of `users`."""
-        rows = one_row(as_ratings(rows, name, users=users is not IN_ORDER))
-        matrix = _entries_of(learned, numeric_matrix(self, rows, name), name, repeats=users is IN_ORDER)
-        return align(matrix, labels_of(rows), (users, learned.item_ids), name=name, unknown=unknown, owner=owner)[0]
+    def _rows(self, learned: Learned, rows: Any, name: str, users: Any, **how: Any) -> sp.csr_array:
+        """A matrix for the kernels of the fitted model: in its dtype, with labelled ratings in the order of `users`.
 
-    def _new_rows(self, learned: Learned, rows: Any, name: str = "user_items", **options: Any) -> sp.csr_array:
-        """Rows over the model's items, validated; messages name both axes. `options` are those of `_rows`."""
-        rows = one_row(as_ratings(rows, name, users="users" in options))
-        matrix, n = self._rows(learned, rows, name, **options), learned.shape[1]
+        `how` are ``unknown`` and ``owner`` of `align`.
+        """
+        matrix = _entries_of(learned, numeric_matrix(self, rows, name), name, repeats=users is IN_ORDER)
+        return align(matrix, labels_of(rows), (users, learned.item_ids), name=name, **{"unknown": None} | how)[0]
+
+    def _new_rows(
+        self, learned: Learned, rows: Any, name: str = "user_items", users: Any = IN_ORDER, **how: Any
+    ) -> sp.csr_array:
+        """Rows over the model's items, validated; messages name both axes. `how` is that of `_rows`."""
+        rows = one_row(as_ratings(rows, name, users=users is not IN_ORDER))
+        matrix, n = self._rows(learned, rows, name, users, **how), learned.shape[1]
         if matrix.shape[1] != n:
             shape = matrix.shape
             hint = f"; rows are users and columns are items: pass {name}.T" if shape[0] == n else ""
@@ -833,7 +829,8 @@ class ServingMixin(Estimator):
 
     def _training_rows(self, learned: Learned, rows: Any, unknown: str) -> sp.csr_array:
         """A matrix whose rows are the training users, with labelled ratings reordered to match."""
-        matrix = self._rows(learned, rows, users=learned.user_ids, unknown=unknown)
+        rows = one_row(as_ratings(rows, "user_items"))
+        matrix = self._rows(learned, rows, "user_items", learned.user_ids, unknown=unknown)
         check_shape("user_items", matrix, learned.shape, ("n_users", "n_items"))
         return matrix
 
