@@ -161,14 +161,6 @@ def _with_scikit_learns(kind: Any) -> Any:
     return type(kind.__name__, bases, content)
 
 
-def unfitted_error(model: Estimator) -> Exception:
-    """scikit-learn's NotFittedError of a model."""
-    return not_fitted(
-        f"This {type(model).__name__} instance is not fitted yet. Call 'fit' with appropriate arguments before "
-        "using this estimator."
-    )
-
-
 def not_fitted(message: str) -> Exception:
     """scikit-learn's NotFittedError."""
     from sklearn.exceptions import NotFittedError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -22,8 +21,6 @@ from ..plan.make import NOTHING, Held
 from ..plan.types import check_device, check_dtype
 from ..ratings import Ratings, as_ratings
 from .learned import pattern
-
-logger = logging.getLogger("hybridmf")
 
 
 class PreparedRatings:

@@ -47,7 +47,7 @@ from ..ratings import Ratings, as_ratings, is_pairs
 from .described import described_rows, explained, replaced_rows, rows_described
 from .early_stopping import LOWER_IS_BETTER
 from .engine import engine_for
-from .estimator import Estimator, check_columns, numeric_matrix, transformed, unfitted_error
+from .estimator import Estimator, check_columns, not_fitted, numeric_matrix, transformed
 from .explain import Explanation, contributions, training_row
 from .learned import Learned, pattern
 from .ranking import Request, blank_mask, fold_in, neighbours, predicted, seen_in_training
@@ -117,7 +117,10 @@ class ServingMixin(Estimator):
         try:
             return self._learned
         except AttributeError:
-            raise unfitted_error(self) from None
+            raise not_fitted(
+                f"This {type(self).__name__} instance is not fitted yet. Call 'fit' with appropriate arguments before "
+                "using this estimator."
+            ) from None
 
     def _holding(self, learned: Learned | None = None) -> Any:
         """A copy of the model with a state (default: the present one) that no fit or update of this model replaces."""

@@ -96,21 +96,20 @@ class TrainingData:
         held: Any = None if source is None or plan.devices else source.on_device(plan.device)
         if source is not None and held is None:
             log_detour(source, plan)
-        while held is None:
+        if held is None:
             late = isinstance(matrix, LateMatrix)
-            indptr, indices, data = (matrix.indptr, *matrix.unchecked) if late else csr_arrays(matrix)
+            arrays: Any = (matrix.indptr, *matrix.unchecked) if late else csr_arrays(matrix)
             if plan.devices:
-                held = deal(devices, matrix.shape, indptr, indices, data, plan.row_cost)
+                held = deal(devices, matrix.shape, *arrays, plan.row_cost)
             else:
                 with devices[0].active():
-                    rows = uploaded(devices[0], matrix.shape, indptr, indices, data)
+                    rows = uploaded(devices[0], matrix.shape, *arrays)
                     held = None if rows is None else (rows, rows.transposed(devices[0]))
             assert late or held is not None  # checked on the host
             if late:
                 matrix.begin()
-                if held is None:
-                    matrix = matrix.checked  # raises, or has them sorted
-                    values = summary_of(matrix, plan.num_threads)
+        if held is None:
+            return cls.placed(matrix.checked, plan, source)  # raises, or has them sorted
         user_items, item_users = held
         return cls(user_items, item_users, values, None if source is None else source.seen)
 
