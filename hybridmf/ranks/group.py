@@ -104,7 +104,7 @@ def _close(
     threads: RankThreads, communicators: dict[int, Communicator], ranks: dict[int, Any], *, wait: bool = False
 ) -> None:
     """Close what each rank has opened, on its thread; after a failure, abort waits for ranks that have ended."""
-    if threads.stopping.is_set():
+    if threads.communicators[0].cause:
         for communicator in communicators.values():
             communicator.abort("the fit has ended")
         for rank in ranks.values():

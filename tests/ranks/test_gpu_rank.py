@@ -274,7 +274,7 @@ def test_an_exception_of_the_one_thread_stops_the_ranks(gpus: Machine, monkeypat
     monkeypatch.setattr(solver.ranks[1].halves["item"], "steps", lost)
     with pytest.raises(DeviceError, match="fallen off the bus"):
         solver.update("item")
-    assert solver.group.threads.stopping.is_set()
+    assert solver.group.threads.communicators[0].cause
     with pytest.raises(CommunicatorError, match="stopped by DeviceError"):
         solver.update("user")
     solver.close()

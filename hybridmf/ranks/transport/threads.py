@@ -49,12 +49,11 @@ class Hub(Transport):
         self.left: dict[int, str] = {}
         # by group: name of the call, the first rank to arrive, the members that have arrived
         self.meetings: dict[str, tuple[str, int, set[int]]] = {}
-        self.failed = threading.Event()
         self._cause = ""
 
     def send(self, context: str, source: int, dest: int, what: str, array: np.ndarray) -> None:
         with self.changed:
-            self._raise_failure()
+            self.check()
             self.boxes.setdefault((context, source, dest), deque()).append((what, array))
             self.changed.notify_all()
 
@@ -62,19 +61,17 @@ class Hub(Transport):
         key, deadline = (context, source, dest), time.monotonic() + self.timeout
         with self.changed:
             while True:
-                self._raise_failure()
+                self.check()
                 box = self.boxes.get(key)
                 if box:
                     return box.popleft()
-                cause, rest = "", deadline - time.monotonic()
+                rest = deadline - time.monotonic()
                 if source in self.left:
-                    cause = f"rank {source} {self.left[source]} while rank {dest} waits for it in {what}"
+                    self.fail(f"rank {source} {self.left[source]} while rank {dest} waits for it in {what}")
                 elif rest <= 0:
-                    cause = f"rank {source} did not answer rank {dest} within {self.timeout:g} s in {what}"
-                if cause:
-                    self.fail(cause)
-                    self._raise_failure()
-                self.changed.wait(rest)
+                    self.fail(f"rank {source} did not answer rank {dest} within {self.timeout:g} s in {what}")
+                else:
+                    self.changed.wait(rest)
 
     def meet(self, context: str, members: Sequence[int], rank: int, what: str, timeout: float) -> None:
         """Wait until all members have made the same call.
@@ -83,45 +80,37 @@ class Hub(Transport):
         """
         deadline = time.monotonic() + timeout
         with self.changed:
-            self._raise_failure()
+            self.check()
             key = f"{context} of {members[0]}"  # groups of other colors share the context and no member
             called, first, here = self.meetings.setdefault(key, (what, rank, set()))
-            cause = ""
             if called != what:
-                cause = (
+                self.fail(
                     f"rank {first} calls {called} while rank {rank} calls {what}; all ranks have to make "
                     "the same calls in the same order"
                 )
+                self.check()
             here.add(members[rank])
             if len(here) == len(members):
                 del self.meetings[key]
                 self.changed.notify_all()
-            while not cause and len(here) < len(members):
-                self._raise_failure()
+            while len(here) < len(members):
+                self.check()
                 rest = deadline - time.monotonic()
                 gone = [r for r, member in enumerate(members) if member in self.left and member not in here]
                 if gone:
-                    cause = f"rank {gone[0]} {self.left[members[gone[0]]]} while rank {rank} waits for it in {what}"
+                    self.fail(f"rank {gone[0]} {self.left[members[gone[0]]]} while rank {rank} waits for it in {what}")
                 elif rest <= 0:
-                    cause = f"rank {rank} waited {timeout:g} s for the others in {what}"
+                    self.fail(f"rank {rank} waited {timeout:g} s for the others in {what}")
                 else:
                     self.changed.wait(rest)
-            if cause:
-                self.fail(cause)
-                self._raise_failure()
 
     def fail(self, cause: str) -> None:
         """Fail with the first cause, and wake all waiting ranks."""
         with self.changed:
             self._cause = self._cause or cause or "aborted"
-            self.failed.set()
             self.changed.notify_all()
 
     def check(self) -> None:
-        if self.failed.is_set():
-            self._raise_failure()
-
-    def _raise_failure(self) -> None:
         if self._cause:
             raise CommunicatorError(self._cause)
 
@@ -237,7 +226,6 @@ class RankThreads:
 
     `timeout`: seconds that a rank waits for another before all fail.
     `communicators`: by rank.
-    `stopping`: set to stop the ranks; long computations between two calls of a communicator may check it.
     """
 
     def __init__(self, size: int, *, timeout: float = TIMEOUT) -> None:
@@ -246,7 +234,6 @@ class RankThreads:
         hub = self.communicators[0].transport
         assert isinstance(hub, Hub)
         self._hub = hub
-        self.stopping = self._hub.failed
         for communicator in self.communicators:
             work: _Tasks = queue.SimpleQueue()
             self._work.append(work)

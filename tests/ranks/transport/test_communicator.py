@@ -236,7 +236,7 @@ def test_threads_stay_from_run_to_run():
         assert ranks.run(lambda c: c.rank) == [0, 1, 2]
         with pytest.raises(OwnError):
             ranks.run(lambda c: (_ for _ in ()).throw(OwnError()))
-        assert ranks.stopping.is_set()
+        assert ranks.communicators[0].cause
         with pytest.raises(CommunicatorError, match=r"rank \d failed: OwnError"):
             ranks.run(lambda c: c.rank)
     names[0][0].join(10)
@@ -316,7 +316,7 @@ def test_errors_raised_by_ranks_at_the_end():
     ranks = RankThreads(2)
     ranks.close(last)
     wait_until(lambda: set(threading.enumerate()) <= before)
-    assert ranks.stopping.is_set()
+    assert ranks.communicators[0].cause
 
 
 def test_a_meeting_ends_when_all_have_come():
