@@ -268,9 +268,6 @@ class CpuEpochs:
         """Arrays of working copies that ranks exchange: factors, biases and sums of squares."""
         return [getattr(work, name) for name in self._names()]
 
-    def likes(self, work: WorkingRows, rows: int) -> list[np.ndarray]:
-        return [np.empty((rows, *array.shape[1:]), dtype=array.dtype) for array in self.arrays(work)]
-
     def arrived(self, work: WorkingRows, arrays: Sequence[np.ndarray]) -> WorkingRows:
         received: dict[str, Any] = {}
         for name, array in zip(self._names(), arrays, strict=True):

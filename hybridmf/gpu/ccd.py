@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Objective, Side, State, other_side
+from ..core.objective import SIDES, Objective, Side, State, other_side
 from ..core.system import ceil_div
 from ..core.validate import csr_arrays
 from ..device.cuda import Array, Device, Kernel
@@ -493,14 +493,10 @@ class GpuCCD(RankOneSolver):
         failed = self.device.download(status)[0]
         solved.keep(settled=True)
         if failed:
-            self._raise_non_finite(side, solved.on_host())
+            if solved.bias is not None and not np.isfinite(solved.bias).all():
+                raise non_finite(self.objective, side, int(np.argmin(np.isfinite(solved.bias))), None)
+            raise non_finite(self.objective, side, *np.argwhere(~np.isfinite(solved.matrix))[0])
         return solved
-
-    def _raise_non_finite(self, side: Side, solved: Factors) -> None:
-        if solved.bias is not None and not np.isfinite(solved.bias).all():
-            raise non_finite(self.objective, side, int(np.argmin(np.isfinite(solved.bias))), None)
-        row, factor = np.argwhere(~np.isfinite(solved.matrix))[0]
-        raise non_finite(self.objective, side, row, factor)
 
     def update(self, side: Side, columns: dict[Side, list[Array]], column: int, inner: int) -> None:
         other, bias = other_side(side), self.is_bias(column)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,6 @@ def dual_constants(size: int, rank: int, implicit: bool, offsets: bool, biased: 
         "WARPS": 1, "TEAMS": TEAMS, "BLOCKS_PER_SM": BLOCKS_PER_SM[order],
         "IMPLICIT": implicit, "HAS_OFFSETS": offsets, "BIASED": biased,
     }  # fmt: skip
-
-
-def dual_shared_bytes(order: int) -> int:
-    """Shared memory of a block of cuda/dual_rows.cu: for each team a system and its entries."""
-    return 4 * TEAMS * (solver_floats(order, 1) + vector_floats(order, 1) + 2 * order)
 
 
 def basis_constants(rank: int) -> dict[str, Any]:
@@ -105,28 +100,21 @@ def multiply_rows(
     )
 
 
-@dataclass(frozen=True)
 class DualRows:
-    """Rows of a side that are solved in the dual form."""
+    """Rows of a side that are solved in the dual form: `rows`, longest first, with `degrees` entries.
 
-    device: Device
-    objective: Objective
-    side: Side
-    rank: int
-    parts: list[tuple[int, Array]]  # sizes of systems, and the rows with at most as many entries, longest first
+    `parts`: sizes of systems, and the rows with at most as many entries, longest first.
+    """
 
-    @classmethod
-    def of(
-        cls, device: Device, objective: Objective, side: Side, rank: int, rows: np.ndarray, degrees: np.ndarray
-    ) -> DualRows:
-        """The rows `rows`, longest first, whose numbers of entries are `degrees`."""
+    def __init__(
+        self, device: Device, objective: Objective, side: Side, rank: int, rows: np.ndarray, degrees: np.ndarray
+    ) -> None:
+        self.device, self.objective, self.side, self.rank = device, objective, side, rank
+        self.parts: list[tuple[int, Array]] = []
         ends = [int(np.count_nonzero(degrees > size)) for size in (0, *GPU_SIZES)]
-        parts = [
-            (size, device.upload(rows[first:last].astype(np.int32)))
-            for size, first, last in zip(GPU_SIZES, ends[1:], ends, strict=False)
-            if first < last
-        ]
-        return cls(device, objective, side, rank, parts[::-1])
+        for size, first, last in reversed(list(zip(GPU_SIZES, ends[1:], ends, strict=False))):
+            if first < last:
+                self.parts.append((size, device.upload(rows[first:last].astype(np.int32))))
 
     def solve(self, systems: SideSystems, table: Array, entries: DeviceEntries, indptr: Array, epsilon: float) -> None:
         """Solve all rows; in stream order, so the basis is complete before it is used, and memory before it is reused.
@@ -202,7 +190,7 @@ class DualRows:
                 np.float32(ratio),
                 np.float32(epsilon),
             ),
-            dual_shared_bytes(order),
+            4 * TEAMS * (solver_floats(order, 1) + vector_floats(order, 1) + 2 * order),  # a system and its entries
         )
 
 

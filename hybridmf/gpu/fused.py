@@ -46,10 +46,8 @@ WARPGROUP_THREADS = 256
 WARPGROUP_BLOCKS_PER_SM = 2
 WARPGROUP_BUFFERS = 6
 
-
-def warpgroup_shared_bytes() -> int:
-    """Shared memory of a block of cuda/warpgroup_sums.cu: chunks of 32 rows in parts, and their weights."""
-    return 1024 + WARPGROUP_BUFFERS * (32 * 2 * 128 * 2 + 336)
+WARPGROUP_SHARED_BYTES = 1024 + WARPGROUP_BUFFERS * (32 * 2 * 128 * 2 + 336)
+"""Shared memory of a block of cuda/warpgroup_sums.cu: chunks of 32 rows in parts, and their weights."""
 
 
 def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
@@ -215,7 +213,7 @@ class FusedKernels:
         if self.by_warpgroups:
             grid = (min(len(segments), int(device.spec.multiprocessors * WARPGROUP_BLOCKS_PER_SM)),)
             kernel = self._kernel("warpgroup_sums", entries)
-            kernel(grid, (WARPGROUP_THREADS,), (*arrays, *scalars), warpgroup_shared_bytes())
+            kernel(grid, (WARPGROUP_THREADS,), (*arrays, *scalars), WARPGROUP_SHARED_BYTES)
             return
         kernel, shared = self._kernel("assemble_segments", entries), config.shared_bytes(self.solver, self.precision)
         grid, arguments = _grid(device, config, len(segments)), (*arrays, self._counter(), *scalars)

@@ -91,9 +91,8 @@ class SegmentedRows:
         rows.view(np.int32)[: len(self.rows)] = self.rows
         return np.concatenate((self.segments.reshape(-1), self.slots, rows))
 
-    def batches(self, slots: int) -> Iterator[SegmentedRows]:
-        """Consecutive rows with at most `slots` slots together (a single row may have more)."""
-        start = 0
+    def batches(self, slots: int, start: int = 0) -> Iterator[SegmentedRows]:
+        """Consecutive rows from `start` on with at most `slots` slots together (a single row may have more)."""
         while start < len(self.rows):
             stop = int(np.searchsorted(self.slots, self.slots[start] + slots, side="right")) - 1
             stop = min(max(stop, start + 1), len(self.rows))
@@ -217,7 +216,7 @@ class SegmentBatches(Batches):
     def _following(self) -> list[Batch]:
         if not self._done and self._kept is not None:
             return self._kept
-        batches = Batch.upload(self.upload, _rest(self.segmented, self._done).batches(self.slots))
+        batches = Batch.upload(self.upload, self.segmented.batches(self.slots, self._done))
         if not self._done and self.keep:
             self._kept = batches
         return batches
@@ -333,7 +332,7 @@ class DeviceRows:
             order = np.sort(order)
         n_dual = int(np.count_nonzero((self.degrees > 0) & (self.degrees <= dual_up_to(plan, side))))
         order, short = order[: len(order) - n_dual], order[len(order) - n_dual :]
-        self.dual = DualRows.of(device, objective, side, plan.rank, short, self.degrees[short])
+        self.dual = DualRows(device, objective, side, plan.rank, short, self.degrees[short])
         apart = plan.solved_apart if apart is None else apart
         n_long = len(order) if apart else int(np.count_nonzero(self.degrees > plan.segment))
         self.long = SegmentedRows.cut(indptr, order[:n_long], plan.segment, in_order=published)
@@ -647,13 +646,6 @@ def _programs_of_systems(device: Device, plan: Plan, precision: str | None = Non
             syrk = SyrkConfig.default(order, np.dtype(plan.dtype).itemsize, device.spec)
             yield program("sparse_syrk.cu", "sparse_syrk", **syrk.constants, **kind)
             yield from cholesky_any.programs(device.spec, order, plan.dtype, linear_solver(plan), implicit)
-
-
-def _rest(segmented: SegmentedRows, done: int) -> SegmentedRows:
-    first = segmented.slots[done]
-    segments = segmented.segments[first:].copy()
-    segments[:, 0] -= first
-    return SegmentedRows(segmented.rows[done:], segmented.slots[done:] - first, segments, segmented.in_order)
 
 
 def row_segments(device: Device, indptr: np.ndarray) -> Array:

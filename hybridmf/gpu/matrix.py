@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -35,8 +34,8 @@ class DeviceMatrix:
     shape: tuple[int, int]
     indptr: np.ndarray  # int64 array, shape (n_rows + 1,): On the host
     starts: Array  # int64 array, shape (n_rows + 1,): `indptr` on the device
-    indices: Array  # int32 array, shape (nnz,), or None: Columns. None, like `data`, if the entries are lent later
-    data: Array  # float array, shape (nnz,), or None
+    indices: Array  # int32 array, shape (nnz,): Columns
+    data: Array  # float array, shape (nnz,)
     dtype: np.dtype  # of `data`
     host: sp.csr_array | None = field(default=None, repr=False)  # the same matrix on the host, if it is there
 
@@ -48,11 +47,6 @@ class DeviceMatrix:
         indptr, indices, data = csr_arrays(matrix)
         starts, columns, values = (device.upload(array) for array in (indptr, indices, data))
         return cls(matrix.shape, indptr, starts, columns, values, data.dtype, matrix)
-
-    @classmethod
-    def without_entries(cls, device: Device, indptr: np.ndarray, dtype: Any) -> DeviceMatrix:
-        """Rows whose entries are lent later."""
-        return cls((len(indptr) - 1, 1), indptr, device.upload(indptr), None, None, np.dtype(dtype))
 
     @property
     def degrees(self) -> np.ndarray:

@@ -34,15 +34,11 @@ def add_pieces(device: Device, sums: Array, rows: Array, slots: Array) -> None:
     of_sums = (sums, sums.dtype, (None,) * len(sums.shape))
     check_all(device, sums=of_sums, rows=(rows, np.int64, (None,)), slots=(slots, np.int64, (len(rows) + 1,)))
     length = sums.size // len(sums)
-    vector = vector_of(length, sums.dtype.itemsize)
+    # elements that a thread copies at a time: 16 bytes if rows are a multiple of that
+    vector = 16 // sums.dtype.itemsize if length * sums.dtype.itemsize % 16 == 0 else 1
     parts = min(PARTS, ceil_div(length // vector, THREADS))
     kernel = get_kernel(device, "rows.cu", "add_pieces", REAL=sums.dtype, VECTOR=vector, THREADS=THREADS)
     kernel((len(rows), parts), (THREADS,), (sums, rows, slots, np.int64(length)), 0)
-
-
-def vector_of(length: int, itemsize: int) -> int:
-    """Elements that a thread copies at a time: 16 bytes if rows of `length` elements are a multiple of that."""
-    return 16 // itemsize if length * itemsize % 16 == 0 else 1
 
 
 @dataclass(frozen=True)

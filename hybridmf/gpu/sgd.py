@@ -810,9 +810,6 @@ class GpuEpochs:
         """Arrays of working copies that ranks exchange: factors and biases."""
         return [work.matrix] if work.bias is None else [work.matrix, work.bias]
 
-    def likes(self, work: FactorRows, rows: int) -> list[np.ndarray]:
-        return [np.empty((rows, *array.shape[1:]), dtype=array.dtype) for array in self.arrays(work)]
-
     def arrived(self, work: FactorRows, arrays: Sequence[Array]) -> FactorRows:
         return FactorRows(*arrays)
 

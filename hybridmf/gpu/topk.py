@@ -408,51 +408,45 @@ def _row_norms(device: Device, rows: Array) -> np.ndarray:
     return device.download(norms)
 
 
-@dataclass(frozen=True)
-class _ScoreBounds:
-    """Bounds of the scores of a batch of users."""
+ScoreBounds = tuple[Array, Array, Array]
+"""Bounds of the scores of a batch of users.
 
-    # uint32 (n_users, n_groups): bits of float32: largest approximate score of the unseen items of each group, of
-    # scaled factors
-    words: Array
-    users: Array  # float32 (n_users, 4): norm, factors of the slack and exponent of each user: UserBound in the kernels
-    # int32 (n_users,): first group that cannot have one of a user's best items; words after its octet are not written
-    limits: Array
+uint32 (n_users, n_groups), bits of float32: largest approximate score of the unseen items of each group, of scaled
+factors; float32 (n_users, 4), UserBound in the kernels: norm, factors of the slack and exponent of each user; int32
+(n_users,): first group that cannot have one of a user's best items. Words after its octet are not written."""
 
 
-def _bound_groups(packed: PackedItems, users: Array, seen: Seen | None, wanted: int) -> _ScoreBounds:
+def _bound_groups(packed: PackedItems, users: Array, seen: Seen | None, wanted: int) -> ScoreBounds:
     """Largest score of each group by tensor cores; with many groups, users are pruned after the first ones."""
     device, config, n_groups = packed.device, packed.config, packed.n_groups
     n_users, constants = users.shape[0], _list_constants(packed, wanted)
-    bounds = _ScoreBounds(
-        device.empty((n_users, n_groups), np.uint32),
-        device.empty((n_users, 4), np.float32),
-        device.empty((n_users,), np.int32),
-    )
+    words, of_users = device.empty((n_users, n_groups), np.uint32), device.empty((n_users, 4), np.float32)
+    limits = device.empty((n_users,), np.int32)
     operands = device.empty((n_users, config.row_bytes // 2), np.uint16)
     sizes = _int32(n_users, n_groups, packed.rank, config.padded, config.in_bytes)
-    prepared = (operands, bounds.users, bounds.limits, users, *sizes)
+    prepared = (operands, of_users, limits, users, *sizes)
     _launch_rows(device, "prepare_users", n_users, prepared, _constants(packed.dtype))
     if seen is not None:
-        marked = (bounds.words, *seen, packed.positions, *_int32(n_users, n_groups))
+        marked = (words, *seen, packed.positions, *_int32(n_users, n_groups))
         _launch_rows(device, "mark_seen", n_users, marked, _constants(packed.dtype))
     head = _head_groups(n_groups, wanted)
-    _group_max(packed, bounds, operands, 0, head, seen is not None)
+    _group_max(packed, words, limits, operands, 0, head, seen is not None)
     if head < n_groups:
-        tables = (bounds.limits, bounds.words, bounds.users, packed.groups)
+        tables = (limits, words, of_users, packed.groups)
         sizes = _int32(n_users, n_groups, head, wanted, packed.rank)
         _launch_rows(device, "prune", n_users, (*tables, *sizes, np.float64(packed.scale)), constants)
-        _group_max(packed, bounds, operands, head, n_groups, seen is not None)
-    return bounds
+        _group_max(packed, words, limits, operands, head, n_groups, seen is not None)
+    return words, of_users, limits
 
 
 def _best_by_groups(packed: PackedItems, users: Array, seen: Seen | None, ids: Array, scores: Array) -> None:
     """Exact scores of the items that can be among the best; see cuda/top_k.cu."""
     n_users, n = ids.shape
     wanted = min(n, packed.n_items)
-    bounds, constants = _bound_groups(packed, users, seen, wanted), _list_constants(packed, wanted)
+    words, of_users, limits = _bound_groups(packed, users, seen, wanted)
+    constants = _list_constants(packed, wanted)
     left_out = (packed.positions, packed.positions) if seen is None else seen  # not read without seen
-    arrays = (ids, scores, users, bounds.users, bounds.words, bounds.limits)
+    arrays = (ids, scores, users, of_users, words, limits)
     tables = (packed.panels, packed.halves, packed.ids, packed.ascending, packed.groups, packed.steps, *left_out)
     sizes = _int32(n_users, packed.n_items, packed.n_groups, n, packed.rank, packed.padded, seen is not None)
     lists = 4 * constants["KEPT"] * (packed.dtype.itemsize + 4) + QUEUE * (4 + 4) + 2 * GROUP * 4
@@ -468,11 +462,11 @@ def _head_groups(n_groups: int, n: int) -> int:
 
 
 def _group_max(
-    packed: PackedItems, bounds: _ScoreBounds, operands: Array, first: int, last: int, filtered: bool
+    packed: PackedItems, words: Array, limits: Array, operands: Array, first: int, last: int, filtered: bool
 ) -> None:
     """Largest score of an unseen item in each of the groups from `first` to `last`."""
     device, config = packed.device, packed.config
-    n_users, n_groups = bounds.words.shape
+    n_users, n_groups = words.shape
     tiles = ceil_div(n_users, config.block_users)
     # about eight blocks per multiprocessor, so that blocks that end early do not leave it idle
     chunk = round_up(ceil_div((last - first) * tiles, 8 * device.spec.multiprocessors), OCTET)
@@ -482,7 +476,7 @@ def _group_max(
         (tiles, ceil_div(last - first, chunk)),
         (32 * WARPS,),
         (
-            *(bounds.words, operands, packed.operands, packed.steps, bounds.limits),
+            *(words, operands, packed.operands, packed.steps, limits),
             *_int32(n_users, packed.n_items, n_groups, first, last, chunk, filtered),
         ),
         config.shared_bytes,

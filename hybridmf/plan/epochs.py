@@ -88,9 +88,6 @@ class EpochKernels(Protocol):
     def arrays(self, work: Any) -> list[Any]:
         """Arrays of the working copy of a range of items, which ranks exchange."""
 
-    def likes(self, work: Any, rows: int) -> list[np.ndarray]:
-        """Arrays with the shapes and dtypes of `arrays`, for a range of `rows` rows."""
-
     def arrived(self, work: Any, arrays: Sequence[Any]) -> Any:
         """Working copy of a received range of items, in the form of `work`."""
 

@@ -290,7 +290,9 @@ class RankSGD(EpochSolver):
         """Start to send items to rank q - 1 and to receive those of range `following` from rank q + 1."""
         first, last = self.layout.own("item", following)
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        given = (self.kernels.arrays(items), before, after, self.kernels.likes(items, last - first))
+        arrays = self.kernels.arrays(items)
+        likes = [np.empty((last - first, *array.shape[1:]), array.dtype) for array in arrays]
+        given = (arrays, before, after, likes)
         if self._peers is None:
             return self.communicator.start_sendrecv(*given)
         return self._peers.start_sendrecv(self.rank, *given)

@@ -68,7 +68,7 @@ def test_without_memory_for_counts_there_are_fewer_parts(device: Device, monkeyp
 
 
 def test_arguments_are_checked(device: Device) -> None:
-    matrix = DeviceMatrix.without_entries(device, np.array([0, 2]), np.float32)
+    matrix = DeviceMatrix.of(device, random_csr((1, 3), 2))
     broken = DeviceMatrix((1, 3), matrix.indptr, matrix.starts, device.zeros(2, np.int64), matrix.data, matrix.dtype)
     with pytest.raises(TypeError, match="indices must be int32"):
         broken.transposed(device)

@@ -291,7 +291,7 @@ def test_bounds_hold_and_prune(device, dtype, in_bytes):
     packed = PackedItems(device, items, in_bytes=in_bytes)
     rows = (device.upload(seen.indptr.astype(np.int64)), device.upload(seen.indices))
     bounds = topk._bound_groups(packed, device.upload(users), rows, n)
-    words, stored, limits = (device.download(array) for array in (bounds.words, bounds.users, bounds.limits))
+    words, stored, limits = map(device.download, bounds)
     assert limits[3] == 0
     assert limits.mean() < 0.8 * packed.n_groups
     order, groups = device.download(packed.ids), device.download(packed.groups)

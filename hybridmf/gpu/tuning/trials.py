@@ -1,7 +1,7 @@
 """Trials of the tuner: a kernel runs on drawn ratings as in a fit, and its results are checked before it is timed.
 
-`als_trial` puts data on the device. A `KernelRun` for each side has what differs between kernels: how to launch a
-configuration, and the error of its results against float64 NumPy on a few rows.
+`als_trial` puts data on the device, and has for each side how to launch a configuration, and the error of its results
+against float64 NumPy on a few rows.
 """
 
 from __future__ import annotations
@@ -54,39 +54,20 @@ class TimedRun:
 
 
 @dataclass(frozen=True)
-class KernelRun:
-    """A run of a kernel over data on the device, for any configuration."""
-
-    name: Side
-    launch: Callable[[Any], Any]  # takes a configuration
-    error: Callable[[], float]  # error of the results of the last `check` against float64 NumPy
-    flops: float  # useful multiplications and additions
-    # restores the inputs and invalidates the results of another configuration, before each launch
-    reset: Callable[[], Any]
-    check: Callable[[Any], Any]  # launches a configuration for `error`
-
-
-@dataclass(frozen=True)
 class Trial:
     """The work of a kernel, and the tolerated error of its results."""
 
-    works: Sequence[KernelRun]
+    errors: Sequence[Callable[[Any], float]]  # run a configuration; return the error against float64 NumPy
+    runs: Mapping[str, Callable[[Any], TimedRun]]  # by name, the run of a configuration
     tolerance: float
 
     def error(self, config: Any) -> float:
         """Largest error of a configuration; runs all work at least once."""
-        errors = [0.0]
-        for work in self.works:
-            work.reset()
-            work.check(config)
-            errors.append(work.error())
-        return float(np.max(errors))  # NaN stays
+        return float(np.max([0.0, *(error(config) for error in self.errors)]))  # NaN stays
 
     def parts(self, config: Any) -> dict[str, TimedRun]:
         """Runs to time with a configuration, by name."""
-        return {
-            work.name: TimedRun(functools.partial(work.launch, config), work.reset, work.flops) for work in self.works
-        }
+        return {name: run(config) for name, run in self.runs.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- data
@@ -201,7 +182,7 @@ def als_trial(
         method=ALS,
     )
 
-    def work(side: Side) -> KernelRun:
+    def work(side: Side) -> tuple[Callable[[Any], float], Callable[[Any], TimedRun]]:
         matrix = in_dtype(sample.by_degree[side], itemsize) if assembly == "bals" else sample.side(side, itemsize)
         base = make_plan(objective, settings, matrix.shape, matrix.nnz)
         plan = gpu_plan(base.changed(assembly=assembly, precision=precision), settings, objective, device.spec)
@@ -220,10 +201,19 @@ def als_trial(
             found.changes = {"solver_config" if timed == "solve" else "config": config, "cg_steps": cg_steps}
             return found
 
-        def check(config: Any) -> None:
+        def error(config: Any) -> float:
+            reset()  # restores the inputs, and invalidates the results of another configuration
             # conjugate gradients run to convergence, so that the residual checks the systems
             launches = half(config, 4 * rank if solver == "cg" else 1).steps(fixed, 0.0)
             solved.extend(launched[0].table for launched in launches if launched is not None)
+            scale, errors = objective.row_scale(side, degrees), [0.0 if solved else math.nan]
+            for row in handful(degrees) if solved else ():
+                columns, ratings = row_entries(matrix, row)
+                y = table[columns, :rank].astype(np.float64)
+                A = y.T @ y + float(scale[row]) * REGULARIZATION * np.eye(rank)
+                x = device.download(solved[0][row : row + 1])[0, :rank].astype(np.float64)
+                errors.append(residual(A, x, y.T @ ratings))
+            return float(np.max(errors))
 
         def launch(config: Any) -> None:
             if timed == "all":
@@ -238,19 +228,12 @@ def als_trial(
             if timed == "solve":
                 prepared[:] = [half(None).first_batch(fixed)]
 
-        def error() -> float:
-            scale, errors = objective.row_scale(side, degrees), [0.0 if solved else math.nan]
-            for row in handful(degrees) if solved else ():
-                columns, ratings = row_entries(matrix, row)
-                y = table[columns, :rank].astype(np.float64)
-                A = y.T @ y + float(scale[row]) * REGULARIZATION * np.eye(rank)
-                x = device.download(solved[0][row : row + 1])[0, :rank].astype(np.float64)
-                errors.append(residual(A, x, y.T @ ratings))
-            return float(np.max(errors))
-
         rows = len(half(None).first_batch(fixed)[3]) if timed == "solve" else np.count_nonzero(degrees)
         sums = 0.0 if timed == "solve" else float(matrix.nnz) * rank * (rank + 1)
         each = 2.0 * (steps + 1) * rank**2 if solver == "cg" else rank**3 / 3 + 2 * rank**2
-        return KernelRun(side, launch, error, sums + (0 if timed == "sums" else rows * each), reset, check)
+        flops = sums + (0 if timed == "sums" else rows * each)
+        return error, lambda config: TimedRun(functools.partial(launch, config), reset, flops)
 
-    return Trial([work(side) for side in SIDES], RESIDUAL_TOLERANCE[precision] * (1 if itemsize == 4 else 1e-6))
+    errors, runs = zip(*map(work, SIDES), strict=True)
+    tolerance = RESIDUAL_TOLERANCE[precision] * (1 if itemsize == 4 else 1e-6)
+    return Trial(errors, dict(zip(SIDES, runs, strict=True)), tolerance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from hybridmf.gpu.tuning import tune
 from hybridmf.gpu.tuning.spaces import SPACES
-from hybridmf.gpu.tuning.trials import Sample
+from hybridmf.gpu.tuning.trials import Sample, TrialHalf
 from hybridmf.gpu.tuning.tune import table_of
 from hybridmf.plan import tables
 from hybridmf.plan.tables import Gpu
@@ -40,7 +39,7 @@ SMALL = ("sparse_syrk", "bals", "cg_any")
 
 
 @pytest.mark.parametrize("kernel", SMALL)
-def test_trials_distinguish_right_results_from_wrong_ones(kernel: str, device: Any) -> None:
+def test_trials_distinguish_right_results_from_wrong_ones(kernel: str, device: Any, monkeypatch: Any) -> None:
     space = SPACES[kernel]
     facts = space.facts(5, 4)[0]
     trial = space.trial(device, SAMPLE, facts)
@@ -50,8 +49,8 @@ def test_trials_distinguish_right_results_from_wrong_ones(kernel: str, device: A
     assert all(part.flops > 0 for part in parts.values())
     assert all(ms > 0 for part in parts.values() for ms in tune.event_times(device, part, 1))
     assert 0 < trial.error(config) <= trial.tolerance  # timing leaves nothing behind
-    idle = replace(trial, works=[replace(work, launch=lambda _: None, check=lambda _: None) for work in trial.works])
-    assert not idle.error(config) <= trial.tolerance
+    monkeypatch.setattr(TrialHalf, "steps", lambda *_: iter(()))
+    assert not trial.error(config) <= trial.tolerance
 
 
 def test_a_job_on_the_emulated_device(device: Any) -> None:
