@@ -623,7 +623,7 @@ def _file_entries(name: str, head: bytes, format: str, options: FileOptions) -> 
         names, n_fields = found.columns.names, found.n_fields
         places = {column: column_place("where", name, names, n_fields, column) for column in options.where}
         mask = row_mask(name, options.where, {column: read_fields(found, place) for column, place in places.items()})
-    entries = read_text(found, options.show_progress, mask=mask, missing=options.missing, weights=weights)
+    entries = read_text(found, mask, weights)
     if entries.weights is not None:
         entries.weights = column_weights(name, options.weight, entries.weights)
     return entries

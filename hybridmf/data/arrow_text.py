@@ -183,7 +183,7 @@ def _longest_line() -> int:
 
 def _check_block(block: bytes, layout: TextLayout) -> None:
     """Reject text with lines that are not entries, or that other readers reject."""
-    if b"\0" in block or (layout.comment and layout.comment.encode(errors="surrogatepass") in block):
+    if b"\0" in block or (layout.options.comment and layout.options.comment.encode(errors="surrogatepass") in block):
         raise _Irregular
     if not block.isascii():
         _decode(block)

@@ -506,7 +506,7 @@ def _readers_of(source: Any, options: FileOptions, limit: int) -> Iterator[_Read
         return iter([_Reader(chunks, (users, items), where, path, missing=options.missing)])
     found = find_layout(path, head, options)
     log_columns(path, found.columns)
-    return _text_readers(found, limit, options.missing)
+    return _text_readers(found, limit)
 
 
 def _stored(store: Store, limit: int) -> _Reader:
@@ -524,7 +524,7 @@ def _stored(store: Store, limit: int) -> _Reader:
     return _Reader(chunks(), sides, "entries {} and {}".format, str(store.path))
 
 
-def _text_readers(layout: TextLayout, limit: int, missing: str) -> Iterator[_Reader]:
+def _text_readers(layout: TextLayout, limit: int) -> Iterator[_Reader]:
     """Readers to try one after the other; the last one reads any text, or raises the error."""
     where, valued = functools.partial(lines_of, layout), layout.value is not None
     blocks = min(BLOCK_CHARS, limit // 64)
@@ -538,7 +538,7 @@ def _text_readers(layout: TextLayout, limit: int, missing: str) -> Iterator[_Rea
     for make in makers:
         users, items = _Codes(), _Codes()
         chunks = _checked_values(make(users.table, items.table), layout)
-        yield _Reader(chunks, (users, items), where, layout.path, valued, missing)
+        yield _Reader(chunks, (users, items), where, layout.path, valued, layout.options.missing)
 
 
 def _checked_values(chunks: Iterator[Any], layout: TextLayout) -> Iterator[Any]:

@@ -100,33 +100,30 @@ class TextLayout:
     """Properties of a text file that are detected before it is read."""
 
     path: str
+    options: FileOptions
     encoding: str
-    comment: str | None
     separator: str
     header: bool
     n_fields: int
+    columns: Columns
     user: int
     item: int
     value: int | None
     integer_ids: bool  # of the first entry: try the fast path
-    columns: Columns
     times: str = ""  # "integers", "numbers" or "dates": kind of the column of times, if it is read with the others
     on_read: Callable[[int], object] | None = None  # called with the bytes of the file read so far
-    times_required: bool = False  # by an argument: times that cannot be read are an error
-    quote: str | None = "auto"
-    escape: str | None = None
 
     @property
     def quote_mark(self) -> str | None:
         """Character that begins a quoted field; None if fields are never quoted."""
         if len(self.separator) > 1 or self.separator == " ":
             return None
-        return '"' if self.quote == "auto" else self.quote
+        return '"' if self.options.quote == AUTO else self.options.quote
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Characters of text that only the csv module reads."""
-        return tuple(filter(None, (self.quote_mark, self.escape)))
+        return tuple(filter(None, (self.quote_mark, self.options.escape)))
 
     def open(self) -> io.TextIOWrapper:
         """Open the file as text."""

@@ -107,10 +107,7 @@ def find_layout(path: str, head: bytes, options: FileOptions) -> TextLayout:
         raise RatingsError(f"{path} has several items in a field, such as {_cut(lines[-1])}{LISTS_HINT}")
     sample = whole[0] if whole else rows[0]
     integer_ids = all(INTEGER.fullmatch(sample[column].strip()) for column in (user, item))
-    return TextLayout(
-        path, codec, comment, separator, has_header, n_fields, user, item, value, integer_ids, columns,
-        quote=options.quote, escape=options.escape, times_required=timestamp != AUTO,
-    )  # fmt: skip
+    return TextLayout(path, options, codec, separator, has_header, n_fields, columns, user, item, value, integer_ids)
 
 
 def _time_column(path: str, columns: Columns, rows: list[list[str]]) -> int | None:
@@ -409,20 +406,12 @@ def _has_header(
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-def read_text(
-    layout: TextLayout,
-    show_progress: bool = False,
-    *,
-    mask: np.ndarray | None = None,
-    missing: str = "error",
-    weights: np.ndarray | None = None,
-) -> Entries:
+def read_text(layout: TextLayout, mask: np.ndarray | None = None, weights: np.ndarray | None = None) -> Entries:
     """Entries after the header, with sorted labels: int64 if all ids of a column are integers, else strings.
 
-    `mask`: records to keep; the ids and values of others may be missing. `missing`: one of `labels.MISSING`. `weights`:
-    those of all records, not checked.
+    `mask`: records to keep; the ids and values of others may be missing. `weights`: those of all records, not checked.
     """
-    with reading_progress(layout.path, show_progress) as on_read:
+    with reading_progress(layout.path, layout.options.show_progress) as on_read:
         ((users, user_ids), (items, item_ids), values), times = _read_columns(replace(layout, on_read=on_read), mask)
         if not len(users):
             raise NoEntriesError(f"{layout.path} holds no ratings, only a header")
@@ -439,7 +428,7 @@ def read_text(
     elif mask is not None:
         kept = np.flatnonzero(mask)
         entries.where = lambda first, second: lines_of(layout, int(kept[first]), int(kept[second]))
-    return typed_labels(entries.without_missing(missing), found)
+    return typed_labels(entries.without_missing(layout.options.missing), found)
 
 
 def typed_labels(entries: Entries, before: Entries) -> Entries:
@@ -477,7 +466,7 @@ def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarra
     try:
         return parse_times(texts)
     except ValueError as error:
-        if not layout.times_required:
+        if layout.options.timestamp == AUTO:
             warn_times(layout.path, place, texts)
             return None
         raise RatingsError(
@@ -575,7 +564,7 @@ def record_chunks(
     if commented:
         logger.warning(
             "%s: skipped %s lines that begin with comment=%r but could be entries, such as %s; comment=None reads them",
-            layout.path, f"{len(commented):,}", layout.comment, _cut(commented[0]),
+            layout.path, f"{len(commented):,}", layout.options.comment, _cut(commented[0]),
         )  # fmt: skip
 
 
@@ -624,18 +613,18 @@ def _columns(
     A block of plain lines is split at once; the csv module reads the lines of others, and explains what is wrong.
     Comments that could be entries are appended to `commented`.
     """
-    alone = layout.quote in (AUTO, None) and layout.escape is None  # no record goes on in another block
+    alone = layout.options.quote in (AUTO, None) and layout.options.escape is None  # no record goes on in another block
     header = layout.header
     with reading(layout.path, layout.encoding), layout.open() as stream:
         for number, block in line_blocks(stream, layout.path, size):
             batches: Iterable[list[list[str]]]
-            if commented is not None and layout.comment and layout.comment in block:
+            if commented is not None and layout.options.comment and layout.options.comment in block:
                 commented += _commented_entries(block, layout)
             if (plain := _plain_columns(block, layout)) is not None:
                 batches = [plain]
             else:
                 rest = [block] if alone else itertools.chain([block], pieces_of(stream))
-                records = _csv_records(layout, Lines(rest, layout.path, layout.comment, number))
+                records = _csv_records(layout, Lines(rest, layout.path, layout.options.comment, number))
                 batches = _batches(records, max(1, size // 16))
             for columns in batches:
                 if columns[0]:
@@ -645,7 +634,7 @@ def _columns(
 
 def _commented_entries(block: str, layout: TextLayout) -> list[str]:
     """Lines that begin with the prefix of comments and have the fields of an entry: ids may begin with it."""
-    lines = (line for line in block.split("\n") if line.lstrip().startswith(layout.comment or ""))
+    lines = (line for line in block.split("\n") if line.lstrip().startswith(layout.options.comment or ""))
     split = ((line, line.split(None if layout.separator == " " else layout.separator)) for line in lines)
     return [
         line
@@ -657,7 +646,7 @@ def _commented_entries(block: str, layout: TextLayout) -> list[str]:
 
 def _plain_columns(block: str, layout: TextLayout) -> list[list[str]] | None:
     """All columns of whole lines; None unless each line is a record without faults."""
-    comment, separator = layout.comment, layout.separator
+    comment, separator = layout.options.comment, layout.separator
     if "\0" in block or len(block) > csv.field_size_limit():
         return None
     if "\n\n" in block or block.startswith("\n") or (comment and comment in block):
@@ -679,7 +668,7 @@ def _plain_columns(block: str, layout: TextLayout) -> list[list[str]] | None:
 
 def _quoted_columns(block: str, layout: TextLayout) -> list[list[str]] | None:
     """`_plain_columns` of lines with quotation marks, by the default rules."""
-    if layout.quote != AUTO or layout.escape is not None or '\\"' in block:
+    if layout.options.quote != AUTO or layout.options.escape is not None or '\\"' in block:
         return None
     lines = block.split("\n")
     try:
@@ -711,12 +700,12 @@ def _batches(records: Iterator[tuple[Lines, list[str]]], size: int) -> Iterator[
 def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
     """Fields of each record after the header, and the `Lines` that has the start of the record."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
-        records = _csv_records(layout, Lines(pieces_of(stream), layout.path, layout.comment))
+        records = _csv_records(layout, Lines(pieces_of(stream), layout.path, layout.options.comment))
         yield from itertools.islice(records, int(layout.header), None)
 
 
 def _csv_records(layout: TextLayout, lines: Lines) -> Iterator[tuple[Lines, list[str]]]:
-    rows = _split_lines(lines, layout.separator, layout.quote, layout.escape)
+    rows = _split_lines(lines, layout.separator, layout.options.quote, layout.options.escape)
     while True:
         lines.start()
         try:
@@ -725,7 +714,7 @@ def _csv_records(layout: TextLayout, lines: Lines) -> Iterator[tuple[Lines, list
             return
         except csv.Error as error:
             raise _bad_line(layout, lines, *_quoting_problem(layout, lines, error)) from error
-        if layout.quote == AUTO and layout.quote_mark:
+        if layout.options.quote == AUTO and layout.quote_mark:
             _check_quotes(layout, lines)
         if len(row) != layout.n_fields:
             problem = f"has {len(row)} field{'s' if len(row) != 1 else ''}"
@@ -746,7 +735,11 @@ def _check_quotes(layout: TextLayout, lines: Lines) -> None:
     if lines.last > lines.number:
         raise _bad_line(layout, lines, *_quoting_problem(layout, lines, None))
     text = lines.text
-    if not layout.escape and '\\"' in text and (text.lstrip().startswith('"') or f'{layout.separator}"' in text):
+    if (
+        not layout.options.escape
+        and '\\"' in text
+        and (text.lstrip().startswith('"') or f'{layout.separator}"' in text)
+    ):
         raise _bad_line(layout, lines, "has a backslash before a quotation mark", f". {ESCAPE_HINT}")
 
 
@@ -754,7 +747,7 @@ def _quoting_problem(layout: TextLayout, lines: Lines, error: csv.Error | None) 
     """What is wrong with a record that is not one line of the csv module, and the arguments that help."""
     if layout.quote_mark is None or layout.quote_mark not in lines.text:
         return f"cannot be split into fields ({error})", ""
-    hint = ". " + (QUOTE_HINT if layout.escape or '\\"' not in lines.text else ESCAPE_HINT)
+    hint = ". " + (QUOTE_HINT if layout.options.escape or '\\"' not in lines.text else ESCAPE_HINT)
     if error is not None and "expected after" in str(error) and lines.last == lines.number:
         return "has a field that goes on after its closing quotation mark", hint
     if error is not None and "field larger" in str(error):
