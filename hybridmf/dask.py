@@ -22,6 +22,7 @@ import numpy as np
 from .core.objective import Side
 from .core.validate import check_choice
 from .data.labels import Entries, factorize, label_table
+from .data.layout import FileOptions
 from .data.readers import frame_entries
 from .data.store import Store
 from .errors import CommunicatorError, RatingsError
@@ -214,7 +215,7 @@ class WorkerTransport(Transport):
 
 def _chunk_of_frame(partition: Any, user: Any, item: Any, value: Any) -> Entries:
     """Entries of a partition, with its own sorted labels."""
-    found = frame_entries(partition, "a partition of the ratings", user, item, value)
+    found = frame_entries(partition, "a partition of the ratings", FileOptions(user=user, item=item, value=value))
     return Entries(found.users, found.items, found.values, found.user_ids, found.item_ids, found.shape)
 
 

@@ -27,7 +27,6 @@ from .core.triplets import frame_names, named_like_entries
 from .core.validate import MERGE_RULES, as_csr, check_choice, check_int, check_rng, check_threads, frozen_csr
 from .data.columns import AUTO, column_place, log_columns
 from .data.labels import (
-    MISSING,
     Entries,
     NoEntriesError,
     as_times,
@@ -43,7 +42,7 @@ from .data.labels import (
     resolve,
     storable,
 )
-from .data.layout import FileOptions, check_where
+from .data.layout import FileOptions
 from .data.lists import list_options, read_lists
 from .data.readers import (
     column_weights,
@@ -299,9 +298,11 @@ class Ratings(Transforms):
         TypeError
             `frame` is no data frame, or a column has a type that cannot be used.
         """
-        check_choice("duplicates", duplicates, MERGE_RULES)
-        check_choice("missing", missing, MISSING)
-        entries = frame_entries(frame, "frame", user, item, value, timestamp, check_where(where), missing, weight)
+        options = FileOptions(
+            user=user, item=item, value=value, duplicates=duplicates, timestamp=timestamp, where=where,
+            missing=missing, weight=weight,
+        )  # fmt: skip
+        entries = frame_entries(frame, "frame", options)
         ratings = _from_entries(entries, duplicates)
         ratings.frame_kind = kind_of(frame)
         return ratings

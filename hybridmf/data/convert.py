@@ -497,7 +497,7 @@ def _readers_of(source: Any, options: FileOptions, limit: int) -> Iterator[_Read
         header = market_header(path, head)
         return iter([_matrix_market(path, header, limit)]) if header is not None and _streamable(header) else None
     if format == "parquet":
-        return iter([_parquet(path, options.selectors, max(1, limit // 256), options.missing)])
+        return iter([_parquet(path, options, max(1, limit // 256))])
     if format == "lists":
         options = list_options(path, head, options)
         users, items = _Codes(), _Codes()
@@ -551,12 +551,12 @@ def _checked_values(chunks: Iterator[Any], layout: TextLayout) -> Iterator[Any]:
         yield chunk
 
 
-def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int, missing: str) -> _Reader:
+def _parquet(path: str, options: FileOptions, rows: int) -> _Reader:
     def sort(codes: np.ndarray, labels: list[Any]) -> tuple[np.ndarray, np.ndarray]:
         positions, unique = factorize_objects(f"a column of {path}", labels, "row")
         return positions[codes], unique
 
-    chunks = parquet_chunks(path, columns, rows, missing)
+    chunks = parquet_chunks(path, options, rows)
     first = next(chunks, None)
     if first is None:
         raise RatingsError(f"{path} holds no ratings")
@@ -564,7 +564,7 @@ def _parquet(path: str, columns: tuple[Any, Any, Any], rows: int, missing: str) 
         _Codes(sort) if isinstance(ids, list) else _Integers(np.uint64 if ids.dtype == np.uint64 else np.int64)
         for ids in first[:2]
     )
-    valued = parquet_layout(path, columns).value is not None
+    valued = parquet_layout(path, options).value is not None
     return _Reader(itertools.chain([first], chunks), (users, items), "rows {} and {}".format, path, valued)
 
 

@@ -52,7 +52,12 @@ class FileOptions:
         check_choice("missing", self.missing, MISSING)
         check_bool("show_progress", self.show_progress)
         _check_text_options(self)
-        object.__setattr__(self, "where", check_where(self.where))
+        if self.where is not None and not isinstance(self.where, Mapping):
+            raise TypeError(
+                f'where must be a mapping from columns to values, such as {{"behavior": "play"}}, got {self.where!r} '
+                f"of type {type(self.where).__name__}"
+            )
+        object.__setattr__(self, "where", self.where or None)
 
     @property
     def selectors(self) -> tuple[Any, Any, Any]:
@@ -68,16 +73,6 @@ class FileOptions:
     def field_separator(self) -> str | None:
         """Separator of text in the format; None if it must be detected."""
         return {"csv": ",", "tsv": "\t"}.get(self.format) if self.separator is None else self.separator
-
-
-def check_where(where: Any) -> Where | None:
-    """Row filters, None if there are none."""
-    if where is not None and not isinstance(where, Mapping):
-        raise TypeError(
-            f'where must be a mapping from columns to values, such as {{"behavior": "play"}}, got {where!r} of type '
-            f"{type(where).__name__}"
-        )
-    return where or None
 
 
 def _check_text_options(options: FileOptions) -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,29 +57,18 @@ NPZ_ARRAYS = (*NPZ_LABELS, "indptr", "indices", "data", "row", "col", "coords", 
 MANY_STRINGS = 1 << 16
 """Number of strings from which importing pyarrow saves time."""
 
-Selectors = tuple[Any, Any, Any]
-"""``user=``, ``item=`` and ``value=``; see `hybridmf.data.columns.resolve_columns`."""
 
-
-def frame_entries(
-    frame: Any,
-    source: str,
-    user: Any = AUTO,
-    item: Any = AUTO,
-    value: Any = AUTO,
-    timestamp: Any = None,
-    where: Where | None = None,
-    missing: str = "error",
-    weight: Any = None,
-) -> Entries:
+def frame_entries(frame: Any, source: str, options: FileOptions) -> Entries:
     """Entries of any frame that narwhals supports; `source` is its name in messages. See `Ratings.from_frame`."""
     import narwhals.stable.v2 as nw
 
+    where, missing = options.where or {}, options.missing
     table, names = _frame(frame, source)
     try:
         columns = resolve_columns(
-            source, names, len(names), user, item, value, timestamp=timestamp, weight=weight, by_place=False
-        )
+            source, names, len(names), *options.selectors, timestamp=options.timestamp, weight=options.weight,
+            by_place=False,
+        )  # fmt: skip
     except RatingsError as error:
         levels = [level for level in getattr(getattr(frame, "index", None), "names", ()) if level is not None]
         if not levels:
@@ -87,7 +76,7 @@ def frame_entries(
         raise RatingsError(f"{error}. Its index {levels} becomes columns by {source}.reset_index()") from None
     log_columns(source, columns)
     user, item, value, time, weight = columns.titles()
-    filters = {column: names[column_place("where", source, names, len(names), column)] for column in where or {}}
+    filters = {column: names[column_place("where", source, names, len(names), column)] for column in where}
     used = [name for name in (user, item, value, time, weight, *filters.values()) if name is not None]
     table = table.select(*map(nw.col, dict.fromkeys(used)))
     eager = table.collect() if isinstance(table, nw.LazyFrame) else table
@@ -103,7 +92,7 @@ def frame_entries(
     users, user_ids = _coded_column(source, eager, user)
     items, item_ids = _coded_column(source, eager, item)
     values = np.ones(len(users), np.float32) if value is None else _frame_values(source, eager, value)
-    times = None if time is None else _frame_times(source, eager, time, required=timestamp != AUTO)
+    times = None if time is None else _frame_times(source, eager, time, required=options.timestamp != AUTO)
 
     def place(first: int, second: int) -> str:
         first, second = (first, second) if rows is None else (rows[first], rows[second])
@@ -343,24 +332,23 @@ def file_of(stream: Any) -> Iterator[str]:
 
 def read_parquet(path: str, options: FileOptions) -> Entries:
     """Entries of a Parquet file; reads only the required columns."""
-    timestamp, where = options.timestamp, options.where
+    where = options.where or {}
     with _parquet(path) as file:
-        found, hive = _resolved(path, file, options.selectors, timestamp, where or (), options.weight)
+        found, hive = _resolved(path, file, options)
         log_columns(path, found)
         user, item, value, time, weight = found.titles()
         names = found.names or ()
-        filters = [names[column_place("where", path, names, len(names), column)] for column in where or {}]
+        filters = [names[column_place("where", path, names, len(names), column)] for column in where]
         table = file.read(columns=list({user, item, value, time, weight, *filters} - {None, *hive}))
-    table = _with_columns(table, hive)
-    kept = None if where is None else dict(zip(filters, where.values(), strict=True))
-    timestamp = AUTO if timestamp == AUTO and time is not None else time
-    return frame_entries(table, path, user, item, value, timestamp, kept, options.missing, weight)
+    timestamp = AUTO if options.timestamp == AUTO and time is not None else time
+    kept = dict(zip(filters, where.values(), strict=True))
+    named = replace(options, user=user, item=item, value=value, timestamp=timestamp, weight=weight, where=kept)
+    return frame_entries(_with_columns(table, hive), path, named)
 
 
 def read_json_lines(path: str, options: FileOptions) -> Entries:
     """Entries of a file with a JSON object on each line, whose fields are columns."""
-    where, missing, weight = options.where, options.missing, options.weight
-    return frame_entries(_json_lines(path), path, *options.selectors, options.timestamp, where, missing, weight)
+    return frame_entries(_json_lines(path), path, options)
 
 
 def read_frame(path: str, format: str) -> Any:
@@ -449,28 +437,28 @@ def _numbers_if_possible(fields: np.ndarray) -> np.ndarray:
     return integers if np.array_equal(integers, numbers) else numbers
 
 
-def parquet_layout(path: str, columns: Selectors) -> Columns:
+def parquet_layout(path: str, options: FileOptions) -> Columns:
     """Columns of a Parquet file, from its schema."""
     with _parquet(path) as file:
-        return _resolved(path, file, columns)[0]
+        return _resolved(path, file, options)[0]
 
 
 def parquet_chunks(
-    path: str, columns: Selectors, rows: int, missing: str = "error"
+    path: str, options: FileOptions, rows: int
 ) -> Iterator[tuple[np.ndarray | list[Any], np.ndarray | list[Any], np.ndarray]]:
     """Ids (integers as an array, others as a list) and values of a Parquet file, in chunks of rows."""
     import narwhals.stable.v2 as nw
     import pyarrow as pa
 
     with _parquet(path) as file:
-        found, hive = _resolved(path, file, columns)
+        found, hive = _resolved(path, file, options)
         log_columns(path, found)
         user, item, value, *_ = found.titles()
         first, own = 0, [name for name in (user, item, value) if name is not None and name not in hive]
         for batch in file.iter_batches(rows, columns=own):
             table = nw.from_native(_with_columns(pa.Table.from_batches([batch]), hive), eager_only=True)
             read = len(table)
-            present = _rows_with_ids(path, table, [user, item], missing, None, first)
+            present = _rows_with_ids(path, table, [user, item], options.missing, None, first)
             table = table if present.all() else table.filter(present.tolist())
             users, items = (_frame_ids(path, table, column, first) for column in (user, item))
             values = np.ones(len(table)) if value is None else _frame_values(path, table, value, first)
@@ -494,22 +482,22 @@ def _parquet(path: str) -> Iterator[Any]:
         raise RatingsError(f"{path} cannot be read as Parquet ({error}); it is damaged or another format") from error
 
 
-def _resolved(
-    path: str, file: Any, selectors: Selectors, timestamp: Any = None, others: Iterable[Any] = (), weight: Any = None
-) -> tuple[Columns, dict[str, Any]]:
+def _resolved(path: str, file: Any, options: FileOptions) -> tuple[Columns, dict[str, Any]]:
     """The columns of a Parquet file, and those that its folders add: the ones named by arguments or for their role.
 
     Others are ignored, so that no folder's name is taken for a value by its place.
     """
     names = file.schema_arrow.names
     check_distinct_names(path, names)
+    selectors, timestamp, weight = options.selectors, options.timestamp, options.weight
     folders = {name: value for name, value in hive_columns(path).items() if name not in names}
     hive = {
         name: value
         for name, value in folders.items()
         if name in (*selectors, weight) or role_of(name) in ("user", "item", "value")
     }
-    late = {name: value for name, value in folders.items() if name not in hive and name in (timestamp, *others)}
+    others = (timestamp, *(options.where or ()))
+    late = {name: value for name, value in folders.items() if name not in hive and name in others}
     names = [*names, *hive]
     known = None if timestamp in late else timestamp
     found = resolve_columns(path, names, len(names), *selectors, timestamp=known, weight=weight)
@@ -646,7 +634,7 @@ def file_columns(path: str, options: FileOptions) -> Columns | None:
     """Columns that `Ratings.from_file` uses with these options, by the first lines; None for files without columns."""
     head, format = options.detect(path)
     if format == "parquet":
-        return parquet_layout(path, options.selectors)
+        return parquet_layout(path, options)
     if format == "jsonl":
         names = _json_lines(path).column_names
         return resolve_columns(path, names, len(names), *options.selectors, by_place=False)

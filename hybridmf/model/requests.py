@@ -15,6 +15,7 @@ from ..core.sparse import entries_in, entry_rows, keep_entries, take_rows
 from ..core.validate import MAX_N, check_bool, check_choice, check_ids, check_int, check_shape, from_triplets, one_row
 from ..data.align import align_rows
 from ..data.labels import check_label_types, look_up, plain_array
+from ..data.layout import FileOptions
 from ..data.readers import frame_entries
 from ..data.wide import is_wide
 from ..errors import RatingsError, UnknownLabelError
@@ -152,7 +153,7 @@ def _positions_of_table(learned: Labelled, given: Any, unknown: Unknown) -> tupl
         codes, labels = (entry_rows(view.user_items), view.user_items.indices), (view.user_ids, view.item_ids)
     else:
         try:
-            read = frame_entries(given, "users", value=None)
+            read = frame_entries(given, "users", FileOptions(value=None))
         except RatingsError as error:
             raise type(error)(
                 f"{error} (arguments of Ratings.from_frame; or pass two columns: predict(users, items, labels=True))"

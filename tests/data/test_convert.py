@@ -314,7 +314,7 @@ def test_an_empty_parquet_file(tmp_path):
 def test_a_null_names_its_row_in_any_chunk(tmp_path, monkeypatch):
     path = _parquet(tmp_path / "r.parquet", [*triplets(), (1, 2, None)])
     original = conversion._parquet
-    monkeypatch.setattr(conversion, "_parquet", lambda path, columns, _, missing: original(path, columns, 64, missing))
+    monkeypatch.setattr(conversion, "_parquet", lambda path, options, _: original(path, options, 64))
     with pytest.raises(RatingsError, match="null at row 300"):
         hmf.convert(path, tmp_path / "store")
 
