@@ -133,16 +133,14 @@ def training(model: Any, *, metric: str | None = None, ax: Any = None) -> Axes:
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.axvline(model.n_iter_, color="0.6", linestyle="--", zorder=0, label=f"chosen: iteration {model.n_iter_}")
     lines = list(ax.lines)
-    if metric is None and recorded:
-        metric = recorded[-1]
-    if metric is not None:
-        lines[1:1] = _metric_beside(ax, metric, kept, model.n_iter_)
+    if recorded:
+        lines.insert(1, _metric_beside(ax, metric or recorded[-1], kept, model.n_iter_))
     # above the axes, since curves may cross every corner
     ax.legend(lines, [line.get_label() for line in lines], loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     return ax
 
 
-def _metric_beside(ax: Any, metric: str, records: Sequence[Mapping[str, float]], chosen: int) -> list[Any]:
+def _metric_beside(ax: Any, metric: str, records: Sequence[Mapping[str, float]], chosen: int) -> Any:
     """The curve of a metric on an axis of its own, with a ring at the chosen iteration."""
     beside = ax.twinx()
     beside.spines["top"].set_visible(False)
@@ -153,7 +151,7 @@ def _metric_beside(ax: Any, metric: str, records: Sequence[Mapping[str, float]],
         beside.plot([chosen], [at[chosen]], color=COLORS[1], marker="o", markersize=9, fillstyle="none")
     better = "lower" if metric in LOWER_IS_BETTER else "higher"
     beside.set_ylabel(f"validation {metric.upper()} ({better} is better)", color=COLORS[1])
-    return [line]
+    return line
 
 
 # ----------------------------------------------------------------------------------------------------------- ratings
@@ -417,31 +415,24 @@ def trials(result: Any) -> Figure:
     shown = [trial for trial in result.trials if trial.value is not None]
     varied = {name: None for trial in shown for name in trial.params}
     names = [name for name in varied if len({repr(trial.params.get(name)) for trial in shown}) > 1]
-    columns = min(3, len(names) + 1)
-    figure = new_figure(3.2 * columns, 2.8 * -(-(len(names) + 1) // columns))
-    complete = np.array([trial.state == "complete" for trial in shown])
-    scores = np.array([trial.value for trial in shown])
-    faces = [COLORS[0] if each else "none" for each in complete]
+    columns, rows = min(3, len(names) + 1), -(-(len(names) + 1) // 3)
+    figure = new_figure(3.2 * columns, 2.8 * rows)
     for place, name in enumerate([*names, "seconds"], 1):
-        ax = figure.add_subplot(-(-(len(names) + 1) // columns), columns, place)
-        given = [trial.finished if name == "seconds" else trial.params.get(name) for trial in shown]
-        numbers = [each for each in given if isinstance(each, (int, float)) and not isinstance(each, bool)]
-        if len(numbers) < sum(each is not None for each in given):
-            given = [None if each is None else str(each) for each in given]
-        there = [k for k, each in enumerate(given) if each is not None]
-        ax.scatter(
-            [given[k] for k in there], scores[there], facecolors=[faces[k] for k in there], edgecolors=COLORS[0], s=18
-        )
+        ax = figure.add_subplot(rows, columns, place)
+        points = [(trial.finished if name == "seconds" else trial.params.get(name), trial) for trial in shown]
+        points = [(each, trial) for each, trial in points if each is not None]
+        numbers = [each for each, _ in points if isinstance(each, (int, float)) and not isinstance(each, bool)]
+        given = [each if len(numbers) == len(points) else str(each) for each, _ in points]
+        faces = [COLORS[0] if trial.state == "complete" else "none" for _, trial in points]
+        ax.scatter(given, [trial.value for _, trial in points], facecolors=faces, edgecolors=COLORS[0], s=18)
         positive = [each for each in numbers if each > 0]
-        if len(numbers) == len(there) and positive and max(positive) > 20 * min(positive):
+        if len(numbers) == len(points) and positive and max(positive) > 20 * min(positive):
             ax.set_xscale("log" if len(positive) == len(numbers) else "symlog")
         ax.set(xlabel=name, ylabel=result.metric if (place - 1) % columns == 0 else "")
         ax.axhline(result.popularity_value, color="0.6", linestyle="--", zorder=0, label="popularity")
-        if name == "seconds":
-            best = np.maximum.accumulate if result.metric not in LOWER_IS_BETTER else np.minimum.accumulate
-            order = np.argsort([trial.finished for trial in shown])
-            order = order[complete[order]]
-            times = [shown[k].finished for k in order]
-            ax.step(times, best(scores[order]), where="post", color=COLORS[0], label="best so far")
-            ax.legend(fontsize="small", frameon=False)
+    best = np.maximum.accumulate if result.metric not in LOWER_IS_BETTER else np.minimum.accumulate
+    complete = sorted((trial.finished, trial.value) for trial in shown if trial.state == "complete")
+    times, scores = zip(*complete, strict=True) if complete else ((), ())
+    ax.step(times, best(scores), where="post", color=COLORS[0], label="best so far")
+    ax.legend(fontsize="small", frameon=False)
     return figure

@@ -161,13 +161,17 @@ def check_failures(
 ) -> None:
     """Check that a failure of the last rank ends the calls of all ranks soon and for good, with its cause."""
 
-    def fails(act: Callable[[Communicator, bool], Any], cause: str, timeout: float = 60.0) -> None:
-        """`act`, told whether this is the last rank, fails on all of them."""
+    def fails(
+        last: Callable[[Communicator], Any], then: Callable[[Communicator], Any], cause: str, timeout: float = 60.0
+    ) -> None:
+        """What the last rank does alone before all ranks go on with `then` fails on all of them."""
         begun, made = time.monotonic(), []
 
         def run() -> None:
             made.append(connect(timeout=timeout))  # may fail, too: the last rank does not wait for the others
-            act(made[0], made[0].rank == made[0].size - 1)
+            if made[0].rank == made[0].size - 1:
+                last(made[0])
+            then(made[0])
 
         with _raises(CommunicatorError, cause):
             run()
@@ -178,41 +182,26 @@ def check_failures(
                     call()
             communicator.close()
 
-    def aborts(communicator: Communicator, last: bool) -> None:
-        if last:
-            communicator.abort("its disk is full")
-            communicator.abort("a consequence")
-        communicator.allreduce(device(np.zeros(3)))
+    def sums(communicator: Communicator) -> None:
+        communicator.allreduce(device(np.zeros(2)))
         communicator.barrier()
 
-    def computes(communicator: Communicator, last: bool) -> None:
-        if last:
-            communicator.abort("it has other ratings")
+    def computes(communicator: Communicator) -> None:
         while not communicator.cause:
             time.sleep(0.01)
         raise CommunicatorError(communicator.cause)
 
-    def differs(communicator: Communicator, last: bool) -> None:
-        communicator.allreduce(device(np.zeros(3 if last else 2)))
-        communicator.barrier()
+    def aborts(communicator: Communicator) -> None:
+        communicator.abort("its disk is full")
+        communicator.abort("a consequence")
 
-    def is_silent(communicator: Communicator, last: bool) -> None:
-        if last:
-            time.sleep(1.5)
-        communicator.barrier()
-
-    def leaves(communicator: Communicator, last: bool) -> None:
-        if last:
-            communicator.close()
-        communicator.allreduce(device(np.zeros(2)))
-
-    fails(aborts, "^its disk is full$")
-    fails(computes, "^it has other ratings$")
+    fails(aborts, sums, "^its disk is full$")
+    fails(aborts, computes, "^its disk is full$")
     if several:
-        fails(is_silent, r"within 0\.3 s in barrier|waited 0\.3 s", timeout=0.3)
+        fails(lambda _: time.sleep(1.5), lambda each: each.barrier(), r"within 0\.3 s in barrier|waited 0\.3 s", 0.3)
     if several and matched:
-        fails(differs, r"(?s)\(2,\).*\(3,\)|\(3,\).*\(2,\)")
-        fails(leaves, "has closed")
+        fails(lambda each: each.allreduce(device(np.zeros(3))), sums, r"(?s)\(2,\).*\(3,\)|\(3,\).*\(2,\)")
+        fails(lambda each: each.close(), sums, "has closed")
 
 
 class CommunicatorContract:
