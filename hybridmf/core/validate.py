@@ -119,11 +119,9 @@ def check_path(name: str, value: Any) -> str:
 
 def check_rng(random_state: Any) -> np.random.Generator:
     """A Generator from None, an int seed, a Generator, a SeedSequence or a legacy RandomState."""
-    if isinstance(random_state, np.random.Generator):
-        return random_state
     if isinstance(random_state, np.random.RandomState):
         return np.random.default_rng(random_state.randint(0, 2**31 - 1))
-    if random_state is None or isinstance(random_state, np.random.SeedSequence):
+    if random_state is None or isinstance(random_state, (np.random.Generator, np.random.SeedSequence)):
         return np.random.default_rng(random_state)
     if isinstance(random_state, numbers.Integral) and not isinstance(random_state, bool):
         if random_state < 0:
