@@ -47,11 +47,7 @@ def batch_entries(batches: Sequence[Ranges], degrees: np.ndarray) -> np.ndarray:
 
 
 def even_batches(counts: Sequence[int], rows: int) -> list[Ranges]:
-    """At most `rows` rows of each member at a time; a member with fewer rows has none in the last batches.
-
-    `counts`: rows of each member.
-    `Returns list of list of (first`, `last)`: for each batch, the range of each member's rows.
-    """
+    """For each batch, a range of at most `rows` rows of each member, which has ``counts[k]`` of them."""
     return [
         [(min(at, count), min(at + rows, count)) for count in counts] for at in range(0, max(counts, default=0), rows)
     ]
@@ -63,9 +59,7 @@ def bounded_batches(bounds: Sequence[np.ndarray], entries: Sequence[np.ndarray],
     A batch has the next rows of each member; a member whose next rows do not fit contributes none, so that two long
     rows are not in one batch. The member with the most entries left comes first.
 
-    `bounds`, sequence of int array, shape (n_ranges + 1,): bounds of the ranges of each member's rows.
-    `entries`, sequence of int array, shape (n_ranges,): entries of these ranges.
-    `Returns list of list of (first`, `last)`: see `even_batches`.
+    `bounds`, `entries`: of each member, int (n_ranges + 1,) and (n_ranges,): ranges of rows that are in one batch.
     """
     sizes, batches = [each.tolist() for each in entries], []
     at = [0] * len(sizes)

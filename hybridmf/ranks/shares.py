@@ -99,14 +99,10 @@ class StoredRatings(RankRatings):
 
 
 class SharedEntries(RankRatings):
-    """Entries of the ratings, distributed over ranks in any way.
+    """Entries of the ratings, distributed over ranks in any way; `users` and `items` are positions.
 
-    `users`, `items`, int array, shape (n,): positions.
-    `values`, float array, shape (n,).
-    `dtype`: of the blocks.
     `drop_zeros`: drop entries that are 0, or whose duplicates add up to 0.
     `duplicates`: how to treat a pair that occurs more than once, on the same or on different ranks.
-    `labels`: of users and items.
     """
 
     def __init__(
@@ -184,11 +180,7 @@ def owners(bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Send each entry of some arrays to a rank; received entries are in the order of their source ranks.
-
-    `dest`, int array, shape (n,): destination rank of entry k of every array.
-    `arrays`, list of array, shape (n,).
-    """
+    """Send entry k of each array to rank ``dest[k]``; received entries are in the order of their source ranks."""
     rank, size = communicator.rank, communicator.size
     order = np.argsort(dest, kind="stable")
     bounds = np.concatenate(([0], np.cumsum(np.bincount(dest, minlength=size)))).astype(np.int64)

@@ -116,8 +116,7 @@ class RankALS(Alternating):
 
     `layout`: the same on all ranks.
     `blocks`: `RankLayout.cut` of both orientations of the ratings.
-    `plan`: the same on all ranks, but for `num_threads` and `gpu`. Its `reduction` is one of
-    `hybridmf.ranks.reduction`.
+    `plan`: the same on all ranks, but for `num_threads` and `gpu`.
     `state`: initial factors of the rows this rank owns, on the host.
     `worker`: the device of this rank.
     `order`: of all rows. Default: that of the input.

@@ -138,10 +138,7 @@ class ThreadCommunicator(MessageCommunicator):
 
     @classmethod
     def group(cls, size: int, *, timeout: float = TIMEOUT) -> list[ThreadCommunicator]:
-        """The communicators of all ranks.
-
-        `timeout`: seconds that a rank waits for another before all fail.
-        """
+        """The communicators of all ranks; all fail once a rank has waited `timeout` seconds for another."""
         hub = Hub(check_int("size", size, 1), check_timeout(timeout))
         return [cls(hub, range(size), rank) for rank in range(size)]
 
