@@ -10,7 +10,7 @@ import scipy.sparse as sp
 
 from ..core.sparse import take_rows
 from ..core.validate import refuse_masked
-from ..data.align import labels_of
+from ..data.align import Labels, labels_of
 
 NOT_RANKED = -2
 """Takes the place of items of users who were not ranked yet."""
@@ -27,8 +27,9 @@ class OtherModel:
 
     def __init__(self, model: Any, ratings: Any) -> None:
         self.model = model
-        (self.n_users, self.n_items), labels = ratings.shape, labels_of(ratings)
-        self.user_ids_, self.item_ids_ = labels or (None, None)
+        self.n_users, self.n_items = ratings.shape
+        labels: Labels = labels_of(ratings) or (None, None)
+        self.user_ids_, self.item_ids_ = labels
         for name, count in (("user_factors", self.n_users), ("item_factors", self.n_items)):
             if not hasattr(model, name):
                 continue
@@ -95,8 +96,9 @@ class ReadyLists:
     def __init__(self, ids: Any, ratings: Any) -> None:
         refuse_masked("model", ids)
         ids = np.asarray(ids)
-        (self.n_users, self.n_items), labels = ratings.shape, labels_of(ratings)
-        self.user_ids_, self.item_ids_ = labels or (None, None)
+        self.n_users, self.n_items = ratings.shape
+        labels: Labels = labels_of(ratings) or (None, None)
+        self.user_ids_, self.item_ids_ = labels
         if ids.ndim != 2 or len(ids) != self.n_users:
             raise ValueError(
                 f"model is an array of shape {ids.shape}; expected positions of items, (n_users={self.n_users}, k): a "

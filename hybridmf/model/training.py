@@ -98,12 +98,12 @@ class TrainingData:
             log_detour(source, plan)
         if held is None:
             late = isinstance(matrix, LateMatrix)
-            arrays: Any = (matrix.indptr, *matrix.unchecked) if late else csr_arrays(matrix)
+            indptr, indices, data = (matrix.indptr, *matrix.unchecked) if late else csr_arrays(matrix)
             if plan.devices:
-                held = deal(devices, matrix.shape, *arrays, plan.row_cost)
+                held = deal(devices, matrix.shape, indptr, indices, data, plan.row_cost)
             else:
                 with devices[0].active():
-                    rows = uploaded(devices[0], matrix.shape, *arrays)
+                    rows = uploaded(devices[0], matrix.shape, indptr, indices, data)
                     held = None if rows is None else (rows, rows.transposed(devices[0]))
             assert late or held is not None  # checked on the host
             if late:
