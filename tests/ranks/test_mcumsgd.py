@@ -716,7 +716,7 @@ def test_a_rank_that_holds_the_solver_last_does_not_wait_for_itself(monkeypatch,
     for thread in mine:
         thread.join(10)
     assert not any(thread.is_alive() for thread in mine)
-    wait_until(lambda: not scale_threads._SwitchInterval.ranks)
+    wait_until(lambda: not scale_threads._running)
 
 
 @pytest.mark.parametrize("error", [CommunicatorError("no answer"), DeviceError("no answer")])

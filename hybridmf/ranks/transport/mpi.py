@@ -16,8 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -70,13 +69,8 @@ def _check_launcher(size: int) -> None:
             )
 
 
-@dataclass
-class _Arriving:
-    """A message whose header has arrived."""
-
-    what: str
-    array: np.ndarray
-    requests: list[Any]
+_Arriving: TypeAlias = tuple[str, np.ndarray, list[Any]]
+"""A message whose header has arrived: the call of the source, the array, and requests for its pieces."""
 
 
 def _pause(waited: float) -> None:
@@ -107,7 +101,7 @@ class MpiTransport(Transport):
         header = {"context": context, "what": what, "dtype": array.dtype.str, "shape": array.shape}
         if dest == source:
             with self.lock:
-                self._box(context, source).append(_Arriving(what, array.copy(), []))
+                self._box(context, source).append((what, array.copy(), []))
             return
         with self.lock:  # no other message gets between
             self._start(dest, header, _pieces(array))
@@ -122,9 +116,8 @@ class MpiTransport(Transport):
             self.check()
             with self.lock:
                 box = self._box(context, source)
-                if box and self.mpi.Request.Testall(box[0].requests):
-                    arrived = box.popleft()
-                    return arrived.what, arrived.array
+                if box and self.mpi.Request.Testall(box[0][2]):
+                    return box.popleft()[:2]
             waited = time.monotonic() - begun
             if not box and source in self.left:
                 self.fail(f"rank {source} has closed its communicator while rank {dest} waits for it in {what}")
@@ -161,7 +154,7 @@ class MpiTransport(Transport):
         else:
             array = np.empty(header["shape"], dtype=header["dtype"])
             requests = [self.comm.Irecv([piece, self.mpi.BYTE], source, PIECE) for piece in _pieces(array)]
-            self._box(header["context"], source).append(_Arriving(header["what"], array, requests))
+            self._box(header["context"], source).append((header["what"], array, requests))
 
     def fail(self, cause: str) -> None:
         """Fail, and tell the others."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -186,33 +186,31 @@ _Tasks: TypeAlias = "queue.SimpleQueue[tuple[_Outcome, Callable[..., Any]] | Non
 """Tasks of a rank in order; None ends its thread."""
 
 
-class _SwitchInterval:
-    """Running ranks, and the switch interval to restore after the last of them.
+_running: set[object] = set()
+_usual_interval: list[float] = []
+"""Running ranks, and the switch interval to restore after the last of them; empty if it is not changed.
 
-    There is no lock: the garbage collector may close ranks, on any thread and between any two lines of this code.
-    """
-
-    ranks: ClassVar[set[object]] = set()
-    usual = 0.0  # 0: not changed
+There is no lock: the garbage collector may close ranks, on any thread and between any two lines of this code.
+"""
 
 
 @contextmanager
 def _short_switch_interval() -> Iterator[None]:
     """Shorten Python's switch interval meanwhile. Only the threads of ranks call this: Ctrl-C does not end these."""
     rank = object()
-    _SwitchInterval.ranks.add(rank)
+    _running.add(rank)
     now = sys.getswitchinterval()
     if now > 2 * SWITCH_INTERVAL:  # otherwise it is set already, or shorter
-        _SwitchInterval.usual = now
+        _usual_interval[:] = [now]
         sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         yield
     finally:
-        _SwitchInterval.ranks.discard(rank)
-        if not _SwitchInterval.ranks:
-            usual, _SwitchInterval.usual = _SwitchInterval.usual, 0.0
-            if usual:
-                sys.setswitchinterval(usual)
+        _running.discard(rank)
+        if not _running:
+            usual, _usual_interval[:] = list(_usual_interval), []
+            for interval in usual:
+                sys.setswitchinterval(interval)
 
 
 class RankThreads:

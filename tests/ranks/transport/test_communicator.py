@@ -266,7 +266,7 @@ def test_ctrl_c_stops_all_ranks():
 def test_ranks_take_quick_turns_while_they_work() -> None:
     """All of them, and again as before once the last is done, however it ends."""
     gc.collect()  # what other tests left ends now
-    wait_until(lambda: not threads._SwitchInterval.ranks)
+    wait_until(lambda: not threads._running)
 
     def turns(communicator):
         within = []
