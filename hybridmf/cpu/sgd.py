@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
-import scipy.sparse as sp
 
 from .. import _formats
 from ..core.objective import Factors, Objective, Side, State, Terms, other_side
@@ -77,9 +76,10 @@ class RowSweeps:
 class Stretches:
     """Hogwild!: entries in an order drawn once; each thread takes a consecutive range."""
 
-    def __init__(self, user_items: sp.csr_array, plan: Plan, method: SgdMethod) -> None:
-        self.plan = plan
-        order = method.rng().permutation(user_items.nnz)
+    def __init__(self, matrices: GridBlock, plan: Plan) -> None:
+        assert isinstance(plan.method, SgdMethod)
+        self.plan, user_items = plan, matrices["user"]
+        order = plan.method.rng().permutation(user_items.nnz)
         users = entry_rows(user_items).astype(np.int32, copy=False)[order]
         self.entries = EntryList(users, user_items.indices[order], user_items.data[order])
 
@@ -107,11 +107,12 @@ class Blocks:
     seen: np.ndarray
     """FPSGD: position of each block in the order of the last epoch, 1, 2, ...; int32, shape (grid * grid,)."""
 
-    def __init__(self, user_items: sp.csr_array, plan: Plan, method: SgdMethod) -> None:
-        self.plan, self.method = plan, method
+    def __init__(self, matrices: GridBlock, plan: Plan) -> None:
+        assert isinstance(plan.method, SgdMethod)
+        self.plan, self.method, user_items = plan, plan.method, matrices["user"]
         self.grid = max(1, min(math.isqrt(user_items.nnz // BLOCK_ENTRIES), MAX_GRID, *user_items.shape))
         indptr, indices, data = csr_arrays(user_items)
-        rng = method.rng()
+        rng = self.method.rng()
         user_order, user_cuts = self._deal_rows(np.diff(indptr), rng)
         item_order, item_cuts = self._deal_rows(np.bincount(indices, minlength=user_items.shape[1]), rng)
         item_block = np.empty(user_items.shape[1], dtype=np.int32)
@@ -154,12 +155,6 @@ Schedule: TypeAlias = RowSweeps | Stretches | Blocks
 """The order of updates in an epoch, in kernel calls of bounded length; `move` makes one pass, in place."""
 
 
-def _schedule(block: GridBlock, plan: Plan, method: SgdMethod) -> Schedule:
-    if method.schedule == "msgd":
-        return RowSweeps(block, plan)
-    return (Stretches if method.schedule == "hogwild" else Blocks)(block["user"], plan, method)
-
-
 class CpuEpochs:
     """SGD on the CPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `WorkingRows`.
 
@@ -171,10 +166,10 @@ class CpuEpochs:
         self.blocks, self.objective, self.plan = blocks, objective, plan
         self.sums_width = sums_width(plan.method, plan.factors)
         alone, share = len(blocks) == 1, plan.changed(batch_flops=BATCH_FLOPS * plan.num_threads)
-        self.schedules = [
-            _schedule(block, plan if alone else share.changed(nnz=block["user"].nnz), plan.method)
-            if block["user"].nnz
-            else None
+        kinds: dict[str, type[Schedule]] = {"msgd": RowSweeps, "hogwild": Stretches, "blocks": Blocks}
+        make = kinds[plan.method.schedule]
+        self.schedules: list[Schedule | None] = [
+            make(block, plan if alone else share.changed(nnz=block["user"].nnz)) if block["user"].nnz else None
             for block in blocks
         ]
         self.passes = passes_of(plan.method)

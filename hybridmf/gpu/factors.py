@@ -1,6 +1,6 @@
 """Factors of a GPU fit: tables on the device (`DeviceFactors`), or offloaded to the host or to files (`HostFactors`).
 
-Both have the interface of `GpuFactors`, so that solvers and ranks do not distinguish them.
+Both have the same methods, so that solvers and ranks do not distinguish them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUAD = 4
 LOW = 0xFFFFFFFF
 
 
-class GpuFactors(LazyFactors):
+class TableFactors(LazyFactors):
     """Factors of one side in the layout of the kernels."""
 
     # float array, shape (n, width): Factors, a constant 1 if the model has biases, zeros up to the width. Read-only
@@ -49,18 +49,10 @@ class GpuFactors(LazyFactors):
     def form(self) -> tuple[np.dtype, int]:
         return np.dtype(self.table.dtype), self.factors
 
-    def beside(self, array: np.ndarray) -> Array:
-        """Copy an array from the host to the device of the factors; unchanged if they are on the host."""
-        raise NotImplementedError
-
     @property
     def has_range(self) -> bool:
         """Whether the range is needed: only the fused kernels use it, in float32."""
         return bool(self.table.dtype == np.float32)
-
-    def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
-        """Launch the check of `finish_check`, unless it is under way."""
-        raise NotImplementedError
 
     def finish_check(self, found: Callable[[], np.ndarray]) -> bool:
         """Wait for the check that `begin_check` returned, but not for later launches.
@@ -73,29 +65,14 @@ class GpuFactors(LazyFactors):
             self.keep(range=known)
         return failed
 
-    def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
-        """``F^T diag(weights) F`` of the table in float64, shape (width, width), on the host.
-
-        `weights`, float array, shape (n,): on the device or the host, like the factors; see `beside`.
-        """
-        raise NotImplementedError
-
-    def times(self, copiers: Copiers, basis: np.ndarray) -> GpuFactors:
-        """Transform the factors to another basis."""
-        raise NotImplementedError
-
-    def penalty(self, device: Device, objective: Objective, side: Side, degrees: np.ndarray) -> float:
-        """`Objective.penalty` of the side."""
-        raise NotImplementedError
-
     def __len__(self) -> int:
         return len(self.table)
 
 
-class DeviceFactors(GpuFactors):
+class DeviceFactors(TableFactors):
     """Factors on a device; copied to the host on first access.
 
-    `table`, `factors`, `range`: see `GpuFactors`.
+    `table`, `factors`, `range`: see `TableFactors`.
     `device_bias`, float array, shape (n,), or None.
     `cleared`: of the half sweep that solved the factors, for its check.
     """
@@ -128,6 +105,7 @@ class DeviceFactors(GpuFactors):
         return self.device.upload(array)
 
     def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
+        """Launch the check of `finish_check`."""
         cleared = self.cleared
         found = self.device.zeros(3, np.uint32) if cleared is None else cleared.found
         self.keep(cleared=None)
@@ -135,9 +113,11 @@ class DeviceFactors(GpuFactors):
         return self.device.begin_download(found)
 
     def exact_gram(self, device: Device, weights: Array | None = None) -> np.ndarray:
+        """``F^T diag(weights) F`` in float64, shape (width, width), on the host; weights are where the factors are."""
         return exact_gram(device, self.table, weights)
 
     def times(self, copiers: Copiers, basis: np.ndarray) -> DeviceFactors:
+        """The factors in another basis."""
         table = self.table.copy()
         if len(table):
             on_device = self.device.upload(basis.astype(table.dtype))
@@ -244,10 +224,10 @@ def exact_gram(device: Device, table: Array, weights: Array | None = None) -> np
     return total
 
 
-class HostFactors(GpuFactors):
+class HostFactors(TableFactors):
     """Factors offloaded to the memory of the host or to files, as tables with the layout of the device.
 
-    `table`, `factors`, `range`: see `GpuFactors`; NumPy.
+    `table`, `factors`, `range`: see `TableFactors`; NumPy.
     `host_bias`, float array, shape (n,), or None.
     `tables`: pool of the table and of those of later half sweeps.
     `checked`: returns the result of `widen_range` for the rows and their status, computed while they were on the
@@ -259,11 +239,9 @@ class HostFactors(GpuFactors):
         table: np.ndarray,
         factors: int,
         host_bias: np.ndarray | None,
-        range: RowRange | None = None,
         tables: HostTables | None = None,
-        checked: Callable[[], np.ndarray] | None = None,
     ) -> None:
-        self.keep(table=table, factors=factors, host_bias=host_bias, range=range, tables=tables, checked=checked)
+        self.keep(table=table, factors=factors, host_bias=host_bias, range=None, tables=tables, checked=None)
 
     table: np.ndarray
     host_bias: np.ndarray | None
@@ -289,6 +267,7 @@ class HostFactors(GpuFactors):
         return HostFactors(arrays[0], self.factors, arrays[1] if len(arrays) > 1 else None)
 
     def beside(self, array: np.ndarray) -> Array:
+        """Return the array unchanged."""
         return array
 
     def take(self, rows: np.ndarray | slice) -> Factors:
@@ -309,6 +288,7 @@ class HostFactors(GpuFactors):
             self.keep(range=range_on_host(self.table))
 
     def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
+        """The check of `finish_check`, which is under way."""
         begun = self.checked
         assert begun is not None
         self.keep(checked=None)
@@ -327,7 +307,7 @@ class HostFactors(GpuFactors):
         return total
 
     def times(self, copiers: Copiers, basis: np.ndarray) -> HostFactors:
-        """See `GpuFactors`; the result is in a table of `tables`, or a new one."""
+        """The factors in another basis; the result is in a table of `tables`, or a new one."""
         device, copier = copiers.device, copiers.solutions
         table = np.empty_like(self.table) if self.tables is None else self.tables.take()
         on_device = device.upload(basis.astype(table.dtype))
@@ -356,6 +336,9 @@ class HostFactors(GpuFactors):
     def sent(self, copiers: Copiers, first: int, last: int) -> DeviceFactors:
         """Copy some rows to a device."""
         return self.lent(copiers.device, [copiers.send(vector) for vector in self.vectors(first, last)])
+
+
+GpuFactors = DeviceFactors | HostFactors
 
 
 def range_on_host(table: np.ndarray) -> RowRange:

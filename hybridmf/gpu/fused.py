@@ -93,18 +93,11 @@ def builds(
     splitting = [("split.cu", "split_table", split_constants(config, precision))] if precision in OPERAND_BYTES else []
     if by_warpgroups:
         names.remove("assemble_segments")
-        sums = [_warpgroup_build(config, precision, implicit, offsets, residual), *sums]
+        entries = {"IMPLICIT": implicit, "HAS_OFFSETS": offsets, "RESIDUAL": residual}
+        constants = {"RANK": config.rank, "ARITHMETIC": PRECISION_CODES[precision]} | entries
+        sums = [("warpgroup_sums.cu", "warpgroup_sums", constants), *sums]
     kind = (precision, solver, implicit, offsets, residual)
     return [_build(name, config, *kind) for name in names] + sums + splitting
-
-
-def _warpgroup_build(
-    config: FusedConfig, precision: str, implicit: bool, offsets: bool, residual: bool
-) -> tuple[str, str, dict[str, Any]]:
-    """``(file, kernel, constants)`` of cuda/warpgroup_sums.cu."""
-    constants = {"RANK": config.rank, "ARITHMETIC": PRECISION_CODES[precision]}
-    constants |= {"IMPLICIT": implicit, "HAS_OFFSETS": offsets, "RESIDUAL": residual}
-    return "warpgroup_sums.cu", "warpgroup_sums", constants
 
 
 def _build(
