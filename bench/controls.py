@@ -5,7 +5,8 @@
     python bench/controls.py --tree FOLDER --part als-cpu     on the CPU
 
 Every part of the code (`parts_of_code`) has cases, which run in own processes, in the order old, new, new, old.
-A case passes if the results of both trees have the same bytes and the least seconds differ by at most 3 %. Schedules
+A case passes if the results of both trees have the same bytes and the least seconds differ by at most 3 % (where they
+are a figure: not of drawn data and plans). Schedules
 whose threads race have no fixed bytes; their RMSE must agree to 1 %. If cases fail by their seconds alone, they run
 once more in that order. One line of bench/results/controls.jsonl then names the pairs of hashes of the code paths
 (`freshness.py`) whose differing files belong to parts that passed. Compiled modules are those of this tree, if the
@@ -50,7 +51,21 @@ RACE_TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a shape; `run` other than "sweeps" names how it is measured (`MEASURES`)."""
+    """A model on a shape; `run` other than "sweeps" names how it is measured (`MEASURES`).
+
+    Attributes
+    ----------
+    shape, model : str
+    options : dict
+        Of the model.
+    iterations : int
+        Or repeats.
+    run : str
+    races : bool
+        Threads race, so results have no fixed bytes.
+    timed : bool
+        Seconds must agree, too.
+    """
 
     shape: str
     model: str
@@ -58,12 +73,14 @@ class Case:
     iterations: int = 8
     run: str = "sweeps"
     races: bool = False
+    timed: bool = True
 
     @property
     def name(self) -> str:
         """For people and for lines."""
-        options = " ".join(f"{key}={value}" for key, value in self.options.items() if key != "device")
-        return f"{self.model} {options}, {self.shape}" + (f", {self.run}" if self.run != "sweeps" else "")
+        options = (f" {key}={value}" for key, value in self.options.items() if key != "device")
+        how = "" if self.run in ("sweeps", self.model) else f", {self.run}"
+        return f"{self.model}{''.join(options)}, {self.shape}{how}"
 
 
 def _als(shape: str, factors: int, model: str = "ExplicitALS", **options: Any) -> Case:
@@ -78,8 +95,8 @@ def _cpu(model: str, factors: int, **options: Any) -> Case:
 MSGD = {"device": "cuda", "biases": False}
 
 
-SEVERAL_GPUS = ("multi", "mcumsgd", "planner")
-"""Parts that run on request alone."""
+ON_REQUEST = ("multi", "mcumsgd", "planner", "data", "tiles")
+"""Parts that do not run by default: several GPUs, and what has no kernels."""
 
 CASES: dict[str, list[Case]] = {
     "als": [
@@ -111,7 +128,9 @@ CASES: dict[str, list[Case]] = {
     "top-k-cpu": [Case("ml-10m", "ExplicitALS", {"factors": 64, "device": "cpu", "biases": False}, 5, "top_k")],
     "multi": [Case("netflix", "ExplicitALS", {"factors": 100}, 6, "multi_als")],
     "mcumsgd": [Case("netflix", "SGD", {"factors": 128}, 6, "mcumsgd")],
-    "planner": [Case("netflix", "plans", {}, 4, "plans")],
+    "planner": [Case("ml-1m", "plans", {}, 2, "plans", timed=False)],
+    "data": [Case("ml-1m", "draws", {}, 1, "draws", timed=False)],
+    "tiles": [Case("ml-10m", "tiles", {}, 6, "tiles")],
 }
 """By part of the code."""
 
@@ -134,6 +153,8 @@ def parts_of_code() -> dict[str, Patterns]:
         "multi": freshness.RANKS,
         "mcumsgd": freshness.MCUMSGD,
         "planner": freshness.PLANNER,
+        "data": freshness.PUBLISHED,
+        "tiles": freshness.TILES,
     }
 
 
@@ -222,9 +243,39 @@ def _plans(case: Case, _: sp.csr_array, __: sp.csr_array) -> Any:
     return seconds[1:], [np.frombuffer(json.dumps(plans[-1], default=str).encode(), np.uint8)]
 
 
+DRAWS = {"ml-10m": 0.3, "netflix": 0.1, "yahoo-r1": 0.1, "sls": 0.3, "rucci": 0.3, "msd": 0.2, "yahoo-songs": 0.2,
+         "eachmovie": 0.5}  # fmt: skip
+"""Shapes with their scales."""
+
+
+def _draws(_: Case, __: sp.csr_array, ___: sp.csr_array) -> Any:
+    import published
+
+    from hybridmf import datasets
+
+    started, feedbacks = time.perf_counter(), ("explicit", "implicit")
+    drawn = [published.published(shape, scale=scale, implicit=implicit) for shape, scale in DRAWS.items()
+             for implicit in (False, True)]  # fmt: skip
+    drawn += [datasets.synthetic("ml-1m", feedback=feedback).user_items for feedback in feedbacks]
+    seconds = [time.perf_counter() - started]
+    return seconds, [array for matrix in drawn for array in (matrix.indptr, matrix.indices, matrix.data)]
+
+
+def _tiles(case: Case, matrix: sp.csr_array, _: sp.csr_array) -> Any:
+    from hybridmf.formats import BalsMatrix, reorder
+
+    built: list[Any] = []
+    seconds = [_timed(lambda: built.append(BalsMatrix.from_csr(matrix, 256, 192))) for _ in range(case.iterations)]
+    tiles, order = built[-1], reorder(matrix)
+    arrays = tiles.values, tiles.tile_colidx, tiles.tile_ptr, tiles.seg_colidx, tiles.seg_ptr
+    return seconds[1:], [*arrays, order.row_order, order.col_order, np.array(list(tiles.statistics().values()))]
+
+
 MEASURES: dict[str, Callable[[Case, sp.csr_array, sp.csr_array], Any]] = {
     "sweeps": _sweeps, "set_up": _set_up, "fits": _fits, "top_k": _top_k, "multi_als": _multi_als, "mcumsgd": _mcumsgd,
     "plans": _plans,
+    "draws": _draws,
+    "tiles": _tiles,
 }  # fmt: skip
 
 
@@ -307,7 +358,7 @@ def compare(case: Case, old: Sequence[Result], new: Sequence[Result]) -> Result:
     spread = max(max(each) / min(each) for each in least)
     return line | {
         "ms": [1e3 * min(each) for each in least], "ratio": ratio, "spread": spread, "equal": equal,
-        "passed": equal and abs(ratio - 1) <= TOLERANCE,
+        "passed": equal and (abs(ratio - 1) <= TOLERANCE or not case.timed),
     }  # fmt: skip
 
 
@@ -446,7 +497,7 @@ def main(
         return run_here(folder, [(part, int(number)) for part, _, number in pairs])
     if tree is None:
         raise click.UsageError("--tree: the checkout of the lines' commit")
-    tree, parts = tree.resolve(), parts or tuple(part for part in CASES if part not in SEVERAL_GPUS)
+    tree, parts = tree.resolve(), parts or tuple(part for part in CASES if part not in ON_REQUEST)
     borrow_modules(tree)
     with tempfile.TemporaryDirectory() as temporary:
         results = run_parts(tree, parts, folder or Path(temporary), budget)
@@ -457,7 +508,8 @@ def main(
 
 def record(tree: Path, commit: str, results: dict[str, list[Result]], passed: set[str]) -> None:
     """Append the line."""
-    ratios = [line["ratio"] for part in passed for line in results[part]]
+    timed = ((line, case) for part in passed for line, case in zip(results[part], CASES[part], strict=True))
+    ratios = [line["ratio"] for line, case in timed if case.timed]
     covered = covers(tree, passed)
     print(f"passed: {', '.join(sorted(passed)) or 'none'}; code paths: {', '.join(sorted(covered)) or 'none'}")
     line = {

@@ -54,6 +54,11 @@ def test_a_case_is_measured_on_the_cpu(case):
     assert first["rmse"] < 3 if case.races else first["sha256"] == second["sha256"]
 
 
+def test_seconds_of_what_is_no_figure_may_differ():
+    slow = controls.compare(Case("x", "draws", {}, timed=False), runs([1.0]), runs([2.0]))
+    assert slow["passed"] and slow["ratio"] == 2.0
+
+
 def test_cases_that_differ_by_time_alone_run_again(monkeypatch, tmp_path):
     asked = []
 
