@@ -13,8 +13,9 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import scipy.sparse as sp
 
+from .._formats import degree_order
 from ..core.objective import SIDES, Factors, Objective, Side, Terms, other_side
-from ..core.sparse import column_bounds, take_rows
+from ..core.sparse import column_bounds, take_rows, transposed
 from ..core.system import ceil_div, round_up
 from ..core.validate import csr_arrays
 from ..device.arguments import Struct
@@ -27,6 +28,7 @@ from . import arrays, losses
 from .factors import DeviceFactors, to_device
 from .half import SegmentedRows, row_segments
 from .launch import DeviceEntries, check_all, get_kernel, program
+from .matrix import DeviceMatrix
 from .rows import read_range, widen_range
 
 LAYOUTS: dict[str, dict[Side, Side]] = {
@@ -121,12 +123,19 @@ class Walk:
         return replace(self, begins=self.begins[:1], ends=self.ends[-1:])
 
     @classmethod
-    def upload(cls, device: Device, matrix: sp.csr_array, n_ranges: int = 1) -> Walk:
-        """Copy all entries of a matrix, by its rows, with the bounds of ranges of about equal numbers of columns."""
-        _, indices, ratings = csr_arrays(matrix)
+    def upload(cls, device: Device, matrix: sp.csr_array | DeviceMatrix, n_ranges: int = 1) -> Walk:
+        """All entries of a matrix, by its rows, with the bounds of ranges of about equal numbers of columns."""
+        if isinstance(matrix, DeviceMatrix):
+            if n_ranges == 1:
+                return cls(matrix.indices, matrix.data, matrix.starts[None, :-1], matrix.starts[None, 1:])
+            indices, ratings, host = matrix.indices, matrix.data, matrix.host
+            assert host is not None
+        else:
+            indices, ratings = (device.upload(array) for array in csr_arrays(matrix)[1:])
+            host = matrix
         columns = np.linspace(0, matrix.shape[1], n_ranges + 1).astype(np.int64)
-        bounds = device.upload(column_bounds(matrix, columns[1:-1]))
-        return cls(device.upload(indices), device.upload(ratings), bounds[:-1], bounds[1:])
+        bounds = device.upload(column_bounds(host, columns[1:-1]))
+        return cls(indices, ratings, bounds[:-1], bounds[1:])
 
 
 @dataclass(frozen=True)
@@ -404,7 +413,8 @@ class Msgd:
                 self.bounds[side] = device.upload(even_ranges(degrees, ranges))
                 _check_walk(device, walk, self.stored, bounds=self.bounds[side])
                 continue
-            order = np.argsort(-degrees, kind="stable")[: np.count_nonzero(degrees)].astype(np.int32)
+            indptr = np.asarray(matrices[side].indptr, dtype=np.int64)
+            order = degree_order(indptr)[: np.count_nonzero(degrees)].astype(np.int32)
             n_long = 0 if long_row is None else int(np.count_nonzero(degrees >= long_row))
             long, short = np.split(order, [n_long])
             n_bins = max(1, bins(config.per_sm(spec) * spec.multiprocessors))
@@ -651,7 +661,8 @@ class GpuEpochs:
     """SGD on a GPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `FactorRows`.
 
     `blocks`: one; a rank has one for each range of items, then possibly that of the popular items, whose items it
-        updates aside (`hybridmf.device.cuda.CudaDevice.aside`), in thread blocks that the other passes leave free.
+        updates aside (`hybridmf.device.cuda.CudaDevice.aside`), in thread blocks that the other passes leave free. A
+        block without the users' side is transposed.
     `long_row`: entries of a row, in a block of ratings, from which a centralized pass gives it a thread block. Default:
     `long_row_of` with the ordering "mixed", otherwise none.
     `beside`: see `Msgd`.
@@ -664,10 +675,11 @@ class GpuEpochs:
     ) -> None:  # fmt: skip
         assert isinstance(plan.method, SgdMethod)
         self.device, self.objective, self.plan, self.method = device, objective, plan, plan.method
-        self.dtype, self.ranks, self.beside = blocks[0]["user"].dtype, ranks or len(blocks), beside
+        self.dtype, self.ranks, self.beside = blocks[0]["item"].dtype, ranks or len(blocks), beside
         mixed = self.method.ordering == "mixed"
         self.long_row = long_row_of(self.ranks) if long_row is None and mixed else long_row
         self.passes = passes_of(self.method)
+        blocks = [block if "user" in block else self._with_users(block["item"]) for block in blocks]
         popular = blocks[self.ranks]["item"] if len(blocks) > self.ranks else None
         walks = 0 if popular is None or not popular.nnz else ceil_div(popular.nnz, int(np.diff(popular.indptr).max()))
         self.schedules = [
@@ -688,6 +700,18 @@ class GpuEpochs:
         self._sums_of = {key: self._sums[end - sizes[key] : end] for key, end in zip(sizes, ends, strict=True)}
         self._indptr = [{side: block[side].indptr for side in SIDES} for block in blocks]
         self._segments: dict[int, Array] = {}
+
+    def _with_users(self, items: sp.csr_array) -> GridBlock:
+        """A block of both sides: the device transposes it, unless the host needs it to find ranges of columns."""
+        row_bytes, most = (
+            stored_width(self.plan.factors, self.dtype) * self.dtype.itemsize,
+            max(1, MOST_RANGES // self.ranks),
+        )
+        ranges = range_count(items.shape[::-1], items.nnz, row_bytes, self.device.spec.l2_bytes, most)
+        if ranges > 1 or not items.nnz or self.method.ordering not in ("mixed", "crossed"):
+            return {"user": transposed(items, self.plan.num_threads), "item": items}
+        held = DeviceMatrix.of(self.device, items)
+        return {"user": held.transposed(self.device), "item": held}
 
     def _schedule(self, block: GridBlock, walks: int, is_popular: bool) -> Schedule:
         """`walks`: thread blocks that update the popular items in the time of the longest one; at most half of all."""
@@ -766,7 +790,7 @@ class GpuEpochs:
     def begin_result(self, *sides: Factors) -> Callable[[], tuple[float, bool]]:
         """See `EpochKernels`; the host waits once. MSGD processes every entry twice."""
         device, tables = self.device, [factors for factors in sides if isinstance(factors, DeviceFactors)]
-        known = device.begin_download(self._sums.sum(keepdims=True) / len(self.passes))
+        known = device.begin_download(self._sums.sum(keepdims=True))
         checked = [array for side in tables for array in side.arrays]
         in_float32 = all(array.dtype == np.float32 for array in checked)
         found = device.zeros(3, np.uint32) if in_float32 else device.zeros(1, np.float64)
@@ -778,7 +802,7 @@ class GpuEpochs:
         seen = device.begin_download(found)
 
         def result() -> tuple[float, bool]:
-            loss = float(known()[0])
+            loss = float(known()[0]) / len(self.passes)
             is_finite = math.isfinite(read_range(seen())[0].largest if in_float32 else seen()[0])
             for side in tables:
                 side.keep(settled=True)

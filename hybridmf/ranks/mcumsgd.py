@@ -102,10 +102,11 @@ def cut_share(
     item_users: sp.csr_array | None = None,
     *,
     popular: np.ndarray,
+    both: bool = True,
 ) -> list[GridBlock]:
     """The ratings of a rank's users, one block for each range of items, and one of `popular` items if there are any.
 
-    `item_users` saves half of the time.
+    `item_users` saves half of the time. Without `both`, blocks of several ranks have the items' side only.
     """
     if item_users is not None and layout.size == 1:
         return [{"user": user_items, "item": item_users}]
@@ -120,7 +121,7 @@ def cut_share(
     parts = [_range_of(by_item, *layout.own("item", other), popular) for other in range(layout.size)]
     if len(popular):
         parts.append(rows_of(by_item, n_items - len(popular), n_items))
-    return [{"user": transposed(items, num_threads), "item": items} for items in parts]
+    return [{"user": transposed(items, num_threads), "item": items} if both else {"item": items} for items in parts]
 
 
 def _range_of(by_item: sp.csr_array, first: int, last: int, popular: np.ndarray) -> sp.csr_array:
@@ -180,7 +181,9 @@ class RankSGD(EpochSolver):
         self.popular = popular_items(items, self.size, plan)
         self.layout = share_layout(degrees, self.size, self.popular)
         own = {side: slice(*self.layout.own(side, self.rank)) for side in SIDES}
-        blocks = cut_share(user_items, self.layout, self.rank, plan.num_threads, item_users, popular=self.popular)
+        blocks = cut_share(
+            user_items, self.layout, self.rank, plan.num_threads, item_users, popular=self.popular, both=peers is None
+        )
         kernels = make_kernels(blocks, objective, plan)
         self._popular: Factors | None = None  # of the state
         self._next_popular: Factors | None = None

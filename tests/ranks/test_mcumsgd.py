@@ -47,6 +47,7 @@ from support.sgd_states import arrays, assert_same_bits, method_of, relative_err
 from support.solvers import iterate
 
 GPU = DeviceSpec("H200", 0, (9, 0), 132, 227 << 10, 60 << 20, 140 << 30, 140 << 30)
+WALK = ("indices", "ratings", "begins", "ends")
 RATE_SCHEDULES = ["power", "rpcs", "adagrad"]
 
 DEVICE = "cpu"
@@ -567,6 +568,29 @@ def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
     monkeypatch.setattr(gpu_sgd, "LONG_ROW", 2 * gpu_sgd.SHORTEST_LONG_ROW)
     backend = GpuEpochs(emulated.EmulatedDevice(), blocks, objective, plan)
     assert backend.long_row == gpu_sgd.SHORTEST_LONG_ROW
+
+
+@pytest.mark.parametrize(("shape", "on_device"), [((800, 20), True), ((20, 800), False)])
+def test_a_gpu_transposes_its_blocks(shape, on_device, ratings_matrix):
+    """With the arrays of a transposition on the host, which makes it where users have ranges of columns."""
+    from support import emulated
+
+    matrix, objective, plan, _ = problem(planted(*shape, 0.6, 4, seed=1), method_of(), rank=64)
+    layout, popular = shares(matrix, 2, plan)
+    found = []
+    for both in (True, False):
+        device = emulated.EmulatedDevice()
+        device.spec = replace(device.spec, l2_bytes=1 << 16)  # rows of either side have ranges of columns
+        blocks = cut_share(matrix, layout, 0, 1, popular=popular, both=both)
+        assert all(("user" in block) == both for block in blocks)
+        kernels = GpuEpochs(device, blocks, objective, plan)
+        assert ("scatter_entries" in device.launches) == (on_device and not both)
+        found.append(
+            [getattr(schedule.walks[side], name) for schedule in kernels.schedules for side in SIDES for name in WALK]
+        )
+        assert min(schedule.walks["item" if on_device else "user"].n_ranges for schedule in kernels.schedules) > 1
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_the_bench_compares_with_the_solver_that_a_fit_has(monkeypatch):
