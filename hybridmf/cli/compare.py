@@ -14,17 +14,15 @@ from ..compare import FEEDBACK, default_models
 from ..compare import compare as run_compare
 from ..data.readers import part_paths
 from ..datasets import SHAPES
-from .options import Options, check_folder, debug_option, device_list, examples, plot_option, refuse_overwriting
+from .options import Options, check_folder, device_list, make_command, plot_option, refuse_overwriting
 from .sources import files_of, ratings_options, read_ratings, refuse_reading_options, where_option
 
 
-@click.command(
+@make_command(
     "compare",
-    epilog=examples(
-        "hybridmf compare demo",
-        "hybridmf compare ratings.dat --method als --method sgd-blocks --factors 32 --json report.json",
-        "hybridmf compare netflix --method als --factors 100 --iterations 5 --plot report.png",
-    ),
+    "hybridmf compare demo",
+    "hybridmf compare ratings.dat --method als --method sgd-blocks --factors 32 --json report.json",
+    "hybridmf compare netflix --method als --factors 100 --iterations 5 --plot report.png",
 )
 @click.argument("ratings", metavar="RATINGS")
 @click.option(
@@ -52,8 +50,7 @@ from .sources import files_of, ratings_options, read_ratings, refuse_reading_opt
 @plot_option("Picture of seconds and quality")
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No progress bar.")
-@debug_option
-def command(**given: Any) -> None:
+def command(options: Options) -> None:
     """Compare methods and devices on the same ratings, from the same initial factors.
 
     RATINGS is a file, a pattern or a store (as for "hybridmf fit"), "demo", or the name of a synthetic shape: ml-1m,
@@ -70,7 +67,6 @@ def command(**given: Any) -> None:
     sgd-batch-hogwild  runs of ratings without synchronization (GPU)
     ccd                cyclic coordinate descent, CCD++
     """  # noqa: D301 (click wants the backspace itself before a paragraph that keeps its lines)
-    options = Options(**given)
     name, feedback, methods = options.ratings, options.feedback, options.methods
     for output in (options.json_file, options.plot):
         refuse_overwriting(output, *files_of(name))

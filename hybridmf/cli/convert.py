@@ -21,7 +21,7 @@ from ..core.table import format_table
 from ..data.convert import convert as convert_to_store
 from ..plots import occupancy, save
 from ..ratings import Ratings
-from .options import Options, check_folder, debug_option, examples, plot_option, refuse_overwriting
+from .options import Options, check_folder, make_command, plot_option, refuse_overwriting
 from .report import facts_text, file_size, names_of, ratings_facts, with_output
 from .sources import (
     Source,
@@ -37,15 +37,13 @@ from .sources import (
 )
 
 
-@click.command(
+@make_command(
     "convert",
-    epilog=examples(
-        "hybridmf convert ratings.dat ratings.npz",
-        "hybridmf convert ratings.csv.gz ratings.mtx",
-        "hybridmf convert ratings.npz --to bals-stats --tile-rows 512",
-        "hybridmf convert ratings.csv.gz store/ --memory-limit 4GB",
-        "hybridmf convert store/ finer/ --slab-bytes 4MiB",
-    ),
+    "hybridmf convert ratings.dat ratings.npz",
+    "hybridmf convert ratings.csv.gz ratings.mtx",
+    "hybridmf convert ratings.npz --to bals-stats --tile-rows 512",
+    "hybridmf convert ratings.csv.gz store/ --memory-limit 4GB",
+    "hybridmf convert store/ finer/ --slab-bytes 4MiB",
 )
 @click.argument("paths", metavar="RATINGS... [OUT]", nargs=-1, required=True)
 @click.option(
@@ -61,8 +59,7 @@ from .sources import (
 @plot_option("Picture of the BALS tiles before and after reordering")
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No statistics.")
-@debug_option
-def command(**given: Any) -> None:
+def command(options: Options) -> None:
     """Convert ratings to another format and print statistics.
 
     RATINGS is a file, as for "hybridmf fit", or a store. A folder as OUT becomes a store, from which ALS is fitted slab
@@ -71,7 +68,6 @@ def command(**given: Any) -> None:
     sorted order). The statistics show the savings of BALS tiles on these ratings, as read and reordered by degree.
     Several files, a pattern in quotation marks ("logs/*.csv") and a folder of Parquet files become one.
     """
-    options = Options(**given)
     quiet, plot, tiles = options.quiet, options.plot, (options.tile_rows, options.tile_cols)
     ratings_file, out = _source_and_out(options)
     for output in (out, plot):

@@ -15,7 +15,7 @@ from ..model.load import load
 from ..plots import recall_curves, save
 from .features import check_include_cold, include_cold_option
 from .hyperparameters import METRICS
-from .options import Options, debug_option, examples, plot_option, refuse_overwriting
+from .options import Options, make_command, plot_option, refuse_overwriting
 from .recommend import seen_matrix
 from .sources import (
     existing_file,
@@ -29,12 +29,10 @@ from .sources import (
 )
 
 
-@click.command(
+@make_command(
     "evaluate",
-    epilog=examples(
-        "hybridmf evaluate model.safetensors test.csv",
-        "hybridmf evaluate model.safetensors test.csv --train train.csv --metric recall@20 --metric auc --json",
-    ),
+    "hybridmf evaluate model.safetensors test.csv",
+    "hybridmf evaluate model.safetensors test.csv --train train.csv --metric recall@20 --metric auc --json",
 )
 @click.argument("model_file", metavar="MODEL", type=existing_file)
 @click.argument("test_files", metavar="TEST...", nargs=-1, required=True, type=ratings_path)
@@ -54,8 +52,7 @@ from .sources import (
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
 @plot_option("Picture of Recall@1 to Recall@50 against the most popular items, with --train")
 @ratings_options
-@debug_option
-def command(**given: Any) -> None:
+def command(options: Options) -> None:
     """Evaluate a trained model on held-out ratings.
 
     Metrics come with their 95 % intervals, by the bootstrap over users; the difference to the baseline is paired.
@@ -63,7 +60,6 @@ def command(**given: Any) -> None:
     Users and items are matched by label; ratings of those that the model does not have are left out. The options for
     columns and separators hold for both files.
     """
-    options = Options(**given)
     train_file, plot, include_cold = options.train_file, options.plot, options.include_cold
     test_source = one_source(options.test_files)
     refuse_overwriting(plot, options.model_file, *files_of(test_source, train_file))

@@ -33,16 +33,7 @@ from ..ratings import Ratings, split
 from ..tools.preview import plan
 from .features import NAMES, features_of, features_options
 from .hyperparameters import METRICS, SECTIONS, Model, make_model, model_options
-from .options import (
-    Options,
-    Sectioned,
-    debug_option,
-    examples,
-    output_option,
-    plot_option,
-    refuse_overwriting,
-    share_or_number,
-)
+from .options import Options, make_command, output_option, plot_option, refuse_overwriting, share_or_number
 from .report import file_size
 from .sources import (
     READING,
@@ -70,16 +61,13 @@ MORE = {
 """Further headings in the help."""
 
 
-@click.command(
+@make_command(
     "fit",
-    cls=Sectioned,
+    "hybridmf fit ratings.dat -o model.safetensors --factors 32 --test-size 0.1",
+    "hybridmf fit 2025.csv 2026.csv -o model.safetensors",
+    "hybridmf fit plays.tsv.gz -o model.safetensors --model implicit --alpha 0.01",
+    "hybridmf fit ratings.csv -o model.safetensors --user userId --item movieId --value rating",
     sections=SECTIONS | MORE | READING,
-    epilog=examples(
-        "hybridmf fit ratings.dat -o model.safetensors --factors 32 --test-size 0.1",
-        "hybridmf fit 2025.csv 2026.csv -o model.safetensors",
-        "hybridmf fit plays.tsv.gz -o model.safetensors --model implicit --alpha 0.01",
-        "hybridmf fit ratings.csv -o model.safetensors --user userId --item movieId --value rating",
-    ),
 )
 @click.argument("ratings_files", metavar="RATINGS...", nargs=-1, required=True, type=ratings_path)
 @output_option("Model file (safetensors).", required=True)
@@ -126,8 +114,7 @@ MORE = {
 @click.option("--resume", is_flag=True, help="Resume from the newest checkpoint, if there is one.")
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No progress bar and no plan: results only.")
-@debug_option
-def command(**given: Any) -> None:
+def command(options: Options) -> None:
     """Train a model on a file of ratings and save it.
 
     RATINGS is delimited text (CSV, TSV, "::" and others, also gzipped), MatrixMarket, .npz or Parquet; or a store
@@ -135,7 +122,6 @@ def command(**given: Any) -> None:
     model file is written only on success. Several files, a pattern in quotation marks ("logs/*.csv") and a folder of
     Parquet files are read as one.
     """
-    options = Options(**given)
     source, output, plot = one_source(options.ratings_files), options.output, options.plot
     init_file = options.init if options.init not in STARTS else None
     read_files = files_of(source, options.test_file, init_file, options.item_features, options.user_features)

@@ -11,7 +11,7 @@ import click
 from ..model.load import load
 from ..plots import degrees, save
 from ..tools.config import config
-from .options import debug_option, examples, plot_option, refuse_overwriting
+from .options import Options, make_command, plot_option, refuse_overwriting
 from .report import facts_text, file_size, label_text, pairs, ratings_facts
 from .sources import (
     column_facts,
@@ -26,22 +26,24 @@ from .sources import (
 )
 
 
-@click.command(
+@make_command(
     "info",
-    epilog=examples("hybridmf info", "hybridmf info model.safetensors", "hybridmf info ratings.csv --json"),
+    "hybridmf info",
+    "hybridmf info model.safetensors",
+    "hybridmf info ratings.csv --json",
 )
 @click.argument("file", required=False, type=ratings_path)
 @where_option
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object of numbers.")
 @plot_option("Picture of the ratings of each user and item, of a file of ratings or a store")
 @ratings_options
-@debug_option
-def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str | None, **_: Any) -> None:
+def command(options: Options) -> None:
     """Describe this installation, a model, a file of ratings or a store."""
+    file, plot = options.file, options.plot
     refuse_overwriting(plot, *files_of(file))
     if plot and (file is None or (not is_store(file) and _is_model(file))):
         raise click.UsageError("--plot draws the entries of a file of ratings or a store; leave it out")
-    if where and (file is None or is_store(file) or _is_model(file)):
+    if options.where and (file is None or is_store(file) or _is_model(file)):
         raise click.UsageError("--where filters rows of a file of ratings; leave it out")
     ratings: Any = None
     if file is None:
@@ -55,7 +57,7 @@ def command(file: str | None, where: tuple[str, ...], as_json: bool, plot: str |
         facts, text = column_facts(file) | ratings_facts(ratings), facts_text
     if plot is not None:
         save(degrees(ratings).figure, plot)
-    click.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str) if as_json else text(facts))
+    click.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str) if options.as_json else text(facts))
 
 
 def _installation_text(facts: dict[str, Any]) -> str:

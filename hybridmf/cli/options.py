@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ def with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> C
     return command
 
 
-class Sectioned(click.Command):
+class _Sectioned(click.Command):
     """A command whose help lists options under headings: `sections` has the names of parameters by heading."""
 
     def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]], **attributes: Any) -> None:
@@ -54,6 +55,22 @@ debug_option = click.option(
 def examples(*lines: str) -> str:
     r"""Text for the end of a command's help; \b keeps click from reflowing it."""
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
+def make_command(
+    name: str, *lines: str, sections: Mapping[str, Sequence[str]] | None = None
+) -> Callable[[Callable[[Options], None]], click.Command]:
+    """A command from a function of its options, with ``--debug``; its help ends with `lines` as examples."""
+
+    def made(run: Callable[[Options], None]) -> click.Command:
+        @functools.wraps(run)
+        def call(**given: Any) -> None:
+            run(Options(**given))
+
+        kind: dict[str, Any] = {} if sections is None else {"cls": _Sectioned, "sections": sections}
+        return debug_option(click.command(name, epilog=examples(*lines), **kind)(call))
+
+    return made
 
 
 def check_folder(_: click.Context, __: click.Parameter, path: str | None) -> str | None:

@@ -23,7 +23,7 @@ from ..model.requests import UNKNOWN_IDS
 from ..model.tables import FILES
 from ..ratings import Ratings
 from .features import check_include_cold, include_cold_option
-from .options import Options, debug_option, examples, output_option, refuse_ending, refuse_overwriting
+from .options import Options, make_command, output_option, refuse_ending, refuse_overwriting
 from .report import Answer, answer_entries, answer_table, names_of, with_output
 from .sources import existing_file, files_of, ratings_path, read_ratings
 from .titles import titles_of, titles_options
@@ -42,14 +42,12 @@ Recommendations = Iterator[Answer]
 """Those of one user after the other."""
 
 
-@click.command(
+@make_command(
     "recommend",
-    epilog=examples(
-        "hybridmf recommend model.safetensors --user 42 --user 7 --titles movies.dat",
-        "hybridmf recommend model.safetensors --all -N 20 -o top20.parquet",
-        "hybridmf recommend model.safetensors --all --titles movies.dat -o top10.csv",
-        "hybridmf recommend model.safetensors --user 42 --include-cold",
-    ),
+    "hybridmf recommend model.safetensors --user 42 --user 7 --titles movies.dat",
+    "hybridmf recommend model.safetensors --all -N 20 -o top20.parquet",
+    "hybridmf recommend model.safetensors --all --titles movies.dat -o top10.csv",
+    "hybridmf recommend model.safetensors --user 42 --include-cold",
 )
 @click.argument("model_file", metavar="MODEL", type=existing_file)
 @click.option("--user", "users", multiple=True, metavar="LABEL", help="User to recommend to; may be repeated.")
@@ -72,14 +70,12 @@ Recommendations = Iterator[Answer]
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @output_option("Write there, not to the terminal.")
-@debug_option
-def command(**given: Any) -> None:
+def command(options: Options) -> None:
     """Recommend items to users of a trained model.
 
     Users and items go by the labels of the ratings file, or by positions from 0 where that had none. Items a user has
     already rated are left out.
     """
-    options = Options(**given)
     users, output, layout, ratings_file = options.users, options.output, options.layout, options.ratings_file
     if bool(users) == options.all_users:
         raise click.UsageError("give either --user LABEL (once or more) or --all")

@@ -13,7 +13,7 @@ from ..search import check_metric, parse_seconds, search
 from .features import NAMES, features_of, features_options
 from .fit import check_weights, read_and_say, read_weights, save_model, share_of, silent
 from .hyperparameters import SECTIONS, make_model, model_options
-from .options import Options, Sectioned, debug_option, examples, output_option, plot_option, refuse_overwriting
+from .options import Options, make_command, output_option, plot_option, refuse_overwriting
 from .report import file_size
 from .sources import (
     READING,
@@ -27,15 +27,12 @@ from .sources import (
 )
 
 
-@click.command(
+@make_command(
     "search",
-    cls=Sectioned,
+    "hybridmf search ratings.csv -o best.safetensors --model implicit --metric ndcg@20 --budget 2min",
+    "hybridmf search ratings.csv -o best.safetensors --budget 60s --validation held-out.csv",
+    "hybridmf search plays.tsv.gz -o best.safetensors --model implicit --trials 40 --plot trials.png",
     sections=SECTIONS | {"Features": NAMES} | READING,
-    epilog=examples(
-        "hybridmf search ratings.csv -o best.safetensors --model implicit --metric ndcg@20 --budget 2min",
-        "hybridmf search ratings.csv -o best.safetensors --budget 60s --validation held-out.csv",
-        "hybridmf search plays.tsv.gz -o best.safetensors --model implicit --trials 40 --plot trials.png",
-    ),
 )
 @click.argument("ratings_files", metavar="RATINGS...", nargs=-1, required=True, type=ratings_path)
 @output_option("Model file (safetensors).", required=True)
@@ -59,8 +56,7 @@ from .sources import (
 @click.option("--lines", type=click.Path(dir_okay=False), help="File for one JSON object for each trial.")
 @ratings_options
 @click.option("--quiet", is_flag=True, help="No progress line: results only.")
-@debug_option
-def command(**given: Any) -> None:
+def command(options: Options) -> None:
     """Find the hyperparameters that are best for a file of ratings, and save the model.
 
     Many settings are fitted for a few iterations, the best of them longer and at higher ranks. The winner, which is
@@ -69,7 +65,6 @@ def command(**given: Any) -> None:
     Hyperparameters that are given, as in "hybridmf fit", are kept; without any, lambda, the weights and the rank are
     searched.
     """
-    options = Options(**given)
     source, validation, weights = one_source(options.ratings_files), options.validation, options.weights
     share = share_of(validation)
     held_out_file = validation if share is None else None

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
 
 from ..core.objective import Side
 from ..core.validate import check_int
 from ..model.load import load
-from .options import Options, debug_option, examples, output_option, refuse_ending, refuse_overwriting
+from .options import Options, make_command, output_option, refuse_ending, refuse_overwriting
 from .recommend import find_rows
 from .report import answer_entries, answer_table, names_of, with_output
 from .sources import existing_file
 from .titles import titles_of, titles_options
 
 
-@click.command(
+@make_command(
     "similar",
-    epilog=examples(
-        "hybridmf similar model.safetensors --item 260 --titles movies.dat",
-        "hybridmf similar model.safetensors --user 42 -N 5 --json",
-    ),
+    "hybridmf similar model.safetensors --item 260 --titles movies.dat",
+    "hybridmf similar model.safetensors --user 42 -N 5 --json",
 )
 @click.argument("model_file", metavar="MODEL", type=existing_file)
 @click.option("--item", "items", multiple=True, metavar="LABEL", help="Item to find neighbours of; may be repeated.")
@@ -31,13 +28,11 @@ from .titles import titles_of, titles_options
 @titles_options
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @output_option("Write there, not to the terminal.")
-@debug_option
-def command(**given: Any) -> None:
+def command(options: Options) -> None:
     """Find the items, or users, that are most similar to others by the cosine of their factors.
 
     Items and users go by the labels of the ratings file, or by positions from 0 where that had none.
     """
-    options = Options(**given)
     items, users, output, as_json = options.items, options.users, options.output, options.as_json
     if bool(items) == bool(users):
         raise click.UsageError("give either --item LABEL or --user LABEL, once or more")

@@ -10,17 +10,15 @@ import click
 
 from ..errors import DeviceError
 from ..plan.types import DTYPES
-from .options import check_folder, debug_option, examples, output_option
+from .options import Options, check_folder, make_command, output_option
 
 
-@click.command(
+@make_command(
     "tune-kernels",
-    epilog=examples(
-        "hybridmf tune-kernels",
-        "hybridmf tune-kernels --kernel fused --factors 50,80 --budget 60",
-        "hybridmf tune-kernels --calibrate",
-        "hybridmf tune-kernels --compile --factors 64",
-    ),
+    "hybridmf tune-kernels",
+    "hybridmf tune-kernels --kernel fused --factors 50,80 --budget 60",
+    "hybridmf tune-kernels --calibrate",
+    "hybridmf tune-kernels --compile --factors 64",
 )
 @click.option(
     "--calibrate", is_flag=True, help="Measure this machine for the cost model instead; one or two minutes with a GPU."
@@ -39,8 +37,7 @@ from .options import check_folder, debug_option, examples, output_option
 @output_option("Table of the fastest (JSON).  [default: the user's cache folder, from which fits read it]")
 @click.option("--lines", type=click.Path(dir_okay=False), callback=check_folder, help="Append all measurements there.")
 @click.option("--plot", type=click.Path(file_okay=False), help="Folder for plots of them (needs matplotlib).")
-@debug_option
-def command(calibrate: bool, compile_only: bool, **options: Any) -> None:
+def command(options: Options) -> None:
     """Measure this machine and keep the results in the user's cache directory.
 
     Finds the fastest configuration of each kernel on this machine's GPU, for all fits that follow: each is compiled,
@@ -51,34 +48,31 @@ def command(calibrate: bool, compile_only: bool, **options: Any) -> None:
     With --compile, nothing is measured. Fits and recommendations with these numbers of factors find their kernels on
     disk, in CuPy's cache (CUPY_CACHE_DIR), as on a fresh machine or in the image of a container.
     """
-    if calibrate and compile_only:
+    if options.calibrate and options.compile_only:
         raise click.UsageError("--calibrate and --compile are two tasks; give one of them")
-    if calibrate:
+    if options.calibrate:
         from ..plan.machine import constants_text
         from ..tools.calibrate import calibrate_and_save
 
         machine, path = calibrate_and_save(lambda text: click.echo(text, err=True))
         click.echo(f"{constants_text(machine)}\nkept in {path}")
-    elif compile_only:
+    elif options.compile_only:
         from ..tools.prepare import compile_kernels
 
-        compile_kernels(_ranks(options["factors"]), click.echo)
+        compile_kernels(_ranks(options.factors), click.echo)
     else:
-        _run_tuning(**options)
+        _run_tuning(options)
 
 
-def _run_tuning(
-    kernels: tuple[str, ...], factors: str, dtype: str, budget: float, most: int | None, output: str | None,
-    lines: str | None, plot: str | None,
-) -> None:  # fmt: skip
+def _run_tuning(options: Options) -> None:
     from ..device.cuda import open_device
     from ..gpu.tuning.tune import Tuner, stamp, table_of
     from ..plan import tables
     from ..plots import new_figure
     from ..tools.tuning_plots import clouds, save_all
 
-    ranks = _ranks(factors)
-    if plot is not None:
+    ranks = _ranks(options.factors)
+    if options.plot is not None:
         new_figure(1, 1)  # matplotlib may be missing: say so before minutes of work
     try:
         device = open_device()
@@ -87,24 +81,24 @@ def _run_tuning(
             f"tune-kernels needs a GPU, and none can be used here: {error}. (with --calibrate, it works without one)"
         ) from error
     gpu = tables.Gpu.of(device.spec)
-    path = tables.user_file(device.spec) if output is None else Path(output)
+    path = tables.user_file(device.spec) if options.output is None else Path(options.output)
     there = tables.stored(path, gpu)
-    tuner = Tuner(device, budget=budget, most=most, table=there)
-    jobs = tuner.run(kernels or None, ranks, dtype=dtype)
+    tuner = Tuner(device, budget=options.budget, most=options.most, table=there)
+    jobs = tuner.run(options.kernels or None, ranks, dtype=options.dtype)
     tables.store(tables.Table(gpu), path)  # fails before the work if the file cannot be written
-    click.echo(f"{device.spec}: drawing ratings, then {budget:g} s", err=True)
+    click.echo(f"{device.spec}: drawing ratings, then {options.budget:g} s", err=True)
     measured: list[dict[str, Any]] = []
     for job in jobs:
         click.echo(job.summary())
         tables.store(table_of(device, [job]), path)
         records = [line | stamp(device) for line in job.lines()]
         measured += records
-        if lines is not None:
-            with open(lines, "a", encoding="utf-8") as out:
+        if options.lines is not None:
+            with open(options.lines, "a", encoding="utf-8") as out:
                 out.writelines(json.dumps(line) + "\n" for line in records)
     click.echo(f"kept in {path}")
-    if plot is not None:
-        for figure in save_all(clouds(measured), Path(plot)):
+    if options.plot is not None:
+        for figure in save_all(clouds(measured), Path(options.plot)):
             click.echo(f"drawn: {figure}")
 
 
