@@ -30,11 +30,8 @@ class CCD(FactorModel):
     ----------
     factors : int
         Rank, 1 to 2048.
-    regularization : float or (float, float), optional
-        lambda >= 0, of both sides or of (users, items). Default: as for `ExplicitALS`.
-    regularization_scaling : {"none", "count"} or float, or a pair of them, optional
-        The factor s of a row: 1 ("none"), its number of entries ("count", ALS-WR), or that number to the given power;
-        of both sides or of (users, items). Default: as for `ExplicitALS`.
+    regularization, regularization_scaling, biases, bias_regularization
+        As for `ExplicitALS`.
     iterations : int
         Outer iterations; each visits every factor once.
     inner_iterations : int
@@ -42,10 +39,6 @@ class CCD(FactorModel):
     nonnegative : bool
         Constrain all factors to be nonnegative; biases may be negative. Fold-in (`transform`) does not apply the
         constraint.
-    biases : bool
-        Fit the mean mu (fixed at the training mean) and user and item biases. Without biases, all three are 0.
-    bias_regularization : float or (float, float), optional
-        lambda_b >= 0, of both sides or of (users, items). Default: as for `ExplicitALS`.
     device : {"auto", "cpu", "cuda", "cuda:N"}
         "auto" chooses the device with the shortest predicted time and logs the reason. "cuda" is the first GPU; a named
         device that cannot be used raises an error.

@@ -941,16 +941,11 @@ class ServingMixin(Estimator):
         Parameters
         ----------
         ids : int or int array, shape (n,)
-            Positions. Positions >= n_items add items. With ``labels=True``, labels: known ones are updated, and unknown
-            ones are added in their order.
+            Positions or labels of items, as for `partial_fit_users`.
         cols : Ratings, or sparse or dense matrix, shape (n_users, n)
             All entries of each of these items, as columns in the order of `ids`; labelled ratings are aligned by label.
-        labels : True, or array, shape (n,), optional
-            True: `ids` are labels (of a model without labels, positions). An array: labels of items at the positions
-            `ids`, required for new items of a model with labels.
-        features : frame, mapping, Features or matrix, optional
-            Features of these items, as for `partial_fit_users`. An item without entries in `cols` has the factors of
-            its features.
+        labels, features
+            As for `partial_fit_users`. An item without entries in `cols` has the factors of its features.
 
         Returns
         -------
