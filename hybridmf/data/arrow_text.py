@@ -57,7 +57,7 @@ def integer_chunks(layout: TextLayout, size: int = BLOCK_BYTES, *, narrow: bool 
     try:
         for table in _tables(layout, size, integers=True, narrow=narrow):
             users, items = (table[place].to_numpy() for place in (layout.user, layout.item))
-            yield users, items, _values(table, layout), *_times(table, layout)
+            yield users, items, *_values_and_times(table, layout)
     except _DECLINED:
         yield None
 
@@ -73,21 +73,16 @@ def label_chunks(
     try:
         for table in _tables(layout, size, integers=False):
             users, items = users_so_far.codes(table[layout.user]), items_so_far.codes(table[layout.item])
-            yield users, items, _values(table, layout), *_times(table, layout)
+            yield users, items, *_values_and_times(table, layout)
     except _DECLINED:
         yield None
 
 
-def _values(table: dict[int, Any], layout: TextLayout) -> np.ndarray:
-    return np.ones(len(table[layout.user])) if layout.value is None else _numbers(table[layout.value])
-
-
-def _times(table: dict[int, Any], layout: TextLayout) -> tuple[np.ndarray, ...]:
-    if not layout.times:
-        return ()
-    assert layout.columns.time is not None
-    column = table[layout.columns.time]
-    return (_numbers(column) if layout.times == "numbers" else column.to_numpy(),)
+def _values_and_times(table: dict[int, Any], layout: TextLayout) -> Iterator[np.ndarray]:
+    yield np.ones(len(table[layout.user])) if layout.value is None else _numbers(table[layout.value])
+    if layout.times:
+        column = table[layout.columns.time]  # type: ignore[index]
+        yield _numbers(column) if layout.times == "numbers" else column.to_numpy()
 
 
 def _numbers(column: Any) -> np.ndarray:

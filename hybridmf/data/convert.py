@@ -66,7 +66,7 @@ from .labels import (
     note_dropped,
     whole_repeats,
 )
-from .layout import FileOptions, TextLayout
+from .layout import Chunk, FileOptions, TextLayout
 from .lines import line_blocks
 from .lists import BLOCK_ENTRIES, lines_of_lists, list_chunks, list_options
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
@@ -386,8 +386,6 @@ def _finish(folder: _Folder, shape: tuple[int, int], bounds: dict[Side, np.ndarr
 
 
 # ---------------------------------------------------------------------------------------------------- readers
-
-Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 Resolved = tuple[np.ndarray | None, int, Callable[[np.ndarray], np.ndarray]]
 """Labels in order, if there are any, the number of positions, and the function from raw ids to positions."""

@@ -69,11 +69,6 @@ class FileOptions:
         head = read_head(path)
         return head, sniff_format(path, head) if self.format == AUTO else self.format
 
-    @property
-    def field_separator(self) -> str | None:
-        """Separator of text in the format; None if it must be detected."""
-        return {"csv": ",", "tsv": "\t"}.get(self.format) if self.separator is None else self.separator
-
 
 def _check_text_options(options: FileOptions) -> None:
     separator = options.separator

@@ -305,14 +305,13 @@ def _hidden(path: Path, folder: str) -> bool:
 
 def hive_columns(path: str) -> dict[str, int | str | None]:
     """Columns of the folders of a path, such as ``year=2024``; Hive and Spark leave them out of the files."""
-    pairs = (part.split("=", 1) for part in Path(path).parts[:-1] if re.fullmatch("[^=]+=.*", part))
-    return {unquote(name): _hive_value(unquote(text)) for name, text in pairs}
-
-
-def _hive_value(text: str) -> int | str | None:
-    if text == "__HIVE_DEFAULT_PARTITION__":
-        return None
-    return int(text) if INTEGER.fullmatch(text) and abs(int(text)) < 2**63 else text
+    columns: dict[str, int | str | None] = {}
+    for part in Path(path).parts[:-1]:
+        if found := re.fullmatch("([^=]+)=(.*)", part):
+            name, text = map(unquote, found.groups())
+            integer = INTEGER.fullmatch(text) and abs(int(text)) < 2**63
+            columns[name] = None if text == "__HIVE_DEFAULT_PARTITION__" else int(text) if integer else text
+    return columns
 
 
 @contextlib.contextmanager

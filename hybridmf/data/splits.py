@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Side
+from ..core.objective import SIDES
 from ..core.sparse import entry_rows
 from ..core.validate import check_int, check_real
 from ..errors import RatingsError
@@ -20,48 +20,27 @@ def held_out(
     matrix: sp.csr_array, by: str, test_size: float | int, rng: np.random.Generator, times: np.ndarray | None
 ) -> np.ndarray:
     """Mask of the entries that one of the `WAYS` holds out."""
+    mask = np.zeros(matrix.nnz, dtype=bool)
     if by == "random":
-        return random_entries(matrix.nnz, test_size, rng)
+        mask[rng.choice(matrix.nnz, _number(matrix.nnz, test_size, "entries"), replace=False, shuffle=False)] = True
+        return mask
     if by in SIDES:
-        return entries_of_side(matrix, by, test_size, rng)
+        axis = entry_rows(matrix) if by == "user" else matrix.indices
+        known = np.flatnonzero(np.bincount(axis))
+        number = _number(len(known), test_size, f"{by}s with entries")
+        return np.isin(axis, rng.choice(known, number, replace=False, shuffle=False))
     if times is None:
         raise ValueError(
             f"by={by!r} needs the time of each entry, and ratings has none; read them with timestamp= (from_file, "
             "from_frame) or timestamps= (from_coo)"
         )
-    places = in_time(times, rng)
-    return latest_entries(places, test_size) if by == "time" else last_of_each_user(matrix, places, test_size)
-
-
-def in_time(times: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Place of each entry by time, int64; entries with equal times follow each other at random."""
-    places = np.empty(len(times), dtype=np.int64)
-    places[np.lexsort((rng.random(len(times)), times))] = np.arange(len(times))
-    return places
-
-
-def random_entries(nnz: int, test_size: float | int, rng: np.random.Generator) -> np.ndarray:
-    """Entries drawn at random."""
-    mask = np.zeros(nnz, dtype=bool)
-    mask[rng.choice(nnz, _number(nnz, test_size, "entries"), replace=False, shuffle=False)] = True
-    return mask
-
-
-def entries_of_side(matrix: sp.csr_array, side: Side, test_size: float | int, rng: np.random.Generator) -> np.ndarray:
-    """All entries of users, or of items, drawn at random among those with entries."""
-    axis = entry_rows(matrix) if side == "user" else matrix.indices
-    count = matrix.shape[0 if side == "user" else 1]
-    known = np.flatnonzero(np.bincount(axis, minlength=count))
-    drawn = np.zeros(count, dtype=bool)
-    number = _number(len(known), test_size, f"{side}s with entries")
-    drawn[rng.choice(known, number, replace=False, shuffle=False)] = True
-    return np.asarray(drawn[axis])
-
-
-def latest_entries(places: np.ndarray, test_size: float | int) -> np.ndarray:
-    """The last entries of the matrix by `in_time`."""
-    mask: np.ndarray = places >= len(places) - _number(len(places), test_size, "entries")
-    return mask
+    in_time = np.lexsort((rng.random(matrix.nnz), times))  # entries with equal times follow each other at random
+    if by == "time":
+        mask[in_time[matrix.nnz - _number(matrix.nnz, test_size, "entries") :]] = True
+        return mask
+    places = np.empty(matrix.nnz, dtype=np.int64)
+    places[in_time] = np.arange(matrix.nnz)
+    return last_of_each_user(matrix, places, test_size)
 
 
 def last_of_each_user(

@@ -72,7 +72,8 @@ NOTHING: Chunk = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0))
 
 def find_layout(path: str, head: bytes, options: FileOptions) -> TextLayout:
     """Detect separator, header and columns from the first lines."""
-    separator, comment, timestamp = options.field_separator, options.comment, options.timestamp
+    comment, timestamp = options.comment, options.timestamp
+    separator = options.separator or {"csv": ",", "tsv": "\t"}.get(options.format)
     selectors = options.selectors
     codec = text_encoding(path, head, options.encoding)
     lines = first_lines(path, codec, comment)

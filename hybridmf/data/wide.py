@@ -16,9 +16,6 @@ from .labels import label_array, plain_array
 
 logger = logging.getLogger("hybridmf")
 
-_ID_ROLES = ("user", "row")
-"""Roles of columns that number the rows of a table."""
-
 _NUMBERS = "fiubO"
 """Kinds of dtypes of cells; objects may be numbers."""
 
@@ -51,18 +48,13 @@ def read_wide(frame: Any, name: str, *, users: bool = True) -> Wide:
     columns = frame.columns if hasattr(frame, "iloc") else names
     item_ids = _axis_labels(f"{name}.columns", columns)
     if user_ids is not None and item_ids is not None:
-        _refuse_totals(name, user_ids, item_ids)
+        last = [user_ids[-1:].tolist(), item_ids[-1:].tolist()]
+        if last == [["All"], ["All"]]:
+            raise RatingsError(
+                f"{name} has a last row and a last column 'All', the totals of pandas.pivot_table(margins=True), which "
+                f"would be a user and an item: make it without margins, or pass {name}.iloc[:-1, :-1]"
+            )
     return _without_missing(cells, name), user_ids, item_ids
-
-
-def _refuse_totals(name: str, *axes: np.ndarray) -> None:
-    """Refuse the totals that pandas' ``margins=True`` adds as the last row and column."""
-    last = [ids[-1:].tolist() for ids in axes]
-    if last == [["All"], ["All"]]:
-        raise RatingsError(
-            f"{name} has a last row and a last column 'All', the totals of pandas.pivot_table(margins=True), which "
-            f"would be a user and an item: make it without margins, or pass {name}.iloc[:-1, :-1]"
-        )
 
 
 def without_rows(frame: Any) -> Any:
@@ -104,7 +96,7 @@ def _refuse_log(name: str, names: Sequence[Any]) -> None:
 def _refuse_ids(frame: Any, name: str, names: Sequence[Any]) -> None:
     """Refuse ids of users in a column of a frame, where they would be ratings of an item."""
     for place, column in enumerate(names):
-        if role_of(column) not in _ID_ROLES:
+        if role_of(column) not in ("user", "row"):
             continue
         values = _column(frame, place).tolist()
         named = str(column).strip().lower().endswith("id")
