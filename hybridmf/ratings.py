@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import IO, Any, Protocol, cast, overload
 
@@ -20,11 +20,22 @@ import numpy as np
 import scipy.sparse as sp
 
 from .core.files import write_atomically
-from .core.frames import kind_of
-from .core.sparse import entry_rows, keep_entries, transposed
+from .core.frames import check_kind, kind_of, make_frame
+from .core.sparse import entry_rows, keep_entries, take_rows, transposed
 from .core.table import html_facts
 from .core.triplets import frame_names, named_like_entries
-from .core.validate import MERGE_RULES, as_csr, check_choice, check_int, check_rng, check_threads, frozen_csr
+from .core.validate import (
+    MERGE_RULES,
+    as_csr,
+    check_choice,
+    check_int,
+    check_real,
+    check_rng,
+    check_threads,
+    from_triplets,
+    frozen_csr,
+    make_csr,
+)
 from .data.columns import AUTO, column_place, log_columns
 from .data.labels import (
     Entries,
@@ -58,12 +69,42 @@ from .data.readers import (
 )
 from .data.splits import WAYS, fold_of_entries, held_out, last_of_each_user
 from .data.text import find_layout, read_fields, read_text
-from .data.transforms import EntryView, Transforms
+from .data.transforms import ages_of, axis_key, entries_of_rows, labels_at
 from .data.wide import is_wide, read_wide
 from .errors import DuplicateEntriesError, RatingsError
 
+LEAST_DECAY = 1e-6
+"""Least factor of `Ratings.time_decay`, which keeps the weights of entries of any age in the range of float32."""
 
-class Ratings(Transforms):
+
+class EntryView:
+    """Entries of ratings as samples: an index selects entries, and the result is `Ratings` of the same shape.
+
+    Attributes
+    ----------
+    ratings : Ratings
+    shape : (int,)
+        Number of entries.
+    """
+
+    def __init__(self, ratings: Ratings) -> None:
+        self.ratings = ratings
+
+    @property
+    def shape(self) -> tuple[int]:
+        """(nnz,)."""
+        return (int(self.ratings.user_items.nnz),)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, entries: Any) -> Ratings:
+        mask = np.zeros(len(self), dtype=bool)
+        mask[axis_key(entries)] = True
+        return self.ratings._keep(mask)
+
+
+class Ratings:
     """A sparse user x item matrix with labels of its rows and columns; read-only.
 
     Parameters
@@ -565,6 +606,256 @@ class Ratings(Transforms):
             ratings.timestamps = None if self.timestamps is None else self.timestamps[entries]
             ratings.weights = None if self.weights is None else self.weights[entries]
         return ratings
+
+    def _keep(self, mask: np.ndarray) -> Ratings:
+        """The entries where `mask`, shape (nnz,), is true; the shape does not change."""
+        return self._of(keep_entries(self.user_items, mask), mask)
+
+    # ------------------------------------------------------------------------------------------------- selection
+
+    def __len__(self) -> int:
+        """Number of users."""
+        return self.n_users
+
+    def __getitem__(self, rows: Any) -> Ratings:
+        """Ratings of some users, by position: integers, a slice or a mask; all items stay.
+
+        Users without labels are renumbered.
+        """
+        positions = np.ascontiguousarray(np.atleast_1d(np.arange(len(self))[axis_key(rows)]))
+        entries = entries_of_rows(self.user_items, positions)
+        ids = None if self.user_ids is None else self.user_ids[positions]
+        return self._of(take_rows(self.user_items, positions), entries, ids)
+
+    @property
+    def entries(self) -> EntryView:
+        """The entries as samples, for scikit-learn's splitters: ``GridSearchCV(...).fit(ratings.entries)``."""
+        return EntryView(self)
+
+    def k_core(self, k: int, item_k: int | None = None) -> Ratings:
+        """The largest part in which each user has at least k entries and each item at least `item_k`.
+
+        Parameters
+        ----------
+        k : int
+        item_k : int, optional
+            Default: k.
+
+        Returns
+        -------
+        Ratings
+            Without the other users and items. Users and items without labels get their former positions as labels.
+
+        Raises
+        ------
+        TypeError, ValueError
+        RatingsError
+            Nothing is left.
+        """
+        k = check_int("k", k, 1)
+        item_k = k if item_k is None else check_int("item_k", item_k, 1)
+        rows, columns = entry_rows(self.user_items), self.user_items.indices
+        n_users, n_items = self.user_items.shape
+        mask = np.ones(len(columns), dtype=bool)
+        while True:
+            users = np.bincount(rows[mask], minlength=n_users) >= k
+            items = np.bincount(columns[mask], minlength=n_items) >= item_k
+            kept = mask & users[rows] & items[columns]
+            if np.array_equal(kept, mask):
+                break
+            mask = kept
+        if not mask.any():
+            raise RatingsError(f"no user and item have k={k} and item_k={item_k} entries among each other")
+        part = self._keep(mask)
+        matrix = take_rows(part.user_items, np.flatnonzero(users))
+        places = (np.cumsum(items) - 1).astype(np.int32)
+        matrix = make_csr(matrix.indptr, places[matrix.indices], matrix.data, (matrix.shape[0], int(items.sum())))
+        ids = [
+            np.flatnonzero(used) if labels is None else labels[used]
+            for used, labels in ((users, self.user_ids), (items, self.item_ids))
+        ]
+        return part._of(matrix, None, *ids)
+
+    # --------------------------------------------------------------------------------------------------- values
+
+    def with_values(self, values: Callable[[np.ndarray], Any] | Any) -> Ratings:
+        """The same entries with other values.
+
+        Parameters
+        ----------
+        values : callable, or array of shape (nnz,)
+            A function of the values, such as ``np.log1p``; or values in the order of ``user_items.data``.
+
+        Returns
+        -------
+        Ratings
+
+        Raises
+        ------
+        RatingsError
+            Not one finite value for each entry.
+        """
+        old = self.user_items
+        new = np.asarray(values(old.data.copy()) if callable(values) else values)
+        if new.shape != old.data.shape:
+            raise RatingsError(f"values has shape {new.shape}; expected one value for each of {old.nnz} entries")
+        checked = from_triplets(entry_rows(old), old.indices, new, old.shape, name="values")
+        return self._of(checked)
+
+    def binarize(self, threshold: float | None = None) -> Ratings:
+        """Entries of at least `threshold` (default: more than 0) with the value 1; all others are dropped."""
+        data = self.user_items.data
+        # as float32, like the values
+        mask = data > 0 if threshold is None else data >= np.float32(check_real("threshold", threshold))
+        return self._keep(mask).with_values(np.ones_like)
+
+    def log_weight(self, scale: float = 1.0) -> Ratings:
+        """Values log(1 + value / scale): the confidence of Hu, Koren and Volinsky (2008), with their epsilon as scale.
+
+        Parameters
+        ----------
+        scale : float
+            More than 0.
+        """
+        scale = check_real("scale", scale, 0.0, strict=True)
+        return self.with_values(np.log1p(self._counts() / scale))
+
+    def tfidf_weight(self) -> Ratings:
+        """Square root of each value times the inverse frequency of its item, as `implicit` computes it.
+
+        Users are documents and items are terms: log(n_users / (1 + entries of the item)), at least 0.
+        """
+        return self.with_values(np.sqrt(self._counts()) * self._rarity())
+
+    def bm25_weight(self, K1: float = 100.0, B: float = 0.8) -> Ratings:
+        """Okapi BM25 weights, as `implicit` computes them: large counts saturate, and frequent items weigh less.
+
+        Parameters
+        ----------
+        K1 : float
+            Value at which half of the saturation is reached, for a user with an average sum of values.
+        B : float
+            Normalization by the sum of each user's values, from 0 (none) to 1.
+
+        Notes
+        -----
+        Users are documents and items are terms. implicit's examples call its function with a matrix of items x users.
+        """
+        K1, B = check_real("K1", K1, 0.0), check_real("B", B, 0.0)
+        if B > 1:
+            raise ValueError(f"B must be <= 1, got {B:g}")
+        values, rows = self._counts(), entry_rows(self.user_items)
+        sums = np.bincount(rows, weights=values, minlength=len(self))
+        length = 1.0 - B + B * sums / (sums.mean() or 1.0)
+        divisor = K1 * length[rows] + values
+        weights = np.divide(values * (K1 + 1.0), divisor, out=np.zeros_like(values), where=divisor > 0)
+        return self.with_values(weights * self._rarity())
+
+    def _counts(self) -> np.ndarray:
+        """Values in float64, none of them negative."""
+        values = self.user_items.data.astype(np.float64)
+        if len(values) and values.min() < 0:
+            raise RatingsError(f"weights are of counts; the smallest value is {values.min():g}, expected >= 0")
+        return values
+
+    def _rarity(self) -> np.ndarray:
+        """Inverse frequency of the item of each entry."""
+        counts = np.bincount(self.user_items.indices, minlength=self.user_items.shape[1])
+        rarity = np.maximum(np.log(max(1, len(self))) - np.log1p(counts), 0.0)  # negative values would mean dislike
+        return np.asarray(rarity[self.user_items.indices])
+
+    # --------------------------------------------------------------------------------------------------- weights
+
+    def with_weights(self, weights: Any) -> Ratings:
+        """The same entries with other weights, which multiply their squared errors in a fit.
+
+        Parameters
+        ----------
+        weights : array of shape (nnz,), or None
+            Finite and more than 0, in the order of ``user_items.data``: by user, then by item. None: all entries weigh
+            the same. `from_coo` takes weights in the order of its triplets, `from_frame` a column of them.
+
+        Returns
+        -------
+        Ratings
+
+        Raises
+        ------
+        RatingsError, TypeError
+            Not one finite number above 0 for each entry.
+        """
+        ratings = self._of(self.user_items)
+        ratings.weights = None if weights is None else as_weights(weights, self.user_items.nnz)
+        return ratings
+
+    def time_decay(self, half_life: Any, *, now: Any = None) -> Ratings:
+        """Weights that halve with each `half_life` of age: ``0.5 ** ((now - timestamp) / half_life)``.
+
+        Values stay as they are: an old rating of 2 is still a 2, and counts less. Weights that the ratings have already
+        are multiplied. (Koren 2009 fits such decays; `log_weight` and `bm25_weight` change values.)
+
+        Parameters
+        ----------
+        half_life : float or timedelta
+            Age at which an entry counts half, in the unit of `timestamps`: seconds for Unix times. For dates, a
+            timedelta of Python, NumPy or pandas.
+        now : timestamp, optional
+            Time at which the age is 0; default: the latest timestamp. Of dates, a date, or text such as "2026-11-23".
+
+        Returns
+        -------
+        Ratings
+            An entry weighs at least a millionth, whatever its age.
+
+        Raises
+        ------
+        ValueError, TypeError
+            No timestamps, entries after `now`, or a `half_life` that is not more than 0 or has another unit.
+
+        Examples
+        --------
+        >>> import hybridmf as hmf
+        >>> ratings = hmf.Ratings.from_coo([0, 0, 1], [0, 1, 1], [5, 3, 4], timestamps=[0, 10, 20])
+        >>> ratings.time_decay(half_life=10).weights
+        array([0.25, 0.5 , 1.  ], dtype=float32)
+        """
+        if self.timestamps is None:
+            raise ValueError(
+                "time_decay needs the time of each entry, and ratings has none; read them with timestamp= (from_file, "
+                "from_frame) or timestamps= (from_coo)"
+            )
+        decay = np.exp2(-ages_of(self.timestamps, half_life, now))
+        weights = np.maximum(decay, LEAST_DECAY) * (1.0 if self.weights is None else self.weights)
+        return self.with_weights(weights)
+
+    # ---------------------------------------------------------------------------------------------------- export
+
+    def to_frame(self, backend: str | None = None) -> Any:
+        """Data frame with the columns user, item, value and, if known, timestamp and weight; one row for each entry.
+
+        Parameters
+        ----------
+        backend : {"pandas", "polars", "pyarrow"}, optional
+            Default: the library of the frame that the ratings came from, else the first that is installed.
+
+        Raises
+        ------
+        ImportError, ValueError
+        """
+        kind = check_kind("backend", backend, self.frame_kind)
+        matrix = self.user_items
+        columns = {
+            "user": labels_at(self.user_ids, entry_rows(matrix)),
+            "item": labels_at(self.item_ids, matrix.indices),
+            "value": matrix.data,
+        }
+        if self.timestamps is not None:
+            columns["timestamp"] = self.timestamps
+        if self.weights is not None:
+            columns["weight"] = self.weights
+        return make_frame({name: np.array(column) for name, column in columns.items()}, kind)
+
+    # -------------------------------------------------------------------------------------------------------- text
 
     def __repr__(self) -> str:
         text = f"Ratings({self.n_users:,} users x {self.n_items:,} items, {self.nnz:,} entries"
