@@ -77,50 +77,35 @@ TRANSLATED: dict[str, Callable[[Any], Any]] = {
 }
 """Arguments of `Ratings.from_file` from the values of their options; others are taken as they are."""
 
-RATINGS_OPTIONS: dict[str, Callable[..., Any]] = {
-    "format": click.option(
-        "--format", type=click.Choice(FORMATS), default="auto", show_default=True,
-        help='Of RATINGS; "lists": each line has a user, then all items of the user.',
-    ),
-    "separator": click.option(
-        "--separator", help='Between fields: ",", "::", "\\t" or "tab", ...  [default: detected]'
-    ),
-    "header": click.option(
-        "--header/--no-header", default=None, help="Whether line 1 has names.  [default: detected]"
-    ),
-    "user": click.option(
-        "--user", default="auto", show_default=True,
-        help="Column of users: its name, or a number from 0; auto: by the names in the header, else 0.",
-    ),
-    "item": click.option(
-        "--item", default="auto", show_default=True, help="Column of items; auto: by name, else 1."
-    ),
-    "value": click.option(
-        "--value", default="auto", show_default=True,
-        help='Column of values; auto: by name, else 2; "none": each is 1.',
-    ),
-    "timestamp": click.option(
-        "--timestamp", default="auto", show_default=True, help='Column of times; auto: by name; "none": no times.'
-    ),
-    "encoding": click.option("--encoding", help="Of text.  [default: UTF-8]"),
-    "duplicates": click.option(
-        "--duplicates", type=click.Choice(MERGE_RULES), default="error", show_default=True,
-        help="What to do with a pair that occurs twice.",
-    ),
-    "missing": click.option(
-        "--missing", type=click.Choice(MISSING), default="error", show_default=True,
-        help="What to do with entries whose user or item is empty, NULL, None, NA, nan or \\N.",
-    ),
-    "quote": click.option(
-        "--quote", default="auto", show_default=True,
-        help='Mark around fields, which may then span lines; "none": marks are text; auto: \'"\', within a line.',
-    ),
-    "escape": click.option(
-        "--escape", help="Character before a quotation mark or separator that belongs to a field."
-    ),
+RATINGS_OPTIONS: dict[str, dict[str, Any]] = {
+    "format": {
+        "type": click.Choice(FORMATS), "default": "auto",
+        "help": 'Of RATINGS; "lists": each line has a user, then all items of the user.',
+    },
+    "separator": {"help": 'Between fields: ",", "::", "\\t" or "tab", ...  [default: detected]'},
+    "header": {"default": None, "help": "Whether line 1 has names.  [default: detected]"},
+    "user": {
+        "default": "auto",
+        "help": "Column of users: its name, or a number from 0; auto: by the names in the header, else 0.",
+    },
+    "item": {"default": "auto", "help": "Column of items; auto: by name, else 1."},
+    "value": {"default": "auto", "help": 'Column of values; auto: by name, else 2; "none": each is 1.'},
+    "timestamp": {"default": "auto", "help": 'Column of times; auto: by name; "none": no times.'},
+    "encoding": {"help": "Of text.  [default: UTF-8]"},
+    "duplicates": {
+        "type": click.Choice(MERGE_RULES), "default": "error", "help": "What to do with a pair that occurs twice.",
+    },
+    "missing": {
+        "type": click.Choice(MISSING), "default": "error",
+        "help": "What to do with entries whose user or item is empty, NULL, None, NA, nan or \\N.",
+    },
+    "quote": {
+        "default": "auto",
+        "help": 'Mark around fields, which may then span lines; "none": marks are text; auto: \'"\', within a line.',
+    },
+    "escape": {"help": "Character before a quotation mark or separator that belongs to a field."},
 }  # fmt: skip
 """By the arguments of `Ratings.from_file`."""
-
 
 READING = {"Reading": ("where", *RATINGS_OPTIONS)}
 """Heading of `ratings_options` and `where_option` in the help of a command that has many other options."""
@@ -128,7 +113,15 @@ READING = {"Reading": ("where", *RATINGS_OPTIONS)}
 
 def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a ratings file is to be read."""
-    return with_options(command, *RATINGS_OPTIONS.values())
+    options = [
+        click.option(
+            "--header/--no-header" if name == "header" else f"--{name}",
+            show_default=about.get("default") is not None,
+            **about,
+        )
+        for name, about in RATINGS_OPTIONS.items()
+    ]
+    return with_options(command, *options)
 
 
 def reading_arguments(**changed: Any) -> dict[str, Any]:
