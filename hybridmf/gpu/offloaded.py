@@ -45,7 +45,7 @@ from .gram import gram_sum, weighted
 from .half import Batch, DeviceRows, Steps
 from .launch import DeviceEntries
 from .rows import clip_segments, widen_range
-from .stream import INTERRUPTIBLE, Loader, Pipeline, StreamedHalf, Transfers
+from .stream import INTERRUPTIBLE, Loader, StreamedHalf, Transfers, entry_loader
 from .systems import SideSystems, Sums
 
 Parts: TypeAlias = Iterator[tuple[int, DeviceFactors]]
@@ -180,7 +180,7 @@ class HostHalf(StreamedHalf):
     def _streaming(self) -> Iterator[Iterator[tuple[slice, DeviceRows, Array, Array]]]:
         """Stream slabs through buffers that exist only in this context: the other half sweep needs their memory."""
         capacity, dtype = self.longest, self.slabs.dtype
-        self.pipeline = Pipeline(self.device, capacity, dtype, copier=self.copiers.entries)
+        self.pipeline = entry_loader(self.device, capacity, dtype, copier=self.copiers.entries)
         try:
             with closing(self.entries()) as slabs:  # stops the thread after a failure
                 yield slabs

@@ -63,8 +63,14 @@ class Loader:
         self._early: _Loading | None = None
         self._allocate(vectors)
 
+    def reserve(self, capacity: int) -> None:
+        """Make room for vectors of `capacity` elements; not during a stream."""
+        if capacity > self.vectors[0][0]:
+            self._allocate([(capacity, dtype) for _, dtype in self.vectors])
+
     def _allocate(self, vectors: Sequence[tuple[int, Any]]) -> None:
         self.close()
+        self.vectors = vectors
         self._buffers: list[list[Array]] = []  # freed before new ones are allocated: there may be no room for both
         with self.device.active():
             for _ in range(self.buffers):
@@ -200,27 +206,12 @@ class _Loading:
         return at
 
 
-class Pipeline(Loader):
-    """Loads entries as pairs (indices, ratings): slabs, or batches of rows whose sums are reduced.
-
-    `capacity`: maximum entries of a pair.
-    `dtype`: of the ratings.
-    """
-
-    def __init__(
-        self, device: Device, capacity: int, dtype: Any, buffers: int = SLAB_BUFFERS, copier: Copier | None = None
-    ) -> None:
-        self.capacity, self.dtype = max(1, capacity), dtype
-        super().__init__(device, self._vectors(), buffers, copier)
-
-    def _vectors(self) -> list[tuple[int, Any]]:
-        return [(self.capacity, np.int32), (self.capacity, self.dtype)]
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for pairs of `capacity` entries; not during a stream."""
-        if capacity > self.capacity:
-            self.capacity = capacity
-            self._allocate(self._vectors())
+def entry_loader(
+    device: Device, capacity: int, dtype: Any, buffers: int = SLAB_BUFFERS, copier: Copier | None = None
+) -> Loader:
+    """Loader of up to `capacity` entries as (indices, ratings): slabs, or batches of rows whose sums are reduced."""
+    size = max(1, capacity)
+    return Loader(device, [(size, np.int32), (size, dtype)], buffers, copier)
 
 
 def slab_transfers(slabs: Orientation) -> Transfers:
@@ -251,7 +242,7 @@ class StreamedHalf(GpuHalf):
         slabs: Orientation,
         objective: Objective,
         plan: Plan,
-        pipeline: Pipeline | None,
+        pipeline: Loader | None,
         names: np.ndarray | None = None,
         **of_rows: Any,
     ) -> None:

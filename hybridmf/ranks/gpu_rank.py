@@ -23,7 +23,7 @@ from ..gpu.half import DeviceRows, GpuHalf, HalfSweep, row_segments
 from ..gpu.matrix import DeviceMatrix
 from ..gpu.offloaded import HostHalf, HostRegression
 from ..gpu.rows import add_pieces
-from ..gpu.stream import Pipeline, StreamedHalf, Transfers, slabs_of
+from ..gpu.stream import Loader, StreamedHalf, Transfers, entry_loader, slabs_of
 from ..gpu.subspace import SubspaceHalf
 from ..plan.fused import BLOCK, table_width
 from ..plan.half_sweep import SYSTEMS_PER_ROW
@@ -46,7 +46,7 @@ class GpuWorker:
 
     def __init__(self, device: Device) -> None:
         self.device, self.copiers = device, Copiers(device)
-        self.pipeline: Pipeline | None = None
+        self.pipeline: Loader | None = None
         self._tables: dict[Side, HostTables] = {}
         self._last: Any = None  # the last streamed half sweep made
 
@@ -124,13 +124,13 @@ class GpuWorker:
         pipeline = self._entries(plan, block.dtype)
         return self._linked(PartialRows(self.device, side, block, objective, plan, rows, pipeline))
 
-    def _entries(self, plan: Plan, dtype: Any) -> Pipeline:
+    def _entries(self, plan: Plan, dtype: Any) -> Loader:
         """The pipeline that loads the entries of both half sweeps."""
         if self.pipeline is None:
             longest = plan.slab
             if plan.scale is not None:
                 longest = max(plan.scale.slab(side) // plan.grids[side].splits for side in SIDES)
-            self.pipeline = Pipeline(self.device, longest, dtype)
+            self.pipeline = entry_loader(self.device, longest, dtype)
         return self.pipeline
 
     def _linked(self, half: Any) -> Any:
@@ -250,7 +250,7 @@ class PartialRows(GpuHalf, DeviceRows):
         objective: Objective,
         plan: Plan,
         rows: BatchedRows,
-        pipeline: Pipeline | None = None,
+        pipeline: Loader | None = None,
     ) -> None:
         if plan.assembly == "bals":
             raise ValueError(

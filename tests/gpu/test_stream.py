@@ -19,7 +19,7 @@ from hybridmf.core.validate import as_csr
 from hybridmf.data.slabs import InMemory
 from hybridmf.device import copier as copiers
 from hybridmf.errors import NotPositiveDefiniteError, StoreError
-from hybridmf.gpu.stream import Pipeline, slab_transfers
+from hybridmf.gpu.stream import entry_loader, slab_transfers
 from hybridmf.plan.als_gpu import STREAM_SLAB
 from hybridmf.plan.cost import cost_of
 from hybridmf.plan.machine import LinkRates, Machine
@@ -141,7 +141,7 @@ def test_a_system_that_cannot_be_solved_is_named_by_its_row(gpu):
 
 def test_the_thread_ends_when_no_more_slabs_are_requested(device):
     slabs = InMemory(as_csr(MATRIX)).cut(50)
-    pipeline = Pipeline(device, 120, np.float32, buffers=2)
+    pipeline = entry_loader(device, 120, np.float32, buffers=2)
     for _ in range(2):
         stream = pipeline.loads(slab_transfers(slabs))
         number, indices, ratings = next(stream)
@@ -186,7 +186,7 @@ def wait_for(condition) -> None:
 
 def test_the_first_slabs_of_the_next_half_sweep_are_loaded_ahead(device):
     first, second = watched(50), watched(70)
-    pipeline, every = Pipeline(device, 120, np.float32), as_csr(MATRIX).data
+    pipeline, every = entry_loader(device, 120, np.float32), as_csr(MATRIX).data
     np.testing.assert_array_equal(
         collected(device, pipeline.loads(slab_transfers(first), slab_transfers(second))), every
     )
@@ -204,7 +204,7 @@ def test_the_first_slabs_of_the_next_half_sweep_are_loaded_ahead(device):
 
 def test_other_slabs_than_were_expected(device):
     first, second, third = watched(50), watched(70), watched(60)
-    pipeline, every = Pipeline(device, 120, np.float32), as_csr(MATRIX).data
+    pipeline, every = entry_loader(device, 120, np.float32), as_csr(MATRIX).data
     collected(device, pipeline.loads(slab_transfers(first), slab_transfers(second)))
     np.testing.assert_array_equal(
         collected(device, pipeline.loads(slab_transfers(third), slab_transfers(second))), every
@@ -219,7 +219,7 @@ def test_other_slabs_than_were_expected(device):
 def test_a_slab_that_fails_early_raises_where_it_is_requested(device):
     first, second = watched(50), watched(70)
     object.__setattr__(second, "broken", 1)
-    pipeline = Pipeline(device, 120, np.float32)
+    pipeline = entry_loader(device, 120, np.float32)
     collected(device, pipeline.loads(slab_transfers(first), slab_transfers(second)))
     with pytest.raises(StoreError, match="this slab is gone"):
         collected(device, pipeline.loads(slab_transfers(second), slab_transfers(first)))
@@ -242,7 +242,7 @@ def test_a_loader_that_ends_on_its_own_thread(device, monkeypatch):
 
     last = Last(as_csr(MATRIX)).cut(50)
     object.__setattr__(last, "asked", [])
-    held.append(Pipeline(device, 120, np.float32))
+    held.append(entry_loader(device, 120, np.float32))
     collected(device, held[0].loads(slab_transfers(watched(50)), slab_transfers(last)))
     thread = loading_threads()[0]
     collect.set()

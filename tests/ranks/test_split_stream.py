@@ -188,7 +188,7 @@ def test_popular_rows_first_make_batches_of_even_size(grid: tuple[int, int], gpu
             held = sum(sizes_of_batches(whole[member]) for member in grids[side].members(number))
             assert held.max() <= most and held.sum() > 2 * most and len(held) > 3
         for half in whole:
-            assert half.pipeline.capacity >= sizes_of_batches(half).max()
+            assert half.pipeline.vectors[0][0] >= sizes_of_batches(half).max()
             assert isinstance(half, PartialRows) and not len(half.indices) and not len(half.ratings)
     alone = one_device(*parts("explicit", "cuda:0", matrix), device=group.open_device("cuda:0"))
     assert_close(sweeps(solver, 1), sweeps(alone, 1), 1e-3)
@@ -273,7 +273,7 @@ def test_published_assemblies(name: str, assembly: str, dtype: str, gpus: Machin
     arguments = parts(name, gpus(2), MATRIX, assembly=assembly, dtype=dtype)
     arguments = changed(arguments, segment=5, batch_slots=40)
     here, there = MultiALS(*streamed(arguments, both((2, 1)))), MultiALS(*arguments, grids=both((2, 1)))
-    assert here.ranks[0].halves["user"].pipeline.dtype == np.dtype(dtype)
+    assert here.ranks[0].halves["user"].pipeline.vectors[1][1] == np.dtype(dtype)
     assert_same(sweeps(here, 1), sweeps(there, 1))
     assert here.objective_value() == pytest.approx(there.objective_value(), rel=1e-10)
     here.close()
@@ -354,11 +354,11 @@ def test_nothing_of_the_block_is_on_the_device(gpus: Machine) -> None:
     matrix, _, objective, plan, _ = parts("explicit", gpus(1), MATRIX)
     device = group.open_device("cuda:0")
     batches = [[(0, 3), (12, 14)], [(3, 3), (14, 24)], [(3, 12), (24, 24)]]
-    pipeline = gpu_rank.Pipeline(device, 1, np.float32)
+    pipeline = gpu_rank.entry_loader(device, 1, np.float32)
     degrees = np.diff(MATRIX.indptr)
     rows = BatchedRows(np.arange(24), degrees, batches, [[]] * 3)
     half = PartialRows(device, "user", InMemory(matrix), objective, plan, rows, pipeline)
-    assert pipeline.capacity == sizes_of_batches(half).max() < MATRIX.nnz
+    assert pipeline.vectors[0][0] == sizes_of_batches(half).max() < MATRIX.nnz
     with closing(half._at_hand()) as stream:
         for batch in stream:
             rows = np.concatenate([np.arange(first, last) for first, last in batches[batch]])
