@@ -14,11 +14,12 @@ gpu_data.py.
 
 Variants: the order ("passes", "blocks": see hybridmf/ranks/mcumsgd.py); long rows beside the others (two streams) or
 before them (one); entries from which a row is long, half and double those of the rule; without popular items: all
-rotate (--rotating; these lines are not recorded). "popular" is the number of popular items and their part of the
-entries. "set-up" is followed by two parts of it, of the slowest rank: cuts of its share, and its kernels with uploads.
-One more epoch shows where the time goes: milliseconds of the passes over items and users on the GPU (the mean of the
-ranks), of all that lies between them there (waits and exchanges), of the updates of popular items (the sum of the
-ranks, which are beside the others), and how long the slowest rank takes in Python until all is launched.
+rotate (--rotating), or other rules for them (--walk); such lines are not recorded. "popular" is the number of popular
+items and their part of the entries. "set-up" is followed by two parts of it, of the slowest rank: cuts of its share,
+and its kernels with uploads. One more epoch shows where the time goes: milliseconds of the passes over items and users
+on the GPU (the mean of the ranks), of all that lies between them there (waits and exchanges), of the updates of popular
+items (the sum of the ranks, which are beside the others), and how long the slowest rank takes in Python until all is
+launched.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -98,6 +100,7 @@ class Variant:
     beside: bool = True
     long_row: int | None = None
     popular: bool = True
+    walk: int = mcumsgd.WALK
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,8 @@ def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
     data, ranks = start.data, variant.ranks
     fewest = mcumsgd.MIN_POPULAR if variant.popular else float("inf")
     cutting, making = part_timed(mcumsgd, "cut_share"), part_timed(gpu_sgd.GpuEpochs, "__init__")
-    with patch.object(mcumsgd, "MIN_POPULAR", fewest), cutting as cuts, making as kernels:
+    rule = patch.multiple(mcumsgd, MIN_POPULAR=fewest, WALK=variant.walk)
+    with rule, cutting as cuts, making as kernels:
         started = time.perf_counter()
         solver = start.solver([f"cuda:{rank}" for rank in range(ranks)] if ranks else "cuda:0", variant)
         set_up = time.perf_counter() - started
@@ -280,7 +284,12 @@ def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
 
 
 def variants(
-    numbers: list[int], orders: tuple[str, ...], long_rows: tuple[int, ...], one: bool, rotating: bool = False
+    numbers: list[int],
+    orders: tuple[str, ...],
+    long_rows: tuple[int, ...],
+    one: bool,
+    rotating: bool = False,
+    walks: tuple[int, ...] = (),
 ) -> Iterator[Variant]:
     """What is measured; the solver of one GPU comes first."""
     yield Variant(0)
@@ -288,8 +297,8 @@ def variants(
         yield Variant(0, beside=False)
     for ranks in numbers:
         for order in orders:
-            for long_row in long_rows or (None,):
-                yield Variant(ranks, order, long_row=long_row)
+            for long_row, walk in product(long_rows or (None,), walks or (mcumsgd.WALK,)):
+                yield Variant(ranks, order, long_row=long_row, walk=walk)
         if one:
             yield Variant(ranks, beside=False)
         if rotating and ranks > 1:
@@ -352,6 +361,9 @@ def is_sound(line: dict[str, Any]) -> bool:
 )
 @click.option("--one-stream", is_flag=True, help="on one GPU and on several with the other number of streams, too")
 @click.option("--rotating", is_flag=True, help="on several GPUs without popular items, too")
+@click.option(
+    "--walk", "walks", multiple=True, type=int, help="WALK of ranks/mcumsgd.py; the fewer, the fewer are popular"
+)
 @click.option("--compare", is_flag=True, help="all variants; by default Netflix's shape, f = 128, 2 and 4 GPUs")
 def main(
     shapes: tuple[str, ...],
@@ -362,6 +374,7 @@ def main(
     long_rows: tuple[int, ...],
     one_stream: bool,
     rotating: bool,
+    walks: tuple[int, ...],
     compare: bool,
 ) -> None:
     names = gpu_names()
@@ -373,7 +386,9 @@ def main(
         print(f"{number} GPUs beside {number} CPU ranks, {order}: factors differ by {difference:.1e}")
         if difference > 1e-3:
             raise SystemExit(f"wrong answer on {number} GPUs")
-    chosen = list(all_variants(numbers) if compare else variants(numbers, orders, long_rows, one_stream, rotating))
+    chosen = list(
+        all_variants(numbers) if compare else variants(numbers, orders, long_rows, one_stream, rotating, walks)
+    )
     failed = False
     print(HEADER)
     for shape in shapes or (("netflix",) if compare else ("netflix", "yahoo-r1")):
@@ -389,7 +404,7 @@ def main(
                 sound = is_sound(line)
                 failed |= not sound
                 print_line(line, sound)
-                if sound and variant.popular:
+                if sound and variant.popular and variant.walk == mcumsgd.WALK:
                     record("mcumsgd", line)
     raise SystemExit(int(failed))
 

@@ -680,8 +680,7 @@ class GpuEpochs:
         self.long_row = long_row_of(self.ranks) if long_row is None and mixed else long_row
         self.passes = passes_of(self.method)
         blocks = [block if "user" in block else self._with_users(block["item"]) for block in blocks]
-        popular = blocks[self.ranks]["item"] if len(blocks) > self.ranks else None
-        walks = 0 if popular is None or not popular.nnz else ceil_div(popular.nnz, int(np.diff(popular.indptr).max()))
+        walks = int(np.count_nonzero(np.diff(blocks[-1]["item"].indptr))) if len(blocks) > self.ranks else 0
         self.schedules = [
             self._schedule(block, walks, number == self.ranks) if block["user"].nnz else None
             for number, block in enumerate(blocks)
@@ -714,7 +713,7 @@ class GpuEpochs:
         return {"user": held.transposed(self.device), "item": held}
 
     def _schedule(self, block: GridBlock, walks: int, is_popular: bool) -> Schedule:
-        """`walks`: thread blocks that update the popular items in the time of the longest one; at most half of all."""
+        """`walks`: popular items; each has a thread block, up to half of all: the longest decides their time."""
         if self.method.schedule != "msgd":
             return BatchHogwild(self.device, block, self.plan, self.method)
 

@@ -570,6 +570,23 @@ def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
     assert backend.long_row == gpu_sgd.SHORTEST_LONG_ROW
 
 
+def test_popular_items_have_a_thread_block_each(popular, ratings_matrix):
+    """Up to half of all; the other long rows have the rest."""
+    from support import emulated
+
+    matrix, objective, plan, _ = problem(ratings_matrix, method_of())
+    layout, items = shares(matrix, 2, plan)
+    blocks = cut_share(matrix, layout, 0, 1, popular=items)
+    for multiprocessors in (1, 132):
+        device = emulated.EmulatedDevice(multiprocessors=multiprocessors)
+        kernels = GpuEpochs(device, blocks, objective, plan, long_row=1, ranks=2)
+        most = kernels.schedules[2]._kernels._config.per_sm(device.spec) * multiprocessors
+        used = [len(schedule.long["item"].first) - 1 for schedule in kernels.schedules if schedule is not None]
+        rows = np.count_nonzero(np.diff(blocks[2]["item"].indptr))
+        assert used[-1] == max(1, min(rows, most // 2))
+        assert all(bins <= max(1, most - min(rows, most // 2)) for bins in used[:-1])
+
+
 @pytest.mark.parametrize(("shape", "on_device"), [((800, 20), True), ((20, 800), False)])
 def test_a_gpu_transposes_its_blocks(shape, on_device, ratings_matrix):
     """With the arrays of a transposition on the host, which makes it where users have ranges of columns."""
