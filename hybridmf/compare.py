@@ -576,9 +576,9 @@ def _ceiling(plan: Plan, device: Any) -> float:
 
 
 def _run(
-    case: Case, train: Ratings, test: Ratings | None, popular: Evaluation | None, bar: Any
-) -> tuple[Run, tuple[np.ndarray, np.ndarray]]:
-    """Fit once and evaluate after each iteration; evaluation does not count in the times. Also gives the factors."""
+    case: Case, train: Ratings, test: Ratings | None, bar: Any
+) -> tuple[Run, tuple[np.ndarray, np.ndarray], list[Evaluation]]:
+    """Fit once and evaluate after each iteration, which does not count in the times; factors and evaluations."""
     name, device, model, plan = case
     metric, opened = METRICS[model._objective().feedback], None
     if plan.gpu is not None:
@@ -614,9 +614,7 @@ def _run(
         name, plan.device_name, plan, seconds, phases, tuple(objective), metric, tuple(each[metric] for each in found),
         peak, rate, rate / ceiling, plan.bytes_per_iteration / usual, minimized=model._fitted().objective,
     )  # fmt: skip
-    if popular is not None and popular.n_users > 1:
-        run = replace(run, interval=found[-1].interval(metric), difference=found[-1].difference(popular, metric))
-    return run, (model.user_factors_, model.item_factors_)
+    return run, (model.user_factors_, model.item_factors_), found
 
 
 def compare(
@@ -690,29 +688,36 @@ def compare(
     train, test = (ratings, None) if test_size == 0 else split(ratings, test_size=test_size, random_state=seed)
 
     cases, skipped = _cases(named or default_models(kind), wanted, iterations, seed, train)
-    metric, popular, baseline = METRICS[kind], None, None
-    if test is not None:
-        popular = evaluate(PopularityRecommender().fit(train), test, train=train, metrics=(metric,))
-        interval = popular.interval(metric) if popular.n_users > 1 else None
-        baseline = Baseline(BASELINES[kind], metric, popular[metric], interval)
     runs: list[Run] = []
+    evaluations: list[list[Evaluation]] = []
     first: dict[str, tuple[Run, tuple[np.ndarray, np.ndarray]]] = {}
     differences: dict[tuple[str, str], float] = {}
     disagreements: list[str] = []
     with progress_bar(sum(model.iterations for _, _, model, _ in cases), show_progress) as bar:
         for case in cases:
             try:
-                run, factors = _run(case, train, test, popular, bar)
+                run, factors, found = _run(case, train, test, bar)
             except (DeviceError, MemoryBudgetError) as error:
                 skipped.append(f"{case[0]} on {case[1]}: {error}")
                 continue
             runs.append(run)
+            evaluations.append(found)
             reference, theirs = first.setdefault(run.method, (run, factors))
             if reference is not run:
                 differences[run.method, run.device] = max(map(_difference, factors, theirs))
                 disagreements += _disagreement(run, reference, tolerance)
     if not runs:
         raise DeviceError("nothing ran: " + "; ".join(skipped))
+    metric, baseline = METRICS[kind], None
+    if test is not None:
+        popular = evaluate(PopularityRecommender().fit(train), test, train=train, metrics=(metric,))
+        baseline = Baseline(BASELINES[kind], metric, popular[metric])
+        if popular.n_users > 1:
+            baseline = replace(baseline, interval=popular.interval(metric))
+            runs = [
+                replace(run, interval=found[-1].interval(metric), difference=found[-1].difference(popular, metric))
+                for run, found in zip(runs, evaluations, strict=True)
+            ]
     return Comparison(
         name, train.shape, train.nnz, loaded, tuple(runs), tuple(skipped), tuple(disagreements), differences, baseline
     )

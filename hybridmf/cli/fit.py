@@ -171,7 +171,7 @@ def command(options: Options) -> None:
         folder = options.checkpoint
         say(f"Going on from {folder}.\n" if "resume_from" in saving else f"No checkpoint in {folder} yet.\n")
     if plot is not None:
-        watching["callback"] = _record_objective
+        watching["callback"] = lambda *_: None  # with one, the history has the objective
     if options.weights is not None:
         weights = read_weights(source, options.weights, quiet)
         watching["weights"] = _weights_of(weights, train, zeros=options.kind == "explicit")
@@ -222,10 +222,6 @@ def _weights_of(given: Ratings, train: Ratings, *, zeros: bool) -> Ratings:
     pattern.data = (zeros | (pattern.data != 0)).astype(np.float32)
     kept = sp.csr_array(given.user_items.multiply(pattern))
     return Ratings.from_matrix(kept, user_ids=given.user_ids, item_ids=given.item_ids)
-
-
-def _record_objective(_: Any, __: dict[str, float]) -> None:
-    """A callback: with one, the history has the objective."""
 
 
 def silent(_: str) -> None:
