@@ -58,10 +58,10 @@ from .group import JoinedFactors, RankGroup
 from .transport.communicator import Array, Communicator, check_agreement
 from .transport.peers import PeerCopies
 
-WALK = 48_000
-"""Entries times factors that a pass processes in the time of one entry of a walk, for up to 128 factors. On an H200, an
-entry of the longest row takes 27 ns (cuda/msgd.cu), and one of all rows together 0.07 ns at f = 128; beyond that both
-take longer."""
+WALK = 42_000
+"""Entries times factors that a pass processes in the time of one entry of a walk, for up to 128 factors; beyond that
+both take longer. At f = 128 on two H200s, an entry of the longest row takes 34 ns beside other rows (27 ns alone, see
+cuda/msgd.cu), and one of all rows together 0.1 ns."""
 
 MOST_WALKS = 64
 """Maximum entries of popular items, relative to the longest: so many thread blocks update them, half of a GPU's."""
