@@ -762,8 +762,12 @@ def _measure(
             ranked["auc"] = _evaluate_auc(model, relevant, train, counted)
         values |= shares | {name: mean_over_users(each) for name, each in ranked.items()}
         of_hits = [name for name, match in cuts.items() if match[1] not in ("novelty", "coverage")]
-        if of_hits and not any(values[name] for name in of_hits):
-            _check_some_rankable(model, relevant, train, counted, of_hits[0])
+        nothing_found = of_hits and not any(values[name] for name in of_hits) and not isinstance(model, ReadyLists)
+        if nothing_found and _only_training_entries(model, relevant, train, counted):
+            raise ValueError(
+                f"all {take_rows(relevant, counted).nnz} relevant entries of test are training entries, which are not "
+                f"recommended, so {of_hits[0]} is 0 for any model; hold out entries before the fit (hybridmf.split)"
+            )
         place = np.searchsorted(with_entries, counted)
         for name, each in ranked.items():
             per_user[name] = np.full(len(with_entries), np.nan)
@@ -956,17 +960,6 @@ def _warn_of_overlap(name: str, held_out: sp.csr_array, seen: sp.csr_array | Non
             name,
             common,
             held_out.nnz,
-        )
-
-
-def _check_some_rankable(
-    model: Any, relevant: sp.csr_array, train: sp.csr_array | None, users: np.ndarray, metric: str
-) -> None:
-    """Refuse relevant entries that are all left out of the recommendations; called where no metric found any."""
-    if not isinstance(model, ReadyLists) and _only_training_entries(model, relevant, train, users):
-        raise ValueError(
-            f"all {take_rows(relevant, users).nnz} relevant entries of test are training entries, which are not "
-            f"recommended, so {metric} is 0 for any model; hold out entries before the fit (hybridmf.split)"
         )
 
 

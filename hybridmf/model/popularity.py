@@ -317,21 +317,17 @@ def _first_unseen(order: np.ndarray, seen: sp.csr_array | None, n_users: int, N:
     """
     place = np.tile(np.arange(N, dtype=np.int64), (n_users, 1))
     if seen is not None:
-        place += _count_seen_before(order, seen, N, n_items)
+        place_of = np.full(n_items, -1, dtype=np.int64)
+        place_of[order] = np.arange(len(order))
+        rows, places = entry_rows(seen), place_of[seen.indices]
+        rows, places = rows[places >= 0], places[places >= 0]  # seen items that are not candidates do not matter
+        start = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=n_users))))
+        stride = n_items + N
+        keys = np.sort(rows * stride + places)
+        keys -= np.arange(len(keys)) - start[rows]  # sorting changed the order within rows only
+        wanted = np.arange(n_users, dtype=np.int64)[:, None] * stride + np.arange(N)
+        place += np.searchsorted(keys, wanted, side="right") - start[:-1, None]
     ids = np.full((n_users, N), -1, dtype=np.int32)
     left = place < len(order)
     ids[left] = order[place[left]]
     return ids
-
-
-def _count_seen_before(order: np.ndarray, seen: sp.csr_array, N: int, n_items: int) -> np.ndarray:
-    place_of = np.full(n_items, -1, dtype=np.int64)
-    place_of[order] = np.arange(len(order))
-    rows, places = entry_rows(seen), place_of[seen.indices]
-    rows, places = rows[places >= 0], places[places >= 0]  # seen items that are not candidates do not matter
-    start = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=seen.shape[0]))))
-    stride = n_items + N
-    keys = np.sort(rows * stride + places)
-    keys -= np.arange(len(keys)) - start[rows]  # sorting changed the order within rows only
-    wanted = np.arange(seen.shape[0], dtype=np.int64)[:, None] * stride + np.arange(N)
-    return np.searchsorted(keys, wanted, side="right") - start[:-1, None]

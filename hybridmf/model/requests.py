@@ -108,8 +108,9 @@ def positions_of(
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from error
         positions = np.atleast_1d(np.asarray(found, dtype=np.int64))
-        if strangers:
-            refuse_other_types(learned, side, name, strangers)
+        if strangers:  # of types that no label of the model has, such as "101" where these are numbers
+            given = [label for label in strangers if label is not None and label == label]  # a missing id has no type
+            check_label_types(side, ("the model", ids), (name, plain_array(given)))
     if strangers and unknown is not None:
         unknown.meet(name, strangers, _counted(strangers, len(positions), f"{side}s"))
     return positions
@@ -118,12 +119,6 @@ def positions_of(
 def _counted(strangers: list[Any], total: int, things: str, count: int | None = None) -> str:
     """Number of unknown ids, or of `count` pairs with one, and an example as text."""
     return f"{len(strangers) if count is None else count:,} of {total:,} {things}, such as {strangers[0]!r}"
-
-
-def refuse_other_types(learned: Labelled, side: Side, name: str, strangers: list[Any]) -> None:
-    """Refuse unknown labels whose type no label of the model has, such as "101" where these are numbers."""
-    given = [label for label in strangers if label is not None and label == label]  # a missing id has no type
-    check_label_types(side, ("the model", learned.labels(side)), (name, plain_array(given)))
 
 
 def pairs_of(

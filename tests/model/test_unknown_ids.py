@@ -62,6 +62,15 @@ def test_a_batch_with_an_unknown_user(kind, warned):
         model.recommend([-1], unknown="drop")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_user_with_a_row_is_recommended_what_follows_from_it(kind):
+    row = planted()[[5]]
+    asked = {"user_items": row, "N": 6, "labels": True, "unknown": "popular"}
+    found = MODELS[kind].recommend(["zoe"], recalculate_user=True, **asked)
+    assert_rows(found, MODELS[kind].recommend(["u2"], recalculate_user=True, **asked))
+    assert not np.array_equal(found[0], MODELS[kind].recommend(["zoe"], **asked)[0])  # the most popular items
+
+
 def test_unknown_users_are_not_masked_with_cold_ones():
     model = MODELS["implicit"]
     users = ["zoe", f"u{EMPTY_USER}", "u5"]
