@@ -38,7 +38,6 @@ from .plan.sgd import SgdMethod
 from .plan.types import Plan
 from .ratings import Ratings, split
 from .sgd import SGD
-from .tools import demo
 from .tools.preview import plan as make_plan
 
 METRICS = {"explicit": "rmse", "implicit": "ndcg@10"}
@@ -505,6 +504,8 @@ def _ratings(given: Any, feedback: str, scale: float, seed: int) -> tuple[str, R
             name = given if scale == 1 else f"{given} x {scale:g}"
             return f"{name} (synthetic, {feedback})", synthetic(given, feedback=feedback, scale=scale, seed=seed)  # type: ignore[arg-type]
         if given == "demo":
+            from .tools import demo
+
             ratings = demo.generate(seed=seed).ratings()
             return "invented films", demo.keep_liked(ratings) if feedback == "implicit" else ratings
         if not Path(given).exists():
