@@ -112,16 +112,19 @@ def verdict_of(item: Item) -> str:
     """Verdict, reason and what is missing."""
     text = f"**{item['verdict']}**"
     text += f" because {item['why']}" if item["verdict"] == "differs" else f": {item['why']}" if item.get("why") else ""
-    return text + (f". Missing: {item['missing']}" if item.get("missing") else "")
+    text += f". Missing: {item['missing']}" if item.get("missing") else ""
+    return text + (f". Not available: {item['unavailable']}" if item.get("unavailable") else "")
 
 
 def counts(items: Sequence[Item]) -> str:
     """How many items are covered, and the verdicts."""
     covers = Counter(item["covers"] for item in items)
     verdicts = Counter(item["verdict"] for item in items)
+    but_for = sum(item["covers"] == "all" and "unavailable" in item for item in items)
     return (
-        f"Of {len(items)} tables and figures with data, {covers['all']} are repeated as a whole, {covers['part']} in "
-        f"part and {covers['nothing']} not at all. {verdicts['agrees']} agree, {verdicts['differs']} differ, and "
+        f"Of {len(items)} tables and figures with data, {covers['all']} are repeated as a whole ({but_for} of them but "
+        f"for systems or data that are not available), {covers['part']} in part and {covers['nothing']} not at all. "
+        f"{verdicts['agrees']} agree, {verdicts['differs']} differ, and "
         f"{verdicts['not measurable here']} cannot be measured here."
     )
 
