@@ -136,9 +136,7 @@ def _restore(name: str, values: np.ndarray, order: np.ndarray) -> np.ndarray:
         raise ValueError(
             f"{name} has shape {values.shape}; expected {len(order)} rows, one for each reordered position"
         )
-    restored = np.empty_like(values)
-    restored[order] = values
-    return restored
+    return values[np.argsort(order)]
 
 
 def reorder(csr: Any, rows: bool = True, cols: bool = True, *, num_threads: int | None = None) -> Reordered:

@@ -397,8 +397,8 @@ class Ratings:
         value : int, str or None
             Column of values; "auto" also recognizes common names ("rating", "plays", ...), otherwise it takes the
             third. None makes every entry 1, and so does "auto" if only timestamps are left.
-        duplicates : {"error", "sum", "mean", "first", "last", "max"}
-            What to do with a pair that occurs more than once.
+        duplicates, missing
+            As for `from_frame`.
         encoding : str, optional
             Encoding of text; None is UTF-8, or UTF-16 after a byte order mark.
         comment : str or None
@@ -409,9 +409,6 @@ class Ratings:
             are part of the text.
         escape : str, optional
             Character of text, such as a backslash, before a quotation mark or a separator that belongs to a field.
-        missing : {"error", "drop", "keep"}
-            What to do with entries without a user or an item: null, no text, or a word that stands for a missing value
-            (NULL, None, NA, nan and similar). "keep" takes such words for ids, not nulls.
         timestamp : int, str or None
             Column of times (numbers, or dates in ISO 8601) of text and Parquet, kept as `timestamps`. "auto" takes the
             only column with a time-like name, or without a header the fourth if it holds dates or, of four columns,

@@ -18,16 +18,13 @@ from ..core.sparse import entry_rows, rows_or_empty
 from ..core.validate import check_choice, check_shape, from_triplets
 from ..errors import RatingsError, UnknownLabelError
 from ..ratings import Ratings
-from .labels import check_label_types, places_among
+from .labels import check_label_types, places_among, some
 from .store import Store
 
 logger = logging.getLogger("hybridmf")
 
 UNKNOWN = ("error", "drop")
 """Values of ``unknown=``."""
-
-EXAMPLES = 3
-"""Number of labels shown in a message."""
 
 IN_ORDER: Any = object()
 """Takes the place of an axis's labels if its rows or columns keep their order."""
@@ -154,9 +151,7 @@ def _said(strangers: Iterable[np.ndarray], have: Labels, owner: str) -> str:
     parts = []
     for side, unknown, labels in zip(SIDES, strangers, have, strict=True):
         if len(unknown):
-            some = ", ".join(repr(labels[position : position + 1].tolist()[0]) for position in unknown[:EXAMPLES])
-            plural = "s" if len(unknown) > 1 else ""
-            parts.append(f"{len(unknown):,} {side}{plural} ({some}{', ...' if len(unknown) > EXAMPLES else ''})")
+            parts.append(f"{len(unknown):,} {side}{'s' if len(unknown) > 1 else ''} ({some(labels[unknown])})")
     return f"of {' and '.join(parts)} unknown to {owner}"
 
 

@@ -206,18 +206,17 @@ class _NamedColumns:
             found = self.place(role, place)
             assert found is not None
             return found
+        nothing, why = f"no column has a name that says {role}s", ""
         if not self.by_place:
-            self._refuse(role, f"no column has a name that says {role}s")
-        if place >= self.n_fields:
-            self._refuse(role, f"there is no column {place}")
-        if self.roles[place] is not None:
-            self._refuse(
-                role,
-                f"no column has a name that says {role}s, and column {place}, their usual place, is "
-                f"{self.names[place]!r}",
-            )
-        if place in places.values():
-            self._refuse(role, f"no column has a name that says {role}s, and column {place} is taken")
+            why = nothing
+        elif place >= self.n_fields:
+            why = f"there is no column {place}"
+        elif self.roles[place] is not None:
+            why = f"{nothing}, and column {place}, their usual place, is {self.names[place]!r}"
+        elif place in places.values():
+            why = f"{nothing}, and column {place} is taken"
+        if why:
+            self._refuse(role, why)
         return place
 
     def find_value(self, places: dict[str, int | None]) -> int | None:

@@ -28,7 +28,7 @@ from ..core.triplets import frame_names
 from ..core.validate import check_bool, check_choice, check_memory, make_csr, row_pointer
 from ..errors import RatingsError
 from .columns import AUTO, check_distinct_names, column_place
-from .labels import MISSING_WORDS, is_missing, plain_array
+from .labels import MISSING_WORDS, is_missing, plain_array, some
 from .readers import null_rows, read_frame
 from .text import INTEGER
 
@@ -45,9 +45,6 @@ FEW_VALUES = 16
 
 ENTRY_BYTES = 48
 """Memory of an entry while the matrix is made."""
-
-EXAMPLES = 3
-"""Labels, names or values shown in a message."""
 
 TEXT_SEPARATORS = ("::", "\t", "|", ";", ",")
 """Separators of the fields of a text file; the one that comes first in its first line is taken."""
@@ -561,9 +558,3 @@ def to_matrix(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: 
     order = np.lexsort((columns, rows))
     pointer, data = row_pointer(rows, shape[0]), values[order].astype(np.float32)
     return make_csr(pointer, columns[order].astype(np.int32), data, shape)
-
-
-def some(values: Any) -> str:
-    """A few of several labels or names."""
-    plain = values.tolist() if isinstance(values, np.ndarray) else list(values)
-    return ", ".join(map(repr, plain[:EXAMPLES])) + (", ..." if len(plain) > EXAMPLES else "")

@@ -21,8 +21,8 @@ from ..core.triplets import frame_names
 from ..core.validate import as_csr, frozen_csr, refuse_gpu, rows_of_entries
 from ..errors import RatingsError, UnknownLabelError
 from .align import are_positions
-from .feature_columns import KINDS, Column, check_finite, code_like, code_table, read_table, some, table_of, to_matrix
-from .labels import as_vector, check_label_types, label_array, places_among, plain_array
+from .feature_columns import KINDS, Column, check_finite, code_like, code_table, read_table, table_of, to_matrix
+from .labels import as_vector, check_label_types, label_array, places_among, plain_array, some
 
 logger = logging.getLogger("hybridmf")
 

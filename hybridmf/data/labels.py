@@ -38,6 +38,9 @@ MISSING_WORDS = frozenset(
 )
 """Text that SQL, Spark, Hive, R and pandas write for a missing value."""
 
+EXAMPLES = 3
+"""Labels, names or values shown in a message."""
+
 MAX_PADDED = 256
 """Longest label, in characters, of a NumPy string array, which pads all elements to the longest one."""
 
@@ -348,6 +351,12 @@ def _conversion(side: str, two: Sequence[tuple[str, np.ndarray, Any]]) -> str | 
 def label_of(ids: np.ndarray | None, position: int) -> str:
     """Text for a row in messages: its label, or its position without labels."""
     return f"at position {position}" if ids is None else repr(ids[position : position + 1].tolist()[0])
+
+
+def some(values: Any) -> str:
+    """A few of several labels or names."""
+    plain = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    return ", ".join(map(repr, plain[:EXAMPLES])) + (", ..." if len(plain) > EXAMPLES else "")
 
 
 def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
