@@ -119,18 +119,11 @@ class RankedRatings:
         self.value_range, self.mean = cut.value_range, cut.total / cut.nnz
         self.total = cut.total if self.unit is None else ratings.total
         objective = self.model._objective()
-        self._scale = cut.scale(objective)
-        self._spread = cut.scale(replace(objective, biases=True))
+        scale = cut.scale(objective)
+        spread = cut.scale(replace(objective, biases=True))
+        self.scale, self.spread = (lambda objective: scale), (lambda objective: spread)
         self._item_likes = cut.item_likes()
         return plan.changed(nnz=cut.nnz)
-
-    def scale(self, objective: Objective) -> float:
-        """See `hybridmf.model.training.TrainingData.scale`."""
-        return self._scale
-
-    def spread(self, objective: Objective) -> float:
-        """See `hybridmf.model.training.TrainingData.spread`."""
-        return self._spread
 
     def fingerprint(self) -> str:
         """`hybridmf.data.fingerprint` of all ratings, and of features."""
