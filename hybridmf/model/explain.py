@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.linalg
@@ -45,15 +45,10 @@ class Explanation(_Explanation):
     user_features: dict[str, float]
 
     @classmethod
-    def of(
-        cls,
-        parts: tuple[float, float, np.ndarray, np.ndarray],
-        item_features: dict[str, float] | None = None,
-        user_features: dict[str, float] | None = None,
-    ) -> Explanation:
-        """An explanation with features."""
+    def of(cls, parts: Any, item_features: dict[str, float], user_features: dict[str, float]) -> Explanation:
+        """An explanation with features; `parts` are its four."""
         found = cls(*parts)
-        found.item_features, found.user_features = item_features or {}, user_features or {}
+        found.item_features, found.user_features = item_features, user_features
         return found
 
 
@@ -94,7 +89,7 @@ def contributions(
     if not len(columns):  # the user's factors are those of the features, if any
         nothing = (np.empty(0, object if by_label else np.int32), np.empty(0))
         if not described:
-            return Explanation.of((baseline, baseline, *nothing))
+            return Explanation.of((baseline, baseline, *nothing), {}, {})
         assert features is not None
         x = predicted_rows(learned, "user", features)[0]
         own = feature_parts(learned, "user", features, target, N)
