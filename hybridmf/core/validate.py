@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -560,7 +560,7 @@ def _sorted_unique(
         raise DuplicateEntriesError(
             f"{name} has more than one entry for the pair (row {_row_of(indptr, first)}, column {indices[first]}): "
             f"values {data[first - 1]:g} and {data[first]:g}. "
-            f"{repeats(rows_of_entries(indptr), indices, data)}. {MERGE_HINT}; "
+            f"{repeats_text(repeats(rows_of_entries(indptr), indices, data))}. {MERGE_HINT}; "
             "fit, which has no such argument, takes Ratings.from_matrix(..., duplicates=...)"
         )
     return _merge_duplicates(indptr, indices, data, shape, duplicates)
@@ -580,24 +580,19 @@ def pair_numbers(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     return rows.astype(np.int64) << 32 | columns
 
 
-class Repeats(NamedTuple):
-    """Pairs that occur more than once, and how many of these have entries of different values."""
-
-    pairs: int
-    conflicting: int
-
-    def __str__(self) -> str:
-        some, differ = self
-        return f"{some:,} {'pair repeats' if some == 1 else 'pairs repeat'}, {differ:,} of them with different values"
-
-
-def repeats(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> Repeats:
-    """Count the repeated pairs of entries."""
+def repeats(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Number of pairs that occur more than once, and of those whose entries have different values; shape (2,)."""
     pairs = pair_numbers(rows, columns)
     order = np.argsort(pairs, kind="stable")
     pairs, values = pairs[order], values[order]
     same = pairs[1:] == pairs[:-1]
-    return Repeats(len(np.unique(pairs[1:][same])), len(np.unique(pairs[1:][same & (values[1:] != values[:-1])])))
+    return np.array([len(np.unique(pairs[1:][mask])) for mask in (same, same & (values[1:] != values[:-1]))])
+
+
+def repeats_text(found: np.ndarray) -> str:
+    """The result of `repeats` for messages."""
+    some, differ = found
+    return f"{some:,} {'pair repeats' if some == 1 else 'pairs repeat'}, {differ:,} of them with different values"
 
 
 def row_pointer(rows: np.ndarray, count: int) -> np.ndarray:

@@ -40,7 +40,6 @@ from ..core.sparse import ValueSummary, entry_rows, transposed, without_zeros
 from ..core.system import parse_bytes
 from ..core.validate import (
     MAX_AXIS,
-    Repeats,
     as_csr,
     check_bool,
     check_path,
@@ -794,13 +793,12 @@ class _Streamed:
             found += (np.flatnonzero((rows == row) & (columns == column)) + start).tolist()
         return found
 
-    def _repeats(self) -> Repeats:
-        """Count repeated pairs over the buckets of users that are left; those that have become slabs had none."""
-        found = Repeats(0, 0)
+    def _repeats(self) -> np.ndarray:
+        """`repeats` of the buckets of users that are left; those that have become slabs had none."""
+        found = np.zeros(2, np.int64)
         for bucket in self.work.glob("user-*.bin"):
             part = np.fromfile(bucket, ENTRY)
-            more = repeats(part["row"], part["column"], part["value"])
-            found = Repeats(found.pairs + more.pairs, found.conflicting + more.conflicting)
+            found += repeats(part["row"], part["column"], part["value"])
         return found
 
 

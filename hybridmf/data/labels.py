@@ -15,7 +15,6 @@ from ..core.objective import SIDES
 from ..core.validate import (
     MAX_AXIS,
     MERGE_HINT,
-    Repeats,
     check_ids,
     check_int,
     from_triplets,
@@ -25,6 +24,7 @@ from ..core.validate import (
     pair_numbers,
     refuse_masked,
     repeats,
+    repeats_text,
 )
 from ..errors import DuplicateEntriesError, RatingsError, UnknownLabelError
 
@@ -163,18 +163,19 @@ class Entries:
             raise self.duplicate_error(found)
         copies = whole_repeats(self.users, self.items, self.values, self.times, self.weights)
         kept = self.keep(~copies)
-        if repeats(kept.users, kept.items, kept.values).pairs:
+        if repeats(kept.users, kept.items, kept.values)[0]:
             raise kept.duplicate_error(found)
         note_copies(self.source, int(np.count_nonzero(copies)))
         return kept
 
-    def duplicate_error(self, found: Repeats | None = None) -> DuplicateEntriesError:
-        """Name the first entry that repeats a pair, and the one it repeats; `found`: how many there are."""
+    def duplicate_error(self, found: np.ndarray | None = None) -> DuplicateEntriesError:
+        """Name the first entry that repeats a pair, and the one it repeats; `found`: `repeats`."""
+        found = repeats(self.users, self.items, self.values) if found is None else found
         first, second = first_repeat(self.users, self.items)
         user, item = label_of(self.user_ids, self.users[first]), label_of(self.item_ids, self.items[first])
         return duplicate_error(
             self.source, user, item, self.where(first, second), self.values[[first, second]],
-            found or repeats(self.users, self.items, self.values), bool(self.values.min() == self.values.max()),
+            found, bool(self.values.min() == self.values.max()),
         )  # fmt: skip
 
 
@@ -243,13 +244,13 @@ def first_repeat(users: np.ndarray, items: np.ndarray) -> tuple[int, int]:
 
 
 def duplicate_error(
-    source: str, user: str, item: str, where: str, values: np.ndarray, found: Repeats, log: bool
+    source: str, user: str, item: str, where: str, values: np.ndarray, found: np.ndarray, log: bool
 ) -> DuplicateEntriesError:
     """The error for repeated pairs; all arguments but the last two describe the first one."""
     fitting = '"sum" counts them, "first" keeps one' if log else '"sum" adds counts, "last" or "mean" suit ratings'
     return DuplicateEntriesError(
         f"{source} has more than one entry for the pair (user {user}, item {item}): "
-        f"{where}, values {float(values[0]):g} and {float(values[1]):g}. {found}. {MERGE_HINT}: {fitting}"
+        f"{where}, values {float(values[0]):g} and {float(values[1]):g}. {repeats_text(found)}. {MERGE_HINT}: {fitting}"
     )
 
 
