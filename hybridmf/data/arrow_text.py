@@ -11,7 +11,7 @@ import csv
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -69,10 +69,10 @@ def label_chunks(
 
     New labels enter the tables, empty at first, with codes in the order of their first appearance.
     """
-    users_so_far, items_so_far = _Labels(user_table), _Labels(item_table)
+    codes_of_users, codes_of_items = codes_into(user_table), codes_into(item_table)
     try:
         for table in _tables(layout, size, integers=False):
-            users, items = users_so_far.codes(table[layout.user]), items_so_far.codes(table[layout.item])
+            users, items = codes_of_users(table[layout.user]), codes_of_items(table[layout.item])
             yield users, items, *_values_and_times(table, layout)
     except _DECLINED:
         yield None
@@ -92,31 +92,28 @@ def _numbers(column: Any) -> np.ndarray:
     return numbers
 
 
-class _Labels:
-    """Labels of previous blocks in the order of first appearance; new ones are added to the table."""
+def codes_into(table: dict[str, int]) -> Callable[[Any], np.ndarray]:
+    """Function from columns of strings, one after another, to codes (int32); new labels are added to the table."""
+    known: Any = None
 
-    def __init__(self, table: dict[str, int]) -> None:
-        self.table = table
-        self.known: Any = None
-
-    def codes(self, column: Any) -> np.ndarray:
-        """Codes (int32) of a column of strings."""
+    def codes(column: Any) -> np.ndarray:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        known = pa.array([], column.type) if self.known is None else self.known
-        codes = pc.index_in(column, value_set=known)
-        if codes.null_count:
-            new = pc.unique(column.filter(pc.is_null(codes)))
+        nonlocal known
+        known = pa.array([], column.type) if known is None else known
+        found = pc.index_in(column, value_set=known)
+        if found.null_count:
+            new = pc.unique(column.filter(pc.is_null(found)))
             added = new.to_pylist()
             if "" in added or list(map(str.strip, added)) != added:
                 raise _Irregular
-            self.table.update(zip(added, range(len(known), len(known) + len(new)), strict=True))
+            table.update(zip(added, range(len(known), len(known) + len(new)), strict=True))
             known = pa.concat_arrays([known, new])
-            codes = pc.index_in(column, value_set=known)
-        self.known = known
-        found: np.ndarray = codes.to_numpy()
-        return found
+            found = pc.index_in(column, value_set=known)
+        return np.asarray(found.to_numpy())
+
+    return codes
 
 
 def coded_strings(series: Any) -> tuple[np.ndarray, list[str]] | None:

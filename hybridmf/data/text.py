@@ -459,7 +459,7 @@ def _read_columns(layout: TextLayout, mask: np.ndarray | None = None) -> tuple[C
             if times.dtype.kind != "f" or np.all(np.abs(times) < 2**53):  # larger integers may have lost digits
                 return found[:3], parse_dates(times) if times.dtype.kind == "M" else as_times(times)
     found = _read_records(layout, mask)
-    return found[:3], _parsed_times(layout, place, found[3].tolist())
+    return found[:3], _parsed_times(layout, place, found[3].tolist()) if len(found[2]) else None
 
 
 def _parsed_times(layout: TextLayout, place: int, texts: list[str]) -> np.ndarray | None:

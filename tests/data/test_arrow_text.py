@@ -225,10 +225,10 @@ def test_narrow_ids_widen_where_they_have_to(tmp_path):
 @given(st.lists(st.lists(st.text("ab\0é", min_size=1, max_size=20)), max_size=4))
 def test_labels_get_the_codes_of_a_dictionary(blocks):
     expected, table = {}, {}
-    labels = arrow_text._Labels(table)
+    codes = arrow_text.codes_into(table)
     for block in blocks:
-        codes = labels.codes(pa.chunked_array([block[:3], block[3:]], pa.string()))
-        assert codes.tolist() == [expected.setdefault(label, len(expected)) for label in block]
+        found = codes(pa.chunked_array([block[:3], block[3:]], pa.string()))
+        assert found.tolist() == [expected.setdefault(label, len(expected)) for label in block]
         assert list(table.items()) == list(expected.items())
 
 

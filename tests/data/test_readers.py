@@ -247,6 +247,7 @@ def test_comments_may_be_data(tmp_path):
         ("\n  \n# c\n", {}, "no ratings, only blank lines or comments"),
         ("user,item,rating\n", {}, "no ratings, only a header"),
         ("1,2,3\n", {"header": True}, "no ratings, only a header"),
+        ("user,item,rating,when\n", {"timestamp": "when"}, "no ratings, only a header"),
         ("u,i,r,t\n1,2,3\n4,5,6\n", {}, r"header has 4 fields, \['u', 'i', 'r', 't'\], but the lines below have 3"),
         ("u,i,r\n1,2,3\n", {"value": "stars"}, r"no column 'stars' \(value='stars'\); its columns are 'u', 'i', 'r'"),
         ("1,2,3\n", {"value": 3}, r"3 columns, none for value=3 \(they count from 0\); value=None makes"),
