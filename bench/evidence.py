@@ -104,8 +104,24 @@ def sections() -> dict[str, str]:
     return {
         "counts": counts(items),
         "items": table(["paper", "item", "subject", "theirs", "ours", "verdict"], rows).replace("---:", "---"),
+        "controls": controls(),
         "methods": table(["paper", "item", "where it is here"], methods).replace("---:", "---"),
     }
+
+
+def controls() -> str:
+    """What each control measured: the commit of earlier lines beside a later one."""
+    from paper_common import table
+
+    rows = []
+    for line in freshness.controls():
+        failed = sorted(set(line["cases"]) - set(line["passed"]))
+        commits = (f"`{line[side]['commit'][:9]}`" for side in ("from", "to"))
+        low, high = line["ratios"]
+        rows.append([line["date"], line["gpu"], *commits, ", ".join(line["passed"]) or "-", f"{low:.3f} to {high:.3f}",
+                     ", ".join(failed) or "-"])  # fmt: skip
+    header = ["date", "GPU", "lines of", "beside", "equal results in equal time", "new / old seconds", "not equal"]
+    return table(header, rows).replace("---:", "---") if rows else ""
 
 
 def verdict_of(item: Item) -> str:

@@ -104,3 +104,15 @@ def test_every_part_has_cases_and_files():
         assert controls.CASES[part] and freshness.files(patterns)
         for case in controls.CASES[part]:
             assert case.run in controls.MEASURES
+
+
+def test_the_page_names_each_control(monkeypatch):
+    import evidence
+
+    line = {"date": "2026-11-27", "gpu": "H200", "from": {"commit": "a" * 40}, "to": {"commit": "b" * 40},
+            "passed": ["als"], "ratios": [0.99, 1.01], "cases": {"als": [], "sgd": []}}  # fmt: skip
+    monkeypatch.setattr(freshness, "controls", lambda: (line,))
+    row = evidence.controls().splitlines()[-1]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        "2026-11-27", "H200", "`aaaaaaaaa`", "`bbbbbbbbb`", "als", "0.990 to 1.010", "sgd"
+    ]  # fmt: skip
