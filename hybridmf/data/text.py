@@ -454,7 +454,7 @@ def _read_columns(layout: TextLayout, mask: np.ndarray | None = None) -> tuple[C
     if place not in (layout.user, layout.item, layout.value):
         kinds = (replace(layout, times=kind) for kind in ("integers", "numbers", "dates"))
         found = next(filter(None, map(_read_regular, kinds)), None)
-        if found is not None:
+        if found is not None and len(found[2]):
             times = found[3]
             if times.dtype.kind != "f" or np.all(np.abs(times) < 2**53):  # larger integers may have lost digits
                 return found[:3], parse_dates(times) if times.dtype.kind == "M" else as_times(times)
