@@ -61,7 +61,7 @@ from .data.readers import (
     frame_entries,
     naming,
     part_paths,
-    read_json_lines,
+    read_frame,
     read_matrix_market,
     read_npz,
     read_parquet,
@@ -69,7 +69,7 @@ from .data.readers import (
 )
 from .data.splits import WAYS, fold_of_entries, held_out, last_of_each_user
 from .data.text import find_layout, read_fields, read_text
-from .data.transforms import ages_of, axis_key, entries_of_rows, labels_at
+from .data.transforms import ages_of, axis_key, labels_at
 from .data.wide import is_wide, read_wide
 from .errors import DuplicateEntriesError, RatingsError
 
@@ -620,9 +620,11 @@ class Ratings:
         Users without labels are renumbered.
         """
         positions = np.ascontiguousarray(np.atleast_1d(np.arange(len(self))[axis_key(rows)]))
-        entries = entries_of_rows(self.user_items, positions)
+        matrix = self.user_items
+        places = make_csr(matrix.indptr, matrix.indices, np.arange(matrix.nnz, dtype=np.float64), matrix.shape)  # exact
+        entries = take_rows(places, positions).data.astype(np.int64)
         ids = None if self.user_ids is None else self.user_ids[positions]
-        return self._of(take_rows(self.user_items, positions), entries, ids)
+        return self._of(take_rows(matrix, positions), entries, ids)
 
     @property
     def entries(self) -> EntryView:
@@ -901,8 +903,10 @@ def _file_entries(name: str, head: bytes, format: str, options: FileOptions) -> 
     if format == "lists":
         _refuse_columns(name, format, options)
         return read_lists(name, list_options(name, head, options))
-    if format in ("parquet", "jsonl"):
-        return (read_parquet if format == "parquet" else read_json_lines)(name, options)
+    if format == "parquet":
+        return read_parquet(name, options)
+    if format == "jsonl":
+        return frame_entries(read_frame(name, format), name, options)
     found = find_layout(name, head, options)
     log_columns(name, found.columns)
     mask = weights = None

@@ -87,6 +87,7 @@ def frame_entries(frame: Any, source: str, options: FileOptions) -> Entries:
         eager, rows, source = eager.filter(mask.tolist()), np.flatnonzero(mask), f"{source} (rows that where= keeps)"
     present = _rows_with_ids(source, eager, (user, item), missing, rows)
     if not present.all():
+        note_dropped(source, int(np.count_nonzero(~present)), len(present))
         rows = np.flatnonzero(present) if rows is None else rows[present]
         eager = eager.filter(present.tolist())
     users, user_ids = _coded_column(source, eager, user)
@@ -175,8 +176,6 @@ def _rows_with_ids(
         found = table.get_column(columns[side])[at]
         where = f"column {columns[side]!r}, row {row}"
         raise missing_error(source, where, ("user", "item")[side], str(found), count, len(gone))
-    if count:
-        note_dropped(source, count, len(gone))
     return ~gone
 
 
@@ -345,11 +344,6 @@ def read_parquet(path: str, options: FileOptions) -> Entries:
     return frame_entries(_with_columns(table, hive), path, named)
 
 
-def read_json_lines(path: str, options: FileOptions) -> Entries:
-    """Entries of a file with a JSON object on each line, whose fields are columns."""
-    return frame_entries(_json_lines(path), path, options)
-
-
 def read_frame(path: str, format: str) -> Any:
     """Table of pyarrow of a whole file, "parquet" or "jsonl"."""
     if format == "jsonl":
@@ -453,16 +447,18 @@ def parquet_chunks(
         found, hive = _resolved(path, file, options)
         log_columns(path, found)
         user, item, value, *_ = found.titles()
-        first, own = 0, [name for name in (user, item, value) if name is not None and name not in hive]
+        first, dropped, own = 0, 0, [name for name in (user, item, value) if name is not None and name not in hive]
         for batch in file.iter_batches(rows, columns=own):
             table = nw.from_native(_with_columns(pa.Table.from_batches([batch]), hive), eager_only=True)
-            read = len(table)
             present = _rows_with_ids(path, table, [user, item], options.missing, None, first)
             table = table if present.all() else table.filter(present.tolist())
             users, items = (_frame_ids(path, table, column, first) for column in (user, item))
             values = np.ones(len(table)) if value is None else _frame_values(path, table, value, first)
-            yield users, items, values
-            first += read
+            if len(table):
+                yield users, items, values
+            first, dropped = first + len(present), dropped + len(present) - len(table)
+        if dropped:
+            note_dropped(path, dropped, first)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,8 @@ from datetime import date, timedelta
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
-from ..core.sparse import take_rows
-from ..core.validate import check_real, make_csr
+from ..core.validate import check_real
 from .text import parse_dates
 
 
@@ -85,9 +83,3 @@ def axis_key(key: Any) -> Any:
             return key[0]
         raise TypeError("ratings are indexed by users alone: integers, a slice or a mask")
     return list(key) if isinstance(key, range) else key
-
-
-def entries_of_rows(matrix: sp.csr_array, rows: np.ndarray) -> np.ndarray:
-    """Indices of the entries of `rows`, row by row."""
-    places = make_csr(matrix.indptr, matrix.indices, np.arange(matrix.nnz, dtype=np.float64), matrix.shape)  # exact
-    return take_rows(places, rows).data.astype(np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import gzip
+import importlib
 import io
 import json
 import pickle
@@ -147,6 +148,24 @@ def test_missing_ids_of_frames(make, tmp_path):
     assert from_store(path, tmp_path, missing="drop").user_ids.tolist() == ["a", "d"]
     with pytest.raises(RatingsError, match="row 1 has no user"):
         hmf.Ratings.from_file(path)
+
+
+def test_a_chunk_of_parquet_without_ids_is_left_out(tmp_path, monkeypatch, caplog):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "r.parquet"
+    pq.write_table(pa.table({"user": [None] * 9 + [1, 2, None], "item": [3] * 12, "rating": [1.0] * 12}), path)
+    convert = importlib.import_module("hybridmf.data.convert")
+    original = convert._parquet
+    monkeypatch.setattr(convert, "_parquet", lambda path, options, _: original(path, options, 4))
+    assert hmf.convert(path, tmp_path / "store", missing="drop").user_ids.tolist() == [1, 2]
+    assert [text for text in caplog.messages if "left out" in text] == [
+        f"{path}: left out 10 of 12 entries, which have no user or no item"
+    ]
+    pq.write_table(pa.table({"user": pa.array([None] * 9, pa.int64()), "item": [3] * 9}), path)
+    with pytest.raises(RatingsError, match="holds no ratings: each of its 9 entries has no user or no item"):
+        hmf.convert(path, tmp_path / "none", missing="drop")
 
 
 def test_categories_of_words_for_missing_values():
