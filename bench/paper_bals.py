@@ -105,8 +105,8 @@ PROFILES: dict[tuple[str, str], dict[str, tuple[Work, ...]]] = {
     },
     ("cpu", "full"): {
         "popularity": (Work({"netflix": 0.4}),),
-        "distribution": (Work(FITTING),),
-        "vacancies": (Work(FITTING),),
+        "distribution": (Work(FITTING), Work({"netflix": 1.0, "yahoo-r1": 1.0})),
+        "vacancies": (Work(FITTING), Work({"netflix": 1.0, "yahoo-r1": 1.0})),
         "orders": (Work(FITTING),),
         "steps": (Work({"ml-1m": 1.0}, (10, 16, 32, 64, 100)),),
         "parameters": (),
