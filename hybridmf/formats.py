@@ -384,7 +384,9 @@ def _bals_fault(bals: BalsMatrix) -> str | None:
         pointer = getattr(bals, name)
         if pointer[0] != 0 or pointer[-1] != end or np.any(pointer[1:] < pointer[:-1]):
             return f"{name} must ascend from 0 to {end}"
-    tile_of_segment = _tiles_of_segments(n_rows, across, down, bals.tile_rows)
+    # segments lie row block by row block, in it tile by tile, in it row by row
+    heights = np.minimum(bals.tile_rows, n_rows - np.arange(down, dtype=np.int64) * bals.tile_rows)
+    tile_of_segment = np.repeat(np.arange(down * across), np.repeat(heights, across))
     tile = np.repeat(tile_of_segment, np.diff(bals.seg_ptr))  # of each entry
     place = bals.tile_ptr[tile].astype(np.int64) + bals.seg_colidx
     if np.any((bals.seg_colidx < 0) | (place >= bals.tile_ptr[tile + 1])):
@@ -398,9 +400,3 @@ def _bals_fault(bals: BalsMatrix) -> str | None:
     if np.any(same_segment[1:] & (columns[1:] <= columns[:-1])):
         return "the columns of a segment must ascend"
     return None
-
-
-def _tiles_of_segments(n_rows: int, across: int, down: int, tile_rows: int) -> np.ndarray:
-    """Tile of each segment: row block by row block, in it tile by tile, in it row by row."""
-    heights = np.minimum(tile_rows, n_rows - np.arange(down, dtype=np.int64) * tile_rows)
-    return np.repeat(np.arange(down * across), np.repeat(heights, across))

@@ -408,20 +408,16 @@ def joined_times(parts: Sequence[np.ndarray]) -> np.ndarray:
     unit = np.result_type(*parts)
     if all(dates):
         for k, part in enumerate(parts):
-            if not _fits_unit(part, unit):
+            try:
+                fits = np.array_equal(part.astype(unit).astype(part.dtype), part)
+            except OverflowError:  # NumPy wraps around before 2.5
+                fits = False
+            if not fits:
                 raise RatingsError(
                     f"timestamps of part {k} go beyond {unit}, the unit of another part; give all parts one "
                     "unit, such as datetime64[us]"
                 )
     return np.concatenate(parts)
-
-
-def _fits_unit(times: np.ndarray, unit: np.dtype) -> bool:
-    """Whether dates keep their meaning in a unit; NumPy raises OverflowError from 2.5 on, and wraps around before."""
-    try:
-        return np.array_equal(times.astype(unit).astype(times.dtype), times)
-    except OverflowError:
-        return False
 
 
 def joined_entries(parts: Sequence[Entries], names: Sequence[str] = ()) -> Entries:

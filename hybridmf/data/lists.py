@@ -74,20 +74,16 @@ def _chunk(users: array, items: array) -> Chunk:
 
 def _records(path: str, options: FileOptions) -> Iterator[tuple[int, list[str]]]:
     """Number and fields of each line below the header."""
-    encoding = options.encoding or "utf-8-sig"
+    encoding, separator = options.encoding or "utf-8-sig", options.separator
     with reading(path, encoding), open_text(path, encoding) as stream:
         lines = Lines(pieces_of(stream), path, options.comment)
         for k, line in enumerate(lines):
             if k or options.header is not True:
-                yield lines.last, _split(line, options.separator)
-
-
-def _split(line: str, separator: str | None) -> list[str]:
-    """User and items of a line; without a separator, lines are split at commas and white space."""
-    if separator in (None, " "):
-        return _TOKEN.findall(line) if separator is None else line.split()
-    fields = map(str.strip, line.split(separator))
-    return [field for field in fields if field]
+                if separator is None:  # commas and white space
+                    yield lines.last, _TOKEN.findall(line)
+                else:
+                    fields = line.split(None if separator == " " else separator)
+                    yield lines.last, [field for field in map(str.strip, fields) if field]
 
 
 def lines_of_lists(path: str, options: FileOptions, first: int, second: int) -> str:
