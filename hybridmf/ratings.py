@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import IO, Any, Protocol, cast, overload
+from typing import IO, TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 import scipy.sparse as sp
@@ -72,6 +72,9 @@ from .data.text import find_layout, read_fields, read_text
 from .data.transforms import ages_of, axis_key, labels_at
 from .data.wide import is_wide, read_wide
 from .errors import DuplicateEntriesError, RatingsError
+
+if TYPE_CHECKING:  # parts of frames are Ratings, those of matrices csr_array
+    from narwhals.stable.v2.typing import IntoFrame
 
 LEAST_DECAY = 1e-6
 """Least factor of `Ratings.time_decay`, which keeps the weights of entries of any age in the range of float32."""
@@ -970,16 +973,9 @@ def _refuse_columns(path: str, format: str, options: FileOptions) -> None:
 # ----------------------------------------------------------------------------------------------------------- the split
 
 
-class _Frame(Protocol):
-    """A data frame, for type checkers: parts of frames are Ratings, those of matrices csr_array."""
-
-    @property
-    def columns(self) -> Any: ...
-
-
 @overload
 def split(
-    ratings: Ratings | _Frame, test_size: float | int = 0.1, random_state: Any = None, *, by: str = "random"
+    ratings: Ratings | IntoFrame, test_size: float | int = 0.1, random_state: Any = None, *, by: str = "random"
 ) -> tuple[Ratings, Ratings]: ...
 @overload
 def split(
@@ -1026,7 +1022,7 @@ def split(
 
 
 @overload
-def leave_k_out(ratings: Ratings | _Frame, k: int = 1, random_state: Any = None) -> tuple[Ratings, Ratings]: ...
+def leave_k_out(ratings: Ratings | IntoFrame, k: int = 1, random_state: Any = None) -> tuple[Ratings, Ratings]: ...
 @overload
 def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any, Any]: ...
 def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any, Any]:
@@ -1056,7 +1052,7 @@ def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any
 
 @overload
 def k_fold(
-    ratings: Ratings | _Frame, n_splits: int = 5, random_state: Any = None
+    ratings: Ratings | IntoFrame, n_splits: int = 5, random_state: Any = None
 ) -> Iterator[tuple[Ratings, Ratings]]: ...
 @overload
 def k_fold(ratings: Any, n_splits: int = 5, random_state: Any = None) -> Iterator[tuple[Any, Any]]: ...

@@ -545,7 +545,7 @@ def record_chunks(
     New labels enter the tables with codes in the order of their first appearance; a missing id is the label "". If the
     layout has a column of times, their texts follow. Records that `mask` excludes are skipped.
     """
-    codes = [functools.cache(functools.partial(_code, table)) for table in (user_table, item_table)]
+    codes = [_TextCodes(table).__getitem__ for table in (user_table, item_table)]
     commented: list[str] = []
     used = (layout.user, layout.item, layout.value, layout.columns.time)
     done = 0
@@ -569,9 +569,15 @@ def record_chunks(
         )  # fmt: skip
 
 
-def _code(table: dict[str, int], text: str) -> int:
-    """Code of the label of a text, as it stands in a file; a new one is added to the table."""
-    return table.setdefault(text.strip(), len(table))
+class _TextCodes(dict[str, int]):
+    """Code of each text, as it stands in a file, from a table of labels without white space; new ones are added."""
+
+    def __init__(self, table: dict[str, int]) -> None:
+        self.table = table
+
+    def __missing__(self, text: str) -> int:
+        code = self[text] = self.table.setdefault(text.strip(), len(self.table))
+        return code
 
 
 def _numbers(texts: list[str]) -> np.ndarray | None:
