@@ -58,10 +58,11 @@ from .group import JoinedFactors, RankGroup
 from .transport.communicator import Array, Communicator, check_agreement
 from .transport.peers import PeerCopies
 
-WALK = 42_000
-"""Entries times factors that a pass processes in the time of one entry of a walk, for up to 128 factors; beyond that
-both take longer. At f = 128 on two H200s, an entry of the longest row takes 34 ns beside other rows (27 ns alone, see
-cuda/msgd.cu), and one of all rows together 0.1 ns."""
+WALK = 24_000
+"""Entries times factors that the rest of a pass processes in the time of one entry of a walk, for up to 128 factors;
+beyond that both take longer. Chosen on H200s, Netflix's shape, f = 128: of 12,000 to 60,000, it has the shortest epochs
+on four GPUs, 43 popular items. On two, where it leaves none, 13 or 25 are as fast as none and 79 slower: their thread
+blocks lack for the other long rows."""
 
 MOST_WALKS = 64
 """Maximum entries of popular items, relative to the longest: so many thread blocks update them, half of a GPU's."""

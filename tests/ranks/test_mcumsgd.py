@@ -184,18 +184,18 @@ def test_popular_items_over_a_communicator(popular, ratings_matrix):
 
 def test_which_items_are_popular(monkeypatch):
     """Those whose walk takes longer than the rest of a step, as many as walk at a time; none on one rank."""
-    degrees = np.r_[np.full(30_000, 3_000), 190_000, 100_000, 150_000]
+    degrees = np.r_[np.full(15_000, 3_000), 190_000, 100_000, 150_000]
 
     def popular(degrees, size, factors):
         plan = problem(planted(), method_of(), rank=factors)[2]
         return mcumsgd.popular_items(degrees, size, plan).tolist()
 
-    assert popular(degrees, 2, 128) == [30_000, 30_002]
-    assert popular(degrees, 2, 512) == [30_000, 30_002]  # their walks are slower as well
-    assert popular(degrees, 2, 64) == [30_000, 30_001, 30_002]
-    assert popular(degrees, 4, 128) == [30_000, 30_001, 30_002]
+    assert popular(degrees, 2, 128) == [15_000, 15_002]
+    assert popular(degrees, 2, 512) == [15_000, 15_002]  # their walks are slower as well
+    assert popular(degrees, 2, 64) == [15_000, 15_001, 15_002]
+    assert popular(degrees, 4, 128) == [15_000, 15_001, 15_002]
     monkeypatch.setattr(mcumsgd, "MOST_WALKS", 2)
-    assert popular(degrees, 4, 128) == [30_000, 30_002]
+    assert popular(degrees, 4, 128) == [15_000, 15_002]
     assert not popular(degrees // 6, 4, 128)  # a step more would take longer
     assert not popular(np.empty(0, np.int64), 4, 128)
 
