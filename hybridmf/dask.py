@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -42,7 +41,6 @@ try:
 except ImportError as missing:
     raise ImportError(f'hybridmf.dask needs Dask ({missing}): pip install "hybridmf[dask]"') from missing
 
-logger = logging.getLogger("hybridmf")
 
 MERGE_RULES = ("error", "sum", "mean", "max")
 """Rules for duplicate pairs. No "last": partitions have no order among workers."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 import re
 import threading
@@ -39,8 +38,6 @@ from .arguments import Struct, passed
 from .compiler import Compiler, Program
 from .copier import CudaCopier
 from .health import check_all, health_of, one_line
-
-logger = logging.getLogger("hybridmf")
 
 OLDEST = (7, 5)
 """Oldest supported compute capability (Turing)."""

@@ -125,6 +125,16 @@ class DualRows:
         """
         if not self.parts:
             return
+        n, width = len(systems.scale), table_width(self.rank, np.float32)
+        entries.check(self.device, np.float32, len(table))
+        check_all(
+            self.device,
+            table=(table, np.float32, (None, width)),
+            solutions=(systems.solutions, np.float32, (n, width)),
+            status=(systems.status, np.int32, (n,)),
+            scale=(systems.scale, np.float32, (n,)),
+            indptr=(indptr, np.int64, (n + 1,)),
+        )
         if not entries.implicit:
             failed = self.device.zeros(1, np.int32)  # explicit feedback needs no basis, so none can fail
             for size, rows in self.parts:
@@ -154,19 +164,7 @@ class DualRows:
         epsilon: float,
     ) -> None:
         """Launch dual_rows for rows with at most `size` entries; `solutions` are those of all rows, or of `rows`."""
-        device, objective, n, solutions = self.device, self.objective, len(systems.scale), systems.solutions
-        width = table_width(self.rank, np.float32)
-        entries.check(device, np.float32, len(table))
-        check_all(
-            device,
-            table=(table, np.float32, (None, width)),
-            solutions=(solutions, np.float32, (len(rows) if entries.implicit else n, width)),
-            status=(systems.status, np.int32, (n,)),
-            scale=(systems.scale, np.float32, (n,)),
-            indptr=(indptr, np.int64, (n + 1,)),
-            rows=(rows, np.int32, (None,)),
-            failed=(failed, np.int32, (1,)),
-        )
+        device, objective, solutions = self.device, self.objective, systems.solutions
         offsets, biased = entries.offsets is not None, objective.biases
         constants = dual_constants(size, self.rank, entries.implicit, offsets, biased)
         order, pack = max(size, BLOCK), max(BLOCK // size, 1)

@@ -36,6 +36,7 @@ def split_constants(config: FusedConfig, precision: str) -> dict[str, Any]:
     return {"RANK16": config.rank16, "LD": config.width, "ARITHMETIC": PRECISION_CODES[precision]}
 
 
+@functools.lru_cache(maxsize=64)  # each half sweep of each rank asks
 def choices_of(config: FusedConfig, precision: str, solver: str, spec: DeviceSpec) -> dict[str, Any]:
     """Arguments of `builds` that depend on the device."""
     tiles = WideTilesConfig.rule(config.rank, spec, sums=True) if config.solved_by_sums(solver) else None
@@ -194,7 +195,7 @@ class FusedKernels:
         """
         if not len(segments):
             return
-        device, config, (partials,) = self.device, self.config.assembling(self.precision, self.solver), sums
+        device, config, (partials,) = self.device, self.config, sums
         self._check_operand(table, entries)
         check_all(
             device,
@@ -208,6 +209,7 @@ class FusedKernels:
             kernel = self._kernel("warpgroup_sums", entries)
             kernel(grid, (WARPGROUP_THREADS,), (*arrays, *scalars), WARPGROUP_SHARED_BYTES)
             return
+        config = config.assembling(self.precision, self.solver)
         kernel, shared = self._kernel("assemble_segments", entries), config.shared_bytes(self.solver, self.precision)
         grid, arguments = _grid(device, config, len(segments)), (*arrays, self._counter(), *scalars)
         kernel(grid, (config.threads,), arguments, shared)

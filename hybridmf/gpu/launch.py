@@ -81,8 +81,9 @@ def _constant(value: Any) -> str:
 
 def check(name: str, array: Array, dtype: Any, shape: tuple[int | None, ...]) -> None:
     """Check dtype, shape (None: any) and C order of an argument. A failure is a bug of this package."""
-    if array.dtype == dtype and len(array.shape) == len(shape) and array.flags.c_contiguous:
-        for have, want in zip(array.shape, shape, strict=True):
+    found = array.shape
+    if array.dtype == dtype and len(found) == len(shape) and array.flags.c_contiguous:
+        for have, want in zip(found, shape, strict=True):
             if want is not None and have != want:
                 break
         else:
@@ -105,7 +106,8 @@ def check_all(device: Device, **arguments: tuple[Array, Any, tuple[int | None, .
     """`check` and `check_not_host` of (array, dtype, shape) by name; arrays that are None are left out."""
     for name, (array, dtype, shape) in arguments.items():
         if array is not None:
-            check_not_host(device, **{name: array})
+            if not device.owns(array):
+                check_not_host(device, **{name: array})
             check(name, array, dtype, shape)
 
 

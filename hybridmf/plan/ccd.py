@@ -5,7 +5,6 @@ The kernels are in `cpu.ccd` and `gpu.ccd`.
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -25,8 +24,6 @@ from .machine import CpuRates, Machine
 from .solver import SWEEP_ORDER, Unconnected, frozen_text
 from .tables import KernelConfig
 from .types import CpuWork, Method, Plan, Settings, instruction_set_notes
-
-logger = logging.getLogger("hybridmf")
 
 MAX_INNER_ITERATIONS = 1000
 """Upper bound; a rank-one problem converges long before."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,8 +16,6 @@ from . import dispatch
 from .cost import gather_seconds, gpu_idle, memory_floor
 from .machine import CpuRates, GpuRates, Machine, seconds_at
 from .types import CpuWork, Method, Plan, Settings, instruction_set_notes
-
-logger = logging.getLogger("hybridmf")
 
 SCHEDULES = ("msgd", "hogwild", "blocks", "batch_hogwild")
 CPU_SCHEDULES = ("msgd", "hogwild", "blocks")

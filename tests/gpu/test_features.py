@@ -16,6 +16,7 @@ FEATURES = {
     "item_features": np.column_stack([RNG.random((30, 4)) < 0.4, RNG.normal(size=30)]).astype(np.float32),
     "user_features": (RNG.random((40, 3)) < 0.5).astype(np.float32),
 }
+ONES = np.ones((30, 1), np.float32)
 IMPLICIT = {"regularization": 0.5, "alpha": 2.0, "unobserved_weight": 0.3}
 CASES = {
     "implicit": (hmf.ImplicitALS, IMPLICIT),
@@ -177,17 +178,21 @@ def test_a_store_with_features_of_further_rows_is_streamed(gpu, tmp_path):
 
 
 @pytest.mark.usefixtures("tiny_gpu")
-def test_factors_in_places_without_features_are_refused(gpu, monkeypatch, tmp_path):
+def test_factors_in_files_refuse_features(gpu, monkeypatch, tmp_path):
     from hybridmf.core import scratch, system
 
-    features = {"item_features": np.ones((30, 1), np.float32)}
-    with pytest.raises(ValueError, match=r"item_features: .* the plan splits them over GPUs or keeps them on the host"):
-        hmf.ImplicitALS(6, device=["cuda:0", "cuda:1"], gpu_memory_limit=HOST_LIMIT).fit(MATRIX, **features)
     monkeypatch.setenv(scratch.SCRATCH_DIR, str(tmp_path))
     monkeypatch.setattr(scratch, "IN_MEMORY", ())
     monkeypatch.setattr(system, "available_memory", lambda: 4_000)
     with pytest.raises(ValueError, match=r"item_features: .* the plan keeps them in files"):
-        hmf.ImplicitALS(6, device="cuda", gpu_memory_limit=HOST_LIMIT).fit(MATRIX, **features)
+        hmf.ImplicitALS(6, device="cuda", gpu_memory_limit=HOST_LIMIT).fit(MATRIX, item_features=ONES)
+
+
+@pytest.mark.usefixtures("tiny_gpu")
+def test_factors_on_the_host_refuse_features_on_several_gpus(gpus):
+    model = hmf.ImplicitALS(6, device=gpus(2), gpu_memory_limit=HOST_LIMIT)
+    with pytest.raises(ValueError, match=r"item_features: .* the plan splits them over GPUs or keeps them on the host"):
+        model.fit(MATRIX, item_features=ONES)
 
 
 def test_sides_without_features_keep_the_dual_form(gpu):
