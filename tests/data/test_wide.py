@@ -195,7 +195,6 @@ def test_zeros_beside_missing_cells_are_said_aloud(caplog):
             RatingsError,
             r"column 'userId', by its name.*set_index\('userId'\)",
         ),
-        (pl.from_pandas(TRAIN.rename_axis("user").reset_index()), RatingsError, "column 'user', by its name"),
         (TRAIN.reset_index(drop=True).reset_index(), RatingsError, "column 'index', by its name"),
         (TRAIN.reset_index(names="who"), TypeError, "column 'who' of something else than numbers"),
         (TRAIN.assign(when=pd.Timestamp(0)), TypeError, "column 'when' of something else than numbers"),
@@ -207,6 +206,12 @@ def test_zeros_beside_missing_cells_are_said_aloud(caplog):
 )
 def test_what_is_no_wide_frame_is_refused(frame, error, message):
     with pytest.raises(error, match="(?s)" + message):
+        hmf.ImplicitALS(**SMALL).fit(frame)
+
+
+def test_a_wide_frame_of_polars_with_a_column_of_users_is_refused():
+    frame = pl.from_pandas(TRAIN.rename_axis("user").reset_index())
+    with pytest.raises(RatingsError, match="column 'user', by its name"):
         hmf.ImplicitALS(**SMALL).fit(frame)
 
 

@@ -434,7 +434,8 @@ def test_rows_that_fail_are_named(gpus: Machine) -> None:
 
 def test_factors_that_are_not_finite_are_reported(gpus: Machine) -> None:
     solver = MultiALS(*streamed(changed(parts("explicit", gpus(2), MATRIX), batch_slots=60), both((2, 1))))
-    solver.ranks[1].own["item"].table[0] = np.nan  # what rank 1 adds up spoils the rows of both
+    with solver.ranks[1].worker.active():
+        solver.ranks[1].own["item"].table[0] = np.nan  # what rank 1 adds up spoils the rows of both
     before = solver.state.on_host()
     with pytest.raises(NonFiniteError, match="of user"):
         solver.update("user")

@@ -24,8 +24,9 @@ def lower_of(partial: np.ndarray, rank: int) -> np.ndarray:
     """Lower triangle of the matrix of a vector of sums, shape (rank, rank); kernels need not write other elements."""
     rank16 = -(-rank // BLOCK) * BLOCK
     matrix = np.zeros((rank16, rank16))
-    for at, rows, columns in _lanes(rank16):
-        matrix[rows, columns] = partial[at : at + 32]
+    with np.errstate(invalid="ignore"):  # what is not written may be any bits
+        for at, rows, columns in _lanes(rank16):
+            matrix[rows, columns] = partial[at : at + 32]
     return np.tril(matrix)[:rank, :rank]
 
 
