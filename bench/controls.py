@@ -326,8 +326,10 @@ def _draw(shape: str, folder: Path) -> None:
 
 
 def _load(prefix: Path) -> sp.csr_array:
+    from hybridmf.core.validate import make_csr  # SciPy's constructor would widen the indices to the type of indptr
+
     data, indices, indptr, shape = (np.load(f"{prefix}-{name}.npy") for name in ("data", "indices", "indptr", "shape"))
-    return sp.csr_array((data, indices, indptr), shape=tuple(shape))
+    return make_csr(indptr.astype(np.int64), indices, data, tuple(int(n) for n in shape))
 
 
 # ------------------------------------------------------------------------------------------ both trees

@@ -616,6 +616,10 @@ def gpu_tiles(bench: Bench, data: Drawn, work: Work) -> None:
 # ------------------------------------------------------------------------------------------ on either
 
 
+MANY = 50_000_000
+"""Entries from which a hundredth is enough to hold out; errors of a tenth would take most of the time."""
+
+
 def run_methods(bench: Bench, data: Drawn, work: Work) -> None:
     """Figures 11 and 12: held-out RMSE over time of ALS on tiles, CCD++ and SGD, as `hmf.compare` measures it."""
     ratings = hmf.Ratings.from_matrix(data.user)
@@ -626,10 +630,13 @@ def run_methods(bench: Bench, data: Drawn, work: Work) -> None:
             if bench.device is not None:  # compiles, outside of all clocks
                 for model in methods(bench, f, dict.fromkeys(work.iterations, 1)).values():
                     model.fit(ratings)
-            result = hmf.compare(ratings, methods(bench, f, work.iterations), devices=[bench.kind], test_size=0.1)
+            held_out = 0.1 if data.nnz < MANY else 0.01
+            found = methods(bench, f, work.iterations)
+            result = hmf.compare(ratings, found, devices=[bench.kind], test_size=held_out)
             told = json.loads(result.to_json())
             runs = [{key: run[key] for key in ("method", "seconds", "scores", "objective")} for run in told["runs"]]
-            bench.note("methods", data.line | {"factors": f, "runs": runs, "skipped": told["skipped"]})
+            line = {"factors": f, "runs": runs, "skipped": told["skipped"], "held_out": held_out}
+            bench.note("methods", data.line | line)
 
 
 def methods(bench: Bench, f: int, iterations: dict[str, int]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 
 from support.checkout import ROOT
@@ -44,6 +45,18 @@ def test_races_are_compared_by_their_error():
     old, near, far = ([{"seconds": [1.0], "rmse": rmse}] for rmse in (0.9, 0.905, 0.92))
     assert controls.compare(RACE, old, near)["passed"]
     assert not controls.compare(RACE, old, far)["passed"]
+
+
+def test_ratings_keep_their_types_on_the_way_to_a_process(monkeypatch, tmp_path):
+    import paper_common
+
+    monkeypatch.setattr(paper_common, "draw", lambda shape: datasets.synthetic("ml-1m", scale=0.05).user_items)
+    controls._draw("ml-1m", tmp_path)
+    indptr = np.load(tmp_path / "ml-1m-user-indptr.npy")
+    np.save(tmp_path / "ml-1m-user-indptr.npy", indptr.astype(np.int64))  # as those drawn on a GPU
+    matrix, item_users = (controls._load(tmp_path / f"ml-1m-{side}") for side in ("user", "item"))
+    assert (matrix.indices.dtype, matrix.data.dtype) == (np.int32, np.float32)
+    assert item_users.shape == matrix.shape[::-1] and abs(item_users.T - matrix).sum() == 0
 
 
 @pytest.mark.parametrize("case", [CASE, RACE, Case("x", "ExplicitALS", {"factors": 4, "device": "cpu"}, 2, "top_k")])
