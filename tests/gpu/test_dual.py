@@ -9,6 +9,7 @@ import hybridmf as hmf
 from hybridmf.core.objective import Objective
 from hybridmf.errors import NonFiniteError, NotPositiveDefiniteError
 from hybridmf.gpu import dual
+from hybridmf.gpu.factors import to_device
 from hybridmf.plan.row_forms import GPU_SIZES
 from support.devices import on_a_gpu, serve_cuda
 from support.half_sweeps import OBJECTIVES, Problem, check_solution, joined, row_errors
@@ -112,6 +113,15 @@ def test_failures_name_the_row(device):
         broken.fixed.matrix[broken.matrix.indices[-1]] = np.inf
         with pytest.raises(NonFiniteError, match="user "):
             broken.solve(device, row_form="dual")
+
+
+@pytest.mark.parametrize("name", ["explicit", "implicit"])
+def test_arrays_are_checked_once_for_all_sizes(device, name):
+    problem = Problem(rows_of((5, 4, 3, 2, 1), 30), DUAL[name], 8)
+    half = problem.half(device, row_form="dual")
+    half.indptr = half.indptr[1:]
+    with pytest.raises(TypeError, match=r"indptr must be int64, C order, shape \(6,\); got int64, shape \(5,\)"):
+        half.solve(to_device(device, problem.fixed, half.width), problem.mean)
 
 
 # with biases one more is solved for: kernels as above, which need not be compiled again
