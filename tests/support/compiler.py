@@ -74,14 +74,15 @@ def _compiled(text: str, file: str, options: Sequence[str], what: str) -> tuple[
     assert not int(status), f"NVRTC: {status.name}"
     try:
         (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])
-        log = b" " * nvrtc.nvrtcGetProgramLogSize(handle)[1]
+        # not bytes: the bindings write into what they get, and Python has one b" " for all who use it
+        log = bytearray(nvrtc.nvrtcGetProgramLogSize(handle)[1])
         nvrtc.nvrtcGetProgramLog(handle, log)
         found = log.decode().rstrip("\0 \n")
         if int(status):
             raise RuntimeError(f"{what} does not compile ({status.name}):\n{found}")
-        cubin = b" " * nvrtc.nvrtcGetCUBINSize(handle)[1]
+        cubin = bytearray(nvrtc.nvrtcGetCUBINSize(handle)[1])
         nvrtc.nvrtcGetCUBIN(handle, cubin)
-        return found, cubin
+        return found, bytes(cubin)
     finally:
         nvrtc.nvrtcDestroyProgram(handle)
 
