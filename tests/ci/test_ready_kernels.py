@@ -15,7 +15,7 @@ from hybridmf.device.cuda import options_for, program_text
 from hybridmf.plan.dispatch import signature_of
 from support import emulated
 from support.checkout import ROOT
-from support.compiler import needs_nvrtc
+from support.compiler import cubin_of, needs_nvrtc
 from support.devices import open_or_skip, serve_cuda
 from support.ratings import planted
 
@@ -55,6 +55,12 @@ def test_an_archive_holds_the_programs(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(ready_kernels, "compiled", lambda job: pytest.fail("compiled again"))
         again = ready.read(ready_kernels.write(90, pool))
     assert again == {key_of(*chosen[0]): made[key_of(*chosen[0])]}
+
+
+def test_a_compilation_without_messages_writes_into_no_bytes_of_others() -> None:
+    needs_nvrtc()
+    cubin_of('extern "C" __global__ void nothing() {}', (), 90)
+    assert list(b" ") == [32]
 
 
 @pytest.mark.skipif(emulated.compiler() is None, reason="no C++ compiler to run kernels on the CPU with")
