@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -327,3 +330,39 @@ def test_files_hold_seeds_that_are_integers(seed, tmp_path):
     loaded = ours.AlternatingLeastSquares.load(tmp_path / "model.npz")
     np.testing.assert_array_equal(loaded.item_factors, model.item_factors)
     assert loaded.random_state == (3 if isinstance(seed, np.int64) else None)
+
+
+@pytest.mark.parametrize("call", [lambda model: model.similar_users(3), lambda model: model.recommend(3, PLAYS[3])])
+def test_factors_that_a_thread_replaces_during_a_call_do_not_serve_later_with_the_old_ones(call, monkeypatch):
+    model = pair()[1]
+    users, items, make = model.user_factors[::-1].copy(), model.item_factors[::-1].copy(), model._engine
+
+    def engine(*given):  # the factors of the call have been read by now
+        model.user_factors, model.item_factors = users, items
+        return make(*given)
+
+    monkeypatch.setattr(model, "_engine", engine)
+    call(model)
+    monkeypatch.undo()
+    fresh = copy.copy(model)
+    assert not fresh._derived
+    for found, wanted in zip(call(model), call(fresh), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_pickles_have_the_factors_and_nothing_computed_from_them():
+    model = pair()[1]
+    before = len(pickle.dumps(model))
+    wanted = model.similar_items(3)
+    content = pickle.dumps(model)
+    assert len(content) == before
+    np.testing.assert_array_equal(pickle.loads(content).similar_items(3), wanted)
+
+
+def test_pickles_of_earlier_versions_load():
+    model = pair()[1]
+    earlier = vars(model) | {"_sides": {"item": ours._Served(factors=model.item_factors, derived={})}}
+    del earlier["_derived"]
+    loaded = ours.AlternatingLeastSquares.__new__(ours.AlternatingLeastSquares)
+    loaded.__setstate__(pickle.loads(pickle.dumps(earlier)))
+    np.testing.assert_array_equal(loaded.similar_items(3), model.similar_items(3))

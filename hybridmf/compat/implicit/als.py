@@ -13,6 +13,7 @@ import numbers
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from ...model.recommenders import NOTHING_LEFT
 
 FIRST_LENGTH = 0.01
 """Initial factors are uniform between 0 and this."""
+
+_Served = SimpleNamespace  # in pickles of earlier versions
 
 
 @dataclass(eq=False, repr=False)
@@ -89,6 +92,12 @@ class AlternatingLeastSquares:
         self._scale = 1.0
         self._nnz = 0
         self._derived: dict[Side, tuple[Any, dict[Any, Any]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_derived": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: value for name, value in state.items() if name != "_sides"}, _derived={})
 
     # ------------------------------------------------------------------------------------------------ fit
 
@@ -188,21 +197,22 @@ class AlternatingLeastSquares:
             raise not_fitted("this AlternatingLeastSquares has no factors; call fit(user_items) first")
         return factors
 
-    def _cached(self, side: Side, key: Any, compute: Callable[[], Any]) -> Any:
-        """The result of `compute`, computed once for the factors of a side, which may be replaced between two calls."""
-        factors = self._factors(side)
-        if side not in self._derived or self._derived[side][0] is not factors:
-            self._derived[side] = factors, {}
-        derived = self._derived[side][1]
+    def _cached(self, side: Side, factors: Any, key: Any, compute: Callable[[], Any]) -> Any:
+        """The result of `compute`, once for these factors of a side: other threads may replace those of the model."""
+        known = self._derived.get(side)
+        if known is None or known[0] is not factors:
+            known = self._derived[side] = factors, {}
+        derived = known[1]
         if key not in derived:
             derived[key] = compute()
         return derived[key]
 
     def _engine(self, scores: float = np.inf) -> Engine:
-        shape = len(self._factors("user")), len(self._factors("item"))
+        items = self._factors("item")
+        shape = len(self._factors("user")), len(items)
         model, nnz = self._estimator(), self._nnz or sum(shape)  # files do not have it; serving depends on it little
         plan = self._cached(
-            "item", ("plan", shape), lambda: plan_to_serve(model._objective(), model._settings(), shape, nnz)
+            "item", items, ("plan", shape), lambda: plan_to_serve(model._objective(), model._settings(), shape, nnz)
         )
         return engine_for(plan, scores)
 
@@ -212,9 +222,9 @@ class AlternatingLeastSquares:
         smallest = float(np.abs(confidence.data).min(initial=np.inf))
         scale = self._scale if smallest > self._scale else smallest / 2
         objective: Objective = self._estimator(scale)._objective()
-        engine, factors = self._engine(), Factors(self._factors(fixed_side))
-        side, key = other_side(fixed_side), ("gram", engine.name, objective)
-        gram = self._cached(fixed_side, key, lambda: engine.gram(side, factors, objective))
+        engine, fixed = self._engine(), self._factors(fixed_side)
+        side, factors, key = other_side(fixed_side), Factors(fixed), ("gram", engine.name, objective)
+        gram = self._cached(fixed_side, fixed, key, lambda: engine.gram(side, factors, objective))
         converted = self._converted(confidence, scale)
         found = np.array(engine.fold_in(side, converted, objective, factors, 0.0, gram).matrix)
         return found[0] if np.ndim(ids) == 0 else found
@@ -343,7 +353,7 @@ class AlternatingLeastSquares:
         pool = np.arange(len(rows)) if allowed is None or not shortened else allowed
         N = min(check_int("N", N, 1), len(pool))
         laid = _normalized if normalized else np.ascontiguousarray
-        packed = self._cached(side, (engine.name, normalized), lambda: engine.pack(laid(rows)))
+        packed = self._cached(side, rows, (engine.name, normalized), lambda: engine.pack(laid(rows)))
         excluded = None if seen is None else RowColumns.of(seen)
         ids, scores = engine.top_k(np.ascontiguousarray(queries), packed, N, excluded, allowed)
         for row in np.flatnonzero((ids < 0).any(axis=1)):
@@ -376,10 +386,11 @@ class AlternatingLeastSquares:
             The N largest, best first.
         user_weights : tuple
         """
-        items = np.asarray(self._factors("item"), dtype=np.float64)
+        factors = self._factors("item")
+        items = np.asarray(factors, dtype=np.float64)
         row = self._confidence(sp.csr_array(user_items)[[userid]], "user_items")
         if user_weights is None:
-            gram = self._cached("item", "square", lambda: items.T @ items)
+            gram = self._cached("item", factors, "square", lambda: items.T @ items)
             chosen, weights = items[row.indices], np.abs(row.data) - 1
             matrix = gram + self.regularization * np.eye(self.factors) + (chosen.T * weights) @ chosen
             user_weights = scipy.linalg.cho_factor(matrix)
