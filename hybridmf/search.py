@@ -1,8 +1,10 @@
 """Search of hyperparameters; its trials share the prepared ratings and continue where they stopped.
 
 Successive halving (Jamieson and Talwalkar 2016): settings are fitted for a few iterations at half of a low rank and
-evaluated on a few validation users; the best third continues at that rank to more iterations and more users. Then the
-best setting and its neighbours are fitted at higher ranks, as long as that helps.
+evaluated on a few validation users; the best third continues at that rank to more iterations and more users. Where a
+fit of a few iterations costs about as much as a whole one, as of small ratings on a GPU, each setting is fitted whole
+instead, and a Gaussian process of the values proposes the next one (Jones, Schonlau and Welch 1998). Then the best
+setting and its neighbours are fitted at higher ranks, as long as that helps.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse as sp
-from scipy.stats import loguniform, qmc, rv_continuous, rv_discrete
+from scipy.stats import loguniform, norm, qmc, rv_continuous, rv_discrete
 
 from .als import ExplicitALS, ImplicitALS
 from .core.files import write_atomically
@@ -32,7 +34,7 @@ from .core.frames import pandas_frame
 from .core.logs import filtered_log
 from .core.objective import SIDES, Side, default_implicit_lambda
 from .core.progress import progress_bar
-from .core.sparse import entries_in, entry_rows, keep_entries
+from .core.sparse import entries_in, keep_entries, take_rows
 from .core.system import available_cores
 from .core.table import html_table
 from .core.validate import as_csr, check_choice, check_int, check_nonempty, check_real, check_rng, make_csr
@@ -49,6 +51,7 @@ from .model.popularity import PopularityRecommender
 from .model.prepared import PreparedRatings
 from .model.training import LocalRatings, check_serves_features, compile_ahead
 from .plan.make import plan_for
+from .plan.types import Plan
 from .ratings import Ratings, as_ratings, split
 from .sgd import SGD
 
@@ -78,6 +81,30 @@ GAIN = 2e-3
 
 LADDER = (64, 128, 256, 512, 1024)
 """Ranks of the default space; settings are compared at the first one."""
+
+CHEAP = 0.35
+"""Largest cost of a trial on the first rung, relative to a whole one, at which trials start there."""
+
+TRIAL_SECONDS = 5e-3
+"""Of a trial on a GPU beside its iterations, for launches and Python."""
+
+ROW_SECONDS = 1e-7
+"""The same for each user and each item: tables, copies, evaluation."""
+
+FIRST_DRAWN = 3
+"""Whole trials that are drawn before values propose the next one."""
+
+PROPOSED_IDLE = 18
+"""Proposals in a row without a gain, after which those of a rank end."""
+
+MODELLED = 200
+"""Whole trials that the proposals depend on, the newest ones."""
+
+PLACES = 512
+"""Places anywhere, and as many beside the best, among which the next proposal is."""
+
+LENGTHS = (0.15, 0.25, 0.4, 0.7, 1.2)
+"""Length scales of the process, of which the likeliest counts."""
 
 LIKELY_WEIGHTS = (0.03, 1.0)
 """Unobserved weights of the first settings."""
@@ -290,6 +317,11 @@ class Distribution(Protocol):
 Values = Distribution | Sequence[Any]
 """The values of a parameter."""
 
+Degrees = dict[Side, np.ndarray]
+
+COUNTED = 1 << 20
+"""Entries that are counted at a time, so that NumPy's copy of them stays in the cache."""
+
 
 def value_at(values: Values, u: float) -> Any:
     """The value at a place in [0, 1]."""
@@ -379,7 +411,7 @@ def _check_value(model: FactorModel, name: str, value: Any) -> None:
             raise type(error)(f"space[{name!r}]: {error}") from error
 
 
-def default_space(model: FactorModel, matrix: sp.csr_array) -> Space:
+def default_space(model: FactorModel, matrix: sp.csr_array, degrees: Degrees | None = None) -> Space:
     """The space of a model for ratings; parameters that differ from the defaults of its class stay as they are.
 
     lambda is a multiple, the coordinate "strength", of the default lambda. With the power nu, the penalty of a row is
@@ -391,7 +423,7 @@ def default_space(model: FactorModel, matrix: sp.csr_array) -> Space:
     dimensions: dict[str, Values] = {"strength": loguniform(0.1, 10) if implicit else loguniform(0.2, 5)}
     if implicit:
         dimensions |= {"unobserved_weight": loguniform(5e-3, 1), "nu": [0.0, 0.5, 1.0]}
-        dimensions |= {"alpha": loguniform(1e-3, 1)} if np.ptp(np.abs(matrix.data)) > 0 else {}
+        dimensions |= {"alpha": loguniform(1e-3, 1)} if _sizes_differ(matrix.data) else {}
     elif not isinstance(model, SGD):
         dimensions["nu"] = [0.5, 1.0]
     usual = {"strength": 1.0, "unobserved_weight": 0.1, "nu": 0.0 if implicit else 0.5, "alpha": 1e-3}
@@ -401,7 +433,7 @@ def default_space(model: FactorModel, matrix: sp.csr_array) -> Space:
     first = None
     if not set(weights) & set(fixed):
         first = np.array([place_of(values, usual[name]) for name, values in dimensions.items()])
-    degrees, own = degrees_of(matrix), model.get_params()
+    degrees, own = degrees or degrees_of(matrix), model.get_params()
 
     usual_lambda = default_implicit_lambda(degrees)["regularization"] if implicit else 0.0
 
@@ -419,7 +451,9 @@ def default_space(model: FactorModel, matrix: sp.csr_array) -> Space:
         }
         return {name: value for name, value in found.items() if name not in fixed}
 
-    spread = float(np.std(matrix.data)) or float(np.sqrt(np.mean(matrix.data**2))) or 1.0
+    spread = 1.0
+    if not implicit:
+        spread = float(np.std(matrix.data)) or float(np.sqrt(np.mean(matrix.data**2))) or 1.0
 
     def explicit_params(drawn: dict[str, Any]) -> dict[str, Any]:
         nu = drawn.get("nu", 1.0)
@@ -435,13 +469,18 @@ def default_space(model: FactorModel, matrix: sp.csr_array) -> Space:
     return Space(ranks, dimensions, first, implicit_params if implicit else explicit_params)
 
 
-def with_likely(space: Space, model: FactorModel, matrix: sp.csr_array) -> Space:
+def _sizes_differ(values: np.ndarray) -> bool:
+    """Whether absolute values differ."""
+    return float(values.min()) != float(values.max()) and float(np.ptp(np.abs(values))) > 0
+
+
+def with_likely(space: Space, model: FactorModel, matrix: sp.csr_array, degrees: Degrees | None = None) -> Space:
     """A space whose first settings are near those that are best for other implicit feedback."""
     names = list(space.dimensions)
     lambda_name = "strength" if "strength" in names else "regularization"
     if not isinstance(model, ImplicitALS) or lambda_name not in names:
         return space
-    degrees, shape = degrees_of(matrix), matrix.shape
+    degrees, shape = degrees or degrees_of(matrix), matrix.shape
     usual, mean = default_implicit_lambda(degrees)["regularization"], float(np.mean(np.abs(matrix.data)))
 
     def move(point: np.ndarray, name: str, value: float) -> None:
@@ -485,9 +524,12 @@ def near(values: Values, value: float) -> float:
     return place_of(values, min(numbers, key=lambda each: abs(math.log(each / value))))
 
 
-def degrees_of(matrix: sp.csr_array) -> dict[Side, np.ndarray]:
+def degrees_of(matrix: sp.csr_array) -> Degrees:
     """Entries of each row of either side."""
-    return {"user": np.diff(matrix.indptr), "item": np.bincount(matrix.indices, minlength=matrix.shape[1])}
+    counts = np.zeros(matrix.shape[1], dtype=np.int64)
+    for start in range(0, matrix.nnz, COUNTED):
+        counts += np.bincount(matrix.indices[start : start + COUNTED], minlength=matrix.shape[1])
+    return {"user": np.diff(matrix.indptr), "item": counts}
 
 
 def _with_feature_weights(space: Space, model: FactorModel, features: Mapping[Side, Any]) -> Space:
@@ -579,9 +621,16 @@ class Searcher:
         self.sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
         self.points = qmc.Sobol(len(space.dimensions), seed=rng) if space.dimensions else None
         counted = validation.data > 0 if metric not in LOWER_IS_BETTER else np.ones(validation.nnz, dtype=bool)
-        self.users = rng.permutation(np.unique(entry_rows(validation)[counted]))
+        entries = np.diff(keep_entries(validation, counted).indptr)
+        self.users = rng.permutation(np.flatnonzero(entries))
+        if len(self.users) > RUNGS[-1][1]:  # the others have no part in any evaluation
+            evaluated = np.sort(self.users[: RUNGS[-1][1]])
+            part, pointer = take_rows(validation, evaluated), np.zeros(validation.shape[0] + 1, np.int64)
+            pointer[evaluated + 1] = np.diff(part.indptr)
+            self.validation = make_csr(np.cumsum(pointer), part.indices, part.data, validation.shape)
         self.trials: list[Trial] = []
         self.best: Trial | None = None
+        self._starts: dict[int, bool] = {}
 
     def run(self) -> None:
         """All stages, until the budget is used up or nothing gets better."""
@@ -610,9 +659,13 @@ class Searcher:
 
     def _rank_at(self, trial: Trial, rung: int) -> int:
         """The rank of a trial on a rung."""
-        half = trial._rank // 2
-        if rung or half < LEAST_RANK or self.model.init is not None or getattr(self.model, "solver", "") == "subspace":
-            return trial._rank
+        return trial._rank if rung else self._first_rank(trial._rank)
+
+    def _first_rank(self, rank: int) -> int:
+        """The rank on the first rung."""
+        half = rank // 2
+        if half < LEAST_RANK or self.model.init is not None or getattr(self.model, "solver", "") == "subspace":
+            return rank
         return half
 
     def advance(self, trial: Trial, rung: int, whole: bool = False) -> bool:
@@ -640,6 +693,8 @@ class Searcher:
             trial.state, trial.value, trial._model = "failed", None, None
             trial.reason = f"{type(error).__name__}: {error}"
             logger.info("trial %d failed: %s", trial.number, trial.reason)
+        if rung == len(RUNGS) - 1:
+            trial._model = None
         trial.finished = self.budget.spent
         trial.seconds += time.perf_counter() - started
         if trial.value is not None and rung == len(RUNGS) - 1:
@@ -674,7 +729,40 @@ class Searcher:
         """A trial's model after so many iterations; it goes on where it stopped."""
         model = unfitted(self.model, **trial.params | {"iterations": iterations})
         source = LocalRatings(model, self.prepared, features=self.features)
-        return Fit(model, source, Options(continued=trial._model)).run()
+        whole = trial._model is None and iterations == self.model.iterations
+        return Fit(model, source, Options(continued=trial._model, on_device=whole)).run()
+
+    def _is_whole(self, rank: int) -> bool:
+        """Whether trials of a rank are fitted whole at once: on a GPU, if those of the first rung would not be cheap.
+
+        By the predictions of the plan, not by a clock: trials depend on the seed only.
+        """
+        if rank not in self._starts:
+            self._starts[rank] = self._cost_of_start(rank) > CHEAP
+        return self._starts[rank]
+
+    def _cost_of_start(self, rank: int) -> float:
+        """Predicted cost of a trial on the first rung, relative to a whole one; on the CPU, all are in its iterations.
+
+        0 where there is no prediction.
+        """
+        if not self.prepared.held.size:
+            return 0.0
+        seconds = []
+        beside = TRIAL_SECONDS + ROW_SECONDS * sum(self.prepared.shape)
+        with contextlib.suppress(HybridMFError, ValueError):  # a trial of this rank says what is wrong
+            for factors, share in ((self._first_rank(rank), RUNGS[0][0]), (rank, 1.0)):
+                plan = self._plan(unfitted(self.model, factors=factors))
+                if plan.gpu is None or not plan.decisive:
+                    return 0.0
+                iterations = max(1, math.ceil(share * self.model.iterations))
+                seconds.append(beside + iterations * plan.decisive[0].seconds_per_iteration)
+        return seconds[0] / seconds[1] if len(seconds) == 2 else 0.0
+
+    def _plan(self, model: FactorModel) -> Plan:
+        """The plan of the fit of a trial."""
+        source = LocalRatings(model, self.prepared, features=self.features)
+        return source.plan(model._objective(), model._settings())
 
     def _order(self, trial: Trial) -> float:
         """Lower is better."""
@@ -705,9 +793,56 @@ class Searcher:
         """
         share = AT_FIRST_RANK if len(self.space.ranks) > 1 else 1.0
         rank = self.space.ranks[0]
+        if self._is_whole(rank):
+            self._explore_whole(own, share)
+            return
         self._bracket(itertools.chain([own], self._drawn(rank, None, share, self.space.likely, DRAWN - 1)))
         self._complete(own)
         self._brackets(rank, WIDTHS[:-1], share)
+
+    def _explore_whole(self, own: Trial, share: float) -> None:
+        """Whole trials at the lowest rank: the middle of the likely settings, the model's own, more of them, proposals.
+
+        The model's own comes first if no others are likely.
+        """
+        rank, likely = self.space.ranks[0], self.space.likely
+        if likely is not None and self.budget.has_trial(1, share):
+            self.advance(self.start(rank, likely(np.full(len(self.space.dimensions), 0.5))), len(RUNGS) - 1)
+        self._complete(own)
+        for trial in self._drawn(rank, None, share, likely, FIRST_DRAWN):
+            self.advance(trial, len(RUNGS) - 1)
+        self._propose(rank, share)
+
+    def _propose(self, rank: int, share: float = 1.0) -> None:
+        """Whole trials where the values so far make a gain likely, until `PROPOSED_IDLE` of them gain nothing."""
+        idle, reached = 0, self.best
+        while idle < PROPOSED_IDLE and self.budget.has_trial(len(self.trials), share):
+            if not self.budget.has_time(self.trials[-1].seconds, share):
+                return
+            point = self._proposed(rank)
+            if point is None:
+                return
+            self.advance(self.start(rank, point), len(RUNGS) - 1)
+            if self._has_gained(reached):
+                idle, reached = 0, self.best
+            else:
+                idle += 1
+
+    def _proposed(self, rank: int) -> np.ndarray | None:
+        """The point of new parameters with the greatest expected improvement; None if there seems to be none."""
+        known = [trial for trial in self.trials if trial._point is not None and trial._rank == rank][-MODELLED:]
+        values = [-self._order(trial) for trial in known if trial.value is not None]
+        places = self.rng.random((2 * PLACES, len(self.space.dimensions)))
+        if values:
+            worst, centre = min(values), self.best._point if self.best is not None else None
+            if centre is not None:
+                near = self.rng.choice(WIDTHS, (PLACES, 1)) * self.rng.normal(size=(PLACES, len(centre)))
+                places[PLACES:] = np.clip(centre + near, 0, 1)
+            points = np.array([trial._point for trial in known])
+            found = np.array([worst if trial.value is None else -self._order(trial) for trial in known])
+            places = places[np.argsort(-expected_improvement(points, found, places), kind="stable")]
+        tried = [trial.params | {"factors": trial._rank} for trial in self.trials]
+        return next((point for point in places if self.space.at(point) | {"factors": rank} not in tried), None)
 
     def _complete(self, trial: Trial) -> None:
         """Fit a trial to the end, unless it fails."""
@@ -788,7 +923,8 @@ class Searcher:
                 return
             same = self.start(rank, best._point, best.params)
             self._compile_ranks(number)
-            self._bracket(iter([same, *self._neighbours(best, rank, WIDTHS[-1], 2, 3 * cost)]), first=1)
+            first = len(RUNGS) - 1 if self._is_whole(rank) else 1
+            self._bracket(iter([same, *self._neighbours(best, rank, WIDTHS[-1], 2, 3 * cost)]), first)
             if not self._has_gained(best):
                 return
 
@@ -800,13 +936,13 @@ class Searcher:
         for k, rank in enumerate(self.space.ranks[number : number + 1 + ahead]):
             model = unfitted(self.model, factors=rank)
             with contextlib.suppress(HybridMFError, ValueError):  # a trial of this rank says what is wrong
-                source = LocalRatings(model, self.prepared, features=self.features)
-                plan = source.plan(model._objective(), model._settings())
-                compile_ahead(plan, later=k > 0)
+                compile_ahead(self._plan(model), later=k > 0)
 
     def _refine(self) -> None:
-        """Brackets ever closer around the best, at its rank, then anywhere, and again."""
-        if self.best is not None:
+        """Brackets ever closer around the best, at its rank, then anywhere, and again; or proposals there."""
+        if self.best is not None and self._is_whole(self.best._rank):
+            self._propose(self.best._rank)
+        elif self.best is not None:
             widths = (*WIDTHS[1:], None, WIDTHS[0])
             self._brackets(self.best._rank, itertools.cycle(widths), patience=len(widths))
 
@@ -814,6 +950,34 @@ class Searcher:
         if self.best is None or before is None:
             return self.best is not before
         return self._order(before) - self._order(self.best) > GAIN * abs(self._order(before))
+
+
+def expected_improvement(points: np.ndarray, values: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Expected gain over the greatest value at some places, by a Gaussian process through the values at some points.
+
+    `points`, shape (n, d), and `places`, shape (m, d), are in the unit cube. The kernel is Matern's with nu = 5/2, and
+    its length is the likeliest of `LENGTHS`. Values far below the median count as not so far.
+    """
+    middle, top = float(np.median(values)), float(values.max())
+    values = np.maximum(values, middle - 2 * (top - middle))
+    scaled = (values - values.mean()) / (float(values.std()) or 1.0)
+
+    def kernel(first: np.ndarray, second: np.ndarray, length: float) -> np.ndarray:
+        distances = np.sqrt(5 * np.sum((first[:, None] - second[None]) ** 2, axis=-1)) / length
+        return np.asarray((1 + distances + distances**2 / 3) * np.exp(-distances))
+
+    def fitted(length: float) -> tuple[float, np.ndarray, float]:
+        lower = np.linalg.cholesky(kernel(points, points, length) + 1e-3 * np.eye(len(points)))
+        half = np.linalg.solve(lower, scaled)
+        return -float(half @ half) / 2 - float(np.log(np.diag(lower)).sum()), lower, length
+
+    _, lower, length = max((fitted(length) for length in LENGTHS), key=lambda each: each[0])
+    across = np.linalg.solve(lower, kernel(points, places, length))
+    means = across.T @ np.linalg.solve(lower, scaled)
+    deviations = np.sqrt(np.maximum(1 - np.sum(across**2, axis=0), 1e-9))
+    gains = (means - scaled.max()) / deviations
+    improvement: np.ndarray = deviations * (gains * norm.cdf(gains) + norm.pdf(gains))
+    return improvement
 
 
 def quiet() -> AbstractContextManager[None]:
@@ -841,11 +1005,12 @@ def search(
     """Find the hyperparameters with the best metric on held-out entries, and fit them on all ratings.
 
     Settings are drawn at a low rank, and by successive halving the best of them get more iterations and are evaluated
-    on more of the validation users; the first comparison has half the rank. The best one and its neighbours are then
-    fitted at higher ranks, as long as that helps. Trials share the checked, transposed and (on a GPU) uploaded ratings,
-    and continue where they stopped. The given model with its own parameters is the first trial; the next ones of
-    implicit feedback are near the best settings of other data, as far as the space allows. Popularity is compared with
-    the best.
+    on more of the validation users; the first comparison has half the rank. On a GPU, settings are fitted whole at once
+    where that costs little more, and a model of their values proposes the next ones. The best one and its neighbours
+    are then fitted at higher ranks, as long as that helps. Trials share the checked, transposed and (on a GPU) uploaded
+    ratings, and continue where they stopped. The given model with its own parameters is the first trial; the next ones
+    of implicit feedback are near the best settings of other data, as far as the space allows. Popularity is compared
+    with the best.
 
     Parameters
     ----------
@@ -911,11 +1076,11 @@ def search(
     given_features: dict[Side, Any] = {"user": user_features, "item": item_features}
     features = {side: value for side, value in given_features.items() if value is not None}
     everything, ratings, held_out = _parts(train, validation, estimator, unknown, int(rng.integers(2**31)))
-    chosen = None if space is None else given_space(space, estimator)
+    chosen, degrees = None if space is None else given_space(space, estimator), degrees_of(ratings.user_items)
     if chosen is None or not chosen.dimensions:
-        usual = _with_feature_weights(default_space(estimator, ratings.user_items), estimator, features)
+        usual = _with_feature_weights(default_space(estimator, ratings.user_items, degrees), estimator, features)
         chosen = usual if chosen is None else replace(usual, ranks=chosen.ranks)
-    chosen = with_likely(chosen, estimator, ratings.user_items)
+    chosen = with_likely(chosen, estimator, ratings.user_items, degrees)
     prepared = _prepared(ratings, unfitted(estimator, factors=chosen.ranks[0]), limits)
     bar = progress_bar(limits.trials or 0, show_progress, unit="trial", desc="search")
 
@@ -927,8 +1092,6 @@ def search(
 
     described = _features_of(prepared.ratings, estimator, features)
     searcher = Searcher(estimator, prepared, held_out, chosen, name, limits, rng, report, described)
-    popular = PopularityRecommender().fit(prepared.ratings)
-    popularity = searcher.measured(popular)
     interrupted = False
     with bar:
         try:
@@ -945,6 +1108,7 @@ def search(
     for trial in tried:
         trial._model = None
     own = tried[0].value if tried[0].state == "complete" else None
+    popularity = searcher.measured(PopularityRecommender().fit(prepared.ratings))  # after the first answers
     final: Any = unfitted(estimator, **best.params)
     params, value = best.params, best.value
     if searcher.sign * popularity > searcher.sign * value:
@@ -1011,7 +1175,7 @@ def _parts(
 ) -> tuple[Callable[[], Any], Any, sp.csr_array]:
     """A function that returns all ratings; those of training; and held-out entries in their positions."""
     given = as_ratings(train, "train")
-    ratings = given if isinstance(given, Ratings) else Ratings(as_csr(given, name="train"))
+    ratings = given if isinstance(given, Ratings) else Ratings._checked(as_csr(given, name="train"))
     check_nonempty(ratings.user_items, "train")
     labels = ratings.user_ids, ratings.item_ids
     if validation is None:
@@ -1034,9 +1198,12 @@ def _parts(
         )
     weights = _weights_of(validation, labels)
     held_out = keep_entries(held_out, new)
-    added = Ratings(held_out, *labels).with_weights(None if weights is None else weights[new])
-    prepared = train if isinstance(train, PreparedRatings) else ratings
-    return lambda: Ratings.concat([ratings, added]), prepared, held_out
+
+    def everything() -> Ratings:
+        added = Ratings(held_out, *labels).with_weights(None if weights is None else weights[new])
+        return Ratings.concat([ratings, added])
+
+    return everything, train if isinstance(train, PreparedRatings) else ratings, held_out
 
 
 def _weights_of(validation: Any, labels: tuple[Any, Any]) -> np.ndarray | None:
@@ -1054,9 +1221,8 @@ def _weights_of(validation: Any, labels: tuple[Any, Any]) -> np.ndarray | None:
 def _prepared(ratings: Any, model: FactorModel, limits: Budget) -> PreparedRatings:
     """The training ratings where the fits read them; refuses a budget that is too small for one trial."""
     settings = model._settings()
-    matrix = ratings.user_items if isinstance(ratings, PreparedRatings) else as_csr(ratings, dtype=settings.dtype)
-    plan = plan_for(matrix, model._objective(), settings)
-    needed = plan.estimates[0].total_seconds if plan.estimates else 0.0
+    plan = plan_for(ratings.user_items, model._objective(), settings)
+    needed = plan.decisive[0].total_seconds if plan.decisive else 0.0
     if limits.seconds is not None and needed > limits.seconds:
         raise ValueError(
             f"budget is {limits.seconds:g} s, and one trial takes about {needed:.3g} s ({settings.factors} factors, "

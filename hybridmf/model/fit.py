@@ -61,6 +61,8 @@ class Options:
     """Compute the objective even without observers."""
     continued: Any = None
     """A model of the same ratings and parameters whose iterations these continue, as a checkpoint's would."""
+    on_device: bool = False
+    """Leave the factors where the solver has them, until they are read; no warning if they are almost zero."""
 
     def __post_init__(self) -> None:
         check_bool("show_progress", self.show_progress)
@@ -137,7 +139,8 @@ class Fit:
         dispatch.remember(plan)
         if not self.first:
             return None
-        warn_of_collapse(loop.learned, source.scale(self.objective), source.spread(self.objective), plan.nnz)
+        if not self.options.on_device:
+            warn_of_collapse(loop.learned, source.scale(self.objective), source.spread(self.objective), plan.nnz)
         watch.lap("finish")
         self.model.timings_ = watch.seconds
         return self.model

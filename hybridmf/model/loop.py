@@ -255,7 +255,7 @@ class FitLoop:
         """Update the model, copy the factors to the host, and write the last checkpoint."""
         if self.stale:
             self._update_model(on_host=on_host)
-        if self.learned is not None:
+        if self.learned is not None and not self.options.on_device:
             with self.model._lock:  # an update by another thread, or by the callback, stays
                 if self.model._learned is self.learned:
                     self.learned = replace(self.learned, state=self.learned.state.on_host())

@@ -15,9 +15,21 @@ import scipy.sparse as sp
 from scipy.stats import loguniform, randint
 
 import hybridmf as hmf
+from hybridmf import _formats
+from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.metrics import PopularityRecommender
-from hybridmf.model.training import TrainingData
-from hybridmf.search import RUNGS, Searcher, default_space, given_space, parse_seconds, quiet, with_likely
+from hybridmf.model.fit import Fit, Options
+from hybridmf.model.training import LocalRatings, TrainingData
+from hybridmf.search import (
+    RUNGS,
+    Searcher,
+    default_space,
+    expected_improvement,
+    given_space,
+    parse_seconds,
+    quiet,
+    with_likely,
+)
 from support.ratings import planted
 
 
@@ -278,6 +290,85 @@ def test_trials_on_a_gpu_share_one_upload(plays, gpu, monkeypatch):
     assert len(sources) > 3 and sources[0].device == "cuda:0" and sources[-1] is None  # all ratings
 
 
+def test_settings_are_fitted_whole_where_partial_fits_are_not_cheap(plays, gpu, monkeypatch):
+    """By the plan's prediction: the launches and Python of a trial against its iterations."""
+    module, search = sys.modules["hybridmf.search"], hmf.search
+
+    def found() -> hmf.SearchResult:
+        return search(plays, space={"factors": [32]}, trials=7, device="cuda", random_state=0)
+
+    whole = found()
+    assert [trial.iterations for trial in whole.trials] == [10] * 7 and told(found()) == told(whole)
+    assert all(trial.state == "complete" and trial.params["factors"] == 32 for trial in whole.trials)
+    finished = sorted(whole.trials, key=lambda trial: trial.finished)
+    assert [trial.number for trial in finished[:3]] == [1, 0, 2]  # the best guess, the model's own
+    ratings = hmf.split(plays, 0.1, int(np.random.default_rng(0).integers(2**31, size=2)[1]))
+    again = hmf.ImplicitALS(device="cuda", random_state=int(np.random.default_rng(0).integers(2**31)))
+    for trial in whole.trials[:2]:
+        value = hmf.evaluate(again.set_params(**trial.params).fit(ratings[0]), ratings[1], metrics="ndcg@10")
+        assert value["ndcg@10"] == trial.value
+    monkeypatch.setattr(module, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "ROW_SECONDS", 0.0)
+    halved = found()
+    assert {(trial.iterations, trial.params["factors"]) for trial in halved.trials} >= {(3, 16)}
+    searched = search(plays, space={"factors": [32]}, trials=7, device="cpu", random_state=0)
+    monkeypatch.undo()
+    assert told(search(plays, space={"factors": [32]}, trials=7, device="cpu", random_state=0)) == told(searched)
+
+
+def test_whole_trials_on_a_gpu_leave_their_users_there(plays, gpu, monkeypatch):
+    brought, copied = [], DeviceFactors._brought
+    monkeypatch.setattr(DeviceFactors, "_brought", lambda factors: brought.append(len(factors)) or copied(factors))
+    train, validation = hmf.split(plays, 0.2, 0)
+    checks = []
+    is_canonical = _formats.is_canonical
+    monkeypatch.setattr(
+        _formats, "is_canonical", lambda *given: checks.append(len(given[1]) == train.nnz) or is_canonical(*given)
+    )
+    hmf.search(train.user_items, validation, space={"factors": [8]}, trials=5, device="cuda", random_state=0)
+    users, items = train.shape
+    assert brought.count(items) == 6 and brought.count(users) == 1  # that of the last fit
+    assert sum(checks) <= 8
+
+
+def test_factors_that_stay_on_the_device_are_those_of_a_fit(plays, backend):
+    usual = hmf.ImplicitALS(8, device=backend, random_state=0).fit(plays)
+    model = hmf.ImplicitALS(8, device=backend, random_state=0)
+    stays = Fit(model, LocalRatings(model, plays), Options(on_device=True)).run()
+    for found, expected in zip(stays.recommend(np.arange(20)), usual.recommend(np.arange(20)), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(stays.user_factors, usual.user_factors)
+    np.testing.assert_array_equal(stays.item_factors, usual.item_factors)
+
+
+def test_expected_improvement_is_that_of_draws():
+    """Of a Gaussian process: where the values rise, more than where they are known or fall."""
+    points = np.linspace(0, 0.6, 7)[:, None]
+    found = expected_improvement(points, points[:, 0], np.array([[0.7], [0.6], [0.3], [0.0], [0.9]]))
+    assert found[0] > found[1] > found[2] > found[3] - 1e-12 and (found >= 0).all()
+    flat = expected_improvement(points, np.zeros(7), np.array([[1.0], [0.3]]))
+    assert np.isfinite(flat).all() and flat[0] > flat[1]  # unknown before known
+
+
+def test_proposals_find_a_maximum_and_end(plays, gpu, monkeypatch):
+    """Of a function of lambda alone, which fits would take long to show; some settings fail."""
+    module = sys.modules["hybridmf.search"]
+    space = {"regularization": loguniform(0.01, 100), "factors": [8]}
+
+    def value(searcher: Searcher, model: Any, users: int = 0) -> float:
+        strength = getattr(model, "regularization", None)
+        if strength is not None and strength > 30:
+            raise hmf.errors.NonFiniteError("too strong")
+        return 0.1 if strength is None else 1 - np.log10(strength / 20) ** 2
+
+    monkeypatch.setattr(Searcher, "_fitted", lambda searcher, trial, iterations: hmf.ImplicitALS(**trial.params))
+    monkeypatch.setattr(Searcher, "measured", value)
+    found = hmf.search(plays, model=hmf.ImplicitALS(8, device="cuda", regularization=0.01), space=space, trials=60)
+    assert 17 < found.best_params["regularization"] < 24
+    assert module.PROPOSED_IDLE < len(found.trials) < 60
+    assert {trial.state for trial in found.trials} == {"complete", "failed"}
+
+
 def test_kernels_of_the_next_ranks_are_compiled_while_trials_run(plays, gpu, monkeypatch):
     order: list[Any] = []
 
@@ -300,7 +391,7 @@ def test_a_trial_that_has_failed_does_not_go_on(plays, monkeypatch):
     measured, calls = Searcher.measured, iter(range(100))
 
     def failing(self: Searcher, *args: Any) -> float:
-        if next(calls) in (1, 2):  # after that of popularity, at half the rank and the whole one
+        if next(calls) in (0, 1):  # at half the rank and the whole one
             raise hmf.errors.NonFiniteError("once")
         return measured(self, *args)
 
@@ -327,7 +418,7 @@ def test_ctrl_c_returns_what_was_found(plays, monkeypatch):
     calls = iter(range(100))
 
     def interrupted(self: Searcher, *args: Any) -> float:
-        if next(calls) == 6:
+        if next(calls) == 5:
             raise KeyboardInterrupt
         return measured(self, *args)
 
@@ -336,7 +427,7 @@ def test_ctrl_c_returns_what_was_found(plays, monkeypatch):
     assert found.interrupted and found.default_value is None and len(found.trials) == 6  # no trial is complete
     assert found.best_value == max(trial.value or 0 for trial in found.trials) and "not complete" in str(found)
     assert found.best.factors == found.best_params["factors"] == 64 and found.best.iterations == 10
-    calls = iter([6])
+    calls = iter([5])
     with pytest.raises(KeyboardInterrupt):
         hmf.search(plays, trials=20)
 
