@@ -95,8 +95,8 @@ def _cpu(model: str, factors: int, **options: Any) -> Case:
 MSGD = {"device": "cuda", "biases": False}
 
 
-ON_REQUEST = ("multi", "mcumsgd", "planner", "data", "tiles")
-"""Parts that do not run by default: several GPUs, and what has no kernels."""
+ON_REQUEST = ("multi", "mcumsgd", "planner")
+"""Parts that do not run by default."""
 
 CASES: dict[str, list[Case]] = {
     "als": [
@@ -153,7 +153,7 @@ def parts_of_code() -> dict[str, Patterns]:
         "multi": freshness.RANKS,
         "mcumsgd": freshness.MCUMSGD,
         "planner": freshness.PLANNER,
-        "data": freshness.PUBLISHED,
+        "data": freshness.SHAPES,
         "tiles": freshness.TILES,
     }
 
@@ -243,8 +243,8 @@ def _plans(case: Case, _: sp.csr_array, __: sp.csr_array) -> Any:
     return seconds[1:], [np.frombuffer(json.dumps(plans[-1], default=str).encode(), np.uint8)]
 
 
-DRAWS = {"ml-10m": 0.3, "netflix": 0.1, "yahoo-r1": 0.1, "sls": 0.3, "rucci": 0.3, "msd": 0.2, "yahoo-songs": 0.2,
-         "eachmovie": 0.5}  # fmt: skip
+DRAWS = {"ml-10m": 0.1, "netflix": 0.05, "yahoo-r1": 0.05, "sls": 0.1, "rucci": 0.1, "msd": 0.1, "yahoo-songs": 0.1,
+         "eachmovie": 0.2}  # fmt: skip
 """Shapes with their scales."""
 
 
