@@ -100,8 +100,7 @@ ON_REQUEST = ("multi", "mcumsgd", "planner")
 
 CASES: dict[str, list[Case]] = {
     "als": [
-        *(_als("ml-20m", factors) for factors in (32, 64)),
-        _als("netflix", 100),
+        *(_als("ml-20m", factors) for factors in (32, 64, 100)),
         *(_als("ml-20m", factors, "ImplicitALS") for factors in (64, 128)),
         _als("ml-20m", 64, "ImplicitALS", solver="cg"),
     ],
