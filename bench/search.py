@@ -10,7 +10,8 @@ A fifth of the entries is held out for validation; values count by their sign on
 exact (but for those of implicit on a GPU), and all values are NDCG@10 of all users with held-out entries. The space has
 lambda and the weight of unobserved pairs, with nu = 1 as in irspack's own tuner, which prunes and evaluates by itself,
 and nu = 0 for `implicit`, which has no other. "hmf.search" alone searches its default space. "Best" is the best of all
-searches of a set.
+searches of a set. Where the search evaluates a sample of the users, the trials that were the best so far are fitted
+again after it, and their values are those of all users.
 
 With `--budget`, the searches share the time that is left, and what does not begin in time is named; on a GPU, 140 s is
 the default. Libraries that are not installed, and on a GPU those that run on the CPU, are left out, which the lines say
@@ -84,11 +85,27 @@ def value_of(model: Any, train: sp.csr_array, validation: sp.csr_array) -> float
     return float(hmf.evaluate(model, validation, train=train, metrics="ndcg@10")["ndcg@10"])
 
 
+def trace_of(found: hmf.SearchResult, model: hmf.ImplicitALS, train: sp.csr_array, validation: sp.csr_array) -> Trace:
+    """Whole trials in the order of their ends; of those evaluated on a sample, the best so far, on all users."""
+    whole = sorted((each for each in found.trials if each.state == "complete"), key=lambda each: each.finished)
+    if not whole or whole[0].users == np.count_nonzero(np.diff(validation.indptr)):
+        return [(each.finished, each.value) for each in whole if each.value is not None]
+    trace: Trace = []
+    best, prepared = -math.inf, hmf.PreparedRatings(train, device=model.device)
+    seed = getattr(found.best, "random_state", None)  # popularity, which may win, has none
+    for each in whole:
+        if each.value is not None and each.value > best:
+            best = each.value
+            again = type(model)(**model.get_params() | each.params | {"random_state": seed})
+            trace.append((each.finished, value_of(again.fit(prepared), train, validation)))
+    return trace
+
+
 def ours(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int, device: str) -> Trace:
     """hmf.search at one rank."""
     space = {"factors": [FACTORS]}
     found = hmf.search(train, validation, space=space, budget=seconds, device=device, random_state=seed)
-    return [(each.finished, each.value) for each in found.trials if each.state == "complete" and each.value is not None]
+    return trace_of(found, hmf.ImplicitALS(device=device), train, validation)
 
 
 def ours_in_the_same_space(
@@ -99,7 +116,7 @@ def ours_in_the_same_space(
     model = hmf.ImplicitALS(FACTORS, device=device, **weights)
     space = {"unobserved_weight": loguniform(3e-3, 1), "regularization": loguniform(1e-4, 1e-1)}
     found = hmf.search(train, validation, model=model, space=space, budget=seconds, random_state=seed)
-    return [(each.finished, each.value) for each in found.trials if each.state == "complete" and each.value is not None]
+    return trace_of(found, model, train, validation)
 
 
 def optuna_study(objective: Callable[[Any], float], seconds: float, seed: int) -> Trace:

@@ -481,7 +481,8 @@ def with_likely(space: Space, model: FactorModel, matrix: sp.csr_array, degrees:
     if not isinstance(model, ImplicitALS) or lambda_name not in names:
         return space
     degrees, shape = degrees or degrees_of(matrix), matrix.shape
-    usual, mean = default_implicit_lambda(degrees)["regularization"], float(np.mean(np.abs(matrix.data)))
+    usual, values = default_implicit_lambda(degrees)["regularization"], matrix.data
+    mean = float(np.mean(values if values.min() >= 0 else np.abs(values)))
 
     def move(point: np.ndarray, name: str, value: float) -> None:
         place = near(space.dimensions[name], value)

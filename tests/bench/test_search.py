@@ -80,3 +80,18 @@ def test_a_library_that_fails_is_named_and_the_others_go_on(bench, monkeypatch):
     monkeypatch.setattr(bench, "METHODS", {"hmf.search": fails})
     with pytest.raises(ValueError, match="no such option"):
         CliRunner().invoke(bench.main, arguments, catch_exceptions=False)
+
+
+def test_values_of_a_sample_are_measured_again_on_all_users(bench, monkeypatch):
+    small = hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.02, seed=0).binarize()
+    train, validation = (part.user_items for part in hmf.split(small, 0.2, random_state=0))
+    model = hmf.ImplicitALS(8, device="cpu", iterations=3)
+    rungs = ((0.3, 10), (0.5, 20), (1.0, 30))
+    monkeypatch.setitem(vars(importlib.import_module("hybridmf.search")), "RUNGS", rungs)
+    found = hmf.search(train, validation, model=model, trials=12, random_state=0)
+    trace = bench.trace_of(found, model, train, validation)
+    assert len(trace) >= 1 and sorted(trace) == trace
+    best = max((each for each in found.trials if each.state == "complete"), key=lambda each: each.value)
+    seed = found.best.random_state
+    again = hmf.ImplicitALS(device="cpu", iterations=3, random_state=seed, **best.params).fit(train)
+    assert trace[-1] == (best.finished, bench.value_of(again, train, validation)) != (best.finished, best.value)
