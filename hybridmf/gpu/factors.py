@@ -342,7 +342,7 @@ GpuFactors = DeviceFactors | HostFactors
 
 
 def range_on_host(table: np.ndarray) -> RowRange:
-    """Counterpart of `hybridmf.gpu.rows.row_range` on the host."""
+    """Counterpart of `hybridmf.gpu.rows.widen_range` on the host."""
     peaks = np.concatenate(
         [np.abs(table[k : k + EXACT_ROWS]).max(axis=1, initial=0) for k in range(0, len(table), EXACT_ROWS)]
         or [np.zeros(0, table.dtype)]

@@ -83,11 +83,12 @@ class Request(NamedTuple):
         """`rank` for some of the users. The factors of those who are unknown to the model are zero."""
         learned, _, asked, seen, candidates, factors = self
         users = self.users[start:stop]
-        absent = asked.unknown.absent(users)
-        if seen is not None:
-            by_position = seen is learned.seen
-            seen = seen_in_training(seen, users, absent) if by_position else RowColumns.of(seen, np.arange(start, stop))
-        if len(users) < len(self.users):
+        absent, some = asked.unknown.absent(users), len(users) < len(self.users)
+        if seen is learned.seen and seen is not None:
+            seen = seen_in_training(seen, users, absent)
+        elif seen is not None:
+            seen = RowColumns.of(seen, np.arange(start, stop) if some else None)
+        if some:
             candidates = candidates.of_users(start, stop)
         factors = rows_of_users(learned, users, absent) if factors is None else factors
         if absent is None:
