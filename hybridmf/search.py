@@ -91,20 +91,20 @@ TRIAL_SECONDS = 5e-3
 ROW_SECONDS = 1e-7
 """The same for each user and each item: tables, copies, evaluation."""
 
-FIRST_DRAWN = 3
+FIRST_DRAWN = 1
 """Whole trials that are drawn before values propose the next one."""
 
 PROPOSED_IDLE = 18
 """Proposals in a row without a gain, after which those of a rank end."""
 
-MODELLED = 200
+MODELLED = 100
 """Whole trials that the proposals depend on, the newest ones."""
 
 PLACES = 512
 """Places anywhere, and as many beside the best, among which the next proposal is."""
 
-LENGTHS = (0.15, 0.25, 0.4, 0.7, 1.2)
-"""Length scales of the process, of which the likeliest counts."""
+LENGTHS = (0.3, 0.6, 1.2, 2.5)
+"""Length scales of the process, of which the likeliest counts, for each coordinate."""
 
 LIKELY_WEIGHTS = (0.03, 1.0)
 """Unobserved weights of the first settings."""
@@ -956,24 +956,31 @@ class Searcher:
 def expected_improvement(points: np.ndarray, values: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Expected gain over the greatest value at some places, by a Gaussian process through the values at some points.
 
-    `points`, shape (n, d), and `places`, shape (m, d), are in the unit cube. The kernel is Matern's with nu = 5/2, and
-    its length is the likeliest of `LENGTHS`. Values far below the median count as not so far.
+    `points`, shape (n, d), and `places`, shape (m, d), are in the unit cube. The kernel is Matern's with nu = 5/2; the
+    lengths of the coordinates are first equal, then changed one by one. Values far below the median count as less far.
     """
     middle, top = float(np.median(values)), float(values.max())
     values = np.maximum(values, middle - 2 * (top - middle))
     scaled = (values - values.mean()) / (float(values.std()) or 1.0)
 
-    def kernel(first: np.ndarray, second: np.ndarray, length: float) -> np.ndarray:
-        distances = np.sqrt(5 * np.sum((first[:, None] - second[None]) ** 2, axis=-1)) / length
+    def kernel(first: np.ndarray, second: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        distances = np.sqrt(5 * np.sum(((first[:, None] - second[None]) / lengths) ** 2, axis=-1))
         return np.asarray((1 + distances + distances**2 / 3) * np.exp(-distances))
 
-    def fitted(length: float) -> tuple[float, np.ndarray, float]:
-        lower = np.linalg.cholesky(kernel(points, points, length) + 1e-3 * np.eye(len(points)))
+    def fitted(lengths: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        lower = np.linalg.cholesky(kernel(points, points, lengths) + 1e-3 * np.eye(len(points)))
         half = np.linalg.solve(lower, scaled)
-        return -float(half @ half) / 2 - float(np.log(np.diag(lower)).sum()), lower, length
+        return -float(half @ half) / 2 - float(np.log(np.diag(lower)).sum()), lower, lengths
 
-    _, lower, length = max((fitted(length) for length in LENGTHS), key=lambda each: each[0])
-    across = np.linalg.solve(lower, kernel(points, places, length))
+    d = points.shape[1]
+    best = max((fitted(np.full(d, length)) for length in LENGTHS), key=lambda each: each[0])
+    for coordinate in [*range(d)] * 2:
+        for length in LENGTHS:
+            changed = best[2].copy()
+            changed[coordinate] = length
+            best = max(best, fitted(changed), key=lambda each: each[0])
+    _, lower, lengths = best
+    across = np.linalg.solve(lower, kernel(points, places, lengths))
     means = across.T @ np.linalg.solve(lower, scaled)
     deviations = np.sqrt(np.maximum(1 - np.sum(across**2, axis=0), 1e-9))
     gains = (means - scaled.max()) / deviations
