@@ -664,7 +664,9 @@ def evaluate(
     elif "auc" in names:
         raise ValueError('metric "auc" needs train=, the matrix the model was fitted on: its items are left out')
     cold = getattr(model, "cold_users_", None)
-    if cold is None and train is not None:
+    if cold is not None:
+        cold = np.asarray(cold, dtype=bool)  # another library's model may have a list or numbers
+    elif train is not None:
         cold = np.diff(train.indptr) == 0
     users = _checked_users(users, model.n_users, cold)
     if sample is not None:

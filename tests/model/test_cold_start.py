@@ -288,6 +288,16 @@ class Foreign:
         return PopularityRecommender().fit(MATRIX).recommend(users, **options)
 
 
+@pytest.mark.parametrize("form", [list, np.int64], ids=["list", "numbers"])
+def test_cold_users_of_another_library_may_be_a_list_or_numbers(form):
+    model, cold = Foreign(), np.diff(MATRIX.indptr) == 0
+    model.cold_users_ = cold.tolist() if form is list else cold.astype(form)
+    assert (evaluate(model, held_out()).n_cold_users, evaluate(model, held_out(), users="warm").n_users) == (
+        3,
+        len(WARM),
+    )
+
+
 def test_train_defines_cold_users_if_the_model_does_not():
     found = evaluate(Foreign(), held_out())
     assert (found.n_users, found.n_cold_users) == (M - 1, None)
