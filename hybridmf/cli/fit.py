@@ -232,10 +232,11 @@ def check_meets(option: str, file: str, held: Ratings, ratings: Any, name: str) 
     """Refuse, before anything is fitted, held-out ratings whose users or items are all unknown to the ratings."""
     theirs, ours = (held.user_ids, held.item_ids), (ratings.user_ids, ratings.item_ids)
     for side, have, want in zip(SIDES, theirs, ours, strict=True):
-        if have is None or want is None or not len(have) or set(have.tolist()) & set(want.tolist()):
+        if have is None or want is None or not len(have) or not set(have.tolist()).isdisjoint(want.tolist()):
             continue
+        one = "an item" if side == "item" else "a user"
         raise click.UsageError(
-            f"{option} {file}: none of its {len(have):,} {side}s, such as {have[:1].tolist()[0]!r}, is a {side} of "
+            f"{option} {file}: none of its {len(have):,} {side}s, such as {have[:1].tolist()[0]!r}, is {one} of "
             f"{name}, such as {want[:1].tolist()[0]!r}; write the {side}s of both files alike, or name their columns "
             "with --user and --item"
         )

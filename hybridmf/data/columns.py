@@ -7,6 +7,7 @@ positions. Ambiguous columns raise an error that names them. The rule does not d
 from __future__ import annotations
 
 import logging
+import numbers
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -120,7 +121,7 @@ def column_place(
         )
     if selector in listed:
         return listed.index(selector)
-    if isinstance(selector, str):
+    if not isinstance(selector, numbers.Real):  # a name: text, or another label of a frame
         raise RatingsError(
             f"{source} has no column {selector!r} ({given}); its columns are {_listed(listed) or 'without names'}{hint}"
         )

@@ -441,8 +441,12 @@ def joined_entries(parts: Sequence[Entries], names: Sequence[str] = ()) -> Entri
 def joined_files(parts: Sequence[Entries], source: str, *, text: bool) -> Entries:
     """Entries of several files, with sorted labels; `text`: integers and other labels of a column may meet."""
     for side in ("user_ids", "item_ids") if text else ():
-        if len({getattr(part, side).dtype.kind in "iu" for part in parts}) > 1:
-            parts = [replace(part, **{side: getattr(part, side).astype(np.str_)}) for part in parts]
+        integers = [getattr(part, side).dtype.kind in "iu" for part in parts]
+        if any(integers) and not all(integers):  # long labels stay objects, see `MAX_PADDED`
+            parts = [
+                replace(part, **{side: getattr(part, side).astype(np.str_)}) if each else part
+                for part, each in zip(parts, integers, strict=True)
+            ]
     joined = joined_entries(parts, [part.source for part in parts])
     (user_places, user_ids), (item_places, item_ids) = (
         factorize(f"{side}s of {source}", cast(np.ndarray, ids), "label")

@@ -173,7 +173,8 @@ def test_fit_refuses_held_out_files_that_share_no_user_or_item_with_the_ratings(
     strange = [[f"x{value}" if place == column else value for place, value in enumerate(row)] for row in rows]
     held.write_text("".join(",".join(row) + "\n" for row in strange))
     message = refuse(*fit, option, held)
-    assert f"{option} {held}: none of its {9 if side == 'user' else 5} {side}s, such as 'x0', is a {side} of" in message
+    many, one = ("9 users", "a user") if side == "user" else ("5 items", "an item")
+    assert f"{option} {held}: none of its {many}, such as 'x0', is {one} of" in message
     assert not out.exists()
 
 

@@ -118,6 +118,9 @@ def test_label_column():
     assert hmf.Features.from_frame(frame, label=None, columns=["year"]).labels is None
     with pytest.raises(RatingsError, match=says("no column 'id' (label='id')", "'artikel'")):
         hmf.Features.from_frame(frame, label="id")
+    for name in (("year", "mean"), None):
+        with pytest.raises(RatingsError, match=says(f"no column {name!r} (columns={name!r})", "'artikel', 'year'")):
+            hmf.Features.from_frame(frame, label=None, columns=[name])
     both = films(user_id=list("abcd"))
     with pytest.raises(RatingsError, match=says("2 columns that could hold the labels", "'movieId', 'user_id'")):
         hmf.Features.from_frame(both)

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import pickle
+import tracemalloc
 import warnings
 import zipfile
 
@@ -431,6 +432,20 @@ def test_files_are_read_as_one(tmp_path, monkeypatch):
     hmf.Ratings.from_file(first).save(folder / "r.npz")
     with pytest.raises(RatingsError, match=r"is a matrix.*Ratings.concat"):
         hmf.Ratings.from_file([first, folder / "r.npz"])
+
+
+def test_files_with_a_long_label_are_joined_without_padding_the_others(tmp_path):
+    ids = write(tmp_path, "user,item,plays\n" + "".join(f"{k},1,2\n" for k in range(500)), "ids.csv")
+    names = "".join(f"u{k},1,2\n" for k in range(500))
+    labels = write(tmp_path, f"user,item,plays\n{'x' * 50_000},1,2\n{names}", "labels.csv")
+    tracemalloc.start()
+    try:
+        ratings = hmf.Ratings.from_file([ids, labels])
+        assert tracemalloc.get_traced_memory()[1] < 50e6  # 100e6 for 500 padded labels
+    finally:
+        tracemalloc.stop()
+    assert ratings.shape == (1001, 1)
+    assert ratings.user_ids.dtype == object
 
 
 def test_folders_of_parquet_parts_are_read_as_one(tmp_path):
