@@ -18,6 +18,8 @@ the default. Libraries that are not installed, and on a GPU those that run on th
 ("left_out"); a library that fails is named. Without Optuna, random settings of the same space take its place. On a GPU,
 a fit at each rank comes first, so no search waits for the compiler. The last column of the table divides the time that
 Optuna (or the random settings) with hybridmf takes to within 1 % by that of the search.
+implicit 0.7.3's solver for GPUs needs rmm-cu13 and librmm-cu13 26.4, which it is built against; later ones lack symbols
+that it links to, and it then says that no CUDA extension has been built.
 
 What a search finds is measured on a fifth of the entries that it has not seen, beside the defaults and popularity (for
 RMSE: damped means of the items), with `hmf.search(known, budget=60)` and nothing else set.
