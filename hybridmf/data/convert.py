@@ -426,7 +426,11 @@ class _Integers:
     def raw(self, ids: np.ndarray) -> np.ndarray:
         """The ids, which become known."""
         ids = ids.astype(self.dtype, copy=False)
-        self.known = _distinct(np.concatenate((self.known, _distinct(ids))))
+        found = _distinct(ids)
+        known = self.known if len(self.known) else found[:1]
+        places = np.searchsorted(known, found)
+        fresh = known.take(places, mode="clip") != found  # sorting all again would take longer for each chunk
+        self.known = np.insert(known, places[fresh], found[fresh]) if fresh.any() else known
         return ids
 
     def resolve(self, used: None) -> Resolved:

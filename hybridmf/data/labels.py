@@ -441,12 +441,10 @@ def joined_entries(parts: Sequence[Entries], names: Sequence[str] = ()) -> Entri
 def joined_files(parts: Sequence[Entries], source: str, *, text: bool) -> Entries:
     """Entries of several files, with sorted labels; `text`: integers and other labels of a column may meet."""
     for side in ("user_ids", "item_ids") if text else ():
-        integers = [getattr(part, side).dtype.kind in "iu" for part in parts]
-        if any(integers) and not all(integers):  # long labels stay objects, see `MAX_PADDED`
-            parts = [
-                replace(part, **{side: getattr(part, side).astype(np.str_)}) if each else part
-                for part, each in zip(parts, integers, strict=True)
-            ]
+        ids = [getattr(part, side) for part in parts]
+        if len({each.dtype.kind in "iu" for each in ids}) > 1:  # long labels stay objects, see `MAX_PADDED`
+            ids = [each.astype(np.str_) if each.dtype.kind in "iu" else each for each in ids]
+            parts = [replace(part, **{side: each}) for part, each in zip(parts, ids, strict=True)]
     joined = joined_entries(parts, [part.source for part in parts])
     (user_places, user_ids), (item_places, item_ids) = (
         factorize(f"{side}s of {source}", cast(np.ndarray, ids), "label")

@@ -78,7 +78,7 @@ def test_search_with_features(folder, tmp_path):
     )
 
 
-def test_search_refuses_what_cannot_work(folder, tmp_path, caplog):
+def test_search_refuses_what_cannot_work(folder, store, tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
     ratings, out = folder / "ratings.csv", tmp_path / "best.safetensors"
     assert "--budget must be a time" in refuse("search", ratings, "-o", out, "--budget", "soon")
@@ -87,6 +87,7 @@ def test_search_refuses_what_cannot_work(folder, tmp_path, caplog):
     assert "one trial takes about" in refuse("search", ratings, "-o", out, "--budget", "0.0001s")
     assert "is for explicit ratings" in refuse("search", ratings, "-o", out, "--model", "implicit", "--method", "sgd")
     assert "is a file that is read" in refuse("search", ratings, "-o", ratings)
+    assert f"{store} is a store; convert" in refuse("search", store, "-o", out, "--where", "stars=5")
     assert "--metric must be one of" in refuse("search", ratings, "-o", out, "--metric", "best")
     likes = np.argwhere(np.random.default_rng(0).random((400, 60)) < 0.6 / np.sqrt(1 + np.arange(60)))
     np.savetxt(tmp_path / "likes.csv", likes, "%d", ",", header="user,item", comments="")

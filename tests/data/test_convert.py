@@ -483,6 +483,18 @@ def test_ctrl_c_leaves_no_files(stage, tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["r.csv"]
 
 
+@pytest.mark.parametrize("step", [1, 2**40])
+def test_ids_of_chunks_are_known_in_order_and_sorted_only_if_some_are_new(step):
+    chunks = [np.random.default_rng(k).integers(-50 * (k + 1), 50 * (k + 1), 200) * step for k in range(4)]
+    ids = conversion._Integers()
+    for chunk in chunks:
+        np.testing.assert_array_equal(ids.raw(chunk), chunk)
+    np.testing.assert_array_equal(ids.known, np.unique(np.concatenate(chunks)))
+    known = ids.known
+    ids.raw(chunks[0])
+    assert ids.known is known
+
+
 def test_an_unfinished_conversion_is_replaced(tmp_path, caplog):
     """Also that of an older version, which could be continued."""
     path, folder = write_text(tmp_path / "r.csv", triplets()), tmp_path / "store"
