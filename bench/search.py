@@ -200,7 +200,7 @@ def optuna_implicit_on_a_gpu(train: sp.csr_array, validation: sp.csr_array, seco
     """The same with implicit's solver for GPUs, which is not exact: three steps of conjugate gradients."""
     from implicit.gpu.als import AlternatingLeastSquares
 
-    liked = sp.csr_matrix(train)
+    liked = sp.csr_matrix(train, copy=True)  # implicit refuses arrays that cannot be written
 
     def objective(trial: Any) -> float:
         weight = trial.suggest_float("unobserved_weight", 3e-3, 1, log=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import importlib
 import itertools
 import json
 import logging
@@ -19,6 +20,7 @@ import os
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -103,8 +105,8 @@ MODELLED = 100
 PLACES = 512
 """Places anywhere, and as many beside the best, among which the next proposal is."""
 
-LENGTHS = (0.3, 0.6, 1.2, 2.5)
-"""Length scales of the process, of which the likeliest counts, for each coordinate."""
+LENGTH, LENGTHS = 0.6, (0.3, 2.5)
+"""Length scale of the process for each coordinate, first and limits."""
 
 LIKELY_WEIGHTS = (0.03, 1.0)
 """Unobserved weights of the first settings."""
@@ -637,6 +639,8 @@ class Searcher:
         """All stages, until the budget is used up or nothing gets better."""
         self._compile_ranks(0)
         own = self.start(self.space.ranks[0], self.space.first, {})
+        if self.points is not None and self._is_whole(self.space.ranks[0]):  # import it while the first trials run
+            threading.Thread(target=importlib.import_module, args=("sklearn.gaussian_process",), daemon=True).start()
         if self.points is None:
             self._complete(own)
         else:
@@ -956,34 +960,23 @@ class Searcher:
 def expected_improvement(points: np.ndarray, values: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Expected gain over the greatest value at some places, by a Gaussian process through the values at some points.
 
-    `points`, shape (n, d), and `places`, shape (m, d), are in the unit cube. The kernel is Matern's with nu = 5/2; the
-    lengths of the coordinates are first equal, then changed one by one. Values far below the median count as less far.
+    `points`, shape (n, d), and `places`, shape (m, d), are in the unit cube. Values far below the median count as less
+    far.
     """
+    # slow to import, and on a GPU alone
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import Matern
+
     middle, top = float(np.median(values)), float(values.max())
     values = np.maximum(values, middle - 2 * (top - middle))
-    scaled = (values - values.mean()) / (float(values.std()) or 1.0)
-
-    def kernel(first: np.ndarray, second: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        distances = np.sqrt(5 * np.sum(((first[:, None] - second[None]) / lengths) ** 2, axis=-1))
-        return np.asarray((1 + distances + distances**2 / 3) * np.exp(-distances))
-
-    def fitted(lengths: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        lower = np.linalg.cholesky(kernel(points, points, lengths) + 1e-3 * np.eye(len(points)))
-        half = np.linalg.solve(lower, scaled)
-        return -float(half @ half) / 2 - float(np.log(np.diag(lower)).sum()), lower, lengths
-
-    d = points.shape[1]
-    best = max((fitted(np.full(d, length)) for length in LENGTHS), key=lambda each: each[0])
-    for coordinate in [*range(d)] * 2:
-        for length in LENGTHS:
-            changed = best[2].copy()
-            changed[coordinate] = length
-            best = max(best, fitted(changed), key=lambda each: each[0])
-    _, lower, lengths = best
-    across = np.linalg.solve(lower, kernel(points, places, lengths))
-    means = across.T @ np.linalg.solve(lower, scaled)
-    deviations = np.sqrt(np.maximum(1 - np.sum(across**2, axis=0), 1e-9))
-    gains = (means - scaled.max()) / deviations
+    kernel = Matern(np.full(points.shape[1], LENGTH), LENGTHS, nu=2.5)
+    process = GaussianProcessRegressor(kernel, alpha=1e-3, normalize_y=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a length at its limit
+        means, deviations = process.fit(points, values).predict(places, return_std=True)
+    deviations = np.maximum(deviations, np.finfo(np.float64).tiny)
+    gains = (means - top) / deviations
     improvement: np.ndarray = deviations * (gains * norm.cdf(gains) + norm.pdf(gains))
     return improvement
 
