@@ -14,7 +14,6 @@ import zipfile
 
 import numpy as np
 import pandas as pd
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -32,6 +31,8 @@ def from_file(path, folder, **options):
 def from_store(path, folder, **options):
     return hmf.convert(path, folder / "store", **options).to_ratings()
 
+
+pl = pytest.importorskip("polars")
 
 both = pytest.mark.parametrize("reader", [from_file, from_store])
 
