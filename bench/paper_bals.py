@@ -542,15 +542,7 @@ def gpu_assemblies(bench: Bench, data: Drawn, work: Work) -> None:
 
 def gpu_assembly(bench: Bench, data: Drawn, f: int, method: str) -> None:
     """An iteration of one assembly at one rank."""
-    import gpu
-
-    sweeps = gpu.Sweeps.start(bench.device, data, "explicit", f, assembly=method)
-    error = gpu.check_sweeps(sweeps)
-    if not error <= gpu.TOLERANCES["float32"]:
-        raise gpu.WrongAnswerError(f"error {error:.2e}")
-    steps = [partial(sweeps.solve, side) for side in ("item", "user")]
-    rounds = gpu.timed(bench.device, steps, bench.repeats)
-    seconds = {key: value / 1e3 for key, value in paper.spread([sum(times) for times in rounds]).items()}
+    sweeps, error, seconds = paper.timed_iteration(bench.device, data, "explicit", f, method, bench.repeats)
     work_done = sweeps.flops("item") + sweeps.flops("user")
     line = {"factors": f, "method": method, "seconds": seconds, "error": error,
             "gflops": work_done / seconds["median"] / 1e9}  # fmt: skip

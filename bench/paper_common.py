@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -353,6 +353,21 @@ def spread(values: Sequence[float]) -> Line:
 # ------------------------------------------------------------------------------------------ command line
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def timed_iteration(
+    device: Any, data: Drawn, feedback: str, f: int, method: str, repeats: int
+) -> tuple[Any, float, Line]:
+    """Half sweeps of an assembly on a GPU, their error beside float64, and the spread of the seconds of iterations."""
+    import gpu
+
+    sweeps = gpu.Sweeps.start(device, data, feedback, f, assembly=method)
+    error = gpu.check_sweeps(sweeps)
+    if not error <= gpu.TOLERANCES["float32"]:
+        raise gpu.WrongAnswerError(f"error {error:.2e}")
+    rounds = gpu.timed(device, [partial(sweeps.solve, side) for side in ("item", "user")], repeats)
+    seconds = {key: value / 1e3 for key, value in spread([sum(times) for times in rounds]).items()}
+    return sweeps, error, seconds | {"repeats": len(rounds)}
 
 
 def options(tasks: Iterable[str], render: Callable[[Path], None]) -> Callable[[Command], Command]:

@@ -347,22 +347,13 @@ def flops(data: Drawn, f: int) -> float:
 
 def run_gpu_iteration(bench: Bench, data: Drawn, work: Work) -> None:
     """Figure 16 on a GPU: factors and ratings on the device."""
-    import gpu
-
     paper.compile_ahead(bench.device, work.factors, work.methods, implicit=True)
     for f, method in itertools.product(work.factors, work.methods):
         name = f"iteration, {data.name}, f = {f}, {method}"
         if not bench.recorder.has_time(name):
             continue
         with bench.recorder.case(name):
-            sweeps = gpu.Sweeps.start(bench.device, data, "implicit", f, assembly=method)
-            error = gpu.check_sweeps(sweeps)
-            if not error <= gpu.TOLERANCES["float32"]:
-                raise gpu.WrongAnswerError(f"error {error:.2e}")
-            steps = [partial(sweeps.solve, side) for side in ("item", "user")]
-            rounds = gpu.timed(bench.device, steps, bench.repeats)
-            seconds = {key: value / 1e3 for key, value in paper.spread([sum(times) for times in rounds]).items()}
-            seconds |= {"repeats": len(rounds)}
+            _, error, seconds = paper.timed_iteration(bench.device, data, "implicit", f, method, bench.repeats)
             line = {"factors": f, "method": method, "threads": None, "seconds": seconds, "error": error}
             bench.note("iteration", data.line | line | {"gflops": flops(data, f) / seconds["median"] / 1e9})
 

@@ -1009,8 +1009,8 @@ def search(
     on more of the validation users; the first comparison has half the rank. On a GPU, settings are fitted whole at once
     where that costs little more, and a model of their values proposes the next ones. The best one and its neighbours
     are then fitted at higher ranks, as long as that helps. Trials share the checked, transposed and (on a GPU) uploaded
-    ratings, and continue where they stopped. The given model with its own parameters is the first trial; the next ones
-    of implicit feedback are near the best settings of other data, as far as the space allows. Popularity is compared
+    ratings, and continue where they stopped. The given model with its own parameters is trial 0; the others of
+    implicit feedback begin near the best settings of other data, as far as the space allows. Popularity is compared
     with the best.
 
     Parameters

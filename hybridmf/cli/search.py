@@ -11,7 +11,7 @@ from ..metrics import PopularityRecommender
 from ..ratings import split
 from ..search import check_metric, parse_seconds, search
 from .features import NAMES, features_of, features_options
-from .fit import check_weights, read_and_say, read_weights, save_model, share_of, silent
+from .fit import check_meets, check_weights, read_and_say, read_weights, save_model, share_of, silent
 from .hyperparameters import SECTIONS, make_model, model_options
 from .options import Options, make_command, output_option, plot_option, refuse_overwriting
 from .report import file_size
@@ -23,6 +23,7 @@ from .sources import (
     ratings_options,
     ratings_path,
     read_ratings,
+    source_name,
     where_option,
 )
 
@@ -90,6 +91,7 @@ def command(options: Options) -> None:
         train, held_out = split(ratings, share, options.seed, by="random" if ratings.timestamps is None else "last")
     elif validation is not None:
         held_out = read_ratings(validation, show_progress=not quiet)
+        check_meets("--validation", validation, held_out, ratings, source_name(source))
     if held_out is None or share is not None:
         part = "a tenth" if share is None else f"{share:g} of the ratings" if share < 1 else f"{share:g} ratings"
         which = "drawn at random" if ratings.timestamps is None else "the last ones of each user"

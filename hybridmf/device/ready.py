@@ -34,9 +34,11 @@ def plans_of(capability: tuple[int, int]) -> Path:
 
 
 def serves(capability: tuple[int, int], signature: str) -> bool:
-    """Whether all kernels of a plan come with the package."""
+    """Whether all kernels of a plan come with the package, as far as is known: its archive may not load."""
+    if not wanted() or not _archives.get(archive_of(capability), True):
+        return False
     path = plans_of(capability)
-    return wanted() and path.is_file() and signature in path.read_text().split()
+    return path.is_file() and signature in path.read_text().split()
 
 
 def wanted() -> bool:

@@ -109,7 +109,7 @@ class CpuRates:
     besides."""
     product: float = 6.0e10
     """Flop/s of products of factors and a small matrix, f^2 a row where the matrix is triangular."""
-    cg: Curve = ((8, 1.0e10), (16, 2.0e10), (32, 2.4e10), (64, 3.5e10), (128, 4.2e10))
+    cg: Curve = ((8, 1.0e10), (16, 2.0e10), (32, 2.4e10), (64, 3.9e10), (128, 4.2e10))
     """Flop/s of conjugate gradients, 4 f an entry and pass, also where a row's matrix is formed instead."""
     dense: float = 5.0e10  # flop/s of a product of a Gram matrix and a vector
     subspace: float = 4.7e10  # flop/s of iALS++

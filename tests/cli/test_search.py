@@ -63,6 +63,9 @@ def test_search_as_json_by_a_file_of_held_out_ratings(folder, tmp_path):
     assert facts["value"] <= facts["default"]
     assert json.loads(succeed(*arguments, "--validation", 0.3))["value"] != facts["value"]
     assert "entries of validation are in train as well" in refuse(*arguments, "--validation", known)
+    strange = known.with_name("strange.csv")
+    strange.write_text("user,item,rating\nx0,y0,3\n")
+    assert f"--validation {strange}: none of its 1 users" in refuse(*arguments, "--validation", strange)
 
 
 def test_search_with_features(folder, tmp_path):

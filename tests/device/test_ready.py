@@ -107,8 +107,11 @@ def test_kernels_that_do_not_load_are_compiled(
 ) -> None:
     shipped(archive(key(*PROGRAM)))
     module = machine(load=CUDADriverError("CUDA_ERROR_NO_BINARY_FOR_GPU"))
+    ready.plans_of((9, 0)).write_text("signature")
+    assert ready.serves((9, 0), "signature")
     with caplog.at_level("INFO", "hybridmf"):
         open_device().kernel(*PROGRAM)
         open_device().kernel("text", "g", ())
     assert len(module.compiled) == 2 and len(module.loaded) == 1
+    assert not ready.serves((9, 0), "signature")  # later plans expect a compilation
     assert "sm_90.tar.xz cannot be used (CUDADriverError: CUDA_ERROR_NO_BINARY_FOR_GPU)" in caplog.text

@@ -89,9 +89,8 @@ def test_recorded_iterations_on_hopper_are_predicted(case):
 def test_recorded_iterations_on_cpus_are_predicted(case):
     (_, _, _, name), (model, seconds, shape, nnz) = case
     plan = plan_of(model, shape=SHAPES[shape][:2], nnz=nnz)
-    # published assemblies are one multiple of ours, whatever the rank; two machines of a kind differ by a fifth (CG of
-    # ML-10M 0.319 and 0.262 s)
-    tolerance = 0.45 if name in ("blas3", "bals") else 0.3
+    # published assemblies are one multiple of ours, whatever the rank
+    tolerance = 0.45 if name in ("blas3", "bals") else 0.25
     assert cost_of(plan, built_in()).iteration == pytest.approx(seconds, rel=tolerance)
 
 
