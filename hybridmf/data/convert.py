@@ -6,7 +6,8 @@
                                                                 └──sort──> item slabs ──> manifest.json
 
 The manifest is written last: a folder without it is no store, and a conversion that was killed starts again. Slabs,
-labels and values equal those of `Ratings.from_file`; repeated pairs are merged in input order.
+labels and values equal those of `Ratings.from_file`; repeated pairs are merged in input order. Ratings in memory and
+other stores have both orientations, which are cut into slabs as they are.
 
 A database does not keep the memory limit. 20 million lines of 340 MB, two cores, peak of the process: this file takes
 9 s and 0.8 GB at a limit of 1 GiB, and 0.15 GB at 64 MiB. DuckDB 2.0 takes 11 s and 1.3 GB at 1 GB, 0.7 GB at 256 MB,
@@ -36,14 +37,13 @@ import scipy.sparse as sp
 
 from ..core.files import ABANDONED, TEMPORARY, lock, open_bytes, reading, remove_orphans, write_atomically
 from ..core.objective import SIDES, Side
-from ..core.sparse import ValueSummary, entry_rows, transposed, without_zeros
+from ..core.sparse import ValueSummary, entry_rows, stacked, transposed, without_zeros
 from ..core.system import parse_bytes
 from ..core.validate import (
     MAX_AXIS,
     as_csr,
     check_bool,
     check_path,
-    csr_arrays,
     from_triplets,
     make_csr,
     repeats,
@@ -70,8 +70,8 @@ from .lines import line_blocks
 from .lists import BLOCK_ENTRIES, lines_of_lists, list_chunks, list_options
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
 from .readers import MarketHeader, check_market_rows, market_header, parquet_chunks, parquet_layout, part_paths
-from .slabs import InMemory, slab_bounds
-from .store import UNFINISHED, Store, file_checksum
+from .slabs import InMemory, Orientation, slab_bounds
+from .store import UNFINISHED, Store, StoreMatrix, file_checksum
 from .text import (
     BLOCK_CHARS,
     MANY_LARGE,
@@ -178,13 +178,13 @@ def convert(
     with folder.alone():
         folder.check_target(check_bool("overwrite", overwrite))
         readers = _readers_of(source, options, limit)  # and faults of the source, before the old store is removed
-        ratings = _in_memory(source, options) if readers is None else None
+        whole = _whole(source, options) if readers is None else None
         with folder.filling():
             if readers is not None:
                 _Streamed(folder, readers, duplicates, entries, max(1, limit // CHUNK_BYTES)).run()
             else:
-                assert ratings is not None
-                _convert_matrix(ratings, folder, entries)
+                assert whole is not None
+                _cut(whole, folder, entries)
     return Store.open(path)
 
 
@@ -196,7 +196,10 @@ def _refuse_itself(source: Any, path: Path) -> None:
         )
 
 
-def _in_memory(source: Any, options: FileOptions) -> Ratings:
+def _whole(source: Any, options: FileOptions) -> Ratings | Store:
+    """A source that has both orientations, or can have them in memory."""
+    if isinstance(source, Store):
+        return source
     if isinstance(source, Ratings):
         if source.weights is not None:
             raise RatingsError(
@@ -332,19 +335,23 @@ class _Folder:
         (self.path / UNFINISHED).unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------------------------------------------- from memory
+# ---------------------------------------------------------------------------------------------------- cutting
 
 
-def _convert_matrix(ratings: Ratings, folder: _Folder, entries: int) -> None:
-    matrix = as_csr(ratings)
-    _save_labels(folder, ratings.user_ids, ratings.item_ids)
-    bounds = {}
-    for side, csr in zip(SIDES, (matrix, transposed(matrix)), strict=True):
-        slabs = InMemory(csr).cut(entries)
-        bounds[side] = slabs.bounds
-        for k, part in enumerate(slabs.matrices()):
-            folder.save_slab(side, k, part)
-    _finish(folder, matrix.shape, bounds)
+def _cut(source: Ratings | Store, folder: _Folder, entries: int) -> None:
+    """Write both orientations of ratings in memory, or of another store, in slabs of this many entries."""
+    sides: dict[Side, Orientation]
+    if isinstance(source, Store):
+        sides = {side: StoreMatrix(source, side) for side in SIDES}
+    else:
+        matrix = as_csr(source)
+        sides = {"user": InMemory(matrix), "item": InMemory(transposed(matrix))}
+    _save_labels(folder, source.user_ids, source.item_ids)
+    bounds = {side: slab_bounds(sides[side].degrees, entries) for side in SIDES}
+    for side in SIDES:
+        for k, (first, last) in enumerate(pairwise(bounds[side].tolist())):
+            folder.save_slab(side, k, stacked(list(sides[side].rows(first, last))))
+    _finish(folder, source.shape, bounds)
 
 
 def _save_labels(folder: _Folder, user_ids: np.ndarray | None, item_ids: np.ndarray | None) -> None:
@@ -457,12 +464,12 @@ def _distinct(ids: np.ndarray) -> np.ndarray:
 
 
 class _Positions:
-    """Positions, of a matrix without labels or in a store, which are raw ids as well."""
+    """Positions of a matrix without labels, which are raw ids as well."""
 
     dtype = np.dtype(np.int32)
 
-    def __init__(self, count: int, labels: np.ndarray | None = None) -> None:
-        self.count, self.labels = count, labels
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     def raw(self, ids: np.ndarray) -> np.ndarray:
         """The positions."""
@@ -470,7 +477,7 @@ class _Positions:
 
     def resolve(self, used: None) -> Resolved:
         """The positions."""
-        return self.labels, self.count, lambda ids: ids
+        return None, self.count, lambda ids: ids
 
 
 @dataclass
@@ -486,9 +493,7 @@ class _Reader:
 
 
 def _readers_of(source: Any, options: FileOptions, limit: int) -> Iterator[_Reader] | None:
-    """Readers in chunks, to try one after the other; None for sources held in memory as a whole."""
-    if isinstance(source, Store):
-        return iter([_stored(source, limit)])
+    """Readers in chunks, to try one after the other; None for sources that are not read in chunks."""
     if not isinstance(source, str):
         return None
     path, (head, format) = source, options.detect(source)
@@ -508,21 +513,6 @@ def _readers_of(source: Any, options: FileOptions, limit: int) -> Iterator[_Read
     found = find_layout(path, head, options)
     log_columns(path, found.columns)
     return _text_readers(found, limit)
-
-
-def _stored(store: Store, limit: int) -> _Reader:
-    length = max(1, limit // 64)
-
-    def chunks() -> Iterator[Chunk]:
-        for slab in store.slabs("user"):
-            indptr, indices, values = csr_arrays(slab.matrix())
-            for start in range(0, len(values), length):
-                part = slice(start, min(start + length, len(values)))
-                users = np.searchsorted(indptr, np.arange(part.start, part.stop), side="right") - 1 + slab.start
-                yield users.astype(np.int32), indices[part], values[part].astype(np.float64)
-
-    sides = (_Positions(store.n_users, store.user_ids), _Positions(store.n_items, store.item_ids))
-    return _Reader(chunks(), sides, "entries {} and {}".format, str(store.path))
 
 
 def _text_readers(layout: TextLayout, limit: int) -> Iterator[_Reader]:

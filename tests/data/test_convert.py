@@ -233,21 +233,16 @@ def test_invalid_paths_of_stores_are_refused(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["strings", "mtx", "parquet of large integers"])
-def test_a_store_becomes_another_one_in_chunks(kind, tmp_path, monkeypatch):
-    """The store that its file would have become."""
+def test_a_store_becomes_another_one_slab_by_slab(kind, tmp_path, monkeypatch):
+    """The store that its file would have become, with finer and with coarser slabs."""
     path = SOURCES[kind](tmp_path)
     straight = hmf.convert(path, tmp_path / "straight", slab_bytes=SLAB)
     monkeypatch.setattr(hmf.Store, "user_items", property(lambda self: pytest.fail("loaded into memory")))
     coarse = hmf.convert(path, tmp_path / "coarse", slab_bytes="1MiB")
-    monkeypatch.setattr(conversion, "_stored", chunk_by_chunk(conversion._stored, 7))
     for number, source in enumerate((coarse, coarse.path, str(coarse.path))):
         again = hmf.convert(source, tmp_path / f"again{number}", slab_bytes=SLAB)
         assert again.checksum == straight.checksum != coarse.checksum
-
-
-def chunk_by_chunk(stored, length):
-    """So many entries a chunk."""
-    return lambda store, limit: stored(store, 64 * length)
+    assert hmf.convert(straight, tmp_path / "merged", slab_bytes="1MiB").checksum == coarse.checksum
 
 
 def test_a_store_with_empty_rows_and_zeros_becomes_another_one(tmp_path):
@@ -285,7 +280,7 @@ def test_a_conversion_that_lost_the_old_store_says_so(error, tmp_path, monkeypat
         raise error
 
     for overwrite in (False, True):
-        monkeypatch.setattr(conversion, "_convert_matrix", fail)
+        monkeypatch.setattr(conversion, "_cut", fail)
         caplog.clear()
         with pytest.raises(error):
             hmf.convert(planted(), tmp_path / "store", overwrite=overwrite)
