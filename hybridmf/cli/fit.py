@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import click
-import numpy as np
-import scipy.sparse as sp
 from click.core import ParameterSource
 
 from ..compare import BASELINES
@@ -140,7 +138,7 @@ def command(options: Options) -> None:
     watching = _watching(options)
     ratings: Any
     if not is_store(source):
-        ratings = read_and_say(source, say, quiet)
+        ratings = read_and_say(source, say, quiet, options.weights)
     elif options.where:
         raise click.UsageError(f"--where filters rows of a file, and {source} is a store; leave it out")
     else:
@@ -172,9 +170,8 @@ def command(options: Options) -> None:
         say(f"Going on from {folder}.\n" if "resume_from" in saving else f"No checkpoint in {folder} yet.\n")
     if plot is not None:
         watching["callback"] = lambda *_: None  # with one, the history has the objective
-    if options.weights is not None:
-        weights = read_weights(source, options.weights, quiet)
-        watching["weights"] = _weights_of(weights, train, zeros=options.kind == "explicit")
+    if options.weights is not None and options.kind == "implicit":  # confidences, not factors of 1 + alpha x value
+        train, watching["weights"] = train.with_weights(None), train.weights
     model.fit(train, show_progress=not quiet, freeze=options.freeze, **features, **saving, **watching)
     if not options.as_json:
         click.echo(_training_summary(model))
@@ -205,23 +202,6 @@ def check_weights(options: Options, source: Source) -> None:
         )
     if options.method != "als":
         raise click.UsageError(f"--weights {options.weights}: only --method als has weights of ratings; leave it out")
-
-
-def read_weights(source: Source, column: str, quiet: bool) -> Ratings:
-    """A column of weights in place of the values, with the same entries."""
-    given = read_ratings(source, show_progress=not quiet, value=column)
-    least = given.user_items.data.min(initial=np.inf)
-    if not least > 0:
-        raise click.UsageError(f"--weights {column}: weights must be > 0, got {least:g}")
-    return given
-
-
-def _weights_of(given: Ratings, train: Ratings, *, zeros: bool) -> Ratings:
-    """The weights of the ratings that are trained on, not of those held out; `zeros`: also of ratings of 0."""
-    pattern = train.user_items.copy()
-    pattern.data = (zeros | (pattern.data != 0)).astype(np.float32)
-    kept = sp.csr_array(given.user_items.multiply(pattern))
-    return Ratings.from_matrix(kept, user_ids=given.user_ids, item_ids=given.item_ids)
 
 
 def silent(_: str) -> None:
@@ -285,10 +265,10 @@ def _watching(options: Options) -> dict[str, Any]:
     return found
 
 
-def read_and_say(source: Source, say: Callable[[str], Any], quiet: bool) -> Ratings:
-    """Read ratings, and report their sizes, the time and the columns."""
+def read_and_say(source: Source, say: Callable[[str], Any], quiet: bool, weight: str | None) -> Ratings:
+    """Read ratings, with a column of weights if there is one, and report their sizes, the time and the columns."""
     started = time.perf_counter()
-    ratings = read_ratings(source, show_progress=not quiet)
+    ratings = read_ratings(source, show_progress=not quiet, weight=weight)
     seconds = time.perf_counter() - started
     n_users, n_items = ratings.shape
     found = f"{n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings"

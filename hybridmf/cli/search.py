@@ -11,7 +11,7 @@ from ..metrics import PopularityRecommender
 from ..ratings import split
 from ..search import check_metric, parse_seconds, search
 from .features import NAMES, features_of, features_options
-from .fit import check_meets, check_weights, read_and_say, read_weights, save_model, share_of, silent
+from .fit import check_meets, check_weights, read_and_say, save_model, share_of, silent
 from .hyperparameters import SECTIONS, make_model, model_options
 from .options import Options, make_command, output_option, plot_option, refuse_overwriting
 from .report import file_size
@@ -83,9 +83,7 @@ def command(options: Options) -> None:
     quiet = options.quiet or options.as_json
     say = silent if quiet else click.echo
     seconds = None if options.budget is None else parse_seconds("--budget", options.budget)
-    ratings = read_ratings(source) if is_store(source) else read_and_say(source, say, quiet)
-    if weights is not None:
-        ratings = ratings.with_weights(read_weights(source, weights, quiet).user_items.data)
+    ratings = read_ratings(source) if is_store(source) else read_and_say(source, say, quiet, weights)
     train, held_out = ratings, None
     if share is not None:
         train, held_out = split(ratings, share, options.seed, by="random" if ratings.timestamps is None else "last")

@@ -124,23 +124,22 @@ def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_options(command, *options)
 
 
-def reading_arguments(**changed: Any) -> dict[str, Any]:
-    """Arguments of `Ratings.from_file` and `convert`: the options of the running command, or those in their place."""
+def reading_arguments() -> dict[str, Any]:
+    """Arguments of `Ratings.from_file` and `convert` by the options of the running command."""
     given = click.get_current_context().params
-    options = {name: given[name] for name in RATINGS_OPTIONS if name in given} | changed
+    options = {name: given[name] for name in RATINGS_OPTIONS if name in given}
     return {name: TRANSLATED[name](value) if name in TRANSLATED else value for name, value in options.items()}
 
 
-def read_ratings(path: Source, *, show_progress: bool = True, **changed: Any) -> Ratings:
-    """Ratings in memory: of files, read as the running command's options say, or `changed` ones; or of a store."""
+def read_ratings(path: Source, *, show_progress: bool = True, weight: str | None = None) -> Ratings:
+    """Ratings in memory: of files, read as the running command's options say, or of a store; `weight`: a column."""
     where = click.get_current_context().params.get("where", ())
     if is_store(path):
         if where:
             raise click.UsageError(f"--where filters rows of a file, and {path} is a store; convert the rows you need")
         return open_store(path).to_ratings()
-    return Ratings.from_file(
-        path, where=row_filters(where), show_progress=show_progress, **reading_arguments(**changed)
-    )
+    options = reading_arguments() | {"weight": None if weight is None else _column(weight)}
+    return Ratings.from_file(path, where=row_filters(where), show_progress=show_progress, **options)
 
 
 where_option = click.option(
