@@ -123,15 +123,7 @@ def read_table(path: Any, separator: str | None = None, encoding: str | None = N
         raise RatingsError(f"{name} is a matrix without names: load it with scipy and pass it to Features(matrix)")
     if format in ("parquet", "jsonl"):
         return table_of(read_frame(name, format), name)
-    lines = [line for line in io.StringIO(_text_of(name, encoding), newline=None) if line.strip()]
-    if not lines:
-        raise RatingsError(f"{name} is empty; expected a line of the names of its columns, and rows below")
-    present = [mark for mark in TEXT_SEPARATORS if mark in lines[0]]
-    mark = min(present, key=lines[0].index) if separator is None and present else separator
-    if mark is None:
-        raise RatingsError(f"{name} has no separator in its first line, {lines[0].strip()!r}; name it")
-    quoted = mark in (",", ";")  # elsewhere, quotation marks are text
-    rows = list(csv.reader(lines, delimiter=mark)) if quoted else [line.rstrip("\n").split(mark) for line in lines]
+    rows, mark = read_rows(name, separator, encoding, "a line of the names of its columns, and rows below")
     names = [field.strip() for field in rows[0]]
     for number, row in enumerate(rows[1:], 2):
         if len(row) != len(names):
@@ -149,16 +141,35 @@ def read_table(path: Any, separator: str | None = None, encoding: str | None = N
     return Table(name, names, len(rows) - 1, lambda title: _typed(columns[title]), labels=labels)
 
 
-def _text_of(path: str, encoding: str | None) -> str:
-    with reading(path, encoding or "latin-1"):
-        with open_bytes(path) as stream:
-            content = stream.read()
-        if encoding is not None:
-            return content.decode(encoding)
+def read_rows(
+    path: str, separator: str | None, encoding: str | None, expected: str, way_out: str = "name it"
+) -> tuple[list[list[str]], str]:
+    """Fields of the lines of text that are not blank, and their separator, by default of `TEXT_SEPARATORS`.
+
+    The default encoding is that of `read_table`. `expected` and `way_out` are for the errors about text that is empty
+    or has no separator.
+    """
+    with reading(path, encoding or "latin-1"), open_bytes(path) as stream:
+        content = stream.read()
         try:
-            return content.decode("utf-8-sig")
+            text = content.decode(encoding or "utf-8-sig")
         except UnicodeDecodeError:
-            return content.decode("latin-1")
+            if encoding is not None:
+                raise
+            text = content.decode("latin-1")
+    lines = [line for line in io.StringIO(text, newline=None) if line.strip()]
+    if not lines:
+        raise RatingsError(f"{path} is empty; expected {expected}")
+    present = [mark for mark in TEXT_SEPARATORS if mark in lines[0]]
+    mark = min(present, key=lines[0].index) if separator is None and present else separator
+    if mark is None:
+        raise RatingsError(f"{path} has no separator in its first line, {lines[0].strip()!r}; {way_out}")
+    if mark not in (",", ";"):  # quotation marks are text: "Weird Al" Yankovic
+        return [line.rstrip("\n").split(mark) for line in lines], mark
+    try:
+        return list(csv.reader(lines, delimiter=mark)), mark
+    except csv.Error as error:
+        raise RatingsError(f"{path} cannot be read as CSV: {error}") from error
 
 
 def _typed(texts: list[str]) -> list[Any]:
