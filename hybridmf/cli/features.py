@@ -19,7 +19,6 @@ NAMES = ("item_features", "item_feature_columns", "user_features", "user_feature
 
 
 def features_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that name files of features."""
     command = click.option(
         "--tag-separator", metavar="TEXT", help='Between the tags in a field of these files, such as "|".'
     )(command)
@@ -67,7 +66,6 @@ def features_of(options: Options) -> dict[str, Features]:
 
 
 def include_cold_option(text: str) -> Callable[..., Any]:
-    """The option of commands that rank items."""
     return click.option("--include-cold", is_flag=True, help=text)
 
 

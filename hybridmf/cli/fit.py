@@ -318,7 +318,6 @@ def _evaluations(options: Options, model: Any, train: Any, test: Ratings) -> dic
 
 
 def _held_out_summary(kind: str, found: dict[str, Evaluation]) -> str:
-    """The model beside the baseline, as a table."""
     ours = next(iter(found.values()))
     notes = f"{ours.n_cold_users:,} of these users have no training ratings.\n" if ours.n_cold_users else ""
     if ours.n_dropped:
@@ -330,7 +329,6 @@ def _held_out_summary(kind: str, found: dict[str, Evaluation]) -> str:
 
 
 def _report(model: Model, train: Any, found: dict[str, Evaluation] | str | None, output: str) -> dict[str, Any]:
-    """Results for scripts."""
     facts: dict[str, Any] = {
         "model": type(model).__name__,
         "file": output,

@@ -91,7 +91,6 @@ def names_of(ids: np.ndarray | None, count: int) -> list[Any]:
 
 
 def file_size(path: str) -> str:
-    """Size of a file as text."""
     size = os.path.getsize(path)
     return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
 

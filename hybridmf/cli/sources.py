@@ -25,7 +25,6 @@ class RatingsPath(click.Path):
     """A file of ratings, a folder, or a pattern that matches files."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, unchanged."""
         if value == "-" and not os.path.exists(value):
             self.fail("'-' is no file; for standard input give /dev/stdin", param, ctx)
         try:
@@ -53,7 +52,6 @@ def files_of(*sources: Source | None) -> list[str]:
 
 
 def source_name(source: Source) -> str:
-    """Name of a source in messages."""
     return source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more"
 
 

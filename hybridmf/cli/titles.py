@@ -14,7 +14,6 @@ from .sources import existing_file, spelled_separator
 
 
 def titles_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that name a file of titles."""
     return with_options(
         command,
         click.option(

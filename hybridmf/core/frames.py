@@ -47,7 +47,6 @@ def pandas_frame(rows: list[dict[str, Any]], otherwise: str) -> Any:
 
 
 def make_frame(columns: dict[str, np.ndarray], kind: str) -> Any:
-    """A frame of the library `kind`."""
     import narwhals.stable.v2 as nw
 
     library: Any = kind

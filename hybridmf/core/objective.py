@@ -40,7 +40,6 @@ LEAST_SPREAD = 1e-6
 
 
 def other_side(side: Side) -> Side:
-    """The side that is fixed while `side` is solved."""
     return "item" if side == "user" else "user"
 
 
@@ -51,7 +50,6 @@ class PerSide(NamedTuple):
     item: float
 
     def of(self, side: Side) -> float:
-        """The number of a side."""
         return self.user if side == "user" else self.item
 
     def __str__(self) -> str:
@@ -72,7 +70,6 @@ def check_per_side(name: str, value: object, check: Callable[[str, object], floa
 
 
 def check_nonnegative(name: str, value: object) -> float:
-    """Return `value` as a float that is not negative."""
     return check_real(name, value, 0.0)
 
 
@@ -207,7 +204,6 @@ class Objective:
 
     @property
     def is_implicit(self) -> bool:
-        """Whether feedback is implicit."""
         return self.feedback == "implicit"
 
     def row_scale(self, side: Side, degrees: np.ndarray) -> np.ndarray:
@@ -305,7 +301,6 @@ class Factors:
         return Factors(arrays[0], arrays[1] if len(arrays) > 1 else None)
 
     def take(self, rows: np.ndarray) -> Factors:
-        """Factors of the given rows, in that order."""
         host = self.on_host()
         return host.with_arrays([np.ascontiguousarray(array[rows]) for array in host.arrays])
 
@@ -351,12 +346,10 @@ class LazyFactors(Factors):
     _host: Factors | None = None
 
     def keep(self, **attributes: Any) -> None:
-        """Set attributes."""
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
 
     def _brought(self) -> Factors:
-        """The factors in NumPy arrays."""
         raise NotImplementedError
 
     def on_host(self) -> Factors:
@@ -375,12 +368,10 @@ class LazyFactors(Factors):
 
     @property
     def matrix(self) -> np.ndarray:
-        """Factors on the host."""
         return self.on_host().matrix
 
     @property
     def bias(self) -> np.ndarray | None:
-        """Biases on the host."""
         return self.on_host().bias
 
     def __len__(self) -> int:
@@ -401,15 +392,12 @@ class State:
     """Those of the features of a side, if it has any, with biases as the factors have."""
 
     def side(self, side: Side) -> Factors:
-        """Factors of `side`."""
         return self.user if side == "user" else self.item
 
     def on_host(self) -> State:
-        """The state in NumPy arrays."""
         return replace(self, user=self.user.on_host(), item=self.item.on_host())
 
     def with_side(self, side: Side, factors: Factors) -> State:
-        """A copy in which `side` has new factors."""
         return replace(self, user=factors) if side == "user" else replace(self, item=factors)
 
 

@@ -59,7 +59,6 @@ class Regression:
         return np.ascontiguousarray(self.back @ joined(factors).astype(np.float64))
 
     def on_host(self, sums: Any) -> np.ndarray:
-        """Sums as NumPy's array."""
         found: np.ndarray = sums
         return found
 

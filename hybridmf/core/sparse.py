@@ -36,7 +36,6 @@ def entries_in(matrix: sp.csr_array, other: sp.csr_array) -> np.ndarray:
 
 
 def without_zeros(matrix: sp.csr_array) -> sp.csr_array:
-    """The matrix without explicit zeros."""
     return keep_entries(matrix, matrix.data != 0)
 
 
@@ -85,7 +84,6 @@ class RowColumns:
 
     @classmethod
     def none(cls, n_rows: int, n_columns: int) -> RowColumns:
-        """Rows without entries."""
         return cls(np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64), np.empty(0, np.int32), n_columns)
 
     def __len__(self) -> int:
@@ -93,11 +91,9 @@ class RowColumns:
 
     @property
     def n_entries(self) -> int:
-        """Entries of all rows."""
         return int(np.sum(self.last - self.first))
 
     def take(self, rows: np.ndarray) -> RowColumns:
-        """Some of the rows."""
         return RowColumns(self.first[rows], self.last[rows], self.columns, self.n_columns)
 
     def without_rows(self, emptied: np.ndarray) -> RowColumns:

@@ -42,7 +42,6 @@ def _cgroup_memory(folder: str) -> int | None:
 
 
 def mib(size: int) -> str:
-    """A number of bytes as text for messages."""
     return f"{size / 2**20:,.1f} MiB"
 
 
@@ -116,7 +115,6 @@ def parse_bytes(name: str, value: Any) -> int:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up."""
     return -(-a // b)
 
 

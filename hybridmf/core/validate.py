@@ -590,7 +590,6 @@ def repeats(rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> np.nda
 
 
 def repeats_text(found: np.ndarray) -> str:
-    """The result of `repeats` for messages."""
     some, differ = found
     return f"{some:,} {'pair repeats' if some == 1 else 'pairs repeat'}, {differ:,} of them with different values"
 

@@ -179,7 +179,6 @@ class _NamedColumns:
         return [None] * self.n_fields if self.names is None else [role_of(name) for name in self.names]
 
     def place(self, argument: str, selector: Any) -> int | None:
-        """Column given by an argument."""
         if selector is None and argument == "value":
             return None
         hint = "; value=None makes every entry 1" if argument == "value" else ""
@@ -197,7 +196,6 @@ class _NamedColumns:
         return free[0] if free else None
 
     def free(self, role: str | None, places: dict[str, int | None]) -> list[int]:
-        """The free columns with a name of this role."""
         return [k for k, found in enumerate(self.roles) if found == role and k not in places.values()]
 
     def at_default(self, role: str, places: dict[str, int | None]) -> int:

@@ -316,13 +316,11 @@ class _Folder:
         self.files[name] = {"bytes": path.stat().st_size, "crc32": file_checksum(path)}
 
     def save_slab(self, side: Side, slab: int, matrix: sp.csr_array) -> None:
-        """Write the three files of a slab."""
         arrays = {"indptr": matrix.indptr, "indices": matrix.indices, "values": matrix.data}
         for name, dtype in ARRAYS.items():
             self.save(slab_file(side, slab, name), arrays[name].astype(dtype, copy=False))
 
     def slab(self, side: Side, slab: int, n_fixed: int) -> sp.csr_array:
-        """A complete slab, from its files."""
         indptr, indices, values = (np.load(self.path / slab_file(side, slab, name)) for name in ARRAYS)
         return make_csr(indptr, indices, values, (len(indptr) - 1, n_fixed))
 
@@ -441,7 +439,6 @@ class _Integers:
         return ids
 
     def resolve(self, used: None) -> Resolved:
-        """Positions among the sorted ids."""
         known = self.known
         low, high = (int(known[0]), int(known[-1])) if len(known) else (0, 0)
         labels = known.astype(np.int64) if high <= np.iinfo(np.int64).max else known
@@ -472,11 +469,9 @@ class _Positions:
         self.count = count
 
     def raw(self, ids: np.ndarray) -> np.ndarray:
-        """The positions."""
         return ids
 
     def resolve(self, used: None) -> Resolved:
-        """The positions."""
         return None, self.count, lambda ids: ids
 
 
@@ -631,7 +626,6 @@ class _Streamed:
         self.bounds: dict[Side, np.ndarray] = {}
 
     def run(self) -> None:
-        """Write the store."""
         self._read()
         self._resolve()
         _save_labels(self.folder, *self.labels)
@@ -699,7 +693,6 @@ class _Streamed:
         return ((start, min(self.chunk, self.count - start)) for start in range(0, self.count, self.chunk))
 
     def _raw(self, side: int, start: int, count: int) -> np.ndarray:
-        """Raw ids of some entries."""
         dtype = self.reader.sides[side].dtype
         return np.fromfile(self.work / f"{RAW[side]}.bin", dtype, count, offset=start * dtype.itemsize)
 

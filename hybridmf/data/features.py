@@ -107,7 +107,6 @@ class Features:
         return f"Features({self.matrix.shape[0]:,} rows, {self.matrix.shape[1]:,} features)"
 
     def __len__(self) -> int:
-        """Number of rows."""
         return int(self.matrix.shape[0])
 
     @property
@@ -354,7 +353,6 @@ def align_features(argument: str, value: Any, labels: np.ndarray | None, n_rows:
 
 
 def as_features(argument: str, value: Any, side: Side | None = None) -> Features:
-    """Features of any accepted kind."""
     if isinstance(value, Features):
         return value
     if frame_names(value) is not None:

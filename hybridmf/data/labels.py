@@ -180,7 +180,6 @@ class Entries:
 
 
 def are_missing(ids: np.ndarray) -> np.ndarray:
-    """Mask of the labels that are `MISSING_WORDS`."""
     if ids.dtype.kind not in "UO":
         return np.zeros(len(ids), dtype=bool)
     return np.fromiter((label in MISSING_WORDS for label in ids.tolist()), bool, len(ids))
@@ -230,7 +229,6 @@ def whole_repeats(users: np.ndarray, items: np.ndarray, values: np.ndarray, *mor
 
 
 def note_copies(source: str, count: int) -> None:
-    """Report rows that are merged because they repeat others whole."""
     logger.warning("%s: merged %s rows that repeat another row whole", source, f"{count:,}")
 
 
@@ -255,7 +253,6 @@ def duplicate_error(
 
 
 def label_kind(ids: np.ndarray | None) -> str:
-    """Type of the labels in a word."""
     return "positions" if ids is None else "str" if ids.dtype.kind == "U" else ids.dtype.name
 
 
@@ -703,7 +700,6 @@ def places_among(ids: np.ndarray | None, labels: np.ndarray) -> np.ndarray:
 
 
 def _find(table: dict[Any, int], labels: np.ndarray) -> np.ndarray:
-    """Position of each label, int64; -1 for unknown ones."""
     try:
         return np.fromiter((table.get(label, -1) for label in labels.tolist()), np.int64, len(labels))
     except TypeError as error:  # of a list in a list
@@ -794,7 +790,6 @@ def encode_labels(name: str, labels: np.ndarray) -> np.ndarray:
 
 
 def decode_labels(name: str, tensor: np.ndarray) -> np.ndarray:
-    """Inverse of `encode_labels`."""
     if tensor.dtype != np.uint8:
         return tensor
     plain = json.loads(tensor.tobytes().decode())

@@ -61,7 +61,6 @@ class FileOptions:
 
     @property
     def selectors(self) -> tuple[Any, Any, Any]:
-        """Columns of user, item and value."""
         return self.user, self.item, self.value
 
     def detect(self, path: str) -> tuple[bytes, str]:
@@ -116,10 +115,8 @@ class TextLayout:
         return tuple(filter(None, (self.quote_mark, self.options.escape)))
 
     def open(self) -> io.TextIOWrapper:
-        """Open the file as text."""
         return open_text(self.path, self.encoding, self.on_read)
 
 
 def open_text(path: str, encoding: str, on_read: Callable[[int], object] | None = None) -> io.TextIOWrapper:
-    """Open a plain or gzipped file as text."""
     return io.TextIOWrapper(open_bytes(path, on_read), encoding=encoding)

@@ -61,7 +61,6 @@ def line_blocks(stream: TextIO, path: str, size: int) -> Iterator[tuple[int, str
 
 
 def long_line(path: str, number: int) -> RatingsError:
-    """The error for a line that exceeds `MAX_LINE`."""
     return RatingsError(
         f"{path}, line {number} has more than {MAX_LINE:,} characters; expected one entry, or one user, in each line"
     )

@@ -44,12 +44,10 @@ FIELDS = {"format", "version", "dtype", "shape", "nnz", "zeros", "bounds", "sums
 
 
 def slab_file(side: Side, slab: int, array: str) -> str:
-    """Name of a file of a slab."""
     return f"{side}-{slab:06d}.{array}.npy"
 
 
 def degrees_file(side: Side, *, nonzero: bool = False) -> str:
-    """Name of the file of a side's degrees."""
     return f"{side}-degrees-nonzero.npy" if nonzero else f"{side}-degrees.npy"
 
 

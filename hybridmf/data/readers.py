@@ -353,7 +353,6 @@ def read_frame(path: str, format: str) -> Any:
 
 
 def _json_lines(path: str) -> Any:
-    """Table of a file of JSON lines."""
     import_before_arrow()
     try:
         import pyarrow as pa
@@ -431,7 +430,6 @@ def _numbers_if_possible(fields: np.ndarray) -> np.ndarray:
 
 
 def parquet_layout(path: str, options: FileOptions) -> Columns:
-    """Columns of a Parquet file, from its schema."""
     with _parquet(path) as file:
         return _resolved(path, file, options)[0]
 

@@ -36,7 +36,6 @@ class Orientation:
         raise NotImplementedError
 
     def matrices(self) -> Iterator[sp.csr_array]:
-        """Slab after slab."""
         for slab in range(len(self.bounds) - 1):
             yield self.matrix(slab)
 
@@ -72,7 +71,6 @@ class Orientation:
         return rows_of(self.matrix(slab), first, last)
 
     def take(self, rows: np.ndarray) -> sp.csr_array:
-        """Entries of some rows."""
         if not len(rows):
             return csr_of(np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, self.dtype), self.shape[1])
         slabs = np.searchsorted(self.bounds, rows, side="right") - 1
@@ -104,7 +102,6 @@ class InMemory(Orientation):
 
     @property
     def degrees(self) -> np.ndarray:
-        """Entries of each row."""
         return np.diff(csr_arrays(self.csr)[0])
 
     def matrix(self, slab: int) -> sp.csr_array:
@@ -119,7 +116,6 @@ class InMemory(Orientation):
         return InMemory(taken[0] if len(taken) == 1 else stacked(taken))
 
     def cut(self, entries: int, rows: int | None = None) -> InMemory:
-        """See `Orientation.cut`."""
         return type(self)(self.csr, slab_bounds(self.degrees, entries, rows))
 
     def rows(self, first: int, last: int) -> Iterator[sp.csr_array]:
@@ -127,11 +123,9 @@ class InMemory(Orientation):
         yield rows_of(self.csr, first, last)
 
     def take(self, rows: np.ndarray) -> sp.csr_array:
-        """Entries of some rows."""
         return take_rows(self.csr, rows)
 
     def load(self) -> InMemory:
-        """Return the object itself."""
         return self
 
 
@@ -178,7 +172,6 @@ class Part(Orientation):
         self.nnz = int(self.degrees.sum())
 
     def cut(self, entries: int, rows: int | None = None) -> Part:
-        """See `Orientation.cut`."""
         return Part(self.source, self.ranges, self.columns, entries=entries, rows=rows)
 
     def matrix(self, slab: int) -> sp.csr_array:
@@ -196,7 +189,6 @@ class Part(Orientation):
         return found if self.columns is None else columns_of(found, *self.columns)
 
     def release(self) -> None:
-        """Keep no slab of the source."""
         self._at_hand.clear()
 
     def prefetch(self, slab: int) -> None:
@@ -234,6 +226,5 @@ def slab_bounds(degrees: np.ndarray, entries: int, rows: int | None = None) -> n
 
 
 def slab_entries(bounds: np.ndarray, degrees: np.ndarray) -> np.ndarray:
-    """Entries of each slab, int64."""
     before = np.concatenate(([0], np.cumsum(degrees)))
     return np.diff(before[bounds])

@@ -497,11 +497,9 @@ class StoreMatrix(Orientation):
         return max(int(slab_entries(each.bounds, each.degrees).max(initial=0)) for each in sides)
 
     def transposed(self) -> StoreMatrix:
-        """The other orientation."""
         return StoreMatrix(self.store, other_side(self.side), self.dtype, self.drop_zeros, self.more)
 
     def matrix(self, slab: int) -> sp.csr_array:
-        """Rows of a slab."""
         matrix = self._slabs[slab].matrix()
         matrix = without_zeros(matrix) if self.drop_zeros else matrix
         shape = int(self.bounds[slab + 1] - self.bounds[slab]), self.shape[1]
@@ -511,7 +509,6 @@ class StoreMatrix(Orientation):
         return make_csr(indptr, matrix.indices, matrix.data.astype(self.dtype, copy=False), shape)
 
     def prefetch(self, slab: int) -> None:
-        """Ask the system to read a slab's files ahead."""
         if slab >= len(self._slabs):
             return
         for array in ("indices", "values"):

@@ -136,7 +136,6 @@ def _time_column(path: str, columns: Columns, rows: list[list[str]]) -> int | No
 
 
 def warn_times(path: str, place: int, texts: list[str]) -> None:
-    """Report a column of times that cannot be read."""
     logger.warning(
         "%s has no times: %s; write them as numbers or as 2026-11-23T12:00:00 (pandas.to_datetime reads many forms), "
         "or pass timestamp=None to do without",
@@ -217,7 +216,6 @@ MANY_LARGE = 1000
 
 
 def large_integers(values: np.ndarray) -> np.ndarray:
-    """The distinct integers above `LARGE`."""
     large = values[values > LARGE]
     return np.unique(large[large == np.floor(large)])
 

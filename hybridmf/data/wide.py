@@ -75,7 +75,6 @@ def _axis_labels(name: str, index: Any) -> np.ndarray | None:
 
 
 def _column(frame: Any, place: int) -> np.ndarray:
-    """One column as an array."""
     if hasattr(frame, "iloc"):
         return np.asarray(frame.iloc[:, place])
     return np.asarray(frame[frame_names(frame)[place]])  # type: ignore[index]

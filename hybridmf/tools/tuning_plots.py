@@ -58,7 +58,6 @@ def _points(lines: Sequence[Line], part: str) -> tuple[list[int], list[float]]:
 
 
 def config_text(config: dict[str, Any]) -> str:
-    """Short text for the values of a configuration."""
     return "(" + ", ".join(str(int(value)) for value in config.values()) + ")"
 
 

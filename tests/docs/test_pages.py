@@ -293,6 +293,13 @@ def test_public_names_are_documented(name: str) -> None:
     assert re.search(rf"\b(?:hmf|hybridmf)\.{name}\b|^{name}\b", all_code(), flags=re.MULTILINE)
 
 
+@pytest.mark.parametrize("name", [name for name in hmf.__all__ if inspect.isclass(getattr(hmf, name))])
+def test_members_of_public_classes_have_docstrings(name: str) -> None:
+    members = inspect.classify_class_attrs(getattr(hmf, name))
+    ours = [each for each in members if not each.name.startswith("_") and each.kind != "data"]
+    assert not [each.name for each in ours if "hybridmf" in each.defining_class.__module__ and not each.object.__doc__]
+
+
 def test_errors_and_formats_are_documented() -> None:
     classes = [name for name, value in vars(hmf.errors).items() if inspect.isclass(value)]
     code = all_code()
