@@ -129,7 +129,7 @@ class CpuRates:
     row: float = 3.0e-7  # seconds for a row of a solver that builds no system
     region: float = 1.0e-5  # seconds to start and end one parallel region
     sweep: float = 8.0e-5  # seconds of a half sweep with no work: the Python around it
-    gram: float = 2.0e-4  # additional fixed seconds of a half sweep of implicit feedback
+    gram: float = 3.5e-4  # additional fixed seconds of a half sweep of implicit feedback
     fresh: float = 5.0e-10
     """Seconds of all cores together to write a factor to newly allocated memory, if the cache is too small."""
     draw: float = 2.0e-9  # seconds of one core to draw an initial factor and to store the learned one
@@ -190,8 +190,9 @@ class GpuRates:
     ccd: float = 3.8e12  # bytes/s of CCD++, in the units of `CcdMethod.bytes_per_iteration`
     ccd_row: float = 2.5e-10  # seconds for one factor of a row of CCD++
     launch: float = 9.0e-6  # seconds to launch a kernel
-    sweep: dict[str, float] = field(default_factory=lambda: {"als": 7.0e-4, "sgd": 3.5e-4, "ccd": 5.0e-4})
-    """Seconds of a half sweep with no work, by kind of method: launches, and the Python around them."""
+    sweep: dict[str, float] = field(default_factory=lambda: {"als": 3.3e-4, "sgd": 2.7e-4, "ccd": 5.0e-4})
+    """Seconds of a half sweep with no work, by kind of method: launches, and the Python around them (the run of
+    2026-11-27 in bench/results/dispatch.jsonl, 604 x 371 ratings)."""
     gram: float = 4.0e-4  # additional fixed seconds of a half sweep of implicit feedback
     gather_bytes: float = 5.4e12
     cached_bytes: float = 9.3e12  # bytes/s of gathered rows of factors from memory, and from the L2 cache
@@ -199,7 +200,7 @@ class GpuRates:
     fit: dict[str, float] = field(default_factory=lambda: {"als": 3.8e-3, "sgd": 9.6e-3, "ccd": 8.0e-3})
     """Fixed seconds around a fit beyond those on the CPU, by kind of method."""
     row_setup: float = 9.0e-8
-    factor_setup: float = 1.0e-10
+    factor_setup: float = 1.0e-9
     """Seconds on the host for a row and for a factor, beyond those of a fit on the CPU and of copies."""
     entry_setup: dict[str, float] = field(
         default_factory=lambda: {"msgd": 2.0e-9, "batch_hogwild": 2.4e-8, "ccd++": 8.0e-9}

@@ -169,8 +169,8 @@ class SgdMethod(Method):
         entry = seconds_at(rates.sgd[self.schedule], lambda f: flops * f, plan.rank)
         if self.rate_schedule in ("rpcs", "adagrad"):
             entry *= 3.0  # a square root and a division for each updated row or coordinate
-        moved = self.bytes_per_iteration(plan) * 4 / plan.itemsize
-        # blocks keep the rows they update in a core's cache
+        # MSGD keeps the row that it updates in registers; blocks keep theirs in a core's cache
+        moved = (2 if self.schedule == "msgd" else 4) * plan.nnz * plan.rank * 4.0
         near = self.schedule == "blocks"
         floor = 0.0 if near else max(gather_seconds(plan, rates), memory_floor(moved, plan, rates))
         seconds = max(plan.nnz * entry, floor) + plan.filled_rows * rates.sgd_row

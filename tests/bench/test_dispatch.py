@@ -6,10 +6,10 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridmf.datasets import SHAPES
-from hybridmf.plan.machine import CpuRates, GpuRates
 from support.cost_model import H200, built_in, load_bench
 from support.ratings import planted
 
@@ -58,21 +58,25 @@ def test_the_benchmark_covers_what_it_promises():
     assert published == {(device, name) for device, names in bench.ASSEMBLIES.items() for name in names}
 
 
-def test_constants_that_a_run_does_not_have_are_the_built_in_ones(tmp_path, monkeypatch, capsys):
+def test_reports_scale_the_built_in_constants_by_the_speeds_of_a_run(tmp_path, monkeypatch, capsys):
     bench = load_bench()
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    assert list(bench.read_runs()) == []
+    assert list(bench.read_runs()) == [] and bench.wrong_choices() == ([], 0)
     bench.report()
     assert "no run is recorded" in capsys.readouterr().out
-    now = {"task": "machine", "run": "now", "cpu": asdict(CpuRates()), "gpu": asdict(GpuRates()), "gpu_identity": {}}
-    then = now | {"run": "then", "cpu": {"serial": 0.1}}
-    lines = [then, {"task": "fit", "run": "then"}, now, {"task": "fit", "run": "now", "model": "MSGD"}]
+    known = built_in()
+    cpu = replace(known.cpu.scaled(0.5), serial=0.1, sweep=1e-3, fit=1.0)
+    gpu = replace(known.gpu.sped_up(2.0), sweep={"als": 2 * known.gpu.sweep["als"]}, row_setup=1.0)
+    now = {"task": "machine", "run": "now", "cpu": asdict(cpu), "gpu": asdict(gpu), "gpu_identity": {}, "spec": None}
+    lines = [now, {"task": "fit", "run": "then"}, {"task": "fit", "run": "now", "model": "MSGD"}]
     (tmp_path / "dispatch.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    (first, earlier), (second, fits) = bench.read_runs()
-    assert earlier == lines[1:2] and fits == lines[-1:]
-    built_in = bench._machine.built_in()
-    assert bench.machine_of(first).cpu == replace(built_in.cpu, serial=0.1)
-    assert bench.machine_of(second) == replace(built_in, cpu=CpuRates(), source="recorded")
+    ((line, fits),) = bench.read_runs()
+    assert fits == lines[-1:]
+    found = bench.machine_of(line)
+    assert found.cpu.assembly == pytest.approx(np.array(cpu.assembly))
+    assert (found.cpu.serial, found.cpu.sweep, found.cpu.fit) == (0.1, 1e-3, known.cpu.fit)
+    assert found.gpu.solve == pytest.approx(np.array(gpu.solve)) and found.gpu.row_setup == known.gpu.row_setup
+    assert found.gpu.sweep == pytest.approx({kind: 2 * spent for kind, spent in known.gpu.sweep.items()})
 
 
 def test_the_benchmark_evaluates_choices(monkeypatch):

@@ -39,7 +39,10 @@ def test_problems_have_rows_of_one_length(size):
 
 TRUE_CPU = replace(built_in().cpu.scaled(0.7), gather_bytes=1e14, cached_bytes=1e14, serial=0.07, sweep=1e-4, fresh=0.0)
 TRUE_GPU = replace(
-    GpuRates().sped_up(0.8), gather_bytes=1e18, cached_bytes=1e18, sweep={"als": 7e-6, "sgd": 3.5e-6, "ccd": 5e-6}
+    GpuRates().sped_up(0.8),
+    gather_bytes=1e18,
+    cached_bytes=1e18,
+    sweep={kind: seconds / 50 for kind, seconds in GpuRates().sweep.items()},
 )
 
 
