@@ -823,11 +823,11 @@ class Hermitians:
             end = begin + len(segments)
             batches.append(((self.matrices[begin:end], self.rhs[begin:end]), self.device.upload(segments)))
 
+        constants = {} if with_rhs else {"WITH_RHS": False}
+
         def run() -> None:
             for out, segments in batches:
-                sparse_syrk_published(
-                    self.device, out, self.table, self.entries, segments, config, with_rhs=with_rhs
-                )  # fmt: skip
+                sparse_syrk_published(self.device, out, self.table, self.entries, segments, config, **constants)
 
         return run, {}
 

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from ..device.cuda import Array, Device
+from ..plan.tables import KernelConfig
 from ..plan.types import NONNEGATIVE
 from . import arrays, cholesky_any
 from .features import add_pull
-from .launch import DeviceEntries, check_all
+from .launch import DeviceEntries, check_all, launch
 from .nonnegative import nonnegative_solve
 from .systems import SideSystems, Sums
 
@@ -136,9 +137,32 @@ def check_factors(device: Device, sums: Sums, n: int | None, factors: Array, dty
     return rank
 
 
-def check_segments(device: Device, sums: Sums, factors: Array, entries: DeviceEntries, segments: Array) -> int:
-    """Check the arguments of a kernel over segments; return the rank."""
-    rank = check_factors(device, sums, None, factors, entries.ratings.dtype)
-    entries.check(device, entries.ratings.dtype, len(factors))
+def sum_segments(
+    kind: type[KernelConfig],
+    device: Device,
+    sums: Sums,
+    factors: Array,
+    entries: DeviceEntries,
+    segments: Array,
+    config: Any = None,
+    **constants: Any,
+) -> None:
+    """Sum each segment of entries by a kernel with a configuration of `kind`, by default the tuned one.
+
+    `sums`, tuple of float (matrices, rhs) (n_slots, rank, rank) and (n_slots, rank): written; only lower triangles of
+        `matrices`, elements above the diagonal are undefined.
+    `factors`, float (n_fixed, ld): ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
+    `segments`, int64 (n_segments, 3): slot, begin and end of each segment; every slot once. Longest first is fastest.
+    `constants`: further compile-time constants.
+    """
+    dtype = np.dtype(entries.ratings.dtype)
+    rank = check_factors(device, sums, None, factors, dtype)
+    entries.check(device, dtype, len(factors))
     check_all(device, segments=(segments, np.int64, (None, 3)))
-    return rank
+    config = config or kind.default(rank, dtype.itemsize, device.spec)
+    config.require_match(rank, dtype)
+    config.require_fit(device.spec)
+    if len(segments):
+        sizes = config.sizes(rank, factors.shape[1])
+        arguments = (*sums, factors, *entries.arrays, segments, *map(np.int32, sizes), *entries.scalars)
+        launch(device, config, len(segments), arguments, **entries.constants, **constants)

@@ -19,7 +19,7 @@ from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import REGISTERS, RESERVED, WARP
 from ..plan.fused import solver_floats, vector_floats
 from ..plan.tables import KernelConfig, require
-from .launch import check_all, get_kernel, program
+from .launch import check_all, get_kernel, launch, program
 from .systems import check_columns
 
 MAX_RANK = MAX_FACTORS + 1
@@ -150,12 +150,10 @@ class CholeskyConfig(KernelConfig):
     file: ClassVar[str] = "cholesky_any.cu"
 
     @property
-    def kernel(self) -> str:
-        """Name of the kernel."""
+    def kernel(self) -> str:  # type: ignore[override]
         return "cholesky_warp" if self.systems else "cholesky_block"
 
-    def grid(self, n: int, spec: DeviceSpec) -> tuple[int]:
-        """Blocks for n systems."""
+    def grid(self, n: int, spec: DeviceSpec) -> tuple[int, ...]:
         return (ceil_div(n, self.systems or 1),)
 
     @property
@@ -175,6 +173,8 @@ class CgConfig(KernelConfig):
     resident: bool  # keep the matrix in shared memory; otherwise read it again in each step
     blocks_per_sm: int  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
+    file: ClassVar[str] = "cg_any.cu"
+    kernel: ClassVar[str] = "cg"
     tuned_as: ClassVar[str] = "cg_any"
     names: ClassVar[dict[str, str]] = {"itemsize": "REAL", "blocks_per_sm": "MIN_BLOCKS"}
 
@@ -235,14 +235,19 @@ def _check_batch(device: Device, matrices: Array, rhs: Array, slots: Array) -> t
     return len(slots) - 1, rank
 
 
-def _check_results(device: Device, solutions: Array, status: Array, rows: Array, n: int, rank: int, dtype: Any) -> None:
+def _check_solve(
+    device: Device, solutions: Array, status: Array, sums: tuple[Array, ...], slots: Array, rows: Array
+) -> int:
+    """Check a batch and its results; returns the number of unknowns."""
+    n, rank = _check_batch(device, sums[0], sums[1], slots)
     check_all(
         device,
-        solutions=(solutions, dtype, (None, None)),
+        solutions=(solutions, sums[0].dtype, (None, None)),
         status=(status, np.int32, (len(solutions),)),
         rows=(rows, np.int32, (n,)),
     )
     check_columns(solutions, rank)
+    return n * rank
 
 
 def complete(
@@ -297,8 +302,7 @@ class TilesConfig(KernelConfig):
     def threads(self) -> int:
         return WARP * self.teams
 
-    def grid(self, n: int, spec: DeviceSpec) -> tuple[int]:
-        """Blocks for n systems."""
+    def grid(self, n: int, spec: DeviceSpec) -> tuple[int, ...]:
         return (ceil_div(n, self.teams),)
 
     @property
@@ -362,8 +366,7 @@ class WideTilesConfig(KernelConfig):
         """Compile-time constants of the kernel that solves sums, with solutions of `width` columns."""
         return super().constants | {"LD": width, "WARPS": 1}
 
-    def grid(self, n: int, spec: DeviceSpec) -> tuple[int]:
-        """Blocks for n systems."""
+    def grid(self, n: int, spec: DeviceSpec) -> tuple[int, ...]:
         return (min(n, spec.multiprocessors * self.blocks_per_sm),)
 
 
@@ -381,11 +384,9 @@ def programs(
 ) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Arguments of `Device.kernel` for the kernels that complete and solve systems in matrices."""
     itemsize = np.dtype(dtype).itemsize
-    if solver == "cholesky":
-        config = config_for(rank, dtype, spec)
+    if solver in ("cholesky", "cg"):
+        config = config_for(rank, dtype, spec) if solver == "cholesky" else CgConfig.default(rank, itemsize, spec)
         yield program(config.file, config.kernel, **config.constants)
-    elif solver == "cg":
-        yield program("cg_any.cu", "cg", **CgConfig.default(rank, itemsize, spec).constants)
     yield program("complete.cu", "complete", **_complete_constants(rank, itemsize, has_gram))
 
 
@@ -410,17 +411,12 @@ def cholesky_solve(
     `rows`, int32 (n,): distinct.
     `slots`, int64 (n + 1,).
     """
-    matrices, rhs = sums
-    n, rank = _check_batch(device, matrices, rhs, slots)
-    dtype = matrices.dtype
-    _check_results(device, solutions, status, rows, n, rank, dtype)
-    if not n or not rank:
+    if not _check_solve(device, solutions, status, sums, slots, rows):
         return
-    config = config or config_for(rank, dtype, device.spec)
-    kernel = get_kernel(device, config.file, config.kernel, **config.constants)
+    n, dtype = len(rows), sums[0].dtype
+    config = config or config_for(sums[0].shape[-1], dtype, device.spec)
     sizes = [np.int64(solutions.shape[1])] + [np.int64(n)] * (config.kernel != "cholesky_block")
-    arguments = (solutions, status, matrices, rhs, slots, rows, *sizes, dtype.type(pivot_epsilon))
-    kernel(config.grid(n, device.spec), (config.threads,), arguments, config.shared_bytes)
+    launch(device, config, n, (solutions, status, *sums, slots, rows, *sizes, dtype.type(pivot_epsilon)))
 
 
 def cg_solve(
@@ -438,13 +434,7 @@ def cg_solve(
     The stopping rule is that of the CPU: the residual has fallen by 1e-10 or is close to underflow. Arguments are those
     of `cholesky_solve`. Status -1: residual or solution became infinite or NaN; -2: negative curvature.
     """
-    matrices, rhs = sums
-    n, rank = _check_batch(device, matrices, rhs, slots)
-    dtype = matrices.dtype
-    _check_results(device, solutions, status, rows, n, rank, dtype)
-    if not n or not rank:
-        return
-    config = config or CgConfig.default(rank, dtype.itemsize, device.spec)
-    kernel = get_kernel(device, "cg_any.cu", "cg", **config.constants)
-    arguments = (solutions, status, matrices, rhs, slots, rows, np.int64(solutions.shape[1]), np.int32(steps))
-    kernel((n,), (config.threads,), arguments, config.shared_bytes)
+    if _check_solve(device, solutions, status, sums, slots, rows):
+        config = config or CgConfig.default(sums[0].shape[-1], sums[0].dtype.itemsize, device.spec)
+        sizes = (np.int64(solutions.shape[1]), np.int32(steps))
+        launch(device, config, len(rows), (solutions, status, *sums, slots, rows, *sizes))

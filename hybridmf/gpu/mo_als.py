@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import (
@@ -18,8 +16,8 @@ from ..plan.assemblies import (
     tile_size,
 )
 from ..plan.tables import KernelConfig, require
-from .assembly import check_segments
-from .launch import DeviceEntries, get_kernel
+from .assembly import sum_segments
+from .launch import DeviceEntries
 from .systems import Sums
 
 
@@ -35,6 +33,8 @@ class MoAlsConfig(KernelConfig):
     part_tiles: int  # tiles of a block. If fewer than the lower triangle has, several blocks share a segment
     blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
+    file: ClassVar[str] = "mo_als.cu"
+    kernel: ClassVar[str] = "mo_als"
     names: ClassVar[dict[str, str]] = {"itemsize": ""}
 
     def check(self) -> None:
@@ -82,6 +82,14 @@ class MoAlsConfig(KernelConfig):
         """Blocks that share a segment."""
         return ceil_div(self.tiles, self.part_tiles)
 
+    def grid(self, n: int, spec: DeviceSpec) -> tuple[int, ...]:
+        return n, self.parts
+
+    @staticmethod
+    def sizes(rank: int, ld: int) -> tuple[int, ...]:
+        """Arguments of the kernel."""
+        return (ld,)
+
     @property
     def chunks(self) -> int:
         """Loads of 16 bytes of an entry."""
@@ -110,24 +118,16 @@ def mo_als(
     read_only: bool = True,
     registers: bool = True,
 ) -> None:
-    """Sums of each segment of entries by cuMF's MO-ALS (Algorithm 2).
+    """Sums of each segment of entries by cuMF's MO-ALS (Algorithm 2); see `sum_segments`.
 
-    `device`, `sums`, `factors`, `entries`, `segments`: as for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
     `read_only`: read factors through the read-only path, cached in L1 (the paper's texture memory, fig. 8).
     `registers`: sum all bins in registers. False: add each bin to global memory, the baseline of the paper (fig. 7).
     """
-    rank, n_segments = check_segments(device, sums, factors, entries, segments), len(segments)
-    dtype = np.dtype(factors.dtype)
-    config = config or MoAlsConfig.default(rank, dtype.itemsize, device.spec, registers=registers)
-    config.require_match(rank, dtype)
-    config.require_fit(device.spec)
+    rank, itemsize = sums[0].shape[-1], entries.ratings.dtype.itemsize
+    config = config or MoAlsConfig.default(rank, itemsize, device.spec, registers=registers)
     require(
         registers or config.groups == 1,
         f"registers=False needs groups=1, an element of global memory has one owner; got groups={config.groups}",
     )
-    if not n_segments:
-        return
     switches = {"READ_ONLY": read_only, "REGISTERS": registers}
-    kernel = get_kernel(device, "mo_als.cu", "mo_als", **config.constants, **entries.constants, **switches)
-    arguments = (*sums, factors, *entries.arrays, segments, np.int32(factors.shape[1]), *entries.scalars)
-    kernel((n_segments, config.parts), (config.threads,), arguments, config.shared_bytes)
+    sum_segments(MoAlsConfig, device, sums, factors, entries, segments, config, **switches)

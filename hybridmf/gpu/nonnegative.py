@@ -13,7 +13,7 @@ from ..plan.assemblies import REGISTERS, RESERVED, WARP
 from ..plan.fused import MAX_RANK as MAX_TILED_RANK
 from ..plan.fused import partial_floats
 from ..plan.tables import KernelConfig, require
-from .launch import check_all, get_kernel
+from .launch import check_all, launch
 from .systems import SideSystems, Sums
 
 MAX_WARPS = 8
@@ -36,6 +36,8 @@ class NonnegativeConfig(KernelConfig):
     warps: int  # warps of a block, which solves one system
     blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
+    file: ClassVar[str] = "nonnegative.cu"
+    kernel: ClassVar[str] = "nonnegative"
     names: ClassVar[dict[str, str]] = {"itemsize": "REAL", "blocks_per_sm": "MIN_BLOCKS"}
 
     def check(self) -> None:
@@ -82,11 +84,6 @@ class NonnegativeConfig(KernelConfig):
     def constants(self) -> dict[str, Any]:
         return super().constants | {"SHARED_BYTES": self.shared_bytes}
 
-    @property
-    def build(self) -> tuple[str, str, dict[str, Any]]:
-        """``(file, kernel, constants)``."""
-        return "nonnegative.cu", "nonnegative", self.constants
-
 
 def nonnegative_solve(
     device: Device,
@@ -124,8 +121,6 @@ def nonnegative_solve(
     if config is None:
         of_matrices = NonnegativeConfig.of_matrices
         config = NonnegativeConfig.of_tiles(rank) if tiled else of_matrices(rank, dtype.itemsize, device.spec)
-    file, name, constants = config.build
     arrays = (systems.solutions, systems.status, sums[0], sums[-1], slots, rows, systems.gram_pointer)
     scalars = (np.int64(systems.solutions.shape[1]), np.int32(systems.bounded), dtype.type(epsilon))
-    kernel = get_kernel(device, file, name, **constants)
-    kernel((len(rows),), (config.threads,), (*arrays, systems.ridge, systems.scale, *scalars), config.shared_bytes)
+    launch(device, config, len(rows), (*arrays, systems.ridge, systems.scale, *scalars))

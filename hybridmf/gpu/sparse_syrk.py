@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
-
-import numpy as np
+from functools import partial
+from typing import Any, ClassVar
 
 from ..core.system import ceil_div, round_up
-from ..device.cuda import Array, Device, DeviceSpec
+from ..device.cuda import DeviceSpec
 from ..plan.assemblies import (
     MAX_GRID_Y,
     RESERVED,
@@ -19,11 +18,7 @@ from ..plan.assemblies import (
     require_threads,
 )
 from ..plan.tables import KernelConfig, require
-from .assembly import check_segments
-from .launch import DeviceEntries, get_kernel
-from .systems import Sums
-
-Config = TypeVar("Config", "SyrkConfig", "PublishedSyrkConfig")
+from .assembly import sum_segments
 
 
 def warp_shape(nb: int, dx: int, dy: int, dz: int) -> tuple[int, int]:
@@ -41,8 +36,8 @@ def warp_shape(nb: int, dx: int, dy: int, dz: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class SyrkConfig(KernelConfig):
-    """Compile-time choices of cuda/sparse_syrk.cu (Gates et al., section V; constraints: section VIII)."""
+class PublishedSyrkConfig(KernelConfig):
+    """Compile-time choices of cuda/sparse_syrk_published.cu: the tuple (nb, kb, dx, dy) of the paper."""
 
     rank: int  # order of the matrices; affects only the size of a stage
     itemsize: int  # 4 for float32, 8 for float64
@@ -51,13 +46,68 @@ class SyrkConfig(KernelConfig):
     # dx, dy: threads along the columns and rows of a tile
     dx: int
     dy: int
+
+    file: ClassVar[str] = "sparse_syrk_published.cu"
+    kernel: ClassVar[str] = "sparse_syrk_published"
+    names: ClassVar[dict[str, str]] = {"rank": "", "itemsize": ""}
+
+    def check(self) -> None:
+        """See `KernelConfig`; the constraints of section VIII."""
+        nb, kb, dx, dy = self.nb, self.kb, self.dx, self.dy
+        require(nb % dx == 0 and nb % dy == 0, f"nb={nb} must be a multiple of dx={dx} and dy={dy}")
+        require(kb % dy == 0 or dy % kb == 0, f"kb={kb} must be a multiple of dy={dy}, or a part of it")
+        require_threads(self.threads, "dx * dy")
+        tx, ty = nb // dx, nb // dy
+        require_registers(tx * ty, tx + ty, self.threads, self.itemsize, 1)
+
+    @classmethod
+    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> PublishedSyrkConfig:
+        """The tuple, as the paper tunes it: one tile up to rank 128, where dy divides kb (section VIII).
+
+        On an H100, (32, 8, 8, 8) took 35.1 ms for Netflix's shape and (64, 16, 16, 16) 61.4; the paper's choices for a
+        K40c, (32, 8, 16, 16) and such, 44.4 and 77.1.
+        """
+        widest = 128 if itemsize == 4 else 96
+        nb = round_up(ceil_div(rank, ceil_div(rank, widest)), 8 if rank <= 8 else 16)
+        side = 8 if nb <= 32 else 16
+        return cls(rank, itemsize, nb, side, side, side)
+
+    @property
+    def threads(self) -> int:
+        return self.dx * self.dy
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the lower triangle of a matrix."""
+        return lower_tiles(self.rank, self.nb)
+
+    def grid(self, n: int, spec: DeviceSpec) -> tuple[int, ...]:
+        require(self.tiles <= MAX_GRID_Y, f"nb={self.nb} gives {self.tiles} tiles, more than {MAX_GRID_Y}")
+        return n, self.tiles
+
+    @staticmethod
+    def sizes(rank: int, ld: int) -> tuple[int, ...]:
+        """Arguments of the kernel."""
+        return rank, ld
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the paper's sY, sYT and sR, which has two weights."""
+        return self.kb * ((2 if self.tiles > 1 else 1) * self.nb + 2) * self.itemsize
+
+
+@dataclass(frozen=True)
+class SyrkConfig(PublishedSyrkConfig):
+    """Compile-time choices of cuda/sparse_syrk.cu (Gates et al., section V; constraints: section VIII)."""
+
     dz: int = 1  # groups of ``dx * dy`` threads that share the entries of a stage
     stages: int = 2  # stages being loaded or in use
     unroll: int = 2  # entries of a group whose loads from shared memory may overlap
     blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
 
+    file: ClassVar[str] = "sparse_syrk.cu"
+    kernel: ClassVar[str] = "sparse_syrk"
     tuned_as: ClassVar[str] = "sparse_syrk"
-    names: ClassVar[dict[str, str]] = {"rank": "", "itemsize": ""}
 
     def check(self) -> None:
         nb, kb, dx, dy, dz = self.nb, self.kb, self.dx, self.dy, self.dz
@@ -101,11 +151,6 @@ class SyrkConfig(KernelConfig):
         return self.dx * self.dy * self.dz
 
     @property
-    def tiles(self) -> int:
-        """Tiles of the lower triangle of a matrix."""
-        return lower_tiles(self.rank, self.nb)
-
-    @property
     def shared_bytes(self) -> int:
         panels = 2 if self.tiles > 1 else 1
         staged = self.stages * self.kb * (panels * self.nb + 2)
@@ -119,118 +164,8 @@ class SyrkConfig(KernelConfig):
         return super().constants | {"WX": wx, "WY": wy}
 
 
-@dataclass(frozen=True)
-class PublishedSyrkConfig(KernelConfig):
-    """Compile-time choices of cuda/sparse_syrk_published.cu: the tuple (nb, kb, dx, dy) of the paper."""
+sparse_syrk = partial(sum_segments, SyrkConfig)
+"""Gates' batched sparse-syrk (section V, fig. 9)."""
 
-    rank: int  # order of the matrices; affects only the size of a stage
-    itemsize: int  # 4 for float32, 8 for float64
-    nb: int  # rows and columns of a tile of a matrix
-    kb: int  # entries staged at a time
-    # dx, dy: threads along the columns and rows of a tile
-    dx: int
-    dy: int
-
-    names: ClassVar[dict[str, str]] = {"rank": "", "itemsize": ""}
-
-    def check(self) -> None:
-        """See `KernelConfig`; the constraints of section VIII."""
-        nb, kb, dx, dy = self.nb, self.kb, self.dx, self.dy
-        require(nb % dx == 0 and nb % dy == 0, f"nb={nb} must be a multiple of dx={dx} and dy={dy}")
-        require(kb % dy == 0 or dy % kb == 0, f"kb={kb} must be a multiple of dy={dy}, or a part of it")
-        require_threads(self.threads, "dx * dy")
-        tx, ty = nb // dx, nb // dy
-        require_registers(tx * ty, tx + ty, self.threads, self.itemsize, 1)
-
-    @classmethod
-    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> PublishedSyrkConfig:
-        """The tuple, as the paper tunes it: one tile up to rank 128, where dy divides kb (section VIII).
-
-        On an H100, (32, 8, 8, 8) took 35.1 ms for Netflix's shape and (64, 16, 16, 16) 61.4; the paper's choices for a
-        K40c, (32, 8, 16, 16) and such, 44.4 and 77.1.
-        """
-        widest = 128 if itemsize == 4 else 96
-        nb = round_up(ceil_div(rank, ceil_div(rank, widest)), 8 if rank <= 8 else 16)
-        side = 8 if nb <= 32 else 16
-        return cls(rank, itemsize, nb, side, side, side)
-
-    @property
-    def threads(self) -> int:
-        return self.dx * self.dy
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of the lower triangle of a matrix."""
-        return lower_tiles(self.rank, self.nb)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: the paper's sY, sYT and sR, which has two weights."""
-        return self.kb * ((2 if self.tiles > 1 else 1) * self.nb + 2) * self.itemsize
-
-
-def sparse_syrk(
-    device: Device,
-    sums: Sums,
-    factors: Array,
-    entries: DeviceEntries,
-    segments: Array,
-    config: SyrkConfig | None = None,
-) -> None:
-    """Sums of each segment of entries by Gates' batched sparse-syrk (section V, fig. 9).
-
-    `sums`, tuple of float (matrices, rhs) (n_slots, rank, rank) and (n_slots, rank): written; only lower triangles of
-        `matrices`, elements above the diagonal are undefined.
-    `factors`, float (n_fixed, ld): ``ld >= rank``, rows a multiple of 16 bytes; columns from `rank` on are not used.
-    `segments`, int64 (n_segments, 3): slot, begin and end of each segment; every slot once. Longest first is fastest.
-    """
-    config = _checked(SyrkConfig, device, sums, factors, entries, segments, config)
-    if len(segments):
-        kernel = get_kernel(device, "sparse_syrk.cu", "sparse_syrk", **config.constants, **entries.constants)
-        grid, arguments = (len(segments), config.tiles), _arguments(sums, factors, entries, segments)
-        kernel(grid, (config.threads,), arguments, config.shared_bytes)
-
-
-def sparse_syrk_published(
-    device: Device,
-    sums: Sums,
-    factors: Array,
-    entries: DeviceEntries,
-    segments: Array,
-    config: PublishedSyrkConfig | None = None,
-    *,
-    with_rhs: bool = True,
-) -> None:
-    """Sums of whole rows by Gates' batched sparse-syrk as printed; arguments as for `sparse_syrk`.
-
-    `with_rhs`: False leaves the right-hand sides out, to measure what they cost.
-    """
-    config = _checked(PublishedSyrkConfig, device, sums, factors, entries, segments, config)
-    if len(segments):
-        constants = config.constants | entries.constants | ({} if with_rhs else {"WITH_RHS": False})
-        kernel = get_kernel(device, "sparse_syrk_published.cu", "sparse_syrk_published", **constants)
-        grid, arguments = (len(segments), config.tiles), _arguments(sums, factors, entries, segments)
-        kernel(grid, (config.threads,), arguments, config.shared_bytes)
-
-
-def _checked(
-    kind: type[Config],
-    device: Device,
-    sums: Sums,
-    factors: Array,
-    entries: DeviceEntries,
-    segments: Array,
-    config: Config | None,
-) -> Config:
-    """A configuration that fits the arguments and the device, by default that of the rule."""
-    rank, dtype = check_segments(device, sums, factors, entries, segments), np.dtype(factors.dtype)
-    config = config or kind.default(rank, dtype.itemsize, device.spec)
-    config.require_match(rank, dtype)
-    config.require_fit(device.spec)
-    require(config.tiles <= MAX_GRID_Y, f"nb={config.nb} gives {config.tiles} tiles, more than {MAX_GRID_Y}")
-    return config
-
-
-def _arguments(sums: Sums, factors: Array, entries: DeviceEntries, segments: Array) -> tuple[Any, ...]:
-    sizes = (np.int32(sums[1].shape[1]), np.int32(factors.shape[1]))
-    return (*sums, factors, *entries.arrays, segments, *sizes, *entries.scalars)
+sparse_syrk_published = partial(sum_segments, PublishedSyrkConfig)
+"""The same as printed, for whole rows; ``WITH_RHS=False`` leaves right-hand sides out, to measure what they cost."""

@@ -310,6 +310,9 @@ class KernelConfig:
     names: ClassVar[dict[str, str]] = {}
     """Constants of fields whose names are not those of the fields in capitals; "" for none."""
     may_be_zero: ClassVar[tuple[str, ...]] = ()
+    file: ClassVar[str]
+    """Name in ``cuda/``."""
+    kernel: ClassVar[str]
     rule: ClassVar[Callable[..., Any]]
     """The choice without a tuned one; raises ValueError if the device cannot run any."""
 
@@ -344,6 +347,15 @@ class KernelConfig:
         if "REAL" in found:
             found["REAL"] = np.dtype(f"f{found['REAL']}")
         return found
+
+    @property
+    def build(self) -> tuple[str, str, dict[str, Any]]:
+        """``(file, kernel, constants)`` of the program."""
+        return self.file, self.kernel, self.constants
+
+    def grid(self, n: int, spec: DeviceSpec) -> tuple[int, ...]:
+        """Blocks for n systems or segments."""
+        return (n,)
 
     def require_fit(self, spec: DeviceSpec) -> None:
         """Raise ValueError if a block needs more shared memory than a device has."""

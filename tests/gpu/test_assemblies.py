@@ -143,7 +143,7 @@ def test_sparse_syrk_as_printed_without_right_hand_sides(device):
     for with_rhs in (True, False):
         matrices, rhs = device.zeros((9, 20, 20), np.float32), device.zeros((9, 20), np.float32)
         arguments = device.upload(problem.factors), problem.entries(device), device.upload(problem.segments)
-        sparse_syrk_published(device, (matrices, rhs), *arguments, with_rhs=with_rhs)
+        sparse_syrk_published(device, (matrices, rhs), *arguments, WITH_RHS=with_rhs)
         sums[with_rhs] = device.download(matrices), device.download(rhs)
     np.testing.assert_array_equal(np.tril(sums[True][0]), np.tril(sums[False][0]))
     assert sums[True][1].any() and not sums[False][1].any()
