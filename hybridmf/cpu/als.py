@@ -110,10 +110,8 @@ class WeightedGram:
     With ``unobserved_weight F^T F + lambda I = L L^T``, rows y of the fixed side become ``L^-1 y`` in that basis, and a
     solution w there is ``x = L^-T w``.
 
-    `side`: the side to solve, whose ridge is part of the basis.
-    `factors`, float array, shape (n_fixed, rank): the other side.
-    `blas`: see `hybridmf.native._als.gram`.
-    `matrix`, float64 array, shape (rank, rank): (0, 0) for explicit feedback.
+    `side` is the one to solve, whose ridge is part of the basis, `factors` are the other one. `matrix` is float64, of
+    shape (0, 0) for explicit feedback.
     """
 
     def __init__(
@@ -148,12 +146,10 @@ def _epsilon(dtype: np.dtype) -> float:
 
 
 class FixedSide:
-    """The fixed side of a half sweep in the form of the kernels.
+    """The fixed side of a half sweep that solves `side`, in the form of the kernels.
 
-    `side`: the side to solve.
-    `fixed`: the other side.
-    `gram`: of all fixed factors; `fixed` may be some of them.
-    `forward`, `back`: change rows to another basis, and solutions back from it; None without one.
+    `gram` is of all fixed factors; `fixed` may be some of them. `forward` and `back` change rows to another basis, and
+    solutions back from it.
     """
 
     def __init__(
@@ -200,10 +196,7 @@ class FixedSide:
 class HalfSweep:
     """One half of a sweep: solves every row of `side` for the fixed factors of the other side.
 
-    `side`: the side to solve, named in messages.
-    `matrix`, csr_array, shape (n_rows, n_fixed): one row for each row of the side.
-    `names`, int64 array, shape (n_rows,): number of each row in error messages. Default: its position in `matrix`.
-    `weights`, shape (nnz,): of explicit entries. Default: 1.
+    `names` has the number of each row in error messages, by default its position; `weights` are of explicit entries.
     """
 
     one_thread = False  # see `hybridmf.gpu.half.GpuHalf`: each rank on the CPU solves on its own thread
@@ -402,8 +395,6 @@ class StreamedHalf:
     """One half of a sweep over slabs: one `HalfSweep` after the other.
 
     Kernels compute a row without its neighbours, so results do not depend on the bounds of slabs, bit for bit.
-
-    `slabs` and `names` are as for `HalfSweep`.
     """
 
     one_thread = False
@@ -474,8 +465,13 @@ def objective_value(
     num_threads: int,
 ) -> float:
     """The objective in float64, in O(nnz f + (m + n) f^2): the two Gram matrices account for unobserved entries."""
-    losses = losses_of_rows(objective, csr, state, num_threads)
-    return total_objective(objective, losses, state, user_degrees, item_degrees, num_threads)
+    users, items = state.user.matrix, state.item.matrix
+    total = float(losses_of_rows(objective, csr, state, num_threads).sum())
+    if objective.is_implicit:
+        grams = [_als.gram(factors, num_threads) for factors in (users, items)]
+        total += objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
+    user_penalty = objective.penalty("user", users, user_degrees, state.user.bias)
+    return total + user_penalty + objective.penalty("item", items, item_degrees, state.item.bias)
 
 
 def losses_of_rows(
@@ -500,21 +496,3 @@ def losses_of_rows(
         weights,
     )
     return losses
-
-
-def total_objective(
-    objective: Objective,
-    losses: np.ndarray,
-    state: State,
-    user_degrees: np.ndarray,
-    item_degrees: np.ndarray,
-    num_threads: int,
-) -> float:
-    """Sum of the losses of all rows, the loss of unobserved entries and the penalty."""
-    users, items = state.user.matrix, state.item.matrix
-    total = float(losses.sum())
-    if objective.is_implicit:
-        grams = [_als.gram(factors, num_threads) for factors in (users, items)]
-        total += objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
-    user_penalty = objective.penalty("user", users, user_degrees, state.user.bias)
-    return total + user_penalty + objective.penalty("item", items, item_degrees, state.item.bias)

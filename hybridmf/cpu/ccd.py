@@ -43,10 +43,7 @@ def by_row(columns: np.ndarray) -> np.ndarray:
 
 
 class _Half:
-    """One side's rows: ratings, residual and schedule.
-
-    `matrix`: one row for each row of the side.
-    """
+    """One side's rows: ratings, residual and schedule."""
 
     def __init__(self, side: Side, matrix: sp.csr_array, weights: sp.csr_array | None, objective: Objective) -> None:
         indptr, indices, self.ratings = csr_arrays(matrix)
@@ -61,9 +58,7 @@ class _Half:
 class CpuCCD(RankOneSolver):
     """CCD++ on the CPU: owns both copies of the residual.
 
-    `user_items`, `item_users`: the ratings in both orientations.
-    `weights`, (nnz,): weight of each entry's squared error, >= 0, in the order of `user_items`. Weights do not change
-        the penalty.
+    `weights` are those of squared errors, >= 0, in the order of `user_items`; they do not change the penalty.
     """
 
     def __init__(

@@ -17,10 +17,7 @@ from . import als, topk
 
 
 class CpuEngine:
-    """The CPU as `hybridmf.model.engine.Engine`.
-
-    `plan`: of the fit, on any device.
-    """
+    """The CPU as `hybridmf.model.engine.Engine`, for a fit on any device."""
 
     name = "cpu"
 

@@ -15,11 +15,8 @@ NOTHING = RowColumns(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, n
 class PackedItems:
     """Items packed for the score kernel, by descending norm; made once, used by any number of calls.
 
-    `candidates`, int64: consider only these items.
-    `packed`: see `hybridmf.native._topk.pack`.
-    `ids`, int32 (n_items,): in packed order.
-    `block_norms`, float64 (n_blocks,): largest norm of the items of each block, descending.
-    `items`, float (n_items, rank).
+    Without `candidates` these are all items. `ids` (int32) are in packed order; `block_norms` are the largest norms of
+    the items of each block, descending; `packed`: see `hybridmf.native._topk.pack`.
     """
 
     def __init__(self, items: np.ndarray, candidates: np.ndarray | None = None, num_threads: int = 1) -> None:
@@ -43,15 +40,10 @@ def top_k(
     candidates: np.ndarray | None = None,
     num_threads: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The `n` items with the highest ``users @ items.T``, ties to the lower item.
+    """The `n` items with the highest ``users @ items.T`` but those `seen`, ties to the lower item, and their scores.
 
-    `seen`: items of each user to exclude.
-    `candidates`, int64, ascending: consider only these items.
-    `num_threads`: maximum number of threads. One thread serves a user; the calling thread does small amounts of work
-        alone.
-    Returns `ids`, int32 (n_users, n): -1 where fewer than `n` items are left.
-    Returns `scores`, float (n_users, n): -inf where ids is -1.
-    `users`, float (n_users, rank); `items`, float (n_items, rank), or PackedItems.
+    Ids (int32) are -1 and scores -inf where fewer than `n` items are left. `candidates` ascend. One thread serves a
+    user; the calling thread does small amounts of work alone.
     """
     if candidates is not None:
         items = PackedItems(items.items if isinstance(items, PackedItems) else items, candidates, num_threads)

@@ -12,8 +12,7 @@ import numpy as np
 def passed(argument: Any, address: Callable[[Any], int]) -> Any:
     """The form of an argument that a launch accepts: for a tuple, the bytes of the C struct with its elements.
 
-    `argument`: arrays in a tuple become pointers; the caller keeps them until the kernel is launched. `address`: of an
-    array on the device.
+    Arrays in a tuple become pointers; the caller keeps them until the kernel is launched.
     """
     if not isinstance(argument, tuple):
         return argument
@@ -23,10 +22,7 @@ def passed(argument: Any, address: Callable[[Any], int]) -> Any:
 
 
 class Struct:
-    """A C struct whose fields may change between the launches that pass it by value (`CudaDevice.prepare`).
-
-    `fields`, `address`: as in `passed`; the caller keeps the arrays until a launch is made.
-    """
+    """A C struct whose fields may change between the launches that pass it by value (`CudaDevice.prepare`)."""
 
     def __init__(self, fields: tuple[Any, ...], address: Callable[[Any], int]) -> None:
         self._address = address

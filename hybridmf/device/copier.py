@@ -52,10 +52,7 @@ STAGING_PART = 1 << 20
 class CudaCopier:
     """Copies on a separate stream: directly for pinned memory, through pinned buffers for other memory.
 
-    For use by one thread at a time.
-
-    `device`: the `CudaDevice`.
-    `first`: copier whose pinned memory this one shares and keeps alive.
+    For use by one thread at a time. It shares the pinned memory of the copier `first`, and keeps that alive.
     """
 
     def __init__(self, device: Any, cupy: Any, first: CudaCopier | None = None) -> None:

@@ -17,10 +17,7 @@ from ..errors import StoreError
 
 
 def file_behind(array: np.ndarray) -> tuple[str, int] | None:
-    """Path of the file behind a mapped array, and the offset of the array in it; None for other arrays.
-
-    `array`: a `numpy.memmap` that shares its memory with the file, or a view of one; C order.
-    """
+    """Path of the file behind a `numpy.memmap` or a view of one, and the array's offset in it; None for others."""
     base = array
     while not isinstance(base, np.memmap):
         if not isinstance(base, np.ndarray) or base.base is None:
@@ -34,12 +31,7 @@ def file_behind(array: np.ndarray) -> tuple[str, int] | None:
 
 
 def read_into(buffer: np.ndarray, handle: int, begin: int) -> None:
-    """Fill a buffer from a file.
-
-    `handle`: descriptor of the file; threads may share it.
-    `begin`: offset in the file.
-    `buffer`, uint8, C order.
-    """
+    """Fill a buffer of bytes from an offset of a file; threads may share its descriptor."""
     rest = buffer.data
     while len(rest):
         found = os.preadv(handle, [rest], begin)
@@ -49,12 +41,7 @@ def read_into(buffer: np.ndarray, handle: int, begin: int) -> None:
 
 
 def write_from(buffer: np.ndarray, handle: int, begin: int) -> None:
-    """Write a buffer to a file.
-
-    `handle`: descriptor of the file; threads may share it.
-    `begin`: offset in the file.
-    `buffer`, uint8, C order.
-    """
+    """Write a buffer of bytes at an offset of a file; threads may share its descriptor."""
     rest = buffer.data
     while len(rest):
         written = os.pwrite(handle, rest, begin)
@@ -75,8 +62,7 @@ def _opened(path: str) -> int | None:
 def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]:
     """A function ``read(buffer, start)`` that fills a buffer with the bytes of an array from `start` on.
 
-    `source`, uint8, C order: if it is mapped from a file that still exists by name, or from a file of `core.scratch`,
-    the file is read.
+    If it is mapped from a file that still exists by name, or from a file of `core.scratch`, the file is read.
     """
     scratch = scratch_file(source)
     if scratch is not None and hasattr(os, "preadv"):
@@ -94,9 +80,9 @@ def reader_of(source: np.ndarray) -> Iterator[Callable[[np.ndarray, int], None]]
 
 
 def writer_of(target: np.ndarray) -> Callable[[np.ndarray, int], None]:
-    """A function ``write(buffer, start)`` that writes the bytes of a buffer to an array from `start` on.
+    """A function ``write(buffer, start)`` that writes bytes to an array from `start` on.
 
-    `target`, uint8, C order: if it is mapped from a file of `hybridmf.core.scratch`, the file is written.
+    If it is mapped from a file of `hybridmf.core.scratch`, the file is written.
     """
     scratch = scratch_file(target)
     if scratch is None or not hasattr(os, "pwrite"):  # as on Windows

@@ -40,10 +40,7 @@ def copy(device: Device, target: Array, source: Array) -> None:
 
 
 def gather(device: Device, source: Array, rows: Array) -> Array:
-    """``source[rows]`` of a contiguous array.
-
-    `rows`, int32 or int64 array, shape (n,).
-    """
+    """``source[rows]`` of a contiguous array; `rows` are int32 or int64."""
     of_rows = (rows, np.int32 if rows.dtype == np.int32 else np.int64, (None,))
     check_all(device, source=(source, source.dtype, (None,) * len(source.shape)), rows=of_rows)
     target = device.empty((len(rows), *source.shape[1:]), source.dtype)

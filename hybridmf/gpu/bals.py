@@ -184,12 +184,9 @@ def bals(
 ) -> None:
     """Sums of each row of some row blocks by the BALS kernel (Algorithm 2).
 
-    `sums`, tuple of float (matrices, rhs) (n_batch, rank, rank) and (n_batch, rank): written: lower triangles of
-        `matrices` for the rows of the blocks; the last row block of the matrix may be shorter.
-    `factors`, float (n_fixed, ld): as for `hybridmf.gpu.sparse_syrk.sparse_syrk`.
+    `sums`, `factors`: as for `sum_segments`; a slot for each row of the blocks.
     `entries_of_tiles`: offsets, implicit, alpha and unobserved_weight of the entries; indices and ratings are those of
         `tiles`.
-    `blocks`: the row blocks of the batch.
     `config`: sums in registers ("chip"), or mapped to threads as in the paper and kept in local memory ("local"). A
         name selects the default configuration; None that of `local`.
     `skip_vacant`: skip a vacant tile after one test. False, with sums in local memory only, measures the benefit (6.4).

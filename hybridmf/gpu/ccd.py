@@ -62,8 +62,7 @@ class PieceLayout:
     def cut(cls, begins: np.ndarray, counts: np.ndarray, segment: int) -> PieceLayout:
         """Cut rows at the bounds of tiles, and longer parts into segments of at most `segment` entries.
 
-        `begins`, int64 (n_rows,): first entry of each row. `counts`, int64 (n_rows, n_tiles): entries of each row in
-        each tile; a row's entries are sorted by tile.
+        A row has ``counts[row, tile]`` entries, sorted by tile, from ``begins[row]`` on.
         """
         rows, tiles = np.nonzero(counts)
         lengths = counts[rows, tiles]
@@ -192,10 +191,7 @@ def _slots(rows: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 class CcdEntries:
-    """Entries of one side on a device: ratings, residual, and their division into blocks.
-
-    `matrix`: one row for each row of the side, indices ascending.
-    """
+    """Entries of one side on a device: ratings, residual, and their division into blocks."""
 
     def __init__(
         self,
@@ -311,13 +307,11 @@ def rank_one(
 ) -> None:  # fmt: skip
     """Compute the coordinates of all rows with entries from the residual, and update the residual.
 
-    `solved`, float (n_rows + padding,): written; rows without entries are not. No part of `fixed` or `own`, which the
-        kernel reads as constants.
+    `solved`: written; rows without entries are not. No part of `fixed` or `own`, which the kernel reads as constants.
     `fixed`, `own`: the other side and this one, whose regressor is not read.
     `vectors`, {1, 2, 3}: vectors gathered from `fixed`. 1 (the regressor alone) does not change the residual, 2 uses
         the added one as the regressor.
     `pending`: whether the product of the previous factor is still in the residual.
-    `nonnegative`: whether negative coordinates become zero.
     `bias`: whether the coordinates are biases, which have their own penalty.
     """
     if not len(entries.pieces):
@@ -400,11 +394,7 @@ def transpose(entries: CcdEntries, out: Array, array: Array, status: Array, n_ro
 
 
 class GpuCCD(RankOneSolver):
-    """CCD++ on one GPU: owns both copies of the residual.
-
-    `user_items`, `item_users`: the ratings in both orientations.
-    `configs`: default: those of `CcdConfig.choose`.
-    """
+    """CCD++ on one GPU: owns both copies of the residual. `configs`: default: those of `CcdConfig.choose`."""
 
     def __init__(
         self,

@@ -255,12 +255,8 @@ def complete(
 ) -> None:
     """Turn partial sums into systems, in place: ``A = sum of slots + gram + scale diag(ridge)``, ``b = sum of slots``.
 
-    Slots are added in order: a rerun gives the same bits.
-
-    `matrices`, float (n_slots, rank, rank): lower triangles; system k is written to ``matrices[slots[k]]``.
-    `slots`, int64 (n + 1,): first slot of each system; a system without slots is skipped.
-    `gram`, float (rank, rank), or None: lower triangle.
-    `rhs`, float (n_slots, rank); `ridge`, float (rank,); `scale`, float (n,).
+    Slots are added in order: a rerun gives the same bits. System k is written to ``matrices[slots[k]]``; a system
+    without slots is skipped.
     """
     n, rank = _check_batch(device, matrices, rhs, slots)
     dtype = matrices.dtype
@@ -402,14 +398,12 @@ def cholesky_solve(
 ) -> None:
     """Solve the first slot of each system by Cholesky; the matrices are destroyed.
 
-    `solutions`, float (n_out, ld), ld >= rank: ``solutions[rows[k], :rank]`` is written: zeros where the status is not
-        0, or where a system has no slots.
-    `status`, int32 (n_out,): ``status[rows[k]]`` is 0; j + 1 if pivot j is at or below `pivot_epsilon` times its
-        diagonal element; -1 if a pivot or the solution is infinite or NaN.
-    `sums`, tuple of float (matrices, rhs) (n_slots, rank, rank) and (n_slots, rank): only lower triangles of `matrices`
-        are read.
-    `rows`, int32 (n,): distinct.
-    `slots`, int64 (n + 1,).
+    `solutions`: ``solutions[rows[k], :rank]`` is written: zeros where the status is not 0, or where a system has no
+        slots.
+    `status`: ``status[rows[k]]`` is 0; j + 1 if pivot j is at or below `pivot_epsilon` times its diagonal element; -1
+        if a pivot or the solution is infinite or NaN.
+    `sums`: (matrices, rhs).
+    `rows`: distinct.
     """
     if not _check_solve(device, solutions, status, sums, slots, rows):
         return

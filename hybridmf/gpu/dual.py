@@ -53,10 +53,7 @@ def basis_constants(rank: int) -> dict[str, Any]:
 def inverse_root(device: Device, gram: Array, ridge: Array, epsilon: float) -> tuple[Array, Array]:
     """Launch inverse_root: ``L^-1`` with ``gram + diag(ridge) = L L^T``, and the failing leading minor or 0.
 
-    `gram`, float32 array, shape (rank16, rank16).
-    `ridge`, float32 array, shape (rank,).
-    `epsilon`: pivots at or below this part of their diagonal element count as rounding errors.
-    `inverse`, float32 array, shape (width, width): zeros beyond the rank.
+    Pivots at or below `epsilon` times their diagonal element count as rounding errors. Beyond the rank ``L^-1`` is 0.
     """
     rank = len(ridge)
     width = table_width(rank, np.float32)
@@ -72,11 +69,7 @@ def multiply_rows(
 ) -> None:
     """Launch `to_basis`, ``results[k] = inverse rows[k]``, or `from_basis`, ``results[places[k]] = inverse^T rows[k]``.
 
-    `results`, float32 array, shape (n_out, width).
-    `rows`, float32 array, shape (n, width).
-    `inverse`, float32 array, shape (width, width): lower triangular.
-    `rank`: columns that are not padding.
-    `places`, int32 array, shape (n,): default: each row's own place.
+    `inverse` is lower triangular; columns from `rank` on are padding. Default `places`: each row's own.
     """
     n, width = rows.shape
     check_all(
@@ -117,12 +110,7 @@ class DualRows:
                 self.parts.append((size, device.upload(rows[first:last].astype(np.int32))))
 
     def solve(self, systems: SideSystems, table: Array, entries: DeviceEntries, indptr: Array, epsilon: float) -> None:
-        """Solve all rows; in stream order, so the basis is complete before it is used, and memory before it is reused.
-
-        `table`, float32 array, shape (n_fixed, width).
-        `indptr`, int64 array, shape (n_rows + 1,).
-        `epsilon`: pivots at or below this part of their diagonal element count as rounding errors.
-        """
+        """Solve all rows; stream order completes the basis before it is used, and frees memory before it is reused."""
         if not self.parts:
             return
         n, width = len(systems.scale), table_width(self.rank, np.float32)

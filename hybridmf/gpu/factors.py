@@ -70,12 +70,7 @@ class TableFactors(LazyFactors):
 
 
 class DeviceFactors(TableFactors):
-    """Factors on a device; copied to the host on first access.
-
-    `table`, `factors`, `range`: see `TableFactors`.
-    `device_bias`, float array, shape (n,), or None.
-    `cleared`: of the half sweep that solved the factors, for its check.
-    """
+    """Factors on a device, copied to the host on first access; `cleared` is that of the half sweep that solved them."""
 
     def __init__(
         self,
@@ -227,11 +222,8 @@ def exact_gram(device: Device, table: Array, weights: Array | None = None) -> np
 class HostFactors(TableFactors):
     """Factors offloaded to the memory of the host or to files, as tables with the layout of the device.
 
-    `table`, `factors`, `range`: see `TableFactors`; NumPy.
-    `host_bias`, float array, shape (n,), or None.
-    `tables`: pool of the table and of those of later half sweeps.
-    `checked`: returns the result of `widen_range` for the rows and their status, computed while they were on the
-    device.
+    `tables` is the pool of the table and of those of later half sweeps, `checked` returns the result of `widen_range`
+    for the rows and their status, computed while they were on the device.
     """
 
     def __init__(
@@ -355,9 +347,7 @@ class HostTables:
     """A pool of tables of one shape; a table is reused once no array refers to it.
 
     A half sweep writes new factors and keeps the old ones, which callers may still use. Tables are page-locked once
-    where possible: locking the pages of new memory takes longer than filling it.
-
-    `folder`: folder of their files; empty: tables are in memory.
+    where possible: locking the pages of new memory takes longer than filling it. With a `folder` they are files there.
     """
 
     def __init__(self, shape: tuple[int, int], dtype: Any, folder: str = "") -> None:

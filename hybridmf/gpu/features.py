@@ -23,10 +23,7 @@ PIECE = 128
 
 
 class DeviceRegression(Regression):
-    """A `Regression` whose sums, vectors and pulls are arrays of a device.
-
-    `rank`, `width`: unknowns of a row, and columns of the tables of factors.
-    """
+    """A `Regression` whose sums, vectors and pulls are arrays of a device, for rows of `rank` unknowns."""
 
     def __init__(
         self,
@@ -99,10 +96,7 @@ def constants(rank: int, width: int, dtype: Any) -> dict[str, Any]:
 
 
 def add_pull(device: Device, rhs: Array, pull: Array, slots: Array, rows: Array, rank: int) -> None:
-    """``rhs[slots[k], :rank] += pull[rows[k], :rank]``; the rows of `rhs` may be apart.
-
-    `slots`, int64 array, shape (at least n,); `rows`, int32 array, shape (n,).
-    """
+    """``rhs[slots[k], :rank] += pull[rows[k], :rank]``; the rows of `rhs` may be apart."""
     check_all(
         device, pull=(pull, rhs.dtype, (None, None)), slots=(slots, np.int64, (None,)), rows=(rows, np.int32, (None,))
     )

@@ -187,12 +187,7 @@ class FusedKernels:
         return (self.device.empty((n_slots, self.config.partial_floats), np.float32),)
 
     def assemble(self, sums: Sums, table: Array, entries: DeviceEntries, segments: Array) -> None:
-        """Launch assemble_segments or warpgroup_sums: sums of segments of rows.
-
-        `table`, (n_fixed, columns): the result of `operand`.
-        `segments`, int64 (n_segments, 3): (slot, begin, end) of each.
-        `sums`, (float32 (n_slots, partial_floats),).
-        """
+        """Launch assemble_segments or warpgroup_sums: sums of segments (slot, begin, end); `table` is of `operand`."""
         if not len(segments):
             return
         device, config, (partials,) = self.device, self.config, sums
@@ -250,12 +245,7 @@ class FusedKernels:
     def solve_rows(
         self, systems: SideSystems, table: Array, entries: DeviceEntries, indptr: Array, rows: Array
     ) -> None:
-        """Launch solve_rows: solve the systems of `rows`, each assembled by one team.
-
-        `table`, `entries`: as for `assemble`.
-        `rows`, int32: longest first.
-        `indptr`, int64 (n_rows + 1,).
-        """
+        """Launch solve_rows: solve the systems of `rows`, longest first, each assembled by one team."""
         if not len(rows):
             return
         device, config = self.device, self.config

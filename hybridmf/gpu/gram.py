@@ -27,10 +27,7 @@ def programs(spec: DeviceSpec, dtype: Any) -> list[tuple[str, str, tuple[str, ..
 
 
 def gram_sum(device: Device, table: Array) -> Array:
-    """``F^T F`` of a table, shape (width, width), float64; segments of a few thousand rows are summed in its own type.
-
-    `table`, float (n_rows, width).
-    """
+    """``F^T F`` of a table (n, width), in float64; segments of a few thousand rows are summed in its own type."""
     n, width = table.shape
     side, tiles = gram_sides(width)
     rows = gram_rows(n, width, table.dtype.itemsize)
@@ -51,10 +48,7 @@ def gram_sum(device: Device, table: Array) -> Array:
 
 
 def weighted(device: Device, total: Array, rank: int, dtype: Any, weight: float) -> Array:
-    """The first `rank` rows and columns of ``weight * total``, as dtype, with zeros up to whole blocks.
-
-    `total`: of `gram_sum`.
-    """
+    """The first `rank` rows and columns of ``weight * total``, as dtype, with zeros up to whole blocks."""
     check_all(device, total=(total, np.float64, (None, None)))
     padded = round_up(rank, BLOCK)
     gram = device.empty((padded, padded), dtype)

@@ -119,10 +119,7 @@ class SegmentedRows:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows whose sums are on the device together.
-
-    `rows`, `slots`, `segments`: as in `SegmentedRows`; for BALS, row blocks instead of segments.
-    """
+    """Rows whose sums are on the device together; see `SegmentedRows`. BALS has row blocks instead of segments."""
 
     rows: Array
     slots: Array
@@ -145,10 +142,7 @@ class Batch:
 
 
 class Batches:
-    """Batches of rows whose sums are on the device together; they become smaller when memory runs out.
-
-    `slots`: maximum number of systems of a batch, unless a single row needs more.
-    """
+    """Batches of at most `slots` systems, unless a single row needs more; fewer when memory runs out."""
 
     def __init__(self, device: Device, slots: int) -> None:
         self.device, self.slots = device, slots
@@ -198,10 +192,7 @@ class Batches:
 
 
 class SegmentBatches(Batches):
-    """Batches of rows that are summed in segments.
-
-    `keep`: keep the batches on the device between sweeps: 36 bytes per segment.
-    """
+    """Batches of rows that are summed in segments; `keep` leaves them on the device, 36 bytes per segment."""
 
     def __init__(
         self, device: Device, slots: int, segmented: SegmentedRows, upload: Callable[[np.ndarray], Array], keep: bool
@@ -295,10 +286,7 @@ class GpuHalf:
 class DeviceRows:
     """Rows that a device solves: their segments, batches and regularization. Entries and results come with each solve.
 
-    `degrees`, int64 array, shape (n_rows,).
-    `dtype`: of the ratings.
-    `starts`, int64 array, shape (n_rows + 1,): offsets of the rows in their entries, on the device. Default: copied
-    there.
+    `starts`, int64 array, shape (n_rows + 1,): offsets of the rows in their entries, on the device.
     `tiled_from`: the ratings, for BALS.
     `send`: copies the segments of a batch to the device in each solve. Default: they are copied once and stay
     there.
@@ -491,10 +479,7 @@ class DeviceRows:
 class HalfSweep(GpuHalf, DeviceRows):
     """One half of a sweep on a device that has all ratings of its rows.
 
-    `matrix`, csr_array or DeviceMatrix, shape (n_rows, n_fixed).
-    `names`, int64 array, shape (n_rows,): see `GpuHalf`.
-    `apart`: see `DeviceRows`.
-    `weights`, shape (nnz,): of explicit entries. Kernels have weights for implicit feedback only: with values -v and a
+    `weights`: of explicit entries. Kernels have weights for implicit feedback only: with values -v and a
     preference of 0, an entry has the weight 1 + v, and the prediction that they subtract is offset - rating. The
     objective is then divided by the least weight. Default: 1.
     """

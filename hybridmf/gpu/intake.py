@@ -31,10 +31,9 @@ def _parts(matrix: Any) -> tuple[Any, Any, Any]:
 
 
 def read_matrix(device: Device, matrix: Any, dtype: Any) -> DeviceMatrix | None:
-    """Canonical copy of a sparse matrix on this device; None if it is invalid.
+    """Canonical copy of a sparse matrix on this device, as `is_sparse` accepts it; None if it is invalid.
 
-    `matrix`, csr, csc or coo matrix of CuPy, shape (n_users, n_items), or an object with the same attributes; its
-    index arrays may be int64, unlike those of CuPy's classes.
+    Its index arrays may be int64, unlike those of CuPy's classes.
     """
     if max(matrix.shape) > MAX_AXIS:
         return None
@@ -67,12 +66,7 @@ def host_array(device: Device, array: Any) -> np.ndarray:
 def uploaded(
     device: Device, shape: tuple[int, int], indptr: np.ndarray, indices: np.ndarray, data: np.ndarray
 ) -> DeviceMatrix | None:
-    """Copy of the CSR arrays of a matrix on the host; None unless they are canonical.
-
-    `indptr`, int64 array, shape (n_users + 1,): checked.
-    `indices`, int32 array, shape (nnz,).
-    `data`, float32 or float64 array, shape (nnz,).
-    """
+    """Copy of the CSR arrays of a matrix on the host, whose `indptr` is checked; None unless they are canonical."""
     starts, columns, values = (device.upload(array) for array in (indptr, indices, data))
     found = DeviceMatrix(shape, indptr, starts, columns, values, data.dtype)
     return found if found.is_canonical(device) else None
@@ -83,9 +77,7 @@ def read_triplets(
 ) -> DeviceMatrix | None:
     """Canonical matrix of coordinate triplets on this device; None if they are invalid.
 
-    `rows`, `columns`, integer array, shape (nnz,).
-    `values`, real array, shape (nnz,), or None: every entry is 1.
-    `shape`: where it is None, the largest position + 1.
+    Without `values` every entry is 1; where the shape is None, it is the largest position + 1.
     """
     users, items = device.adopt(rows), device.adopt(columns)
     with device.active():

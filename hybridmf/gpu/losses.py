@@ -20,12 +20,9 @@ def segment_losses(
     segments: Array,
     factors: int,
 ) -> np.ndarray:
-    """Loss of each segment, float64 on the host, shape (n_segments,).
+    """Loss of each segment (user, begin, end), float64 on the host; the first `factors` columns are factors.
 
-    `users`, `items`, float (n_users, width) and (n_items, width), of which `factors` columns are factors.
-    `entries`: offsets are the biases of items, if there are any.
-    `user_offsets`, float (n_users,), or None: mean and biases of users.
-    `segments`, int64 (n_segments, 3): (user, begin, end).
+    Offsets of `entries` are the biases of items, if there are any, `user_offsets` the mean and the biases of users.
     """
     if not len(segments):
         return np.zeros(0)

@@ -99,10 +99,9 @@ def nonnegative_solve(
     `systems`: ``solutions[rows[k], :rank]`` is the start, which meets the bounds, and is overwritten; zeros where the
         status is not 0, or where a system has no slots. ``status[rows[k]]`` is 0, or -1 if a value is infinite or NaN.
         The Gram matrix and ``scale[row] ridge`` on the diagonal are added to the sums.
-    `sums`: lower triangles of matrices (n_slots, rank, rank), and right-hand sides (n_slots, rank); or one array,
-        partial sums of the fused kernels.
-    `slots`, int64 (n + 1,): system k is the sum of ``slots[k] ... slots[k + 1] - 1``, in this order.
-    `rows`, int32 (n,): distinct.
+    `sums`: lower triangles of matrices, and right-hand sides; or one array, partial sums of the fused kernels.
+    `slots`: system k is the sum of ``slots[k] ... slots[k + 1] - 1``, in this order.
+    `rows`: distinct.
     `epsilon`: as for `cholesky_any.cholesky_solve`. Descent ends after a sweep that moves no component of the gradient
         by more than 4 times this share of the largest term.
     """

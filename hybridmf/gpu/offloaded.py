@@ -90,9 +90,8 @@ class Drain:
 class HostHalf(StreamedHalf):
     """One half of a sweep whose fixed and solved factors are offloaded to the host.
 
-    `device`, `side`, `slabs`, `objective`, `plan`, `names`, `apart`: as for `StreamedHalf`; the `scale` of the plan has
-    the number of parts of the fixed side.
-    `tables`: tables of the solved side. Default: new ones in memory.
+    The `scale` of the plan has the number of parts of the fixed side; `tables` are those of the solved side, by default
+    new ones in memory.
     """
 
     def __init__(

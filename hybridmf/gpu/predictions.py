@@ -24,12 +24,7 @@ def product_constants(width: int, dtype: Any) -> dict[str, Any]:
 def add_products(
     device: Device, predicted: Array, fixed: Array, solved: Array, indices: Array, segments: Array
 ) -> None:
-    """Launch add_products: ``predicted[e] += fixed[indices[e]] . solved[row]`` for all entries e of segments of rows.
-
-    `fixed`, `solved`, float (n_fixed, width) and (n_rows, width): rows are multiples of 16 bytes.
-    `segments`, int64 (n_segments, 3): (row, begin, end).
-    `predicted`, float (nnz,); `indices`, int32 (nnz,).
-    """
+    """``predicted[e] += fixed[indices[e]] . solved[row]`` for all entries e of segments (row, begin, end)."""
     if not len(segments):
         return
     dtype, width = fixed.dtype, fixed.shape[1]

@@ -24,10 +24,8 @@ LARGEST_BITS = 0x7FFFFFFF
 def add_pieces(device: Device, sums: Array, rows: Array, slots: Array) -> None:
     """Sum the pieces of rows in place and in order.
 
-    `sums`, float array, shape (n_slots, ...).
-    `rows`, int64 array, shape (n,): slot of each row and of its first piece.
-    `slots`, int64 array, shape (n + 1,): the other pieces of row k are ``sums[slots[k] : slots[k + 1]]``; a row
-    without any becomes zeros.
+    Row k and its first piece are ``sums[rows[k]]``, the others ``sums[slots[k] : slots[k + 1]]``; a row without any
+    becomes zeros.
     """
     if not len(rows) or not sums.size:
         return
@@ -63,9 +61,7 @@ class RowRange:
 def widen_range(device: Device, found: Array, table: Array | None, status: Array | None = None) -> None:
     """Extend a range, to be read by `read_range`, by more rows, and by whether any status is not 0; does not wait.
 
-    `found`, uint32 array, shape (3,): zeros at first.
-    `table`, float32 array, shape (n, width), or None.
-    `status`, int32 array, shape (n_solved,), or None.
+    `found` are zeros at first.
     """
     check_all(
         device,
@@ -96,9 +92,8 @@ def read_range(found: np.ndarray) -> tuple[RowRange, bool]:
 def clip_segments(device: Device, segments: Array, indices: Array, columns: int, first_slot: int = 0) -> Array:
     """The entries of each segment whose index is in ``0 ... columns - 1``; a segment without any is empty.
 
-    `segments`, int64 array, shape (n, 3): (slot, begin, end).
-    `indices`: ascending within each segment, and negative for columns before the range.
-    `first_slot`: subtracted from each slot.
+    Indices ascend within a segment, and are negative for columns before the range. `first_slot` is subtracted from
+    each slot.
     """
     clipped = device.empty(segments.shape, np.int64)
     check_all(device, segments=(segments, np.int64, (None, 3)), indices=(indices, np.int32, (None,)))

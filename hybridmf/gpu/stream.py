@@ -50,9 +50,7 @@ Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
 class Loader:
     """Device buffers that are used in rotation, and the thread that fills them.
 
-    `vectors`: lengths and dtypes of the vectors that are loaded together.
-    `buffers`: sets of such vectors on the device at a time.
-    `copier`: default: a new one.
+    There are `buffers` sets of `vectors`, given as lengths and dtypes, that are loaded together.
     """
 
     def __init__(
@@ -135,10 +133,7 @@ class Transfers:
 
 
 class _Loading:
-    """A thread that fills buffers as they become free, with one `Transfers` after the other.
-
-    `transfers`: the first one.
-    """
+    """A thread that fills buffers as they become free, with one `Transfers` after the other."""
 
     def __init__(self, device: Device, copier: Copier, buffers: list[list[Array]], transfers: Transfers) -> None:
         self.device, self.copier, self.buffers, self.transfers = device, copier, buffers, transfers
@@ -228,11 +223,8 @@ def slab_transfers(slabs: Orientation) -> Transfers:
 class StreamedHalf(GpuHalf):
     """One half of a sweep on a device over slabs, the waves in which rows are solved (cuMF 4.4).
 
-    `slabs`: one row for each row of the side.
-    `pipeline`: loads the slabs in each half sweep; None: they stay on the device after the first.
-    `names`, int64 array, shape (n_rows,): number of each row in error messages. Default: its position.
-    `transfers`: transfers of the slabs.
-    `following`: transfers of the next half sweep, which start early.
+    The `pipeline` loads the slabs in each half sweep; without it they stay on the device after the first. `following`
+    are the transfers of the next half sweep, which start early.
     """
 
     def __init__(

@@ -13,44 +13,34 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import scipy.sparse as sp
 
-from ..core.objective import Objective, Side
 from ..core.system import round_up
-from ..device.cuda import Array, Device
+from ..device.cuda import Array
 from ..plan.fused import BLOCK, table_width
-from ..plan.types import Plan
 from . import arrays
 from .assembly import Cleared
 from .factors import DeviceFactors, weighted_gram
 from .half import HalfSweep, Steps, row_segments
 from .launch import DeviceEntries
-from .matrix import DeviceMatrix
 from .predictions import add_products
 from .rows import RowRange, read_range, widen_range
 from .systems import SideSystems
 
 
 class SubspaceHalf(HalfSweep):
-    """One half of a sweep by iALS++: each row is minimized over one block of coordinates after the other.
-
-    `device`, `side`, `matrix`, `objective`, `plan`, `names`: as for `HalfSweep`.
-    """
+    """One half of a sweep by iALS++: each row is minimized over one block of coordinates after the other."""
 
     one_thread = False
 
-    def __init__(
-        self,
-        device: Device,
-        side: Side,
-        matrix: sp.csr_array | DeviceMatrix,
-        objective: Objective,
-        plan: Plan,
-        names: np.ndarray | None = None,
-    ) -> None:
-        super().__init__(device, side, matrix, objective, plan, names)
-        self.segments = row_segments(device, np.append(0, np.cumsum(self.degrees)))
-        self.blocks = [slice(first, last) for first, last in plan.blocks]
+    @functools.cached_property
+    def segments(self) -> Array:
+        """Segments of all rows: (row, begin, end)."""
+        return row_segments(self.device, np.append(0, np.cumsum(self.degrees)))
+
+    @functools.cached_property
+    def blocks(self) -> list[slice]:
+        """Coordinates that are solved together."""
+        return [slice(first, last) for first, last in self.plan.blocks]
 
     def steps(
         self,

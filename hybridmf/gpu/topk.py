@@ -249,12 +249,7 @@ def top_k(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The `n` items with the highest ``users @ items.T``, ties to the lower item, as `hybridmf.cpu.topk.top_k`.
 
-    `seen`: pairs to exclude, explicit zeros included.
-    `candidates`, int64, ascending: consider only these items.
-    Returns `ids`, int32 (n_users, n): -1 where fewer than `n` items are left.
-    Returns `scores`, float (n_users, n): one chain of fused multiply-adds over the factors in order; -inf where ids is
-        -1.
-    `users`, float (n_users, rank); `items`, float (n_items, rank), or PackedItems.
+    Scores are one chain of fused multiply-adds over the factors in order; `seen` excludes explicit zeros, too.
     """
     if candidates is not None:
         items = PackedItems(device, items.items if isinstance(items, PackedItems) else items, candidates)
@@ -287,14 +282,7 @@ def top_k_on_device(
     seen_ptr: Array | None = None,
     seen_ids: Array | None = None,
 ) -> tuple[Array, Array]:
-    """`top_k` of device arrays.
-
-    `seen_ptr`, int64 (n_users + 1,): bounds of each user's part of `seen_ids`.
-    `seen_ids`, int32: items to exclude, ascending within each user.
-    Returns `ids`, int32 on the device (n_users, n).
-    Returns `scores`, on the device (n_users, n).
-    `users`, (n_users, rank).
-    """
+    """`top_k` of device arrays; `seen_ptr` has the bounds of each user's part of `seen_ids`, which ascends in it."""
     check_all(device, users=(users, packed.dtype, (None, packed.rank)))
     n_users = int(users.shape[0])
     check_all(

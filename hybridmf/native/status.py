@@ -26,8 +26,8 @@ def _overflow_advice(objective: Objective) -> str:
 def check_status(status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None) -> None:
     """Raise the failure of the first row whose status is not 0.
 
-    `status`, int32 (n_rows,): 0, the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE.
-    `names`, int64 (n_rows,): number of each row in error messages. Default: its position.
+    It is the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE. `names` has the number of
+    each row in error messages, by default its position.
     """
     bad = np.flatnonzero(status)
     if not bad.size:

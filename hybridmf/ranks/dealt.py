@@ -91,11 +91,7 @@ def deal(
     data: np.ndarray,
     row_cost: float,
 ) -> tuple[Dealt, Dealt] | None:
-    """Ratings by user and by item on several GPUs, by rank; None unless the matrix is canonical.
-
-    `shape`, `indptr`, `indices` and `data` are those of `hybridmf.gpu.intake.uploaded`, `row_cost` that of
-    `even_bounds`.
-    """
+    """Ratings by user and by item on several GPUs, by rank; None unless the matrix is canonical; see `uploaded`."""
     n_users, n_items = shape
     bounds = even_bounds(np.diff(indptr), len(devices), row_cost)
 

@@ -239,7 +239,6 @@ class PartialRows(GpuHalf, DeviceRows):
     all ranks are reduced, solved (`finish`). The rows summed here are not those solved here: `rows` identifies both.
 
     With a `pipeline`, the block stays on the host or in a store: entries of a batch load while another one is summed.
-    `transfers`, `following`: see `hybridmf.gpu.stream.StreamedHalf`.
     """
 
     def __init__(

@@ -52,8 +52,7 @@ class RankGroup:
     def open(self, make: Callable[[Communicator, Callable[[Communicator], None]], Any]) -> list[Any]:
         """Make all ranks, each on its thread; after a failure the group is closed.
 
-        `make`: makes a rank from the communicator of its thread. The second argument registers a communicator
-        that the rank opens itself, for the group to close.
+        The second argument of `make` registers a communicator that the rank opens itself, for the group to close.
         """
 
         def made(control: Communicator) -> None:
@@ -136,11 +135,7 @@ def open_rank(name: str, control: Communicator) -> tuple[Communicator, Device | 
 
 
 def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
-    """Run `RankALS.solve` of all ranks on the calling thread.
-
-    `ranks`: all ranks of a communicator, in order.
-    `side`: a side whose rows are not split over ranks.
-    """
+    """Run `RankALS.solve` of all ranks of a communicator on the calling thread; no rows are split over ranks."""
     launched = _launch(ranks, side, _fixed(ranks, side))
     solved = [factors for factors, _ in launched]
     checks = []
@@ -210,11 +205,7 @@ def _gather(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[
 
 
 class JoinedFactors(LazyFactors):
-    """The rows of all ranks, concatenated on the host on first access.
-
-    `parts`: factors of each rank, on the host or a device. Not modified.
-    `order`, int64 array, shape (n,): row of the input for each row of the parts. Default: the same.
-    """
+    """The rows of all ranks, concatenated on the host on first access; `order` has the row of the input for each."""
 
     def __init__(self, parts: Sequence[Factors], order: np.ndarray | None = None) -> None:
         self.keep(parts=tuple(parts), order=order)

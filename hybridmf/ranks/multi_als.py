@@ -34,15 +34,9 @@ MakeWorker = Callable[[Any], tuple[Communicator, Worker]]
 class MultiALS(Alternating):
     """Alternating least squares over the devices of a plan; see `hybridmf.ranks.su_als`.
 
-    `user_items`, `item_users`: the ratings in both orientations, in memory or in a store from which each rank reads
-    its own rows. Or `Dealt`, parts on the GPUs.
-    `plan`: for several devices. Its `scale` defines the waves in which ratings are streamed; `ScalePlan.on` adapts
-    it to another number of GPUs.
-    `state`: initial factors and mean.
-    `grids`: default: those of the plan.
-    `make_worker`: default: workers on the devices of the plan.
-    `topology`: socket of each rank, for ``reduction="two_phase"``. Default: read from the driver.
-    `features`: of all rows of a side, in the order of the input.
+    Ratings are in memory, in a store from which each rank reads its own rows, or `Dealt` to the GPUs. `grids` and
+    workers are those of the plan by default, and `topology`, the socket of each rank for ``reduction="two_phase"``, is
+    read from the driver. `features` are of all rows of a side, in the order of the input.
     """
 
     def __init__(

@@ -34,10 +34,7 @@ class Reduction:
 
 
 class TwoPhaseReduction(Reduction):
-    """Reduce within each socket, then across sockets (cuMF fig. 5b): one sum per socket crosses.
-
-    `sockets`: socket of each member; all sockets have the same number of members.
-    """
+    """Reduce within each socket, then across sockets of equally many members (cuMF fig. 5b): one sum each crosses."""
 
     def __init__(self, members: Communicator, sockets: Sequence[int]) -> None:
         super().__init__(members)

@@ -83,10 +83,7 @@ class WholeRatings(RankRatings):
 
 
 class StoredRatings(RankRatings):
-    """Ratings in a store that every rank can read; each rank maps the slabs with its rows.
-
-    `drop_zeros`: leave out explicit zeros.
-    """
+    """Ratings in a store that every rank can read; each rank maps the slabs with its rows."""
 
     def __init__(self, store: Store, dtype: Any, drop_zeros: bool) -> None:
         users = StoreMatrix(store, "user", dtype, drop_zeros)
@@ -101,8 +98,7 @@ class StoredRatings(RankRatings):
 class SharedEntries(RankRatings):
     """Entries of the ratings, distributed over ranks in any way; `users` and `items` are positions.
 
-    `drop_zeros`: drop entries that are 0, or whose duplicates add up to 0.
-    `duplicates`: how to treat a pair that occurs more than once, on the same or on different ranks.
+    `drop_zeros` also drops entries whose duplicates, on the same or on different ranks, add up to 0.
     """
 
     def __init__(
@@ -198,12 +194,9 @@ def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarr
 
 
 class RankBlocks:
-    """The ratings of a rank during a fit.
+    """The ratings of a rank during a fit, in memory unless they are streamed from a store.
 
-    `blocks`: in memory, unless they are streamed from a store.
-    `degrees`: entries of each row on all ranks, repeated pairs merged.
-    `total`: sum of the values.
-    `value_range`: smallest and largest value on all ranks; None if there are no entries.
+    Degrees, total and range of the values are those of all ranks, repeated pairs merged.
     """
 
     def __init__(
@@ -248,10 +241,7 @@ class RankBlocks:
         return self._ratings.block(self._communicator, alone, "user", self._streamed)
 
     def rows_of_users(self, wanted: np.ndarray) -> sp.csr_array | None:
-        """Entries of the users `wanted`, bool (n_users,), on the first rank, each int8 1; None on the others.
-
-        Rows of other users are empty.
-        """
+        """Entries of the users of a mask on the first rank, each int8 1, and no others; None on the other ranks."""
         found, at = [np.empty(0, dtype=np.int32)], self.layout.own("user", self._communicator.rank)[0]
         for rows in self._own_users().matrices():
             here = wanted[at : at + rows.shape[0]]

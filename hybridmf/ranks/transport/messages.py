@@ -102,9 +102,7 @@ class MessageCommunicator(Communicator):
     communicator fails together with all that were split from it or that it was split from. `sendrecv` may run on
     another thread, concurrently with other calls.
 
-    `members`: the transport's rank of each member.
-    `rank`: which of the members this is.
-    `context`: distinguishes the messages of this group from others on the same transport.
+    `members` are ranks of the transport; `context` distinguishes the messages of this group from others on it.
     """
 
     def __init__(self, transport: Transport, members: Sequence[int], rank: int, context: str = "") -> None:

@@ -35,10 +35,7 @@ PATIENCE = 10.0
 
 
 class Hub(Transport):
-    """Mailboxes between threads: a `hybridmf.ranks.transport.messages.Transport` within one process.
-
-    `timeout`: seconds that a rank waits for another.
-    """
+    """Mailboxes between threads: a `hybridmf.ranks.transport.messages.Transport` within one process."""
 
     one_process = True
 
@@ -74,10 +71,7 @@ class Hub(Transport):
                     self.changed.wait(rest)
 
     def meet(self, context: str, members: Sequence[int], rank: int, what: str, timeout: float) -> None:
-        """Wait until all members have made the same call.
-
-        `members` are ranks of this transport, and `rank` is which of them this is; `what` names the call.
-        """
+        """Wait until all members, ranks of this transport, have made the same call; `rank` is which of them this is."""
         deadline = time.monotonic() + timeout
         with self.changed:
             self.check()
@@ -218,9 +212,6 @@ class RankThreads:
 
     Thread state (the OpenMP team, the current device and handles of CUDA) persists, too. Use it as a
     context manager, or `close` it.
-
-    `timeout`: seconds that a rank waits for another before all fail.
-    `communicators`: by rank.
     """
 
     def __init__(self, size: int, *, timeout: float = TIMEOUT) -> None:
@@ -282,9 +273,8 @@ class RankThreads:
             raise
 
     def close(self, last: Callable[[ThreadCommunicator], object] | None = None, *, wait: bool = False) -> None:
-        """End the threads, which must be idle. A second call does nothing.
+        """End the threads, which must be idle, after a `last` function. A second call does nothing.
 
-        `last`: function that each rank runs before it ends.
         `wait`: wait for that, and raise the first failure. Not for calls from the garbage collector, which may
         run on one of the threads.
         """
