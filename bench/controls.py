@@ -4,13 +4,14 @@
     python bench/controls.py --tree FOLDER --part multi       on two GPUs; also mcumsgd, planner
     python bench/controls.py --tree FOLDER --part als-cpu     on the CPU
 
-Every part of the code (`parts_of_code`) has cases, which run in own processes, in the order old, new, new, old.
-A case passes if the results of both trees have the same bytes and the least seconds differ by at most 3 % (where they
-are a figure: not of drawn data and plans). Schedules
-whose threads race have no fixed bytes; their RMSE must agree to 1 %. If cases fail by their seconds alone, they run
-once more in that order. One line of bench/results/controls.jsonl then names the pairs of hashes of the code paths
-(`freshness.py`) whose differing files belong to parts that passed. Compiled modules are those of this tree, if the
-sources of both are the same; otherwise the other tree needs its own.
+Every part of the code (`parts_of_code`) has cases, which run in own processes, in the order old, new, new, old. A case
+passes if the results of both trees have the same bytes and the least seconds differ by at most 3 % (where they are a
+figure: not of drawn data and plans). Schedules whose threads race have no fixed bytes; their RMSE must agree to 1 %. If
+cases fail by their seconds alone, they run once more in that order. Lines whose seconds are those of CUDA events
+(`freshness.BY_EVENTS`) need the parts that measure by events, all others those that measure by the clock. One line of
+bench/results/controls.jsonl then names the pairs of hashes of the code paths (`freshness.py`) whose differing files
+belong to parts that passed. Compiled modules are those of this tree, if the sources of both are the same; otherwise the
+other tree needs its own.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import click
@@ -88,12 +90,19 @@ def _als(shape: str, factors: int, model: str = "ExplicitALS", **options: Any) -
     return Case(shape, model, {"factors": factors, "device": "cuda", **plain, **options})
 
 
+def _events(factors: int, feedback: str = "explicit", rounds: int = 20, **options: Any) -> Case:
+    return Case("ml-20m", f"ALS, {feedback}", {"factors": factors, **options}, rounds, "events")
+
+
 def _cpu(model: str, factors: int, **options: Any) -> Case:
-    return Case("ml-10m", model, {"factors": factors, "device": "cpu", **options}, iterations=3)
+    return Case("ml-10m", model, {"factors": factors, "device": "cpu", **options}, iterations=10)
 
 
 MSGD = {"device": "cuda", "biases": False}
 
+
+EVENTS = " by events"
+"""End of the names of parts that measure by CUDA events."""
 
 ON_REQUEST = ("multi", "mcumsgd", "planner")
 """Parts that do not run by default."""
@@ -108,6 +117,18 @@ CASES: dict[str, list[Case]] = {
         _als("ml-20m", 32, assembly=assembly)
         for assembly in ("sparse_syrk", "sparse_syrk_published", "mo_als", "bals", "bals_local")
     ],
+    "als by events": [
+        *(_events(factors) for factors in (16, 32, 64, 100)),
+        *(_events(factors, "implicit") for factors in (32, 64, 128)),
+        _events(64, "implicit", solver="cg"),
+    ],
+    "assemblies by events": [
+        *(_events(factors, assembly="sparse_syrk") for factors in (16, 64)),
+        _events(32, "implicit", assembly="sparse_syrk"),
+        _events(32, rounds=8, assembly="sparse_syrk_published"),
+        *(_events(factors, assembly="mo_als") for factors in (32, 100)),
+        *(_events(32, rounds=8, assembly=assembly) for assembly in ("bals", "bals_local")),
+    ],
     "systems": [_als("ml-20m", 100, assembly="sparse_syrk"), _als("ml-10m", 256)],
     "sgd": [
         *(Case("ml-20m", "SGD", {"factors": 128, **MSGD, "ordering": ordering}) for ordering in ("user", "mixed")),
@@ -121,7 +142,7 @@ CASES: dict[str, list[Case]] = {
     "sgd-cpu": [
         _cpu("SGD", 64, biases=False, schedule="msgd"),
         _cpu("SGD", 64, biases=False, schedule="blocks"),
-        Case("ml-10m", "SGD", {"factors": 64, "device": "cpu", "biases": False, "schedule": "hogwild"}, 3, races=True),
+        Case("ml-10m", "SGD", {"factors": 64, "device": "cpu", "biases": False, "schedule": "hogwild"}, 10, races=True),
     ],
     "ccd-cpu": [_cpu("CCD", 32)],
     "top-k-cpu": [Case("ml-10m", "ExplicitALS", {"factors": 64, "device": "cpu", "biases": False}, 5, "top_k")],
@@ -139,6 +160,8 @@ def parts_of_code() -> dict[str, Patterns]:
     return {
         "als": freshness.ALS_GPU,
         "assemblies": freshness.ASSEMBLIES_GPU,
+        "als by events": freshness.ALS_GPU,
+        "assemblies by events": freshness.ASSEMBLIES_GPU,
         "systems": freshness.SYSTEMS_GPU,
         "sgd": freshness.SGD_GPU,
         "ccd": freshness.CCD_GPU,
@@ -187,6 +210,19 @@ def _sweeps(case: Case, matrix: sp.csr_array, item_users: sp.csr_array) -> Any:
     race.iterate(solver)  # compiles
     seconds = [_timed(lambda: (race.iterate(solver), race.synchronize(solver))) for _ in range(case.iterations)]
     return seconds, _factors(solver.state)
+
+
+def _events_of(case: Case, matrix: sp.csr_array, item_users: sp.csr_array) -> Any:
+    import gpu
+
+    from hybridmf.device.cuda import open_device
+
+    device = open_device()
+    data = SimpleNamespace(name=case.shape, user=matrix, item=item_users, nnz=len(matrix.data))
+    sweeps = gpu.Sweeps.start(device, data, case.model.partition(", ")[2], **case.options)
+    rounds = gpu.timed(device, [partial(sweeps.solve, side) for side in ("item", "user")], case.iterations)
+    factors = [device.download(sweeps.factors[side].matrix) for side in ("user", "item")]
+    return [sum(times) / 1e3 for times in rounds], factors
 
 
 def _set_up(case: Case, matrix: sp.csr_array, item_users: sp.csr_array) -> Any:
@@ -271,11 +307,17 @@ def _tiles(case: Case, matrix: sp.csr_array, _: sp.csr_array) -> Any:
 
 
 MEASURES: dict[str, Callable[[Case, sp.csr_array, sp.csr_array], Any]] = {
-    "sweeps": _sweeps, "set_up": _set_up, "fits": _fits, "top_k": _top_k, "multi_als": _multi_als, "mcumsgd": _mcumsgd,
+    "sweeps": _sweeps,
+    "events": _events_of,
+    "set_up": _set_up,
+    "fits": _fits,
+    "top_k": _top_k,
+    "multi_als": _multi_als,
+    "mcumsgd": _mcumsgd,
     "plans": _plans,
     "draws": _draws,
     "tiles": _tiles,
-}  # fmt: skip
+}
 
 
 def _timed(run: Callable[[], Any]) -> float:
@@ -372,9 +414,18 @@ def covers(old: Path, passed: set[str]) -> dict[str, list[str]]:
             with suppress(KeyError, ValueError):  # not declared there, or other files
                 declared = before.CODE[file]
                 earlier = declared[key] if isinstance(declared, dict) else {"": declared}[key]
-                if is_covered(earlier, patterns, old, passed):
+                counted = of_clock(passed, by_events=f"{file} {key}" in freshness.BY_EVENTS)
+                if is_covered(earlier, patterns, old, counted):
                     found[f"{file} {key}"] = [freshness.code_hash(earlier, old), freshness.code_hash(patterns)]
     return found
+
+
+def of_clock(passed: set[str], *, by_events: bool) -> set[str]:
+    """The parts that count for a code path, by the names of those that measure by the clock."""
+    measured = {name.removesuffix(EVENTS) for name in CASES if name.endswith(EVENTS)}
+    other = {name.removesuffix(EVENTS) for name in passed if name.endswith(EVENTS)}
+    clock = {name for name in passed if not name.endswith(EVENTS)}
+    return (clock - measured) | other if by_events else clock
 
 
 def is_covered(earlier: Patterns, patterns: Patterns, old: Path, passed: set[str]) -> bool:
@@ -384,6 +435,8 @@ def is_covered(earlier: Patterns, patterns: Patterns, old: Path, passed: set[str
     inside = set(freshness.files(patterns))
     known: set[str] = set()
     for part, files in parts_of_code().items():
+        if part.endswith(EVENTS):  # `of_clock`
+            continue
         of_part = set(freshness.files(files))
         if of_part <= inside and of_part & differ:
             if part not in passed:

@@ -171,6 +171,10 @@ CODE: dict[str, Patterns | dict[str, Patterns]] = {
 }
 """By file of results: files of the code path. Where tasks or devices differ, by task, else by device, else by ""."""
 
+BY_EVENTS = {"gpu ", "gpu syrk", "gpu bals", "gpu precision", "paper_bals ", "paper_bals assemblies", "paper_cumf ",
+             "paper_gates "}  # fmt: skip
+"""Code paths ("FILE PATH", `path_of`) of ALS whose seconds are those of CUDA events, without the host's."""
+
 WHOLE: Patterns = ("hybridmf/**/*.py", "hybridmf/**/*.pyx", "hybridmf/**/*.h", "hybridmf/**/*.c", "cuda/*")
 """The code path of a script that declares none."""
 

@@ -67,6 +67,27 @@ def test_a_case_is_measured_on_the_cpu(case):
     assert first["rmse"] < 3 if case.races else first["sha256"] == second["sha256"]
 
 
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_half_sweeps_are_measured_by_events(gpu):
+    matrix = datasets.synthetic("ml-1m", scale=0.02).user_items
+    for options in ({}, {"assembly": "sparse_syrk"}):
+        case = Case("x", "ALS, implicit", {"factors": 4, **options}, 2, "events")
+        first, second = (controls.measure(case, matrix, transpose(matrix)) for _ in range(2))
+        assert len(first["seconds"]) == 2 and min(first["seconds"]) > 0
+        assert first["sha256"] == second["sha256"]
+
+
+def test_a_path_needs_the_parts_that_measure_as_its_lines_do():
+    passed = {"als", "sgd", "assemblies by events"}
+    assert controls.of_clock(passed, by_events=False) == {"als", "sgd"}
+    assert controls.of_clock(passed, by_events=True) == {"assemblies", "sgd"}
+
+
+def test_paths_that_are_measured_by_events_exist():
+    names = {f"{file} {key}" for file in freshness.CODE for key in freshness.code_paths(file)}
+    assert names >= freshness.BY_EVENTS
+
+
 def test_seconds_of_what_is_no_figure_may_differ():
     slow = controls.compare(Case("x", "draws", {}, timed=False), runs([1.0]), runs([2.0]))
     assert slow["passed"] and slow["ratio"] == 2.0
