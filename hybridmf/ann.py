@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from .core.validate import MAX_N, check_bool, check_ids, check_int
-from .model.serving import ServingMixin, seen_by
+from .model.ranking import seen_by
+from .model.serving import ServingMixin
 
 Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 """Function of queries, shape (n, rank), and k: places of vectors, -1 for none, and inner products, shape (n, k)."""

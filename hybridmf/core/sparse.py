@@ -229,3 +229,12 @@ def stacked(matrices: list[sp.csr_array]) -> sp.csr_array:
         np.concatenate([matrix.data for matrix in matrices]),
         matrices[0].shape[1],
     )
+
+
+def replace_rows(history: sp.csr_array, positions: np.ndarray, rows: sp.csr_array, size: int) -> sp.csr_array:
+    """`history` with `size` rows, those at `positions` replaced by the entries of `rows`; gaps are empty."""
+    new = as_ones(rows, np.int8) if history.dtype == np.int8 else rows.astype(history.dtype)
+    source = np.full(size, -1, dtype=np.int64)
+    source[: history.shape[0]] = np.arange(history.shape[0])
+    source[positions] = history.shape[0] + np.arange(len(positions))
+    return rows_or_empty(stacked([history, new]), source)

@@ -14,8 +14,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Side
-from ..core.sparse import entry_rows, rows_or_empty
-from ..core.validate import check_choice, check_shape, from_triplets
+from ..core.sparse import entry_rows
+from ..core.validate import check_choice, from_triplets
 from ..errors import RatingsError, UnknownLabelError
 from ..ratings import Ratings
 from .labels import check_label_types, places_among, some
@@ -75,29 +75,6 @@ def align(
     shape = [matrix.shape[axis] if found is None else len(want[axis]) for axis, found in enumerate(places)]
     rows, columns, values = index[0][kept], index[1][kept], matrix.data[kept]
     return from_triplets(rows, columns, values, (shape[0], shape[1]), name=name, dtype=matrix.dtype), dropped
-
-
-def align_rows(
-    matrix: sp.csr_array,
-    given: Any,
-    users: np.ndarray,
-    want: Labels,
-    n_users: int,
-    name: str = "user_items",
-    unknown: str | None = None,
-) -> sp.csr_array:
-    """Items that some users have seen, row by row in the order of `users` (positions of the model).
-
-    `matrix` is `given` after validation. Labelled rows are matched by label; others are in the order of `users`, or
-    there is one row for each of the `n_users` of the model. A user at -1 is not in the model: the row is empty, unless
-    rows are in the order of `users`.
-    """
-    have = labels_of(given)
-    labelled = have is not None and have[0] is not None and not (want[0] is None and are_positions(have[0], users))
-    matrix, _ = align(matrix, have, (want[0] if labelled else IN_ORDER, want[1]), name=name, unknown=unknown)
-    if labelled:
-        check_shape(name, matrix, (n_users, None), ("n_users", "n_items"))
-    return rows_or_empty(matrix, users) if labelled or matrix.shape[0] == n_users != len(users) else matrix
 
 
 def positions_in(side: Side, have: Any, want: Any, counts: tuple[int, int], name: str, owner: str) -> np.ndarray:

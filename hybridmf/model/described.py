@@ -12,11 +12,10 @@ import scipy.sparse as sp
 
 from ..core.objective import Side
 from ..core.regression import joined
-from ..core.sparse import rows_or_empty, take_rows
+from ..core.sparse import replace_rows, rows_or_empty, take_rows
 from ..data.labels import check_label_types, places_among
 from ..errors import RatingsError, UnknownLabelError
 from .learned import Learned, LearnedFeatures
-from .updates import replace_rows
 
 logger = logging.getLogger("hybridmf")
 

@@ -12,7 +12,7 @@ import scipy.sparse as sp
 from ..core.objective import Factors, Objective, Side, State, rating_scale
 from ..core.regression import filled
 from ..core.sparse import ValueSummary, as_ones, entries_in, transposed
-from ..core.validate import frozen_csr
+from ..core.validate import as_csr, frozen_csr
 from ..data.features import Features
 from ..data.labels import label_table
 from ..data.store import StoredSeen, StoreMatrix
@@ -28,6 +28,10 @@ class Labelled:
 
     def count(self, side: Side) -> int:
         """Number of users or items."""
+        raise NotImplementedError
+
+    def entries(self, given: Any, name: str, *, repeats: bool = False) -> sp.csr_array:
+        """A matrix as the fit reads one; `repeats`: in histories of implicit feedback, repeated items add up."""
         raise NotImplementedError
 
     @property
@@ -107,6 +111,12 @@ class Learned(Labelled):
     def count(self, side: Side) -> int:
         """Number of users or items."""
         return len(self.state.side(side))
+
+    def entries(self, given: Any, name: str, *, repeats: bool = False) -> sp.csr_array:
+        """See `Labelled`; an explicit zero is no entry of implicit feedback, and a rating otherwise."""
+        dtype, implicit = self.state.user.matrix.dtype, self.objective.is_implicit
+        rule = "sum" if repeats and implicit else "error"
+        return as_csr(given, name=name, dtype=dtype, drop_zeros=implicit, duplicates=rule)
 
     def solved(self, side: Side) -> Factors:
         """Factors of a side as half sweeps read them: zeros for rows without entries that have features."""

@@ -38,6 +38,10 @@ class Popularity(Labelled):
         """Number of users or items."""
         return int(self.seen.shape[SIDES.index(side)])
 
+    def entries(self, given: Any, name: str, *, repeats: bool = False) -> sp.csr_array:
+        """See `Labelled`; repeated entries are an error."""
+        return as_csr(given, name=name)
+
 
 def popularity_of(seen: sp.csr_array, likes: np.ndarray) -> PopularityRecommender:
     """The baseline of a fit for rankings, from the pattern of its entries and the positive entries of each item."""
@@ -216,9 +220,7 @@ class PopularityRecommender:
         state = self._fitted()
         asked = Asked(N, filter_already_liked_items, filter_items, items, "popular", labels, unknown)
         users = positions_of(state, "user", "userid", userid, asked.by_label, asked.unknown)
-        rows_of = partial(
-            given_rows, state, users, unknown=asked.unknown.of_entries, read=lambda rows, name: as_csr(rows, name=name)
-        )
+        rows_of = partial(given_rows, state, users, unknown=asked.unknown.of_entries)
         candidates = asked.candidates(state, len(users), rows_of)
         asked.unknown.report()
         seen, absent = candidates.denied, asked.unknown.absent(users)

@@ -7,6 +7,7 @@ their factors.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from .engine import Engine, engine_for
 from .exactness import warn_of_fold_in
 from .learned import Learned
 from .popularity import best_pairs, rank_by_count, union
-from .requests import Asked, Candidates
+from .requests import Asked, Candidates, given_rows
 
 logger = logging.getLogger("hybridmf")
 
@@ -103,6 +104,38 @@ class Request(NamedTuple):
                 empty &= ~absent
         ids[empty], scores[empty] = -1, -np.inf
         return ids, scores
+
+
+def requested(
+    learned: Learned, users: np.ndarray, user_items: Any, asked: Asked, recalculated: bool = False
+) -> Request:
+    """A recommendation whose arguments are checked; `recalculated`: by factors of the rows of `user_items`."""
+    rows_of = partial(given_rows, learned, users, unknown=asked.unknown.of_entries)
+    candidates = asked.candidates(learned, len(users), rows_of)
+    asked.unknown.report()
+    seen: Any = None
+    if user_items is not None:
+        seen = rows_of("user_items", user_items)  # validated even if unused
+    elif asked.filter_liked:
+        seen = _all_seen(learned)
+    factors = fold_in(learned, "user", seen) if recalculated else None
+    return Request(learned, users, asked, seen if asked.filter_liked else None, candidates, factors)
+
+
+def seen_by(learned: Learned, users: np.ndarray, user_items: Any = None) -> sp.csr_array:
+    """Items that users have seen, a row for each: of `user_items`, as `recommend` takes it, else of the training."""
+    if user_items is None:
+        return seen_in_training(_all_seen(learned), users, None).matrix()
+    return given_rows(learned, users, "user_items", user_items)
+
+
+def _all_seen(learned: Learned) -> sp.csr_array | StoredSeen:
+    """Items that users have seen in the training data."""
+    if learned.seen is None:
+        raise ValueError(
+            "this model was saved without seen items: pass user_items, or filter_already_liked_items=False"
+        )
+    return learned.seen
 
 
 def rows_of_users(learned: Learned, users: np.ndarray, absent: np.ndarray | None) -> Factors:

@@ -11,9 +11,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Side
-from ..core.sparse import entries_in, entry_rows, keep_entries, take_rows
+from ..core.sparse import entries_in, entry_rows, keep_entries, rows_or_empty, take_rows
 from ..core.validate import MAX_N, check_bool, check_choice, check_ids, check_int, check_shape, from_triplets, one_row
-from ..data.align import align_rows
+from ..data.align import IN_ORDER, align, are_positions, labels_of
 from ..data.labels import check_label_types, look_up, plain_array
 from ..data.layout import FileOptions
 from ..data.readers import frame_entries
@@ -221,23 +221,31 @@ def names_of(learned: Labelled, side: Side, name: str, positions: np.ndarray, as
     return plain_array(mixed.tolist())
 
 
-def given_rows(
-    learned: Labelled,
-    users: np.ndarray,
-    name: str,
-    given: Any,
-    unknown: str | None,
-    read: Callable[[Any, str], sp.csr_array],
-) -> sp.csr_array:
-    """Rows of an argument, one for each of `users`, or of them among the rows of all users; `read` gives its matrix."""
-    labels, n_users = (learned.labels("user"), learned.labels("item")), learned.count("user")
+def given_rows(learned: Labelled, users: np.ndarray, name: str, given: Any, unknown: str | None = None) -> sp.csr_array:
+    """Rows of an argument, one for each of `users`: by label, in their order, or of them among those of all users."""
     given = one_row(as_ratings(given, name))
-    matrix = read(given, name)
-    if matrix.shape[0] == n_users != len(users):
-        known = users[users >= 0]  # unknown users have empty rows
-        check_ids("userid", known, n_users, "n_users")
-    matrix = align_rows(matrix, given, users, labels, n_users, name, unknown)
+    matrix, have, n_users = learned.entries(given, name, repeats=True), labels_of(given), learned.count("user")
+    by_position = matrix.shape[0] == n_users != len(users)
+    if by_position:
+        check_ids("userid", users[users >= 0], n_users, "n_users")  # unknown users have empty rows
+    ids = learned.user_ids
+    labelled = have is not None and have[0] is not None and not (ids is None and are_positions(have[0], users))
+    want = (ids if labelled else IN_ORDER, learned.item_ids)
+    matrix, _ = align(matrix, have, want, name=name, unknown=unknown)
+    if labelled:
+        check_shape(name, matrix, (n_users, None), ("n_users", "n_items"))
+    if labelled or by_position:
+        matrix = rows_or_empty(matrix, users)
     check_shape(name, matrix, (len(users), learned.count("item")), ("n_userids", "n_items"))
+    return matrix
+
+
+def rows_of_strangers(learned: Labelled, n_rows: int, name: str, given: Any, unknown: str | None) -> sp.csr_array:
+    """Rows of an argument, one for each new user, in their order."""
+    given = one_row(as_ratings(given, name, users=False))
+    matrix = learned.entries(given, name, repeats=True)
+    matrix, _ = align(matrix, labels_of(given), (IN_ORDER, learned.item_ids), name=name, unknown=unknown)
+    check_shape(name, matrix, (n_rows, learned.count("item")), ("n_rows", "n_items"))
     return matrix
 
 

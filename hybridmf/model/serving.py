@@ -20,11 +20,9 @@ import scipy.sparse as sp
 from ..core.frames import check_kind, kind_of
 from ..core.objective import Side, scoring_rows
 from ..core.sparse import keep_entries, transposed
-from ..core.system import available_memory
 from ..core.table import html_facts
 from ..core.validate import (
     MAX_N,
-    as_csr,
     check_bool,
     check_choice,
     check_ids,
@@ -32,25 +30,24 @@ from ..core.validate import (
     check_range,
     check_shape,
     csr_arrays,
-    make_csr,
     one_column,
     one_row,
 )
 from ..data.align import IN_ORDER, UNKNOWN, align, labels_of
 from ..data.features import Features
 from ..data.labels import look_up
-from ..data.store import Store, StoredSeen
+from ..data.store import Store
 from ..data.wide import is_wide
-from ..errors import DeviceMemoryError, MemoryBudgetError, RatingsError
+from ..errors import DeviceMemoryError, RatingsError
 from ..plan.types import Plan
 from ..ratings import Ratings, as_ratings, is_pairs
-from .described import described_rows, explained, replaced_rows, rows_described
+from .described import described_rows, explained, rows_described
 from .early_stopping import LOWER_IS_BETTER
 from .engine import engine_for
 from .estimator import Estimator, check_columns, not_fitted, numeric_matrix, transformed
 from .explain import Explanation, contributions, training_row
 from .learned import Learned, pattern
-from .ranking import Request, blank_mask, fold_in, neighbours, predicted, seen_in_training
+from .ranking import Request, blank_mask, fold_in, neighbours, predicted, requested
 from .requests import (
     Asked,
     Unknown,
@@ -63,20 +60,11 @@ from .requests import (
     pairs_of,
     positions_of,
     read_history,
+    rows_of_strangers,
     shown,
 )
 from .tables import file_format, to_file, to_frame
-from .updates import (
-    check_positions,
-    extended_labels,
-    named_positions,
-    replace_rows,
-    turned,
-    updated_axis,
-    updated_counts,
-    updated_likes,
-    with_factors,
-)
+from .updates import updated, updated_axis, updated_labels, with_factors
 
 logger = logging.getLogger("hybridmf")
 
@@ -370,7 +358,7 @@ class ServingMixin(Estimator):
             users = check_ids("userid", userid, 2**31 - 1, "2**31 - 1")
         else:
             users = positions_of(learned, "user", "userid", userid, by_label, asked.unknown)
-        ids, scores = _request(learned, users, user_items, asked, recalculated).answer(0, len(users))
+        ids, scores = requested(learned, users, user_items, asked, recalculated).answer(0, len(users))
         return shown(learned, "item", ids, scores, by_label, is_single(userid, by_label))
 
     def recommend_table(
@@ -434,7 +422,7 @@ class ServingMixin(Estimator):
         users = np.arange(learned.shape[0])
         if userid is not None:
             users = positions_of(learned, "user", "userid", userid, asked.by_label, asked.unknown)
-        request = _request(learned, users, user_items, asked)
+        request = requested(learned, users, user_items, asked)
         names = names_of(learned, "user", "userid", users, asked)
         if path is None:
             return to_frame(request, names, kind, show_progress)
@@ -540,7 +528,7 @@ class ServingMixin(Estimator):
             matrix = self._new_rows(learned, rows, "rows", unknown=asked.unknown.of_entries)
             single = one_row(rows) is not rows
         n_rows = matrix.shape[0]
-        rows_of = partial(_rows_of_strangers, learned, n_rows, unknown=asked.unknown.of_entries)
+        rows_of = partial(rows_of_strangers, learned, n_rows, unknown=asked.unknown.of_entries)
         candidates = asked.candidates(learned, n_rows, rows_of)
         asked.unknown.report()
         described = None if features is None else described_rows(learned, "user", features, names, n_rows)
@@ -656,7 +644,7 @@ class ServingMixin(Estimator):
             raise ValueError("explain takes one user and one item; call it for each pair")
         N = check_int("N", N, 1, MAX_N)
         if user_items is not None:
-            row = _rows_of_users(learned, user, "user_items", user_items)
+            row = given_rows(learned, user, "user_items", user_items)
         else:
             row = training_row(learned, int(user[0]))
         return contributions(learned, row, int(item[0]), N, by_label, rows_described(learned, "user", user))
@@ -805,7 +793,7 @@ class ServingMixin(Estimator):
 
         `how` are ``unknown`` and ``owner`` of `align`.
         """
-        matrix = _entries_of(learned, numeric_matrix(self, rows, name), name, repeats=users is IN_ORDER)
+        matrix = learned.entries(numeric_matrix(self, rows, name), name, repeats=users is IN_ORDER)
         return align(matrix, labels_of(rows), (users, learned.item_ids), name=name, **{"unknown": None} | how)[0]
 
     def _new_rows(
@@ -928,11 +916,11 @@ class ServingMixin(Estimator):
         rows = as_ratings(rows, "rows")
         with self._lock:
             learned = self._fitted()
-            positions, names = _updated_labels(learned, "user", ids, labels)
+            positions, names = updated_labels(learned, "user", ids, labels)
             wanted = updated_axis("rows", rows, 0, positions, names)
             matrix = self._new_rows(learned, rows, "rows", users=wanted, owner="the model or to ids")
             check_shape("rows", matrix, (len(positions), learned.shape[1]), ("n_ids", "n_items"))
-            self._learn(_updated(learned, "user", positions, matrix, names, features))
+            self._learn(updated(learned, "user", positions, matrix, names, features))
         return self
 
     def partial_fit_items(self, ids: Any, cols: Any, *, labels: Any = None, features: Any = None) -> Self:
@@ -954,13 +942,13 @@ class ServingMixin(Estimator):
         cols = as_ratings(cols, "cols")
         with self._lock:
             learned = self._fitted()
-            positions, names = _updated_labels(learned, "item", ids, labels)
-            matrix = _entries_of(learned, one_column(cols), "cols")
+            positions, names = updated_labels(learned, "item", ids, labels)
+            matrix = learned.entries(one_column(cols), "cols")
             want = (learned.user_ids, updated_axis("cols", cols, 1, positions, names))
             matrix, _ = align(matrix, labels_of(cols), want, name="cols", unknown=None, owner="the model or to ids")
             check_shape("cols", matrix, (learned.shape[0], len(positions)), ("n_users", "n_ids"))
             rows = transposed(matrix, learned.plan.num_threads)
-            grown = _updated(learned, "item", positions, rows, names, features)
+            grown = updated(learned, "item", positions, rows, names, features)
             self._learn(grown)
             self.n_features_in_ = grown.shape[1]
             if grown.feature_names is None:
@@ -1099,118 +1087,9 @@ def _exported(learned: Learned, side: Side, rows: np.ndarray, by_label: bool) ->
     return np.ascontiguousarray(vectors, dtype=np.float32), ids[rows] if by_label and ids is not None else rows
 
 
-def _updated_labels(learned: Learned, side: Side, ids: Any, labels: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """Positions of an update, and the labels of all rows after it."""
-    if isinstance(labels, bool):
-        ids, labels = named_positions(learned, side, ids) if labels else (ids, None)
-    positions = check_positions("ids", ids)
-    known = learned.state.side(side)
-    size = max(len(known), int(positions.max()) + 1)
-    free, needed = available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
-    if free is not None and needed > free:
-        raise MemoryBudgetError(
-            f"ids has {positions.max()}, so the model would need {size} {side}s and {needed / 2**20:,.0f} MiB; "
-            f"{free / 2**20:,.0f} MiB are free. Positions are counted from 0: is the id a label?"
-        )
-    return positions, extended_labels(side, learned.labels(side), positions, size, labels)
-
-
 def _names_of_rows(rows: Any, name: str) -> np.ndarray | None:
     """Labels of the users of rows, None where these have none."""
     return (labels_of(as_ratings(rows, name, users=False)) or (None,))[0]
-
-
-def _updated(
-    learned: Learned,
-    side: Side,
-    positions: np.ndarray,
-    rows: sp.csr_array,
-    names: np.ndarray | None,
-    given: Any = None,
-) -> Learned:
-    """The state with rows folded in and stored at their positions; `given`: features of these rows."""
-    known, degrees = learned.state.side(side), np.diff(rows.indptr)
-    size = max(len(known), int(positions.max()) + 1)
-    new: sp.csr_array | None = None
-    if given is not None:
-        new = described_rows(learned, side, given, None if names is None else names[positions], len(positions))
-    features = replaced_rows(learned, side, positions, size, degrees, new, names)
-    described = rows_described(replace(learned, features=features), side, positions)
-    factors = known.put(positions, fold_in(learned, side, rows, described), size)
-    seen, values, history = learned.seen_matrix(), learned.values, None
-    if seen is not None:
-        history = seen if values is None else make_csr(seen.indptr, seen.indices, values, seen.shape)
-        if side == "user":
-            history = replace_rows(history, positions, rows, size)
-        else:
-            history = turned(replace_rows(turned(history), positions, rows, size))
-        seen, values = pattern(history), None if values is None else history.data
-    counts = updated_counts(learned, side, positions, rows, seen)
-    likes = updated_likes(learned, side, positions, rows, history, counts)
-    changed: dict[str, Any] = {f"{side}_ids": names, "seen": seen, "total": None, "values": values}
-    changed |= {"item_counts": counts, "item_likes": likes, "features": features}
-    if side == "item" and size > len(known):
-        changed["feature_names"] = None  # the new columns have no names
-    if learned.value_range is not None:
-        low, high = learned.value_range
-        changed["value_range"] = float(rows.data.min(initial=low)), float(rows.data.max(initial=high))
-    return replace(learned, state=learned.state.with_side(side, factors), **changed)
-
-
-def _request(learned: Learned, users: np.ndarray, user_items: Any, asked: Asked, recalculated: bool = False) -> Request:
-    """A recommendation whose arguments are checked; `recalculated`: by factors of the rows of `user_items`."""
-    rows_of = partial(_rows_of_users, learned, users, unknown=asked.unknown.of_entries)
-    candidates = asked.candidates(learned, len(users), rows_of)
-    asked.unknown.report()
-    seen: Any = None
-    if user_items is not None:
-        seen = rows_of("user_items", user_items)  # validated even if unused
-    elif asked.filter_liked:
-        seen = _all_seen(learned)
-    factors = fold_in(learned, "user", seen) if recalculated else None
-    return Request(learned, users, asked, seen if asked.filter_liked else None, candidates, factors)
-
-
-def _rows_of_users(
-    learned: Learned, users: np.ndarray, name: str, given: Any, unknown: str | None = None
-) -> sp.csr_array:
-    """Rows of an argument, one for each of `users`."""
-    return given_rows(learned, users, name, given, unknown, partial(_entries_of, learned, repeats=True))
-
-
-def _rows_of_strangers(learned: Learned, n_rows: int, name: str, given: Any, unknown: str) -> sp.csr_array:
-    """Rows of an argument, one for each new user, in their order."""
-    given = one_row(as_ratings(given, name, users=False))
-    matrix = _entries_of(learned, given, name, repeats=True)
-    matrix, _ = align(matrix, labels_of(given), (IN_ORDER, learned.item_ids), name=name, unknown=unknown)
-    check_shape(name, matrix, (n_rows, learned.shape[1]), ("n_rows", "n_items"))
-    return matrix
-
-
-def _entries_of(learned: Learned, given: Any, name: str, *, repeats: bool = False) -> sp.csr_array:
-    """A matrix as the fit reads one: an explicit zero is no entry of implicit feedback, and a rating otherwise.
-
-    `repeats`: in histories of implicit feedback, repeated items add up.
-    """
-    dtype, implicit = learned.state.user.matrix.dtype, learned.objective.is_implicit
-    rule = "sum" if repeats and implicit else "error"
-    return as_csr(given, name=name, dtype=dtype, drop_zeros=implicit, duplicates=rule)
-
-
-def seen_by(learned: Learned, users: np.ndarray, user_items: Any = None) -> sp.csr_array:
-    """Items that users have seen, a row for each: of `user_items`, as `recommend` takes it, else of the training."""
-    if user_items is None:
-        return seen_in_training(_all_seen(learned), users, None).matrix()
-    return _rows_of_users(learned, users, "user_items", user_items)
-
-
-def _all_seen(learned: Learned) -> sp.csr_array | StoredSeen:
-    """Items that users have seen in the training data."""
-    if learned.seen is None:
-        raise ValueError(
-            "this model was saved without seen items: pass user_items, or filter_already_liked_items=False"
-        )
-    return learned.seen
 
 
 def _hide_every_fifth(matrix: sp.csr_array) -> tuple[sp.csr_array, sp.csr_array]:

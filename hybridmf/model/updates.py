@@ -10,18 +10,21 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Side
-from ..core.sparse import as_ones, keep_entries, rows_or_empty, stacked, take_rows, transposed
-from ..core.validate import check_ids
+from ..core.sparse import keep_entries, replace_rows, take_rows, transposed
+from ..core.system import available_memory
+from ..core.validate import check_ids, make_csr
 from ..data.align import IN_ORDER, are_positions, labels_of
 from ..data.labels import check_label_types, check_storable_labels, plain_array
-from ..errors import UnknownLabelError
+from ..errors import MemoryBudgetError, UnknownLabelError
 from ..plan.start import check_given
 from ..plan.types import NONNEGATIVE
-from .learned import Learned, count_items, likes_of, transposed_pattern
+from .described import described_rows, replaced_rows, rows_described
+from .learned import Learned, count_items, likes_of, pattern, transposed_pattern
+from .ranking import fold_in
 from .requests import Unknown, positions_of
 
 
-def check_positions(name: str, ids: Any) -> np.ndarray:
+def _check_positions(name: str, ids: Any) -> np.ndarray:
     """Positions to update, at least one and none twice; they may lie behind the last."""
     positions = check_ids(name, ids, 2**31 - 1, "2**31 - 1")
     if positions.size == 0:
@@ -32,7 +35,7 @@ def check_positions(name: str, ids: Any) -> np.ndarray:
     return positions
 
 
-def named_positions(learned: Learned, side: Side, ids: Any) -> tuple[Any, list[Any] | None]:
+def _named_positions(learned: Learned, side: Side, ids: Any) -> tuple[Any, list[Any] | None]:
     """Positions of labels to update or to add, and these labels; of a model without labels, `ids` and None.
 
     Unknown labels have the next free positions, in their order.
@@ -72,7 +75,7 @@ def updated_axis(name: str, given: Any, axis: int, positions: np.ndarray, names:
     return wanted
 
 
-def updated_counts(
+def _updated_counts(
     learned: Learned, side: Side, positions: np.ndarray, rows: sp.csr_array, seen: sp.csr_array | None
 ) -> np.ndarray | None:
     """Entries of each item after an update; without `seen`, old entries of replaced users still count."""
@@ -90,7 +93,7 @@ def updated_counts(
     return grown
 
 
-def updated_likes(
+def _updated_likes(
     learned: Learned,
     side: Side,
     positions: np.ndarray,
@@ -108,7 +111,7 @@ def updated_likes(
         return None
     liked = keep_entries(rows, rows.data > 0)
     before = replace(learned, item_counts=learned.popularity)
-    likes = updated_counts(before, side, positions, liked, None)
+    likes = _updated_counts(before, side, positions, liked, None)
     return None if likes is None else np.minimum(likes, counts)
 
 
@@ -134,7 +137,7 @@ def with_factors(learned: Learned, given: dict[Side, tuple[Any, Any]]) -> Learne
     return replace(learned, state=state)
 
 
-def extended_labels(side: str, known: Any, positions: np.ndarray, size: int, labels: Any) -> np.ndarray | None:
+def _extended_labels(side: str, known: Any, positions: np.ndarray, size: int, labels: Any) -> np.ndarray | None:
     """Labels after adding positions up to `size`; each label keeps its type."""
     if known is None:
         if labels is not None:
@@ -188,15 +191,59 @@ def _as_labels(labels: list[Any], like: np.ndarray) -> np.ndarray:
     return array
 
 
-def turned(history: sp.csr_array) -> sp.csr_array:
+def _turned(history: sp.csr_array) -> sp.csr_array:
     """The transpose of a pattern, or of one with values."""
     return transposed_pattern(history) if history.dtype == np.int8 else transposed(history)
 
 
-def replace_rows(history: sp.csr_array, positions: np.ndarray, rows: sp.csr_array, size: int) -> sp.csr_array:
-    """`history` with `size` rows, those at `positions` replaced by the entries of `rows`; gaps are empty."""
-    new = as_ones(rows, np.int8) if history.dtype == np.int8 else rows.astype(history.dtype)
-    source = np.full(size, -1, dtype=np.int64)
-    source[: history.shape[0]] = np.arange(history.shape[0])
-    source[positions] = history.shape[0] + np.arange(len(positions))
-    return rows_or_empty(stacked([history, new]), source)
+def updated_labels(learned: Learned, side: Side, ids: Any, labels: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """Positions of an update, and the labels of all rows after it."""
+    if isinstance(labels, bool):
+        ids, labels = _named_positions(learned, side, ids) if labels else (ids, None)
+    positions = _check_positions("ids", ids)
+    known = learned.state.side(side)
+    size = max(len(known), int(positions.max()) + 1)
+    free, needed = available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
+    if free is not None and needed > free:
+        raise MemoryBudgetError(
+            f"ids has {positions.max()}, so the model would need {size} {side}s and {needed / 2**20:,.0f} MiB; "
+            f"{free / 2**20:,.0f} MiB are free. Positions are counted from 0: is the id a label?"
+        )
+    return positions, _extended_labels(side, learned.labels(side), positions, size, labels)
+
+
+def updated(
+    learned: Learned,
+    side: Side,
+    positions: np.ndarray,
+    rows: sp.csr_array,
+    names: np.ndarray | None,
+    given: Any = None,
+) -> Learned:
+    """The state with rows folded in and stored at their positions; `given`: features of these rows."""
+    known, degrees = learned.state.side(side), np.diff(rows.indptr)
+    size = max(len(known), int(positions.max()) + 1)
+    new: sp.csr_array | None = None
+    if given is not None:
+        new = described_rows(learned, side, given, None if names is None else names[positions], len(positions))
+    features = replaced_rows(learned, side, positions, size, degrees, new, names)
+    described = rows_described(replace(learned, features=features), side, positions)
+    factors = known.put(positions, fold_in(learned, side, rows, described), size)
+    seen, values, history = learned.seen_matrix(), learned.values, None
+    if seen is not None:
+        history = seen if values is None else make_csr(seen.indptr, seen.indices, values, seen.shape)
+        if side == "user":
+            history = replace_rows(history, positions, rows, size)
+        else:
+            history = _turned(replace_rows(_turned(history), positions, rows, size))
+        seen, values = pattern(history), None if values is None else history.data
+    counts = _updated_counts(learned, side, positions, rows, seen)
+    likes = _updated_likes(learned, side, positions, rows, history, counts)
+    changed: dict[str, Any] = {f"{side}_ids": names, "seen": seen, "total": None, "values": values}
+    changed |= {"item_counts": counts, "item_likes": likes, "features": features}
+    if side == "item" and size > len(known):
+        changed["feature_names"] = None  # the new columns have no names
+    if learned.value_range is not None:
+        low, high = learned.value_range
+        changed["value_range"] = float(rows.data.min(initial=low)), float(rows.data.max(initial=high))
+    return replace(learned, state=learned.state.with_side(side, factors), **changed)

@@ -14,7 +14,7 @@ import hybridmf as hmf
 from hybridmf.core import validate as _validate
 from hybridmf.core.objective import State
 from hybridmf.errors import MemoryBudgetError, NotPositiveDefiniteError, RatingsError
-from hybridmf.model import serving as _serving
+from hybridmf.model import updates
 from support import reference
 from support.messages import says
 from support.ratings import planted
@@ -168,7 +168,7 @@ def test_an_update_is_all_or_nothing(method, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(_serving, "replace_rows", fail)
+    monkeypatch.setattr(updates, "replace_rows", fail)
     rows = np.ones((1, N_ITEMS)) if method == "users" else np.ones((M, 1))
     with pytest.raises(MemoryError):
         getattr(model, f"partial_fit_{method}")([M if method == "users" else N_ITEMS], rows)
@@ -178,7 +178,7 @@ def test_an_update_is_all_or_nothing(method, monkeypatch):
 
 def test_an_id_that_does_not_fit_in_memory_is_refused(monkeypatch):
     model = fitted()
-    monkeypatch.setattr(_serving, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(updates, "available_memory", lambda: 10_000)
     with pytest.raises(MemoryBudgetError, match="ids"):
         model.partial_fit_users([100_000], np.ones((1, N_ITEMS)))
 
