@@ -304,25 +304,24 @@ def compile_ahead(device: Any, ranks: Iterable[int], methods: Sequence[str], *, 
 
     entries = {"REAL": np.dtype(np.float32), "IMPLICIT": implicit, "HAS_OFFSETS": False}
     ranks, spec = sorted(ranks, reverse=True), device.spec  # the largest take longest
-    configs: list[tuple[str, Any, Line]] = []
+    configs: list[tuple[str, Any]] = []
     for rank in ranks:
         if "sparse_syrk" in methods:
-            configs.append(("sparse_syrk", SyrkConfig.default(rank, 4, spec), {}))
+            configs.append(("sparse_syrk", SyrkConfig.default(rank, 4, spec)))
         if "sparse_syrk_published" in methods:
-            configs.append(("sparse_syrk_published", PublishedSyrkConfig.default(rank, 4, spec), {}))
+            configs.append(("sparse_syrk_published", PublishedSyrkConfig.default(rank, 4, spec)))
         if "mo_als" in methods:
-            switches = {"READ_ONLY": True, "REGISTERS": True}
-            configs.append(("mo_als", MoAlsConfig.default(rank, 4, spec), switches))
+            configs.append(("mo_als", MoAlsConfig.default(rank, 4, spec)))
         if "bals" in methods:
             width = plan_assemblies.bals_tile_sizes(rank, 4, spec)[1]
-            configs.append(("bals", plan_assemblies.BalsConfig.default(rank, 4, spec, tile_cols=width), {}))
+            configs.append(("bals", plan_assemblies.BalsConfig.default(rank, 4, spec, tile_cols=width)))
         if "bals_local" in methods:
             rows, width = plan_assemblies.bals_tile_sizes(rank, 4, spec, local=True)
-            configs.append(("bals", BalsLocalConfig.default(rank, 4, spec, tile_rows=rows, tile_cols=width), {}))
+            configs.append(("bals", BalsLocalConfig.default(rank, 4, spec, tile_rows=rows, tile_cols=width)))
 
-    def compile_one(job: tuple[str, Any, Line]) -> None:
-        name, config, switches = job
-        get_kernel(device, f"{name}.cu", name, **config.constants, **entries, **switches)
+    def compile_one(job: tuple[str, Any]) -> None:
+        name, config = job
+        get_kernel(device, f"{name}.cu", name, **config.constants, **entries)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, configs))

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..device.cuda import Array, Device
-from ..plan.tables import KernelConfig
 from ..plan.types import NONNEGATIVE
 from . import arrays, cholesky_any
 from .features import add_pull
-from .launch import DeviceEntries, check_all, launch
+from .launch import DeviceEntries, check_all, get_kernel
 from .nonnegative import nonnegative_solve
 from .systems import SideSystems, Sums
 
@@ -138,7 +137,7 @@ def check_factors(device: Device, sums: Sums, n: int | None, factors: Array, dty
 
 
 def sum_segments(
-    kind: type[KernelConfig],
+    default: Callable[..., Any],
     device: Device,
     sums: Sums,
     factors: Array,
@@ -147,7 +146,7 @@ def sum_segments(
     config: Any = None,
     **constants: Any,
 ) -> None:
-    """Sum each segment of entries by a kernel with a configuration of `kind`, by default the tuned one.
+    """Sum each segment of entries by a kernel with a configuration, by default that of `default`.
 
     `sums`, tuple of float (matrices, rhs) (n_slots, rank, rank) and (n_slots, rank): written; only lower triangles of
         `matrices`, elements above the diagonal are undefined.
@@ -159,10 +158,11 @@ def sum_segments(
     rank = check_factors(device, sums, None, factors, dtype)
     entries.check(device, dtype, len(factors))
     check_all(device, segments=(segments, np.int64, (None, 3)))
-    config = config or kind.default(rank, dtype.itemsize, device.spec)
+    config = config or default(rank, dtype.itemsize, device.spec)
     config.require_match(rank, dtype)
     config.require_fit(device.spec)
     if len(segments):
         sizes = config.sizes(rank, factors.shape[1])
         arguments = (*sums, factors, *entries.arrays, segments, *map(np.int32, sizes), *entries.scalars)
-        launch(device, config, len(segments), arguments, **entries.constants, **constants)
+        kernel = get_kernel(device, config.file, config.kernel, **config.constants, **entries.constants, **constants)
+        kernel(config.grid(len(segments), device.spec), (config.threads,), arguments, config.shared_bytes)

@@ -19,7 +19,7 @@ from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.assemblies import REGISTERS, RESERVED, WARP
 from ..plan.fused import solver_floats, vector_floats
 from ..plan.tables import KernelConfig, require
-from .launch import check_all, get_kernel, launch, program
+from .launch import check_all, get_kernel, program
 from .systems import check_columns
 
 MAX_RANK = MAX_FACTORS + 1
@@ -410,7 +410,9 @@ def cholesky_solve(
     n, dtype = len(rows), sums[0].dtype
     config = config or config_for(sums[0].shape[-1], dtype, device.spec)
     sizes = [np.int64(solutions.shape[1])] + [np.int64(n)] * (config.kernel != "cholesky_block")
-    launch(device, config, n, (solutions, status, *sums, slots, rows, *sizes, dtype.type(pivot_epsilon)))
+    arguments = (solutions, status, *sums, slots, rows, *sizes, dtype.type(pivot_epsilon))
+    kernel = get_kernel(device, config.file, config.kernel, **config.constants)
+    kernel(config.grid(n, device.spec), (config.threads,), arguments, config.shared_bytes)
 
 
 def cg_solve(
@@ -430,5 +432,6 @@ def cg_solve(
     """
     if _check_solve(device, solutions, status, sums, slots, rows):
         config = config or CgConfig.default(sums[0].shape[-1], sums[0].dtype.itemsize, device.spec)
-        sizes = (np.int64(solutions.shape[1]), np.int32(steps))
-        launch(device, config, len(rows), (solutions, status, *sums, slots, rows, *sizes))
+        arguments = (solutions, status, *sums, slots, rows, np.int64(solutions.shape[1]), np.int32(steps))
+        kernel = get_kernel(device, config.file, config.kernel, **config.constants)
+        kernel((len(rows),), (config.threads,), arguments, config.shared_bytes)

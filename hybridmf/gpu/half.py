@@ -36,7 +36,7 @@ from .factors import DeviceFactors, GpuFactors, weighted_gram
 from .gram import programs as gram_programs
 from .launch import DeviceEntries, program
 from .matrix import DeviceMatrix
-from .mo_als import mo_als
+from .mo_als import mo_als, mo_als_with
 from .rows import RowRange, read_range, widen_range
 from .sparse_syrk import SyrkConfig, sparse_syrk, sparse_syrk_published
 from .systems import SideSystems
@@ -47,9 +47,9 @@ SEGMENT_SUMS: dict[str, Callable[..., None]] = {
     "sparse_syrk": sparse_syrk,
     "sparse_syrk_published": sparse_syrk_published,
     "mo_als": mo_als,
-    "mo_als_global": functools.partial(mo_als, registers=False),
-    "mo_als_uncached": functools.partial(mo_als, read_only=False),
-    "mo_als_plain": functools.partial(mo_als, registers=False, read_only=False),
+    "mo_als_global": mo_als_with(registers=False),
+    "mo_als_uncached": mo_als_with(read_only=False),
+    "mo_als_plain": mo_als_with(registers=False, read_only=False),
 }
 """The published kernels that sum segments of rows, by the plan's name."""
 

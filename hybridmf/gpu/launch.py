@@ -58,12 +58,6 @@ def get_kernel(device: Device, file: str, name: str, **constants: Any) -> Kernel
     return device.kernel(*program(file, name, **constants))
 
 
-def launch(device: Device, config: Any, n: int, arguments: tuple[Any, ...], **constants: Any) -> None:
-    """Launch the kernel of a `KernelConfig`, with further constants, for n systems or segments."""
-    kernel = get_kernel(device, config.file, config.kernel, **config.constants, **constants)
-    kernel(config.grid(n, device.spec), (config.threads,), arguments, config.shared_bytes)
-
-
 @functools.lru_cache(maxsize=None, typed=True)
 def program(file: str, name: str, **constants: Any) -> tuple[str, str, tuple[str, ...]]:
     """The arguments of `Device.kernel` for the kernel `name` of ``cuda/<file>``."""

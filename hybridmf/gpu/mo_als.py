@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from ..core.system import ceil_div
-from ..device.cuda import Array, Device, DeviceSpec
+from ..device.cuda import DeviceSpec
 from ..plan.assemblies import (
     BUSY_WARPS,
     WARP,
@@ -17,8 +19,6 @@ from ..plan.assemblies import (
 )
 from ..plan.tables import KernelConfig, require
 from .assembly import sum_segments
-from .launch import DeviceEntries
-from .systems import Sums
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class MoAlsConfig(KernelConfig):
     groups: int  # teams of threads that share the entries of a bin
     part_tiles: int  # tiles of a block. If fewer than the lower triangle has, several blocks share a segment
     blocks_per_sm: int = 1  # minimum resident blocks per multiprocessor, which bounds the registers of a thread
+    read_only: bool = True  # read factors through the read-only path, cached in L1 (the paper's texture memory, fig. 8)
+    # sum all bins in registers. False: add each bin to global memory, the baseline of the paper (fig. 7)
+    registers: bool = True
 
     file: ClassVar[str] = "mo_als.cu"
     kernel: ClassVar[str] = "mo_als"
@@ -42,12 +45,18 @@ class MoAlsConfig(KernelConfig):
         require(self.bin % self.groups == 0, f"bin={self.bin} must be a multiple of groups={self.groups}")
         require(self.bin <= self.threads, f"bin={self.bin} must not exceed the {self.threads} threads of a block")
         require(
+            self.registers or self.groups == 1,
+            f"registers=False needs groups=1, an element of global memory has one owner; got groups={self.groups}",
+        )
+        require(
             self.chunks <= self.threads,
             f"{self.threads} threads are too few to load the {self.chunks} x 16 bytes of an entry",
         )
 
     @classmethod
-    def rule(cls, rank: int, itemsize: int, spec: DeviceSpec, *, registers: bool = True) -> MoAlsConfig:
+    def rule(
+        cls, rank: int, itemsize: int, spec: DeviceSpec, *, read_only: bool = True, registers: bool = True
+    ) -> MoAlsConfig:
         """The choice with the fewest idle lanes and enough warps per multiprocessor."""
         tile = tile_size(rank, itemsize)
         tiles, chunks = lower_tiles(rank, tile), ceil_div(rank, tile) * tile * itemsize // 16
@@ -70,7 +79,8 @@ class MoAlsConfig(KernelConfig):
         sizes = [k * loaded for k in (1, 2, 3, 4) if k * loaded % groups == 0 and k * loaded <= 32]
         sizes = sizes or [max(groups, min(loaded, 32) // groups * groups)]
         size = next((size for size in sizes if size >= 8), sizes[-1])
-        return cls(rank, itemsize, tile, size, groups, part_tiles, max(1, min(16, resident // warps)))
+        blocks = max(1, min(16, resident // warps))
+        return cls(rank, itemsize, tile, size, groups, part_tiles, blocks, read_only, registers)
 
     @property
     def tiles(self) -> int:
@@ -107,27 +117,9 @@ class MoAlsConfig(KernelConfig):
         return self.itemsize * max(staged, self.groups // 2 * self.part_tiles * sums)
 
 
-def mo_als(
-    device: Device,
-    sums: Sums,
-    factors: Array,
-    entries: DeviceEntries,
-    segments: Array,
-    config: MoAlsConfig | None = None,
-    *,
-    read_only: bool = True,
-    registers: bool = True,
-) -> None:
-    """Sums of each segment of entries by cuMF's MO-ALS (Algorithm 2); see `sum_segments`.
+def mo_als_with(*, read_only: bool = True, registers: bool = True) -> Callable[..., None]:
+    """Sums of segments by cuMF's MO-ALS (Algorithm 2): `sum_segments` with `read_only` and `registers` as given."""
+    return partial(sum_segments, partial(MoAlsConfig.default, read_only=read_only, registers=registers))
 
-    `read_only`: read factors through the read-only path, cached in L1 (the paper's texture memory, fig. 8).
-    `registers`: sum all bins in registers. False: add each bin to global memory, the baseline of the paper (fig. 7).
-    """
-    rank, itemsize = sums[0].shape[-1], entries.ratings.dtype.itemsize
-    config = config or MoAlsConfig.default(rank, itemsize, device.spec, registers=registers)
-    require(
-        registers or config.groups == 1,
-        f"registers=False needs groups=1, an element of global memory has one owner; got groups={config.groups}",
-    )
-    switches = {"READ_ONLY": read_only, "REGISTERS": registers}
-    sum_segments(MoAlsConfig, device, sums, factors, entries, segments, config, **switches)
+
+mo_als = mo_als_with()

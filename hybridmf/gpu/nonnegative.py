@@ -13,7 +13,7 @@ from ..plan.assemblies import REGISTERS, RESERVED, WARP
 from ..plan.fused import MAX_RANK as MAX_TILED_RANK
 from ..plan.fused import partial_floats
 from ..plan.tables import KernelConfig, require
-from .launch import check_all, launch
+from .launch import check_all, get_kernel
 from .systems import SideSystems, Sums
 
 MAX_WARPS = 8
@@ -122,4 +122,5 @@ def nonnegative_solve(
         config = NonnegativeConfig.of_tiles(rank) if tiled else of_matrices(rank, dtype.itemsize, device.spec)
     arrays = (systems.solutions, systems.status, sums[0], sums[-1], slots, rows, systems.gram_pointer)
     scalars = (np.int64(systems.solutions.shape[1]), np.int32(systems.bounded), dtype.type(epsilon))
-    launch(device, config, len(rows), (*arrays, systems.ridge, systems.scale, *scalars))
+    kernel = get_kernel(device, config.file, config.kernel, **config.constants)
+    kernel((len(rows),), (config.threads,), (*arrays, systems.ridge, systems.scale, *scalars), config.shared_bytes)

@@ -504,7 +504,7 @@ def test_a_fit_takes_published_kernels_by_name(kind, assembly, gpu, monkeypatch)
             launched.append({"name": name, **constants})
         return get_kernel(device, file, name, **constants)
 
-    for name in ("launch", "bals"):
+    for name in ("assembly", "bals"):
         monkeypatch.setattr(f"hybridmf.gpu.{name}.get_kernel", recorded)
     model = fit(kind, "cuda", assembly=assembly, iterations=1)
     kernel = assembly if "syrk" in assembly else "bals" if "bals" in assembly else "mo_als"

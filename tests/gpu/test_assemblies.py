@@ -15,7 +15,7 @@ from hybridmf.gpu import mo_als as mo_als_module
 from hybridmf.gpu import sparse_syrk as sparse_syrk_module
 from hybridmf.gpu.bals import BalsLocalConfig
 from hybridmf.gpu.launch import DeviceEntries
-from hybridmf.gpu.mo_als import MoAlsConfig, mo_als
+from hybridmf.gpu.mo_als import MoAlsConfig, mo_als, mo_als_with
 from hybridmf.gpu.sparse_syrk import PublishedSyrkConfig, SyrkConfig, sparse_syrk, sparse_syrk_published
 from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan.assemblies import BalsConfig
@@ -239,7 +239,7 @@ def test_mo_als_configurations_agree(device, config):
 @pytest.mark.parametrize(("read_only", "registers"), [(False, True), (True, False), (False, False)])
 def test_mo_als_switches_agree(device, read_only, registers):
     problem = Problem(21, awkward(9), np.float32, "offsets")
-    run(device, problem, mo_als, read_only=read_only, registers=registers)
+    run(device, problem, mo_als_with(read_only=read_only, registers=registers))
 
 
 @pytest.mark.parametrize("launch", [sparse_syrk, mo_als])
@@ -532,7 +532,7 @@ def test_configurations_for_something_else():
     with pytest.raises(ValueError, match=r"config is for rank 32"):
         run(device, problem, mo_als, config=MO_ALS)
     with pytest.raises(ValueError, match=r"registers=False needs groups=1, .* got groups=3"):
-        run(device, Problem(32, [2]), mo_als, config=MO_ALS, registers=False)
+        replace(MO_ALS, registers=False)
     config = SyrkConfig(1452, 4, nb=4, kb=32, dx=2, dy=2, dz=8)
     with pytest.raises(ValueError, match=r"nb=4 gives 66066 tiles, more than 65535"):
         run(device, Problem(1452, [1], n_fixed=2), sparse_syrk, config=config)
