@@ -7,17 +7,17 @@
     python bench/search.py --report                               the tables of docs/tuning.md, from the newest lines
 
 A fifth of the entries is held out for validation; values count by their sign only. All models have 64 factors and are
-exact (but for those of implicit on a GPU), and all values are NDCG@10 of all users with held-out entries. The space has
-lambda and the weight of unobserved pairs, with nu = 1 as in irspack's own tuner, which prunes and evaluates by itself,
-and nu = 0 for `implicit`, which has no other. "hmf.search" alone searches its default space. "Best" is the best of all
-searches of a set. Where the search evaluates a sample of the users, the trials that were the best so far are fitted
-again after it, and their values are those of all users.
+exact (but for those of implicit on a GPU), and all values are NDCG@10 of the same users with held-out entries, 10,000
+of them at most. The space has lambda and the weight of unobserved pairs, with nu = 1 as in irspack's own tuner, which
+prunes and evaluates by itself, and nu = 0 for `implicit`, which has no other. "hmf.search" alone searches its default
+space, which is larger. So the best is that of all searches of a set but this one; a column has seconds to within 1 % of
+the best of all. A run that does not get there counts with the time that it had, and the median is then a lower bound.
 
-With `--budget`, the searches share the time that is left, and what does not begin in time is named; on a GPU, 140 s is
-the default. Libraries that are not installed, and on a GPU those that run on the CPU, are left out, which the lines say
-("left_out"); a library that fails is named. Without Optuna, random settings of the same space take its place. On a GPU,
-a fit at each rank comes first, so no search waits for the compiler. The last column of the table divides the time that
-Optuna (or the random settings) with hybridmf takes to within 1 % by that of the search.
+With `--budget`, the searches share the time that is left: 3 s for each of ours, the rest evenly for the others. What
+does not begin in time is named; on a GPU, 140 s is the default. Libraries that are not installed, and on a GPU those
+that run on the CPU, are left out, which the lines say ("left_out"); a library that fails is named. Without Optuna,
+random settings of the same space take its place. On a GPU, a fit at each rank comes first, so no search waits for the
+compiler.
 implicit 0.7.3's solver for GPUs needs rmm-cu13 and librmm-cu13 26.4, which it is built against; later ones lack symbols
 that it links to, and it then says that no CUDA extension has been built.
 
@@ -36,6 +36,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,13 @@ from defaults import stars
 from scipy.stats import loguniform
 
 import hybridmf as hmf
+from hybridmf.core.sparse import entry_rows, keep_entries
 
 FACTORS = 64
 WITHIN = 0.99
+VALIDATION_USERS = 10_000
+"""The search evaluates as many at most; the others get the same ones."""
+
 SETS = ("lastfm-2k", "ml-1m", "ml-20m, synthetic")
 FILES = {"lastfm-2k": "lastfm-2k/user_artists.dat.gz", "ml-1m": "ml-1m/ratings_no_timestamps.dat.gz"}
 
@@ -82,32 +87,32 @@ def ratings_of(name: str, data: Path) -> hmf.Ratings:
     return hmf.Ratings.from_file(data / FILES[name]).binarize()
 
 
+def parts_of(name: str, data: Path) -> tuple[sp.csr_array, sp.csr_array]:
+    """Four fifths of the entries, and the rest of them; of `VALIDATION_USERS` users at most."""
+    known, held_out = hmf.split(ratings_of(name, data), 0.2, random_state=0)
+    rest = held_out.user_items
+    users = np.random.default_rng(0).permutation(np.flatnonzero(np.diff(rest.indptr)))[:VALIDATION_USERS]
+    chosen = np.zeros(rest.shape[0], dtype=bool)
+    chosen[users] = True
+    return known.user_items, keep_entries(rest, chosen[entry_rows(rest)])
+
+
 def value_of(model: Any, train: sp.csr_array, validation: sp.csr_array) -> float:
     """NDCG@10 on all validation users."""
     return float(hmf.evaluate(model, validation, train=train, metrics="ndcg@10")["ndcg@10"])
 
 
-def trace_of(found: hmf.SearchResult, model: hmf.ImplicitALS, train: sp.csr_array, validation: sp.csr_array) -> Trace:
-    """Whole trials in the order of their ends; of those evaluated on a sample, the best so far, on all users."""
-    whole = sorted((each for each in found.trials if each.state == "complete"), key=lambda each: each.finished)
-    if not whole or whole[0].users == np.count_nonzero(np.diff(validation.indptr)):
-        return [(each.finished, each.value) for each in whole if each.value is not None]
-    trace: Trace = []
-    best, prepared = -math.inf, hmf.PreparedRatings(train, device=model.device)
-    seed = getattr(found.best, "random_state", None)  # popularity, which may win, has none
-    for each in whole:
-        if each.value is not None and each.value > best:
-            best = each.value
-            again = type(model)(**model.get_params() | each.params | {"random_state": seed})
-            trace.append((each.finished, value_of(again.fit(prepared), train, validation)))
-    return trace
+def trace_of(found: hmf.SearchResult) -> Trace:
+    """Whole trials in the order of their ends."""
+    whole = [each for each in found.trials if each.state == "complete" and each.value is not None]
+    return sorted((each.finished, float(each.value or 0.0)) for each in whole)
 
 
 def ours(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int, device: str) -> Trace:
     """hmf.search at one rank."""
     space = {"factors": [FACTORS]}
     found = hmf.search(train, validation, space=space, budget=seconds, device=device, random_state=seed)
-    return trace_of(found, hmf.ImplicitALS(device=device), train, validation)
+    return trace_of(found)
 
 
 def ours_in_the_same_space(
@@ -118,7 +123,7 @@ def ours_in_the_same_space(
     model = hmf.ImplicitALS(FACTORS, device=device, **weights)
     space = {"unobserved_weight": loguniform(3e-3, 1), "regularization": loguniform(1e-4, 1e-1)}
     found = hmf.search(train, validation, model=model, space=space, budget=seconds, random_state=seed)
-    return trace_of(found, model, train, validation)
+    return trace_of(found)
 
 
 def optuna_study(objective: Callable[[Any], float], seconds: float, seed: int) -> Trace:
@@ -197,19 +202,28 @@ def optuna_implicit(train: sp.csr_array, validation: sp.csr_array, seconds: floa
 
 
 def optuna_implicit_on_a_gpu(train: sp.csr_array, validation: sp.csr_array, seconds: float, seed: int, _: str) -> Trace:
-    """The same with implicit's solver for GPUs, which is not exact: three steps of conjugate gradients."""
+    """The same with implicit's solver for GPUs, which is not exact: three steps of conjugate gradients.
+
+    Its fit does not use `alpha`, so the values are the confidences. Rankings are ours, of its factors.
+    """
     from implicit.gpu.als import AlternatingLeastSquares
 
-    liked = sp.csr_matrix(train, copy=True)  # implicit refuses arrays that cannot be written
+    from hybridmf.compat.implicit import als
+
+    # implicit takes int32 and float32 arrays that can be written
+    arrays = (train.data.astype(np.float32), train.indices.astype(np.int32), train.indptr.astype(np.int32))
+    liked = sp.csr_matrix(arrays, shape=train.shape)
 
     def objective(trial: Any) -> float:
         weight = trial.suggest_float("unobserved_weight", 3e-3, 1, log=True)
         penalty = trial.suggest_float("regularization", 0.3, 100, log=True)
-        model = AlternatingLeastSquares(
-            FACTORS, regularization=penalty / weight, alpha=1 / weight, iterations=10, random_state=seed
-        )
+        liked.data[:] = 1 / weight
+        # a seed of 0 would be the clock
+        model = AlternatingLeastSquares(FACTORS, regularization=penalty / weight, iterations=10, random_state=seed + 1)
         model.fit(liked, show_progress=False)
-        return value_of(model, train, validation)
+        ranked = als.AlternatingLeastSquares(FACTORS)
+        ranked.user_factors, ranked.item_factors = model.user_factors.to_numpy(), model.item_factors.to_numpy()
+        return value_of(ranked, train, validation)
 
     return optuna_study(objective, seconds, seed)
 
@@ -250,8 +264,14 @@ METHODS: dict[str, Callable[..., Trace]] = {
     "irspack's tuner": irspack_tune,
 }
 
-BESIDE = ("Optuna, hybridmf", "random, hybridmf")
-"""The first of them that was measured is what the searches are compared with."""
+LARGER, SAME = "hmf.search", "hmf.search, the same space"
+"""The search of the default space, and the one that the others are compared with."""
+
+RANDOM = "random, hybridmf"
+"""In place of Optuna where that is not installed."""
+
+OWN_SECONDS = 3.0
+"""Of one of our own searches where a budget is shared; the others get the rest evenly."""
 
 NEEDS = {
     "Optuna, hybridmf": ("optuna",),
@@ -282,8 +302,8 @@ def methods_here(wanted: tuple[str, ...], device: str) -> tuple[list[str], dict[
         elif not wanted and name in ON_GPU and device == "cpu":
             left_out[name] = "runs on a GPU"
     chosen = [name for name in wanted or METHODS if name not in left_out]
-    if not wanted and BESIDE[0] in chosen:
-        chosen.remove(BESIDE[1])
+    if not wanted and "Optuna, hybridmf" in chosen:
+        chosen.remove(RANDOM)
     return chosen, left_out
 
 
@@ -340,27 +360,51 @@ def report() -> str:
 def comparison(newest: dict[tuple[str, int, str], dict[str, Any]]) -> str:
     """The table of lines by set, seed and method."""
     rows = [
-        "| set | search | best NDCG@10 | median seconds to within 1 % | runs that reach it | whole fits take |",
-        "|---|---|---|---|---|---|",
+        "| set | search | best NDCG@10 | median seconds to within 1 % | runs that reach it | times those of hmf.search "
+        "in the same space | to within 1 % of the best of all |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(key[0] for key in newest):
         of_set = {key: line for key, line in newest.items() if key[0] == name}
-        best = max(value for line in of_set.values() for _, value in line["trace"])
-        times: dict[str, list[float]] = {}
-        for (_, _, method), line in of_set.items():
-            seconds = seconds_to([tuple(each) for each in line["trace"]], WITHIN * best)
-            times.setdefault(method, []).append(math.inf if seconds is None else seconds)
-        slower = next((median(times[each]) for each in BESIDE if each in times), math.inf)
-        for method in METHODS:
-            lines = [line for key, line in of_set.items() if key[2] == method]
-            if not lines:
-                continue
-            middle, reached = median(times[method]), np.count_nonzero(np.isfinite(times[method]))
-            shown = f"{middle:.3g}" if math.isfinite(middle) else f"> {lines[0]['seconds']:.3g}"
-            top = median([max((value for _, value in line["trace"]), default=math.nan) for line in lines])
-            ratio = f"{slower / middle:.1f} x" if math.isfinite(slower) and math.isfinite(middle) else ""
-            rows.append(f"| {name} | {method} | {top:.4f} | {shown} | {reached} of {len(lines)} | {ratio} |")
+        by_method = {each: [line for key, line in of_set.items() if key[2] == each] for each in METHODS}
+        by_method = {method: lines for method, lines in by_method.items() if lines}
+        bests = {method: [max((value for _, value in line["trace"]), default=math.nan) for line in lines]
+                 for method, lines in by_method.items()}  # fmt: skip
+        of_all = np.nanmax([best for each in bests.values() for best in each])
+        of_space = np.nanmax([best for method, each in bests.items() for best in each if method != LARGER] or [of_all])
+        middles = {method: median_time(lines, WITHIN * of_space) for method, lines in by_method.items()}
+        for method, lines in by_method.items():
+            middle, ours = middles[method], middles.get(SAME)
+            ratio = "" if ours is None or ours.lower or method in (SAME, LARGER) else middle.over(ours)
+            best, reached = f"{np.nanmedian(bests[method]):.4f}", f"{middle.reached} of {len(lines)}"
+            cells = (name, method, best, middle, reached, ratio, median_time(lines, WITHIN * of_all))
+            rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class MedianTime:
+    """Median seconds to a target; `lower`: the true one is larger, since runs ended before they reached it."""
+
+    seconds: float
+    lower: bool
+    reached: int
+
+    def __str__(self) -> str:
+        return f"{'> ' if self.lower else ''}{self.seconds:.3g}"
+
+    def over(self, other: MedianTime) -> str:
+        """How many times as long."""
+        return f"{'> ' if self.lower else ''}{self.seconds / other.seconds:.1f} x"
+
+
+def median_time(lines: list[dict[str, Any]], target: float) -> MedianTime:
+    """The median over runs, of which those that do not reach the target count with the time that they had."""
+    found = [seconds_to([tuple(each) for each in line["trace"]], target) for line in lines]
+    ended = [line["seconds"] for line, seconds in zip(lines, found, strict=True) if seconds is None]
+    reached = [seconds for seconds in found if seconds is not None]
+    middle = median(ended + reached)
+    return MedianTime(middle, any(seconds <= middle for seconds in ended), len(reached))
 
 
 @click.command(help=__doc__.split("\n\n")[0] if __doc__ else None)
@@ -411,14 +455,13 @@ def main(
     parts: dict[str, tuple[sp.csr_array, sp.csr_array]] = {}
     for number, (name, seed, method) in enumerate(runs):
         if name not in parts:
-            known, held_out = hmf.split(ratings_of(name, data), 0.2, random_state=0)
-            parts = {name: (known.user_items, held_out.user_items)}
+            parts = {name: parts_of(name, data)}
             if device != "cpu":
                 warm_up(*parts[name], device)
         seed += first_seed
         of_each = seconds
         if budget is not None:
-            of_each = min(seconds, (budget - (time.perf_counter() - started)) / (len(runs) - number))
+            of_each = min(seconds, share_of(method, budget - (time.perf_counter() - started), runs[number:]))
             if of_each < LEAST_SECONDS:
                 click.echo(f"the budget of {budget:g} s leaves out {runs[number:]}")
                 break
@@ -448,6 +491,13 @@ def main(
             newest[name, seed, method] = line
     if newest:
         click.echo(comparison(newest))
+
+
+def share_of(method: str, left: float, runs: list[tuple[str, int, str]]) -> float:
+    """Seconds of the next of these runs."""
+    own = sum(each in (LARGER, SAME) for _, _, each in runs)
+    of_own = min(OWN_SECONDS, left / len(runs))
+    return of_own if method in (LARGER, SAME) else (left - own * of_own) / (len(runs) - own)
 
 
 def warm_up(train: sp.csr_array, validation: sp.csr_array, device: str) -> None:

@@ -319,11 +319,6 @@ class Distribution(Protocol):
 Values = Distribution | Sequence[Any]
 """The values of a parameter."""
 
-Degrees = dict[Side, np.ndarray]
-
-COUNTED = 1 << 20
-"""Entries that are counted at a time, so that NumPy's copy of them stays in the cache."""
-
 
 def value_at(values: Values, u: float) -> Any:
     """The value at a place in [0, 1]."""
@@ -413,7 +408,14 @@ def _check_value(model: FactorModel, name: str, value: Any) -> None:
             raise type(error)(f"space[{name!r}]: {error}") from error
 
 
-def default_space(model: FactorModel, matrix: sp.csr_array, degrees: Degrees | None = None) -> Space:
+def default_ranks(model: FactorModel, shape: tuple[int, int]) -> list[int]:
+    """Ranks of the default space, or that of the model."""
+    if "factors" in _given(model) or model.init is not None:  # which has this rank
+        return [model.factors]
+    return [rank for rank in LADDER if rank <= max(LADDER[0], min(shape) // 2)]
+
+
+def default_space(model: FactorModel, prepared: PreparedRatings) -> Space:
     """The space of a model for ratings; parameters that differ from the defaults of its class stay as they are.
 
     lambda is a multiple, the coordinate "strength", of the default lambda. With the power nu, the penalty of a row is
@@ -421,7 +423,7 @@ def default_space(model: FactorModel, matrix: sp.csr_array, degrees: Degrees | N
     same effect with each nu.
     """
     fixed = [name for name in _given(model) if name not in NOT_SEARCHED]
-    implicit = isinstance(model, ImplicitALS)
+    implicit, matrix, degrees = isinstance(model, ImplicitALS), prepared.user_items, prepared.degrees
     dimensions: dict[str, Values] = {"strength": loguniform(0.1, 10) if implicit else loguniform(0.2, 5)}
     if implicit:
         dimensions |= {"unobserved_weight": loguniform(5e-3, 1), "nu": [0.0, 0.5, 1.0]}
@@ -435,8 +437,7 @@ def default_space(model: FactorModel, matrix: sp.csr_array, degrees: Degrees | N
     first = None
     if not set(weights) & set(fixed):
         first = np.array([place_of(values, usual[name]) for name, values in dimensions.items()])
-    degrees, own = degrees or degrees_of(matrix), model.get_params()
-
+    own = model.get_params()
     usual_lambda = default_implicit_lambda(degrees)["regularization"] if implicit else 0.0
 
     def implicit_params(drawn: dict[str, Any]) -> dict[str, Any]:
@@ -465,10 +466,9 @@ def default_space(model: FactorModel, matrix: sp.csr_array, degrees: Degrees | N
             found["regularization"] = _short(drawn["strength"] * at_nu_1 * 144 ** (1 - nu) * spread)
         return found | ({"regularization_scaling": nu} if "nu" in drawn else {})
 
-    ranks = [rank for rank in LADDER if rank <= max(LADDER[0], min(matrix.shape) // 2)]
-    if "factors" in fixed or own["init"] is not None:  # which has this rank
-        ranks = [own["factors"]]
-    return Space(ranks, dimensions, first, implicit_params if implicit else explicit_params)
+    return Space(
+        default_ranks(model, matrix.shape), dimensions, first, implicit_params if implicit else explicit_params
+    )
 
 
 def _sizes_differ(values: np.ndarray) -> bool:
@@ -476,14 +476,14 @@ def _sizes_differ(values: np.ndarray) -> bool:
     return float(values.min()) != float(values.max()) and float(np.ptp(np.abs(values))) > 0
 
 
-def with_likely(space: Space, model: FactorModel, matrix: sp.csr_array, degrees: Degrees | None = None) -> Space:
+def with_likely(space: Space, model: FactorModel, prepared: PreparedRatings) -> Space:
     """A space whose first settings are near those that are best for other implicit feedback."""
     names = list(space.dimensions)
     lambda_name = "strength" if "strength" in names else "regularization"
     if not isinstance(model, ImplicitALS) or lambda_name not in names:
         return space
-    degrees, shape = degrees or degrees_of(matrix), matrix.shape
-    usual, values = default_implicit_lambda(degrees)["regularization"], matrix.data
+    degrees, shape = prepared.degrees, prepared.shape
+    usual, values = default_implicit_lambda(degrees)["regularization"], prepared.user_items.data
     mean = float(np.mean(values if values.min() >= 0 else np.abs(values)))
 
     def move(point: np.ndarray, name: str, value: float) -> None:
@@ -525,14 +525,6 @@ def near(values: Values, value: float) -> float:
     if not numbers:
         return 0.0
     return place_of(values, min(numbers, key=lambda each: abs(math.log(each / value))))
-
-
-def degrees_of(matrix: sp.csr_array) -> Degrees:
-    """Entries of each row of either side."""
-    counts = np.zeros(matrix.shape[1], dtype=np.int64)
-    for start in range(0, matrix.nnz, COUNTED):
-        counts += np.bincount(matrix.indices[start : start + COUNTED], minlength=matrix.shape[1])
-    return {"user": np.diff(matrix.indptr), "item": counts}
 
 
 def _with_feature_weights(space: Space, model: FactorModel, features: Mapping[Side, Any]) -> Space:
@@ -1077,12 +1069,13 @@ def search(
     given_features: dict[Side, Any] = {"user": user_features, "item": item_features}
     features = {side: value for side, value in given_features.items() if value is not None}
     everything, ratings, held_out = _parts(train, validation, estimator, unknown, int(rng.integers(2**31)))
-    chosen, degrees = None if space is None else given_space(space, estimator), degrees_of(ratings.user_items)
+    chosen = None if space is None else given_space(space, estimator)
+    ranks = default_ranks(estimator, ratings.shape) if chosen is None else chosen.ranks
+    prepared = _prepared(ratings, unfitted(estimator, factors=ranks[0]), limits)
     if chosen is None or not chosen.dimensions:
-        usual = _with_feature_weights(default_space(estimator, ratings.user_items, degrees), estimator, features)
-        chosen = usual if chosen is None else replace(usual, ranks=chosen.ranks)
-    chosen = with_likely(chosen, estimator, ratings.user_items, degrees)
-    prepared = _prepared(ratings, unfitted(estimator, factors=chosen.ranks[0]), limits)
+        usual = _with_feature_weights(default_space(estimator, prepared), estimator, features)
+        chosen = replace(usual, ranks=ranks)
+    chosen = with_likely(chosen, estimator, prepared)
     bar = progress_bar(limits.trials or 0, show_progress, unit="trial", desc="search")
 
     def report(searcher: Searcher) -> None:

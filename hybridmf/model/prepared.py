@@ -11,6 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.frames import kind_of
+from ..core.objective import Side
 from ..core.sparse import ValueSummary, transposed, without_zeros
 from ..core.validate import as_csr, check_threads, frozen_csr, make_csr
 from ..data.labels import axis_sizes
@@ -221,6 +222,12 @@ class PreparedRatings:
     def item_users(self) -> sp.csr_array:
         """The transpose in memory, csr_array, shape (n_items, n_users), read-only."""
         return transposed(self.user_items, check_threads(None))
+
+    @functools.cached_property
+    def degrees(self) -> dict[Side, np.ndarray]:
+        """Number of entries of each user and of each item, int64."""
+        items = self.item_users if self._held is None else self._held[1]
+        return {"user": np.diff(self.user_items.indptr), "item": np.diff(items.indptr)}
 
     @functools.cached_property
     def seen(self) -> Any:

@@ -159,14 +159,14 @@ def test_without_a_validation_set_the_latest_entries_are_held_out(monkeypatch):
 def test_first_settings_of_a_given_space_are_likely_ones(alpha, counted, plays):
     """A space of lambda is searched first where the default space, which knows its scale, is."""
     matrix, scaled = plays.binarize().user_items, 1 + alpha
-    usual = default_space(hmf.ImplicitALS(), matrix)
+    usual = default_space(hmf.ImplicitALS(), hmf.PreparedRatings(matrix))
     strengths = usual.params({"strength": 1.0, "unobserved_weight": 0.1, "nu": 1.0})["regularization"]
     given: dict[str, Any] = {"regularization_scaling": "count", "count_unobserved": counted, "alpha": alpha}
     model = hmf.ImplicitALS(8, **given)
     space = given_space(
         {"unobserved_weight": loguniform(1e-3, 30), "regularization": loguniform(1e-6, 1e3)}, model
     )  # fmt: skip
-    likely = with_likely(space, model, matrix).likely
+    likely = with_likely(space, model, hmf.PreparedRatings(matrix)).likely
     assert likely is not None
     for u in (np.array([0.0, 0.0]), np.array([0.5, 0.5]), np.array([1.0, 1.0])):
         found = space.at(likely(u))
@@ -183,19 +183,19 @@ def test_first_settings_of_a_given_space_are_likely_ones(alpha, counted, plays):
 def test_likely_settings_are_of_the_space(plays):
     matrix = plays.user_items
     lists = given_space({"regularization": [1e-9, 2.0, 1e9], "unobserved_weight": [0.1, 7.0]}, hmf.ImplicitALS())
-    likely = with_likely(lists, hmf.ImplicitALS(alpha=0.0), matrix).likely
+    likely = with_likely(lists, hmf.ImplicitALS(alpha=0.0), hmf.PreparedRatings(matrix)).likely
     assert likely is not None
     assert lists.at(likely(np.array([0.9, 0.9]))) == {"regularization": 2.0, "unobserved_weight": 0.1}
     far = given_space({"regularization": loguniform(1e6, 1e8)}, hmf.ImplicitALS())
-    likely = with_likely(far, hmf.ImplicitALS(), matrix).likely
+    likely = with_likely(far, hmf.ImplicitALS(), hmf.PreparedRatings(matrix)).likely
     assert likely is not None and likely(np.array([0.3])) == [0.3]  # left as drawn
     for space, model in (
         (far, hmf.ExplicitALS()),
         (given_space({"solver": ["cg"]}, hmf.ImplicitALS()), hmf.ImplicitALS()),
     ):
-        assert with_likely(space, model, matrix).likely is None
-    usual = default_space(hmf.ImplicitALS(), matrix)
-    likely = with_likely(usual, hmf.ImplicitALS(), matrix).likely
+        assert with_likely(space, model, hmf.PreparedRatings(matrix)).likely is None
+    usual = default_space(hmf.ImplicitALS(), hmf.PreparedRatings(matrix))
+    likely = with_likely(usual, hmf.ImplicitALS(), hmf.PreparedRatings(matrix)).likely
     assert likely is not None
     points = np.random.default_rng(0).random((20, len(usual.dimensions)))
     assert {usual.at(likely(point))["regularization_scaling"] for point in points} == {0.5, 1.0}
@@ -234,7 +234,7 @@ def test_parameters_of_the_given_estimator_stay(plays):
 def test_a_strength_has_about_the_same_effect_with_each_power(nu, plays):
     """Penalties of all rows add up to those of the default lambda."""
     matrix = plays.user_items
-    space = default_space(hmf.ImplicitALS(), matrix)
+    space = default_space(hmf.ImplicitALS(), hmf.PreparedRatings(matrix))
     drawn = {"strength": 1.0, "unobserved_weight": 0.1, "nu": nu, "alpha": 1e-3}
     found = space.params(drawn)
     counts = (
