@@ -269,7 +269,6 @@ class HalfSweep:
         return launched[0]
 
     def check(self, solved: Factors, status: np.ndarray) -> None:
-        """Raise the failure of the first row whose status is not 0."""
         check_status(status, self.side, self.objective, self.names)
 
     def steps_for(
@@ -337,7 +336,6 @@ class HalfSweep:
         return np.argsort(-entries, kind="stable"), entries
 
     def _workspace(self, dtype: np.dtype) -> np.ndarray:
-        """Scratch of the threads."""
         plan, itemsize = self.plan, dtype.itemsize
         if self.bals is not None:
             size = _als.bals_workspace_size(plan.rank, itemsize, plan.tile_rows, plan.tile_cols)
@@ -362,7 +360,6 @@ class HalfSweep:
             out[at], _, _ = finished(matrix, right, out[at], self.plan.factors)
 
     def row_entries(self, at: np.ndarray) -> sp.csr_array:
-        """Entries of some rows."""
         return take_rows(csr_of(self.indptr, self.indices, self.ratings, self.n_fixed), at)
 
     def _first_rows(self, start: Factors | None, dtype: np.dtype) -> np.ndarray:
@@ -442,11 +439,9 @@ class StreamedHalf:
         """Do nothing: slabs are checked as they are solved."""
 
     def row_entries(self, at: np.ndarray) -> sp.csr_array:
-        """Entries of some rows."""
         return self.slabs.take(at)
 
     def losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
-        """See `HalfSweep`."""
         losses = np.zeros(len(self.degrees))
         for k, (first, last) in enumerate(pairwise(self.slabs.bounds.tolist())):
             self.slabs.prefetch(k + 1)

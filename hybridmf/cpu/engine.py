@@ -17,7 +17,7 @@ from . import als, topk
 
 
 class CpuEngine:
-    """The CPU as `hybridmf.model.engine.Engine`, for a fit on any device."""
+    """Top-N, fold-in and the objective on the CPU for models fitted on any device; NumPy arrays in and out."""
 
     name = "cpu"
 
@@ -33,6 +33,7 @@ class CpuEngine:
         return self._fitted_by.changed(device="cpu", **without)
 
     def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
+        """Items, shape (n_items, rank), in the layout of `top_k`; computed once. Default `candidates`: all items."""
         return topk.PackedItems(items, candidates, self._threads)
 
     def top_k(
@@ -43,6 +44,7 @@ class CpuEngine:
         seen: RowColumns | None = None,
         candidates: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and scores, shape (n_users, n), of the `n` best items but those `seen`; -1 and -inf if fewer are left."""
         return topk.top_k(users, packed, n, seen=seen, candidates=candidates, num_threads=self._threads)
 
     def gram(self, side: Side, fixed: Factors, objective: Objective) -> als.WeightedGram:
@@ -61,6 +63,7 @@ class CpuEngine:
         gram: als.WeightedGram,
         pull: np.ndarray | None = None,
     ) -> Factors:
+        """Exact factors of new rows of `side`; `gram` depends on the fixed side alone, `pull` is added on the right."""
         n, rank = matrix.shape[0], self.plan.rank
         threads = threads_for(matrix.nnz * rank**2 + n * rank**3 / 6, n, self._threads)
         plan = for_fold_in(self.plan).changed(num_threads=threads)

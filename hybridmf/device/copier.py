@@ -204,7 +204,6 @@ class CudaCopier:
             return self._device.health.mark(self._stream)
 
     def synchronize(self) -> None:
-        """Wait for all copies."""
         with self._device.active():
             self._wait_for_all()
 

@@ -174,7 +174,6 @@ def gpu_of(array: Any) -> str | None:
 
 
 def device_count() -> int:
-    """Number of CUDA devices."""
     cupy = _cupy()
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
@@ -319,7 +318,6 @@ class CudaDevice:
             return available
 
     def owns(self, array: Any) -> bool:
-        """Whether an array lies on this device."""
         return isinstance(array, self._cupy.ndarray) and int(array.device.id) == self.index
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
@@ -329,7 +327,6 @@ class CudaDevice:
             return self._cupy.empty(shape, dtype=dtype)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Array of zeros."""
         with self.active():
             self._check_limit(shape, dtype)
             return self._cupy.zeros(shape, dtype=dtype)
@@ -487,12 +484,10 @@ class CudaDevice:
 
     @functools.cached_property
     def _sending(self) -> Any:
-        """The stream of `send`."""
         return self._cupy.cuda.Stream(non_blocking=True)
 
     @functools.cached_property
     def _aside(self) -> Any:
-        """The stream of `aside`."""
         return self._cupy.cuda.Stream(non_blocking=True, priority=-1)
 
     def copier(self) -> CudaCopier:
@@ -516,7 +511,6 @@ class CudaDevice:
         self._compiler.ahead((key for key in programs if key not in self._kernels), later)
 
     def resources(self, source: str, name: str, constants: tuple[str, ...]) -> Resources:
-        """Registers and local memory of a thread of a compiled kernel."""
         self.kernel(source, name, constants)
         function = self._functions[source, name, constants]
         with self.active():
@@ -593,7 +587,6 @@ class CudaDevice:
         return launch
 
     def address(self, array: Array) -> int:
-        """Address of an array, for a `Struct`."""
         return _address(array)
 
     def matmul(self, a: Array, b: Array) -> Array:

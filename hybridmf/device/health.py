@@ -103,7 +103,6 @@ class Mark:
 
     @property
     def ptr(self) -> int:
-        """The event, for CuPy."""
         pointer: int = self.event.ptr
         return pointer
 
@@ -203,7 +202,6 @@ class Health:
             self._deadline = time.monotonic() + self.patience
 
     def _raise_failure_of(self, mark: Mark) -> None:
-        """Raise the failure of the work before a mark."""
         self.check()
         try:
             mark.event.synchronize()  # raises it at once
@@ -214,7 +212,6 @@ class Health:
 
     @property
     def patience(self) -> float:
-        """Seconds in which the GPU must complete some work after an interruption."""
         return max(PATIENCE, 2 * self._longest)
 
     def hurry(self) -> None:
@@ -263,7 +260,6 @@ _known: dict[int, Health] = {}
 
 
 def health_of(index: int, cupy: Any) -> Health:
-    """The health of a GPU of this process."""
     health = _known.get(index)
     if health is None or health.cupy is not cupy:
         health = _known[index] = Health(index, cupy)

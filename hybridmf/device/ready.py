@@ -42,7 +42,6 @@ def serves(capability: tuple[int, int], signature: str) -> bool:
 
 
 def wanted() -> bool:
-    """Whether kernels of the package are used."""
     return os.environ.get(READY_KERNELS, "") != "0"
 
 

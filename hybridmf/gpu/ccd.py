@@ -510,7 +510,6 @@ class GpuCCD(RankOneSolver):
             arrays.copy(self.device, new, old)  # also the ones that multiply biases
 
     def objective_value(self) -> float:
-        """The objective at the current factors, sums in float64."""
         with self.device.active():
             users, items = (self._scoring_table(side) for side in SIDES)
             total = squared_errors(self.entries["user"], users, items)

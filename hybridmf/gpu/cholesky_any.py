@@ -80,7 +80,6 @@ class CholeskyConfig(KernelConfig):
 
     @classmethod
     def rule(cls, rank: int, itemsize: int, spec: DeviceSpec) -> CholeskyConfig:
-        """The choice for a rank on a device without a tuned table entry."""
         if rank <= WARP:
             return cls(rank, itemsize, systems=4, blocks_per_sm=4)
         candidates = list(cls._candidates(rank, itemsize, spec))
@@ -123,7 +122,6 @@ class CholeskyConfig(KernelConfig):
 
     @property
     def panel(self) -> int:
-        """Columns of a panel."""
         return STEP * self.tile_columns
 
     @property
@@ -291,7 +289,6 @@ class TilesConfig(KernelConfig):
 
     @classmethod
     def rule(cls, rank: int) -> TilesConfig:
-        """The choice for a rank."""
         return cls(rank, 4, {1: 8, 2: 6, 3: 4, 4: 3}[ceil_div(rank, 16)])
 
     @property
@@ -367,7 +364,6 @@ class WideTilesConfig(KernelConfig):
 
 
 def config_for(rank: int, dtype: Any, spec: DeviceSpec) -> CholeskyConfig | TilesConfig | WideTilesConfig:
-    """Configuration of the fastest Cholesky kernel for systems of an order."""
     if TilesConfig.serves(rank, dtype, spec):
         return TilesConfig.rule(rank)
     if WideTilesConfig.serves(rank, dtype, spec):

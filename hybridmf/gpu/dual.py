@@ -46,7 +46,6 @@ def dual_constants(size: int, rank: int, implicit: bool, offsets: bool, biased: 
 
 
 def basis_constants(rank: int) -> dict[str, Any]:
-    """Compile-time constants of cuda/basis.cu."""
     return {"RANK": rank, "LD": table_width(rank, np.float32)}
 
 

@@ -17,7 +17,7 @@ from .half import HalfSweep, objective_value
 
 
 class GpuEngine:
-    """A GPU as `hybridmf.model.engine.Engine`."""
+    """A GPU with the methods of `hybridmf.cpu.engine.CpuEngine`."""
 
     def __init__(self, device: Device, plan: Plan) -> None:
         self.device, self.plan = device, plan

@@ -92,7 +92,6 @@ class DeviceFactors(TableFactors):
         return [self.table] if self.device_bias is None else [self.table, self.device_bias]
 
     def with_arrays(self, given: Sequence[Array]) -> DeviceFactors:
-        """Factors with other arrays on the same device."""
         return DeviceFactors(self.device, given[0], self.factors, given[1] if len(given) > 1 else None)
 
     def beside(self, array: np.ndarray) -> Array:
@@ -100,7 +99,6 @@ class DeviceFactors(TableFactors):
         return self.device.upload(array)
 
     def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
-        """Launch the check of `finish_check`."""
         cleared = self.cleared
         found = self.device.zeros(3, np.uint32) if cleared is None else cleared.found
         self.keep(cleared=None)
@@ -112,7 +110,6 @@ class DeviceFactors(TableFactors):
         return exact_gram(device, self.table, weights)
 
     def times(self, copiers: Copiers, basis: np.ndarray) -> DeviceFactors:
-        """The factors in another basis."""
         table = self.table.copy()
         if len(table):
             on_device = self.device.upload(basis.astype(table.dtype))
@@ -127,7 +124,6 @@ class DeviceFactors(TableFactors):
         return objective.penalty_of_squares(side, squares, degrees, bias)
 
     def reordered(self, rows: np.ndarray) -> DeviceFactors:
-        """All rows in the given order, on the device."""
         with self.device.active():
             at = self.device.upload(rows)
             return self.with_arrays([array[at] for array in self.arrays])
@@ -255,7 +251,6 @@ class HostFactors(TableFactors):
         return [self.table] if self.host_bias is None else [self.table, self.host_bias]
 
     def with_arrays(self, arrays: Sequence[Array]) -> HostFactors:
-        """Factors with other arrays on the host, outside of `HostTables`."""
         return HostFactors(arrays[0], self.factors, arrays[1] if len(arrays) > 1 else None)
 
     def beside(self, array: np.ndarray) -> Array:
@@ -275,7 +270,6 @@ class HostFactors(TableFactors):
             self.keep(_host=None)
 
     def find_range(self) -> None:
-        """Find the range of the rows on the host if it is unknown."""
         if self.range is None and self.has_range:
             self.keep(range=range_on_host(self.table))
 
@@ -463,17 +457,14 @@ class Copiers:
 
     @functools.cached_property
     def parts(self) -> Copier:
-        """Copies parts of the fixed side."""
         return self.entries.twin()
 
     @functools.cached_property
     def solutions(self) -> Copier:
-        """Copies solutions to the host."""
         return self.entries.twin()
 
     @functools.cached_property
     def small(self) -> Copier:
-        """Copies small arrays."""
         return self.entries.twin()
 
     def send(self, array: np.ndarray) -> Array:

@@ -91,7 +91,6 @@ class DeviceRegression(Regression):
 
 
 def constants(rank: int, width: int, dtype: Any) -> dict[str, Any]:
-    """Compile-time constants of cuda/features.cu."""
     return {"RANK": rank, "LD": width, "REAL": np.dtype(dtype), "THREADS": THREADS}
 
 

@@ -32,7 +32,6 @@ SPLIT_THREADS = 256
 
 
 def split_constants(config: FusedConfig, precision: str) -> dict[str, Any]:
-    """Compile-time constants of cuda/split.cu."""
     return {"RANK16": config.rank16, "LD": config.width, "ARITHMETIC": PRECISION_CODES[precision]}
 
 
@@ -63,7 +62,6 @@ def build_constants(
     offsets: bool = False,
     residual: bool = False,
 ) -> dict[str, Any]:
-    """Compile-time constants of the kernels."""
     # a solver in a separate file needs no code here
     codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES.get(solver, 0)}
     codes["SOLVED_APART"] = solved_apart(config.rank, solver)

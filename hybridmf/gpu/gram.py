@@ -16,7 +16,6 @@ THREADS = {"gram": 256, "gram_tensor": 128, "add_grams": 256, "weigh_gram": 256}
 
 
 def kernel_for(spec: DeviceSpec, dtype: Any) -> str:
-    """The kernel for tables of a dtype."""
     return "gram_tensor" if np.dtype(dtype) == np.float32 and spec.capability >= (8, 0) else "gram"
 
 

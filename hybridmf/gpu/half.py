@@ -515,7 +515,6 @@ class HalfSweep(GpuHalf, DeviceRows):
         self.indices, self.ratings = held.indices, held.data
 
     def row_entries(self, at: np.ndarray) -> sp.csr_array:
-        """Entries of some rows, on the host."""
         ends = np.cumsum(self.degrees, dtype=np.int64)[at]
         begins = ends - self.degrees[at]
         together = np.split(np.arange(len(at)), np.flatnonzero(begins[1:] != ends[:-1]) + 1)  # rows in sequence
@@ -562,7 +561,6 @@ class HalfSweep(GpuHalf, DeviceRows):
         return self.segment_losses(self.indices, self.ratings, users, items, mean, self.loss_segments())
 
     def _weighted_losses(self, users: Factors, items: Factors, mean: float) -> np.ndarray:
-        """Losses of the rows, computed on the host."""
         indptr, indices, ratings = (self.device.download(each) for each in (self.indptr, self.indices, self.ratings))
         offsets: tuple[np.ndarray, np.ndarray] = (np.empty(0), np.empty(0))
         if users.bias is not None and items.bias is not None:
@@ -575,7 +573,6 @@ class HalfSweep(GpuHalf, DeviceRows):
 
 
 def linear_solver(plan: Plan) -> str:
-    """Solver of the systems of a plan."""
     return "cholesky" if plan.solver == "subspace" else plan.solver
 
 
@@ -586,7 +583,6 @@ def kind_of_entries(plan: Plan) -> tuple[bool, bool, bool]:
 
 
 def fused_config(device: Device, plan: Plan, rank: int) -> FusedConfig:
-    """Configuration of the fused kernels for systems of an order."""
     return FusedConfig.default(rank, device.spec, plan.precision, linear_solver(plan))
 
 

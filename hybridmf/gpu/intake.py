@@ -59,7 +59,6 @@ def host_matrix(device: Device, matrix: Any) -> Any:
 
 
 def host_array(device: Device, array: Any) -> np.ndarray:
-    """Copy of an array on this device."""
     return device.download(device.adopt(array))
 
 
@@ -99,7 +98,6 @@ def read_triplets(
 
 
 def without_zeros(device: Device, matrix: DeviceMatrix) -> DeviceMatrix:
-    """The matrix without explicit zeros."""
     with device.active():
         keep = matrix.data != 0
         before = device.zeros(matrix.nnz + 1, np.int64)

@@ -128,7 +128,6 @@ class DeviceEntries:
     predicted: Array | None = None
 
     def check(self, device: Device, dtype: Any, n_fixed: int) -> None:
-        """Check the arrays for `n_fixed` rows of the fixed side."""
         n = len(self.indices)
         check_all(
             device,
@@ -140,7 +139,6 @@ class DeviceEntries:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of kernels."""
         kind = {"REAL": self.ratings.dtype, "IMPLICIT": self.implicit, "HAS_OFFSETS": self.offsets is not None}
         return kind if self.predicted is None else kind | {"RESIDUAL": True}
 

@@ -50,12 +50,10 @@ class DeviceMatrix:
 
     @property
     def degrees(self) -> np.ndarray:
-        """Entries of each row, on the host."""
         return np.diff(self.indptr)
 
     @property
     def nnz(self) -> int:
-        """Number of entries."""
         return int(self.indptr[-1])
 
     def is_canonical(self, device: Device) -> bool:

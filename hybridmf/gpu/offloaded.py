@@ -187,7 +187,6 @@ class HostHalf(StreamedHalf):
             self.pipeline = None
 
     def _loader(self, fixed: HostFactors) -> Loader:
-        """Buffers for parts of a fixed side."""
         longest = int(np.diff(part_bounds(len(fixed), self.fixed_parts)).max(initial=0))
         vectors = [(vector.size, vector.dtype) for vector in fixed.vectors(0, longest)]
         return Loader(self.device, vectors, self.buffers, self.copiers.parts)
@@ -247,7 +246,6 @@ class HostRegression(Regression):
     """A `Regression` for factors that are offloaded to the host, block of rows after block."""
 
     def sums(self, factors: Any) -> np.ndarray:
-        """See `Regression`."""
         total = np.zeros((len(self.root), factors.factors + (factors.host_bias is not None)))
         for start in range(0, len(self.scale), EXACT_ROWS):
             rows = slice(start, start + EXACT_ROWS)

@@ -16,7 +16,6 @@ WARPS_PER_BLOCK = 8
 
 
 def product_constants(width: int, dtype: Any) -> dict[str, Any]:
-    """Compile-time constants of cuda/predictions.cu for rows of a width."""
     vectors = ceil_div(width * np.dtype(dtype).itemsize, 16)
     return {"REAL": np.dtype(dtype), "LANES": min(32, 1 << (vectors - 1).bit_length())}
 

@@ -91,12 +91,10 @@ class GroupMaxConfig(KernelConfig):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of factors."""
         return self.padded * (1 if self.in_bytes else 2)
 
     @property
     def block_users(self) -> int:
-        """Users of a block."""
         return WARPS * self.users_per_warp
 
     @property
@@ -107,7 +105,6 @@ class GroupMaxConfig(KernelConfig):
         return 2 * tile + 2 * WARPS * tray
 
     def fits(self, spec: DeviceSpec) -> bool:
-        """Whether a device can run it."""
         return self.padded <= LARGEST_PADDED and self.shared_bytes + 1024 <= spec.shared_bytes
 
 

@@ -48,7 +48,6 @@ class LateMatrix:
 
     @property
     def nnz(self) -> int:
-        """Number of entries."""
         return int(self.indptr[-1])
 
     @property
@@ -63,12 +62,10 @@ class LateMatrix:
 
     @property
     def indices(self) -> np.ndarray:
-        """Columns of the copy."""
         return self.checked.indices
 
     @property
     def data(self) -> np.ndarray:
-        """Values of the copy."""
         return self.checked.data
 
 

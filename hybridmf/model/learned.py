@@ -46,11 +46,9 @@ class Labelled:
         return self.derived[key]
 
     def labels(self, side: Side) -> np.ndarray | None:
-        """Labels of one side."""
         return self.user_ids if side == "user" else self.item_ids
 
     def label_table(self, side: Side) -> dict[Any, int]:
-        """Position of each label of one side."""
         return self.cached(("labels", side), lambda: label_table(self.labels(side)))
 
 
@@ -109,7 +107,6 @@ class Learned(Labelled):
         return self.item_counts if self.item_likes is None else self.item_likes
 
     def count(self, side: Side) -> int:
-        """Number of users or items."""
         return len(self.state.side(side))
 
     def entries(self, given: Any, name: str, *, repeats: bool = False) -> sp.csr_array:
@@ -135,7 +132,6 @@ class Learned(Labelled):
         return self.seen.load() if isinstance(self.seen, StoredSeen) else self.seen
 
     def is_training_data(self, matrix: sp.csr_array) -> bool:
-        """Whether `matrix` is the training data of the model."""
         if self.seen is None or self.total is None or matrix.shape != self.seen.shape or matrix.nnz != self.seen.nnz:
             return False
         seen = self.seen_matrix()

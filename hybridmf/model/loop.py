@@ -73,7 +73,6 @@ class FitLoop:
         self.validates_every = agreed(communicator, 0 if self.validation is None else options.validate_every)
 
     def iterations(self) -> Iterator[int]:
-        """Numbers of the iterations that are left."""
         for iteration in range(self.completed + 1, self.bar.total + 1):
             self.stopwatch.lap("observe")
             self.work = f"iteration {iteration}"
@@ -123,7 +122,6 @@ class FitLoop:
             self._warn_if_below_popularity(self.learned, self.validation)
 
     def _end(self) -> None:
-        """End the iterations."""
         self.bar.close()
         self.stopwatch.lap("observe")
 

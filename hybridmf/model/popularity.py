@@ -35,7 +35,6 @@ class Popularity(Labelled):
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def count(self, side: Side) -> int:
-        """Number of users or items."""
         return int(self.seen.shape[SIDES.index(side)])
 
     def entries(self, given: Any, name: str, *, repeats: bool = False) -> sp.csr_array:

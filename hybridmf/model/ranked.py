@@ -145,7 +145,6 @@ class RankedRatings:
         return State(sides[0], sides[1], float(self.communicator.broadcast(mean)[0]))
 
     def solver(self, plan: Plan, objective: Objective, state: State, completed: int) -> RankALS:
-        """The solver of this rank."""
         own = State(self._own("user", state), self._own("item", state), state.mean)
         self.arrays, worker = _worker(plan, self.device, self.communicator)
         with aborting(self.arrays):

@@ -47,7 +47,6 @@ class Unknown:
 
     @classmethod
     def check(cls, rule: Any, rules: tuple[str, ...] = UNKNOWN_IDS) -> Unknown:
-        """The treatment that an argument asks for."""
         return _STRICT if isinstance(rule, str) and rule == "error" else cls(rule, rules)
 
     def meet(self, name: str, strangers: list[Any], text: str) -> None:
@@ -295,7 +294,6 @@ def _are_several(rows: Any) -> bool:
 
 
 def _entries(learned: Learned, history: Any) -> tuple[list[Any], np.ndarray]:
-    """Items and values of one history."""
     if isinstance(history, (str, bytes)):
         raise TypeError(f"rows must be a matrix, or items of one or several users, got {history!r}; pass [{history!r}]")
     weighted = isinstance(history, Mapping)
@@ -348,7 +346,6 @@ class Candidates:
         return entry_rows(pairs), pairs.indices.astype(np.int64)
 
     def of_users(self, start: int, stop: int) -> Candidates:
-        """Candidates of some of the users."""
         rows = np.arange(start, stop)
         allowed, denied = (None if part is None else take_rows(part, rows) for part in (self.allowed, self.denied))
         return Candidates(self.shared, allowed, denied, self.include_cold)
@@ -403,7 +400,6 @@ def choose(
 
 
 def _lists(learned: Labelled, name: str, given: Any, by_label: bool, n_users: int, unknown: Unknown) -> sp.csr_array:
-    """Items of each user as a matrix."""
     if len(given) != n_users:
         raise ValueError(
             f"{name} has {len(given)} lists of items; expected one for each of {n_users} users, or one list"

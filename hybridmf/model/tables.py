@@ -54,7 +54,6 @@ def _names(ids: np.ndarray | None, positions: np.ndarray) -> np.ndarray:
 
 
 def file_format(path: Any) -> str:
-    """Format of a file by its name."""
     ending = os.path.splitext(check_path("path", path))[1].lower()
     if ending not in FILES:
         raise ValueError(f"path must end in one of {', '.join(FILES)}, got {os.fspath(path)!r}")

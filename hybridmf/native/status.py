@@ -16,7 +16,6 @@ LARGE_WEIGHT = 1e9
 
 
 def _overflow_advice(objective: Objective) -> str:
-    """Advice for factors that became infinite."""
     name, value = max(objective.weights.items(), key=lambda item: item[1])
     if value > LARGE_WEIGHT:
         return f"scale the ratings down, lower {name} (now {value:g}), or use dtype='float64'"

@@ -33,12 +33,10 @@ class Dealt:
 
     @property
     def nnz(self) -> int:
-        """Number of entries."""
         return int(self.indptr[-1])
 
     @property
     def degrees(self) -> np.ndarray:
-        """Entries of each row."""
         return np.diff(self.indptr)
 
     def block(self, device: Device, communicator: Communicator, bounds: np.ndarray) -> DeviceMatrix:

@@ -91,7 +91,6 @@ class Sample:
         return cls(matrix, transposed(matrix), f"{n_users} x {n_items}, {matrix.nnz} entries, seed {seed}")
 
     def side(self, side: Side, itemsize: int = 4) -> sp.csr_array:
-        """The ratings by the rows of a side."""
         return in_dtype(self.user_items if side == "user" else self.item_users, itemsize)
 
     @functools.cached_property
@@ -127,7 +126,6 @@ def row_entries(matrix: sp.csr_array, row: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def residual(A: np.ndarray, x: np.ndarray, b: np.ndarray) -> float:
-    """|Ax - b| / (|A| |x| + |b|)."""
     norm = np.linalg.norm
     return float(norm(A @ x - b) / (norm(A, 2) * norm(x) + norm(b)))
 

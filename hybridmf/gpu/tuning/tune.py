@@ -107,7 +107,6 @@ class Measurement:
         return math.exp(statistics.fmean(math.log(max(value, 1e-9)) for value in self.ms.values()))
 
     def set_times(self, parts: dict[str, TimedRun], times: dict[str, list[float]]) -> None:
-        """Set the medians of the times of each part."""
         self.ms = {name: statistics.median(values) for name, values in times.items()}
         self.gflops = {name: part.flops / max(self.ms[name], 1e-9) / 1e6 for name, part in parts.items()}
 
@@ -129,7 +128,6 @@ class Job:
 
     @property
     def space(self) -> Space:
-        """Parameters and constraints of the kernel."""
         return SPACES[self.kernel]
 
     @property
@@ -143,7 +141,6 @@ class Job:
         return sorted((one for one in self.measurements if one.status == "timed"), key=lambda one: one.score)
 
     def is_known(self, one: Measurement) -> bool:
-        """Whether a table has this configuration."""
         return one.values in self.known
 
     @property
@@ -208,7 +205,6 @@ def make_jobs(kernels: Sequence[str] | None, factors: Sequence[int], itemsize: i
 
 
 def table_of(device: Device, jobs: Sequence[Job]) -> Table:
-    """Make the tuned table from the winners of jobs."""
     entries = (job.entry for job in jobs)
     return Table(Gpu.of(device.spec), tuple(entry for entry in entries if entry is not None))
 

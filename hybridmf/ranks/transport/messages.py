@@ -57,7 +57,6 @@ class Transport(Protocol):
 
 
 def even_counts(rows: int, size: int) -> list[int]:
-    """Split `rows` among ranks as evenly as possible."""
     return [rows * (rank + 1) // size - rows * rank // size for rank in range(size)]
 
 
@@ -81,7 +80,6 @@ def check_array(array: Any) -> np.ndarray:
 
 
 def check_peer(name: str, rank: int, size: int) -> int:
-    """Check for a rank of the communicator."""
     if not 0 <= rank < size:
         raise ValueError(f"{name} must be a rank, 0 <= {name} < {size}, got {rank}")
     return int(rank)
@@ -241,7 +239,6 @@ class MessageCommunicator(Communicator):
 
 
 def check_timeout(timeout: float) -> float:
-    """Check for a number of seconds > 0."""
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(f"timeout must be a number of seconds, got {timeout!r} of type {type(timeout).__name__}")
     if not (timeout > 0 and math.isfinite(timeout)):

@@ -165,7 +165,6 @@ class MpiTransport(Transport):
             self._tell_all({"abort": self._cause})
 
     def close(self, rank: int) -> None:
-        """Say goodbye to all ranks."""
         with self.lock:
             if self._closed:
                 return

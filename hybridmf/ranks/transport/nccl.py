@@ -209,7 +209,6 @@ class NcclCommunicator(Communicator):
 
     @property
     def _comm(self) -> Any:
-        """CuPy's communicator."""
         held = self._held
         if held is None:
             raise CommunicatorError(self.cause or f"rank {self.rank} has closed this communicator")
@@ -240,7 +239,6 @@ class NcclCommunicator(Communicator):
 
     @property
     def timeout(self) -> float:
-        """Seconds from the launch to the end of a call."""
         return self._timeout
 
     def _stop(self, cause: str) -> None:

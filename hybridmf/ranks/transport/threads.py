@@ -299,7 +299,6 @@ class RankThreads:
 
 
 def _serve(hub: Hub, communicator: ThreadCommunicator, work: _Tasks) -> None:
-    """Loop of a rank's thread."""
     while (task := work.get()) is not None:
         run, function = task
         result, failure = None, None
