@@ -12,6 +12,7 @@ from ..core.files import write_atomically
 from ..core.frames import make_frame
 from ..core.progress import progress_bar
 from ..core.validate import check_path
+from ..data.transforms import labels_at
 from .ranking import Request
 
 BLOCK_USERS = 16_384
@@ -42,15 +43,8 @@ def to_frame(request: Request, names: np.ndarray, kind: str, show_progress: bool
     """Data frame with the columns user, rank, item and score; `names` are those of the request's users."""
     empty = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
     rows, ranks, items, scores = map(np.concatenate, zip(empty, *_blocks(request, show_progress), strict=True))
-    items = _names(request.learned.item_ids, items) if request.asked.by_label else items
-    return make_frame({"user": _names(names, rows), "rank": ranks, "item": items, "score": scores}, kind)
-
-
-def _names(ids: np.ndarray | None, positions: np.ndarray) -> np.ndarray:
-    """Labels of positions; strings as objects, which share memory where they repeat."""
-    if ids is None:
-        return positions
-    return ids.astype(object)[positions] if ids.dtype.kind == "U" else ids[positions]
+    items = labels_at(request.learned.item_ids, items) if request.asked.by_label else items
+    return make_frame({"user": labels_at(names, rows), "rank": ranks, "item": items, "score": scores}, kind)
 
 
 def file_format(path: Any) -> str:
