@@ -103,10 +103,6 @@ class AnnIndex:
         ----------
         userid : int array, shape (n,)
         N : int
-
-        Returns
-        -------
-        float
         """
         users = check_ids("userid", userid, self._model.n_users, "n_users")
         exact, _ = self._model.recommend(users, N=N, cold_users="mask")
@@ -132,10 +128,6 @@ def faiss_index(
         faiss's M, efConstruction and efSearch: larger values have a higher recall and take longer.
     num_threads : int, optional
         Default: that of faiss. faiss has one number of threads for the whole process, which this sets.
-
-    Returns
-    -------
-    AnnIndex
 
     Raises
     ------
@@ -178,10 +170,6 @@ def usearch_index(
         usearch's connectivity, expansion_add and expansion_search: larger values have a higher recall and take longer.
     num_threads : int
         0: all cores.
-
-    Returns
-    -------
-    AnnIndex
 
     Raises
     ------

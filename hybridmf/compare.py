@@ -658,10 +658,6 @@ def compare(
     show_progress : bool
         Show a progress bar on standard error.
 
-    Returns
-    -------
-    Comparison
-
     Raises
     ------
     TypeError, ValueError

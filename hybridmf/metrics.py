@@ -91,10 +91,6 @@ def rmse(truth: Any, predicted: Any) -> float:
     ----------
     truth, predicted : real array, shape (n,), n >= 1
 
-    Returns
-    -------
-    float
-
     Raises
     ------
     ValueError
@@ -307,10 +303,6 @@ def mean_over_users(values: Any) -> float:
     Parameters
     ----------
     values : float array, shape (n_users,)
-
-    Returns
-    -------
-    float
 
     Raises
     ------

@@ -105,10 +105,6 @@ def training(model: Any, *, metric: str | None = None, ax: Any = None) -> Axes:
     ax : matplotlib axes, optional
         Axes of the objective; the metric gets an axis on its right side.
 
-    Returns
-    -------
-    matplotlib axes
-
     Raises
     ------
     ValueError
@@ -164,10 +160,6 @@ def degrees(ratings: Any, *, ax: Any = None) -> Axes:
     ----------
     ratings : Ratings, Store, sparse matrix or data frame
     ax : matplotlib axes, optional
-
-    Returns
-    -------
-    matplotlib axes
 
     Raises
     ------
@@ -281,10 +273,6 @@ def recall_curves(
         Longest list.
     ax : matplotlib axes, optional
 
-    Returns
-    -------
-    matplotlib axes
-
     Raises
     ------
     TypeError, ValueError
@@ -318,10 +306,6 @@ def bars(result: Any, *, ax: Any = None) -> Axes:
     ----------
     result : Comparison
     ax : matplotlib axes, optional
-
-    Returns
-    -------
-    matplotlib axes
     """
     ax = _axes(ax)
     names = [f"{run.method}\n{run.device}" for run in result.runs]
@@ -340,10 +324,6 @@ def score_bars(result: Any, *, ax: Any = None) -> Axes:
     result : Comparison
         With held-out entries.
     ax : matplotlib axes, optional
-
-    Returns
-    -------
-    matplotlib axes
 
     Raises
     ------
@@ -370,10 +350,6 @@ def curves(result: Any, *, ax: Any = None) -> Axes:
     ----------
     result : Comparison
     ax : matplotlib axes, optional
-
-    Returns
-    -------
-    matplotlib axes
     """
     ax = _axes(ax)
     by_score = all(len(run.scores) == len(run.seconds) for run in result.runs)
@@ -402,10 +378,6 @@ def trials(result: Any) -> Figure:
     Parameters
     ----------
     result : SearchResult
-
-    Returns
-    -------
-    matplotlib figure
 
     Raises
     ------

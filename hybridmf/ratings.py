@@ -211,10 +211,6 @@ class Ratings:
         weights : array of numbers, shape (nnz,), optional
             Finite and more than 0; see `Ratings`.
 
-        Returns
-        -------
-        Ratings
-
         Raises
         ------
         RatingsError
@@ -266,10 +262,6 @@ class Ratings:
             Label of each row and of each column; default: those of a frame.
         duplicates : {"error", "sum", "mean", "first", "last", "max"}
             What to do with a pair that occurs more than once.
-
-        Returns
-        -------
-        Ratings
 
         Raises
         ------
@@ -327,10 +319,6 @@ class Ratings:
             (NULL, None, NA, nan and similar). "keep" takes such words for ids, not nulls.
         weight : str or int, optional
             Column of `weights`, finite and more than 0.
-
-        Returns
-        -------
-        Ratings
 
         Raises
         ------
@@ -688,10 +676,6 @@ class Ratings:
         values : callable, or array of shape (nnz,)
             A function of the values, such as ``np.log1p``; or values in the order of ``user_items.data``.
 
-        Returns
-        -------
-        Ratings
-
         Raises
         ------
         RatingsError
@@ -776,10 +760,6 @@ class Ratings:
         weights : array of shape (nnz,), or None
             Finite and more than 0, in the order of ``user_items.data``: by user, then by item. None: all entries weigh
             the same. `from_coo` takes weights in the order of its triplets, `from_frame` a column of them.
-
-        Returns
-        -------
-        Ratings
 
         Raises
         ------

@@ -147,10 +147,6 @@ def convert(
     format, separator, header, user, item, value, duplicates, encoding, comment, quote, escape, missing
         Options for reading a file, as for `Ratings.from_file`; `duplicates` also applies to matrices.
 
-    Returns
-    -------
-    Store
-
     Raises
     ------
     RatingsError, DuplicateEntriesError, TypeError

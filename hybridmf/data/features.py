@@ -153,10 +153,6 @@ class Features:
             What to do with several rows of one label. "merge" takes all of their categories and tags, and the mean of
             their numbers: a table with a row for each pair of item and tag.
 
-        Returns
-        -------
-        Features
-
         Raises
         ------
         RatingsError
@@ -197,10 +193,6 @@ class Features:
             Between the fields of text. Default: of "::", tab, "|", ";" and ",", the one that comes first in line 1.
         encoding : str, optional
             Of text. Default: UTF-8, or latin-1 for what is not valid UTF-8.
-
-        Returns
-        -------
-        Features
 
         Raises
         ------
