@@ -36,6 +36,7 @@ from .core.validate import (
     frozen_csr,
     make_csr,
 )
+from .data import readers
 from .data.columns import AUTO, column_place, log_columns
 from .data.labels import (
     Entries,
@@ -55,18 +56,6 @@ from .data.labels import (
 )
 from .data.layout import FileOptions
 from .data.lists import list_options, read_lists
-from .data.readers import (
-    column_weights,
-    file_of,
-    frame_entries,
-    naming,
-    part_paths,
-    read_frame,
-    read_matrix_market,
-    read_npz,
-    read_parquet,
-    row_mask,
-)
 from .data.splits import WAYS, fold_of_entries, held_out, last_of_each_user
 from .data.text import find_layout, read_fields, read_text
 from .data.transforms import ages_of, axis_key, labels_at
@@ -334,7 +323,7 @@ class Ratings:
             user=user, item=item, value=value, duplicates=duplicates, timestamp=timestamp, where=where,
             missing=missing, weight=weight,
         )  # fmt: skip
-        entries = frame_entries(frame, "frame", options)
+        entries = readers.frame_entries(frame, "frame", options)
         ratings = _from_entries(entries, duplicates)
         ratings.frame_kind = kind_of(frame)
         return ratings
@@ -438,9 +427,9 @@ class Ratings:
             timestamp, where, show_progress, weight,
         )  # fmt: skip
         if hasattr(path, "read"):
-            with file_of(path) as name:
+            with readers.file_of(path) as name:
                 return _from_file(name, options)
-        parts = part_paths(path)
+        parts = readers.part_paths(path)
         if parts is None:
             return _from_file(os.fsdecode(cast(Any, path)), options)
         return _from_entries(_entries_of_parts(parts, options), duplicates)
@@ -876,8 +865,8 @@ def _from_file(name: str, options: FileOptions) -> Ratings:
     if format not in ("npz", "mtx"):
         return _from_entries(_file_entries(name, head, format, options), options.duplicates)
     _refuse_columns(name, format, options)
-    matrix, labels = (read_npz if format == "npz" else read_matrix_market)(name, head)
-    with naming(name):
+    matrix, labels = (readers.read_npz if format == "npz" else readers.read_matrix_market)(name, head)
+    with readers.naming(name):
         return _from_saved(matrix, labels, options.duplicates)
 
 
@@ -887,9 +876,9 @@ def _file_entries(name: str, head: bytes, format: str, options: FileOptions) -> 
         _refuse_columns(name, format, options)
         return read_lists(name, list_options(name, head, options))
     if format == "parquet":
-        return read_parquet(name, options)
+        return readers.read_parquet(name, options)
     if format == "jsonl":
-        return frame_entries(read_frame(name, format), name, options)
+        return readers.frame_entries(readers.read_frame(name, format), name, options)
     found = find_layout(name, head, options)
     log_columns(name, found.columns)
     mask = weights = None
@@ -898,10 +887,11 @@ def _file_entries(name: str, head: bytes, format: str, options: FileOptions) -> 
     if options.where is not None:
         names, n_fields = found.columns.names, found.n_fields
         places = {column: column_place("where", name, names, n_fields, column) for column in options.where}
-        mask = row_mask(name, options.where, {column: read_fields(found, place) for column, place in places.items()})
+        fields = {column: read_fields(found, place) for column, place in places.items()}
+        mask = readers.row_mask(name, options.where, fields)
     entries = read_text(found, mask, weights)
     if entries.weights is not None:
-        entries.weights = column_weights(name, options.weight, entries.weights)
+        entries.weights = readers.column_weights(name, options.weight, entries.weights)
     return entries
 
 

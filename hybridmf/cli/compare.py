@@ -14,8 +14,8 @@ from ..compare import FEEDBACK, default_models
 from ..compare import compare as run_compare
 from ..data.readers import part_paths
 from ..datasets import SHAPES
+from . import sources
 from .options import Options, check_folder, device_list, make_command, plot_option, refuse_overwriting
-from .sources import files_of, ratings_options, read_ratings, refuse_reading_options, where_option
 
 
 @make_command(
@@ -45,10 +45,10 @@ from .sources import files_of, ratings_options, read_ratings, refuse_reading_opt
     help="Scale of the sides of a synthetic shape, up to 1: 0.1 draws a hundredth of its ratings.",
 )  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
-@where_option
+@sources.where_option
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), callback=check_folder, help="Report as JSON.")
 @plot_option("Picture of seconds and quality")
-@ratings_options
+@sources.ratings_options
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 def command(options: Options) -> None:
     """Compare methods and devices on the same ratings, from the same initial factors.
@@ -69,7 +69,7 @@ def command(options: Options) -> None:
     """  # noqa: D301 (click wants the backspace itself before a paragraph that keeps its lines)
     name, feedback, methods = options.ratings, options.feedback, options.methods
     for output in (options.json_file, options.plot):
-        refuse_overwriting(output, *files_of(name))
+        refuse_overwriting(output, *sources.files_of(name))
     models = default_models(feedback, options.factors, options.iterations)
     unknown = [method for method in methods if method not in models]
     if unknown:
@@ -79,9 +79,9 @@ def command(options: Options) -> None:
     if name == "demo" or name in SHAPES:
         if options.where:
             raise click.UsageError(f"--where filters rows of a file, and {name} is drawn from a seed; leave it out")
-        refuse_reading_options(f"{name} is drawn from a seed")
+        sources.refuse_reading_options(f"{name} is drawn from a seed")
     elif os.path.exists(name) or part_paths(name):
-        ratings = read_ratings(name, show_progress=not options.quiet)
+        ratings = sources.read_ratings(name, show_progress=not options.quiet)
     read_seconds = time.perf_counter() - started
     result = run_compare(
         ratings,  # a name that is no file and no shape is refused here

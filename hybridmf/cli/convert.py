@@ -21,20 +21,9 @@ from ..core.table import format_table
 from ..data.convert import convert as convert_to_store
 from ..plots import occupancy, save
 from ..ratings import Ratings
+from . import sources
 from .options import Options, check_folder, make_command, plot_option, refuse_overwriting
 from .report import facts_text, file_size, names_of, ratings_facts, with_output
-from .sources import (
-    Source,
-    column_facts,
-    files_of,
-    is_store,
-    one_source,
-    open_store,
-    ratings_options,
-    ratings_path,
-    read_ratings,
-    reading_arguments,
-)
 
 
 @make_command(
@@ -57,7 +46,7 @@ from .sources import (
 @click.option("--tile-cols", type=int, default=192, show_default=True, help="Width of a BALS tile.")
 @click.option("--num-threads", type=int, help="[default: all cores]")
 @plot_option("Picture of the BALS tiles before and after reordering")
-@ratings_options
+@sources.ratings_options
 @click.option("--quiet", is_flag=True, help="No statistics.")
 def command(options: Options) -> None:
     """Convert ratings to another format and print statistics.
@@ -71,7 +60,7 @@ def command(options: Options) -> None:
     quiet, plot, tiles = options.quiet, options.plot, (options.tile_rows, options.tile_cols)
     ratings_file, out = _source_and_out(options)
     for output in (out, plot):
-        refuse_overwriting(output, *files_of(ratings_file))
+        refuse_overwriting(output, *sources.files_of(ratings_file))
     target = options.target or _format_of(out)
     if out is None and target != "bals-stats":
         raise click.UsageError("give a file OUT to write, or --to bals-stats for statistics only")
@@ -79,18 +68,18 @@ def command(options: Options) -> None:
         raise click.UsageError("--plot needs the ratings in memory, and a conversion to a store does not; leave it out")
     if target == "store":
         assert out is not None
-        arguments = reading_arguments() | {
+        arguments = sources.reading_arguments() | {
             name: getattr(options, name) for name in ("slab_bytes", "memory_limit", "overwrite")
         }
-        source = open_store(ratings_file) if is_store(ratings_file) else ratings_file
+        source = sources.open_store(ratings_file) if sources.is_store(ratings_file) else ratings_file
         del arguments["timestamp"]  # a store has no times
         store = convert_to_store(source, out, **arguments)
         if not quiet:
-            click.echo(facts_text(column_facts(ratings_file) | ratings_facts(store)))
+            click.echo(facts_text(sources.column_facts(ratings_file) | ratings_facts(store)))
         return
     if out is not None and os.path.isdir(out):
         raise click.UsageError(f"{out} is a folder, which can only become a store; give the name of a file")
-    ratings = read_ratings(ratings_file, show_progress=not quiet)
+    ratings = sources.read_ratings(ratings_file, show_progress=not quiet)
     statistics = {}
     if not quiet or target == "bals-stats":
         statistics = bals_statistics(ratings.user_items, *tiles, options.num_threads)
@@ -102,13 +91,13 @@ def command(options: Options) -> None:
             click.echo(f"{' and '.join(lost).capitalize()} are not written to {target}; npz keeps them.", err=True)
         _write_ratings(ratings, out, target, statistics)
     if not quiet:
-        click.echo(facts_text(column_facts(ratings_file) | ratings_facts(ratings)))
+        click.echo(facts_text(sources.column_facts(ratings_file) | ratings_facts(ratings)))
         click.echo(f"\nBALS tiles of {tiles[0]} x {tiles[1]}\n\n{_bals_table(statistics)}")
         if out is not None:
             click.echo(f"\nWrote {out} ({file_size(out)}).")
 
 
-def _source_and_out(options: Options) -> tuple[Source, str | None]:
+def _source_and_out(options: Options) -> tuple[sources.Source, str | None]:
     """RATINGS and OUT, the last path, unless there is one only."""
     paths = options.paths
     context = click.get_current_context()
@@ -122,7 +111,7 @@ def _source_and_out(options: Options) -> tuple[Source, str | None]:
     if out is not None:
         click.Path(writable=True).convert(out, parameter, context)
         check_folder(context, parameter, out.rstrip("/" + os.sep))  # it may be a folder itself
-    return one_source(tuple(ratings_path.convert(path, parameter, context) for path in given)), out
+    return sources.one_source(tuple(sources.ratings_path.convert(path, parameter, context) for path in given)), out
 
 
 def _format_of(out: str | None) -> str:

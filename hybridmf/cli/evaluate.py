@@ -13,20 +13,11 @@ from ..core.table import format_table
 from ..metrics import Evaluation, Interval, PopularityRecommender, evaluate
 from ..model.load import load
 from ..plots import recall_curves, save
+from . import sources
 from .features import check_include_cold, include_cold_option
 from .hyperparameters import METRICS
 from .options import Options, make_command, plot_option, refuse_overwriting
 from .recommend import seen_matrix
-from .sources import (
-    existing_file,
-    files_of,
-    one_source,
-    ratings_options,
-    ratings_path,
-    read_ratings,
-    source_name,
-    where_option,
-)
 
 
 @make_command(
@@ -34,10 +25,10 @@ from .sources import (
     "hybridmf evaluate model.safetensors test.csv",
     "hybridmf evaluate model.safetensors test.csv --train train.csv --metric recall@20 --metric auc --json",
 )
-@click.argument("model_file", metavar="MODEL", type=existing_file)
-@click.argument("test_files", metavar="TEST...", nargs=-1, required=True, type=ratings_path)
+@click.argument("model_file", metavar="MODEL", type=sources.existing_file)
+@click.argument("test_files", metavar="TEST...", nargs=-1, required=True, type=sources.ratings_path)
 @click.option(
-    "--train", "train_file", type=ratings_path,
+    "--train", "train_file", type=sources.ratings_path,
     help="Ratings the model was trained on: they are not recommended, and a baseline is fitted on them. "
     "[default: those in the model, without a baseline]",
 )  # fmt: skip
@@ -48,10 +39,10 @@ from .sources import (
 )  # fmt: skip
 @click.option("--relevance-threshold", type=float, help="Least rating of a relevant item.  [default: above 0]")
 @include_cold_option("Also rank items that have features and no training ratings; warm and cold items apart.")
-@where_option
+@sources.where_option
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
 @plot_option("Picture of Recall@1 to Recall@50 against the most popular items, with --train")
-@ratings_options
+@sources.ratings_options
 def command(options: Options) -> None:
     """Evaluate a trained model on held-out ratings.
 
@@ -61,19 +52,19 @@ def command(options: Options) -> None:
     columns and separators hold for both files.
     """
     train_file, plot, include_cold = options.train_file, options.plot, options.include_cold
-    test_source = one_source(options.test_files)
-    refuse_overwriting(plot, options.model_file, *files_of(test_source, train_file))
+    test_source = sources.one_source(options.test_files)
+    refuse_overwriting(plot, options.model_file, *sources.files_of(test_source, train_file))
     if plot is not None and train_file is None:
         raise click.UsageError("--plot compares with the most popular items of --train FILE; give it")
     model = load(options.model_file)
     check_include_cold(model, include_cold)
     kind = "implicit" if model._learned.objective.is_implicit else "explicit"
     names = tuple(dict.fromkeys(options.metrics)) or METRICS[kind]
-    test = seen_matrix(model, read_ratings(test_source), source_name(test_source))
+    test = seen_matrix(model, sources.read_ratings(test_source), sources.name_of(test_source))
     train = None
     models: dict[str, Any] = {type(model).__name__: model}
     if train_file is not None:
-        train = seen_matrix(model, read_ratings(train_file), train_file)
+        train = seen_matrix(model, sources.read_ratings(train_file), train_file)
         models["most popular items, mean ratings"] = PopularityRecommender().fit(train)
     how: dict[str, Any] = {"train": train, "relevance_threshold": options.relevance_threshold}
     found = evaluate(models, test, metrics=names, include_cold=include_cold, **how)

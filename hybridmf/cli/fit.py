@@ -29,24 +29,11 @@ from ..plan.start import STARTS
 from ..plots import save, training
 from ..ratings import Ratings, split
 from ..tools.preview import plan
+from . import sources
 from .features import NAMES, features_of, features_options
 from .hyperparameters import METRICS, SECTIONS, Model, make_model, model_options
 from .options import Options, make_command, output_option, plot_option, refuse_overwriting, share_or_number
 from .report import file_size
-from .sources import (
-    READING,
-    Source,
-    column_facts,
-    files_of,
-    is_store,
-    one_source,
-    open_store,
-    ratings_options,
-    ratings_path,
-    read_ratings,
-    source_name,
-    where_option,
-)
 
 MORE = {
     "Features": NAMES,
@@ -65,9 +52,9 @@ MORE = {
     "hybridmf fit 2025.csv 2026.csv -o model.safetensors",
     "hybridmf fit plays.tsv.gz -o model.safetensors --model implicit --alpha 0.01",
     "hybridmf fit ratings.csv -o model.safetensors --user userId --item movieId --value rating",
-    sections=SECTIONS | MORE | READING,
+    sections=SECTIONS | MORE | sources.READING,
 )
-@click.argument("ratings_files", metavar="RATINGS...", nargs=-1, required=True, type=ratings_path)
+@click.argument("ratings_files", metavar="RATINGS...", nargs=-1, required=True, type=sources.ratings_path)
 @output_option("Model file (safetensors).", required=True)
 @model_options
 @click.option(
@@ -87,7 +74,7 @@ MORE = {
     "--test-size", type=float, default=0.1, show_default=True,
     help="Share (below 1) or number of ratings held out for the evaluation; 0 trains on everything.",
 )  # fmt: skip
-@click.option("--test", "test_file", type=ratings_path, help="Ratings to evaluate on, in place of --test-size.")
+@click.option("--test", "test_file", type=sources.ratings_path, help="Ratings to evaluate on, in place of --test-size.")
 @click.option(
     "--validation", metavar="SHARE|NUMBER|FILE",
     help="Ratings to measure after each iteration: held out of the training, or of a file.",
@@ -104,13 +91,13 @@ MORE = {
     "--patience", type=int, metavar="N", help="Stop after N iterations without a better --validation; keep the best."
 )
 @click.option("--metric", metavar="NAME", help="Of --patience: rmse, mae, ndcg@K, recall@K, ...")
-@where_option
+@sources.where_option
 @plot_option("Picture of the objective, and the metric of --validation, after each iteration")
 @click.option("--json", "as_json", is_flag=True, help="Print results as one JSON object, and nothing else.")
 @click.option("--checkpoint", metavar="DIR", help="Folder for a checkpoint after each iteration.")
 @click.option("--checkpoint-every", type=int, metavar="N", help="After every N iterations.  [default: 1]")
 @click.option("--resume", is_flag=True, help="Resume from the newest checkpoint, if there is one.")
-@ratings_options
+@sources.ratings_options
 @click.option("--quiet", is_flag=True, help="No progress bar and no plan: results only.")
 def command(options: Options) -> None:
     """Train a model on a file of ratings and save it.
@@ -120,9 +107,9 @@ def command(options: Options) -> None:
     model file is written only on success. Several files, a pattern in quotation marks ("logs/*.csv") and a folder of
     Parquet files are read as one.
     """
-    source, output, plot = one_source(options.ratings_files), options.output, options.plot
+    source, output, plot = sources.one_source(options.ratings_files), options.output, options.plot
     init_file = options.init if options.init not in STARTS else None
-    read_files = files_of(source, options.test_file, init_file, options.item_features, options.user_features)
+    read_files = sources.files_of(source, options.test_file, init_file, options.item_features, options.user_features)
     refuse_overwriting(output, *read_files)
     refuse_overwriting(plot, *read_files, output)
     quiet = options.quiet or options.as_json
@@ -137,12 +124,12 @@ def command(options: Options) -> None:
     test_size, share = _test_size(options), share_of(options.validation)
     watching = _watching(options)
     ratings: Any
-    if not is_store(source):
+    if not sources.is_store(source):
         ratings = read_and_say(source, say, quiet, options.weights)
     elif options.where:
         raise click.UsageError(f"--where filters rows of a file, and {source} is a store; leave it out")
     else:
-        ratings = open_store(source)
+        ratings = sources.open_store(source)
         n_users, n_items = ratings.shape
         say(f"Opened {source}: {n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings.")
         if test_size != 0 or share is not None:
@@ -152,15 +139,15 @@ def command(options: Options) -> None:
     if test is not None:
         say(f"Held out {test.nnz:,} ratings, training on {train.nnz:,}.")
     elif options.test_file is not None:
-        test = read_ratings(options.test_file, show_progress=not quiet)
-        check_meets("--test", options.test_file, test, ratings, source_name(source))
+        test = sources.read_ratings(options.test_file, show_progress=not quiet)
+        check_meets("--test", options.test_file, test, ratings, sources.name_of(source))
         say(f"Read {options.test_file}: {test.nnz:,} ratings to evaluate on.")
     if share is not None:
         train, watching["validation"] = split(train, share, **held)
         say(f"Held out {watching['validation'].nnz:,} ratings for validation, training on {train.nnz:,}.")
     elif options.validation is not None:
-        held_out = read_ratings(options.validation, show_progress=not quiet)
-        check_meets("--validation", options.validation, held_out, ratings, source_name(source))
+        held_out = sources.read_ratings(options.validation, show_progress=not quiet)
+        check_meets("--validation", options.validation, held_out, ratings, sources.name_of(source))
         watching |= {"validation": held_out, "unknown": "drop"}
     say(f"\nPlan\n{textwrap.indent(str(plan(train, model)), '  ')}\n")
     for argument, table in features.items():
@@ -192,11 +179,11 @@ def command(options: Options) -> None:
     click.echo(f"Saved {output} ({file_size(output)}){whole}.")
 
 
-def check_weights(options: Options, source: Source) -> None:
+def check_weights(options: Options, source: sources.Source) -> None:
     """Refuse a column of weights where there are no columns or no weights."""
     if options.weights is None:
         return
-    if is_store(source):
+    if sources.is_store(source):
         raise click.UsageError(
             f"--weights {options.weights} names a column of a file of ratings, and {source} is a store"
         )
@@ -265,15 +252,15 @@ def _watching(options: Options) -> dict[str, Any]:
     return found
 
 
-def read_and_say(source: Source, say: Callable[[str], Any], quiet: bool, weight: str | None) -> Ratings:
+def read_and_say(source: sources.Source, say: Callable[[str], Any], quiet: bool, weight: str | None) -> Ratings:
     """Read ratings, with a column of weights if there is one, and report their sizes, the time and the columns."""
     started = time.perf_counter()
-    ratings = read_ratings(source, show_progress=not quiet, weight=weight)
+    ratings = sources.read_ratings(source, show_progress=not quiet, weight=weight)
     seconds = time.perf_counter() - started
     n_users, n_items = ratings.shape
     found = f"{n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings"
-    say(f"Read {source_name(source)} in {seconds:.2f} s: {found}.")
-    for columns in column_facts(source).values():
+    say(f"Read {sources.name_of(source)} in {seconds:.2f} s: {found}.")
+    for columns in sources.column_facts(source).values():
         say(f"Columns: {columns}.")
     return ratings
 

@@ -11,19 +11,9 @@ import click
 from ..model.load import load
 from ..plots import degrees, save
 from ..tools.config import config
+from . import sources
 from .options import Options, make_command, plot_option, refuse_overwriting
 from .report import facts_text, file_size, label_text, pairs, ratings_facts
-from .sources import (
-    column_facts,
-    files_of,
-    is_store,
-    open_store,
-    ratings_options,
-    ratings_path,
-    read_ratings,
-    refuse_reading_options,
-    where_option,
-)
 
 
 @make_command(
@@ -32,29 +22,29 @@ from .sources import (
     "hybridmf info model.safetensors",
     "hybridmf info ratings.csv --json",
 )
-@click.argument("file", required=False, type=ratings_path)
-@where_option
+@click.argument("file", required=False, type=sources.ratings_path)
+@sources.where_option
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object of numbers.")
 @plot_option("Picture of the ratings of each user and item, of a file of ratings or a store")
-@ratings_options
+@sources.ratings_options
 def command(options: Options) -> None:
     """Describe this installation, a model, a file of ratings or a store."""
     file, plot = options.file, options.plot
-    refuse_overwriting(plot, *files_of(file))
-    if plot and (file is None or (not is_store(file) and _is_model(file))):
+    refuse_overwriting(plot, *sources.files_of(file))
+    if plot and (file is None or (not sources.is_store(file) and _is_model(file))):
         raise click.UsageError("--plot draws the entries of a file of ratings or a store; leave it out")
-    if options.where and (file is None or is_store(file) or _is_model(file)):
+    if options.where and (file is None or sources.is_store(file) or _is_model(file)):
         raise click.UsageError("--where filters rows of a file of ratings; leave it out")
     ratings: Any = None
     if file is None:
-        refuse_reading_options("none is given")
+        sources.refuse_reading_options("none is given")
         facts, text = config(), _installation_text
     elif _is_model(file):
-        refuse_reading_options(f"{file} is a model")
+        sources.refuse_reading_options(f"{file} is a model")
         facts, text = _model_facts(load(file), file), _model_text
     else:
-        ratings = open_store(file) if is_store(file) else read_ratings(file)
-        facts, text = column_facts(file) | ratings_facts(ratings), facts_text
+        ratings = sources.open_store(file) if sources.is_store(file) else sources.read_ratings(file)
+        facts, text = sources.column_facts(file) | ratings_facts(ratings), facts_text
     if plot is not None:
         save(degrees(ratings).figure, plot)
     click.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str) if options.as_json else text(facts))

@@ -22,10 +22,10 @@ from ..model.load import load
 from ..model.requests import UNKNOWN_IDS
 from ..model.tables import FILES
 from ..ratings import Ratings
+from . import sources
 from .features import check_include_cold, include_cold_option
 from .options import Options, make_command, output_option, refuse_ending, refuse_overwriting
 from .report import Answer, answer_entries, answer_table, names_of, with_output
-from .sources import existing_file, files_of, ratings_path, read_ratings
 from .titles import titles_of, titles_options
 
 logger = logging.getLogger("hybridmf")
@@ -49,7 +49,7 @@ Recommendations = Iterator[Answer]
     "hybridmf recommend model.safetensors --all --titles movies.dat -o top10.csv",
     "hybridmf recommend model.safetensors --user 42 --include-cold",
 )
-@click.argument("model_file", metavar="MODEL", type=existing_file)
+@click.argument("model_file", metavar="MODEL", type=sources.existing_file)
 @click.option("--user", "users", multiple=True, metavar="LABEL", help="User to recommend to; may be repeated.")
 @click.option("--all", "--all-users", "all_users", is_flag=True, help="All users of the model.")
 @click.option("-N", "count", type=int, default=10, show_default=True, help="Recommendations for each user.")
@@ -60,7 +60,7 @@ Recommendations = Iterator[Answer]
 @click.option("--include-seen", is_flag=True, help="Also recommend seen items.")
 @include_cold_option("Also recommend items that have features and no training ratings.")
 @click.option(
-    "--ratings", "ratings_file", type=ratings_path,
+    "--ratings", "ratings_file", type=sources.ratings_path,
     help="Ratings with the seen items (file or store), instead of the training ratings.",
 )  # fmt: skip
 @titles_options
@@ -81,7 +81,7 @@ def command(options: Options) -> None:
         raise click.UsageError("give either --user LABEL (once or more) or --all")
     if options.include_seen and ratings_file:
         raise click.UsageError("--include-seen excludes nothing, so --ratings has no effect; choose one of them")
-    refuse_overwriting(output, options.model_file, *files_of(ratings_file), options.titles_file)
+    refuse_overwriting(output, options.model_file, *sources.files_of(ratings_file), options.titles_file)
     ending = os.path.splitext(output or "")[1].lower()
     if options.as_json:
         if layout not in (None, "json"):
@@ -98,7 +98,7 @@ def command(options: Options) -> None:
     strangers = [] if options.unknown == "error" else unknown_of(model, users)
     known = [user for user in users if user not in strangers]
     positions = np.arange(model.n_users) if options.all_users else find_rows(model, "user", known)
-    seen = None if ratings_file is None else seen_matrix(model, read_ratings(ratings_file), ratings_file)
+    seen = None if ratings_file is None else seen_matrix(model, sources.read_ratings(ratings_file), ratings_file)
     titles = titles_of(model, options)
     which = {"filter_already_liked_items": not options.include_seen, "include_cold": options.include_cold}
     if binary:

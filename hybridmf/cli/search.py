@@ -10,22 +10,12 @@ import click
 from ..metrics import PopularityRecommender
 from ..ratings import split
 from ..search import check_metric, parse_seconds, search
+from . import sources
 from .features import NAMES, features_of, features_options
 from .fit import check_meets, check_weights, read_and_say, save_model, share_of, silent
 from .hyperparameters import SECTIONS, make_model, model_options
 from .options import Options, make_command, output_option, plot_option, refuse_overwriting
 from .report import file_size
-from .sources import (
-    READING,
-    files_of,
-    is_store,
-    one_source,
-    ratings_options,
-    ratings_path,
-    read_ratings,
-    source_name,
-    where_option,
-)
 
 
 @make_command(
@@ -33,9 +23,9 @@ from .sources import (
     "hybridmf search ratings.csv -o best.safetensors --model implicit --metric ndcg@20 --budget 2min",
     "hybridmf search ratings.csv -o best.safetensors --budget 60s --validation held-out.csv",
     "hybridmf search plays.tsv.gz -o best.safetensors --model implicit --trials 40 --plot trials.png",
-    sections=SECTIONS | {"Features": NAMES} | READING,
+    sections=SECTIONS | {"Features": NAMES} | sources.READING,
 )
-@click.argument("ratings_files", metavar="RATINGS...", nargs=-1, required=True, type=ratings_path)
+@click.argument("ratings_files", metavar="RATINGS...", nargs=-1, required=True, type=sources.ratings_path)
 @output_option("Model file (safetensors).", required=True)
 @model_options
 @click.option("--metric", metavar="NAME", help="ndcg@K, recall@K, map@K, ..., rmse or mae.  [default: rmse; ndcg@10]")
@@ -51,11 +41,11 @@ from .sources import (
 @click.option("--weights", metavar="COLUMN", help="Weight of the squared error of each rating (explicit only).")
 @features_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the split, the settings and the factors.")
-@where_option
+@sources.where_option
 @plot_option("Picture of the metric over each parameter and over seconds")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object, and nothing else.")
 @click.option("--lines", type=click.Path(dir_okay=False), help="File for one JSON object for each trial.")
-@ratings_options
+@sources.ratings_options
 @click.option("--quiet", is_flag=True, help="No progress line: results only.")
 def command(options: Options) -> None:
     """Find the hyperparameters that are best for a file of ratings, and save the model.
@@ -66,11 +56,13 @@ def command(options: Options) -> None:
     Hyperparameters that are given, as in "hybridmf fit", are kept; without any, lambda, the weights and the rank are
     searched.
     """
-    source, validation, weights = one_source(options.ratings_files), options.validation, options.weights
+    source, validation, weights = sources.one_source(options.ratings_files), options.validation, options.weights
     share = share_of(validation)
     held_out_file = validation if share is None else None
     for written in (options.output, options.plot, options.lines):
-        refuse_overwriting(written, *files_of(source, held_out_file, options.item_features, options.user_features))
+        refuse_overwriting(
+            written, *sources.files_of(source, held_out_file, options.item_features, options.user_features)
+        )
     model = make_model(options)
     check_metric(options.metric, model, "--metric")
     check_weights(options, source)
@@ -83,13 +75,13 @@ def command(options: Options) -> None:
     quiet = options.quiet or options.as_json
     say = silent if quiet else click.echo
     seconds = None if options.budget is None else parse_seconds("--budget", options.budget)
-    ratings = read_ratings(source) if is_store(source) else read_and_say(source, say, quiet, weights)
+    ratings = sources.read_ratings(source) if sources.is_store(source) else read_and_say(source, say, quiet, weights)
     train, held_out = ratings, None
     if share is not None:
         train, held_out = split(ratings, share, options.seed, by="random" if ratings.timestamps is None else "last")
     elif validation is not None:
-        held_out = read_ratings(validation, show_progress=not quiet)
-        check_meets("--validation", validation, held_out, ratings, source_name(source))
+        held_out = sources.read_ratings(validation, show_progress=not quiet)
+        check_meets("--validation", validation, held_out, ratings, sources.name_of(source))
     if held_out is None or share is not None:
         part = "a tenth" if share is None else f"{share:g} of the ratings" if share < 1 else f"{share:g} ratings"
         which = "drawn at random" if ratings.timestamps is None else "the last ones of each user"

@@ -51,7 +51,7 @@ def files_of(*sources: Source | None) -> list[str]:
     return [path for source in sources if source for path in part_paths(source) or [str(source)]]
 
 
-def source_name(source: Source) -> str:
+def name_of(source: Source) -> str:
     return source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more"
 
 

@@ -226,7 +226,7 @@ def test_fit_refuses(folder, tmp_path, options, message):
 
 
 def test_fit_validates_options_before_it_reads(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli.fit, "read_ratings", raising(RuntimeError("read all the same")))
+    monkeypatch.setattr(cli.fit.sources, "read_ratings", raising(RuntimeError("read all the same")))
     assert "factors" in refuse("fit", folder / "ratings.csv", "-o", tmp_path / "m", "--factors", 0)
 
 
