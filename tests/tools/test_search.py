@@ -326,7 +326,8 @@ def test_whole_trials_on_a_gpu_leave_their_users_there(plays, gpu, monkeypatch):
     monkeypatch.setattr(
         _formats, "is_canonical", lambda *given: checks.append(len(given[1]) == train.nnz) or is_canonical(*given)
     )
-    hmf.search(train.user_items, validation, space={"factors": [8]}, trials=5, device="cuda", random_state=0)
+    model = hmf.ImplicitALS(iterations=3, device="cuda")
+    hmf.search(train.user_items, validation, model=model, space={"factors": [8]}, trials=5, random_state=0)
     users, items = train.shape
     assert brought.count(items) == 6 and brought.count(users) == 1  # that of the last fit
     assert sum(checks) <= 8
