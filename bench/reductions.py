@@ -71,7 +71,7 @@ class Ways:
         def run() -> None:
             for pair in own:
                 part = self.sums[: self.even[0]]
-                self.device.wait(self.device.send(targets[pair], part, [self.device.record()]))
+                self.device.receive(targets[pair], part)
 
         return run
 

@@ -9,7 +9,7 @@ later than the release of an array comes after all kernels on the same stream th
   `download(settled=True)` reads an array that no kernel in flight writes, and therefore waits for none.
 - `begin_download` copies on the current stream. Its buffer in pinned memory is in `_arriving` until the event behind
   the copy is complete, whether or not the result is fetched.
-- `send`: a copy to another GPU waits for marks of both, and is itself behind the mark that it returns.
+- `receive`: a copy from another GPU runs on the current stream, after the marks that the caller makes it wait for.
 - `beside`: the stream waits for the mark `begun` (or `fork`), so its kernels see all results before it. The caller
   makes the current stream wait for a mark behind them (or by `join`) before it releases their arrays.
 
@@ -37,7 +37,8 @@ from . import ready
 from .arguments import Struct, passed
 from .compiler import Compiler, Program
 from .copier import CudaCopier
-from .health import check_all, health_of, one_line
+from .health import Mark, check_all, health_of, one_line
+from .recording import current_recording
 
 OLDEST = (7, 5)
 """Oldest supported compute capability (Turing)."""
@@ -54,6 +55,9 @@ HOPPER_ONLY = "__CUDA_ARCH_FEAT_SM90_ALL"
 SMALL_COPY = 64 << 10
 """Bytes up to which a download bypasses the pinned buffers, which another thread may be using: a fit that reads a
 status must not wait for the download of all factors for a checkpoint."""
+
+MEMCPY_DEFAULT = 4
+"""cudaMemcpyDefault: CUDA finds the kinds of memory by their addresses."""
 
 DLPACK_CUDA = (2, 13)
 """Kinds of devices in DLPack: kDLCUDA and kDLCUDAManaged."""
@@ -332,6 +336,7 @@ class CudaDevice:
             return self._cupy.zeros(shape, dtype=dtype)
 
     def _check_limit(self, shape: int | tuple[int, ...], dtype: Any) -> None:
+        assert current_recording() is None, "a recording allocates no memory"
         limit = memory_limit()
         if limit is None:
             return
@@ -425,12 +430,33 @@ class CudaDevice:
     def record(self) -> Any:
         """A mark (an event) behind the work launched so far on the current stream."""
         with self.active():
-            return self.health.mark()
+            return self._mark(self._stream())
 
     def wait(self, mark: Any) -> None:
         """Make later work wait for a mark."""
         with self.active():
-            self._cupy.cuda.get_current_stream().wait_event(mark)
+            self._wait(self._stream(), mark)
+
+    def _stream(self) -> Any:
+        return self._cupy.cuda.get_current_stream()
+
+    def current_stream(self) -> int:
+        """The current stream, for comparisons."""
+        with self.active():
+            return int(self._stream().ptr)
+
+    def _mark(self, stream: Any) -> Mark:
+        """A mark behind the work launched so far on a stream."""
+        mark = self.health.mark(stream)
+        if (recording := current_recording()) is not None:
+            recording.add(self, self._cupy.cuda.runtime.eventRecord, (mark.ptr, stream.ptr), mark)
+        return mark
+
+    def _wait(self, stream: Any, mark: Any) -> None:
+        """Make later work of a stream wait for a mark."""
+        stream.wait_event(mark)
+        if (recording := current_recording()) is not None:
+            recording.add(self, self._cupy.cuda.runtime.streamWaitEvent, (stream.ptr, mark.ptr), mark)
 
     @contextmanager
     def beside(self, begun: Any) -> Iterator[None]:
@@ -446,12 +472,12 @@ class CudaDevice:
     def fork(self) -> None:
         """Let later launches `beside` the current stream come after all launches so far; see `beside`."""
         with self.active():
-            self._beside.wait_event(self.health.mark())
+            self._wait(self._beside, self._mark(self._stream()))
 
     def join(self) -> None:
         """Let later launches on the current stream come after all launches beside it."""
         with self.active():
-            self._cupy.cuda.get_current_stream().wait_event(self.health.mark(self._beside))
+            self._wait(self._stream(), self._mark(self._beside))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -459,32 +485,28 @@ class CudaDevice:
         with self.active(), self._aside:
             yield
 
+    def reach(self, other: CudaDevice) -> None:
+        """Let this GPU read the memory of another one without the host, if the machine allows that."""
+        runtime = self._cupy.cuda.runtime
+        with self.active():
+            if other.index != self.index and runtime.deviceCanAccessPeer(self.index, other.index):
+                try:
+                    runtime.deviceEnablePeerAccess(other.index)
+                except runtime.CUDARuntimeError as error:
+                    if "PeerAccessAlreadyEnabled" not in str(error):
+                        raise
+
     def receive(self, target: Array, source: Array) -> None:
-        """Copy an array of another GPU to one of this GPU, on the current stream."""
+        """Copy an array of this or another GPU to one of this GPU, on the current stream."""
         assert source.flags.c_contiguous and target.flags.c_contiguous and source.nbytes == target.nbytes
         with self.active():
-            target.data.copy_from_device_async(source.data, source.nbytes, self._cupy.cuda.get_current_stream())
-
-    def send(self, target: Array, source: Array, after: Sequence[Any]) -> Any:
-        """Copy an array of this GPU to one of another GPU, after marks of either; returns the mark behind it.
-
-        It is on a separate stream. Neither array may be freed before it is complete.
-        """
-        assert source.flags.c_contiguous and target.flags.c_contiguous and source.nbytes == target.nbytes
-        with self.active():
-            for mark in after:
-                self._sending.wait_event(mark)
-            target.data.copy_from_device_async(source.data, source.nbytes, self._sending)
-            return self.health.mark(self._sending)
-
-    def sent(self) -> Any:
-        """A mark behind all calls of `send` so far."""
-        with self.active():
-            return self.health.mark(self._sending)
-
-    @functools.cached_property
-    def _sending(self) -> Any:
-        return self._cupy.cuda.Stream(non_blocking=True)
+            if not source.nbytes:
+                return
+            stream = self._stream()
+            target.data.copy_from_device_async(source.data, source.nbytes, stream)
+            if (recording := current_recording()) is not None:
+                given = (_address(target), _address(source), source.nbytes, MEMCPY_DEFAULT, stream.ptr)
+                recording.add(self, self._cupy.cuda.runtime.memcpyAsync, given, (target, source))
 
     @functools.cached_property
     def _aside(self) -> Any:
@@ -541,6 +563,7 @@ class CudaDevice:
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared_bytes: int) -> None:
             nonlocal allowed
+            assert current_recording() is None, "only prepared launches can be recorded"
             with self.active():
                 if shared_bytes > allowed:
                     self._allow(function, shared_bytes)
@@ -581,8 +604,10 @@ class CudaDevice:
         other, kept = self._beside.ptr, (function, packed, pointers)
 
         def launch(beside: bool = False) -> None:
-            assert kept
-            start(*launched, other if beside else current().ptr, first, 0)
+            given = (*launched, other if beside else current().ptr, first, 0)
+            start(*given)
+            if (recording := current_recording()) is not None:
+                recording.add(self, start, given, kept)
 
         return launch
 

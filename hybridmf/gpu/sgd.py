@@ -88,6 +88,13 @@ class FactorRows:
         """Kernel argument; without biases an arbitrary pointer, which is not read."""
         return self.matrix, self.matrix if self.bias is None else self.bias
 
+    def packed(self, device: Device) -> Struct:
+        """The kernel argument of all prepared launches for these rows; `Struct.set` gives them other rows."""
+        if "_packed" not in self.__dict__:
+            object.__setattr__(self, "_packed", Struct(self.struct, device.address))
+        struct: Struct = self.__dict__["_packed"]
+        return struct
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -169,6 +176,11 @@ def scalars(terms: Terms, real: type) -> tuple[np.generic, ...]:
     return tuple(map(real, (terms.rate, keep, terms.mean, terms.bias_rate, bias_keep)))
 
 
+def packed_terms(device: Device, terms: Terms, real: type) -> Struct:
+    """Kernel argument of prepared launches."""
+    return Struct(scalars(terms, real), device.address)
+
+
 def group_size(ld: int, itemsize: int) -> int:
     """Lanes that share a row: GROUP of cuda/sgd.cuh."""
     return min(32, 1 << (ld * itemsize // 16 - 1).bit_length())
@@ -200,16 +212,21 @@ def _check_walk(device: Device, walk: Walk, real: Any, **tasks: Array) -> None:
 
 
 class Operands:
-    """Factors and terms of a pass, packed once for all of its launches."""
+    """Factors and terms of a pass, packed once for all of its launches.
 
-    def __init__(self, device: Device, moved: FactorRows, fixed: FactorRows, terms: Terms) -> None:
+    `shared`: the packed terms, if other passes have the same ones.
+    """
+
+    def __init__(
+        self, device: Device, moved: FactorRows, fixed: FactorRows, terms: Terms, shared: Struct | None = None
+    ) -> None:
         self.real: Any = (moved.matrix if moved.bias is None else moved.bias).dtype.type
         # dtypes and shapes of the rows
         self.form = self._form_of(moved, fixed)
         self.stored, self.read, self.biases = moved.matrix.dtype, fixed.matrix.dtype, moved.bias is not None
         self.ld = int(moved.matrix.shape[1])
-        self.moved, self.fixed = Struct(moved.struct, device.address), Struct(fixed.struct, device.address)
-        self.terms = Struct(scalars(terms, self.real), device.address)
+        self.moved, self.fixed = moved.packed(device), fixed.packed(device)
+        self.terms = packed_terms(device, terms, self.real) if shared is None else shared
 
     def set(self, moved: FactorRows, fixed: FactorRows, terms: Terms) -> bool:
         """Replace them for the next launches; false, without a change, if they have another form."""
@@ -421,6 +438,7 @@ class Msgd:
             self.long[side] = Bins.balance(device, long, degrees[long], n_bins)
             self.short[side] = device.upload(short)
             _check_walk(device, walk, self.stored, short=self.short[side])
+        self.terms: dict[Side, Struct] = {}
         self._kernels = MsgdKernels(device, config)
         self._passes: dict[Side, PreparedPass] = {}
 
@@ -456,12 +474,21 @@ class Msgd:
                 if beside:
                     self.device.join()
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether recorded launches of a pass can be repeated: there is no copy of the fixed side."""
+        return self.read == self.stored
+
     def _prepared(self, side: Side, moved: FactorRows, fixed: FactorRows, terms: Terms, losses: Array) -> PreparedPass:
         """The launches of a pass for these operands, of which only the first ones of a form are checked."""
         known = self._passes.get(side)
         if known is None or known[1] is not losses or not known[0].set(moved, fixed, terms):
             _check_rows(self.device, moved, fixed, self.stored, self.read)
-            known = self._passes[side] = self._prepare(side, Operands(self.device, moved, fixed, terms), losses)
+            if side not in self.terms:
+                self.terms[side] = packed_terms(self.device, terms, self.stored.type)
+            operands = Operands(self.device, moved, fixed, terms, self.terms[side])
+            operands.set(moved, fixed, terms)
+            known = self._passes[side] = self._prepare(side, operands, losses)
         return known
 
     def _prepare(self, side: Side, operands: Operands, losses: Array) -> PreparedPass:
@@ -697,6 +724,10 @@ class GpuEpochs:
         ends = np.cumsum(list(sizes.values()), dtype=np.int64).tolist()
         self._sums = device.zeros(ends[-1] if ends else 0, np.float64)
         self._sums_of = {key: self._sums[end - sizes[key] : end] for key, end in zip(sizes, ends, strict=True)}
+        self._terms: dict[Side, Struct] = {}  # of all blocks
+        for schedule in self.schedules:
+            if isinstance(schedule, Msgd):
+                schedule.terms = self._terms
         self._indptr = [{side: block[side].indptr for side in SIDES} for block in blocks]
         self._segments: dict[int, Array] = {}
 
@@ -733,11 +764,22 @@ class GpuEpochs:
         # with biases, serving and fold-in expect a constant 1 beside the factors
         return to_device(self.device, factors, stored_width(self.plan.rank, self.dtype))
 
-    def copies(self, factors: Factors) -> FactorRows:
-        """Rows that are multiples of 16 bytes, also in the dtype in which kernels read the fixed side."""
+    def copies(self, factors: Factors, target: FactorRows | None = None) -> FactorRows:
+        """Rows that are multiples of 16 bytes, also in the dtype in which kernels read the fixed side.
+
+        `target`: rows from `room`, to be overwritten; default: others.
+        """
         assert isinstance(factors, DeviceFactors)
         device, columns, (stored, read) = self.device, self.plan.factors, self._form
         width = stored_width(columns, read)
+        if target is not None:
+            if factors.table.shape == target.matrix.shape and factors.device_bias is None:
+                device.receive(target.matrix, factors.table)
+                return target
+            arrays.copy(device, target.matrix[:, :columns], factors.table[:, :columns])
+            if factors.device_bias is not None:
+                device.receive(target.bias, factors.device_bias)
+            return target
         if factors.device_bias is None and factors.table.shape[1] == width:
             return FactorRows(factors.table.astype(stored))
         matrix = device.zeros((len(factors), width), stored)
@@ -746,6 +788,20 @@ class GpuEpochs:
         else:
             matrix[:, :columns] = factors.table[:, :columns]
         return FactorRows(matrix, None if factors.device_bias is None else factors.device_bias.copy())
+
+    def room(self, n: int) -> FactorRows:
+        """Zeros as a working copy of any `n` rows, which stays where it is."""
+        stored, read = self._form
+        matrix = self.device.zeros((n, stored_width(self.plan.factors, read)), stored)
+        return FactorRows(matrix, self.device.zeros(n, stored) if self.plan.rank > self.plan.factors else None)
+
+    def copied(self, work: FactorRows) -> FactorRows:
+        """A working copy with equal rows."""
+        copies = []
+        for array in self.arrays(work):
+            copies.append(self.device.empty(array.shape, array.dtype))
+            self.device.receive(copies[-1], array)
+        return FactorRows(*copies)
 
     def fixed(self, factors: Factors) -> FactorRows:
         assert isinstance(factors, DeviceFactors)
@@ -771,6 +827,20 @@ class GpuEpochs:
             with self.device.aside() if aside else nullcontext():
                 schedule.launch_pass(side, work, terms, self._sums_of[block, side])
             between()
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether recorded passes (`hybridmf.device.recording`) can be repeated after `renew`."""
+        known = [schedule for schedule in self.schedules if schedule is not None]
+        return all(isinstance(schedule, Msgd) and schedule.is_repeatable for schedule in known)
+
+    def renew(self, recorded: Sequence[Struct], rows: Sequence[FactorRows], terms: dict[Side | None, Terms]) -> None:
+        """Let recorded launches have other terms, and rows of the same shapes in place of others, `packed` for them."""
+        for struct, now in zip(recorded, rows, strict=True):
+            struct.set(now.struct)
+        for side, struct in self._terms.items():
+            real: Any = self._form[0].type
+            struct.set(scalars(terms[side], real))
 
     def factors(self, work: FactorRows) -> DeviceFactors:
         """In float32 or float64."""
@@ -843,7 +913,7 @@ class GpuEpochs:
         merged = []
         for above, below in zip(self.arrays(work), self.arrays(other), strict=True):
             stacked = self.device.empty((len(above) + len(below), *above.shape[1:]), above.dtype)
-            arrays.copy(self.device, stacked[: len(above)], above)
-            arrays.copy(self.device, stacked[len(above) :], below)
+            self.device.receive(stacked[: len(above)], above)
+            self.device.receive(stacked[len(above) :], below)
             merged.append(arrays.gather(self.device, stacked, places))
         return FactorRows(*merged)

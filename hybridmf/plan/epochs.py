@@ -145,18 +145,35 @@ class EpochSolver(Unconnected):
 
         For one thread that drives several ranks; each step runs within ``kernels.active()``.
         """
-        kernels, given = self.kernels, (self.method, self.objective, self.state.mean, self.epoch)
-        terms = {side: terms_at(*given, side or "user") for side in kernels.passes}
-        work: dict[Side, Any] = {side: kernels.copies(self.state.side(side)) for side in SIDES}
+        work = self.begin()
+        yield from self.launch_passes(work)
+        yield self.end(work)
+
+    def begin(self) -> dict[Side, Any]:
+        """Working copies for an epoch."""
+        return {side: self.kernels.copies(self.state.side(side)) for side in SIDES}
+
+    def launch_passes(self, work: dict[Side, Any]) -> Iterator[None]:
+        """Launch the passes of an epoch; see `launch`."""
+        terms = self.terms()
         for step in self._passes(work):
             if step is None:
                 yield None
             else:
                 block, side, operands = step
-                kernels.move(block, side, operands, terms[side], self.epoch, self._between)
+                self.kernels.move(block, side, operands, terms[side], self.epoch, self._between)
+
+    def terms(self) -> dict[Side | None, Terms]:
+        """Constants of the passes of the next epoch."""
+        given = (self.method, self.objective, self.state.mean, self.epoch)
+        return {side: terms_at(*given, side or "user") for side in self.kernels.passes}
+
+    def end(self, work: dict[Side, Any]) -> Epoch:
+        """The epoch after its passes; uses up the working copies."""
+        kernels = self.kernels
         users = kernels.factors(work.pop("user"))
         state = State(users, kernels.factors(work.pop("item")), self.state.mean)
-        yield Epoch(state, kernels.begin_result(state.user, state.item))
+        return Epoch(state, kernels.begin_result(state.user, state.item))
 
     def checked(self, state: State, loss: float, is_finite: bool) -> Solved:
         """The result of an epoch, unless it has diverged."""

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -46,10 +46,12 @@ from ..core.objective import SIDES, Factors, Objective, Side, State
 from ..core.sparse import columns_of, csr_of, rows_of, take_rows, transposed
 from ..cpu.sgd import CpuEpochs
 from ..data.fingerprint import fingerprint
+from ..device.arguments import Struct
 from ..device.cuda import open_device
+from ..device.recording import Recording
 from ..errors import CommunicatorError
 from ..gpu.factors import DeviceFactors
-from ..gpu.sgd import GpuEpochs
+from ..gpu.sgd import FactorRows, GpuEpochs
 from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Solved, Step, starting_state
 from ..plan.grid import Grid, RankLayout
 from ..plan.sgd import LONG_ROW, SgdMethod
@@ -69,6 +71,8 @@ MOST_WALKS = 64
 
 MIN_POPULAR = LONG_ROW
 """Minimum entries of a popular item: on small problems another step takes longer than it saves."""
+
+Result = TypeVar("Result")
 
 # ---------------------------------------------------------------------------------------------- shares
 
@@ -194,6 +198,13 @@ class RankSGD(EpochSolver):
         state = State(state.user.part(own["user"]), state.item.part(own["item"]), state.mean)
         own_degrees = {side: degrees[side][rows] for side, rows in own.items()}
         super().__init__(kernels, objective, plan, state, own_degrees, completed)
+        # of one thread: the items of each block, last of popular ones, where they are in every epoch
+        self._held: list[Any] = []
+        if peers is not None:
+            ends = [self.layout.own("item", other) for other in range(self.size)]
+            counts = [last - first for first, last in ends] + [len(self.popular)] * bool(len(self.popular))
+            with kernels.active():
+                self._held = [cast(GpuEpochs, kernels).room(count) for count in counts]
 
     def stop(self) -> None:
         """Do nothing: there is no background work."""
@@ -207,9 +218,50 @@ class RankSGD(EpochSolver):
         super().keep(step, solved)
         self._popular = self._next_popular
 
+    # ------------------------------------------------------------------------------------------------ an epoch
+
+    def begin(self) -> dict[Side, Any]:
+        work = super().begin() if self._peers is None else self._begin_held()
+        self._moved = {} if self._popular is None else self._begin_popular(work)
+        return work
+
+    def end(self, work: dict[Side, Any]) -> Epoch:
+        kernels, popular = self.kernels, self._moved
+        if popular:
+            work["item"] = kernels.merged(work["item"], popular["item"], self._places)
+            self._next_popular = kernels.factors(self._copied(popular["item"]))
+        else:
+            work["item"] = self._copied(work["item"])
+        self._moved = {}
+        return super().end(work)
+
+    def _copied(self, items: Any) -> Any:
+        """Items that the next epoch does not overwrite."""
+        return items if self._peers is None else cast(GpuEpochs, self.kernels).copied(items)
+
+    def _begin_held(self) -> dict[Side, Any]:
+        kernels = cast(GpuEpochs, self.kernels)
+        return {
+            "user": kernels.copies(self.state.user),
+            "item": kernels.copies(self.state.item, self._held[self.rank]),
+        }
+
+    def packed_users(self, work: dict[Side, Any]) -> list[Struct]:
+        """Arguments of launches for an epoch that `begin` returned: what is elsewhere in each epoch."""
+        return [users.packed(cast(GpuEpochs, self.kernels).device) for users in self._users_of(work)]
+
+    def renew(self, recorded: Sequence[Struct], work: dict[Side, Any]) -> None:
+        """Let recorded passes, whose `packed_users` was `recorded`, have the users of `work` and the terms of now."""
+        cast(GpuEpochs, self.kernels).renew(recorded, self._users_of(work), self.terms())
+
+    def _users_of(self, work: dict[Side, Any]) -> list[FactorRows]:
+        return [work["user"]] + ([self._moved["user"]] if self._moved else [])
+
     def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
         own, last = work["item"], self._last_step()
-        popular = self._begin_popular(work)
+        popular = self._moved
+        if popular and self._peers is not None:
+            self._peers.fork(self.rank)
         for step in range(last + 1):
             block = (self.rank + step) % self.size
             if step < self.size:
@@ -234,8 +286,6 @@ class RankSGD(EpochSolver):
                 yield None  # until all ranks have received the popular items
                 self._peers.join(self.rank)
             yield self.size, "user", {"user": work["user"], "item": popular["item"]}
-            work["item"] = self.kernels.merged(own, popular["item"], self._places)
-            self._next_popular = self.kernels.factors(popular["item"])
 
     # ------------------------------------------------------------------------------------------------ popular items
 
@@ -251,15 +301,12 @@ class RankSGD(EpochSolver):
             self._popular = kernels.hold(replace(host.take(rows), squares=squares))
 
     def _begin_popular(self, work: dict[Side, Any]) -> dict[Side, Any]:
-        """Working copies for the updates of popular items; none without any."""
-        if self._popular is None:
-            return {}
-        items = self.kernels.copies(self._popular)
+        """Working copies for the updates of popular items."""
+        kernels, popular = self.kernels, cast(Factors, self._popular)
         if self._peers is None:
-            return {"user": work["user"], "item": items}
-        users = self.kernels.fixed(self.state.user)
-        self._peers.fork(self.rank)
-        return {"user": users, "item": items}
+            return {"user": work["user"], "item": kernels.copies(popular)}
+        items = cast(GpuEpochs, kernels).copies(popular, self._held[-1])
+        return {"user": kernels.fixed(self.state.user), "item": items}
 
     def _hand_on(self, popular: dict[Side, Any], step: int) -> Callable[[], None]:
         """Start to copy popular items, updated by rank `step`, to the next rank, from the last one to all."""
@@ -290,16 +337,15 @@ class RankSGD(EpochSolver):
         if self.communicator.cause:  # a pass may be long
             raise CommunicatorError(self.communicator.cause)
 
-    def _send(self, items: Any, following: int) -> Callable[[], list[Array]]:
+    def _send(self, items: Any, following: int) -> Callable[[], Sequence[Array]]:
         """Start to send items to rank q - 1 and to receive those of range `following` from rank q + 1."""
-        first, last = self.layout.own("item", following)
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         arrays = self.kernels.arrays(items)
+        if self._peers is not None:
+            return self._peers.start_sendrecv(self.rank, arrays, after, self.kernels.arrays(self._held[following]))
+        first, last = self.layout.own("item", following)
         likes = [np.empty((last - first, *array.shape[1:]), array.dtype) for array in arrays]
-        given = (arrays, before, after, likes)
-        if self._peers is None:
-            return self.communicator.start_sendrecv(*given)
-        return self._peers.start_sendrecv(self.rank, *given)
+        return self.communicator.start_sendrecv(arrays, before, after, likes)
 
     def objective_value(self) -> float:
         """The objective at the current factors of all ranks, in float64."""
@@ -370,6 +416,7 @@ class MultiSGD:
             return make_rank(make_kernels=kernels, peers=self.peers)
 
         self.ranks: list[RankSGD] = self.group.open(make)
+        self._one_thread = OneThread(self.ranks)
         self.state = state
 
     def sweep(self) -> Iterator[None]:
@@ -381,7 +428,7 @@ class MultiSGD:
         if self.peers is None:
             return self.group.run(lambda control: self.ranks[control.rank].solve())
         with self.group.in_one_thread(), self.peers.complete():
-            return solve_in_one_thread(self.ranks)
+            return self._one_thread.solve()
 
     def keep(self, step: None, solved: list[Solved]) -> None:
         for rank, epoch in zip(self.ranks, solved, strict=True):
@@ -413,20 +460,68 @@ class MultiSGD:
         self.group.close()
 
 
-def solve_in_one_thread(ranks: Sequence[RankSGD]) -> list[Solved]:
-    """Run an epoch of all ranks on the calling thread, each step of all ranks before the next one of any."""
-    launches = [rank.launch() for rank in ranks]
-    epochs: list[Epoch | None] = [None]
-    while None in epochs:
-        epochs = []
-        for rank, launch in zip(ranks, launches, strict=True):
+class OneThread:
+    """Epochs of all ranks, launched by the calling thread: each step of all ranks before the next one of any.
+
+    The launches of the passes are recorded in the first epoch and repeated in the others.
+    """
+
+    def __init__(self, ranks: Sequence[RankSGD]) -> None:
+        self.ranks = ranks
+        self._recording: Recording | None = None
+        self._recorded: list[list[Struct]] = []  # by rank: its `packed_users` in the recorded epoch
+
+    def solve(self) -> list[Solved]:
+        """Run an epoch."""
+        works = self._repeat() if self._recording is not None and self._recording.is_current() else self._launch()
+        epochs = self._each(lambda rank: rank.end(works[rank.rank]))
+        results = self._each(lambda rank: epochs[rank.rank].result())
+        losses, finite = zip(*results, strict=True)
+        loss, is_finite = float(sum(losses[1:], losses[0])), all(finite)
+        return self._each(lambda rank: rank.checked(epochs[rank.rank].state, loss, is_finite))
+
+    def _launch(self) -> list[dict[Side, Any]]:
+        """Launch the passes of an epoch; returns the working copies."""
+        recording = Recording(cast(GpuEpochs, rank.kernels).device for rank in self.ranks)
+        works: list[dict[Side, Any]] = []
+        users: list[list[Struct]] = []
+        launches = []
+
+        def first_step(rank: RankSGD) -> None:
+            works.append(rank.begin())
+            users.append(rank.packed_users(works[-1]))
+            launches.append(rank.launch_passes(works[-1]))
+            with recording.made():
+                next(launches[-1], None)
+            recording.pause()
+
+        self._each(first_step)
+        with recording.made():
+            # all ranks have equally many steps
+            while None in self._each(lambda rank: next(launches[rank.rank], False)):
+                pass
+        if all(cast(GpuEpochs, rank.kernels).is_repeatable for rank in self.ranks):
+            self._recording, self._recorded = recording, users
+        return works
+
+    def _repeat(self) -> list[dict[Side, Any]]:
+        """Launch the passes of another epoch."""
+        assert self._recording is not None
+        works: list[dict[Side, Any]] = []
+        launches = self._recording.repeat()
+        for rank in self.ranks:
             with rank.kernels.active():
-                epochs.append(next(launch))
-    ended = [epoch for epoch in epochs if epoch is not None]
-    results = []
-    for rank, epoch in zip(ranks, ended, strict=True):
-        with rank.kernels.active():
-            results.append(epoch.result())
-    losses, finite = zip(*results, strict=True)
-    loss, is_finite = float(sum(losses[1:], losses[0])), all(finite)
-    return [rank.checked(epoch.state, loss, is_finite) for rank, epoch in zip(ranks, ended, strict=True)]
+                works.append(rank.begin())
+                rank.renew(self._recorded[rank.rank], works[-1])
+            next(launches)
+        for _ in launches:
+            pass
+        return works
+
+    def _each(self, call: Callable[[RankSGD], Result]) -> list[Result]:
+        """The results of a call for each rank, with its GPU active."""
+        results = []
+        for rank in self.ranks:
+            with rank.kernels.active():
+                results.append(call(rank))
+        return results

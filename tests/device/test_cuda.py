@@ -24,6 +24,7 @@ from hybridmf.device import copier as copiers
 from hybridmf.device import cuda as devices
 from hybridmf.device.arguments import Struct
 from hybridmf.device.cuda import MEMORY_LIMIT, CudaDevice, DeviceSpec, open_device, parse_device
+from hybridmf.device.recording import Recording, current_recording
 from hybridmf.errors import DeviceError, DeviceLostError, DeviceMemoryError, MemoryBudgetError, StoreError
 from hybridmf.plan import dispatch
 from hybridmf.plan import types as plan_types
@@ -407,25 +408,6 @@ def test_work_is_forked_and_joined(machine: Machine) -> None:
     assert (begun, current, ended) == (first, first, second)
 
 
-def test_copies_to_other_gpus_have_their_own_stream(machine: Machine) -> None:
-    """A copy waits for the marks; the mark behind it is on the stream of the copy, as is one behind all copies."""
-    module = machine()
-    device, first, copied = open_device(), module.streams[0], []
-
-    def array(name: str) -> Any:
-        data = SimpleNamespace(
-            copy_from_device_async=lambda source, size, stream: copied.append((source, size, stream))
-        )
-        return SimpleNamespace(flags=SimpleNamespace(c_contiguous=True), nbytes=24, data=data, name=name)
-
-    source = array("source")
-    arrived = device.send(array("target"), source, [device.record(), device.record()])
-    ((given, size, stream),) = copied
-    assert (given, size) == (source.data, 24) and stream is not first
-    assert module.waits == [(stream, first)] * 2
-    assert arrived.event.stream is stream and device.sent().event.stream is stream
-
-
 def test_work_aside_has_a_third_stream(machine: Machine) -> None:
     """So have copies from other GPUs that are made in it."""
     module = machine()
@@ -599,6 +581,79 @@ def test_a_prepared_launch_reads_its_structs_when_it_is_made(machine: Machine) -
     assert [given for _, _, given, *_ in module.launches] == [(first, second), (second, second)]
     assert struct.packed.tolist() == (second, 8)
     assert module.launches[0][:2] == ((5, 1, 1), (32, 1, 1)) and module.launches[0][3:] == (100_000, 100_000)
+
+
+def test_recorded_calls_are_made_again(machine: Machine) -> None:
+    """In their order, with the same streams, events and addresses; structs have their fields of that time."""
+    module = machine()
+    device, other = open_device(), np.zeros(3).view(Array)
+    struct = Struct((other, np.int64(7)), device.address)
+    launch = device.prepare(("text", "f", ()), (5,), (32,), [struct, other])
+    target, source = np.zeros(3).view(Array), np.arange(3.0).view(Array)
+    copies = SimpleNamespace(ptr=target.ctypes.data, copy_from_device_async=lambda *given: None)
+    proxy = SimpleNamespace(flags=target.flags, nbytes=target.nbytes, data=copies)
+    recording = Recording([device])
+    with recording.made():
+        launch()
+        mark = device.record()
+        recording.pause()
+        device.wait(mark)
+        device.receive(proxy, source)
+        device.fork()
+        device.join()
+    assert current_recording() is None and recording.is_current()
+    launch()  # is not recorded
+    made, waits, stream = len(module.launches), len(module.waits), module.streams[-1].ptr
+    struct.set((target, np.int64(8)))
+    repeat = recording.repeat()
+    next(repeat)
+    ((*_, given, _, _),) = module.launches[made:]
+    assert given == (target.ctypes.data, other.ctypes.data)
+    assert module.repeated == [("record", mark.ptr, stream)] and not target.any()
+    assert next(repeat, "end") == "end"
+    np.testing.assert_array_equal(target, source)
+    assert module.repeated[1] == ("wait", stream, mark.ptr)
+    assert [call[0] for call in module.repeated[2:]] == ["record", "wait"] * 2
+    assert len(module.waits) == waits
+    module.streams[-1].ptr = 8
+    assert not recording.is_current()
+
+
+def test_only_this_thread_records(machine: Machine) -> None:
+    machine()
+    device, recording = open_device(), Recording([])
+    with recording.made():
+        other = threading.Thread(target=device.record)
+        other.start()
+        other.join()
+    assert list(recording.repeat()) == []
+    assert not recording._kept
+
+
+def test_a_recording_has_neither_memory_nor_other_launches(machine: Machine) -> None:
+    machine()
+    device = open_device()
+    kernel = device.kernel("text", "f", ())
+    with Recording([device]).made():
+        with pytest.raises(AssertionError, match="allocates no memory"):
+            device.empty(3, np.float32)
+        with pytest.raises(AssertionError, match="only prepared launches"):
+            kernel((5,), (32,), [], 0)
+    assert current_recording() is None
+
+
+def test_a_gpu_reads_memory_of_others(machine: Machine) -> None:
+    """Where the machine allows it; others may have enabled it before."""
+    module = machine([(9, 0)] * 3)
+    first, second, third = (open_device(f"cuda:{index}") for index in range(3))
+    for other in (first, second, third):
+        first.reach(other)
+    assert module.peers == [1]
+    module.errors["peer"] = CUDARuntimeError("cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled")
+    first.reach(second)
+    module.errors["peer"] = CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+    with pytest.raises(DeviceError, match="InvalidDevice"):
+        first.reach(second)
 
 
 def test_a_program_has_one_kernel() -> None:

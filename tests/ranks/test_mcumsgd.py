@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -38,7 +40,7 @@ from hybridmf.ranks.mcumsgd import MultiSGD, RankSGD, cut_share, share_layout
 from hybridmf.ranks.transport import threads as scale_threads
 from hybridmf.ranks.transport.communicator import Single, check_agreement
 from hybridmf.ranks.transport.threads import run_ranks
-from support import late_gpus, reference
+from support import emulated, late_gpus, reference
 from support.checkout import ROOT
 from support.fake_nccl import wait_until
 from support.ranks import need_gpus
@@ -96,8 +98,6 @@ def run(solver, epochs: int, states=None) -> State:
 
 def emulate(monkeypatch):
     """Let ranks have GPUs whose kernels the emulator runs."""
-    from support import emulated
-
     if emulated.compiler() is None:
         pytest.skip("no C++ compiler to run kernels on the CPU with")
     monkeypatch.setattr(mcumsgd, "open_device", lambda name: emulated.EmulatedDevice())
@@ -504,7 +504,7 @@ def test_streams_of_gpus_run_in_any_order(ranks, biases, popular, monkeypatch, r
     monkeypatch.setattr(gpu_sgd, "LONG_ROW", 12)
     matrix, method, begin_result = ratings_matrix.astype(np.float64), method_of(), GpuEpochs.begin_result
     _, _, _, start = problem(matrix, method, biases=biases)
-    expected = twin(matrix, method, start, ranks, 2)
+    expected = twin(matrix, method, start, ranks, 3)
     for seed in range(12):
         streams, numbers = late_gpus.Streams(seed), count()
         opened = lambda name, streams=streams, numbers=numbers: late_gpus.LateGpu(next(numbers), streams)  # noqa: E731
@@ -513,25 +513,113 @@ def test_streams_of_gpus_run_in_any_order(ranks, biases, popular, monkeypatch, r
         monkeypatch.setattr(GpuEpochs, "begin_result", lambda *given, s=streams: s.drain() or begin_result(*given))
         solver = multi(matrix, method, ranks=ranks, biases=biases)
         streams.drain()
-        assert relative_error(run(solver, 2).on_host(), expected) < 1e-12, seed
+        # the first epoch, which is recorded, and two repeats
+        assert relative_error(run(solver, 3).on_host(), expected) < 1e-12, seed
         solver.close()
 
 
-def test_ctrl_c_between_launches_leaves_the_last_epoch(monkeypatch, ratings_matrix):
-    """Of all GPUs; the solver cannot go on, and nothing that is being copied is released before its copy."""
+@pytest.mark.parametrize("order", ["passes", "blocks"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_repeated_launches_give_the_bits_of_new_ones(order, biases, popular, monkeypatch, ratings_matrix):
+    """With another learning rate and other memory of the users in each epoch; nothing is chosen again in Python."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(gpu_sgd, "LONG_ROW", 12)
+    method, moves, move = method_of(rate_schedule="geometric", decay=0.5), [], GpuEpochs.move
+    monkeypatch.setattr(GpuEpochs, "move", lambda *given: moves.append(1) or move(*given))
+    given = (ratings_matrix.astype(np.float64), method)
+    repeated, anew = (multi(*given, order=order, ranks=3, biases=biases) for _ in range(2))
+    run(repeated, 1)
+    first = len(moves)
+    run(repeated, 3)
+    assert len(moves) == first
+    monkeypatch.setattr(GpuEpochs, "is_repeatable", False)
+    run(anew, 4)
+    assert len(moves) == 5 * first
+    assert_same_bits(repeated.state.on_host(), anew.state.on_host())
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("is_popular", [False, True])
+def test_repeated_launches_do_not_write_to_states(is_popular, biases, monkeypatch, ratings_matrix):
+    """Which a caller keeps: the best so far, those of a checkpoint."""
+    emulate(monkeypatch)
+    if is_popular:
+        monkeypatch.setattr(mcumsgd, "MIN_POPULAR", 13)
+        monkeypatch.setattr(mcumsgd, "WALK", 1e9)
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=2, biases=biases)
+    states, copies = [], []
+    for _ in range(4):
+        run(solver, 1)
+        sides = [rank.state.side(side) for rank in solver.ranks for side in SIDES]
+        sides += [rank._popular for rank in solver.ranks if is_popular]
+        states.append([array for side in sides for array in side.arrays])
+        copies.append([array.copy() for array in states[-1]])
+    for state, copy in zip(states, copies, strict=True):
+        for array, expected in zip(state, copy, strict=True):
+            np.testing.assert_array_equal(array, expected)
+
+
+def test_repeated_launches_keep_no_users(monkeypatch, ratings_matrix):
+    """Of the recorded epoch: a table of all users."""
+    emulate(monkeypatch)
+    rows, copies = [], GpuEpochs.copies
+
+    def made(*given):
+        made = copies(*given)
+        if len(given) == 2:
+            rows.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(GpuEpochs, "copies", made)
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=2, biases=True)
+    run(solver, 1)
+    gc.collect()
+    assert len(rows) == 2 and not any(row() for row in rows)
+
+
+def test_another_state_is_read_by_repeated_launches(monkeypatch, ratings_matrix):
+    """An epoch that is not kept is repeated from the same state."""
+    emulate(monkeypatch)
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=2, biases=True)
+    run(solver, 2)
+    once, again = (solver.solve(None) for _ in range(2))
+    for (one, loss), (other, other_loss) in zip(once, again, strict=True):
+        assert_same_bits(one.on_host(), other.on_host())
+        assert loss == other_loss
+
+
+def test_launches_are_not_repeated_on_another_stream(monkeypatch, ratings_matrix):
+    emulate(monkeypatch)
+    moves, move = [], GpuEpochs.move
+    monkeypatch.setattr(GpuEpochs, "move", lambda *given: moves.append(1) or move(*given))
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=2, biases=True)
+    run(solver, 1)
+    first = len(moves)
+    monkeypatch.setattr(emulated.EmulatedDevice, "current_stream", lambda self: 7)
+    run(solver, 1)
+    assert len(moves) == 2 * first
+    run(solver, 1)
+    assert len(moves) == 2 * first
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_ctrl_c_between_launches_leaves_the_last_epoch(epochs, monkeypatch, ratings_matrix):
+    """Of all GPUs, in the first epoch and in one that repeats its launches; the solver cannot go on."""
     emulate(monkeypatch)
     solver = multi(ratings_matrix.astype(np.float64), method_of(), biases=True, ranks=3)
-    run(solver, 1)
+    run(solver, epochs)
     before, ranks = solver.state, [rank.state for rank in solver.ranks]
-    original, moves, waited = GpuEpochs.move, [], []
+    moves, waited = [], []
+    interrupted, name = (emulated.np, "copyto") if epochs else (GpuEpochs, "move")
+    original = getattr(interrupted, name)
 
-    def move(self, *given):
+    def move(*given):
         moves.append(1)
         if len(moves) == 8:
             raise KeyboardInterrupt
-        original(self, *given)
+        original(*given)
 
-    monkeypatch.setattr(GpuEpochs, "move", move)
+    monkeypatch.setattr(interrupted, name, move)
     monkeypatch.setattr(solver.peers, "_wait_for_all", lambda: waited.append(1))
     with pytest.raises(KeyboardInterrupt):
         iterate(solver)

@@ -28,6 +28,7 @@ import numpy as np
 
 from hybridmf.device.arguments import Struct, passed
 from hybridmf.device.cuda import DeviceSpec, Resources
+from hybridmf.device.recording import current_recording
 from hybridmf.errors import DeviceMemoryError
 
 HEADER = Path(__file__).parent / "emulator" / "emulator.h"
@@ -346,6 +347,7 @@ class EmulatedDevice:
         kernel = self.kernel(*program)
 
         def launch(beside: bool = False) -> None:
+            self.note(launch, beside)
             given = [each.packed[()].copy() if isinstance(each, Struct) else each for each in arguments]
             kernel(grid, block, given, shared_bytes)
 
@@ -353,6 +355,14 @@ class EmulatedDevice:
 
     def address(self, array: np.ndarray) -> int:
         return _address(array)
+
+    def current_stream(self) -> int:
+        return 0
+
+    def note(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Add a call to the recording that this thread makes, if any."""
+        if (recording := current_recording()) is not None:
+            recording.add(self, function, arguments)  # type: ignore[arg-type]
 
     def record(self) -> Any:
         return None
@@ -372,17 +382,14 @@ class EmulatedDevice:
     def aside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def receive(self, target: np.ndarray, source: np.ndarray) -> None:
-        self.send(target, source, ())
+    def reach(self, other: EmulatedDevice) -> None:
+        pass
 
-    def send(self, target: np.ndarray, source: np.ndarray, after: Sequence[Any]) -> Any:
+    def receive(self, target: np.ndarray, source: np.ndarray) -> None:
+        self.note(self.receive, target, source)
         assert target.dtype == source.dtype and target.shape == source.shape
         assert target.flags.c_contiguous and source.flags.c_contiguous
-        target[...] = source
-        return None
-
-    def sent(self) -> Any:
-        return None
+        np.copyto(target, source)
 
     def copier(self) -> EmulatedCopier:
         return EmulatedCopier()

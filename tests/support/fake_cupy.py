@@ -152,6 +152,8 @@ class FakeCupy(types.ModuleType):
         self.loaded: list[bytes] = []
         self.paths: list[Path] = []
         self.waits: list[Any] = []
+        self.repeated: list[Any] = []
+        self.peers: list[int] = []
         self.ndarray = Array
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(
@@ -162,6 +164,10 @@ class FakeCupy(types.ModuleType):
                 memcpyAsync=self.copy,
                 eventQuery=self.query,
                 getDevice=lambda: -1,
+                eventRecord=lambda event, stream: self.repeated.append(("record", event, stream)),
+                streamWaitEvent=lambda stream, event: self.repeated.append(("wait", stream, event)),
+                deviceCanAccessPeer=lambda index, other: other != 2,
+                deviceEnablePeerAccess=self.enable_peer_access,
             ),
             driver=SimpleNamespace(CUDADriverError=CUDADriverError, launchKernel=self.launch_prepared),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
@@ -210,9 +216,13 @@ class FakeCupy(types.ModuleType):
             return 700
         return NOT_READY if event.stuck else 0
 
+    def enable_peer_access(self, other: int) -> None:
+        self.fail("peer")
+        self.peers.append(other)
+
     def copy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
         self.fail("copy")
-        assert kind in (1, 2) and stream == 7
+        assert kind in (1, 2, 4) and stream == 7
         ctypes.memmove(target, source, size)
 
     def get_default_memory_pool(self) -> Pool:

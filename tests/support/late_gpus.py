@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -20,8 +20,16 @@ from support.emulated import EmulatedDevice
 Stream: TypeAlias = tuple[int, str]
 """Number of a GPU, and name of the stream."""
 
-Mark: TypeAlias = tuple[Stream, int]
-"""A stream, and the work launched on it so far."""
+
+class Mark:
+    """A stream, and the work launched on it when the mark was last recorded."""
+
+    def __init__(self, stream: Stream, streams: Streams) -> None:
+        self.stream, self.streams = stream, streams
+        self.record()
+
+    def record(self) -> None:
+        self.place = self.stream, self.streams.launched[self.stream]
 
 
 class Streams:
@@ -31,7 +39,7 @@ class Streams:
         self.random = random.Random(seed)
         self.lock = threading.Lock()
         """Ranks are made on a thread each."""
-        self.waiting: dict[Stream, deque[tuple[Mark | None, Callable[[], Any]]]] = {}
+        self.waiting: dict[Stream, deque[tuple[tuple[Stream, int] | None, Callable[[], Any]]]] = {}
         self.launched: Counter[Stream] = Counter()
         self.complete: Counter[Stream] = Counter()
         self.kept: list[Any] = []
@@ -40,12 +48,8 @@ class Streams:
     def put(self, stream: Stream, run: Callable[[], Any], after: Mark | None = None) -> None:
         """Launch work that starts after a mark."""
         with self.lock:
-            self.waiting.setdefault(stream, deque()).append((after, run))
+            self.waiting.setdefault(stream, deque()).append((None if after is None else after.place, run))
             self.launched[stream] += 1
-
-    def mark(self, stream: Stream) -> Mark:
-        """A mark behind the work launched so far."""
-        return stream, self.launched[stream]
 
     def drain(self) -> None:
         """Run all work: at any time the next piece of a random stream that has one to run, often of the same stream."""
@@ -60,7 +64,7 @@ class Streams:
             self.complete[last] += 1
         assert not any(self.waiting.values()), "streams wait for each other"
 
-    def _can_run(self, after: Mark | None) -> bool:
+    def _can_run(self, after: tuple[Stream, int] | None) -> bool:
         return after is None or self.complete[after[0]] >= after[1]
 
 
@@ -88,10 +92,12 @@ class LateGpu(EmulatedDevice):
         return self.on("aside")
 
     def record(self) -> Mark:
-        return self.streams.mark(self.current)
+        mark = Mark(self.current, self.streams)
+        self.note(mark.record)
+        return mark
 
     def wait(self, mark: Mark) -> None:
-        self.streams.put(self.current, lambda: None, mark)
+        self._put(lambda: None, mark)
 
     def fork(self) -> None:
         mark = self.record()
@@ -99,20 +105,26 @@ class LateGpu(EmulatedDevice):
             self.wait(mark)
 
     def join(self) -> None:
-        self.wait(self.streams.mark((self.number, "beside")))
-
-    def send(self, target: np.ndarray, source: np.ndarray, after: Sequence[Mark]) -> Mark:
-        with self.on("send"):
-            for mark in after:
-                self.wait(mark)
-            self.receive(target, source)
-            return self.record()
-
-    def sent(self) -> Mark:
-        return self.streams.mark((self.number, "send"))
+        with self.on("beside"):
+            mark = self.record()
+        self.wait(mark)
 
     def receive(self, target: np.ndarray, source: np.ndarray) -> None:
-        self.streams.put(self.current, lambda: np.copyto(target, source))
+        self._put(lambda: np.copyto(target, source))
+
+    def _put(self, run: Callable[[], Any], after: Mark | None = None) -> None:
+        """Launch work on the current stream."""
+        self.streams.put(self.current, run, after)
+        self.note(self._put, run, after)
+
+    def note(self, function: Callable[..., Any], *arguments: Any) -> None:
+        stream = self.stream
+
+        def again() -> None:
+            with self.on(stream):
+                function(*arguments)
+
+        super().note(again)
 
     def address(self, array: np.ndarray) -> int:
         self.streams.kept.append(array)

@@ -1,10 +1,9 @@
 """Copies between GPUs of one process, made by one thread for all ranks; without NCCL and its kernels.
 
-Streams: a copy runs on a separate stream of the GPU that sends (`CudaDevice.send`), after an event behind the launches
-of the sender, so that the arrays are complete, and one behind the launches of the receiver, so that kernels that used
-the memory before it was allocated are complete. The receiver's current stream waits for the event behind the copy
-before it reads; the sender's waits for it before the sent arrays are released, which is at its next call or the end of
-`complete`. No kernel waits on a GPU for another one, so nothing can deadlock.
+Streams: a receiver copies, on its current stream, after an event behind the sender's launches so far. So what a rank
+launches before the copy comes before it, and what it launches later sees its result. The sender does not wait: whoever
+calls must see to it that it writes to sent arrays, or releases them, only after all copies of them. No kernel waits on
+a GPU for another one, so nothing can deadlock.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 from ...device.cuda import Device
@@ -26,37 +24,42 @@ class PeerCopies:
         self.devices = list(devices)
         # by rank: arrays that it has offered and that are not being copied yet, and the mark behind them
         self._offered: dict[int, deque[tuple[Sequence[Array], Any]]] = {rank: deque() for rank in range(len(devices))}
-        # by rank: arrays of both ends of its unfinished copies, and the mark behind these
-        self._sent: dict[int, list[tuple[Any, Any]]] = {rank: [] for rank in range(len(self.devices))}
-        # aside: the arrays that the last rank has updated, and the mark behind that; all copies of them: the rank that
-        # sent, arrays of both ends, and the mark behind the copy
-        self._handed: tuple[Sequence[Array], Any] | None = None
-        self._read: list[tuple[int, Any, Any]] = []
+        # aside: the arrays that the last rank has updated, the mark behind that, and the rank
+        self._handed: tuple[Sequence[Array], Any, int] | None = None
+        self._reached: set[tuple[int, int]] = set()
 
     def start_sendrecv(
-        self, rank: int, arrays: Sequence[Array], dest: int, source: int, likes: Sequence[Array]
-    ) -> Callable[[], list[Array]]:
-        """See `Communicator.start_sendrecv`, for `rank`; call the returned function after this one of all ranks."""
-        self._release(rank)
-        self._offered[rank].append((arrays, self.devices[rank].record()))
-        forms = [(like.shape, like.dtype) for like in likes]
-        return lambda: self._receive(source, rank, *self._offered[source].popleft(), forms)
+        self, rank: int, arrays: Sequence[Array], source: int, targets: Sequence[Array]
+    ) -> Callable[[], Sequence[Array]]:
+        """Offer arrays of a rank, and copy those that `source` offers to `targets`, which the function returns.
 
-    def copies(self, arrays: Sequence[Array], source: int, dest: int) -> list[Array]:
+        Call the returned function after this one of all ranks.
+        """
+        device = self.devices[rank]
+        self._offered[rank].append((arrays, device.record()))
+
+        def receive() -> Sequence[Array]:
+            given, complete = self._offered[source].popleft()
+            device.wait(complete)
+            return self._copied(targets, given, source, rank)
+
+        return receive
+
+    def copies(self, arrays: Sequence[Array], source: int, dest: int) -> Sequence[Array]:
         """Copies of arrays of a rank on the GPU of another one, after all launches so far."""
-        forms = [(array.shape, array.dtype) for array in arrays]
-        return self._receive(source, dest, arrays, self.devices[source].record(), forms)
+        receiver = self.devices[dest]
+        receiver.wait(self.devices[source].record())
+        targets = [receiver.empty(array.shape, array.dtype) for array in arrays]
+        return self._copied(targets, arrays, source, dest)
 
-    def _receive(
-        self, source: int, dest: int, arrays: Sequence[Array], complete: Any, forms: Sequence[tuple[Any, Any]]
-    ) -> list[Array]:
-        sender, receiver = self.devices[source], self.devices[dest]
-        received = [receiver.empty(*form) for form in forms]
-        after = (complete, receiver.record())
-        arrived = [sender.send(*pair, after) for pair in zip(received, arrays, strict=True)][-1]
-        self._sent[source].append(((arrays, received), arrived))
-        receiver.wait(arrived)
-        return received
+    def _copied(self, targets: Sequence[Array], given: Sequence[Array], source: int, dest: int) -> Sequence[Array]:
+        receiver = self.devices[dest]
+        if (dest, source) not in self._reached:
+            receiver.reach(self.devices[source])
+            self._reached.add((dest, source))
+        for target, array in zip(targets, given, strict=True):
+            receiver.receive(target, array)
+        return targets
 
     # ------------------------------------------------------------------------------------------------ aside
 
@@ -71,17 +74,15 @@ class PeerCopies:
         """Start to copy, aside, the arrays of `root` to those of `rank`; call the function after this one of `root`."""
         device = self.devices[rank]
         if rank == root:
-            self._handed = (arrays, self._aside_of(device))
+            self._handed = (arrays, self._aside_of(device), root)
             return lambda: None
 
         def receive() -> None:
             assert self._handed is not None
-            given, complete = self._handed
+            given, complete, source = self._handed
             with device.aside():
                 device.wait(complete)
-                for target, source in zip(arrays, given, strict=True):
-                    device.receive(target, source)
-                self._read.append((root, (given, arrays), device.record()))
+                self._copied(arrays, given, source, rank)
 
         return receive
 
@@ -91,30 +92,18 @@ class PeerCopies:
 
     # ------------------------------------------------------------------------------------------------ ends
 
-    def _release(self, rank: int) -> None:
-        """Release the arrays that a rank has sent; later launches may reuse the memory, so they wait for the copies."""
-        for _, arrived in self._sent[rank]:
-            self.devices[rank].wait(arrived)
-        self._sent[rank].clear()
-
     @contextmanager
     def complete(self) -> Iterator[None]:
-        """Context of calls, at whose end all sent and received arrays may be released."""
+        """Context of calls; after a failure of these, later launches come after all work of all GPUs so far."""
         try:
             yield
         except BaseException:
             self._wait_for_all()
             raise
-        for rank in self._sent:
-            self._release(rank)
-        for rank, _, complete in self._read:
-            self.devices[rank].wait(complete)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Release arrays that were handed on."""
-        self._handed = None
-        self._read.clear()
+        finally:
+            self._handed = None
+            for offered in self._offered.values():
+                offered.clear()
 
     @staticmethod
     def _aside_of(device: Device) -> Any:
@@ -123,18 +112,14 @@ class PeerCopies:
             return device.record()
 
     def _wait_for_all(self) -> None:
-        """Let all GPUs wait for all copies, some of which may not be in `_sent` yet, and for work aside.
-
-        GPUs that are lost are passed.
-        """
-        for sender in self.devices:
-            for last in (sender.sent, partial(self._aside_of, sender)):
+        """Let all GPUs wait for all work of all; GPUs that are lost are passed."""
+        for device in self.devices:
+            with suppress(Exception):
+                device.join()
+        for other in self.devices:
+            for last in (other.record, lambda other=other: self._aside_of(other)):
                 with suppress(Exception):
-                    arrived = last()
+                    complete = last()
                     for device in self.devices:
                         with suppress(Exception):
-                            device.wait(arrived)
-        self._forget()
-        for rank, sent in self._sent.items():
-            sent.clear()
-            self._offered[rank].clear()
+                            device.wait(complete)

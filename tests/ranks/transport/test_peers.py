@@ -1,9 +1,7 @@
-"""Copies between GPUs of one process: what waits for what, and what is kept until when."""
+"""Copies between GPUs of one process: what waits for what."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +11,6 @@ import pytest
 from hybridmf.ranks.transport.peers import PeerCopies
 
 
-class Rows(np.ndarray):
-    """An array that weak references can follow."""
-
-
 class Gpu:
     """Notes its calls; a mark names its place among those of the GPU."""
 
@@ -24,7 +18,7 @@ class Gpu:
         self.name, self.calls, self.broken = name, calls, False
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        return np.full(shape, np.nan, dtype).view(Rows)
+        return np.full(shape, np.nan, dtype)
 
     def _note(self, what: str, *more: Any) -> str:
         if self.broken:
@@ -38,17 +32,28 @@ class Gpu:
     def wait(self, mark: str) -> None:
         self._note("wait", mark)
 
-    def send(self, target: Any, source: Any, after: Any) -> str:
-        mark = self._note("send", *after)
-        target[...] = source
-        return mark
+    def join(self) -> None:
+        self._note("join")
 
-    def sent(self) -> str:
-        return self._note("sent")
+    def reach(self, other: Gpu) -> None:
+        self._note("reach", other.name)
+
+    def receive(self, target: Any, source: Any) -> None:
+        self._note("receive")
+        target[...] = source
+
+    @contextmanager
+    def aside(self) -> Any:
+        """Notes calls on a second stream under another name."""
+        self.name = self.name.upper()
+        try:
+            yield
+        finally:
+            self.name = self.name.lower()
 
 
 def rows(value: float) -> Any:
-    return np.full((2, 3), value, np.float32).view(Rows)
+    return np.full((2, 3), value, np.float32)
 
 
 @pytest.fixture
@@ -57,22 +62,29 @@ def peers():
     return PeerCopies([Gpu(name, calls) for name in "ab"]), calls  # type: ignore[list-item]
 
 
-def start(copies: PeerCopies, rank: int, array: Any) -> Any:
-    return copies.start_sendrecv(rank, [array], 1 - rank, 1 - rank, [np.empty((2, 3), np.float32)])
+def start(copies: PeerCopies, rank: int, array: Any, target: Any = None) -> Any:
+    return copies.start_sendrecv(rank, [array], 1 - rank, [rows(np.nan) if target is None else target])
 
 
-def test_a_copy_waits_for_both_gpus_and_both_wait_for_it(peers):
-    """The sender's launches made the array, the receiver's may still read the memory that it gives."""
+def test_a_copy_waits_for_the_sender(peers):
+    """For its launches before the offer; it is in order with the receiver's launches."""
     copies, calls = peers
     with copies.complete():
-        answers = [start(copies, rank, rows(rank)) for rank in range(2)]
+        targets = [rows(np.nan), rows(np.nan)]
+        answers = [start(copies, rank, rows(rank), target) for rank, target in enumerate(targets)]
         assert calls == [("a", "record"), ("b", "record")]
         (received,) = answers[0]()
-        assert calls[2:] == [("a", "record"), ("b", "send", "b1", "a2"), ("a", "wait", "b3")]
+        assert calls[2:] == [("a", "wait", "b1"), ("a", "reach", "b"), ("a", "receive")]
+        assert received is targets[0]
         np.testing.assert_array_equal(received, 1)
         (other,) = answers[1]()
         np.testing.assert_array_equal(other, 0)
-    assert calls[-2:] == [("a", "wait", "a6"), ("b", "wait", "b3")]  # before what they have sent is released
+    assert calls[-3:] == [("b", "wait", "a0"), ("b", "reach", "a"), ("b", "receive")]
+    calls.clear()
+    with copies.complete():
+        answers = [start(copies, rank, rows(rank)) for rank in range(2)]
+        answers[0]()
+    assert calls[2:] == [("a", "wait", "b1"), ("a", "receive")]
 
 
 def test_a_rank_may_offer_again_before_the_others_have_received(peers):
@@ -88,25 +100,8 @@ def test_a_rank_may_offer_again_before_the_others_have_received(peers):
         np.testing.assert_array_equal(last()[0], 2)
 
 
-def test_sent_arrays_are_kept_until_the_sender_waits_for_their_copies(peers):
-    copies, calls = peers
-    with copies.complete():
-        array = rows(1)
-        kept = weakref.ref(array)
-        answers = [start(copies, 0, array), start(copies, 1, rows(2))]
-        del array
-        for answer in answers:
-            answer()
-        gc.collect()
-        assert kept() is not None
-        start(copies, 0, rows(3))
-        gc.collect()
-        assert kept() is None
-        assert ("a", "wait") in [call[:2] for call in calls[-2:]]
-
-
-def test_after_a_failure_all_gpus_wait_for_all_copies(peers):
-    """Also for those whose mark the interrupted call has not returned."""
+def test_after_a_failure_all_gpus_wait_for_all_work(peers):
+    """On all streams: the host does not know how far a GPU has come."""
     copies, calls = peers
 
     def interrupted() -> None:
@@ -116,8 +111,9 @@ def test_after_a_failure_all_gpus_wait_for_all_copies(peers):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    marks = {f"{name}{place}" for place, (name, what, *_) in enumerate(calls) if what == "sent"}
-    assert len(marks) == 2
+    assert calls[1:3] == [("a", "join"), ("b", "join")]
+    marks = {f"{call[0]}{place}" for place, call in enumerate(calls[3:], 3) if call[1] == "record"}
+    assert {mark[0] for mark in marks} == set("aAbB")
     assert {call for call in calls if call[1] == "wait"} == {(name, "wait", mark) for name in "ab" for mark in marks}
     with copies.complete():  # nothing is left of the failed calls
         answers = [start(copies, rank, rows(rank)) for rank in range(2)]
@@ -126,7 +122,7 @@ def test_after_a_failure_all_gpus_wait_for_all_copies(peers):
 
 
 def test_a_lost_gpu_does_not_hide_the_first_failure(peers):
-    """The GPU that works waits for its copies."""
+    """The GPU that works waits for its work."""
     copies, calls = peers
     copies.devices[1].broken = True
 
@@ -136,7 +132,7 @@ def test_a_lost_gpu_does_not_hide_the_first_failure(peers):
 
     with pytest.raises(ZeroDivisionError):
         failing()
-    assert calls == [("a", "sent"), ("a", "wait", "a0")]
+    assert calls == [("a", "join"), ("a", "record"), ("a", "wait", "a1"), ("A", "record"), ("a", "wait", "A3")]
 
 
 def test_copies_of_a_table(peers):
@@ -144,32 +140,16 @@ def test_copies_of_a_table(peers):
     with copies.complete():
         (copy,) = copies.copies([rows(4)], 1, 0)
     np.testing.assert_array_equal(copy, 4)
-    assert calls[:3] == [("b", "record"), ("a", "record"), ("b", "send", "b0", "a1")]
+    assert calls == [("b", "record"), ("a", "wait", "b0"), ("a", "reach", "b"), ("a", "receive")]
 
 
 # --------------------------------------------------------------------------------------------- aside
 
 
-class TwoStreams(Gpu):
-    """Notes calls on a second stream under another name."""
-
-    @contextmanager
-    def aside(self) -> Any:
-        self.name = self.name.upper()
-        try:
-            yield
-        finally:
-            self.name = self.name.lower()
-
-    def receive(self, target: Any, source: Any) -> None:
-        self._note("receive")
-        target[...] = source
-
-
 @pytest.fixture
 def three():
     calls: list[Any] = []
-    return PeerCopies([TwoStreams(name, calls) for name in "abc"]), calls  # type: ignore[list-item]
+    return PeerCopies([Gpu(name, calls) for name in "abc"]), calls  # type: ignore[list-item]
 
 
 def test_arrays_are_handed_on_aside(three):
@@ -185,38 +165,6 @@ def test_arrays_are_handed_on_aside(three):
         copies.start_handing_on(0, 0, [owned[0]])()
         copies.start_handing_on(1, 0, [owned[1]])()
         np.testing.assert_array_equal(owned[1], 0)
-        assert calls == [("A", "record"), ("B", "wait", "A0"), ("B", "receive"), ("B", "record")]
+        assert calls == [("A", "record"), ("B", "wait", "A0"), ("B", "reach", "a"), ("B", "receive")]
         copies.join(1)
         assert calls[4:] == [("B", "record"), ("b", "wait", "B4")]
-    assert calls[6:] == [("a", "wait", "B3")]  # before its array is released
-
-
-def test_arrays_handed_on_are_kept_to_the_end(three):
-    copies, _ = three
-    with copies.complete():
-        array = rows(1)
-        kept = weakref.ref(array)
-        copies.start_handing_on(0, 0, [array])
-        copies.start_handing_on(1, 0, [rows(2)])()
-        del array
-        for rank in range(2):
-            start(copies, rank, rows(rank))
-        gc.collect()
-        assert kept() is not None
-    gc.collect()
-    assert kept() is None
-
-
-def test_after_a_failure_all_gpus_wait_for_work_aside(three):
-    copies, calls = three
-
-    def interrupted() -> None:
-        with copies.complete():
-            copies.start_handing_on(0, 0, [rows(1)])
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    marks = [f"{name}{place}" for place, (name, what) in enumerate(call[:2] for call in calls) if name == "A"]
-    assert {call for call in calls if call[1:] == ("wait", marks[-1])} == {(name, "wait", marks[-1]) for name in "abc"}
-    assert not copies._read and copies._handed is None
