@@ -136,25 +136,22 @@ class EpochSolver(Unconnected):
     def solve(self, step: None = None) -> Solved:
         """Run one epoch on copies; raises DivergedError if it is not finite, or the loss has risen."""
         with self.kernels.active():
-            epoch = next(filter(None, self.launch()))
+            work = self.begin()
+            for _ in self.launch_passes(work):
+                pass
+            epoch = self.end(work)
             loss, is_finite = self._agreed(*epoch.result())
         return self.checked(epoch.state, loss, is_finite)
-
-    def launch(self) -> Iterator[Epoch | None]:
-        """Start one epoch on copies, step by step; yields None where ranks meet, and the epoch at the end.
-
-        For one thread that drives several ranks; each step runs within ``kernels.active()``.
-        """
-        work = self.begin()
-        yield from self.launch_passes(work)
-        yield self.end(work)
 
     def begin(self) -> dict[Side, Any]:
         """Working copies for an epoch."""
         return {side: self.kernels.copies(self.state.side(side)) for side in SIDES}
 
     def launch_passes(self, work: dict[Side, Any]) -> Iterator[None]:
-        """Launch the passes of an epoch; see `launch`."""
+        """Start the passes of an epoch that `begin` returned, in order; yields where ranks meet.
+
+        For one thread that drives several ranks; each step runs within ``kernels.active()``.
+        """
         terms = self.terms()
         for step in self._passes(work):
             if step is None:

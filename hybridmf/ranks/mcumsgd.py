@@ -22,12 +22,28 @@ is popular, all items rotate.
 
 No two ranks hold the same row at a time, so factors depend only on the order and the number of ranks.
 
-Synchronization on GPUs of one process; `peers` has the copies. The stream `aside` of a GPU updates popular items; it
-starts after the copies of the factors at the start of the epoch and ends before the last step, which alone reads the
-popular items on the main stream. In between, the two streams share only the ratings and the users before the epoch,
-which neither writes: the main stream updates copies of the users. Rank q + 1 copies the items of rank q, aside, after
-the update of rank q, which writes them no more; all ranks copy those of the last rank in the same way. Over a
-communicator, a rank updates popular items in step q, before any of its users, and all ranks receive them.
+Synchronization on GPUs of one process (`OneThread`); `peers` has the copies. A rank holds the items of each block in
+memory of its own (`RankSGD._held`), which every epoch uses again. Rank q writes to that of block j at the start of an
+epoch if j = q, when it receives the block, and when it updates it; all on its main stream, where its users read it,
+too. Rank q - 1 reads it once for each time that rank q sends it, after an event behind the last update. Rank q writes
+to it again
+
+- in the same epoch, when the block returns. It has come through rank q - 1, so that rank's copy is complete: the event
+  of each copy is behind the copy before.
+- in the next epoch, which starts after the host has waited for all ranks.
+
+States are in other memory, so they do not change. Users are copied to new memory in each epoch.
+
+The stream `aside` of a GPU updates popular items; it starts after the copies of the factors at the start of the epoch
+and ends before the last step, which alone reads the popular items on the main stream. In between, the two streams share
+only the ratings and the users before the epoch, which neither writes: the main stream updates copies of the users. Rank
+q + 1 copies the items of rank q, aside, after the update of rank q, which writes them no more until all ranks copy
+those of the last rank in the same way. Over a communicator, a rank updates popular items in step q, before any of its
+users, and all ranks receive them.
+
+The launches, copies and events between the first copies of an epoch and its result are the same in every epoch, apart
+from the addresses of the users and the learning rate, which launches read from structs. They are recorded in the first
+epoch and repeated in the others (`hybridmf.device.recording`): Python's code for them takes longer than some passes.
 
 A rank runs on the CPU or on a GPU, over any communicator (`hybridmf.ranks.transport.communicator`).
 """
