@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from .cuda import Device
+Device: TypeAlias = Any
+"""A `hybridmf.device.cuda.CudaDevice`."""
+
+_thread = threading.local()
 
 
 class Recording:
@@ -27,7 +29,7 @@ class Recording:
     @contextmanager
     def made(self) -> Iterator[None]:
         """Context in which the calls of this thread are recorded, besides being made."""
-        assert _thread.recording is None
+        assert current_recording() is None
         _thread.recording = self
         try:
             yield
@@ -62,13 +64,7 @@ class Recording:
                     function(*arguments)
 
 
-class _Thread(threading.local):
-    recording: Recording | None = None
-
-
-_thread = _Thread()
-
-
 def current_recording() -> Recording | None:
     """The recording that this thread makes, if any."""
-    return _thread.recording
+    found: Recording | None = getattr(_thread, "recording", None)
+    return found

@@ -22,7 +22,7 @@ is popular, all items rotate.
 
 No two ranks hold the same row at a time, so factors depend only on the order and the number of ranks.
 
-Synchronization on GPUs of one process (`OneThread`); `peers` has the copies. A rank holds the items of each block in
+Synchronization on GPUs of one process (`MultiSGD`); `peers` has the copies. A rank holds the items of each block in
 memory of its own (`RankSGD._held`), which every epoch uses again. Rank q writes to that of block j at the start of an
 epoch if j = q, when it receives the block, and when it updates it; all on its main stream, where its users read it,
 too. Rank q - 1 reads it once for each time that rank q sends it, after an event behind the last update. Rank q writes
@@ -397,7 +397,8 @@ class MultiSGD:
     `GpuEpochs`.
 
     CPU ranks run on a thread each. For GPUs one thread launches the steps of all ranks in turn (see `group`), and items
-    are copied from GPU to GPU, without NCCL: no kernel of a GPU waits for another GPU.
+    are copied from GPU to GPU, without NCCL: no kernel of a GPU waits for another GPU. The calls of the first epoch are
+    recorded and repeated in the others.
     """
 
     def __init__(
@@ -432,7 +433,8 @@ class MultiSGD:
             return make_rank(make_kernels=kernels, peers=self.peers)
 
         self.ranks: list[RankSGD] = self.group.open(make)
-        self._one_thread = OneThread(self.ranks)
+        self._recording: Recording | None = None
+        self._recorded: list[list[Struct]] = []  # by rank: its `packed_users` in the recorded epoch
         self.state = state
 
     def sweep(self) -> Iterator[None]:
@@ -444,51 +446,10 @@ class MultiSGD:
         if self.peers is None:
             return self.group.run(lambda control: self.ranks[control.rank].solve())
         with self.group.in_one_thread(), self.peers.complete():
-            return self._one_thread.solve()
+            return self._solve_in_one_thread()
 
-    def keep(self, step: None, solved: list[Solved]) -> None:
-        for rank, epoch in zip(self.ranks, solved, strict=True):
-            rank.keep(step, epoch)
-        users, items = (JoinedFactors([rank.state.side(side) for rank in self.ranks]) for side in SIDES)
-        self.state = State(users, items, self.mean)
-
-    def objective_value(self) -> float:
-        """The objective at the current factors, in float64."""
-        if self.peers is None:
-            return self.group.run(lambda control: self.ranks[control.rank].objective_value())[0]
-        parts: list[float] = []
-        with self.group.in_one_thread(), self.peers.complete():
-            for rank in self.ranks:
-                with rank.kernels.active():
-                    parts.append(rank.own_objective([self._items_on(rank, other) for other in self.ranks]))
-        return sum(parts[1:], parts[0])
-
-    def _items_on(self, rank: RankSGD, other: RankSGD) -> Factors:
-        """Items of another rank on the GPU of a rank."""
-        own, items = rank.state.item, other.state.item
-        if other is rank:
-            return own
-        assert self.peers is not None and isinstance(own, DeviceFactors) and isinstance(items, DeviceFactors)
-        return own.with_arrays(self.peers.copies(items.arrays, other.rank, rank.rank))
-
-    def close(self) -> None:
-        """End the threads and connections. A second call does nothing."""
-        self.group.close()
-
-
-class OneThread:
-    """Epochs of all ranks, launched by the calling thread: each step of all ranks before the next one of any.
-
-    The launches of the passes are recorded in the first epoch and repeated in the others.
-    """
-
-    def __init__(self, ranks: Sequence[RankSGD]) -> None:
-        self.ranks = ranks
-        self._recording: Recording | None = None
-        self._recorded: list[list[Struct]] = []  # by rank: its `packed_users` in the recorded epoch
-
-    def solve(self) -> list[Solved]:
-        """Run an epoch."""
+    def _solve_in_one_thread(self) -> list[Solved]:
+        """Run one epoch on all ranks: each step of all ranks before the next one of any."""
         works = self._repeat() if self._recording is not None and self._recording.is_current() else self._launch()
         epochs = self._each(lambda rank: rank.end(works[rank.rank]))
         results = self._each(lambda rank: epochs[rank.rank].result())
@@ -541,3 +502,29 @@ class OneThread:
             with rank.kernels.active():
                 results.append(call(rank))
         return results
+
+    def keep(self, step: None, solved: list[Solved]) -> None:
+        for rank, epoch in zip(self.ranks, solved, strict=True):
+            rank.keep(step, epoch)
+        users, items = (JoinedFactors([rank.state.side(side) for rank in self.ranks]) for side in SIDES)
+        self.state = State(users, items, self.mean)
+
+    def objective_value(self) -> float:
+        """The objective at the current factors, in float64."""
+        if self.peers is None:
+            return self.group.run(lambda control: self.ranks[control.rank].objective_value())[0]
+        with self.group.in_one_thread(), self.peers.complete():
+            parts = self._each(lambda rank: rank.own_objective([self._items_on(rank, each) for each in self.ranks]))
+        return sum(parts[1:], parts[0])
+
+    def _items_on(self, rank: RankSGD, other: RankSGD) -> Factors:
+        """Items of another rank on the GPU of a rank."""
+        own, items = rank.state.item, other.state.item
+        if other is rank:
+            return own
+        assert self.peers is not None and isinstance(own, DeviceFactors) and isinstance(items, DeviceFactors)
+        return own.with_arrays(self.peers.copies(items.arrays, other.rank, rank.rank))
+
+    def close(self) -> None:
+        """End the threads and connections. A second call does nothing."""
+        self.group.close()
