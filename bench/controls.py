@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -480,10 +481,19 @@ def borrow_modules(tree: Path) -> None:
 TURNS = ("old", "new", "new", "old")
 
 
+class Terminated(Exception):
+    """SIGTERM, after which the turns so far count."""
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
+
+
 def run_parts(tree: Path, parts: Sequence[str], folder: Path, budget: float) -> dict[str, list[Result]]:
     """All cases of these parts in both trees; what a line says of each.
 
     `budget`: seconds of all turns. A turn is left out if there is none for as long a one as the last; both trees run.
+    SIGTERM ends the turn that runs, and counts those before it.
     """
     started = time.perf_counter()
     chosen = [(part, number) for part in parts for number in range(len(CASES[part]))]
@@ -492,17 +502,18 @@ def run_parts(tree: Path, parts: Sequence[str], folder: Path, budget: float) -> 
     trees = {"old": tree, "new": freshness.ROOT}
     runs: dict[tuple[str, int], dict[str, list[Result]]] = {each: {"old": [], "new": []} for each in chosen}
     again, last = chosen, 0.0
-    for number, turn in enumerate(TURNS * 2):
-        if number == len(TURNS):
-            again = [each for each in chosen if _may_pass(_case(runs, each))]
-            last *= len(again) / len(chosen)
-        now = time.perf_counter()
-        if not again or (number > 1 and now + last - started > budget):
-            break
-        names = [f"{part}:{number}" for part, number in again]
-        for result in in_tree(trees[turn], "--folder", str(folder), *(f"--run={name}" for name in names)):
-            runs[result["part"], result["number"]][turn].append(result)
-        last = time.perf_counter() - now
+    with suppress(Terminated):
+        for number, turn in enumerate(TURNS * 2):
+            if number == len(TURNS):
+                again = [each for each in chosen if _may_pass(_case(runs, each))]
+                last *= len(again) / len(chosen)
+            now = time.perf_counter()
+            if not again or (number > 1 and now + last - started > budget):
+                break
+            names = [f"{part}:{number}" for part, number in again]
+            for result in in_tree(trees[turn], "--folder", str(folder), *(f"--run={name}" for name in names)):
+                runs[result["part"], result["number"]][turn].append(result)
+            last = time.perf_counter() - now
     return {part: [_case(runs, each) for each in chosen if each[0] == part] for part in parts}
 
 
@@ -553,6 +564,7 @@ def main(
         raise click.UsageError("--tree: the checkout of the lines' commit")
     tree, parts = tree.resolve(), parts or tuple(part for part in CASES if part not in ON_REQUEST)
     borrow_modules(tree)
+    signal.signal(signal.SIGTERM, _terminate)
     with tempfile.TemporaryDirectory() as temporary:
         results = run_parts(tree, parts, folder or Path(temporary), budget)
     print(*summary(results), sep="\n")

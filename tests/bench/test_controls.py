@@ -115,6 +115,21 @@ def test_cases_that_differ_by_time_alone_run_again(monkeypatch, tmp_path):
     assert len(asked) == 2 and not found["top-k-cpu"][0]["passed"]
 
 
+def test_turns_before_a_sigterm_count(monkeypatch, tmp_path):
+    turns = []
+
+    def in_tree(tree, *arguments):
+        names = [argument for argument in arguments if argument.startswith("--run=")]
+        turns.extend([tree.name] if names else [])
+        if len(turns) == 3:
+            controls._terminate()
+        return [{"part": "ccd-cpu", "number": 0, "seconds": [1.0], "sha256": "a"} for _ in names]
+
+    monkeypatch.setattr(controls, "in_tree", in_tree)
+    found = controls.run_parts(tmp_path, ["ccd-cpu"], tmp_path, 60.0)
+    assert len(turns) == 3 and found["ccd-cpu"][0]["passed"]
+
+
 def test_a_code_path_is_covered_if_its_differing_files_are_of_parts_that_passed(monkeypatch):
     patterns = (*freshness.SGD_CPU, *freshness.SHAPES)
     changed: set[str] = set()
