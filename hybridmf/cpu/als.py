@@ -70,11 +70,6 @@ def _design(fixed: Factors, objective: Objective) -> np.ndarray:
     return np.concatenate([fixed.matrix, np.ones((len(fixed), 1), dtype=fixed.matrix.dtype)], axis=1)
 
 
-def _bias_square(objective: Objective, side: Side) -> float:
-    """lambda / lambda_b of a side."""
-    return objective.regularization.of(side) / objective.bias_regularization.of(side)
-
-
 def _offsets(fixed: Factors, mean: float, objective: Objective) -> np.ndarray:
     """Mean rating plus the biases of the fixed side, to subtract from the ratings."""
     if not objective.biases or fixed.bias is None:
@@ -168,6 +163,9 @@ class FixedSide:
                 self.forward, self.back = gram.basis
                 design = self.changed(design)  # overflow shows in the solutions
                 matrix, ridge = np.eye(plan.rank), np.zeros(plan.rank)
+        bias_square = 0.0  # lambda / lambda_b
+        if objective.biases and longest:
+            bias_square = objective.regularization.of(side) / objective.bias_regularization.of(side)
         matrix = np.ascontiguousarray(matrix, dtype=design.dtype)
         if plan.assembly in ("simd", "bals") and plan.solver != "subspace" and matrix.size:
             matrix = np.pad(matrix, (0, _als.padded_rank(plan.rank) - plan.rank))
@@ -180,7 +178,7 @@ class FixedSide:
             alpha=objective.alpha,
             unobserved=objective.unobserved_weight,
             dual_up_to=longest,
-            bias_square=_bias_square(objective, side) if objective.biases and longest else 0.0,
+            bias_square=bias_square,
             epsilon=_epsilon(design.dtype),
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -194,8 +196,13 @@ def bals(
     rank = _check_tiles(device, sums, factors, entries_of_tiles, tiles, blocks)
     dtype, tile_rows, tile_cols = np.dtype(factors.dtype), tiles.tile_rows, tiles.tile_cols
     config = config or ("local" if local else "chip")
+    kinds: dict[str, Callable[..., BalsConfig | BalsLocalConfig]] = {
+        "local": partial(BalsLocalConfig.default, tile_rows=tile_rows),
+        "chip": BalsConfig.default,
+    }
     if isinstance(config, str):
-        config = _bals_default(config, rank, dtype.itemsize, device.spec, tile_rows, tile_cols)
+        require(config in kinds, f'config must be a configuration, "chip" or "local", got {config!r}')
+        config = kinds[config](rank, dtype.itemsize, device.spec, tile_cols=tile_cols)
     config.require_match(rank, dtype)
     config.require_fit(device.spec)
     if isinstance(config, BalsConfig):
@@ -220,17 +227,6 @@ def bals(
     sizes = (np.int64(blocks.first), np.int64(tiles.shape[0]), np.int32(tiles.tiles_across), np.int32(tile_rows))
     arguments = (*sums, factors, *arrays, *sizes, np.int32(factors.shape[1]), *entries_of_tiles.scalars)
     kernel(grid, (config.threads,), arguments, config.shared_bytes)
-
-
-def _bals_default(
-    variant: str, rank: int, itemsize: int, spec: DeviceSpec, tile_rows: int, tile_cols: int
-) -> BalsConfig | BalsLocalConfig:
-    if variant not in ("chip", "local"):
-        raise ValueError(f'config must be a configuration, "chip" or "local", got {variant!r}')
-    if variant == "local":
-        return BalsLocalConfig.default(rank, itemsize, spec, tile_rows=tile_rows, tile_cols=tile_cols)
-    config: BalsConfig = BalsConfig.default(rank, itemsize, spec, tile_cols=tile_cols)
-    return config
 
 
 def _check_tiles(

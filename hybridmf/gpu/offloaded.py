@@ -151,7 +151,9 @@ class HostHalf(StreamedHalf):
                 added = None
                 if pull is not None:
                     added = self.copiers.send(pull.of_rows(rows, slab.width, slab.dtype))
-                first = self._first_guess(start, rows)
+                first = None  # exact solvers need no start
+                if start is not None and self.plan.solver != "cholesky":
+                    first = start.sent(self.copiers, rows.start, rows.stop)
                 systems = functools.cache(functools.partial(slab.systems, cleared, first, gram, None, added, rows))
                 if self.fixed_parts == 1:
                     entries = slab.entries(indices, ratings, side, mean)
@@ -168,12 +170,6 @@ class HostHalf(StreamedHalf):
             drain.finish()
         solved.keep(checked=device.begin_download(found))
         yield solved, status
-
-    def _first_guess(self, start: HostFactors | None, rows: slice) -> DeviceFactors | None:
-        """Warm start of the iterative solvers; exact ones need none."""
-        if start is None or self.plan.solver == "cholesky":
-            return None
-        return start.sent(self.copiers, rows.start, rows.stop)
 
     @contextmanager
     def _streaming(self) -> Iterator[Iterator[tuple[slice, DeviceRows, Array, Array]]]:

@@ -120,7 +120,7 @@ def programs(
     in_bytes = GroupMaxConfig.rule(round_up(max(rank, 1), 32), True)
     n_groups = round_up(ceil_div(n_items, GROUP), OCTET)
     configs = [by_groups, in_bytes] if _may_use_bytes(spec, rank, n_groups, in_bytes) else [by_groups]
-    lists = _constants(dtype, next(size for size in LIST_SIZES if size >= n))
+    lists = _constants(dtype, n)
     pruned = ["prune"] if _head_groups(n_groups, n) < n_groups else []
     row_kernels += ["prepare_items", "prepare_users", "mark_seen"]
     return [
@@ -280,10 +280,10 @@ def top_k_on_device(
     seen_ids: Array | None = None,
 ) -> tuple[Array, Array]:
     """`top_k` of device arrays; `seen_ptr` has the bounds of each user's part of `seen_ids`, which ascends in it."""
-    check_all(device, users=(users, packed.dtype, (None, packed.rank)))
-    n_users = int(users.shape[0])
+    n_users = len(users)
     check_all(
         device,
+        users=(users, packed.dtype, (None, packed.rank)),
         seen_ptr=(seen_ptr, np.int64, (n_users + 1,)),
         seen_ids=(seen_ids, np.int32, (None,)),
     )
@@ -356,14 +356,9 @@ def _in_batches(n_users: int, batch: int, run: Callable[[int, int], None]) -> No
 # ---------------------------------------------------------------------------------------------------- launches
 
 
-def _constants(dtype: np.dtype, kept: int = LIST_SIZES[0]) -> dict[str, Any]:
-    """Compile-time constants of all kernels but group_max; equal, so that one compilation serves all."""
-    return {"REAL": dtype, "KEPT": kept}
-
-
-def _list_constants(packed: PackedItems, wanted: int) -> dict[str, Any]:
-    """Compile-time constants for lists of `wanted` items."""
-    return _constants(packed.dtype, next(size for size in LIST_SIZES if size >= wanted))
+def _constants(dtype: np.dtype, wanted: int = 0) -> dict[str, Any]:
+    """Compile-time constants of all kernels but group_max, for lists of `wanted` items; without lists, one for all."""
+    return {"REAL": dtype, "KEPT": next(size for size in LIST_SIZES if size >= wanted)}
 
 
 def _int32(*values: int) -> tuple[np.int32, ...]:
@@ -404,7 +399,7 @@ factors; float32 (n_users, 4), UserBound in the kernels: norm, factors of the sl
 def _bound_groups(packed: PackedItems, users: Array, seen: Seen | None, wanted: int) -> ScoreBounds:
     """Largest score of each group by tensor cores; with many groups, users are pruned after the first ones."""
     device, config, n_groups = packed.device, packed.config, packed.n_groups
-    n_users, constants = users.shape[0], _list_constants(packed, wanted)
+    n_users, constants = users.shape[0], _constants(packed.dtype, wanted)
     words, of_users = device.empty((n_users, n_groups), np.uint32), device.empty((n_users, 4), np.float32)
     limits = device.empty((n_users,), np.int32)
     operands = device.empty((n_users, config.row_bytes // 2), np.uint16)
@@ -429,7 +424,7 @@ def _best_by_groups(packed: PackedItems, users: Array, seen: Seen | None, ids: A
     n_users, n = ids.shape
     wanted = min(n, packed.n_items)
     words, of_users, limits = _bound_groups(packed, users, seen, wanted)
-    constants = _list_constants(packed, wanted)
+    constants = _constants(packed.dtype, wanted)
     left_out = (packed.positions, packed.positions) if seen is None else seen  # not read without seen
     arrays = (ids, scores, users, of_users, words, limits)
     tables = (packed.panels, packed.halves, packed.ids, packed.ascending, packed.groups, packed.steps, *left_out)

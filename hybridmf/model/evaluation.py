@@ -165,21 +165,23 @@ class Evaluations(dict[str, Evaluation]):
         }
 
     def to_frame(self) -> Any:
-        """A pandas data frame with one row for each model and metric.
+        """A pandas data frame with one row for each model (or part) and metric.
 
-        It has the value and the difference to the first model, with the bounds of their 95 % intervals.
+        It has the value and, for models, the difference to the first one, with the bounds of their 95 % intervals; for
+        parts the number of users.
 
         Raises
         ------
         ImportError
             pandas is not installed.
         """
-        names = ("model", "metric", "value", "low", "high", "difference", "difference_low", "difference_high")
-        rows = [
-            (name, metric, value, *_bounds(interval)[1:], *_bounds(difference))
-            for name, metric, value, interval, difference in self._rows()
-        ]
-        return pandas_frame([dict(zip(names, row, strict=True)) for row in rows], "read the values, a dict")
+        return pandas_frame(list(self._records()), "read the values, a dict")
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        names = ("low", "high", "difference", "difference_low", "difference_high")
+        for name, metric, value, interval, difference in self._rows():
+            bounds = (*_bounds(interval)[1:], *_bounds(difference))
+            yield {"model": name, "metric": metric, "value": value} | dict(zip(names, bounds, strict=True))
 
     def _rows(self, compared: bool = True) -> Iterator[tuple[str, str, float, Interval | None, Interval | None]]:
         """Name, metric, value, interval, and if `compared` difference to the first model; None where there is none."""
@@ -208,20 +210,11 @@ class Evaluations(dict[str, Evaluation]):
 class Parts(Evaluations):
     """An `Evaluation` for each of several parts of the test entries (`Evaluation.apart`); ``print`` shows a table."""
 
-    def to_frame(self) -> Any:
-        """A pandas data frame with one row for each part and metric: value, 95 % interval, number of users.
-
-        Raises
-        ------
-        ImportError
-            pandas is not installed.
-        """
-        names = ("part", "metric", "value", "low", "high", "n_users")
-        rows = [
-            (part, metric, value, *_bounds(interval)[1:], self[part].n_users)
-            for part, metric, value, interval, _ in self._rows(compared=False)
-        ]
-        return pandas_frame([dict(zip(names, row, strict=True)) for row in rows], "read the values, a dict")
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for part, metric, value, interval, _ in self._rows(compared=False):
+            _, low, high = _bounds(interval)
+            row = {"part": part, "metric": metric, "value": value, "low": low, "high": high}
+            yield row | {"n_users": self[part].n_users}
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         rows = [
