@@ -44,7 +44,7 @@ from .model.learned import count_items
 from .model.popularity import PopularityRecommender as PopularityRecommender
 from .model.recommenders import Listed, OtherModel, ReadyLists
 from .native import _rankings
-from .native.rankings import RankingMetrics
+from .native.arguments import RankingMetrics
 from .ratings import as_ratings
 
 BLOCK_USERS = 16_384

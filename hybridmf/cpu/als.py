@@ -22,8 +22,8 @@ from ..core.validate import MAX_AXIS, csr_arrays
 from ..data.slabs import Orientation
 from ..formats import BalsMatrix, tiled
 from ..native import _als
+from ..native.arguments import Rows, Systems, Tiles, Weights
 from ..native.status import SINGULAR_PIVOT, check_status
-from ..native.systems import Rows, Systems, Tiles, Weights
 from ..plan.row_forms import changes_basis, dual_up_to
 from ..plan.types import NONNEGATIVE, Plan
 

@@ -11,7 +11,7 @@ from ..core.objective import SIDES, Factors, Objective, Side, State, other_side,
 from ..core.sparse import transposed
 from ..core.validate import csr_arrays, make_csr
 from ..native import _ccd
-from ..native.residual_rows import Change, ResidualRows
+from ..native.arguments import Change, ResidualRows
 from ..plan.ccd import RankOneSolver, non_finite
 from ..plan.solver import SWEEP_ORDER
 from ..plan.types import Plan

@@ -15,7 +15,7 @@ from ..core.sparse import entry_rows
 from ..core.system import round_up
 from ..core.validate import csr_arrays
 from ..native import _sgd
-from ..native.updates import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
+from ..native.arguments import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
 from ..plan.epochs import GridBlock, passes_of, sums_width
 from ..plan.sgd import SgdMethod
 from ..plan.types import BATCH_FLOPS, Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from .systems import SideSystems, Sums
 
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
+
+Build: TypeAlias = "tuple[str, str, dict[str, Any]]"
+"""(file, kernel, constants)"""
 
 WIDEST = 2.0**16
 """Maximum ratio of the largest factor to a row's largest for which float16 parts keep 22 bits of the latter."""
@@ -54,33 +57,27 @@ def _grid(device: Device, config: FusedConfig, work: int) -> tuple[int]:
     return (max(1, min(ceil_div(work, config.teams), device.spec.multiprocessors * config.blocks_per_sm)),)
 
 
-def build_constants(
-    config: FusedConfig,
-    precision: str,
-    solver: str,
-    implicit: bool = False,
-    offsets: bool = False,
-    residual: bool = False,
-) -> dict[str, Any]:
+class Kind(NamedTuple):
+    """What the programs of a configuration depend on."""
+
+    precision: str  # a key of `PRECISION_CODES`
+    solver: str  # {"cholesky", "cg", "nonnegative"}
+    implicit: bool = False
+    offsets: bool = False  # whether entries have offsets by column
+    residual: bool = False  # whether entries have predictions
+
+
+def build_constants(config: FusedConfig, kind: Kind) -> dict[str, Any]:
     # a solver in a separate file needs no code here
-    codes = {"ARITHMETIC": PRECISION_CODES[precision], "SOLVER": SOLVER_CODES.get(solver, 0)}
-    codes["SOLVED_APART"] = solved_apart(config.rank, solver)
-    codes |= {"RESIDUAL": True} if residual else {}
-    return config.constants | {"IMPLICIT": implicit, "HAS_OFFSETS": offsets} | codes
+    codes = {"ARITHMETIC": PRECISION_CODES[kind.precision], "SOLVER": SOLVER_CODES.get(kind.solver, 0)}
+    codes["SOLVED_APART"] = solved_apart(config.rank, kind.solver)
+    codes |= {"RESIDUAL": True} if kind.residual else {}
+    return config.constants | {"IMPLICIT": kind.implicit, "HAS_OFFSETS": kind.offsets} | codes
 
 
-def builds(
-    config: FusedConfig,
-    precision: str,
-    solver: str,
-    implicit: bool,
-    offsets: bool,
-    residual: bool = False,
-    *,
-    by_warpgroups: bool,
-    tiles: WideTilesConfig | None,
-) -> list[tuple[str, str, dict[str, Any]]]:
-    """``(file, kernel, constants)`` of all programs for a kind of entries, the slowest to compile first."""
+def builds(config: FusedConfig, kind: Kind, *, by_warpgroups: bool, tiles: WideTilesConfig | None) -> list[Build]:
+    """All programs for a kind of entries, the slowest to compile first."""
+    precision, solver, *_ = kind
     if solver == NONNEGATIVE:
         names, sums = ["assemble_segments"], [NonnegativeConfig.of_tiles(config.rank).build]
     elif tiles is not None:
@@ -92,38 +89,26 @@ def builds(
     splitting = [("split.cu", "split_table", split_constants(config, precision))] if precision in OPERAND_BYTES else []
     if by_warpgroups:
         names.remove("assemble_segments")
-        entries = {"IMPLICIT": implicit, "HAS_OFFSETS": offsets, "RESIDUAL": residual}
+        entries = {"IMPLICIT": kind.implicit, "HAS_OFFSETS": kind.offsets, "RESIDUAL": kind.residual}
         constants = {"RANK": config.rank, "ARITHMETIC": PRECISION_CODES[precision]} | entries
         sums = [("warpgroup_sums.cu", "warpgroup_sums", constants), *sums]
-    kind = (precision, solver, implicit, offsets, residual)
-    return [_build(name, config, *kind) for name in names] + sums + splitting
+    return [_build(name, config, kind) for name in names] + sums + splitting
 
 
-def _build(
-    name: str, config: FusedConfig, precision: str, solver: str, implicit: bool, offsets: bool, residual: bool
-) -> tuple[str, str, dict[str, Any]]:
-    """``(file, kernel, constants)`` of one kernel of cuda/fused_als.cu."""
+def _build(name: str, config: FusedConfig, kind: Kind) -> Build:
+    """One kernel of cuda/fused_als.cu."""
     if name == "assemble_segments":
-        config = config.assembling(precision, solver)
-    kind: tuple[Any, ...] = (precision, solver, implicit, offsets, residual)
+        config = config.assembling(kind.precision, kind.solver)
     if name == "solve_partials":  # does not depend on the kind of entries: one program for all
-        config, kind = config.solving, ("float32", solver)
-    return "fused_als.cu", name, build_constants(config, *kind)
+        config, kind = config.solving, Kind("float32", kind.solver)
+    return "fused_als.cu", name, build_constants(config, kind)
 
 
-@functools.cache
+@functools.cache  # threads of ranks wait for each other while one formats it
 def _programs(
-    config: FusedConfig,
-    precision: str,
-    solver: str,
-    implicit: bool,
-    offsets: bool,
-    residual: bool,
-    by_warpgroups: bool,
-    tiles: WideTilesConfig | None,
-) -> dict[str, tuple[str, str, tuple[str, ...]]]:  # cached: threads of ranks wait for each other while one formats it
-    kind = (precision, solver, implicit, offsets, residual)
-    found = builds(config, *kind, by_warpgroups=by_warpgroups, tiles=tiles)
+    config: FusedConfig, kind: Kind, by_warpgroups: bool, tiles: WideTilesConfig | None
+) -> dict[str, tuple[str, str, tuple[str, ...]]]:
+    found = builds(config, kind, by_warpgroups=by_warpgroups, tiles=tiles)
     return {name: program(file, name, **constants) for file, name, constants in found}
 
 
@@ -266,17 +251,17 @@ class FusedKernels:
         entries.check(self.device, np.float32, len(table))
 
     def _kernel(self, name: str, entries: DeviceEntries, *, pulled: bool = False) -> Any:
-        kind = (entries.implicit, entries.offsets is not None, entries.predicted is not None)
+        of_entries = (entries.implicit, entries.offsets is not None, entries.predicted is not None)
+        kind = Kind(self.precision, self.solver, *of_entries)
         if pulled:
-            build = _build(name, self.config, self.precision, self.solver, *kind)
-            return get_kernel(self.device, build[0], build[1], **build[2], PULLED=True)
-        found = _programs(self.config, self.precision, self.solver, *kind, **self._choices)
-        return self.device.kernel(*found[name])
+            file, name, constants = _build(name, self.config, kind)
+            return get_kernel(self.device, file, name, **constants, PULLED=True)
+        return self.device.kernel(*_programs(self.config, kind, **self._choices)[name])
 
     def programs(self, implicit: bool, offsets: bool, residual: bool = False) -> list[tuple[str, str, tuple[str, ...]]]:
         """Source, kernel and constants of all programs for such entries, the slowest to compile first."""
-        kind = (implicit, offsets, residual)
-        return list(_programs(self.config, self.precision, self.solver, *kind, **self._choices).values())
+        kind = Kind(self.precision, self.solver, implicit, offsets, residual)
+        return list(_programs(self.config, kind, **self._choices).values())
 
 
 RowKernels = FusedKernels | PublishedKernels

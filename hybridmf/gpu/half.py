@@ -22,8 +22,8 @@ from ..device.cuda import Array, Device
 from ..errors import DeviceMemoryError
 from ..formats import tiled
 from ..native import _als
+from ..native.arguments import Weights
 from ..native.status import SINGULAR_PIVOT, check_status
-from ..native.systems import Weights
 from ..plan.als_gpu import PREDICTED_ROWS, PUBLISHED
 from ..plan.fused import FusedConfig, table_width
 from ..plan.row_forms import dual_up_to

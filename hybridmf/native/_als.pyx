@@ -196,7 +196,7 @@ cdef struct RowEntries:
 
 
 cdef Systems _systems(given, const real[:, ::1] out):
-    """The C struct of a `hybridmf.native.systems.Systems`, which owns the arrays; `out` selects their type."""
+    """The C struct of a `hybridmf.native.arguments.Systems`, which owns the arrays; `out` selects their type."""
     cdef const real[:, ::1] fixed = given.fixed, gram_matrix = given.gram
     cdef const real[::1] offsets = given.offsets, ridge = given.ridge
     cdef const real* offset_pointer = &offsets[0] if offsets.shape[0] else NULL
@@ -216,7 +216,7 @@ cdef const char* _pull_pointer(given, const real[:, ::1] out) except? NULL:
 
 
 cdef Rows _rows(given, const real[:, ::1] out):
-    """The C struct of a `hybridmf.native.systems.Rows`, which owns the arrays."""
+    """The C struct of a `hybridmf.native.arguments.Rows`, which owns the arrays."""
     cdef const int64_t[::1] indptr = given.indptr
     cdef const int32_t[::1] indices = given.indices
     cdef const real[::1] ratings = given.ratings, weights
@@ -230,7 +230,7 @@ cdef Rows _rows(given, const real[:, ::1] out):
 
 
 cdef Tiles _tiles(given, const real[:, ::1] out, Py_ssize_t n_fixed):
-    """The C struct of a `hybridmf.native.systems.Tiles`, which owns the arrays."""
+    """The C struct of a `hybridmf.native.arguments.Tiles`, which owns the arrays."""
     cdef const real[::1] values = given.values
     cdef const int32_t[::1] tile_colidx = given.tile_colidx, seg_colidx = given.seg_colidx
     cdef const int64_t[::1] tile_ptr = given.tile_ptr, seg_ptr = given.seg_ptr
@@ -1072,8 +1072,8 @@ cdef inline Py_ssize_t _row_workspace(Py_ssize_t rank) noexcept nogil:
 
 def cholesky_rows(
         real[:, ::1] out,                 # OUT  (n_rows, rank) solved rows; others untouched
-        systems,                          # IN   `hybridmf.native.systems.Systems`
-        rows,                             # IN   `hybridmf.native.systems.Rows`
+        systems,                          # IN   `hybridmf.native.arguments.Systems`
+        rows,                             # IN   `hybridmf.native.arguments.Rows`
         const int64_t[::1] order,         # IN   rows to solve, in this order
         int32_t[::1] status,              # OUT  (n_rows,)
         real[:, ::1] workspace,           # scratch (n_threads, workspace_size(rank, itemsize)); sets n_threads
@@ -1119,8 +1119,8 @@ def long_row_waves(const int64_t[::1] indptr, const int64_t[::1] rows):
 
 def cholesky_long_rows(
         real[:, ::1] out,
-        systems,                          # IN   `hybridmf.native.systems.Systems`
-        rows,                             # IN   `hybridmf.native.systems.Rows`
+        systems,                          # IN   `hybridmf.native.arguments.Systems`
+        rows,                             # IN   `hybridmf.native.arguments.Rows`
         const int64_t[::1] order,         # IN   rows that the segments index
         const int64_t[:, ::1] segments,   # IN   (n_segments, 3), one wave of long_row_waves
         int32_t[::1] status,
@@ -1509,8 +1509,8 @@ def bals_workspace_size(Py_ssize_t rank, Py_ssize_t itemsize, Py_ssize_t tile_ro
 
 def cholesky_bals(
         real[:, ::1] out,                 # OUT  (n_rows, rank)
-        systems,                          # IN   `hybridmf.native.systems.Systems`
-        tiles,                            # IN   `hybridmf.native.systems.Tiles`
+        systems,                          # IN   `hybridmf.native.arguments.Systems`
+        tiles,                            # IN   `hybridmf.native.arguments.Tiles`
         const int64_t[::1] blocks,        # IN   row blocks to solve, in this order
         int32_t[::1] status,              # OUT  (n_rows,)
         real[:, ::1] workspace):          # scratch (n_threads, bals_workspace_size(...)); sets n_threads
@@ -1605,7 +1605,7 @@ def row_losses(
         const real[:, ::1] column_factors,   # IN   (n_columns, rank)
         const int64_t[::1] indptr, const int32_t[::1] indices, const real[::1] ratings,   # IN   CSR
         offsets,                             # IN   of rows and columns: float64 (n_rows,) and (n_columns,), or empty
-        how,                                 # IN   `hybridmf.native.systems.Weights`
+        how,                                 # IN   `hybridmf.native.arguments.Weights`
         int n_threads,
         entry_weights=None):                 # IN   of explicit entries, (nnz,) with the type of the ratings
     """Loss of the observed entries, row by row, in float64.

@@ -3,7 +3,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridmf.native.residual_rows import Change, ResidualRows
+from hybridmf.native.arguments import Change, ResidualRows
 
 _Real = TypeVar("_Real", np.float32, np.float64)  # one type for all arrays of a call
 

@@ -108,7 +108,7 @@ cdef inline void _residual(const hmf_ccd_table* table, Py_ssize_t n, Py_ssize_t 
 def residual(
         const real[:, ::1] factors,         # IN   (n_rows, rank)
         const real[:, ::1] fixed,           # IN   (n_columns, rank)
-        rows,                               # IN   `hybridmf.native.residual_rows.ResidualRows`; OUT its residual
+        rows,                               # IN   `hybridmf.native.arguments.ResidualRows`; OUT its residual
         const real[::1] ratings,            # IN   (nnz,)
         int n_threads):
     """residual = ratings - factors . fixed for the entries of the given groups and segments.
@@ -221,8 +221,8 @@ def update(
         real[::1] coordinates,              # IN OUT (n_rows,) of this factor
         real[:, ::1] own,                   # IN OUT (n_rows, 2) pairs of this side, which the other side gathers
         const real[:, ::1] pairs,           # IN   (n_columns, 2) pairs of the other side
-        rows,                               # IN OUT `hybridmf.native.residual_rows.ResidualRows`
-        change,                             # IN   `hybridmf.native.residual_rows.Change`
+        rows,                               # IN OUT `hybridmf.native.arguments.ResidualRows`
+        change,                             # IN   `hybridmf.native.arguments.Change`
         const double[::1] ridge,            # IN   (n_rows,) lambda s, or empty: keep the coordinates
         bint nonnegative,
         real[:, ::1] workspace):            # scratch (n_threads, LONG_ROW); limits the threads

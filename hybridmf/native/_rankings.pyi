@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .rankings import RankingMetrics
+from .arguments import RankingMetrics
 
 PRECISION: int
 RECALL: int

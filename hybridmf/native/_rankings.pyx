@@ -189,7 +189,7 @@ def measure(const id_t[:, ::1] recommended, const int64_t[::1] rows, relevant, m
         Each user's row of the matrix.
     relevant : tuple of CSR arrays (indptr, indices, data)
         Relevant items and their gains, all positive; indices ascend within rows.
-    metrics : hybridmf.native.rankings.RankingMetrics
+    metrics : hybridmf.native.arguments.RankingMetrics
     num_threads : int
 
     Returns

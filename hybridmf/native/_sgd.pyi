@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridmf.core.objective import Terms
-from hybridmf.native.updates import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
+from hybridmf.native.arguments import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
 
 _Real = TypeVar("_Real", np.float32, np.float64)  # one type for all arrays of a call
 

@@ -106,7 +106,7 @@ cdef enum:
 cdef Py_ssize_t COPY_CHUNK = 1 << 16
 
 
-# Arguments are objects of `hybridmf.native.updates`, which own the arrays that structs point to.
+# Arguments are objects of `hybridmf.native.arguments`, which own the arrays that structs point to.
 
 
 cdef inline void* _matrix(real[:, ::1] array) noexcept nogil:

@@ -20,7 +20,7 @@ from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceMemoryError, ModelFileError, NonFiniteError
 from hybridmf.formats import transpose
 from hybridmf.native import _als, _ccd
-from hybridmf.native.residual_rows import Change, ResidualRows
+from hybridmf.native.arguments import Change, ResidualRows
 from hybridmf.plan.als import ALS, for_fold_in
 from hybridmf.plan.ccd import CcdMethod
 from hybridmf.plan.machine import CpuRates, Machine

@@ -24,7 +24,7 @@ from hybridmf.cpu.sgd import Blocks, RowSweeps, Stretches
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceError, DivergedError, ModelFileError
 from hybridmf.native import _als, _sgd
-from hybridmf.native.updates import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
+from hybridmf.native.arguments import BothSides, EntryBlocks, EntryList, UpdateRows, WorkingRows
 from hybridmf.plan import epochs as plan_epochs
 from hybridmf.plan import sgd as plan_sgd
 from hybridmf.plan.epochs import EpochSolver, learning_rate_at, terms_at

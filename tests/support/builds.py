@@ -139,20 +139,22 @@ def fused_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Build]:
                 for solver in solvers:
                     config = fused.FusedConfig.default(rank, spec, precision, solver)
                     choices = fused.choices_of(config, precision, solver, spec)
+                    kind = fused.Kind(precision, solver, implicit, offsets)
                     # each with its own warps
                     if choices["by_warpgroups"] or config.assembling(precision, solver) != config:
-                        yield from fused.builds(config, precision, solver, implicit, offsets, **choices)
+                        yield from fused.builds(config, kind, **choices)
                         continue
-                    constants = fused.build_constants(config, precision, solver, implicit, offsets)
-                    yield "fused_als.cu", "assemble_segments", constants
+                    yield "fused_als.cu", "assemble_segments", fused.build_constants(config, kind)
         if fused.solved_apart(rank, "cholesky"):  # but not by conjugate gradients
             config = fused.FusedConfig.default(rank, spec, "bf16", "cg")
-            yield from fused.builds(config, "bf16", "cg", False, False, **fused.choices_of(config, "bf16", "cg", spec))
+            choices = fused.choices_of(config, "bf16", "cg", spec)
+            yield from fused.builds(config, fused.Kind("bf16", "cg"), **choices)
         config = fused.FusedConfig.default(rank, spec)
         for implicit in (False, True) if rank in (32, 64) else ():
             choices = fused.choices_of(config, "float32", "cholesky", spec)
-            yield from fused.builds(config, "float32", "cholesky", implicit, False, residual=True, **choices)
-            constants = fused.build_constants(config, "float32", "cholesky", implicit)
+            kind = fused.Kind("float32", "cholesky", implicit)
+            yield from fused.builds(config, kind._replace(residual=True), **choices)
+            constants = fused.build_constants(config, kind)
             yield "fused_als.cu", "solve_rows", constants | {"PULLED": True}
         if config.solved_by_sums("cholesky"):
             tiles = fused.WideTilesConfig.rule(rank, spec, sums=True)

@@ -31,12 +31,10 @@ from ...plan.fused import FusedConfig
 from ...plan.tables import Facts
 from .. import cholesky_any, fused
 from ..cholesky_any import CgConfig, CholeskyConfig
+from ..fused import Build
 from ..sparse_syrk import SyrkConfig
 from . import trials
 from .trials import Sample, Trial
-
-Build: TypeAlias = "tuple[str, str, dict[str, Any]]"
-"""(file, kernel, constants)"""
 
 Values: TypeAlias = "Iterable[Any] | Callable[[Facts, DeviceSpec], Iterable[Any]]"
 """Values of a parameter; a function if they depend on the facts and on the parameters before it."""
@@ -214,7 +212,7 @@ def _fused_registers(facts: Facts, config: FusedConfig) -> int:
 def _fused_builds(facts: Facts, config: FusedConfig, spec: DeviceSpec, implicit: bool, offsets: bool) -> list[Build]:
     precision, solver = facts["precision"], facts["solver"]
     choices = fused.choices_of(config, precision, solver, spec)
-    return fused.builds(config, precision, solver, implicit, offsets, **choices)
+    return fused.builds(config, fused.Kind(precision, solver, implicit, offsets), **choices)
 
 
 def _assembly_builds(

@@ -29,8 +29,9 @@ from ...core.validate import check_choice, check_int, check_real
 from ...device.cuda import CudaDevice, Device, Resources
 from ...errors import DeviceError, DeviceMemoryError
 from ...plan.tables import LEAST_MEASURED, Entry, Facts, Gpu, Table, known
+from ..fused import Build
 from ..launch import program
-from .spaces import SPACES, Build, Space
+from .spaces import SPACES, Space
 from .trials import Sample, TimedRun, Trial
 
 FACTORS = (32, 64, 100, 128)
