@@ -1,7 +1,7 @@
 """Pictures of fits, ratings, rankings and comparisons with matplotlib (extra ``plot``).
 
 Each function draws into the axes given as `ax`, or into a new figure, and returns the axes; ``ax.figure.savefig(path)``
-writes the picture. pyplot is not used: nothing global changes.
+writes the picture. Without matplotlib, it raises an ImportError. pyplot is not used: nothing global changes.
 """
 
 from __future__ import annotations
@@ -109,8 +109,6 @@ def training(model: Any, *, metric: str | None = None, ax: Any = None) -> Axes:
     ------
     ValueError
         ``history_`` has no objective, or not this metric.
-    ImportError
-        matplotlib is not installed.
     """
     history = model.history_
     recorded = [name for name in history[-1] if name not in ("iteration", "seconds", "objective")]
@@ -165,8 +163,6 @@ def degrees(ratings: Any, *, ax: Any = None) -> Axes:
     ------
     TypeError, RatingsError
         `ratings` are no ratings.
-    ImportError
-        matplotlib is not installed.
     """
     ax = _axes(ax)
     for color, (side, counts) in zip(COLORS, entry_counts(ratings).items(), strict=False):
@@ -209,8 +205,6 @@ def occupancy(ratings: Any, tile_rows: int = 256, tile_cols: int = 192, *, ax: A
     Raises
     ------
     TypeError, ValueError, RatingsError
-    ImportError
-        matplotlib is not installed.
     """
     matrix = as_csr(as_ratings(ratings), name="ratings")
     tile_rows, tile_cols = check_int("tile_rows", tile_rows, 1), check_int("tile_cols", tile_cols, 1)
@@ -277,8 +271,6 @@ def recall_curves(
     ------
     TypeError, ValueError
         As for `evaluate`.
-    ImportError
-        matplotlib is not installed.
     """
     named = dict(models) if isinstance(models, Mapping) else {type(models).__name__: models}
     ks = np.arange(1, check_int("k", k, 1) + 1)
@@ -378,11 +370,6 @@ def trials(result: Any) -> Figure:
     Parameters
     ----------
     result : SearchResult
-
-    Raises
-    ------
-    ImportError
-        matplotlib is not installed.
     """
     shown = [trial for trial in result.trials if trial.value is not None]
     varied = {name: None for trial in shown for name in trial.params}

@@ -221,11 +221,7 @@ class Ratings:
         columns, item_ids, n_items = resolve("items", items, "item_ids", item_ids, n_items)
         entries = Entries(rows, columns, values, user_ids, item_ids, (n_users, n_items))
         if timestamps is not None:
-            entries.times = as_times(timestamps)
-            if len(entries.times) != len(values):
-                raise RatingsError(
-                    f"timestamps has {len(entries.times)} elements; expected one for each of {len(values)}"
-                )
+            entries.times = as_times(timestamps, count=len(values))
         if weights is not None:
             entries.weights = as_weights(weights, len(values))
         return _from_entries(entries, duplicates)

@@ -357,9 +357,10 @@ def some(values: Any) -> str:
     return ", ".join(map(repr, plain[:EXAMPLES])) + (", ..." if len(plain) > EXAMPLES else "")
 
 
-def as_times(given: Any, name: str = "timestamps") -> np.ndarray:
-    """Times as int64 (whole numbers), float64 or datetime64."""
+def as_times(given: Any, name: str = "timestamps", count: int | None = None) -> np.ndarray:
+    """Times as int64 (whole numbers), float64 or datetime64, of `count` entries if that is known."""
     times = as_vector(name, given)
+    _check_length(name, times, count)
     if times.dtype.kind not in "iufM":
         raise TypeError(
             f"{name} must be numbers or datetime64, got dtype {times.dtype}; dates are converted by "
@@ -381,8 +382,7 @@ def as_weights(given: Any, count: int, name: str = "weights") -> np.ndarray:
     weights = as_vector(name, given)
     if weights.dtype.kind not in "fiu":
         raise TypeError(f"{name} must be numbers, got dtype {weights.dtype}")
-    if len(weights) != count:
-        raise RatingsError(f"{name} has {len(weights)} elements; expected one for each of {count} entries")
+    _check_length(name, weights, count)
     with np.errstate(over="ignore"):
         found = weights.astype(np.float32)
     bad = np.flatnonzero(~((found > 0) & np.isfinite(found)))
@@ -392,6 +392,11 @@ def as_weights(given: Any, count: int, name: str = "weights") -> np.ndarray:
             f"{weights[bad[0]]} at entry {bad[0]}); leave out entries without weight"
         )
     return found
+
+
+def _check_length(name: str, given: np.ndarray, count: int | None) -> None:
+    if count not in (None, len(given)):
+        raise RatingsError(f"{name} has {len(given)} elements; expected one for each of {count} entries")
 
 
 def joined_times(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -353,12 +353,9 @@ def read_frame(path: str, format: str) -> Any:
 
 
 def _json_lines(path: str) -> Any:
-    import_before_arrow()
-    try:
-        import pyarrow as pa
-        import pyarrow.json as arrow_json
-    except ImportError as error:
-        raise ImportError(f"reading {path} needs pyarrow, which reads JSON lines: pip install pyarrow") from error
+    pa = _arrow(path, "JSON lines")
+    import pyarrow.json as arrow_json
+
     try:
         with reading(path), open_bytes(path) as stream:
             return arrow_json.read_json(stream)
@@ -462,17 +459,24 @@ def parquet_chunks(
 @contextlib.contextmanager
 def _parquet(path: str) -> Iterator[Any]:
     """Open a Parquet file; errors of pyarrow become RatingsErrors."""
-    import_before_arrow()
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise ImportError(f"reading {path} needs pyarrow, which reads Parquet: pip install pyarrow") from error
+    pa = _arrow(path, "Parquet")
+    import pyarrow.parquet as pq
+
     try:
         with pq.ParquetFile(path) as file:
             yield file
     except (pa.ArrowException, OSError) as error:
         raise RatingsError(f"{path} cannot be read as Parquet ({error}); it is damaged or another format") from error
+
+
+def _arrow(path: str, kind: str) -> Any:
+    """pyarrow, to read a file of this kind."""
+    import_before_arrow()
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ImportError(f"reading {path} needs pyarrow, which reads {kind}: pip install pyarrow") from error
+    return pyarrow
 
 
 def _resolved(path: str, file: Any, options: FileOptions) -> tuple[Columns, dict[str, Any]]:

@@ -203,18 +203,9 @@ def as_orientation(ratings: Any) -> Any:
 
 
 def slab_bounds(degrees: np.ndarray, entries: int, rows: int | None = None) -> np.ndarray:
-    """Cut rows into slabs of at most `entries` entries; a row counts as one more, and a longer row is a slab alone.
+    """Bounds of slabs of at most `entries` entries and `rows` rows; int64, shape (n_slabs + 1,).
 
-    Parameters
-    ----------
-    degrees : int array, shape (n_rows,)
-    entries : int
-    rows : int, optional
-        Maximum rows of a slab.
-
-    Returns
-    -------
-    int64 array, shape (n_slabs + 1,)
+    A row counts as one entry more than it has, and a longer row is a slab alone.
     """
     cost = np.concatenate(([0], np.cumsum(np.asarray(degrees, dtype=np.int64) + 1)))
     bounds = [0]

@@ -38,9 +38,8 @@ import scipy.sparse as sp
 from .. import _formats
 from ..core.objective import SIDES, Side, other_side
 from ..core.sparse import ValueSummary, as_ones, entry_rows, without_zeros
-from ..core.system import available_memory
-from ..core.validate import check_choice, check_path, frozen_csr, make_csr
-from ..errors import MemoryBudgetError, StoreError
+from ..core.validate import check_choice, check_memory, check_path, frozen_csr, make_csr
+from ..errors import StoreError
 from ..ratings import Ratings
 from .labels import LABEL_DTYPES, decode_labels
 from .manifest import (
@@ -231,12 +230,8 @@ class Store:
         MemoryBudgetError
             They do not fit.
         """
-        needed, free = 8 * self.nnz + 16 * self.n_users, available_memory()
-        if free is not None and needed > free:
-            raise MemoryBudgetError(
-                f"the store {str(self.path)!r} needs {needed / 2**20:,.0f} MiB of memory as a matrix and "
-                f"{free / 2**20:,.0f} MiB are free; ExplicitALS and ImplicitALS fit a store without loading it"
-            )
+        way_out = "ExplicitALS and ImplicitALS fit a store without loading it"
+        check_memory(f"the store {str(self.path)!r} as a matrix", 8 * self.nnz + 16 * self.n_users, way_out)
         logger.info("loading the store %s into memory: %s entries", self.path, f"{self.nnz:,}")
         return frozen_csr(StoreMatrix(self).load().csr)
 
@@ -542,10 +537,6 @@ class StoredSeen:
 
     def load(self) -> sp.csr_array:
         """All of them in memory, 5 bytes per entry."""
-        needed, free = 10 * self.nnz, available_memory()
-        if free is not None and needed > free:
-            raise MemoryBudgetError(
-                f"the seen items take {needed / 2**20:,.0f} MiB of memory and {free / 2**20:,.0f} MiB are free; "
-                "save the model with include_seen=False, and give score users="
-            )
+        way_out = "save the model with include_seen=False, and give score users="
+        check_memory("a matrix of the seen items", 10 * self.nnz, way_out)
         return as_ones(self._matrix.load().csr, np.int8)

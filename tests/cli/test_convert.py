@@ -126,8 +126,8 @@ def test_a_store_becomes_another_store(store, tmp_path):
 
 
 def test_a_store_that_does_not_fit_into_memory_becomes_a_store_only(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridmf.data.store.available_memory", lambda: 100)
-    assert "MiB of memory as a matrix" in refuse("convert", store, tmp_path / "r.npz")
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 100)
+    assert "as a matrix takes" in refuse("convert", store, tmp_path / "r.npz")
     succeed("convert", store, f"{tmp_path}/other/", "--quiet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "store"]
 

@@ -115,8 +115,8 @@ def test_a_model_of_a_store_is_saved_with_seen_items_if_they_fit(store, tmp_path
     model.save(tmp_path / "model.safetensors")
     loaded = hmf.load(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(loaded.recommend(4)[0], model.recommend(4)[0])
-    monkeypatch.setattr("hybridmf.data.store.available_memory", lambda: 100)
-    with pytest.raises(MemoryBudgetError, match=r"the seen items take .* include_seen=False"):
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 100)
+    with pytest.raises(MemoryBudgetError, match=r"a matrix of the seen items takes .* include_seen=False"):
         model.save(tmp_path / "other.safetensors")
     model.save(tmp_path / "other.safetensors", include_seen=False)
     with pytest.raises(ValueError, match="saved without seen items"):
@@ -155,7 +155,7 @@ def test_sgd_and_ccd_load_a_store_if_there_is_memory(store, monkeypatch, caplog)
         assert "loading the store" in caplog.text
         assert model.user_ids_.tolist() == ratings.user_ids.tolist()
         np.testing.assert_array_equal(found, model.fit(ratings).user_factors)
-    monkeypatch.setattr("hybridmf.data.store.available_memory", lambda: 100)
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 100)
     with pytest.raises(MemoryBudgetError, match="ExplicitALS and ImplicitALS fit a store without loading it"):
         model.fit(store)
 
