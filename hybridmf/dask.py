@@ -341,26 +341,12 @@ def fit(
         What to do with a pair that occurs more than once, within or across partitions.
     workers : sequence of str, optional
         Addresses. Default: all workers. Each worker is busy until the fit ends; other fits on these workers wait.
-    validation : Ratings or matrix, optional
-        As for ``fit`` of a model, in the memory of the client. It is sent to the worker of the first rank, which
-        evaluates it.
-    callback : callable, optional
-        As for ``fit`` of a model. It is pickled and runs on the worker of the first rank; returning True stops all
-        ranks.
-    checkpoint : path-like or Checkpoint, optional
-        As for ``fit`` of a model, on storage shared by the workers. The first rank writes it.
-    resume_from : path-like, optional
-        Checkpoint to continue from, which may come from a fit on other devices.
-    unknown : {"error", "drop"}
-        As for ``fit`` of a model.
-    early_stopping : EarlyStopping, int or bool, optional
-        As for ``fit`` of a model; the first rank decides for all.
-    freeze : {"user", "item"}, optional
-        As for ``fit`` of a model; the factors that `init` gives are sent to all workers.
+    validation, callback, checkpoint, resume_from, unknown, early_stopping, freeze, validation_users, validate_every
+        As for ``fit`` of a model. `validation` is in the memory of the client and sent to the worker of the first rank,
+        which evaluates it, runs `callback` (it is pickled), and decides for all when to stop. Checkpoints are on
+        storage shared by the workers, and may come from a fit on other devices.
     weights : None
         Not available on a cluster; values ``(w - 1) / alpha`` have the confidence ``w``, if all are above 1.
-    validation_users, validate_every : int
-        As for ``fit`` of a model.
     track_objective : bool
         Record the objective of each iteration in ``history_``, even without observers.
     timeout : float

@@ -75,27 +75,16 @@ def fit(
         A folder is a store that every rank can read; each rank reads its part. Every rank reads all of a file.
     communicator : Communicator, optional
         Communicator for NumPy arrays. Default: `MpiCommunicator()`, closed after the fit.
-    validation : Ratings or matrix, optional
-        As for ``fit`` of a model, evaluated on the first rank. For implicit feedback and a store, that rank keeps the
-        training items of the users of `validation`, 5 bytes each.
-    callback : callable, optional
-        As for ``fit`` of a model, called on the first rank; returning True stops all ranks. With a validation set or a
-        callback, the first rank gathers all factors after each iteration.
-    show_progress : bool
-        Show a progress bar on the first rank.
-    checkpoint, resume_from, unknown
-        As for ``fit`` of a model; the first rank writes and reads.
-    early_stopping : EarlyStopping, int or bool, optional
-        As for ``fit`` of a model; the first rank decides for all.
+    validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, validation_users, \
+validate_every
+        As for ``fit`` of a model, on the first rank, which decides for all when to stop. With a validation set or a
+        callback, it gathers all factors after each iteration. For implicit feedback and a store, it keeps the training
+        items of the users of `validation`, 5 bytes each.
     freeze : {"user", "item"}, optional
         As for ``fit`` of a model; all ranks need the factors that `init` gives.
-    weights : path, Ratings or matrix, optional
-        As for ``fit`` of a model; every rank needs all of them, and of the ratings, which cannot be a store. For
-        `ImplicitALS` only.
-    item_features, user_features : Features, data frame or matrix, optional
-        As for ``fit`` of a model; every rank needs all of them, and of the ratings, which cannot be a store.
-    validation_users, validate_every : int
-        As for ``fit`` of a model.
+    weights, item_features, user_features
+        As for ``fit`` of a model; every rank needs all of them, and of the ratings, which cannot be a store. Weights
+        are for `ImplicitALS` only, and may be a path.
     track_objective : bool
         Record the objective of each iteration in ``history_``, even without observers.
     timeout : float

@@ -217,21 +217,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error codes of a full disk, an exhausted quota, and a file that is too large."""
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder until the end of the context or process; yields whether the system supports that."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            locked = lock(handle)
-        except BlockingIOError:
-            text = "another conversion into this folder is running; wait for it, or give another folder"
-            raise BlockingIOError(errno.EWOULDBLOCK, text, str(folder)) from None
-        yield locked
-    finally:
-        os.close(handle)
-
-
 class _Folder:
     """A folder that becomes a store."""
 
@@ -247,12 +232,18 @@ class _Folder:
             raise FileExistsError(errno.EEXIST, "a store is a folder, and there is a file of that name", str(path))
         made = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDONLY)
         try:
-            with _locked(path) as locked:
-                # one conversion at a time uses this folder, so an unlocked file has no owner on any host
-                remove_orphans(path, abandoned=0.0 if locked else ABANDONED)
-                yield
+            try:
+                locked = lock(handle)
+            except BlockingIOError:
+                text = "another conversion into this folder is running; wait for it, or give another folder"
+                raise BlockingIOError(errno.EWOULDBLOCK, text, str(path)) from None
+            # one conversion at a time uses this folder, so an unlocked file has no owner on any host
+            remove_orphans(path, abandoned=0.0 if locked else ABANDONED)
+            yield
         finally:
+            os.close(handle)
             with contextlib.suppress(OSError):  # it is a store now
                 for each in made:
                     each.rmdir()
