@@ -24,7 +24,7 @@ import logging
 import math
 import mmap
 import os
-import threading
+import re
 import zlib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,6 +45,7 @@ from .labels import LABEL_DTYPES, decode_labels
 from .manifest import (
     ARRAYS,
     FORMAT,
+    HEADER,
     LABELS,
     MANIFEST,
     ROUNDING,
@@ -63,8 +64,10 @@ UNFINISHED = "unfinished.json"
 CHUNK = 1 << 18
 """Bytes read at a time to check a file."""
 
-PARSING = threading.Lock()
-"""Lock for NumPy's parser of array headers."""
+_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00v\x00\{'descr': '([<>|][iuf][1248])', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n"
+)
+"""The first `HEADER` bytes of a vector; NumPy has Python parse them, which is not thread-safe in each version."""
 
 AGAIN = "convert the ratings again (hybridmf convert RATINGS STORE --overwrite)"
 
@@ -117,7 +120,7 @@ class Store:
         self._checked: dict[str, tuple[int, int]] = {}  # size and time of files at the time of their validation
         self._sound: dict[Side, dict[int, ValueSummary]] = {side: {} for side in SIDES}  # consistent slabs
         self._counted: set[str] = set()  # files of degrees that are consistent with the sizes of slabs
-        self._layouts: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}  # of arrays that were mapped before
+        self._kinds: dict[str, tuple[np.dtype, str]] = {}  # dtypes and shapes of arrays that were mapped before
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Store:
@@ -206,7 +209,7 @@ class Store:
             Names the first file that has changed since it was written.
         """
         self._checked.clear()
-        self._layouts.clear()
+        self._kinds.clear()
         self._counted.clear()
         for name in self._manifest["files"]:
             self._check_content(name)
@@ -270,24 +273,25 @@ class Store:
     def _vector(self, name: str, *dtypes: Any, length: int | None = None) -> np.ndarray:
         """Vector of a file, mapped; checked at first need."""
         self._check_content(name)
+        path = os.fspath(self.path / name)  # NumPy resolves links of a Path
         try:
-            if name not in self._layouts:
-                # NumPy parses the header with Python's parser, which is not thread-safe in every Python version
-                with PARSING:
-                    self._layouts[name] = _layout(self.path / name)
-            dtype, shape, offset = self._layouts[name]
-            counted = (self._manifest["files"][name]["bytes"] - offset) // max(dtype.itemsize, 1)
-            if dtype not in dtypes or shape != (counted,) or length not in (None, counted):
+            if name not in self._kinds:
+                with open(path, "rb") as file:
+                    header = _HEADER.fullmatch(file.read(HEADER))
+                if header is None:
+                    raise self._error(name, "is no array of numbers in NumPy's format")
+                self._kinds[name] = np.dtype(header[1].decode()), header[2].decode()
+            dtype, shape = self._kinds[name]
+            count = (self._manifest["files"][name]["bytes"] - HEADER) // dtype.itemsize
+            if dtype not in dtypes or shape != f"{count}," or length not in (None, count):
                 wanted = " or ".join(np.dtype(each).name for each in dtypes)
                 size = "" if length is None else f"{length} "
-                raise self._error(name, f"holds {dtype} of shape {shape}, expected a vector of {size}{wanted}")
-            if not counted:  # an empty file cannot be mapped
+                raise self._error(name, f"holds {dtype} of shape ({shape}), expected a vector of {size}{wanted}")
+            if not count:  # an empty file cannot be mapped
                 return np.empty(0, dtype)
-            return np.memmap(os.fspath(self.path / name), dtype, "r", offset, shape)  # NumPy resolves links of a Path
-        except (OSError, ValueError) as error:
-            if isinstance(error, StoreError):
-                raise
-            raise self._error(name, f"is no array ({error})") from error
+            return np.memmap(path, dtype, "r", HEADER, (count,))
+        except OSError as error:
+            raise self._error(name, f"cannot be read ({error.strerror})") from error
 
     def _slab_matrix(self, slab: Slab) -> sp.csr_array:
         shape = (slab.stop - slab.start, self.shape[1 if slab.side == "user" else 0])
@@ -372,19 +376,6 @@ def _hash(slab: Slab, matrix: sp.csr_array) -> int:
     mixed *= np.uint64(0xD6E8FEB86659FD93)
     mixed ^= mixed >> np.uint64(29)
     return int(mixed.sum())
-
-
-def _layout(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Dtype, shape and offset of the array in an .npy file."""
-    with open(path, "rb") as file:
-        version = np.lib.format.read_magic(file)
-        if version != (1, 0):
-            raise ValueError(f"version {version} of .npy")
-        try:
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        except Exception as error:  # any error of Python's tokenizer and parser
-            raise ValueError(f"{type(error).__name__}: {error}") from error
-        return dtype, shape, file.tell()
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

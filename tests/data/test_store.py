@@ -193,7 +193,7 @@ def test_files_that_contradict_each_other_do_not_reach_a_kernel(store):
             "holds float32 of shape .*, expected a vector of .* int32",
         ),
         ("user-000000.indices.npy", indices[None], r"holds .* of shape \(1, .*, expected a vector of \d+ int32"),
-        ("user-000000.indices.npy", b"\x93NUMPY\2\0", r"is no array \(version \(2, 0\) of .npy\)"),
+        ("user-000000.indices.npy", b"\x93NUMPY\2\0", "is no array of numbers"),
         ("user-000000.indices.npy", b"PK\3\4", "is no array"),
         ("user-000000.indices.npy", b"\x93NUMPY\1\0v\0" + b"[" * 118, "is no array"),
         ("item-degrees.npy", degrees[::-1].copy(), "contradicts the sizes of slabs"),
