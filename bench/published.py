@@ -16,7 +16,8 @@ import numpy as np
 import scipy.sparse as sp
 from scipy.special import ndtri
 
-from hybridmf.datasets import _distinct, _plays, _rate, _ratings, shape_of
+import hybridmf as hmf
+from hybridmf.datasets import _distinct, _plays, _rate, shape_of
 
 FITTED_SIGMA = {"users": 1.1, "items": 1.6}
 """Standard deviation of the logarithm of a side's degrees if only their mean is published."""
@@ -102,7 +103,7 @@ def published(shape: str, *, implicit: bool = False, scale: float = 1.0, seed: i
     rng = np.random.default_rng(seed)
     pairs = published_pairs(np, rng, shape, scale, rng)
     if implicit:
-        return _ratings(pairs // n, pairs % n, _plays(len(pairs), rng), (m, n)).user_items
+        return hmf.Ratings.from_coo(pairs // n, pairs % n, _plays(len(pairs), rng), shape=(m, n)).user_items
     return _rate(pairs, m, n, rng).user_items
 
 

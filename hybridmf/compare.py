@@ -359,13 +359,7 @@ class Comparison:
         return self._table("seconds of a whole fit", columns)
 
     def to_frame(self) -> Any:
-        """A pandas data frame with one row for each run.
-
-        Raises
-        ------
-        ImportError
-            pandas is not installed.
-        """
+        """A pandas data frame with one row for each run; an ImportError without pandas."""
         return pandas_frame([run.as_dict() for run in self.runs], "use to_json()")
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -392,23 +386,15 @@ class Comparison:
         return text
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Bars of seconds per iteration and of the held-out metric, and quality over seconds.
+        """Bars of seconds per iteration and of the held-out metric, and quality over seconds, as a matplotlib figure.
 
-        `hybridmf.plots` has each of them alone: `bars`, `score_bars` and `curves`.
+        `hybridmf.plots` has each of them alone: `bars`, `score_bars` and `curves`; it raises an ImportError without
+        matplotlib.
 
         Parameters
         ----------
         path : path-like, optional
             File to write the figure to; the suffix selects the format.
-
-        Returns
-        -------
-        matplotlib figure
-
-        Raises
-        ------
-        ImportError
-            matplotlib is not installed.
         """
         from . import plots
 

@@ -125,7 +125,7 @@ def _rate(pairs: np.ndarray, m: int, n: int, rng: np.random.Generator, rank: int
         part = slice(start, start + PIECE)
         score[part] = np.einsum("ij,ij->i", taste[users[part]], kind[items[part]])
     score = 3.5 + score / np.sqrt(rank) + rng.normal(scale=0.5, size=len(pairs)).astype(np.float32)
-    return _ratings(users, items, np.clip(np.rint(score), 1, 5), (m, n))
+    return Ratings.from_coo(users, items, np.clip(np.rint(score), 1, 5), shape=(m, n))
 
 
 def _counts(m: int, n: int, nnz: int, rng: np.random.Generator, groups: int = 20, favourites: int = 4) -> Ratings:
@@ -141,13 +141,9 @@ def _counts(m: int, n: int, nnz: int, rng: np.random.Generator, groups: int = 20
     low[anywhere], high[anywhere] = 0.0, edges[-1]
     items = np.minimum(np.searchsorted(edges, low + rng.random(nnz) * (high - low), side="right") - 1, n - 1)
     pairs = _distinct(np, users.astype(np.int64) * n + rng.permutation(n)[items])
-    return _ratings(pairs // n, pairs % n, _plays(len(pairs), rng), (m, n))
+    return Ratings.from_coo(pairs // n, pairs % n, _plays(len(pairs), rng), shape=(m, n))
 
 
 def _plays(number: int, rng: np.random.Generator) -> np.ndarray:
     """Counts with a power-law tail, float32."""
     return np.asarray(np.minimum(rng.zipf(2.0, number), 100), dtype=np.float32)
-
-
-def _ratings(users: Any, items: Any, values: np.ndarray, shape: tuple[int, int]) -> Ratings:
-    return Ratings.from_coo(users, items, values, shape=shape)

@@ -1,6 +1,6 @@
 """Regular delimited text through pyarrow's multi-threaded CSV reader, if pyarrow is installed.
 
-Both readers yield the same results as those of `text`, or decline with None as soon as a block has content that both
+The chunks are those of `text`, or it declines with None as soon as a block has content that both
 could read differently. `text` then reads the file from its beginning, so results and messages are always those of
 `text`.
 """
@@ -12,6 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -49,31 +50,24 @@ class _Irregular(Exception):
 _DECLINED = (_Irregular, OSError, EOFError, zlib.error)  # the latter for damaged gzip files
 
 
-def integer_chunks(layout: TextLayout, size: int = BLOCK_BYTES, *, narrow: bool = False) -> Iterator[TimedChunk | None]:
-    """Users, items (int64) and values (float64) in blocks of `size` bytes; None to decline.
-
-    `narrow`: users and items are int32 as long as all fit, which is faster to parse.
-    """
-    try:
-        for table in _tables(layout, size, integers=True, narrow=narrow):
-            users, items = (table[place].to_numpy() for place in (layout.user, layout.item))
-            yield users, items, *_values_and_times(table, layout)
-    except _DECLINED:
-        yield None
-
-
-def label_chunks(
-    layout: TextLayout, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_BYTES
+def chunks(
+    layout: TextLayout,
+    user_table: dict[str, int] | None = None,
+    item_table: dict[str, int] | None = None,
+    size: int = BLOCK_BYTES,
+    *,
+    narrow: bool = False,
 ) -> Iterator[TimedChunk | None]:
-    """Codes (int32) of users and items, and values (float64), in blocks of `size` bytes; None to decline.
+    """Users, items, values (float64) and times in blocks of `size` bytes; None to decline.
 
-    New labels enter the tables, empty at first, with codes in the order of their first appearance.
+    Without tables, ids are integers: int64, or if `narrow` int32 as long as all fit, which is faster to parse. Labels
+    enter the tables, empty at first, with codes (int32) in the order of their first appearance.
     """
-    codes_of_users, codes_of_items = codes_into(user_table), codes_into(item_table)
+    plain = methodcaller("to_numpy")
+    of_users, of_items = (plain if table is None else codes_into(table) for table in (user_table, item_table))
     try:
-        for table in _tables(layout, size, integers=False):
-            users, items = codes_of_users(table[layout.user]), codes_of_items(table[layout.item])
-            yield users, items, *_values_and_times(table, layout)
+        for table in _tables(layout, size, integers=user_table is None, narrow=narrow):
+            yield of_users(table[layout.user]), of_items(table[layout.item]), *_values_and_times(table, layout)
     except _DECLINED:
         yield None
 

@@ -504,9 +504,9 @@ def _text_readers(layout: TextLayout, limit: int) -> Iterator[_Reader]:
     makers: list[Any] = [functools.partial(record_chunks, layout, size=blocks)]
     if limit >= arrow_text.MEMORY:
         size = min(arrow_text.BLOCK_BYTES, limit // 32)
-        makers.insert(0, functools.partial(arrow_text.label_chunks, layout, size=size))
+        makers.insert(0, functools.partial(arrow_text.chunks, layout, size=size))
         if layout.integer_ids:
-            chunks = _checked_values(arrow_text.integer_chunks(layout, size), layout)
+            chunks = _checked_values(arrow_text.chunks(layout, size=size), layout)
             yield _Reader(chunks, (_Integers(), _Integers()), where, layout.path, valued)
     for make in makers:
         users, items = _Codes(), _Codes()

@@ -29,7 +29,7 @@ from ..core.validate import check_bool, check_choice, check_memory, make_csr, ro
 from ..errors import RatingsError
 from .columns import AUTO, check_distinct_names, column_place
 from .labels import MISSING_WORDS, is_missing, plain_array, some
-from .readers import null_rows, read_frame
+from .readers import null_rows, plain_ids, read_frame
 from .text import INTEGER
 
 logger = logging.getLogger("hybridmf")
@@ -283,10 +283,8 @@ def _column_of_labels(table: Table, name: Any) -> np.ndarray:
             f"column {name!r} of {table.source}, its labels, is null in {np.count_nonzero(absent):,} of "
             f"{len(absent):,} rows (the first is row {int(np.argmax(absent))}); leave such rows out"
         )
-    if plain:
-        return plain_array(series)
-    narrow = series.dtype.is_integer() and "128" not in str(series.dtype)
-    return np.asarray(series.to_numpy()) if narrow else plain_array(series.to_list())
+    ids = series if plain else plain_ids(series)
+    return plain_array(ids) if isinstance(ids, list) else ids
 
 
 def _names_in(argument: str, source: str, names: list[Any], wanted: Any) -> list[Any]:

@@ -212,10 +212,14 @@ def _coded_column(source: str, table: Any, column: Any) -> tuple[np.ndarray, np.
 
 def _frame_ids(source: str, table: Any, column: Any, first_row: int = 0) -> np.ndarray | list[Any]:
     series = _frame_column(source, table, column, first_row)
-    # a list, since a NumPy array pads each string to the longest; NumPy has no integers of 128 bits
-    narrow = series.dtype.is_integer() and "128" not in str(series.dtype)
     if series.dtype.is_float():
         _check_exact_ids(source, column, series.to_numpy(), first_row)
+    return plain_ids(series)
+
+
+def plain_ids(series: Any) -> np.ndarray | list[Any]:
+    """Integers as an array; others as a list, since an array pads each string to the longest."""
+    narrow = series.dtype.is_integer() and "128" not in str(series.dtype)  # NumPy has no integers of 128 bits
     return series.to_numpy() if narrow else series.to_list()
 
 

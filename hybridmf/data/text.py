@@ -482,10 +482,10 @@ def read_fields(layout: TextLayout, place: int) -> np.ndarray:
 
 def _read_regular(layout: TextLayout) -> Any:
     """`Columnar` through pyarrow, with times as a fourth element if the layout has them; None if pyarrow declines."""
-    numeric = join_chunks(arrow_text.integer_chunks(layout, narrow=True)) if layout.integer_ids else None
+    numeric = join_chunks(arrow_text.chunks(layout, narrow=True)) if layout.integer_ids else None
     if numeric is not None:
         return factorize_integers(numeric[0]), factorize_integers(numeric[1]), *numeric[2:]
-    return joined_labels(functools.partial(arrow_text.label_chunks, layout))
+    return joined_labels(functools.partial(arrow_text.chunks, layout))
 
 
 def _read_records(layout: TextLayout, mask: np.ndarray | None = None) -> Any:

@@ -107,8 +107,7 @@ def test_files_are_read_alike_or_not_at_all(tmp_path, file, found, size):
     except RatingsError:
         return
     with pytest.MonkeyPatch.context() as patch:
-        for chunks in ("integer_chunks", "label_chunks"):
-            patch.setattr(getattr(arrow_text, chunks), "__defaults__", (size,))
+        patch.setattr(arrow_text.chunks, "__defaults__", (None, None, size))
         fast = outcome(text._read_regular, layout)
         patch.setattr(text, "BLOCK_CHARS", min(size, 1 << 16))
         plain = outcome(text._read_records, layout)
@@ -158,7 +157,7 @@ def test_regular_files_are_read_by_pyarrow(tmp_path, kind, packed, monkeypatch):
 
 def test_ids_of_a_file_take_half_the_memory_where_they_fit(tmp_path):
     for label, kind in (("2147483647", np.int32), ("2147483648", np.int64), ("-2147483649", np.int64)):
-        chunks = arrow_text.integer_chunks(layout_of(write(tmp_path, f"3,4,1\n{label},20,5\n")), 8)
+        chunks = arrow_text.chunks(layout_of(write(tmp_path, f"3,4,1\n{label},20,5\n")), size=8)
         users, items, _ = text.join_chunks(chunks)
         assert users.dtype == kind and users.tolist() == [3, int(label)] and items.dtype == np.int32
 
@@ -185,7 +184,7 @@ def test_without_pyarrow_the_other_readers_read(tmp_path, monkeypatch):
 
 
 def test_a_late_error_is_reported_as_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow_text.integer_chunks, "__defaults__", (16,))
+    monkeypatch.setattr(arrow_text.chunks, "__defaults__", (None, None, 16))
     rows = [f"{k},{k},1\n" for k in range(1, 200)]
     with pytest.raises(RatingsError, match="line 200 has the value 'x', which is not a number"):
         read(tmp_path, "".join([*rows, "1,5,x\n"]))
@@ -214,7 +213,7 @@ def test_conversions_with_little_memory_do_not_use_pyarrow(tmp_path, monkeypatch
 
 def test_narrow_ids_widen_where_they_have_to(tmp_path):
     layout = layout_of(write(tmp_path, "3,4,1\n5,6,2\n2147483648,20,5\n7,-8,1\n"))
-    chunks = [chunk for chunk in arrow_text.integer_chunks(layout, 8, narrow=True) if chunk is not None]
+    chunks = [chunk for chunk in arrow_text.chunks(layout, size=8, narrow=True) if chunk is not None]
     kinds = [users.dtype for users, *_ in chunks]
     assert kinds[0] == np.int32 and kinds[-1] == np.int64
     assert np.concatenate([users for users, *_ in chunks]).tolist() == [3, 5, 2147483648, 7]
