@@ -61,9 +61,10 @@ from hybridmf.plan import assemblies as plan_assemblies
 from hybridmf.plan.als import ALS
 from hybridmf.plan.als_gpu import GPU_SEGMENT, WHOLE_ROW
 from hybridmf.plan.fused import table_width
+from hybridmf.plan.half_sweep import PUBLISHED_BATCH
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
-from hybridmf.plan.types import PUBLISHED_BATCH, Plan, Settings
+from hybridmf.plan.types import Plan, Settings
 from hybridmf.ranks.gpu_rank import GpuWorker
 from hybridmf.ranks.su_als import RankALS, one_device
 

@@ -273,7 +273,7 @@ def measure_phases_gpu(device: Any, data: Split, f: int, side: Side, repeats: in
                 sums.append(assembly.milliseconds())
                 wholes.append(whole)
     hermitian, whole = float(np.median(sums)), float(np.median(wholes))
-    memory = {"batch_slots": solver.plan.batch_slots, "planned_batch_bytes": solver.plan.bytes.get("batch")}
+    memory = {"batch_slots": solver.plan.batch_slots, "planned_batch_bytes": solver.plan.bytes.get("systems")}
     return {"hermitian_ms": hermitian, "solve_ms": whole - hermitian} | memory
 
 

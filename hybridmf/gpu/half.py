@@ -24,8 +24,8 @@ from ..formats import tiled
 from ..native import _als
 from ..native.arguments import Weights
 from ..native.status import SINGULAR_PIVOT, check_status
-from ..plan.als_gpu import PREDICTED_ROWS, PUBLISHED
 from ..plan.fused import FusedConfig, table_width
+from ..plan.half_sweep import PREDICTED_ROWS, PUBLISHED
 from ..plan.row_forms import dual_up_to
 from ..plan.types import Plan
 from . import arrays, bals, cholesky_any, dual, fused, losses, matrix, predictions

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from ..core import system
 from ..core.objective import SIDES, Objective
 from ..core.scratch import find_room
@@ -13,31 +11,32 @@ from ..core.system import mib
 from ..device.cuda import DeviceSpec
 from . import assemblies, dispatch, fused
 from . import machine as machines
-from .half_sweep import BATCH_BYTES, SEGMENT_BYTES, SLAB_BUFFERS, basis_bytes, slot_bytes, slots_at_once
-from .memory import tile_pointers
+from .half_sweep import (
+    BATCH_BYTES,
+    PUBLISHED,
+    PUBLISHED_BATCH,
+    SLAB_BUFFERS,
+    HalfPlan,
+    fewest_batches,
+    slot_bytes,
+    slots_of_both,
+)
 from .partitions import ScalePlan, plan_host_ranks, plan_ranks, plan_streamed_ranks
-from .row_forms import changes_basis, check_row_form, dual_sides, dual_up_to, side_sizes
-from .types import GPU_ASSEMBLIES, PUBLISHED_BATCH, Place, Plan, Settings, memory_lacks
+from .row_forms import check_row_form, dual_sides, dual_up_to
+from .types import GPU_ASSEMBLIES, Place, Plan, Settings, memory_lacks
 
 GPU_SEGMENT = 16384
 """Entries above which the published assemblies split a row (fused kernels: `hybridmf.plan.fused.SEGMENT`)."""
 
 SUBSPACE_ASSEMBLIES = ("fused", "sparse_syrk")
-
-PUBLISHED = "published"
-"""Variant of a kernel as printed."""
+"""Assemblies that sum the systems of iALS++: those that "auto" chooses from."""
 
 WHOLE_ROW = 2**31 - 1
 """Segment that holds every row."""
-"""Assemblies that sum the systems of iALS++: those that "auto" chooses from."""
 
 STREAM_SLAB = 16 << 20
 """Entries of a slab of streamed in-memory ratings: its copy takes 2.4 ms on a PCIe 5 bus. At each slab boundary some
 kernels end before others start, which costs 0.25 ms on an H200."""
-
-
-PREDICTED_ROWS = 2048
-"""Entries of a row whose losses or predictions one warp sums."""
 
 
 def gpu_segment(assembly: str, variant: str = "") -> int:
@@ -47,37 +46,64 @@ def gpu_segment(assembly: str, variant: str = "") -> int:
     return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
 
 
-def most_at_once(plan: Plan) -> int:
-    """Bound of the systems of a batch by the method."""
-    return PUBLISHED_BATCH if plan.variant == PUBLISHED else WHOLE_ROW
-
-
 def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
-    """Complete a plan for a GPU; a pure function of sizes and of the properties of the GPU."""
+    """Complete a plan for a GPU; a pure function of sizes and of the properties of the GPU.
+
+    Ratings stay on the GPU or, if they do not fit, are streamed; factors that do not fit either are loaded in parts.
+    """
     plan = choices(plan, settings, objective, spec)
-    assert plan.gpu is not None
-    spec = plan.gpu
-    whole = _with_batches(plan.changed(streamed="", slab=0), _gpu_fixed_bytes(plan), spec)
-    if plan.streamed:
-        check_row_form(plan, objective)
-        return _gpu_stored(plan, whole, spec)
-    if plan.solver == "subspace":
-        check_row_form(plan, objective)
-        return whole
     dual = plan.changed(dual_sides=dual_sides(plan, objective))
-    dual = _with_batches(dual, _gpu_fixed_bytes(dual), spec)
-    if plan.row_form == "dual" or not memory_lacks(dual):
-        check_row_form(dual, objective)
-        return dual
-    if not memory_lacks(whole) or plan.reorder != "none" or plan.tile_rows:
+    check_row_form(dual, objective)
+    whole = _in_memory(dual)
+    if dual.dual_sides and plan.row_form != "dual" and memory_lacks(whole):
+        whole = _in_memory(plan)
+    stays = plan.row_form == "dual" or plan.reorder != "none" or plan.tile_rows or plan.solver == "subspace"
+    if stays or not memory_lacks(whole):
         return whole
-    streamed = _gpu_streamed(plan, spec)
-    if not memory_lacks(streamed):
-        return streamed
-    return _offloaded(plan, spec) or whole
+    return _streamed(plan) or _offloaded(plan) or whole
 
 
-def _offloaded(plan: Plan, spec: DeviceSpec) -> Plan | None:
+def _in_memory(plan: Plan) -> Plan:
+    """The plan with all data on the GPU; it may not fit."""
+    assert plan.gpu is not None
+    whole = plan.changed(streamed="", slab=0)
+    scale = plan_ranks(whole, 1, plan.gpu.free_bytes, _machine(plan))
+    return _with_memory(plan.changed(resident=bool(plan.streamed)), scale)
+
+
+def _streamed(plan: Plan) -> Plan | None:
+    """The plan that streams ratings in the slabs of a store, or from host memory; None if not even single rows fit."""
+    assert plan.gpu is not None
+    free, machine, scale = plan.gpu.free_bytes, _machine(plan), None
+    place: Place = "disk" if plan.streamed and not host_has_room(plan) else "host"
+    if plan.streamed:
+        half, entries = HalfPlan("user", 1, 1, 1, place, split=False), SLAB_BUFFERS * plan.slab
+        least = -(-plan.nnz // plan.slab)
+        found = {s: fewest_batches(plan, replace(half, side=s), machine, free, least, entries) for s in SIDES}
+        halves = {side: half for side, half in found.items() if half is not None}
+        scale = ScalePlan(plan, machine, 1, free, halves) if len(halves) == len(SIDES) else None
+    else:
+        scale = plan_streamed_ranks(plan, 1, free, place, STREAM_SLAB, machine, model_parallel_only=True)
+    if scale is None:
+        return None
+    if not plan.streamed:
+        plan = plan.changed(slab=max(map(scale.slab, SIDES)), notes=(*plan.notes, streaming_note(plan, "GPU")))
+    return _with_memory(plan.changed(streamed=place), scale)
+
+
+def _machine(plan: Plan) -> machines.Machine:
+    """Rates of the GPU of a plan."""
+    assert plan.gpu is not None
+    return machines.machine().with_gpu(plan.gpu)
+
+
+def _with_memory(plan: Plan, scale: ScalePlan) -> Plan:
+    """The plan with the memory and the batches of a partition."""
+    sizes = {name: size for name, size in scale.fullest.bytes.items() if size}
+    return plan.changed(bytes=sizes, batch_slots=slots_of_both(scale.plan, scale.halves.values()))
+
+
+def _offloaded(plan: Plan) -> Plan | None:
     """The plan with offloaded factors, in host memory or in files; None if not even parts of them fit on the GPU."""
     free, needed = system.available_memory(), plan.offloaded_bytes
     # empty if the factors fit in host memory, or if no folder has room
@@ -86,8 +112,8 @@ def _offloaded(plan: Plan, spec: DeviceSpec) -> Plan | None:
     beside = 0 if folder else needed
     ratings: Place = "disk" if plan.streamed and not host_has_room(plan, beside) else "host"
     slab = host_slab(plan, ratings)
-    machine = machines.machine().with_gpu(spec)
-    scale = plan_host_ranks(plan, 1, spec.free_bytes, ratings, slab, machine, factors=factors)
+    assert plan.gpu is not None
+    scale = plan_host_ranks(plan, 1, plan.gpu.free_bytes, ratings, slab, _machine(plan), factors=factors)
     if scale is None:
         return None
     note = "the factors do not fit on the GPU: they stay in the memory of the host"
@@ -164,17 +190,6 @@ def _check_subspace(plan: Plan) -> None:
         )
 
 
-def _gpu_stored(plan: Plan, whole: Plan, spec: DeviceSpec) -> Plan:
-    """Place the slabs of a store on the GPU, in host memory, or on disk, whichever fits first."""
-    if not memory_lacks(whole):
-        return whole.changed(streamed="disk", slab=plan.slab, resident=True)
-    where: Place = "host" if host_has_room(plan) else "disk"
-    streamed = _with_batches(plan.changed(streamed=where), _streamed_bytes(plan), spec)
-    if not memory_lacks(streamed):
-        return streamed
-    return _offloaded(plan, spec) or streamed
-
-
 def host_has_room(plan: Plan, beside: int = 0) -> bool:
     """Whether all ratings of a store, in both orientations, fit in host memory together with `beside` bytes."""
     loaded = 2 * plan.nnz * (4 + plan.itemsize) + 8 * (plan.n_users + plan.n_items)
@@ -189,95 +204,9 @@ def streaming_note(plan: Plan, where: str) -> str:
     return f"the ratings do not fit on the {where}: {mib(moved)} come from the memory of the host in each iteration"
 
 
-def _gpu_streamed(plan: Plan, spec: DeviceSpec) -> Plan:
-    """The plan that streams ratings from host memory, in slabs that fit."""
-    itemsize = plan.itemsize
-    left = spec.free_bytes - sum(_streamed_bytes(plan).values())
-    # half of it for the buffers, the other half for batches
-    slab = int(np.clip(left / 2 / (SLAB_BUFFERS * (4 + itemsize)), 1, STREAM_SLAB))
-    slab = min(max(slab, *plan.longest), plan.nnz)  # a row is never cut
-    plan = plan.changed(streamed="host", slab=slab, notes=(*plan.notes, streaming_note(plan, "GPU")))
-    return _with_batches(plan, _streamed_bytes(plan), spec)
-
-
-def _streamed_bytes(plan: Plan) -> dict[str, int]:
-    """`_gpu_fixed_bytes` with a few slabs in place of all ratings."""
-    sizes, itemsize = _gpu_fixed_bytes(plan), plan.itemsize
-    sizes["ratings"] += (SLAB_BUFFERS * plan.slab - 2 * plan.nnz) * (4 + itemsize)
-    return sizes
-
-
-def _with_batches(plan: Plan, sizes: dict[str, int], spec: DeviceSpec) -> Plan:
-    """The plan with the largest batch of systems that memory allows."""
-    each = slot_bytes(plan)
-    most = _most_slots(plan, max(plan.n_users, plan.n_items))
-    left = min(BATCH_BYTES, max(0, spec.free_bytes - sum(sizes.values())))
-    # BALS assembles whole blocks of rows; the others sum all segments of a row together
-    least = plan.tile_rows or max(1, -(-max(plan.longest) // plan.segment))
-    slots = int(np.clip(left // each, least, max(least, min(most, most_at_once(plan)))))
-    return plan.changed(batch_slots=slots, bytes=sizes | {"batch": max(slots * each, _gram_excess(plan))})
-
-
-def _gram_excess(plan: Plan) -> int:
-    """Bytes by which the sums of the Gram matrix exceed the new factors, which reuse their memory."""
-    if plan.feedback == "explicit":
-        return 0
-    rows, itemsize = max(plan.n_users, plan.n_items), plan.itemsize
-    width = fused.table_width(plan.rank, plan.dtype)
-    return max(0, fused.gram_bytes(rows, width, itemsize) - rows * width * itemsize)
-
-
-def _most_slots(plan: Plan, rows: int) -> int:
-    """Upper bound on the systems and segments of a number of rows of a side."""
-    # a row has one slot, and one more for each segment; rows solved in one kernel need slots only if they are long
-    cuts = plan.nnz // plan.segment
-    return cuts + (rows if plan.solved_apart else cuts) + 1
-
-
-def _gpu_fixed_bytes(plan: Plan) -> dict[str, int]:
-    """Memory by purpose, without batches."""
-    m, n, nnz = plan.n_users, plan.n_items, plan.nnz
-    itemsize = plan.itemsize
-    width = fused.table_width(plan.rank, plan.dtype)
-    if plan.rank > plan.factors:  # biases, and offsets of the ratings by the fixed side's biases
-        width += 2
-    sizes = {
-        # both orientations; offsets, order, scale and status of each row
-        "ratings": 2 * nnz * (4 + itemsize) + (m + n) * (8 + 4 + itemsize + 4),
-        # old and new factors of the side being solved, so that an interrupted half sweep has no effect
-        "factors": (m + n + max(m, n)) * width * itemsize,
-    }
-    if plan.assembly == "fused":
-        sizes["operands"] = max(m, n) * fused.operand_bytes(plan.system_rank, plan.precision)
-    changing = [side_sizes(plan, side) for side in SIDES if changes_basis(plan, side)]
-    if changing:
-        sizes["basis"] = max(basis_bytes(plan, fixed, solved) for solved, fixed in changing)
-    if plan.solver == "subspace":
-        sizes |= _subspace_bytes(plan)
-    if not plan.tile_rows:
-        sizes["ratings"] += sum(_most_slots(plan, rows) for rows in (m, n)) * SEGMENT_BYTES
-    else:
-        sizes["tiles"] = 2 * nnz * (8 + itemsize) + 8 * (tile_pointers(m, n, plan) + tile_pointers(n, m, plan))
-    return sizes
-
-
-def _subspace_bytes(plan: Plan) -> dict[str, int]:
-    """Memory by purpose of iALS++ beside that of the exact solver of systems of the size of a block."""
-    m, n, itemsize = plan.n_users, plan.n_items, plan.itemsize
-    widths = [fused.table_width(last - first, plan.dtype) for first, last in plan.blocks]
-    return {
-        # of each entry; (row, begin, end) of segments of rows
-        "predictions": plan.nnz * itemsize + 24 * (m + n + plan.nnz // PREDICTED_ROWS),
-        # the fixed side by blocks, changes of the solutions, and what they are computed from
-        "blocks": max(m, n) * (sum(widths) + 3 * widths[0]) * itemsize,
-    }
-
-
 def with_scale(plan: Plan, scale: ScalePlan) -> Plan:
     """The plan with offloaded factors."""
-    sizes = {name: size for name, size in scale.fullest.bytes.items() if size}
-    slots = min(slots_at_once(plan, half) for half in scale.halves.values())
-    return plan.changed(scale=scale, bytes=sizes, batch_slots=slots)
+    return _with_memory(plan.changed(scale=scale), scale)
 
 
 def host_slab(plan: Plan, place: Place) -> int:
@@ -304,7 +233,8 @@ def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: Devic
         return with_scale(plan, scale)
     beside = max(half.total_bytes - half.bytes["systems"] for half in scale.halves.values())
     left = min(BATCH_BYTES, max(0, free - beside))
-    slots = max(min(left // slot_bytes(plan), most_at_once(plan)), plan.tile_rows, 1)
+    most = PUBLISHED_BATCH if plan.variant == PUBLISHED else left
+    slots = max(min(left // slot_bytes(plan), most), plan.tile_rows, 1)
     return plan.changed(bytes=scale.fullest.bytes, batch_slots=slots)
 
 
@@ -315,7 +245,7 @@ def _spread(plan: Plan, free: int) -> ScalePlan:
     side does not fit, it is split over the GPUs or loaded from the host, whichever is predicted to be faster.
     """
     assert plan.gpu is not None
-    machine, ranks, stored = machines.machine().with_gpu(plan.gpu), len(plan.devices), bool(plan.streamed)
+    machine, ranks, stored = _machine(plan), len(plan.devices), bool(plan.streamed)
     # tiles need whole rows, and so do the dual form and slabs of a store that stay on a GPU
     whole_rows = plan.tile_rows > 0 or stored or plan.row_form == "dual"
     scale = plan_ranks(plan, ranks, free, machine, model_parallel_only=whole_rows)

@@ -12,11 +12,14 @@ A GPU holds, in bytes a cell i and with the rows padded to w cells (cuMF eq. 8 c
     m/q w i            solutions of the batch; twice if they are copied to the host concurrently, and once more for
                        the warm start of approximate solvers; or all new rows, if they stay on the GPUs
     nnz/(p q) (4 + i)  entries, times SLAB_BUFFERS; or the GPU's share of the ratings in both orientations
-    systems            those computed at a time; or, if parts take turns, the systems of the batch and those summed
+    systems            those of a batch, or of BATCH_BYTES at a time; of rows longer than a segment alone if the others
+                       are solved on the chip; or, if parts take turns, the systems of the batch and those summed
                        before they are added; or, if sums are reduced over GPUs, the systems of all rows; more if the
                        sums of the Gram matrix, which are freed before solutions and systems, are larger than both
     basis              the fixed side and some solutions in the basis of implicit rows in the dual form
     (m + n)/GPUs w i   the GPU's share of both sides, if factors stay on the GPUs
+    rows               offset, order, status and scale of a row, and the segments of long ones
+    tiles, blocks ...  what BALS and iALS++ need beside that
 
 Ratings and factors that do not stay on GPUs are in host memory, or on disk if they do not fit there: first the factors
 of both sides, old and new, then the ratings in both orientations.
@@ -33,6 +36,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -40,6 +44,7 @@ from ..core.objective import Side, other_side
 from . import fused
 from .grid import Grid
 from .machine import Machine
+from .memory import tile_pointers
 from .row_forms import dual_up_to, short_rows, side_sizes
 
 if TYPE_CHECKING:
@@ -73,6 +78,15 @@ ROWS_AT_ONCE = 1 << 18
 """Rows in the dual form whose solutions change back from another basis together."""
 
 MOST_PARTS = 1 << 20
+
+PUBLISHED = "published"
+"""Variant of a kernel as printed."""
+
+PUBLISHED_BATCH = 4096
+"""Systems at a time in the paper of Gates et al. (section V)."""
+
+PREDICTED_ROWS = 2048
+"""Entries of a row whose losses or predictions one warp sums."""
 
 BLOCK_LAUNCHES = 30
 """Launches for a block of coordinates of the subspace solver, most of them small kernels."""
@@ -169,30 +183,40 @@ def batch_entries(plan: Plan, side: Side, batches: int) -> int:
     return max(-(-plan.nnz // batches), plan.longest_row(side))
 
 
-def _slots(plan: Plan, half: HalfPlan) -> int:
-    """Partial sums of a batch in memory: one for each row, and more for rows longer than a segment.
+def _most_slots(rows: int, entries: int, segment: int, apart: bool) -> int:
+    """Most partial sums of rows: one for each and each full segment, or two for each full segment of long rows alone.
 
-    Rows of one segment that are solved on the chip need none. With factors on the GPUs they are counted nonetheless:
-    there, memory decides where ratings are, and not the number of rows in a batch.
+    `apart`: whether sums of all rows are in memory, and not those of rows longer than a segment alone.
     """
-    rows, cuts = -(-plan.rows(half.side) // half.batches), batch_entries(plan, half.side, half.batches) // plan.segment
-    on_chip = half.factors != "device" and half.fixed == "replicated" and not plan.solved_apart
-    return 2 * cuts + 1 if on_chip else rows + cuts
+    return rows + entries // segment if apart else 2 * (entries // segment) + 1
+
+
+def _slots(plan: Plan, half: HalfPlan) -> int:
+    """Partial sums of a batch in memory."""
+    rows, apart = -(-plan.rows(half.side) // half.batches), half.fixed != "replicated" or plan.solved_apart
+    return _most_slots(rows, batch_entries(plan, half.side, half.batches), plan.segment, apart)
 
 
 def slots_at_once(plan: Plan, half: HalfPlan) -> int:
     """Partial sums computed at a time."""
     assert plan.gpu is not None
     most = BATCH_BYTES if half.factors == "device" else max(1, min(HOST_BATCH_BYTES, plan.gpu.free_bytes // 8))
-    least = 1
+    least, systems = 1, PUBLISHED_BATCH if plan.variant == PUBLISHED else plan.n_users + plan.n_items + plan.nnz
     if half.fixed == "split":  # two buffers of a row's sums from each GPU, and their sum
         least = 2 * (SYSTEMS_PER_ROW * half.grid.splits + 1)
     elif half.turns == 1:
-        # the segments of a row are solved together, and summed together unless parts take turns
-        least = max(1, -(-plan.longest_row(half.side) // plan.segment))
+        # the segments of a row are solved together, and summed together unless parts take turns; BALS sums whole tiles
+        least = max(1, plan.tile_rows, -(-plan.longest_row(half.side) // plan.segment))
     else:
         most = min(CHUNK_BYTES, most)
-    return max(least, min(_slots(plan, half), most // slot_bytes(plan)))
+    return max(least, min(_slots(plan, half), most // slot_bytes(plan), systems))
+
+
+def slots_of_both(plan: Plan, halves: Iterable[HalfPlan]) -> int:
+    """Partial sums at a time that suit both half sweeps: those of the smaller batches, or all if there is one batch."""
+    at_once = {half.side: slots_at_once(plan, half) for half in halves}
+    cut = [slots for side, slots in at_once.items() if slots < _slots(plan, HalfPlan(side, 1, 1, 1))]
+    return min(cut, default=max(at_once.values()))
 
 
 def basis_bytes(plan: Plan, fixed: int, solved: int) -> int:
@@ -230,16 +254,18 @@ def half_bytes(
         if half.ratings == "device":
             entries = 2 * -(-plan.nnz // half.gpus)
     width = fused.table_width(plan.rank, plan.dtype) * itemsize
-    if plan.rank > plan.factors and not on_device:  # biases, and offsets of the ratings by the fixed side's biases
+    if plan.rank > plan.factors:  # biases, and offsets of the ratings by the fixed side's biases
         width += 2 * itemsize
     # a GPU's old rows are kept until the half sweep is complete
     solutions = solved if on_device else -(-rows // half.batches)
     solutions *= width * (1 if on_device else 2 if plan.solver == "cholesky" else 3)
     at_once, each = slots_at_once(plan, half), slot_bytes(plan)
-    systems = at_once * each
-    segments = 0 if on_device else _slots(plan, half)
-    if on_device and half.fixed == "split":  # segments of all rows of a group exist at once
+    systems, segments = at_once * each, _slots(plan, half)
+    if half.fixed == "split" and on_device:  # segments of all rows of a group exist at once
         segments = -(-rows // grid.groups)
+    elif on_device:  # those of both sides stay
+        nnz = -(-plan.nnz // half.gpus)
+        segments = sum(_most_slots(-(-n // half.gpus), nnz, plan.segment, plan.solved_apart) for n in (rows, others))
     if half.turns > 1:
         systems += _slots(plan, half) * each
         segments += at_once
@@ -248,16 +274,37 @@ def half_bytes(
         systems = max(systems, sums if half.fixed == "split" else sums - solutions)
     own_is_part = on_device and grid.groups == 1
     changes_basis = plan.feedback == "implicit" and longest_dual(plan, half) > 0
-    operand = fused.operand_bytes(plan.rank, plan.precision) if plan.assembly == "fused" else 0
+    operand = fused.operand_bytes(plan.system_rank, plan.precision) if plan.assembly == "fused" else 0
     return {
+        "ratings": entries * (4 + itemsize),
+        "factors": own * width if on_device else 0,
         "fixed side": 0 if own_is_part else fixed * width * (half.buffers if half.turns > 1 else 1),
         "operands": fixed * operand,
         "basis": basis_bytes(plan, fixed, solved) if changes_basis else 0,
         "solutions": solutions,
-        "factors": own * width if on_device else 0,
-        "ratings": entries * (4 + itemsize),
-        "rows": own * (ROW_BYTES + itemsize) + segments * SEGMENT_BYTES,
+        "rows": own * (ROW_BYTES + itemsize) + (0 if plan.tile_rows else segments * SEGMENT_BYTES),
         "systems": systems,
+        **({"tiles": _tile_bytes(plan, half.gpus)} if plan.tile_rows else {}),
+        **(_subspace_bytes(plan) if plan.solver == "subspace" else {}),
+    }
+
+
+def _tile_bytes(plan: Plan, gpus: int) -> int:
+    """Memory of a GPU for both orientations in tiles, beside the ratings."""
+    m, n = plan.n_users, plan.n_items
+    pointers = tile_pointers(-(-m // gpus), n, plan) + tile_pointers(-(-n // gpus), m, plan)
+    return 2 * -(-plan.nnz // gpus) * (8 + plan.itemsize) + 8 * pointers
+
+
+def _subspace_bytes(plan: Plan) -> dict[str, int]:
+    """Memory by purpose of iALS++ beside that of the exact solver of systems of the size of a block."""
+    m, n, itemsize = plan.n_users, plan.n_items, plan.itemsize
+    widths = [fused.table_width(last - first, plan.dtype) for first, last in plan.blocks]
+    return {
+        # of each entry; (row, begin, end) of segments of rows
+        "predictions": plan.nnz * itemsize + 24 * (m + n + plan.nnz // PREDICTED_ROWS),
+        # the fixed side by blocks, changes of the solutions, and what they are computed from
+        "blocks": max(m, n) * (sum(widths) + 3 * widths[0]) * itemsize,
     }
 
 

@@ -336,13 +336,13 @@ def plan_ranks(
     machine = machine or machines.machine()
     halves: dict[Side, HalfPlan] = {}
     for side in SIDES:
-        halves_of = [
-            replace(half, batches=half.grid.groups)
-            for half in _candidates(plan, side, gpus, "device", "device", model_parallel_only)
-        ]
-        found = [priced(plan, replace(half, bytes=half_bytes(plan, half)), machine) for half in halves_of]
-        fits = [half for half in found if half.total_bytes <= memory]
-        halves[side] = min(fits, key=lambda half: half.total) if fits else min(found, key=lambda half: half.total_bytes)
+        candidates = list(_candidates(plan, side, gpus, "device", "device", model_parallel_only))
+        found = _fastest_half(iter(candidates), plan, machine, memory)
+        if found is None:
+            smallest = [replace(half, batches=max(gpus, plan.rows(side))) for half in candidates]
+            smallest = [priced(plan, replace(half, bytes=half_bytes(plan, half)), machine) for half in smallest]
+            found = min(smallest, key=lambda half: half.total_bytes)
+        halves[side] = found
     return ScalePlan(plan, machine, gpus, memory, halves)
 
 

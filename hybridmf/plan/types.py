@@ -43,9 +43,6 @@ time in the given order. Their kernel as printed: one stage, whole rows, batches
 Cholesky without tensor cores. BALS with the paper's mapping of sums to threads. MO-ALS without register accumulators
 (fig. 7), without the read-only cache (fig. 8), or without both."""
 
-PUBLISHED_BATCH = 4096
-"""Systems at a time in the paper of Gates et al. (section V)."""
-
 ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1], *VARIANTS)
 
 SOLVERS = ("cholesky", "cg", "subspace")

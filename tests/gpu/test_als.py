@@ -22,7 +22,7 @@ from hybridmf.gpu.gram import gram_sum
 from hybridmf.gpu.half import Batch, HalfSweep, SegmentedRows, objective_value
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
-from hybridmf.plan import als_gpu
+from hybridmf.plan import als_gpu, half_sweep
 from hybridmf.plan import fused as plan_gram
 from hybridmf.plan.fused import FusedConfig, table_width
 from hybridmf.plan.start import initial_state
@@ -532,7 +532,7 @@ def test_gates_kernels_as_printed(gpu, monkeypatch):
 
     monkeypatch.setattr(Batch, "upload", classmethod(uploaded))
     monkeypatch.setattr(cholesky_any, "cholesky_solve", solved)
-    monkeypatch.setattr(als_gpu, "PUBLISHED_BATCH", 10)
+    monkeypatch.setattr(half_sweep, "PUBLISHED_BATCH", 10)
     monkeypatch.setattr(als_gpu, "GPU_SEGMENT", 3)
     model = fit("implicit", "cuda", assembly="sparse_syrk_published", iterations=1)
     assert model.plan_.batch_slots == 10 and len(batches) == 5  # of 24 and 16 rows

@@ -450,12 +450,12 @@ def test_parts_cover_the_fixed_side(rows, parts):
 
 
 def test_a_plan_falls_from_the_gpu_to_the_host_to_turns():
-    limits = {8 << 30: "", 400_000_000: "ratings", 300_000_000: "factors", 60_000_000: "turns"}
+    limits = {8 << 30: "", 400_000_000: "ratings", 250_000_000: "turns", 60_000_000: "turns"}
     for limit, away in limits.items():
         plan = plan_of(limit)
         check_memory(plan)
         assert plan.total_bytes <= limit
-        assert plan.streamed == ("host" if away else "") and plan.factors_on_host == (away in ("factors", "turns"))
+        assert plan.streamed == ("host" if away else "") and plan.factors_on_host == (away == "turns")
         text = str(plan)
         assert ("factors do not fit on the GPU: they stay in the memory of the host" in text) == plan.factors_on_host
         if plan.factors_on_host:

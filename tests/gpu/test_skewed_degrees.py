@@ -22,7 +22,6 @@ from hybridmf.ranks import group
 from support.cost_model import kernels_of
 from support.devices import NETFLIX, Tracked, plan_of
 from support.half_sweeps import FITS
-from support.marks import exhaustive
 
 pytestmark = pytest.mark.usefixtures("tiny_gpu")
 
@@ -67,7 +66,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         ("half empty", "biases", {"assembly": "sparse_syrk"}, 64_000, False, "item"),
         ("last rows", "implicit", {}, 105_000, False, "user"),
         ("last rows", "explicit", {}, 47_000, True, "item"),
-        ("power law", "biases", {}, 98_000, False, "user"),
+        ("power law", "biases", {}, 90_000, False, "user"),
         ("power law", "implicit", {"solver": "cg"}, 36_000, True, "item"),
     ],
 )
@@ -93,7 +92,7 @@ def test_memory_stays_within_the_plan(
     assert tracked.peak <= plan.total_bytes <= limit
 
 
-@pytest.mark.parametrize(("name", "limit", "on_host"), [("last rows", 70_000, False), ("one row", 26_000, True)])
+@pytest.mark.parametrize(("name", "limit", "on_host"), [("last rows", 50_000, False), ("one row", 26_000, True)])
 def test_memory_of_several_gpus_stays_within_the_plan(
     name: str,
     limit: int,
@@ -112,13 +111,11 @@ def test_memory_of_several_gpus_stays_within_the_plan(
     assert max(each.peak for each in tracked) <= plan.total_bytes <= limit
 
 
-@pytest.mark.parametrize("name", ["one row", exhaustive("last rows")])
-def test_the_bits_of_long_rows_are_those_of_a_fit_that_holds_all(name: str, gpu: Any) -> None:
+def test_the_bits_of_long_rows_are_those_of_a_fit_that_holds_all(gpu: Any) -> None:
     """Solutions of slabs are written where they stay, and rows longer than other slabs have slabs of their own."""
-    limits = {"one row": (57_800, 61_500), "last rows": (80_000, 80_000)}[name]
     for kind in FITS:
-        streamed = fitted(kind, skewed(name), gpu_memory_limit=limits[kind == "biases"])
-        whole = fitted(kind, skewed(name), row_form="primal")
+        streamed = fitted(kind, skewed("last rows"), gpu_memory_limit=79_000 if kind == "biases" else 75_000)
+        whole = fitted(kind, skewed("last rows"), row_form="primal")
         assert (streamed.plan_.streamed, whole.plan_.streamed) == ("host", "")
         halves = streamed.plan_.scale.halves.values() if streamed.plan_.factors_on_host else ()
         assert all(half.turns == 1 for half in halves)  # parts of rows would be added in another order
@@ -143,9 +140,9 @@ def test_items_are_counted_where_a_plan_depends_on_it(gpu: Any, tmp_path: Any) -
     items = np.bincount(matrix.indices, minlength=matrix.shape[1])
     for data, limit, counted in (
         (matrix, None, False),
-        (matrix, 83_000, False),  # slabs are longer than any item may be
-        (matrix, 80_000, True),
-        (matrix, 60_000, True),  # factors on the host
+        (matrix, 75_500, False),  # slabs are longer than any item may be
+        (matrix, 65_000, True),
+        (matrix, 55_000, True),  # factors on the host
         (hmf.convert(matrix, tmp_path / "store"), None, True),  # which knows them
     ):
         plan = hmf.plan(data, hmf.ExplicitALS(biases=False, factors=7, device="cuda", gpu_memory_limit=limit))

@@ -265,9 +265,9 @@ def test_ratings_stream_only_where_they_do_not_fit():
     assert (roomy.streamed, roomy.slab) == ("", 0)
     tight = plan_of(1400 << 20)
     check_memory(tight)
-    assert (tight.streamed, tight.slab) == ("host", STREAM_SLAB)
+    assert tight.streamed == "host" and 0.9 * STREAM_SLAB < tight.slab <= STREAM_SLAB
     assert "1,511.7 MiB come from the memory of the host in each iteration" in str(tight)
-    assert f"streamed  from host in slabs of up to {STREAM_SLAB:,} entries" in str(tight)
+    assert f"streamed  from host in slabs of up to {tight.slab:,} entries" in str(tight)
     assert 0 < plan_of(300_000_000).slab < STREAM_SLAB
     assert plan_of(200_000_000).factors_on_host  # see test_offloaded.py
     for options in ({"assembly": "bals"}, {"reorder": "both"}):

@@ -66,8 +66,8 @@ def test_sums_of_the_gram_matrix_are_planned(plan_on: Callable[..., Plan]) -> No
     """They take the memory of the new factors and of the first batch, before either is there; here they need more."""
     small, width = ((50, 30), 1116), 8
     plan = plan_on(factors=7, size=small, objective=IMPLICIT)
-    assert plan.bytes["batch"] + 50 * width * 4 == gram_bytes(50, width, 4) == 64 * 64 * 4
-    assert plan.bytes["batch"] > plan_on(factors=7, size=small).bytes["batch"]
+    assert plan.bytes["systems"] + 30 * width * 4 == gram_bytes(50, width, 4) == 64 * 64 * 4
+    assert plan.bytes["systems"] > plan_on(factors=7, size=small).bytes["systems"]
 
 
 def test_plan_of_our_kernels(plan_on: Callable[..., Plan]) -> None:
@@ -77,9 +77,9 @@ def test_plan_of_our_kernels(plan_on: Callable[..., Plan]) -> None:
     assert plan.segment == plan_fused.SEGMENT
     assert plan.batch_slots >= 1
     assert plan_on(factors=8).batch_slots == 2 * (plan.nnz // plan.segment) + 1  # only long rows need any
-    assert plan.bytes["batch"] == plan.batch_slots * 4 * plan_fused.partial_floats(100)
-    assert plan.bytes["factors"] == (480_189 * 2 + 17_770) * 100 * 4
-    assert plan.bytes["ratings"] > 2 * 8 * plan.nnz
+    assert plan.bytes["systems"] == plan.batch_slots * 4 * plan_fused.partial_floats(100)
+    assert plan.bytes["factors"] == (480_189 + 17_770) * 100 * 4 and plan.bytes["solutions"] == 480_189 * 100 * 4
+    assert plan.bytes["ratings"] == 2 * 8 * plan.nnz and plan.bytes["rows"] > 20 * (480_189 + 17_770)
     assert plan.total_bytes == sum(plan.bytes.values()) < H200.free_bytes
     assert not plan.notes
     assert plan_on(factors=99).bytes["factors"] == plan.bytes["factors"]  # rows are whole pieces of 16 bytes
@@ -139,7 +139,7 @@ def test_plan_of_published_assemblies(plan_on: Callable[..., Plan], assembly: st
     assert (plan.assembly, plan.dtype, plan.segment) == (assembly, dtype, als_gpu.GPU_SEGMENT)
     assert plan.reorder == ("both" if assembly == "bals" else "none")
     assert (plan.tile_rows > 0) == (plan.tile_cols > 0) == ("tiles" in plan.bytes) == (assembly == "bals")
-    assert plan.bytes["batch"] == plan.batch_slots * 65 * 64 * np.dtype(dtype).itemsize <= als_gpu.BATCH_BYTES
+    assert plan.bytes["systems"] == plan.batch_slots * 65 * 64 * np.dtype(dtype).itemsize <= als_gpu.BATCH_BYTES
     folded = for_fold_in(plan)
     # without tiles: what serves every weight, rank and type
     assert folded.assembly == ("mo_als" if assembly == "mo_als" else "sparse_syrk")
@@ -169,7 +169,7 @@ def test_plan_of_blocks_of_coordinates(plan_on: Callable[..., Plan]) -> None:
     assert (plan.assembly, plan.rank, plan.system_rank, len(plan.blocks)) == ("fused", 256, 48, 6)
     assert plan.blocks[0] == (0, 48) and plan.blocks[-1] == (240, 256)
     assert "subspace, 48 coordinates at a time" in str(plan)
-    assert plan.bytes["batch"] == plan.batch_slots * 4 * plan_fused.partial_floats(48)
+    assert plan.bytes["systems"] == plan.batch_slots * 4 * plan_fused.partial_floats(48)
     assert plan.bytes["predictions"] > 4 * plan.nnz
     assert plan.bytes["blocks"] > 480_189 * 256 * 4
     assert plan_on(factors=64, solver="subspace", block_size=300).blocks == [(0, 64)]
@@ -212,7 +212,7 @@ def test_plan_text_of_a_gpu(plan_on: Callable[..., Plan]) -> None:
         "problem   480,189 users x 17,770 items, 99,072,112 entries, implicit feedback",
         "solver    cholesky, assembly fused; reorder none",
         "kernels   cuda:0 (H200, sm_90, 140.0 GiB free), float32 products, rows cut after 4,096 entries, ",
-        "systems at a time", "work      ", "memory    ", "ratings ", "factors ", "batch ",
+        "systems at a time", "work      ", "memory    ", "ratings ", "factors ", "systems ",
     ):  # fmt: skip
         assert part in text, part
     assert "with tiles of " in str(plan_on(assembly="bals"))
@@ -222,7 +222,7 @@ def test_plan_text_of_a_gpu(plan_on: Callable[..., Plan]) -> None:
 
 
 def test_batches_follow_the_memory(plan_on: Callable[..., Plan]) -> None:
-    fixed = sum(size for name, size in plan_on(assembly="mo_als").bytes.items() if name != "batch")
+    fixed = sum(size for name, size in plan_on(assembly="mo_als").bytes.items() if name != "systems")
     slot = 65 * 64 * 4
 
     def free(size: int) -> DeviceSpec:
@@ -230,10 +230,10 @@ def test_batches_follow_the_memory(plan_on: Callable[..., Plan]) -> None:
 
     for slots in (1, 2, 1000):
         plan = plan_on(free(fixed + slots * slot + slot // 2), assembly="mo_als")
-        assert plan.batch_slots == slots
+        assert slots / 2 < plan.batch_slots <= slots  # of the smallest number of equal batches
         check_memory(plan)
     assert plan_on(assembly="mo_als").batch_slots == als_gpu.BATCH_BYTES // slot
-    assert plan_on(size=((100, 50), 3000), assembly="mo_als").batch_slots == 101  # there are no more rows
+    assert plan_on(size=((100, 50), 3000), assembly="mo_als").batch_slots == 100  # there are no more rows
     bals = plan_on(free(0), assembly="bals")
     assert bals.batch_slots == bals.tile_rows  # whole blocks of rows
 
@@ -242,7 +242,8 @@ def test_a_fit_that_does_not_fit_is_refused(plan_on: Callable[..., Plan]) -> Non
     plan = plan_on(T4, factors=512, gpu_memory_limit="10MB")
     assert plan.gpu is not None and plan.gpu.free_bytes == 10**7
     needs = (
-        "the fit needs about 4,2", "MiB on T4 and 9.5 MiB are free (ratings 1,5", "factors 1,9", "batch ",
+        "the fit needs about 4,2", "MiB on T4 and 9.5 MiB are free (ratings 1,5", "factors 97", "solutions 93",
+        "systems ",
         'use fewer factors, a GPU with more memory, free memory of other programs, or device="cpu"',
     )  # fmt: skip
     with pytest.raises(DeviceMemoryError, match=says("the fit needs about ", *needs[1:])) as caught:
