@@ -34,12 +34,12 @@ to it again
 
 States are in other memory, so they do not change. Users are copied to new memory in each epoch.
 
-The stream `aside` of a GPU updates popular items; it starts after the copies of the factors at the start of the epoch
-and ends before the last step, which alone reads the popular items on the main stream. In between, the two streams share
-only the ratings and the users before the epoch, which neither writes: the main stream updates copies of the users. Rank
-q + 1 copies the items of rank q, aside, after the update of rank q, which writes them no more until all ranks copy
-those of the last rank in the same way. Over a communicator, a rank updates popular items in step q, before any of its
-users, and all ranks receive them.
+The stream `aside` of a GPU updates popular items; it starts after their copies at the start of the epoch and ends
+before the last step, which alone reads the popular items on the main stream. In between, the two streams share only the
+ratings and the users before the epoch, which neither writes: the main stream updates copies of the users. Rank q + 1
+copies the items of rank q, aside, after the update of rank q, which writes them no more until all ranks copy those of
+the last rank in the same way. Over a communicator, a rank updates popular items in step q, before any of its users, and
+all ranks receive them.
 
 The launches, copies and events between the first copies of an epoch and its result are the same in every epoch, apart
 from the addresses of the users and the learning rate, which launches read from structs. They are recorded in the first
@@ -208,6 +208,7 @@ class RankSGD(EpochSolver):
         kernels = make_kernels(blocks, objective, plan)
         self._popular: Factors | None = None  # of the state
         self._next_popular: Factors | None = None
+        self._moved: dict[Side, Any] = {}  # working copies for the updates of popular items
         if len(self.popular):
             whole = starting_state(state, cast(SgdMethod, plan.method), plan.factors, completed)
             self._start_popular(kernels, whole.item)
@@ -237,9 +238,17 @@ class RankSGD(EpochSolver):
     # ------------------------------------------------------------------------------------------------ an epoch
 
     def begin(self) -> dict[Side, Any]:
-        work = super().begin() if self._peers is None else self._begin_held()
-        self._moved = {} if self._popular is None else self._begin_popular(work)
-        return work
+        popular, users = self._popular, self.state.user
+        if self._peers is None:
+            work = super().begin()
+            self._moved = {} if popular is None else {"user": work["user"], "item": self.kernels.copies(popular)}
+            return work
+        kernels = cast(GpuEpochs, self.kernels)
+        self._moved = {}
+        if popular is not None:
+            self._moved = {"user": kernels.fixed(users), "item": kernels.copies(popular, self._held[-1])}
+            self._peers.fork(self.rank)
+        return {"user": kernels.copies(users), "item": kernels.copies(self.state.item, self._held[self.rank])}
 
     def end(self, work: dict[Side, Any]) -> Epoch:
         kernels, popular = self.kernels, self._moved
@@ -255,13 +264,6 @@ class RankSGD(EpochSolver):
         """Items that the next epoch does not overwrite."""
         return items if self._peers is None else cast(GpuEpochs, self.kernels).copied(items)
 
-    def _begin_held(self) -> dict[Side, Any]:
-        kernels = cast(GpuEpochs, self.kernels)
-        return {
-            "user": kernels.copies(self.state.user),
-            "item": kernels.copies(self.state.item, self._held[self.rank]),
-        }
-
     def packed_users(self, work: dict[Side, Any]) -> list[Struct]:
         """Arguments of launches for an epoch that `begin` returned: what is elsewhere in each epoch."""
         return [users.packed(cast(GpuEpochs, self.kernels).device) for users in self._users_of(work)]
@@ -276,8 +278,6 @@ class RankSGD(EpochSolver):
     def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
         own, last = work["item"], self._last_step()
         popular = self._moved
-        if popular and self._peers is not None:
-            self._peers.fork(self.rank)
         for step in range(last + 1):
             block = (self.rank + step) % self.size
             if step < self.size:
@@ -315,14 +315,6 @@ class RankSGD(EpochSolver):
         with kernels.active():
             self._places = kernels.places(places)
             self._popular = kernels.hold(replace(host.take(rows), squares=squares))
-
-    def _begin_popular(self, work: dict[Side, Any]) -> dict[Side, Any]:
-        """Working copies for the updates of popular items."""
-        kernels, popular = self.kernels, cast(Factors, self._popular)
-        if self._peers is None:
-            return {"user": work["user"], "item": kernels.copies(popular)}
-        items = cast(GpuEpochs, kernels).copies(popular, self._held[-1])
-        return {"user": kernels.fixed(self.state.user), "item": items}
 
     def _hand_on(self, popular: dict[Side, Any], step: int) -> Callable[[], None]:
         """Start to copy popular items, updated by rank `step`, to the next rank, from the last one to all."""
