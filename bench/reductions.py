@@ -71,7 +71,7 @@ class Ways:
         def run() -> None:
             for pair in own:
                 part = self.sums[: self.even[0]]
-                self.device.receive(targets[pair], part)
+                self.device.wait(self.device.fetch(targets[pair], part, [self.device.record()]))
 
         return run
 

@@ -9,7 +9,7 @@ later than the release of an array comes after all kernels on the same stream th
   `download(settled=True)` reads an array that no kernel in flight writes, and therefore waits for none.
 - `begin_download` copies on the current stream. Its buffer in pinned memory is in `_arriving` until the event behind
   the copy is complete, whether or not the result is fetched.
-- `receive`: a copy from another GPU runs on the current stream, after the marks that the caller makes it wait for.
+- `fetch`: a copy from another GPU waits for marks of both, and is itself behind the mark that it returns.
 - `beside`: the stream waits for the mark `begun` (or `fork`), so its kernels see all results before it. The caller
   makes the current stream wait for a mark behind them (or by `join`) before it releases their arrays.
 
@@ -497,16 +497,44 @@ class CudaDevice:
                         raise
 
     def receive(self, target: Array, source: Array) -> None:
-        """Copy an array of this or another GPU to one of this GPU, on the current stream."""
-        assert source.flags.c_contiguous and target.flags.c_contiguous and source.nbytes == target.nbytes
+        """Copy an array of this GPU, or, on another stream than the null stream, of another GPU to one of this GPU.
+
+        On the null stream, a copy between two GPUs comes after all work launched before it on either, on all streams,
+        and before all work launched after it; `fetch` does not.
+        """
         with self.active():
-            if not source.nbytes:
-                return
             stream = self._stream()
-            target.data.copy_from_device_async(source.data, source.nbytes, stream)
-            if (recording := current_recording()) is not None:
-                given = (_address(target), _address(source), source.nbytes, MEMCPY_DEFAULT, stream.ptr)
-                recording.add(self, self._cupy.cuda.runtime.memcpyAsync, given, (target, source))
+            assert stream.ptr or source.data.device_id == target.data.device_id, "the copy would wait for both GPUs"
+            self._copy(stream, target, source)
+
+    def fetch(self, target: Array, source: Array, after: Sequence[Any]) -> Any:
+        """Copy an array from or to another GPU, after marks of either, on a stream of its own; returns the mark behind.
+
+        Neither array may be freed before it is complete.
+        """
+        with self.active():
+            for mark in after:
+                self._wait(self._fetching, mark)
+            self._copy(self._fetching, target, source)
+            return self._mark(self._fetching)
+
+    def _copy(self, stream: Any, target: Array, source: Array) -> None:
+        assert source.flags.c_contiguous and target.flags.c_contiguous and source.nbytes == target.nbytes
+        if not source.nbytes:
+            return
+        target.data.copy_from_device_async(source.data, source.nbytes, stream)
+        if (recording := current_recording()) is not None:
+            given = (_address(target), _address(source), source.nbytes, MEMCPY_DEFAULT, stream.ptr)
+            recording.add(self, self._cupy.cuda.runtime.memcpyAsync, given, (target, source))
+
+    def fetched(self) -> Any:
+        """A mark behind all calls of `fetch` so far."""
+        with self.active():
+            return self._mark(self._fetching)
+
+    @functools.cached_property
+    def _fetching(self) -> Any:
+        return self._cupy.cuda.Stream(non_blocking=True)
 
     @functools.cached_property
     def _aside(self) -> Any:

@@ -24,9 +24,9 @@ No two ranks hold the same row at a time, so factors depend only on the order an
 
 Synchronization on GPUs of one process (`MultiSGD`); `peers` has the copies. A rank holds the items of each block in
 memory of its own (`RankSGD._held`), which every epoch uses again. Rank q writes to that of block j at the start of an
-epoch if j = q, when it receives the block, and when it updates it; all on its main stream, where its users read it,
-too. Rank q - 1 reads it once for each time that rank q sends it, after an event behind the last update. Rank q writes
-to it again
+epoch if j = q, when it receives the block, and when it updates it: on its main stream, where its users read it, too, or
+on the stream of copies, in turn with the main stream. Rank q - 1 reads it once for each time that rank q sends it,
+after an event behind the last update. Rank q writes to it again
 
 - in the same epoch, when the block returns. It has come through rank q - 1, so that rank's copy is complete: the event
   of each copy is behind the copy before.

@@ -408,12 +408,42 @@ def test_work_is_forked_and_joined(machine: Machine) -> None:
     assert (begun, current, ended) == (first, first, second)
 
 
+def data_on(device_id: int, copied: list[Any]) -> Any:
+    """An array of 24 bytes that notes the copies to it."""
+    note = lambda source, size, stream: copied.append((source, size, stream))  # noqa: E731
+    data = SimpleNamespace(device_id=device_id, copy_from_device_async=note)
+    return SimpleNamespace(flags=SimpleNamespace(c_contiguous=True), nbytes=24, data=data)
+
+
+def test_copies_from_other_gpus_have_their_own_stream(machine: Machine) -> None:
+    """A copy waits for the marks; the mark behind it is on the stream of the copy, as is one behind all copies."""
+    module = machine()
+    device, first, copied = open_device(), module.streams[0], []
+    target, source = data_on(0, copied), data_on(1, [])
+    arrived = device.fetch(target, source, [device.record(), device.record()])
+    ((given, size, stream),) = copied
+    assert (given, size) == (source.data, 24) and stream is not first
+    assert module.waits == [(stream, first)] * 2
+    assert arrived.event.stream is stream and device.fetched().event.stream is stream
+
+
+def test_no_copy_between_gpus_runs_on_the_null_stream(machine: Machine) -> None:
+    """It would wait for all that was launched before it on both, and all launches after it would wait for it."""
+    module, copied = machine(), []
+    device, module.streams[0].ptr = open_device(), 0
+    device.receive(data_on(0, copied), data_on(0, []))
+    with pytest.raises(AssertionError, match="would wait for both GPUs"):
+        device.receive(data_on(0, copied), data_on(1, []))
+    with device.aside():
+        device.receive(data_on(0, copied), data_on(1, []))
+    assert len(copied) == 2
+
+
 def test_work_aside_has_a_third_stream(machine: Machine) -> None:
     """So have copies from other GPUs that are made in it."""
     module = machine()
     device, first, copied = open_device(), module.streams[0], []
-    data = SimpleNamespace(copy_from_device_async=lambda source, size, stream: copied.append((source, size, stream)))
-    one = SimpleNamespace(flags=SimpleNamespace(c_contiguous=True), nbytes=24, data=data)
+    one = data_on(1, copied)
     with device.aside():
         third = module.streams[-1]
         device.receive(one, one)
@@ -422,7 +452,7 @@ def test_work_aside_has_a_third_stream(machine: Machine) -> None:
         second = module.streams[-1]
     assert module.streams == [first] and len({id(stream) for stream in (first, second, third)}) == 3
     assert third.priority < 0
-    assert copied == [(data, 24, third)] and mark.event.stream is third
+    assert copied == [(one.data, 24, third)] and mark.event.stream is third
 
 
 def test_a_device_that_is_current_is_not_entered(machine: Machine) -> None:
@@ -590,7 +620,7 @@ def test_recorded_calls_are_made_again(machine: Machine) -> None:
     struct = Struct((other, np.int64(7)), device.address)
     launch = device.prepare(("text", "f", ()), (5,), (32,), [struct, other])
     target, source = np.zeros(3).view(Array), np.arange(3.0).view(Array)
-    copies = SimpleNamespace(ptr=target.ctypes.data, copy_from_device_async=lambda *given: None)
+    copies = SimpleNamespace(ptr=target.ctypes.data, device_id=0, copy_from_device_async=lambda *given: None)
     proxy = SimpleNamespace(flags=target.flags, nbytes=target.nbytes, data=copies)
     recording = Recording([device])
     with recording.made():

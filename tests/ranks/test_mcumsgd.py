@@ -497,21 +497,21 @@ def test_one_thread_launches_the_steps_of_all_gpus_in_turn(monkeypatch, ratings_
 
 
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_streams_of_gpus_run_in_any_order(ranks, biases, popular, monkeypatch, ratings_matrix):
+@pytest.mark.parametrize(("ranks", "order"), [(2, "passes"), (3, "passes"), (2, "blocks"), (3, "blocks")])
+def test_streams_of_gpus_run_in_any_order(ranks, order, biases, popular, monkeypatch, ratings_matrix):
     """Kernels and copies on the streams of all GPUs: any order that the events between them allow gives the factors."""
     emulate(monkeypatch)
     monkeypatch.setattr(gpu_sgd, "LONG_ROW", 12)
     matrix, method, begin_result = ratings_matrix.astype(np.float64), method_of(), GpuEpochs.begin_result
     _, _, _, start = problem(matrix, method, biases=biases)
-    expected = twin(matrix, method, start, ranks, 3)
+    expected = twin(matrix, method, start, ranks, 3, order)
     for seed in range(12):
         streams, numbers = late_gpus.Streams(seed), count()
         opened = lambda name, streams=streams, numbers=numbers: late_gpus.LateGpu(next(numbers), streams)  # noqa: E731
         monkeypatch.setattr(mcumsgd, "open_device", opened)
         # array arithmetic, which runs at once, reads the sums
         monkeypatch.setattr(GpuEpochs, "begin_result", lambda *given, s=streams: s.drain() or begin_result(*given))
-        solver = multi(matrix, method, ranks=ranks, biases=biases)
+        solver = multi(matrix, method, ranks=ranks, biases=biases, order=order)
         streams.drain()
         # the first epoch, which is recorded, and two repeats
         assert relative_error(run(solver, 3).on_host(), expected) < 1e-12, seed

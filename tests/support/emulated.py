@@ -391,6 +391,12 @@ class EmulatedDevice:
         assert target.flags.c_contiguous and source.flags.c_contiguous
         np.copyto(target, source)
 
+    def fetch(self, target: np.ndarray, source: np.ndarray, after: Sequence[Any]) -> Any:
+        self.receive(target, source)
+
+    def fetched(self) -> Any:
+        return None
+
     def copier(self) -> EmulatedCopier:
         return EmulatedCopier()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -108,6 +108,17 @@ class LateGpu(EmulatedDevice):
         with self.on("beside"):
             mark = self.record()
         self.wait(mark)
+
+    def fetch(self, target: np.ndarray, source: np.ndarray, after: Sequence[Mark]) -> Mark:
+        with self.on("fetch"):
+            for mark in after:
+                self.wait(mark)
+            self.receive(target, source)
+            return self.record()
+
+    def fetched(self) -> Mark:
+        with self.on("fetch"):
+            return self.record()
 
     def receive(self, target: np.ndarray, source: np.ndarray) -> None:
         self._put(lambda: np.copyto(target, source))

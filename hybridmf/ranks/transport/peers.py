@@ -1,9 +1,11 @@
 """Copies between GPUs of one process, made by one thread for all ranks; without NCCL and its kernels.
 
-Streams: a receiver copies, on its current stream, after an event behind the sender's launches so far. So what a rank
-launches before the copy comes before it, and what it launches later sees its result. The sender does not wait: whoever
-calls must see to it that it writes to sent arrays, or releases them, only after all copies of them. No kernel waits on
-a GPU for another one, so nothing can deadlock.
+Streams: a copy runs on a separate stream of the GPU that receives (`CudaDevice.fetch`), after an event behind the
+launches of the sender before its offer, so that the arrays are complete, and one behind those of the receiver before
+its own, which may use the memory. It waits for no later launch of either: the sender may go on with its next work. The
+receiver's current stream waits for the event behind the copy. The sender does not: whoever calls must see to it that a
+rank writes to arrays that it has sent, or releases them, only after all copies of them. No kernel waits on a GPU for
+another one, so nothing can deadlock.
 """
 
 from __future__ import annotations
@@ -35,31 +37,35 @@ class PeerCopies:
 
         Call the returned function after this one of all ranks.
         """
-        device = self.devices[rank]
-        self._offered[rank].append((arrays, device.record()))
+        before = self.devices[rank].record()
+        self._offered[rank].append((arrays, before))
 
         def receive() -> Sequence[Array]:
             given, complete = self._offered[source].popleft()
-            device.wait(complete)
-            return self._copied(targets, given, source, rank)
+            return self._fetched(targets, given, source, rank, (before, complete))
 
         return receive
 
     def copies(self, arrays: Sequence[Array], source: int, dest: int) -> Sequence[Array]:
         """Copies of arrays of a rank on the GPU of another one, after all launches so far."""
-        receiver = self.devices[dest]
-        receiver.wait(self.devices[source].record())
-        targets = [receiver.empty(array.shape, array.dtype) for array in arrays]
-        return self._copied(targets, arrays, source, dest)
+        targets = [self.devices[dest].empty(array.shape, array.dtype) for array in arrays]
+        after = self.devices[source].record(), self.devices[dest].record()
+        return self._fetched(targets, arrays, source, dest, after)
 
-    def _copied(self, targets: Sequence[Array], given: Sequence[Array], source: int, dest: int) -> Sequence[Array]:
-        receiver = self.devices[dest]
-        if (dest, source) not in self._reached:
-            receiver.reach(self.devices[source])
-            self._reached.add((dest, source))
+    def _fetched(
+        self, targets: Sequence[Array], given: Sequence[Array], source: int, dest: int, after: Sequence[Any]
+    ) -> Sequence[Array]:
+        self._reach(dest, source)
         for target, array in zip(targets, given, strict=True):
-            receiver.receive(target, array)
+            arrived = self.devices[dest].fetch(target, array, after)
+            after = ()
+        self.devices[dest].wait(arrived)
         return targets
+
+    def _reach(self, dest: int, source: int) -> None:
+        if (dest, source) not in self._reached:
+            self.devices[dest].reach(self.devices[source])
+            self._reached.add((dest, source))
 
     # ------------------------------------------------------------------------------------------------ aside
 
@@ -82,7 +88,9 @@ class PeerCopies:
             given, complete, source = self._handed
             with device.aside():
                 device.wait(complete)
-                self._copied(arrays, given, source, rank)
+                self._reach(rank, source)
+                for target, array in zip(arrays, given, strict=True):
+                    device.receive(target, array)
 
         return receive
 
@@ -117,7 +125,7 @@ class PeerCopies:
             with suppress(Exception):
                 device.join()
         for other in self.devices:
-            for last in (other.record, lambda other=other: self._aside_of(other)):
+            for last in (other.record, other.fetched, lambda other=other: self._aside_of(other)):
                 with suppress(Exception):
                     complete = last()
                     for device in self.devices:

@@ -38,7 +38,16 @@ class Gpu:
     def reach(self, other: Gpu) -> None:
         self._note("reach", other.name)
 
+    def fetch(self, target: Any, source: Any, after: Any) -> str:
+        mark = self._note("fetch", *after)
+        target[...] = source
+        return mark
+
+    def fetched(self) -> str:
+        return self._note("fetched")
+
     def receive(self, target: Any, source: Any) -> None:
+        assert self.name.isupper(), "on the null stream, the copy would wait for later passes of the sender"
         self._note("receive")
         target[...] = source
 
@@ -66,25 +75,25 @@ def start(copies: PeerCopies, rank: int, array: Any, target: Any = None) -> Any:
     return copies.start_sendrecv(rank, [array], 1 - rank, [rows(np.nan) if target is None else target])
 
 
-def test_a_copy_waits_for_the_sender(peers):
-    """For its launches before the offer; it is in order with the receiver's launches."""
+def test_a_copy_waits_for_both_gpus(peers):
+    """And for the receiver: for launches before their offers, not for later ones. The receiver waits for the copy."""
     copies, calls = peers
     with copies.complete():
         targets = [rows(np.nan), rows(np.nan)]
         answers = [start(copies, rank, rows(rank), target) for rank, target in enumerate(targets)]
         assert calls == [("a", "record"), ("b", "record")]
         (received,) = answers[0]()
-        assert calls[2:] == [("a", "wait", "b1"), ("a", "reach", "b"), ("a", "receive")]
+        assert calls[2:] == [("a", "reach", "b"), ("a", "fetch", "a0", "b1"), ("a", "wait", "a3")]
         assert received is targets[0]
         np.testing.assert_array_equal(received, 1)
         (other,) = answers[1]()
         np.testing.assert_array_equal(other, 0)
-    assert calls[-3:] == [("b", "wait", "a0"), ("b", "reach", "a"), ("b", "receive")]
+    assert calls[-3:] == [("b", "reach", "a"), ("b", "fetch", "b1", "a0"), ("b", "wait", "b6")]
     calls.clear()
     with copies.complete():
         answers = [start(copies, rank, rows(rank)) for rank in range(2)]
         answers[0]()
-    assert calls[2:] == [("a", "wait", "b1"), ("a", "receive")]
+    assert calls[2:] == [("a", "fetch", "a0", "b1"), ("a", "wait", "a2")]
 
 
 def test_a_rank_may_offer_again_before_the_others_have_received(peers):
@@ -112,8 +121,8 @@ def test_after_a_failure_all_gpus_wait_for_all_work(peers):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert calls[1:3] == [("a", "join"), ("b", "join")]
-    marks = {f"{call[0]}{place}" for place, call in enumerate(calls[3:], 3) if call[1] == "record"}
-    assert {mark[0] for mark in marks} == set("aAbB")
+    marks = {f"{call[0]}{place}" for place, call in enumerate(calls[3:], 3) if call[1] in ("record", "fetched")}
+    assert {mark[0] for mark in marks} == set("aAbB") and len(marks) == 6
     assert {call for call in calls if call[1] == "wait"} == {(name, "wait", mark) for name in "ab" for mark in marks}
     with copies.complete():  # nothing is left of the failed calls
         answers = [start(copies, rank, rows(rank)) for rank in range(2)]
@@ -132,7 +141,8 @@ def test_a_lost_gpu_does_not_hide_the_first_failure(peers):
 
     with pytest.raises(ZeroDivisionError):
         failing()
-    assert calls == [("a", "join"), ("a", "record"), ("a", "wait", "a1"), ("A", "record"), ("a", "wait", "A3")]
+    assert calls[::2] == [("a", "join"), ("a", "wait", "a1"), ("a", "wait", "a3"), ("a", "wait", "A5")]
+    assert calls[1::2] == [("a", "record"), ("a", "fetched"), ("A", "record")]
 
 
 def test_copies_of_a_table(peers):
@@ -140,7 +150,13 @@ def test_copies_of_a_table(peers):
     with copies.complete():
         (copy,) = copies.copies([rows(4)], 1, 0)
     np.testing.assert_array_equal(copy, 4)
-    assert calls == [("b", "record"), ("a", "wait", "b0"), ("a", "reach", "b"), ("a", "receive")]
+    assert calls == [
+        ("b", "record"),
+        ("a", "record"),
+        ("a", "reach", "b"),
+        ("a", "fetch", "b0", "a1"),
+        ("a", "wait", "a3"),
+    ]
 
 
 # --------------------------------------------------------------------------------------------- aside
