@@ -325,16 +325,11 @@ def rank_one(
         packs = interleave(entries, fixed, vectors)
         gathered, shared = (packs, packs, packs), 0
     clipped, penalties = np.int32(nonnegative), entries.penalties[int(bias)]
-    entries.kernel("rank_one", vectors)(
-        (len(entries.first_part) - 1,),
-        (config.threads,),
-        (
-            *(solved, entries.residuals, entries.partials, *gathered, *own[:2]),
-            *(penalties, entries.indices, entries.pieces, entries.parts, entries.first_part),
-            *(np.int64(entries.n_fixed), np.int32(pending), clipped),
-        ),
-        shared,
-    )
+    vectors_of = (solved, entries.residuals, entries.partials, *gathered, *own[:2], penalties)
+    tables = (entries.indices, entries.pieces, entries.parts, entries.first_part)
+    scalars = (np.int64(entries.n_fixed), np.int32(pending), clipped)
+    grid = (len(entries.first_part) - 1,)
+    entries.kernel("rank_one", vectors)(grid, (config.threads,), (*vectors_of, *tables, *scalars), shared)
     n_split = len(entries.split)
     if n_split:
         given = (solved, entries.partials, penalties, entries.split)

@@ -282,11 +282,6 @@ class TilesConfig(KernelConfig):
         require(self.rank <= 64, f"rank must be in 1 ... 64, got {self.rank}")
         require(self.teams <= WARP, f"teams must be in 1 ... {WARP}, got {self.teams}")
 
-    @staticmethod
-    def serves(rank: int, dtype: Any, spec: DeviceSpec) -> bool:
-        """Whether the kernel can solve systems of a rank and type on a device."""
-        return rank <= 64 and np.dtype(dtype) == np.float32 and spec.capability >= (8, 0)
-
     @classmethod
     def rule(cls, rank: int) -> TilesConfig:
         return cls(rank, 4, {1: 8, 2: 6, 3: 4, 4: 3}[ceil_div(rank, 16)])
@@ -337,11 +332,6 @@ class WideTilesConfig(KernelConfig):
         most = 5 if rank > 112 else 6 if rank > 96 and not sums else 7
         return cls(rank, max(1, min(most, held)))
 
-    @staticmethod
-    def serves(rank: int, dtype: Any, spec: DeviceSpec) -> bool:
-        """Whether the kernel can solve systems of a rank and type on a device."""
-        return 65 <= rank <= 128 and np.dtype(dtype) == np.float32 and spec.capability >= (8, 0)
-
     @property
     def shared_bytes(self) -> int:
         blocks = ceil_div(self.rank, 16)
@@ -364,10 +354,8 @@ class WideTilesConfig(KernelConfig):
 
 
 def config_for(rank: int, dtype: Any, spec: DeviceSpec) -> CholeskyConfig | TilesConfig | WideTilesConfig:
-    if TilesConfig.serves(rank, dtype, spec):
-        return TilesConfig.rule(rank)
-    if WideTilesConfig.serves(rank, dtype, spec):
-        return WideTilesConfig.rule(rank, spec)
+    if rank <= 128 and np.dtype(dtype) == np.float32 and spec.capability >= (8, 0):
+        return TilesConfig.rule(rank) if rank <= 64 else WideTilesConfig.rule(rank, spec)
     return CholeskyConfig.default(rank, np.dtype(dtype).itemsize, spec)
 
 

@@ -84,12 +84,8 @@ def multiply_rows(
     kernel = get_kernel(device, "basis.cu", name, **basis_constants(rank))
     blocks = min(ceil_div(n, BASIS_TILE), PRODUCT_BLOCKS * device.spec.multiprocessors)
     shared = 4 * rank16 * (rank16 + (48 - rank16 % 32) % 32)
-    kernel(
-        (blocks,),
-        (PRODUCT_THREADS,),
-        (results, rows, inverse, np.uint64(0) if places is None else places, np.int64(n)),
-        shared,
-    )
+    arguments = (results, rows, inverse, np.uint64(0) if places is None else places, np.int64(n))
+    kernel((blocks,), (PRODUCT_THREADS,), arguments, shared)
 
 
 class DualRows:
@@ -157,26 +153,12 @@ class DualRows:
         order, pack = max(size, BLOCK), max(BLOCK // size, 1)
         regularization = objective.regularization.of(self.side)
         ratio = regularization / objective.bias_regularization.of(self.side) if biased else 1.0
-        get_kernel(device, "dual_rows.cu", "dual_rows", **constants)(
-            (min(ceil_div(len(rows), TEAMS * pack), device.spec.multiprocessors * BLOCKS_PER_SM[order]),),
-            (32 * TEAMS,),
-            (
-                solutions,
-                systems.status,
-                table,
-                *entries.arrays,
-                indptr,
-                rows,
-                systems.scale,
-                failed,
-                np.int32(len(rows)),
-                *entries.scalars,
-                np.float32(regularization),
-                np.float32(ratio),
-                np.float32(epsilon),
-            ),
-            4 * TEAMS * (solver_floats(order, 1) + vector_floats(order, 1) + 2 * order),  # a system and its entries
-        )
+        arrays = (solutions, systems.status, table, *entries.arrays, indptr, rows, systems.scale, failed)
+        scalars = (np.int32(len(rows)), *entries.scalars, *map(np.float32, (regularization, ratio, epsilon)))
+        grid = min(ceil_div(len(rows), TEAMS * pack), device.spec.multiprocessors * BLOCKS_PER_SM[order])
+        shared = 4 * TEAMS * (solver_floats(order, 1) + vector_floats(order, 1) + 2 * order)  # a system and its entries
+        kernel = get_kernel(device, "dual_rows.cu", "dual_rows", **constants)
+        kernel((grid,), (32 * TEAMS,), (*arrays, *scalars), shared)
 
 
 def programs(rank: int, longest: int, implicit: bool, offsets: bool) -> Iterator[tuple[str, str, tuple[str, ...]]]:

@@ -36,12 +36,8 @@ def segment_losses(
     out = device.empty(len(segments), np.float64)
     kernel = get_kernel(device, "losses.cu", "segment_losses", FACTORS=factors, LD=width, **entries.constants)
     offsets = users if user_offsets is None else user_offsets
-    kernel(
-        (ceil_div(len(segments), WARPS_PER_BLOCK),),
-        (32 * WARPS_PER_BLOCK,),
-        (out, users, items, entries.arrays, offsets, segments, np.int64(len(segments)), entries.scalars),
-        0,
-    )
+    arguments = (out, users, items, entries.arrays, offsets, segments, np.int64(len(segments)), entries.scalars)
+    kernel((ceil_div(len(segments), WARPS_PER_BLOCK),), (32 * WARPS_PER_BLOCK,), arguments, 0)
     return device.download(out)
 
 

@@ -451,16 +451,10 @@ def _group_max(
     # about eight blocks per multiprocessor, so that blocks that end early do not leave it idle
     chunk = round_up(ceil_div((last - first) * tiles, 8 * device.spec.multiprocessors), OCTET)
     chunk = max(min(CHUNK, chunk), round_up(ceil_div(last - first, LARGEST_GRID_Y), OCTET))
+    sizes = _int32(n_users, packed.n_items, n_groups, first, last, chunk, filtered)
+    arguments = (words, operands, packed.operands, packed.steps, limits, *sizes)
     kernel = get_kernel(device, SOURCE, "group_max", **config.constants)
-    kernel(
-        (tiles, ceil_div(last - first, chunk)),
-        (32 * WARPS,),
-        (
-            *(words, operands, packed.operands, packed.steps, limits),
-            *_int32(n_users, packed.n_items, n_groups, first, last, chunk, filtered),
-        ),
-        config.shared_bytes,
-    )
+    kernel((tiles, ceil_div(last - first, chunk)), (32 * WARPS,), arguments, config.shared_bytes)
 
 
 def _sorted_list(packed: PackedItems, n: int) -> tuple[int, bool]:
@@ -486,9 +480,5 @@ def _best_of_rows(packed: PackedItems, users: Array, seen: Seen | None, ids: Arr
     work_scores, work_ids = device.empty(work, packed.dtype), device.empty(work, np.int32)
     kernel = get_kernel(device, SOURCE, "sort_rows", **constants)
     scalars = (np.int32(packed.n_items), np.int64(pitch), np.int32(n), np.int32(size), np.int32(in_shared))
-    kernel(
-        (n_users,),
-        (512,),
-        (ids, scores, work_scores, work_ids, rows, packed.ids, *scalars),
-        size * (4 + packed.dtype.itemsize) if in_shared else 0,
-    )
+    shared_bytes = size * (4 + packed.dtype.itemsize) if in_shared else 0
+    kernel((n_users,), (512,), (ids, scores, work_scores, work_ids, rows, packed.ids, *scalars), shared_bytes)

@@ -325,28 +325,9 @@ class FactorModel(ServingMixin):
         """Restore the state from a model file."""
         shape = (len(content.state.user), len(content.state.item))
         objective, settings = content.objective(self._objective().for_shape(shape)), self._settings()
-        nnz = int(content.summary.get("nnz", 0))
-        plan = plan_to_serve(objective, settings, shape, nnz)
-        self._learn(
-            Learned(
-                objective,
-                plan,
-                content.state,
-                content.seen,
-                content.summary["total"],
-                content.user_ids,
-                content.item_ids,
-                _io.jsonable(self.get_params(deep=False)),
-                content.item_counts,
-                content.value_range,
-                content.frame_kind,
-                content.values,
-                content.item_likes,
-                int(content.summary["n_iter"]),
-                list(content.summary["history"]),
-                features=content.features,
-            )
-        )
+        plan = plan_to_serve(objective, settings, shape, int(content.summary.get("nnz", 0)))
+        params = _io.jsonable(self.get_params(deep=False))
+        self._learn(Learned(objective, plan, params=params, **content.learned))
         self.n_features_in_ = shape[1]
         return self
 

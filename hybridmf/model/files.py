@@ -368,6 +368,13 @@ class ModelFile:
         records = isinstance(history, list) and all(isinstance(record, dict) for record in history)
         self._require(records, "history is not a list of records")
 
+    @property
+    def learned(self) -> dict[str, Any]:
+        """Fields of `Learned` that the file has."""
+        names = ("state", "seen", "user_ids", "item_ids", "item_counts", "value_range", "frame_kind", "values")
+        found = {name: getattr(self, name) for name in (*names, "item_likes", "features")}
+        return found | {name: self.summary[name] for name in ("total", "n_iter", "history")}
+
     def objective(self, by_params: Objective) -> Objective:
         """The objective of the fit: `by_params`, with its defaults, some of which follow from the ratings."""
         objective = replace(by_params, added=self.summary.get("unobserved", by_params.added))

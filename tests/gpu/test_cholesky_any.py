@@ -138,7 +138,7 @@ def test_every_way_to_hold_the_factor(device: Any, name: str) -> None:
 @pytest.mark.parametrize("rank", [65, exhaustive(96), 97, exhaustive(100), 128])
 def test_systems_of_four_warps(device: Any, rank: int) -> None:
     """An odd rank, an even one and a multiple of 16; systems of very different sizes, and one with a bad pivot."""
-    assert WideTilesConfig.serves(rank, np.float32, device.spec)
+    assert isinstance(cholesky_any.config_for(rank, np.float32, device.spec), WideTilesConfig)
     matrices, rhs = systems(4, rank, np.float32)
     matrices *= np.float32(10.0) ** np.arange(-8, 8, 4, dtype=np.float32)[:, None, None]
     bad = rank * 9 // 10

@@ -97,10 +97,9 @@ def cholesky_any_builds(spec: DeviceSpec, ranks: Sequence[int]) -> Iterator[Buil
                 yield "complete.cu", "complete", cholesky_any._complete_constants(rank, itemsize, has_gram)
             config = cholesky_any.CholeskyConfig.default(rank, itemsize, spec)
             yield "cholesky_any.cu", config.kernel, config.constants
-            if cholesky_any.TilesConfig.serves(rank, f"f{itemsize}", spec):
-                yield "cholesky.cu", "cholesky_tiles", cholesky_any.TilesConfig.rule(rank).constants
-            if cholesky_any.WideTilesConfig.serves(rank, f"f{itemsize}", spec):
-                yield "cholesky_sums.cu", "cholesky_matrices", cholesky_any.WideTilesConfig.rule(rank, spec).constants
+            fastest = cholesky_any.config_for(rank, f"f{itemsize}", spec)
+            if fastest.file != "cholesky_any.cu":
+                yield fastest.build
             yield "cg_any.cu", "cg", cholesky_any.CgConfig.default(rank, itemsize, spec).constants
 
 

@@ -27,6 +27,7 @@ from ..._version import __version__
 from ...core.system import available_cores
 from ...core.validate import check_choice, check_int, check_real
 from ...device.cuda import CudaDevice, Device, Resources
+from ...device.health import one_line
 from ...errors import DeviceError, DeviceMemoryError
 from ...plan.tables import LEAST_MEASURED, Entry, Facts, Gpu, Table, known
 from ..fused import Build
@@ -366,7 +367,7 @@ class Tuner:
         try:
             one.resources = future.result()
         except DeviceError as error:
-            one.reason = _short(error)
+            one.reason = one_line(error)[:300]
             return
         if one.resources.local_bytes > allowed:
             one.status = "spills"
@@ -380,7 +381,7 @@ class Tuner:
             self._time(one, trial.parts(one.config), min((each.score for each in job.timed), default=math.inf))
             one.status = "timed"
         except (DeviceError, ValueError, TypeError) as problem:
-            one.reason = _short(problem)
+            one.reason = one_line(problem)[:300]
             self._require_device(job, problem)
 
     def _time(self, one: Measurement, parts: dict[str, TimedRun], best: float) -> None:
@@ -395,7 +396,7 @@ class Tuner:
             self.device.synchronize()
         except DeviceError as error:
             raise DeviceError(
-                f"{self.device.spec.name} stopped working after {job.name} ({_short(problem)}): start "
+                f"{self.device.spec.name} stopped working after {job.name} ({one_line(problem)[:300]}): start "
                 f"again; kernels that were tuned before are kept. {error}"
             ) from error
 
@@ -422,7 +423,7 @@ class Tuner:
             try:
                 found, spilled = future.result().local_bytes, compiling[-1].result().local_bytes
             except DeviceError as error:
-                one.status, one.reason = "failed", f"for other kinds of entries: {_short(error)}"
+                one.status, one.reason = "failed", f"for other kinds of entries: {one_line(error)[:300]}"
                 continue
             if found <= max(spilled, allowed):
                 job.winner = one
@@ -441,8 +442,3 @@ class Tuner:
                 times[place][name] += self.timer(self.device, part, 1)
         for one, each, values in zip(finalists, parts, times, strict=True):
             one.set_times(each, values)
-
-
-def _short(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
