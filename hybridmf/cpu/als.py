@@ -479,13 +479,6 @@ def losses_of_rows(
     offsets = (np.empty(0), np.empty(0))
     if state.user.bias is not None and state.item.bias is not None:
         offsets = (state.user.bias.astype(np.float64) + state.mean, state.item.bias.astype(np.float64))
-    losses: np.ndarray = _als.row_losses(
-        users,
-        items,
-        *csr,
-        offsets,
-        Weights(objective.is_implicit, objective.alpha, objective.unobserved_weight),
-        num_threads,
-        weights,
-    )
+    how = Weights(objective.is_implicit, objective.alpha, objective.unobserved_weight)
+    losses: np.ndarray = _als.row_losses(users, items, *csr, offsets, how, num_threads, weights)
     return losses

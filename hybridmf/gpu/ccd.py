@@ -81,16 +81,9 @@ class PieceLayout:
         slots, split, n_slots = _slots(rows, len(counts))
         order = np.lexsort((-quads, tiles))
         ends = np.cumsum(quads[order])
-        pieces = np.column_stack((ends - quads[order], quads[order], rows[order], slots[order]))
-        sources = np.column_stack((first, lengths))[order]
-        return cls(
-            np.ascontiguousarray(pieces, dtype=np.int32),
-            tiles[order].astype(np.int32),
-            sources.astype(np.int64),
-            split,
-            n_slots,
-            int(quads.sum()),
-        )
+        pieces = np.column_stack((ends - quads[order], quads[order], rows[order], slots[order])).astype(np.int32)
+        sources = np.column_stack((first, lengths))[order].astype(np.int64)
+        return cls(pieces, tiles[order].astype(np.int32), sources, split, n_slots, int(quads.sum()))
 
     def divide(self, blocks: int, warps: int) -> tuple[np.ndarray, np.ndarray]:
         """Divide the pieces among at most `blocks` blocks of `warps` warps, of about equal work.
@@ -490,17 +483,9 @@ class GpuCCD(RankOneSolver):
         pending = column > 0  # a residual that was just computed has no pending product
         before, other_before = (columns[side][column - 1], columns[other][column - 1]) if pending else (old, other_old)
         met = other_new if inner or side == "user" else other_old
-        fixed = (met, met, met) if inner else (other_before, other_old, met)
-        rank_one(
-            new,
-            self.entries[side],
-            fixed,
-            (before, old, old),
-            1 if inner else VECTORS[side],
-            pending=pending,
-            nonnegative=self.method.nonnegative and not bias,
-            bias=bias,
-        )
+        fixed, vectors = ((met, met, met), 1) if inner else ((other_before, other_old, met), VECTORS[side])
+        how = {"pending": pending, "nonnegative": self.method.nonnegative and not bias, "bias": bias}
+        rank_one(new, self.entries[side], fixed, (before, old, old), vectors, **how)
         if not self.solves(side, column):
             arrays.copy(self.device, new, old)  # also the ones that multiply biases
 

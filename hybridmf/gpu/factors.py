@@ -269,10 +269,6 @@ class HostFactors(TableFactors):
         if self.tables is not None and self.tables.folder:
             self.keep(_host=None)
 
-    def find_range(self) -> None:
-        if self.range is None and self.has_range:
-            self.keep(range=range_on_host(self.table))
-
     def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
         """The check of `finish_check`, which is under way."""
         begun = self.checked

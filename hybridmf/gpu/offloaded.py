@@ -39,7 +39,7 @@ from ..plan.fused import table_width
 from ..plan.half_sweep import slots_at_once
 from ..plan.types import Plan
 from .assembly import Cleared
-from .factors import EXACT_ROWS, Copiers, DeviceFactors, HostFactors, HostTables, weighted_gram
+from .factors import EXACT_ROWS, Copiers, DeviceFactors, HostFactors, HostTables, range_on_host, weighted_gram
 from .fused import RowKernels
 from .gram import gram_sum, weighted
 from .half import Batch, DeviceRows, Steps
@@ -139,8 +139,8 @@ class HostHalf(StreamedHalf):
         solved = HostFactors(table, self.plan.factors, bias, tables=self.tables)
         drain = Drain(device, self.copiers.solutions)
         gram = self._gram(fixed)
-        if self.fixed_parts > 1 and self.plan.assembly == "fused":
-            fixed.find_range()  # on the host; faster on the device if the fixed side is there as a whole
+        if self.fixed_parts > 1 and self.plan.assembly == "fused" and fixed.range is None and fixed.has_range:
+            fixed.keep(range=range_on_host(fixed.table))  # faster on the device if the fixed side is there as a whole
         with closing(drain), self._lent(fixed) as side, self._streaming() as slabs:
             known = side if self.fixed_parts == 1 else fixed
             kernels: Any = self.solvers[0].kernels_for(known, cleared) if self.solvers else None  # for all slabs
@@ -182,11 +182,6 @@ class HostHalf(StreamedHalf):
         finally:
             self.pipeline = None
 
-    def _loader(self, fixed: HostFactors) -> Loader:
-        longest = int(np.diff(part_bounds(len(fixed), self.fixed_parts)).max(initial=0))
-        vectors = [(vector.size, vector.dtype) for vector in fixed.vectors(0, longest)]
-        return Loader(self.device, vectors, self.buffers, self.copiers.parts)
-
     @contextmanager
     def _lent(self, fixed: HostFactors) -> Iterator[Any]:
         """Load the fixed side to the device: factors of the whole, or first row and factors of each part, in turn.
@@ -194,18 +189,18 @@ class HostHalf(StreamedHalf):
         A part is valid until the next one; they come from the first to the last for each slab.
         """
         times = 1 if self.fixed_parts == 1 else len(self.solvers)
-        with closing(self._stream(self._loader(fixed), fixed, times)) as stream:
+        with closing(self._stream(fixed, times)) as stream:
             yield next(stream)[1] if self.fixed_parts == 1 else stream
 
     def _parts(self, stream: Parts) -> Parts:
         """The parts of one slab."""
         return islice(stream, self.fixed_parts)
 
-    def _stream(
-        self, loader: Loader, fixed: HostFactors, times: int
-    ) -> Generator[tuple[int, DeviceFactors], None, None]:
+    def _stream(self, fixed: HostFactors, times: int) -> Generator[tuple[int, DeviceFactors], None, None]:
         """Yield first row and factors of each part in order, `times` times."""
-        parts = list(pairwise(part_bounds(len(fixed), self.fixed_parts).tolist()))
+        bounds = part_bounds(len(fixed), self.fixed_parts)
+        vectors = [(vector.size, vector.dtype) for vector in fixed.vectors(0, int(np.diff(bounds).max(initial=0)))]
+        loader, parts = Loader(self.device, vectors, self.buffers, self.copiers.parts), list(pairwise(bounds.tolist()))
         transfers = Transfers(times * len(parts), lambda k: fixed.vectors(*parts[k % len(parts)]), fixed)
         with closing(loader.loads(transfers)) as loads:
             for k, *vectors in loads:
@@ -216,7 +211,7 @@ class HostHalf(StreamedHalf):
         if self.fixed_parts == 1 or not self.objective.is_implicit:
             return None
         total: Any = 0.0
-        with closing(self._stream(self._loader(fixed), fixed, 1)) as stream:
+        with closing(self._stream(fixed, 1)) as stream:
             for _, part in stream:
                 total = total + gram_sum(self.device, part.table)
         return weighted(self.device, total, self.plan.rank, fixed.table.dtype, self.objective.unobserved_weight)

@@ -269,14 +269,8 @@ class FactorModel(ServingMixin):
                     "their fit: give init=FrozenEstimator(model) to GridSearchCV and the like"
                 )
             given, new = factors_from(given._learned, labels, shape, settings.factors, frozen)
-        init = check_init(
-            given,
-            shape,
-            settings.factors,
-            settings.dtype,
-            biases=self._objective().biases,
-            nonnegative=bool(getattr(self, "nonnegative", False)),
-        )
+        biases, nonnegative = self._objective().biases, bool(getattr(self, "nonnegative", False))
+        init = check_init(given, shape, settings.factors, settings.dtype, biases=biases, nonnegative=nonnegative)
         if frozen is not None and frozen not in init.given:
             raise ValueError(
                 f"freeze={frozen!r} keeps the {frozen} factors that init gives, and init has none; use init=model, or "

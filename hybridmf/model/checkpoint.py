@@ -231,7 +231,8 @@ class Writer:
             try:
                 self._try_to_write(snapshot)
             finally:
-                _let_go(snapshot[2])
+                for factors in _lazy(snapshot[2]):
+                    factors.let_go()  # of host copies made for the file
                 del snapshot  # frees its device memory
                 with self._changed:
                     self._busy = False
@@ -285,12 +286,6 @@ class Writer:
 def _lazy(state: State) -> list[LazyFactors]:
     """Factors that are not host arrays."""
     return [each for each in (state.user, state.item) if isinstance(each, LazyFactors)]
-
-
-def _let_go(state: State) -> None:
-    """Free host copies made for the file."""
-    for factors in _lazy(state):
-        factors.let_go()
 
 
 def _file_name(iteration: int) -> str:

@@ -325,15 +325,8 @@ def check_validation(
     if validation is None:
         return None
     validation = as_ratings(validation, "validation")
-    matrix = as_csr(validation, name="validation")
-    matrix, _ = align(
-        matrix,
-        labels_of(validation),
-        labels or (None, None),
-        name="validation",
-        unknown=unknown,
-        owner="the training data",
-    )
+    matrix, have, want = as_csr(validation, name="validation"), labels_of(validation), labels or (None, None)
+    matrix, _ = align(matrix, have, want, name="validation", unknown=unknown, owner="the training data")
     check_shape("validation", matrix, shape, ("n_users", "n_items"))
     if not matrix.nnz:
         raise RatingsError(

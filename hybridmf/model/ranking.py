@@ -55,13 +55,8 @@ def rank(
             chosen = _with_factors(learned, allowed, include_cold)
     check_answer(len(users), N, n_allowed, learned.state.item.matrix.itemsize)
     engine = engine_for(learned.plan, float(len(users)) * n_items * learned.plan.rank)
-    ids, scores = engine.top_k(
-        scoring_rows(users, "user", learned.state.mean),
-        _packed_items(learned, engine, include_cold),
-        N,
-        seen,
-        chosen,
-    )
+    rows, packed = scoring_rows(users, "user", learned.state.mean), _packed_items(learned, engine, include_cold)
+    ids, scores = engine.top_k(rows, packed, N, seen, chosen)
     cold = users.blank_rows()
     if len(cold):
         _rank_cold(learned, ids, scores, cold, None if seen is None else seen.take(cold).matrix(), allowed, cold_users)

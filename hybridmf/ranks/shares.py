@@ -114,7 +114,7 @@ class SharedEntries(RankRatings):
         labels: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
     ) -> None:
         self.shape, (self.user_ids, self.item_ids) = shape, labels
-        self.dtype, self.drop_zeros, self.duplicates = dtype, drop_zeros, duplicates
+        self._how = {"dtype": dtype, "drop_zeros": drop_zeros, "duplicates": duplicates}
         self._at: dict[Side, np.ndarray] = {"user": users, "item": items}
         self._values = np.asarray(values, dtype=np.float64)
 
@@ -138,21 +138,11 @@ class SharedEntries(RankRatings):
         local = starts[member] + rows - firsts[member]
         first, last = layout.columns(side, rank)
         self._check_pairs(side, rows, columns)
-        return InMemory(
-            from_triplets(
-                local,
-                columns - first,
-                values,
-                (int(starts[-1]), last - first),
-                dtype=self.dtype,
-                drop_zeros=self.drop_zeros,
-                duplicates=self.duplicates,
-            )
-        )
+        return InMemory(from_triplets(local, columns - first, values, (int(starts[-1]), last - first), **self._how))
 
     def _check_pairs(self, side: Side, rows: np.ndarray, columns: np.ndarray) -> None:
         """Raise for a pair that occurs more than once, if that is an error, with its ids in the whole matrix."""
-        if self.duplicates != "error":
+        if self._how["duplicates"] != "error":
             return
         order = np.lexsort((columns, rows))
         same = np.flatnonzero((np.diff(rows[order]) == 0) & (np.diff(columns[order]) == 0))

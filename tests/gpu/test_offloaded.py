@@ -429,7 +429,7 @@ def test_a_half_sweep_finds_the_range_of_its_factors(gpu):
 def test_the_host_computes_a_range_only_if_no_device_has_all_rows(gpu, monkeypatch):
     """A look at a table of many gigabytes takes longer than to copy it."""
     looked: list[int] = []
-    monkeypatch.setattr("hybridmf.gpu.factors.range_on_host", lambda table: looked.append(len(table)) or find(table))
+    monkeypatch.setattr("hybridmf.gpu.offloaded.range_on_host", lambda table: looked.append(len(table)) or find(table))
     find = range_on_host
     for parts, assembly, times in ((1, "fused", 0), (3, "sparse_syrk", 0), (3, "fused", 1)):
         host = solver("explicit", gpu, parts, 4, assembly=assembly)
