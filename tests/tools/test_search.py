@@ -180,6 +180,55 @@ def test_first_settings_of_a_given_space_are_likely_ones(alpha, counted, plays):
     assert ends[1] / ends[0] == pytest.approx(6 / 1.7, rel=1e-3) and (not counted or ends[0] < 6 * scaled * strengths)
 
 
+def test_aligned_coordinates_are_those_of_the_default_space(plays):
+    """With lambda as with its multiple, in units of their ranges; the scale of lambda is a constant."""
+    prepared = hmf.PreparedRatings(plays.binarize())
+    usual = with_likely(default_space(hmf.ImplicitALS(), prepared), hmf.ImplicitALS(), prepared)
+    model = hmf.ImplicitALS(regularization_scaling="count", count_unobserved=True, alpha=0.0)
+    given = given_space({"regularization": loguniform(1e-9, 1e3), "unobserved_weight": loguniform(1e-3, 2)}, model)
+    given = with_likely(given, model, prepared)
+    assert usual.aligned is not None and given.aligned is not None
+    points = np.column_stack([np.random.default_rng(0).random((40, 2)), np.full(40, 0.9)])  # strength, weight; nu = 1
+    placed = [
+        [given.dimensions[name].cdf(usual.at(point)[name]) for name in ("regularization", "unobserved_weight")]
+        for point in points
+    ]
+    found, expected = given.aligned(np.array(placed)), usual.aligned(points)
+    np.testing.assert_allclose(found[:, 1], expected[:, 1], atol=1e-3)
+    np.testing.assert_allclose(np.diff(found[:, 0] - expected[:, 0]), 0, atol=0.01)
+    np.testing.assert_array_equal(expected[:, 2], points[:, 2])
+    ends = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    lambdas, weights = (given.aligned(ends)[each] - given.aligned(ends)[0] for each in (1, 2))
+    np.testing.assert_allclose(lambdas, [np.log(1e12) / np.log(100), 0], atol=1e-6)
+    np.testing.assert_allclose(weights[1], np.log(2000) / np.log(200), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        {"regularization": loguniform(0.1, 1)},
+        {"regularization": [0.0, 1.0], "unobserved_weight": loguniform(0.1, 1)},
+        {"regularization": [(1.0, 2.0), 1.0], "unobserved_weight": [0.1, 0.2]},
+        {"regularization": [1.0, 2.0], "unobserved_weight": [0.1, 0.2], "regularization_scaling": [0.0, 1.0]},
+    ],
+)
+def test_other_spaces_have_no_aligned_coordinates(space, plays):
+    model = hmf.ImplicitALS()
+    assert with_likely(given_space(space, model), model, hmf.PreparedRatings(plays)).aligned is None
+
+
+def test_lists_of_any_order_have_aligned_coordinates(plays):
+    model = hmf.ImplicitALS(regularization_scaling="count", count_unobserved=True)
+    for weights in ([0.01, 1.0, 0.1], [0.01, 0.1, 1.0]):
+        space = given_space({"unobserved_weight": weights, "regularization": [2.0, 1.0]}, model)
+        laid = with_likely(space, model, hmf.PreparedRatings(plays)).aligned
+        assert laid is not None
+        places = np.array([[(weights.index(each) + 0.5) / 3, 0.1] for each in (0.01, 0.1, 1.0)])
+        if weights[1] == 1.0:
+            first = laid(places)
+    np.testing.assert_allclose(laid(places), first)
+
+
 def test_likely_settings_are_of_the_space(plays):
     matrix = plays.user_items
     lists = given_space({"regularization": [1e-9, 2.0, 1e9], "unobserved_weight": [0.1, 7.0]}, hmf.ImplicitALS())
@@ -315,6 +364,14 @@ def test_settings_are_fitted_whole_where_partial_fits_are_not_cheap(plays, gpu, 
     searched = found("cpu")
     monkeypatch.undo()
     assert told(found("cpu")) == told(searched)
+
+
+def test_the_models_own_setting_waits_for_proposals_where_it_is_outside_the_space(plays, gpu):
+    space = {"unobserved_weight": loguniform(0.01, 1), "regularization": loguniform(0.1, 10)}
+    for trials, place in ((4, 3), (16, 11)):
+        found = hmf.search(plays, model=hmf.ImplicitALS(8, device="cuda"), space=space, trials=trials, random_state=0)
+        finished = sorted(found.trials, key=lambda trial: trial.finished)
+        assert [trial.number for trial in finished].index(0) == place and found.default_value == found.trials[0].value
 
 
 def test_whole_trials_on_a_gpu_leave_their_users_there(plays, gpu, monkeypatch):
