@@ -10,6 +10,7 @@ import numpy as np
 from ..core.regression import Regression, SideFeatures
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device
+from ..plan.extras import FEATURE_ENTRIES
 from .launch import check_all, get_kernel
 
 SOURCE = "features.cu"
@@ -17,9 +18,6 @@ SOURCE = "features.cu"
 THREADS = 64
 ROWS = 4  # as in features.cu
 BLOCKS_PER_SM = 16
-
-PIECE = 128
-"""Entries of a feature that one block adds up."""
 
 
 class DeviceRegression(Regression):
@@ -41,9 +39,9 @@ class DeviceRegression(Regression):
         self.device, self.rank, self.width, self.dtype = device, rank, width, np.dtype(dtype)
         rows, back, upload = self.rows, self.back, device.upload
         counts = np.diff(back.indptr).astype(np.int64)
-        firsts = np.concatenate(([0], np.cumsum(-(-counts // PIECE))))
+        firsts = np.concatenate(([0], np.cumsum(-(-counts // FEATURE_ENTRIES))))
         place = np.arange(firsts[-1]) - np.repeat(firsts[:-1], np.diff(firsts))
-        starts = np.repeat(back.indptr[:-1].astype(np.int64), np.diff(firsts)) + place * PIECE
+        starts = np.repeat(back.indptr[:-1].astype(np.int64), np.diff(firsts)) + place * FEATURE_ENTRIES
         self.bounds = upload(np.append(starts, back.nnz).astype(np.int64))
         self.firsts, self.n_pieces = upload(firsts.astype(np.int64)), int(firsts[-1])
         self.back_rows, self.back_weights = upload(back.indices.astype(np.int32)), upload(back.data.astype(self.dtype))

@@ -24,7 +24,7 @@ from ..ranks.shares import RankBlocks, RankRatings
 from ..ranks.su_als import RankALS, Worker
 from ..ranks.transport.communicator import Communicator, agreed, gather
 from .learned import pattern
-from .training import described_by, serving_features
+from .training import described_by, sizes_of
 
 
 @contextmanager
@@ -71,7 +71,7 @@ class RankedRatings:
             raise ValueError(
                 f"model: {type(self.model).__name__} is not served by ranks; fit ImplicitALS or ExplicitALS"
             )
-        of_ranks = replace(settings, device=(device,) * size)
+        of_ranks = replace(settings, device=(device,) * size, features=sizes_of(self.features))
         users, items = self.degrees["user"], self.degrees["item"]
         facts, nnz = DegreeFacts.of_degrees(users, items), int(users.sum())
         mapped = self.ratings.slab if device == "cpu" else None
@@ -87,8 +87,6 @@ class RankedRatings:
         if plan.gpu is None:
             plan = plan.changed(bytes=rank_bytes(plan, size))
         check_memory(plan)
-        if self.features and plan.gpu is not None:
-            plan = serving_features(plan, self.features)
         self._agree([plan.grids[side].splits for side in SIDES], "grids of {} splits")
         batches = [0] * len(SIDES)
         if plan.scale is not None and plan.streamed and not plan.resident:

@@ -16,14 +16,12 @@ import scipy.sparse as sp
 from ..core.objective import SIDES, Objective, Side, State
 from ..core.regression import SideFeatures
 from ..core.sparse import ValueSummary, transposed
-from ..core.system import available_memory
 from ..core.validate import check_nonempty, csr_arrays, make_csr
 from ..data import fingerprint
 from ..data.align import Labels, labels_of
 from ..data.features import Features, align_features
 from ..data.store import Store, StoreMatrix
 from ..data.wide import is_wide, without_rows
-from ..errors import MemoryBudgetError
 from ..plan.make import NOTHING, check_memory, plan_for
 from ..plan.solver import Solver
 from ..plan.types import Plan, Settings
@@ -229,21 +227,9 @@ class LocalRatings:
 
     def plan(self, objective: Objective, settings: Settings) -> Plan:
         """The plan of the fit, which fits in memory."""
-        if self.weights is not None:
-            settings = with_weights(settings)
+        settings = replace(settings, weighted=self.weights is not None, features=sizes_of(self.features))
         held = NOTHING if self.prepared is None else self.prepared.held
         plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
-        if self.features and plan.gpu is not None:
-            try:
-                plan = serving_features(plan, self.features)
-            except ValueError as error:
-                if settings.device != "auto":
-                    raise
-                logger.info("%s; device='auto' chose the CPU", error)
-                settings = replace(settings, device="cpu")
-                plan = plan_for(self.entries, in_units(objective, self.unit), settings, held)
-        if self.weights is not None:
-            check_plan_serves_weights(plan)
         check_memory(plan)
         return plan
 
@@ -317,20 +303,9 @@ def check_serves_features(model: Any, features: Mapping[Side, Any]) -> None:
         )
 
 
-def serving_features(plan: Plan, features: Mapping[Side, Any]) -> Plan:
-    """The plan of a fit on GPUs with features, which kernels have in the primal form, and not in every place."""
-    if plan.row_form == "dual":
-        raise ValueError('row_form="dual" does not apply on a GPU with features; use row_form="auto" or "primal"')
-    names = " and ".join(f"{side}_features" for side in features)
-    several = (plan.devices and plan.offloaded) or any(grid.splits > 1 for grid in plan.grids.values())
-    if several or plan.factors_on == "disk":
-        place = "splits them over GPUs or keeps them on the host" if several else "keeps them in files"
-        raise ValueError(
-            f"{names}: a fit with features needs the factors in the memory of each of several GPUs, or in the memory "
-            f"of the host for one GPU, and the plan {place}; use GPUs with more memory, a larger gpu_memory_limit, or "
-            'device="cpu"'
-        )
-    return plan.changed(dual_sides=tuple(side for side in plan.dual_sides if side not in features))
+def sizes_of(features: Mapping[Side, Features]) -> tuple[tuple[Side, int, int], ...]:
+    """Sides with features, their number, and the entries of their matrix."""
+    return tuple((side, len(each.names), int(each.matrix.nnz)) for side, each in features.items())
 
 
 def described_by(model: Any, features: Mapping[Side, Features]) -> list[str]:
@@ -339,32 +314,6 @@ def described_by(model: Any, features: Mapping[Side, Features]) -> list[str]:
     return [
         f"{side}-{fingerprint.fingerprint(each.matrix)}-{weights.of(side)!r}" for side, each in sorted(features.items())
     ]
-
-
-def with_weights(settings: Settings) -> Settings:
-    """Settings of a fit with weights of explicit ratings: entries keep their order."""
-    on_gpu = settings.device != "cpu"
-    if on_gpu and settings.row_form == "dual":
-        raise ValueError('row_form="dual" does not apply on a GPU with weights; use row_form="auto" or "primal"')
-    form = "primal" if on_gpu and settings.device != "auto" else settings.row_form
-    return replace(
-        settings, reorder="none", row_form=form, device="cpu" if settings.device == "auto" else settings.device
-    )
-
-
-def check_plan_serves_weights(plan: Plan) -> None:
-    """Refuse plans whose kernels do not take weights of explicit ratings."""
-    reason = ""
-    if plan.devices:
-        reason = "several devices have none"
-    elif plan.streamed or plan.offloaded:
-        reason = "they need ratings and factors in the memory of the GPU"
-    elif plan.assembly == "bals" and plan.gpu is None:
-        reason = 'assembly="bals" has none'
-    elif plan.gpu is not None and plan.solver != "cholesky":
-        reason = f"solver={plan.solver!r} has none on a GPU"
-    if reason:
-        raise ValueError(f'weights of explicit ratings: {reason}; use device="cpu" and solver="cholesky"')
 
 
 def with_features(
@@ -377,15 +326,7 @@ def with_features(
     for axis, side in enumerate(SIDES):
         if side not in given:
             continue
-        argument = f"{side}_features"
-        features = align_features(argument, given[side], names[axis], matrix.shape[axis])
-        count = len(features.names)
-        needed, free = 3 * 8 * count**2, available_memory()
-        if free is not None and needed > free:
-            raise MemoryBudgetError(
-                f"{argument} has {count:,} features, whose {count:,} x {count:,} equations need {needed / 1e9:.1f} GB, "
-                f"and {free / 1e9:.1f} GB are free; leave out rare features"
-            )
+        features = align_features(f"{side}_features", given[side], names[axis], matrix.shape[axis])
         found[side], names[axis] = features, features.labels
         shape[axis] = len(features)
     if tuple(shape) != matrix.shape:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.system import ceil_div
 from ..device.cuda import DeviceSpec
 from .tables import KernelConfig, require
+
+if TYPE_CHECKING:
+    from .types import Plan
 
 WARP = 32
 
@@ -215,3 +218,8 @@ def bals_tile_sizes(rank: int, itemsize: int, spec: DeviceSpec, *, local: bool =
     if local:
         return LOCAL_TILE
     return BalsConfig.default(rank, itemsize, spec).matrix_tile
+
+
+def tile_pointers(rows: int, columns: int, plan: Plan) -> int:
+    """Elements of seg_ptr and tile_ptr of one orientation."""
+    return (rows + -(-rows // plan.tile_rows)) * -(-columns // plan.tile_cols)

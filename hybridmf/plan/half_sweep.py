@@ -42,9 +42,10 @@ from typing import TYPE_CHECKING
 
 from ..core.objective import Side, other_side
 from . import fused
+from .assemblies import tile_pointers
+from .extras import extra_bytes
 from .grid import Grid
 from .machine import Machine
-from .memory import tile_pointers
 from .row_forms import dual_up_to, short_rows, side_sizes
 
 if TYPE_CHECKING:
@@ -286,6 +287,7 @@ def half_bytes(
         "systems": systems,
         **({"tiles": _tile_bytes(plan, half.gpus)} if plan.tile_rows else {}),
         **(_subspace_bytes(plan) if plan.solver == "subspace" else {}),
+        **extra_bytes(plan, width, pulled=on_device and plan.solver != "cholesky"),
     }
 
 

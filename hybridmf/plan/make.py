@@ -15,6 +15,7 @@ from ..core.system import mib
 from ..errors import DeviceError, DeviceMemoryError, MemoryBudgetError
 from ..native import _als
 from . import dispatch
+from .extras import equation_bytes, unserved, with_extras
 from .half_sweep import SLAB_BUFFERS
 from .types import (
     BATCH_FLOPS,
@@ -67,6 +68,7 @@ def make_plan(
     choice for files of factors that do not fit in memory. `held`: memory of a GPU that counts as free.
     """
     objective.check_finite_in(np.dtype(settings.dtype))
+    settings = with_extras(settings)
     start = dispatch.gpu_start_seconds(settings.device)
     if slab is None and start:
         plan = _short_on_cpu(objective, settings, shape, nnz, facts, start)
@@ -86,6 +88,13 @@ def make_plan(
     if slab is not None and settings.method.streams:
         plan = plan.changed(streamed="disk", slab=slab)
     decided = settings.method.plan(plan, settings, objective, spec)
+    why = unserved(decided)
+    if why and settings.device == "auto" and decided.gpu is not None:
+        logger.info("%s; device='auto' chose the CPU", why)
+        decided = settings.method.plan(plan, replace(settings, device="cpu"), objective, None)
+        why = unserved(decided)
+    if why:
+        raise ValueError(why)
     for note in instruction_set_notes():
         if note in decided.notes:
             logger.warning(note)
@@ -163,6 +172,8 @@ def undecided(objective: Objective, settings: Settings, shape: tuple[int, int], 
         num_threads=settings.num_threads,
         balance=settings.balance,
         frozen=settings.frozen,
+        weighted=settings.weighted,
+        features=settings.features,
         row_form=settings.row_form,
         batch_flops=BATCH_FLOPS * settings.num_threads,
     )
@@ -170,6 +181,13 @@ def undecided(objective: Objective, settings: Settings, shape: tuple[int, int], 
 
 def check_memory(plan: Plan) -> None:
     """Raise if a plan does not fit in memory, before anything is allocated."""
+    free = system.available_memory()
+    for side, count, _ in plan.features:
+        if free is not None and equation_bytes(count) > free:
+            raise MemoryBudgetError(
+                f"{side}_features has {count:,} features, whose {count:,} x {count:,} equations need "
+                f"{equation_bytes(count) / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; leave out rare features"
+            )
     if plan.gpu is not None:
         lack = memory_lacks(plan)
         if lack:
@@ -179,7 +197,6 @@ def check_memory(plan: Plan) -> None:
             )
         _check_host(plan)
         return
-    free = system.available_memory()
     if free is not None and plan.total_bytes > free:
         raise MemoryBudgetError(
             f"the fit needs about {mib(plan.total_bytes)} and {mib(free)} are free "

@@ -10,6 +10,8 @@ from ..core.system import available_memory, mib
 from ..core.validate import index_pointer_dtype
 from ..errors import MemoryBudgetError
 from ..native import _als
+from .assemblies import tile_pointers
+from .extras import extra_bytes
 from .row_forms import changes_basis
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ def cpu_bytes(plan: Plan) -> dict[str, int]:
         pointers = tile_pointers(m, n, plan) + tile_pointers(n, m, plan)
         # the kernels' int64 pointers are copies if those of the format are int32
         sizes["tiles"] = 2 * nnz * (itemsize + 8) + pointers * (8 if pointer == 8 else pointer + 8)
-    return sizes
+    return sizes | extra_bytes(plan, rank * itemsize)
 
 
 def rank_bytes(plan: Plan, ranks: int) -> dict[str, int]:
@@ -120,11 +122,6 @@ def _gram_bytes(plan: Plan) -> int:
     width = _als.padded_rank(plan.rank)
     parts = min(256, -(-max(plan.n_users, plan.n_items) // GRAM_ROWS)) + 3  # the sum, its halves put together
     return parts * width * width * 8
-
-
-def tile_pointers(rows: int, columns: int, plan: Plan) -> int:
-    """Elements of seg_ptr and tile_ptr of one orientation."""
-    return (rows + -(-rows // plan.tile_rows)) * -(-columns // plan.tile_cols)
 
 
 def system_bytes(plan: Plan) -> int:

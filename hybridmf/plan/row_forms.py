@@ -74,7 +74,8 @@ def dual_sides(plan: Plan, objective: Objective) -> tuple[Side, ...]:
     """Sides whose short rows take the dual form; depends on sizes alone, so that fits, ranks and fold-in agree."""
     if plan.row_form == "primal" or _kernel_obstacle(plan):
         return ()
-    able = (side for side in SIDES if not obstacle(objective, side))
+    primal = {side for side, _, _ in plan.features if plan.gpu is not None}  # kernels have features in that form
+    able = (side for side in SIDES if side not in primal and not obstacle(objective, side))
     return tuple(side for side in able if plan.row_form == "dual" or _pays(plan, side))
 
 

@@ -153,6 +153,10 @@ class Settings:
     reduction: str = "auto"
     nonnegative: bool = False
     frozen: Side | None = None
+    weighted: bool = False
+    """Whether explicit ratings have weights."""
+    features: tuple[tuple[Side, int, int], ...] = ()
+    """Sides with features, their number, and the entries of their matrix."""
 
     @classmethod
     def check(cls, **given: Any) -> Settings:
@@ -244,6 +248,10 @@ class Plan:
     balance : bool
     frozen : {"user", "item"} or None
         Side that keeps its factors.
+    weighted : bool
+        Whether explicit ratings have weights.
+    features : tuple of (side, int, int)
+        Sides with features, their number, and the entries of their matrix.
     row_form : {"auto", "primal", "dual"}
         Requested form of short rows.
     dual_sides : tuple of {"user", "item"}
@@ -295,6 +303,8 @@ class Plan:
     scratch: tuple[str, ...] = ()
     balance: bool = False
     frozen: Side | None = None
+    weighted: bool = False
+    features: tuple[tuple[Side, int, int], ...] = ()
     row_form: str = "auto"
     dual_sides: tuple[Side, ...] = ()
     variant: str = ""

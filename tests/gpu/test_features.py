@@ -39,6 +39,10 @@ def fitted(case, device, **options):
     return model.fit(RATINGS, **FEATURES)
 
 
+OF_FEATURES = 4_000
+"""Bytes that limits allow for features of MATRIX."""
+
+
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_fit_agrees_with_the_cpu(case, gpu):
     on_gpu, on_cpu = fitted(case, "cuda"), fitted(case, "cpu", assembly="auto")
@@ -139,7 +143,7 @@ def test_ratings_that_exceed_a_gpu_are_streamed(gpu, case):
 
 @pytest.mark.usefixtures("tiny_gpu")
 @pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("limit", [HOST_LIMIT, TURNS_LIMIT])
+@pytest.mark.parametrize("limit", [HOST_LIMIT + OF_FEATURES, TURNS_LIMIT + OF_FEATURES])
 @pytest.mark.parametrize("case", ["implicit", "biases", "cg", "cg-biases"])
 def test_factors_that_exceed_a_gpu_stay_on_the_host(gpu, case, limit, stored, tmp_path):
     kind, given = CASES[case]
@@ -155,7 +159,9 @@ def test_factors_that_exceed_a_gpu_stay_on_the_host(gpu, case, limit, stored, tm
         )
     ]  # fmt: skip
     assert models[0].plan_.offloaded
-    assert (max(half.turns for half in models[0].plan_.scale.halves.values()) > 1) == (limit == TURNS_LIMIT)
+    assert (max(half.turns for half in models[0].plan_.scale.halves.values()) > 1) == (
+        limit == TURNS_LIMIT + OF_FEATURES
+    )
     scores = [model.user_factors @ model.item_factors.T for model in models]
     assert np.abs(scores[0] - scores[1]).max() < 5e-3 * np.abs(scores[1]).max()
     assert models[0].objective(MATRIX) == pytest.approx(models[1].objective(MATRIX), rel=1e-4)
