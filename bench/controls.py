@@ -4,7 +4,7 @@
     python bench/controls.py --tree FOLDER --part multi       on two GPUs; also mcumsgd, planner
     python bench/controls.py --tree FOLDER --part als-cpu     on the CPU
 
-Every part of the code (`parts_of_code`) has cases, which run in own processes, in the order old, new, new, old. A case
+Every part of the code (`PARTS`) has cases, which run in own processes, in the order old, new, new, old. A case
 passes if the results of both trees have the same bytes and the least seconds differ by at most 3 % (where they are a
 figure: not of drawn data and plans). Schedules whose threads race have no fixed bytes; their RMSE must agree to 1 %. If
 cases fail by their seconds alone, they run once more in that order. Lines whose seconds are those of CUDA events
@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import click
@@ -150,35 +150,26 @@ CASES: dict[str, list[Case]] = {
     "multi": [Case("ml-20m", "ExplicitALS", {"factors": 100}, 6, "multi_als")],
     "mcumsgd": [Case("ml-20m", "SGD", {"factors": 128}, 6, "mcumsgd")],
     "planner": [Case("ml-1m", "plans", {}, 2, "plans", timed=False)],
-    "data": [Case("ml-1m", "draws", {}, 1, "draws", timed=False)],
+    "data": [Case("ml-1m", "synthetic", {}, 1, "synthetic", timed=False)],
+    "published": [Case("ml-1m", "draws", {}, 1, "draws", timed=False)],
     "tiles": [Case("ml-10m", "tiles", {}, 6, "tiles")],
 }
 """By part of the code."""
 
 
-def parts_of_code() -> dict[str, Patterns]:
-    """Files whose speed the cases of a part show. A code path (`freshness.CODE`) contains a part with all its files."""
-    return {
-        "als": freshness.ALS_GPU,
-        "assemblies": freshness.ASSEMBLIES_GPU,
-        "als by events": freshness.ALS_GPU,
-        "assemblies by events": freshness.ASSEMBLIES_GPU,
-        "systems": freshness.SYSTEMS_GPU,
-        "sgd": freshness.SGD_GPU,
-        "ccd": freshness.CCD_GPU,
-        "top-k": freshness.TOP_K_GPU,
-        "set-up": freshness.SET_UP_GPU,
-        "fits": freshness.FITS,
-        "als-cpu": freshness.ALS_CPU,
-        "sgd-cpu": freshness.SGD_CPU,
-        "ccd-cpu": freshness.CCD_CPU,
-        "top-k-cpu": freshness.TOP_K_CPU,
-        "multi": freshness.RANKS,
-        "mcumsgd": freshness.MCUMSGD,
-        "planner": freshness.PLANNER,
-        "data": freshness.SHAPES,
-        "tiles": freshness.TILES,
-    }
+PARTS = {
+    "als": "ALS_GPU", "assemblies": "ASSEMBLIES_GPU", "als by events": "ALS_GPU",
+    "assemblies by events": "ASSEMBLIES_GPU", "systems": "SYSTEMS_GPU", "sgd": "SGD_GPU", "ccd": "CCD_GPU",
+    "top-k": "TOP_K_GPU", "set-up": "SET_UP_GPU", "fits": "FITS", "als-cpu": "ALS_CPU", "sgd-cpu": "SGD_CPU",
+    "ccd-cpu": "CCD_CPU", "top-k-cpu": "TOP_K_CPU", "multi": "RANKS", "mcumsgd": "MCUMSGD", "planner": "PLANNER",
+    "data": "SHAPES", "published": "PUBLISHED", "tiles": "TILES",
+}  # fmt: skip
+"""By part: the declaration in `freshness.py` of the files whose speed its cases show."""
+
+
+def files_of(part: str, declared: ModuleType, root: Path | None = None) -> set[str]:
+    """Files of a part in a tree with these declarations; none if it does not declare them."""
+    return set(freshness.files(getattr(declared, PARTS[part], ()), root))
 
 
 # ------------------------------------------------------------------------------------------ one process of one tree
@@ -219,7 +210,7 @@ def _events_of(case: Case, matrix: sp.csr_array, item_users: sp.csr_array) -> An
     from hybridmf.device.cuda import open_device
 
     device = open_device()
-    data = SimpleNamespace(name=case.shape, user=matrix, item=item_users, nnz=len(matrix.data))
+    data = gpu.Data(case.shape, matrix, item_users)
     sweeps = gpu.Sweeps.start(device, data, case.model.partition(", ")[2], **case.options)
     rounds = gpu.timed(device, [partial(sweeps.solve, side) for side in ("item", "user")], case.iterations)
     factors = [device.download(sweeps.factors[side].matrix) for side in ("user", "item")]
@@ -287,14 +278,22 @@ DRAWS = {"ml-10m": 0.1, "netflix": 0.05, "yahoo-r1": 0.05, "sls": 0.1, "rucci": 
 def _draws(_: Case, __: sp.csr_array, ___: sp.csr_array) -> Any:
     import published
 
-    from hybridmf import datasets
-
-    started, feedbacks = time.perf_counter(), ("explicit", "implicit")
+    started = time.perf_counter()
     drawn = [published.published(shape, scale=scale, implicit=implicit) for shape, scale in DRAWS.items()
              for implicit in (False, True)]  # fmt: skip
-    drawn += [datasets.synthetic("ml-1m", feedback=feedback).user_items for feedback in feedbacks]
-    seconds = [time.perf_counter() - started]
-    return seconds, [array for matrix in drawn for array in (matrix.indptr, matrix.indices, matrix.data)]
+    return [time.perf_counter() - started], _arrays(drawn)
+
+
+def _synthetic(case: Case, _: sp.csr_array, __: sp.csr_array) -> Any:
+    from hybridmf import datasets
+
+    started = time.perf_counter()
+    drawn = [datasets.synthetic(case.shape, feedback=feedback).user_items for feedback in ("explicit", "implicit")]
+    return [time.perf_counter() - started], _arrays(drawn)
+
+
+def _arrays(matrices: Sequence[sp.csr_array]) -> list[np.ndarray]:
+    return [array for matrix in matrices for array in (matrix.indptr, matrix.indices, matrix.data)]
 
 
 def _tiles(case: Case, matrix: sp.csr_array, _: sp.csr_array) -> Any:
@@ -317,6 +316,7 @@ MEASURES: dict[str, Callable[[Case, sp.csr_array, sp.csr_array], Any]] = {
     "mcumsgd": _mcumsgd,
     "plans": _plans,
     "draws": _draws,
+    "synthetic": _synthetic,
     "tiles": _tiles,
 }
 
@@ -416,7 +416,7 @@ def covers(old: Path, passed: set[str]) -> dict[str, list[str]]:
                 declared = before.CODE[file]
                 earlier = declared[key] if isinstance(declared, dict) else {"": declared}[key]
                 counted = of_clock(passed, by_events=f"{file} {key}" in freshness.BY_EVENTS)
-                if is_covered(earlier, patterns, old, counted):
+                if is_covered(earlier, patterns, old, counted, before):
                     found[f"{file} {key}"] = [freshness.code_hash(earlier, old), freshness.code_hash(patterns)]
     return found
 
@@ -429,17 +429,23 @@ def of_clock(passed: set[str], *, by_events: bool) -> set[str]:
     return (clock - measured) | other if by_events else clock
 
 
-def is_covered(earlier: Patterns, patterns: Patterns, old: Path, passed: set[str]) -> bool:
-    """Whether a code path changed, and in files of parts that passed alone."""
+def is_covered(
+    earlier: Patterns, patterns: Patterns, old: Path, passed: set[str], before: ModuleType = freshness
+) -> bool:
+    """Whether a code path changed, and in files of parts that passed alone; it contains a part with all its files.
+
+    `before`: the declarations of the other tree, which may have files that are gone.
+    """
     forms = freshness.forms_of(earlier, old), freshness.forms_of(patterns)
     differ = {name for name in forms[0].keys() | forms[1].keys() if forms[0].get(name) != forms[1].get(name)}
     inside = set(freshness.files(patterns))
     known: set[str] = set()
-    for part, files in parts_of_code().items():
-        if part.endswith(EVENTS):  # `of_clock`
+    for part in PARTS:
+        of_part = files_of(part, freshness)
+        if part.endswith(EVENTS) or not of_part <= inside:  # `of_clock`
             continue
-        of_part = set(freshness.files(files))
-        if of_part <= inside and of_part & differ:
+        of_part |= files_of(part, before, old)
+        if of_part & differ:
             if part not in passed:
                 return False
             known |= of_part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ def test_turns_before_a_sigterm_count(monkeypatch, tmp_path):
 
 
 def test_a_code_path_is_covered_if_its_differing_files_are_of_parts_that_passed(monkeypatch):
-    patterns = (*freshness.SGD_CPU, *freshness.SHAPES)
+    patterns = (*freshness.SGD_CPU, "hybridmf/cpu/ccd.py")
     changed: set[str] = set()
 
     def forms_of(patterns, root=None):
@@ -143,16 +144,29 @@ def test_a_code_path_is_covered_if_its_differing_files_are_of_parts_that_passed(
     changed.add("hybridmf/cpu/sgd.py")
     assert covered({"sgd-cpu"})
     assert not covered({"sgd", "als-cpu"})
-    changed.add("hybridmf/datasets.py")  # of no part
+    changed.add("hybridmf/cpu/ccd.py")  # of no part that is inside
     assert not covered({"sgd-cpu"})
 
 
 def test_every_part_has_cases_and_files():
-    assert set(controls.CASES) == set(controls.parts_of_code())
-    for part, patterns in controls.parts_of_code().items():
-        assert controls.CASES[part] and freshness.files(patterns)
+    assert set(controls.CASES) == set(controls.PARTS)
+    for part in controls.PARTS:
+        assert controls.CASES[part] and controls.files_of(part, freshness)
         for case in controls.CASES[part]:
             assert case.run in controls.MEASURES
+
+
+def test_files_that_only_the_other_tree_has_belong_to_its_part(monkeypatch):
+    before = types.SimpleNamespace(CCD_CPU=(*freshness.CCD_CPU, "hybridmf/cpu/sgd.py"))  # as if that were gone now
+    patterns, earlier = freshness.CCD_CPU, before.CCD_CPU
+
+    def forms_of(patterns, root=None):
+        return dict.fromkeys(freshness.files(patterns), "same")
+
+    monkeypatch.setattr(freshness, "forms_of", forms_of)
+    assert controls.is_covered(earlier, patterns, ROOT, {"ccd-cpu"}, before)
+    assert not controls.is_covered(earlier, patterns, ROOT, set(), before)
+    assert not controls.is_covered(earlier, patterns, ROOT, {"ccd-cpu"})  # of no part
 
 
 def test_the_page_names_each_control(monkeypatch):
