@@ -131,7 +131,6 @@ class CholeskyConfig(KernelConfig):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block; the kernel asserts the same number."""
         if self.systems:
             return self.systems * self.rank * (self.rank | 1) * self.itemsize
         panel, panels = self.panel, ceil_div(self.rank, self.panel)
@@ -199,7 +198,6 @@ class CgConfig(KernelConfig):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block; the kernel asserts the same number."""
         packed = self.rank * (self.rank + 1) // 2 if self.resident else 0
         return self.warps * 8 + ((self.warps + 2) * ceil_div(self.rank, WARP) * WARP + packed) * self.itemsize
 

@@ -75,7 +75,6 @@ class NonnegativeConfig(KernelConfig):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block; the kernel asserts the same number."""
         padded = round_up(self.rank, WARP)
         matrix = self.rank * (self.rank | 1) if self.resident else 0
         return (6 * padded + WARP + matrix) * self.itemsize + 4 * (padded + 4)

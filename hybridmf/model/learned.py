@@ -11,7 +11,7 @@ import scipy.sparse as sp
 
 from ..core.objective import Factors, Objective, Side, State, rating_scale
 from ..core.regression import filled
-from ..core.sparse import ValueSummary, as_ones, entries_in, transposed
+from ..core.sparse import ValueSummary, as_ones, entries_in
 from ..core.validate import as_csr, frozen_csr
 from ..data.features import Features
 from ..data.labels import label_table
@@ -181,8 +181,3 @@ def scale_of_values(values: ValueSummary | StoreMatrix, nnz: int, objective: Obj
 def pattern(matrix: Any) -> Any:
     """The entries of a matrix as int8 ones that share its index arrays; for a store, a reference to it."""
     return StoredSeen(matrix) if isinstance(matrix, StoreMatrix) else frozen_csr(as_ones(matrix, np.int8))
-
-
-def transposed_pattern(seen: sp.csr_array) -> sp.csr_array:
-    """The transpose of a `pattern` in memory."""
-    return pattern(transposed(as_ones(seen, np.float32)))  # the type of kernels

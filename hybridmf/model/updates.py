@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Side
-from ..core.sparse import keep_entries, replace_rows, take_rows, transposed
+from ..core.sparse import as_ones, keep_entries, replace_rows, take_rows, transposed
 from ..core.system import available_memory
 from ..core.validate import check_ids, make_csr
 from ..data.align import IN_ORDER, are_positions, labels_of
@@ -19,7 +19,7 @@ from ..errors import MemoryBudgetError, UnknownLabelError
 from ..plan.start import check_given
 from ..plan.types import NONNEGATIVE
 from .described import described_rows, replaced_rows, rows_described
-from .learned import Learned, count_items, likes_of, pattern, transposed_pattern
+from .learned import Learned, count_items, likes_of, pattern
 from .ranking import fold_in
 from .requests import Unknown, positions_of
 
@@ -193,7 +193,9 @@ def _as_labels(labels: list[Any], like: np.ndarray) -> np.ndarray:
 
 def _turned(history: sp.csr_array) -> sp.csr_array:
     """The transpose of a pattern, or of one with values."""
-    return transposed_pattern(history) if history.dtype == np.int8 else transposed(history)
+    if history.dtype != np.int8:
+        return transposed(history)
+    return pattern(transposed(as_ones(history, np.float32)))  # the type of kernels
 
 
 def updated_labels(learned: Learned, side: Side, ids: Any, labels: Any) -> tuple[np.ndarray, np.ndarray | None]:

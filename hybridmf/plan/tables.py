@@ -301,8 +301,8 @@ def require(condition: bool, message: str) -> None:
 class KernelConfig:
     """Compile-time choices of a kernel, the same for all its launches in a fit.
 
-    A subclass has a field for each, `threads` and dynamic `shared_bytes` of a block, and raises ValueError for a choice
-    that the kernel does not support.
+    A subclass has a field for each, `threads` and the dynamic `shared_bytes` of a block, which the kernel asserts.
+    ValueError is raised for a choice that the kernel does not support.
     """
 
     tuned_as: ClassVar[str] = ""

@@ -191,11 +191,7 @@ class Job:
 
 
 def make_jobs(kernels: Sequence[str] | None, factors: Sequence[int], itemsize: int) -> list[Job]:
-    """Each kernel with each combination of facts once.
-
-    Kernels alternate, in the order of `spaces.SPACES`; the most usual facts of each (the first) come at all ranks
-    before the next ones.
-    """
+    """Each kernel with each combination of facts once, in turn; its most usual facts at all ranks before others."""
     of_kernels: list[list[Job]] = []
     for kernel in SPACES if kernels is None else dict.fromkeys(kernels):
         kinds = itertools.zip_longest(*([(f, facts) for facts in SPACES[kernel].facts(f, itemsize)] for f in factors))
@@ -223,13 +219,10 @@ def stamp(device: Device) -> dict[str, Any]:
 
 
 class Tuner:
-    """One run of the tuner on a device.
+    """One run of the tuner on a device, with a budget in seconds; the last job may take slightly longer.
 
-    `budget`: seconds, from the drawing of ratings; the last job may take slightly longer.
-    `most`: maximum configurations of a job, beside those of the rule and of tables.
-    `num_threads`: compilations at a time; default: all cores.
-    `timer`: replaces `event_times` in tests.
-    `table`: destination of the results, if fits do not read it: its configurations are timed, too.
+    A job has at most `most` configurations beside those of the rule and of tables, among them `table`, the destination
+    of the results.
     """
 
     def __init__(
@@ -257,12 +250,9 @@ class Tuner:
         dtype: str = "float32",
         sample: Sample | None = None,
     ) -> Iterator[Job]:
-        """Tune kernels; yield each job once it is done, so that its results are not lost.
+        """Tune kernels of `spaces.SPACES`; yield each job once it is done, so that its results are not lost.
 
-        `kernels`: keys of `spaces.SPACES`; default: all.
-        `factors`: ranks.
-        `dtype`, {"float32", "float64"}: dtype of factors; kernels without support for it are left out.
-        `sample`: ratings; default: `Sample.draw()`.
+        Kernels without support for the dtype of factors are left out.
         """
         for kernel in kernels or ():
             check_choice("kernel", kernel, tuple(SPACES))

@@ -35,14 +35,8 @@ class Communicator(Protocol):
     rank : int
         0 <= rank < size.
     size : int
-    cause : str
-        Cause of a failure; empty without one. Long computations between two calls may check it.
-    timeout : float
-        Seconds a rank waits for another.
     one_process : bool
         Whether all ranks are threads of one process.
-    local_rank : int
-        Number among the ranks of its machine, which selects its GPU.
     """
 
     rank: int
@@ -56,12 +50,12 @@ class Communicator(Protocol):
 
     @property
     def local_rank(self) -> int:
-        """Number among the ranks of its machine: by default, all are on one."""
+        """Number among the ranks of its machine, which selects its GPU: by default, all are on one."""
         return self.rank
 
     @property
     def cause(self) -> str:
-        """Cause of a failure."""
+        """Cause of a failure; empty without one. Long computations between two calls may check it."""
 
     def allreduce(self, array: Array) -> Array:
         """Sum over the ranks, on each rank: the same bits everywhere."""
