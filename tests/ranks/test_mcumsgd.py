@@ -518,6 +518,35 @@ def test_streams_of_gpus_run_in_any_order(ranks, order, biases, popular, monkeyp
         solver.close()
 
 
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_pass_depends_on_no_later_pass_of_the_sender(epochs, monkeypatch, ratings_matrix):
+    """In new launches and in repeated ones: while a rank updates its next items, those that it has sent are updated."""
+    emulate(monkeypatch)
+    streams, numbers, begin_result = late_gpus.Streams(1), count(), GpuEpochs.begin_result
+    monkeypatch.setattr(mcumsgd, "open_device", lambda name: late_gpus.LateGpu(next(numbers), streams))
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=3, biases=True)
+    if epochs:
+        run(solver, epochs)
+    streams.drain()
+    streams.kernels.clear()
+    checked = []
+
+    def check(*given):
+        if not checked:  # all passes are queued
+            passes = [[one for one in streams.kernels if one[0] == (rank, "main")] for rank in range(3)]
+            passes = [[one for one in own if streams.kernels[one].startswith("centralized")] for own in passes]
+            for rank, own in enumerate(passes):
+                sender = passes[(rank + 1) % 3]
+                for step in range(1, 3):
+                    behind = streams.behind(*own[step])
+                    checked.append(sender[step - 1] in behind and sender[step] not in behind)
+        return begin_result(*given)
+
+    monkeypatch.setattr(GpuEpochs, "begin_result", check)
+    solver.solve(None)
+    assert checked == [True] * 6
+
+
 @pytest.mark.parametrize("order", ["passes", "blocks"])
 @pytest.mark.parametrize("biases", [False, True])
 def test_repeated_launches_give_the_bits_of_new_ones(order, biases, popular, monkeypatch, ratings_matrix):

@@ -42,6 +42,8 @@ class Streams:
         self.waiting: dict[Stream, deque[tuple[tuple[Stream, int] | None, Callable[[], Any]]]] = {}
         self.launched: Counter[Stream] = Counter()
         self.complete: Counter[Stream] = Counter()
+        self.kernels: dict[tuple[Stream, int], str] = {}
+        """Names of launched kernels, by stream and place."""
         self.kept: list[Any] = []
         """Arrays that queued work uses by address."""
 
@@ -50,6 +52,20 @@ class Streams:
         with self.lock:
             self.waiting.setdefault(stream, deque()).append((None if after is None else after.place, run))
             self.launched[stream] += 1
+
+    def behind(self, stream: Stream, place: int) -> set[tuple[Stream, int]]:
+        """All queued work that must be complete before that at a place of a stream, and this itself."""
+        found: set[tuple[Stream, int]] = set()
+        wanted = [(stream, place)]
+        while wanted:
+            stream, place = one = wanted.pop()
+            if one in found or place < self.complete[stream]:
+                continue
+            found.add(one)
+            wanted.append((stream, place - 1))
+            if after := self.waiting[stream][place - self.complete[stream]][0]:
+                wanted.append((after[0], after[1] - 1))
+        return found
 
     def drain(self) -> None:
         """Run all work: at any time the next piece of a random stream that has one to run, often of the same stream."""
@@ -147,8 +163,13 @@ class LateGpu(EmulatedDevice):
         return array
 
     def kernel(self, *program: Any) -> Any:
-        now = super().kernel(*program)
-        return lambda *given: self.streams.put(self.current, lambda: now(*given))
+        now, (_, name, _) = super().kernel(*program), program
+
+        def launch(*given: Any) -> None:
+            self.streams.kernels[self.current, self.streams.launched[self.current]] = name
+            self.streams.put(self.current, lambda: now(*given))
+
+        return launch
 
     def prepare(self, *program: Any) -> Any:
         now = super().prepare(*program)
