@@ -781,6 +781,8 @@ class GpuEpochs:
                 device.receive(target.bias, factors.device_bias)
             return target
         if factors.device_bias is None and factors.table.shape[1] == width:
+            if factors.table.dtype == stored:
+                return self.copied(FactorRows(factors.table))
             return FactorRows(factors.table.astype(stored))
         matrix = device.zeros((len(factors), width), stored)
         if matrix.dtype == factors.table.dtype:
@@ -859,20 +861,23 @@ class GpuEpochs:
     def begin_result(self, *sides: Factors) -> Callable[[], tuple[float, bool]]:
         """See `EpochKernels`; the host waits once. MSGD processes every entry twice."""
         device, tables = self.device, [factors for factors in sides if isinstance(factors, DeviceFactors)]
-        known = device.begin_download(self._sums.sum(keepdims=True))
         checked = [array for side in tables for array in side.arrays]
         in_float32 = all(array.dtype == np.float32 for array in checked)
-        found = device.zeros(3, np.uint32) if in_float32 else device.zeros(1, np.float64)
+        # the sum of the losses, then a range (three words) or a sum of the factors
+        known = device.zeros(3, np.float64)
+        device.receive(known[:1], self._sums.sum(keepdims=True))
+        found = known[1:].view(np.uint32)[:3] if in_float32 else known[1:2]
         for array in checked:
             if in_float32:
                 widen_range(device, found, array if len(array.shape) == 2 else array[:, None])
             else:
                 found += array.sum(dtype=np.float64)
-        seen = device.begin_download(found)
+        downloaded = device.begin_download(known)
 
         def result() -> tuple[float, bool]:
-            loss = float(known()[0]) / len(self.passes)
-            is_finite = math.isfinite(read_range(seen())[0].largest if in_float32 else seen()[0])
+            values = downloaded()
+            loss, rest = float(values[0]) / len(self.passes), values[1:]
+            is_finite = math.isfinite(read_range(rest.view(np.uint32)[:3])[0].largest if in_float32 else rest[0])
             for side in tables:
                 side.keep(settled=True)
             return loss, is_finite

@@ -217,6 +217,7 @@ class RankSGD(EpochSolver):
         super().__init__(kernels, objective, plan, state, own_degrees, completed)
         # of one thread: the items of each block, last of popular ones, where they are in every epoch
         self._held: list[Any] = []
+        self._held_state: State | None = None  # whose own and popular items are there
         if peers is not None:
             ends = [self.layout.own("item", other) for other in range(self.size)]
             counts = [last - first for first, last in ends] + [len(self.popular)] * bool(len(self.popular))
@@ -244,11 +245,13 @@ class RankSGD(EpochSolver):
             self._moved = {} if popular is None else {"user": work["user"], "item": self.kernels.copies(popular)}
             return work
         kernels = cast(GpuEpochs, self.kernels)
-        self._moved = {}
+        own, is_held = self._held[self.rank], self._held_state is self.state
+        self._moved, self._held_state = {}, None
         if popular is not None:
-            self._moved = {"user": kernels.fixed(users), "item": kernels.copies(popular, self._held[-1])}
+            items = self._held[-1] if is_held else kernels.copies(popular, self._held[-1])
+            self._moved = {"user": kernels.fixed(users), "item": items}
             self._peers.fork(self.rank)
-        return {"user": kernels.copies(users), "item": kernels.copies(self.state.item, self._held[self.rank])}
+        return {"user": kernels.copies(users), "item": own if is_held else kernels.copies(self.state.item, own)}
 
     def end(self, work: dict[Side, Any]) -> Epoch:
         kernels, popular = self.kernels, self._moved
@@ -258,7 +261,9 @@ class RankSGD(EpochSolver):
         else:
             work["item"] = self._copied(work["item"])
         self._moved = {}
-        return super().end(work)
+        epoch = super().end(work)
+        self._held_state = epoch.state
+        return epoch
 
     def _copied(self, items: Any) -> Any:
         """Items that the next epoch does not overwrite."""

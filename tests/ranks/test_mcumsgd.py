@@ -540,6 +540,7 @@ def test_a_pass_depends_on_no_later_pass_of_the_sender(epochs, monkeypatch, rati
                 for step in range(1, 3):
                     behind = streams.behind(*own[step])
                     checked.append(sender[step - 1] in behind and sender[step] not in behind)
+        streams.drain()
         return begin_result(*given)
 
     monkeypatch.setattr(GpuEpochs, "begin_result", check)
