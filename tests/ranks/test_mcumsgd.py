@@ -524,15 +524,10 @@ def test_a_pass_depends_on_no_later_pass_of_the_sender(epochs, monkeypatch, rati
     emulate(monkeypatch)
     streams, numbers, begin_result = late_gpus.Streams(1), count(), GpuEpochs.begin_result
     monkeypatch.setattr(mcumsgd, "open_device", lambda name: late_gpus.LateGpu(next(numbers), streams))
-    solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=3, biases=True)
-    if epochs:
-        run(solver, epochs)
-    streams.drain()
-    streams.kernels.clear()
-    checked = []
+    solver, checked = multi(ratings_matrix.astype(np.float64), method_of(), ranks=3, biases=True), []
 
     def check(*given):
-        if not checked:  # all passes are queued
+        if solver.ranks[0].epoch == epochs and not checked:  # all passes are queued
             passes = [[one for one in streams.kernels if one[0] == (rank, "main")] for rank in range(3)]
             passes = [[one for one in own if streams.kernels[one].startswith("centralized")] for own in passes]
             for rank, own in enumerate(passes):
@@ -544,6 +539,10 @@ def test_a_pass_depends_on_no_later_pass_of_the_sender(epochs, monkeypatch, rati
         return begin_result(*given)
 
     monkeypatch.setattr(GpuEpochs, "begin_result", check)
+    streams.drain()
+    run(solver, epochs)
+    streams.drain()
+    streams.kernels.clear()
     solver.solve(None)
     assert checked == [True] * 6
 
