@@ -803,11 +803,8 @@ class Ratings:
         Parameters
         ----------
         backend : {"pandas", "polars", "pyarrow"}, optional
-            Default: the library of the frame that the ratings came from, else the first that is installed.
-
-        Raises
-        ------
-        ImportError, ValueError
+            Default: the library of the frame that the ratings came from, else the first that is installed; an
+            ImportError without any.
         """
         kind = check_kind("backend", backend, self.frame_kind)
         matrix = self.user_items
@@ -1005,11 +1002,7 @@ def leave_k_out(ratings: Any, k: int = 1, random_state: Any = None) -> tuple[Any
     Returns
     -------
     train, test
-        As for `split`.
-
-    Raises
-    ------
-    ValueError, TypeError, RatingsError
+        As for `split`, as are the errors.
     """
     ratings = as_ratings(ratings)
     matrix, count = _matrix_of(ratings), check_int("k", k, 1)
@@ -1037,11 +1030,7 @@ def k_fold(ratings: Any, n_splits: int = 5, random_state: Any = None) -> Iterato
     Yields
     ------
     train, test
-        As for `split`.
-
-    Raises
-    ------
-    ValueError, TypeError, RatingsError
+        As for `split`, as are the errors.
     """
     ratings = as_ratings(ratings)
     matrix, n_splits = _matrix_of(ratings), check_int("n_splits", n_splits, 2)

@@ -248,13 +248,7 @@ class SearchResult:
         )
 
     def to_frame(self) -> Any:
-        """A pandas data frame with one row for each trial.
-
-        Raises
-        ------
-        ImportError
-            pandas is not installed.
-        """
+        """A pandas data frame with one row for each trial; an ImportError without pandas."""
         return pandas_frame([trial.as_dict() for trial in self.trials], "use to_json_lines()")
 
     def to_json_lines(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -265,13 +259,7 @@ class SearchResult:
         return text
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """The metric over each parameter and over seconds: `hybridmf.plots.trials`, saved if `path` is given.
-
-        Raises
-        ------
-        ImportError
-            matplotlib is not installed.
-        """
+        """The metric over each parameter and over seconds: `hybridmf.plots.trials`, saved if `path` is given."""
         from . import plots
 
         figure = plots.trials(self)
