@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -357,9 +358,7 @@ def read_frame(path: str, format: str) -> Any:
 
 
 def _json_lines(path: str) -> Any:
-    pa = _arrow(path, "JSON lines")
-    import pyarrow.json as arrow_json
-
+    pa, arrow_json = _arrow(path, "json", "JSON lines")
     try:
         with reading(path), open_bytes(path) as stream:
             return arrow_json.read_json(stream)
@@ -463,9 +462,7 @@ def parquet_chunks(
 @contextlib.contextmanager
 def _parquet(path: str) -> Iterator[Any]:
     """Open a Parquet file; errors of pyarrow become RatingsErrors."""
-    pa = _arrow(path, "Parquet")
-    import pyarrow.parquet as pq
-
+    pa, pq = _arrow(path, "parquet", "Parquet")
     try:
         with pq.ParquetFile(path) as file:
             yield file
@@ -473,14 +470,13 @@ def _parquet(path: str) -> Iterator[Any]:
         raise RatingsError(f"{path} cannot be read as Parquet ({error}); it is damaged or another format") from error
 
 
-def _arrow(path: str, kind: str) -> Any:
-    """pyarrow, to read a file of this kind."""
+def _arrow(path: str, module: str, kind: str) -> tuple[Any, Any]:
+    """pyarrow and one of its modules, to read a file of this kind."""
     import_before_arrow()
     try:
-        import pyarrow
+        return import_module("pyarrow"), import_module(f"pyarrow.{module}")
     except ImportError as error:
         raise ImportError(f"reading {path} needs pyarrow, which reads {kind}: pip install pyarrow") from error
-    return pyarrow
 
 
 def _resolved(path: str, file: Any, options: FileOptions) -> tuple[Columns, dict[str, Any]]:
