@@ -45,9 +45,9 @@ USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)
 """Exceptions of the library for unusable input; any other exception is a bug and keeps its traceback."""
 
 _READING = re.compile(
-    "format|separator|header|user|item|value|timestamp|where|duplicates|missing|quote|escape|encoding"
+    "format|separator|header|user|item|value|timestamp|where|duplicates|missing|quote|escape|encoding|weight"
 )
-"""Arguments of `Ratings.from_file` whose options have the same names."""
+"""Arguments of `Ratings.from_file` whose options have the same names; that of "weight" is --weights."""
 
 _ARGUMENT = re.compile(
     r"""(?<![\w"'-])(?P<name>[a-z_]+)=(?:(?P<q>["'])(?P<text>.+?)(?P=q)|(?P<plain>None|True|False|\d+)|(?![\w"']))"""
@@ -105,7 +105,8 @@ class _Commands(click.Group):
         options = {name for param in getattr(command, "params", ()) for name in param.opts if name.startswith("--")}
 
         def spelled(found: re.Match[str]) -> str:
-            option, value = f"--{found['name'].replace('_', '-')}", found["text"] or found["plain"] or ""
+            name = "weights" if found["name"] == "weight" else found["name"].replace("_", "-")
+            option, value = f"--{name}", found["text"] or found["plain"] or ""
             if option not in options or not _READING.fullmatch(found["name"]):
                 return found[0]
             if found["name"] == "header" and value in ("True", "False"):

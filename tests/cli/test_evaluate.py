@@ -152,6 +152,9 @@ def test_fit_has_weights_of_a_column(parts, kind, estimator):
     assert "no column 'surely'" in refuse(*command, "surely", "--model", kind)
     store = hmf.convert(parts / "train.csv", parts / "store").path
     assert "names a column of a file of ratings" in refuse("fit", store, "-o", parts / "x", "--weights", "sure")
+    hmf.Ratings.from_frame(frame, value="value").save(parts / "train.npz")
+    refused = refuse("fit", parts / "train.npz", "-o", parts / "x", "--weights", "sure")
+    assert "is read as 'npz', which has no columns that --weights could name" in refused
     frame["sure"] -= 1
     frame.to_csv(parts / "train.csv", index=False)
     refused = refuse(*command, "sure", "--model", kind)
