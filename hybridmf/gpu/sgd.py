@@ -780,9 +780,9 @@ class GpuEpochs:
             if factors.device_bias is not None:
                 device.receive(target.bias, factors.device_bias)
             return target
+        if self.is_plain(factors):
+            return self.copied(FactorRows(factors.table))
         if factors.device_bias is None and factors.table.shape[1] == width:
-            if factors.table.dtype == stored:
-                return self.copied(FactorRows(factors.table))
             return FactorRows(factors.table.astype(stored))
         matrix = device.zeros((len(factors), width), stored)
         if matrix.dtype == factors.table.dtype:
@@ -799,19 +799,28 @@ class GpuEpochs:
 
     def copied(self, work: FactorRows) -> FactorRows:
         """A working copy with equal rows."""
-        copies = []
-        for array in self.arrays(work):
-            copies.append(self.device.empty(array.shape, array.dtype))
-            self.device.receive(copies[-1], array)
-        return FactorRows(*copies)
+        made = self.like(work)
+        self.overwrite(made, work)
+        return made
+
+    def like(self, work: FactorRows) -> FactorRows:
+        """Uninitialized rows in the form of others."""
+        return FactorRows(*(self.device.empty(array.shape, array.dtype) for array in self.arrays(work)))
+
+    def overwrite(self, target: FactorRows, source: FactorRows) -> None:
+        for into, array in zip(self.arrays(target), self.arrays(source), strict=True):
+            self.device.receive(into, array)
 
     def fixed(self, factors: Factors) -> FactorRows:
         assert isinstance(factors, DeviceFactors)
+        return FactorRows(factors.table) if self.is_plain(factors) else self.copies(factors)
+
+    def is_plain(self, factors: Factors) -> bool:
+        """Whether the factors are in the form of working copies."""
+        assert isinstance(factors, DeviceFactors)
         stored, read = self._form
-        plain = factors.device_bias is None and factors.table.dtype == stored
-        if plain and factors.table.shape[1] == stored_width(self.plan.factors, read):
-            return FactorRows(factors.table)
-        return self.copies(factors)
+        width = stored_width(self.plan.factors, read)
+        return factors.device_bias is None and factors.table.dtype == stored and factors.table.shape[1] == width
 
     def move(
         self,

@@ -32,7 +32,8 @@ after an event behind the last update. Rank q writes to it again
   of each copy is behind the copy before.
 - in the next epoch, which starts after the host has waited for all ranks.
 
-States are in other memory, so they do not change. Users are copied to new memory in each epoch.
+States are in other memory, so they do not change. Users are copied to new memory in each epoch, on the main stream,
+before they are updated; passes over items come first and read the users of the state where they are.
 
 The stream `aside` of a GPU updates popular items; it starts after their copies at the start of the epoch and ends
 before the last step, which alone reads the popular items on the main stream. In between, the two streams share only the
@@ -209,6 +210,7 @@ class RankSGD(EpochSolver):
         self._popular: Factors | None = None  # of the state
         self._next_popular: Factors | None = None
         self._moved: dict[Side, Any] = {}  # working copies for the updates of popular items
+        self._before: Any = None  # of one thread: the users before the epoch, if its passes over items read these
         if len(self.popular):
             whole = starting_state(state, cast(SgdMethod, plan.method), plan.factors, completed)
             self._start_popular(kernels, whole.item)
@@ -246,12 +248,20 @@ class RankSGD(EpochSolver):
             return work
         kernels = cast(GpuEpochs, self.kernels)
         own, is_held = self._held[self.rank], self._held_state is self.state
-        self._moved, self._held_state = {}, None
+        late = self.size > 1 and self.method.order == "passes" and (popular is not None or kernels.is_plain(users))
+        self._moved, self._held_state, self._before = {}, None, kernels.fixed(users) if late else None
         if popular is not None:
             items = self._held[-1] if is_held else kernels.copies(popular, self._held[-1])
-            self._moved = {"user": kernels.fixed(users), "item": items}
-            self._peers.fork(self.rank)
-        return {"user": kernels.copies(users), "item": own if is_held else kernels.copies(self.state.item, own)}
+            self._moved = {"user": self._before, "item": items}
+        return {
+            "user": kernels.like(self._before) if self._before is not None else kernels.copies(users),
+            "item": own if is_held else kernels.copies(self.state.item, own),
+        }
+
+    def copy_users(self, work: dict[Side, Any]) -> None:
+        """Copy the users that the passes over items, which come first, read as they were before the epoch."""
+        if self._before is not None:
+            cast(GpuEpochs, self.kernels).overwrite(work["user"], self._before)
 
     def end(self, work: dict[Side, Any]) -> Epoch:
         kernels, popular = self.kernels, self._moved
@@ -260,7 +270,7 @@ class RankSGD(EpochSolver):
             self._next_popular = kernels.factors(self._copied(popular["item"]))
         else:
             work["item"] = self._copied(work["item"])
-        self._moved = {}
+        self._moved, self._before = {}, None
         epoch = super().end(work)
         self._held_state = epoch.state
         return epoch
@@ -278,17 +288,19 @@ class RankSGD(EpochSolver):
         cast(GpuEpochs, self.kernels).renew(recorded, self._users_of(work), self.terms())
 
     def _users_of(self, work: dict[Side, Any]) -> list[FactorRows]:
-        return [work["user"]] + ([self._moved["user"]] if self._moved else [])
+        return [work["user"]] + ([self._before] if self._before is not None else [])
 
     def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
         own, last = work["item"], self._last_step()
         popular = self._moved
+        if popular and self._peers is not None:
+            self._peers.fork(self.rank)
         for step in range(last + 1):
             block = (self.rank + step) % self.size
             if step < self.size:
                 if popular and step == self.rank:
                     yield self.size, "item", popular
-                yield block, "item", work
+                yield block, "item", work if self._before is None else {"user": self._before, "item": work["item"]}
             arrives = None
             if step < last:
                 arrives = self._send(work["item"], (block + 1) % self.size)
@@ -470,6 +482,7 @@ class MultiSGD:
             recording.pause()
 
         self._each(first_step)
+        self._each(lambda rank: rank.copy_users(works[rank.rank]))
         with recording.made():
             # all ranks have equally many steps
             while None in self._each(lambda rank: next(launches[rank.rank], False)):
@@ -488,6 +501,7 @@ class MultiSGD:
                 works.append(rank.begin())
                 rank.renew(self._recorded[rank.rank], works[-1])
             next(launches)
+        self._each(lambda rank: rank.copy_users(works[rank.rank]))
         for _ in launches:
             pass
         return works
