@@ -160,16 +160,9 @@ item_ids_
         return objective
 
     def _method(self) -> SgdMethod:
-        return SgdMethod.check(
-            self.schedule,
-            self.ordering,
-            self.rate_schedule,
-            self.learning_rate,
-            self.decay,
-            self.deterministic,
-            self._objective().biases,
-            self.order,
-        )
+        rates = (self.rate_schedule, self.learning_rate, self.decay)
+        biases = self._objective().biases
+        return SgdMethod.check(self.schedule, self.ordering, *rates, self.deterministic, biases, self.order)
 
     def _seed_bits(self, kept: int | None) -> int:
         return seed_of(self.random_state) if kept is None else check_int("seed_bits", kept, 0)

@@ -133,12 +133,10 @@ def programs(
 class PackedItems:
     """Items packed for the kernels, by descending norm; made once, used by any number of calls.
 
-    `items`, float32 or float64 (n_items, rank): on the host or on the device.
-    `candidates`, int64, ascending: consider only these items.
-    `in_bytes`: whether group_max multiplies int8 factors or float16 ones; the result is the same. Default: the faster
-        one.
-    `n_items`: items considered.
-    `n_groups`: groups of 32 items, the last ones empty: a multiple of 8.
+    `candidates` ascend; others are left out. `in_bytes`: whether group_max multiplies int8 factors or float16 ones, by
+    default the faster ones; the result is the same. There are `n_groups` groups of 32 items, a multiple of 8; the last
+    ones are empty.
+
     `panels`, float (n_groups, rank rounded up to 16 bytes, 32): factors for exact scores.
     `halves`: scaled items; None if tensor cores cannot be used, and whole rows of scores are computed.
     `operands`, uint16: items as group_max multiplies them: `halves`, or int8 factors, shape (n_groups, padded / 16, 32,
@@ -147,8 +145,8 @@ class PackedItems:
         item in `operands`; both scaled.
     `steps`, float32 (n_groups, 2), or None: value of 1 in the operands of a group, and largest norm of the rounding
         errors of an item in `halves`.
-    `ids`, `ascending`, int32 (n_items,): items in packed order; the same in ascending order.
-    `positions`, int32 (all items,): position in packed order, -1 for excluded items.
+    `ids`, `ascending`: items in packed order; the same in ascending order. `positions`: the place of each item in
+        packed order, -1 for excluded ones.
     """
 
     def __init__(
