@@ -45,7 +45,7 @@ from .cpu.als import single_threaded_blas
 from .data.align import align, labels_of
 from .data.features import Features, align_features
 from .errors import HybridMFError
-from .metrics import _checked_names, _measure
+from .metrics import Metric, _checked_metrics, _checked_names, _measure
 from .model.base import FactorModel
 from .model.early_stopping import LOWER_IS_BETTER, refuse_error
 from .model.estimator import unfitted
@@ -404,6 +404,8 @@ def given_space(space: Mapping[str, Any], model: FactorModel) -> Space:
                 f"space[{name!r}] must be a list of values or a distribution of scipy.stats, such as "
                 f"loguniform(0.01, 1), got {values!r}"
             )
+        if all(type(edge) is float for edge in edges) and np.isfinite(edges).all():  # one of many would take long
+            edges = [min(edges), max(edges)]
         for edge in edges:
             _check_value(model, name, edge)
         dimensions[name] = values
@@ -651,8 +653,9 @@ class Searcher:
         rng: np.random.Generator,
         report: Callable[[Searcher], Any],
         features: Mapping[Side, Features] | None = None,
+        own: Mapping[str, Metric] | None = None,
     ) -> None:
-        self.features = features or {}
+        self.features, self.own = features or {}, own or {}  # `own`: the caller's metric
         self.model, self.prepared, self.validation, self.space = model, prepared, validation, space
         self.metric, self.budget, self.rng, self.report = metric, budget, rng, report
         self.sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
@@ -686,7 +689,7 @@ class Searcher:
     def measured(self, model: Any, users: int = RUNGS[-1][1]) -> float:
         """The metric of the first of the validation users, which are in random order."""
         chosen = np.sort(self.users[:users])
-        return float(_measure(model, self.validation, None, (self.metric,), chosen)[self.metric])
+        return float(_measure(model, self.validation, None, (self.metric,), chosen, own=self.own)[self.metric])
 
     # ---------------------------------------------------------------------------------------------------- trials
 
@@ -1036,7 +1039,7 @@ def search(
     *,
     model: str | FactorModel = "implicit",
     space: Mapping[str, Any] | None = None,
-    metric: str | None = None,
+    metric: str | Metric | None = None,
     budget: str | float | None = None,
     trials: int | None = None,
     device: str | Sequence[str] = "auto",
@@ -1071,8 +1074,9 @@ def search(
         ``{"regularization": loguniform(0.01, 10), "factors": [32, 64, 128]}``. The values of "factors" are searched
         from the lowest on; named alone, they leave the others as by default: lambda, nu and, of `ImplicitALS`, the
         weights, at 64 factors, then 128 to 1024.
-    metric : str, optional
-        A metric of `evaluate`: "ndcg@10" by default for implicit feedback, "rmse" for explicit.
+    metric : str or callable, optional
+        A metric of `evaluate`: "ndcg@10" by default for implicit feedback, "rmse" for explicit. A function of rankings,
+        as `evaluate` calls it; higher is better.
     budget : str or float, optional
         Time for everything: "90s", "2min", "1h" or seconds; "2min" if neither this nor `trials` is given. The search
         ends earlier if it finds nothing better.
@@ -1136,7 +1140,8 @@ def search(
         bar.refresh()
 
     described = _features_of(prepared.ratings, estimator, features)
-    searcher = Searcher(estimator, prepared, held_out, chosen, name, limits, rng, report, described)
+    own = {name: metric} if callable(metric) else {}
+    searcher = Searcher(estimator, prepared, held_out, chosen, name, limits, rng, report, described, own)
     interrupted = False
     with bar:
         try:
@@ -1152,7 +1157,7 @@ def search(
         raise ValueError(f"all {len(tried)} trials failed; the first one: {reason}")
     for trial in tried:
         trial._model = None
-    own = tried[0].value if tried[0].state == "complete" else None
+    default = tried[0].value if tried[0].state == "complete" else None
     popularity = searcher.measured(PopularityRecommender().fit(prepared.ratings))  # after the first answers
     final: Any = unfitted(estimator, **best.params)
     params, value = best.params, best.value
@@ -1166,7 +1171,7 @@ def search(
         )  # fmt: skip
     known = {} if isinstance(final, PopularityRecommender) else features
     final.fit(everything(), **{f"{side}_features": value for side, value in known.items()})
-    return SearchResult(final, params, value, name, own, popularity, tuple(tried), limits.spent, interrupted)
+    return SearchResult(final, params, value, name, default, popularity, tuple(tried), limits.spent, interrupted)
 
 
 def _estimator(model: Any, device: Any) -> FactorModel:
@@ -1185,11 +1190,16 @@ def check_metric(metric: Any, model: FactorModel, argument: str = "metric") -> s
     implicit = isinstance(model, ImplicitALS)
     if metric is None:
         return "ndcg@10" if implicit else "rmse"
-    if not isinstance(metric, str):
-        raise TypeError(f'{argument} must be one name such as "ndcg@10", got {metric!r}')
+    if not isinstance(metric, str) and not callable(metric):
+        raise TypeError(f'{argument} must be one name such as "ndcg@10" or a function, got {metric!r}')
+    own, (name,) = _checked_metrics(metric) if callable(metric) else ({}, (metric,))
     try:
-        (name,) = _checked_names(metric)
+        _checked_names(name)
+        if own:
+            raise TypeError(f"{argument} is a function with the name of a metric of evaluate, {name!r}; rename it")
     except ValueError:
+        if own:
+            return name
         raise ValueError(f"{argument} must be one of {BY}, got {metric!r}") from None
     if implicit:
         refuse_error(argument, name)

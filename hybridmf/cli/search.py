@@ -82,6 +82,9 @@ def command(options: Options) -> None:
     elif validation is not None:
         held_out = sources.read_ratings(validation, show_progress=not quiet)
         check_meets("--validation", validation, held_out, ratings, sources.name_of(source))
+    if options.kind == "explicit" and options.value == "none" and not quiet:
+        click.echo("Every value is 1 or a count (--value none), which --model explicit predicts; to rank items, add "
+                   "--model implicit.", err=True)  # fmt: skip
     if held_out is None or share is not None:
         part = "a tenth" if share is None else f"{share:g} of the ratings" if share < 1 else f"{share:g} ratings"
         which = "drawn at random" if ratings.timestamps is None else "the last ones of each user"

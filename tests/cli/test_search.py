@@ -8,7 +8,7 @@ import logging
 import numpy as np
 
 import hybridmf as hmf
-from support.command_line import refuse, succeed
+from support.command_line import refuse, run, succeed
 from support.ratings import planted
 
 
@@ -110,3 +110,13 @@ def test_search_with_weights(folder, tmp_path):
     np.testing.assert_array_equal(hmf.load(out).item_factors_, found.best.item_factors_)
     for more in (("--model", "implicit"), ("--validation", 0.1)):
         assert "a search has weights for --model explicit" in refuse(*arguments, *more)
+
+
+def test_values_that_are_no_ratings_get_a_hint(tmp_path):
+    log = tmp_path / "shop.csv"
+    rng = np.random.default_rng(0)
+    pairs = {(int(rng.integers(30)), int(rng.integers(20))) for _ in range(300)}
+    log.write_text("customer,product,event\n" + "".join(f"c{a},p{b},view\n" for a, b in sorted(pairs)))
+    arguments = ["search", log, "--value", "none", "--trials", 2, "-o", tmp_path / "m.safetensors", "--factors", 2]
+    for given, hinted in (([], True), (["--model", "implicit"], False)):
+        assert ("to rank items, add --model implicit" in run(*arguments, *given).output) is hinted

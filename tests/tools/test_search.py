@@ -273,6 +273,40 @@ def test_a_space_of_lists_and_distributions(plays):
     assert "regularization" in ranks_only.trials[1].params
 
 
+def test_a_metric_of_the_caller(plays):
+    """Which a search by the same metric of the library agrees with, and one that is undefined names itself."""
+
+    def found_any(rankings: np.ndarray, relevant: Any) -> np.ndarray:
+        rows = np.split(relevant.indices, relevant.indptr[1:-1])
+        return np.array([float(np.isin(row, ranking).any()) for row, ranking in zip(rows, rankings, strict=True)])
+
+    given: dict[str, Any] = {"model": hmf.ImplicitALS(8), "trials": 12, "random_state": 0}
+    own, usual = (hmf.search(plays, metric=metric, **given) for metric in (found_any, "hit_rate@10"))
+    assert own.metric == "found_any" and told(own) == told(usual)
+    assert own.popularity_value == usual.popularity_value
+    with pytest.raises(ValueError, match=r"all \d+ trials failed; .*metric 'shapeless' must return one value"):
+        hmf.search(plays, metric=shapeless, **given)
+    shapeless.__name__ = "ndcg@10"
+    with pytest.raises(TypeError, match="name of a metric of evaluate, 'ndcg@10'; rename it"):
+        hmf.search(plays, metric=shapeless, **given)
+
+
+def shapeless(rankings: np.ndarray, relevant: Any) -> np.ndarray:
+    return np.zeros(3)
+
+
+def test_long_lists_of_numbers_are_checked_by_their_ends(monkeypatch):
+    checked: list[Any] = []
+    monkeypatch.setattr(
+        sys.modules["hybridmf.search"], "_check_value", lambda model, name, value: checked.append(value)
+    )
+    given_space({"regularization": np.linspace(5, 0.1, 1000)}, hmf.ImplicitALS())
+    assert checked == [0.1, 5.0]
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="regularization must be finite, got nan"):
+        given_space({"regularization": [1.0, float("nan"), 2.0]}, hmf.ImplicitALS())
+
+
 def test_parameters_of_the_given_estimator_stay(plays):
     found = hmf.search(plays, model=hmf.ImplicitALS(8, regularization=2.0, solver="cg"), trials=6, random_state=0)
     assert all("regularization" not in trial.params and trial.params["factors"] == 8 for trial in found.trials)
