@@ -40,7 +40,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ..core.objective import Side, other_side
+from ..core.objective import SIDES, Side, other_side
 from . import fused
 from .assemblies import tile_pointers
 from .extras import extra_bytes
@@ -192,9 +192,14 @@ def _most_slots(rows: int, entries: int, segment: int, apart: bool) -> int:
     return rows + entries // segment if apart else 2 * (entries // segment) + 1
 
 
+def _apart(plan: Plan, side: Side) -> bool:
+    """Whether sums of all rows of a side go through memory: with CG, what features contribute is added there."""
+    return plan.solved_apart or (plan.solver == "cg" and any(side == described for described, _, _ in plan.features))
+
+
 def _slots(plan: Plan, half: HalfPlan) -> int:
     """Partial sums of a batch in memory."""
-    rows, apart = -(-plan.rows(half.side) // half.batches), half.fixed != "replicated" or plan.solved_apart
+    rows, apart = -(-plan.rows(half.side) // half.batches), half.fixed != "replicated" or _apart(plan, half.side)
     return _most_slots(rows, batch_entries(plan, half.side, half.batches), plan.segment, apart)
 
 
@@ -265,8 +270,10 @@ def half_bytes(
     if half.fixed == "split" and on_device:  # segments of all rows of a group exist at once
         segments = -(-rows // grid.groups)
     elif on_device:  # those of both sides stay
-        nnz = -(-plan.nnz // half.gpus)
-        segments = sum(_most_slots(-(-n // half.gpus), nnz, plan.segment, plan.solved_apart) for n in (rows, others))
+        segments = sum(
+            _most_slots(-(-plan.rows(side) // half.gpus), -(-plan.nnz // half.gpus), plan.segment, _apart(plan, side))
+            for side in SIDES
+        )
     if half.turns > 1:
         systems += _slots(plan, half) * each
         segments += at_once

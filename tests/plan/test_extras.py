@@ -13,6 +13,7 @@ from hybridmf.core import system
 from hybridmf.device import cuda as devices
 from hybridmf.errors import MemoryBudgetError
 from hybridmf.plan.extras import equation_bytes
+from hybridmf.plan.half_sweep import BATCH_BYTES, slot_bytes
 from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.types import Plan
 from support.cost_model import GIB, H200
@@ -52,8 +53,12 @@ def test_weights_and_features_are_a_part_of_the_memory(plan: Any, device: str) -
 
 def test_what_features_add_to_sums_is_counted_where_solutions_do_not_take_its_place(plan: Any) -> None:
     features = [("user", 10, 480_000)]
-    exact, cg = (plan(features=features, solver=solver).bytes["features"] for solver in ("cholesky", "cg"))
-    assert cg - exact == SHAPE[0] * 64 * 4
+    exact, cg = (plan(features=features, solver=solver) for solver in ("cholesky", "cg"))
+    assert cg.bytes["features"] - exact.bytes["features"] == SHAPE[0] * 64 * 4
+    # CG adds it to sums in memory, for which there are slots: one batch of rows for each BATCH_BYTES
+    plain = plan(solver="cg")
+    assert plain.batch_slots == 2 * (NNZ // plain.segment) + 1
+    assert cg.batch_slots == BATCH_BYTES // slot_bytes(cg) > plain.batch_slots
 
 
 def test_features_take_the_primal_form_on_a_gpu(plan: Any) -> None:
