@@ -254,10 +254,10 @@ class SgdMethod(Method):
         width = -(-plan.rank // 8) * 8 * itemsize
         # each block of ratings has separate tables for this rank's users and the block's items: bounds, order, sums
         tables = (m + n) * (8 + 4 + 8) + self._range_bytes(plan)
-        travelling = 2 * -(-n // ranks) * width
+        held = n * width  # the items of all blocks, which launches find in the same memory in every epoch
         # users before the epoch, which popular items read, are a copy if a table has biases
         before = -(-m // ranks) * width if plan.rank > plan.factors else 0
-        factors = shared["factors"] // ranks + travelling + before
+        factors = shared["factors"] // ranks + held + before
         return {"ratings": shared["ratings"] // ranks + tables, "factors": factors}
 
     def _why_not_gpu(self, base: Plan, spec: DeviceSpec | None) -> str:

@@ -962,6 +962,9 @@ def test_plans_of_gpus(monkeypatch):
     assert plan.gpu.free_bytes == GPU.free_bytes // 2  # of the smaller one
     alone = plan_of(monkeypatch, devices=("cuda:0",))
     assert plan.total_bytes < 0.6 * alone.total_bytes
+    eight = plan_of(monkeypatch, devices=[f"cuda:{index}" for index in range(8)])
+    rest = eight.bytes["factors"] - alone.bytes["factors"] // 8
+    assert rest >= 17_770 * eight.rank * 4  # each GPU has room for all items
     assert "2 ranks on cuda:0, cuda:1" in str(plan)
     with pytest.raises(DeviceError, match="no cuda:0"):
         plan_of(monkeypatch, None)
@@ -1039,10 +1042,10 @@ def test_memory_of_one_gpu_only(monkeypatch, ratings_matrix):
     need_gpus(2)
     original = GpuEpochs.copies
 
-    def copies(self, factors):
+    def copies(self, *given):
         if self.device.spec.index == 1 and calls.append(1) is None and len(calls) > 2:
             self.device.empty(1 << 46, np.uint8)
-        return original(self, factors)
+        return original(self, *given)
 
     calls: list[int] = []
     monkeypatch.setattr(GpuEpochs, "copies", copies)
