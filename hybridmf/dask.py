@@ -20,7 +20,7 @@ import numpy as np
 
 from .core.objective import Side
 from .core.validate import check_choice
-from .data.labels import Entries, factorize, label_table
+from .data.labels import Entries, factorize, places_among
 from .data.layout import FileOptions
 from .data.readers import frame_entries
 from .data.store import Store
@@ -239,8 +239,7 @@ def _positions(ids: np.ndarray, labels: Any, codes: np.ndarray) -> np.ndarray:
     """Positions of a partition's entries among `ids`."""
     if ids.dtype.kind in "iu" and labels.dtype.kind in "iu":
         return np.searchsorted(ids, labels)[codes]
-    table = label_table(ids)
-    return np.fromiter((table[label] for label in labels.tolist()), np.int64, len(labels))[codes]
+    return places_among(ids, labels)[codes]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ..core.triplets import frame_names
 from ..core.validate import check_bool, check_choice, check_memory, make_csr, row_pointer
 from ..errors import RatingsError
 from .columns import AUTO, check_distinct_names, column_place
-from .labels import MISSING_WORDS, is_missing, plain_array, some
+from .labels import MISSING_WORDS, is_missing, label_set, plain_array, some
 from .readers import null_rows, plain_ids, read_frame
 from .text import INTEGER
 
@@ -489,14 +489,10 @@ def _merged_rows(
     if labels is None:
         return np.arange(n_rows), None
     plain = labels.tolist()
+    if len(label_set(source, plain)) == n_rows:
+        return np.arange(n_rows), labels
     table: dict[Any, int] = {}
-    try:
-        rows = np.fromiter((table.setdefault(label, len(table)) for label in plain), np.int64, n_rows)
-    except TypeError as error:
-        raise TypeError(f"{source} has labels that cannot be used as dictionary keys ({error})") from error
-    repeated = n_rows - len(table)
-    if not repeated:
-        return rows, labels
+    rows = np.fromiter((table.setdefault(label, len(table)) for label in plain), np.int64, n_rows)
     if duplicates == "error":
         again = next(label for label, count in Counter(plain).items() if count > 1)
         first, second = [k for k, label in enumerate(plain) if label == again][:2]

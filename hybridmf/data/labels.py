@@ -518,10 +518,7 @@ def _distinct(name: str, labels: np.ndarray, count: int) -> np.ndarray:
     if len(labels) != count:
         raise ValueError(f"{name} has {len(labels)} labels; expected one for each of {count} positions")
     plain = labels.tolist()
-    try:
-        unique = set(plain)
-    except TypeError as error:
-        raise TypeError(f"{name} has labels that cannot be used as dictionary keys ({error})") from error
+    unique = label_set(name, plain)
     if labels.dtype.kind in "fMO" and any(map(is_missing, unique)):
         place = next(k for k, label in enumerate(plain) if is_missing(label))
         raise ValueError(f"{name} has no label ({plain[place]}) at position {place}; each position needs one")
@@ -646,10 +643,7 @@ def factorize_integers(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def factorize_objects(name: str, ids: list[Any], unit: str) -> tuple[np.ndarray, np.ndarray]:
     """`factorize` for ids that can be hashed and sorted."""
-    try:
-        unique = set(ids)
-    except TypeError as error:
-        raise TypeError(f"{name} has labels that cannot be used as dictionary keys ({error})") from error
+    unique = label_set(name, ids)
     _refuse_mixed_bools(name, unique, ids)
     if any(map(is_missing, unique)):
         place = next(k for k, label in enumerate(ids) if is_missing(label))
@@ -661,6 +655,14 @@ def factorize_objects(name: str, ids: list[Any], unit: str) -> tuple[np.ndarray,
         raise TypeError(f"{name} mixes labels that have no order ({kinds}); make them all strings") from error
     table = {label: position for position, label in enumerate(labels)}
     return np.fromiter(map(table.__getitem__, ids), np.int32, len(ids)), plain_array(labels)
+
+
+def label_set(name: str, labels: list[Any]) -> set[Any]:
+    """The distinct labels, which are refused unless a dictionary can have them as keys."""
+    try:
+        return set(labels)
+    except TypeError as error:
+        raise TypeError(f"{name} has labels that cannot be used as dictionary keys ({error})") from error
 
 
 def _refuse_mixed_bools(name: str, unique: set[Any], ids: list[Any]) -> None:
