@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from ..core.table import format_table
 from ..metrics import Evaluation, Interval, PopularityRecommender, evaluate
 from ..model.load import load
 from ..plots import recall_curves, save
@@ -62,15 +61,16 @@ def command(options: Options) -> None:
     names = tuple(dict.fromkeys(options.metrics)) or METRICS[kind]
     test = seen_matrix(model, sources.read_ratings(test_source), sources.name_of(test_source))
     train = None
-    models: dict[str, Any] = {type(model).__name__: model}
+    models: dict[str, Any] = {}  # the first one is what others are compared with
     if train_file is not None:
         train = seen_matrix(model, sources.read_ratings(train_file), train_file)
-        models["most popular items, mean ratings"] = PopularityRecommender().fit(train)
+        models["popularity"] = PopularityRecommender().fit(train)
+    models[type(model).__name__] = model
     how: dict[str, Any] = {"train": train, "relevance_threshold": options.relevance_threshold}
     found = evaluate(models, test, metrics=names, include_cold=include_cold, **how)
     if plot is not None:
         save(recall_curves(model, test, **how).figure, plot)
-    ours, *baseline = found.values()
+    *baseline, ours = found.values()
     if options.as_json:
         facts: dict[str, Any] = {"model": type(model).__name__, "users": ours.n_users, "cold_users": ours.n_cold_users}
         facts |= {"metrics": dict(ours), "intervals": _intervals(ours, ours.interval)}
@@ -81,13 +81,9 @@ def command(options: Options) -> None:
             facts["minus_baseline"] = _intervals(ours, partial(ours.difference, baseline[0]))
         click.echo(json.dumps(facts, indent=2))
         return
-    rows = [[name, *_cells(values, _intervals(values, values.interval))] for name, values in found.items()]
-    if baseline:
-        gains = {name: value - baseline[0][name] for name, value in ours.items()}
-        rows.append(["difference", *_cells(gains, _intervals(ours, partial(ours.difference, baseline[0])))])
-    click.echo(format_table(["model", *names], rows, "<" + ">" * len(names)))
+    click.echo(found)
     cold = f", {ours.n_cold_users:,} of them without training ratings" if ours.n_cold_users else ""
-    click.echo(f"\n{ours.n_users:,} users{cold}. In parentheses: 95 % intervals.")
+    click.echo(f"\n{ours.n_users:,} users{cold}.")
     if include_cold:
         click.echo(f"\n{ours.apart}")
 
@@ -95,9 +91,3 @@ def command(options: Options) -> None:
 def _intervals(values: Evaluation, interval: Callable[[str], Interval]) -> dict[str, list[float]]:
     """Bounds of the metrics that have values for each of several users."""
     return {name: list(interval(name)[1:]) for name in values.per_user if values.n_users > 1}
-
-
-def _cells(values: dict[str, float], intervals: dict[str, list[float]]) -> list[str]:
-    """Values, each with its interval if it has one."""
-    bounds = {name: " ({:.4f} to {:.4f})".format(*interval) for name, interval in intervals.items()}
-    return [f"{value:.4f}{bounds.get(name, '')}" for name, value in values.items()]

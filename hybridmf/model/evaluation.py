@@ -193,18 +193,21 @@ class Evaluations(dict[str, Evaluation]):
                 difference = found.difference(first, metric) if differs else None
                 yield name, metric, value, found.interval(metric) if enough else None, difference
 
-    def _table(self) -> tuple[list[str], list[list[str]]]:
+    def _table(self) -> tuple[list[str], list[list[str]], str]:
+        """Header, rows and alignment of the columns; one model has no differences."""
+        width = 4 if len(self) > 1 else 3
         rows = [
             [name, metric, f"{value:.4f}" if interval is None else str(interval), "" if over is None else str(over)]
             for name, metric, value, interval, over in self._rows()
         ]
-        return ["model", "metric", "value (95 % interval)", f"over {next(iter(self))}"], rows
+        header = ["model", "metric", "value (95 % interval)", f"over {next(iter(self))}"]
+        return header[:width], [row[:width] for row in rows], "<<>>"[:width]
 
     def __str__(self) -> str:
-        return format_table(*self._table(), "<<>>", indent=0)
+        return format_table(*self._table(), indent=0)
 
     def _repr_html_(self) -> str:
-        return html_table(*self._table(), "<<>>")
+        return html_table(*self._table())
 
 
 class Parts(Evaluations):
@@ -216,12 +219,12 @@ class Parts(Evaluations):
             row = {"part": part, "metric": metric, "value": value, "low": low, "high": high}
             yield row | {"n_users": self[part].n_users}
 
-    def _table(self) -> tuple[list[str], list[list[str]]]:
+    def _table(self) -> tuple[list[str], list[list[str]], str]:
         rows = [
             [part, metric, f"{value:.4f}" if interval is None else str(interval), f"{self[part].n_users:,}"]
             for part, metric, value, interval, _ in self._rows(compared=False)
         ]
-        return ["part", "metric", "value (95 % interval)", "users"], rows
+        return ["part", "metric", "value (95 % interval)", "users"], rows, "<<>>"
 
 
 def _bounds(interval: Interval | None) -> Interval:

@@ -225,7 +225,9 @@ def test_evaluate(parts):
     output = succeed(*arguments, "--relevance-threshold", 4)
     for name, value in expected.items():
         assert f"{value:.4f} ({expected.interval(name).low:.4f} to {expected.interval(name).high:.4f})" in output
-    assert f"{expected.n_users:,} users" in output
+    assert f"{expected.n_users:,} users" in output and "over popularity" in output
+    alone = succeed("evaluate", parts / "m.safetensors", parts / "test.csv")
+    assert alone.splitlines()[0].split() == ["model", "metric", "value", "(95", "%", "interval)"]
     popular = hmf.metrics.PopularityRecommender().fit(train)
     options = {"train": train, "metrics": metrics, "unknown": "drop", "relevance_threshold": 4}
     gains = {name: expected.difference(hmf.evaluate(popular, test, **options), name) for name in metrics}

@@ -19,7 +19,7 @@ import scipy.sparse as sp
 
 import hybridmf as hmf
 from hybridmf.ann import AnnIndex
-from hybridmf.model import serving
+from hybridmf.model import updates
 from support.messages import says
 from support.ratings import planted
 from support.served_models import N_ITEMS, M, fitted, labelled, make, outcome
@@ -231,8 +231,8 @@ def test_names_of_columns_belong_to_the_state(shape):
 
 def test_no_update_of_several_threads_is_lost(monkeypatch):
     model, row = fitted("implicit"), sp.csr_array(ROWS[:1])
-    fold_in = serving.fold_in
-    monkeypatch.setattr(serving, "fold_in", lambda *given: (time.sleep(0.005), fold_in(*given))[1])
+    fold_in = updates.fold_in
+    monkeypatch.setattr(updates, "fold_in", lambda *given: (time.sleep(0.005), fold_in(*given))[1])
 
     def update(k: int) -> None:
         for j in range(5):
@@ -253,7 +253,7 @@ def test_no_update_of_several_threads_is_lost(monkeypatch):
 
 
 def test_a_fit_is_not_undone_by_an_update_that_began_before_it(monkeypatch):
-    model, go, fold_in = fitted("implicit"), threading.Event(), serving.fold_in
+    model, go, fold_in = fitted("implicit"), threading.Event(), updates.fold_in
     began = threading.Event()
 
     def slow(*given):
@@ -261,7 +261,7 @@ def test_a_fit_is_not_undone_by_an_update_that_began_before_it(monkeypatch):
         assert go.wait(30)
         return fold_in(*given)
 
-    monkeypatch.setattr(serving, "fold_in", slow)
+    monkeypatch.setattr(updates, "fold_in", slow)
     update = threading.Thread(target=model.partial_fit_users, args=([0], ROWS[:1]))
     update.start()
     assert began.wait(30)
