@@ -91,7 +91,7 @@ def make_plan(
     why = unserved(decided)
     if why and settings.device == "auto" and decided.gpu is not None:
         logger.info("%s; device='auto' chose the CPU", why)
-        decided = settings.method.plan(plan, replace(settings, device="cpu"), objective, None)
+        decided = settings.method.plan(plan.changed(reason=why), replace(settings, device="cpu"), objective, None)
         why = unserved(decided)
     if why:
         raise ValueError(why)

@@ -67,6 +67,9 @@ def test_features_take_the_primal_form_on_a_gpu(plan: Any) -> None:
     assert plan(features=[("item", 10, 100)], device="cpu").dual_sides == ("user", "item")
     with pytest.raises(ValueError, match='row_form="dual" does not apply on a GPU with features; use row_form="auto"'):
         plan(features=[("item", 10, 100)], row_form="dual")
+    assert plan(device="auto", row_form="dual").device == "cuda:0"
+    elsewhere = plan(features=[("item", 10, 100)], device="auto", row_form="dual")
+    assert elsewhere.device == "cpu" and elsewhere.reason.startswith('row_form="dual" does not apply on a GPU')
 
 
 def test_weights_have_the_cpu_and_the_given_order(plan: Any) -> None:
