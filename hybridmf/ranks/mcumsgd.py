@@ -293,6 +293,7 @@ class RankSGD(EpochSolver):
     def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
         own, last = work["item"], self._last_step()
         popular = self._moved
+        handed: list[Callable[[], None]] = []
         if popular and self._peers is not None:
             self._peers.fork(self.rank)
         for step in range(last + 1):
@@ -304,15 +305,17 @@ class RankSGD(EpochSolver):
             arrives = None
             if step < last:
                 arrives = self._send(work["item"], (block + 1) % self.size)
-                receive = self._hand_on(popular, step)
+                handed.append(self._hand_on(popular, step))
                 yield None  # until all ranks have sent
-                receive()
             if step in self._user_steps():
                 yield block, "user", work
             if arrives is not None:
                 work["item"] = self.kernels.arrived(own, arrives())
                 if step + 1 == self.size:  # this rank's own items have returned, updated by all ranks
                     own = work["item"]
+            # copies between two GPUs run in turn: those of items come before ones that wait for a walk
+            while handed and (step + 1 < self.size or step == last):
+                handed.pop()()
         work["item"] = own
         if popular:
             if self._peers is not None:
