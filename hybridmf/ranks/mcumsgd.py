@@ -40,7 +40,8 @@ before the last step, which alone reads the popular items on the main stream. In
 ratings and the users before the epoch, which neither writes: the main stream updates copies of the users. Rank q + 1
 copies the items of rank q, aside, after the update of rank q, which writes them no more until all ranks copy those of
 the last rank in the same way. Over a communicator, a rank updates popular items in step q, before any of its users, and
-all ranks receive them.
+all ranks receive them. CUDA may run copies between the same two GPUs in turn, although their streams do not depend on
+each other. So those that wait for a walk are launched after those of other items that would wait behind them.
 
 The launches, copies and events between the first copies of an epoch and its result are the same in every epoch, apart
 from the addresses of the users and the learning rate, which launches read from structs. They are recorded in the first

@@ -704,6 +704,25 @@ def test_popular_items_have_a_thread_block_each(popular, ratings_matrix):
         assert all(bins <= max(1, most - min(rows, most // 2)) for bins in used[:-1])
 
 
+def test_walks_of_popular_items_have_multiprocessors_alone(monkeypatch, ratings_matrix):
+    """By their shared memory; blocks of other long rows leave room for those of short ones."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(gpu_sgd, "LONG_ROW", 12)
+    monkeypatch.setattr(mcumsgd, "MIN_POPULAR", 13)
+    monkeypatch.setattr(mcumsgd, "WALK", 1e9)
+    prepare, given = emulated.EmulatedDevice.prepare, Counter()
+
+    def noted(self, program, grid, block, arguments, shared_bytes=0):
+        if program[1] == "blocked":
+            given[shared_bytes == self.spec.shared_bytes] += 1
+        return prepare(self, program, grid, block, arguments, shared_bytes)
+
+    monkeypatch.setattr(emulated.EmulatedDevice, "prepare", noted)
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=2, biases=True)
+    run(solver, 1)
+    assert given[True] == 2 and given[False] > 2
+
+
 @pytest.mark.parametrize(("shape", "on_device"), [((800, 20), True), ((20, 800), False)])
 def test_a_gpu_transposes_its_blocks(shape, on_device, ratings_matrix):
     """With the arrays of a transposition on the host, which makes it where users have ranges of columns."""
