@@ -457,7 +457,9 @@ def test_parquet_and_json_lines(tmp_path):
         ("movieId,year\n1,1990\n2\n", ("row 3 has 1 fields", "names 2 columns ('movieId', 'year')", "','")),
         ("movieId,year,year\n1,2,3\n", ("2 columns named 'year'",)),
         ("movieId,year\n", ("0 rows",)),
+        ('movieId,year\n1,"' + "x" * 200_000, ("films.csv cannot be read as CSV", "field larger")),
     ],
+    ids=["empty", "no separator", "fields", "names", "no rows", "quote"],
 )
 def test_bad_files(tmp_path, text, parts):
     path = tmp_path / "films.csv"
