@@ -434,8 +434,9 @@ def fewest_batches(
             tried = replace(half, batches=waves * groups, buffers=buffers)
             return sum(half_bytes(plan, tried, entries=entries).values()) <= memory
 
-        if fits(last):
-            waves = first + bisect.bisect_left(range(first, last), True, key=fits)
+        whole = fits(first)  # usually
+        if whole or fits(last):
+            waves = first if whole else first + bisect.bisect_left(range(first, last), True, key=fits)
             found = replace(half, batches=waves * groups, buffers=buffers)
             return priced(plan, replace(found, bytes=half_bytes(plan, found, entries=entries)), machine)
     return None
