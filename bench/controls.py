@@ -3,6 +3,7 @@
     python bench/controls.py --tree FOLDER                    FOLDER: a checkout of the commit that the lines name
     python bench/controls.py --tree FOLDER --part multi       on two GPUs; also mcumsgd, planner
     python bench/controls.py --tree FOLDER --part als-cpu     on the CPU
+    python bench/controls.py --tree FOLDER --part search --part als-cpu      lines of searches on the CPU
 
 Every part of the code (`PARTS`) has cases, which run in own processes, in the order old, new, new, old. A case
 passes if the results of both trees have the same bytes and the least seconds differ by at most 3 % (where they are a
@@ -105,7 +106,7 @@ MSGD = {"device": "cuda", "biases": False}
 EVENTS = " by events"
 """End of the names of parts that measure by CUDA events."""
 
-ON_REQUEST = ("multi", "mcumsgd", "planner")
+ON_REQUEST = ("multi", "mcumsgd", "planner", "search")
 """Parts that do not run by default."""
 
 CASES: dict[str, list[Case]] = {
@@ -153,6 +154,7 @@ CASES: dict[str, list[Case]] = {
     "data": [Case("ml-1m", "synthetic", {}, 1, "synthetic", timed=False)],
     "published": [Case("ml-1m", "draws", {}, 1, "draws", timed=False)],
     "tiles": [Case("ml-10m", "tiles", {}, 6, "tiles")],
+    "search": [Case("ml-1m", "search", {"trials": trials}, 3, "searches") for trials in (12, 24)],
 }
 """By part of the code."""
 
@@ -162,7 +164,7 @@ PARTS = {
     "assemblies by events": "ASSEMBLIES_GPU", "systems": "SYSTEMS_GPU", "sgd": "SGD_GPU", "ccd": "CCD_GPU",
     "top-k": "TOP_K_GPU", "set-up": "SET_UP_GPU", "fits": "FITS", "als-cpu": "ALS_CPU", "sgd-cpu": "SGD_CPU",
     "ccd-cpu": "CCD_CPU", "top-k-cpu": "TOP_K_CPU", "multi": "RANKS", "mcumsgd": "MCUMSGD", "planner": "PLANNER",
-    "data": "SHAPES", "published": "PUBLISHED", "tiles": "TILES",
+    "data": "SHAPES", "published": "PUBLISHED", "tiles": "TILES", "search": "SEARCH",
 }  # fmt: skip
 """By part: the declaration in `freshness.py` of the files whose speed its cases show."""
 
@@ -306,6 +308,18 @@ def _tiles(case: Case, matrix: sp.csr_array, _: sp.csr_array) -> Any:
     return seconds[1:], [*arrays, order.row_order, order.col_order, np.array(list(tiles.statistics().values()))]
 
 
+def _searches(case: Case, matrix: sp.csr_array, _: sp.csr_array) -> Any:
+    ratings = hmf.Ratings.from_matrix(matrix).binarize()
+    train, held_out = (part.user_items for part in hmf.split(ratings, 0.2, random_state=0))
+    found: list[Any] = []
+    run = lambda: found.append(hmf.search(train, held_out, device="cpu", random_state=0, **case.options))  # noqa: E731
+    seconds = [_timed(run) for _ in range(case.iterations)]
+    clock = ("seconds", "finished")
+    tables = [[{name: value for name, value in trial.as_dict().items() if name not in clock} for trial in each.trials]
+              for each in found]  # fmt: skip
+    return seconds, [np.frombuffer(json.dumps([tables, found[-1].best_params]).encode(), np.uint8)]
+
+
 MEASURES: dict[str, Callable[[Case, sp.csr_array, sp.csr_array], Any]] = {
     "sweeps": _sweeps,
     "events": _events_of,
@@ -318,6 +332,7 @@ MEASURES: dict[str, Callable[[Case, sp.csr_array, sp.csr_array], Any]] = {
     "draws": _draws,
     "synthetic": _synthetic,
     "tiles": _tiles,
+    "searches": _searches,
 }
 
 

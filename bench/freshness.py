@@ -92,6 +92,8 @@ PLANNER: Patterns = ("hybridmf/plan/half_sweep.py", "hybridmf/plan/partitions.py
 
 FEATURES: Patterns = ("hybridmf/data/features.py", "hybridmf/core/regression.py")
 
+SEARCH: Patterns = ("hybridmf/search.py",)
+
 SHAPES: Patterns = ("hybridmf/datasets.py",)
 PUBLISHED: Patterns = (*SHAPES, "bench/published.py")
 DRAWN_GPU: Patterns = ("bench/gpu_data.py",)
@@ -102,7 +104,7 @@ CODE: dict[str, Patterns | dict[str, Patterns]] = {
     "checkpoints": ("hybridmf/model/checkpoint.py", *FITS, *ALS_GPU, *SHAPES),
     "cold": (
         *(*ALS_GPU, *TOP_K_GPU, *SET_UP_GPU, *FITS, *SHAPES),
-        *("hybridmf/device/compiler.py", "hybridmf/device/ready.py", "hybridmf/search.py"),
+        *("hybridmf/device/compiler.py", "hybridmf/device/ready.py", *SEARCH),
     ),
     "controls": (),
     "cpu": {
@@ -161,7 +163,7 @@ CODE: dict[str, Patterns | dict[str, Patterns]] = {
     "reductions": RANKS,
     "scale": (*RANKS, *ALS_GPU, *PLANNER, *PUBLISHED_GPU),
     "scale_planner": PLANNER,
-    "search": ("hybridmf/search.py", *ALS_CPU),
+    "search": {"": (*SEARCH, *ALS_CPU), "cuda": (*SEARCH, *ALS_GPU, *SET_UP_GPU, *TOP_K_GPU, *SHAPES)},
     "serving": ("hybridmf/model/serving.py", "hybridmf/model/requests.py", *TOP_K_CPU),
     "sgd": (*SGD_CPU, *CCD_CPU, *ALS_CPU, *SHAPES),
     "starts": ("hybridmf/plan/start.py", *ALS_CPU, *SGD_CPU, *CCD_CPU),

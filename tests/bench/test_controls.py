@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -146,6 +147,15 @@ def test_a_code_path_is_covered_if_its_differing_files_are_of_parts_that_passed(
     assert not covered({"sgd", "als-cpu"})
     changed.add("hybridmf/cpu/ccd.py")  # of no part that is inside
     assert not covered({"sgd-cpu"})
+
+
+def test_a_control_of_searches_compares_their_trials_without_their_seconds():
+    matrix = datasets.synthetic("ml-1m", feedback="implicit", scale=0.02, seed=0).user_items
+    case = Case("ml-1m", "search", {"trials": 3}, 2, "searches")
+    first, again, other = (
+        controls.measure(replace(case, options={"trials": trials}), matrix, matrix) for trials in (3, 3, 2)
+    )
+    assert first["sha256"] == again["sha256"] != other["sha256"] and len(first["seconds"]) == 2
 
 
 def test_every_part_has_cases_and_files():
