@@ -508,7 +508,7 @@ class CudaDevice:
             self._copy(stream, target, source)
 
     def fetch(self, target: Array, source: Array, after: Sequence[Any]) -> Any:
-        """Copy an array from or to another GPU, after marks of either, on a stream of its own; returns the mark behind.
+        """Copy an array, often from another GPU, after marks, on a stream of its own; returns the mark behind it.
 
         Neither array may be freed before it is complete.
         """

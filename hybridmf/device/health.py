@@ -3,10 +3,10 @@
 The host waits for a GPU in one place, `Health.wait`. It asks an event whether it is complete and sleeps between two
 questions. CUDA's own waits would ignore Ctrl-C for as long as a kernel runs.
 
-Cost. A wait that ends within SPIN (2 ms) is noticed at the next question, about 2 us later, like in CUDA's own wait,
+Cost. A wait that ends within SPIN (20 ms) is noticed at the next question, about 2 us later, like in CUDA's own wait,
 which also spins. After that the host sleeps for a hundredth of the time waited so far, at most 1 ms, plus the 0.05 ms
-by which Linux extends short sleeps. On average it notices the end half a sleep late: 0.03 ms after 2 ms (1.5 %), 0.08
-ms after 10 ms, 0.5 ms from 100 ms on. A half sweep of ALS waits once and an epoch of SGD twice, for events that they
+by which Linux extends short sleeps. On average it notices the end half a sleep late: 0.13 ms after 20 ms (0.6 %), 0.5
+ms from 100 ms on. A half sweep of ALS waits once and an epoch of SGD twice, for events that they
 recorded before, too; an iteration of CCD++ waits once for each side.
 
 After Ctrl-C the GPU has a limited time (`hurry`): an interrupted fit still copies factors and stops threads, and a
@@ -30,7 +30,7 @@ from typing import Any
 
 from ..errors import DeviceError, DeviceLostError, DeviceMemoryError
 
-SPIN = 2e-3
+SPIN = 20e-3
 """Seconds for which a wait asks without a pause, but without the interpreter's lock between two questions."""
 
 LONGEST_PAUSE = 1e-3

@@ -812,16 +812,13 @@ class GpuEpochs:
     def copied(self, work: FactorRows) -> FactorRows:
         """A working copy with equal rows."""
         made = self.like(work)
-        self.overwrite(made, work)
+        for target, source in zip(self.arrays(made), self.arrays(work), strict=True):
+            self.device.receive(target, source)
         return made
 
     def like(self, work: FactorRows) -> FactorRows:
         """Uninitialized rows in the form of others."""
         return FactorRows(*(self.device.empty(array.shape, array.dtype) for array in self.arrays(work)))
-
-    def overwrite(self, target: FactorRows, source: FactorRows) -> None:
-        for into, array in zip(self.arrays(target), self.arrays(source), strict=True):
-            self.device.receive(into, array)
 
     def fixed(self, factors: Factors) -> FactorRows:
         assert isinstance(factors, DeviceFactors)

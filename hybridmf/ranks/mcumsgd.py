@@ -32,8 +32,9 @@ after an event behind the last update. Rank q writes to it again
   of each copy is behind the copy before.
 - in the next epoch, which starts after the host has waited for all ranks.
 
-States are in other memory, so they do not change. Users are copied to new memory in each epoch, on the main stream,
-before they are updated; passes over items come first and read the users of the state where they are.
+States are in other memory, so they do not change. Users are copied to new memory in each epoch: on the stream of
+copies, after all launches before the epoch, which may use the memory, and before the first block of items arrives, for
+which the main stream waits before it updates users. Passes over items come first and read the users of the state.
 
 The stream `aside` of a GPU updates popular items; it starts after their copies at the start of the epoch and ends
 before the last step, which alone reads the popular items on the main stream. In between, the two streams share only the
@@ -211,6 +212,7 @@ class RankSGD(EpochSolver):
         self._popular: Factors | None = None  # of the state
         self._next_popular: Factors | None = None
         self._moved: dict[Side, Any] = {}  # working copies for the updates of popular items
+        self._begun: Any = None  # of one thread: a mark before the passes of an epoch
         self._before: Any = None  # of one thread: the users before the epoch, if its passes over items read these
         if len(self.popular):
             whole = starting_state(state, cast(SgdMethod, plan.method), plan.factors, completed)
@@ -254,15 +256,22 @@ class RankSGD(EpochSolver):
         if popular is not None:
             items = self._held[-1] if is_held else kernels.copies(popular, self._held[-1])
             self._moved = {"user": self._before, "item": items}
-        return {
+        work = {
             "user": kernels.like(self._before) if self._before is not None else kernels.copies(users),
             "item": own if is_held else kernels.copies(self.state.item, own),
         }
+        self._begun = kernels.device.record()
+        return work
 
     def copy_users(self, work: dict[Side, Any]) -> None:
-        """Copy the users that the passes over items, which come first, read as they were before the epoch."""
+        """Copy the users that the passes over items, which come first, read as they were before the epoch.
+
+        Beside the first pass, and before the first block arrives, which is copied on the same stream.
+        """
         if self._before is not None:
-            cast(GpuEpochs, self.kernels).overwrite(work["user"], self._before)
+            kernels = cast(GpuEpochs, self.kernels)
+            for target, source in zip(kernels.arrays(work["user"]), kernels.arrays(self._before), strict=True):
+                kernels.device.fetch(target, source, (self._begun,))
 
     def end(self, work: dict[Side, Any]) -> Epoch:
         kernels, popular = self.kernels, self._moved
@@ -271,7 +280,7 @@ class RankSGD(EpochSolver):
             self._next_popular = kernels.factors(self._copied(popular["item"]))
         else:
             work["item"] = self._copied(work["item"])
-        self._moved, self._before = {}, None
+        self._moved, self._before, self._begun = {}, None, None
         epoch = super().end(work)
         self._held_state = epoch.state
         return epoch
