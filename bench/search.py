@@ -131,15 +131,21 @@ def optuna_study(objective: Callable[[Any], float], seconds: float, seed: int) -
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    started, trace = time.perf_counter(), []
+    started, trace, errors = time.perf_counter(), [], []
 
     def traced(trial: Any) -> float:
-        value = objective(trial)
+        try:
+            value = objective(trial)
+        except Exception as error:  # this setting diverges
+            errors.append(error)
+            raise optuna.TrialPruned from error
         trace.append((time.perf_counter() - started, value))
         return value
 
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     study.optimize(traced, timeout=seconds)
+    if errors and not trace:
+        raise errors[0]
     return trace
 
 

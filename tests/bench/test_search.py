@@ -157,3 +157,23 @@ def test_implicit_on_a_gpu_gets_confidences_it_can_write_and_is_ranked_as_ours(b
     ((_, value),) = bench.optuna_implicit_on_a_gpu(train, validation, 1.0, 0, "cuda")
     model = hmf.ImplicitALS(bench.FACTORS, alpha=0.0, iterations=10, random_state=0, **chosen)
     assert value == pytest.approx(bench.value_of(model.fit(train), train, validation), rel=0.05)
+
+
+def test_a_study_goes_on_after_a_setting_that_fails(bench):
+    pytest.importorskip("optuna")
+    calls: list[float] = []
+
+    def objective(trial):
+        calls.append(trial.suggest_float("x", 0, 1))
+        if len(calls) == 1:
+            raise ValueError("diverged")
+        return calls[-1]
+
+    trace = bench.optuna_study(objective, 0.2, 0)
+    assert [value for _, value in trace] == calls[1:]
+
+    def fails(trial):
+        raise ValueError("read-only")
+
+    with pytest.raises(ValueError, match="read-only"):
+        bench.optuna_study(fails, 0.05, 0)
