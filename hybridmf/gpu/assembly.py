@@ -81,6 +81,8 @@ class PublishedKernels:
     config: Any = field(default=None, kw_only=True)
     solver_config: Any = field(default=None, kw_only=True)
 
+    launched_for = ("", 1.0)  # see `FusedKernels`
+
     def operand(self, table: Array) -> Array:
         return table
 

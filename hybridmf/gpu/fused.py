@@ -38,7 +38,15 @@ def split_constants(config: FusedConfig, precision: str) -> dict[str, Any]:
     return {"RANK16": config.rank16, "LD": config.width, "ARITHMETIC": PRECISION_CODES[precision]}
 
 
-@functools.lru_cache(maxsize=64)  # each half sweep of each rank asks
+@functools.lru_cache(maxsize=64)  # each half sweep of each rank asks, as for `choices_of`
+def scale_of(largest: float) -> float:
+    """Power of two by which float16 parts of factors up to this size are scaled."""
+    if not np.isfinite(largest) or largest <= 0:
+        return 1.0
+    return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / largest)), -60, 60))
+
+
+@functools.lru_cache(maxsize=64)
 def choices_of(config: FusedConfig, precision: str, solver: str, spec: DeviceSpec) -> dict[str, Any]:
     """Arguments of `builds` that depend on the device."""
     tiles = WideTilesConfig.rule(config.rank, spec, sums=True) if config.solved_by_sums(solver) else None
@@ -148,9 +156,12 @@ class FusedKernels:
     @functools.cached_property
     def table_scale(self) -> float:
         """Power of two by which float16 parts of the factors are scaled."""
-        if self.precision != "float32" or not np.isfinite(self.largest) or self.largest <= 0:
-            return 1.0
-        return float(2.0 ** np.clip(np.floor(np.log2(LARGEST_PART / self.largest)), -60, 60))
+        return scale_of(self.largest) if self.precision == "float32" else 1.0
+
+    @property
+    def launched_for(self) -> tuple[str, float]:
+        """What launches have of the range of the factors."""
+        return self.precision, self.table_scale
 
     def operand(self, table: Array) -> Array:
         """The factors converted by cuda/split.cu: two 16-bit parts, or bf16; uint32, shape (n, bytes / 4)."""

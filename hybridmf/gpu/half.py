@@ -377,6 +377,11 @@ class DeviceRows:
             fixed.keep(range=read_range(self.device.download(found))[0], settled=True)
         return self.row_kernels(self.plan.rank, fixed.range, cleared)
 
+    def same_kernels(self, one: RowRange, other: RowRange) -> bool:
+        """Whether two ranges of the fixed factors lead to the same launches."""
+        first, second = (self.row_kernels(self.plan.rank, known).launched_for for known in (one, other))
+        return first == second
+
     def row_kernels(self, rank: int, known: RowRange | None, cleared: Cleared | None = None) -> fused.RowKernels:
         """The kernels for systems of an order, and for factors with a range that is known if needed."""
         plan, device = self.plan, self.device

@@ -76,6 +76,7 @@ class FitLoop:
         for iteration in range(self.completed + 1, self.bar.total + 1):
             self.stopwatch.lap("observe")
             self.work = f"iteration {iteration}"
+            self.solver.continues = iteration < self.bar.total and not self.may_stop
             yield iteration
 
     def changed(self) -> None:

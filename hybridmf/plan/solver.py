@@ -27,6 +27,9 @@ def frozen_text(plan: Plan) -> str:
 class Solver(Protocol):
     """One method on one device."""
 
+    continues: bool
+    """Whether another iteration follows the current one in any case, so that it may begin early."""
+
     @property
     def state(self) -> State:
         """Current factors; replaced as a whole, never modified."""
@@ -49,6 +52,8 @@ class Solver(Protocol):
 
 class Unconnected:
     """A solver without threads or connections, whose iteration is one step."""
+
+    continues = False
 
     def sweep(self) -> Iterator[Any]:
         """The step."""

@@ -5,6 +5,27 @@ thread launches for all ranks. Threads contend for the interpreter's lock, which
 acquires: on four GPUs that takes about as long as some kernels. So if a half sweep never waits for the host, one thread
 launches one step of each rank in turn, and all GPUs start together; NCCL's calls of all ranks form one group. An epoch
 of SGD does the same in `hybridmf.ranks.mcumsgd`.
+
+Half sweeps ahead. The kernels of a half sweep depend on the range of the fixed factors (`FusedKernels.launched_for`),
+and the host reads it when these are complete: until it has launched the next half sweep of all ranks, GPUs would wait,
+on four GPUs for a tenth of an iteration. So if another half sweep follows in any case, it is launched before that, for
+the range of one iteration before. If the range that is read needs other launches, as in the first iterations, these
+are launched again. Hence no bit depends on the guess.
+
+- Order: everything of a rank is on its current stream: a half sweep, the copy of its check to the host, the gather of
+  its factors, the next half sweep. That reads factors that are gathered, and memory that was released before is reused
+  behind its last use.
+- State: a half sweep writes to new arrays only, and its factors become the state in `keep`, after the check. If a check
+  fails, its half sweep raises the error, and the one ahead, which computes with these factors, is never looked at.
+  What was launched ahead is used only if the fixed factors and the rank's own ones are still those that it was
+  launched for: `keep` of other factors, `balance` or a resumed fit make others.
+- Failures while launching ahead, such as lack of memory, are raised by the half sweep before, which is not complete
+  then. A failed gather is noticed after the check of either half sweep, as without one ahead.
+- Which one follows: users after items within a sweep (`Alternating.solving`), items after users if the fit says that it
+  continues (`Solver.continues`): not after the last iteration, and not where early stopping or a callback may end the
+  fit. Checkpoints, objectives and metrics between two iterations read the state only. After Ctrl-C or another error
+  between half sweeps, closing waits for the streams, at most one half sweep longer.
+- Not ahead: half sweeps over streamed ratings, offloaded factors, split sides or rows with features, and iALS++.
 """
 
 from __future__ import annotations
@@ -16,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -33,6 +54,10 @@ logger = logging.getLogger("hybridmf")
 
 Result = TypeVar("Result")
 
+Begun: TypeAlias = "tuple[Side, list[Any], list[Any], list[Any]]"
+"""A half sweep of all ranks that is launched: its side, the gathered fixed factors of each rank, its own factors of the
+side before, and its new ones with their status."""
+
 
 class RankGroup:
     """Threads of ranks, their communicators, and the ranks.
@@ -45,6 +70,8 @@ class RankGroup:
         self.threads = RankThreads(size)
         self.communicators: dict[int, Communicator] = {}
         self.ranks: dict[int, Any] = {}
+        self._ahead: Begun | None = None
+        self._ranges: dict[Side, RowRange] = {}  # of the factors of one iteration before
         # an unclosed solver ends when it is collected: on any thread, without waiting
         self._finish = weakref.finalize(self, _close, self.threads, self.communicators, self.ranks)
         self._finish.atexit = False
@@ -73,14 +100,51 @@ class RankGroup:
         self._check_open()
         return self.threads.run(function)
 
-    def solve(self, side: Side) -> list[Any]:
+    def solve(self, side: Side, follows: bool = False) -> list[Any]:
         """New factors of `side` of all ranks of SU-ALS; the state does not change."""
         ranks = [self.ranks[number] for number in range(len(self.ranks))]
         together = len(ranks) > 1 and all(rank.halves[side].one_thread for rank in ranks)
         if not together or ranks[0].regressions:  # which add up their sums
             return self.run(lambda control: self.ranks[control.rank].solve(side))
         with self.in_one_thread():
-            return solve_in_one_thread(ranks, side)
+            return self._solve_in_one_thread(ranks, side, follows)
+
+    def _solve_in_one_thread(self, ranks: Sequence[RankALS], side: Side, follows: bool) -> list[Any]:
+        """`RankALS.solve` of all ranks on the calling thread; no rows are split over ranks."""
+        following, launched, self._ahead = other_side(side), _launched_for(self._ahead, ranks, side), None
+        if launched is None:
+            launched = _launch(ranks, side, _fixed(ranks, side))
+        solved = [factors for factors, _ in launched]
+        checks = []
+        for rank, (factors, status) in zip(ranks, launched, strict=True):
+            with rank.worker.active():
+                checks.append(factors.begin_check(status))
+        # the exchange overlaps the checks and the launches of the next half sweep
+        gathered, assumed = _gather_ahead(ranks, side, solved), self._ranges.get(side)
+        travels, ahead = gathered is not solved, None
+        if follows and travels and ranks[0].halves[following].one_thread and (assumed or not solved[0].has_range):
+            for rank, factors in zip(ranks, gathered, strict=True):
+                rank.forget_ahead()  # read by launches up to here: what follows may have that memory
+                factors.keep(range=assumed)
+            starts = [rank.own[following] for rank in ranks]
+            ahead = following, gathered, starts, _launch(ranks, following, gathered)
+        for rank, found, (factors, status) in zip(ranks, checks, launched, strict=True):
+            with rank.worker.active():
+                if factors.finish_check(found):
+                    rank.halves[side].raise_failure(status)
+        for rank in ranks:  # a failed gather ends here: factors solved from a partial table never become the state
+            if rank.communicator.cause:
+                raise CommunicatorError(rank.communicator.cause)
+        if travels:
+            known = RowRange.of_all(own.range for own in solved) if solved[0].has_range else None
+            for rank, own, factors in zip(ranks, solved, gathered, strict=True):
+                factors.keep(range=known)
+                rank.keep_ahead(following, own, factors)
+            if known is not None:
+                self._ranges[side] = known
+            if ahead and (assumed == known or ranks[0].halves[following].same_kernels(assumed, known)):
+                self._ahead = ahead
+        return solved
 
     @contextmanager
     def in_one_thread(self) -> Iterator[None]:
@@ -134,29 +198,15 @@ def open_rank(name: str, control: Communicator) -> tuple[Communicator, Device | 
         return NcclCommunicator(control, device.spec.index), device
 
 
-def solve_in_one_thread(ranks: Sequence[RankALS], side: Side) -> list[Any]:
-    """Run `RankALS.solve` of all ranks of a communicator on the calling thread; no rows are split over ranks."""
-    launched = _launch(ranks, side, _fixed(ranks, side))
-    solved = [factors for factors, _ in launched]
-    checks = []
-    for rank, (factors, status) in zip(ranks, launched, strict=True):
-        with rank.worker.active():
-            checks.append(factors.begin_check(status))
-    # the exchange overlaps the checks and the launches of the next half sweep
-    following = _gather_ahead(ranks, side, solved)
-    for rank, found, (factors, status) in zip(ranks, checks, launched, strict=True):
-        with rank.worker.active():
-            if factors.finish_check(found):
-                rank.halves[side].raise_failure(status)
-    for rank in ranks:  # a failed gather ends here: factors solved from a partial table never become the state
-        if rank.communicator.cause:
-            raise CommunicatorError(rank.communicator.cause)
-    if following is not solved:
-        known = RowRange.of_all(own.range for own in solved) if solved[0].has_range else None
-        for rank, own, factors in zip(ranks, solved, following, strict=True):
-            factors.keep(range=known)
-            rank.keep_ahead(other_side(side), own, factors)
-    return solved
+def _launched_for(ahead: Begun | None, ranks: Sequence[RankALS], side: Side) -> list[Any] | None:
+    """What was launched ahead if it is the half sweep of `side` for the present factors."""
+    if ahead is None or ahead[0] != side:
+        return None
+    _, fixed, starts, launched = ahead
+    same = (
+        rank.ahead(side) is one and rank.own[side] is own for rank, one, own in zip(ranks, fixed, starts, strict=True)
+    )
+    return launched if all(same) else None
 
 
 def _launch(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[Any]:

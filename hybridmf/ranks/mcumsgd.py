@@ -423,6 +423,8 @@ class MultiSGD:
     recorded and repeated in the others.
     """
 
+    continues = False
+
     def __init__(
         self,
         user_items: sp.csr_array,

@@ -16,7 +16,7 @@ from ..data.slabs import as_orientation
 from ..data.store import StoreMatrix
 from ..plan.grid import Grid, RankLayout
 from ..plan.ordering import reordered
-from ..plan.solver import Alternating, Choose
+from ..plan.solver import SWEEP_ORDER, Alternating, Choose
 from ..plan.types import Plan
 from . import gpu_rank
 from .cpu_rank import CpuWorker
@@ -118,7 +118,9 @@ class MultiALS(Alternating):
 
     def solve(self, side: Side) -> list[Any]:
         """New factors of each rank; see `Alternating.solve`."""
-        return self.group.solve(side)
+        # within a sweep the users follow the items; their basis does not change in between
+        follows = self.solving is not None and (side == SWEEP_ORDER[0] or (self.continues and not self.plan.balance))
+        return self.group.solve(side, follows)
 
     def keep(self, side: Side, solved: list[Any]) -> None:
         for rank, factors in zip(self.ranks, solved, strict=True):

@@ -490,6 +490,10 @@ class RankALS(Alternating):
                 return gathered
         return None
 
+    def forget_ahead(self) -> None:
+        """Release factors gathered ahead; a half sweep that needs them later gathers them again."""
+        self._ahead = None
+
     def keep_ahead(self, side: Side, own: Any, gathered: Any) -> None:
         """Keep factors gathered for the next half sweep, that of `side`, and the own factors of the other side."""
         self._ahead = (side, own, gathered)
@@ -653,11 +657,14 @@ class RankALS(Alternating):
 
 
 def has_room_for_both(plan: Plan) -> bool:
-    """Whether a GPU has memory for both gathered sides beside the needs of a half sweep."""
+    """Whether a GPU has memory for both gathered sides beside the needs of a half sweep.
+
+    And once more for its own rows: the next half sweep is launched before those of the last one are the state.
+    """
     if plan.gpu is None or plan.scale is None or plan.offloaded:
         return False
     both = (plan.n_users + plan.n_items) * table_width(plan.rank, plan.dtype) * plan.itemsize
-    return plan.scale.bytes_per_gpu + both <= ROOM * plan.gpu.free_bytes
+    return plan.scale.bytes_per_gpu + both * (1 + 1 / len(plan.devices)) <= ROOM * plan.gpu.free_bytes
 
 
 def rank_plan(plan: Plan) -> Plan:

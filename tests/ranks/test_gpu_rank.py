@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.device.cuda import Device, open_device
 from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, NotPositiveDefiniteError
 from hybridmf.gpu.factors import DeviceFactors
+from hybridmf.gpu.rows import RowRange
 from hybridmf.model import ranked
 from hybridmf.model.training import TrainingData
 from hybridmf.plan.grid import Grid
@@ -44,6 +46,7 @@ from support.ranks import (
     workers_on,
 )
 from support.ratings import planted
+from support.solvers import iterate
 
 SMALL = planted(24, 16, 0.4)
 
@@ -402,6 +405,129 @@ def test_factors_gathered_ahead_are_those_of_the_next_half_sweep(grids: Any, gpu
         factors.append((solver.state.user.matrix, solver.state.item.matrix, solver.objective_value()))
     for ahead, not_ahead in zip(*factors, strict=True):
         np.testing.assert_array_equal(ahead, not_ahead)
+
+
+def sums_of(device: Any, solver: Any, side: Any) -> list[str]:
+    """Sums and checks of an emulated device in a half sweep of a fit; empty for GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = operations(device, patch) if device.spec.name == "emulated" else []
+        solver.solving = side
+        solver.keep(side, solver.solve(side))
+        solver.solving = None
+        return [each for each in found if each in ("assemble_segments", "row_range", "wait")]
+
+
+@pytest.mark.parametrize("changes", ["", "range", "wide", "balance", "user"])
+def test_half_sweeps_are_launched_before_their_factors_are_checked(changes: str, gpus: Machine) -> None:
+    """Launched again if the range of the factors, or the factors themselves, turn out to be others; the same bits."""
+    names = gpus(2)
+    device: Any = group.open_device(names[0])
+    arguments = changed(parts("explicit", names, SMALL), segment=3)
+    solver = MultiALS(*arguments, grids=both((1, 2)))
+    alone = one_device(*changed(parts("explicit", "cuda:0", SMALL), segment=3), device=device)
+    both_ways: list[Any] = [solver, alone]
+    for one in both_ways:
+        iterate(one, 4)  # the range hardly changes then
+    if changes == "range":
+        solver.group._ranges["item"] = RowRange(1e9, 1e9)
+    if changes == "wide":  # other kernels, and not another scale
+        known = solver.group._ranges["item"]
+        solver.group._ranges["item"] = RowRange(known.largest, known.largest * 1e-9)
+    first = sums_of(device, solver, "item")
+    alone.update("item")
+    for one in both_ways:
+        if changes == "balance":
+            one.balance()
+        if changes == "user":  # cold start of the users
+            one.keep("user", one.own["user"].part(slice(None)) if one is alone else
+                     [rank.own["user"].part(slice(None)) for rank in solver.ranks])  # fmt: skip
+    second = sums_of(device, solver, "user")
+    alone.update("user")
+    if device.spec.name == "emulated":
+        assert first == ["assemble_segments", "row_range", "assemble_segments", "wait"]  # it waits for the items
+        assert second.count("assemble_segments") == bool(changes)
+        assert second[-2:] == ["row_range", "wait"]
+    assert_close(solver.state.on_host(), alone.state.on_host(), 1e-6 if changes == "balance" else 0)
+    solver.close()
+
+
+def test_half_sweeps_of_float64_need_no_range(gpus: Machine) -> None:
+    """The first iteration launches ahead, too."""
+    names = gpus(2)
+    device: Any = group.open_device(names[0])
+    solver = MultiALS(*parts("explicit", names, SMALL, dtype="float64"), grids=both((1, 2)))
+    alone = one_device(*parts("explicit", "cuda:0", SMALL, dtype="float64"), device=device)
+    sums_of(device, solver, "item")
+    assert solver.group._ahead[0] == "user" and not solver.group._ranges
+    sums_of(device, solver, "user")
+    iterate(alone)
+    assert_close(solver.state.on_host(), alone.state.on_host(), 0)
+    solver.close()
+
+
+def test_an_iteration_begins_early_if_the_fit_goes_on(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the last one, nor where something may end the fit or change the basis, nor outside of a sweep."""
+    names, told = gpus(2), []
+    solve = group.RankGroup.solve
+
+    def noted(ranks: Any, side: Any, follows: bool = False) -> Any:
+        told.append((side, follows))
+        return solve(ranks, side, follows)
+
+    monkeypatch.setattr(group.RankGroup, "solve", noted)
+
+    def fit(**more: Any) -> list[Any]:
+        told.clear()
+        model = MODELS["explicit"](device=names, random_state=0, iterations=2, balance=more.pop("balance", False))
+        model.fit(SMALL, **more)
+        return list(told)
+
+    goes_on, ends = [("item", True), ("user", True)], [("item", True), ("user", False)]
+    assert fit() == [*goes_on, *ends]
+    assert fit(balance=True) == fit(callback=lambda model, record: None) == [*ends, *ends]
+    solver = MultiALS(*parts("explicit", names, SMALL), grids=both((1, 2)))
+    told.clear()
+    solver.update("item")
+    assert told == [("item", False)]
+    solver.close()
+
+
+def test_a_half_sweep_ahead_takes_the_memory_of_the_gathered_side_before(gpus: Machine) -> None:
+    solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
+    sweeps(solver, 2)
+    before = [weakref.ref(rank.ahead("item")) for rank in solver.ranks]
+    solver.solving, alive = "item", []
+    launch = group._launch
+
+    def noted(ranks: Any, side: Any, fixed: Any) -> list[Any]:
+        alive.append((side, any(each() is not None for each in before)))
+        return launch(ranks, side, fixed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_launch", noted)
+        solver.solve("item")
+    assert alive == [("item", True), ("user", False)]
+    solver.close()
+
+
+def test_a_failed_check_drops_the_half_sweep_ahead(gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The half sweep that failed raises the error; what was computed with its factors is not kept."""
+    solver = MultiALS(*parts("explicit", gpus(2), SMALL), grids=both((1, 2)))
+    before, launch, launched = sweeps(solver, 4), group._launch, []
+
+    def noted(ranks: Any, side: Any, fixed: Any) -> list[Any]:
+        launched.append(side)
+        found = launch(ranks, side, fixed)
+        if side == "item":
+            found[1][1][0] = 3  # the leading minor that fails
+        return found
+
+    monkeypatch.setattr(group, "_launch", noted)
+    with pytest.raises(NotPositiveDefiniteError, match="item"):
+        iterate(solver)
+    assert launched == ["item", "user"] and solver.group._ahead is None
+    assert_close(solver.state.on_host(), before, 0)
+    solver.close()
 
 
 def test_nothing_is_gathered_ahead_without_room_for_it(gpus: Machine) -> None:
