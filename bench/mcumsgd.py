@@ -42,6 +42,7 @@ from gpu_data import GPU_SHAPES, synthetic_gpu
 
 import hybridmf as hmf
 from hybridmf.device.cuda import device_count
+from hybridmf.device.recording import current_recording
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.model.training import TrainingData
@@ -155,12 +156,12 @@ def epochs(solver: Any, count: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Mark:
-    """A pass of a rank: side, events of the GPU around it, and when Python had launched it."""
+    """A pass of a rank: side, events of the GPU around it, and when Python had launched it, in each epoch."""
 
     side: str
     begin: Any
     end: Any
-    launched: float
+    launched: list[float]
 
     def milliseconds(self, since: Mark | None = None) -> float:
         """From its begin, or that of another, to its end."""
@@ -174,15 +175,17 @@ def passes_of_an_epoch(solver: Any) -> dict[str, float]:
     import cupy
 
     ranks = solver.ranks if isinstance(solver, MultiSGD) else [solver]
-    marks: list[list[Mark]] = []
-    for own in [rank.kernels.schedules for rank in ranks]:
-        marks.append([])
-        for block, msgd in enumerate(own):
+    marks: list[list[Mark]] = [[] for _ in ranks]
+    for own, rank in zip(marks, ranks, strict=True):
+        for block, msgd in enumerate(rank.kernels.schedules):
             is_popular = 1 < len(ranks) == block
-            msgd.launch_pass = _marked(msgd.launch_pass, marks[-1], cupy.cuda.Event, is_popular)
+            msgd.launch_pass = _marked(msgd.device, msgd.launch_pass, own, cupy.cuda, is_popular)
+    if isinstance(solver, MultiSGD):
+        solver._recording = None
+        epochs(solver, 1)  # is recorded with its marks; the next one repeats them
     started = time.perf_counter()
     epochs(solver, 1)
-    found: dict[str, float] = {"launch": max(own[-1].launched for own in marks) - started}
+    found: dict[str, float] = {"launch": max(own[-1].launched[-1] for own in marks) - started}
     found["launch"] *= 1e3
     for side in ("item", "user"):
         found[side] = statistics.mean(sum(mark.milliseconds() for mark in own if mark.side == side) for own in marks)
@@ -193,14 +196,22 @@ def passes_of_an_epoch(solver: Any) -> dict[str, float]:
 
 
 def _marked(
-    launch_pass: Callable[..., None], marks: list[Mark], event: Callable[[], Any], is_popular: bool
+    device: Any, launch_pass: Callable[..., None], marks: list[Mark], cuda: Any, is_popular: bool
 ) -> Callable[..., None]:
+    def call(function: Callable[..., Any], *arguments: Any) -> None:
+        """Now, and in repeats of the epoch that is being recorded."""
+        function(*arguments)
+        if (recording := current_recording()) is not None:
+            recording.add(device, function, arguments)
+
     def marked(side: str, *operands: Any) -> None:
-        begin, end = event(), event()
-        begin.record()
+        name = "popular" if is_popular and side == "item" else side
+        mark, stream = Mark(name, cuda.Event(), cuda.Event(), []), cuda.get_current_stream()
+        call(mark.begin.record, stream)
         launch_pass(side, *operands)
-        end.record()
-        marks.append(Mark("popular" if is_popular and side == "item" else side, begin, end, time.perf_counter()))
+        call(mark.end.record, stream)
+        call(lambda: mark.launched.append(time.perf_counter()))
+        marks.append(mark)
 
     return marked
 

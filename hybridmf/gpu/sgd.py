@@ -95,6 +95,11 @@ class FactorRows:
         struct: Struct = self.__dict__["_packed"]
         return struct
 
+    def share(self, struct: Struct) -> None:
+        """Let launches that were prepared with the struct of other rows have these."""
+        struct.set(self.struct)
+        object.__setattr__(self, "_packed", struct)
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -854,10 +859,8 @@ class GpuEpochs:
         known = [schedule for schedule in self.schedules if schedule is not None]
         return all(isinstance(schedule, Msgd) and schedule.is_repeatable for schedule in known)
 
-    def renew(self, recorded: Sequence[Struct], rows: Sequence[FactorRows], terms: dict[Side | None, Terms]) -> None:
-        """Let recorded launches have other terms, and rows of the same shapes in place of others, `packed` for them."""
-        for struct, now in zip(recorded, rows, strict=True):
-            struct.set(now.struct)
+    def renew(self, terms: dict[Side | None, Terms]) -> None:
+        """Let recorded launches have other terms."""
         for side, struct in self._terms.items():
             real: Any = self._form[0].type
             struct.set(scalars(terms[side], real))

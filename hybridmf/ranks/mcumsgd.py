@@ -70,7 +70,7 @@ from ..device.cuda import open_device
 from ..device.recording import Recording
 from ..errors import CommunicatorError
 from ..gpu.factors import DeviceFactors
-from ..gpu.sgd import FactorRows, GpuEpochs
+from ..gpu.sgd import GpuEpochs
 from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Solved, Step, starting_state
 from ..plan.grid import Grid, RankLayout
 from ..plan.sgd import LONG_ROW, SgdMethod
@@ -212,6 +212,7 @@ class RankSGD(EpochSolver):
         self._popular: Factors | None = None  # of the state
         self._next_popular: Factors | None = None
         self._moved: dict[Side, Any] = {}  # working copies for the updates of popular items
+        self._packed: list[Struct] = []  # of one thread: the users in all launches: what is elsewhere in each epoch
         self._begun: Any = None  # of one thread: a mark before the passes of an epoch
         self._before: Any = None  # of one thread: the users before the epoch, if its passes over items read these
         if len(self.popular):
@@ -289,16 +290,15 @@ class RankSGD(EpochSolver):
         """Items that the next epoch does not overwrite."""
         return items if self._peers is None else cast(GpuEpochs, self.kernels).copied(items)
 
-    def packed_users(self, work: dict[Side, Any]) -> list[Struct]:
-        """Arguments of launches for an epoch that `begin` returned: what is elsewhere in each epoch."""
-        return [users.packed(cast(GpuEpochs, self.kernels).device) for users in self._users_of(work)]
-
-    def renew(self, recorded: Sequence[Struct], work: dict[Side, Any]) -> None:
-        """Let recorded passes, whose `packed_users` was `recorded`, have the users of `work` and the terms of now."""
-        cast(GpuEpochs, self.kernels).renew(recorded, self._users_of(work), self.terms())
-
-    def _users_of(self, work: dict[Side, Any]) -> list[FactorRows]:
-        return [work["user"]] + ([self._before] if self._before is not None else [])
+    def renew(self, work: dict[Side, Any]) -> None:
+        """Let launches of earlier epochs have the users and the terms of an epoch that `begin` returned."""
+        kernels, users = cast(GpuEpochs, self.kernels), [work["user"], self._before]
+        rows = [each for each in users if each is not None]
+        if not self._packed:
+            self._packed = [each.packed(kernels.device) for each in rows]
+        for each, struct in zip(rows, self._packed, strict=True):
+            each.share(struct)
+        kernels.renew(self.terms())
 
     def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
         own, last = work["item"], self._last_step()
@@ -458,7 +458,6 @@ class MultiSGD:
 
         self.ranks: list[RankSGD] = self.group.open(make)
         self._recording: Recording | None = None
-        self._recorded: list[list[Struct]] = []  # by rank: its `packed_users` in the recorded epoch
         self.state = state
 
     def sweep(self) -> Iterator[None]:
@@ -485,12 +484,11 @@ class MultiSGD:
         """Launch the passes of an epoch; returns the working copies."""
         recording = Recording(cast(GpuEpochs, rank.kernels).device for rank in self.ranks)
         works: list[dict[Side, Any]] = []
-        users: list[list[Struct]] = []
         launches = []
 
         def first_step(rank: RankSGD) -> None:
             works.append(rank.begin())
-            users.append(rank.packed_users(works[-1]))
+            rank.renew(works[-1])
             launches.append(rank.launch_passes(works[-1]))
             with recording.made():
                 next(launches[-1], None)
@@ -503,7 +501,7 @@ class MultiSGD:
             while None in self._each(lambda rank: next(launches[rank.rank], False)):
                 pass
         if all(cast(GpuEpochs, rank.kernels).is_repeatable for rank in self.ranks):
-            self._recording, self._recorded = recording, users
+            self._recording = recording
         return works
 
     def _repeat(self) -> list[dict[Side, Any]]:
@@ -514,7 +512,7 @@ class MultiSGD:
         for rank in self.ranks:
             with rank.kernels.active():
                 works.append(rank.begin())
-                rank.renew(self._recorded[rank.rank], works[-1])
+                rank.renew(works[-1])
             next(launches)
         self._each(lambda rank: rank.copy_users(works[rank.rank]))
         for _ in launches:

@@ -14,6 +14,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -617,18 +618,21 @@ def test_another_state_is_read_by_repeated_launches(monkeypatch, ratings_matrix)
         assert loss == other_loss
 
 
-def test_launches_are_not_repeated_on_another_stream(monkeypatch, ratings_matrix):
+@pytest.mark.parametrize("biases", [False, True])
+def test_launches_are_recorded_again_on_another_stream(biases, popular, monkeypatch, ratings_matrix):
+    """And the new recording has the users of each epoch, too."""
     emulate(monkeypatch)
     moves, move = [], GpuEpochs.move
     monkeypatch.setattr(GpuEpochs, "move", lambda *given: moves.append(1) or move(*given))
-    solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=2, biases=True)
-    run(solver, 1)
+    solver, other = (multi(ratings_matrix.astype(np.float64), method_of(), ranks=2, biases=biases) for _ in range(2))
+    run(solver, 2)
     first = len(moves)
     monkeypatch.setattr(emulated.EmulatedDevice, "current_stream", lambda self: 7)
     run(solver, 1)
     assert len(moves) == 2 * first
-    run(solver, 1)
+    run(solver, 2)
     assert len(moves) == 2 * first
+    assert_same_bits(solver.state.on_host(), run(other, 5).on_host())
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
@@ -774,6 +778,26 @@ def test_the_bench_makes_the_solver_of_a_fit_on_several_ranks(monkeypatch, ratin
 
 
 # --------------------------------------------------------------------------------------------- failures
+
+
+def test_the_bench_times_the_passes_of_repeated_launches(monkeypatch, ratings_matrix):
+    """Events around each pass are recorded with its launches; the epoch of the times is a repeat."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    bench = importlib.import_module("mcumsgd")
+    emulate(monkeypatch)
+    recorded: Counter[int] = Counter()
+
+    class Event:
+        def record(self, stream):
+            recorded[id(self)] += 1
+
+    elapsed = lambda begin, end: float(recorded[id(begin)] == recorded[id(end)] == 2)  # noqa: E731
+    cuda = SimpleNamespace(Event=Event, get_current_stream=lambda: None, get_elapsed_time=elapsed)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=2, biases=True)
+    run(solver, 2)
+    found = bench.passes_of_an_epoch(solver)
+    assert (found["item"], found["user"]) == (2, 2) and found["launch"] > 0
 
 
 def test_ranks_must_be_given_the_same(ratings_matrix):
