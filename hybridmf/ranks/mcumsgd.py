@@ -70,7 +70,7 @@ from ..device.cuda import open_device
 from ..device.recording import Recording
 from ..errors import CommunicatorError
 from ..gpu.factors import DeviceFactors
-from ..gpu.sgd import GpuEpochs
+from ..gpu.sgd import FactorRows, GpuEpochs
 from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Solved, Step, starting_state
 from ..plan.grid import Grid, RankLayout
 from ..plan.sgd import LONG_ROW, SgdMethod
@@ -79,11 +79,14 @@ from .group import JoinedFactors, RankGroup
 from .transport.communicator import Array, Communicator, check_agreement
 from .transport.peers import PeerCopies
 
-WALK = 24_000
-"""Entries times factors that the rest of a pass processes in the time of one entry of a walk, for up to 128 factors;
-beyond that both take longer. Chosen on H200s, Netflix's shape, f = 128: of 12,000 to 60,000, it has the shortest epochs
-on four GPUs, 43 popular items. On two, where it leaves none, 13 or 25 are as fast as none and 79 slower: their thread
-blocks lack for the other long rows."""
+WALK = 12_000
+"""Entries times factors that the rest of a pass processes on a rank in the time of one entry of a walk, for up to 128
+factors; beyond that both take longer. See `popular_items`."""
+
+FEW_RANKS = 4
+"""Ranks to add to their number in the rule for popular items: the fewer, the more the multiprocessors of popular items
+lack for other long rows. Chosen on H200s, Netflix's shape, f = 128, with `WALK`: on four GPUs 43 popular items have the
+shortest epochs (6.8 ms; 19 of them 7.0, 67 8.1), on two 7 (8.84; none 8.95, 43 9.45)."""
 
 MOST_WALKS = 64
 """Maximum entries of popular items, relative to the longest: so many thread blocks update them, half of a GPU's."""
@@ -105,7 +108,7 @@ def share_layout(degrees: dict[Side, np.ndarray], size: int, popular: np.ndarray
 
 
 def popular_items(degrees: np.ndarray, size: int, plan: Plan) -> np.ndarray:
-    """Items whose walk in a block of one of `size` ranks takes longer than the whole block; int64, ascending.
+    """Items whose walk takes longer than the rest of a pass on `size` ranks; int64, ascending.
 
     `degrees`, int (n_items,). None on one rank, and in the order "blocks".
     """
@@ -113,7 +116,7 @@ def popular_items(degrees: np.ndarray, size: int, plan: Plan) -> np.ndarray:
     if size == 1 or cast(SgdMethod, plan.method).order == "blocks":
         return order[:0]
     walks = degrees[order].astype(np.float64)
-    longer = walks > max(MIN_POPULAR, walks.sum() * min(plan.factors, 128) / (size * WALK))
+    longer = walks > max(MIN_POPULAR, walks.sum() * min(plan.factors, 128) / ((size + FEW_RANKS) * WALK))
     few = np.cumsum(walks) <= MOST_WALKS * walks[:1]
     return np.sort(order[longer & few])
 
@@ -212,7 +215,7 @@ class RankSGD(EpochSolver):
         self._popular: Factors | None = None  # of the state
         self._next_popular: Factors | None = None
         self._moved: dict[Side, Any] = {}  # working copies for the updates of popular items
-        self._packed: list[Struct] = []  # of one thread: the users in all launches: what is elsewhere in each epoch
+        self._packed: dict[str, Struct] = {}  # of one thread: users in launches, which are elsewhere in each epoch
         self._begun: Any = None  # of one thread: a mark before the passes of an epoch
         self._before: Any = None  # of one thread: the users before the epoch, if its passes over items read these
         if len(self.popular):
@@ -246,6 +249,7 @@ class RankSGD(EpochSolver):
 
     def begin(self) -> dict[Side, Any]:
         popular, users = self._popular, self.state.user
+        work: dict[Side, Any]
         if self._peers is None:
             work = super().begin()
             self._moved = {} if popular is None else {"user": work["user"], "item": self.kernels.copies(popular)}
@@ -257,11 +261,9 @@ class RankSGD(EpochSolver):
         if popular is not None:
             items = self._held[-1] if is_held else kernels.copies(popular, self._held[-1])
             self._moved = {"user": self._before, "item": items}
-        work = {
-            "user": kernels.like(self._before) if self._before is not None else kernels.copies(users),
-            "item": own if is_held else kernels.copies(self.state.item, own),
-        }
-        self._begun = kernels.device.record()
+        work = {"item": own if is_held else kernels.copies(self.state.item, own)}
+        if self._before is None:
+            work["user"] = kernels.copies(users)
         return work
 
     def copy_users(self, work: dict[Side, Any]) -> None:
@@ -271,6 +273,8 @@ class RankSGD(EpochSolver):
         """
         if self._before is not None:
             kernels = cast(GpuEpochs, self.kernels)
+            work["user"] = kernels.like(self._before)
+            self._share("work", work["user"])
             for target, source in zip(kernels.arrays(work["user"]), kernels.arrays(self._before), strict=True):
                 kernels.device.fetch(target, source, (self._begun,))
 
@@ -281,7 +285,7 @@ class RankSGD(EpochSolver):
             self._next_popular = kernels.factors(self._copied(popular["item"]))
         else:
             work["item"] = self._copied(work["item"])
-        self._moved, self._before, self._begun = {}, None, None
+        self._moved, self._before = {}, None
         epoch = super().end(work)
         self._held_state = epoch.state
         return epoch
@@ -292,18 +296,25 @@ class RankSGD(EpochSolver):
 
     def renew(self, work: dict[Side, Any]) -> None:
         """Let launches of earlier epochs have the users and the terms of an epoch that `begin` returned."""
-        kernels, users = cast(GpuEpochs, self.kernels), [work["user"], self._before]
-        rows = [each for each in users if each is not None]
-        if not self._packed:
-            self._packed = [each.packed(kernels.device) for each in rows]
-        for each, struct in zip(rows, self._packed, strict=True):
-            each.share(struct)
-        kernels.renew(self.terms())
+        cast(GpuEpochs, self.kernels).renew(self.terms())
+        if self._before is None:
+            self._share("work", work["user"])
+        else:
+            self._share("before", self._before)
+
+    def _share(self, name: str, users: FactorRows) -> None:
+        """Let all launches that have these users of an epoch have those of another one."""
+        if name in self._packed:
+            users.share(self._packed[name])
+        else:
+            self._packed[name] = users.packed(cast(GpuEpochs, self.kernels).device)
 
     def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
         own, last = work["item"], self._last_step()
         popular = self._moved
         handed: list[Callable[[], None]] = []
+        if self._peers is not None:
+            self._begun = self._peers.devices[self.rank].record()
         if popular and self._peers is not None:
             self._peers.fork(self.rank)
         for step in range(last + 1):
