@@ -413,8 +413,12 @@ def priced(plan: Plan, half: HalfPlan, machine: Machine) -> HalfPlan:
         work += loading
     else:
         work = max(work, loading) + min(work, loading) / SLABS
-    idle = machine.gpu.sweep["als"] + (half.gpus * machine.links.rank if half.gpus > 1 else 0.0)
-    return replace(half, seconds=seconds, total=work + seconds.get("all-gather", 0.0) + idle)
+    work += seconds.get("all-gather", 0.0)
+    launching = half.gpus * machine.links.rank if half.gpus > 1 else 0.0
+    # half sweeps of complete rows that stay on the GPUs are launched while those before them run
+    ahead = half.fixed == "replicated" and half.factors == half.ratings == "device"
+    total = max(work, launching) if ahead else work + launching
+    return replace(half, seconds=seconds, total=total + machine.gpu.sweep["als"])
 
 
 def fewest_batches(

@@ -292,7 +292,8 @@ class LinkRates:
     collective: float = 6.0e-5  # latency of a collective in seconds, including its launch
     # bench/results/scale.jsonl: half sweeps on 2 GPUs less half of those on one, divided by two
     rank: float = 1.0e-4
-    """Seconds added to a half sweep by each of several GPUs, since one thread launches for them in turn."""
+    """Seconds in which one thread launches a half sweep for each of several GPUs in turn: added to it, unless it is
+    launched while the one before runs."""
     slab: float = 3.0e-4  # seconds added to a half sweep by each row part, since some kernels end before others start
 
     def reduce_rate(self, gpus: int) -> float:

@@ -291,6 +291,11 @@ def test_gpus_take_turns_and_sums_wait_for_room() -> None:
     totals = [priced(problem, HalfPlan("user", 1, gpus, gpus), H200).total for gpus in (1, 2, 4)]
     assert totals[0] == pytest.approx(H200.gpu.sweep["als"], rel=0.1)
     assert totals[2] - totals[1] == pytest.approx(2 * H200.links.rank, rel=0.1)
+    # launched while the half sweep before runs: that costs nothing where a half sweep takes longer
+    whole = priced(NETFLIX, HalfPlan("user", 1, 4, 4), H200)
+    assert whole.total == pytest.approx(sum(whole.seconds.values()) + H200.gpu.sweep["als"])
+    streamed = priced(NETFLIX, HalfPlan("user", 1, 4, 4, ratings="host"), H200)
+    assert streamed.total > max(whole.total, streamed.seconds["from host"]) + 4 * H200.links.rank
     half = priced(NETFLIX, HalfPlan("user", 4, 1, 4), H200)
     assert half.total > half.seconds["assembly"] + half.seconds["solve"] + half.seconds["reduce-scatter"]
 
