@@ -489,7 +489,7 @@ class MultiSGD:
         results = self._each(lambda rank: epochs[rank.rank].result())
         losses, finite = zip(*results, strict=True)
         loss, is_finite = float(sum(losses[1:], losses[0])), all(finite)
-        return self._each(lambda rank: rank.checked(epochs[rank.rank].state, loss, is_finite))
+        return [rank.checked(epoch.state, loss, is_finite) for rank, epoch in zip(self.ranks, epochs, strict=True)]
 
     def _launch(self) -> list[dict[Side, Any]]:
         """Launch the passes of an epoch; returns the working copies."""
