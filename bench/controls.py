@@ -421,8 +421,11 @@ def compare(case: Case, old: Sequence[Result], new: Sequence[Result]) -> Result:
     }  # fmt: skip
 
 
-def covers(old: Path, passed: set[str]) -> dict[str, list[str]]:
-    """By "FILE PATH": the hashes of a code path in both trees, if the files that differ are of parts that passed."""
+def covers(old: Path, passed: set[str], equal: set[str] | None = None) -> dict[str, list[str]]:
+    """By "FILE PATH": the hashes of a code path in both trees, if the files that differ are of parts that passed.
+
+    `equal`: parts with equal results, which count where figures are no times (`freshness.BY_RESULTS`).
+    """
     before = _freshness_of(old)
     found = {}
     for file in freshness.CODE:
@@ -431,6 +434,7 @@ def covers(old: Path, passed: set[str]) -> dict[str, list[str]]:
                 declared = before.CODE[file]
                 earlier = declared[key] if isinstance(declared, dict) else {"": declared}[key]
                 counted = of_clock(passed, by_events=f"{file} {key}" in freshness.BY_EVENTS)
+                counted |= equal or set() if f"{file} {key}" in freshness.BY_RESULTS else set()
                 if is_covered(earlier, patterns, old, counted, before):
                     found[f"{file} {key}"] = [freshness.code_hash(earlier, old), freshness.code_hash(patterns)]
     return found
@@ -597,7 +601,7 @@ def record(tree: Path, commit: str, results: dict[str, list[Result]], passed: se
     """Append the line."""
     timed = ((line, case) for part in passed for line, case in zip(results[part], CASES[part], strict=True))
     ratios = [line["ratio"] for line, case in timed if case.timed]
-    covered = covers(tree, passed)
+    covered = covers(tree, passed, {part for part, lines in results.items() if all(line["equal"] for line in lines)})
     print(f"passed: {', '.join(sorted(passed)) or 'none'}; code paths: {', '.join(sorted(covered)) or 'none'}")
     line = {
         "bench": "controls", "kind": "control", "gpu": gpu_name(), "from": {"commit": commit or _commit_of(tree)},

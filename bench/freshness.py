@@ -177,6 +177,10 @@ BY_EVENTS = {"gpu ", "gpu syrk", "gpu bals", "gpu precision", "paper_bals ", "pa
              "paper_gates "}  # fmt: skip
 """Code paths ("FILE PATH", `path_of`) of ALS whose seconds are those of CUDA events, without the host's."""
 
+BY_RESULTS = {"paper_bals vacancies", "paper_bals distribution", "paper_bals popularity", "paper_gates distribution",
+              "paper_gates sparsity"}  # fmt: skip
+"""Code paths whose figures are no times: equal results are enough."""
+
 WHOLE: Patterns = ("hybridmf/**/*.py", "hybridmf/**/*.pyx", "hybridmf/**/*.h", "hybridmf/**/*.c", "cuda/*")
 """The code path of a script that declares none."""
 

@@ -87,7 +87,7 @@ def test_a_path_needs_the_parts_that_measure_as_its_lines_do():
 
 def test_paths_that_are_measured_by_events_exist():
     names = {f"{file} {key}" for file in freshness.CODE for key in freshness.code_paths(file)}
-    assert names >= freshness.BY_EVENTS
+    assert names >= freshness.BY_EVENTS | freshness.BY_RESULTS
 
 
 def test_seconds_of_what_is_no_figure_may_differ():
@@ -156,6 +156,19 @@ def test_a_control_of_searches_compares_their_trials_without_their_seconds():
         controls.measure(replace(case, options={"trials": trials}), matrix, matrix) for trials in (3, 3, 2)
     )
     assert first["sha256"] == again["sha256"] != other["sha256"] and len(first["seconds"]) == 2
+
+
+def test_equal_results_are_enough_where_figures_are_no_times(monkeypatch):
+    asked = {}
+
+    def is_covered(earlier, patterns, old, passed, before):
+        asked[patterns] = passed
+        return False
+
+    monkeypatch.setattr(controls, "is_covered", is_covered)
+    controls.covers(ROOT, {"data"}, {"data", "tiles"})
+    assert asked[freshness.CODE["paper_bals"]["vacancies"]] == {"data", "tiles"}
+    assert asked[freshness.CODE["layouts"][""]] == {"data"}
 
 
 def test_every_part_has_cases_and_files():
