@@ -50,9 +50,12 @@ _READING = re.compile(
 """Arguments of `Ratings.from_file` whose options have the same names; that of "weight" is --weights."""
 
 _ARGUMENT = re.compile(
-    r"""(?<![\w"'-])(?P<name>[a-z_]+)=(?:(?P<q>["'])(?P<text>.+?)(?P=q)|(?P<plain>None|True|False|\d+)|(?![\w"']))"""
+    r"""(?<![\w"'-])(?P<name>[a-z_]+)=(?:(?P<q>["'])(?P<text>.+?)(?P=q)|(?P<plain>None|True|False|\d+)|(?![\w"'{]))"""
 )
 """An argument in a message of the library, with or without a value."""
+
+_FUNCTIONS = "where={column: function} keeps the rows that have one"
+"""A way out that commands do not have."""
 
 
 class _Commands(click.Group):
@@ -114,7 +117,7 @@ class _Commands(click.Group):
             value = shlex.quote(value) if found["text"] else value.lower()
             return f"{option} {value}" if value else option
 
-        return _ARGUMENT.sub(spelled, text)
+        return _ARGUMENT.sub(spelled, text.replace(_FUNCTIONS, "leave out rows without one"))
 
 
 def _one_line(error: BaseException) -> str:

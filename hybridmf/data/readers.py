@@ -109,11 +109,15 @@ def column_weights(source: str, column: Any, values: np.ndarray) -> np.ndarray:
     """Weights of a column, from its values or their text."""
     name = f"column {column!r} of {source}"
     try:
-        return as_weights(values.astype(np.float64), len(values), name)
-    except ValueError as error:
-        raise (
-            error if isinstance(error, RatingsError) else RatingsError(f"{name} holds no real numbers ({error})")
-        ) from error
+        numbers = values.astype(np.float64)
+    except ValueError:
+        texts = values.tolist()
+        bad = [place for place, text in enumerate(texts) if number_of(text) is None]
+        raise RatingsError(
+            f"{name} has {len(bad):,} of {len(texts):,} values that are no real numbers (the first is "
+            f"{texts[bad[0]]!r} at entry {bad[0]}){value_hint(texts[bad[0]]) or '; leave out entries without weight'}"
+        ) from None
+    return as_weights(numbers, len(numbers), name)
 
 
 def _frame(frame: Any, source: str) -> tuple[Any, list[Any]]:

@@ -159,6 +159,11 @@ def test_fit_has_weights_of_a_column(parts, kind, estimator):
     frame.to_csv(parts / "train.csv", index=False)
     refused = refuse(*command, "sure", "--model", kind)
     assert "column 'sure' of" in refused and "values that are not finite and above 0" in refused
+    frame.loc[3, "sure"] = None
+    frame.to_csv(parts / "train.csv", index=False)
+    for refused in (refuse(*command, "sure", "--model", kind), refuse(*command[:-1], "--value", "sure")):
+        assert "''" in refused and "leave out rows without one" in refused and "where" not in refused
+    assert "the first is '' at entry 3" in refuse(*command, "sure", "--model", kind)
 
 
 def test_ratings_of_zero_have_weights(parts):
