@@ -1,7 +1,7 @@
 """Emulated GPUs whose streams run in random order, as far as the marks between them allow.
 
-A launch or a copy is queued, and runs when a result is fetched: as late or as early as streams allow. So without a wait
-that it needs, it gives wrong numbers for some seeds.
+A launch or a copy is queued, and runs when the host waits for it or for something behind it, or when all work is: as
+late or as early as streams allow. So without a wait that it needs, it gives wrong numbers for some seeds.
 """
 
 from __future__ import annotations
@@ -72,15 +72,29 @@ class Streams:
         with self.lock:
             self._drain()
 
+    def wait_for(self, stream: Stream) -> None:
+        """What the host does: run only the work of a stream so far and what that waits for; other work stays queued."""
+        with self.lock:
+            wanted = self.behind(stream, self.launched[stream] - 1)
+            self._run({one: 1 + max(place for own, place in wanted if own == one) for one, _ in wanted})
+
     def _drain(self) -> None:
+        self._run(dict(self.launched))
+        assert not any(self.waiting.values())
+
+    def _run(self, ends: dict[Stream, int]) -> None:
+        """Run the pieces of each stream up to an end."""
         last = None
-        while ready := [stream for stream, pieces in self.waiting.items() if pieces and self._can_run(pieces[0][0])]:
+        while ready := [stream for stream in ends if self._can_run(stream, ends[stream])]:
             last = last if last in ready and self.random.random() < 0.8 else self.random.choice(ready)
             self.waiting[last].popleft()[1]()
             self.complete[last] += 1
-        assert not any(self.waiting.values()), "streams wait for each other"
+        assert all(self.complete[stream] >= end for stream, end in ends.items()), "streams wait for each other"
 
-    def _can_run(self, after: tuple[Stream, int] | None) -> bool:
+    def _can_run(self, stream: Stream, end: int) -> bool:
+        if self.complete[stream] >= end:
+            return False
+        after = self.waiting[stream][0][0]
         return after is None or self.complete[after[0]] >= after[1]
 
 
@@ -181,13 +195,13 @@ class LateGpu(EmulatedDevice):
         return launch
 
     def upload(self, array: np.ndarray, target: np.ndarray | None = None) -> np.ndarray:
-        self.streams.drain()
+        self.streams.wait_for(self.current)
         return super().upload(array, target)
 
     def download(self, *given: Any, **options: Any) -> np.ndarray:
-        self.streams.drain()
+        self.streams.wait_for(self.current)
         return super().download(*given, **options)
 
     def begin_download(self, array: np.ndarray) -> Any:
-        self.streams.drain()
+        self.streams.wait_for(self.current)
         return super().begin_download(array)
