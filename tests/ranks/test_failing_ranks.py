@@ -65,13 +65,19 @@ SPLIT_SIDE = [
     (ThreadCommunicator, "reduce_scatter", 1),
     (ThreadCommunicator, "reduce_scatter", 2),
 ]
-SGD_SET_UP = [(GpuEpochs, "hold", 1), (GpuEpochs, "hold", 2)]
-SGD_EPOCH = [
-    (GpuEpochs, "copies", 1),
-    (GpuEpochs, "move", 1),
+SGD_SET_UP = [
+    (GpuEpochs, "hold", 1),
+    (GpuEpochs, "hold", 2),
+    (GpuEpochs, "move", 1),  # in the first epoch, which is recorded
     (GpuEpochs, "move", 4),
-    (EmulatedDevice, "send", 1),
-    (EmulatedDevice, "send", 3),
+    (EmulatedDevice, "fetch", 1),
+    (EmulatedDevice, "fetch", 3),
+]
+SGD_EPOCH = [  # whose recorded launches and copies are repeated
+    (GpuEpochs, "copies", 1),
+    (GpuEpochs, "renew", 1),
+    (EmulatedDevice, "receive", 1),
+    (EmulatedDevice, "receive", 3),
     (GpuEpochs, "begin_result", 1),
 ]
 
@@ -165,7 +171,7 @@ def test_over_a_split_side(where: Any, watched: list[str], monkeypatch: pytest.M
 
 @pytest.mark.parametrize("where", SGD_SET_UP + SGD_EPOCH)
 def test_in_sgd(where: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model keeps the last epoch that all ranks have completed."""
+    """The model keeps the last epoch that all ranks have completed, if there is one."""
     options: dict[str, Any] = {"factors": 8, "device": watched, "random_state": 0}
     monkeypatch.setattr(mcumsgd, "open_device", group.open_device)
     fault = Fault(where, group.open_device(watched[1]), monkeypatch)
