@@ -20,6 +20,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -293,11 +294,29 @@ def test_public_names_are_documented(name: str) -> None:
     assert re.search(rf"\b(?:hmf|hybridmf)\.{name}\b|^{name}\b", all_code(), flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [name for name in hmf.__all__ if inspect.isclass(getattr(hmf, name))])
-def test_members_of_public_classes_have_docstrings(name: str) -> None:
-    members = inspect.classify_class_attrs(getattr(hmf, name))
-    ours = [each for each in members if not each.name.startswith("_") and each.kind != "data"]
-    assert not [each.name for each in ours if "hybridmf" in each.defining_class.__module__ and not each.object.__doc__]
+def public_objects() -> dict[str, Any]:
+    """Classes and functions by name: those of the package and of its public modules."""
+    found = {}
+    for place in (hmf, *(value for name in hmf.__all__ if inspect.ismodule(value := getattr(hmf, name)))):
+        for name in getattr(place, "__all__", vars(place)):
+            value = getattr(place, name)
+            ours = re.match(r"hybridmf\b(?!\.(core|ranks)\b)", str(getattr(value, "__module__", "")))
+            if ours and not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value)):
+                found[f"{place.__name__}.{name}"] = value
+    return found
+
+
+def test_public_objects_and_their_members_have_docstrings() -> None:
+    objects = public_objects()
+    assert {"hybridmf.convert", "hybridmf.metrics.Evaluation", "hybridmf.Ratings"} <= set(objects)
+    bare = [name for name, value in objects.items() if not value.__doc__]
+    for name, value in objects.items():
+        if inspect.isclass(value):
+            members = inspect.classify_class_attrs(value)
+            ours = [each for each in members if not each.name.startswith("_") and each.kind != "data"]
+            ours = [each for each in ours if "hybridmf" in each.defining_class.__module__]
+            bare += [f"{name}.{each.name}" for each in ours if not each.object.__doc__]
+    assert not bare
 
 
 def test_errors_and_formats_are_documented() -> None:
