@@ -58,15 +58,20 @@ class PrecisionCheck:
                 self._rows[side] = (at if half.names is None else int(half.names[at]), row)
         return self._rows[side]
 
+    def is_due(self, side: Side) -> bool:
+        """Whether the check after the next half sweep of `side` reads the factors."""
+        if self.warned or (self.plan.gpu is not None and self._done[side] + 1 not in SPARSE):
+            return False
+        return self._longest(side) is not None
+
     def __call__(self, side: Side, fixed: Factors) -> None:
         """Check a half sweep of `side`, which was solved for the factors `fixed`."""
+        is_due = self.is_due(side)
         self._done[side] += 1
-        count = self._done[side]
-        if self.warned or (self.plan.gpu is not None and count not in SPARSE):
+        if not is_due:
             return
         found = self._longest(side)
-        if found is None:
-            return
+        assert found is not None
         name, row = found
         gram = None
         if self.objective.is_implicit:

@@ -25,7 +25,8 @@ are launched again. Hence no bit depends on the guess.
   continues (`Solver.continues`): not after the last iteration, and not where early stopping or a callback may end the
   fit. Checkpoints, objectives and metrics between two iterations read the state only. After Ctrl-C or another error
   between half sweeps, closing waits for the streams, at most one half sweep longer.
-- Not ahead: half sweeps over streamed ratings, offloaded factors, split sides or rows with features, and iALS++.
+- Not ahead: half sweeps over streamed ratings, offloaded factors, split sides or rows with features, and iALS++. Nor
+  after a half sweep whose precision is checked (`hybridmf.plan.precision`), which reads its fixed factors again.
 """
 
 from __future__ import annotations
@@ -111,9 +112,9 @@ class RankGroup:
 
     def _solve_in_one_thread(self, ranks: Sequence[RankALS], side: Side, follows: bool) -> list[Any]:
         """`RankALS.solve` of all ranks on the calling thread; no rows are split over ranks."""
-        following, launched, self._ahead = other_side(side), _launched_for(self._ahead, ranks, side), None
-        if launched is None:
-            launched = _launch(ranks, side, _fixed(ranks, side))
+        following, found_ahead, self._ahead = other_side(side), _launched_for(self._ahead, ranks, side), None
+        fixed, launched = found_ahead or _begin(ranks, side)
+        del found_ahead
         solved = [factors for factors, _ in launched]
         checks = []
         for rank, (factors, status) in zip(ranks, launched, strict=True):
@@ -122,7 +123,11 @@ class RankGroup:
         # the exchange overlaps the checks and the launches of the next half sweep
         gathered, assumed = _gather_ahead(ranks, side, solved), self._ranges.get(side)
         travels, ahead = gathered is not solved, None
-        if follows and travels and ranks[0].halves[following].one_thread and (assumed or not solved[0].has_range):
+        # the first rank has its share of the longest rows
+        precision = ranks[0].check_precision
+        begins = follows and travels and ranks[0].halves[following].one_thread and not precision.is_due(side)
+        if begins and (assumed or not solved[0].has_range):
+            fixed = [None]
             for rank, factors in zip(ranks, gathered, strict=True):
                 rank.forget_ahead()  # read by launches up to here: what follows may have that memory
                 factors.keep(range=assumed)
@@ -132,6 +137,8 @@ class RankGroup:
             with rank.worker.active():
                 if factors.finish_check(found):
                     rank.halves[side].raise_failure(status)
+        with ranks[0].worker.active():
+            precision(side, fixed[0])
         for rank in ranks:  # a failed gather ends here: factors solved from a partial table never become the state
             if rank.communicator.cause:
                 raise CommunicatorError(rank.communicator.cause)
@@ -198,15 +205,21 @@ def open_rank(name: str, control: Communicator) -> tuple[Communicator, Device | 
         return NcclCommunicator(control, device.spec.index), device
 
 
-def _launched_for(ahead: Begun | None, ranks: Sequence[RankALS], side: Side) -> list[Any] | None:
-    """What was launched ahead if it is the half sweep of `side` for the present factors."""
+def _launched_for(ahead: Begun | None, ranks: Sequence[RankALS], side: Side) -> tuple[list[Any], list[Any]] | None:
+    """What was launched ahead, as `_begin` returns it, if it is the half sweep of `side` for the present factors."""
     if ahead is None or ahead[0] != side:
         return None
     _, fixed, starts, launched = ahead
     same = (
         rank.ahead(side) is one and rank.own[side] is own for rank, one, own in zip(ranks, fixed, starts, strict=True)
     )
-    return launched if all(same) else None
+    return (fixed, launched) if all(same) else None
+
+
+def _begin(ranks: Sequence[RankALS], side: Side) -> tuple[list[Any], list[Any]]:
+    """The whole fixed side on each rank, and what `_launch` returns for it."""
+    fixed = _fixed(ranks, side)
+    return fixed, _launch(ranks, side, fixed)
 
 
 def _launch(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[Any]:

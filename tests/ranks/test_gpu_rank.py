@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Factors, State
@@ -490,6 +491,20 @@ def test_an_iteration_begins_early_if_the_fit_goes_on(gpus: Machine, monkeypatch
     solver.update("item")
     assert told == [("item", False)]
     solver.close()
+
+
+@pytest.mark.parametrize("iterations", [1, 5])
+def test_fits_beyond_float32_warn_once(iterations: int, gpus: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """As on one GPU. A half sweep that is checked reads its fixed factors again: no other one is launched ahead."""
+    ratings = sp.csr_array(np.random.default_rng(0).integers(1, 6, (4, 3000)).astype(np.float32))
+    options: dict[str, Any] = {"regularization_scaling": "none", "biases": False, "random_state": 0}
+    names, found = gpus(2), []
+    for device in (names, "cuda:0"):
+        caplog.clear()
+        model = hmf.ExplicitALS(16, regularization=0.1, device=device, iterations=iterations, **options)
+        model.fit(ratings)
+        found.append([each.getMessage() for each in caplog.records if "beyond the precision" in each.getMessage()])
+    assert len(found[0]) == 1 and found[0] == found[1]
 
 
 def test_a_half_sweep_ahead_takes_the_memory_of_the_gathered_side_before(gpus: Machine) -> None:
