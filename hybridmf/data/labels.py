@@ -173,8 +173,11 @@ class Entries:
         found = repeats(self.users, self.items, self.values) if found is None else found
         first, second = first_repeat(self.users, self.items)
         user, item = label_of(self.user_ids, self.users[first]), label_of(self.item_ids, self.items[first])
+        where = self.where(first, second)
+        if self.weights is not None:
+            where += f", weights {float(self.weights[first]):g} and {float(self.weights[second]):g}"
         return duplicate_error(
-            self.source, user, item, self.where(first, second), self.values[[first, second]],
+            self.source, user, item, where, self.values[[first, second]],
             found, bool(self.values.min() == self.values.max()),
         )  # fmt: skip
 

@@ -152,7 +152,7 @@ def test_repeated_rows():
     twice = {name: column + column[:1] for name, column in FRAME.items()}
     assert weights_by_pair(hmf.Ratings.from_frame(pd.DataFrame(twice), weight="weight")) == BY_PAIR
     twice["weight"] = [*WEIGHTS, 3.0]  # another observation
-    with pytest.raises(DuplicateEntriesError):
+    with pytest.raises(DuplicateEntriesError, match=rf"rows 0 and 5, weights {WEIGHTS[0]:g} and 3, values"):
         hmf.Ratings.from_frame(pd.DataFrame(twice), weight="weight")
 
 
