@@ -35,6 +35,8 @@ after an event behind the last update. Rank q writes to it again
 States are in other memory, so they do not change. Users are copied to new memory in each epoch: on the stream of
 copies, after all launches before the epoch, which may use the memory, and before the first block of items arrives, for
 which the main stream waits before it updates users. Passes over items come first and read the users of the state.
+Each pass writes its losses to a place of its own, the same one in every epoch; the main stream adds them up behind all
+passes, before the host has waited for it.
 
 The stream `aside` of a GPU updates popular items; it starts after their copies at the start of the epoch and ends
 before the last step, which alone reads the popular items on the main stream. In between, the two streams share only the
@@ -45,8 +47,10 @@ all ranks receive them. CUDA may run copies between the same two GPUs in turn, a
 each other. So those that wait for a walk are launched after those of other items that would wait behind them.
 
 The launches, copies and events between the first copies of an epoch and its result are the same in every epoch, apart
-from the addresses of the users and the learning rate, which launches read from structs. They are recorded in the first
-epoch and repeated in the others (`hybridmf.device.recording`): Python's code for them takes longer than some passes.
+from the addresses of the users and the learning rate, which launches read from structs: each launch copies them, so the
+host may change them for the next epoch. They are recorded in the first epoch, or on another stream, and repeated in the
+others (`hybridmf.device.recording`): Python's code for them takes longer than some passes. An event that is recorded
+again has no effect on earlier waits for it. After any failure the ranks are closed, so no half of an epoch is repeated.
 
 A rank runs on the CPU or on a GPU, over any communicator (`hybridmf.ranks.transport.communicator`).
 """
