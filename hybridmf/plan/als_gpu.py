@@ -99,8 +99,12 @@ def _machine(plan: Plan) -> machines.Machine:
 
 def _with_memory(plan: Plan, scale: ScalePlan) -> Plan:
     """The plan with the memory and the batches of a partition."""
+    # each half sweep with offloaded factors has its own number
+    memory = scale.memory if plan.scale is None else 0
+    slots = slots_of_both(scale.plan, scale.halves.values(), memory)
     sizes = {name: size for name, size in scale.fullest.bytes.items() if size}
-    return plan.changed(bytes=sizes, batch_slots=slots_of_both(scale.plan, scale.halves.values()))
+    sizes["systems"] = max(sizes.get("systems", 0), slots * slot_bytes(plan))
+    return plan.changed(bytes=sizes, batch_slots=slots)
 
 
 def _offloaded(plan: Plan) -> Plan | None:

@@ -218,11 +218,11 @@ def slots_at_once(plan: Plan, half: HalfPlan) -> int:
     return max(least, min(_slots(plan, half), most // slot_bytes(plan), systems))
 
 
-def slots_of_both(plan: Plan, halves: Iterable[HalfPlan]) -> int:
-    """Partial sums at a time that suit both half sweeps: those of the smaller batches, or all if there is one batch."""
-    at_once = {half.side: slots_at_once(plan, half) for half in halves}
-    cut = [slots for side, slots in at_once.items() if slots < _slots(plan, HalfPlan(side, 1, 1, 1))]
-    return min(cut, default=max(at_once.values()))
+def slots_of_both(plan: Plan, halves: Iterable[HalfPlan], memory: float) -> int:
+    """Partial sums at a time for both half sweeps: the most that either one has at once, if the other one has room."""
+    at_once = [(slots_at_once(plan, half), max(0, int(memory) - half.total_bytes)) for half in halves]
+    each = slot_bytes(plan)
+    return min(max(slots for slots, _ in at_once), *(slots + left // each for slots, left in at_once))
 
 
 def basis_bytes(plan: Plan, fixed: int, solved: int) -> int:

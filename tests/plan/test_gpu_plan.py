@@ -238,6 +238,18 @@ def test_batches_follow_the_memory(plan_on: Callable[..., Plan]) -> None:
     assert bals.batch_slots == bals.tile_rows  # whole blocks of rows
 
 
+@pytest.mark.parametrize("assembly", ["sparse_syrk", "mo_als"])
+def test_both_sides_of_streamed_ratings_have_the_slots_of_the_larger(
+    plan_on: Callable[..., Plan], assembly: str
+) -> None:
+    """A slab has few long rows of items and many short ones of users, whose sums go beside it in two batches."""
+    plan = plan_on(assembly=assembly, gpu_memory_limit="1500MB")
+    rows_of_slab = plan.n_users * plan.slab // plan.nnz
+    assert plan.streamed == "host" and plan.batch_slots > rows_of_slab // 2
+    assert sum(plan.bytes.values()) <= 1_500_000_000
+    check_memory(plan)
+
+
 def test_a_fit_that_does_not_fit_is_refused(plan_on: Callable[..., Plan]) -> None:
     plan = plan_on(T4, factors=512, gpu_memory_limit="10MB")
     assert plan.gpu is not None and plan.gpu.free_bytes == 10**7
