@@ -11,7 +11,8 @@ recorded before, too; an iteration of CCD++ waits once for each side.
 
 After Ctrl-C the GPU has a limited time (`hurry`): an interrupted fit still copies factors and stops threads, and a
 kernel that never ends must not block it. A GPU that does not complete any work in this time is lost, as it is after an
-error from which CUDA has no way back (STICKY). Every later call for it is refused (`Health.check`).
+error from which CUDA has no way back (STICKY). Every later call for it is refused (`Health.check`). While a thread
+loads a program, for which CUDA waits for all kernels, other calls wait as well, and Ctrl-C with them.
 
 CuPy's objects release modules, events and memory when they are deleted. For a lost GPU each of these calls fails, and
 Python prints an "Exception ignored" for each; with a kernel that never ends they may block. So these objects are kept

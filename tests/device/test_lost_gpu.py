@@ -49,8 +49,10 @@ def failing_solve(self, side):
         if FAILING == "crash":
             device.kernel(SOURCE, "crash", ())((1,), (1,), (), 0)
         else:
-            flag = device.zeros(1, np.int32)
-            device.kernel(SOURCE, "hang", ())((1,), (1,), (flag, np.int64(HANGS * 10**9)), 0)
+            flag, hang = device.zeros(1, np.int32), device.kernel(SOURCE, "hang", ())
+            while device._compiler._threads:  # loading a program waits for all kernels, and other calls for the loading
+                time.sleep(0.01)
+            hang((1,), (1,), (flag, np.int64(HANGS * 10**9)), 0)
             threading.Timer(2.0, lambda: (sent.append(time.monotonic()), os.kill(os.getpid(), signal.SIGINT))).start()
     return solve(self, side)
 
