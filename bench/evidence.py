@@ -109,14 +109,21 @@ def sections() -> dict[str, str]:
     }
 
 
+def _without_time(cases: list[dict[str, Any]]) -> str:
+    if any("error" in case for case in cases):
+        return " (did not run)"
+    return "" if all(case["equal"] for case in cases) else " (other results)"
+
+
 def controls() -> str:
     """What each control measured: the commit of earlier lines beside a later one."""
     from paper_common import table
 
     rows = []
     for line in freshness.controls():
-        failed = [part if all(case["equal"] for case in line["cases"][part]) else f"{part} (other results)"
-                  for part in sorted(set(line["cases"]) - set(line["passed"]))]  # fmt: skip
+        failed = [
+            part + _without_time(line["cases"][part]) for part in sorted(set(line["cases"]) - set(line["passed"]))
+        ]
         commits = (f"`{line[side]['commit'][:9]}`" for side in ("from", "to"))
         low, high = line["ratios"]
         rows.append([line["date"], line["gpu"], *commits, ", ".join(line["passed"]) or "-", f"{low:.3f} to {high:.3f}",
