@@ -402,8 +402,9 @@ def test_settings_are_fitted_whole_where_partial_fits_are_not_cheap(plays, gpu, 
 
 def test_the_models_own_setting_waits_for_proposals_where_it_is_outside_the_space(plays, gpu):
     space = {"unobserved_weight": loguniform(0.01, 1), "regularization": loguniform(0.1, 10)}
+    model = hmf.ImplicitALS(4, iterations=1, device="cuda")
     for trials, place in ((4, 3), (16, 11)):
-        found = hmf.search(plays, model=hmf.ImplicitALS(8, device="cuda"), space=space, trials=trials, random_state=0)
+        found = hmf.search(plays, model=model, space=space, trials=trials, random_state=0)
         finished = sorted(found.trials, key=lambda trial: trial.finished)
         assert [trial.number for trial in finished].index(0) == place and found.default_value == found.trials[0].value
 
