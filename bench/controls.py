@@ -560,7 +560,7 @@ def summary(results: dict[str, list[Result]]) -> Iterator[str]:
                 if "ms" in line
                 else line["error"]
             )
-            word = "passed" if line["passed"] else "FAILED" if line["equal"] else "DIFFERS"
+            word = "passed" if line["passed"] else "FAILED" if line["equal"] else "" if "error" in line else "DIFFERS"
             yield f"{part:10} {line['case']:60} {figures}  {word}"
 
 

@@ -3,9 +3,9 @@
 Streams: a copy runs on a separate stream of the GPU that receives (`CudaDevice.fetch`), after an event behind the
 launches of the sender before its offer, so that the arrays are complete, and one behind those of the receiver before
 its own, which may use the memory. It waits for no later launch of either: the sender may go on with its next work. The
-receiver's current stream waits for the event behind the copy. The sender does not: whoever calls must see to it that a
-rank writes to arrays that it has sent, or releases them, only after all copies of them. No kernel waits on a GPU for
-another one, so nothing can deadlock.
+receiver's current stream waits for the event behind the copy. The sender's does not: the caller makes sure that a rank
+writes to arrays that it has sent, or releases them, only after all copies of them. No kernel waits on a GPU for another
+one, so nothing can deadlock.
 """
 
 from __future__ import annotations
