@@ -626,8 +626,9 @@ def evaluate(
         `model` is not a fitted model or lacks attributes that the metrics need, or an argument has the wrong type.
     ValueError
         Unknown metric, "rmse" or "mae" of a model of implicit feedback, whose scores are no ratings, shapes that do not
-        match the model, labels on one side only, no relevant test item or no test entry for these users, relevant test
-        items that are all training entries, ``auc`` without `train`, or ``users="warm"`` if the cold users are unknown.
+        match the model, models of different users under `users` or `sample`, labels on one side only, no relevant test
+        item or no test entry for these users, relevant test items that are all training entries, ``auc`` without
+        `train`, or ``users="warm"`` if the cold users are unknown.
     """
     test, train = as_ratings(test, "test"), as_ratings(train, "train")
     if isinstance(model, Mapping):
@@ -635,6 +636,8 @@ def evaluate(
             raise TypeError(f"model must have a model for each name, got a dict with keys {list(model)}")
         if isinstance(random_state, np.random.Generator):
             random_state = int(random_state.integers(2**31))
+        if sample is not None or not (users is None or isinstance(users, str)):
+            _refuse_other_users({name: _adapted(each, test, train) for name, each in model.items()})
         options = {"train": train, "metrics": metrics, "users": users, "sample": sample, "random_state": random_state}
         options |= {"relevance_threshold": relevance_threshold, "block_users": block_users, "unknown": unknown}
         options["include_cold"] = include_cold
@@ -674,6 +677,9 @@ def evaluate(
     found.n_dropped = dropped
     if include_cold:
         found.apart = _apart(measured, test, train, names, users, *how)
+    if (ids := getattr(model, "user_ids_", None)) is not None:
+        for each in (found, *found.apart.values()):
+            each.user_ids = ids[each.users]
     if not isinstance(model, ReadyLists):
         _warn_of_overlap("test", test, _training_entries(model, train))
     if found.n_cold_users:
@@ -834,6 +840,17 @@ def _adapted(model: Any, test: Any, train: Any) -> Any:
     return OtherModel(model, _with_shape("train", train))
 
 
+def _refuse_other_users(models: Mapping[str, Any]) -> None:
+    """Refuse models for which equal positions are different users."""
+    (first, ids), *others = ((name, getattr(model, "user_ids_", None)) for name, model in models.items())
+    for name, theirs in others:
+        if ids is not None and theirs is not None and not np.array_equal(ids, theirs):
+            raise ValueError(
+                f"users and sample select users by position, and models {first!r} and {name!r} have different users or "
+                "another order of them; fit both on ratings with the same users, or evaluate all of them"
+            )
+
+
 def _with_shape(name: str, given: Any) -> Any:
     """Ratings, or a matrix."""
     return as_csr(given, name=name) if labels_of(given) is None else given
@@ -894,6 +911,10 @@ def _checked_metrics(metrics: Any) -> tuple[dict[str, Metric], tuple[str, ...]]:
     for name, metric in own.items():
         check_int(f"k of metric {name!r}", getattr(metric, "k", 10), 1)
     names = [str(getattr(each, "__name__", type(each).__name__)) if callable(each) else each for each in listed]
+    if known := [name for name in own if _is_known(name)]:
+        raise ValueError(
+            f"{known[0]!r} is a function with the name of a metric of evaluate; pass the name, or rename it"
+        )
     twice = [name for name in own if names.count(name) > 1]
     if twice:
         raise ValueError(f"metrics has {twice[0]!r} more than once; give each function a __name__ of its own")
@@ -911,10 +932,14 @@ def _sampled(
     return np.sort(check_rng(random_state).permutation(counted)[:sample]) if len(counted) else users
 
 
+def _is_known(name: str) -> bool:
+    return name == "auc" or name in _ERRORS or _RANKING_NAME.fullmatch(name) is not None
+
+
 def _checked_names(metrics: Sequence[str]) -> tuple[str, ...]:
     names = (metrics,) if isinstance(metrics, str) else tuple(metrics)
     for name in names:
-        if not isinstance(name, str) or not (name == "auc" or name in _ERRORS or _RANKING_NAME.fullmatch(name)):
+        if not isinstance(name, str) or not _is_known(name):
             known = ", ".join(["rmse", "mae", "auc", *(f"{kind}@k" for kind in (*_RANKING, "coverage"))])
             raise ValueError(f'metrics has {name!r}; known are {known} (k a positive integer, as in "ndcg@10")')
     return names

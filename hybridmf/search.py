@@ -1192,14 +1192,11 @@ def check_metric(metric: Any, model: FactorModel, argument: str = "metric") -> s
         return "ndcg@10" if implicit else "rmse"
     if not isinstance(metric, str) and not callable(metric):
         raise TypeError(f'{argument} must be one name such as "ndcg@10" or a function, got {metric!r}')
-    own, (name,) = _checked_metrics(metric) if callable(metric) else ({}, (metric,))
+    if callable(metric):
+        return _checked_metrics(metric)[1][0]
     try:
-        _checked_names(name)
-        if own:
-            raise TypeError(f"{argument} is a function with the name of a metric of evaluate, {name!r}; rename it")
+        (name,) = _checked_names(metric)
     except ValueError:
-        if own:
-            return name
         raise ValueError(f"{argument} must be one of {BY}, got {metric!r}") from None
     if implicit:
         refuse_error(argument, name)

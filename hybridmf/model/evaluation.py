@@ -10,6 +10,7 @@ import numpy as np
 from ..core.frames import pandas_frame
 from ..core.table import format_table, html_table
 from ..core.validate import check_int, check_real
+from ..data.labels import places_among
 
 GROUPS = 10_000
 """Maximum number of users that are resampled one by one. More users are divided at random into this many groups, whose
@@ -45,6 +46,8 @@ class Evaluation(dict[str, float]):
         Test entries dropped by ``unknown="drop"``.
     users : int64 array, shape (n,)
         Positions of the users with a test entry, ascending.
+    user_ids : array, shape (n,), or None
+        Labels of `users`; None if the model has none.
     n_entries : int64 array, shape (n,)
         Test entries of each of them.
     per_user : dict of str to float64 array, shape (n,)
@@ -61,6 +64,7 @@ class Evaluation(dict[str, float]):
     n_cold_users: int | None = None
     n_dropped: int = 0
     users: np.ndarray
+    user_ids: np.ndarray | None = None
     n_entries: np.ndarray
     per_user: dict[str, np.ndarray]
     apart: Parts
@@ -107,7 +111,7 @@ class Evaluation(dict[str, float]):
         Parameters
         ----------
         other : Evaluation
-            Of another model on the same test entries and users.
+            Of another model on the same test entries and users, who are paired by label where both have labels.
         metric, level, n_resamples, random_state
             As for `interval`.
 
@@ -124,12 +128,23 @@ class Evaluation(dict[str, float]):
             raise TypeError(f"other must be an Evaluation, as evaluate returns it, got {type(other).__name__}")
         ours, weights = self._values(metric)
         theirs, _ = other._values(metric)
-        if not np.array_equal(self.users, other.users) or not np.array_equal(self.n_entries, other.n_entries):
+        order = self._order_in(other)
+        if order is None:
             raise ValueError(
                 f"other was evaluated on {len(other.users)} users and {other.n_entries.sum()} test entries, this on "
                 f"{len(self.users)} and {self.n_entries.sum()}; a paired difference needs the same ones"
             )
-        return _bootstrap(metric, [ours, theirs], weights, level, n_resamples, random_state)
+        return _bootstrap(metric, [ours, theirs[order]], weights, level, n_resamples, random_state)
+
+    def _order_in(self, other: Evaluation) -> np.ndarray | None:
+        """Place of each user in another evaluation; None unless it has the same users with as many entries."""
+        labelled = self.user_ids is not None and other.user_ids is not None
+        ours, theirs = (self.user_ids, other.user_ids) if labelled else (self.users, other.users)
+        order = places_among(theirs, ours)
+        same = (
+            len(theirs) == len(ours) and np.all(order >= 0) and np.array_equal(self.n_entries, other.n_entries[order])
+        )
+        return order if same else None
 
     def _repr_html_(self) -> str:
         found = html_table(["metric", "value"], [[name, f"{value:.4f}"] for name, value in self.items()], "<>")
@@ -189,7 +204,7 @@ class Evaluations(dict[str, Evaluation]):
         for name, found in self.items():
             for metric, value in found.items():
                 enough = metric in found.per_user and np.count_nonzero(~np.isnan(found.per_user[metric])) > 1
-                differs = compared and enough and found is not first
+                differs = compared and enough and found is not first and found._order_in(first) is not None
                 difference = found.difference(first, metric) if differs else None
                 yield name, metric, value, found.interval(metric) if enough else None, difference
 

@@ -1063,6 +1063,27 @@ def test_a_dict_of_models_is_a_table_with_paired_differences(fitted):
         hmf.evaluate({}, test)
 
 
+def test_users_of_two_models_are_paired_by_label():
+    rng = np.random.default_rng(0)
+    users = np.array([f"u{k:02d}" for k in range(60)])
+    matrix = sp.csr_array(rng.random((60, 20)) < 0.4).astype(np.float32)
+    test = hmf.Ratings.from_coo(users, [f"i{k:02d}" for k in rng.integers(0, 20, 60)], np.ones(60))
+    items = np.array([f"i{k:02d}" for k in range(20)])
+    train = hmf.Ratings.from_matrix(matrix, user_ids=users, item_ids=items)
+    turned = hmf.Ratings.from_matrix(matrix[::-1], user_ids=users[::-1], item_ids=items)
+    first, same, other = (PopularityRecommender().fit(each) for each in (train, train, turned))
+    found = hmf.evaluate({"first": first, "other": other}, test, train=train, metrics="ndcg@10")
+    assert found["other"].user_ids[0] == "u59" and found["first"].user_ids[0] == "u00"
+    over = found["other"].difference(found["first"], "ndcg@10")
+    assert (over.low, over.high) == (0, 0) and str(over) in str(found)
+    for options in ({"sample": 5}, {"users": [0, 1]}):
+        assert hmf.evaluate({"first": first, "same": same}, test, train=train, **options)["same"].n_users <= 5
+        with pytest.raises(ValueError, match="by position, and models 'first' and 'other' have different users"):
+            hmf.evaluate({"first": first, "other": other}, test, train=train, **options)
+    fewer = hmf.evaluate(first, test, train=train, users=[0, 1])
+    assert "over a" in str(hmf.metrics.Evaluations(a=fewer, b=found["first"]))  # users differ: no difference
+
+
 @pytest.mark.parametrize("metric", ["rmse", "mae"])
 def test_implicit_models_have_no_errors_of_ratings(fitted, metric):
     train, test, low, _ = fitted
@@ -1120,6 +1141,10 @@ def test_metrics_of_the_caller(fitted):
         hmf.evaluate(low, test, train=train, metrics=type("one", (), {"__call__": lambda *_: 1.0, "__name__": "one"})())
     with pytest.raises(ValueError, match="'first_hit' more than once"):
         hmf.evaluate(low, test, train=train, metrics=[first_hit, first_hit])
+    first_hit.__name__ = "auc"
+    for call in (hmf.evaluate, lambda *_, metrics, **options: hmf.search(test, metric=metrics, trials=1)):
+        with pytest.raises(ValueError, match="'auc' is a function with the name of a metric of evaluate"):
+            call(low, test, train=train, metrics=first_hit)
 
 
 def test_scorer_for_scikit_learn(fitted):

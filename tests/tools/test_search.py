@@ -287,7 +287,7 @@ def test_a_metric_of_the_caller(plays):
     with pytest.raises(ValueError, match=r"all \d+ trials failed; .*metric 'shapeless' must return one value"):
         hmf.search(plays, metric=shapeless, **given)
     shapeless.__name__ = "ndcg@10"
-    with pytest.raises(TypeError, match="name of a metric of evaluate, 'ndcg@10'; rename it"):
+    with pytest.raises(ValueError, match="'ndcg@10' is a function with the name of a metric of evaluate"):
         hmf.search(plays, metric=shapeless, **given)
 
 
