@@ -5,10 +5,11 @@
     python bench/controls.py --tree FOLDER --part als-cpu     on the CPU
     python bench/controls.py --tree FOLDER --part search --part als-cpu      lines of searches on the CPU
 
-Every part of the code (`PARTS`) has cases, which run in own processes, in the order old, new, new, old. A case
-passes if the results of both trees have the same bytes and the least seconds differ by at most 3 % (where they are a
-figure: not of drawn data and plans). Schedules whose threads race have no fixed bytes; their RMSE must agree to 1 %. If
-cases fail by their seconds alone, they run once more in that order. Lines whose seconds are those of CUDA events
+Every part of the code (`PARTS`) has cases. Each tree has a process, and a case runs in both in the order old, new, new,
+old, so that a change of the machine's speed meets both. A case passes if the results of both trees have the same bytes
+and the least seconds differ by at most 3 % (where they are a figure: not of drawn data and plans). Schedules whose
+threads race have no fixed bytes; their RMSE must agree to 1 %. Cases that fail by their seconds alone run again in that
+order, in new processes. Lines whose seconds are those of CUDA events
 (`freshness.BY_EVENTS`) need the parts that measure by events, all others those that measure by the clock. One line of
 bench/results/controls.jsonl then names the pairs of hashes of the code paths (`freshness.py`) whose differing files
 belong to parts that passed. Compiled modules are those of this tree, if the sources of both are the same; otherwise the
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -89,7 +90,7 @@ class Case:
 
 def _als(shape: str, factors: int, model: str = "ExplicitALS", **options: Any) -> Case:
     plain = {"biases": False} if model == "ExplicitALS" else {}
-    return Case(shape, model, {"factors": factors, "device": "cuda", **plain, **options})
+    return Case(shape, model, {"factors": factors, "device": "cuda", **plain, **options}, iterations=24)
 
 
 def _events(factors: int, feedback: str = "explicit", rounds: int = 20, **options: Any) -> Case:
@@ -133,10 +134,10 @@ CASES: dict[str, list[Case]] = {
     ],
     "systems": [_als("ml-20m", 100, assembly="sparse_syrk"), _als("ml-10m", 256)],
     "sgd": [
-        *(Case("ml-20m", "SGD", {"factors": 128, **MSGD, "ordering": ordering}) for ordering in ("user", "mixed")),
-        Case("ml-20m", "SGD", {"factors": 64, **MSGD, "schedule": "batch_hogwild"}, races=True),
+        *(Case("ml-20m", "SGD", {"factors": 128, **MSGD, "ordering": ordering}, 16) for ordering in ("user", "mixed")),
+        Case("ml-20m", "SGD", {"factors": 64, **MSGD, "schedule": "batch_hogwild"}, 16, races=True),
     ],
-    "ccd": [Case("ml-20m", "CCD", {"factors": 32, "device": "cuda"})],
+    "ccd": [Case("ml-20m", "CCD", {"factors": 32, "device": "cuda"}, 16)],
     "top-k": [Case("ml-20m", "ExplicitALS", {"factors": 64, "device": "cuda", "biases": False}, 5, "top_k")],
     "set-up": [Case("ml-20m", "ExplicitALS", {"factors": 32, "device": "cuda", "biases": False}, 4, "set_up")],
     "fits": [Case("ml-20m", "ExplicitALS", {"factors": 64, "device": "cuda", "biases": False}, 4, "fits")],
@@ -354,32 +355,36 @@ def _rmse(matrix: sp.csr_array, users: np.ndarray, items: np.ndarray) -> float:
     return float(np.sqrt(np.mean((matrix.data[places] - scores) ** 2)))
 
 
-def run_here(folder: Path, chosen: Sequence[tuple[str, int]]) -> None:
-    """Print a JSON line for each case, of the library on the path."""
-    cases = [CASES[part][number] for part, number in chosen]
-    for shape in dict.fromkeys(case.shape for case in cases):
-        matrix, item_users = (_load(folder / f"{shape}-{side}") for side in ("user", "item"))
-        for (part, number), case in zip(chosen, cases, strict=True):
-            if case.shape == shape:
-                result: Result = {"part": part, "number": number}
-                try:
-                    result |= measure(case, matrix, item_users)
-                except Exception as error:  # the other cases go on; the parent reports it
-                    result["error"] = f"{type(error).__name__}: {error}"
-                print(json.dumps(result), flush=True)
+def serve(folder: Path) -> None:
+    """Measure the cases ("PART:NUMBER") that standard input names, by the library on the path; a JSON line for each."""
+    loaded: dict[str, tuple[sp.csr_array, sp.csr_array]] = {}
+    for name in map(str.strip, sys.stdin):
+        part, _, number = name.partition(":")
+        case = CASES[part][int(number)]
+        try:
+            if case.shape not in loaded:
+                loaded[case.shape] = _load(folder / f"{case.shape}-user"), _load(folder / f"{case.shape}-item")
+            result = measure(case, *loaded[case.shape])
+        except Exception as error:  # the other cases go on; the parent reports it
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(result), flush=True)
 
 
 def _draw(shape: str, folder: Path) -> None:
-    """Ratings of a shape to files of arrays, in both orientations."""
+    """Ratings of a shape to a folder, unless they are there."""
     import paper_common
 
+    if not Path(f"{folder / shape}-item-shape.npy").exists():  # written last
+        save(paper_common.draw(shape), folder / shape)
+
+
+def save(matrix: sp.csr_array, prefix: Path) -> None:
+    """Ratings to files of arrays, in both orientations."""
     from hybridmf.formats import transpose
 
-    matrix = paper_common.draw(shape)
     for side, rows in (("user", matrix), ("item", transpose(matrix))):
-        for name in ("data", "indices", "indptr"):
-            np.save(folder / f"{shape}-{side}-{name}.npy", getattr(rows, name))
-        np.save(folder / f"{shape}-{side}-shape.npy", rows.shape)
+        for name in ("data", "indices", "indptr", "shape"):
+            np.save(f"{prefix}-{side}-{name}.npy", getattr(rows, name))
 
 
 def _load(prefix: Path) -> sp.csr_array:
@@ -392,12 +397,29 @@ def _load(prefix: Path) -> sp.csr_array:
 # ------------------------------------------------------------------------------------------ both trees
 
 
-def in_tree(tree: Path, *arguments: str) -> list[Result]:
-    """Run this script with the library and the scripts of a tree; what it prints in JSON."""
-    path = os.pathsep.join([str(tree), str(tree / "bench"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-P", __file__, *arguments]
-    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=tree, stdout=subprocess.PIPE, check=False)
-    return [json.loads(text) for text in run.stdout.decode().splitlines() if text.startswith("{")]
+class Process:
+    """Measures cases with the library and the scripts of a tree (`serve`)."""
+
+    def __init__(self, tree: Path, *arguments: str) -> None:
+        path = os.pathsep.join([str(tree), str(tree / "bench"), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, *arguments],
+            env=os.environ | {"PYTHONPATH": path}, cwd=tree, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def measure(self, name: str) -> Result:
+        """Of a case "PART:NUMBER"."""
+        assert self._process.stdin and self._process.stdout
+        with suppress(BrokenPipeError):
+            print(name, file=self._process.stdin, flush=True)
+        printed = next((text for text in self._process.stdout if text.startswith("{")), "")
+        result: Result = json.loads(printed) if printed else {"error": "its process ended"}
+        return result
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
 
 
 def compare(case: Case, old: Sequence[Result], new: Sequence[Result]) -> Result:
@@ -514,32 +536,40 @@ def _terminate(*_: object) -> None:
     raise Terminated
 
 
+ROUNDS = 3
+"""How often a case runs in both trees, if its seconds alone differ."""
+
+
 def run_parts(tree: Path, parts: Sequence[str], folder: Path, budget: float) -> dict[str, list[Result]]:
     """All cases of these parts in both trees; what a line says of each.
 
-    `budget`: seconds of all turns. A turn is left out if there is none for as long a one as the last; both trees run.
-    SIGTERM ends the turn that runs, and counts those before it.
+    `budget`: seconds after which no case begins. SIGTERM ends the case that runs, and counts those before it.
     """
-    started = time.perf_counter()
+    end = time.perf_counter() + budget
     chosen = [(part, number) for part in parts for number in range(len(CASES[part]))]
-    shapes = dict.fromkeys(CASES[part][number].shape for part, number in chosen)
-    in_tree(freshness.ROOT, *(f"--draw={shape}" for shape in shapes), "--folder", str(folder))
-    trees = {"old": tree, "new": freshness.ROOT}
     runs: dict[tuple[str, int], dict[str, list[Result]]] = {each: {"old": [], "new": []} for each in chosen}
-    again, last = chosen, 0.0
+    again = chosen
     with suppress(Terminated):
-        for number, turn in enumerate(TURNS * 2):
-            if number == len(TURNS):
-                again = [each for each in chosen if _may_pass(_case(runs, each))]
-                last *= len(again) / len(chosen)
-            now = time.perf_counter()
-            if not again or (number > 1 and now + last - started > budget):
+        for _ in range(ROUNDS):
+            if not again or time.perf_counter() > end:
                 break
-            names = [f"{part}:{number}" for part, number in again]
-            for result in in_tree(trees[turn], "--folder", str(folder), *(f"--run={name}" for name in names)):
-                runs[result["part"], result["number"]][turn].append(result)
-            last = time.perf_counter() - now
+            processes = {name: Process(root, "--serve", "--folder", str(folder))
+                         for name, root in (("old", tree), ("new", freshness.ROOT))}  # fmt: skip
+            try:
+                for part, number in again:
+                    for turn in TURNS if time.perf_counter() <= end else ():
+                        runs[part, number][turn].append(processes[turn].measure(f"{part}:{number}"))
+            finally:
+                for process in processes.values():
+                    process.close()
+            again = [each for each in chosen if _may_pass(_case(runs, each))]
     return {part: [_case(runs, each) for each in chosen if each[0] == part] for part in parts}
+
+
+def draw(shapes: Iterable[str], folder: Path) -> None:
+    """Ratings of shapes to a folder, in a process that ends and gives back the memory of the GPU."""
+    options = [f"--draw={shape}" for shape in dict.fromkeys(shapes)]
+    subprocess.run([sys.executable, __file__, *options, "--folder", str(folder)], check=True)
 
 
 def _case(runs: dict[tuple[str, int], dict[str, list[Result]]], each: tuple[str, int]) -> Result:
@@ -570,28 +600,33 @@ def summary(results: dict[str, list[Result]]) -> Iterator[str]:
 @click.option(
     "--part", "parts", multiple=True, type=click.Choice(list(CASES)), help="default: those of one GPU and of the CPU"
 )
-@click.option("--budget", default=600.0, help="Seconds of all turns; each tree has at least one.")
+@click.option("--budget", default=600.0, help="Seconds after which no case begins.")
 @click.option("--draw", "shapes", multiple=True, hidden=True)
-@click.option("--run", "chosen", multiple=True, hidden=True)
-@click.option("--folder", type=click.Path(path_type=Path), default=None, help="For the data; default: a temporary one.")
+@click.option("--serve", "serves", is_flag=True, hidden=True)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True),
+    help="For the data, which are kept; default: a temporary one.",
+)
 def main(
-    tree: Path | None, commit: str, parts: tuple[str, ...], budget: float, shapes: tuple[str, ...],
-    chosen: tuple[str, ...], folder: Path | None,
+    tree: Path | None, commit: str, parts: tuple[str, ...], budget: float, shapes: tuple[str, ...], serves: bool,
+    folder: Path | None,
 ) -> None:  # fmt: skip
     if folder is not None and shapes:
         for shape in shapes:
             _draw(shape, folder)
         return None
-    if folder is not None and chosen:
-        pairs = [name.partition(":") for name in chosen]
-        return run_here(folder, [(part, int(number)) for part, _, number in pairs])
+    if folder is not None and serves:
+        return serve(folder)
     if tree is None:
         raise click.UsageError("--tree: the checkout of the lines' commit")
     tree, parts = tree.resolve(), parts or tuple(part for part in CASES if part not in ON_REQUEST)
     borrow_modules(tree)
     signal.signal(signal.SIGTERM, _terminate)
     with tempfile.TemporaryDirectory() as temporary:
-        results = run_parts(tree, parts, folder or Path(temporary), budget)
+        folder = folder or Path(temporary)
+        draw((case.shape for part in parts for case in CASES[part]), folder)
+        results = run_parts(tree, parts, folder, budget)
     print(*summary(results), sep="\n")
     passed = {part for part, lines in results.items() if all(line["passed"] for line in lines)}
     record(tree, commit, results, passed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -95,41 +96,65 @@ def test_seconds_of_what_is_no_figure_may_differ():
     assert slow["passed"] and slow["ratio"] == 2.0
 
 
-def test_cases_that_differ_by_time_alone_run_again(monkeypatch, tmp_path):
-    asked = []
+class Timer:
+    """In place of a process of a tree: a case takes half as long again in new processes until the third."""
 
-    def in_tree(tree, *arguments):
-        names = [argument.removeprefix("--run=") for argument in arguments if argument.startswith("--run=")]
-        asked.extend([(tree.name, name)] if (name := ",".join(names)) else [])
-        seconds = 1.0 if tree == tmp_path or len(asked) > 4 else 1.5
-        return [{"part": part, "number": int(number), "seconds": [1.0 if part == "ccd-cpu" else seconds], "sha256": "a"}
-                for part, _, number in (name.partition(":") for name in names)]  # fmt: skip
+    asked: ClassVar[list[tuple[str, str]]] = []
+    started: ClassVar[list[str]] = []
+    ends_after = 1000
 
-    monkeypatch.setattr(controls, "in_tree", in_tree)
-    found = controls.run_parts(tmp_path, ["ccd-cpu", "top-k-cpu"], tmp_path, 60.0)
-    both, again = "ccd-cpu:0,top-k-cpu:0", "top-k-cpu:0"
-    old, new = tmp_path.name, ROOT.name
-    assert asked == [(old, both), (new, both), (new, both), (old, both),
-                     (old, again), (new, again), (new, again), (old, again)]  # fmt: skip
-    assert [line["passed"] for part in found.values() for line in part] == [True, True]
-    asked.clear()
-    found = controls.run_parts(tmp_path, ["top-k-cpu"], tmp_path, 0.0)
-    assert len(asked) == 2 and not found["top-k-cpu"][0]["passed"]
+    def __init__(self, tree, *arguments):
+        self.tree = "new" if tree == ROOT else "old"
+        self.started.append(self.tree)
 
-
-def test_turns_before_a_sigterm_count(monkeypatch, tmp_path):
-    turns = []
-
-    def in_tree(tree, *arguments):
-        names = [argument for argument in arguments if argument.startswith("--run=")]
-        turns.extend([tree.name] if names else [])
-        if len(turns) == 3:
+    def measure(self, name):
+        self.asked.append((self.tree, name))
+        if len(self.asked) > self.ends_after:
             controls._terminate()
-        return [{"part": "ccd-cpu", "number": 0, "seconds": [1.0], "sha256": "a"} for _ in names]
+        slow = self.tree == "new" and name == "top-k-cpu:0" and len(self.started) < 4
+        return {"seconds": [1.5 if slow else 1.0], "sha256": "a"}
 
-    monkeypatch.setattr(controls, "in_tree", in_tree)
-    found = controls.run_parts(tmp_path, ["ccd-cpu"], tmp_path, 60.0)
-    assert len(turns) == 3 and found["ccd-cpu"][0]["passed"]
+    def close(self):
+        self.started.append("closed")
+
+
+@pytest.fixture
+def timer(monkeypatch):
+    made = type("Timer", (Timer,), {"asked": [], "started": []})
+    monkeypatch.setattr(controls, "Process", made)
+    return made
+
+
+def test_a_case_runs_in_both_trees_in_turn_and_again_if_it_differs_by_time_alone(timer, tmp_path):
+    found = controls.run_parts(tmp_path, ["ccd-cpu", "top-k-cpu"], tmp_path, 60.0)
+    turns = lambda name: [(tree, name) for tree in ("old", "new", "new", "old")]  # noqa: E731
+    assert timer.asked == [*turns("ccd-cpu:0"), *turns("top-k-cpu:0"), *turns("top-k-cpu:0")]
+    assert timer.started == ["old", "new", "closed", "closed"] * 2
+    assert [line["passed"] for part in found.values() for line in part] == [True, True]
+    timer.asked.clear()
+    found = controls.run_parts(tmp_path, ["top-k-cpu"], tmp_path, -1.0)
+    assert not timer.asked and not found["top-k-cpu"][0]["passed"]
+
+
+def test_turns_before_a_sigterm_count(timer, tmp_path):
+    timer.ends_after = 2
+    found = controls.run_parts(tmp_path, ["ccd-cpu", "top-k-cpu"], tmp_path, 60.0)
+    assert len(timer.asked) == 3 and found["ccd-cpu"][0]["passed"] and not found["top-k-cpu"][0]["passed"]
+    assert timer.started.count("closed") == 2
+
+
+def test_a_process_measures_the_cases_that_it_is_asked_for(tmp_path):
+    matrix = datasets.synthetic("ml-1m", scale=0.05).user_items
+    controls.save(matrix, tmp_path / "ml-10m")
+    process = controls.Process(ROOT, "--serve", "--folder", str(tmp_path))
+    try:
+        first, other, second = (process.measure(name) for name in ("ccd-cpu:0", "data:0", "ccd-cpu:0"))
+        assert first["sha256"] == second["sha256"] and len(first["seconds"]) == 10
+        assert "FileNotFoundError" in other["error"]  # of another shape, which is not there
+        process._process.kill()
+        assert process.measure("ccd-cpu:0") == {"error": "its process ended"}
+    finally:
+        process.close()
 
 
 def test_a_code_path_is_covered_if_its_differing_files_are_of_parts_that_passed(monkeypatch):
