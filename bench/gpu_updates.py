@@ -28,7 +28,7 @@ from hybridmf.core.objective import Objective
 from hybridmf.device.cuda import open_device
 from hybridmf.errors import DeviceError
 from hybridmf.gpu.half import HalfSweep, objective_value
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.epochs import terms_at
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import RUN
@@ -69,7 +69,7 @@ def make_solver(model: hmf.SGD | hmf.CCD, data: Data) -> Solver:
     """The solver of a fit, before its first iteration."""
     objective: Objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
-    ratings = TrainingData.on_host(data.user, plan)
+    ratings = LocalRatings(model, data.user).on_host(plan)
     state = model._initial_state(ratings, plan, objective)
     return model._solver(plan, objective, ratings, state, 0)
 

@@ -45,7 +45,7 @@ from hybridmf.device.cuda import device_count
 from hybridmf.device.recording import current_recording
 from hybridmf.formats import transpose
 from hybridmf.gpu import sgd as gpu_sgd
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import ORDERS
 from hybridmf.ranks import mcumsgd
@@ -121,7 +121,7 @@ class Start:
         """Initial factors."""
         objective = self.model._objective()
         plan = make_plan(objective, self.model._settings(), self.data.user.shape, self.data.user.nnz)
-        return self.model._initial_state(TrainingData.on_host(self.data.user, plan), plan, objective)
+        return self.model._initial_state(LocalRatings(self.model, self.data.user).on_host(plan), plan, objective)
 
     def solver(self, devices: Any, variant: Variant) -> Any:
         """The solver of a fit, before its first epoch."""
@@ -134,7 +134,7 @@ class Start:
         )
         objective = model._objective()
         plan = make_plan(objective, model._settings(), data.user.shape, data.user.nnz)
-        ratings = TrainingData.on_host(data.user, plan)
+        ratings = LocalRatings(model, data.user).on_host(plan)
         if isinstance(devices, list):
             plan = model._standardized(plan, objective, ratings.scale(objective))
             options = {"long_row": variant.long_row, "beside": variant.beside}

@@ -41,7 +41,7 @@ from hybridmf.core.scratch import SCRATCH_DIR, find_room
 from hybridmf.data.store import StoreMatrix
 from hybridmf.device.cuda import MEMORY_LIMIT
 from hybridmf.errors import DeviceError
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.als_gpu import STREAM_SLAB
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.solver import Solver
@@ -88,13 +88,9 @@ def solvers(
     model: Any, matrix: Any, store: StoreMatrix, chosen: dict[str, Plan]
 ) -> tuple[dict[str, Solver], dict[str, float]]:
     """A solver of each alternative at the same initial factors, and the seconds it took to set up."""
-    from hybridmf.formats import transpose
-
-    transposed = transpose(matrix)
     found, seconds = {}, {}
     for name, plan in chosen.items():
-        data = (store, store.transposed()) if name == "disk" else (matrix, transposed)
-        ratings = TrainingData.on_host(data[0], plan)
+        ratings = LocalRatings(model, store.store if name == "disk" else matrix).on_host(plan)
         state = model._initial_state(ratings, plan, model._objective())
         started = time.perf_counter()
         found[name] = model._solver(plan, model._objective(), ratings, state, 0)
@@ -196,15 +192,15 @@ def disk_plan(model: Any, matrix: Any, limit: int, folder: str) -> Plan:
     return plan
 
 
-def run_enforced(model: Any, arguments: tuple[Any, ...], plan: Plan, limit: int) -> None:
+def run_enforced(model: Any, matrix: Any, plan: Plan, limit: int) -> None:
     """One iteration in which no allocation may pass the limit."""
     with environment(MEMORY_LIMIT, str(limit)):
-        iterate(solver_from(model, arguments, plan))
+        iterate(solver_from(model, matrix, plan))
 
 
-def solver_from(model: Any, arguments: tuple[Any, ...], plan: Plan) -> Solver:
-    """The solver of a plan for ratings in both orientations."""
-    ratings, objective = TrainingData.on_host(arguments[0], plan), model._objective()
+def solver_from(model: Any, matrix: Any, plan: Plan) -> Solver:
+    """The solver of a plan."""
+    ratings, objective = LocalRatings(model, matrix).on_host(plan), model._objective()
     return model._solver(plan, objective, ratings, model._initial_state(ratings, plan, objective), 0)
 
 
@@ -245,10 +241,7 @@ def seconds_of(solver: Solver, repeats: int) -> list[float]:
 
 def measure_factors(feedback: str, factors: int, shape: str, folder: str, repeats: int) -> None:
     """Factors in the GPU's memory, on the host, in files, and on the host in turns: check, time, print, record."""
-    from hybridmf.formats import transpose
-
     matrix, model = data_of(feedback, shape, "cuda"), model_of(feedback, factors, "cuda")
-    arguments = (matrix, transpose(matrix))
     memory = limited_plan(model, matrix, None)
     limits = limits_of(matrix, memory)
     chosen = {"memory": memory} | {name: limited_plan(model, matrix, limit) for name, limit in limits.items()}
@@ -257,12 +250,12 @@ def measure_factors(feedback: str, factors: int, shape: str, folder: str, repeat
         turns = [half.turns for half in chosen[name].scale.halves.values()] if chosen[name].offloaded else []
         if not turns or (max(turns) > 1) != (name == "turns"):
             raise click.ClickException(f"{name}: {limit} bytes have another plan:\n{chosen[name]}")
-        run_enforced(model, arguments, chosen[name], limit)
+        run_enforced(model, matrix, chosen[name], limit)
     expected: Any = None
     base = 0.0
     for name, plan in chosen.items():  # one after the other: memory of the host is page-locked for one of them
         started = time.perf_counter()
-        solver = solver_from(model, arguments, plan)
+        solver = solver_from(model, matrix, plan)
         set_up = time.perf_counter() - started
         iterate(solver)
         found = solver.state.on_host(), solver.objective_value()

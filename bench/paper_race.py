@@ -26,7 +26,7 @@ from hybridmf.core.objective import State
 from hybridmf.core.validate import as_csr
 from hybridmf.errors import DivergedError
 from hybridmf.formats import transpose
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.solver import Solver
 
@@ -80,7 +80,7 @@ def make_solver(model: Any, data: Split) -> Solver:
     objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
     user_items = data.user if data.user.dtype == plan.dtype else as_csr(data.user, dtype=plan.dtype)
-    ratings = TrainingData.on_host(user_items, plan)
+    ratings = LocalRatings(model, user_items).on_host(plan)
     state = model._initial_state(ratings, plan, objective)
     solver: Solver = model._solver(plan, objective, ratings, state, 0)
     return solver

@@ -68,11 +68,11 @@ class Ours:
     """hybridmf, one iteration at a time on one solver object."""
 
     def __init__(self, model: Any, matrix: sp.csr_array) -> None:
-        from hybridmf.model.training import TrainingData
+        from hybridmf.model.training import LocalRatings
         from hybridmf.plan.make import make_plan
 
         self.plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
-        ratings = TrainingData.on_host(matrix, self.plan)
+        ratings = LocalRatings(model, matrix).on_host(self.plan)
         state = model._initial_state(ratings, self.plan, model._objective())
         self.solver = model._solver(self.plan, model._objective(), ratings, state, 0)
 

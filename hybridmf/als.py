@@ -11,7 +11,7 @@ from .core.objective import SIDES, Objective, PerSide, Scaling, Side, State
 from .core.validate import check_real
 from .data.align import Labels
 from .model.base import FactorModel
-from .model.training import TrainingData
+from .model.training import LocalRatings, side_features
 from .plan.solver import Solver
 from .plan.start import Init, Start
 from .plan.types import Plan
@@ -69,12 +69,12 @@ class _ALS(FactorModel):
             )
         return init
 
-    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+    def _solver(self, plan: Plan, objective: Objective, ratings: LocalRatings, state: State, completed: int) -> Solver:
+        features = side_features(self, ratings.features)
         if plan.devices:
             from .ranks.multi_als import MultiALS
 
-            matrices = (ratings.user_items, ratings.item_users)
-            return MultiALS(*matrices, objective, plan, state, features=ratings.features)
+            return MultiALS(ratings.user_items, ratings.item_users, objective, plan, state, features=features)
         worker: Worker = CpuWorker(plan.num_threads)
         if plan.gpu is not None:
             from .device.cuda import open_device
@@ -82,7 +82,8 @@ class _ALS(FactorModel):
 
             worker = GpuWorker(open_device(plan.device))
         given = one_device(ratings.user_items, ratings.item_users, plan, state)
-        return RankALS(worker=worker, objective=objective, features=ratings.features, weights=ratings.weights, **given)
+        weights = ratings.weights_by_side(plan)
+        return RankALS(worker=worker, objective=objective, features=features, weights=weights, **given)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

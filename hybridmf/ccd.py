@@ -9,7 +9,7 @@ import numpy as np
 
 from .core.objective import Objective, Scaling, Side, State
 from .model.base import FactorModel
-from .model.training import TrainingData
+from .model.training import LocalRatings
 from .plan.ccd import CcdMethod
 from .plan.solver import Solver
 from .plan.types import Plan
@@ -92,7 +92,7 @@ item_ids_
     def _method(self) -> CcdMethod:
         return CcdMethod.check(inner_iterations=self.inner_iterations, nonnegative=self.nonnegative)
 
-    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+    def _solver(self, plan: Plan, objective: Objective, ratings: LocalRatings, state: State, completed: int) -> Solver:
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state)
         if plan.gpu is None:
             from .cpu.ccd import CpuCCD

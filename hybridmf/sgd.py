@@ -10,7 +10,7 @@ import numpy as np
 from .core.objective import Objective, Side, State
 from .core.validate import check_int, seed_of
 from .model.base import FactorModel
-from .model.training import TrainingData
+from .model.training import LocalRatings
 from .plan.epochs import EpochKernels, EpochSolver, GridBlock, degrees_of
 from .plan.sgd import SgdMethod
 from .plan.solver import Solver
@@ -174,7 +174,7 @@ item_ids_
         method = plan.method.standardized(objective, scale, number)
         return plan.changed(method=method)
 
-    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+    def _solver(self, plan: Plan, objective: Objective, ratings: LocalRatings, state: State, completed: int) -> Solver:
         plan = self._standardized(plan, objective, ratings.scale(objective))
         arguments = (ratings.user_items, ratings.item_users, objective, plan, state, completed)
         if plan.devices:

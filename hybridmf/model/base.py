@@ -32,7 +32,7 @@ from .learned import Learned
 from .loop import Record
 from .serving import ServingMixin
 from .stopwatch import Stopwatch
-from .training import LocalRatings, TrainingData
+from .training import LocalRatings
 from .warm_start import factors_from
 
 logger = logging.getLogger("hybridmf")
@@ -94,7 +94,7 @@ class FactorModel(ServingMixin):
             method=method, **{name: getattr(self, name) for name in self._defaults() if name in names}
         )
 
-    def _solver(self, plan: Plan, objective: Objective, ratings: TrainingData, state: State, completed: int) -> Solver:
+    def _solver(self, plan: Plan, objective: Objective, ratings: LocalRatings, state: State, completed: int) -> Solver:
         """The solver; `state` is the result of `completed` iterations."""
         raise NotImplementedError
 

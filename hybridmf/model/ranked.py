@@ -11,7 +11,6 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State
-from ..core.regression import SideFeatures
 from ..data.features import Features
 from ..data.store import StoreMatrix
 from ..errors import CommunicatorError, RatingsError
@@ -24,7 +23,7 @@ from ..ranks.shares import RankBlocks, RankRatings
 from ..ranks.su_als import RankALS, Worker
 from ..ranks.transport.communicator import Communicator, agreed, gather
 from .learned import pattern
-from .training import described_by, sizes_of
+from .training import described_by, side_features, sizes_of
 
 
 @contextmanager
@@ -146,9 +145,7 @@ class RankedRatings:
         own = State(self._own("user", state), self._own("item", state), state.mean)
         self.arrays, worker = _worker(plan, self.device, self.communicator)
         with aborting(self.arrays):
-            weights = self.model._feature_weights()
-            features = {side: SideFeatures(each.matrix, weights.of(side)) for side, each in self.features.items()}
-            cut = self.cut
+            cut, features = self.cut, side_features(self.model, self.features)
             return RankALS(self.arrays, cut.layout, cut.blocks, objective, plan, own, worker, features=features)
 
     @contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,104 +60,8 @@ def compile_ahead(plan: Plan, later: bool = False) -> list[Device]:
     return devices
 
 
-@dataclass(frozen=True)
-class TrainingData:
-    """Validated ratings as a solver takes them."""
-
-    user_items: Any
-    """csr_array, StoreMatrix or DeviceMatrix, or `Dealt` on several GPUs; as `item_users`."""
-    item_users: Any
-    values: ValueSummary | StoreMatrix
-    """Sums and ranges of the values."""
-    seen: Any = None
-    """The `pattern` of the entries, if they are prepared."""
-    features: Mapping[Side, SideFeatures] = field(default_factory=dict)
-    weights: Mapping[Side, np.ndarray] = field(default_factory=dict)
-    """Of explicit entries, in the order of each orientation."""
-
-    @classmethod
-    def placed(cls, matrix: Any, plan: Plan, source: PreparedRatings | None) -> TrainingData:
-        """Both orientations where the solver of the plan reads them; the kernels of ALS are compiled meanwhile.
-
-        On GPUs, one orientation is uploaded and transposed there, unless the ratings are prepared there. A late check
-        of the matrix is awaited only if the GPUs find a fault.
-        """
-        if plan.gpu is None or plan.method.kind != "als":
-            return cls.on_host(matrix, plan, source)
-        from ..gpu.intake import uploaded
-        from ..ranks.dealt import deal
-
-        devices = compile_ahead(plan)
-        if not plan.ratings_on_device:
-            return cls.on_host(matrix, plan, source)
-        values = _values_of(matrix, plan, source)
-        held: Any = None if source is None or plan.devices else source.on_device(plan.device)
-        if source is not None and held is None:
-            log_detour(source, plan)
-        if held is None:
-            late = isinstance(matrix, LateMatrix)
-            indptr, indices, data = (matrix.indptr, *matrix.unchecked) if late else csr_arrays(matrix)
-            if plan.devices:
-                held = deal(devices, matrix.shape, indptr, indices, data, plan.row_cost)
-            else:
-                with devices[0].active():
-                    rows = uploaded(devices[0], matrix.shape, indptr, indices, data)
-                    held = None if rows is None else (rows, rows.transposed(devices[0]))
-            assert late or held is not None  # checked on the host
-            if late:
-                matrix.begin()
-        if held is None:
-            return cls.placed(matrix.checked, plan, source)  # raises, or has them sorted
-        user_items, item_users = held
-        return cls(user_items, item_users, values, None if source is None else source.seen)
-
-    @classmethod
-    def on_host(
-        cls, matrix: sp.csr_array | StoreMatrix, plan: Plan, source: PreparedRatings | None = None
-    ) -> TrainingData:
-        """Both orientations in memory or in a store."""
-        values = _values_of(matrix, plan, source)
-        if source is not None:
-            log_detour(source, plan)
-            return cls(matrix, source.item_users, values, source.seen)
-        item_users = matrix.transposed() if isinstance(matrix, StoreMatrix) else transposed(matrix, plan.num_threads)
-        return cls(matrix, item_users, values)
-
-    @functools.cached_property
-    def degrees(self) -> dict[Side, np.ndarray]:
-        """Entries of each row of either side, int64."""
-        return {
-            "user": np.diff(self.user_items.indptr).astype(np.int64, copy=False),
-            "item": np.diff(self.item_users.indptr).astype(np.int64, copy=False),
-        }
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n_users, n_items)."""
-        users, items = self.user_items.shape
-        return users, items
-
-    @property
-    def nnz(self) -> int:
-        """Number of entries."""
-        return int(self.user_items.nnz)
-
-    @property
-    def mean(self) -> float:
-        """Mean of the values."""
-        return self.values.total / self.nnz
-
-    def scale(self, objective: Objective) -> float:
-        """Scale that standardizes explicit ratings; see `hybridmf.core.objective.rating_scale`."""
-        return scale_of_values(self.values, self.nnz, objective)
-
-    def spread(self, objective: Objective) -> float:
-        """Standard deviation of explicit ratings; their root mean square if all are equal."""
-        return self.scale(replace(objective, biases=True))
-
-
 class LocalRatings:
-    """The source of a `hybridmf.model.fit.Fit` in one process.
+    """The source of a `hybridmf.model.fit.Fit` in one process, and, once placed, the ratings that its solver reads.
 
     `late` allows a check of a large matrix that ends during the fit. `entries` are what the solver reads: those of
     `matrix`, or with weights others of the same pattern, in a unit.
@@ -165,6 +69,12 @@ class LocalRatings:
 
     closing = staticmethod(closing)
     """Context of a solver, which ends its threads and connections."""
+
+    user_items: Any
+    """csr_array, StoreMatrix or DeviceMatrix, or `Dealt` on several GPUs; as `item_users`. Set by placing."""
+    item_users: Any
+    values: ValueSummary | StoreMatrix
+    """Sums and ranges of the values of `entries`."""
 
     def __init__(
         self,
@@ -234,23 +144,103 @@ class LocalRatings:
         return plan
 
     def place(self, plan: Plan) -> Plan:
-        """Put both orientations where the solver of the plan reads them."""
+        """Put both orientations where the solver of the plan reads them; the kernels of ALS are compiled meanwhile."""
         if self._late is not None and not plan.ratings_on_device:
             self.entries = self.matrix = self._late.checked
-        placed, weights = TrainingData.placed(self.entries, plan, self.prepared), self.model._feature_weights()
-        rows = {side: SideFeatures(each.matrix, weights.of(side)) for side, each in self.features.items()}
-        self.data = replace(placed, features=rows, weights=self._weights_by_side(plan))
-        self.solver = functools.partial(self.model._solver, ratings=self.data)
-        self.degrees, self.mean = self.data.degrees, self.data.mean
-        if self.weights is not None:
-            self.mean = float(self.weights @ self.matrix.data / self.weights.sum())
-        self.scale, self.spread = self.data.scale, self.data.spread
-        self.value_range = self.data.values.value_range
-        self.total = self.data.values.total if self.unit is None else summary_of(self.matrix).total
+        devices = compile_ahead(plan)
+        if devices and plan.ratings_on_device:
+            self._upload(plan, devices)
+        else:
+            self.on_host(plan)
+        self.value_range = self.values.value_range
+        self.total = self.values.total if self.unit is None else summary_of(self.matrix).total
         return plan
 
-    def _weights_by_side(self, plan: Plan) -> dict[Side, np.ndarray]:
-        """Weights in the order of the entries by user and by item."""
+    def on_host(self, plan: Plan) -> LocalRatings:
+        """These ratings with both orientations in memory or in a store."""
+        self._summarize(plan)
+        self.user_items = self.entries
+        if self.prepared is not None:
+            log_detour(self.prepared, plan)
+            self.item_users = self.prepared.item_users
+        elif isinstance(self.entries, StoreMatrix):
+            self.item_users = self.entries.transposed()
+        else:
+            self.item_users = transposed(self.entries, plan.num_threads)
+        return self
+
+    def _upload(self, plan: Plan, devices: Sequence[Device]) -> None:
+        """Upload one orientation to GPUs and transpose it there, unless the ratings are prepared there.
+
+        A late check of the matrix is awaited only if the GPUs find a fault.
+        """
+        from ..gpu.intake import uploaded
+        from ..ranks.dealt import deal
+
+        self._summarize(plan)
+        held: Any = None
+        if self.prepared is not None:
+            held = None if plan.devices else self.prepared.on_device(plan.device)
+            if held is None:
+                log_detour(self.prepared, plan)
+        if held is None:
+            matrix, late = self.entries, isinstance(self.entries, LateMatrix)
+            indptr, indices, data = (matrix.indptr, *matrix.unchecked) if late else csr_arrays(matrix)
+            if plan.devices:
+                held = deal(devices, matrix.shape, indptr, indices, data, plan.row_cost)
+            else:
+                with devices[0].active():
+                    rows = uploaded(devices[0], matrix.shape, indptr, indices, data)
+                    held = None if rows is None else (rows, rows.transposed(devices[0]))
+            assert late or held is not None  # checked on the host
+            if late:
+                matrix.begin()
+        if held is None:
+            self.entries = self.matrix.checked  # raises, or has them sorted
+            self._upload(plan, devices)
+        else:
+            self.user_items, self.item_users = held
+
+    def _summarize(self, plan: Plan) -> None:
+        known = self.entries if self.prepared is None else self.prepared
+        summarized = isinstance(known, (LateMatrix, PreparedRatings))
+        self.values = known.values if summarized else summary_of(known, plan.num_threads)
+
+    @functools.cached_property
+    def degrees(self) -> dict[Side, np.ndarray]:
+        """Entries of each row of either side, int64."""
+        return {
+            "user": np.diff(self.user_items.indptr).astype(np.int64, copy=False),
+            "item": np.diff(self.item_users.indptr).astype(np.int64, copy=False),
+        }
+
+    @property
+    def nnz(self) -> int:
+        """Number of entries."""
+        return int(self.entries.nnz)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values; weighted, if they have weights."""
+        if self.weights is not None:
+            return float(self.weights @ self.matrix.data / self.weights.sum())
+        return self.values.total / self.nnz
+
+    def scale(self, objective: Objective) -> float:
+        """Scale that standardizes explicit ratings; see `hybridmf.core.objective.rating_scale`."""
+        return scale_of_values(self.values, self.nnz, objective)
+
+    def spread(self, objective: Objective) -> float:
+        """Standard deviation of explicit ratings; their root mean square if all are equal."""
+        return self.scale(replace(objective, biases=True))
+
+    @property
+    def solver(self) -> Callable[..., Solver]:
+        """Makes the solver of the placed ratings."""
+        return functools.partial(self.model._solver, ratings=self)
+
+    def weights_by_side(self, plan: Plan) -> dict[Side, np.ndarray]:
+        """Weights of explicit entries, in the order of those by user and by item."""
         if self.weights is None:
             return {}
         matrix, weights = self.matrix, self.weights.astype(self.matrix.dtype)
@@ -280,7 +270,7 @@ class LocalRatings:
 
     def kept(self) -> dict[str, Any]:
         """What a fitted model keeps of the entries; the first call is made after a half sweep."""
-        seen = getattr(self.matrix, "seen", None) if self.data.seen is None else self.data.seen
+        seen = getattr(self.matrix if self.prepared is None else self.prepared, "seen", None)
         stored = isinstance(self.matrix, StoreMatrix)
         likes = None
         if (self.value_range or (1.0, 1.0))[0] <= 0:
@@ -306,6 +296,12 @@ def check_serves_features(model: Any, features: Mapping[Side, Any]) -> None:
 def sizes_of(features: Mapping[Side, Features]) -> tuple[tuple[Side, int, int], ...]:
     """Sides with features, their number, and the entries of their matrix."""
     return tuple((side, len(each.names), int(each.matrix.nnz)) for side, each in features.items())
+
+
+def side_features(model: Any, features: Mapping[Side, Features]) -> dict[Side, SideFeatures]:
+    """The features of a fit as solvers read them."""
+    weights = model._feature_weights()
+    return {side: SideFeatures(each.matrix, weights.of(side)) for side, each in features.items()}
 
 
 def described_by(model: Any, features: Mapping[Side, Features]) -> list[str]:
@@ -346,12 +342,6 @@ def _columns(given: Any, shape: tuple[int, int]) -> Any:
     if sp.issparse(given) or isinstance(given, (Ratings, Store, StoreMatrix)):
         return np.broadcast_to(np.float32(0), shape)
     return given
-
-
-def _values_of(matrix: Any, plan: Plan, source: PreparedRatings | None) -> ValueSummary | StoreMatrix:
-    if isinstance(matrix, LateMatrix):
-        return matrix.values
-    return summary_of(matrix, plan.num_threads) if source is None else source.values
 
 
 def log_detour(source: PreparedRatings, plan: Plan) -> None:

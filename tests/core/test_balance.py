@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core.balance import balancing
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.make import make_plan
 from support.half_sweeps import FITS, SMALL
 from support.ratings import planted
@@ -56,7 +56,7 @@ def test_a_side_without_factors_changes_nothing(fill):
 def solver_of(model: hmf.ExplicitALS | hmf.ImplicitALS, matrix: sp.csr_array):
     matrix = model._check_matrix(matrix)
     plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
-    ratings = TrainingData.on_host(matrix, plan)
+    ratings = LocalRatings(model, matrix).on_host(plan)
     state = model._initial_state(ratings, plan, model._objective())
     return model._solver(plan, model._objective(), ratings, state, 0)
 

@@ -18,7 +18,7 @@ from hybridmf.errors import RatingsError
 from hybridmf.formats import transpose
 from hybridmf.gpu.matrix import DeviceMatrix
 from hybridmf.model import late, training
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.grid import even_bounds
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Plan
@@ -47,12 +47,11 @@ def with_gaps() -> sp.csr_array:
 MATRICES = {"even": MATRIX, "gaps": with_gaps(), "few": planted(3, 2, 0.9), "wide": planted(5, 70, 0.4)}
 
 
-def ratings_on(names: list[str], matrix: Any, dtype: str = "float32") -> tuple[TrainingData, Any]:
+def ratings_on(names: list[str], matrix: Any, dtype: str = "float32") -> tuple[LocalRatings, Any]:
     """Ratings of a fit on GPUs, and its solver."""
     model = MODELS["explicit"](device=names, random_state=0, dtype=dtype)
-    checked = model._check_matrix(matrix)
-    plan = make_plan(model._objective(), model._settings(), checked.shape, checked.nnz)
-    data = TrainingData.placed(checked, plan, None)
+    data = LocalRatings(model, matrix)
+    plan = data.place(make_plan(model._objective(), model._settings(), data.shape, data.nnz))
     return data, model._solver(plan, model._objective(), data, model._initial_state(data, plan, model._objective()), 0)
 
 

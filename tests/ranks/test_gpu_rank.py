@@ -20,7 +20,7 @@ from hybridmf.errors import CommunicatorError, DeviceError, DeviceMemoryError, N
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.gpu.rows import RowRange
 from hybridmf.model import ranked
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import check_memory, make_plan
 from hybridmf.plan.solver import SWEEP_ORDER
@@ -78,7 +78,7 @@ def test_short_rows_are_solved_in_the_dual_form(name: str, gpus: Machine) -> Non
     for where, form in ((names, "dual"), ("cuda:0", "dual"), (names, "primal")):
         model = kinds[name](32, regularization=0.1, iterations=2, random_state=0, device=where, row_form=form)
         plan = make_plan(model._objective(), model._settings(), data.shape, data.nnz)
-        ratings = TrainingData.on_host(model._check_matrix(data), plan)
+        ratings = LocalRatings(model, data).on_host(plan)
         state = model._initial_state(ratings, plan, model._objective())
         solver = model._solver(plan, model._objective(), ratings, state, 0)
         found[isinstance(solver, MultiALS), form] = sweeps(solver)

@@ -26,7 +26,7 @@ from hybridmf.core.objective import SIDES, Factors, State
 from hybridmf.data.slabs import InMemory
 from hybridmf.errors import CommunicatorError, NotPositiveDefiniteError, RatingsError
 from hybridmf.formats import transpose
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.grid import Grid, RankLayout
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
@@ -68,7 +68,7 @@ def problem(name: str, matrix: sp.csr_array, ranks: int, **more: Any) -> tuple[A
     model = MODELS[name](device=["cpu"] * ranks if ranks > 1 else "cpu", random_state=0, num_threads=2, **more)
     checked = model._check_matrix(matrix)
     plan = make_plan(model._objective(), model._settings(), checked.shape, checked.nnz)
-    state = model._initial_state(TrainingData.on_host(checked, plan), plan, model._objective())
+    state = model._initial_state(LocalRatings(model, checked).on_host(plan), plan, model._objective())
     return model, plan, checked, state
 
 

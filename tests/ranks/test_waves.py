@@ -27,7 +27,7 @@ from hybridmf.gpu.offloaded import HostHalf
 from hybridmf.gpu.stream import StreamedHalf
 from hybridmf.model import ranked
 from hybridmf.model.learned import scale_of
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.half_sweep import SLAB_BUFFERS, HalfPlan, half_bytes, priced
 from hybridmf.plan.machine import H200
@@ -225,7 +225,7 @@ def multi(data: Any, devices: list[str], scale: Any = None, name: str = "explici
     if scale is not None:
         plan = plan.changed(scale=scale, devices=tuple(devices))
     objective = model._objective(scale_of(matrix, model._objective()))
-    ratings = TrainingData.on_host(matrix, plan)
+    ratings = LocalRatings(model, data).on_host(plan)
     state = model._initial_state(ratings, plan, objective)
     return MultiALS(matrix, ratings.item_users, objective, plan, state)
 

@@ -17,7 +17,7 @@ import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Side, State
 from hybridmf.device.cuda import open_device
 from hybridmf.gpu.factors import DeviceFactors
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.solver import Alternating
 from hybridmf.plan.types import Plan
 from support.fake_cupy import FakeCupy
@@ -75,7 +75,7 @@ def serve(patch: pytest.MonkeyPatch) -> tuple[FakeCupy, type[Half]]:
             return original(model, plan, objective, ratings, state, completed)
         return FailingSolver(plan, state, Ours)
 
-    patch.setattr(TrainingData, "placed", TrainingData.on_host)
+    patch.setattr(LocalRatings, "_upload", lambda ratings, plan, devices: ratings.on_host(plan))
     patch.setattr(hmf.ExplicitALS, "_solver", solver)
     return module, Ours
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hybridmf.core.objective import SIDES
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.half_sweep import HalfPlan, half_bytes, priced
 from hybridmf.plan.machine import H200
 from hybridmf.plan.make import make_plan
@@ -58,7 +58,7 @@ def solver(kind: str, device: Any, parts: int, batches: int, data: Any = MATRIX,
     plan = make_plan(model._objective(), model._settings(), matrix.shape, matrix.nnz)
     plan = plan.changed(segment=sizes.get("segment", plan.segment))
     plan = partitioned(plan, *(dict.fromkeys(SIDES, count) for count in (parts, batches)), sizes.get("buffers", 2))
-    ratings = TrainingData.on_host(matrix, plan)
+    ratings = LocalRatings(model, data).on_host(plan)
     state = model._initial_state(ratings, plan, model._objective())
     return one_device(ratings.user_items, ratings.item_users, model._objective(), plan, state, device=device)
 

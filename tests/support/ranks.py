@@ -16,7 +16,7 @@ from hybridmf.device.cuda import device_count
 from hybridmf.errors import DeviceError
 from hybridmf.model.fit import Fit, Options
 from hybridmf.model.ranked import RankedRatings, aborting
-from hybridmf.model.training import TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import make_plan
 from hybridmf.ranks import gpu_rank, su_als
@@ -65,7 +65,7 @@ def parts(name: str, devices: Any, matrix: sp.csr_array, **more: Any) -> tuple[A
     model = MODELS[name](device=devices, random_state=0, **more)
     checked = model._check_matrix(matrix)
     plan = make_plan(model._objective(), model._settings(), checked.shape, checked.nnz)
-    ratings = TrainingData.on_host(checked, plan)
+    ratings = LocalRatings(model, checked).on_host(plan)
     state = model._initial_state(ratings, plan, model._objective())
     return checked, ratings.item_users, model._objective(), plan, state
 

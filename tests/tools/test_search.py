@@ -19,7 +19,7 @@ from hybridmf import _formats
 from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.metrics import PopularityRecommender
 from hybridmf.model.fit import Fit, Options
-from hybridmf.model.training import LocalRatings, TrainingData
+from hybridmf.model.training import LocalRatings
 from hybridmf.search import (
     RUNGS,
     Searcher,
@@ -364,10 +364,8 @@ def test_settings_are_first_compared_at_half_the_rank(plays, monkeypatch):
 
 
 def test_trials_on_a_gpu_share_one_upload(plays, gpu, monkeypatch):
-    sources, placed = [], TrainingData.placed
-    monkeypatch.setattr(
-        TrainingData, "placed", lambda matrix, plan, source: sources.append(source) or placed(matrix, plan, source)
-    )
+    sources, place = [], LocalRatings.place
+    monkeypatch.setattr(LocalRatings, "place", lambda it, plan: sources.append(it.prepared) or place(it, plan))
     hmf.search(plays, space={"factors": [4]}, trials=3, device="cuda", random_state=0)
     assert sources[:-1] == [sources[0]] * (len(sources) - 1)
     assert len(sources) > 3 and sources[0].device == "cuda:0" and sources[-1] is None  # all ratings
