@@ -161,7 +161,7 @@ class WorkerTransport(Transport):
                     called, array = message
                     return called, array if array.flags.writeable else array.copy()
                 if time.monotonic() > deadline:
-                    self.fail(f"rank {source} did not answer rank {self.rank} within {self.timeout:g} s in {what}")
+                    self.give_up(source, self.rank, what)
                 elif not self.inbox.changed.wait(CHECK_SECONDS):
                     self._check_source(context, source, number, what)
 
@@ -175,7 +175,7 @@ class WorkerTransport(Transport):
             self.inbox.changed.acquire()
         arrived = number in self.inbox.boxes.get((context, source), {})
         if answer and not arrived:
-            self.fail(f"rank {source} at {address} {answer} while rank {self.rank} waits for it in {what}")
+            self.give_up(source, self.rank, what, f"at {address} {answer}")
 
     async def _ask(self, address: str) -> str:
         try:

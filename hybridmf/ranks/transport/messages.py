@@ -49,6 +49,13 @@ class Transport(Protocol):
     def fail(self, cause: str) -> None:
         """Make every later call on every rank raise a CommunicatorError with the first cause."""
 
+    def give_up(self, source: int, dest: int, what: str, gone: str = "") -> None:
+        """Fail: `dest` waits for `source`, which is gone, or has not answered in time."""
+        if gone:
+            self.fail(f"rank {source} {gone} while rank {dest} waits for it in {what}")
+        else:
+            self.fail(f"rank {source} did not answer rank {dest} within {self.timeout:g} s in {what}")
+
     def check(self) -> None:
         """Raise the CommunicatorError of a transport that has failed."""
 

@@ -120,9 +120,9 @@ class MpiTransport(Transport):
                     return box.popleft()[:2]
             waited = time.monotonic() - begun
             if not box and source in self.left:
-                self.fail(f"rank {source} has closed its communicator while rank {dest} waits for it in {what}")
+                self.give_up(source, dest, what, "has closed its communicator")
             elif waited > self.timeout:
-                self.fail(f"rank {source} did not answer rank {dest} within {self.timeout:g} s in {what}")
+                self.give_up(source, dest, what)
             _pause(waited)
 
     def _box(self, context: str, source: int) -> deque[_Arriving]:

@@ -64,9 +64,9 @@ class Hub(Transport):
                     return box.popleft()
                 rest = deadline - time.monotonic()
                 if source in self.left:
-                    self.fail(f"rank {source} {self.left[source]} while rank {dest} waits for it in {what}")
+                    self.give_up(source, dest, what, self.left[source])
                 elif rest <= 0:
-                    self.fail(f"rank {source} did not answer rank {dest} within {self.timeout:g} s in {what}")
+                    self.give_up(source, dest, what)
                 else:
                     self.changed.wait(rest)
 
@@ -92,7 +92,7 @@ class Hub(Transport):
                 rest = deadline - time.monotonic()
                 gone = [r for r, member in enumerate(members) if member in self.left and member not in here]
                 if gone:
-                    self.fail(f"rank {gone[0]} {self.left[members[gone[0]]]} while rank {rank} waits for it in {what}")
+                    self.give_up(gone[0], rank, what, self.left[members[gone[0]]])
                 elif rest <= 0:
                     self.fail(f"rank {rank} waited {timeout:g} s for the others in {what}")
                 else:
