@@ -8,8 +8,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State, other_side, scoring_rows
-from ..core.sparse import transposed
-from ..core.validate import csr_arrays, make_csr
+from ..core.validate import csr_arrays
 from ..native import _ccd
 from ..native.arguments import Change, ResidualRows
 from ..plan.ccd import RankOneSolver, non_finite
@@ -45,42 +44,30 @@ def by_row(columns: np.ndarray) -> np.ndarray:
 class _Half:
     """One side's rows: ratings, residual and schedule."""
 
-    def __init__(self, side: Side, matrix: sp.csr_array, weights: sp.csr_array | None, objective: Objective) -> None:
+    def __init__(self, side: Side, matrix: sp.csr_array, objective: Objective) -> None:
         indptr, indices, self.ratings = csr_arrays(matrix)
-        given: np.ndarray = np.empty(0, dtype=matrix.dtype) if weights is None else weights.data
         residual = aligned_zeros(self.ratings.shape, matrix.dtype)
-        self.rows = ResidualRows(indptr, indices, residual, given, *_ccd.schedule(indptr))
+        self.rows = ResidualRows(indptr, indices, residual, residual[:0], *_ccd.schedule(indptr))
         self.degrees = np.diff(indptr)
         # for factors, and for biases if there are any
         self.ridges = objective.ridge(side, 1, 1 + objective.biases)[:, None] * objective.row_scale(side, self.degrees)
 
 
 class CpuCCD(RankOneSolver):
-    """CCD++ on the CPU: owns both copies of the residual.
-
-    `weights` are those of squared errors, >= 0, in the order of `user_items`; they do not change the penalty.
-    """
+    """CCD++ on the CPU: owns both copies of the residual."""
 
     def __init__(
-        self,
-        user_items: sp.csr_array,
-        item_users: sp.csr_array,
-        objective: Objective,
-        plan: Plan,
-        state: State,
-        weights: Any = None,
+        self, user_items: sp.csr_array, item_users: sp.csr_array, objective: Objective, plan: Plan, state: State
     ) -> None:
         super().__init__(objective, plan, state.on_host())
-        of_users = None if weights is None else _weight_matrix(user_items, weights)
-        of_items = None if of_users is None else transposed(of_users, plan.num_threads)
         self.halves: dict[Side, _Half] = {
-            "user": _Half("user", user_items, of_users, objective),
-            "item": _Half("item", item_users, of_items, objective),
+            "user": _Half("user", user_items, objective),
+            "item": _Half("item", item_users, objective),
         }
         self._workspace = workspaces(plan.num_threads, _ccd.LONG_ROW, user_items.dtype)
 
     def columns_of_state(self) -> dict[Side, np.ndarray]:
-        self._compute_residuals(*SWEEP_ORDER)
+        self._compute_residuals()
         columns = {side: self._columns(side) for side in SIDES}
         # the values that a pass gathers from the other side, interleaved; see _ccd.pyx
         self._pairs = {side: aligned_zeros((columns[side].shape[1], 2), columns[side].dtype) for side in SIDES}
@@ -96,14 +83,14 @@ class CpuCCD(RankOneSolver):
         bias = columns[self.biases.index(side)].copy() if self.biases else None
         return Factors(by_row(columns[len(self.biases) :]), bias)
 
-    def _compute_residuals(self, *sides: Side) -> None:
+    def _compute_residuals(self) -> None:
         """Compute copies of the residual from the state, in kernel calls of about ``plan.batch_flops``.
 
         Python handles Ctrl-C between calls. With one inner iteration, both copies take a quarter of the flops of the
         updates, and a smaller share of the time.
         """
         tables = {side: scoring_rows(self.state.side(side), side, self.state.mean) for side in SIDES}
-        for side in sides:
+        for side in SWEEP_ORDER:
             half, rows, fixed = self.halves[side], tables[side], tables[other_side(side)]
             work = RESIDUAL_SLOWNESS * 2.0 * self.plan.nnz * rows.shape[1]
             calls = max(1, int(np.ceil(work / self.plan.batch_flops)))
@@ -145,29 +132,7 @@ class CpuCCD(RankOneSolver):
             raise non_finite(self.objective, side, int(np.argmin(finite)), factor)
 
     def objective_value(self) -> float:
-        """The objective at the current factors, in float64; with weights, from errors in the type of the factors."""
+        """The objective at the current factors, in float64."""
         users, items = self.halves["user"], self.halves["item"]
-        if len(users.rows.weights):
-            self._compute_residuals("user")
-            error = users.rows.residual.astype(np.float64)
-            penalty = self.objective.penalty
-            return (
-                float(np.dot(users.rows.weights * error, error))
-                + penalty("user", self.state.user.matrix, users.degrees, self.state.user.bias)
-                + penalty("item", self.state.item.matrix, items.degrees, self.state.item.bias)
-            )
         csr = (users.rows.indptr, users.rows.indices, users.ratings)
         return objective_value(self.objective, csr, self.state, users.degrees, items.degrees, self.plan.num_threads)
-
-
-def _weight_matrix(matrix: sp.csr_array, weights: Any) -> sp.csr_array:
-    """Weights as a matrix with the pattern and dtype of the ratings."""
-    checked = np.ascontiguousarray(weights, dtype=matrix.dtype)
-    if checked.shape != matrix.data.shape:
-        raise ValueError(
-            f"weights has shape {checked.shape}, expected ({matrix.nnz},): one for each entry of user_items, by rows"
-        )
-    bad = np.flatnonzero(~(np.isfinite(checked) & (checked >= 0)))
-    if bad.size:
-        raise ValueError(f"weights has the value {checked[bad[0]]} at entry {bad[0]}; expected finite numbers >= 0")
-    return make_csr(matrix.indptr, matrix.indices, checked, matrix.shape)
