@@ -54,9 +54,6 @@ _ARGUMENT = re.compile(
 )
 """An argument in a message of the library, with or without a value."""
 
-_FUNCTIONS = "where={column: function} keeps the rows that have one"
-"""A way out that commands do not have."""
-
 
 class _Commands(click.Group):
     """Commands that are imported when they run; errors of the library become one line on stderr."""
@@ -117,7 +114,7 @@ class _Commands(click.Group):
             value = shlex.quote(value) if found["text"] else value.lower()
             return f"{option} {value}" if value else option
 
-        return _ARGUMENT.sub(spelled, text.replace(_FUNCTIONS, "leave out rows without one"))
+        return _ARGUMENT.sub(spelled, text)
 
 
 def _one_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from ..errors import RatingsError
 from .columns import AUTO
 from .labels import Entries
 from .layout import Chunk, FileOptions, open_text
-from .lines import Lines, pieces_of
+from .lines import Lines, bounded_lines
 from .text import first_lines, joined_labels, text_encoding, typed_labels
 
 _TOKEN = re.compile(r"[^\s,]+")
@@ -76,7 +76,7 @@ def _records(path: str, options: FileOptions) -> Iterator[tuple[int, list[str]]]
     """Number and fields of each line below the header."""
     encoding, separator = options.encoding or "utf-8-sig", options.separator
     with reading(path, encoding), open_text(path, encoding) as stream:
-        lines = Lines(pieces_of(stream), path, options.comment)
+        lines = Lines(bounded_lines(stream), path, options.comment)
         for k, line in enumerate(lines):
             if k or options.header is not True:
                 if separator is None:  # commas and white space

@@ -43,7 +43,7 @@ from .labels import (
     note_dropped,
 )
 from .layout import FileOptions, Where
-from .lines import numbered_lines, pieces_of
+from .lines import Lines, bounded_lines
 from .text import INTEGER, find_layout, parse_dates, parse_times, value_hint
 
 logger = logging.getLogger("hybridmf")
@@ -575,7 +575,7 @@ def market_header(path: str, head: bytes) -> MarketHeader | None:
     layout, field, symmetry = words[2:]
     try:
         with reading(path), io.TextIOWrapper(open_bytes(path), encoding="latin-1") as stream:
-            lines = (line for _, line in numbered_lines(pieces_of(stream), path) if not line.lstrip().startswith("%"))
+            lines = Lines(bounded_lines(stream), path, "%")
             sizes = [int(word) for word in next(lines, "").split()]
         rows, columns, entries = sizes if layout == "coordinate" else [*sizes, math.prod(sizes)]
     except RatingsError:

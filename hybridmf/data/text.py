@@ -32,7 +32,7 @@ from . import arrow_text
 from .columns import AUTO, DEFAULT_PLACES, Columns, resolve_columns
 from .labels import MAX_VALUE, MISSING_WORDS, Entries, NoEntriesError, as_times, factorize_integers, factorize_objects
 from .layout import Chunk, FileOptions, TextLayout, TimedChunk, open_text
-from .lines import Lines, line_blocks, pieces_of
+from .lines import Lines, bounded_lines, line_blocks
 
 logger = logging.getLogger("hybridmf")
 
@@ -61,9 +61,6 @@ _DATE = re.compile(
 )
 _COORDINATE = re.compile(r"[-+]?\d{1,3}\.\d{5,}")
 _ITEM_LIST = re.compile(r"[0-9]+(?:[ ,;|]+[0-9]+)+")
-Columnar = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]
-"""(positions, labels) of users, the same of items, and values."""
-
 NOTHING: Chunk = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0))
 
 
@@ -258,7 +255,7 @@ def parse_dates(dates: Any) -> np.ndarray:
 def first_lines(path: str, encoding: str, comment: str | None) -> list[str]:
     """Up to `SNIFFED_LINES` lines (at least one) that are neither blank nor comments."""
     with reading(path, encoding), open_text(path, encoding) as stream:
-        lines = list(itertools.islice(Lines(pieces_of(stream), path, comment), SNIFFED_LINES))
+        lines = list(itertools.islice(Lines(bounded_lines(stream), path, comment), SNIFFED_LINES))
     if not lines:
         raise RatingsError(f"{path} holds no ratings, only blank lines or comments")
     return lines
@@ -414,7 +411,6 @@ def read_text(layout: TextLayout, mask: np.ndarray | None = None, weights: np.nd
         ((users, user_ids), (items, item_ids), values), times = _read_columns(replace(layout, on_read=on_read), mask)
         if not len(users):
             raise NoEntriesError(f"{layout.path} holds no ratings, only a header")
-
     refuse_ids_as_values(layout, large_integers(values))
     shape = (len(user_ids), len(item_ids))
     where = functools.partial(lines_of, layout)
@@ -441,8 +437,8 @@ def typed_labels(entries: Entries, before: Entries) -> Entries:
     return replace(entries, users=users, items=items, user_ids=user_ids, item_ids=item_ids)
 
 
-def _read_columns(layout: TextLayout, mask: np.ndarray | None = None) -> tuple[Columnar, np.ndarray | None]:
-    """Users, items and values, and the times of all entries if the layout has a column of them.
+def _read_columns(layout: TextLayout, mask: np.ndarray | None = None) -> tuple[Any, np.ndarray | None]:
+    """(positions, labels) of users, the same of items, and values; and the times, if the layout has a column of them.
 
     Records that the mask excludes are included if pyarrow reads the file.
     """
@@ -481,7 +477,7 @@ def read_fields(layout: TextLayout, place: int) -> np.ndarray:
 
 
 def _read_regular(layout: TextLayout) -> Any:
-    """`Columnar` through pyarrow, with times as a fourth element if the layout has them; None if pyarrow declines."""
+    """Columns as by `_read_columns`, with the times, if any, as a fourth one, through pyarrow; None if it declines."""
     numeric = join_chunks(arrow_text.chunks(layout, narrow=True)) if layout.integer_ids else None
     if numeric is not None:
         return factorize_integers(numeric[0]), factorize_integers(numeric[1]), *numeric[2:]
@@ -489,12 +485,12 @@ def _read_regular(layout: TextLayout) -> Any:
 
 
 def _read_records(layout: TextLayout, mask: np.ndarray | None = None) -> Any:
-    """`Columnar` of any text, with the texts of times as a fourth element if the layout has a column of them."""
+    """The same of any text, with the texts of times."""
     return joined_labels(functools.partial(record_chunks, layout, mask=mask))
 
 
 def joined_labels(chunks_of: Callable[..., Iterator[Any]]) -> Any:
-    """`Columnar` and further columns of all chunks, made with tables of labels; None as soon as a chunk is None."""
+    """(positions, labels) of users and of items, and the other columns of all chunks; None as soon as one is None."""
     tables: tuple[dict[str, int], dict[str, int]] = ({}, {})
     chunk = join_chunks(chunks_of(*tables))
     if chunk is None:
@@ -604,7 +600,7 @@ def value_hint(text: str) -> str:
     """The way out for a value that is no number, if its form tells one."""
     text = text.strip()
     if not text or text in MISSING_WORDS:
-        return "; where={column: function} keeps the rows that have one"
+        return "; leave out rows without one (where={column: function} in Python)"
     if _COMMA_NUMBER.fullmatch(text):
         return '; pandas.read_csv(path, decimal=",", thousands=...) reads it for Ratings.from_frame'
     return ""
@@ -628,8 +624,8 @@ def _columns(
             if (plain := _plain_columns(block, layout)) is not None:
                 batches = [plain]
             else:
-                rest = [block] if alone else itertools.chain([block], pieces_of(stream))
-                records = _csv_records(layout, Lines(rest, layout.path, layout.options.comment, number))
+                lines = itertools.chain(io.StringIO(block), () if alone else bounded_lines(stream))
+                records = _csv_records(layout, Lines(lines, layout.path, layout.options.comment, number))
                 batches = _batches(records, max(1, size // 16))
             for columns in batches:
                 if columns[0]:
@@ -705,7 +701,7 @@ def _batches(records: Iterator[tuple[Lines, list[str]]], size: int) -> Iterator[
 def _records(layout: TextLayout) -> Iterator[tuple[Lines, list[str]]]:
     """Fields of each record after the header, and the `Lines` that has the start of the record."""
     with reading(layout.path, layout.encoding), layout.open() as stream:
-        records = _csv_records(layout, Lines(pieces_of(stream), layout.path, layout.options.comment))
+        records = _csv_records(layout, Lines(bounded_lines(stream), layout.path, layout.options.comment))
         yield from itertools.islice(records, int(layout.header), None)
 
 

@@ -162,7 +162,7 @@ def test_fit_has_weights_of_a_column(parts, kind, estimator):
     frame.loc[3, "sure"] = None
     frame.to_csv(parts / "train.csv", index=False)
     for refused in (refuse(*command, "sure", "--model", kind), refuse(*command[:-1], "--value", "sure")):
-        assert "''" in refused and "leave out rows without one" in refused and "where" not in refused
+        assert "''" in refused and "leave out rows without one (where={column: function} in Python)" in refused
     assert "the first is '' at entry 3" in refuse(*command, "sure", "--model", kind)
 
 

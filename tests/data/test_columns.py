@@ -431,13 +431,11 @@ def test_ids_are_distinguished_by_their_text(odd, separator, side, tmp_path):
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("piece", [1, 5, 64])
 @settings(max_examples=40)
 @given(st.text(st.sampled_from("a,1 \t\n\n\n"), max_size=60))
-def test_numbered_lines_are_those_of_the_text(piece, text):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_lines, "PIECE", piece)
-        found = list(_lines.numbered_lines(_lines.pieces_of(io.StringIO(text)), "f"))
+def test_numbered_lines_are_those_of_the_text(text):
+    lines = _lines.Lines(_lines.bounded_lines(io.StringIO(text)), "f", None)
+    found = [(lines.last, line) for line in lines]
     every = enumerate(io.StringIO(text), 1)
     assert found == [(number, line) for number, line in every if line.strip()]
 
@@ -466,7 +464,6 @@ LONG = {
 @pytest.mark.parametrize("block", [8, 1 << 16])
 def test_a_line_without_end_is_refused(kind, block, tmp_path, monkeypatch):
     monkeypatch.setattr(_lines, "MAX_LINE", 1000)
-    monkeypatch.setattr(_lines, "PIECE", 100)
     monkeypatch.setattr(_text, "BLOCK_CHARS", block)
     text, options = LONG[kind]
     number = text[: text.index("{")].count("\n") + 1
@@ -494,7 +491,7 @@ def test_a_packed_line_without_end_takes_little_memory(tmp_path):
         tracemalloc.stop()
 
 
-def test_blank_lines_are_counted_in_bulk(tmp_path, monkeypatch):
+def test_blank_lines_are_passed_over(tmp_path, monkeypatch):
     """Python sees each line with text and no blank one, and numbers stay right."""
     text = "\n" * 3_000_000 + "a,x,1\n" + "\n" * 3_000_000 + "b,y,oops\n"
     path = write(tmp_path, gzip.compress(text.encode()), "r.gz")
