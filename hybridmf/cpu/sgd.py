@@ -203,7 +203,6 @@ class CpuEpochs:
         return out
 
     def _whole(self, matrix: np.ndarray) -> np.ndarray:
-        """Rows without padding."""
         if matrix.shape[1] == self.plan.factors:
             return matrix
         out = np.empty((len(matrix), self.plan.factors), dtype=matrix.dtype)
@@ -244,7 +243,6 @@ class CpuEpochs:
         return lambda: result
 
     def is_finite(self, factors: Factors) -> bool:
-        """Whether no factor and no bias is infinite or NaN."""
         bias_is_finite = factors.bias is None or bool(np.isfinite(factors.bias).all())
         return bias_is_finite and _sgd.all_finite(factors.matrix, self.plan.num_threads)
 

@@ -29,7 +29,6 @@ class Struct:
         self.packed: np.ndarray = passed(fields, address)
 
     def set(self, fields: tuple[Any, ...]) -> None:
-        """Replace the fields by others of the same types."""
         address = self._address
         self.packed[()] = tuple(field if isinstance(field, np.generic) else address(field) for field in fields)
 

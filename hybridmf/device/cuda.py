@@ -142,7 +142,6 @@ def _packed(argument: Any) -> np.ndarray:
 
 
 def parse_device(device: str) -> int:
-    """Index of "cuda" (0) or "cuda:N"."""
     match = re.fullmatch(r"cuda(?::(\d+))?", device)
     if match is None:
         raise ValueError(f'device must be "cuda" or "cuda:N", got {device!r}')
@@ -285,7 +284,6 @@ class CudaDevice:
         self.refresh()
 
     def refresh(self) -> None:
-        """Update the free memory in `spec`."""
         self.health.forgive()
         self.spec = DeviceSpec(**self._properties, free_bytes=self.free_bytes())
 
@@ -433,7 +431,6 @@ class CudaDevice:
             return self._mark(self._stream())
 
     def wait(self, mark: Any) -> None:
-        """Make later work wait for a mark."""
         with self.active():
             self._wait(self._stream(), mark)
 
@@ -446,7 +443,6 @@ class CudaDevice:
             return int(self._stream().ptr)
 
     def _mark(self, stream: Any) -> Mark:
-        """A mark behind the work launched so far on a stream."""
         mark = self.health.mark(stream)
         if (recording := current_recording()) is not None:
             recording.add(self, self._cupy.cuda.runtime.eventRecord, (mark.ptr, stream.ptr), mark)

@@ -74,7 +74,6 @@ FREELY_DELETED = ("ndarray", "MemoryPointer")
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message of an exception."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -132,7 +131,6 @@ class Health:
     # ------------------------------------------------------------------------------------------------ failures
 
     def check(self) -> None:
-        """Raise an error if the GPU is lost."""
         if self.loss is not None:
             raise DeviceLostError(self.loss)
 

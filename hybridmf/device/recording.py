@@ -45,7 +45,6 @@ class Recording:
         self._kept.append(kept)
 
     def is_current(self) -> bool:
-        """Whether the current streams are those of the recording."""
         return all(device.current_stream() == stream for device, stream in self._streams)
 
     def pause(self) -> None:

@@ -44,7 +44,6 @@ class Cleared:
 
     @property
     def status(self) -> Array:
-        """Status of each row, int32."""
         return self._memory[self.HEAD :]
 
     @property

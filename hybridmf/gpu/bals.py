@@ -43,12 +43,10 @@ class BalsTiles:
 
     @property
     def tiles_across(self) -> int:
-        """Tiles of a row block."""
         return ceil_div(self.shape[1], self.tile_cols)
 
 
 def upload_tiles(device: Device, bals: BalsMatrix) -> BalsTiles:
-    """Copy a BalsMatrix to a device; its pointers become int64."""
     return BalsTiles(
         values=device.upload(bals.values),
         tile_colidx=device.upload(bals.tile_colidx),
@@ -131,7 +129,6 @@ class BalsLocalConfig(KernelConfig):
 
     @property
     def tiles(self) -> int:
-        """Tiles of the lower triangle of a row's system."""
         return lower_tiles(self.rank, self.nb)
 
     @property
@@ -146,7 +143,6 @@ class BalsLocalConfig(KernelConfig):
 
     @property
     def rounds(self) -> int:
-        """Rounds of rows of a matrix tile."""
         return ceil_div(self.tile_rows, self.dz)
 
     @property

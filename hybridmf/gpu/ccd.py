@@ -255,7 +255,6 @@ class CcdEntries:
         return np.diff(offsets, axis=1)
 
     def _place(self, layout: PieceLayout, indptr: np.ndarray, indices: np.ndarray, ratings: np.ndarray) -> None:
-        """Copy entries to the device in the order of the layout."""
         kernel = self.kernel("place")
         by_row = np.argsort(layout.pieces[:, 2], kind="stable")
         borders = np.searchsorted(layout.pieces[by_row, 2], np.arange(self.n_rows + 1))

@@ -129,7 +129,6 @@ class DeviceFactors(TableFactors):
             return self.with_arrays([array[at] for array in self.arrays])
 
     def take(self, rows: np.ndarray) -> Factors:
-        """Some rows, on the host."""
         at = self.device.upload(rows)
         table, *bias = [self.device.download(arrays.gather(self.device, array, at)) for array in self.arrays]
         return Factors(table[:, : self.factors], bias[0] if bias else None)
@@ -316,7 +315,6 @@ class HostFactors(TableFactors):
         return DeviceFactors(device, table, self.factors, vectors[1] if len(vectors) > 1 else None, self.range)
 
     def sent(self, copiers: Copiers, first: int, last: int) -> DeviceFactors:
-        """Copy some rows to a device."""
         return self.lent(copiers.device, [copiers.send(vector) for vector in self.vectors(first, last)])
 
 
@@ -407,7 +405,6 @@ class HostTables:
 
 
 def _take_back(tables: weakref.ref[HostTables], table: np.ndarray) -> None:
-    """Return a table to its pool if that still exists."""
     owner = tables()
     if owner is not None:
         owner._free.append(table)

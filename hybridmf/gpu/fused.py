@@ -104,7 +104,6 @@ def builds(config: FusedConfig, kind: Kind, *, by_warpgroups: bool, tiles: WideT
 
 
 def _build(name: str, config: FusedConfig, kind: Kind) -> Build:
-    """One kernel of cuda/fused_als.cu."""
     if name == "assemble_segments":
         config = config.assembling(kind.precision, kind.solver)
     if name == "solve_partials":  # does not depend on the kind of entries: one program for all

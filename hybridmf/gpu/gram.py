@@ -20,7 +20,6 @@ def kernel_for(spec: DeviceSpec, dtype: Any) -> str:
 
 
 def programs(spec: DeviceSpec, dtype: Any) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Arguments of `Device.kernel` for `gram_sum` and `weighted`."""
     names = (kernel_for(spec, dtype), "add_grams", "weigh_gram")
     return [program("gram.cu", name, REAL=np.dtype(dtype)) for name in names]
 

@@ -279,7 +279,6 @@ class GpuHalf:
             self.raise_failure(status)
 
     def raise_failure(self, status: Array) -> None:
-        """Raise the failure of the first row whose status is not 0."""
         check_status(self.device.download(status), self.side, self.objective, self.names)
 
 
@@ -439,12 +438,10 @@ class DeviceRows:
 
     @functools.cached_property
     def _empty_rows(self) -> Array | None:
-        """Rows without entries; None if there are none."""
         empty = np.flatnonzero(self.degrees == 0)
         return self.device.upload(empty) if len(empty) else None
 
     def entries(self, indices: Array, ratings: Array, fixed: DeviceFactors, mean: float) -> DeviceEntries:
-        """Entries of these rows, with the offsets of the fixed side."""
         objective, offsets = self.objective, None
         if objective.biases and fixed.device_bias is not None:
             offsets = arrays.added(self.device, fixed.device_bias, mean)
@@ -553,7 +550,6 @@ class HalfSweep(GpuHalf, DeviceRows):
         return self.solve_all(kernels, kernels.operand(fixed.table), fixed.table, entries, systems, cleared)
 
     def _weighted(self, entries: DeviceEntries) -> DeviceEntries:
-        """Entries of explicit feedback with their weights."""
         residual = -entries.ratings
         if entries.offsets is not None:
             residual += entries.offsets[entries.indices]

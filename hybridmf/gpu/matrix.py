@@ -41,7 +41,6 @@ class DeviceMatrix:
 
     @classmethod
     def of(cls, device: Device, matrix: sp.csr_array | DeviceMatrix) -> DeviceMatrix:
-        """A matrix on a device, copied there if it is on the host."""
         if isinstance(matrix, DeviceMatrix):
             return matrix
         indptr, indices, data = csr_arrays(matrix)

@@ -84,12 +84,10 @@ class MoAlsConfig(KernelConfig):
 
     @property
     def tiles(self) -> int:
-        """Tiles of the lower triangle."""
         return lower_tiles(self.rank, self.tile)
 
     @property
     def parts(self) -> int:
-        """Blocks that share a segment."""
         return ceil_div(self.tiles, self.part_tiles)
 
     def grid(self, n: int, spec: DeviceSpec) -> tuple[int, ...]:
@@ -97,12 +95,10 @@ class MoAlsConfig(KernelConfig):
 
     @staticmethod
     def sizes(rank: int, ld: int) -> tuple[int, ...]:
-        """Arguments of the kernel."""
         return (ld,)
 
     @property
     def chunks(self) -> int:
-        """Loads of 16 bytes of an entry."""
         return ceil_div(self.rank, self.tile) * self.tile * self.itemsize // 16
 
     @property

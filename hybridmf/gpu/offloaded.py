@@ -193,7 +193,6 @@ class HostHalf(StreamedHalf):
             yield next(stream)[1] if self.fixed_parts == 1 else stream
 
     def _parts(self, stream: Parts) -> Parts:
-        """The parts of one slab."""
         return islice(stream, self.fixed_parts)
 
     def _stream(self, fixed: HostFactors, times: int) -> Generator[tuple[int, DeviceFactors], None, None]:
@@ -245,11 +244,9 @@ class HostRegression(Regression):
         return total
 
     def pull(self, sums: np.ndarray, ridge: np.ndarray) -> HostPull:
-        """See `Regression`; computed for some rows at a time."""
         return HostPull(self, self.vectors(sums), ridge)
 
     def weights_of(self, rows: slice) -> np.ndarray:
-        """s of some rows; 0 for rows without entries."""
         found: np.ndarray = np.where(self.empty[rows], 0.0, self.scale[rows])
         return found
 

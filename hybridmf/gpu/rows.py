@@ -52,7 +52,6 @@ class RowRange:
 
     @classmethod
     def of_all(cls, parts: Iterable[RowRange]) -> RowRange:
-        """The range of a table from the ranges of its parts."""
         known = list(parts)
         largest = np.max([0.0, *(part.largest for part in known)])  # NaN stays
         return cls(float(largest), min((part.least for part in known if part.least > 0), default=0.0))
@@ -81,7 +80,6 @@ def widen_range(device: Device, found: Array, table: Array | None, status: Array
 
 
 def read_range(found: np.ndarray) -> tuple[RowRange, bool]:
-    """Decode the downloaded result of `widen_range`."""
     largest, room, failed = found.tolist()
     if not largest:
         return RowRange(0.0, 0.0), bool(failed)

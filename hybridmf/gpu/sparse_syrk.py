@@ -52,7 +52,6 @@ class PublishedSyrkConfig(KernelConfig):
     names: ClassVar[dict[str, str]] = {"rank": "", "itemsize": ""}
 
     def check(self) -> None:
-        """See `KernelConfig`; the constraints of section VIII."""
         nb, kb, dx, dy = self.nb, self.kb, self.dx, self.dy
         require(nb % dx == 0 and nb % dy == 0, f"nb={nb} must be a multiple of dx={dx} and dy={dy}")
         require(kb % dy == 0 or dy % kb == 0, f"kb={kb} must be a multiple of dy={dy}, or a part of it")
@@ -78,7 +77,6 @@ class PublishedSyrkConfig(KernelConfig):
 
     @property
     def tiles(self) -> int:
-        """Tiles of the lower triangle of a matrix."""
         return lower_tiles(self.rank, self.nb)
 
     def grid(self, n: int, spec: DeviceSpec) -> tuple[int, ...]:
@@ -87,7 +85,6 @@ class PublishedSyrkConfig(KernelConfig):
 
     @staticmethod
     def sizes(rank: int, ld: int) -> tuple[int, ...]:
-        """Arguments of the kernel."""
         return rank, ld
 
     @property

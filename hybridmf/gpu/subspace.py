@@ -39,7 +39,6 @@ class SubspaceHalf(HalfSweep):
 
     @functools.cached_property
     def blocks(self) -> list[slice]:
-        """Coordinates that are solved together."""
         return [slice(first, last) for first, last in self.plan.blocks]
 
     def steps(

@@ -71,11 +71,9 @@ class AlsMethod:
     streams: ClassVar[bool] = True
 
     def names(self, plan: Plan) -> tuple[str, str]:
-        """Assembly and solver."""
         return plan.assembly_name, plan.solver
 
     def describe(self, plan: Plan) -> str:
-        """Solver, assembly, tiles and order."""
         solver = {
             "cg": f"cg, {plan.cg_steps} steps",
             "subspace": f"subspace, {plan.block_size} coordinates at a time",
@@ -88,7 +86,6 @@ class AlsMethod:
     # ----------------------------------------------------------------------------------------------- the plan
 
     def plan(self, base: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
-        """Decide devices, kernels and memory."""
         if base.frozen and base.balance:
             raise ValueError(
                 f"balance=True changes the factors of both sides, and freeze={base.frozen!r} keeps those of one; use "
@@ -193,7 +190,6 @@ class AlsMethod:
         return {"tiles": 2 * plan.nnz * TILE_ENTRY} if plan.tile_rows else {}
 
     def gpu_iteration(self, plan: Plan, machine: Machine) -> float:
-        """Both half sweeps."""
         if plan.scale is not None:
             return float(plan.scale.seconds)
         halves = [HalfPlan(side, parts=1, batches=1, gpus=1) for side in SIDES]
@@ -218,7 +214,6 @@ ALS = AlsMethod()
 
 
 def cpu_plan(plan: Plan, settings: Settings, objective: Objective) -> Plan:
-    """Complete a plan for the CPU."""
     notes = instruction_set_notes()
     if plan.precision != "float32":
         if settings.device == "cpu":

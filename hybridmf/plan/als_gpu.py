@@ -40,7 +40,6 @@ kernels end before others start, which costs 0.25 ms on an H200."""
 
 
 def gpu_segment(assembly: str, variant: str = "") -> int:
-    """Entries above which a row is split."""
     if variant == PUBLISHED:
         return WHOLE_ROW
     return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
@@ -64,7 +63,6 @@ def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceS
 
 
 def _in_memory(plan: Plan) -> Plan:
-    """The plan with all data on the GPU; it may not fit."""
     assert plan.gpu is not None
     whole = plan.changed(streamed="", slab=0)
     scale = plan_ranks(whole, 1, plan.gpu.free_bytes, _machine(plan))
@@ -92,7 +90,6 @@ def _streamed(plan: Plan) -> Plan | None:
 
 
 def _machine(plan: Plan) -> machines.Machine:
-    """Rates of the GPU of a plan."""
     assert plan.gpu is not None
     return machines.machine().with_gpu(plan.gpu)
 
@@ -203,13 +200,11 @@ def host_has_room(plan: Plan, beside: int = 0) -> bool:
 
 
 def streaming_note(plan: Plan, where: str) -> str:
-    """Note of a plan that streams ratings in memory."""
     moved = 2 * plan.nnz * (4 + plan.itemsize)
     return f"the ratings do not fit on the {where}: {mib(moved)} come from the memory of the host in each iteration"
 
 
 def with_scale(plan: Plan, scale: ScalePlan) -> Plan:
-    """The plan with offloaded factors."""
     return _with_memory(plan.changed(scale=scale), scale)
 
 

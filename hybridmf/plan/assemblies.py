@@ -38,7 +38,6 @@ RESERVED = 1024
 
 
 def require_threads(threads: int, what: str) -> None:
-    """The number of threads must not exceed the limit of a block."""
     require(threads <= MAX_THREADS, f"{what} = {threads} threads are more than the {MAX_THREADS} of a block")
 
 
@@ -92,7 +91,6 @@ def tile_size(rank: int, itemsize: int) -> int:
 
 
 def lower_tiles(rank: int, tile: int) -> int:
-    """Tiles of the lower triangle of a matrix."""
     along = ceil_div(rank, tile)
     return along * (along + 1) // 2
 
@@ -170,7 +168,6 @@ class BalsConfig(KernelConfig):
 
     @property
     def tiles(self) -> int:
-        """Tiles of the lower triangle of a row's system."""
         return lower_tiles(self.rank, self.tile)
 
     @property
@@ -184,7 +181,6 @@ class BalsConfig(KernelConfig):
 
     @property
     def row_bytes(self) -> int:
-        """Shared memory of a factor row."""
         return ceil_div(self.rank, self.tile) * self.tile * self.itemsize
 
     @property

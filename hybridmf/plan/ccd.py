@@ -46,7 +46,6 @@ class CcdMethod(Method):
 
     @classmethod
     def check(cls, *, inner_iterations: Any, nonnegative: Any) -> CcdMethod:
-        """Validate each hyperparameter."""
         return cls(
             check_int("inner_iterations", inner_iterations, 1, MAX_INNER_ITERATIONS),
             check_bool("nonnegative", nonnegative),
@@ -144,7 +143,6 @@ def _on_cpu(plan: Plan) -> Plan:
 
 
 def _on_gpu(plan: Plan, settings: Settings, spec: DeviceSpec | None) -> Plan:
-    """`plan` on the GPU."""
     plan, biases = dispatch.on_gpu(plan, settings, spec), plan.rank > plan.factors
     assert plan.gpu is not None
     sizes = memory_bytes(plan.n_users, plan.n_items, plan.nnz, plan.factors, plan.dtype, plan.gpu, biases)
@@ -186,7 +184,6 @@ class RankOneSolver(Unconnected):
             return State(users, items, self.state.mean)
 
     def keep(self, step: None, solved: State) -> None:
-        """Make the result of an iteration the state."""
         self.state = solved
 
     def is_bias(self, column: int) -> bool:
@@ -282,7 +279,6 @@ class CcdConfig(KernelConfig):
         }
 
     def usable(self, dtype: Any) -> int:
-        """Rows of the other side in a tile."""
         return self.tile - 16 // np.dtype(dtype).itemsize
 
 

@@ -40,7 +40,6 @@ class Cost:
     setup: dict[str, float]  # before and after the iterations, by purpose
 
     def total(self, iterations: int) -> float:
-        """Of a fit."""
         return sum(self.setup.values()) + iterations * self.iteration
 
 

@@ -174,7 +174,6 @@ def _cpu_instead(request: PlanRequest, plan: Plan, why: str, *found: Estimate, o
 
 
 def _faster(request: PlanRequest, on_cpu: Plan, on_gpu: Plan) -> Plan:
-    """The plan with the shorter predicted time."""
     iterations = request.settings.iterations
     cpu, gpu = request.estimate(on_cpu), request.estimate(on_gpu)
     here = f"{seconds_text(cpu.total_seconds)} on the CPU"

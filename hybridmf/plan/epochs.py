@@ -144,7 +144,6 @@ class EpochSolver(Unconnected):
         return self.checked(epoch.state, loss, is_finite)
 
     def begin(self) -> dict[Side, Any]:
-        """Working copies for an epoch."""
         return {side: self.kernels.copies(self.state.side(side)) for side in SIDES}
 
     def launch_passes(self, work: dict[Side, Any]) -> Iterator[None]:
@@ -161,7 +160,6 @@ class EpochSolver(Unconnected):
                 self.kernels.move(block, side, operands, terms[side], self.epoch, self._between)
 
     def terms(self) -> dict[Side | None, Terms]:
-        """Constants of the passes of the next epoch."""
         given = (self.method, self.objective, self.state.mean, self.epoch)
         return {side: terms_at(*given, side or "user") for side in self.kernels.passes}
 
@@ -263,12 +261,10 @@ def diverged(what: str, method: SgdMethod, epoch: int) -> DivergedError:
 
 
 def passes_of(method: SgdMethod) -> Passes:
-    """The passes of the method's schedule."""
     return SWEEP_ORDER if method.schedule == "msgd" else (None,)
 
 
 def degrees_of(block: GridBlock) -> dict[Side, np.ndarray]:
-    """Degrees of the rows of a block."""
     return {side: np.diff(matrix.indptr) for side, matrix in block.items()}
 
 

@@ -101,7 +101,6 @@ class FusedConfig(tables.KernelConfig):
     def default(  # type: ignore[override]
         cls, rank: int, spec: DeviceSpec, precision: str = "float32", solver: str = "cholesky"
     ) -> FusedConfig:
-        """The tuned configuration for a device, else that of `rule`."""
         facts = {"rank": rank, "precision": precision, "solver": "cg" if solver == "cg" else "cholesky"}
         found = tables.best(cls, "fused", spec, facts, given={"rank": rank}, block=BLOCK)
         if found is not None and found.shared_bytes(solver, precision) <= spec.shared_bytes:
@@ -110,7 +109,6 @@ class FusedConfig(tables.KernelConfig):
 
     @classmethod
     def rule(cls, rank: int, precision: str = "float32", solver: str = "cholesky") -> FusedConfig:
-        """The configuration without a tuned one."""
         blocks = ceil_div(rank, BLOCK)
         if blocks >= 7 and solver == "cg" and precision in OPERAND_BYTES:
             # 26.0 ms instead of 27.4 with four warps: six steps at rank 100, Netflix's shape on an H200
@@ -131,7 +129,6 @@ class FusedConfig(tables.KernelConfig):
 
     @property
     def rank16(self) -> int:
-        """Rank padded to blocks."""
         return round_up(self.rank, BLOCK)
 
     @property
@@ -244,7 +241,6 @@ def gram_sides(width: int) -> tuple[int, int]:
 
 
 def gram_rows(n: int, width: int, itemsize: int) -> int:
-    """Rows of a segment of a table of `n` rows."""
     side, tiles = gram_sides(width)
     rows = int(np.clip(ceil_div(n * tiles, GRAM_BLOCKS), *GRAM_ROWS))
     return max(rows, ceil_div(n, max(1, GRAM_SUMS_BYTES // (side * side * itemsize))))

@@ -327,7 +327,6 @@ def longest_dual(plan: Plan, half: HalfPlan) -> int:
 
 
 def _kernel_seconds(plan: Plan, half: HalfPlan, machine: Machine) -> dict[str, float]:
-    """Seconds of the kernels that sum and solve."""
     assert plan.gpu is not None
     rates, rank, itemsize, kernels = machine.gpu, plan.rank, plan.itemsize, (plan.assembly, plan.precision)
     shares = [side_sizes(plan, side)[0] for side in (half.side, other_side(half.side))]
@@ -364,7 +363,6 @@ def _kernel_seconds(plan: Plan, half: HalfPlan, machine: Machine) -> dict[str, f
 
 
 def half_seconds(plan: Plan, half: HalfPlan, machine: Machine) -> dict[str, float]:
-    """Seconds of a half sweep by purpose."""
     seconds = _kernel_seconds(plan, half, machine)
     rows, links, gpus, grid = plan.rows(half.side), machine.links, half.gpus, half.grid
     width = fused.table_width(plan.rank, plan.dtype) * plan.itemsize

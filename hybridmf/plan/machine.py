@@ -74,7 +74,6 @@ def system_flops(f: float) -> float:
 
 
 def solve_flops(f: float) -> float:
-    """Work of solving a system."""
     return f**3 / 3 + 2 * f * f
 
 
@@ -270,7 +269,6 @@ class GpuRates:
         return replace(self.sped_up(share), multiprocessors=multiprocessors)
 
     def sped_up(self, speed: float) -> GpuRates:
-        """All rates of kernels times `speed`."""
         rates = ("assembly", "solve", "cg", "published", "sgd", "ccd", "gather_bytes", "cached_bytes")
         return _sped_up(self, speed, rates, ("dual_row", "dual_pair", "ccd_row"))
 
@@ -297,7 +295,6 @@ class LinkRates:
     slab: float = 3.0e-4  # seconds added to a half sweep by each row part, since some kernels end before others start
 
     def reduce_rate(self, gpus: int) -> float:
-        """Rate of `reduce_scatter` for a number of GPUs."""
         return max((count, rate) for count, rate in self.reduce_scatter if count <= max(gpus, 2))[1]
 
 
@@ -360,7 +357,6 @@ def calibration_file() -> Path:
 
 
 def processor() -> str:
-    """Model name of the processor, if the system reports it."""
     try:
         with open("/proc/cpuinfo") as lines:
             for line in lines:

@@ -118,7 +118,6 @@ def _short_on_cpu(
 
 
 def _with_reduction(plan: Plan, reduction: str) -> Plan:
-    """The plan with the requested reduction."""
     if all(grid.splits == 1 for grid in plan.grids.values()):
         raise ValueError(
             f"reduction={reduction!r} is a way for several GPUs to add up sums over a fixed side that is split over "
@@ -232,7 +231,6 @@ def _long_row(plan: Plan) -> str:
 
 
 def _check_host(plan: Plan) -> None:
-    """Raise if offloaded factors do not fit on the host."""
     free = system.available_memory()
     if free is None or plan.host_bytes <= free:
         return

@@ -55,7 +55,6 @@ def threads_for(work: float, parts: int, num_threads: int) -> int:
 
 
 def cpu_bytes(plan: Plan) -> dict[str, int]:
-    """Memory by purpose."""
     m, n, nnz, rank = plan.n_users, plan.n_items, plan.nnz, plan.rank
     itemsize = np.dtype(plan.dtype).itemsize
     pointer = np.dtype(index_pointer_dtype(nnz)).itemsize
@@ -97,7 +96,6 @@ def rank_bytes(plan: Plan, ranks: int) -> dict[str, int]:
 
 
 def _row_scratch(plan: Plan, itemsize: int) -> int:
-    """Elements of scratch for each thread that solves rows."""
     if plan.tile_rows:
         return _als.bals_workspace_size(plan.rank, itemsize, plan.tile_rows, plan.tile_cols)
     if plan.solver == "subspace":

@@ -32,12 +32,10 @@ class Ordering:
         return at if names is None else names[at], rows
 
     def inward(self, side: Side, factors: Factors) -> Factors:
-        """Factors in the solver's order."""
         rows = self.rows.get(side)
         return factors if rows is None else factors.reordered(rows)
 
     def outward(self, side: Side, factors: Factors) -> Factors:
-        """Factors in the order of the input."""
         rows = self.rows.get(side)
         if rows is None:
             return factors

@@ -385,7 +385,6 @@ def plan_streamed_ranks(
 
 
 def _entries_at_a_time(plan: Plan, half: HalfPlan) -> int:
-    """Entries of a batch on each GPU."""
     return -(-batch_entries(plan, half.side, half.batches) // half.grid.splits)
 
 

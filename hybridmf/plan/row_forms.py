@@ -46,7 +46,6 @@ def obstacle(objective: Objective, side: Side) -> str:
 
 
 def check_row_form(plan: Plan, objective: Objective) -> None:
-    """Raise if a plan cannot use the requested ``row_form="dual"``."""
     if plan.row_form != "dual":
         return
     reason = next(filter(None, (obstacle(objective, side) for side in SIDES)), "") or _kernel_obstacle(plan)

@@ -56,7 +56,6 @@ class Unconnected:
     continues = False
 
     def sweep(self) -> Iterator[Any]:
-        """The step."""
         yield None
 
     def close(self) -> None:
@@ -90,7 +89,6 @@ class Alternating(Unconnected):
         raise NotImplementedError
 
     def sweep(self) -> Iterator[Side]:
-        """The sides that are not frozen, in order."""
         if self.plan.balance:
             self.balance()  # before the items: the users' factors have to stay exact for the items' of the same sweep
         for side in SWEEP_ORDER:

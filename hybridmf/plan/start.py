@@ -73,7 +73,6 @@ class DrawnFactors(LazyFactors):
         return self.scales, rows, how.seed, how.stream, how.signed, how.num_threads
 
     def first_bias(self) -> np.ndarray | None:
-        """Zeros of shape (n,) where there are biases."""
         return np.zeros(len(self), self.drawing.dtype) if self.drawing.biases else None
 
     def part(self, rows: slice) -> DrawnFactors:

@@ -53,7 +53,6 @@ class Gpu:
 
     @classmethod
     def of(cls, spec: DeviceSpec) -> Gpu:
-        """The kind of a device."""
         return cls(spec.name, spec.capability, spec.multiprocessors, spec.shared_bytes)
 
     def alike(self, other: Gpu) -> bool:
@@ -62,7 +61,6 @@ class Gpu:
 
     @property
     def file_name(self) -> str:
-        """Of its table."""
         return f"{re.sub('[^a-z0-9]+', '-', self.name.lower()).strip('-') or 'gpu'}-{self.multiprocessors}.json"
 
 
@@ -115,7 +113,6 @@ class Table:
     version: str = __version__  # version of hybridmf that measured them
 
     def find(self, kernel: str, facts: Facts, block: int) -> tuple[int, Entry] | None:
-        """The nearest entry and its distance."""
         distances = ((entry.distance(kernel, facts, block), entry) for entry in self.entries)
         near = [(distance, entry) for distance, entry in distances if distance is not None]
         return min(near, key=lambda pair: pair[0], default=None)
@@ -136,7 +133,6 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read a table from its file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # also for text that is not UTF-8
@@ -170,7 +166,6 @@ def _check_entry(entry: Entry) -> None:
 
 
 def user_file(spec: DeviceSpec) -> Path:
-    """Path of this user's measurements for a kind of GPU."""
     return cache_dir() / "tuned" / Gpu.of(spec).file_name
 
 
@@ -292,7 +287,6 @@ def best(
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
@@ -336,12 +330,10 @@ class KernelConfig:
         return found if fits else cls.rule(rank, itemsize, spec, **sizes)
 
     def holds(self, **sizes: Any) -> bool:
-        """Whether the choice applies to other sizes that `rule` takes."""
         return True
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
         found = {self.names.get(name, name.upper()): value for name, value in vars(self).items()}
         found.pop("", None)
         if "REAL" in found:

@@ -40,7 +40,6 @@ def batch_rows(plan: Plan, splits: int, rows: int) -> int:
 
 
 def batch_entries(batches: Sequence[Ranges], degrees: np.ndarray) -> np.ndarray:
-    """Entries of each batch, int64, from the degrees of the rows."""
     before = np.concatenate(([0], np.cumsum(degrees)))
     sizes = [sum(int(before[last] - before[first]) for first, last in batch) for batch in batches]
     return np.array(sizes, dtype=np.int64)

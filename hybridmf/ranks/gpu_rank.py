@@ -65,7 +65,6 @@ class GpuWorker:
         return self.device.zeros((rows, *like.shape[1:]), like.dtype)
 
     def gram(self, factors: DeviceFactors, objective: Objective, plan: Plan) -> Array | None:
-        """Weighted Gram matrix of the given rows."""
         if objective.is_implicit and not len(factors):
             side = round_up(plan.rank, BLOCK)
             return self.device.zeros((side, side), factors.table.dtype)
@@ -142,11 +141,9 @@ class GpuWorker:
 
     @functools.cached_property
     def overlap(self) -> Overlap:
-        """See `Overlap`."""
         return Overlap(self.device)
 
     def close(self) -> None:
-        """Stop loading."""
         if self.pipeline is not None:
             self.pipeline.close()
 
@@ -341,21 +338,18 @@ class PartialRows(GpuHalf, DeviceRows):
         return found
 
     def finish(self, batch: int, sums: tuple[Array, ...]) -> None:
-        """Complete and solve the systems of a batch."""
         to_solve = self._to_solve[batch]
         if to_solve is not None:
             systems, kernels, _ = self._under_way
             kernels.solve(systems, sums, *to_solve, self._entries_at_hand)
 
     def close(self) -> None:
-        """Release the state of this half sweep, and stop loading for it."""
         self._operand = self._entries_at_hand = None
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
     def result(self, then: Callable[[Any], Any] | None = None) -> DeviceFactors:
-        """Return the factors of the rows solved here."""
         (systems, _, cleared), self._under_way = self._under_way, None
         solved = self.unpack(systems.solutions, cleared)
         self.check(solved if then is None else then(solved), systems.status)

@@ -255,7 +255,6 @@ def _gather_ahead(ranks: Sequence[RankALS], side: Side, solved: list[Any]) -> li
 
 
 def _gather(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[Any]:
-    """Gather the whole fixed side of a half sweep on each rank."""
     first = ranks[0]
     counts = first.layout.counts(other_side(side), range(first.layout.size))
     communicators: list[Any] = [rank.communicator for rank in ranks]
@@ -286,7 +285,6 @@ class JoinedFactors(LazyFactors):
 
     @property
     def squares(self) -> Factors | None:
-        """Sums of squared steps, on the host."""
         return self.on_host().squares
 
     def __len__(self) -> int:

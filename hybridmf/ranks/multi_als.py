@@ -89,7 +89,6 @@ class MultiALS(Alternating):
         self.ranks: list[RankALS] = self.group.open(make)
 
     def _worker(self, control: Communicator) -> tuple[Communicator, Worker]:
-        """Communicator and worker on the device of a rank."""
         if self.plan.gpu is None:
             return control, CpuWorker(rank_plan(self.plan).num_threads)
         return gpu_rank.gpu_worker(self.plan.devices, control)
@@ -117,7 +116,6 @@ class MultiALS(Alternating):
         return State(users, items, self.mean, vectors)
 
     def solve(self, side: Side) -> list[Any]:
-        """New factors of each rank; see `Alternating.solve`."""
         # within a sweep the users follow the items; their basis does not change in between
         follows = self.solving is not None and (side == SWEEP_ORDER[0] or (self.continues and not self.plan.balance))
         return self.group.solve(side, follows)
@@ -144,7 +142,6 @@ class MultiALS(Alternating):
         return np.concatenate(numbers), stacked(parts)
 
     def objective_value(self) -> float:
-        """The objective at the current factors, sums in float64."""
         return float(self.group.run(lambda control: self.ranks[control.rank].objective_value())[0])
 
     def close(self) -> None:

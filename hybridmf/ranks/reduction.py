@@ -56,7 +56,6 @@ class TwoPhaseReduction(Reduction):
         return self.across.reduce_scatter(portion, counts[self.place * n : (self.place + 1) * n])
 
     def close(self) -> None:
-        """Close the communicators that this reduction made."""
         self.inside.close()
         self.across.close()
 

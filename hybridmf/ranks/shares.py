@@ -119,7 +119,6 @@ class SharedEntries(RankRatings):
         self._values = np.asarray(values, dtype=np.float64)
 
     def degrees(self, communicator: Communicator) -> dict[Side, np.ndarray]:
-        """Degrees counted over all ranks."""
         own = {side: np.bincount(self._at[side], minlength=n) for side, n in zip(SIDES, self.shape, strict=True)}
         return {side: communicator.allreduce(counts.astype(np.int64)) for side, counts in own.items()}
 

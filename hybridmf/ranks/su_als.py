@@ -335,7 +335,6 @@ class RankALS(Alternating):
         return prior.vectors(sums), sums
 
     def host_sums(self, side: Side) -> np.ndarray:
-        """Sums of own rows on the host."""
         with self.worker.active():
             prior = self.regressions[side]
             return prior.on_host(prior.sums(self.own[side]))
@@ -440,7 +439,6 @@ class RankALS(Alternating):
         return None if self.splits_rows(side) else self.own_rows(side, choose(self.degrees[side]))
 
     def splits_rows(self, side: Side) -> bool:
-        """Whether ranks share the entries of a row."""
         return self.layout.grids[side].splits > 1
 
     def own_rows(self, side: Side, at: np.ndarray) -> tuple[np.ndarray, sp.csr_array]:
@@ -580,7 +578,6 @@ class RankALS(Alternating):
             return {side: self._times(side, basis) for side, basis in zip(SIDES, bases, strict=True)}
 
     def _times(self, side: Side, basis: np.ndarray) -> Any:
-        """Own factors in another basis."""
         own = self.own[side]
         if not self.alone or self.plan.gpu is not None:
             return self.worker.times(own, basis)
@@ -618,7 +615,6 @@ class RankALS(Alternating):
         return worker.total(loss, unobserved, (users, items))
 
     def _losses(self) -> float:
-        """Loss of the entries of this rank's users' block."""
         half, items = self.halves["user"], self._gathered("user")
         if not self.splits_rows("user"):
             return float(half.losses(self.own["user"], items, self.mean).sum())
@@ -644,7 +640,6 @@ class RankALS(Alternating):
         return own.with_arrays([members.broadcast(array, root) for array in arrays])
 
     def stop(self) -> None:
-        """Stop background work of the worker."""
         self.worker.close()
 
     def close(self) -> None:

@@ -64,7 +64,6 @@ class Films:
         return len(self.liked_genres), len(self.titles)
 
     def ratings(self) -> Ratings:
-        """Users by films."""
         return Ratings.from_coo(self.users, self.items, self.values, shape=self.shape)
 
     def genre_text(self, item: int) -> str:
@@ -76,7 +75,6 @@ class Films:
         return np.any(self.item_genres[item] & self.liked_genres[user], axis=-1)
 
     def taste_text(self, user: int) -> str:
-        """Genres one user likes, e.g. ``"Crime and Horror"``."""
         return " and ".join(np.array(GENRE_NAMES)[self.liked_genres[user]])
 
 
@@ -220,7 +218,6 @@ NEXT = """
 
 
 def _heading(title: str, text: str = "") -> str:
-    """An underlined title, and a paragraph below it."""
     paragraph = "\n\n" + textwrap.fill(text, WIDTH, break_long_words=False) if text else ""
     return f"\n{title}\n{'=' * len(title)}{paragraph}"
 
@@ -241,7 +238,6 @@ def _data_text(films: Films, seed: int) -> str:
 
 
 def keep_liked(ratings: Ratings) -> Ratings:
-    """Keep ratings of at least LIKED, each as 1."""
     coo = ratings.user_items.tocoo()
     keep = coo.data >= LIKED
     return Ratings.from_coo(coo.row[keep], coo.col[keep], shape=ratings.shape)

@@ -72,7 +72,6 @@ def best_at_some_rank(lines: Iterable[Line], part: str) -> list[str]:
 
 
 def save_all(figures: dict[str, Any], folder: Path) -> list[Path]:
-    """Write figures as SVG files; return their paths."""
     import matplotlib
 
     folder.mkdir(parents=True, exist_ok=True)

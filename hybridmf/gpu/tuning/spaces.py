@@ -56,7 +56,6 @@ ENTRY_KINDS = ((False, False), (True, False), (False, True))
 
 
 def resident_limits(spec: DeviceSpec) -> tuple[int, int]:
-    """Threads and blocks that a multiprocessor holds."""
     if spec.capability[0] == 12:
         return 1536, 24
     return RESIDENT.get(spec.capability, (2048, 32))
@@ -132,7 +131,6 @@ class Space:
         return self.config(**{name: facts[name] for name in self.given}, **values)
 
     def values(self, config: Any) -> dict[str, Any]:
-        """Values of a configuration in a table entry."""
         return {name: value for name, value in vars(config).items() if name not in self.given}
 
     def _configurations(self, facts: Facts, spec: DeviceSpec) -> Iterator[Any]:
@@ -166,7 +164,6 @@ class Space:
 
 
 def _legal(make: Callable[..., Any], *arguments: Any, **fields: Any) -> Any:
-    """A configuration; None if its class rejects it."""
     try:
         return make(*arguments, **fields)
     except ValueError:

@@ -66,7 +66,6 @@ class Trial:
         return float(np.max([0.0, *(error(config) for error in self.errors)]))  # NaN stays
 
     def parts(self, config: Any) -> dict[str, TimedRun]:
-        """Runs to time with a configuration, by name."""
         return {name: run(config) for name, run in self.runs.items()}
 
 
@@ -120,7 +119,6 @@ def handful(degrees: np.ndarray, count: int = 5) -> np.ndarray:
 
 
 def row_entries(matrix: sp.csr_array, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Columns and float64 values of a row."""
     part = slice(matrix.indptr[row], matrix.indptr[row + 1])
     return matrix.indices[part], matrix.data[part].astype(np.float64)
 

@@ -134,7 +134,6 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name in messages."""
         return f"{self.kernel}, {', '.join(f'{name} {value}' for name, value in self.facts.items())}"
 
     @property
@@ -162,7 +161,6 @@ class Job:
         return Entry(self.kernel, self.facts, self.winner.values, *times, timed, rivals=tuple(self.known))
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """A record of each configuration, for plots."""
         for place, one in enumerate(self.measurements):
             resources = one.resources
             yield {
@@ -175,7 +173,6 @@ class Job:
             }  # fmt: skip
 
     def summary(self) -> str:
-        """One line of text."""
         winner, timed = self.winner, len(self.timed)
         if winner is None:
             return f"{self.name}: {self.reason}"
@@ -208,7 +205,6 @@ def table_of(device: Device, jobs: Sequence[Job]) -> Table:
 
 
 def stamp(device: Device) -> dict[str, Any]:
-    """GPU and versions, for every record."""
     spec = device.spec
     gpu = {"name": spec.name, "capability": list(spec.capability), "multiprocessors": spec.multiprocessors}
     if isinstance(device, CudaDevice):
@@ -271,7 +267,6 @@ class Tuner:
             self.pool.shutdown(wait=True, cancel_futures=True)
 
     def _work(self, job: Job, later: Sequence[Job], sample: Sample) -> None:
-        """Run one job within its share of the remaining time."""
         started = time.monotonic()
         if started >= self.end:
             job.reason = (
@@ -312,7 +307,6 @@ class Tuner:
         return self.pool.submit(self._compile, others if variants else timed)
 
     def _compile(self, builds: Sequence[Build]) -> Resources:
-        """Compile programs; return the maximum of their resources."""
         found = [self.device.resources(*program(file, kernel, **constants)) for file, kernel, constants in builds]
         return Resources(
             max((one.registers for one in found), default=0), max((one.local_bytes for one in found), default=0)

@@ -68,7 +68,6 @@ def even_counts(rows: int, size: int) -> list[int]:
 
 
 def check_counts(counts: Sequence[int], size: int, rows: int, name: str) -> list[int]:
-    """Check counts of rows, one per rank; return them as ints."""
     checked = [int(count) for count in counts]
     if len(checked) != size or min(checked, default=0) < 0:
         raise ValueError(f"counts must hold a number of rows >= 0 for each of {size} ranks, got {checked}")

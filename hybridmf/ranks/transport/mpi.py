@@ -74,7 +74,6 @@ _Arriving: TypeAlias = tuple[str, np.ndarray, list[Any]]
 
 
 def _pause(waited: float) -> None:
-    """Sleep between two questions of a wait that has taken so long."""
     time.sleep(0.0 if waited < SPIN else min(LONGEST_PAUSE, waited / 100))
 
 
@@ -157,7 +156,6 @@ class MpiTransport(Transport):
             self._box(header["context"], source).append((header["what"], array, requests))
 
     def fail(self, cause: str) -> None:
-        """Fail, and tell the others."""
         with self.lock:
             if self._cause or self._closed:
                 return

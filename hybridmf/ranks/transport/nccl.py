@@ -68,7 +68,6 @@ TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "floa
 
 
 def _modules() -> tuple[Any, Any]:
-    """CuPy and its NCCL."""
     from ...device.cuda import _cupy
 
     cupy = _cupy()
@@ -215,7 +214,6 @@ class NcclCommunicator(Communicator):
         return held
 
     def _give_back(self) -> None:
-        """Abort NCCL's communicator, once."""
         with self._in_use:
             held, self._held = self._held, None
             if held is not None:
