@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -25,6 +25,7 @@ from ..native import _als
 from ..native.arguments import Rows, Systems, Tiles, Weights
 from ..native.status import SINGULAR_PIVOT, check_status
 from ..plan.row_forms import changes_basis, dual_up_to
+from ..plan.solver import Given, Half, Steps
 from ..plan.types import NONNEGATIVE, Plan
 
 ASSEMBLY_CODES = {"rank1": _als.RANK1, "blas3": _als.BLAS3, "blas3_published": _als.GEMM, "simd": _als.SIMD}
@@ -36,9 +37,6 @@ Measured with AVX2, one thread, 2.4 million entries, implicit, 3 steps: forming 
 long at f = 16, 1.2 times as long at f = 32."""
 
 CACHE_LINE = 64
-
-Steps: TypeAlias = "Generator[tuple[Factors, np.ndarray] | None, None, None]"
-"""Yields None after each kernel call, and finally new factors and the status of each row."""
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -191,13 +189,11 @@ class FixedSide:
         return there
 
 
-class HalfSweep:
-    """One half of a sweep: solves every row of `side` for the fixed factors of the other side.
+class HalfSweep(Half):
+    """One half of a sweep on the CPU.
 
     `names` has the number of each row in error messages, by default its position; `weights` are of explicit entries.
     """
-
-    one_thread = False  # see `hybridmf.gpu.half.GpuHalf`: each rank on the CPU solves on its own thread
 
     def __init__(
         self,
@@ -229,21 +225,10 @@ class HalfSweep:
         csr = (self.indptr, self.indices, self.ratings)
         return losses_of_rows(self.objective, csr, State(users, items, mean), self.plan.num_threads, self.weights)
 
-    def steps(
-        self,
-        fixed: Factors,
-        mean: float,
-        start: Factors | None = None,
-        gram: WeightedGram | None = None,
-        pull: np.ndarray | None = None,
-    ) -> Steps:
-        """Solve batch after batch: None after each, finally new factors and the status of each row, for `check`.
-
-        `fixed` is the other side, `mean` the mean rating (0 without biases), `start` what iterative solvers start from,
-        zeros by default, `gram` that of the fixed factors, if already computed, and `pull`, shape (n_rows, rank), what
-        is added to the right-hand sides. Arguments are not modified.
-        """
-        plan, indices, fixed = self.plan, self.indices, fixed.on_host()
+    def steps(self, given: Given) -> Steps:
+        """Solve batch after batch; the input is not modified."""
+        plan, indices, (fixed, mean, start, gram, pull) = self.plan, self.indices, given
+        fixed = fixed.on_host()
         if gram is None:
             gram = WeightedGram(self.side, fixed.matrix, self.objective, plan.num_threads, blas=plan.uses_blas)
         if changes_basis(plan, self.side) and len(indices) < len(fixed):
@@ -251,20 +236,6 @@ class HalfSweep:
             columns, indices = np.unique(indices, return_inverse=True)
             fixed, indices = fixed.take(columns), indices.astype(np.int32)
         yield from self.steps_for(FixedSide(self.side, fixed, mean, self.objective, plan, gram), start, indices, pull)
-
-    def solve(
-        self,
-        fixed: Factors,
-        mean: float,
-        start: Factors | None = None,
-        gram: WeightedGram | None = None,
-        pull: np.ndarray | None = None,
-    ) -> Factors:
-        """New factors of the side, all steps at once; raises the failure of a row."""
-        *_, launched = self.steps(fixed, mean, start, gram, pull)
-        assert launched is not None
-        self.check(*launched)
-        return launched[0]
 
     def check(self, solved: Factors, status: np.ndarray) -> None:
         check_status(status, self.side, self.objective, self.names)
@@ -386,32 +357,23 @@ def _cg_forms_from(plan: Plan) -> int:
     return plan.rank + 1 if pays else MAX_AXIS
 
 
-class StreamedHalf:
+class StreamedHalf(Half):
     """One half of a sweep over slabs: one `HalfSweep` after the other.
 
     Kernels compute a row without its neighbours, so results do not depend on the bounds of slabs, bit for bit.
     """
 
-    one_thread = False
-
     def __init__(
-        self,
-        side: Side,
-        slabs: Orientation,
-        objective: Objective,
-        plan: Plan,
-        names: np.ndarray | None = None,
+        self, side: Side, slabs: Orientation, objective: Objective, plan: Plan, names: np.ndarray | None = None
     ) -> None:
         self.side, self.slabs, self.objective, self.plan = side, slabs, objective, plan
         self.names = np.arange(len(slabs.degrees)) if names is None else names
         self.degrees = slabs.degrees
         self.scale = objective.row_scale(side, self.degrees)
 
-    def steps(
-        self, fixed: Factors, mean: float, start: Factors | None = None, *, pull: np.ndarray | None = None
-    ) -> Steps:
-        """Slab after slab; see `HalfSweep.steps`. A slab raises the failure of a row itself."""
-        plan, bounds = self.plan, self.slabs.bounds
+    def steps(self, given: Given) -> Steps:
+        """Slab after slab, each of which raises the failure of a row itself: nothing is left to `check`."""
+        plan, bounds, (fixed, mean, start, _, pull) = self.plan, self.slabs.bounds, given
         fixed_rows = np.ascontiguousarray(fixed.matrix)
         gram = WeightedGram(self.side, fixed_rows, self.objective, plan.num_threads, blas=plan.uses_blas)
         prepared = FixedSide(self.side, fixed, mean, self.objective, plan, gram)
@@ -432,9 +394,6 @@ class StreamedHalf:
             if bias is not None and solved.bias is not None:
                 bias[rows] = solved.bias
         yield Factors(out, bias), np.zeros(0, dtype=np.int32)
-
-    def check(self, solved: Factors, status: np.ndarray) -> None:
-        """Do nothing: slabs are checked as they are solved."""
 
     def row_entries(self, at: np.ndarray) -> sp.csr_array:
         return self.slabs.take(at)

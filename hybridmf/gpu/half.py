@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -27,6 +27,7 @@ from ..native.status import SINGULAR_PIVOT, check_status
 from ..plan.fused import FusedConfig, table_width
 from ..plan.half_sweep import PREDICTED_ROWS, PUBLISHED
 from ..plan.row_forms import dual_up_to
+from ..plan.solver import Given, Half, Steps
 from ..plan.types import Plan
 from . import arrays, bals, cholesky_any, dual, fused, losses, matrix, predictions
 from .assembly import Cleared, PublishedKernels
@@ -55,12 +56,6 @@ SEGMENT_SUMS: dict[str, Callable[..., None]] = {
 
 PLACE_BITS = 16
 """Bits of a segment's place in its row."""
-
-Launched: TypeAlias = "tuple[Any, Array]"
-"""New factors and the status of each row, which may not be complete yet."""
-
-Steps: TypeAlias = "Generator[Launched | None, None, None]"
-"""Yields None after each step, and finally the result of the launches."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +239,8 @@ class TileBatches(Batches):
         return self._blocks() // 2 * self.tile_rows
 
 
-class GpuHalf:
-    """One half of a sweep on a device: solves every row of `side` for the fixed factors of the other side."""
+class GpuHalf(Half):
+    """One half of a sweep on a device."""
 
     device: Device
     side: Side
@@ -253,25 +248,8 @@ class GpuHalf:
     names: np.ndarray | None
     """Number of each row in error messages; None: its position."""
 
-    one_thread = False
-    """Whether `steps` never waits for the host, so that one thread can launch for several devices."""
-
-    def steps(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None) -> Steps:
-        """Launch the half sweep step by step; the last item is its result, possibly not complete yet: see `check`.
-
-        The first step ends with the first long kernel, so that one thread can start all of several devices before it
-        continues with any. `mean` is the mean rating, 0 without biases; `start` are the factors that iterative solvers
-        start from, zeros by default; `gram` is `weighted_gram` of the fixed factors, if already computed.
-        """
-        raise NotImplementedError
-
-    def solve(self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None, **given: Any) -> Any:
-        """New factors of the side, complete; see `steps`."""
-        with self.device.active():
-            *_, launched = self.steps(fixed, mean, start, gram, **given)
-            assert launched is not None
-            self.check(*launched)
-        return launched[0]
+    def active(self) -> AbstractContextManager[None]:
+        return self.device.active()
 
     def check(self, solved: GpuFactors, status: Array) -> None:
         """Wait until factors are complete; raise the failure of a row. Also finds the range of the rows."""
@@ -350,7 +328,7 @@ class DeviceRows:
         """Launch the solution of all rows; yields None after sums and after solutions of each batch.
 
         `operand` are the fixed factors in `table` in the form of the kernels; `systems` is called after the first sums.
-        With `cleared`, the last item is the result; see `GpuHalf.steps`.
+        With `cleared`, the last item is the result.
         Stream order suffices: the sums of all segments of a row are complete before they are solved, and systems are
         solved before the next batch reuses their memory.
         """
@@ -527,15 +505,8 @@ class HalfSweep(GpuHalf, DeviceRows):
         )
         return csr_of(np.append(0, np.cumsum(ends - begins)), indices, ratings, self.n_fixed)
 
-    def steps(
-        self,
-        fixed: DeviceFactors,
-        mean: float,
-        start: DeviceFactors | None = None,
-        gram: Array | None = None,
-        pull: Array | None = None,
-    ) -> Steps:
-        """See `GpuHalf.steps`; `pull`, a table that solutions may overwrite, is added to the right-hand sides."""
+    def steps(self, given: Given) -> Steps:
+        fixed, mean, start, gram, pull = given
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
         # made on first use: the device is idle until the first sums are launched

@@ -37,12 +37,13 @@ from ..device.copier import Copier
 from ..device.cuda import Array, Device
 from ..plan.fused import table_width
 from ..plan.half_sweep import slots_at_once
+from ..plan.solver import Given, Steps
 from ..plan.types import Plan
 from .assembly import Cleared
 from .factors import EXACT_ROWS, Copiers, DeviceFactors, HostFactors, HostTables, range_on_host, weighted_gram
 from .fused import RowKernels
 from .gram import gram_sum, weighted
-from .half import Batch, DeviceRows, Steps
+from .half import Batch, DeviceRows
 from .launch import DeviceEntries
 from .rows import clip_segments, widen_range
 from .stream import INTERRUPTIBLE, Loader, StreamedHalf, Transfers, entry_loader
@@ -127,10 +128,9 @@ class HostHalf(StreamedHalf):
         """s of each row, on the host."""
         return self.objective.row_scale(self.side, self.degrees)
 
-    def steps(
-        self, fixed: Any, mean: float, start: Any = None, gram: Array | None = None, pull: HostPull | None = None
-    ) -> Steps:
-        """Launch slab after slab; solutions are copied to the host. See `GpuHalf.steps`."""
+    def steps(self, given: Given) -> Steps:
+        """Launch slab after slab; solutions are copied to the host."""
+        fixed, mean, start, _, pull = given
         device, n = self.device, len(self.degrees)
         cleared = Cleared(device, n)
         status, found = cleared.status, cleared.found

@@ -38,10 +38,11 @@ from ..device.cuda import Array, Device
 from ..device.health import hurry
 from ..errors import DeviceLostError
 from ..plan.half_sweep import SLAB_BUFFERS
+from ..plan.solver import Given, Steps
 from ..plan.types import Plan
 from .assembly import Cleared
 from .factors import DeviceFactors, weighted_gram
-from .half import DeviceRows, GpuHalf, Steps
+from .half import DeviceRows, GpuHalf
 
 Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
 """A vector on the host, or several to concatenate."""
@@ -276,15 +277,9 @@ class StreamedHalf(GpuHalf):
         finally:
             lent.close()
 
-    def steps(
-        self,
-        fixed: DeviceFactors,
-        mean: float,
-        start: DeviceFactors | None = None,
-        gram: Array | None = None,
-        pull: Array | None = None,
-    ) -> Steps:
-        """Launch slab after slab as they arrive; see `GpuHalf.steps`, and `HalfSweep.steps` for `pull`."""
+    def steps(self, given: Given) -> Steps:
+        """Launch slab after slab as they arrive."""
+        fixed, mean, start, _, pull = given
         device, plan, n = self.device, self.plan, len(self.degrees)
         gram = weighted_gram(device, fixed.table, plan.rank, self.objective)
         in_place = pull is not None and plan.solver == "cholesky"
@@ -296,8 +291,8 @@ class StreamedHalf(GpuHalf):
         with closing(self.entries()) as slabs:  # stops the thread after a failure
             for rows, part, indices, ratings in slabs:
                 first = None if start is None else start.part(rows)
-                given = (None if in_place else table[rows], None if pull is None else pull[rows])
-                systems = functools.cache(functools.partial(part.systems, cleared, first, gram, *given, rows))
+                tables = (None if in_place else table[rows], None if pull is None else pull[rows])
+                systems = functools.cache(functools.partial(part.systems, cleared, first, gram, *tables, rows))
                 entries = part.entries(indices, ratings, fixed, mean)
                 for _ in part.solve_all(kernels, operand, fixed.table, entries, systems):
                     pass

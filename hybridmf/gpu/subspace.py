@@ -17,10 +17,11 @@ import numpy as np
 from ..core.system import round_up
 from ..device.cuda import Array
 from ..plan.fused import BLOCK, table_width
+from ..plan.solver import Given, Steps
 from . import arrays
 from .assembly import Cleared
 from .factors import DeviceFactors, weighted_gram
-from .half import HalfSweep, Steps, row_segments
+from .half import HalfSweep, row_segments
 from .launch import DeviceEntries
 from .predictions import add_products
 from .rows import RowRange, read_range, widen_range
@@ -41,15 +42,9 @@ class SubspaceHalf(HalfSweep):
     def blocks(self) -> list[slice]:
         return [slice(first, last) for first, last in self.plan.blocks]
 
-    def steps(
-        self,
-        fixed: DeviceFactors,
-        mean: float,
-        start: DeviceFactors | None = None,
-        gram: Array | None = None,
-        pull: Array | None = None,
-    ) -> Steps:
-        """See `GpuHalf.steps`; reads the ranges of the blocks of the fixed side back to the host."""
+    def steps(self, given: Given) -> Steps:
+        """See `Half`; reads the ranges of the blocks of the fixed side back to the host."""
+        fixed, mean, start, gram, pull = given
         if gram is None:
             gram = weighted_gram(self.device, fixed.table, self.plan.rank, self.objective)
         whole = self.systems(Cleared(self.device, len(self)), start, gram, pull=pull)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -17,6 +18,50 @@ SWEEP_ORDER: tuple[Side, Side] = ("item", "user")
 
 Choose: TypeAlias = Callable[[np.ndarray], np.ndarray]
 """Function from the degrees of rows to the positions of some of them."""
+
+
+class Given(NamedTuple):
+    """The input of a half sweep, on its device."""
+
+    fixed: Any  # all factors of the other side
+    mean: float  # mean rating, 0 without biases
+    start: Any = None  # factors that iterative solvers start from; default: zeros
+    gram: Any = None  # the weighted Gram matrix of the fixed factors, if already computed
+    pull: Any = None  # added to the right-hand sides; on a GPU a table that solutions may overwrite
+
+
+Steps: TypeAlias = Generator[tuple[Any, Any] | None, None, None]
+"""Yields None after each step, and finally new factors with the status of each row."""
+
+
+class Half:
+    """One half of a sweep: solves every row of a side for the fixed factors of the other side."""
+
+    one_thread = False
+    """Whether `steps` never waits for the host, so that one thread can launch for several devices."""
+
+    def active(self) -> AbstractContextManager[None]:
+        """Context of all computation."""
+        return nullcontext()
+
+    def steps(self, given: Given) -> Steps:
+        """Solve step by step; on a GPU, the result is possibly not complete before its `check`.
+
+        The first step on a GPU ends with the first long kernel, so that one thread can start all of several devices
+        before it continues with any.
+        """
+        raise NotImplementedError
+
+    def check(self, solved: Any, status: Any) -> None:
+        """Raise the failure of a row."""
+
+    def solve(self, *given: Any, **more: Any) -> Any:
+        """New factors, complete, all steps at once; the arguments are those of `Given`."""
+        with self.active():
+            *_, launched = self.steps(Given(*given, **more))
+            assert launched is not None
+            self.check(*launched)
+        return launched[0]
 
 
 def frozen_text(plan: Plan) -> str:

@@ -46,6 +46,7 @@ from ..core.objective import Factors, LazyFactors, Side, other_side
 from ..device.cuda import Device, open_device
 from ..errors import CommunicatorError
 from ..gpu.rows import RowRange
+from ..plan.solver import Given
 from .su_als import RankALS
 from .transport.communicator import Communicator
 from .transport.nccl import NcclCommunicator
@@ -227,7 +228,7 @@ def _launch(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[
     launches = {}
     for number, (rank, table) in enumerate(zip(ranks, fixed, strict=True)):
         with rank.worker.active():
-            launches[number] = rank.halves[side].steps(table, rank.mean, rank.own[side])
+            launches[number] = rank.halves[side].steps(Given(table, rank.mean, rank.own[side]))
     launched: list[Any] = [None] * len(ranks)
     while launches:
         for number in list(launches):

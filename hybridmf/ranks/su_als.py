@@ -30,7 +30,7 @@ from ..plan.half_sweep import SLAB_BUFFERS
 from ..plan.ordering import Ordering, reordered
 from ..plan.partitions import ScalePlan, check_rank
 from ..plan.precision import PrecisionCheck
-from ..plan.solver import Alternating, Choose
+from ..plan.solver import Alternating, Choose, Given
 from ..plan.start import DrawnFactors
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries, batch_rows, bounded_batches, even_batches
@@ -343,14 +343,14 @@ class RankALS(Alternating):
         """Whether rows of a side are pulled to their features: not while its first factors are drawn."""
         return self._pulled.get(side, False)
 
-    def _pull(self, side: Side) -> dict[str, Any]:
-        """Argument of a half sweep: what features add to the right-hand sides of own rows."""
+    def _pull(self, side: Side) -> Any:
+        """What features add to the right-hand sides of own rows."""
         if not self.pulls(side):
-            return {}
+            return None
         plan = self.plan
         ridge = self.objective.ridge(side, plan.factors, plan.rank)
         pull = self.regressions[side].pull(self._sums(side), ridge)
-        return {"pull": np.ascontiguousarray(pull, dtype=plan.dtype) if plan.gpu is None else pull}
+        return np.ascontiguousarray(pull, dtype=plan.dtype) if plan.gpu is None else pull
 
     def vectors(self) -> dict[Side, Factors]:
         """Vectors of the features of both sides; all ranks call it together."""
@@ -462,7 +462,7 @@ class RankALS(Alternating):
             else:
                 # each rank has the whole fixed side: its Gram matrix has the bits of a fit on one device
                 half, fixed, launched = self.halves[side], self._gathered(side), (None, None)
-                with closing(half.steps(fixed, self.mean, self.own[side], **self._pull(side))) as steps:
+                with closing(half.steps(Given(fixed, self.mean, self.own[side], pull=self._pull(side)))) as steps:
                     for step in steps:
                         launched = step
                         if self.communicator.cause:  # another rank has failed, or the fit was stopped

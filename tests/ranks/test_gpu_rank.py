@@ -23,7 +23,7 @@ from hybridmf.model import ranked
 from hybridmf.model.training import LocalRatings
 from hybridmf.plan.grid import Grid
 from hybridmf.plan.make import check_memory, make_plan
-from hybridmf.plan.solver import SWEEP_ORDER
+from hybridmf.plan.solver import SWEEP_ORDER, Given
 from hybridmf.plan.types import Plan
 from hybridmf.ranks import gpu_rank, group, su_als
 from hybridmf.ranks.gpu_rank import BatchSegments, sockets
@@ -129,7 +129,7 @@ def test_the_first_step_ends_with_sums_under_way(gpus: Machine, request: pytest.
         arguments = changed(parts("explicit", "cuda:0", SMALL), segment=3, batch_slots=9, assembly=assembly)
         alone = one_device(*arguments, device=device)
         device.launches.clear()
-        launches = alone.halves["user"].steps(alone.own["item"], alone.mean)
+        launches = alone.halves["user"].steps(Given(alone.own["item"], alone.mean))
         next(launches)
         assert [name for name in device.launches if name != "row_range"] == {
             "fused": ["split_table", "assemble_segments"]

@@ -27,6 +27,7 @@ from ...plan.als import ALS
 from ...plan.als_gpu import gpu_plan
 from ...plan.fused import table_width
 from ...plan.make import make_plan
+from ...plan.solver import Given
 from ...plan.tables import Facts
 from ...plan.types import Settings
 from ..assembly import Cleared
@@ -200,7 +201,7 @@ def als_trial(
         def error(config: Any) -> float:
             reset()  # restores the inputs, and invalidates the results of another configuration
             # conjugate gradients run to convergence, so that the residual checks the systems
-            launches = half(config, 4 * rank if solver == "cg" else 1).steps(fixed, 0.0)
+            launches = half(config, 4 * rank if solver == "cg" else 1).steps(Given(fixed, 0.0))
             solved.extend(launched[0].table for launched in launches if launched is not None)
             scale, errors = objective.row_scale(side, degrees), [0.0 if solved else math.nan]
             for row in handful(degrees) if solved else ():
@@ -213,7 +214,7 @@ def als_trial(
 
         def launch(config: Any) -> None:
             if timed == "all":
-                collections.deque(half(config).steps(fixed, 0.0), maxlen=0)
+                collections.deque(half(config).steps(Given(fixed, 0.0)), maxlen=0)
             elif timed == "sums":
                 half(config).assemble(fixed)
             else:
