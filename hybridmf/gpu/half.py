@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -79,6 +79,19 @@ class SegmentedRows:
         segments = np.column_stack((np.arange(slots[-1]), begin, end)).astype(np.int64)
         return cls(rows.astype(np.int32), slots.astype(np.int64), segments, in_order)
 
+    unit: ClassVar[int] = 1  # see `TileRows`
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def systems(self, start: int) -> int:
+        """Most systems of a batch of all rows from `start` on."""
+        return int(self.slots[-1] - self.slots[start])
+
+    def upload(self, upload: Callable[[np.ndarray], Array], slots: int, start: int) -> list[Batch]:
+        """Batches of at most `slots` systems, of the rows from `start` on, on a device."""
+        return Batch.upload(upload, self.batches(slots, start))
+
     @property
     def packed(self) -> np.ndarray:
         """Segments, slots and rows as one int64 array; rows are packed two per element."""
@@ -136,17 +149,51 @@ class Batch:
         return found
 
 
-class Batches:
-    """Batches of at most `slots` systems, unless a single row needs more; fewer when memory runs out."""
+@dataclass(frozen=True)
+class TileRows:
+    """Rows in row blocks of BALS, which are summed as a whole, as a source of `Batches`."""
 
-    def __init__(self, device: Device, slots: int) -> None:
-        self.device, self.slots = device, slots
+    degrees: np.ndarray
+    unit: int  # rows of a row block
+
+    def __len__(self) -> int:
+        return ceil_div(len(self.degrees), self.unit)
+
+    def systems(self, start: int) -> int:
+        return (len(self) - start) * self.unit
+
+    def upload(self, upload: Callable[[np.ndarray], Array], slots: int, start: int) -> list[Batch]:
+        count = min(max(1, slots // self.unit), len(self) - start)
+        rows = np.arange(start * self.unit, min((start + count) * self.unit, len(self.degrees)))
+        filled = np.flatnonzero(self.degrees[rows])
+        # an empty row has sums of zeros, which are added to the row before it
+        cuts = np.append(filled, len(rows)) if len(filled) else np.zeros(1)
+        blocks = bals.RowBlocks(start, count, len(rows))
+        return [Batch(upload(rows[filled].astype(np.int32)), upload(cuts.astype(np.int64)), blocks, count)]
+
+
+class Batches:
+    """Batches of at most `slots` systems of a source, unless a single row needs more; fewer when memory runs out.
+
+    `keep` leaves those of segments on the device, 36 bytes per segment.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        slots: int,
+        source: SegmentedRows | TileRows,
+        upload: Callable[[np.ndarray], Array],
+        keep: bool = False,
+    ) -> None:
+        self.device, self.slots, self.source, self.upload, self.keep = device, slots, source, upload, keep
         self._done, self._halved = 0, False
+        self._kept: list[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield all batches; process each of them within `fitting`."""
         self._done = 0
-        while self._done < len(self):
+        while self._done < len(self.source):
             self._halved = False
             with self._halving():
                 following = self._following()
@@ -154,6 +201,15 @@ class Batches:
                 yield batch
                 if self._halved:
                     break
+
+    def _following(self) -> list[Batch]:
+        """Batches from the first unprocessed row or row block."""
+        if self._done or self._kept is None:
+            batches = self.source.upload(self.upload, self.slots, self._done)
+            if self._done or not self.keep:
+                return batches
+            self._kept = batches
+        return self._kept
 
     @contextmanager
     def fitting(self, batch: Batch) -> Iterator[None]:
@@ -167,76 +223,12 @@ class Batches:
         try:
             yield
         except DeviceMemoryError:
-            fewer = self._fewer()
+            self._kept, unit = None, self.source.unit
+            fewer = min(self.slots, self.source.systems(self._done)) // 2 // unit * unit
             if not fewer:
                 raise
             self.slots, self._halved = fewer, True
             logger.warning("%s is out of memory: batches of %d systems from here on", self.device.spec.name, fewer)
-
-    def __len__(self) -> int:
-        """Rows or row blocks of all batches."""
-        raise NotImplementedError
-
-    def _following(self) -> list[Batch]:
-        """Batches from the first unprocessed row or row block."""
-        raise NotImplementedError
-
-    def _fewer(self) -> int:
-        """Systems of a batch half as large; 0 if there is none."""
-        raise NotImplementedError
-
-
-class SegmentBatches(Batches):
-    """Batches of rows that are summed in segments; `keep` leaves them on the device, 36 bytes per segment."""
-
-    def __init__(
-        self, device: Device, slots: int, segmented: SegmentedRows, upload: Callable[[np.ndarray], Array], keep: bool
-    ) -> None:
-        super().__init__(device, slots)
-        self.segmented, self.upload, self.keep = segmented, upload, keep
-        self._kept: list[Batch] | None = None
-
-    def __len__(self) -> int:
-        return len(self.segmented.rows)
-
-    def _following(self) -> list[Batch]:
-        if not self._done and self._kept is not None:
-            return self._kept
-        batches = Batch.upload(self.upload, self.segmented.batches(self.slots, self._done))
-        if not self._done and self.keep:
-            self._kept = batches
-        return batches
-
-    def _fewer(self) -> int:
-        self._kept = None
-        return min(self.slots, int(self.segmented.slots[-1] - self.segmented.slots[self._done])) // 2
-
-
-class TileBatches(Batches):
-    """Batches of whole row blocks of BALS."""
-
-    def __init__(self, device: Device, slots: int, tile_rows: int, degrees: np.ndarray) -> None:
-        super().__init__(device, slots)
-        self.tile_rows, self.degrees = tile_rows, degrees
-
-    def __len__(self) -> int:
-        return ceil_div(len(self.degrees), self.tile_rows)
-
-    def _blocks(self) -> int:
-        return min(max(1, self.slots // self.tile_rows), len(self) - self._done)
-
-    def _following(self) -> list[Batch]:
-        count = self._blocks()
-        rows = np.arange(self._done * self.tile_rows, min((self._done + count) * self.tile_rows, len(self.degrees)))
-        filled = np.flatnonzero(self.degrees[rows])
-        # an empty row has sums of zeros, which are added to the row before it
-        slots = np.append(filled, len(rows)) if len(filled) else np.zeros(1)
-        upload = self.device.upload
-        blocks = bals.RowBlocks(self._done, count, len(rows))
-        return [Batch(upload(rows[filled].astype(np.int32)), upload(slots.astype(np.int64)), blocks, count)]
-
-    def _fewer(self) -> int:
-        return self._blocks() // 2 * self.tile_rows
 
 
 class GpuHalf(Half):
@@ -305,13 +297,13 @@ class DeviceRows:
         self.tiles = None
         self.send = device.upload if send is None else send
         self._configs: dict[int, FusedConfig] = {}
-        self.batches: Batches
         if plan.assembly == "bals":
             assert tiled_from is not None
             self.tiles = bals.upload_tiles(device, tiled(tiled_from, plan.tile_rows, plan.tile_cols, plan.num_threads))
-            self.batches = TileBatches(device, plan.batch_slots, plan.tile_rows, self.degrees)
+            rows = TileRows(self.degrees, plan.tile_rows)
+            self.batches = Batches(device, plan.batch_slots, rows, device.upload)
         else:
-            self.batches = SegmentBatches(device, plan.batch_slots, self.long, self.send, send is None)
+            self.batches = Batches(device, plan.batch_slots, self.long, self.send, send is None)
 
     def __len__(self) -> int:
         return len(self.degrees)
