@@ -123,7 +123,7 @@ class AlsMethod:
             settings,
             spec,
             on_cpu=functools.partial(cpu_plan, settings=settings, objective=objective),
-            on_gpu=functools.partial(_on_gpu, settings, objective, spec),
+            on_gpu=functools.partial(gpu_plan, settings=settings, objective=objective, spec=spec),
             cpu_only=cpu_only,
             gpu_only=_is_gpus(plan) or plan.precision != "float32",
             others=None if plan.solver == NONNEGATIVE else functools.partial(_other_ways, plan, spec),
@@ -289,11 +289,6 @@ def _check_nonnegative(plan: Plan) -> None:
             f"nonnegative=True forms its systems by one of {', '.join(NONNEGATIVE_ASSEMBLIES)}, got "
             f'assembly={plan.assembly_name!r}; use assembly="auto"'
         )
-
-
-def _on_gpu(settings: Settings, objective: Objective, spec: DeviceSpec | None, undecided: Plan) -> Plan:
-    assert spec is not None
-    return gpu_plan(undecided, settings, objective, spec)
 
 
 def _other_ways(plan: Plan, spec: DeviceSpec | None) -> Iterator[Plan]:

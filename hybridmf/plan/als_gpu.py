@@ -45,11 +45,12 @@ def gpu_segment(assembly: str, variant: str = "") -> int:
     return fused.SEGMENT if assembly == "fused" else GPU_SEGMENT
 
 
-def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
+def gpu_plan(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec | None) -> Plan:
     """Complete a plan for a GPU; a pure function of sizes and of the properties of the GPU.
 
     Ratings stay on the GPU or, if they do not fit, are streamed; factors that do not fit either are loaded in parts.
     """
+    assert spec is not None
     plan = choices(plan, settings, objective, spec)
     dual = plan.changed(dual_sides=dual_sides(plan, objective))
     check_row_form(dual, objective)

@@ -147,6 +147,11 @@ def plan_for(
     return found if not held.size or held.serves(found) else plan_for(matrix, objective, settings)
 
 
+AS_ASKED = ("factors", "dtype", "method", "cg_steps", "reorder", "precision", "num_threads")
+AS_ASKED += ("balance", "frozen", "weighted", "features", "row_form")
+"""Settings that a plan starts with."""
+
+
 def undecided(objective: Objective, settings: Settings, shape: tuple[int, int], nnz: int) -> Plan:
     """The requested settings, including "auto"."""
     rank = settings.factors + (1 if objective.biases else 0)
@@ -155,26 +160,15 @@ def undecided(objective: Objective, settings: Settings, shape: tuple[int, int], 
         n_users=shape[0],
         n_items=shape[1],
         nnz=nnz,
-        factors=settings.factors,
         rank=rank,
         feedback=objective.feedback,
-        dtype=settings.dtype,
-        method=settings.method,
         solver=settings.planned_solver,
-        cg_steps=settings.cg_steps,
         block_size=min(settings.block_size, rank),
         assembly=assembly,
         variant=variant,
-        reorder=settings.reorder,
-        precision=settings.precision,
         instruction_set=_als.instruction_set(),
-        num_threads=settings.num_threads,
-        balance=settings.balance,
-        frozen=settings.frozen,
-        weighted=settings.weighted,
-        features=settings.features,
-        row_form=settings.row_form,
         batch_flops=BATCH_FLOPS * settings.num_threads,
+        **{name: getattr(settings, name) for name in AS_ASKED},
     )
 
 

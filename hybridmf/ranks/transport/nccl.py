@@ -27,7 +27,6 @@ import functools
 import hashlib
 import importlib
 import logging
-import math
 import os
 import platform
 import threading
@@ -36,13 +35,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...device.health import health_of
+from ...device.health import health_of, one_line
 from ...errors import CommunicatorError, DeviceError
 from .communicator import Array, Communicator
 from .messages import add_in_order, check_counts, check_peer, check_timeout, even_counts
@@ -75,8 +73,7 @@ def _modules() -> tuple[Any, Any]:
         nccl = importlib.import_module("cupy.cuda.nccl")
         nccl.get_version()
     except Exception as error:  # if NCCL does not load, CuPy has a placeholder that raises on use
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DeviceError(f"several GPUs need NCCL, and CuPy cannot load it ({text}): {INSTALL}") from error
+        raise DeviceError(f"several GPUs need NCCL, and CuPy cannot load it ({one_line(error)}): {INSTALL}") from error
     return cupy, nccl
 
 
@@ -359,10 +356,10 @@ class NcclCommunicator(Communicator):
         if self._is_host(array):
             return self.control.allgatherv(array, counts)
         with self._on_device():
-            gather = self._gather_of(array, counts)
+            out, launch = self._gather_of(array, counts)
             with self._call("allgatherv") as stream:
-                gather.launch(stream)
-            return gather.out
+                launch(stream)
+            return out
 
     @staticmethod
     def allgatherv_together(
@@ -376,9 +373,9 @@ class NcclCommunicator(Communicator):
                 gathers.append(communicator._gather_of(array, counts))
         try:
             with communicators[0]._group():
-                for communicator, gather in zip(communicators, gathers, strict=True):
+                for communicator, (_, launch) in zip(communicators, gathers, strict=True):
                     with communicator._on_device():
-                        gather.launch(communicator._cupy.cuda.get_current_stream().ptr)
+                        launch(communicator._cupy.cuda.get_current_stream().ptr)
         except BaseException as error:  # calls launched so far would wait forever for the rest
             failed = isinstance(error, communicators[0]._nccl.NcclError)
             for communicator in communicators:
@@ -389,19 +386,25 @@ class NcclCommunicator(Communicator):
         for communicator in communicators:
             with communicator._on_device():
                 communicator._await("allgatherv")
-        return [gather.out for gather in gathers]
+        return [out for out, _ in gathers]
 
-    def _gather_of(self, array: Array, counts: Sequence[int]) -> _Gather:
+    def _gather_of(self, array: Array, counts: Sequence[int]) -> tuple[Array, Callable[[int], None]]:
+        """Memory of an allgatherv, and its launch on a stream."""
         array, kind = self._ready(array)
         checked = check_counts(counts, self.size, sum(map(int, counts)), "all ranks")
         if len(array) != checked[self.rank]:
             raise ValueError(f"array must have counts[{self.rank}]={checked[self.rank]} rows, got {len(array)}")
         out = self._empty((sum(checked), *array.shape[1:]), array.dtype)
-        parts = self._cut(out, checked)
-        even = len(set(checked)) == 1
-        if not even:
+        if len(set(checked)) > 1:
+            parts = self._cut(out, checked)
             parts[self.rank][...] = array
-        return _Gather(self, array, kind, out, parts, even)
+            return out, lambda stream: self._exchange_grouped([array] * self.size, parts, stream)
+
+        def launch(stream: int) -> None:
+            if out.size:
+                self._comm.allGather(array.data.ptr, out.data.ptr, array.size, kind, stream)
+
+        return out, launch
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
         if self._is_host(array):
@@ -526,45 +529,23 @@ class NcclCommunicator(Communicator):
 
     def _exchange(self, what: str, parts: Sequence[Array], counts: Sequence[int], array: Array) -> list[Array]:
         """Send part r to rank r; return the parts sent to this rank."""
-        shape, kind = (counts[self.rank], *array.shape[1:]), self._types[array.dtype]
+        shape = (counts[self.rank], *array.shape[1:])
         received = [parts[r] if r == self.rank else self._empty(shape, array.dtype) for r in range(self.size)]
-        size = math.prod(shape)
-        with self._call(what) as stream, self._group():
-            for other in range(self.size):
-                if other == self.rank:
-                    continue
-                if parts[other].size:
-                    self._comm.send(parts[other].data.ptr, parts[other].size, kind, other, stream)
-                if size:
-                    self._comm.recv(received[other].data.ptr, size, kind, other, stream)
+        with self._call(what) as stream:
+            self._exchange_grouped(parts, received, stream)
         return received
 
-
-@dataclass(frozen=True)
-class _Gather:
-    """An allgatherv with allocated memory, ready to launch."""
-
-    communicator: NcclCommunicator
-    array: Array
-    kind: int
-    out: Array
-    parts: list[Array]
-    even: bool
-
-    def launch(self, stream: int) -> None:
-        comm, array, out = self.communicator._comm, self.array, self.out
-        if self.even:
-            if out.size:
-                comm.allGather(array.data.ptr, out.data.ptr, array.size, self.kind, stream)
-            return
-        with self.communicator._group():
-            for other, part in enumerate(self.parts):
-                if other == self.communicator.rank:
+    def _exchange_grouped(self, sent: Sequence[Array], received: Sequence[Array], stream: int) -> None:
+        """Launch the exchange of arrays with all other ranks as one group."""
+        comm = self._comm
+        with self._group():
+            for other, (to, source) in enumerate(zip(sent, received, strict=True)):
+                if other == self.rank:
                     continue
-                if array.size:
-                    comm.send(array.data.ptr, array.size, self.kind, other, stream)
-                if part.size:
-                    comm.recv(part.data.ptr, part.size, self.kind, other, stream)
+                if to.size:
+                    comm.send(to.data.ptr, to.size, self._types[to.dtype], other, stream)
+                if source.size:
+                    comm.recv(source.data.ptr, source.size, self._types[source.dtype], other, stream)
 
 
 def _abort(comm: Any) -> None:
