@@ -13,7 +13,7 @@ from ..cpu import als
 from ..data.slabs import InMemory
 from ..native import _als
 from ..plan.types import Plan
-from .su_als import Worker
+from .su_als import WholeRows, Worker
 
 
 class CpuWorker(Worker):
@@ -48,17 +48,9 @@ class CpuWorker(Worker):
     def regression(self, plan: Plan) -> Callable[..., Regression]:
         return Regression
 
-    def whole(
-        self,
-        side: Side,
-        block: Any,
-        objective: Objective,
-        plan: Plan,
-        names: np.ndarray | None,
-        described: bool = False,
-        weights: np.ndarray | None = None,
-    ) -> Any:
+    def whole(self, rows: WholeRows) -> Any:
         """Half sweep over complete rows; slabs are read again in each half sweep."""
+        side, block, objective, plan, names, _, weights = rows
         if isinstance(block, InMemory):
             return als.HalfSweep(side, block.csr, objective, plan, names, weights)
         return als.StreamedHalf(side, block, objective, plan, names)

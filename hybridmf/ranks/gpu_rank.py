@@ -30,6 +30,7 @@ from ..plan.half_sweep import SYSTEMS_PER_ROW
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries
 from .group import open_rank
+from .su_als import WholeRows
 from .transport.communicator import Communicator
 
 MOST_SEGMENTS = 32
@@ -88,18 +89,9 @@ class GpuWorker:
         width = table_width(plan.rank, plan.dtype)
         return functools.partial(DeviceRegression, self.device, rank=plan.rank, width=width, dtype=plan.dtype)
 
-    def whole(
-        self,
-        side: Side,
-        block: Any,
-        objective: Objective,
-        plan: Plan,
-        names: np.ndarray | None,
-        described: bool = False,
-        weights: np.ndarray | None = None,
-    ) -> GpuHalf:
+    def whole(self, rows: WholeRows) -> GpuHalf:
         """The half sweep over complete rows, for the placement of ratings and factors in the plan."""
-        device = self.device
+        device, (side, block, objective, plan, names, described, weights) = self.device, rows
         # the start of conjugate gradients has the place in which `solve_rows` reads a pull
         apart = True if described and plan.solver == "cg" else None
         if plan.offloaded:

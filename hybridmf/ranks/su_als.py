@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -42,6 +42,18 @@ ROOM = 0.9
 
 Block: TypeAlias = Orientation | DeviceMatrix
 """Entries of a rank: those of its own rows, or of a group's rows."""
+
+
+class WholeRows(NamedTuple):
+    """The rows of a side that a rank solves alone."""
+
+    side: Side
+    block: Any  # a `Block`
+    objective: Objective
+    plan: Plan
+    names: np.ndarray | None  # number of each row in error messages; default: its position
+    described: bool = False  # whether rows have features, so that the half sweep may get their pull
+    weights: np.ndarray | None = None  # of explicit entries
 
 
 class Worker(Protocol):
@@ -73,20 +85,8 @@ class Worker(Protocol):
     def total(self, loss: float, unobserved: float, penalties: tuple[float, float]) -> float:
         """The objective from its parts, in the order in which the device's serving adds them."""
 
-    def whole(
-        self,
-        side: Side,
-        block: Block,
-        objective: Objective,
-        plan: Plan,
-        names: np.ndarray | None,
-        described: bool = False,
-        weights: np.ndarray | None = None,
-    ) -> Any:
-        """A half sweep over complete rows: `hybridmf.cpu.als.HalfSweep`, `hybridmf.gpu.half.GpuHalf`.
-
-        `described`: whether rows have features, so that its `steps` may get their pull. `weights`: of explicit entries.
-        """
+    def whole(self, rows: WholeRows) -> Any:
+        """A half sweep over complete rows: `hybridmf.cpu.als.HalfSweep`, `hybridmf.gpu.half.GpuHalf`."""
 
     def regression(self, plan: Plan) -> Callable[..., Regression]:
         """Makes the regression of own rows on features from the arguments of `Regression`."""
@@ -296,7 +296,8 @@ class RankALS(Alternating):
     def _half(self, side: Side, block: Block) -> Any:
         arguments, own = (side, block, self.objective, self.plan), self.names(side)
         if not self.splits_rows(side):
-            return self.worker.whole(*arguments, own, side in self.regressions, self._weights.get(side))
+            rows = WholeRows(*arguments, own, side in self.regressions, self._weights.get(side))
+            return self.worker.whole(rows)
         assert own is not None
         degrees, members, reduction = self.degrees[side], self._members[side], self._reductions[side]
         if members is not None and reduction.everything_here is not None:

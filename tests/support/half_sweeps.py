@@ -18,6 +18,7 @@ from hybridmf.plan.als_gpu import gpu_plan
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Settings
 from hybridmf.ranks.gpu_rank import GpuWorker
+from hybridmf.ranks.su_als import WholeRows
 from support import reference
 from support.ratings import planted
 
@@ -118,7 +119,7 @@ class Problem:
 
     def half(self, device, **changes) -> HalfSweep:
         plan = plan_on(device, self.objective, self.matrix, self.rank, self.dtype, **changes)
-        return GpuWorker(device).whole("user", InMemory(self.matrix), self.objective, plan, None)
+        return GpuWorker(device).whole(WholeRows("user", InMemory(self.matrix), self.objective, plan, None))
 
     def solve(self, device, start: Factors | None = None, **changes) -> Factors:
         half = self.half(device, **changes)
