@@ -31,6 +31,7 @@ from .model.fit import Fit, Options
 from .model.loop import Callback
 from .model.ranked import RankedRatings, aborting
 from .model.stopwatch import Stopwatch
+from .plan.dispatch import gpu_status
 from .ranks.shares import RankRatings, SharedEntries, StoredRatings
 from .ranks.transport.communicator import TIMEOUT
 from .ranks.transport.messages import MessageCommunicator, Transport, check_timeout
@@ -76,7 +77,6 @@ _inboxes: dict[str, Inbox] = {}
 
 
 def _receive(job: str, context: str, source: int, number: int, what: str, array: np.ndarray) -> str:
-    """Handle a message from another worker."""
     inbox = _inboxes.get(job)
     if inbox is None:
         return "gone"
@@ -278,7 +278,6 @@ def _rank_ratings(request: _FitRequest, chunks: list[Entries], labels: Any, stor
 def _run_rank(
     request: _FitRequest, rank: int, chunks: list[Entries], labels: Any, store: str | None, validation: Any
 ) -> Any:
-    """The task of one worker."""
     stopwatch = Stopwatch()
     worker, model = distributed.get_worker(), request.model
     transport = WorkerTransport(worker, request.job, rank, request.addresses, request.timeout)
@@ -462,12 +461,6 @@ def _by_worker(client: Any, addresses: Sequence[str], chunks: list[Any]) -> list
     return dealt
 
 
-def _has_gpu() -> bool:
-    from .plan.dispatch import gpu_status
-
-    return gpu_status()[0]
-
-
 def _device(client: Any, addresses: Sequence[str], model: Any) -> str:
     """Device of the ranks: dask-cuda makes each worker's own GPU its first one."""
     asked = model._settings().device
@@ -476,9 +469,8 @@ def _device(client: Any, addresses: Sequence[str], model: Any) -> str:
     if not isinstance(asked, str) or asked.startswith("cuda:"):
         names = asked if isinstance(asked, str) else list(asked)
         raise ValueError(f'device={names!r}: each worker has its own device; use "cuda", "cpu" or "auto"')
-    if asked == "cuda" or all(client.run(_has_gpu, workers=list(addresses)).values()):
-        return "cuda:0"
-    return "cpu"
+    with_gpu = asked == "cuda" or all(usable for usable, _ in client.run(gpu_status, workers=list(addresses)).values())
+    return "cuda:0" if with_gpu else "cpu"
 
 
 @contextlib.contextmanager
@@ -493,12 +485,7 @@ def _inboxes_on(client: Any, addresses: Sequence[str], job: str) -> Iterator[Non
 
 
 def _run(
-    client: Any,
-    request: _FitRequest,
-    chunks: list[list[Any]],
-    labels: Any,
-    store: str | None,
-    held_out: Any,
+    client: Any, request: _FitRequest, chunks: list[list[Any]], labels: Any, store: str | None, held_out: Any
 ) -> Any:
     """Run all ranks; the first failure stops them."""
     others = replace(request, options=request.options.on(1))
@@ -527,10 +514,8 @@ def _run(
         _stop(client, request, futures, lost or f"{type(failed[0]).__name__}: {failed[0]}")
         if lost:
             saved = request.options.checkpoint is not None
-            way_out = (
-                "start it again with resume_from= the folder of the checkpoints" if saved else "start the fit again"
-            )
-            raise CommunicatorError(f"{lost}; all ranks have stopped: {way_out}")
+            again = "start it again with resume_from= the folder of the checkpoints" if saved else "start the fit again"
+            raise CommunicatorError(f"{lost}; all ranks have stopped: {again}")
         errors = [future.exception() for future in futures if future.status == "error"]
         # CommunicatorErrors of other ranks only report the original one
         raise next((error for error in errors if not isinstance(error, CommunicatorError)), errors[0])

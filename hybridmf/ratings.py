@@ -859,8 +859,11 @@ def _from_file(name: str, options: FileOptions) -> Ratings:
         return _from_entries(_file_entries(name, head, format, options), options.duplicates)
     _refuse_columns(name, format, options)
     matrix, labels = (readers.read_npz if format == "npz" else readers.read_matrix_market)(name, head)
-    with readers.naming(name):
+    try:
         return _from_saved(matrix, labels, options.duplicates)
+    except (ValueError, TypeError) as error:
+        kind = DuplicateEntriesError if isinstance(error, DuplicateEntriesError) else RatingsError
+        raise kind(f"{name}: {error}") from error
 
 
 def _file_entries(name: str, head: bytes, format: str, options: FileOptions) -> Entries:
@@ -924,7 +927,6 @@ def _from_saved(matrix: Any, labels: dict[str, np.ndarray], duplicates: str) -> 
 
 
 def _refuse_columns(path: str, format: str, options: FileOptions) -> None:
-    """Reject column arguments for a file without columns."""
     timestamp = None if options.timestamp == AUTO else options.timestamp
     for argument, value in (("timestamp", timestamp), ("where", options.where), ("weight", options.weight)):
         if value is not None:

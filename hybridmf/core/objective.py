@@ -297,7 +297,6 @@ class Factors:
         return [self.matrix] if self.bias is None else [self.matrix, self.bias]
 
     def with_arrays(self, arrays: Sequence[Any]) -> Factors:
-        """Factors of the same kind made of other arrays."""
         return Factors(arrays[0], arrays[1] if len(arrays) > 1 else None)
 
     def take(self, rows: np.ndarray) -> Factors:

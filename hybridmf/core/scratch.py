@@ -107,7 +107,6 @@ def mapped(shape: tuple[int, ...], dtype: Any, folder: str) -> np.ndarray:
 
 
 def _reserve(handle: int, size: int) -> None:
-    """Reserve disk space for a whole file of zeros."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(handle, 0, size)
@@ -122,7 +121,6 @@ def _reserve(handle: int, size: int) -> None:
 
 
 def _refusal(error: Exception, folder: str, size: int) -> OSError:
-    """An error whose message contains a remedy."""
     code = getattr(error, "errno", None) or errno.EIO
     try:
         free = f"{mib(shutil.disk_usage(folder).free)} are free"

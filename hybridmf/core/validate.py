@@ -377,7 +377,6 @@ def check_axes(name: str, shape: tuple[int, int]) -> None:
 
 
 def check_memory(work: str, needed: int, way_out: str) -> None:
-    """Refuse work that takes more memory than is free."""
     free = available_memory()
     if free is not None and needed > free:
         raise MemoryBudgetError(

@@ -146,7 +146,6 @@ def log_columns(source: str, columns: Columns) -> None:
 
 
 def check_distinct_names(source: str, names: Iterable[Any]) -> None:
-    """Reject duplicate column names in tables that are read by name."""
     counts = Counter(names)
     again = [name for name, count in counts.items() if count > 1]
     if again:

@@ -304,7 +304,6 @@ def _taken(source: str, names: list[Any], place: int | None, columns: Any) -> li
 
 
 def _separators(source: str, names: list[Any], taken: list[Any], separator: Any) -> dict[Any, str]:
-    """Separator of each column that has one."""
     given = separator if isinstance(separator, Mapping) else dict.fromkeys(taken, separator)
     for name, text in given.items():
         if name not in taken:

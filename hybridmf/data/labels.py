@@ -309,7 +309,6 @@ def _spelling(label: Any) -> str:
 
 
 def _types_error(side: str, *two: tuple[str, np.ndarray, Any]) -> RatingsError:
-    """The error for labels of two sources, each with one of them."""
     plain = [label.item() if isinstance(label, np.generic) else label for _, _, label in two]
     kinds = [
         _type_of(label) if ids.dtype == object else label_kind(ids)

@@ -49,7 +49,6 @@ class Lines:
         self.start()
 
     def start(self) -> None:
-        """Begin a new record."""
         self.number, self.text = 0, ""
 
     def __iter__(self) -> Lines:

@@ -152,7 +152,6 @@ def _require(sound: bool, problem: str) -> None:
 
 
 def _keys(name: str, found: Any, needed: set[str], allowed: frozenset[str] = frozenset()) -> None:
-    """Check for an object with these keys."""
     _require(isinstance(found, dict), f"{name} is a {type(found).__name__}, expected an object")
     missing, unknown = sorted(needed - found.keys()), sorted(found.keys() - needed - allowed)
     _require(not missing, f"{name} lacks {', '.join(missing[:3])}")

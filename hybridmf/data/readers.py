@@ -27,7 +27,7 @@ from ..core.files import TEMPORARY, open_bytes, reading
 from ..core.frames import import_before_arrow
 from ..core.triplets import frame_names
 from ..core.validate import ROW_BYTES, check_memory
-from ..errors import DuplicateEntriesError, HybridMFError, RatingsError
+from ..errors import HybridMFError, RatingsError
 from . import arrow_text
 from .columns import AUTO, Columns, check_distinct_names, column_place, log_columns, resolve_columns
 from .labels import (
@@ -640,13 +640,3 @@ def file_columns(path: str, options: FileOptions) -> Columns | None:
         names = _json_lines(path).column_names
         return resolve_columns(path, names, len(names), *options.selectors, by_place=False)
     return None if format in ("npz", "mtx", "lists") else find_layout(path, head, options).columns
-
-
-@contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Prefix error messages about a matrix with the path that it was read from."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        kind = DuplicateEntriesError if isinstance(error, DuplicateEntriesError) else RatingsError
-        raise kind(f"{path}: {error}") from error

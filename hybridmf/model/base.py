@@ -316,7 +316,6 @@ class FactorModel(ServingMixin):
         _io.save_model(path, metadata, tensors | _io.state_tensors(learned.state))
 
     def _restore(self, content: _io.ModelFile) -> Any:
-        """Restore the state from a model file."""
         shape = (len(content.state.user), len(content.state.item))
         objective, settings = content.objective(self._objective().for_shape(shape)), self._settings()
         plan = plan_to_serve(objective, settings, shape, int(content.summary.get("nnz", 0)))
@@ -332,7 +331,6 @@ def _one_or_pair(values: PerSide) -> float | tuple[float, float]:
 
 
 def check_model(model: Any, example: str = "ImplicitALS") -> None:
-    """Refuse objects other than estimators."""
     if not isinstance(model, FactorModel):
         hint = f"; make one: {model.__name__}()" if isinstance(model, type) else ""
         raise TypeError(f"model must be an estimator such as {example}(factors=64), got {model!r}{hint}")

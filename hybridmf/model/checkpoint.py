@@ -257,7 +257,6 @@ class Writer:
             self._error = error
 
     def _newest_said(self) -> str:
-        """Describe the newest checkpoint to resume from."""
         if not self._written:
             return "there is none yet"
         if self._newest is not None and not self._newest.exists():

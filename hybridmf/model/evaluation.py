@@ -138,8 +138,9 @@ class Evaluation(dict[str, float]):
 
     def _order_in(self, other: Evaluation) -> np.ndarray | None:
         """Place of each user in another evaluation; None unless it has the same users with as many entries."""
-        labelled = self.user_ids is not None and other.user_ids is not None
-        ours, theirs = (self.user_ids, other.user_ids) if labelled else (self.users, other.users)
+        ours, theirs = self.users, other.users
+        if self.user_ids is not None and other.user_ids is not None:
+            ours, theirs = self.user_ids, other.user_ids
         order = places_among(theirs, ours)
         same = (
             len(theirs) == len(ours) and np.all(order >= 0) and np.array_equal(self.n_entries, other.n_entries[order])
@@ -289,7 +290,6 @@ def _resampled(sums: np.ndarray, n_resamples: int, generator: np.random.Generato
 
 
 def as_evaluation(values: Mapping[str, float], **attributes: Any) -> Evaluation:
-    """An `Evaluation` with its attributes."""
     found = Evaluation(values)
     vars(found).update({"apart": Parts()} | attributes)
     return found

@@ -235,7 +235,6 @@ def _checksums(metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> dict
 
 
 def _all_finite(array: np.ndarray) -> bool:
-    """Whether all values are finite; integers always are."""
     if array.dtype.kind != "f":
         return True
     return all(bool(np.isfinite(array[k : k + CHECKED_ROWS]).all()) for k in range(0, len(array), CHECKED_ROWS))

@@ -217,7 +217,6 @@ class Fit:
         return resumed, data
 
     def _learner(self, plan: Plan) -> Callable[[State], Learned]:
-        """Function from a state to `Learned`."""
         source, objective = self.source, self.objective
         user_ids, item_ids = source.labels or (None, None)
         learn = functools.partial(
@@ -237,7 +236,6 @@ class Fit:
         return lambda state: learn(state, **kept())
 
     def _features(self) -> dict[str, Any]:
-        """Features that the model keeps."""
         source, found = self.source, {}
         for side, features in source.features.items():
             described = np.diff(features.matrix.indptr) > 0

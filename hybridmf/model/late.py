@@ -39,7 +39,6 @@ class LateMatrix:
         self._check: Future[tuple[sp.csr_array, sp.csr_array]] | None = None
 
     def begin(self) -> Future[tuple[sp.csr_array, sp.csr_array]]:
-        """Start the thread, if it has not started."""
         if self._check is None:
             threads = ThreadPoolExecutor(1, thread_name_prefix="hybridmf-check")
             self._check = threads.submit(_checked, self._given, self._name)

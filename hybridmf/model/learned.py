@@ -27,7 +27,6 @@ class Labelled:
     derived: dict[Any, Any]
 
     def count(self, side: Side) -> int:
-        """Number of users or items."""
         raise NotImplementedError
 
     def entries(self, given: Any, name: str, *, repeats: bool = False) -> sp.csr_array:
@@ -128,7 +127,6 @@ class Learned(Labelled):
         return self.cached(("solved", side), make)
 
     def seen_matrix(self) -> sp.csr_array | None:
-        """`seen` in memory."""
         return self.seen.load() if isinstance(self.seen, StoredSeen) else self.seen
 
     def is_training_data(self, matrix: sp.csr_array) -> bool:

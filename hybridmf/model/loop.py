@@ -193,7 +193,6 @@ class FitLoop:
         return bool(agreed(self.communicator, ends))
 
     def _restore_best(self, watch: Watch) -> None:
-        """Give the model the factors of the best iteration."""
         if watch.learned is not None and watch.iteration < self.completed:
             logger.info(
                 "factors of iteration %d of %d: %s %.5g", watch.iteration, self.completed, watch.metric, watch.value
@@ -255,12 +254,18 @@ class FitLoop:
         if self.stale:
             self._update_model(on_host=on_host)
         if self.learned is not None and not self.options.on_device:
-            with self.model._lock:  # an update by another thread, or by the callback, stays
-                if self.model._learned is self.learned:
-                    self.learned = replace(self.learned, state=self.learned.state.on_host())
-                    self.model._learn(self.learned)
+            self._to_host(self.learned)
         if self.writer is not None and self.learned is not None and not self.partial:
             self.writer.finish(self.model)
+
+    def _to_host(self, learned: Learned) -> bool:
+        """Bring the factors of the model to the host, unless another thread, or the callback, has given it others."""
+        with self.model._lock:
+            if self.model._learned is not learned:
+                return False
+            self.learned = replace(learned, state=learned.state.on_host())
+            self.model._learn(self.learned)
+            return True
 
     # ------------------------------------------------------------------------------------------------ failures
 
@@ -295,7 +300,6 @@ class FitLoop:
             logger.log(level, "%s. %s", why, kept)
 
     def _work(self) -> str:
-        """The work of the solver, for messages."""
         side = getattr(self.solver, "solving", None)
         return self.work if side is None else f"the {side} factors of {self.work}"
 
@@ -304,14 +308,12 @@ class FitLoop:
         if self.learned is None:
             return AS_BEFORE
         with self.model._lock:
-            if self.model._learned is not self.learned:
-                return "The model is as the callback left it"
             try:
-                self.learned = replace(self.learned, state=self.learned.state.on_host())
+                if not self._to_host(self.learned):
+                    return "The model is as the callback left it"
             except DeviceError:
                 self.model._forget()
                 return "The model is not fitted: no factors of this fit are on the host"
-            self.model._learn(self.learned)
         return f"The model has the factors of iteration {self.learned.n_iter}, which were on the host"
 
 

@@ -271,7 +271,6 @@ class PopularityRecommender:
 
 
 def union(left: sp.csr_array, right: sp.csr_array) -> sp.csr_array:
-    """All entries of both matrices."""
     rows = np.concatenate([entry_rows(part) for part in (left, right)])
     columns = np.concatenate([part.indices for part in (left, right)])
     return from_triplets(rows, columns, np.ones(len(rows)), left.shape, duplicates="first")

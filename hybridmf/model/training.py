@@ -216,7 +216,6 @@ class LocalRatings:
 
     @property
     def nnz(self) -> int:
-        """Number of entries."""
         return int(self.entries.nnz)
 
     @property

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..core.objective import SIDES, Side
 from ..data.align import Labels, positions_in
+from ..data.labels import some
 from ..errors import RatingsError
 from .learned import Learned
 
@@ -35,10 +36,9 @@ def factors_from(
         places = positions_in(side, own, known.labels(side), counts, "user_items", "the model given as init")
         strangers = np.flatnonzero(places < 0)
         if side == frozen and len(strangers):
-            some = strangers[:3].tolist() if own is None else own[strangers[:3]].tolist()
             raise RatingsError(
                 f"freeze={side!r} needs factors of every {side}, and init has none of {len(strangers)} of {count} "
-                f"({', '.join(map(repr, some))}{', ...' if len(strangers) > 3 else ''}); leave them out of the ratings"
+                f"({some(strangers if own is None else own[strangers])}); leave them out of the ratings"
             )
         blank = np.zeros(len(theirs), bool)
         blank[theirs.blank_rows()] = side != frozen
