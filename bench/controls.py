@@ -374,8 +374,12 @@ def _draw(shape: str, folder: Path) -> None:
     """Ratings of a shape to a folder, unless they are there."""
     import paper_common
 
-    if not Path(f"{folder / shape}-item-shape.npy").exists():  # written last
+    if not _is_drawn(shape, folder):
         save(paper_common.draw(shape), folder / shape)
+
+
+def _is_drawn(shape: str, folder: Path) -> bool:
+    return Path(f"{folder / shape}-item-shape.npy").exists()  # written last
 
 
 def save(matrix: sp.csr_array, prefix: Path) -> None:
@@ -568,8 +572,10 @@ def run_parts(tree: Path, parts: Sequence[str], folder: Path, budget: float) -> 
 
 def draw(shapes: Iterable[str], folder: Path) -> None:
     """Ratings of shapes to a folder, in a process that ends and gives back the memory of the GPU."""
-    options = [f"--draw={shape}" for shape in dict.fromkeys(shapes)]
-    subprocess.run([sys.executable, __file__, *options, "--folder", str(folder)], check=True)
+    missing = [shape for shape in dict.fromkeys(shapes) if not _is_drawn(shape, folder)]
+    options = [f"--draw={shape}" for shape in missing]
+    if missing:
+        subprocess.run([sys.executable, __file__, *options, "--folder", str(folder)], check=True)
 
 
 def _case(runs: dict[tuple[str, int], dict[str, list[Result]]], each: tuple[str, int]) -> Result:
