@@ -154,12 +154,7 @@ def faiss_index(
 
 
 def usearch_index(
-    model: ServingMixin,
-    *,
-    neighbors: int = 32,
-    construction: int = 200,
-    search: int = 200,
-    num_threads: int = 0,
+    model: ServingMixin, *, neighbors: int = 32, construction: int = 200, search: int = 200, num_threads: int = 0
 ) -> AnnIndex:
     """An HNSW index of usearch over the items.
 

@@ -274,7 +274,6 @@ class Comparison:
         return left_out + [f"DISAGREEMENT: {each}" for each in self.disagreements]
 
     def _tables(self) -> list[tuple[Table, str]]:
-        """Each table and its legend."""
         scores = [] if self.baseline is None else [(self._held_out(self.baseline), LEGEND_OF_SCORES)]
         return [(self._speeds(), LEGEND), *scores, (self._phases(), LEGEND_OF_PHASES)]
 

@@ -852,7 +852,6 @@ def _refuse_other_users(models: Mapping[str, Any]) -> None:
 
 
 def _with_shape(name: str, given: Any) -> Any:
-    """Ratings, or a matrix."""
     return as_csr(given, name=name) if labels_of(given) is None else given
 
 
@@ -1058,7 +1057,6 @@ def _evaluate_rankings(
 
 
 def _own_values(name: str, metric: Metric, rankings: np.ndarray, relevant: sp.csr_array) -> np.ndarray:
-    """The values of the caller's function."""
     values = np.asarray(metric(rankings, relevant), dtype=np.float64)
     if values.shape != rankings.shape[:1]:
         raise ValueError(

@@ -533,8 +533,7 @@ class Ratings:
         self, test_size: float | int = 0.1, random_state: Any = None, *, by: str = "random"
     ) -> tuple[Ratings, Ratings]:
         """(train, test); see `hybridmf.split`."""
-        train, test = split(self, test_size, random_state, by=by)
-        return train, test
+        return split(self, test_size, random_state, by=by)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write matrix and labels to one .npz file; `from_file` reads both, ``scipy.sparse.load_npz`` the matrix.
@@ -552,13 +551,9 @@ class Ratings:
         matrix = self.user_items
         content = {"format": np.array(b"csr"), "shape": np.array(matrix.shape), "_is_array": np.array(True)}
         content |= {"indptr": matrix.indptr, "indices": matrix.indices, "data": matrix.data}
-        for name, labels in (("user_ids", self.user_ids), ("item_ids", self.item_ids)):
-            if labels is not None:
-                content[name] = storable(name, labels)
-        if self.timestamps is not None:
-            content["timestamps"] = self.timestamps
-        if self.weights is not None:
-            content["weights"] = self.weights
+        for name in readers.NPZ_LABELS:
+            if (array := getattr(self, name)) is not None:
+                content[name] = storable(name, array)
         write_atomically(os.fsdecode(path), lambda stream: np.savez(stream, **cast(Any, content)))
 
     def _of(
@@ -574,10 +569,10 @@ class Ratings:
             self.user_ids if user_ids is None else user_ids,
             self.item_ids if item_ids is None else item_ids,
         )
-        ratings.timestamps, ratings.weights, ratings.frame_kind = self.timestamps, self.weights, self.frame_kind
-        if entries is not None:
-            ratings.timestamps = None if self.timestamps is None else self.timestamps[entries]
-            ratings.weights = None if self.weights is None else self.weights[entries]
+        ratings.frame_kind = self.frame_kind
+        for name in ("timestamps", "weights"):
+            known = getattr(self, name)
+            setattr(ratings, name, known if known is None or entries is None else known[entries])
         return ratings
 
     def _keep(self, mask: np.ndarray) -> Ratings:

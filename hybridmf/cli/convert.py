@@ -180,7 +180,7 @@ def _write_csv_ratings(stream: BinaryIO, ratings: Ratings) -> None:
     text.write("user,item,rating\n" if times is None else "user,item,rating,timestamp\n")
     # Quoting all text keeps a label such as "#1 fan" from being read as a comment.
     writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-    users, items = names_of(ratings.user_ids, ratings.n_users), names_of(ratings.item_ids, ratings.n_items)
+    users, items = names_of(ratings, "user"), names_of(ratings, "item")
     matrix = ratings.user_items
     for position, user in enumerate(users):
         row = slice(matrix.indptr[position], matrix.indptr[position + 1])

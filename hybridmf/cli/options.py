@@ -129,13 +129,11 @@ def check_plot(context: click.Context, parameter: click.Parameter, path: str | N
 
 
 def plot_option(text: str) -> Callable[..., Any]:
-    """``--plot FILE``, validated immediately."""
     kind = click.Path(dir_okay=False, writable=True)
     return click.option("--plot", type=kind, callback=check_plot, help=f"{text} (needs matplotlib).")
 
 
 def share_or_number(name: str, value: float) -> float | int:
-    """A share below 1, or a whole number."""
     if value >= 1 and not float(value).is_integer():
         raise click.UsageError(f"{name} must be a share below 1 or a whole number, got {value:g}")
     return int(value) if value >= 1 else value

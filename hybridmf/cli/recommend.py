@@ -112,8 +112,7 @@ def command(options: Options) -> None:
 
 def find_rows(model: Any, side: Side, labels: Iterable[str]) -> np.ndarray:
     """Positions of users or items given as text, which stands for the label that is written so."""
-    ids, count = (model.user_ids, model.n_users) if side == "user" else (model.item_ids, model.n_items)
-    names = names_of(ids, count)
+    ids, names = getattr(model, f"{side}_ids"), names_of(model, side)
     table: dict[str, int] = {}
     several = {str(name) for position, name in enumerate(names) if table.setdefault(str(name), position) != position}
     unknown = [label for label in labels if label not in table]
@@ -132,7 +131,7 @@ def find_rows(model: Any, side: Side, labels: Iterable[str]) -> np.ndarray:
 
 def unknown_of(model: Any, users: tuple[str, ...]) -> list[str]:
     """Users given as text that the model does not have, which are reported."""
-    known = set(map(str, names_of(model.user_ids, model.n_users)))
+    known = set(map(str, names_of(model, "user")))
     strangers = [user for user in users if user not in known]
     if strangers:
         logger.warning("%d of %d users are unknown to the model, such as %s", len(strangers), len(users), strangers[0])
@@ -141,38 +140,35 @@ def unknown_of(model: Any, users: tuple[str, ...]) -> list[str]:
 
 def most_popular(model: Any, count: int) -> list[tuple[Any, float]]:
     """What a cold user gets: items by label with their scores."""
-    names = names_of(model.item_ids_, model.n_items)
+    names = names_of(model, "item")
     ids, scores = model.recommend_new([{}], N=count)
     return [(names[item], score) for item, score in zip(ids[0].tolist(), scores[0].tolist(), strict=True) if item >= 0]
 
 
 def seen_matrix(model: Any, ratings: Ratings, source: str) -> sp.csr_array:
     """Bring `ratings` to the positions of `model` by labels as text: csr_array, shape (n_users, n_items)."""
-    labels = zip((model.user_ids_, model.item_ids_), (ratings.user_ids, ratings.item_ids), strict=True)
     have, want = [], []
-    for side, (ours, theirs), n_ours, n_theirs in zip(
-        SIDES, labels, (model.n_users, model.n_items), ratings.shape, strict=True
-    ):
+    for side in SIDES:
+        ours, theirs = getattr(model, f"{side}_ids"), getattr(ratings, f"{side}_ids")
         if ours is not None and theirs is not None and "U" not in ours.dtype.kind + theirs.dtype.kind:
             check_label_types(side, ("the model", ours), (source, theirs))  # all text stands for what is written so
-        have.append(_as_text(theirs, ours, n_theirs))
-        want.append(_as_text(ours, theirs, n_ours))
-    matrix, _ = align(ratings.user_items, (have[0], have[1]), (want[0], want[1]), name=source, unknown="drop")
-    return matrix
+        have.append(_as_text(ratings, model, side))
+        want.append(_as_text(model, ratings, side))
+    return align(ratings.user_items, (have[0], have[1]), (want[0], want[1]), name=source, unknown="drop")[0]
 
 
-def _as_text(ids: np.ndarray | None, others: np.ndarray | None, count: int) -> np.ndarray | None:
+def _as_text(owner: Any, other: Any, side: Side) -> np.ndarray | None:
     """Labels as text, whatever types two files gave them; positions where neither side has labels."""
-    if ids is None and others is not None:
+    if getattr(owner, f"{side}_ids") is None and getattr(other, f"{side}_ids") is not None:
         return None
-    return np.array([str(name) for name in names_of(ids, count)], dtype=object)
+    return np.array(list(map(str, names_of(owner, side))), dtype=object)
 
 
 def recommendations(
     model: Any, positions: np.ndarray, count: int, seen: sp.csr_array | None, which: dict[str, Any]
 ) -> Recommendations:
     """Best items of each user, in blocks of users, by label; `which` items, as arguments of `recommend`."""
-    user_names, item_names = names_of(model.user_ids_, model.n_users), names_of(model.item_ids_, model.n_items)
+    user_names, item_names = names_of(model, "user"), names_of(model, "item")
     for start in range(0, len(positions), BLOCK_USERS):
         block = positions[start : start + BLOCK_USERS]
         rows = None if seen is None else seen[block]

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, TextIO
 import numpy as np
 
 from ..core.files import write_atomically
+from ..core.objective import SIDES, Side
 from ..core.table import format_table
 from ..data.store import Store
 from ..plots import entry_counts
@@ -59,7 +60,6 @@ def _degrees(degrees: np.ndarray) -> dict[str, float] | None:
 
 
 def facts_text(facts: dict[str, Any]) -> str:
-    """`ratings_facts` in two columns."""
     shown = {
         "users": f"{facts['users']:,}, {label_text(facts['user_labels'])}",
         "items": f"{facts['items']:,}, {label_text(facts['item_labels'])}",
@@ -70,7 +70,7 @@ def facts_text(facts: dict[str, Any]) -> str:
         shown = {"columns": facts["columns"]} | shown
     if "values" in facts:
         shown["values"] = "{min:g} to {max:g}, mean {mean:.4g}".format(**facts["values"])
-    for name in ("user", "item"):
+    for name in SIDES:
         degrees = facts[f"ratings_per_{name}"]
         text = "min {min:,}, median {median:,g}, mean {mean:,.1f}, max {max:,}; {empty:,} empty"
         shown[f"ratings per {name}"] = "none" if degrees is None else text.format(**degrees)
@@ -85,9 +85,10 @@ def label_text(ids: Sequence[Any] | None) -> str:
     return "positions" if ids is None else f"labels such as {', '.join(map(str, ids[:3]))}"
 
 
-def names_of(ids: np.ndarray | None, count: int) -> list[Any]:
-    """Labels as Python objects; positions where there are none."""
-    return list(range(count)) if ids is None else ids.tolist()
+def names_of(owner: Any, side: Side) -> list[Any]:
+    """Labels of a side of ratings or of a model as Python objects; positions where there are none."""
+    ids = getattr(owner, f"{side}_ids")
+    return list(range(getattr(owner, f"n_{side}s"))) if ids is None else ids.tolist()
 
 
 def file_size(path: str) -> str:
@@ -127,7 +128,6 @@ def answer_table(answer: Answer, of: str, columns: tuple[str, str], titles: dict
 
 
 def answer_entries(answer: Answer, columns: tuple[str, str], titles: dict[str, str] | None) -> list[dict[str, Any]]:
-    """What was found, for JSON."""
     entries: list[dict[str, Any]] = [
         dict(zip(columns, (o, float(f"{score:.7g}")), strict=True)) for o, score in answer[1]
     ]

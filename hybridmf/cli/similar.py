@@ -44,8 +44,7 @@ def command(options: Options) -> None:
         as_json = (output or "").lower().endswith(".json")
     model = load(options.model_file)
     side: Side = "item" if items else "user"
-    names = names_of(model.item_ids, model.n_items) if items else names_of(model.user_ids, model.n_users)
-    rows = find_rows(model, side, items or users)
+    names, rows = names_of(model, side), find_rows(model, side, items or users)
     find = model.similar_items if items else model.similar_users
     found, scores = find(rows, check_int("-N", options.count, 1))
     titles = titles_of(model, options)

@@ -110,7 +110,6 @@ READING = {"Reading": ("where", *RATINGS_OPTIONS)}
 
 
 def ratings_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that say how a ratings file is to be read."""
     options = [
         click.option(
             "--header/--no-header" if name == "header" else f"--{name}",

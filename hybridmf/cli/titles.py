@@ -29,7 +29,7 @@ def titles_of(model: Any, options: Options) -> dict[str, str] | None:
     if options.titles_file is None:
         return None
     titles = read_titles(options.titles_file, spelled_separator(options.titles_separator), options.titles_encoding)
-    names = names_of(model.item_ids_, model.n_items)
+    names = names_of(model, "item")
     if not any(str(name) in titles for name in names):
         click.echo(
             f"Warning: none of the ids in {options.titles_file} is an item of the model, such as {names[0]}; "

@@ -103,7 +103,6 @@ def _run_tuning(options: Options) -> None:
 
 
 def _ranks(text: str) -> list[int]:
-    """Numbers with commas between."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

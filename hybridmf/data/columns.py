@@ -111,7 +111,6 @@ def resolve_columns(
 def column_place(
     argument: str, source: str, names: Sequence[Any] | None, n_fields: int, selector: Any, hint: str = ""
 ) -> int:
-    """Position of a column that an argument gives by name or number."""
     listed, one = list(names or ()), argument != "where"  # which may name several columns
     given = f"{argument}={selector!r}" if one else "where="
     if listed.count(selector) > 1:

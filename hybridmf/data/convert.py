@@ -39,15 +39,7 @@ from ..core.files import ABANDONED, TEMPORARY, lock, open_bytes, reading, remove
 from ..core.objective import SIDES, Side
 from ..core.sparse import ValueSummary, entry_rows, stacked, transposed, without_zeros
 from ..core.system import parse_bytes
-from ..core.validate import (
-    MAX_AXIS,
-    as_csr,
-    check_bool,
-    check_path,
-    from_triplets,
-    make_csr,
-    repeats,
-)
+from ..core.validate import MAX_AXIS, as_csr, check_bool, check_path, from_triplets, make_csr, repeats
 from ..errors import DuplicateEntriesError, RatingsError
 from ..ratings import Ratings
 from . import arrow_text
@@ -312,7 +304,6 @@ class _Folder:
         return make_csr(indptr, indices, values, (len(indptr) - 1, n_fixed))
 
     def finish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, and remove the work files."""
         manifest = {"format": FORMAT, "version": VERSION, "dtype": "float32"} | manifest | {"files": self.files}
         manifest["checksum"] = seal(json.loads(json.dumps(manifest)))
         shutil.rmtree(self.work, ignore_errors=True)
@@ -742,7 +733,6 @@ class _Streamed:
 
     @property
     def _differ(self) -> bool:
-        """Whether the source has different values."""
         values = np.memmap(self.work / "values.bin", np.float64, "r")
         return bool(values.min() != values.max())
 

@@ -371,7 +371,6 @@ class _Values:
         return Column(str(self.name), kind, separator)
 
     def _kind_of_objects(self) -> str:
-        """Kind of Python objects, which have to agree."""
         kinds = {_kind_of(each) for each, absent in zip(self.given, self.absent, strict=True) if not absent}
         if not kinds:
             return "category"
@@ -426,7 +425,6 @@ def _is_absent(value: Any) -> bool:
 
 
 def _kind_of(value: Any) -> str:
-    """Kind of a Python object, or the name of its type."""
     if isinstance(value, (bool, np.bool_)):
         return "boolean"
     if isinstance(value, str):
@@ -546,7 +544,6 @@ def _joined(
 
 
 def check_finite(name: str, values: np.ndarray) -> None:
-    """Refuse values that are no finite float32 numbers."""
     bad = ~(np.abs(values.astype(np.float64)) <= np.finfo(np.float32).max)
     if bad.any():
         first = np.unravel_index(int(np.argmax(bad)), values.shape)

@@ -254,12 +254,8 @@ class Features:
 
     def coding(self) -> dict[str, Any]:
         """Names, columns, shift and scale in types of JSON: what `encode` needs, without the rows."""
-        return {
-            "names": self.names,
-            "columns": self.columns,
-            "shift": self.shift.tolist(),
-            "scale": self.scale.tolist(),
-        }
+        scaling = {"shift": self.shift.tolist(), "scale": self.scale.tolist()}
+        return {"names": self.names, "columns": self.columns} | scaling
 
     @classmethod
     def from_coding(cls, coding: Mapping[str, Any]) -> Features:

@@ -73,18 +73,12 @@ class Entries:
         users, user_ids = _used(self.users[kept], self.user_ids)
         items, item_ids = _used(self.items[kept], self.item_ids)
         shape = [size if ids is None else len(ids) for size, ids in zip(self.shape, (user_ids, item_ids), strict=True)]
+        times, weights = (None if each is None else each[kept] for each in (self.times, self.weights))
         return replace(
-            self,
-            users=users,
-            items=items,
-            values=self.values[kept],
-            user_ids=user_ids,
-            item_ids=item_ids,
-            shape=(shape[0], shape[1]),
+            self, users=users, items=items, values=self.values[kept], user_ids=user_ids, item_ids=item_ids,
+            shape=(shape[0], shape[1]), times=times, weights=weights,
             where=lambda first, second: self.where(int(kept[first]), int(kept[second])),
-            times=None if self.times is None else self.times[kept],
-            weights=None if self.weights is None else self.weights[kept],
-        )
+        )  # fmt: skip
 
     def without_missing(self, missing: str) -> Entries:
         """Entries with ids that are no `MISSING_WORDS`; under "keep", all."""

@@ -171,7 +171,6 @@ def _count(name: str, found: Any, most: int, least: int = 0) -> int:
 
 
 def _real(name: str, found: Any, most: float = MAX_VALUE) -> float:
-    """Check for a finite number of at most this magnitude."""
     sound = type(found) in (int, float) and -most <= found <= most
     _require(sound, f"{name} has {str(found)[:40]}, expected a number of magnitude {most:g} at most")
     return float(found)

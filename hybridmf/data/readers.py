@@ -597,7 +597,6 @@ def check_market_rows(path: str, header: MarketHeader) -> None:
 
 
 def read_matrix_market(path: str, head: bytes) -> tuple[Any, Labels]:
-    """Matrix of a MatrixMarket file, which has no labels."""
     if not head.startswith(b"%%MatrixMarket"):
         raise RatingsError(f"{path} is no MatrixMarket file: line 1 must start with %%MatrixMarket, got {head[:40]!r}")
     if b"complex" in head.split(b"\n", 1)[0].lower():

@@ -478,7 +478,6 @@ class StoreMatrix(Orientation):
 
     @property
     def largest_slab(self) -> int:
-        """Entries of the largest slab of either side."""
         sides = [self, self.transposed()]
         return max(int(slab_entries(each.bounds, each.degrees).max(initial=0)) for each in sides)
 

@@ -60,7 +60,6 @@ class Films:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(n_users, n_items)."""
         return len(self.liked_genres), len(self.titles)
 
     def ratings(self) -> Ratings:
