@@ -19,7 +19,7 @@ from ..device.cuda import Array, Device, Kernel
 from ..errors import DeviceMemoryError
 from ..plan import ccd
 from ..plan.assemblies import WARP
-from ..plan.ccd import QUAD, VECTORS, CcdConfig, RankOneSolver, non_finite, padded
+from ..plan.ccd import QUAD, VECTORS, CcdConfig, RankOneSolver, non_finite
 from ..plan.fused import table_width
 from ..plan.types import Plan
 from . import arrays
@@ -310,7 +310,7 @@ def rank_one(
         return
     device, real, (subtracted, added, regressor) = entries.device, entries.dtype, fixed
     lengths = {"solved": (solved, entries.n_rows), "fixed": (regressor, entries.n_fixed)}
-    check_all(device, **{name: (array, real, (padded(n, real),)) for name, (array, n) in lengths.items()})
+    check_all(device, **{name: (array, real, (table_width(n, real),)) for name, (array, n) in lengths.items()})
     config = entries.config
     gathered, shared = (subtracted, added, regressor), vectors * config.tile * real.itemsize
     if not config.staged:
@@ -442,7 +442,7 @@ class GpuCCD(RankOneSolver):
         """Coordinates by column; rows without entries are zero in all of them."""
         entries, factors, held = self.entries[side], self.plan.factors, self._held(side)
         first, n = len(self.biases), entries.n_rows
-        out = self.device.zeros((first + factors + 1, padded(n, entries.dtype)), entries.dtype)
+        out = self.device.zeros((first + factors + 1, table_width(n, entries.dtype)), entries.dtype)
         for column, biased in enumerate(self.biases):
             if biased == side:
                 arrays.copy(self.device, out[1 + column, :n], held.device_bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import Factors, Objective, Side, State
+from ..core.objective import SIDES, Factors, Objective, Side, State
 from ..core.sparse import RowColumns
 from ..device.cuda import Array, Device
 from ..plan import fused
@@ -13,7 +13,7 @@ from ..plan.als import for_fold_in
 from ..plan.types import Plan
 from . import factors as tables
 from . import topk
-from .half import HalfSweep, objective_value
+from .half import HalfSweep
 
 
 class GpuEngine:
@@ -70,6 +70,15 @@ class GpuEngine:
         return half.solve(gram[0], mean, gram=gram[1], pull=self.device.upload(table)).on_host()
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
-        half = HalfSweep(self.device, "user", matrix, objective, for_fold_in(self.plan))
-        item_degrees = np.bincount(matrix.indices, minlength=matrix.shape[1])
-        return objective_value(half, self._table(state.user), self._table(state.item), state.mean, item_degrees)
+        device, unobserved = self.device, 0.0
+        half = HalfSweep(device, "user", matrix, objective, for_fold_in(self.plan))
+        both = users, items = self._table(state.user), self._table(state.item)
+        with device.active():
+            total = float(half.losses(users, items, state.mean).sum())
+            if objective.is_implicit:
+                grams = [factors.exact_gram(device) for factors in both]
+                unobserved = objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
+            degrees = (half.degrees, np.bincount(matrix.indices, minlength=matrix.shape[1]))
+            rows = zip(SIDES, both, degrees, strict=True)
+            penalties = [factors.penalty(device, objective, side, each) for side, factors, each in rows]
+            return total + (unobserved + sum(penalties))

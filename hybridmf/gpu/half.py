@@ -598,16 +598,3 @@ def row_segments(device: Device, indptr: np.ndarray) -> Array:
     segmented = SegmentedRows.cut(indptr, np.flatnonzero(np.diff(indptr)), PREDICTED_ROWS)
     owners = np.repeat(segmented.rows, np.diff(segmented.slots))
     return device.upload(np.column_stack((owners, segmented.segments[:, 1:])).astype(np.int64))
-
-
-def objective_value(half: Any, users: GpuFactors, items: GpuFactors, mean: float, item_degrees: np.ndarray) -> float:
-    """The objective at O(nnz f + (m + n) f^2), losses and sums in float64; `half` is the users' half sweep."""
-    device, objective, both = half.device, half.objective, (users, items)
-    with device.active():
-        total = float(half.losses(users, items, mean).sum())
-        grams = [factors.exact_gram(device) for factors in both] if objective.is_implicit else []
-        degrees = (half.degrees, item_degrees)
-        rows = zip(SIDES, both, degrees, strict=True)
-        penalties = [factors.penalty(device, objective, side, each) for side, factors, each in rows]
-        unobserved = objective.unobserved_weight * float(np.sum(grams[0] * grams[1])) if grams else 0.0
-        return total + (unobserved + sum(penalties))

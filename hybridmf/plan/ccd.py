@@ -287,11 +287,6 @@ def _gathering_blocks(vectors: int, dtype: Any) -> int:
     return 3 if np.dtype(dtype).itemsize == 4 and vectors < 3 else 2
 
 
-def padded(n: int, dtype: Any) -> int:
-    """Elements of a vector of `n` coordinates, padded to a multiple of 16 bytes."""
-    return table_width(n, dtype)
-
-
 def memory_bytes(
     n_users: int, n_items: int, nnz: int, factors: int, dtype: Any, spec: DeviceSpec, biases: bool = False
 ) -> dict[str, int]:
@@ -314,7 +309,7 @@ def memory_bytes(
         sizes["pieces"] += min(n_rows, pieces) * 16 + (1 + biases) * n_rows * itemsize
         sizes["pieces"] += 0 if config.staged else (n_fixed + 1) * 4 * itemsize
     # old and new tables and biases; columns, of which biases take two, and a spare one
-    rows = padded(n_users, dtype) + padded(n_items, dtype)
+    rows = table_width(n_users, dtype) + table_width(n_items, dtype)
     width = table_width(factors + biases, dtype)
     sizes["factors"] = rows * (2 * (width + biases) + factors + 2 * biases + 1) * itemsize
     # some entries in their original order, and their destinations, while the second side is laid out

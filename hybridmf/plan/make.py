@@ -147,7 +147,7 @@ def plan_for(
     return found if not held.size or held.serves(found) else plan_for(matrix, objective, settings)
 
 
-AS_ASKED = ("factors", "dtype", "method", "cg_steps", "reorder", "precision", "num_threads")
+AS_ASKED: tuple[str, ...] = ("factors", "dtype", "method", "cg_steps", "reorder", "precision", "num_threads")
 AS_ASKED += ("balance", "frozen", "weighted", "features", "row_form")
 """Settings that a plan starts with."""
 

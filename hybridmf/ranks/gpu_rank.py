@@ -341,10 +341,10 @@ class PartialRows(GpuHalf, DeviceRows):
             self._stream.close()
             self._stream = None
 
-    def result(self, then: Callable[[Any], Any] | None = None) -> DeviceFactors:
+    def result(self, then: Callable[[Any], Any] = lambda solved: solved) -> DeviceFactors:
         (systems, _, cleared), self._under_way = self._under_way, None
         solved = self.unpack(systems.solutions, cleared)
-        self.check(solved if then is None else then(solved), systems.status)
+        self.check(then(solved), systems.status)
         return solved
 
     def loss(self, users: Iterator[tuple[tuple[int, int], DeviceFactors]], items: DeviceFactors, mean: float) -> float:

@@ -9,6 +9,7 @@ If ratings do not stay on the devices, the entries of a batch load while the one
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -469,8 +470,7 @@ class RankALS(Alternating):
                         if self.communicator.cause:  # another rank has failed, or the fit was stopped
                             raise CommunicatorError(self.communicator.cause)
                 solved, status = launched
-                then = self._gather_ahead(side)
-                half.check(solved if then is None else then(solved), status)
+                half.check(self._gather_ahead(side, solved), status)
                 if self.rank == 0:  # has its share of the longest rows, and one warning is enough
                     self.check_precision(side, fixed)
             self.communicator.barrier()  # failures of other ranks are raised here at the latest
@@ -506,18 +506,14 @@ class RankALS(Alternating):
         arrays = [communicator.allgatherv(array, counts) for array in fixed.arrays]
         return fixed.with_arrays(arrays)
 
-    def _gather_ahead(self, side: Side) -> Callable[[Any], Any] | None:
-        """Function that gathers new factors of `side` for the next half sweep, while they are still being computed."""
+    def _gather_ahead(self, side: Side, solved: Any) -> Any:
+        """Gather new factors of `side`, which are still being computed, for the next half sweep, if there is room."""
         if not self.gathers_ahead:
-            return None
-
-        def gather(solved: Any) -> Any:
-            following = other_side(side)
-            gathered = self._gather(following, solved)
-            self.keep_ahead(following, solved, gathered)
-            return gathered
-
-        return gather
+            return solved
+        following = other_side(side)
+        gathered = self._gather(following, solved)
+        self.keep_ahead(following, solved, gathered)
+        return gathered
 
     def _solve_split(self, side: Side) -> Any:
         half, reduction = self.halves[side], self._reductions[side]
@@ -554,7 +550,7 @@ class RankALS(Alternating):
         """Own rows of the solution, sent by the root if one rank solves the rows of all members."""
         members, everything_here = self._members[side], self._reductions[side].everything_here
         if members is None or everything_here is None:
-            return half.result(self._gather_ahead(side))
+            return half.result(functools.partial(self._gather_ahead, side))
         counts = self._member_counts(side)
         own, first = self.own[side], sum(counts[: members.rank])
         if everything_here:

@@ -17,9 +17,10 @@ from hybridmf.core.validate import as_csr, seed_of
 from hybridmf.cpu import als as cpu
 from hybridmf.errors import DeviceMemoryError, NonFiniteError, NotPositiveDefiniteError
 from hybridmf.gpu import cholesky_any, fused, launch
+from hybridmf.gpu.engine import GpuEngine
 from hybridmf.gpu.factors import DeviceFactors, to_device
 from hybridmf.gpu.gram import gram_sum
-from hybridmf.gpu.half import Batch, HalfSweep, SegmentedRows, objective_value
+from hybridmf.gpu.half import Batch, HalfSweep, SegmentedRows
 from hybridmf.model.engine import engine_for
 from hybridmf.model.learned import scale_of
 from hybridmf.plan import als_gpu, half_sweep
@@ -39,6 +40,7 @@ from support.half_sweeps import (
     check_solution,
     dense_system,
     joined,
+    plan_on,
     random_factors,
     relative_error,
     row_errors,
@@ -423,11 +425,10 @@ def test_objective_is_the_sum_over_all_cells(device, name):
     matrix = rows_of(LENGTHS, 60)
     objective = OBJECTIVES[name]
     problem = Problem(matrix, objective, RANK - objective.biases)
-    half = problem.half(device)
     users = random_factors(len(LENGTHS), problem.rank, np.float32, objective.biases, seed=2)
-    tables = [to_device(device, factors, half.width) for factors in (users, problem.fixed)]
-    value = objective_value(half, *tables, problem.mean, np.bincount(problem.matrix.indices, minlength=60))
     state = State(users, problem.fixed, np.float32(problem.mean))
+    plan = plan_on(device, objective, problem.matrix, problem.rank)
+    value = GpuEngine(device, plan).objective_value(objective, problem.matrix, state)
     expected = reference.objective_value(problem.matrix.astype(np.float64), state, objective)
     assert value == pytest.approx(expected, rel=1e-6 if objective.biases else 1e-9)
 
