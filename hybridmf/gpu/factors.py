@@ -228,18 +228,17 @@ class HostFactors(TableFactors):
         host_bias: np.ndarray | None,
         tables: HostTables | None = None,
     ) -> None:
+        tables = tables or HostTables(table.shape, table.dtype)
         self.keep(table=table, factors=factors, host_bias=host_bias, range=None, tables=tables, checked=None)
 
     table: np.ndarray
     host_bias: np.ndarray | None
-    tables: HostTables | None
+    tables: HostTables
     checked: Callable[[], np.ndarray] | None
 
     def _brought(self) -> Factors:
         """Factors without padding; a copy only if rows are padded."""
-        rows = self.table[:, : self.factors]
-        matrix = np.ascontiguousarray(rows) if self.tables is None else self.tables.packed(rows)
-        return Factors(matrix, self.host_bias)
+        return Factors(self.tables.packed(self.table[:, : self.factors]), self.host_bias)
 
     @property
     def bias(self) -> np.ndarray | None:
@@ -260,12 +259,11 @@ class HostFactors(TableFactors):
         return Factors(self.table[rows, : self.factors], None if self.host_bias is None else self.host_bias[rows])
 
     def wait_by(self, release: Callable[[], bool]) -> None:
-        if self.tables is not None:
-            self.tables.wait_by(release)
+        self.tables.wait_by(release)
 
     def let_go(self) -> None:
         """Drop the copy without padding, if it is in a file."""
-        if self.tables is not None and self.tables.folder:
+        if self.tables.folder:
             self.keep(_host=None)
 
     def begin_check(self, status: Array) -> Callable[[], np.ndarray]:
@@ -288,9 +286,9 @@ class HostFactors(TableFactors):
         return total
 
     def times(self, copiers: Copiers, basis: np.ndarray) -> HostFactors:
-        """The factors in another basis; the result is in a table of `tables`, or a new one."""
+        """The factors in another basis, in a table of `tables`."""
         device, copier = copiers.device, copiers.solutions
-        table = np.empty_like(self.table) if self.tables is None else self.tables.take()
+        table = self.tables.take()
         on_device = device.upload(basis.astype(table.dtype))
         for rows in self._blocks():
             part = device.upload(self.table[rows])
@@ -423,18 +421,16 @@ def to_host(factors: Factors, width: int, tables: HostTables | None = None) -> H
         return factors
     if isinstance(factors, DrawnFactors):  # into the table: there may be no room for a copy
         how = factors.drawing
-        table = _host_table((len(factors), width), how.dtype, tables)
+        tables = tables or HostTables((len(factors), width), how.dtype)
+        table = tables.take()
         _draw.draw_rows(table[:, : how.rank], *factors.arguments)
         pad_table(table, how.rank, how.biases)
         return HostFactors(table, how.rank, factors.first_bias(), tables=tables)
     given = factors.on_host()
-    table = _host_table((len(given), width), given.matrix.dtype, tables)
+    tables = tables or HostTables((len(given), width), given.matrix.dtype)
+    table = tables.take()
     fill_table(table, given)
     return HostFactors(table, given.matrix.shape[1], given.bias, tables=tables)
-
-
-def _host_table(shape: tuple[int, int], dtype: Any, tables: HostTables | None) -> np.ndarray:
-    return np.empty(shape, dtype) if tables is None else tables.take()
 
 
 class Copiers:

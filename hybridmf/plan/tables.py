@@ -229,15 +229,6 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def tuned(kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8) -> tuple[dict[str, Any], bool] | None:
-    """Fields of the fastest configuration, and whether they match the facts exactly; None if no table has any.
-
-    `block`: ranks with the same number of blocks of this size may share an entry.
-    """
-    found = _hits(kernel, spec, facts, block)
-    return (dict(found[0][1].config), found[0][0] == 0) if found else None
-
-
 def known(
     kernel: str, spec: DeviceSpec, facts: Facts, block: int = 8, *, beside: Table | None = None
 ) -> list[dict[str, Any]]:
@@ -269,16 +260,16 @@ def best(
     """The tuned configuration; None if the tables have none or an unusable one.
 
     `make`: takes `given` and the fields of the entry as keyword arguments; raises ValueError or TypeError if invalid.
-    `given`: default: `facts`.
+    `given`: default: `facts`. `block`: ranks with the same number of blocks of this size may share an entry.
     """
-    hit = tuned(kernel, spec, facts, block)
-    if hit is None:
+    found = _hits(kernel, spec, facts, block)
+    if not found:
         return None
-    config, exact = hit
+    distance, config = found[0][0], found[0][1].config
     try:
         return make(**(facts if given is None else given), **config)
     except (TypeError, ValueError) as error:
-        if exact:  # an entry for another rank need not be valid for this one
+        if not distance:  # an entry for another rank need not be valid for this one
             _warn_once(f"the tuned {kernel} {config} for {facts} cannot be used ({error}); a rule chooses instead")
         return None
 
