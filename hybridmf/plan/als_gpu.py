@@ -122,7 +122,8 @@ def _offloaded(plan: Plan) -> Plan | None:
     if folder:
         note = f"the factors do not fit on the GPU, nor in the memory of the host: they are in files in {folder!r}"
     plan = plan.changed(notes=(*plan.notes, note), scratch=(folder,) if folder else plan.scratch)
-    return with_scale(plan.changed(streamed=ratings, slab=max(map(scale.slab, scale.halves))), scale)
+    plan = plan.changed(streamed=ratings, slab=max(map(scale.slab, scale.halves)), scale=scale)
+    return _with_memory(plan, scale)
 
 
 def choices(plan: Plan, settings: Settings, objective: Objective, spec: DeviceSpec) -> Plan:
@@ -205,10 +206,6 @@ def streaming_note(plan: Plan, where: str) -> str:
     return f"the ratings do not fit on the {where}: {mib(moved)} come from the memory of the host in each iteration"
 
 
-def with_scale(plan: Plan, scale: ScalePlan) -> Plan:
-    return _with_memory(plan.changed(scale=scale), scale)
-
-
 def host_slab(plan: Plan, place: Place) -> int:
     """Entries of a slab with offloaded factors: that of the store, or a size efficient for copies and launches."""
     return plan.slab if place == "disk" else STREAM_SLAB
@@ -230,7 +227,7 @@ def ranks_plan(plan: Plan, settings: Settings, objective: Objective, spec: Devic
     check_row_form(plan, objective)
     plan = plan.changed(dual_sides=tuple(side for side in plan.dual_sides if dual_up_to(plan, side)))
     if scale.factors != "device":
-        return with_scale(plan, scale)
+        return _with_memory(plan, scale)
     beside = max(half.total_bytes - half.bytes["systems"] for half in scale.halves.values())
     left = min(BATCH_BYTES, max(0, free - beside))
     most = PUBLISHED_BATCH if plan.variant == PUBLISHED else left

@@ -254,18 +254,13 @@ class CcdConfig(KernelConfig):
 
         Tiles are as large as shared memory allows; there are none if rows would have only a few entries in each.
         """
-        config = cls._staged(n_fixed, vectors, dtype, spec)
-        if config.n_tiles == 1 or nnz >= MEAN_PIECE * n_rows * config.n_tiles:
-            return config
-        return cls(False, 16, 1, SEGMENT, _gathering_blocks(vectors, dtype) * spec.multiprocessors, 256)
-
-    @classmethod
-    def _staged(cls, n_fixed: int, vectors: int, dtype: Any, spec: DeviceSpec) -> CcdConfig:
-        """The layout with vectors in shared memory, in tiles as large as fit."""
         itemsize = np.dtype(dtype).itemsize
         tile = min(spec.shared_bytes // (16 * vectors) * (16 // itemsize), MAX_TILE)
         n_tiles = ceil_div(n_fixed, tile - 16 // itemsize)
-        return cls(True, tile, n_tiles, SEGMENT, spec.multiprocessors, STAGED_THREADS[itemsize])
+        config = cls(True, tile, n_tiles, SEGMENT, spec.multiprocessors, STAGED_THREADS[itemsize])
+        if config.n_tiles == 1 or nnz >= MEAN_PIECE * n_rows * config.n_tiles:
+            return config
+        return cls(False, 16, 1, SEGMENT, _gathering_blocks(vectors, dtype) * spec.multiprocessors, 256)
 
     def constants_for(self, vectors: int, dtype: Any) -> dict[str, Any]:
         """Compile-time constants of a pass that gathers `vectors` vectors."""

@@ -225,12 +225,6 @@ def slots_of_both(plan: Plan, halves: Iterable[HalfPlan], memory: float) -> int:
     return min(max(slots for slots, _ in at_once), *(slots + left // each for slots, left in at_once))
 
 
-def basis_bytes(plan: Plan, fixed: int, solved: int) -> int:
-    """Memory for a fixed side, and some solutions, in the basis of implicit rows in the dual form."""
-    width = fused.table_width(plan.rank, plan.dtype) * plan.itemsize
-    return (fixed + 2 * min(solved, ROWS_AT_ONCE)) * width
-
-
 def half_bytes(
     plan: Plan,
     half: HalfPlan,
@@ -259,9 +253,9 @@ def half_bytes(
         entries = SLAB_BUFFERS * -(-batch_entries(plan, half.side, half.batches) // at_a_time)
         if half.ratings == "device":
             entries = 2 * -(-plan.nnz // half.gpus)
-    width = fused.table_width(plan.rank, plan.dtype) * itemsize
-    if plan.rank > plan.factors:  # biases, and offsets of the ratings by the fixed side's biases
-        width += 2 * itemsize
+    plain_width = fused.table_width(plan.rank, plan.dtype) * itemsize
+    # biases, and offsets of the ratings by the fixed side's biases
+    width = plain_width + (2 * itemsize if plan.rank > plan.factors else 0)
     # a GPU's old rows are kept until the half sweep is complete
     solutions = solved if on_device else -(-rows // half.batches)
     solutions *= width * (1 if on_device else 2 if plan.solver == "cholesky" else 3)
@@ -288,7 +282,7 @@ def half_bytes(
         "factors": own * width if on_device else 0,
         "fixed side": 0 if own_is_part else fixed * width * (half.buffers if half.turns > 1 else 1),
         "operands": fixed * operand,
-        "basis": basis_bytes(plan, fixed, solved) if changes_basis else 0,
+        "basis": (fixed + 2 * min(solved, ROWS_AT_ONCE)) * plain_width if changes_basis else 0,
         "solutions": solutions,
         "rows": own * (ROW_BYTES + itemsize) + (0 if plan.tile_rows else segments * SEGMENT_BYTES),
         "systems": systems,

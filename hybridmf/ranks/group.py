@@ -218,8 +218,10 @@ def _launched_for(ahead: Begun | None, ranks: Sequence[RankALS], side: Side) -> 
 
 
 def _begin(ranks: Sequence[RankALS], side: Side) -> tuple[list[Any], list[Any]]:
-    """The whole fixed side on each rank, and what `_launch` returns for it."""
-    fixed = _fixed(ranks, side)
+    """The whole fixed side on each rank, gathered ahead or now, and what `_launch` returns for it."""
+    fixed = [rank.ahead(side) for rank in ranks]
+    if any(factors is None for factors in fixed):
+        fixed = _gather(ranks, side, [rank.own[other_side(side)] for rank in ranks])
     return fixed, _launch(ranks, side, fixed)
 
 
@@ -237,14 +239,6 @@ def _launch(ranks: Sequence[RankALS], side: Side, fixed: Sequence[Any]) -> list[
             if launched[number] is not None:
                 del launches[number]
     return launched
-
-
-def _fixed(ranks: Sequence[RankALS], side: Side) -> list[Any]:
-    """The whole fixed side on each rank, gathered ahead or now."""
-    known = [rank.ahead(side) for rank in ranks]
-    if all(factors is not None for factors in known):
-        return known
-    return _gather(ranks, side, [rank.own[other_side(side)] for rank in ranks])
 
 
 def _gather_ahead(ranks: Sequence[RankALS], side: Side, solved: list[Any]) -> list[Any]:

@@ -162,7 +162,11 @@ class RankALS(Alternating):
             if plan.scale is not None and not self.alone:
                 check_rank(plan.scale, layout, self.rank, self._entries_at_a_time(blocks, plan.scale))
             drawn = {side: isinstance(state.side(side), DrawnFactors) for side in SIDES}
-            self.regressions = {side: self._regression(side, each) for side, each in self._features.items()}
+            self.regressions: dict[Side, Regression] = {}
+            for side, each in self._features.items():
+                scale = objective.row_scale(side, self.degrees[side])
+                given = (each, self.names(side), scale, self.degrees[side], self._sum)
+                self.regressions[side] = worker.regression(plan)(*given)
             self._pulled = {side: not drawn[side] for side in self.regressions}  # whether own factors say anything
             self.own = {side: worker.own(side, self._warm(side, state.side(side)), plan) for side in SIDES}
             self.halves = {side: self._half(side, blocks[side]) for side in SIDES}
@@ -309,11 +313,6 @@ class RankALS(Alternating):
         return self.worker.partial(*arguments, BatchedRows(own, degrees, self.batches[side], self._solved(side)))
 
     # ------------------------------------------------------------------------------------------------ features
-
-    def _regression(self, side: Side, features: SideFeatures) -> Regression:
-        degrees = self.degrees[side]
-        scale = self.objective.row_scale(side, degrees)
-        return self.worker.regression(self.plan)(features, self.names(side), scale, degrees, self._sum)
 
     def _warm(self, side: Side, factors: Factors) -> Factors:
         """Initial factors without those of rows that have features only: they are no part of the objective."""
