@@ -10,8 +10,8 @@ later than the release of an array comes after all kernels on the same stream th
 - `begin_download` copies on the current stream. Its buffer in pinned memory is in `_arriving` until the event behind
   the copy is complete, whether or not the result is fetched.
 - `fetch`: a copy from another GPU waits for marks of both, and is itself behind the mark that it returns.
-- `beside`: the stream waits for the mark `begun` (or `fork`), so its kernels see all results before it. The caller
-  makes the current stream wait for a mark behind them (or by `join`) before it releases their arrays.
+- beside the current stream (`prepare`): the stream waits for all launches so far in `fork`, so its kernels see their
+  results. The caller makes the current stream wait for these kernels by `join` before it releases their arrays.
 
 The host waits only in `Health.wait`.
 """
@@ -83,7 +83,7 @@ which are C structs passed by value."""
 
 
 PreparedLaunch = Callable[..., None]
-"""``launch(beside=False)``, within `active()`: on the current stream, or on that of `CudaDevice.beside`."""
+"""``launch(beside=False)``, within `active()`: on the current stream, or beside it (`CudaDevice.fork`)."""
 
 
 @dataclass(frozen=True)
@@ -454,19 +454,11 @@ class CudaDevice:
         if (recording := current_recording()) is not None:
             recording.add(self, self._cupy.cuda.runtime.streamWaitEvent, (stream.ptr, mark.ptr), mark)
 
-    @contextmanager
-    def beside(self, begun: Any) -> Iterator[None]:
-        """Launch work, after the mark `begun`, concurrently with work outside of the context.
-
-        It is on a high-priority stream, whose blocks are scheduled before those of the default one: long work. To wait
-        for it, `record` a mark in the context and `wait` for the mark outside. Arrays in use must not be freed before.
-        """
-        with self.active(), self._beside:
-            self.wait(begun)
-            yield
-
     def fork(self) -> None:
-        """Let later launches `beside` the current stream come after all launches so far; see `beside`."""
+        """Let later launches beside the current stream come after all launches so far.
+
+        They are on a high-priority stream, whose blocks are scheduled before those of the current one: long work.
+        """
         with self.active():
             self._wait(self._beside, self._mark(self._stream()))
 
@@ -477,7 +469,7 @@ class CudaDevice:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Launch work concurrently with work outside of the context, as in `beside`, on a third stream."""
+        """Launch work concurrently with work outside of the context, on a third stream."""
         with self.active(), self._aside:
             yield
 

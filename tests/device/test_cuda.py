@@ -382,23 +382,8 @@ def test_a_small_download_waits_for_no_large_copy(machine: Machine) -> None:
     assert len(results[1]) == devices.SMALL_COPY
 
 
-def test_work_beside_other_work(machine: Machine) -> None:
-    """It starts after earlier launches; waiting for its mark waits for all of it."""
-    module = machine()
-    device, first = open_device(), module.streams[0]
-    for _ in range(2):
-        with device.beside(device.record()):
-            second = module.streams[-1]
-            mark = device.record()
-        assert module.streams == [first]
-        device.wait(mark)
-    assert second is not first
-    assert second.priority < 0
-    assert module.waits == [(second, first), (first, second)] * 2
-
-
 def test_work_is_forked_and_joined(machine: Machine) -> None:
-    """As by `beside` and its mark."""
+    """It starts after earlier launches, and later ones come after all of it."""
     module = machine()
     device, first = open_device(), module.streams[0]
     device.fork()
@@ -448,8 +433,8 @@ def test_work_aside_has_a_third_stream(machine: Machine) -> None:
         third = module.streams[-1]
         device.receive(one, one)
         mark = device.record()
-    with device.beside(mark):
-        second = module.streams[-1]
+    device.fork()
+    second = module.waits[-1][0]
     assert module.streams == [first] and len({id(stream) for stream in (first, second, third)}) == 3
     assert third.priority < 0
     assert copied == [(one.data, 24, third)] and mark.event.stream is third

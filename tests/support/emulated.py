@@ -370,9 +370,6 @@ class EmulatedDevice:
     def wait(self, mark: Any) -> None:
         pass
 
-    def beside(self, begun: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def fork(self) -> None:
         pass
 
