@@ -260,7 +260,7 @@ def read_and_say(source: sources.Source, say: Callable[[str], Any], quiet: bool,
     n_users, n_items = ratings.shape
     found = f"{n_users:,} users, {n_items:,} items, {ratings.nnz:,} ratings"
     say(f"Read {sources.name_of(source)} in {seconds:.2f} s: {found}.")
-    for columns in sources.column_facts(source).values():
+    for columns in sources.column_facts(source, weight).values():
         say(f"Columns: {columns}.")
     return ratings
 

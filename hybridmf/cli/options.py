@@ -75,8 +75,8 @@ def make_command(
 
 def check_folder(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
     """Reject an unusable output path before any work."""
-    if path == "-":
-        raise click.BadParameter("'-' is no file, and nothing is written to standard output; give the name of a file")
+    if path in ("", "-"):
+        raise click.BadParameter(f"{path!r} is no file, and nothing is written to standard output; give a name")
     if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
         raise click.BadParameter(f"the folder {os.path.dirname(path)!r} does not exist")
     if path is not None and not os.path.isdir(path):

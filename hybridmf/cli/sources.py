@@ -26,7 +26,7 @@ class RatingsPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "-" and not os.path.exists(value):
-            self.fail("'-' is no file; for standard input give /dev/stdin", param, ctx)
+            self.fail("'-' is no file; /dev/stdin takes standard input redirected from a file (< FILE)", param, ctx)
         try:
             return value if part_paths(value) else super().convert(value, param, ctx)
         except FileNotFoundError as error:
@@ -163,11 +163,11 @@ def is_store(path: Source) -> bool:
     return isinstance(path, str) and os.path.isdir(path) and part_paths(path) is None
 
 
-def column_facts(source: Source) -> dict[str, str]:
+def column_facts(source: Source, weight: str | None = None) -> dict[str, str]:
     """The "columns" that `read_ratings` uses, of the first of several files; none for stores and files without them."""
     if is_store(source):
         return {}
-    arguments = reading_arguments()
+    arguments = reading_arguments() | {"weight": None if weight is None else _column(weight)}
     del arguments["timestamp"]
     columns = file_columns(files_of(source)[0], FileOptions(**arguments))
     return {} if columns is None else {"columns": str(columns)}

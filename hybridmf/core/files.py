@@ -136,7 +136,11 @@ def open_bytes(path: str, on_read: Callable[[int], object] | None = None) -> Bin
 
 
 def read_head(path: str) -> bytes:
-    """First bytes of the unpacked content, at least one."""
+    """First bytes of the unpacked content, at least one; refuses a pipe, which the next reading would continue."""
+    if stat.S_ISFIFO(os.stat(path).st_mode):
+        raise RatingsError(
+            f"{path} is a pipe, and files are read more than once: write it to a file, and give its name"
+        )
     with reading(path), open_bytes(path) as stream:
         head = stream.read(HEAD_BYTES)
     if not head:

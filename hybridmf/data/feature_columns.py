@@ -467,13 +467,17 @@ def _refuse_ids(values: _Values, tags: list[str], distinct: list[str]) -> None:
 
 
 def _refuse_joined(values: _Values, column: Column, tags: list[str]) -> None:
-    """Refuse text in which tags seem joined by "|"."""
-    joined = [tag for tag in tags if "|" in tag] if column.kind == "category" else []
-    if len(joined) > len(tags) / 20:
-        raise RatingsError(
-            f"{values} has {len(joined):,} values such as {joined[0]!r}, which look like several tags: pass "
-            f"separator='|'; categories=[{values.name!r}] takes each for one category"
-        )
+    """Refuse text in which tags seem joined: by "|", or by other marks between parts fewer than the values."""
+    distinct = set(tags)
+    for mark in ("|", ";", ",") if column.kind == "category" else ():
+        joined = [tag for tag in tags if mark in tag]
+        parts = {part.strip("[]'\" ") for tag in distinct for part in tag.split(mark)}
+        if len(joined) > len(tags) / 20 and (mark == "|" or len(parts) < len(distinct)):
+            way_out = "make them lists (ast.literal_eval)" if joined[0][0] == "[" else f"pass separator={mark!r}"
+            raise RatingsError(
+                f"{values} has {len(joined):,} values such as {joined[0]!r}, which look like several tags: {way_out}; "
+                f"categories=[{values.name!r}] takes each for one category"
+            )
 
 
 # --------------------------------------------------------------------------------------------------------------- matrix

@@ -142,7 +142,8 @@ def test_fit_has_weights_of_a_column(parts, kind, estimator):
     ratings, weights = (hmf.Ratings.from_frame(frame, value=name) for name in ("value", "sure"))
     model = estimator(3, iterations=4, random_state=0)
     for share in (0, 0.2):
-        fit(parts, "--model", kind, "--test-size", share, "--weights", "sure")
+        told = fit(parts, "--model", kind, "--test-size", share, "--weights", "sure")
+        assert "weight = column 3 'sure'" in told
         train, of_train = (hmf.split(each, share, random_state=0)[0] if share else each for each in (ratings, weights))
         model.fit(train, weights=of_train)
         found = hmf.load(parts / "m.safetensors").user_factors

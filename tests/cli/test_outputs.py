@@ -37,3 +37,4 @@ def test_a_dash_is_no_name_of_a_file(command, folder, tmp_path, monkeypatch):
     assert "'-' is no file" in refuse(command, *arguments)
     assert os.listdir(tmp_path) == []
     assert "/dev/stdin" in refuse("fit", "-", "-o", "m.safetensors")
+    assert "'' is no file" in refuse("fit", folder / "ratings.csv", "-o", "")

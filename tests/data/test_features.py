@@ -78,6 +78,15 @@ def test_joined_tags_are_not_taken_for_categories():
     with pytest.raises(RatingsError, match=says("'genre' of frame has 1 values such as 'noir|crime'", "separator='|'")):
         hmf.Features.from_frame(frame)
     assert "genre:noir|crime" in hmf.Features.from_frame(frame, categories=["genre"]).names
+    for texts, way_out in (
+        (["noir, crime", "noir", "crime", "noir, crime"], "pass separator=','"),
+        (["noir;crime", "noir", "crime", "crime;noir"], "pass separator=';'"),
+        (["['noir', 'crime']", "['noir']", "['crime']", ""], "ast.literal_eval"),
+    ):
+        with pytest.raises(RatingsError, match=says("look like several tags", way_out)):
+            hmf.Features.from_frame(films(genre=texts))
+    names = hmf.Features.from_frame(films(genre=["Paris, Texas", "Rome, Georgia", "Cairo, Illinois", "Rome"])).names
+    assert "genre:Paris, Texas" in names  # whose parts are no tags: they do not repeat
 
 
 def test_codes_as_categories():

@@ -7,6 +7,7 @@ import gzip
 import importlib
 import io
 import json
+import os
 import pickle
 import tracemalloc
 import warnings
@@ -677,3 +678,13 @@ def test_ids_in_the_index_of_a_frame_are_named():
 def test_string_views_are_ids():
     table = pa.table({"user_id": pa.array(["a", "b"], pa.string_view()), "item_id": [1, 2]})
     assert hmf.Ratings.from_frame(table).user_ids.tolist() == ["a", "b"]
+
+
+def test_pipes_are_refused_whose_beginning_would_be_read_twice():
+    for reader in (hmf.Ratings.from_file, hmf.Features.from_file):
+        end, start = os.pipe()
+        os.write(start, b"user,item,rating\nu1,i1,3\n")
+        os.close(start)
+        with pytest.raises(RatingsError, match=f"/dev/fd/{end} is a pipe, and files are read more than once"):
+            reader(f"/dev/fd/{end}")
+        os.close(end)
