@@ -6,7 +6,7 @@
     python bench/paper_cumf.py --render                        docs/evidence/cumf.md from bench/results/paper_cumf.jsonl
 
 Tasks: "convergence" (fig. 6), test RMSE over seconds of MO-ALS with cuMF's assembly, of our own ALS, and of SGD over
-blocks on the CPU, which is LIBMF's algorithm (LIBMF itself runs beside it in sgd.py; NOMAD is not at hand); "switches"
+blocks on the CPU, which is LIBMF's algorithm, and of LIBMF where it is installed (NOMAD is not at hand); "switches"
 (figs. 7 and 8), the same with the sums of MO-ALS in registers or in global memory, and with or without the read-only
 path, each of them for as many iterations; "cost" (table 3), the seconds of Get_Hermitian and of Batch_Solve over f
 beside the operations that the table counts. On the CPU there are no such switches, and the two phases of a half sweep
@@ -26,6 +26,7 @@ from typing import Any
 import click
 import numpy as np
 import paper_common
+import rivals
 from gpu import elapsed_ms, mark, release
 from paper_common import Line, Recorder
 from paper_race import (
@@ -35,6 +36,7 @@ from paper_race import (
     iterate,
     make_solver,
     race,
+    race_libmf,
     race_table,
     synchronize,
     usual,
@@ -134,6 +136,12 @@ def run_convergence(recorder: Recorder, device: Any, data: Split, profile: Profi
                 recorder.note("convergence", data.line | {"factors": profile.factors, "method": method} | found)
             if device is not None:
                 release(device)
+    case = f"convergence, {data.name}, LIBMF"
+    if rivals.installed("libmf") and recorder.has_time(case):
+        with recorder.case(case):
+            found = race_libmf(data, profile.factors, LAMBDA, threads, profile.seconds)
+            show("LIBMF", found)
+            recorder.note("convergence", data.line | {"factors": profile.factors, "method": "LIBMF, CPU"} | found)
 
 
 def show(method: str, found: Line) -> None:

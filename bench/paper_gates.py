@@ -70,7 +70,6 @@ BLAS_METHODS = ("rank1", "blas3", "blas3_published")
 """Methods that call BLAS or LAPACK for each row."""
 
 OURS = ("simd", "blas3", "blas3_published")
-SLOWER = ("rank1", "implicit CG 3", "implicit exact")
 CPU_METHODS = (*OURS, "implicit CG 3", "implicit exact", "spark")
 GPU_METHODS = ("fused", "sparse_syrk", "sparse_syrk_published")
 
@@ -97,17 +96,12 @@ PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
             Work({"eachmovie": 1.0}, (96,), OURS),
             Work(LARGE, (64,), ("simd",)),
             Work(LARGE, (64,), ("blas3_published",)),
-            Work(SMALLER, (64,), OURS),
             Work({"eachmovie": 1.0}, (96,), ("implicit exact",)),
         ],
         "iteration": [
             Work(LARGE, (10, 16, 32, 48, 64, 80, 100), ("simd",)),
             Work(LARGE, (32, 64, 96), ("blas3_published",)),
-            Work(SMALLER, (32, 64, 96), OURS),
-            Work(SMALLER, (64,), SLOWER),
-            Work(SMALLER, (32, 96), SLOWER),
-            Work(SMALLER, (10, 20, 48, 80), OURS),
-            Work(LARGE, (32, 64), ("blas3", "implicit CG 3")),
+            Work(LARGE, (64,), ("rank1", "blas3", "implicit CG 3", "implicit exact")),
         ],
     },
     ("cuda", "quick"): {
@@ -122,7 +116,6 @@ PROFILES: dict[tuple[str, str], dict[str, list[Work]]] = {
         "scaling": [],
         "iteration": [
             Work(LARGE, (10, 16, 32, 48, 64, 80, 100), GPU_METHODS),
-            Work(SMALLER, (32, 64, 96), GPU_METHODS),
         ],
     },
 }

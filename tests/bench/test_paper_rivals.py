@@ -248,3 +248,31 @@ def test_switches_change_nothing_but_time(device, monkeypatch):
         paper_cumf.measure_switch(device, data, profile, "mo_als_uncached", [9.0, 9.0])
     phases = paper_cumf.measure_phases_gpu(device, data, 8, "item", 1, None)
     assert phases["hermitian_ms"] > 0 and phases["solve_ms"] > 0 and phases["planned_batch_bytes"] > 0
+
+
+def test_libmf_races_by_whole_fits(monkeypatch):
+    class Library:
+        """LIBMF's fits: set-up of 1 s, epochs of 0.5 s."""
+
+        now = 0.0
+
+        def __init__(self, matrix, rank, lam, threads):
+            self.shape, self.rank = matrix.shape, rank
+
+        def fit(self, epochs):
+            Library.now += 1 + 0.5 * epochs
+            self.epochs = epochs
+
+        def factors(self):
+            return tuple(np.full((rows, self.rank), self.epochs, np.float32) for rows in self.shape)
+
+    ratings = hmf.datasets.synthetic("ml-1m", scale=0.02).user_items
+    split = paper_race.Split("ml-1m", 0.02, ratings, ratings.T.tocsr(), ratings.tocoo())
+    monkeypatch.setattr(paper_race.rivals, "Libmf", Library)
+    monkeypatch.setattr(paper_race.time, "perf_counter", lambda: Library.now)
+    line = paper_race.race_libmf(split, 4, 0.05, 1, seconds=4.0)
+    assert line["epochs"] == (2, 4, 8)  # the fit that takes longer is the last
+    assert line["seconds"] == [1.0, 1.0, 2.0] and line["set_up_s"] == 1.0
+    assert line["rmse"][0] < line["rmse"][1] < line["rmse"][2]  # of larger and larger scores
+    shown = paper_race.race_table([{"method": "LIBMF, CPU"} | line]).splitlines()[-1]
+    assert [cell.strip() for cell in shown.split("|")][1:4] == ["LIBMF, CPU", "8", "0.5"]
