@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.objective import Factors, LazyFactors, State
+from ..core.objective import Factors, LazyFactors
 from ..core.validate import check_int, check_real
 from .learned import Learned
 
@@ -94,16 +94,12 @@ class Watch:
         gain = self.value - value if self.metric in LOWER_IS_BETTER else value - self.value
         if not self.iteration or gain > self.rule.min_delta:
             self.iteration, self.value = iteration, value
-            self.learned = replace(learned, state=_apart(learned.state))
+            state = learned.state
+            self.learned = replace(learned, state=replace(state, user=_apart(state.user), item=_apart(state.item)))
         return iteration - self.iteration >= self.rule.patience
 
 
-def _apart(state: State) -> State:
-    """A state whose arrays no other code changes: factors on a GPU or in files are copied."""
-    return replace(state, user=_factors_apart(state.user), item=_factors_apart(state.item))
-
-
-def _factors_apart(factors: Factors) -> Factors:
-    if not isinstance(factors, LazyFactors):
-        return Factors(factors.matrix, factors.bias)
-    return Factors(np.array(factors.matrix), None if factors.bias is None else np.array(factors.bias))
+def _apart(factors: Factors) -> Factors:
+    """Factors in arrays that no other code changes: those on a GPU or in files are copied."""
+    own = np.array if isinstance(factors, LazyFactors) else np.asarray
+    return Factors(own(factors.matrix), None if factors.bias is None else own(factors.bias))

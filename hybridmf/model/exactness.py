@@ -11,7 +11,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.nonnegative import finished
-from ..core.objective import Factors, Objective, Side, other_side
+from ..core.objective import Objective, Side, other_side
+from ..core.regression import filled, parted
 from ..core.row_systems import Row, beyond_float32, row_system
 from ..native import _als
 from ..plan.als import for_fold_in
@@ -73,16 +74,10 @@ def finished_users(learned: Learned, solver: Any) -> Learned | None:
             len(found[0]), f"{len(users[0]):,}", solver.objective.regularization.user,
         )  # fmt: skip
         return None
-    matrix, bias = learned.state.user.matrix.copy(), learned.state.user.bias
-    bias = None if bias is None else bias.copy()
-    count = 0
-    for name, x, above in _minima(learned, solver.objective, users, gram):
-        matrix[name] = x[: matrix.shape[1]]
-        if bias is not None:
-            bias[name] = x[-1]
-        count += above
-    logger.info("finished %d nonnegative users that the GPU left above their minima", count)
-    return replace(learned, state=learned.state.with_side("user", Factors(matrix, bias)))
+    names, minima, above = zip(*_minima(learned, solver.objective, users, gram), strict=True)
+    logger.info("finished %d nonnegative users that the GPU left above their minima", sum(above))
+    ended = filled(learned.state.user, np.array(names), parted(np.stack(minima), plan.factors))
+    return replace(learned, state=learned.state.with_side("user", ended))
 
 
 def _spread(degrees: np.ndarray) -> np.ndarray:

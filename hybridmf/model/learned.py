@@ -166,14 +166,12 @@ def likes_of(parts: Iterable[Any], counts: np.ndarray | None) -> np.ndarray | No
     return None if np.array_equal(likes, counts) else likes
 
 
-def scale_of(matrix: sp.csr_array | StoreMatrix, objective: Objective) -> float:
-    """Scale that standardizes the ratings of an explicit model; see `hybridmf.core.objective.rating_scale`."""
-    return scale_of_values(summary_of(matrix), matrix.nnz, objective)
-
-
-def scale_of_values(values: ValueSummary | StoreMatrix, nnz: int, objective: Objective) -> float:
-    """`scale_of` from the summary of `nnz` ratings."""
-    return 1.0 if objective.is_implicit else rating_scale(values.total, values.squares, nnz, objective.biases)
+def scale_of(matrix: Any, objective: Objective, values: ValueSummary | StoreMatrix | None = None) -> float:
+    """See `hybridmf.core.objective.rating_scale`; `values`: the summary of the matrix, if it is known."""
+    if objective.is_implicit:
+        return 1.0
+    values = summary_of(matrix) if values is None else values
+    return rating_scale(values.total, values.squares, matrix.nnz, objective.biases)
 
 
 def pattern(matrix: Any) -> Any:

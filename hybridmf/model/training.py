@@ -28,7 +28,7 @@ from ..plan.types import Plan, Settings
 from ..ratings import Ratings, as_ratings
 from .engine import GPU_SCORES
 from .late import LateMatrix
-from .learned import likes_of, pattern, scale_of_values, summary_of
+from .learned import likes_of, pattern, scale_of, summary_of
 from .prepared import PreparedRatings, prepared_for
 from .weights import in_units, weighted_entries, weights_of_entries
 
@@ -227,7 +227,7 @@ class LocalRatings:
 
     def scale(self, objective: Objective) -> float:
         """Scale that standardizes explicit ratings; see `hybridmf.core.objective.rating_scale`."""
-        return scale_of_values(self.values, self.nnz, objective)
+        return scale_of(self.entries, objective, self.values)
 
     def spread(self, objective: Objective) -> float:
         """Standard deviation of explicit ratings; their root mean square if all are equal."""

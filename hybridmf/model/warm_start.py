@@ -29,7 +29,8 @@ def factors_from(
     if rank != factors:
         raise ValueError(f"init is a model of {rank} factors, and this one has factors={factors}; use factors={rank}")
     have: Labels = labels or (None, None)
-    matrices, biases, new = [], [], {}
+    found: list[list[np.ndarray]] = []
+    new: dict[Side, np.ndarray] = {}
     for side, count, own in zip(SIDES, shape, have, strict=True):
         theirs = known.state.side(side).on_host()
         counts = (count, len(theirs))
@@ -43,16 +44,12 @@ def factors_from(
         blank = np.zeros(len(theirs), bool)
         blank[theirs.blank_rows()] = side != frozen
         taken = np.flatnonzero((places >= 0) & ~blank[places])
-        matrix = np.zeros((count, rank), theirs.matrix.dtype)
-        matrix[taken] = theirs.matrix[places[taken]]
-        matrices.append(matrix)
-        if theirs.bias is not None:
-            bias = np.zeros(count, theirs.bias.dtype)
-            bias[taken] = theirs.bias[places[taken]]
-            biases.append(bias)
+        found.append([np.zeros((count, *array.shape[1:]), array.dtype) for array in theirs.arrays])
+        for ours, array in zip(found[-1], theirs.arrays, strict=True):
+            ours[taken] = array[places[taken]]
         new[side] = np.setdiff1d(np.arange(count), taken)
     if all(len(new[side]) == count for side, count in zip(SIDES, shape, strict=True)):
         raise RatingsError("init has factors of none of these users and items; is it a model of other data?")
     known_rows = [f"{count - len(new[side])} of {count} {side}s" for side, count in zip(SIDES, shape, strict=True)]
     logger.info("init: factors of %s are those of the model, the others are drawn", " and ".join(known_rows))
-    return (*matrices, *biases), new
+    return tuple(each for pair in zip(*found, strict=True) for each in pair), new
