@@ -8,6 +8,7 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse as sp
 
+from ..core.nonnegative import minimum
 from ..core.row_systems import Row, row_system
 from ..core.validate import make_csr
 from ..plan.types import NONNEGATIVE
@@ -98,7 +99,8 @@ def contributions(
     z = _features(learned, columns)
     moved = np.ones(len(matrix), bool)
     if learned.plan.solver == NONNEGATIVE:
-        moved = _off_bounds(matrix, right, items.matrix.shape[1])
+        bounded = items.matrix.shape[1]
+        moved[:bounded] = minimum(matrix, right, bounded)[:bounded] > 0
     inner = matrix[np.ix_(moved, moved)]
     solved = scipy.linalg.solve(inner, target[moved], assume_a="pos")
     parts = weights * (z[:, moved] @ solved)
@@ -125,17 +127,6 @@ def _of_item(learned: Learned, item: int, user: np.ndarray, N: int) -> dict[str,
     biased = learned.state.vectors["item"].bias is not None
     weights = np.append(user[: learned.plan.factors], [1.0] * biased)  # the bias of the item is part of its score
     return feature_parts(learned, "item", row, weights, N)
-
-
-def _off_bounds(matrix: np.ndarray, right: np.ndarray, bounded: int) -> np.ndarray:
-    """Coordinates of the solution that are not 0, where the first `bounded` are nonnegative."""
-    from scipy.optimize import lsq_linear  # here: few models are non-negative, and it takes longer than most fits
-
-    root = scipy.linalg.cholesky(matrix, lower=True)
-    least = np.where(np.arange(len(matrix)) < bounded, 0.0, -np.inf)
-    target = scipy.linalg.solve_triangular(root, right, lower=True)
-    solved = lsq_linear(root.T, target, (least, np.inf), method="bvls", tol=1e-12)
-    return (solved.active_mask == 0) | (np.arange(len(matrix)) >= bounded)
 
 
 def _features(learned: Learned, items: np.ndarray) -> np.ndarray:
