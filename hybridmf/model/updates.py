@@ -11,11 +11,10 @@ import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Side
 from ..core.sparse import as_ones, keep_entries, replace_rows, take_rows, transposed
-from ..core.system import available_memory
-from ..core.validate import check_ids, make_csr
+from ..core.validate import check_ids, check_memory, make_csr
 from ..data.align import IN_ORDER, are_positions, labels_of
 from ..data.labels import check_label_types, check_storable_labels, plain_array
-from ..errors import MemoryBudgetError, UnknownLabelError
+from ..errors import UnknownLabelError
 from ..plan.start import check_given
 from ..plan.types import NONNEGATIVE
 from .described import described_rows, replaced_rows, rows_described
@@ -205,12 +204,11 @@ def updated_labels(learned: Learned, side: Side, ids: Any, labels: Any) -> tuple
     positions = _check_positions("ids", ids)
     known = learned.state.side(side)
     size = max(len(known), int(positions.max()) + 1)
-    free, needed = available_memory(), size * (known.matrix.shape[1] * known.matrix.itemsize + 16)
-    if free is not None and needed > free:
-        raise MemoryBudgetError(
-            f"ids has {positions.max()}, so the model would need {size} {side}s and {needed / 2**20:,.0f} MiB; "
-            f"{free / 2**20:,.0f} MiB are free. Positions are counted from 0: is the id a label?"
-        )
+    check_memory(
+        f"ids has {positions.max():,}, and a model of {size:,} {side}s",
+        size * (known.matrix.shape[1] * known.matrix.itemsize + 16),
+        "positions are counted from 0: is the id a label?",
+    )
     return positions, _extended_labels(side, learned.labels(side), positions, size, labels)
 
 

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..core.system import available_memory, mib
-from ..core.validate import index_pointer_dtype
-from ..errors import MemoryBudgetError
+from ..core.validate import check_memory, index_pointer_dtype
 from ..native import _als
 from .assemblies import tile_pointers
 from .extras import extra_bytes
@@ -33,13 +31,9 @@ def check_answer(n_rows: int, N: int, found: int, itemsize: int) -> None:
     """
     columns = N if found >= N else N + found  # results are computed without padding, and copied
     needed = n_rows * columns * (4 + itemsize)
-    free = available_memory() if needed > ANSWER_BYTES else None
-    if free is not None and needed > free:
+    if needed > ANSWER_BYTES:
         way_out = f"N={found} holds all {found:,} that there are" if found < N else "ask for fewer of them at a time"
-        raise MemoryBudgetError(
-            f"N={N:,} results for each of {n_rows:,} rows take {mib(needed)} of memory and {mib(free)} are free; "
-            f"{way_out}"
-        )
+        check_memory(f"an answer of N={N:,} results for each of {n_rows:,} rows", needed, way_out)
 
 
 WORK_OF_A_THREAD = 1 << 22

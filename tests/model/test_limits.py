@@ -11,7 +11,6 @@ from hybridmf.errors import MemoryBudgetError, NonFiniteError
 from hybridmf.metrics import PopularityRecommender
 from hybridmf.native._als import NON_FINITE
 from hybridmf.native.status import check_status
-from hybridmf.plan import memory
 from hybridmf.plan.memory import check_answer
 from support.ratings import planted
 
@@ -25,7 +24,7 @@ def model():
 
 @pytest.fixture
 def little_memory(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 1 << 30)
 
 
 # ------------------------------------------------------------------------------------------------------------ answers
@@ -45,7 +44,7 @@ def test_an_answer_beyond_memory_is_refused(model):
             MemoryBudgetError, match=rf"N=2,147,483,647 results for each of 1 rows.*N={n_items} holds all"
         ):
             ask()
-    with pytest.raises(MemoryBudgetError, match="for each of 60 rows take"):
+    with pytest.raises(MemoryBudgetError, match="for each of 60 rows takes"):
         model.recommend(np.arange(60), N=10**7)
 
 
@@ -57,12 +56,12 @@ def test_rows_beyond_memory_are_refused_though_n_is_not():
 
 
 def test_memory_is_checked_for_large_results_only(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda: pytest.fail("read"))
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: pytest.fail("read"))
     check_answer(1000, 1000, 50, 4)
 
 
 def test_unknown_free_memory_refuses_nothing(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: None)
     check_answer(10**9, 100, 1000, 4)
 
 

@@ -178,8 +178,8 @@ def test_an_update_is_all_or_nothing(method, monkeypatch):
 
 def test_an_id_that_does_not_fit_in_memory_is_refused(monkeypatch):
     model = fitted()
-    monkeypatch.setattr(updates, "available_memory", lambda: 10_000)
-    with pytest.raises(MemoryBudgetError, match="ids"):
+    monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 10_000)
+    with pytest.raises(MemoryBudgetError, match=r"ids has 100,000.*is the id a label"):
         model.partial_fit_users([100_000], np.ones((1, N_ITEMS)))
 
 
