@@ -61,7 +61,7 @@ from .layout import Chunk, FileOptions, TextLayout
 from .lines import line_blocks
 from .lists import BLOCK_ENTRIES, lines_of_lists, list_chunks, list_options
 from .manifest import ARRAYS, FORMAT, MANIFEST, VERSION, degrees_file, seal, slab_file
-from .readers import MarketHeader, check_market_rows, market_header, parquet_chunks, parquet_layout, part_paths
+from .readers import MarketHeader, check_market_rows, file_columns, market_header, parquet_chunks, part_paths
 from .slabs import InMemory, Orientation, slab_bounds
 from .store import UNFINISHED, Store, StoreMatrix, file_checksum
 from .text import (
@@ -400,14 +400,16 @@ class _Codes:
 
 
 class _Integers:
-    """Integers that are labels, and raw ids as they are."""
+    """Integers that are labels, or `count` positions without labels; raw ids as they are."""
 
-    def __init__(self, dtype: Any = np.int64) -> None:
-        self.dtype = np.dtype(dtype)
+    def __init__(self, dtype: Any = np.int64, count: int | None = None) -> None:
+        self.dtype, self.count = np.dtype(dtype), count
         self.known = np.empty(0, dtype=self.dtype)
 
     def raw(self, ids: np.ndarray) -> np.ndarray:
-        """The ids, which become known."""
+        """The ids; labels become known."""
+        if self.count is not None:
+            return ids
         ids = ids.astype(self.dtype, copy=False)
         found = _distinct(ids)
         known = self.known if len(self.known) else found[:1]
@@ -417,6 +419,8 @@ class _Integers:
         return ids
 
     def resolve(self, used: None) -> Resolved:
+        if self.count is not None:
+            return None, self.count, lambda ids: ids
         known = self.known
         low, high = (int(known[0]), int(known[-1])) if len(known) else (0, 0)
         labels = known.astype(np.int64) if high <= np.iinfo(np.int64).max else known
@@ -438,31 +442,17 @@ def _distinct(ids: np.ndarray) -> np.ndarray:
     return ordered[np.append(True, ordered[1:] != ordered[:-1])]
 
 
-class _Positions:
-    """Positions of a matrix without labels, which are raw ids as well."""
-
-    dtype = np.dtype(np.int32)
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def raw(self, ids: np.ndarray) -> np.ndarray:
-        return ids
-
-    def resolve(self, used: None) -> Resolved:
-        return None, self.count, lambda ids: ids
-
-
 @dataclass
 class _Reader:
     """A source of chunks of ids and values, and the mapping of ids to positions."""
 
     chunks: Iterator[Any]  # of `Chunk`, ids of `_Codes` also as lists; None: this reader does not support the source
-    sides: tuple[Any, Any]  # `_Codes`, `_Integers` or `_Positions` of users and of items
+    sides: tuple[Any, Any]  # `_Codes` or `_Integers` of users and of items
     where: Callable[[int, int], str]  # where two entries are in the source
     source: str  # for messages
     valued: bool = False  # the source has values: rows that repeat whole are copies
     missing: str = "keep"  # what to do with labels that are `MISSING_WORDS`
+    labelled: bool = True  # ids are labels, not positions
 
 
 def _readers_of(source: Any, options: FileOptions, limit: int) -> Iterator[_Reader] | None:
@@ -528,7 +518,8 @@ def _parquet(path: str, options: FileOptions, rows: int) -> _Reader:
         _Codes(sort) if isinstance(ids, list) else _Integers(np.uint64 if ids.dtype == np.uint64 else np.int64)
         for ids in first[:2]
     )
-    valued = parquet_layout(path, options).value is not None
+    columns = file_columns(path, options)
+    valued = columns is not None and columns.value is not None
     return _Reader(itertools.chain([first], chunks), (users, items), "rows {} and {}".format, path, valued)
 
 
@@ -567,8 +558,8 @@ def _matrix_market(path: str, header: MarketHeader, limit: int) -> _Reader:
         if done != count:
             raise RatingsError(f"{path} is truncated or damaged: it has {done} entries and its header says {count}")
 
-    sides = (_Positions(n_rows), _Positions(n_columns))
-    return _Reader(chunks(), sides, "entries {} and {}".format, path)
+    sides = (_Integers(np.int32, n_rows), _Integers(np.int32, n_columns))
+    return _Reader(chunks(), sides, "entries {} and {}".format, path, labelled=False)
 
 
 def _check_coordinates(path: str, table: np.ndarray, shape: tuple[int, int], done: int) -> None:
@@ -619,7 +610,7 @@ class _Streamed:
         """Write all chunks of the source as raw files, by the first reader that supports it."""
         while not self._write_raw(next(self.readers)):
             pass
-        if not self.count and not isinstance(self.reader.sides[0], _Positions):
+        if not self.count and self.reader.labelled:
             raise RatingsError(f"{self.reader.source} holds no ratings, only a header")
 
     def _write_raw(self, reader: _Reader) -> bool:

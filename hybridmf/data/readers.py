@@ -433,11 +433,6 @@ def _numbers_if_possible(fields: np.ndarray) -> np.ndarray:
     return integers if np.array_equal(integers, numbers) else numbers
 
 
-def parquet_layout(path: str, options: FileOptions) -> Columns:
-    with _parquet(path) as file:
-        return _resolved(path, file, options)[0]
-
-
 def parquet_chunks(
     path: str, options: FileOptions, rows: int
 ) -> Iterator[tuple[np.ndarray | list[Any], np.ndarray | list[Any], np.ndarray]]:
@@ -634,7 +629,8 @@ def file_columns(path: str, options: FileOptions) -> Columns | None:
     """Columns that `Ratings.from_file` uses with these options, by the first lines; None for files without columns."""
     head, format = options.detect(path)
     if format == "parquet":
-        return parquet_layout(path, options)
+        with _parquet(path) as file:
+            return _resolved(path, file, options)[0]
     if format == "jsonl":
         names = _json_lines(path).column_names
         return resolve_columns(path, names, len(names), *options.selectors, by_place=False)
