@@ -312,17 +312,9 @@ class BalsMatrix:
         -------
         csr_array, shape (n_rows, n_cols)
         """
-        arrays = _formats.bals_to_csr(
-            self.values,
-            self.seg_colidx,
-            self.tile_colidx,
-            self.seg_ptr,
-            self.tile_ptr,
-            self.shape,
-            (self.tile_rows, self.tile_cols),
-            check_threads(num_threads),
-        )
-        return make_csr(*arrays, self.shape)
+        arrays = (self.values, self.seg_colidx, self.tile_colidx, self.seg_ptr, self.tile_ptr)
+        sizes = (self.shape, (self.tile_rows, self.tile_cols))
+        return make_csr(*_formats.bals_to_csr(*arrays, *sizes, check_threads(num_threads)), self.shape)
 
     def __repr__(self) -> str:
         return (
