@@ -514,10 +514,7 @@ def _feedback_of(models: Iterable[FactorModel], feedback: str | None) -> str:
 
 
 def _memory_meter(device: Any) -> Callable[[], int | None]:
-    """A function that gives the peak, so far, of the additional memory on the host or a GPU; None if it is unknown.
-
-    On a GPU, the peak is that of its calls.
-    """
+    """A function for the peak of additional memory so far, on a GPU that of its calls; None if it is unknown."""
     if device is not None:
         free = [device.free_bytes()]
 

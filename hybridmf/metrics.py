@@ -737,10 +737,7 @@ def _measure(
     cold: np.ndarray | None = None,
     own: Mapping[str, Metric] = MappingProxyType({}),
 ) -> Evaluation:
-    """`evaluate` for validated arguments: matrices in model positions, ascending users, and a mask of cold users.
-
-    `names` are all metrics in order, `own` the caller's functions among them.
-    """
+    """`evaluate` for validated arguments; `names` are all metrics in order, `own` the caller's functions among them."""
     with_entries = users[np.diff(test.indptr)[users] > 0]
     counted, n_entries = with_entries, np.diff(test.indptr)[with_entries].astype(np.int64)
     values: dict[str, float] = {}

@@ -178,20 +178,15 @@ def _write_csv_ratings(stream: BinaryIO, ratings: Ratings) -> None:
     if times is not None and times.dtype.kind == "M":
         times = np.datetime_as_string(times)
     text.write("user,item,rating\n" if times is None else "user,item,rating,timestamp\n")
-    # Quoting all text keeps a label such as "#1 fan" from being read as a comment.
+    # Quoting all text keeps a label such as "#1 fan" from being read as a comment; 9 digits keep a float32.
     writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     users, items = names_of(ratings, "user"), names_of(ratings, "item")
     matrix = ratings.user_items
     for position, user in enumerate(users):
         row = slice(matrix.indptr[position], matrix.indptr[position + 1])
         names = map(items.__getitem__, matrix.indices[row].tolist())
-        columns = [names, map(_short_number, matrix.data[row].tolist())] + (
-            [] if times is None else [times[row].tolist()]
-        )
+        values = (int(each) if each.is_integer() else float(f"{each:.9g}") for each in matrix.data[row].tolist())
+        columns = [names, values] + ([] if times is None else [times[row].tolist()])
         writer.writerows((user, *fields) for fields in zip(*columns, strict=True))
     text.flush()
     text.detach()
-
-
-def _short_number(value: float) -> float | int:
-    return int(value) if value.is_integer() else float(f"{value:.9g}")  # 9 digits keep a float32

@@ -334,10 +334,7 @@ def _report(model: Model, train: Any, found: dict[str, Evaluation] | str | None,
 
 
 def _checkpoint_options(options: Options) -> dict[str, Any]:
-    """Options of `fit` about checkpoints, checked before a large file is read.
-
-    The same command starts a run, without a checkpoint, and continues it after an interruption.
-    """
+    """Options of `fit` about checkpoints; the same command starts a run and, after an interruption, continues it."""
     folder, every = options.checkpoint, options.checkpoint_every
     if folder is None:
         if options.resume or every is not None:

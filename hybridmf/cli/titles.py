@@ -40,10 +40,7 @@ def titles_of(model: Any, options: Options) -> dict[str, str] | None:
 
 
 def read_titles(path: str, separator: str | None = None, encoding: str | None = None) -> dict[str, str]:
-    """Titles by item id from text, maybe gzipped, whose first two fields are id and title; a header is allowed.
-
-    Defaults of separator and encoding are those of `hybridmf.data.feature_columns.read_rows`.
-    """
+    """Titles by item id from text whose first two fields these are; separator and encoding as for `read_rows`."""
     way_out = "give --titles-separator"
     try:
         rows, mark = read_rows(path, separator, encoding, "lines of item id and title", way_out)

@@ -34,10 +34,7 @@ Labels = tuple[Any, Any]
 
 
 def labels_of(given: Any) -> Labels | None:
-    """Labels of users and items of `Ratings` (also prepared ones) or a `Store`; None for an axis without labels.
-
-    None for a plain matrix.
-    """
+    """Labels (or None) of users and items of `Ratings`, also prepared ones, or a `Store`; None for a plain matrix."""
     held = getattr(given, "ratings", given)
     return (held.user_ids, held.item_ids) if isinstance(held, (Ratings, Store)) else None
 

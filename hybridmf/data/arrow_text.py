@@ -111,10 +111,7 @@ def codes_into(table: dict[str, int]) -> Callable[[Any], np.ndarray]:
 
 
 def coded_strings(series: Any) -> tuple[np.ndarray, list[str]] | None:
-    """Codes (int32) of the strings of a narwhals series without nulls, and the labels in order of first appearance.
-
-    None without pyarrow, or if it does not support these strings.
-    """
+    """Codes (int32) of strings of narwhals without nulls, and labels as they appear; None where pyarrow cannot."""
     try:
         import pyarrow as pa
 
@@ -231,10 +228,7 @@ def _blank_of(block: bytes) -> bytes:
 
 
 def _parse(block: bytes, delimiter: bytes, apart: int, layout: TextLayout, kind: str) -> dict[int, Any] | None:
-    """The columns of a block, with ids of a kind ("int32", "int64", "labels"); None if they are of another kind.
-
-    `apart`: number of delimiters between two fields.
-    """
+    """Columns of a block, ids as "int32", "int64" or "labels", else None; `apart`: delimiters between two fields."""
     import_before_arrow()
     try:
         import pyarrow as pa

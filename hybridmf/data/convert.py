@@ -162,7 +162,11 @@ def convert(
         else:
             source = Store.open(source) if os.path.isdir(source) else os.fsdecode(source)
     folder = _Folder(Path(check_path("path", path)))
-    _refuse_itself(source, folder.path)
+    if isinstance(source, Store) and folder.path.exists() and folder.path.samefile(source.path):  # not yet removed
+        raise ValueError(
+            f"path {str(folder.path)!r} is the store that is converted; give another folder, or convert "
+            "source.to_ratings()"
+        )
     with folder.alone():
         folder.check_target(check_bool("overwrite", overwrite))
         readers = _readers_of(source, options, limit)  # and faults of the source, before the old store is removed
@@ -174,14 +178,6 @@ def convert(
                 assert whole is not None
                 _cut(whole, folder, entries)
     return Store.open(path)
-
-
-def _refuse_itself(source: Any, path: Path) -> None:
-    """Raise if the store would replace its source: `overwrite` removes the old store before the source is read."""
-    if isinstance(source, Store) and path.exists() and path.samefile(source.path):
-        raise ValueError(
-            f"path {str(path)!r} is the store that is converted; give another folder, or convert source.to_ratings()"
-        )
 
 
 def _whole(source: Any, options: FileOptions) -> Ratings | Store:
@@ -596,7 +592,10 @@ class _Streamed:
 
     def run(self) -> None:
         self._read()
-        self._resolve()
+        used = (None, None) if self.reader.missing == "keep" else self._used()
+        resolved = [side.resolve(mask) for side, mask in zip(self.reader.sides, used, strict=True)]
+        self.labels, (n_users, n_items), self.positions = (list(each) for each in zip(*resolved, strict=True))
+        self.shape = n_users, n_items
         _save_labels(self.folder, *self.labels)
         self._sort("user", self._source_entries)
         for name in RAW:
@@ -626,13 +625,6 @@ class _Streamed:
                 values.write(np.ascontiguousarray(part[2], dtype=np.float64).data)
                 self.count += len(part[2])
         return True
-
-    def _resolve(self) -> None:
-        """Labels of both sides, the positions of raw ids, and the shape."""
-        used = (None, None) if self.reader.missing == "keep" else self._used()
-        resolved = [side.resolve(mask) for side, mask in zip(self.reader.sides, used, strict=True)]
-        self.labels, (n_users, n_items), self.positions = (list(each) for each in zip(*resolved, strict=True))
-        self.shape = n_users, n_items
 
     def _used(self) -> Sequence[np.ndarray | None]:
         """Codes with entries that have both ids, as masks; refuses the others under missing="error"."""

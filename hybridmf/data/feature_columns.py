@@ -144,11 +144,7 @@ def read_table(path: Any, separator: str | None = None, encoding: str | None = N
 def read_rows(
     path: str, separator: str | None, encoding: str | None, expected: str, way_out: str = "name it"
 ) -> tuple[list[list[str]], str]:
-    """Fields of the lines of text that are not blank, and their separator, by default of `TEXT_SEPARATORS`.
-
-    The default encoding is that of `read_table`. `expected` and `way_out` are for the errors about text that is empty
-    or has no separator.
-    """
+    """Fields of lines with text, and their separator, by default of `TEXT_SEPARATORS`; `way_out`: for errors."""
     with reading(path, encoding or "latin-1"), open_bytes(path) as stream:
         content = stream.read()
         try:

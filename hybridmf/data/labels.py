@@ -590,10 +590,7 @@ def _warn_missing_words(name: str, labels: np.ndarray) -> None:
 def joined_axis(
     side: str, parts: Sequence[tuple[np.ndarray | None, int]], names: Sequence[str] = ()
 ) -> tuple[list[np.ndarray], np.ndarray | None, int]:
-    """Join axes: the new positions of each part's rows, the labels in order of appearance, and the number of rows.
-
-    Parts are (labels or None, number of rows); `names` are for messages, by default their numbers.
-    """
+    """New positions of the rows of each part (labels or None, number of rows), labels as they appear, and number."""
     labelled = [ids is not None for ids, _ in parts]
     if not any(labelled):
         return [np.arange(count) for _, count in parts], None, max(count for _, count in parts)
@@ -717,10 +714,7 @@ def look_up(
     count: int,
     strangers: list[Any] | None = None,
 ) -> Any:
-    """Position of a label, or positions of a vector of them; see `Ratings.user_index`.
-
-    With a list of `strangers`, unknown labels are added to it and have the position -1.
-    """
+    """Positions as by `Ratings.user_index`; unknown labels go to `strangers`, if given, and have the position -1."""
     if getattr(labels, "ndim", 1) == 0:  # NumPy scalars and 0-d arrays
         labels = labels.item()
     scalar = isinstance(labels, (str, bytes)) or not isinstance(labels, Iterable)

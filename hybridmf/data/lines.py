@@ -18,10 +18,7 @@ def bounded_lines(stream: TextIO) -> Iterator[str]:
 
 
 def line_blocks(stream: TextIO, path: str, size: int) -> Iterator[tuple[int, str]]:
-    """Number of the first line, and text, of blocks of whole lines: `size` characters and the rest of a line.
-
-    Blocks of blank lines are omitted.
-    """
+    """Number of the first line, and text, of blocks of whole lines, `size` characters and more; none of blank lines."""
     number = 1
     while block := stream.read(size):
         if not block.endswith("\n"):

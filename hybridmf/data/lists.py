@@ -50,11 +50,7 @@ def read_lists(path: str, options: FileOptions) -> Entries:
 def list_chunks(
     path: str, options: FileOptions, user_table: dict[str, int], item_table: dict[str, int], size: int = BLOCK_ENTRIES
 ) -> Iterator[Chunk]:
-    """Codes (int32) of users and items, and values (float64), in chunks of whole lines with at least `size` entries.
-
-    The last chunk may be smaller. New labels enter the tables with codes in the order of their first appearance. A user
-    without items has no code.
-    """
+    """Codes (int32) of users and items, and values, of whole lines, at least `size` entries; as by `record_chunks`."""
     users, items = array("i"), array("i")
     for _, fields in _records(path, options):
         if len(fields) > 1:

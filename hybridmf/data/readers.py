@@ -479,10 +479,7 @@ def _arrow(path: str, module: str, kind: str) -> tuple[Any, Any]:
 
 
 def _resolved(path: str, file: Any, options: FileOptions) -> tuple[Columns, dict[str, Any]]:
-    """The columns of a Parquet file, and those that its folders add: the ones named by arguments or for their role.
-
-    Others are ignored, so that no folder's name is taken for a value by its place.
-    """
+    """Columns of a Parquet file, and those in the names of its folders that an argument names or that have a role."""
     names = file.schema_arrow.names
     check_distinct_names(path, names)
     selectors, timestamp, weight = options.selectors, options.timestamp, options.weight
@@ -612,10 +609,7 @@ def read_matrix_market(path: str, head: bytes) -> tuple[Any, Labels]:
 
 
 def _mmread(stream: Any) -> Any:
-    """`scipy.io.mmread`, with errors that keep no reference to its reader.
-
-    The reader seeks in the stream when it is destroyed, and ends the process if the stream is closed by then.
-    """
+    """`scipy.io.mmread` whose errors keep no reader: it seeks when destroyed, fatally once the stream is closed."""
     import scipy.io  # here: it takes a tenth of the time to import all modules of a fit
 
     try:

@@ -46,10 +46,7 @@ def held_out(
 def last_of_each_user(
     matrix: sp.csr_array, order: np.ndarray, test_size: float | int, name: str = "test_size"
 ) -> np.ndarray:
-    """The last entries of each user by `order`: a number, or a share rounded down; each user keeps at least one.
-
-    Users with too few entries for that number keep all of them.
-    """
+    """The last entries of each user by `order`: a number, of users who have more, or a share rounded down."""
     degrees = np.diff(matrix.indptr).astype(np.int64)
     if isinstance(test_size, (int, np.integer)) and not isinstance(test_size, bool):
         count = check_int("test_size", test_size, 1)

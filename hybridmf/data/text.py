@@ -190,10 +190,7 @@ def _other_places(columns: Columns, looks: list[str | None]) -> str:
 
 
 def _look(fields: list[str], role: str, width: int) -> str | None:
-    """What a column without a name holds if it can hold neither ids nor, fractions excepted, values.
-
-    A place takes two coordinates, so a file of three columns has none.
-    """
+    """What a column without a name holds if it can hold neither ids nor, fractions excepted, values."""
     if all(map(_UNIX_TIME.fullmatch, fields)) and (len(fields) > 2 or role == "value"):
         recent = [1e9 <= int(field) / 10.0 ** (len(field) - 10) <= 2.2e9 for field in fields if len(field) > 9]
         if role == "value" or (recent.count(True) == len(fields)):
@@ -403,10 +400,7 @@ def _has_header(
 
 
 def read_text(layout: TextLayout, mask: np.ndarray | None = None, weights: np.ndarray | None = None) -> Entries:
-    """Entries after the header, with sorted labels: int64 if all ids of a column are integers, else strings.
-
-    `mask`: records to keep; the ids and values of others may be missing. `weights`: those of all records, not checked.
-    """
+    """Entries of records in `mask`, with sorted labels, integers if all are; `weights`: of all records, unchecked."""
     with reading_progress(layout.path, layout.options.show_progress) as on_read:
         ((users, user_ids), (items, item_ids), values), times = _read_columns(replace(layout, on_read=on_read), mask)
         if not len(users):
@@ -438,10 +432,7 @@ def typed_labels(entries: Entries, before: Entries) -> Entries:
 
 
 def _read_columns(layout: TextLayout, mask: np.ndarray | None = None) -> tuple[Any, np.ndarray | None]:
-    """(positions, labels) of users, the same of items, and values; and the times, if the layout has a column of them.
-
-    Records that the mask excludes are included if pyarrow reads the file.
-    """
+    """(positions, labels) of users and items, values, and times if any; pyarrow reads records outside `mask`, too."""
     place = layout.columns.time
     if place is None:
         return _read_regular(layout) or _read_records(layout, mask), None
@@ -609,11 +600,7 @@ def value_hint(text: str) -> str:
 def _columns(
     layout: TextLayout, places: tuple[int, ...], size: int = BLOCK_CHARS, commented: list[str] | None = None
 ) -> Iterator[tuple[list[str], ...]]:
-    """Columns of the records after the header, as text, block by block.
-
-    A block of plain lines is split at once; the csv module reads the lines of others, and explains what is wrong.
-    Comments that could be entries are appended to `commented`.
-    """
+    """Columns of the records below the header, as text, in blocks; `commented` gets comments that could be entries."""
     alone = layout.options.quote in (AUTO, None) and layout.options.escape is None  # no record goes on in another block
     header = layout.header
     with reading(layout.path, layout.encoding), layout.open() as stream:

@@ -23,11 +23,7 @@ def _overflow_advice(objective: Objective) -> str:
 
 
 def check_status(status: np.ndarray, side: Side, objective: Objective, names: np.ndarray | None = None) -> None:
-    """Raise the failure of the first row whose status is not 0.
-
-    It is the leading minor that is not positive definite, NON_FINITE or NEGATIVE_CURVATURE. `names` has the number of
-    each row in error messages, by default its position.
-    """
+    """Raise the failure of the first row whose status is not 0; `names`: numbers of the rows, by default positions."""
     bad = np.flatnonzero(status)
     if not bad.size:
         return

@@ -88,10 +88,7 @@ def iteration_seconds(model: FactorModel, matrix: sp.csr_array) -> float:
 
 
 def calibrate(*, gpu: bool = True, say: Say | None = None) -> tuple[Machine, dict[str, Any]]:
-    """Rates of this machine: its cores, its first GPU and the links of all GPUs; name and driver of the GPU, if any.
-
-    `say` is called with a description of each measurement.
-    """
+    """Rates of cores, the first GPU and the links of all GPUs, described to `say`; name and driver of the GPU."""
     tell: Say = say or (lambda text: None)
     tell("cores: one, and all together")
     cpu = _measure_cpu()

@@ -34,11 +34,7 @@ def all_programs_of(device: cuda.Device, plan: Plan) -> list[Program]:
 
 
 def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> None:
-    """Fit and serve a small model of each kind on the first GPU, and compile the additional kernels of larger ones.
-
-    CuPy keeps the compiled kernels on disk (``CUPY_CACHE_DIR``), by GPU architecture. `say` gets a line for each number
-    of factors.
-    """
+    """Fit and serve small models on the first GPU, and compile the kernels of larger ones; `say` gets a line a rank."""
     device = cuda.open_device()
     matrix = sp.csr_array((np.random.default_rng(0).random(SHAPE) < 0.5).astype(np.float32))
     for rank in factors:
