@@ -34,13 +34,15 @@ from hybridmf.errors import DeviceMemoryError
 HEADER = Path(__file__).parent / "emulator" / "emulator.h"
 
 WRAPPER = """
+#ifdef COMPILED_KERNEL
 extern "C" const char* KERNEL_launch(const unsigned* grid, const unsigned* block, unsigned long shared, void** values) {
     return emulator::run(grid, block, shared, emulator::thread<KERNEL>, values);
 }
 extern "C" const auto KERNEL_sizes = emulator::sizes_of(KERNEL);
+#endif
 """
 
-KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\(")
+KERNEL = re.compile(r"^.*__global__\s+void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\(", re.MULTILINE)
 
 SHARED = re.compile(r"^(\s*)__shared__ (?:__align__\(\d+\) )?([\w:]+) ([^;(]+);", re.MULTILINE)
 """Static shared memory: a type and its variables, some of them arrays."""
@@ -85,7 +87,8 @@ def _command(optimization: str = "-O0") -> list[str]:
 
 def _kernel_command() -> list[str]:
     """The compiler of kernels, and of the header that is precompiled for them."""
-    return [*_command(), *(["-fsanitize=thread", "-g"] if finds_races() else [])]
+    plain = ["-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables"]  # nothing here throws
+    return [*_command(), *plain, *(["-fsanitize=thread", "-g"] if finds_races() else [])]
 
 
 def _with_shared_variables(source: str) -> str:
@@ -143,25 +146,24 @@ def _emulator() -> Path:
     return folder / HEADER.name
 
 
-def _kernels(source: Path, constants: Sequence[str]) -> list[str]:
-    """Names of the kernels that the preprocessor leaves."""
-    command = [*_command(), "-E", "-P", "-DHYBRIDMF_EMULATE=1", *constants, str(source)]
-    return KERNEL.findall(subprocess.run(command, capture_output=True, text=True).stdout)
+def _with_wrappers(source: str) -> str:
+    """The source with a function to call for each kernel that the preprocessor leaves."""
+    names = dict.fromkeys(KERNEL.findall(source))
+    marked = KERNEL.sub(lambda match: f"#define COMPILED_{match[1]}\n{match[0]}", source)
+    return marked + "".join(WRAPPER.replace("KERNEL", name) for name in names)
 
 
 @functools.cache
 def _library(source: str, constants: tuple[str, ...]) -> Any:
     """All kernels of a file for some constants, compiled at once: each by itself would take nearly as long."""
-    header, source = _emulator(), _with_shared_variables(source)
-    texts = [header.parent.name, WRAPPER, source, *constants]
+    header, source = _emulator(), _with_wrappers(_with_shared_variables(source))
+    texts = [header.parent.name, source, *constants]
     library = _folder() / f"{hashlib.sha256(repr(texts).encode()).hexdigest()[:24]}.so"
     if not library.exists():
         own = Path(tempfile.mkdtemp(dir=_folder())) / library.name
         defined = [f"-D{constant}" for constant in constants]
         text = own.with_suffix(".cpp")
         text.write_text(source)
-        names = _kernels(text, defined)
-        text.write_text(source + "".join(WRAPPER.replace("KERNEL", name) for name in names))
         command = [
             *_kernel_command(),
             "-shared",
@@ -172,8 +174,9 @@ def _library(source: str, constants: tuple[str, ...]) -> Any:
             "-o",
             str(own),
             str(text),
+            "-lgcc",
         ]
-        _run(command, f"{names} with {constants}")
+        _run(command, f"{KERNEL.findall(source)} with {constants}")
         own.replace(library)  # complete, for concurrent readers
     return ctypes.CDLL(str(library))
 
@@ -210,8 +213,8 @@ def _bytes_of(argument: Any) -> bytes:
 
 @functools.cache
 def _linker() -> list[str]:
-    """The fastest linker; what the emulator defines stays undefined in either case."""
-    return ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
+    """The fastest linker, without libraries: what they and the emulator define is loaded before the kernels."""
+    return ["-nostdlib", *(["-fuse-ld=gold"] if shutil.which("ld.gold") else [])]
 
 
 class EmulatedCopier:

@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -630,7 +631,9 @@ void copy_wait(int pending) {
     if (!in_flight.empty() || RACES) wait_for_copies(std::max(0, int(current->groups) - pending));
 }
 
-void product(std::function<void()> multiply) {
+void begin_product(Deferred* given) {
+    const std::shared_ptr<Deferred> owned(given);
+    std::function<void()> multiply = [owned] { owned->run(); };
     // all lanes of a warp decide alike; in the schedule in order, products are made at once
     const bool late = !in_order && (current->products * 2654435761u >> 7 & 3);
     if (late) {

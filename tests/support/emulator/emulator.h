@@ -17,7 +17,10 @@
 #pragma once
 #define HYBRIDMF_EMULATE 1
 
-#include <algorithm>
+// Every program reads this header, and a precompiled one by its size: without <algorithm> and <functional>, and without the
+// special functions of <cmath> (libstdc++'s, which are large), it is read in a third of the time.
+#include <type_traits>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
 #include <array>
 #include <cassert>
 #include <cmath>
@@ -25,8 +28,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <type_traits>
 #include <utility>
 
 #define __global__
@@ -118,8 +119,21 @@ void copy_16(void* target, const void* source, bool valid);
 void copy_commit();
 void copy_wait(int pending);
 
+// What is done later.
+struct Deferred {
+    virtual void run() = 0;
+    virtual ~Deferred() = default;
+};
+
+template <class Body> struct DeferredBody : Deferred {
+    Body body;
+    explicit DeferredBody(Body&& given) : body(std::move(given)) {}
+    void run() override { body(); }
+};
+
 // A warpgroup product, which reads its operands between its start and the wait for its group. All lanes of the warp call it.
-void product(std::function<void()> multiply);
+void begin_product(Deferred* multiply);
+template <class Body> void product(Body multiply) { begin_product(new DeferredBody<Body>(std::move(multiply))); }
 void products_commit();
 void products_wait(int pending);
 
