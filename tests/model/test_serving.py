@@ -195,6 +195,20 @@ def test_answers_do_not_scan_the_libraries_of_the_process(monkeypatch):
     assert not scans
 
 
+def test_fits_scan_the_libraries_of_the_process_after_imports_only(monkeypatch):
+    """Which may bring another BLAS."""
+    model = hmf.ImplicitALS(4, assembly="blas3", device="cpu", iterations=1).fit(planted())
+    scans = []
+    load = threadpoolctl.ThreadpoolController._load_libraries
+    monkeypatch.setattr(
+        threadpoolctl.ThreadpoolController, "_load_libraries", lambda self: (scans.append(1), load(self))
+    )
+    for name in ("imported", "imported", "imported too"):
+        monkeypatch.setitem(sys.modules, name, None)
+        model.fit(planted())
+    assert len(scans) == 2
+
+
 def test_concurrent_calls_leave_blas_unchanged(monkeypatch):
     pools = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
     before = [pool.num_threads for pool in pools]
