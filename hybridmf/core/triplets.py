@@ -32,15 +32,17 @@ def refuse_triplets(matrix: Any, name: str) -> None:
             "(rows) by items (columns) is expected. Make one with Ratings.from_frame. If these columns are items, "
             f"pass a SciPy matrix: scipy.sparse.csr_array({name}.to_numpy())"
         )
-    array = np.asarray(matrix) if isinstance(matrix, (np.ndarray, list)) or names is not None else np.empty(0)
-    if are_entries(array):
-        width = array.shape[-1]
-        columns = ", ".join(("user", "item", "value", "time")[:width])
-        raise RatingsError(
-            f"{name} of shape {array.shape} has one entry in each row by its values ({columns}), where a matrix of "
-            "users (rows) by items (columns) is expected. Make one with Ratings.from_coo, or from_frame where ids are "
-            f"labels. If its {width} columns are items, pass a SciPy matrix: scipy.sparse.csr_array({name})"
-        )
+    array = np.asarray(matrix) if isinstance(matrix, (np.ndarray, list, tuple)) or names is not None else np.empty(0)
+    for entries, place in ((array, "row"), (array.T, "column")):
+        if are_entries(entries):
+            width = entries.shape[-1]
+            columns = ", ".join(("user", "item", "value", "time")[:width])
+            raise RatingsError(
+                f"{name} of shape {array.shape} has one entry in each {place} by its values ({columns}), where a "
+                "matrix of users (rows) by items (columns) is expected. Make one with Ratings.from_coo, or from_frame "
+                f"where ids are labels. If its {array.shape[1]} columns are items, pass a SciPy matrix: "
+                f"scipy.sparse.csr_array({name})"
+            )
 
 
 def frame_names(frame: Any) -> list[Any] | None:

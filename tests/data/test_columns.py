@@ -213,7 +213,7 @@ def test_an_array_of_entries_is_no_matrix(width):
         lambda matrix: hmf.evaluate(model, matrix),
         lambda matrix: model.partial_fit_users(np.arange(len(matrix)), matrix),
     ):  # fmt: skip
-        for passed in (array, array.astype(float)):
+        for passed in (array, array.astype(float), array.T, tuple(array.T)):
             with pytest.raises(RatingsError, match=r"from_coo.*from_frame.*scipy.sparse.csr_array"):
                 call(passed)
 
