@@ -31,6 +31,7 @@ from .core.validate import (
     check_threads,
     csr_arrays,
     refuse_masked,
+    refuse_other_index,
 )
 from .data.align import align, labels_of
 from .errors import NonFiniteError
@@ -106,6 +107,7 @@ def mae(truth: Any, predicted: Any) -> float:
 
 
 def _differences(truth: Any, predicted: Any) -> np.ndarray:
+    refuse_other_index(truth=truth, predicted=predicted)
     truth, predicted = _finite_vector("truth", truth), _finite_vector("predicted", predicted)
     if len(truth) != len(predicted):
         raise ValueError(

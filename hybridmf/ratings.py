@@ -35,6 +35,7 @@ from .core.validate import (
     from_triplets,
     frozen_csr,
     make_csr,
+    refuse_other_index,
 )
 from .data import readers
 from .data.columns import AUTO, column_place, log_columns
@@ -51,6 +52,7 @@ from .data.labels import (
     label_kind,
     label_table,
     look_up,
+    refuse_series,
     resolve,
     storable,
 )
@@ -210,6 +212,7 @@ class Ratings:
             Ids or values of a type that cannot be used.
         """
         check_choice("duplicates", duplicates, MERGE_RULES)
+        refuse_other_index(users=users, items=items, values=values, timestamps=timestamps, weights=weights)
         users, items = as_vector("users", users), as_vector("items", items)
         values = np.ones(len(users), dtype=np.float32) if values is None else as_vector("values", values)
         if not len(users) == len(items) == len(values):
@@ -747,6 +750,7 @@ class Ratings:
             Not one finite number above 0 for each entry.
         """
         ratings = self._of(self.user_items)
+        refuse_series(weights)
         ratings.weights = None if weights is None else as_weights(weights, self.user_items.nnz)
         return ratings
 

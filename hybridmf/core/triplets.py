@@ -32,11 +32,11 @@ def refuse_triplets(matrix: Any, name: str) -> None:
             "(rows) by items (columns) is expected. Make one with Ratings.from_frame. If these columns are items, "
             f"pass a SciPy matrix: scipy.sparse.csr_array({name}.to_numpy())"
         )
-    array = np.asarray(matrix) if isinstance(matrix, (np.ndarray, list, tuple)) or names is not None else np.empty(0)
-    for entries, place in ((array, "row"), (array.T, "column")):
-        if are_entries(entries):
-            width = entries.shape[-1]
-            columns = ", ".join(("user", "item", "value", "time")[:width])
+    listed = names is not None or isinstance(matrix, (np.ndarray, list, tuple))
+    array: np.ndarray = np.asarray(matrix) if listed else np.empty(0)
+    for turned, place in ((False, "row"), (True, "column")):
+        if are_entries(array.T if turned else array):
+            columns = ", ".join(("user", "item", "value", "time")[: array.shape[not turned]])
             raise RatingsError(
                 f"{name} of shape {array.shape} has one entry in each {place} by its values ({columns}), where a "
                 "matrix of users (rows) by items (columns) is expected. Make one with Ratings.from_coo, or from_frame "

@@ -390,6 +390,15 @@ def as_weights(given: Any, count: int, name: str = "weights") -> np.ndarray:
     return found
 
 
+def refuse_series(weights: Any) -> None:
+    """Refuse weights in the order of the rows of a frame, where that of the entries is expected."""
+    if hasattr(weights, "to_frame"):
+        raise TypeError(
+            "weights is a series, which has the order of the rows of its frame, and entries are sorted by user and "
+            "item; name the column: Ratings.from_frame(frame, weight=). weights.to_numpy() counts as sorted"
+        )
+
+
 def _check_length(name: str, given: np.ndarray, count: int | None) -> None:
     if count not in (None, len(given)):
         raise RatingsError(f"{name} has {len(given)} elements; expected one for each of {count} entries")

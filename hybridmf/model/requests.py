@@ -12,7 +12,17 @@ import scipy.sparse as sp
 
 from ..core.objective import SIDES, Side
 from ..core.sparse import entries_in, entry_rows, keep_entries, rows_or_empty, take_rows
-from ..core.validate import MAX_N, check_bool, check_choice, check_ids, check_int, check_shape, from_triplets, one_row
+from ..core.validate import (
+    MAX_N,
+    check_bool,
+    check_choice,
+    check_ids,
+    check_int,
+    check_shape,
+    from_triplets,
+    one_row,
+    refuse_other_index,
+)
 from ..data.align import IN_ORDER, align, are_positions, labels_of
 from ..data.labels import check_label_types, look_up, plain_array
 from ..data.layout import FileOptions
@@ -136,6 +146,8 @@ def pairs_of(
         raise ValueError(f"users has {len(places)} ids and items has {len(columns)}; expected as many of each")
     if len(places) != len(columns):
         places, columns = np.broadcast_arrays(places, columns)
+    elif len(places) > 1:
+        refuse_other_index(users=users, items=items)
     return np.ascontiguousarray(places), np.ascontiguousarray(columns)
 
 

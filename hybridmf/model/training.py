@@ -112,7 +112,7 @@ class LocalRatings:
         self.entries, self.shape = self.matrix, self.matrix.shape
         self.weights: np.ndarray | None = None
         if weights is not None:
-            self._weigh(weights, given, own)
+            self._weigh(weights, user_items if own is None else given, own)
         self.columns = _columns(columns, self.shape)
 
     def _weigh(self, weights: Any, given: Any, own: np.ndarray | None) -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import Objective, PerSide
-from ..core.validate import as_csr, check_shape, make_csr
+from ..core.validate import as_csr, check_shape, make_csr, refuse_masked
 from ..data.align import Labels, align, labels_of
+from ..data.labels import refuse_series
 from ..errors import RatingsError
-from ..ratings import Ratings, as_ratings
+from ..ratings import as_ratings
 
 
 def weights_of_entries(matrix: sp.csr_array, labels: Labels | None, weights: Any, given: Any) -> np.ndarray:
@@ -26,6 +27,8 @@ def weights_of_entries(matrix: sp.csr_array, labels: Labels | None, weights: Any
     if isinstance(weights, (list, tuple)) and np.ndim(weights) == 1:
         weights = np.asarray(weights)
     if getattr(weights, "ndim", 2) == 1:
+        refuse_series(weights)
+        refuse_masked("weights", weights)
         found = _in_order(matrix, _numbers(weights), given)
     else:
         found = _aligned(matrix, labels, as_ratings(weights, "weights"))
@@ -52,7 +55,7 @@ def _numbers(weights: Any) -> np.ndarray:
 
 def _in_order(matrix: sp.csr_array, weights: np.ndarray, given: Any) -> np.ndarray:
     """A vector of weights without those of entries that the model drops."""
-    base = given.user_items if isinstance(given, Ratings) else given
+    base = getattr(getattr(given, "ratings", given), "user_items", given)
     if not (sp.issparse(base) and base.format == "csr" and base.has_canonical_format):
         raise TypeError(
             "weights is a vector, whose order is that of the entries of Ratings or of a canonical CSR matrix; give a "

@@ -125,6 +125,29 @@ def merged(rule, values=(2, 4, 9), weights=(1.0, 3.0, 7.0)):
     return ratings.user_items.data.tolist(), ratings.weights.tolist()
 
 
+def test_series_are_paired_by_their_index():
+    frame = pd.DataFrame({"user": USERS, "item": ITEMS, "rating": VALUES, "w": WEIGHTS})
+    columns = [frame[name] for name in ("user", "item", "rating")]
+    whole = hmf.Ratings.from_coo(*columns, weights=frame["w"])
+    assert weights_by_pair(whole) == BY_PAIR
+    for turned in (frame["w"][::-1], frame["w"][:4]):
+        with pytest.raises(RatingsError, match="users and weights are series with different indexes"):
+            hmf.Ratings.from_coo(*columns, weights=turned)
+    model = hmf.ExplicitALS(2, iterations=1).fit(whole)
+    for call in (lambda *pairs: model.predict(*pairs, labels=True), hmf.metrics.rmse):
+        with pytest.raises(RatingsError, match="are series with different indexes"):
+            call(columns[0], columns[1][::-1])
+    # rows of a frame are not in the order of the entries
+    for ratings, weights in ((whole.with_weights(None), frame["w"]), (frame[["user", "item", "rating"]], WEIGHTS)):
+        with pytest.raises(TypeError, match=r"weights is a (series|vector)"):
+            hmf.ExplicitALS(2).fit(ratings, weights=weights)
+    for series in (frame["w"], pl.Series(WEIGHTS)):
+        with pytest.raises(TypeError, match=r"weights is a series.*Ratings.from_frame\(frame, weight=\)"):
+            whole.with_weights(series)
+    with pytest.raises(RatingsError, match="weights is masked at position 1"):
+        hmf.ExplicitALS(2).fit(small(weights=None), weights=np.ma.masked_less(WEIGHTS, 1))
+
+
 def test_merged_entries():
     assert merged("mean") == ([3.5, 9], [4, 7])
     assert merged("sum") == ([6, 9], [pytest.approx((2 * 1 + 4 * 3) / 6), 7])
