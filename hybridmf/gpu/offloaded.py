@@ -22,11 +22,11 @@ waited for the copies, so their memory is not reused before. The table on the ho
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -150,7 +150,7 @@ class HostHalf(StreamedHalf):
             for rows, slab, indices, ratings in slabs:
                 added = None
                 if pull is not None:
-                    added = self.copiers.send(pull.of_rows(rows, slab.width, slab.dtype))
+                    added = self.copiers.send(pull(rows, slab.width, slab.dtype))
                 first = None  # exact solvers need no start
                 if start is not None and self.plan.solver != "cholesky":
                     first = start.sent(self.copiers, rows.start, rows.stop)
@@ -160,7 +160,7 @@ class HostHalf(StreamedHalf):
                     for _ in slab.solve_all(kernels, operand, side.table, entries, systems):
                         pass
                 else:
-                    solve_in_parts(slab, kernels, systems(), self._parts(side), indices, ratings, mean)
+                    solve_in_parts(slab, kernels, systems(), islice(side, self.fixed_parts), indices, ratings, mean)
                 new = slab.unpack(systems().solutions)
                 del systems, added
                 widen_range(device, found, new.table if solved.has_range else None, status[rows])
@@ -192,9 +192,6 @@ class HostHalf(StreamedHalf):
         with closing(self._stream(fixed, times)) as stream:
             yield next(stream)[1] if self.fixed_parts == 1 else stream
 
-    def _parts(self, stream: Parts) -> Parts:
-        return islice(stream, self.fixed_parts)
-
     def _stream(self, fixed: HostFactors, times: int) -> Generator[tuple[int, DeviceFactors], None, None]:
         """Yield first row and factors of each part in order, `times` times."""
         bounds = part_bounds(len(fixed), self.fixed_parts)
@@ -225,7 +222,7 @@ class HostHalf(StreamedHalf):
                     found.append(slab.segment_losses(indices, ratings, own, side, mean, segments))
                     continue
                 total = np.zeros(len(segments))
-                for part in parts_of(self._parts(side), indices):
+                for part in parts_of(islice(side, self.fixed_parts), indices):
                     clipped = clip_segments(self.device, segments, indices, len(part), 0)
                     total += slab.segment_losses(indices, ratings, own, part, mean, clipped)
                 found.append(total)
@@ -243,28 +240,21 @@ class HostRegression(Regression):
             total += self.rows[rows].T @ (own * self.weights_of(rows)[:, None])
         return total
 
-    def pull(self, sums: np.ndarray, ridge: np.ndarray) -> HostPull:
-        return HostPull(self, self.vectors(sums), ridge)
+    def pull(self, sums: np.ndarray, ridge: np.ndarray) -> Callable[[slice, int, Any], np.ndarray]:
+        """See `Regression`; a function of some rows, width and dtype: a table, zeros for rows without entries."""
+        vectors = self.vectors(sums)
+
+        def of_rows(rows: slice, width: int, dtype: Any) -> np.ndarray:
+            table = np.zeros((rows.stop - rows.start, width), dtype)
+            found = (self.rows[rows] @ vectors) * self.weights_of(rows)[:, None]
+            table[:, : vectors.shape[1]] = found * ridge
+            return table
+
+        return of_rows
 
     def weights_of(self, rows: slice) -> np.ndarray:
         found: np.ndarray = np.where(self.empty[rows], 0.0, self.scale[rows])
         return found
-
-
-class HostPull(NamedTuple):
-    """What features add to the right-hand sides of offloaded rows."""
-
-    regression: HostRegression
-    vectors: np.ndarray
-    ridge: np.ndarray
-
-    def of_rows(self, rows: slice, width: int, dtype: Any) -> np.ndarray:
-        """Those of some rows as a table of `width` columns; zeros for rows without entries."""
-        prior = self.regression
-        table = np.zeros((rows.stop - rows.start, width), dtype)
-        found = (prior.rows[rows] @ self.vectors) * prior.weights_of(rows)[:, None]
-        table[:, : self.vectors.shape[1]] = found * self.ridge
-        return table
 
 
 def solve_in_parts(
