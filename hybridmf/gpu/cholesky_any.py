@@ -173,6 +173,7 @@ class CgConfig(KernelConfig):
     file: ClassVar[str] = "cg_any.cu"
     kernel: ClassVar[str] = "cg"
     tuned_as: ClassVar[str] = "cg_any"
+    derived: ClassVar[tuple[str, ...]] = ("shared_bytes",)
     names: ClassVar[dict[str, str]] = {"itemsize": "REAL", "blocks_per_sm": "MIN_BLOCKS"}
 
     def check(self) -> None:
@@ -200,10 +201,6 @@ class CgConfig(KernelConfig):
     def shared_bytes(self) -> int:
         packed = self.rank * (self.rank + 1) // 2 if self.resident else 0
         return self.warps * 8 + ((self.warps + 2) * ceil_div(self.rank, WARP) * WARP + packed) * self.itemsize
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return super().constants | {"SHARED_BYTES": self.shared_bytes}
 
 
 def _complete_constants(rank: int, itemsize: int, has_gram: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class NonnegativeConfig(KernelConfig):
 
     file: ClassVar[str] = "nonnegative.cu"
     kernel: ClassVar[str] = "nonnegative"
+    derived: ClassVar[tuple[str, ...]] = ("shared_bytes",)
     names: ClassVar[dict[str, str]] = {"itemsize": "REAL", "blocks_per_sm": "MIN_BLOCKS"}
 
     def check(self) -> None:
@@ -78,10 +79,6 @@ class NonnegativeConfig(KernelConfig):
         padded = round_up(self.rank, WARP)
         matrix = self.rank * (self.rank | 1) if self.resident else 0
         return (6 * padded + WARP + matrix) * self.itemsize + 4 * (padded + 4)
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return super().constants | {"SHARED_BYTES": self.shared_bytes}
 
 
 def nonnegative_solve(

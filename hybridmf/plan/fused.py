@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -85,6 +85,9 @@ class FusedConfig(tables.KernelConfig):
     teams: int  # teams of a block of threads
     stages: int  # chunks of entries being loaded or in use
     blocks_per_sm: int  # bounds the registers of a thread
+
+    names: ClassVar[dict[str, str]] = {"width": "LD"}
+    derived: ClassVar[tuple[str, ...]] = ("width",)
 
     def check(self) -> None:
         if self.rank > MAX_RANK:
@@ -174,10 +177,6 @@ class FusedConfig(tables.KernelConfig):
     def partial_floats(self) -> int:
         """Floats of the partial sums of a segment."""
         return partial_floats(self.rank)
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return super().constants | {"LD": self.width}
 
 
 def supports(

@@ -294,6 +294,8 @@ class KernelConfig:
     """Name of the kernel in tuned tables."""
     names: ClassVar[dict[str, str]] = {}
     """Constants of fields whose names are not those of the fields in capitals; "" for none."""
+    derived: ClassVar[tuple[str, ...]] = ()
+    """Properties that are constants, too."""
     may_be_zero: ClassVar[tuple[str, ...]] = ()
     file: ClassVar[str]
     """Name in ``cuda/``."""
@@ -325,7 +327,8 @@ class KernelConfig:
 
     @property
     def constants(self) -> dict[str, Any]:
-        found = {self.names.get(name, name.upper()): value for name, value in vars(self).items()}
+        values = vars(self) | {name: getattr(self, name) for name in self.derived}
+        found = {self.names.get(name, name.upper()): value for name, value in values.items()}
         found.pop("", None)
         if "REAL" in found:
             found["REAL"] = np.dtype(f"f{found['REAL']}")
