@@ -27,6 +27,7 @@ from ..gpu.stream import Loader, StreamedHalf, Transfers, entry_loader, slabs_of
 from ..gpu.subspace import SubspaceHalf
 from ..plan.fused import BLOCK, table_width
 from ..plan.half_sweep import SYSTEMS_PER_ROW
+from ..plan.solver import Given
 from ..plan.types import Plan
 from .batches import BatchedRows, Ranges, batch_entries
 from .group import open_rank
@@ -303,11 +304,12 @@ class PartialRows(GpuHalf, DeviceRows):
         slots = np.append(filled, len(rows)).astype(np.int64)
         return self.device.upload(slots), self.device.upload(rows[filled].astype(np.int32))
 
-    def start(self, fixed: DeviceFactors, mean: float, start: DeviceFactors, gram: Array | None) -> None:
+    def start(self, given: Given) -> None:
         """Start from the part of the fixed side on this rank, and the Gram matrix of the whole.
 
         Entries start to load with the first batch, if not earlier.
         """
+        fixed, mean, start, gram, _ = given
         self._entries_at_hand = self.entries(self.indices, self.ratings, fixed, mean)
         cleared = Cleared(self.device, len(self.degrees))
         kernels = self.kernels_for(fixed, cleared)

@@ -519,7 +519,7 @@ class RankALS(Alternating):
         gram = self.worker.gram(self.own[other_side(side)], self.objective, self.plan)
         if gram is not None:
             gram = self.communicator.allreduce(gram)
-        half.start(self._gathered(side), self.mean, self._start(side), gram)
+        half.start(Given(self._gathered(side), self.mean, self._start(side), gram))
         overlap = self.worker.overlap
         with closing(half):
             for batch, sums, mark, counts in _one_behind(self._assembled(side, half, overlap)):
