@@ -12,6 +12,7 @@ from ..core.sparse import RowColumns
 from ..core.validate import csr_arrays
 from ..plan.als import for_fold_in
 from ..plan.memory import threads_for
+from ..plan.solver import Given
 from ..plan.types import Plan
 from . import als, topk
 
@@ -53,21 +54,13 @@ class CpuEngine:
         threads = threads_for(fixed.matrix.size * plan.rank, len(fixed), self._threads)
         return als.WeightedGram(side, fixed.matrix, objective, threads, blas=plan.uses_blas)
 
-    def fold_in(
-        self,
-        side: Side,
-        matrix: sp.csr_array,
-        objective: Objective,
-        fixed: Factors,
-        mean: float,
-        gram: als.WeightedGram,
-        pull: np.ndarray | None = None,
-    ) -> Factors:
-        """Exact factors of new rows of `side`; `gram` depends on the fixed side alone, `pull` is added on the right."""
+    def fold_in(self, side: Side, matrix: sp.csr_array, objective: Objective, given: Given) -> Factors:
+        """Exact factors of new rows of `side`; `given.gram` is what `gram` returns, for the fixed side alone."""
         n, rank = matrix.shape[0], self.plan.rank
         threads = threads_for(matrix.nnz * rank**2 + n * rank**3 / 6, n, self._threads)
         plan = for_fold_in(self.plan).changed(num_threads=threads)
-        return als.HalfSweep(side, matrix, objective, plan).solve(fixed, mean, gram=gram, pull=pull)
+        solved: Factors = als.HalfSweep(side, matrix, objective, plan).solve(*given)
+        return solved
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         csr = csr_arrays(matrix)

@@ -10,6 +10,7 @@ from ..core.sparse import RowColumns
 from ..device.cuda import Array, Device
 from ..plan import fused
 from ..plan.als import for_fold_in
+from ..plan.solver import Given
 from ..plan.types import Plan
 from . import factors as tables
 from . import topk
@@ -49,25 +50,18 @@ class GpuEngine:
         self.device.synchronize()  # the result is kept, and other threads may use it from streams of their own
         return table, gram
 
-    def fold_in(
-        self,
-        side: Side,
-        matrix: sp.csr_array,
-        objective: Objective,
-        fixed: Factors,
-        mean: float,
-        gram: tuple[tables.DeviceFactors, Array | None],
-        pull: np.ndarray | None = None,
-    ) -> Factors:
-        plan = for_fold_in(self.plan)
+    def fold_in(self, side: Side, matrix: sp.csr_array, objective: Objective, given: Given) -> Factors:
+        plan, pull, (fixed, gram) = for_fold_in(self.plan), given.pull, given.gram
+        solved: tables.DeviceFactors
         if pull is None:
-            half = HalfSweep(self.device, side, matrix, objective, plan)
-            return half.solve(gram[0], mean, gram=gram[1]).on_host()
+            solved = HalfSweep(self.device, side, matrix, objective, plan).solve(fixed, given.mean, gram=gram)
+            return solved.on_host()
         half = HalfSweep(self.device, side, matrix, objective, plan.changed(dual_sides=()))
         table = np.zeros((len(pull), half.width), half.dtype)
         table[:, : pull.shape[1]] = pull
         table[half.degrees == 0] = 0  # solutions take its place
-        return half.solve(gram[0], mean, gram=gram[1], pull=self.device.upload(table)).on_host()
+        solved = half.solve(fixed, given.mean, gram=gram, pull=self.device.upload(table))
+        return solved.on_host()
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         device, unobserved = self.device, 0.0

@@ -21,6 +21,7 @@ from ..data.store import StoredSeen
 from ..errors import NonFiniteError, NotPositiveDefiniteError
 from ..native import _als
 from ..plan.memory import check_answer, threads_for
+from ..plan.solver import Given
 from ..plan.types import NONNEGATIVE
 from .described import predicted_rows, pull_of
 from .engine import Engine, engine_for
@@ -382,7 +383,7 @@ def fold_in(learned: Learned, side: Side, matrix: sp.csr_array, features: sp.csr
     if features is not None:
         predicted, degrees = predicted_rows(learned, side, features), np.diff(matrix.indptr)
         pull = np.ascontiguousarray(pull_of(learned, side, predicted, degrees), dtype=fixed.matrix.dtype)
-    found = engine.fold_in(side, matrix, learned.objective, fixed, learned.state.mean, gram, pull)
+    found = engine.fold_in(side, matrix, learned.objective, Given(fixed, learned.state.mean, gram=gram, pull=pull))
     warn_of_fold_in(learned, side, matrix)
     if features is None:
         return found

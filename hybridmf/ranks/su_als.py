@@ -522,7 +522,7 @@ class RankALS(Alternating):
         half.start(Given(self._gathered(side), self.mean, self._start(side), gram))
         overlap = self.worker.overlap
         with closing(half):
-            for batch, sums, mark, counts in _one_behind(self._assembled(side, half, overlap)):
+            for batch, sums, mark, counts in self._assembled(side, half, overlap):
                 with overlap.after(mark):
                     mine = tuple(reduction.reduce(array, counts) for array in sums)
                 # previous sums are kept until now: the reduction stream must not overwrite sums that are being solved
@@ -541,9 +541,16 @@ class RankALS(Alternating):
         return own.with_arrays(arrays if everything_here else [array[:0] for array in arrays])
 
     def _assembled(self, side: Side, half: Any, overlap: Any) -> Iterator[tuple[int, Any, Any, list[int]]]:
+        """The sums of each batch, once the next one is assembled, which its reduction overlaps."""
+        before: list[Any] = []
         for batch, ranges in enumerate(self.batches[side]):
             sums = half.assemble(batch)
-            yield batch, sums, overlap.assembled(), [last - first for first, last in ranges]
+            item = batch, sums, overlap.assembled(), [last - first for first, last in ranges]
+            if before:
+                yield before.pop()
+            before.append(item)
+            del item
+        yield from before
 
     def _returned(self, side: Side, half: Any) -> Any:
         """Own rows of the solution, sent by the root if one rank solves the rows of all members."""
@@ -662,14 +669,3 @@ def rank_plan(plan: Plan) -> Plan:
     """The plan of one rank: its share of the threads."""
     ranks = max(1, len(plan.devices))
     return plan.changed(num_threads=max(1, plan.num_threads // ranks))
-
-
-def _one_behind(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield each item once the next one is made, so that the reduction of a batch overlaps assembly of the next."""
-    before: list[Any] = []
-    for item in batches:
-        if before:
-            yield before.pop()
-        before.append(item)
-        del item
-    yield from before

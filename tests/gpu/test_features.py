@@ -89,6 +89,7 @@ def test_fold_in_takes_a_pull(backend, case):
     from hybridmf.core.regression import joined
     from hybridmf.model.described import ridge_of
     from hybridmf.model.engine import engine_for
+    from hybridmf.plan.solver import Given
 
     model = fitted(case, backend) if backend == "cuda" else fitted(case, backend, assembly="auto")
     learned, rows = model._fitted(), np.flatnonzero(np.diff(RATINGS.indptr))
@@ -97,30 +98,14 @@ def test_fold_in_takes_a_pull(backend, case):
     scale = learned.objective.row_scale("user", degrees)[:, None]
     pull = scale * (FEATURES["user_features"] @ vectors) * ridge_of(learned, "user")
     gram = engine.gram("user", learned.solved("item"), learned.objective)
-    folded = [
-        engine.fold_in(
-            "user",
-            as_csr(RATINGS, drop_zeros=True),
-            learned.objective,
-            learned.solved("item"),
-            learned.state.mean,
-            gram,
-            given,
-        )
-        for given in (pull.astype(np.float32), None)
-    ]
+    solved_for = ("user", as_csr(RATINGS, drop_zeros=True), learned.objective)
+    fixed = (learned.solved("item"), learned.state.mean, None)
+    folded = [engine.fold_in(*solved_for, Given(*fixed, gram, each)) for each in (pull.astype(np.float32), None)]
     system = np.abs(folded[0].matrix[rows] - folded[1].matrix[rows]).max()
     assert system > 1e-3 and np.isfinite(folded[0].matrix).all()
     cpu = engine_for(learned.plan.changed(gpu=None, device="cpu", assembly="simd", dual_sides=()))
-    other = cpu.fold_in(
-        "user",
-        as_csr(RATINGS, drop_zeros=True),
-        learned.objective,
-        learned.solved("item"),
-        learned.state.mean,
-        cpu.gram("user", learned.solved("item"), learned.objective),
-        pull.astype(np.float32),
-    )
+    gram = cpu.gram("user", learned.solved("item"), learned.objective)
+    other = cpu.fold_in(*solved_for, Given(*fixed, gram, pull.astype(np.float32)))
     assert folded[0].matrix[rows] == pytest.approx(other.matrix[rows], rel=1e-3, abs=1e-3)
 
 

@@ -31,6 +31,7 @@ from ...model.engine import Engine, engine_for
 from ...model.estimator import not_fitted
 from ...model.ranking import itself_first
 from ...model.recommenders import NOTHING_LEFT
+from ...plan.solver import Given
 
 FIRST_LENGTH = 0.01
 """Initial factors are uniform between 0 and this."""
@@ -226,7 +227,7 @@ class AlternatingLeastSquares:
         side, factors, key = other_side(fixed_side), Factors(fixed), ("gram", engine.name, objective)
         gram = self._cached(fixed_side, fixed, key, lambda: engine.gram(side, factors, objective))
         converted = self._converted(confidence, scale)
-        found = np.array(engine.fold_in(side, converted, objective, factors, 0.0, gram).matrix)
+        found = np.array(engine.fold_in(side, converted, objective, Given(factors, 0.0, gram=gram)).matrix)
         return found[0] if np.ndim(ids) == 0 else found
 
     def recalculate_user(self, userid: Any, user_items: Any) -> np.ndarray:
