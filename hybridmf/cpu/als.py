@@ -446,5 +446,4 @@ def losses_of_rows(
     if state.user.bias is not None and state.item.bias is not None:
         offsets = (state.user.bias.astype(np.float64) + state.mean, state.item.bias.astype(np.float64))
     how = Weights(objective.is_implicit, objective.alpha, objective.unobserved_weight)
-    losses: np.ndarray = _als.row_losses(users, items, *csr, offsets, how, num_threads, weights)
-    return losses
+    return _als.row_losses(users, items, *csr, offsets, how, num_threads, weights)

@@ -59,8 +59,7 @@ class CpuEngine:
         n, rank = matrix.shape[0], self.plan.rank
         threads = threads_for(matrix.nnz * rank**2 + n * rank**3 / 6, n, self._threads)
         plan = for_fold_in(self.plan).changed(num_threads=threads)
-        solved: Factors = als.HalfSweep(side, matrix, objective, plan).solve(*given)
-        return solved
+        return als.HalfSweep(side, matrix, objective, plan).solve(*given)
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         csr = csr_arrays(matrix)

@@ -136,8 +136,7 @@ def _packed(argument: Any) -> np.ndarray:
     if isinstance(argument, np.generic):
         return np.asarray(argument)
     if isinstance(argument, tuple):
-        struct: np.ndarray = passed(argument, _address)
-        return struct
+        return passed(argument, _address)
     return np.array(_address(argument), dtype=np.uintp)
 
 

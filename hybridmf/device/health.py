@@ -103,8 +103,7 @@ class Mark:
 
     @property
     def ptr(self) -> int:
-        pointer: int = self.event.ptr
-        return pointer
+        return self.event.ptr
 
     def record(self, stream: Any) -> None:
         """Move the mark behind the work launched so far on a stream."""

@@ -65,5 +65,4 @@ class Recording:
 
 def current_recording() -> Recording | None:
     """The recording that this thread makes, if any."""
-    found: Recording | None = getattr(_thread, "recording", None)
-    return found
+    return getattr(_thread, "recording", None)

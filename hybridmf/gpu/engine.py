@@ -52,16 +52,14 @@ class GpuEngine:
 
     def fold_in(self, side: Side, matrix: sp.csr_array, objective: Objective, given: Given) -> Factors:
         plan, pull, (fixed, gram) = for_fold_in(self.plan), given.pull, given.gram
-        solved: tables.DeviceFactors
         if pull is None:
-            solved = HalfSweep(self.device, side, matrix, objective, plan).solve(fixed, given.mean, gram=gram)
-            return solved.on_host()
+            half = HalfSweep(self.device, side, matrix, objective, plan)
+            return half.solve(fixed, given.mean, gram=gram).on_host()
         half = HalfSweep(self.device, side, matrix, objective, plan.changed(dual_sides=()))
         table = np.zeros((len(pull), half.width), half.dtype)
         table[:, : pull.shape[1]] = pull
         table[half.degrees == 0] = 0  # solutions take its place
-        solved = half.solve(fixed, given.mean, gram=gram, pull=self.device.upload(table))
-        return solved.on_host()
+        return half.solve(fixed, given.mean, gram=gram, pull=self.device.upload(table)).on_host()
 
     def objective_value(self, objective: Objective, matrix: sp.csr_array, state: State) -> float:
         device, unobserved = self.device, 0.0

@@ -530,10 +530,9 @@ class HalfSweep(GpuHalf, DeviceRows):
         if users.bias is not None and items.bias is not None:
             offsets = (users.bias.astype(np.float64) + mean, items.bias.astype(np.float64))
         how, threads = Weights(False, 1.0, 0.0), self.plan.num_threads
-        found: np.ndarray = _als.row_losses(
+        return _als.row_losses(
             users.matrix, items.matrix, indptr, indices, ratings, offsets, how, threads, self.weights
         )
-        return found
 
 
 def linear_solver(plan: Plan) -> str:

@@ -253,8 +253,7 @@ class HostRegression(Regression):
         return of_rows
 
     def weights_of(self, rows: slice) -> np.ndarray:
-        found: np.ndarray = np.where(self.empty[rows], 0.0, self.scale[rows])
-        return found
+        return np.where(self.empty[rows], 0.0, self.scale[rows])
 
 
 def solve_in_parts(

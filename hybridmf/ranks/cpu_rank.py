@@ -30,8 +30,7 @@ class CpuWorker(Worker):
         matrix = factors.matrix
         if weights is not None:
             matrix = matrix * np.sqrt(weights).astype(matrix.dtype)[:, None]
-        gram: np.ndarray = _als.gram(np.ascontiguousarray(matrix), self.num_threads)
-        return gram
+        return _als.gram(np.ascontiguousarray(matrix), self.num_threads)
 
     def times(self, factors: Factors, basis: np.ndarray) -> Factors:
         matrix = als.aligned_zeros(factors.matrix.shape, factors.matrix.dtype)

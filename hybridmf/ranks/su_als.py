@@ -295,8 +295,7 @@ class RankALS(Alternating):
         members = self._members[side]
         if members is None:
             return local
-        degrees: np.ndarray = members.reduce_scatter(local, self._member_counts(side))
-        return degrees
+        return members.reduce_scatter(local, self._member_counts(side))
 
     def _half(self, side: Side, block: Block) -> Any:
         arguments, own = (side, block, self.objective, self.plan), self.names(side)
@@ -601,8 +600,7 @@ class RankALS(Alternating):
         return self.objective.share(side) * gram
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
-        total: np.ndarray = array if self.alone else self.communicator.allreduce(array)
-        return total
+        return array if self.alone else self.communicator.allreduce(array)
 
     def objective_value(self) -> float:
         """The objective at the current factors, the same on all ranks; sums in float64."""
