@@ -49,19 +49,15 @@ BASELINES = {"explicit": "mean rating of each item", "implicit": "most popular i
 TOLERANCE = 1e-3
 """Relative difference of the objective beyond which two devices disagree: rounding over some iterations is far less."""
 
-RACING = ("hogwild", "batch_hogwild")
-"""Schedules of SGD with races between threads: two runs on one device differ."""
+RACING = ("hogwild", "batch_hogwild")  # schedules of SGD with races between threads: two runs on one device differ
 
 RACING_TOLERANCE = 2e-2
 
 CPU_PRODUCT, GPU_PRODUCT = 1536, 8192
 """Rows and columns of the matrices whose product measures the peak rate of a device."""
 
-Table = tuple[list[str], list[list[str]], str]
-"""Header, rows and alignment of the columns."""
-
-Case = tuple[str, str, FactorModel, Plan]
-"""Method, device, and the model with its plan."""
+Table = tuple[list[str], list[list[str]], str]  # header, rows and alignment of the columns
+Case = tuple[str, str, FactorModel, Plan]  # method, device, and the model with its plan
 
 LEGEND = """\
 Lower is better for seconds, objective and RMSE; higher for NDCG. An iteration is a different amount of work in each

@@ -27,8 +27,7 @@ SHAPES: dict[str, tuple[int, int, int]] = {
 rows are the films, Yahoo! Song); cuMF table 5 (YahooMusic: KDD Cup 2011, track 1); MovieLens README (1M); Massa and
 Avesani 2007 (Epinions)."""
 
-PIECE = 1 << 20
-"""Entries scored at a time; the gathered tastes of 100 million entries would take gigabytes."""
+PIECE = 1 << 20  # entries scored at a time; the gathered tastes of 100 million entries would take gigabytes
 
 
 def shape_of(name: object, scale: object = 1.0) -> tuple[int, int, int]:

@@ -55,11 +55,8 @@ BLOCK_RESULTS = 1 << 25
 """Results (8 to 12 bytes each) in each call of a model that stores nothing else per user; its engine gets all work at
 once."""
 
-BLOCK_ENTRIES = 1 << 22
-"""Entries in each call of `predict`, at some 40 bytes each."""
-
-AUC_BLOCK_BYTES = 64 << 20
-"""Bytes of float32 scores, shape (block, n_items), that `auc` holds at a time."""
+BLOCK_ENTRIES = 1 << 22  # entries in each call of `predict`, at some 40 bytes each
+AUC_BLOCK_BYTES = 64 << 20  # bytes of float32 scores, shape (block, n_items), that `auc` holds at a time
 
 Metric: TypeAlias = Callable[[np.ndarray, sp.csr_array], Any]
 """The values of each user by rankings, shape (n_users, k), and relevant items, CSR of shape (n_users, n_items)."""

@@ -31,11 +31,8 @@ if TYPE_CHECKING:
 
 COLORS = ("#2c6fad", "#c03a2b", "#3a8f4d", "#b8860b", "#7a4fa3", "#5b5b5b")
 
-POINTS = 1_000
-"""Ranks of a curve of `degrees`; on a logarithmic axis, more are indistinguishable."""
-
-CELLS = 400
-"""Maximum number of rows and columns of an image of `occupancy`; a cell may cover several tiles."""
+POINTS = 1_000  # ranks of a curve of `degrees`; on a logarithmic axis, more are indistinguishable
+CELLS = 400  # maximum number of rows and columns of an image of `occupancy`; a cell may cover several tiles
 
 
 def new_figure(width: float, height: float) -> Figure:

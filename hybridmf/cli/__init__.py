@@ -37,8 +37,7 @@ COMMANDS = {
 """First sentence of each command's help: the group shows it without importing the command."""
 
 
-RENAMED = {"tune": "tune-kernels"}
-"""New names of commands; the old ones still work, with a note."""
+RENAMED = {"tune": "tune-kernels"}  # new names of commands; the old ones still work, with a note
 
 
 USER_MISTAKES = (HybridMFError, ValueError, TypeError, OSError, ImportError)

@@ -25,8 +25,7 @@ MODELS: dict[tuple[str, str], type[Model]] = {
     ("explicit", "ccd"): CCD,
 }
 
-METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}
-"""Metrics of held-out ratings."""
+METRICS = {"explicit": ("rmse",), "implicit": ("ndcg@10", "precision@10")}  # metrics of held-out ratings
 
 OWN_OPTIONS = ("init", "random_state")
 """Parameters whose options, ``--init`` and ``--seed``, mean more than the parameter."""

@@ -15,8 +15,7 @@ from ..core.files import permissions_of
 
 DEBUG = "hybridmf.debug"
 
-Options: TypeAlias = SimpleNamespace
-"""Values of a command's options and arguments by the names of its parameters."""
+Options: TypeAlias = SimpleNamespace  # values of a command's options and arguments by the names of its parameters
 
 
 def with_options(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,16 +30,12 @@ from .titles import titles_of, titles_options
 
 logger = logging.getLogger("hybridmf")
 
-BLOCK_USERS = 8_192
-"""Users in each call of `recommend` of the model, so that --all needs no list of all results."""
-
-ENDINGS = {"": "table", ".txt": "table", ".csv": "csv", ".json": "json"}
-"""Formats of text by the ending of the output."""
+BLOCK_USERS = 8_192  # users in each call of `recommend` of the model, so that --all needs no list of all results
+ENDINGS = {"": "table", ".txt": "table", ".csv": "csv", ".json": "json"}  # formats of text by the ending of the output
 
 COLUMNS = ("item", "score")
 
-Recommendations = Iterator[Answer]
-"""Those of one user after the other."""
+Recommendations = Iterator[Answer]  # those of one user after the other
 
 
 @make_command(

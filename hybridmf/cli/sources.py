@@ -35,8 +35,7 @@ class RatingsPath(click.Path):
 
 ratings_path = RatingsPath(exists=True)
 
-Source = str | list[str]
-"""A file, a pattern or a folder; or several, whose files are read as one."""
+Source = str | list[str]  # a file, a pattern or a folder; or several, whose files are read as one
 
 
 def one_source(paths: tuple[str, ...]) -> Source:

@@ -23,14 +23,9 @@ from .store import Store
 
 logger = logging.getLogger("hybridmf")
 
-UNKNOWN = ("error", "drop")
-"""Values of ``unknown=``."""
-
-IN_ORDER: Any = object()
-"""Takes the place of an axis's labels if its rows or columns keep their order."""
-
-Labels = tuple[Any, Any]
-"""Labels of users and of items; None, or `IN_ORDER`, for either."""
+UNKNOWN = ("error", "drop")  # values of ``unknown=``
+IN_ORDER: Any = object()  # takes the place of an axis's labels if its rows or columns keep their order
+Labels = tuple[Any, Any]  # labels of users and of items; None, or `IN_ORDER`, for either
 
 
 def labels_of(given: Any) -> Labels | None:

@@ -30,14 +30,9 @@ BLOCK_BYTES = 1 << 23
 MEMORY = 256 << 20
 """Minimum memory limit of a conversion that uses pyarrow: library, memory pool and blocks take about 100 MiB."""
 
-TASK_BYTES = 1 << 20
-"""Bytes that one thread parses at a time."""
-
-SMALLEST = 1 << 20
-"""Bytes of a file below which importing pyarrow takes longer than reading."""
-
-_UNIT = b"\x1f"
-"""ASCII's unit separator, which replaces separators longer than one byte, the limit of pyarrow."""
+TASK_BYTES = 1 << 20  # bytes that one thread parses at a time
+SMALLEST = 1 << 20  # bytes of a file below which importing pyarrow takes longer than reading
+_UNIT = b"\x1f"  # ASCII's unit separator, which replaces separators longer than one byte, the limit of pyarrow
 
 _CONTROL = re.compile(rb"[\x0b\x0c\x1c-\x1f]")
 _PLAIN_NAME = re.compile(r'"[^"]*"|[^"]*')

@@ -20,8 +20,7 @@ from ..errors import RatingsError
 
 logger = logging.getLogger("hybridmf")
 
-AUTO = "auto"
-"""Value of a column argument: the header decides."""
+AUTO = "auto"  # value of a column argument: the header decides
 
 DEFAULT_PLACES = {"user": 0, "item": 1, "value": 2}
 """Columns of a file whose header has no recognized name, or that has no header."""

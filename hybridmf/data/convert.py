@@ -78,15 +78,11 @@ from .text import (
 logger = logging.getLogger("hybridmf")
 
 WORK = "work"
-RAW = ("users", "items", "values")
-"""Names of the files of raw ids and values."""
+RAW = ("users", "items", "values")  # names of the files of raw ids and values
 
 ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("value", "<f8")])
-CHUNK_BYTES = 128
-"""Memory per entry of a chunk while it is mapped and put into its bucket."""
-
-SORT_BYTES = 112
-"""Memory per entry of a bucket while it is sorted."""
+CHUNK_BYTES = 128  # memory per entry of a chunk while it is mapped and put into its bucket
+SORT_BYTES = 112  # memory per entry of a bucket while it is sorted
 
 _TEMPORARY = re.compile(rf"{re.escape(TEMPORARY)}.*\.tmp")  # left by a killed `write_atomically`
 _OURS = re.compile(

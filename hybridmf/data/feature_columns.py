@@ -37,14 +37,9 @@ logger = logging.getLogger("hybridmf")
 KINDS = ("number", "boolean", "category", "tags")
 """Kinds of columns: a number is one feature, as is a boolean; a category or a tag is one feature for each value."""
 
-MERGES = ("error", "merge")
-"""Values of ``duplicates=``."""
-
-FEW_VALUES = 16
-"""Distinct values up to which a column of text is no list of ids, however few rows there are."""
-
-ENTRY_BYTES = 48
-"""Memory of an entry while the matrix is made."""
+MERGES = ("error", "merge")  # values of ``duplicates=``
+FEW_VALUES = 16  # distinct values up to which a column of text is no list of ids, however few rows there are
+ENTRY_BYTES = 48  # memory of an entry while the matrix is made
 
 TEXT_SEPARATORS = ("::", "\t", "|", ";", ",")
 """Separators of the fields of a text file; the one that comes first in its first line is taken."""

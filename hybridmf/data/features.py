@@ -26,8 +26,7 @@ from .labels import as_vector, check_label_types, label_array, places_among, pla
 
 logger = logging.getLogger("hybridmf")
 
-MANY_UNMATCHED = 0.5
-"""Share of rows without features from which it is a warning."""
+MANY_UNMATCHED = 0.5  # share of rows without features from which it is a warning
 
 
 class Features:

@@ -18,8 +18,7 @@ def fingerprint(matrix: sp.csr_array | StoreMatrix) -> str:
     return join_fingerprints(matrix.indptr, [checksum_of(slab) for slab in slabs], matrix.shape)
 
 
-Checksum = tuple[int, int, int, int]
-"""Entries of consecutive rows, bytes of a value, CRC-32 of columns and of values."""
+Checksum = tuple[int, int, int, int]  # entries of consecutive rows, bytes of a value, CRC-32 of columns and of values
 
 
 def checksum_of(rows: sp.csr_array) -> Checksum:

@@ -38,11 +38,8 @@ MISSING_WORDS = frozenset(
 )
 """Text that SQL, Spark, Hive, R and pandas write for a missing value."""
 
-EXAMPLES = 3
-"""Labels, names or values shown in a message."""
-
-MAX_PADDED = 256
-"""Longest label, in characters, of a NumPy string array, which pads all elements to the longest one."""
+EXAMPLES = 3  # labels, names or values shown in a message
+MAX_PADDED = 256  # longest label, in characters, of a NumPy string array, which pads all elements to the longest one
 
 MAX_VALUE = float(np.finfo(np.float32).max)
 
@@ -256,8 +253,7 @@ def label_kind(ids: np.ndarray | None) -> str:
 _TYPES = {"bool": (bool, np.bool_), "int": (int, np.integer), "float": (float, np.floating), "str": (str,)}
 """Types of labels: those of one type may be equal whatever NumPy or Python class they have."""
 
-_KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float", "U": "str"}
-"""Types of labels by the kind of their dtype."""
+_KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float", "U": "str"}  # types of labels by the kind of their dtype
 
 
 def _type_of(label: Any) -> str:
@@ -784,8 +780,7 @@ def check_storable_labels(name: str, labels: Any) -> list[Any]:
     return plain
 
 
-LABEL_DTYPES = (np.int64, np.uint64, np.uint8)
-"""Dtypes of the results of `encode_labels`."""
+LABEL_DTYPES = (np.int64, np.uint64, np.uint8)  # dtypes of the results of `encode_labels`
 
 
 def encode_labels(name: str, labels: np.ndarray) -> np.ndarray:

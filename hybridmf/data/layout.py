@@ -14,14 +14,9 @@ from ..core.validate import MERGE_RULES, check_bool, check_choice
 from .columns import AUTO, Columns
 from .labels import MISSING
 
-Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Users, items and values of some entries."""
-
-TimedChunk = tuple[np.ndarray, ...]
-"""The same, and the times of these entries if the layout has `times`."""
-
-Where = Mapping[Any, Any]
-"""Row filters: a value, several, or a function, by column."""
+Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]  # users, items and values of some entries
+TimedChunk = tuple[np.ndarray, ...]  # the same, and the times of these entries if the layout has `times`
+Where = Mapping[Any, Any]  # row filters: a value, several, or a function, by column
 
 
 @dataclass(frozen=True)

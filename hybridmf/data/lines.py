@@ -8,8 +8,7 @@ from typing import TextIO
 
 from ..errors import RatingsError
 
-MAX_LINE = 1 << 24
-"""Maximum characters of a line: entries, and lists of a user's items, are far shorter."""
+MAX_LINE = 1 << 24  # maximum characters of a line: entries, and lists of a user's items, are far shorter
 
 
 def bounded_lines(stream: TextIO) -> Iterator[str]:

@@ -20,8 +20,7 @@ from .text import first_lines, joined_labels, text_encoding, typed_labels
 
 _TOKEN = re.compile(r"[^\s,]+")
 
-BLOCK_ENTRIES = 1 << 20
-"""Entries collected at a time."""
+BLOCK_ENTRIES = 1 << 20  # entries collected at a time
 
 
 def list_options(path: str, head: bytes, options: FileOptions) -> FileOptions:

@@ -33,11 +33,8 @@ MANIFEST = "manifest.json"
 ARRAYS = {"indptr": np.int64, "indices": np.int32, "values": np.float32}
 LABELS = frozenset(["user_ids.npy", "item_ids.npy"])
 
-HEADER = 128
-"""Bytes of NumPy's header before a vector."""
-
-ROUNDING = 1e-9
-"""Tolerance of sums over the same entries in another order, relative to entries x largest value."""
+HEADER = 128  # bytes of NumPy's header before a vector
+ROUNDING = 1e-9  # tolerance of sums over the same entries in another order, relative to entries x largest value
 
 KINDS = {"all", "nonzero"}
 FIELDS = {"format", "version", "dtype", "shape", "nnz", "zeros", "bounds", "sums", "magnitudes", "files", "checksum"}

@@ -48,15 +48,13 @@ from .text import INTEGER, find_layout, parse_dates, parse_times, value_hint
 
 logger = logging.getLogger("hybridmf")
 
-Labels = dict[str, np.ndarray]
-"""``user_ids``, ``item_ids``, ``timestamps`` and ``weights``, if a file has them."""
+Labels = dict[str, np.ndarray]  # ``user_ids``, ``item_ids``, ``timestamps`` and ``weights``, if a file has them
 
 NPZ_LABELS = ("user_ids", "item_ids", "timestamps", "weights")
 NPZ_ARRAYS = (*NPZ_LABELS, "indptr", "indices", "data", "row", "col", "coords", "offsets")
 """Arrays read from an archive; others are not loaded."""
 
-MANY_STRINGS = 1 << 16
-"""Number of strings from which importing pyarrow saves time."""
+MANY_STRINGS = 1 << 16  # number of strings from which importing pyarrow saves time
 
 
 def frame_entries(frame: Any, source: str, options: FileOptions) -> Entries:

@@ -12,8 +12,7 @@ from ..core.sparse import entry_rows
 from ..core.validate import check_int, check_real
 from ..errors import RatingsError
 
-WAYS = ("random", "user", "item", "time", "last")
-"""Values of ``by=`` of `hybridmf.split`."""
+WAYS = ("random", "user", "item", "time", "last")  # values of ``by=`` of `hybridmf.split`
 
 
 def held_out(

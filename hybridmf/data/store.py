@@ -61,8 +61,7 @@ from .slabs import Orientation, slab_entries
 logger = logging.getLogger("hybridmf")
 
 UNFINISHED = "unfinished.json"
-CHUNK = 1 << 18
-"""Bytes read at a time to check a file."""
+CHUNK = 1 << 18  # bytes read at a time to check a file
 
 _HEADER = re.compile(
     rb"\x93NUMPY\x01\x00v\x00\{'descr': '([<>|][iuf][1248])', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n"

@@ -43,8 +43,7 @@ BLOCK_CHARS = 1 << 16
 """Characters split at a time, to bound memory, and less than the longest field that the csv module reads."""
 
 SNIFFED_LINES = 50
-LIST_SEPARATORS = (" ", "\t", ",")
-"""Separators of a user's items in files of lists."""
+LIST_SEPARATORS = (" ", "\t", ",")  # separators of a user's items in files of lists
 
 UNEQUAL = "unequal numbers of fields"
 LISTS_HINT = '; a file whose lines hold a user and then all items of that user is read by format="lists"'

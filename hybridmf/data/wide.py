@@ -16,8 +16,7 @@ from .labels import label_array, plain_array
 
 logger = logging.getLogger("hybridmf")
 
-_NUMBERS = "fiubO"
-"""Kinds of dtypes of cells; objects may be numbers."""
+_NUMBERS = "fiubO"  # kinds of dtypes of cells; objects may be numbers
 
 
 Wide = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]

@@ -15,8 +15,7 @@ from ..errors import CommunicatorError
 from ..ranks.transport.communicator import Communicator
 from ..ranks.transport.messages import SMALL, add_in_order
 
-Connect = Callable[..., Communicator]
-"""``connect(timeout=seconds)``, called by all ranks: a new communicator of them."""
+Connect = Callable[..., Communicator]  # ``connect(timeout=seconds)``, called by all ranks: a new communicator of them
 
 ON_HOST = np.asarray
 
@@ -24,8 +23,7 @@ _raises = unittest.TestCase().assertRaisesRegex
 
 DTYPES = (np.float32, np.float64, np.int32, np.int64, np.uint8)
 
-PATIENCE = 20.0
-"""Seconds within which all ranks learn of a failure, far below the timeout of the communicators."""
+PATIENCE = 20.0  # seconds within which all ranks learn of a failure, far below the timeout of the communicators
 
 
 def drawn(rank: int, shape: tuple[int, ...] = (7, 3), dtype: Any = np.float32, *, whole: bool = False) -> np.ndarray:

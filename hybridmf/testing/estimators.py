@@ -68,8 +68,7 @@ class EstimatorContract:
     device: str = "cpu"
     exact: bool = True
 
-    EMPTY_USER, EMPTY_ITEM = 30, 13
-    """Rows of `ratings` without entries."""
+    EMPTY_USER, EMPTY_ITEM = 30, 13  # rows of `ratings` without entries
 
     def make(self, **options: Any) -> Any:
         """An estimator that is not fitted."""

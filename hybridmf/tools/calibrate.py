@@ -32,38 +32,26 @@ from ..ranks.group import open_rank
 from ..ranks.transport.threads import ThreadCommunicator, run_ranks
 from .preview import plan
 
-RANKS = (16, 32, 64, 128)
-"""Ranks at which speeds are measured; their median counts."""
+RANKS = (16, 32, 64, 128)  # ranks at which speeds are measured; their median counts
 
 CPU_PROBLEMS = ((4000, 4000, 50), (6000, 6000, 4))
 """Rows, columns and entries a row: of problems where entries and where rows take most of the time."""
 
-CPU_ALL = (16_000, 16_000, 50)
-"""The same for all cores."""
-
-GPU_PROBLEMS = ((40_000, 40_000, 400), (400_000, 400_000, 4))
-"""The same for a GPU, which needs enough rows to be busy."""
-
-TINY = (200, 200, 20)
-"""A problem whose time is overhead."""
+CPU_ALL = (16_000, 16_000, 50)  # the same for all cores
+GPU_PROBLEMS = ((40_000, 40_000, 400), (400_000, 400_000, 4))  # the same for a GPU, which needs enough rows to be busy
+TINY = (200, 200, 20)  # a problem whose time is overhead
 
 TINY_ITERATIONS = 50
 
-REPEATS = 3
-"""Iterations of each fit after the first, which is a warm-up; the fastest counts."""
+REPEATS = 3  # iterations of each fit after the first, which is a warm-up; the fastest counts
 
 COPY_BYTES, COLLECTIVE_BYTES = 256 << 20, 1 << 30
 """Bytes of arrays, at most an eighth of the free memory: a copy over a PCIe 5 bus, or a collective over NVLink, takes
 5 ms."""
 
-WIDTH = 1024
-"""Columns of the arrays of collectives."""
-
-COUNTS = (2, 4, 8, 16)
-"""Numbers of GPUs for which collectives are measured, if available."""
-
-RUNS = 4
-"""Runs of a copy or collective; the fastest counts."""
+WIDTH = 1024  # columns of the arrays of collectives
+COUNTS = (2, 4, 8, 16)  # numbers of GPUs for which collectives are measured, if available
+RUNS = 4  # runs of a copy or collective; the fastest counts
 
 clock = time.perf_counter
 

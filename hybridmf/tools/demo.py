@@ -21,11 +21,8 @@ from ..core.validate import check_int
 from ..metrics import PopularityRecommender, evaluate
 from ..ratings import Ratings, split
 
-LIKED = 4.0
-"""Lowest rating that counts as liking a film."""
-
-WIDTH = 80
-"""Maximum width of the report in characters."""
+LIKED = 4.0  # lowest rating that counts as liking a film
+WIDTH = 80  # maximum width of the report in characters
 
 GENRES: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("films.json").read_text())
 """Title words of each genre: all combinations of subject and ending give 1,600 titles."""

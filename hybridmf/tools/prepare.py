@@ -17,11 +17,8 @@ from ..gpu.engine import GpuEngine
 from ..gpu.half import programs_of, wide_programs_of
 from ..plan.types import Plan
 
-SHAPE = (60, 40)
-"""Users and items of the fits that compile."""
-
-MANY_ITEMS = 1 << 20
-"""Items for which recommendations use all of their kernels."""
+SHAPE = (60, 40)  # users and items of the fits that compile
+MANY_ITEMS = 1 << 20  # items for which recommendations use all of their kernels
 
 
 def all_programs_of(device: cuda.Device, plan: Plan) -> list[Program]:

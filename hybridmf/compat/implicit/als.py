@@ -33,8 +33,7 @@ from ...model.ranking import itself_first
 from ...model.recommenders import NOTHING_LEFT
 from ...plan.solver import Given
 
-FIRST_LENGTH = 0.01
-"""Initial factors are uniform between 0 and this."""
+FIRST_LENGTH = 0.01  # initial factors are uniform between 0 and this
 
 _Served = SimpleNamespace  # in pickles of earlier versions
 
