@@ -11,6 +11,7 @@ import scipy.sparse as sp
 from ..core.nonnegative import minimum
 from ..core.row_systems import Row, row_system
 from ..core.validate import make_csr
+from ..native import _als
 from ..plan.types import NONNEGATIVE
 from .described import feature_parts, predicted_rows, pull_of, rows_described
 from .learned import Learned
@@ -81,7 +82,9 @@ def contributions(
         kept = values != 0
         values, columns = values[kept], columns[kept]
         weights = np.where(values > 0, 1.0 + objective.alpha * np.abs(values), 0.0)
-        gram = objective.unobserved_weight * learned.cached("gram in float64", lambda: _gram(items.matrix))
+        factors = np.ascontiguousarray(items.matrix)
+        gram = learned.cached("gram in float64", lambda: _als.gram(factors, learned.plan.num_threads))
+        gram = objective.unobserved_weight * gram
     else:
         baseline = mean if bias is None else mean + float(bias[item])
         weights = values - mean - (0.0 if bias is None else bias[columns])
@@ -133,8 +136,3 @@ def _features(learned: Learned, items: np.ndarray) -> np.ndarray:
     """Coefficients of a user's unknowns: factors of items, and 1 for the user's bias."""
     rows: np.ndarray = learned.state.item.matrix[items].astype(np.float64)
     return rows if learned.state.item.bias is None else np.column_stack((rows, np.ones(len(rows))))
-
-
-def _gram(factors: np.ndarray) -> np.ndarray:
-    wide = factors.astype(np.float64)
-    return wide.T @ wide

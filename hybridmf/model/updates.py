@@ -213,12 +213,7 @@ def updated_labels(learned: Learned, side: Side, ids: Any, labels: Any) -> tuple
 
 
 def updated(
-    learned: Learned,
-    side: Side,
-    positions: np.ndarray,
-    rows: sp.csr_array,
-    names: np.ndarray | None,
-    given: Any = None,
+    learned: Learned, side: Side, positions: np.ndarray, rows: sp.csr_array, names: np.ndarray | None, given: Any = None
 ) -> Learned:
     """The state with rows folded in and stored at their positions; `given`: features of these rows."""
     known, degrees = learned.state.side(side), np.diff(rows.indptr)
