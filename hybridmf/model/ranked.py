@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,16 +10,21 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Factors, Objective, Side, State
+from ..core.objective import SIDES, Factors, Objective, Side, State, rating_scale
+from ..core.sparse import ValueSummary
+from ..core.validate import make_csr
 from ..data.features import Features
+from ..data.fingerprint import Checksum, checksum_of, join_checksums, join_fingerprints
+from ..data.slabs import Orientation
 from ..data.store import StoreMatrix
 from ..errors import CommunicatorError, RatingsError
+from ..plan.grid import Grid, RankLayout
 from ..plan.make import check_memory, make_plan
 from ..plan.memory import rank_bytes
 from ..plan.start import DrawnFactors
 from ..plan.types import DegreeFacts, Plan, Settings
 from ..ranks.cpu_rank import CpuWorker
-from ..ranks.shares import RankBlocks, RankRatings
+from ..ranks.shares import RankRatings, StoredRatings
 from ..ranks.su_als import RankALS, Worker
 from ..ranks.transport.communicator import Communicator, agreed, gather
 from .learned import pattern
@@ -44,6 +49,8 @@ class RankedRatings:
     """
 
     frame_kind: str | None = None
+    nnz: int  # as the next of all ranks, set by `cut`
+    total: float
 
     def __init__(
         self,
@@ -108,23 +115,78 @@ class RankedRatings:
 
     def place(self, plan: Plan) -> Plan:
         """Bring the blocks of this rank to it; the plan then has the number of entries without repeated pairs."""
-        ratings, streamed = self.ratings, bool(plan.streamed)
-        self.cut = cut = RankBlocks(self.communicator, ratings, self.degrees, plan.grids, plan.row_cost, streamed)
-        if not cut.nnz:
+        self.cut(plan.grids, plan.row_cost, bool(plan.streamed))
+        if not self.nnz:
             raise RatingsError("the ratings have no entries: there is nothing to fit")
-        self.degrees = {side: cut.degrees[side].astype(np.int64, copy=False) for side in SIDES}
-        self.value_range, self.mean = cut.value_range, cut.total / cut.nnz
-        self.total = cut.total if self.unit is None else ratings.total
-        objective = self.model._objective()
-        scale = cut.scale(objective)
-        spread = cut.scale(replace(objective, biases=True))
+        self.mean, objective = self.total / self.nnz, self.model._objective()
+        scale, spread = self._scale(objective), self._scale(replace(objective, biases=True))
         self.scale, self.spread = (lambda objective: scale), (lambda objective: spread)
-        self._item_likes = cut.item_likes()
-        return plan.changed(nnz=cut.nnz)
+        self._item_likes = self._likes()
+        if self.unit is not None:
+            self.total = self.ratings.total
+        return plan.changed(nnz=self.nnz)
+
+    def cut(self, grids: Mapping[Side, Grid], row_cost: float, streamed: bool) -> None:
+        """Bring the entries of this rank to it, in memory unless they are streamed from a store.
+
+        Degrees, total and range of the values are then those of all ranks, repeated pairs merged.
+        """
+        ratings, ranks = self.ratings, self.communicator
+        self.layout, self._streamed = RankLayout.even(self.degrees, grids, row_cost), streamed
+        self.blocks = {side: ratings.block(ranks, self.layout, side, streamed) for side in SIDES}
+        self._checksum: Checksum | None = None
+        self._squares: float | None = None
+        if isinstance(ratings, StoredRatings) and streamed:
+            self.total, self.value_range = ratings.total, ratings.value_range
+        else:
+            rows = self._own_users().load().csr  # each entry once, in the order of the whole matrix
+            items = np.bincount(rows.indices, minlength=self.shape[1]).astype(np.int64)
+            counts = self.layout.counts("user", range(ranks.size))
+            users = ranks.allgatherv(np.diff(rows.indptr).astype(np.int64), counts)
+            self.degrees = {"user": users, "item": ranks.allreduce(items)}
+            own = ValueSummary.of([rows.data])
+            self.total = float(ranks.allreduce(np.array([own.total]))[0])
+            extremes = ranks.allgatherv(np.array([own.value_range or (np.inf, -np.inf)]), [1] * ranks.size)
+            low, high = float(extremes[:, 0].min()), float(extremes[:, 1].max())
+            self.value_range = (low, high) if low <= high else None
+            self._checksum, self._squares = checksum_of(rows), own.squares
+        self.nnz = int(self.degrees["user"].sum())
+
+    def _own_users(self) -> Orientation:
+        """Complete rows of the users that this rank owns; one slab in memory, unless they are streamed."""
+        if self.layout.grids["user"].splits == 1:
+            return self.blocks["user"]
+        alone = RankLayout(self.layout.bounds, dict.fromkeys(SIDES, Grid(1, self.communicator.size)))
+        return self.ratings.block(self.communicator, alone, "user", self._streamed)
+
+    def _scale(self, objective: Objective) -> float:
+        """Scale that standardizes all ratings; streamed ratings are read for it."""
+        if objective.is_implicit:
+            return 1.0
+        if self._squares is None:
+            self._squares = ValueSummary.of(rows.data for rows in self._own_users().matrices()).squares
+        squares = float(self.communicator.allreduce(np.array([self._squares]))[0])
+        return rating_scale(self.total, squares, self.nnz, objective.biases)
+
+    def _likes(self) -> np.ndarray | None:
+        """Positive entries of each item on all ranks, int64; None if all entries are positive."""
+        if self.value_range is None or self.value_range[0] > 0:
+            return None
+        likes = np.zeros(self.shape[1], dtype=np.int64)
+        for part in self._own_users().matrices():
+            likes += np.bincount(part.indices[part.data > 0], minlength=len(likes))
+        return self.communicator.allreduce(likes)
 
     def fingerprint(self) -> str:
-        """`hybridmf.data.fingerprint` of all ratings, and of features."""
-        return "-".join((self.cut.fingerprint(), *described_by(self.model, self.features)))
+        """`hybridmf.data.fingerprint` of all ratings, and of features; streamed ratings are read for it."""
+        if self._checksum is None:
+            users = self._own_users()
+            self._checksum = join_checksums(map(checksum_of, users.matrices()), users.dtype.itemsize)
+        ranks, own = self.communicator, np.array([self._checksum], dtype=np.int64)
+        checksums = ranks.allgatherv(own, [1] * ranks.size).tolist()
+        indptr = np.concatenate(([0], np.cumsum(self.degrees["user"])))
+        found = join_fingerprints(indptr, checksums, self.shape)
+        return "-".join((found, *described_by(self.model, self.features)))
 
     # ------------------------------------------------------------------------------------------------ solver
 
@@ -145,8 +207,8 @@ class RankedRatings:
         own = State(self._own("user", state), self._own("item", state), state.mean)
         self.arrays, worker = _worker(plan, self.device, self.communicator)
         with aborting(self.arrays):
-            cut, features = self.cut, side_features(self.model, self.features)
-            return RankALS(self.arrays, cut.layout, cut.blocks, objective, plan, own, worker, features=features)
+            features = side_features(self.model, self.features)
+            return RankALS(self.arrays, self.layout, self.blocks, objective, plan, own, worker, features=features)
 
     @contextmanager
     def closing(self, solver: RankALS) -> Iterator[None]:
@@ -165,7 +227,7 @@ class RankedRatings:
 
     def _own(self, side: Side, state: State) -> Factors:
         """The rows owned by this rank: not drawn yet, or copies, so that the rest of the state can be freed."""
-        own = state.side(side).part(slice(*self.cut.layout.own(side, self.communicator.rank)))
+        own = state.side(side).part(slice(*self.layout.own(side, self.communicator.rank)))
         if isinstance(own, DrawnFactors):
             return own
         return Factors(own.matrix.copy(), None if own.bias is None else own.bias.copy())
@@ -179,7 +241,7 @@ class RankedRatings:
         return None if users is None or items is None else State(users, items, solver.mean, vectors)
 
     def _gathered(self, side: Side, own: Factors) -> Factors | None:
-        counts = self.cut.layout.counts(side, range(self.communicator.size))
+        counts = self.layout.counts(side, range(self.communicator.size))
         matrix, bias = gather(self.communicator, np.ascontiguousarray(own.matrix), counts), own.bias
         bias = None if bias is None else gather(self.communicator, np.ascontiguousarray(bias), counts)
         return None if matrix is None else Factors(matrix, bias)
@@ -199,7 +261,21 @@ class RankedRatings:
         if held_out is not None:
             wanted[:] = np.diff(held_out.indptr) > 0
         wanted = self.communicator.broadcast(wanted)
-        return self.cut.rows_of_users(wanted.astype(bool))
+        return self.rows_of_users(wanted.astype(bool))
+
+    def rows_of_users(self, wanted: np.ndarray) -> sp.csr_array | None:
+        """Entries of the users of a mask on the first rank, each int8 1, and no others; None on the other ranks."""
+        found, at = [np.empty(0, dtype=np.int32)], self.layout.own("user", self.communicator.rank)[0]
+        for rows in self._own_users().matrices():
+            here = wanted[at : at + rows.shape[0]]
+            found.append(rows.indices[np.repeat(here, np.diff(rows.indptr))])
+            at += rows.shape[0]
+        indptr = np.concatenate(([0], np.cumsum(np.where(wanted, self.degrees["user"], 0))))
+        counts = np.diff(indptr[self.layout.bounds["user"]]).tolist()
+        indices = gather(self.communicator, np.concatenate(found), counts)
+        if indices is None:
+            return None
+        return make_csr(indptr, indices, np.ones(len(indices), dtype=np.int8), self.shape)
 
     def kept(self) -> dict[str, Any]:
         """What the model of the first rank keeps of the entries: all of them if this rank has all."""

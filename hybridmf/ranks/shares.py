@@ -1,4 +1,4 @@
-"""Distribution of the ratings over ranks: what each rank starts with, and the blocks that it computes with.
+"""Distribution of the ratings over ranks: what each rank starts with, and how it gets the entries that it needs.
 
 A rank has all ratings (`WholeRatings`), reads its rows from a store (`StoredRatings`), or starts with arbitrary
 entries, which are then sent to the ranks that solve their rows (`SharedEntries`).
@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.objective import SIDES, Objective, Side, other_side, rating_scale
-from ..core.sparse import ValueSummary, transposed
-from ..core.validate import from_triplets, make_csr
-from ..data.fingerprint import Checksum, checksum_of, fingerprint, join_checksums, join_fingerprints
+from ..core.objective import SIDES, Side, other_side
+from ..core.sparse import transposed
+from ..core.validate import from_triplets
+from ..data.fingerprint import fingerprint
+from ..data.labels import label_of
 from ..data.slabs import InMemory, Orientation
 from ..data.store import Store, StoreMatrix
 from ..errors import CommunicatorError, DuplicateEntriesError
-from ..plan.grid import Grid, RankLayout
-from .transport.communicator import Communicator, gather
+from ..plan.grid import RankLayout
+from .transport.communicator import Communicator
 
 FINGERPRINT_BYTES = 96
 """Bytes of the buffer that sends a fingerprint to the other ranks."""
@@ -147,16 +148,12 @@ class SharedEntries(RankRatings):
         same = np.flatnonzero((np.diff(rows[order]) == 0) & (np.diff(columns[order]) == 0))
         if not same.size:
             return
-        pair = {side: int(rows[order[same[0]]]), other_side(side): int(columns[order[same[0]]])}
-        user, item = (_name(ids, pair[each]) for each, ids in (("user", self.user_ids), ("item", self.item_ids)))  # type: ignore[index]
+        pair: dict[Side, int] = {side: int(rows[order[same[0]]]), other_side(side): int(columns[order[same[0]]])}
+        user, item = label_of(self.user_ids, pair["user"]), label_of(self.item_ids, pair["item"])
         raise DuplicateEntriesError(
             f"ratings have user {user}, item {item} more than once ({same.size} such repeats on this rank); "
             'say what to do with them: duplicates="sum", "mean" or "max"'
         )
-
-
-def _name(ids: np.ndarray | None, position: int) -> str:
-    return str(position) if ids is None else repr(ids[position : position + 1].tolist()[0])
 
 
 def owners(bounds: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -180,95 +177,3 @@ def exchange(communicator: Communicator, dest: np.ndarray, arrays: list[np.ndarr
             arrived[source] = communicator.sendrecv(array[bounds[to] : bounds[to + 1]], to, source, like)
         out += [arrived[source] for source in range(size)]
     return [np.concatenate(arrived) for arrived in received]
-
-
-class RankBlocks:
-    """The ratings of a rank during a fit, in memory unless they are streamed from a store.
-
-    Degrees, total and range of the values are those of all ranks, repeated pairs merged.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        ratings: RankRatings,
-        degrees: Mapping[Side, np.ndarray],
-        grids: Mapping[Side, Grid],
-        row_cost: float,
-        streamed: bool = False,
-    ) -> None:
-        self.layout = RankLayout.even(degrees, grids, row_cost)
-        self._communicator, self._ratings, self._streamed = communicator, ratings, streamed
-        self.blocks = {side: ratings.block(communicator, self.layout, side, streamed) for side in SIDES}
-        self._checksum: Checksum | None = None
-        self._squares: float | None = None
-        if isinstance(ratings, StoredRatings) and streamed:
-            self.degrees, self.total, self.value_range = dict(degrees), ratings.total, ratings.value_range
-            self.nnz = int(self.degrees["user"].sum())
-            return
-        rows = self._own_users().load().csr  # each entry once, in the order of the whole matrix
-        counts = self.layout.counts("user", range(communicator.size))
-        n_items = ratings.shape[1]
-        self.degrees = {
-            "user": communicator.allgatherv(np.diff(rows.indptr).astype(np.int64), counts),
-            "item": communicator.allreduce(np.bincount(rows.indices, minlength=n_items).astype(np.int64)),
-        }
-        self.nnz = int(self.degrees["user"].sum())
-        own = ValueSummary.of([rows.data])
-        self.total = float(communicator.allreduce(np.array([own.total]))[0])
-        extremes = np.array([own.value_range or (np.inf, -np.inf)])
-        extremes = communicator.allgatherv(extremes, [1] * communicator.size)
-        low, high = float(extremes[:, 0].min()), float(extremes[:, 1].max())
-        self.value_range = (low, high) if low <= high else None
-        self._checksum, self._squares = checksum_of(rows), own.squares
-
-    def _own_users(self) -> Orientation:
-        """Complete rows of the users that this rank owns; one slab in memory, unless they are streamed."""
-        if self.layout.grids["user"].splits == 1:
-            return self.blocks["user"]
-        alone = RankLayout(self.layout.bounds, dict.fromkeys(SIDES, Grid(1, self._communicator.size)))
-        return self._ratings.block(self._communicator, alone, "user", self._streamed)
-
-    def rows_of_users(self, wanted: np.ndarray) -> sp.csr_array | None:
-        """Entries of the users of a mask on the first rank, each int8 1, and no others; None on the other ranks."""
-        found, at = [np.empty(0, dtype=np.int32)], self.layout.own("user", self._communicator.rank)[0]
-        for rows in self._own_users().matrices():
-            here = wanted[at : at + rows.shape[0]]
-            found.append(rows.indices[np.repeat(here, np.diff(rows.indptr))])
-            at += rows.shape[0]
-        degrees = np.where(wanted, self.degrees["user"], 0)
-        indptr = np.concatenate(([0], np.cumsum(degrees)))
-        indices = gather(
-            self._communicator, np.concatenate(found), np.diff(indptr[self.layout.bounds["user"]]).tolist()
-        )
-        if indices is None:
-            return None
-        return make_csr(indptr, indices, np.ones(len(indices), dtype=np.int8), self._ratings.shape)
-
-    def item_likes(self) -> np.ndarray | None:
-        """Positive entries of each item on all ranks, int64; None if all entries are positive."""
-        if self.value_range is None or self.value_range[0] > 0:
-            return None
-        likes = np.zeros(self._ratings.shape[1], dtype=np.int64)
-        for part in self._own_users().matrices():
-            likes += np.bincount(part.indices[part.data > 0], minlength=len(likes))
-        return self._communicator.allreduce(likes)
-
-    def scale(self, objective: Objective) -> float:
-        """Scale that standardizes all ratings; streamed ratings are read for it."""
-        if objective.is_implicit:
-            return 1.0
-        if self._squares is None:
-            self._squares = ValueSummary.of(rows.data for rows in self._own_users().matrices()).squares
-        squares = float(self._communicator.allreduce(np.array([self._squares]))[0])
-        return rating_scale(self.total, squares, self.nnz, objective.biases)
-
-    def fingerprint(self) -> str:
-        """`checkpoint.fingerprint` of the whole matrix; streamed ratings are read for it."""
-        if self._checksum is None:
-            users = self._own_users()
-            self._checksum = join_checksums(map(checksum_of, users.matrices()), users.dtype.itemsize)
-        own = np.array([self._checksum], dtype=np.int64)
-        checksums = self._communicator.allgatherv(own, [1] * self._communicator.size).tolist()
-        indptr = np.concatenate(([0], np.cumsum(self.degrees["user"])))
-        return join_fingerprints(indptr, checksums, self._ratings.shape)

@@ -306,7 +306,7 @@ def test_every_second_of_a_rank_belongs_to_a_part(monkeypatch):
         (scale, "_source", 2.0),
         (WholeRatings, "degrees", 4.0),
         (ranked, "make_plan", 10.0),
-        (ranked, "RankBlocks", 100.0),
+        (ranked.RankedRatings, "cut", 100.0),
         (hmf.ExplicitALS, "_initial_state", 200.0),
         (RankALS, "__init__", 400.0),
         (RankALS, "solve", 1e3),

@@ -17,9 +17,10 @@ from hybridmf.data.slabs import InMemory
 from hybridmf.errors import CommunicatorError, DuplicateEntriesError, ModelFileError, NonFiniteError, RatingsError
 from hybridmf.model import checkpoint as checkpoints
 from hybridmf.model import ranked
+from hybridmf.model.ranked import RankedRatings
 from hybridmf.plan.grid import Grid, RankLayout
 from hybridmf.plan.types import DegreeFacts
-from hybridmf.ranks.shares import RankBlocks, SharedEntries, StoredRatings, WholeRatings, check_same_data, exchange
+from hybridmf.ranks.shares import SharedEntries, StoredRatings, WholeRatings, check_same_data, exchange
 from hybridmf.ranks.transport.communicator import Single
 from hybridmf.ranks.transport.threads import run_ranks
 from support.ranks import entries, fit_rank
@@ -134,8 +135,9 @@ def test_rows_of_users_come_to_the_first_rank(share, grid, tmp_path):
         if share.startswith("store"):
             ratings = StoredRatings(store, np.float32, True)
         both = {"user": Grid(*grid), "item": Grid(*grid)}
-        cut = RankBlocks(ranks, ratings, ratings.degrees(ranks), both, 1.0, share == "store, streamed")
-        return cut.rows_of_users(wanted)
+        source = RankedRatings(KINDS["implicit"](), ratings, ranks)
+        source.cut(both, 1.0, share == "store, streamed")
+        return source.rows_of_users(wanted)
 
     rows, *others = run_ranks(4, run, timeout=30)
     assert others == [None] * 3 and rows.dtype == np.int8 and rows.shape == matrix.shape

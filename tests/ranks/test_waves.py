@@ -509,14 +509,13 @@ def test_ranks_on_large_gpus_keep_their_part_of_a_store(
     names = gpus(2)
     monkeypatch.setattr(ranked, "_worker", workers_on(names))
     kinds: list[type] = []
-    cut = ranked.RankBlocks
+    cut = ranked.RankedRatings.cut
 
-    def seen(*arguments: Any) -> Any:
-        found = cut(*arguments)
-        kinds.extend(type(block) for block in found.blocks.values())
-        return found
+    def seen(source: Any, *arguments: Any) -> None:
+        cut(source, *arguments)
+        kinds.extend(type(block) for block in source.blocks.values())
 
-    monkeypatch.setattr(ranked, "RankBlocks", seen)
+    monkeypatch.setattr(ranked.RankedRatings, "cut", seen)
 
     def run(communicator: Any) -> Any:
         ratings = StoredRatings(store, np.float32, drop_zeros=False)
