@@ -295,6 +295,8 @@ class FactorModel(ServingMixin):
     def save(self, path: str | os.PathLike[str] | BinaryIO, *, include_seen: bool = True) -> None:
         """Write the fitted model as one safetensors file, atomically; ``hybridmf.load(path)`` reads it.
 
+        A model of a subclass is read as one of its class in this library.
+
         Parameters
         ----------
         path : path-like or binary file
@@ -311,7 +313,8 @@ class FactorModel(ServingMixin):
             `path` is a folder, device, pipe or socket, or cannot be written.
         """
         learned = self._fitted()
-        metadata = _io.model_metadata(type(self).__name__, learned)
+        ours = next(each for each in type(self).__mro__ if each.__module__.startswith("hybridmf."))
+        metadata = _io.model_metadata(ours.__name__, learned)
         tensors = _io.lasting_tensors(learned, include_seen=check_bool("include_seen", include_seen))
         _io.save_model(path, metadata, tensors | _io.state_tensors(learned.state))
 

@@ -518,6 +518,14 @@ def test_long_file_names(tmp_path):
     fitted().save(path)
 
 
+def test_a_model_of_a_subclass_is_one_of_its_class(tmp_path):
+    mine = type("Mine", (hmf.ImplicitALS,), {"__module__": "__main__"})(2, iterations=1).fit(planted(9, 8, 0.5))
+    mine.save(tmp_path / "model")
+    loaded = hmf.load(tmp_path / "model")
+    assert type(loaded) is hmf.ImplicitALS
+    np.testing.assert_array_equal(loaded.user_factors, mine.user_factors)
+
+
 def test_an_unfitted_model_is_not_saved(tmp_path):
     with pytest.raises(NotFittedError):
         make().save(tmp_path / "model")
