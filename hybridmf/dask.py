@@ -46,11 +46,8 @@ except ImportError as missing:
 MERGE_RULES = ("error", "sum", "mean", "max")
 """Rules for duplicate pairs. No "last": partitions have no order among workers."""
 
-CHECK_SECONDS = 0.5
-"""Seconds between two checks that all workers are alive, by the client and by waiting ranks."""
-
-PATIENCE = 10.0
-"""Seconds for ranks to end after one of them has failed, and for a worker to respond to a health check."""
+CHECK_SECONDS = 0.5  # seconds between two checks that all workers are alive, by the client and by waiting ranks
+PATIENCE = 10.0  # seconds for ranks to end after one of them has failed, and for a worker to respond to a health check
 
 
 # ----------------------------------------------------------------------------------------------------------- messages
@@ -72,8 +69,7 @@ class Inbox:
             self.changed.notify_all()
 
 
-_inboxes: dict[str, Inbox] = {}
-"""Inboxes of this worker, by the name of the fit."""
+_inboxes: dict[str, Inbox] = {}  # inboxes of this worker, by the name of the fit
 
 
 def _receive(job: str, context: str, source: int, number: int, what: str, array: np.ndarray) -> str:

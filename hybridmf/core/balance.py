@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-LEAST = 1e-10
-"""Eigenvalues below this fraction of the largest are rounding errors and are raised to it."""
+LEAST = 1e-10  # eigenvalues below this fraction of the largest are rounding errors and are raised to it
 
 
 def balancing(user_gram: np.ndarray, item_gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import platformdirs
 
-CACHE_DIR = "HYBRIDMF_CACHE_DIR"
-"""Environment variable: the folder to use instead of the system's place for caches."""
+CACHE_DIR = "HYBRIDMF_CACHE_DIR"  # environment variable: the folder to use instead of the system's place for caches
 
 
 def cache_dir() -> Path:

@@ -61,17 +61,10 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
 )
 """How contents begin that are no ratings, what they are, and the way out."""
 
-TEMPORARY = ".hybridmf-"
-"""First letters of temporary files."""
-
-ABANDONED = 24 * 3600.0
-"""Seconds without a write after which a temporary file of unknown ownership is an orphan."""
-
-READ_BYTES = 1 << 17
-"""Bytes read from the system at a time."""
-
-HEAD_BYTES = 4096
-"""Bytes at the start of a file from which its format and encoding are detected."""
+TEMPORARY = ".hybridmf-"  # first letters of temporary files
+ABANDONED = 24 * 3600.0  # seconds without a write after which a temporary file of unknown ownership is an orphan
+READ_BYTES = 1 << 17  # bytes read from the system at a time
+HEAD_BYTES = 4096  # bytes at the start of a file from which its format and encoding are detected
 
 
 @contextlib.contextmanager
@@ -325,8 +318,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-CRC_POLYNOMIAL = 0xEDB88320
-"""CRC-32's, bits reversed: bit 31 is the coefficient of x^0."""
+CRC_POLYNOMIAL = 0xEDB88320  # CRC-32's, bits reversed: bit 31 is the coefficient of x^0
 
 
 def combine_crc32(first: int, second: int, second_bytes: int) -> int:

@@ -10,8 +10,7 @@ import numpy as np
 
 from .validate import check_choice
 
-KINDS = ("pandas", "polars", "pyarrow")
-"""Libraries of returned frames; by default, the first one that is installed."""
+KINDS = ("pandas", "polars", "pyarrow")  # libraries of returned frames; by default, the first one that is installed
 
 
 def kind_of(given: Any) -> str | None:

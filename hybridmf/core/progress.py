@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-LONG = 1.0
-"""Seconds after which reading a file shows a bar."""
+LONG = 1.0  # seconds after which reading a file shows a bar
 
 
 def progress_bar(total: int, shown: bool, **options: Any) -> tqdm:

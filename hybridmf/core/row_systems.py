@@ -12,8 +12,7 @@ from .objective import Factors, Objective, Side
 LARGEST_ERROR = 0.05
 """Rounding relative to the least pivot, about the relative error of a solution, from which it is worth a warning."""
 
-SINGLE_THREADED = 1 << 18
-"""Multiplications of a matrix product up to which OpenBLAS uses one thread."""
+SINGLE_THREADED = 1 << 18  # multiplications of a matrix product up to which OpenBLAS uses one thread
 
 ENTRIES_PER_FACTOR = 4
 """Entries, and rows of the fixed side, that stand for all. More would take a time that users notice."""

@@ -22,11 +22,8 @@ from .system import mib
 
 SCRATCH_DIR = "HYBRIDMF_SCRATCH_DIR"
 
-IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-"""File systems that keep files in memory, and are therefore unsuitable."""
-
-_ZEROS = 8 << 20
-"""Bytes written at a time where the system cannot reserve space."""
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems that keep files in memory, and are therefore unsuitable
+_ZEROS = 8 << 20  # bytes written at a time where the system cannot reserve space
 
 _mapped: dict[int, tuple[int, int]] = {}
 """Start and length of the memory, and file descriptor, of each living array of `mapped`."""

@@ -11,14 +11,9 @@ import scipy.sparse as sp
 from ..errors import RatingsError
 from .column_names import role_of
 
-CHANCE = 10.0
-"""Expected repeated pairs of independent columns from which almost none is no coincidence."""
-
-SMALL_RATING = 100
-"""Largest value taken for a rating; ids of real data exceed it."""
-
-FEW_ROWS = 20
-"""Rows below which large ids in an array are no evidence."""
+CHANCE = 10.0  # expected repeated pairs of independent columns from which almost none is no coincidence
+SMALL_RATING = 100  # largest value taken for a rating; ids of real data exceed it
+FEW_ROWS = 20  # rows below which large ids in an array are no evidence
 
 
 def refuse_triplets(matrix: Any, name: str) -> None:

@@ -23,29 +23,14 @@ from .triplets import refuse_triplets
 
 logger = logging.getLogger("hybridmf")
 
-MAX_FACTORS = 2048
-"""Largest rank: a rank-2048 system is 32 MB in float64, one per thread."""
-
-INT32_LIMIT = 2**31 - 1
-"""Entries (nnz) from which index pointers become int64; defined here only. Tests lower it."""
-
-MAX_AXIS = 2**31 - 1
-"""Most rows and most columns: indices are int32 for any nnz."""
-
-MANY_POSITIONS = 10**7
-"""Number of users and items from which the available memory is checked before they are counted."""
-
-ROW_BYTES = 64
-"""Memory of a row or column while entries are counted."""
-
-MAX_N = MAX_AXIS
-"""Largest number of results (``N``): one that exceeds the number of positions is a typing error."""
-
-MAX_THREADS = 4096
-"""Most threads; each has a workspace."""
-
-MERGE_RULES = ("error", "sum", "mean", "first", "last", "max")
-"""Values of ``duplicates=``."""
+MAX_FACTORS = 2048  # largest rank: a rank-2048 system is 32 MB in float64, one per thread
+INT32_LIMIT = 2**31 - 1  # entries (nnz) from which index pointers become int64; defined here only. Tests lower it.
+MAX_AXIS = 2**31 - 1  # most rows and most columns: indices are int32 for any nnz
+MANY_POSITIONS = 10**7  # number of users and items from which the available memory is checked before they are counted
+ROW_BYTES = 64  # memory of a row or column while entries are counted
+MAX_N = MAX_AXIS  # largest number of results (``N``): one that exceeds the number of positions is a typing error
+MAX_THREADS = 4096  # most threads; each has a workspace
+MERGE_RULES = ("error", "sum", "mean", "first", "last", "max")  # values of ``duplicates=``
 
 MERGE_HINT = 'Merge them with duplicates="sum", "mean", "first", "last" or "max"'
 

@@ -22,14 +22,9 @@ class Orientation:
 
     shape: tuple[int, int]
     nnz: int
-    dtype: Any
-    """Of the values: float32 or float64."""
-
-    bounds: np.ndarray
-    """Rows ``bounds[k] ... bounds[k + 1] - 1`` are slab k; int64, shape (n_slabs + 1,)."""
-
-    degrees: Any
-    """Entries of each row, int64, shape (n_rows,)."""
+    dtype: Any  # of the values: float32 or float64
+    bounds: np.ndarray  # rows ``bounds[k] ... bounds[k + 1] - 1`` are slab k; int64, shape (n_slabs + 1,)
+    degrees: Any  # entries of each row, int64, shape (n_rows,)
 
     def matrix(self, slab: int) -> sp.csr_array:
         """Rows of a slab, canonical; its arrays may be mapped from a file and cannot be written to."""

@@ -27,8 +27,7 @@ from .learned import Learned
 
 logger = logging.getLogger("hybridmf")
 
-KEEP = 2
-"""Checkpoints kept: the newest, and the one before it in case the newest cannot be read."""
+KEEP = 2  # checkpoints kept: the newest, and the one before it in case the newest cannot be read
 
 FREE_PARAMS = frozenset(
     {"iterations", "device", "num_threads", "assembly", "reorder", "precision", "random_state", "gpu_memory_limit"}
@@ -42,8 +41,7 @@ OBJECTIVE_PARAMS = frozenset(
 )
 """Parameters whose default, None, may mean what a checkpoint has as a number; compared by the objective."""
 
-UNFINISHED = ".checkpoint-"
-"""Prefix of files that are being written."""
+UNFINISHED = ".checkpoint-"  # prefix of files that are being written
 
 _NAME = re.compile(r"checkpoint-(\d{6,})\.safetensors")
 

@@ -81,10 +81,8 @@ class Watch:
     """The best iteration of a fit in progress."""
 
     rule: EarlyStopping
-    metric: str = ""
-    """That of the rule, or the default of the model."""
-    iteration: int = 0
-    """0 before the first."""
+    metric: str = ""  # that of the rule, or the default of the model
+    iteration: int = 0  # 0 before the first
     value: float = field(default=np.nan)
     learned: Learned | None = None
     """The result of the iteration, with factors in the memory of the host that later iterations do not change."""

@@ -18,8 +18,7 @@ sums are resampled: the distribution of the result is the same, and the cost doe
 
 RESAMPLES = 1_000
 
-BATCH = 50
-"""Resamples at a time, each an index for every group."""
+BATCH = 50  # resamples at a time, each an index for every group
 
 
 class Interval(NamedTuple):
@@ -290,6 +289,7 @@ def _resampled(sums: np.ndarray, n_resamples: int, generator: np.random.Generato
 
 
 def as_evaluation(values: Mapping[str, float], **attributes: Any) -> Evaluation:
+    """An `Evaluation` with its attributes."""
     found = Evaluation(values)
     vars(found).update({"apart": Parts()} | attributes)
     return found

@@ -22,14 +22,12 @@ from .learned import Learned
 
 logger = logging.getLogger("hybridmf")
 
-SAMPLE = 64
-"""Nonnegative rows that are compared with their minima after a fit on a GPU."""
+SAMPLE = 64  # nonnegative rows that are compared with their minima after a fit on a GPU
 
 TOLERANCE, ROUNDING = 1e-3, 1e-7
 """Gain relative to a user's minimum, and to the loss of zeros, from which the user counts as unfinished."""
 
-MOST_ROWS = 10_000
-"""Rows that SciPy finishes; it takes about a millisecond for each."""
+MOST_ROWS = 10_000  # rows that SciPy finishes; it takes about a millisecond for each
 
 
 def warn_of_fold_in(learned: Learned, side: Side, rows: sp.csr_array) -> None:

@@ -52,8 +52,7 @@ DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "
 LARGE = frozenset(["user_factors", "item_factors", "seen_indices"])
 """Tensors that can be mapped: they may be larger than memory, and processes share them."""
 
-CHECKED_ROWS = 65536
-"""Rows of a tensor that are checked at a time."""
+CHECKED_ROWS = 65536  # rows of a tensor that are checked at a time
 
 MAX_COUNT = int(np.iinfo(np.int64).max)
 

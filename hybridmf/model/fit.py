@@ -39,8 +39,7 @@ logger = logging.getLogger("hybridmf")
 COLLAPSED = 1e-3
 """Contribution of factors to predictions, relative to the scale of the ratings, below which they count as zero."""
 
-SAMPLED_ROWS = 10_000
-"""About the number of rows that stand for all factors of a side."""
+SAMPLED_ROWS = 10_000  # about the number of rows that stand for all factors of a side
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class Options:
     freeze: Any = None
     validation_users: int | None = None
     validate_every: int = 1
-    track_objective: bool = False
-    """Compute the objective even without observers."""
+    track_objective: bool = False  # compute the objective even without observers
     continued: Any = None
     """A model of the same ratings and parameters whose iterations these continue, as a checkpoint's would."""
     on_device: bool = False

@@ -18,8 +18,7 @@ from ..core.validate import MAX_AXIS, as_csr, check_threads, checked_pointer
 from ..ratings import Ratings
 from .learned import pattern
 
-LATE_ENTRIES = 1 << 22
-"""Entries from which the check is worth a thread; below, it takes about a millisecond."""
+LATE_ENTRIES = 1 << 22  # entries from which the check is worth a thread; below, it takes about a millisecond
 
 
 class LateMatrix:

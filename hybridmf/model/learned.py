@@ -55,8 +55,7 @@ class Labelled:
 class LearnedFeatures:
     """Features of one side of a model; the state has their vectors."""
 
-    features: Features
-    """A row for each row of the model."""
+    features: Features  # a row for each row of the model
     weight: float
     cold: np.ndarray
     """Positions of the rows without entries whose factors are those of their features; int64, ascending."""
@@ -71,8 +70,7 @@ class Learned(Labelled):
     state: State
     seen: sp.csr_array | StoredSeen | None
     """int8 ones for the training entries, or a reference to a store; None in a model saved without them."""
-    total: float | None = None
-    """Sum of the training values; with `seen`, it identifies the training data."""
+    total: float | None = None  # sum of the training values; with `seen`, it identifies the training data
     user_ids: np.ndarray | None = None
     item_ids: np.ndarray | None = None
     params: dict[str, Any] = field(default_factory=dict)
@@ -82,16 +80,14 @@ class Learned(Labelled):
     value_range: tuple[float, float] | None = None
     """Smallest and largest training value of explicit feedback, to which predictions are clipped; None if unknown
     (files of earlier versions) and for implicit feedback."""
-    frame_kind: str | None = None
-    """Library of the data frame that the ratings came from, in which tables are returned."""
+    frame_kind: str | None = None  # library of the data frame that the ratings came from, in which tables are returned
     values: np.ndarray | None = None
     """Of the training entries, in the order of `seen`; None for a store, and for files of earlier versions."""
     item_likes: np.ndarray | None = None
     """Positive training entries of each item, int64; None if all are positive, so that `item_counts` has them."""
     n_iter: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)  # record of each iteration
-    feature_names: np.ndarray | None = None
-    """Names of the columns of the frame that the model was fitted on."""
+    feature_names: np.ndarray | None = None  # names of the columns of the frame that the model was fitted on
     features: Mapping[Side, LearnedFeatures] = field(default_factory=dict)
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Values that serving derived from the others. A copy starts empty, so derived values never outlive their factors,

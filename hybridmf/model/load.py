@@ -16,8 +16,7 @@ from .files import ModelFile
 ESTIMATORS: dict[str, type[FactorModel]] = {cls.__name__: cls for cls in (CCD, SGD, ExplicitALS, ImplicitALS)}
 """The classes of models that files hold."""
 
-Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD
-"""What a model file holds."""
+Model: TypeAlias = ExplicitALS | ImplicitALS | SGD | CCD  # what a model file holds
 
 
 def load(path: str | os.PathLike[str] | BinaryIO, *, mapped: bool = False) -> Model:

@@ -40,8 +40,7 @@ AS_BEFORE = "The model is as it was before the fit"
 COMPARED_USERS = 4000
 """Most users by whom a fitted model is compared with popularity; all would take longer than a short fit on a GPU."""
 
-Record: TypeAlias = dict[str, float]
-"""One iteration of ``history_``."""
+Record: TypeAlias = dict[str, float]  # one iteration of ``history_``
 
 Callback: TypeAlias = Callable[[Any, Record], Any]
 

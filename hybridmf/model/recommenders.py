@@ -112,4 +112,5 @@ class ReadyLists:
         self._ids = ids
 
     def recommend(self, users: np.ndarray, user_items: Any, N: int, filter_already_liked_items: bool) -> Any:
+        """The lists of `users` as they are."""
         return self._ids[users, :N], None

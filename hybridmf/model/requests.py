@@ -34,11 +34,8 @@ from .learned import Labelled, Learned
 
 logger = logging.getLogger("hybridmf")
 
-COLD_USERS = ("popular", "mask")
-"""Values of ``cold_users=`` of `recommend`."""
-
-UNKNOWN_IDS = ("error", "drop", "popular")
-"""Values of ``unknown=`` of requests."""
+COLD_USERS = ("popular", "mask")  # values of ``cold_users=`` of `recommend`
+UNKNOWN_IDS = ("error", "drop", "popular")  # values of ``unknown=`` of requests
 
 
 class Unknown:
@@ -81,8 +78,7 @@ class Unknown:
             logger.warning("ids unknown to the model (unknown=%r): %s", self.rule, "; ".join(parts))
 
 
-_STRICT = Unknown("error")
-"""Meets nothing, so that all calls share it."""
+_STRICT = Unknown("error")  # meets nothing, so that all calls share it
 
 
 def positions_of(

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from time import perf_counter as clock
 
-BEFORE = ("check", "plan", "convert", "set up")
-"""Parts before the first iteration."""
-
-PARTS = (*BEFORE, "iterations", "observe", "finish")
-"""All parts of a fit, in order."""
+BEFORE = ("check", "plan", "convert", "set up")  # parts before the first iteration
+PARTS = (*BEFORE, "iterations", "observe", "finish")  # all parts of a fit, in order
 
 
 class Stopwatch:

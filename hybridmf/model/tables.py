@@ -15,8 +15,7 @@ from ..core.validate import check_path
 from ..data.transforms import labels_at
 from .ranking import Request
 
-BLOCK_USERS = 16_384
-"""Users of a block: enough to fill a GPU, and the row group of a Parquet file."""
+BLOCK_USERS = 16_384  # users of a block: enough to fill a GPU, and the row group of a Parquet file
 
 FILES = {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow"}
 """Formats of files by the end of their name."""

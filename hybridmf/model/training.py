@@ -67,14 +67,12 @@ class LocalRatings:
     `matrix`, or with weights others of the same pattern, in a unit.
     """
 
-    closing = staticmethod(closing)
-    """Context of a solver, which ends its threads and connections."""
+    closing = staticmethod(closing)  # context of a solver, which ends its threads and connections
 
     user_items: Any
     """csr_array, StoreMatrix or DeviceMatrix, or `Dealt` on several GPUs; as `item_users`. Set by placing."""
     item_users: Any
-    values: ValueSummary | StoreMatrix
-    """Sums and ranges of the values of `entries`."""
+    values: ValueSummary | StoreMatrix  # sums and ranges of the values of `entries`
 
     def __init__(
         self,
