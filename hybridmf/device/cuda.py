@@ -157,12 +157,10 @@ def _cupy() -> Any:
     """Import CuPy; raises a DeviceError that says what to install."""
     try:
         return importlib.import_module("cupy")
-    except ModuleNotFoundError as error:
-        if error.name == "cupy":
-            raise DeviceError(f"CuPy is not installed; {INSTALL}") from error
-        raise DeviceError(f"CuPy cannot be imported: {one_line(error)}; {INSTALL}") from error
-    except Exception as error:  # a library of CUDA that does not load, a CuPy built for another NumPy
-        raise DeviceError(f"CuPy cannot be imported: {one_line(error)}; {INSTALL}") from error
+    except Exception as error:  # also a library of CUDA that does not load, a CuPy built for another NumPy
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+        what = "is not installed" if missing else f"cannot be imported: {one_line(error)}"
+        raise DeviceError(f"CuPy {what}; {INSTALL}") from error
 
 
 def gpu_of(array: Any) -> str | None:

@@ -209,18 +209,9 @@ class RankALS(Alternating):
         """What all ranks have in common."""
         layout, plan = self.layout, self.plan
         bounds = [layout.bounds[side].tolist() for side in SIDES]
-        choices = (
-            plan.factors,
-            plan.solver,
-            plan.cg_steps,
-            plan.dtype,
-            plan.assembly,
-            plan.precision,
-            plan.batch_slots,
-            plan.reduction,
-            plan.dual_sides,
-            *(plan.scale.slab(side) for side in SIDES if plan.scale and self._splits_streamed(side)),
-        )
+        kernels = (plan.solver, plan.cg_steps, plan.assembly, plan.precision, plan.dual_sides)
+        slabs = [plan.scale.slab(side) for side in SIDES if plan.scale and self._splits_streamed(side)]
+        choices = (plan.factors, plan.dtype, *kernels, plan.batch_slots, plan.reduction, *slabs)
         features = [
             (side, each.weight, zlib.crc32(each.matrix.indices.tobytes()), zlib.crc32(each.matrix.data.tobytes()))
             for side, each in self._features.items()
