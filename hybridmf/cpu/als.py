@@ -137,8 +137,7 @@ class WeightedGram:
         return _als.panels(np.ascontiguousarray(lower.T)), _als.panels(lower)
 
 
-Panels = tuple[np.ndarray, np.ndarray]
-"""A matrix packed by `hybridmf.native._als.panels`."""
+Panels = tuple[np.ndarray, np.ndarray]  # a matrix packed by `hybridmf.native._als.panels`
 
 
 def _epsilon(dtype: np.dtype) -> float:

@@ -24,15 +24,11 @@ from .als import CACHE_LINE, aligned_zeros, losses_of_rows
 BLOCK_ENTRIES = 4096
 """Average entries of a block: about 20 microseconds of work, much more than the cost of taking a block."""
 
-MAX_GRID = 128
-"""Rows and columns of the grid: as many threads can work at a time; half as many stay busy."""
-
-MSGD_TASKS = 512
-"""Number of tasks of about equal work; more tasks than threads, so that idle time at the end is short."""
+MAX_GRID = 128  # rows and columns of the grid: as many threads can work at a time; half as many stay busy
+MSGD_TASKS = 512  # number of tasks of about equal work; more tasks than threads, so that idle time at the end is short
 
 
-WorkingCopies = dict[Side, WorkingRows]
-"""Working copies of both sides."""
+WorkingCopies = dict[Side, WorkingRows]  # working copies of both sides
 
 
 Record = Callable[[np.ndarray], bool]
@@ -102,8 +98,7 @@ class Blocks:
     FPSGD: any block that the epoch has not processed yet and whose row and column are free.
     """
 
-    grid: int
-    """Rows and columns of the grid; independent of the number of threads, and so are results."""
+    grid: int  # rows and columns of the grid; independent of the number of threads, and so are results
     seen: np.ndarray
     """FPSGD: position of each block in the order of the last epoch, 1, 2, ...; int32, shape (grid * grid,)."""
 

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 
 logger = logging.getLogger("hybridmf")
 
-LONG_COMPILATION = 0.5
-"""Seconds of waiting for the compiler after which a fit logs it."""
+LONG_COMPILATION = 0.5  # seconds of waiting for the compiler after which a fit logs it
 
 Program: TypeAlias = "tuple[str, str, tuple[str, ...]]"
 """Source text, kernel and constants: the arguments of `Device.kernel`."""

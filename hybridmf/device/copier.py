@@ -29,24 +29,19 @@ from .mapped import reader_of, writer_of
 
 logger = logging.getLogger("hybridmf")
 
-Array = Any
-"""As `hybridmf.device.cuda.Array`."""
+Array = Any  # as `hybridmf.device.cuda.Array`
 
-COPY_CHUNK = 16 << 20
-"""Bytes of one pinned buffer; several of them take turns."""
+COPY_CHUNK = 16 << 20  # bytes of one pinned buffer; several of them take turns
 
 
-Copier: TypeAlias = "CudaCopier"
-"""What solvers use; the emulated device of the tests has one with the same methods."""
+Copier: TypeAlias = "CudaCopier"  # what solvers use; the emulated device of the tests has one with the same methods
 
-STAGES = 4
-"""Pinned buffers of a copier, of COPY_CHUNK bytes each."""
+STAGES = 4  # pinned buffers of a copier, of COPY_CHUNK bytes each
 
 STAGING_THREADS = 8
 """Threads that fill a pinned buffer: one reads a file in the page cache at 4 to 8 GB/s, a PCIe 5 bus moves 50."""
 
-STAGING_PART = 1 << 20
-"""Minimum bytes per thread."""
+STAGING_PART = 1 << 20  # minimum bytes per thread
 
 
 class CudaCopier:

@@ -40,33 +40,26 @@ from .copier import CudaCopier
 from .health import Mark, check_all, health_of, one_line
 from .recording import current_recording
 
-OLDEST = (7, 5)
-"""Oldest supported compute capability (Turing)."""
-
+OLDEST = (7, 5)  # oldest supported compute capability (Turing)
 MEMORY_LIMIT = "HYBRIDMF_GPU_MEMORY_LIMIT"
 
 INSTALL = 'pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'
 
 TOOLKIT = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]"), or install the CUDA toolkit'
 
-HOPPER_ONLY = "__CUDA_ARCH_FEAT_SM90_ALL"
-"""Macro in sources with instructions that only compute capability 9.0 has."""
+HOPPER_ONLY = "__CUDA_ARCH_FEAT_SM90_ALL"  # macro in sources with instructions that only compute capability 9.0 has
 
 SMALL_COPY = 64 << 10
 """Bytes up to which a download bypasses the pinned buffers, which another thread may be using: a fit that reads a
 status must not wait for the download of all factors for a checkpoint."""
 
-MEMCPY_DEFAULT = 4
-"""cudaMemcpyDefault: CUDA finds the kinds of memory by their addresses."""
-
-DLPACK_CUDA = (2, 13)
-"""Kinds of devices in DLPack: kDLCUDA and kDLCUDAManaged."""
+MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: CUDA finds the kinds of memory by their addresses
+DLPACK_CUDA = (2, 13)  # kinds of devices in DLPack: kDLCUDA and kDLCUDAManaged
 
 KERNEL = re.compile(r'extern "C" (?=__global__\s+void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\()')
 """Where a kernel begins in a source text, up to ``__global__``; its name."""
 
-Array = Any
-"""An array on a device; `ndarray` of CuPy, or of NumPy where the device is emulated."""
+Array = Any  # an array on a device; `ndarray` of CuPy, or of NumPy where the device is emulated
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,7 @@ class DeviceSpec:
         return f"cuda:{self.index} ({self.name}, sm_{major}{minor}, {self.free_bytes / 2**30:.1f} GiB free)"
 
 
-Device: TypeAlias = "CudaDevice"
-"""What solvers and launches use; the emulated device of the tests has the same methods."""
+Device: TypeAlias = "CudaDevice"  # what solvers and launches use; the emulated device of the tests has the same methods
 
 
 def program_text(source: str, name: str, constants: Sequence[str]) -> str:

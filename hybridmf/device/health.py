@@ -31,17 +31,13 @@ from typing import Any
 
 from ..errors import DeviceError, DeviceLostError, DeviceMemoryError
 
-SPIN = 20e-3
-"""Seconds for which a wait asks without a pause, but without the interpreter's lock between two questions."""
-
-LONGEST_PAUSE = 1e-3
-"""Maximum seconds between two questions."""
+SPIN = 20e-3  # seconds for which a wait asks without a pause, but without the interpreter's lock between two questions
+LONGEST_PAUSE = 1e-3  # maximum seconds between two questions
 
 PATIENCE = 5.0
 """Seconds in which a GPU must complete some work after an interruption; twice the longest wait so far, if longer."""
 
-NOT_READY = 600
-"""cudaErrorNotReady: the work before the event is not complete."""
+NOT_READY = 600  # cudaErrorNotReady: the work before the event is not complete
 
 STICKY = frozenset(
     {

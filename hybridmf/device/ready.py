@@ -16,8 +16,7 @@ logger = logging.getLogger("hybridmf")
 
 FOLDER = Path(__file__).parent / "ready"
 
-READY_KERNELS = "HYBRIDMF_READY_KERNELS"
-"""Environment variable; "0": NVRTC compiles all kernels."""
+READY_KERNELS = "HYBRIDMF_READY_KERNELS"  # environment variable; "0": NVRTC compiles all kernels
 
 _lock = threading.Lock()
 _archives: dict[Path, dict[str, bytes]] = {}

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-Device: TypeAlias = Any
-"""A `hybridmf.device.cuda.CudaDevice`."""
+Device: TypeAlias = Any  # a `hybridmf.device.cuda.CudaDevice`
 
 _thread = threading.local()
 

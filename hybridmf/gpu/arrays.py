@@ -15,8 +15,7 @@ SOURCE = "arrays.cu"
 THREADS = 256
 BLOCKS_PER_SM = 8
 
-WORD = 4
-"""Bytes of what `copy` and `gather` move; arrays of any type are sequences of words."""
+WORD = 4  # bytes of what `copy` and `gather` move; arrays of any type are sequences of words
 
 
 def programs(dtype: Any) -> list[tuple[str, str, tuple[str, ...]]]:

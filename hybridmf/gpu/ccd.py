@@ -31,17 +31,10 @@ LANES = ((16, 8), (32, 16))
 
 MAX_QUADS = (1 << 31) - 1
 
-PIECE_WORK = 4
-"""Overhead of a piece, in quads, when work is divided into blocks."""
-
-LEAST_ROUNDS = 16
-"""Turns of each warp from which on the blocks of a tile take turns."""
-
-LEAST_SHARE = 0.05
-"""Smallest part of a block's work for which it joins the team of a tile."""
-
-WARPS_PER_BLOCK = 8
-"""Warps of a block of the kernels besides `rank_one`; each processes one piece, or one or more rows."""
+PIECE_WORK = 4  # overhead of a piece, in quads, when work is divided into blocks
+LEAST_ROUNDS = 16  # turns of each warp from which on the blocks of a tile take turns
+LEAST_SHARE = 0.05  # smallest part of a block's work for which it joins the team of a tile
+WARPS_PER_BLOCK = 8  # warps of a block of the kernels besides `rank_one`; each processes one piece, or one or more rows
 
 # ---------------------------------------------------------------------------------------------- layout
 
@@ -114,8 +107,7 @@ class PieceLayout:
         return np.array(list(itertools.chain(*shares)), dtype=np.int32).reshape(-1, 8), first_part
 
 
-Share = tuple[int, int, int, int, int, int]
-"""Block, first piece, end, lanes, rank in the team, blocks of the team."""
+Share = tuple[int, int, int, int, int, int]  # block, first piece, end, lanes, rank in the team, blocks of the team
 
 
 def _in_sequence(work: np.ndarray, lanes: np.ndarray, start: int, stop: int, blocks: int) -> Iterator[Share]:

@@ -22,17 +22,10 @@ from ..plan.tables import KernelConfig, require
 from .launch import check_all, get_kernel, program
 from .systems import check_columns
 
-MAX_RANK = MAX_FACTORS + 1
-"""Largest rank of the solvers: biases take one coordinate."""
-
-STEP = 8
-"""Columns that cholesky_any.cu eliminates at a time, and threads along a row of accumulators."""
-
-OF_SYSTEMS = ("RANK", "REAL", "SYSTEMS", "MIN_BLOCKS")
-"""Constants of the kernel with a warp for each system."""
-
-STAGE_BYTES = 64
-"""Bytes of each row of L in a stage."""
+MAX_RANK = MAX_FACTORS + 1  # largest rank of the solvers: biases take one coordinate
+STEP = 8  # columns that cholesky_any.cu eliminates at a time, and threads along a row of accumulators
+OF_SYSTEMS = ("RANK", "REAL", "SYSTEMS", "MIN_BLOCKS")  # constants of the kernel with a warp for each system
+STAGE_BYTES = 64  # bytes of each row of L in a stage
 
 
 @dataclass(frozen=True)

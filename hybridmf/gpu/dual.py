@@ -17,22 +17,16 @@ from ..plan.row_forms import GPU_SIZES
 from .launch import DeviceEntries, check_all, get_kernel, program
 from .systems import SideSystems
 
-TEAMS = 4
-"""Warps of a block, each with a separate row."""
+TEAMS = 4  # warps of a block, each with a separate row
 
 BLOCKS_PER_SM = {16: 5, 32: 3, 48: 2, 64: 2}
 """Blocks per multiprocessor by the order of the systems, limited by registers."""
 
 BASIS_THREADS = 1024
 
-PRODUCT_THREADS = 256
-"""Threads of a block of `to_basis` and `from_basis`."""
-
-PRODUCT_BLOCKS = 2
-"""Their blocks per multiprocessor."""
-
-BASIS_TILE = 128
-"""Rows that a block multiplies at a time."""
+PRODUCT_THREADS = 256  # threads of a block of `to_basis` and `from_basis`
+PRODUCT_BLOCKS = 2  # their blocks per multiprocessor
+BASIS_TILE = 128  # rows that a block multiplies at a time
 
 
 def dual_constants(size: int, rank: int, implicit: bool, offsets: bool, biased: bool) -> dict[str, Any]:

@@ -26,12 +26,8 @@ from .gram import gram_sum, weighted
 from .launch import get_kernel
 from .rows import RowRange, read_range, widen_range
 
-EXACT_ROWS = 65536
-"""Rows converted to float64 at a time for the Gram matrix in float64."""
-
-QUAD = 4
-"""Columns drawn by a thread of cuda/draw.cu, from the four words of one counter."""
-
+EXACT_ROWS = 65536  # rows converted to float64 at a time for the Gram matrix in float64
+QUAD = 4  # columns drawn by a thread of cuda/draw.cu, from the four words of one counter
 LOW = 0xFFFFFFFF
 
 

@@ -22,8 +22,7 @@ from .systems import SideSystems, Sums
 PRECISION_CODES = {"float32": 0, "bf16x3": 1, "tf32": 2, "bf16": 3, "float16": 4, "float32_wide": 5}
 SOLVER_CODES = {"cholesky": 0, "cg": 1}
 
-Build: TypeAlias = "tuple[str, str, dict[str, Any]]"
-"""(file, kernel, constants)"""
+Build: TypeAlias = "tuple[str, str, dict[str, Any]]"  # (file, kernel, constants)
 
 WIDEST = 2.0**16
 """Maximum ratio of the largest factor to a row's largest for which float16 parts keep 22 bits of the latter."""
@@ -274,5 +273,4 @@ class FusedKernels:
         return list(_programs(self.config, kind, **self._choices).values())
 
 
-RowKernels = FusedKernels | PublishedKernels
-"""The kernels that sum and solve the rows of a half sweep."""
+RowKernels = FusedKernels | PublishedKernels  # the kernels that sum and solve the rows of a half sweep

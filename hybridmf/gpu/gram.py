@@ -11,8 +11,7 @@ from ..device.cuda import Array, Device, DeviceSpec
 from ..plan.fused import BLOCK, gram_rows, gram_sides
 from .launch import check_all, get_kernel, program
 
-THREADS = {"gram": 256, "gram_tensor": 128, "add_grams": 256, "weigh_gram": 256}
-"""Threads of a block of each kernel."""
+THREADS = {"gram": 256, "gram_tensor": 128, "add_grams": 256, "weigh_gram": 256}  # threads of a block of each kernel
 
 
 def kernel_for(spec: DeviceSpec, dtype: Any) -> str:

@@ -54,8 +54,7 @@ SEGMENT_SUMS: dict[str, Callable[..., None]] = {
 }
 """The published kernels that sum segments of rows, by the plan's name."""
 
-PLACE_BITS = 16
-"""Bits of a segment's place in its row."""
+PLACE_BITS = 16  # bits of a segment's place in its row
 
 
 @dataclass(frozen=True)
@@ -237,8 +236,7 @@ class GpuHalf(Half):
     device: Device
     side: Side
     objective: Objective
-    names: np.ndarray | None
-    """Number of each row in error messages; None: its position."""
+    names: np.ndarray | None  # number of each row in error messages; None: its position
 
     def active(self) -> AbstractContextManager[None]:
         return self.device.active()

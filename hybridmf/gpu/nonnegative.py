@@ -21,8 +21,7 @@ MAX_WARPS = 8
 THREAD_REGISTERS = {4: 96, 8: 192}
 """Minimum registers of a thread, by the bytes of a number: the kernel needs them to avoid spilling."""
 
-SHARED_BYTES_PER_SM = 228 << 10
-"""Shared memory of a multiprocessor of an H200; other GPUs hold fewer blocks."""
+SHARED_BYTES_PER_SM = 228 << 10  # shared memory of a multiprocessor of an H200; other GPUs hold fewer blocks
 
 
 @dataclass(frozen=True)

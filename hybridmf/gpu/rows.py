@@ -12,12 +12,8 @@ from ..device.cuda import Array, Device
 from .arrays import BLOCKS_PER_SM, THREADS, grid_of
 from .launch import check_all, get_kernel
 
-ROWS = 4
-"""Rows that a warp of the kernel row_range processes at a time."""
-
-PARTS = 32
-"""Maximum number of blocks per row: few rows with many pieces must not delay the others."""
-
+ROWS = 4  # rows that a warp of the kernel row_range processes at a time
+PARTS = 32  # maximum number of blocks per row: few rows with many pieces must not delay the others
 LARGEST_BITS = 0x7FFFFFFF
 
 

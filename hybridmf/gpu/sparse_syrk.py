@@ -161,8 +161,7 @@ class SyrkConfig(PublishedSyrkConfig):
         return super().constants | {"WX": wx, "WY": wy}
 
 
-sparse_syrk = partial(sum_segments, SyrkConfig.default)
-"""Gates' batched sparse-syrk (section V, fig. 9)."""
+sparse_syrk = partial(sum_segments, SyrkConfig.default)  # Gates' batched sparse-syrk (section V, fig. 9)
 
 sparse_syrk_published = partial(sum_segments, PublishedSyrkConfig.default)
 """The same as printed, for whole rows; ``WITH_RHS=False`` leaves right-hand sides out, to measure what they cost."""

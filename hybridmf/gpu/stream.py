@@ -44,8 +44,7 @@ from .assembly import Cleared
 from .factors import DeviceFactors, weighted_gram
 from .half import DeviceRows, GpuHalf
 
-Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"
-"""A vector on the host, or several to concatenate."""
+Vector: TypeAlias = "np.ndarray | Sequence[np.ndarray]"  # a vector on the host, or several to concatenate
 
 
 class Loader:

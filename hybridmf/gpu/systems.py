@@ -12,8 +12,7 @@ from ..device.cuda import Array, Device
 from ..plan.fused import BLOCK
 from .launch import check_all
 
-Sums: TypeAlias = "tuple[Array, ...]"
-"""Sums of segments of rows; first axis: slots."""
+Sums: TypeAlias = "tuple[Array, ...]"  # sums of segments of rows; first axis: slots
 
 
 @dataclass(frozen=True)

@@ -33,24 +33,20 @@ from .types import (
     instruction_set_notes,
 )
 
-TILE_ENTRY = 1.2e-8
-"""Seconds of one core to put an entry into a BALS tile (bench/layouts.py)."""
-
+TILE_ENTRY = 1.2e-8  # seconds of one core to put an entry into a BALS tile (bench/layouts.py)
 NONNEGATIVE_ASSEMBLIES = ("simd", "fused", "sparse_syrk", "mo_als")
 
 NONNEGATIVE_ROW = 3.0
 """Time of a non-negative row after its sums, in Cholesky solutions: 10 to 17 microseconds more than one solution at
 f = 64 in float32 (3000 x 1500 synthetic ratings, one core, AVX2)."""
 
-REGIONS = 4.0
-"""Parallel regions of an iteration on the CPU."""
+REGIONS = 4.0  # parallel regions of an iteration on the CPU
 
 
 L2_ACCUMULATORS = 512 * 1024
 """Bytes of a thread's BALS accumulators: half of a 1 MB L2, so that the tile and the gathered rows fit beside them."""
 
-L2_TILE = 128 * 1024
-"""Bytes of factor rows staged by one BALS tile."""
+L2_TILE = 128 * 1024  # bytes of factor rows staged by one BALS tile
 
 REORDER_BYTES = 4 << 20
 """Size of the factors of both sides from which degree order helps BALS tiles on the CPU: smaller ones fit in cache."""

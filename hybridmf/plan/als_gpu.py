@@ -31,8 +31,7 @@ GPU_SEGMENT = 16384
 SUBSPACE_ASSEMBLIES = ("fused", "sparse_syrk")
 """Assemblies that sum the systems of iALS++: those that "auto" chooses from."""
 
-WHOLE_ROW = 2**31 - 1
-"""Segment that holds every row."""
+WHOLE_ROW = 2**31 - 1  # segment that holds every row
 
 STREAM_SLAB = 16 << 20
 """Entries of a slab of streamed in-memory ratings: its copy takes 2.4 ms on a PCIe 5 bus. At each slab boundary some

@@ -18,23 +18,12 @@ MAX_THREADS = 1024
 
 MAX_GRID_Y = 65535
 
-REGISTERS = 65536
-"""Registers of 32 bits per multiprocessor; each quarter of its warps shares a quarter of them."""
-
-MAX_REGISTERS = 255
-"""Registers that a thread can address."""
-
-MAX_SUMS = 128
-"""Maximum registers for a thread's sums; operands need the rest of `MAX_REGISTERS`."""
-
-OTHER_REGISTERS = 28
-"""Minimum registers for addresses and counters."""
-
-BUSY_WARPS = 12
-"""Warps that keep a multiprocessor busy if each has 64 independent multiply-adds."""
-
-RESERVED = 1024
-"""Bytes of shared memory that CUDA takes from each block."""
+REGISTERS = 65536  # registers of 32 bits per multiprocessor; each quarter of its warps shares a quarter of them
+MAX_REGISTERS = 255  # registers that a thread can address
+MAX_SUMS = 128  # maximum registers for a thread's sums; operands need the rest of `MAX_REGISTERS`
+OTHER_REGISTERS = 28  # minimum registers for addresses and counters
+BUSY_WARPS = 12  # warps that keep a multiprocessor busy if each has 64 independent multiply-adds
+RESERVED = 1024  # bytes of shared memory that CUDA takes from each block
 
 
 def require_threads(threads: int, what: str) -> None:

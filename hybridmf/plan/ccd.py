@@ -25,8 +25,7 @@ from .solver import SWEEP_ORDER, Unconnected, frozen_text
 from .tables import KernelConfig
 from .types import CpuWork, Method, Plan, Settings, instruction_set_notes
 
-MAX_INNER_ITERATIONS = 1000
-"""Upper bound; a rank-one problem converges long before."""
+MAX_INNER_ITERATIONS = 1000  # upper bound; a rank-one problem converges long before
 
 
 @dataclass(frozen=True)
@@ -209,8 +208,7 @@ class RankOneSolver(Unconnected):
 
 # ------------------------------------------------------------------------------------------------------ layout on a GPU
 
-QUAD = 4
-"""Entries a lane reads at a time; rows are padded to whole quads."""
+QUAD = 4  # entries a lane reads at a time; rows are padded to whole quads
 
 SEGMENT = 256
 """Entries above which a piece is split: what a warp reads together. Longer segments, which a warp would read in several
@@ -223,11 +221,8 @@ In float32, 1,024 were 7 % faster than 768 in a trial on an H200."""
 MEAN_PIECE = 32
 """Minimum average entries of a row in a tile for tiles to be faster: each piece takes 16 bytes, and 8 for its sums."""
 
-MAX_TILE = 1 << 16
-"""Maximum elements of a tile, which 16-bit indices address."""
-
-CHUNK_ENTRIES = 1 << 24
-"""Entries on the device in their original order at a time, while they are copied to the layout."""
+MAX_TILE = 1 << 16  # maximum elements of a tile, which 16-bit indices address
+CHUNK_ENTRIES = 1 << 24  # entries on the device in their original order at a time, while they are copied to the layout
 
 VECTORS: dict[Side, int] = {"item": 2, "user": 3}
 """Vectors of the other side that the pass of each side gathers; see cuda/ccd.cu."""

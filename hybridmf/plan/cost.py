@@ -16,11 +16,8 @@ from .machine import CpuRates, GpuRates, Machine
 if TYPE_CHECKING:
     from .types import Plan
 
-CHECK_ENTRY = 6e-9
-"""Seconds of one core to validate an entry of the input, on any device (as_csr, 18 million entries)."""
-
-TRANSPOSE_ENTRY = 9e-9
-"""Seconds of one core to transpose an entry (bench/layouts.py)."""
+CHECK_ENTRY = 6e-9  # seconds of one core to validate an entry of the input, on any device (as_csr, 18 million entries)
+TRANSPOSE_ENTRY = 9e-9  # seconds of one core to transpose an entry (bench/layouts.py)
 
 
 @dataclass(frozen=True)

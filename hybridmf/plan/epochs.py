@@ -32,11 +32,8 @@ fixed; other schedules have one pass (None), whose updates move a user and an it
 Step = tuple[int, Side | None, dict[Side, Any]] | None
 """Block, side and working copies of a pass; None where every rank must have come before any goes on."""
 
-RISE = 2.0
-"""Training loss of an epoch, relative to the lowest previous one, above which the fit has diverged."""
-
-SUMMING = ("rpcs", "adagrad")
-"""Rate schedules with sums of squared steps."""
+RISE = 2.0  # training loss of an epoch, relative to the lowest previous one, above which the fit has diverged
+SUMMING = ("rpcs", "adagrad")  # rate schedules with sums of squared steps
 
 
 class EpochKernels(Protocol):
@@ -106,8 +103,7 @@ class Epoch:
     result: Callable[[], tuple[float, bool]]
 
 
-Solved: TypeAlias = tuple[State, float]
-"""The state after an epoch, and its training loss."""
+Solved: TypeAlias = tuple[State, float]  # the state after an epoch, and its training loss
 
 
 class EpochSolver(Unconnected):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .types import Plan, Settings
 
-FEATURE_ENTRIES = 128
-"""Entries of a feature that one block of threads adds up."""
+FEATURE_ENTRIES = 128  # entries of a feature that one block of threads adds up
 
 
 def with_extras(settings: Settings) -> Settings:

@@ -11,13 +11,10 @@ from ..core.system import ceil_div, round_up
 from ..device.cuda import DeviceSpec
 from . import tables
 
-MAX_RANK = 128
-"""A system must fit in the registers of a block of threads."""
-
+MAX_RANK = 128  # a system must fit in the registers of a block of threads
 BLOCK = 16
 
-INVERSE_STRIDE = 20
-"""Floats from one column of the inverse of a diagonal block to the next, as in cuda/system.cuh."""
+INVERSE_STRIDE = 20  # floats from one column of the inverse of a diagonal block to the next, as in cuda/system.cuh
 
 SEGMENT = 4096
 """Entries above which a row is split: its sums are 9 KB (f = 64) for the 1 MB of factors that 4,096 entries gather."""
@@ -223,14 +220,12 @@ def table_width(rank: int, dtype: Any) -> int:
 
 GRAM_TILE = 64
 
-GRAM_BLOCKS = 1056
-"""Blocks of threads that share a table: eight on each multiprocessor of an H200."""
+GRAM_BLOCKS = 1056  # blocks of threads that share a table: eight on each multiprocessor of an H200
 
 GRAM_ROWS = (256, 4096)
 """Minimum and maximum rows of a segment, which is summed in the table's type; segments are added in float64."""
 
-GRAM_SUMS_BYTES = 64 << 20
-"""Maximum memory of the sums of all segments."""
+GRAM_SUMS_BYTES = 64 << 20  # maximum memory of the sums of all segments
 
 
 def gram_sides(width: int) -> tuple[int, int]:

@@ -57,52 +57,31 @@ BATCH_BYTES = 2 << 30
 HOST_BATCH_BYTES = 256 << 20
 """`BATCH_BYTES` for offloaded factors, where memory is better used for more rows, which save loads of factors."""
 
-SLABS = 8
-"""Slabs in which data are loaded; loading the first one does not overlap with work."""
-
-SLAB_BUFFERS = 3
-"""Batches of ratings on a GPU at a time: one in use, one loaded, one being loaded."""
-
-ROW_BYTES = 16
-"""Bytes of offset, order and status of a row, without its scale."""
-
-SEGMENT_BYTES = 36
-"""Bytes of the description of a segment of a row: row, first slot, and (slot, begin, end)."""
-
-CHUNK_BYTES = 64 << 20
-"""Bytes of sums computed at a time if they are added to those of other parts of the fixed side."""
+SLABS = 8  # slabs in which data are loaded; loading the first one does not overlap with work
+SLAB_BUFFERS = 3  # batches of ratings on a GPU at a time: one in use, one loaded, one being loaded
+ROW_BYTES = 16  # bytes of offset, order and status of a row, without its scale
+SEGMENT_BYTES = 36  # bytes of the description of a segment of a row: row, first slot, and (slot, begin, end)
+CHUNK_BYTES = 64 << 20  # bytes of sums computed at a time if they are added to those of other parts of the fixed side
 
 SYSTEMS_PER_ROW = 3
 """Systems in memory for each row of a batch whose sums are reduced over GPUs: rows are cut to balance the load."""
 
-ROWS_AT_ONCE = 1 << 18
-"""Rows in the dual form whose solutions change back from another basis together."""
-
+ROWS_AT_ONCE = 1 << 18  # rows in the dual form whose solutions change back from another basis together
 MOST_PARTS = 1 << 20
 
-PUBLISHED = "published"
-"""Variant of a kernel as printed."""
-
-PUBLISHED_BATCH = 4096
-"""Systems at a time in the paper of Gates et al. (section V)."""
-
-PREDICTED_ROWS = 2048
-"""Entries of a row whose losses or predictions one warp sums."""
-
-BLOCK_LAUNCHES = 30
-"""Launches for a block of coordinates of the subspace solver, most of them small kernels."""
+PUBLISHED = "published"  # variant of a kernel as printed
+PUBLISHED_BATCH = 4096  # systems at a time in the paper of Gates et al. (section V)
+PREDICTED_ROWS = 2048  # entries of a row whose losses or predictions one warp sums
+BLOCK_LAUNCHES = 30  # launches for a block of coordinates of the subspace solver, most of them small kernels
 
 
 @dataclass(frozen=True)
 class HalfPlan:
     """Plan of one half sweep; `fewest_batches` and `priced` complete it."""
 
-    side: Side
-    """Side to solve."""
-    parts: int
-    """p: parts of the fixed side."""
-    batches: int
-    """q: batches of the rows to solve, over all groups of GPUs."""
+    side: Side  # side to solve
+    parts: int  # p: parts of the fixed side
+    batches: int  # q: batches of the rows to solve, over all groups of GPUs
     gpus: int
     ratings: Place = "device"
     factors: Place = "device"
@@ -111,8 +90,7 @@ class HalfPlan:
     """Whether GPUs hold different parts at a time; if not, each of them loads all parts for its own rows."""
     buffers: int = 2
     """Parts of the fixed side in memory if a GPU has several: 2, or 1 if memory does not allow loading ahead."""
-    bytes: dict[str, int] = field(default_factory=dict)
-    """Memory of one GPU by purpose."""
+    bytes: dict[str, int] = field(default_factory=dict)  # memory of one GPU by purpose
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by purpose. They do not add up to `total`: loading overlaps with work, and there are fixed costs."""
     total: float = 0.0

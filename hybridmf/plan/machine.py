@@ -30,8 +30,7 @@ from ..native import _als
 logger = logging.getLogger("hybridmf")
 
 
-FORMAT = 4
-"""Format version of the file; incremented whenever its meaning changes."""
+FORMAT = 4  # format version of the file; incremented whenever its meaning changes
 
 NONNEGATIVE_GPU_ROW = 4.0
 """Time of a non-negative row on a GPU, in Cholesky solutions: 3 to 4 times theirs at ranks 32 to 128 from a start near
@@ -320,8 +319,7 @@ class Machine:
         return replace(self, gpu=self.gpu.scaled(spec.multiprocessors, spec.capability), gpu_name=spec.name)
 
 
-H200 = Machine()
-"""Built-in constants, of cores with AVX-512."""
+H200 = Machine()  # built-in constants, of cores with AVX-512
 
 
 def built_in() -> Machine:

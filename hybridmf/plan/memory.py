@@ -15,12 +15,10 @@ from .row_forms import changes_basis
 if TYPE_CHECKING:
     from .types import Plan
 
-GRAM_ROWS = 512
-"""Rows of a partial sum of `_als.gram` at least (GRAM_ROWS of native/_als.pyx)."""
+GRAM_ROWS = 512  # rows of a partial sum of `_als.gram` at least (GRAM_ROWS of native/_als.pyx)
 
 
-ANSWER_BYTES = 1 << 28
-"""Size of ids and scores from which free memory is checked before they are allocated."""
+ANSWER_BYTES = 1 << 28  # size of ids and scores from which free memory is checked before they are allocated
 
 
 def check_answer(n_rows: int, N: int, found: int, itemsize: int) -> None:

@@ -28,20 +28,11 @@ from .machine import Machine
 if TYPE_CHECKING:
     from .types import Place, Plan
 
-MAX_GPUS = 4096
-"""Upper bound on the number of GPUs of a plan."""
-
-HEADROOM = 0.04
-"""Share of a GPU's memory reserved for allocations outside the plan (cuMF: 500 MB of 12 GB)."""
-
-HOST_BYTES = 2 * 10**12
-"""Typical memory of a host with several GPUs."""
-
-NEAR = 1.05
-"""Smallest predicted gain that justifies moving data off the GPUs."""
-
-MOST_TURNS = 64
-"""Turns to try as long as some number of them fits."""
+MAX_GPUS = 4096  # upper bound on the number of GPUs of a plan
+HEADROOM = 0.04  # share of a GPU's memory reserved for allocations outside the plan (cuMF: 500 MB of 12 GB)
+HOST_BYTES = 2 * 10**12  # typical memory of a host with several GPUs
+NEAR = 1.05  # smallest predicted gain that justifies moving data off the GPUs
+MOST_TURNS = 64  # turns to try as long as some number of them fits
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from .types import NONNEGATIVE, Plan
 
 logger = logging.getLogger("hybridmf")
 
-SPARSE = frozenset(4**k for k in range(16))
-"""Half sweeps of a side that a check follows on a GPU."""
+SPARSE = frozenset(4**k for k in range(16))  # half sweeps of a side that a check follows on a GPU
 
 
 def can_be_imprecise(plan: Plan, side: Side, objective: Objective, n_entries: int) -> bool:

@@ -37,8 +37,7 @@ Steps: TypeAlias = Generator[tuple[Any, Any] | None, None, None]
 class Half:
     """One half of a sweep: solves every row of a side for the fixed factors of the other side."""
 
-    one_thread = False
-    """Whether `steps` never waits for the host, so that one thread can launch for several devices."""
+    one_thread = False  # whether `steps` never waits for the host, so that one thread can launch for several devices
 
     def active(self) -> AbstractContextManager[None]:
         """Context of all computation."""
@@ -72,8 +71,7 @@ def frozen_text(plan: Plan) -> str:
 class Solver(Protocol):
     """One method on one device."""
 
-    continues: bool
-    """Whether another iteration follows the current one in any case, so that it may begin early."""
+    continues: bool  # whether another iteration follows the current one in any case, so that it may begin early
 
     @property
     def state(self) -> State:
@@ -112,8 +110,7 @@ class Alternating(Unconnected):
 
     plan: Plan
     solving: Side | None = None  # the side of the current half sweep, or of the one that failed
-    incomplete = False
-    """Whether `rows` has only some of the rows, those of this process."""
+    incomplete = False  # whether `rows` has only some of the rows, those of this process
 
     def rows(self, side: Side, choose: Choose) -> tuple[np.ndarray, sp.csr_array] | None:
         """Numbers and entries of some rows, in the order of the input; None where rows are split."""

@@ -120,8 +120,7 @@ def initial_state(
     return State(drawn("user", user_degrees), drawn("item", item_degrees), mean if objective.biases else 0.0)
 
 
-STARTS = ("nonnegative", "signed")
-"""Named values of `init`."""
+STARTS = ("nonnegative", "signed")  # named values of `init`
 
 
 @dataclass(frozen=True)

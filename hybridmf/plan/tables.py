@@ -32,11 +32,8 @@ ANEW = "`hybridmf tune-kernels` writes it anew"
 
 FORMAT = "hybridmf tuned kernels"
 VERSION = 1
-SHIPPED = Path(__file__).with_name("tuned")
-"""Folder of the shipped tables, one for each kind of GPU."""
-
-LEAST_MEASURED = 2
-"""Minimum number of timed configurations for a meaningful choice."""
+SHIPPED = Path(__file__).with_name("tuned")  # folder of the shipped tables, one for each kind of GPU
+LEAST_MEASURED = 2  # minimum number of timed configurations for a meaningful choice
 
 Config = TypeVar("Config")
 Facts = dict[str, Any]
@@ -290,18 +287,14 @@ class KernelConfig:
     ValueError is raised for a choice that the kernel does not support.
     """
 
-    tuned_as: ClassVar[str] = ""
-    """Name of the kernel in tuned tables."""
+    tuned_as: ClassVar[str] = ""  # name of the kernel in tuned tables
     names: ClassVar[dict[str, str]] = {}
     """Constants of fields whose names are not those of the fields in capitals; "" for none."""
-    derived: ClassVar[tuple[str, ...]] = ()
-    """Properties that are constants, too."""
+    derived: ClassVar[tuple[str, ...]] = ()  # properties that are constants, too
     may_be_zero: ClassVar[tuple[str, ...]] = ()
-    file: ClassVar[str]
-    """Name in ``cuda/``."""
+    file: ClassVar[str]  # name in ``cuda/``
     kernel: ClassVar[str]
-    rule: ClassVar[Callable[..., Any]]
-    """The choice without a tuned one; raises ValueError if the device cannot run any."""
+    rule: ClassVar[Callable[..., Any]]  # the choice without a tuned one; raises ValueError if the device cannot run any
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -61,14 +61,10 @@ ROW_FORMS = ("auto", "primal", "dual")
 REDUCTIONS = ("auto", "parallel", "two_phase", "root")
 """Reductions of partial sums over a split fixed side; "auto" is "parallel"."""
 
-Place = Literal["device", "host", "disk"]
-"""Location of ratings or factors between half sweeps."""
+Place = Literal["device", "host", "disk"]  # location of ratings or factors between half sweeps
 
-MAX_CG_STEPS = 10_000
-"""In exact arithmetic CG converges in `factors` steps, at most 2048."""
-
-BATCH_FLOPS = 1e10
-"""Work of one kernel call per thread, a few tenths of a second, which bounds the delay of Ctrl-C."""
+MAX_CG_STEPS = 10_000  # in exact arithmetic CG converges in `factors` steps, at most 2048
+BATCH_FLOPS = 1e10  # work of one kernel call per thread, a few tenths of a second, which bounds the delay of Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -87,12 +83,10 @@ class Method(Protocol):
     Derive from it for the defaults.
     """
 
-    kind: ClassVar[str]
-    """Key of the rates of the method in `hybridmf.plan.machine`."""
+    kind: ClassVar[str]  # key of the rates of the method in `hybridmf.plan.machine`
     entry_seconds: ClassVar[float]
     """Seconds on any device to prepare an entry for the method, beyond validation and transposition."""
-    streams: ClassVar[bool]
-    """Whether ratings may come slab by slab; memory then depends on the longest rows."""
+    streams: ClassVar[bool]  # whether ratings may come slab by slab; memory then depends on the longest rows
 
     def names(self, plan: Plan) -> tuple[str, str]:
         """Assembly ("" if the method has none) and short name of the algorithm."""
@@ -153,8 +147,7 @@ class Settings:
     reduction: str = "auto"
     nonnegative: bool = False
     frozen: Side | None = None
-    weighted: bool = False
-    """Whether explicit ratings have weights."""
+    weighted: bool = False  # whether explicit ratings have weights
     features: tuple[tuple[Side, int, int], ...] = ()
     """Sides with features, their number, and the entries of their matrix."""
 
@@ -550,8 +543,7 @@ def instruction_set_notes() -> list[str]:
     return [f"HYBRIDMF_ISA={wanted!r} names no kernels this processor can run (known: {known}); using {used}"]
 
 
-PIECE = 1 << 22
-"""Entries whose columns are counted at a time, since NumPy converts them to a wider type."""
+PIECE = 1 << 22  # entries whose columns are counted at a time, since NumPy converts them to a wider type
 
 
 @dataclass(frozen=True)
@@ -593,8 +585,7 @@ class DegreeFacts:
 
 DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or a list such as ["cuda:0", "cuda:1"]'
 
-MAX_CPU_RANKS = 64
-"""Most ranks on the CPU: they are meant for testing, and each communicates with all others."""
+MAX_CPU_RANKS = 64  # most ranks on the CPU: they are meant for testing, and each communicates with all others
 
 
 def check_device(device: object) -> str | tuple[str, ...]:

@@ -14,8 +14,7 @@ from ..plan.types import Plan
 MORE_BATCHES, BATCH_BYTES = 4, 128 << 20
 """Batches of a half sweep, so that reduction overlaps assembly, if each batch still has `BATCH_BYTES`."""
 
-Ranges: TypeAlias = "list[tuple[int, int]]"
-"""Ranges of rows: the first row and the one after the last."""
+Ranges: TypeAlias = "list[tuple[int, int]]"  # ranges of rows: the first row and the one after the last
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from .group import open_rank
 from .su_als import WholeRows
 from .transport.communicator import Communicator
 
-MOST_SEGMENTS = 32
-"""Maximum number of segments of a row: they are added one after the other."""
+MOST_SEGMENTS = 32  # maximum number of segments of a row: they are added one after the other
 
 FEW_SEGMENTS = 4096
 """Segments allowed in a batch of few rows: enough for all multiprocessors of any GPU, 120 MB at f = 100."""

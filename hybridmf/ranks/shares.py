@@ -23,8 +23,7 @@ from ..errors import CommunicatorError, DuplicateEntriesError
 from ..plan.grid import RankLayout
 from .transport.communicator import Communicator
 
-FINGERPRINT_BYTES = 96
-"""Bytes of the buffer that sends a fingerprint to the other ranks."""
+FINGERPRINT_BYTES = 96  # bytes of the buffer that sends a fingerprint to the other ranks
 
 
 def check_same_data(communicator: Communicator, identity: str) -> None:

@@ -38,11 +38,9 @@ from .batches import BatchedRows, Ranges, batch_entries, batch_rows, bounded_bat
 from .reduction import Reduction, make_reduction
 from .transport.communicator import Communicator, Single, first_differing
 
-ROOM = 0.9
-"""Maximum share of a GPU's memory for both sides if the next fixed side is gathered ahead."""
+ROOM = 0.9  # maximum share of a GPU's memory for both sides if the next fixed side is gathered ahead
 
-Block: TypeAlias = Orientation | DeviceMatrix
-"""Entries of a rank: those of its own rows, or of a group's rows."""
+Block: TypeAlias = Orientation | DeviceMatrix  # entries of a rank: those of its own rows, or of a group's rows
 
 
 class WholeRows(NamedTuple):

@@ -48,11 +48,8 @@ BUSY_THREADS = 512
 RESIDENT = {(7, 5): (1024, 16), (8, 6): (1536, 16), (8, 7): (1536, 16), (8, 9): (1536, 24)}
 """Threads and blocks of a multiprocessor, by compute capability (CUDA C++ Programming Guide, compute capabilities)."""
 
-MOST_REGISTERS = 255
-"""Registers of a thread."""
-
-ENTRY_KINDS = ((False, False), (True, False), (False, True))
-"""(implicit, offsets); the first kind is timed."""
+MOST_REGISTERS = 255  # registers of a thread
+ENTRY_KINDS = ((False, False), (True, False), (False, True))  # (implicit, offsets); the first kind is timed
 
 
 def resident_limits(spec: DeviceSpec) -> tuple[int, int]:

@@ -35,13 +35,10 @@ from ..factors import DeviceFactors, GpuFactors
 from ..fused import RowKernels
 from ..half import HalfSweep
 
-RESIDUAL_TOLERANCE = {"float32": 3e-5, "bf16": 2e-2}
-"""Maximum |Ax - b| / (|A| |x| + |b|); a millionth of it in float64."""
-
+RESIDUAL_TOLERANCE = {"float32": 3e-5, "bf16": 2e-2}  # maximum |Ax - b| / (|A| |x| + |b|); a millionth of it in float64
 REGULARIZATION = 0.05
 
-KEPT_HALVES = 6
-"""Maximum half sweeps of a side on the device; BALS has one for each size of tiles."""
+KEPT_HALVES = 6  # maximum half sweeps of a side on the device; BALS has one for each size of tiles
 
 
 @dataclass(frozen=True)
@@ -135,8 +132,7 @@ def residual(A: np.ndarray, x: np.ndarray, b: np.ndarray) -> float:
 class TrialHalf(HalfSweep):
     """A half sweep of a fit, whose kernels have a configuration under trial."""
 
-    changes: Mapping[str, Any] = MappingProxyType({})
-    """Fields of the kernels."""
+    changes: Mapping[str, Any] = MappingProxyType({})  # fields of the kernels
 
     def kernels_for(self, fixed: GpuFactors, cleared: Cleared | None = None) -> RowKernels:
         kernels: Any = super().kernels_for(fixed, cleared)

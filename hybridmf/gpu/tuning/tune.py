@@ -36,24 +36,17 @@ from .spaces import SPACES, Space
 from .trials import Sample, TimedRun, Trial
 
 FACTORS = (32, 64, 100, 128)
-BUDGET = 300.0
-"""Default time budget in seconds."""
-
-REPEATS = 3
-"""Runs timed per configuration; only one if the first takes `HOPELESS` times the best so far."""
+BUDGET = 300.0  # default time budget in seconds
+REPEATS = 3  # runs timed per configuration; only one if the first takes `HOPELESS` times the best so far
 
 HOPELESS = 1.3
 FINALISTS = 3
 FINAL_ROUNDS = 7
-GAIN = 0.01
-"""Part of the time that a configuration must save to replace the rule's or a table's: less is noise."""
-
-FEWEST = 4
-"""Configurations beside the rule's and the tables' that a job times even beyond its share."""
+GAIN = 0.01  # part of the time that a configuration must save to replace the rule's or a table's: less is noise
+FEWEST = 4  # configurations beside the rule's and the tables' that a job times even beyond its share
 
 
-Timer = Callable[[Device, TimedRun, int], list[float]]
-"""``(device, part, repeats)`` to milliseconds."""
+Timer = Callable[[Device, TimedRun, int], list[float]]  # ``(device, part, repeats)`` to milliseconds
 
 
 def event_times(device: Device, part: TimedRun, repeats: int) -> list[float]:

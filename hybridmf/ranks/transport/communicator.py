@@ -16,12 +16,10 @@ import numpy as np
 
 from ...errors import CommunicatorError
 
-Array = Any
-"""A NumPy array, or an array on the device of the rank."""
+Array = Any  # a NumPy array, or an array on the device of the rank
 
 
-TIMEOUT = 600.0
-"""Default timeout in seconds: the time by which the work of ranks may differ."""
+TIMEOUT = 600.0  # default timeout in seconds: the time by which the work of ranks may differ
 
 
 class Communicator(Protocol):

@@ -16,11 +16,8 @@ import numpy as np
 from ...errors import CommunicatorError
 from .communicator import Communicator
 
-SMALL = 1 << 16
-"""Bytes up to which every rank adds the whole array: one round of messages instead of two."""
-
-KINDS = "biufc"
-"""Kinds of dtypes that can be sent: numbers."""
+SMALL = 1 << 16  # bytes up to which every rank adds the whole array: one round of messages instead of two
+KINDS = "biufc"  # kinds of dtypes that can be sent: numbers
 
 
 class Transport(Protocol):

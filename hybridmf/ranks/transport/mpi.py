@@ -24,20 +24,11 @@ from ...errors import CommunicatorError
 from .communicator import TIMEOUT
 from .messages import MessageCommunicator, Transport, check_timeout
 
-HEADER, PIECE = 1, 2
-"""Tags."""
-
-PIECE_BYTES = 1 << 30
-"""Maximum bytes of one call of MPI, which counts with 32 bits."""
-
-SPIN = 1e-3
-"""Seconds for which a wait asks without a pause."""
-
-LONGEST_PAUSE = 1e-3
-"""Maximum seconds between two questions."""
-
-FAREWELL = 0.5
-"""Seconds that a rank gives its last messages."""
+HEADER, PIECE = 1, 2  # tags
+PIECE_BYTES = 1 << 30  # maximum bytes of one call of MPI, which counts with 32 bits
+SPIN = 1e-3  # seconds for which a wait asks without a pause
+LONGEST_PAUSE = 1e-3  # maximum seconds between two questions
+FAREWELL = 0.5  # seconds that a rank gives its last messages
 
 LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "HYBRIDMF_WORLD_SIZE")
 """Environment variables in which launchers set the number of processes; the last one was hybridmf's own."""

@@ -49,8 +49,7 @@ logger = logging.getLogger("hybridmf")
 
 INSTALL = "pip install nvidia-nccl-cu13 (CUDA 13) or nvidia-nccl-cu12 beside CuPy, or name one device"
 
-POLL = 0.1
-"""Seconds between two checks for a failure of NCCL or another rank."""
+POLL = 0.1  # seconds between two checks for a failure of NCCL or another rank
 
 CONNECT = "NCCL_RUNTIME_CONNECT"
 """Whether NCCL connects GPUs at the first call that needs it. Off unless set by the user: connecting allocates memory,
@@ -59,9 +58,7 @@ which must not happen while another rank's kernel waits."""
 MULTICAST = "NCCL_NVLS_ENABLE"
 """NVLink multicast. Off unless set by the user: it needs a fabric manager that allows it."""
 
-NAME_BYTES = 128
-"""Bytes of the name under which NCCL connects ranks."""
-
+NAME_BYTES = 128  # bytes of the name under which NCCL connects ranks
 TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
 
 
