@@ -52,7 +52,7 @@ from hybridmf.errors import DeviceError
 from hybridmf.formats import BalsMatrix, reorder, transpose
 from hybridmf.gpu import bals, cholesky_any
 from hybridmf.gpu.factors import DeviceFactors, to_device
-from hybridmf.gpu.half import HalfSweep, SegmentedRows, objective_value
+from hybridmf.gpu.half import HalfSweep, SegmentedRows
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.mo_als import mo_als
 from hybridmf.gpu.sparse_syrk import sparse_syrk, sparse_syrk_published
@@ -531,7 +531,7 @@ class Sweeps:
             half = copy.copy(half)
             half.objective = replace(half.objective, regularization=0.0)  # leaves the squared errors
         degrees = self.halves["item"].degrees
-        total = objective_value(half, self.factors["user"], self.factors["item"], 0.0, degrees)
+        total = objective_value(half, self.factors, {"user": half.degrees, "item": degrees})
         return float(np.sqrt(total / self.data.nnz)) if self.feedback == "explicit" else total
 
     def flops(self, side: Side) -> float:
@@ -547,6 +547,18 @@ class Sweeps:
         fixed = self.data.user.shape[1 if side == "user" else 0]
         rate = plan.precision if plan.assembly == "fused" else "ffma"
         return floor_ms(self.flops(side), rate, gather_ms(self.data.nnz, fixed, plan.rank))
+
+
+def objective_value(half: HalfSweep, factors: dict[Side, DeviceFactors], degrees: dict[Side, np.ndarray]) -> float:
+    """The objective of a model without biases, losses and sums in float64; `half` is the users' half sweep."""
+    device, objective, unobserved = half.device, half.objective, 0.0
+    with device.active():
+        total = float(half.losses(factors["user"], factors["item"], 0.0).sum())
+        if objective.is_implicit:
+            grams = [factors[side].exact_gram(device) for side in SIDES]
+            unobserved = objective.unobserved_weight * float(np.sum(grams[0] * grams[1]))
+        penalties = [factors[side].penalty(device, objective, side, degrees[side]) for side in SIDES]
+        return total + (unobserved + sum(penalties))
 
 
 def in_dtype(matrix: sp.csr_array, dtype: str) -> sp.csr_array:

@@ -20,14 +20,14 @@ from typing import Any
 import click
 import numpy as np
 from common import iterate
-from gpu import COPY_TBPS, HEADER, Data, Row, Session, gather_ms, release, timed
+from gpu import COPY_TBPS, HEADER, Data, Row, Session, gather_ms, objective_value, release, timed
 from gpu_data import GPU_SHAPES
 
 import hybridmf as hmf
 from hybridmf.core.objective import Objective
 from hybridmf.device.cuda import open_device
 from hybridmf.errors import DeviceError
-from hybridmf.gpu.half import HalfSweep, objective_value
+from hybridmf.gpu.half import HalfSweep
 from hybridmf.model.training import LocalRatings
 from hybridmf.plan.epochs import terms_at
 from hybridmf.plan.make import make_plan
@@ -86,7 +86,9 @@ def judged(session: Session, data: Data, solver: Solver, regularization: float) 
     objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
     half = HalfSweep(session.device, "user", data.user, objective, plan)
-    return objective_value(half, users, items, 0.0, np.diff(data.item.indptr))
+    return objective_value(
+        half, {"user": users, "item": items}, {"user": half.degrees, "item": np.diff(data.item.indptr)}
+    )
 
 
 # ------------------------------------------------------------------------------------------ SGD

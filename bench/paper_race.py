@@ -163,7 +163,8 @@ def race_libmf(data: Split, factors: int, regularization: float, threads: int, s
         started = time.perf_counter()
         library.fit(epochs)
         clock.append(time.perf_counter() - started)
-        errors.append(held_out_rmse(State(*map(Factors, library.factors())), data.test))
+        users, items = map(Factors, library.factors())
+        errors.append(held_out_rmse(State(users, items), data.test))
         if clock[-1] > seconds and len(clock) > 1:
             break
     done = LIBMF_EPOCHS[: len(clock)]
