@@ -24,7 +24,7 @@ from gpu import COPY_TBPS, HEADER, Data, Row, Session, gather_ms, objective_valu
 from gpu_data import GPU_SHAPES
 
 import hybridmf as hmf
-from hybridmf.core.objective import Objective
+from hybridmf.core.objective import SIDES, Objective
 from hybridmf.device.cuda import open_device
 from hybridmf.errors import DeviceError
 from hybridmf.gpu.half import HalfSweep
@@ -81,14 +81,13 @@ def rmse(session: Session, data: Data, solver: Solver) -> float:
 
 def judged(session: Session, data: Data, solver: Solver, regularization: float) -> float:
     """The explicit objective of a solver's factors by the kernels of ALS."""
-    users, items = solver.state.user, solver.state.item
-    model = hmf.ExplicitALS(users.matrix.shape[1], biases=False, regularization=regularization, device="cuda")
+    state: Any = solver.state
+    model = hmf.ExplicitALS(state.user.matrix.shape[1], biases=False, regularization=regularization, device="cuda")
     objective = model._objective()
     plan = make_plan(objective, model._settings(), data.user.shape, data.nnz)
     half = HalfSweep(session.device, "user", data.user, objective, plan)
-    return objective_value(
-        half, {"user": users, "item": items}, {"user": half.degrees, "item": np.diff(data.item.indptr)}
-    )
+    factors = {side: state.side(side) for side in SIDES}
+    return objective_value(half, factors, {"user": half.degrees, "item": np.diff(data.item.indptr)})
 
 
 # ------------------------------------------------------------------------------------------ SGD
