@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -66,6 +67,8 @@ from .errors import DuplicateEntriesError, RatingsError
 
 if TYPE_CHECKING:  # parts of frames are Ratings, those of matrices csr_array
     from narwhals.stable.v2.typing import IntoFrame
+
+logger = logging.getLogger("hybridmf")
 
 LEAST_DECAY = 1e-6
 """Least factor of `Ratings.time_decay`, which keeps the weights of entries of any age in the range of float32."""
@@ -791,6 +794,12 @@ class Ratings:
                 "from_frame) or timestamps= (from_coo)"
             )
         decay = np.exp2(-ages_of(self.timestamps, half_life, now))
+        if (least := np.count_nonzero(decay <= LEAST_DECAY)) > len(decay) / 2:
+            logger.warning(
+                "time_decay: %d of %d entries are so old that they weigh %g; half_life=%s has to be in the unit of the "
+                "timestamps, and now=%s too",
+                least, len(decay), LEAST_DECAY, half_life, now,
+            )  # fmt: skip
         weights = np.maximum(decay, LEAST_DECAY) * (1.0 if self.weights is None else self.weights)
         return self.with_weights(weights)
 

@@ -210,7 +210,7 @@ def test_concat():
 # ------------------------------------------------------------------------------------------------------------------ age
 
 
-def test_time_decay():
+def test_time_decay(caplog):
     ratings = small(weights=None)
     by_pair = dict(zip(BY_PAIR, 0.5 ** ((50 - np.array(TIMES)) / 20), strict=True))
     assert weights_by_pair(ratings.time_decay(20)) == pytest.approx(by_pair)
@@ -219,7 +219,9 @@ def test_time_decay():
     both = weights_by_pair(small().time_decay(20))
     assert both == pytest.approx({pair: weight * BY_PAIR[pair] for pair, weight in by_pair.items()})
     assert ratings.time_decay(20).user_items.data.tolist() == ratings.user_items.data.tolist()
+    assert not caplog.records
     assert ratings.time_decay(0.01).weights.min() == np.float32(1e-6)
+    assert "4 of 5 entries are so old that they weigh 1e-06; half_life=0.01" in caplog.text
 
 
 def test_time_decay_of_dates():
