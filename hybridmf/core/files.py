@@ -114,10 +114,7 @@ class _Watched(io.FileIO):
 
 
 def open_bytes(path: str, on_read: Callable[[int], object] | None = None) -> BinaryIO:
-    """Open for reading; the first two bytes, not the name, identify gzip.
-
-    `on_read` is called with the number of bytes of the file, packed or not, that have been read.
-    """
+    """Open, unpacking what its first two bytes mark as gzip; `on_read` gets the number of bytes read of the file."""
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "expected a file of ratings, got a directory", path)
     stream = io.BufferedReader(io.FileIO(path) if on_read is None else _Watched(path, on_read), READ_BYTES)

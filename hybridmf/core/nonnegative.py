@@ -29,10 +29,7 @@ def finished(
 
 
 def minimum(matrix: np.ndarray, right: np.ndarray, bounded: int) -> np.ndarray:
-    """Minimize x.A x / 2 - b.x for a positive semidefinite A, the first `bounded` coordinates >= 0.
-
-    These are all coordinates, or all but the last, which is then free.
-    """
+    """Minimize x.A x / 2 - b.x, A positive semidefinite, the first `bounded` coordinates (all, or all but one) >= 0."""
     from scipy.optimize import nnls  # here: few models are non-negative, and it takes longer than most fits
 
     free = bounded < len(right) and matrix[-1, -1] > 0

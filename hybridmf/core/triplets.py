@@ -41,10 +41,7 @@ def refuse_triplets(matrix: Any, name: str) -> None:
 
 
 def frame_names(frame: Any) -> list[Any] | None:
-    """Names of the columns of a pandas, polars or pyarrow frame; None for anything else.
-
-    Not through narwhals, which refuses columns that share a name.
-    """
+    """Names of columns of a pandas, polars or pyarrow frame, else None; narwhals would refuse names that repeat."""
     if hasattr(frame, "collect_schema"):  # polars; `columns` of a LazyFrame warns
         return list(frame.collect_schema().names())
     names = getattr(frame, "column_names", None)  # pyarrow, whose `columns` are the data

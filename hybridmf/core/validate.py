@@ -340,10 +340,7 @@ def from_triplets(
 
 
 def in_matrix_order(rows: Any, columns: Any, numbers: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Numbers or times of 8 bytes, one for each triplet, in the order of the entries of `from_triplets`.
-
-    The triplets are those of a matrix that `from_triplets` has made; no pair repeats.
-    """
+    """Numbers or times of 8 bytes of triplets without repeated pairs, in the order of entries of `from_triplets`."""
     users, items = (np.ascontiguousarray(index, dtype=np.int32) for index in (rows, columns))
     carried = np.ascontiguousarray(numbers).view(np.float64)  # which is moved and never read
     by_column = _formats.by_column(users, items, carried, shape[1])

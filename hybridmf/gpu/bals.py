@@ -12,14 +12,7 @@ import numpy as np
 from ..core.system import ceil_div
 from ..device.cuda import Array, Device, DeviceSpec
 from ..formats import BalsMatrix
-from ..plan.assemblies import (
-    MAX_GRID_Y,
-    MAX_THREADS,
-    BalsConfig,
-    available_registers,
-    lower_tiles,
-    require_square_tile,
-)
+from ..plan.assemblies import MAX_GRID_Y, MAX_THREADS, BalsConfig, available_registers, lower_tiles, require_square_tile
 from ..plan.tables import KernelConfig, require
 from .assembly import check_factors
 from .launch import DeviceEntries, check, check_all, get_kernel

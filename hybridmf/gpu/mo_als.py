@@ -9,14 +9,7 @@ from typing import ClassVar
 
 from ..core.system import ceil_div
 from ..device.cuda import DeviceSpec
-from ..plan.assemblies import (
-    BUSY_WARPS,
-    WARP,
-    lower_tiles,
-    require_triangle,
-    resident_warps,
-    tile_size,
-)
+from ..plan.assemblies import BUSY_WARPS, WARP, lower_tiles, require_triangle, resident_warps, tile_size
 from ..plan.tables import KernelConfig, require
 from .assembly import sum_segments
 

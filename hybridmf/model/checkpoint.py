@@ -308,10 +308,7 @@ def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
 
 
 def read(path: str | os.PathLike[str], model: Any, data: str, *, mapped: bool = False) -> ModelFile:
-    """Find the checkpoint to resume from: a file, or the newest readable one of a folder.
-
-    `mapped`: map the factors from the file, for a fit whose factors do not fit in memory.
-    """
+    """The checkpoint to resume from: a file, or the newest readable one of a folder; `mapped`: map its factors."""
     path = check_path("resume_from", path)
     content = _newest(Path(path), mapped) if Path(path).is_dir() else ModelFile(path, mapped=mapped)
     name = str(content.path)

@@ -22,10 +22,7 @@ FILES = {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather":
 
 
 def _blocks(request: Request, show_progress: bool) -> Iterator[tuple[np.ndarray, ...]]:
-    """Recommendations of `BLOCK_USERS` users after others, without gaps.
-
-    Places in the request's users, ranks from 1, positions of items, and scores.
-    """
+    """(places in the request's users, ranks from 1, positions of items, scores) of `BLOCK_USERS` users after others."""
     count = len(request.users)
     with progress_bar(count, show_progress, desc="recommend", unit="user") as bar:
         for start in range(0, count, BLOCK_USERS):

@@ -17,16 +17,7 @@ from ..native import _als
 from . import dispatch
 from .extras import equation_bytes, unserved, with_extras
 from .half_sweep import SLAB_BUFFERS
-from .types import (
-    BATCH_FLOPS,
-    VARIANTS,
-    DegreeFacts,
-    Plan,
-    Settings,
-    instruction_set_notes,
-    memory_lacks,
-    seconds_text,
-)
+from .types import BATCH_FLOPS, VARIANTS, DegreeFacts, Plan, Settings, instruction_set_notes, memory_lacks, seconds_text
 
 if TYPE_CHECKING:
     import scipy.sparse as sp
