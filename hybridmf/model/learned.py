@@ -152,13 +152,19 @@ def count_items(matrix: sp.csr_array) -> np.ndarray:
     return np.bincount(matrix.indices, minlength=matrix.shape[1]).astype(np.int64)
 
 
-def likes_of(parts: Iterable[Any], counts: np.ndarray | None) -> np.ndarray | None:
-    """Positive entries of each column, int64, of parts of some rows; None if these are all of `counts`, or unknown."""
+def likes_of(
+    parts: Iterable[Any], counts: np.ndarray | None, total: Callable[[np.ndarray], np.ndarray] = np.asarray
+) -> np.ndarray | None:
+    """Positive entries of each column, int64, of parts of some rows; None if these are all of `counts`, or unknown.
+
+    `total` adds up those of all ranks.
+    """
     if counts is None:
         return None
     likes = np.zeros(len(counts), dtype=np.int64)
     for part in parts:
         likes += np.bincount(part.indices[part.data > 0], minlength=len(likes))
+    likes = total(likes)
     return None if np.array_equal(likes, counts) else likes
 
 

@@ -27,7 +27,7 @@ from ..ranks.cpu_rank import CpuWorker
 from ..ranks.shares import RankRatings, StoredRatings
 from ..ranks.su_als import RankALS, Worker
 from ..ranks.transport.communicator import Communicator, agreed, gather
-from .learned import pattern
+from .learned import likes_of, pattern
 from .training import described_by, side_features, sizes_of
 
 
@@ -121,7 +121,10 @@ class RankedRatings:
         self.mean, objective = self.total / self.nnz, self.model._objective()
         scale, spread = self._scale(objective), self._scale(replace(objective, biases=True))
         self.scale, self.spread = (lambda objective: scale), (lambda objective: spread)
-        self._item_likes = self._likes()
+        self._item_likes: np.ndarray | None = None
+        if (self.value_range or (1.0, 1.0))[0] <= 0:
+            parts = self._own_users().matrices()
+            self._item_likes = likes_of(parts, self.degrees["item"], self.communicator.allreduce)
         if self.unit is not None:
             self.total = self.ratings.total
         return plan.changed(nnz=self.nnz)
@@ -167,15 +170,6 @@ class RankedRatings:
             self._squares = ValueSummary.of(rows.data for rows in self._own_users().matrices()).squares
         squares = float(self.communicator.allreduce(np.array([self._squares]))[0])
         return rating_scale(self.total, squares, self.nnz, objective.biases)
-
-    def _likes(self) -> np.ndarray | None:
-        """Positive entries of each item on all ranks, int64; None if all entries are positive."""
-        if self.value_range is None or self.value_range[0] > 0:
-            return None
-        likes = np.zeros(self.shape[1], dtype=np.int64)
-        for part in self._own_users().matrices():
-            likes += np.bincount(part.indices[part.data > 0], minlength=len(likes))
-        return self.communicator.allreduce(likes)
 
     def fingerprint(self) -> str:
         """`hybridmf.data.fingerprint` of all ratings, and of features; streamed ratings are read for it."""
