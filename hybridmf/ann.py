@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .core.system import needed
 from .core.validate import MAX_N, check_bool, check_ids, check_int
 from .model.ranking import seen_by
 from .model.serving import ServingMixin
@@ -134,10 +135,7 @@ def faiss_index(
     ImportError
         faiss is not installed.
     """
-    try:
-        import faiss
-    except ImportError as error:
-        raise ImportError('faiss_index needs faiss: pip install "hybridmf[ann]"') from error
+    faiss = needed("faiss", "faiss_index needs faiss", '"hybridmf[ann]"')
     if num_threads is not None:
         faiss.omp_set_num_threads(check_int("num_threads", num_threads, 1))
     vectors, _ = model.export_items(labels=False)
@@ -171,13 +169,10 @@ def usearch_index(
     ImportError
         usearch is not installed.
     """
-    try:
-        from usearch.index import Index
-    except ImportError as error:
-        raise ImportError('usearch_index needs usearch: pip install "hybridmf[ann]"') from error
+    usearch = needed("usearch.index", "usearch_index needs usearch", '"hybridmf[ann]"')
     num_threads = check_int("num_threads", num_threads, 0)
     vectors, _ = model.export_items(labels=False)
-    index = Index(
+    index = usearch.Index(
         ndim=vectors.shape[1],
         metric="ip",
         dtype="f32",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .system import needed
 from .validate import check_choice
 
 KINDS = ("pandas", "polars", "pyarrow")  # libraries of returned frames; by default, the first one that is installed
@@ -38,11 +39,7 @@ def import_before_arrow() -> None:
 
 def pandas_frame(rows: list[dict[str, Any]], otherwise: str) -> Any:
     """A pandas data frame of a table of results; `otherwise` is what works without pandas."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError(f"to_frame needs pandas: pip install pandas; or {otherwise}") from error
-    return pandas.DataFrame(rows)
+    return needed("pandas", "to_frame needs pandas", f"pandas; or {otherwise}").DataFrame(rows)
 
 
 def make_frame(columns: dict[str, np.ndarray], kind: str) -> Any:

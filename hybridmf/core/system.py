@@ -1,11 +1,20 @@
-"""Facts about the system: memory and cores within the limits of control groups; sizes as texts and whole blocks."""
+"""Facts about the system: memory and cores within the limits of control groups, optional packages; sizes as texts."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+from importlib import import_module
 from typing import Any
+
+
+def needed(module: str, what: str, install: str) -> Any:
+    """A module of an optional package; the ImportError says what needs it and what to install."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{what}: pip install {install}") from error
 
 
 def available_memory() -> int | None:

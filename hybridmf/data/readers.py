@@ -14,7 +14,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -25,6 +24,7 @@ import scipy.sparse as sp
 from ..core.column_names import role_of
 from ..core.files import TEMPORARY, open_bytes, reading
 from ..core.frames import import_before_arrow
+from ..core.system import needed
 from ..core.triplets import frame_names
 from ..core.validate import ROW_BYTES, check_memory
 from ..errors import HybridMFError, RatingsError
@@ -470,10 +470,8 @@ def _parquet(path: str) -> Iterator[Any]:
 def _arrow(path: str, module: str, kind: str) -> tuple[Any, Any]:
     """pyarrow and one of its modules, to read a file of this kind."""
     import_before_arrow()
-    try:
-        return import_module("pyarrow"), import_module(f"pyarrow.{module}")
-    except ImportError as error:
-        raise ImportError(f"reading {path} needs pyarrow, which reads {kind}: pip install pyarrow") from error
+    what = f"reading {path} needs pyarrow, which reads {kind}"
+    return needed("pyarrow", what, "pyarrow"), needed(f"pyarrow.{module}", what, "pyarrow")
 
 
 def _resolved(path: str, file: Any, options: FileOptions) -> tuple[Columns, dict[str, Any]]:

@@ -20,6 +20,7 @@ import scipy.sparse as sp
 from ..core.frames import check_kind, kind_of
 from ..core.objective import Side, scoring_rows
 from ..core.sparse import keep_entries, transposed
+from ..core.system import needed
 from ..core.table import html_facts
 from ..core.validate import (
     MAX_N,
@@ -666,10 +667,7 @@ class ServingMixin(Estimator):
             PyTorch is not installed.
         """
         state = self._fitted().state
-        try:
-            import torch
-        except ImportError as error:
-            raise ImportError("to_torch needs PyTorch: pip install torch") from error
+        torch = needed("torch", "to_torch needs PyTorch", "torch")
         return torch.from_dlpack(state.user.matrix.copy()), torch.from_dlpack(state.item.matrix.copy())
 
     def export_items(self, *, labels: bool = True) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ import numpy as np
 from ..core.files import write_atomically
 from ..core.frames import make_frame
 from ..core.progress import progress_bar
+from ..core.system import needed
 from ..core.validate import check_path
 from ..data.transforms import labels_at
 from .ranking import Request
@@ -47,10 +48,7 @@ def file_format(path: Any) -> str:
     ending = os.path.splitext(check_path("path", path))[1].lower()
     if ending not in FILES:
         raise ValueError(f"path must end in one of {', '.join(FILES)}, got {os.fspath(path)!r}")
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"writing {os.fspath(path)} needs pyarrow: pip install pyarrow") from error
+    needed("pyarrow", f"writing {os.fspath(path)} needs pyarrow", "pyarrow")
     return FILES[ending]
 
 
