@@ -37,7 +37,7 @@ from .core.frames import pandas_frame
 from .core.logs import filtered_log
 from .core.objective import SIDES, Objective, Side, default_implicit_lambda
 from .core.progress import progress_bar
-from .core.sparse import entries_in, keep_entries, take_rows
+from .core.sparse import RowColumns, entries_in, keep_entries, take_rows
 from .core.system import available_cores
 from .core.table import html_table
 from .core.validate import as_csr, check_choice, check_int, check_nonempty, check_real, check_rng, make_csr
@@ -53,6 +53,7 @@ from .model.fit import Fit, Options
 from .model.loop import check_validation
 from .model.popularity import PopularityRecommender
 from .model.prepared import PreparedRatings
+from .model.recommenders import WithSeen
 from .model.training import LocalRatings, check_serves_features, compile_ahead
 from .plan.make import plan_for
 from .plan.types import Plan
@@ -671,6 +672,7 @@ class Searcher:
         self.trials: list[Trial] = []
         self.best: Trial | None = None
         self._starts: dict[int, bool] = {}
+        self._seen: dict[int, RowColumns] = {}
 
     def run(self) -> None:
         """All stages, until the budget is used up or nothing gets better."""
@@ -689,6 +691,11 @@ class Searcher:
     def measured(self, model: Any, users: int = RUNGS[-1][1]) -> float:
         """The metric of the first of the validation users, which are in random order."""
         chosen = np.sort(self.users[:users])
+        learned = getattr(model, "_learned", None)
+        if learned is not None:
+            if users not in self._seen:  # the same entries in all trials
+                self._seen[users] = RowColumns.of(learned.seen, chosen)
+            model = WithSeen(model, self._seen[users])
         return float(_measure(model, self.validation, None, (self.metric,), chosen, own=self.own)[self.metric])
 
     # ---------------------------------------------------------------------------------------------------- trials

@@ -263,6 +263,9 @@ class Factors:
     bias: np.ndarray | None = None  # shape (n,)
     squares: Factors | None = None  # AdaGrad's sums of squared steps of each coordinate, during a fit
 
+    resident = False
+    """Whether the factors are on a device alone."""
+
     def __len__(self) -> int:
         return len(self.matrix)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class RowColumns:
 
     def with_columns(self, added: np.ndarray) -> RowColumns:
         """All rows with more columns, the same for each; `added` ascends."""
-        pointer, columns = self._gathered()
+        pointer, columns = self._gathered
         starts = np.arange(len(self) + 1, dtype=np.int64) * self.n_columns
         both = (np.repeat(starts[:-1], np.diff(pointer)) + columns, np.add.outer(starts[:-1], added).ravel())
         cells = np.unique(np.concatenate(both))
@@ -111,9 +112,15 @@ class RowColumns:
 
     def matrix(self) -> sp.csr_array:
         """A matrix of int8 ones, shape (n, n_columns); columns of rows that lie one after the other are not copied."""
-        pointer, columns = self._gathered()
+        pointer, columns = self._gathered
         return make_csr(pointer, columns, np.ones(len(columns), dtype=np.int8), (len(self), self.n_columns))
 
+    @functools.cached_property
+    def copies(self) -> dict[Any, Any]:
+        """Pointer and indices of `matrix` on each device."""
+        return {}
+
+    @functools.cached_property
     def _gathered(self) -> tuple[np.ndarray, np.ndarray]:
         """indptr and indices of `matrix`."""
         pointer = np.zeros(len(self) + 1, dtype=np.int64)

@@ -33,6 +33,9 @@ class CpuEngine:
         without = {"gpu": None, "assembly": "simd", "variant": "", "reorder": "none", "tile_rows": 0, "tile_cols": 0}
         return self._fitted_by.changed(device="cpu", **without)
 
+    def held(self, factors: Factors) -> None:
+        """Factors in another memory that `pack` takes: none."""
+
     def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
         """Items, shape (n_items, rank), in the layout of `top_k`; computed once. Default `candidates`: all items."""
         return topk.PackedItems(items, candidates, self._threads)

@@ -24,7 +24,12 @@ class GpuEngine:
         self.device, self.plan = device, plan
         self.name = plan.device
 
-    def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
+    def held(self, factors: Factors) -> Array | None:
+        """Factors as `pack` takes them, if they are on this device alone."""
+        on_it = isinstance(factors, tables.DeviceFactors) and factors.resident and factors.device is self.device
+        return factors.unpadded if on_it else None
+
+    def pack(self, items: np.ndarray | Array, candidates: np.ndarray | None = None) -> topk.PackedItems:
         return topk.PackedItems(self.device, items, candidates)
 
     def top_k(
@@ -35,8 +40,8 @@ class GpuEngine:
         seen: RowColumns | None = None,
         candidates: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        matrix = None if seen is None else seen.matrix()
-        return topk.top_k(self.device, users, packed, n, seen=matrix, candidates=candidates)
+        matrix, copies = (None, None) if seen is None else (seen.matrix(), seen.copies)
+        return topk.top_k(self.device, users, packed, n, seen=matrix, candidates=candidates, copies=copies)
 
     def _table(self, factors: Factors) -> tables.DeviceFactors:
         width = fused.table_width(self.plan.rank, factors.matrix.dtype)

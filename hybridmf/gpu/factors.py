@@ -20,7 +20,7 @@ from ..device.cuda import Array, Device
 from ..native import _draw
 from ..plan.start import DrawnFactors
 from ..plan.types import Plan
-from . import arrays, losses
+from . import arrays, losses, topk
 from .assembly import Cleared
 from .gram import gram_sum, weighted
 from .launch import get_kernel
@@ -89,6 +89,21 @@ class DeviceFactors(TableFactors):
 
     def with_arrays(self, given: Sequence[Array]) -> DeviceFactors:
         return DeviceFactors(self.device, given[0], self.factors, given[1] if len(given) > 1 else None)
+
+    @property
+    def resident(self) -> bool:  # type: ignore[override]
+        return self._host is None
+
+    @property
+    def unpadded(self) -> Array | None:
+        """The table, if it has nothing but factors."""
+        return self.table if self.device_bias is None and self.table.shape[1] == self.factors else None
+
+    def blank_rows(self, rows: np.ndarray | None = None) -> np.ndarray:
+        table = self.unpadded
+        if rows is not None or table is None or table.dtype != np.float32 or not self.resident:
+            return super().blank_rows(rows)
+        return np.flatnonzero(topk.row_norms(self.device, table) == 0)  # squares in float64 do not underflow
 
     def beside(self, array: np.ndarray) -> Array:
         """Copy the array to the device."""

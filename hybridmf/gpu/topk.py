@@ -162,7 +162,7 @@ class PackedItems:
         self.config = GroupMaxConfig.rule(round_up(max(self.rank, 1), 16))
         on_device = items if device.owns(items) else device.upload(items)
         check("items", on_device, self.dtype, (None, None))
-        norms = _row_norms(device, on_device)
+        norms = row_norms(device, on_device)
         kept = np.arange(len(norms)) if candidates is None else np.asarray(candidates, dtype=np.int64)
         norms = norms[kept]
         order = np.argsort(-norms, kind="stable")
@@ -241,10 +241,12 @@ def top_k(
     *,
     seen: sp.csr_array | None = None,
     candidates: np.ndarray | None = None,
+    copies: dict[Any, Any] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The `n` items with the highest ``users @ items.T``, ties to the lower item, as `hybridmf.cpu.topk.top_k`.
 
-    Scores are one chain of fused multiply-adds over the factors in order; `seen` excludes explicit zeros, too.
+    Scores are one chain of fused multiply-adds over the factors in order; `seen` excludes explicit zeros, too. A copy
+    of it on the device is read from `copies`, or kept there, if all users are served at a time.
     """
     if candidates is not None:
         items = PackedItems(device, items.items if isinstance(items, PackedItems) else items, candidates)
@@ -256,11 +258,13 @@ def top_k(
     seen_ptr, seen_ids, _ = csr_arrays(seen) if seen is not None else (None, None, None)
 
     def run(start: int, stop: int) -> None:
-        rows_ptr = rows_ids = None
-        if seen_ptr is not None and seen_ids is not None:
-            rows_ptr = device.upload(seen_ptr[start : stop + 1] - seen_ptr[start])
-            rows_ids = device.upload(seen_ids[seen_ptr[start] : seen_ptr[stop]])
-        found = top_k_on_device(device, device.upload(users[start:stop]), packed, kept, rows_ptr, rows_ids)
+        kept_by = copies if copies is not None and stop - start == len(users) else {}
+        rows: Any = kept_by.get(device)
+        if rows is None and seen_ptr is not None and seen_ids is not None:
+            rows = device.upload(seen_ptr[start : stop + 1] - seen_ptr[start])
+            rows = rows, device.upload(seen_ids[seen_ptr[start] : seen_ptr[stop]])
+            kept_by[device] = rows
+        found = top_k_on_device(device, device.upload(users[start:stop]), packed, kept, *rows or ())
         ids[start:stop, :kept], scores[start:stop, :kept] = (device.download(array) for array in found)
 
     if kept:
@@ -376,7 +380,7 @@ def _launch_rows(
     kernel((ceil_div(n_rows, ROW_WARPS),), (32 * ROW_WARPS,), arguments, shared_bytes)
 
 
-def _row_norms(device: Device, rows: Array) -> np.ndarray:
+def row_norms(device: Device, rows: Array) -> np.ndarray:
     """Norms of rows in float64, on the host."""
     n_rows, rank = rows.shape
     norms = device.empty((n_rows,), np.float64)

@@ -300,8 +300,11 @@ def rank_by_count(
 
     Items and counts have the shape (n_users, N). Ties are in order of position; -1 and -inf where fewer items are left.
     """
-    order = np.argsort(-counts, kind="stable")
-    order = order[allowed[order]]
+    order, longest = np.flatnonzero(allowed), 0 if seen is None else int(np.diff(seen.indptr).max(initial=0))
+    if N + longest < len(order):  # nothing behind these places is shown
+        least = np.partition(counts[order], len(order) - N - longest)[len(order) - N - longest]
+        order = order[counts[order] >= least]
+    order = order[np.argsort(-counts[order], kind="stable")]
     found = _first_unseen(order, seen, n_users, min(N, len(order)), len(counts))
     scores = np.where(found >= 0, counts.astype(np.float32)[found], np.float32(-np.inf))
     gap = ((0, 0), (0, N - found.shape[1]))

@@ -55,7 +55,8 @@ def rank(
         else:
             chosen = _with_factors(learned, allowed, include_cold)
     check_answer(len(users), N, n_allowed, learned.state.item.matrix.itemsize)
-    engine = engine_for(learned.plan, float(len(users)) * n_items * learned.plan.rank)
+    work = float(len(users)) * n_items * learned.plan.rank
+    engine = engine_for(learned.plan, work, learned.state.item.resident)
     rows, packed = scoring_rows(users, "user", learned.state.mean), _packed_items(learned, engine, include_cold)
     ids, scores = engine.top_k(rows, packed, N, seen, chosen)
     cold = users.blank_rows()
@@ -208,7 +209,10 @@ def _packed_items(learned: Learned, engine: Engine, include_cold: bool = False) 
     """Items with factors, in the layout of `engine`."""
 
     def pack() -> Any:
-        return engine.pack(_scoring_items(learned), _with_factors(learned, None, include_cold))
+        items = engine.held(learned.state.item)
+        return engine.pack(
+            _scoring_items(learned) if items is None else items, _with_factors(learned, None, include_cold)
+        )
 
     return learned.cached(("scoring items", engine.name, include_cold and bool(learned.features)), pack)
 

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from ..core.sparse import take_rows
+from ..core.sparse import RowColumns, take_rows
 from ..core.validate import refuse_masked
 from ..data.align import Labels, labels_of
+from .ranking import rank
+from .requests import Candidates
 
 NOT_RANKED = -2
 """Takes the place of items of users who were not ranked yet."""
@@ -57,6 +59,21 @@ class OtherModel:
             return found, None
         ids, scores = found
         return np.where(np.asarray(scores) > NOTHING_LEFT, ids, -1), scores
+
+
+class WithSeen:
+    """A model of this library that ranks the same users as others, whose seen items were taken out of a matrix once."""
+
+    def __init__(self, model: Any, seen: RowColumns) -> None:
+        self.model, self.seen = model, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def recommend(self, users: np.ndarray, user_items: None, N: int, filter_already_liked_items: bool) -> Any:
+        """The lists of `users`, which are those of `seen`."""
+        learned = self.model._fitted()
+        return rank(learned, learned.state.user.take(users), N, self.seen, Candidates(), "popular")
 
 
 class Listed:
