@@ -2,9 +2,9 @@
 
 Successive halving (Jamieson and Talwalkar 2016): settings are fitted for a few iterations at half of a low rank and
 evaluated on a few validation users; the best third continues at that rank to more iterations and more users. Where a
-fit of a few iterations costs about as much as a whole one, as of small ratings on a GPU, each setting is fitted whole
-instead, and a Gaussian process of the values proposes the next one (Jones, Schonlau and Welch 1998). Then the best
-setting and its neighbours are fitted at higher ranks, as long as that helps.
+fit at half the rank costs about as much as one at the rank, as of small ratings on a GPU, a Gaussian process of the
+values after a few iterations proposes the next setting instead (Jones, Schonlau and Welch 1998), and the best one is
+fitted to the end. Then the best setting and its neighbours are fitted at higher ranks, as long as that helps.
 """
 
 from __future__ import annotations
@@ -97,13 +97,16 @@ ROW_SECONDS = 1e-7
 """The same for each user and each item: tables, copies, evaluation."""
 
 FIRST_DRAWN = 1
-"""Whole trials that are drawn before values propose the next one."""
+"""Trials that are drawn before values propose the next one."""
+
+SETTLED = 2
+"""Proposals in a row that are no better than the best so far, after which that one is fitted to the end."""
 
 PROPOSED_IDLE = 18
 """Proposals in a row without a gain, after which those of a rank end."""
 
 MODELLED = 100
-"""Whole trials that the proposals depend on, the newest ones."""
+"""Trials that the proposals depend on, the newest ones."""
 
 PLACES = 512
 """Places anywhere, and as many beside the best, among which the next proposal is."""
@@ -196,6 +199,7 @@ class Trial:
     _model: Any = field(default=None, repr=False)
     _rank: int = 0
     _rung: int = -1
+    _first: float | None = None  # value on the first rung
 
     def as_dict(self) -> dict[str, Any]:
         """The attributes, and the parameters by their names."""
@@ -378,6 +382,14 @@ class Space:
             {name: value_at(values, u) for (name, values), u in zip(self.dimensions.items(), point, strict=True)}
         )
 
+    def laid(self, points: np.ndarray) -> np.ndarray:
+        """Coordinates in which points are alike if their values are."""
+        found = points.copy()
+        for column, values in zip(found.T, self.dimensions.values(), strict=True):
+            if isinstance(values, Sequence):
+                column[:] = (np.minimum(np.floor(column * len(values)), len(values) - 1) + 0.5) / len(values)
+        return found if self.aligned is None else self.aligned(found)
+
 
 def given_space(space: Mapping[str, Any], model: FactorModel) -> Space:
     """The caller's space, each of whose values the estimator accepts."""
@@ -441,10 +453,11 @@ def default_space(model: FactorModel, prepared: PreparedRatings) -> Space:
     """
     fixed = [name for name in _given(model) if name not in NOT_SEARCHED]
     implicit, matrix, degrees = isinstance(model, ImplicitALS), prepared.user_items, prepared.degrees
+    ends = prepared.values.ends  # of absolute values
     dimensions: dict[str, Values] = {"strength": loguniform(0.1, 10) if implicit else loguniform(0.2, 5)}
     if implicit:
         dimensions |= {"unobserved_weight": loguniform(5e-3, 1), "nu": [0.0, 0.5, 1.0]}
-        dimensions |= {"alpha": loguniform(1e-3, 1)} if _sizes_differ(matrix.data) else {}
+        dimensions |= {"alpha": loguniform(1e-3, 1)} if ends[0] != ends[1] else {}
     elif not isinstance(model, SGD):
         dimensions["nu"] = [0.5, 1.0]
     usual = {"strength": 1.0, "unobserved_weight": 0.1, "nu": 0.0 if implicit else 0.5, "alpha": 1e-3}
@@ -488,11 +501,6 @@ def default_space(model: FactorModel, prepared: PreparedRatings) -> Space:
     )
 
 
-def _sizes_differ(values: np.ndarray) -> bool:
-    """Whether absolute values differ."""
-    return float(values.min()) != float(values.max()) and float(np.ptp(np.abs(values))) > 0
-
-
 def with_likely(space: Space, model: FactorModel, prepared: PreparedRatings) -> Space:
     """A space whose first settings are near those that are best for other implicit feedback."""
     names = list(space.dimensions)
@@ -501,7 +509,8 @@ def with_likely(space: Space, model: FactorModel, prepared: PreparedRatings) -> 
         return space
     degrees, shape = prepared.degrees, prepared.shape
     usual, values = default_implicit_lambda(degrees)["regularization"], prepared.user_items.data
-    mean = float(np.mean(values if values.min() >= 0 else np.abs(values)))
+    low, high = prepared.values.value_range or (0.0, 0.0)
+    mean = high if low == high else float(np.mean(values if low >= 0 else np.abs(values)))
 
     def move(point: np.ndarray, name: str, value: float) -> None:
         place = near(space.dimensions[name], value)
@@ -678,7 +687,7 @@ class Searcher:
         """All stages, until the budget is used up or nothing gets better."""
         self._compile_ranks(0)
         own = self.start(self.space.ranks[0], self.space.first, {})
-        if self.points is not None and self._is_whole(self.space.ranks[0]):  # import it while the first trials run
+        if self.points is not None and self._is_proposed(self.space.ranks[0]):  # import it while the first trials run
             threading.Thread(target=importlib.import_module, args=("sklearn.gaussian_process",), daemon=True).start()
         if self.points is None:
             self._complete(own)
@@ -723,9 +732,11 @@ class Searcher:
         `whole`: not at half the rank, at which something may be impossible.
         """
         share, users = RUNGS[rung]
-        iterations, users = max(1, math.ceil(share * self.model.iterations)), min(users, len(self.users))
+        proposed = self._is_proposed(trial._rank)
+        iterations = max(1, math.ceil(share * self.model.iterations))
+        users = min(RUNGS[-1][1] if proposed else users, len(self.users))
         started = time.perf_counter()
-        rank = trial._rank if whole else self._rank_at(trial, rung)
+        rank = trial._rank if whole or proposed else self._rank_at(trial, rung)
         if rank != trial.params["factors"]:
             trial.params, trial.iterations, trial._model = trial.params | {"factors": rank}, 0, None
         try:
@@ -734,6 +745,7 @@ class Searcher:
                     trial._model = self._fitted(trial, iterations)
                 trial.iterations, trial.users, trial.value = iterations, users, self.measured(trial._model, users)
                 trial._rung = rung
+                trial._first = trial.value if rung == 0 else trial._first
             if not math.isfinite(trial.value):
                 raise ArithmeticError(f"{self.metric} is {trial.value}")
         except (HybridMFError, ArithmeticError, MemoryError, ValueError) as error:
@@ -778,11 +790,10 @@ class Searcher:
         """A trial's model after so many iterations; it goes on where it stopped."""
         model = unfitted(self.model, **trial.params | {"iterations": iterations})
         source = LocalRatings(model, self.prepared, features=self.features)
-        whole = trial._model is None and iterations == self.model.iterations
-        return Fit(model, source, Options(continued=trial._model, on_device=whole)).run()
+        return Fit(model, source, Options(continued=trial._model, on_device=self._is_proposed(trial._rank))).run()
 
-    def _is_whole(self, rank: int) -> bool:
-        """Whether trials of a rank are fitted whole at once: on a GPU, if those of the first rung would not be cheap.
+    def _is_proposed(self, rank: int) -> bool:
+        """Whether values propose the trials of a rank: on a GPU, if those of the first rung would not be cheap.
 
         By the predictions of the plan, not by a clock: trials depend on the seed only.
         """
@@ -842,62 +853,82 @@ class Searcher:
         """
         share = AT_FIRST_RANK if len(self.space.ranks) > 1 else 1.0
         rank = self.space.ranks[0]
-        if self._is_whole(rank):
-            self._explore_whole(own, share)
+        if self._is_proposed(rank):
+            self._explore_by_values(own, share)
             return
         self._bracket(itertools.chain([own], self._drawn(rank, None, share, self.space.likely, DRAWN - 1)))
         self._complete(own)
         self._brackets(rank, WIDTHS[:-1], share)
 
-    def _explore_whole(self, own: Trial, share: float) -> None:
-        """Whole trials at the lowest rank: the middle of the likely settings, the model's own, more of them, proposals.
+    def _explore_by_values(self, own: Trial, share: float) -> None:
+        """Trials at the lowest rank: the middle of the likely settings, the model's own, more of them, proposals.
 
         The model's own comes first if no others are likely, and after some proposals if it is no point of the space.
         """
         rank, likely = self.space.ranks[0], self.space.likely
         if likely is not None and self.budget.has_trial(1, share):
-            self.advance(self.start(rank, likely(np.full(len(self.space.dimensions), 0.5))), len(RUNGS) - 1)
+            self._screen(self.start(rank, likely(np.full(len(self.space.dimensions), 0.5))))
         if likely is None or own._point is not None:
-            self._complete(own)
+            self._screen(own)
         for trial in self._drawn(rank, None, share, likely, FIRST_DRAWN):
-            self.advance(trial, len(RUNGS) - 1)
-        if own.state == "stopped":
-            self._propose(rank, share, DRAWN)
-            self._complete(own)
+            self._screen(trial)
+        self._propose(rank, share, DRAWN)
+        self._complete(own)
         self._propose(rank, share)
 
+    def _screen(self, trial: Trial) -> None:
+        """Fit and evaluate a trial as on the first rung, but at its rank and on all users."""
+        iterations = self.model.iterations
+        self.advance(trial, 0 if math.ceil(RUNGS[0][0] * iterations) < iterations else len(RUNGS) - 1)
+        for other, _ in sorted(self._screened(trial._rank), key=lambda each: each[1])[:-2]:
+            other._model = None  # its factors take memory of the GPU
+
+    def _screened(self, rank: int) -> list[tuple[Trial, float]]:
+        """Trials of a rank that did not fail, and their values on the first rung, higher is better.
+
+        Of those that were fitted whole at once, estimates by the others.
+        """
+        known = [trial for trial in self.trials if trial._rank == rank and trial.value is not None]
+        both = [trial.value / trial._first for trial in known if trial.state == "complete" and trial._first]
+        ratio = float(np.median(both)) if both else 1.0
+        return [(each, self.sign * (each.value / ratio if each._first is None else each._first)) for each in known]
+
     def _propose(self, rank: int, share: float = 1.0, most: float = math.inf) -> None:
-        """Whole trials where the values so far make a gain likely, until `PROPOSED_IDLE` of them gain nothing."""
+        """Trials where the values so far make a gain likely, until `PROPOSED_IDLE` of them gain nothing."""
         with single_threaded_blas():  # whose threads take longer than these systems
             self._proposals(rank, share, len(self.trials) + most)
 
     def _proposals(self, rank: int, share: float, end: float) -> None:
-        idle, reached = 0, self.best
+        idle, reached = 0, -math.inf
         while idle < PROPOSED_IDLE and len(self.trials) < end and self.budget.has_trial(len(self.trials), share):
-            if not self.budget.has_time(self.trials[-1].seconds, share):
-                return
+            if not self.budget.has_time(2 * self.trials[-1].seconds, share):
+                break
             point = self._proposed(rank)
             if point is None:
-                return
-            self.advance(self.start(rank, point), len(RUNGS) - 1)
-            if self._has_gained(reached):
-                idle, reached = 0, self.best
-            else:
-                idle += 1
+                break
+            self._screen(self.start(rank, point))
+            best, value = max(self._screened(rank), key=lambda each: each[1], default=(None, reached))
+            idle = 0 if value > reached + GAIN * abs(value) else idle + 1
+            reached = value if idle == 0 else reached
+            if best is not None and idle >= SETTLED:
+                self._complete(best)
+        for best, _ in sorted(self._screened(rank), key=lambda each: -each[1])[:2]:
+            self._complete(best)
 
     def _proposed(self, rank: int) -> np.ndarray | None:
         """The point of new parameters with the greatest expected improvement; None if there seems to be none."""
+        screened = {trial.number: value for trial, value in self._screened(rank)}
         known = [trial for trial in self.trials if trial._point is not None and trial._rank == rank][-MODELLED:]
-        values = [-self._order(trial) for trial in known if trial.value is not None]
+        values = [screened[trial.number] for trial in known if trial.number in screened]
         places = self.rng.random((2 * PLACES, len(self.space.dimensions)))
         if values:
-            worst, centre = min(values), self.best._point if self.best is not None else None
-            if centre is not None:
-                near = self.rng.choice(WIDTHS, (PLACES, 1)) * self.rng.normal(size=(PLACES, len(centre)))
-                places[PLACES:] = np.clip(centre + near, 0, 1)
+            worst = min(values)
+            found = np.array([screened.get(trial.number, worst) for trial in known])
+            centre = known[int(np.argmax(found))]._point
+            near = self.rng.choice(WIDTHS, (PLACES, 1)) * self.rng.normal(size=(PLACES, places.shape[1]))
+            places[PLACES:] = np.clip(centre + near, 0, 1)
             points = np.array([trial._point for trial in known])
-            found = np.array([worst if trial.value is None else -self._order(trial) for trial in known])
-            laid = self.space.aligned or np.asarray
+            laid = self.space.laid
             places = places[np.argsort(-expected_improvement(laid(points), found, laid(places)), kind="stable")]
         tried = [trial.params | {"factors": trial._rank} for trial in self.trials]
         return next((point for point in places if self.space.at(point) | {"factors": rank} not in tried), None)
@@ -981,7 +1012,7 @@ class Searcher:
                 return
             same = self.start(rank, best._point, best.params)
             self._compile_ranks(number)
-            first = len(RUNGS) - 1 if self._is_whole(rank) else 1
+            first = len(RUNGS) - 1 if self._is_proposed(rank) else 1
             self._bracket(iter([same, *self._neighbours(best, rank, WIDTHS[-1], 2, 3 * cost)]), first)
             if not self._has_gained(best):
                 return
@@ -998,7 +1029,7 @@ class Searcher:
 
     def _refine(self) -> None:
         """Brackets ever closer around the best, at its rank, then anywhere, and again; or proposals there."""
-        if self.best is not None and self._is_whole(self.best._rank):
+        if self.best is not None and self._is_proposed(self.best._rank):
             self._propose(self.best._rank)
         elif self.best is not None:
             widths = (*WIDTHS[1:], None, WIDTHS[0])

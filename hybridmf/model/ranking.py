@@ -54,7 +54,7 @@ def rank(
             seen = excluded.with_columns(np.flatnonzero(~allowed))  # a few items: faster than packing all others
         else:
             chosen = _with_factors(learned, allowed, include_cold)
-    check_answer(len(users), N, n_allowed, learned.state.item.matrix.itemsize)
+    check_answer(len(users), N, n_allowed, learned.state.item.form[0].itemsize)
     work = float(len(users)) * n_items * learned.plan.rank
     engine = engine_for(learned.plan, work, learned.state.item.resident)
     rows, packed = scoring_rows(users, "user", learned.state.mean), _packed_items(learned, engine, include_cold)
