@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -315,18 +315,8 @@ def _given(model: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- the space
 
 
-class Distribution(Protocol):
-    """A distribution of scipy.stats."""
-
-    def ppf(self, q: float) -> Any:
-        """The quantile."""
-
-    def cdf(self, x: float) -> Any:
-        """The probability of values up to x."""
-
-
-Values = Distribution | Sequence[Any]
-"""The values of a parameter."""
+Values: TypeAlias = Any
+"""The values of a parameter: a sequence, or a distribution of scipy.stats."""
 
 
 def value_at(values: Values, u: float) -> Any:
@@ -888,10 +878,14 @@ class Searcher:
 
         Of those that were fitted whole at once, estimates by the others.
         """
-        known = [trial for trial in self.trials if trial._rank == rank and trial.value is not None]
-        both = [trial.value / trial._first for trial in known if trial.state == "complete" and trial._first]
+        known = [(each, each.value, each._first) for each in self.trials if each._rank == rank]
+        both = [value / first for trial, value, first in known if value and first and trial.state == "complete"]
         ratio = float(np.median(both)) if both else 1.0
-        return [(each, self.sign * (each.value / ratio if each._first is None else each._first)) for each in known]
+        return [
+            (trial, self.sign * (value / ratio if first is None else first))
+            for trial, value, first in known
+            if value is not None
+        ]
 
     def _propose(self, rank: int, share: float = 1.0, most: float = math.inf) -> None:
         """Trials where the values so far make a gain likely, until `PROPOSED_IDLE` of them gain nothing."""
@@ -924,7 +918,7 @@ class Searcher:
         if values:
             worst = min(values)
             found = np.array([screened.get(trial.number, worst) for trial in known])
-            centre = known[int(np.argmax(found))]._point
+            centre: Any = known[int(np.argmax(found))]._point
             near = self.rng.choice(WIDTHS, (PLACES, 1)) * self.rng.normal(size=(PLACES, places.shape[1]))
             places[PLACES:] = np.clip(centre + near, 0, 1)
             points = np.array([trial._point for trial in known])

@@ -26,8 +26,9 @@ class GpuEngine:
 
     def held(self, factors: Factors) -> Array | None:
         """Factors as `pack` takes them, if they are on this device alone."""
-        on_it = isinstance(factors, tables.DeviceFactors) and factors.resident and factors.device is self.device
-        return factors.unpadded if on_it else None
+        if isinstance(factors, tables.DeviceFactors) and factors.resident and factors.device is self.device:
+            return factors.unpadded
+        return None
 
     def pack(self, items: np.ndarray | Array, candidates: np.ndarray | None = None) -> topk.PackedItems:
         return topk.PackedItems(self.device, items, candidates)

@@ -30,7 +30,8 @@ Engine: TypeAlias = "CpuEngine | GpuEngine"
 def engine_for(plan: Plan, scores: float = np.inf, held: bool = False) -> Engine:
     """The backend for a model fitted by `plan`: its GPU if available and worthwhile for the work, else the CPU.
 
-    The work is in multiply-adds of scores; `held`: the items are on the GPU alone. The CPU serves factors that did not fit on the GPU during the fit.
+    The work is in multiply-adds of scores; `held`: the items are on the GPU alone. The CPU serves factors that did not
+    fit on the GPU during the fit.
     """
     from ..cpu.engine import CpuEngine
 
