@@ -63,11 +63,7 @@ from .sgd import SGD
 logger = logging.getLogger("hybridmf")
 
 RUNGS = ((0.3, 1000), (0.5, 2000), (1.0, 10_000))
-"""Share of the iterations, and the number of validation users, of each rung.
-
-The first rung has half the rank: its order of the settings is closer to that of whole fits than the order after a
-fifth of the iterations at the whole rank, in about half the time (Last.fm 2K, ML-1M).
-"""
+"""Share of the iterations, and the number of validation users, of each rung; the first one has half the rank."""
 
 LEAST_RANK = 16
 """Least rank of the first rung."""
@@ -96,10 +92,10 @@ TRIAL_SECONDS = 5e-3
 ROW_SECONDS = 1e-7
 """The same for each user and each item: tables, copies, evaluation."""
 
-FIRST_DRAWN = 1
+FIRST_DRAWN = 2
 """Trials that are drawn before values propose the next one."""
 
-SETTLED = 2
+SETTLED = 1
 """Proposals in a row that are no better than the best so far, after which that one is fitted to the end."""
 
 PROPOSED_IDLE = 18
@@ -118,22 +114,14 @@ LIKELY_WEIGHTS = (0.03, 1.0)
 """Unobserved weights of the first settings."""
 
 LIKELY_STRENGTHS = (1.7, 6.0)
-"""lambda of the first settings, relative to its default times the root of the unobserved weight.
-
-The best of a grid of 105 settings on each of two forms of MovieLens 100K and three shops are in these ranges, and so
-are those of Last.fm 2K and MovieLens 1M, which had no part in the choice.
-"""
+"""lambda of the first settings, relative to its default times the root of the unobserved weight: of the best ones of
+MovieLens 100K and three shops, and of Last.fm 2K and MovieLens 1M, which had no part in the choice."""
 
 SPANS = (math.log(100), math.log(200))
 """Units of the logarithms of lambda and of the unobserved weight in `Space.aligned`: their ranges by default."""
 
 RIDGE = 0.25
-"""Power of the unobserved weight with which the best lambda, relative to its default, grows.
-
-Median trials to within 1 % of the best, 24 seeds of interpolated values of Last.fm 2K, MovieLens 100K and 1M, in a
-space of these two parameters: 7, 7 and 5; with a power of 0 8, 10 and 5, with 0.5 7, 6 and 5; in the coordinates of the
-space 10, 9 and 8.
-"""
+"""Power of the unobserved weight with which the best lambda, relative to its default, grows."""
 
 WEIGHTS = 9
 """Unobserved weights between whose penalties others are interpolated."""
@@ -705,10 +693,6 @@ class Searcher:
         self.trials.append(Trial(len(self.trials), found | {"factors": rank}, _point=point, _rank=rank))
         return self.trials[-1]
 
-    def _rank_at(self, trial: Trial, rung: int) -> int:
-        """The rank of a trial on a rung."""
-        return trial._rank if rung else self._first_rank(trial._rank)
-
     def _first_rank(self, rank: int) -> int:
         """The rank on the first rung."""
         half = rank // 2
@@ -726,7 +710,7 @@ class Searcher:
         iterations = max(1, math.ceil(share * self.model.iterations))
         users = min(RUNGS[-1][1] if proposed else users, len(self.users))
         started = time.perf_counter()
-        rank = trial._rank if whole or proposed else self._rank_at(trial, rung)
+        rank = trial._rank if rung or whole or proposed else self._first_rank(trial._rank)
         if rank != trial.params["factors"]:
             trial.params, trial.iterations, trial._model = trial.params | {"factors": rank}, 0, None
         try:
@@ -948,15 +932,16 @@ class Searcher:
         self,
         rank: int,
         width: float | None,
-        share: float,
+        share: float = 1.0,
         likely: Callable[[np.ndarray], np.ndarray] | None = None,
         number: int = DRAWN,
+        cost: float = 0.0,
     ) -> Iterator[Trial]:
         """The trials of a bracket: neighbours of the best, and every third anywhere; without a width, all anywhere."""
         for k in range(number):
             if not self.budget.has_trial(len(self.trials), share):
                 return
-            if not self.budget.has_time(self.trials[-1].seconds, share):
+            if not self.budget.has_time(cost or self.trials[-1].seconds, share):
                 return
             centre = None if width is None or self.best is None or k % 3 == 2 else self.best._point
             trial = self._new(rank, centre, width or 0.0, likely)
@@ -984,16 +969,6 @@ class Searcher:
                 return self.start(rank, point)
         return None
 
-    def _neighbours(self, best: Trial, rank: int, width: float, number: int, cost: float = 1.0) -> Iterator[Trial]:
-        """Trials beside the best, each of which takes `cost` times its seconds."""
-        for _ in range(number if best._point is not None and len(best._point) else 0):
-            if not (self.budget.has_trial(len(self.trials)) and self.budget.has_time(cost * best.seconds)):
-                return
-            trial = self._new(rank, best._point, width)
-            if trial is None:
-                return
-            yield trial
-
     def _climb(self) -> None:
         """The best parameters and two neighbours at higher ranks, as long as these are better."""
         for number, rank in enumerate(self.space.ranks[1:], 1):
@@ -1007,7 +982,9 @@ class Searcher:
             same = self.start(rank, best._point, best.params)
             self._compile_ranks(number)
             first = len(RUNGS) - 1 if self._is_proposed(rank) else 1
-            self._bracket(iter([same, *self._neighbours(best, rank, WIDTHS[-1], 2, 3 * cost)]), first)
+            number = 2 if best._point is not None and len(best._point) else 0
+            beside = self._drawn(rank, WIDTHS[-1], number=number, cost=3 * cost * best.seconds)
+            self._bracket([same, *beside], first)
             if not self._has_gained(best):
                 return
 
@@ -1047,7 +1024,7 @@ def expected_improvement(points: np.ndarray, values: np.ndarray, places: np.ndar
     from sklearn.gaussian_process.kernels import Matern
 
     middle, top = float(np.median(values)), float(values.max())
-    values = np.maximum(values, middle - 2 * (top - middle))
+    values = np.maximum(values, middle - (top - middle))
     kernel = Matern(np.full(points.shape[1], LENGTH), LENGTHS, nu=2.5)
     process = GaussianProcessRegressor(kernel, alpha=1e-3, normalize_y=True)
     with warnings.catch_warnings():

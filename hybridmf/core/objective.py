@@ -263,15 +263,16 @@ class Factors:
     bias: np.ndarray | None = None  # shape (n,)
     squares: Factors | None = None  # AdaGrad's sums of squared steps of each coordinate, during a fit
 
-    resident = False
-    """Whether the factors are on a device alone."""
-
     def __len__(self) -> int:
         return len(self.matrix)
 
     def on_host(self) -> Factors:
         """The factors as NumPy arrays; factors of other backends stay on a device until they are read."""
         return self
+
+    def held_by(self, device: Any = None) -> Any:
+        """Factors that are on a device (default: any) and nowhere else, as `matrix` there; None if they are not."""
+        return None
 
     def blank_rows(self, rows: np.ndarray | None = None) -> np.ndarray:
         """Which of `rows` (default: all), by place, have zero factors and no bias, that is, no training entries."""

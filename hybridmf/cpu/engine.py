@@ -20,7 +20,7 @@ from . import als, topk
 class CpuEngine:
     """Top-N, fold-in and the objective on the CPU for models fitted on any device; NumPy arrays in and out."""
 
-    name = "cpu"
+    name = device = "cpu"
 
     def __init__(self, plan: Plan) -> None:
         self._fitted_by, self._threads = plan, plan.num_threads
@@ -32,9 +32,6 @@ class CpuEngine:
             return self._fitted_by
         without = {"gpu": None, "assembly": "simd", "variant": "", "reorder": "none", "tile_rows": 0, "tile_cols": 0}
         return self._fitted_by.changed(device="cpu", **without)
-
-    def held(self, factors: Factors) -> None:
-        """Factors in another memory that `pack` takes: none."""
 
     def pack(self, items: np.ndarray, candidates: np.ndarray | None = None) -> topk.PackedItems:
         """Items, shape (n_items, rank), in the layout of `top_k`; computed once. Default `candidates`: all items."""

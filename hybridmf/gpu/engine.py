@@ -24,12 +24,6 @@ class GpuEngine:
         self.device, self.plan = device, plan
         self.name = plan.device
 
-    def held(self, factors: Factors) -> Array | None:
-        """Factors as `pack` takes them, if they are on this device alone."""
-        if isinstance(factors, tables.DeviceFactors) and factors.resident and factors.device is self.device:
-            return factors.unpadded
-        return None
-
     def pack(self, items: np.ndarray | Array, candidates: np.ndarray | None = None) -> topk.PackedItems:
         return topk.PackedItems(self.device, items, candidates)
 

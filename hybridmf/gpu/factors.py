@@ -90,18 +90,13 @@ class DeviceFactors(TableFactors):
     def with_arrays(self, given: Sequence[Array]) -> DeviceFactors:
         return DeviceFactors(self.device, given[0], self.factors, given[1] if len(given) > 1 else None)
 
-    @property
-    def resident(self) -> bool:  # type: ignore[override]
-        return self._host is None
-
-    @property
-    def unpadded(self) -> Array | None:
-        """The table, if it has nothing but factors."""
-        return self.table if self.device_bias is None and self.table.shape[1] == self.factors else None
+    def held_by(self, device: Device | None = None) -> Array | None:
+        alone = self._host is None and self.device_bias is None and self.table.shape[1] == self.factors
+        return self.table if alone and device in (None, self.device) else None
 
     def blank_rows(self, rows: np.ndarray | None = None) -> np.ndarray:
-        table = self.unpadded
-        if rows is not None or table is None or table.dtype != np.float32 or not self.resident:
+        table = self.held_by()
+        if rows is not None or table is None or table.dtype != np.float32:
             return super().blank_rows(rows)
         return np.flatnonzero(topk.row_norms(self.device, table) == 0)  # squares in float64 do not underflow
 

@@ -56,7 +56,7 @@ def rank(
             chosen = _with_factors(learned, allowed, include_cold)
     check_answer(len(users), N, n_allowed, learned.state.item.form[0].itemsize)
     work = float(len(users)) * n_items * learned.plan.rank
-    engine = engine_for(learned.plan, work, learned.state.item.resident)
+    engine = engine_for(learned.plan, work, learned.state.item.held_by() is not None)
     rows, packed = scoring_rows(users, "user", learned.state.mean), _packed_items(learned, engine, include_cold)
     ids, scores = engine.top_k(rows, packed, N, seen, chosen)
     cold = users.blank_rows()
@@ -209,9 +209,9 @@ def _packed_items(learned: Learned, engine: Engine, include_cold: bool = False) 
     """Items with factors, in the layout of `engine`."""
 
     def pack() -> Any:
-        items = engine.held(learned.state.item)
+        held = learned.state.item.held_by(engine.device)
         return engine.pack(
-            _scoring_items(learned) if items is None else items, _with_factors(learned, None, include_cold)
+            _scoring_items(learned) if held is None else held, _with_factors(learned, None, include_cold)
         )
 
     return learned.cached(("scoring items", engine.name, include_cold and bool(learned.features)), pack)
