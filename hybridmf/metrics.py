@@ -46,6 +46,7 @@ from .model.popularity import PopularityRecommender as PopularityRecommender
 from .model.recommenders import Listed, OtherModel, ReadyLists
 from .native import _rankings
 from .native.arguments import RankingMetrics
+from .plan.memory import threads_for
 from .ratings import as_ratings
 
 BLOCK_USERS = 16_384
@@ -56,6 +57,8 @@ BLOCK_RESULTS = 1 << 25
 once."""
 
 BLOCK_ENTRIES = 1 << 22  # entries in each call of `predict`, at some 40 bytes each
+PLACE_WORK = 64  # multiply-adds that take as long as a place of a ranking
+
 AUC_BLOCK_BYTES = 64 << 20  # bytes of float32 scores, shape (block, n_items), that `auc` holds at a time
 
 Metric: TypeAlias = Callable[[np.ndarray, sp.csr_array], Any]
@@ -350,7 +353,8 @@ def _ranking_values(
         np.array(shown_cuts, dtype=np.int64),
         np.empty((0, n_items), dtype=np.uint8) if shown is None else shown,
     )
-    values = _rankings.measure(recommended, rows, csr_arrays(relevant), metrics, check_threads(None))
+    threads = threads_for(PLACE_WORK * recommended.size, len(recommended), check_threads(None))
+    values = _rankings.measure(recommended, rows, csr_arrays(relevant), metrics, threads)
     if values is None:
         raise _no_ranking(recommended, n_items)
     return values

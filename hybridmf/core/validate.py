@@ -170,6 +170,9 @@ def frozen(array: np.ndarray) -> np.ndarray:
     return np.asarray(memoryview(np.ascontiguousarray(array).view(_Owned).data).toreadonly())
 
 
+FEW_BYTES = 1 << 22  # copied by one thread
+
+
 def owned(array: np.ndarray, dtype: Any = None) -> np.ndarray:
     """The values of an array where no caller can change them: `array` itself if it is `frozen` already, else a copy."""
     if _is_frozen(array) and array.flags.c_contiguous and dtype in (None, array.dtype):
@@ -177,7 +180,8 @@ def owned(array: np.ndarray, dtype: Any = None) -> np.ndarray:
     if array.ndim != 1 or not array.flags.c_contiguous or dtype not in (None, array.dtype) or array.dtype.hasobject:
         return frozen(np.array(array, dtype=dtype, order="C"))
     copy = np.empty(array.shape, array.dtype)
-    _formats.copied(array.view(np.uint8), copy.view(np.uint8))
+    threads = None if array.nbytes > FEW_BYTES else 1  # others may be late on busy cores
+    _formats.copied(array.view(np.uint8), copy.view(np.uint8), threads)
     return frozen(copy)
 
 

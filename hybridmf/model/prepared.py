@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -190,7 +191,10 @@ class PreparedRatings:
             return
         from ..gpu.matrix import DeviceMatrix
 
+        summary = threading.Thread(target=lambda: self.values)  # as long as the copy
+        summary.start()
         self._hold(DeviceMatrix.of(self._opened(), self.user_items))
+        summary.join()
 
     def _take_from_device(self, held: Any, user_ids: Any, item_ids: Any) -> None:
         """Copy ratings to the host, and transpose them on the device."""
