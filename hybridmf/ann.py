@@ -43,7 +43,7 @@ class AnnIndex:
     def __init__(self, model: ServingMixin, search: Search, index: Any = None) -> None:
         self.index = index
         self._search = search
-        self._model = model
+        self._model, self._items = model, model._fitted().state.item
         self._positions = model.export_items(labels=False)[1]
 
     def recommend(
@@ -71,8 +71,11 @@ class AnnIndex:
         Raises
         ------
         TypeError, ValueError
+            Also if the vectors of the items have changed since the index was made, by `fit` or `partial_fit_items`.
         """
         model = self._model._holding()
+        if model._fitted().state.item is not self._items:
+            raise ValueError("the items of the model have changed since this index was made; make another one of it")
         users = check_ids("userid", userid, model.n_users, "n_users")
         N = check_int("N", N, 1, MAX_N)
         ids = np.full((len(users), N), -1, dtype=np.int32)

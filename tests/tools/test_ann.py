@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from types import SimpleNamespace
 
@@ -130,6 +131,16 @@ def test_an_index_excludes_seen_items(model):
     assert index.recommend([7], rows[:1], N=6)[0].min() >= 100
     assert (index.recommend(7, N=180)[0] >= 0).sum() <= 150
     assert index.recall(np.arange(300)) == 1.0
+
+
+def test_an_index_of_other_items_than_those_of_the_model_is_refused(model):
+    changed = copy.deepcopy(model)
+    index = ann.AnnIndex(changed, exact_search(changed))
+    changed.partial_fit_users([3], np.eye(1, 200, dtype=np.float32))
+    index.recommend(3)  # items are the same
+    changed.partial_fit_items([4], np.eye(300, 1, dtype=np.float32))
+    with pytest.raises(ValueError, match="the items of the model have changed since this index was made"):
+        index.recommend(3)
 
 
 def test_recall_counts_missed_items(model):
