@@ -120,6 +120,8 @@ def _differences(truth: Any, predicted: Any) -> np.ndarray:
 
 def _finite_vector(name: str, given: Any) -> np.ndarray:
     refuse_masked(name, given)
+    if (dtype := np.asarray(given).dtype).kind not in "fiubO":
+        raise TypeError(f"{name} must be real numbers, got dtype {dtype}")
     values = np.asarray(given, dtype=np.float64)
     if values.ndim != 1:
         raise ValueError(f"{name} must be a vector, got an array of shape {values.shape}; pass {name}.ravel()")

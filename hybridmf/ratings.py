@@ -857,6 +857,9 @@ def _from_entries(entries: Entries, duplicates: str) -> Ratings:
         matrix = entries.to_matrix(duplicates)
     ratings = Ratings._checked(matrix)
     ratings.user_ids, ratings.item_ids = entries.user_ids, entries.item_ids  # distinct in all entries
+    for ids in (ratings.user_ids, ratings.item_ids):
+        if ids is not None:
+            ids.flags.writeable = False
     ratings.timestamps, ratings.weights = entries.times_of(duplicates), entries.weights_of(duplicates)
     return ratings
 

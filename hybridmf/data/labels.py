@@ -495,8 +495,14 @@ def _fits_array(label: str) -> bool:
 
 
 def label_array(name: str, labels: Iterable[Any] | None, count: int) -> np.ndarray | None:
-    """Labels as a vector of length `count` without repeats; None stays None."""
-    return None if labels is None else _distinct(name, _label_vector(name, labels), count)
+    """Labels as a vector of length `count` without repeats, which no caller can change; None stays None."""
+    if labels is None:
+        return None
+    vector = _distinct(name, _label_vector(name, labels), count)
+    if vector.flags.writeable or vector.base is not None:
+        vector = vector.copy()
+        vector.flags.writeable = False
+    return vector
 
 
 def _label_vector(name: str, labels: Iterable[Any]) -> np.ndarray:

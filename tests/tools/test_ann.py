@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import sys
+from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
@@ -134,7 +134,7 @@ def test_an_index_excludes_seen_items(model):
 
 
 def test_an_index_of_other_items_than_those_of_the_model_is_refused(model):
-    changed = copy.deepcopy(model)
+    changed = deepcopy(model)
     index = ann.AnnIndex(changed, exact_search(changed))
     changed.partial_fit_users([3], np.eye(1, 200, dtype=np.float32))
     index.recommend(3)  # items are the same
