@@ -10,7 +10,7 @@ import scipy.sparse as sp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridmf import PreparedRatings
+from hybridmf import ExplicitALS, Features, PreparedRatings
 from hybridmf.errors import DuplicateEntriesError, HybridMFError, MemoryBudgetError, RatingsError, UnknownLabelError
 from hybridmf.ratings import Ratings, split
 from support.checkout import ROOT
@@ -511,3 +511,19 @@ def test_ids_passed_as_positions_do_not_exhaust_the_memory(monkeypatch: pytest.M
         Ratings.from_matrix(coordinates)
     labels = Ratings.from_coo(np.array([2_000_000_000, 5], dtype=object), [0, 2], [1.0, 2.0])
     assert labels.shape == (2, 3)
+
+
+@pytest.mark.parametrize("ids", [np.array(["a", "b"]), np.array([5, 6]), np.array(["a", 7], dtype=object)])
+def test_labels_cannot_be_changed(ids):
+    """They belong to models as well: with a label changed, these would answer for other users and items."""
+    expected = ids.tolist()
+    ratings = Ratings.from_matrix(np.eye(2), user_ids=ids, item_ids=ids)
+    model = ExplicitALS(2, iterations=1).fit(ratings)
+    features = Features(np.eye(2), labels=ids)
+    ids[:] = ids[::-1].copy()
+    frame = Ratings.from_coo(["u", "v"], ["x", "y"])
+    for found in (ratings.user_ids, ratings.item_ids, model.item_ids_, features.labels):
+        assert found.tolist() == expected
+    for found in (ratings.user_ids, frame.item_ids):
+        with pytest.raises(ValueError, match="read-only"):
+            found[0] = found[1]

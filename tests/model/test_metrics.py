@@ -100,6 +100,13 @@ def test_errors_of_values_that_are_not_finite_are_refused(error, value):
 
 
 @pytest.mark.parametrize("error", [rmse, mae])
+@pytest.mark.parametrize("value", [1j, "1", np.datetime64("2026-01-01")])
+def test_errors_of_values_that_are_no_numbers_are_refused(error, value):
+    with pytest.raises(TypeError, match="truth must be real numbers, got dtype"):
+        error([value], [1.0])
+
+
+@pytest.mark.parametrize("error", [rmse, mae])
 def test_masked_values_are_refused(error):
     with pytest.raises(ValueError, match="predicted is masked at position 1"):
         error([1.0, 2.0], np.ma.array([1.0, 2.0], mask=[False, True]))
