@@ -42,11 +42,8 @@ from .recording import current_recording
 
 OLDEST = (7, 5)  # oldest supported compute capability (Turing)
 MEMORY_LIMIT = "HYBRIDMF_GPU_MEMORY_LIMIT"
-
 INSTALL = 'pip install "hybridmf[cuda13]" (driver 580 or later) or "hybridmf[cuda12]"'
-
 TOOLKIT = 'pip install "cupy-cuda13x[ctk]" (or "cupy-cuda12x[ctk]"), or install the CUDA toolkit'
-
 HOPPER_ONLY = "__CUDA_ARCH_FEAT_SM90_ALL"  # macro in sources with instructions that only compute capability 9.0 has
 
 SMALL_COPY = 64 << 10

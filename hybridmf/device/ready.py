@@ -15,7 +15,6 @@ from typing import Any
 logger = logging.getLogger("hybridmf")
 
 FOLDER = Path(__file__).parent / "ready"
-
 READY_KERNELS = "HYBRIDMF_READY_KERNELS"  # environment variable; "0": NVRTC compiles all kernels
 
 _lock = threading.Lock()

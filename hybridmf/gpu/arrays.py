@@ -11,10 +11,8 @@ from ..device.cuda import Array, Device
 from .launch import check_all, check_not_host, get_kernel, program
 
 SOURCE = "arrays.cu"
-
 THREADS = 256
 BLOCKS_PER_SM = 8
-
 WORD = 4  # bytes of what `copy` and `gather` move; arrays of any type are sequences of words
 
 

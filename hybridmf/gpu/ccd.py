@@ -30,7 +30,6 @@ LANES = ((16, 8), (32, 16))
 """Maximum quads of a short piece, and the number of lanes that read it; a warp reads longer pieces."""
 
 MAX_QUADS = (1 << 31) - 1
-
 PIECE_WORK = 4  # overhead of a piece, in quads, when work is divided into blocks
 LEAST_ROUNDS = 16  # turns of each warp from which on the blocks of a tile take turns
 LEAST_SHARE = 0.05  # smallest part of a block's work for which it joins the team of a tile

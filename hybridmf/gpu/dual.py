@@ -23,7 +23,6 @@ BLOCKS_PER_SM = {16: 5, 32: 3, 48: 2, 64: 2}
 """Blocks per multiprocessor by the order of the systems, limited by registers."""
 
 BASIS_THREADS = 1024
-
 PRODUCT_THREADS = 256  # threads of a block of `to_basis` and `from_basis`
 PRODUCT_BLOCKS = 2  # their blocks per multiprocessor
 BASIS_TILE = 128  # rows that a block multiplies at a time

@@ -14,7 +14,6 @@ from ..plan.extras import FEATURE_ENTRIES
 from .launch import check_all, get_kernel
 
 SOURCE = "features.cu"
-
 THREADS = 64
 ROWS = 4  # as in features.cu
 BLOCKS_PER_SM = 16

@@ -16,7 +16,6 @@ from .arrays import THREADS, grid_of
 from .launch import check_all, get_kernel
 
 KERNELS = ("count_faults", "count_columns", "column_places", "scatter_entries")
-
 WARPS_PER_SM = 32  # parts of a transposition per multiprocessor, if there is memory for their counts
 LEAST_PART = 1024  # minimum entries of a part of a transposition
 COUNT_BYTES = 8  # maximum bytes of counts per entry of a transposition: the size of an entry of its result

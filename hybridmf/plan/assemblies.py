@@ -13,11 +13,8 @@ if TYPE_CHECKING:
     from .types import Plan
 
 WARP = 32
-
 MAX_THREADS = 1024
-
 MAX_GRID_Y = 65535
-
 REGISTERS = 65536  # registers of 32 bits per multiprocessor; each quarter of its warps shares a quarter of them
 MAX_REGISTERS = 255  # registers that a thread can address
 MAX_SUMS = 128  # maximum registers for a thread's sums; operands need the rest of `MAX_REGISTERS`

@@ -13,7 +13,6 @@ from . import tables
 
 MAX_RANK = 128  # a system must fit in the registers of a block of threads
 BLOCK = 16
-
 INVERSE_STRIDE = 20  # floats from one column of the inverse of a diagonal block to the next, as in cuda/system.cuh
 
 SEGMENT = 4096
@@ -219,7 +218,6 @@ def table_width(rank: int, dtype: Any) -> int:
 # ------------------------------------------------------------------------------------------------------- Gram matrices
 
 GRAM_TILE = 64
-
 GRAM_BLOCKS = 1056  # blocks of threads that share a table: eight on each multiprocessor of an H200
 
 GRAM_ROWS = (256, 4096)

@@ -68,7 +68,6 @@ SYSTEMS_PER_ROW = 3
 
 ROWS_AT_ONCE = 1 << 18  # rows in the dual form whose solutions change back from another basis together
 MOST_PARTS = 1 << 20
-
 PUBLISHED = "published"  # variant of a kernel as printed
 PUBLISHED_BATCH = 4096  # systems at a time in the paper of Gates et al. (section V)
 PREDICTED_ROWS = 2048  # entries of a row whose losses or predictions one warp sums

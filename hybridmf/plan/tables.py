@@ -29,7 +29,6 @@ from ..device.cuda import DeviceSpec
 logger = logging.getLogger("hybridmf")
 
 ANEW = "`hybridmf tune-kernels` writes it anew"
-
 FORMAT = "hybridmf tuned kernels"
 VERSION = 1
 SHIPPED = Path(__file__).with_name("tuned")  # folder of the shipped tables, one for each kind of GPU

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .machine import CpuRates, Machine
 
 CPU_ASSEMBLIES = ("simd", "rank1", "blas3", "bals")
-
 GPU_ASSEMBLIES = ("fused", "sparse_syrk", "mo_als", "bals")
 
 VARIANTS = {
@@ -44,18 +43,14 @@ Cholesky without tensor cores. BALS with the paper's mapping of sums to threads.
 (fig. 7), without the read-only cache (fig. 8), or without both."""
 
 ASSEMBLIES = ("auto", *CPU_ASSEMBLIES, *GPU_ASSEMBLIES[:-1], *VARIANTS)
-
 SOLVERS = ("cholesky", "cg", "subspace")
 
 NONNEGATIVE = "nonnegative"
 """Solver of the plan in place of "cholesky" if factors have to be nonnegative: exact, too, by coordinate descent."""
 
 PRECISIONS = ("float32", "bf16x3", "tf32", "bf16", "float16")
-
 DTYPES = ("float32", "float64")
-
 REORDERINGS = ("auto", "none", "rows", "columns", "both")
-
 ROW_FORMS = ("auto", "primal", "dual")
 
 REDUCTIONS = ("auto", "parallel", "two_phase", "root")
@@ -584,7 +579,6 @@ class DegreeFacts:
 
 
 DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or a list such as ["cuda:0", "cuda:1"]'
-
 MAX_CPU_RANKS = 64  # most ranks on the CPU: they are meant for testing, and each communicates with all others
 
 

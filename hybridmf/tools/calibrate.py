@@ -41,7 +41,6 @@ CPU_ALL = (16_000, 16_000, 50)  # the same for all cores
 GPU_PROBLEMS = ((40_000, 40_000, 400), (400_000, 400_000, 4))  # the same for a GPU, which needs enough rows to be busy
 TINY = (200, 200, 20)  # a problem whose time is overhead
 TINY_ITERATIONS = 50
-
 REPEATS = 3  # iterations of each fit after the first, which is a warm-up; the fastest counts
 
 COPY_BYTES, COLLECTIVE_BYTES = 256 << 20, 1 << 30

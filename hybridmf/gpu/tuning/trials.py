@@ -37,7 +37,6 @@ from ..half import HalfSweep
 
 RESIDUAL_TOLERANCE = {"float32": 3e-5, "bf16": 2e-2}  # maximum |Ax - b| / (|A| |x| + |b|); a millionth of it in float64
 REGULARIZATION = 0.05
-
 KEPT_HALVES = 6  # maximum half sweeps of a side on the device; BALS has one for each size of tiles
 
 

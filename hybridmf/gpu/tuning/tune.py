@@ -38,7 +38,6 @@ from .trials import Sample, TimedRun, Trial
 FACTORS = (32, 64, 100, 128)
 BUDGET = 300.0  # default time budget in seconds
 REPEATS = 3  # runs timed per configuration; only one if the first takes `HOPELESS` times the best so far
-
 HOPELESS = 1.3
 FINALISTS = 3
 FINAL_ROUNDS = 7

@@ -48,7 +48,6 @@ from .messages import add_in_order, check_counts, check_peer, check_timeout, eve
 logger = logging.getLogger("hybridmf")
 
 INSTALL = "pip install nvidia-nccl-cu13 (CUDA 13) or nvidia-nccl-cu12 beside CuPy, or name one device"
-
 POLL = 0.1  # seconds between two checks for a failure of NCCL or another rank
 
 CONNECT = "NCCL_RUNTIME_CONNECT"
