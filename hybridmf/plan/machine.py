@@ -390,10 +390,7 @@ def prepare() -> Path:
 
 
 def save(machine: Machine, gpu: Mapping[str, Any] | None = None) -> Path:
-    """Write measured constants, atomically.
-
-    `gpu`: name and driver of the GPU that was measured.
-    """
+    """Write measured constants, atomically; `gpu`: name and driver of the GPU that was measured."""
     path = prepare()
     content = {
         "format": FORMAT,

@@ -113,11 +113,9 @@ def one_device(user_items: Any, item_users: Any, plan: Plan, state: State) -> di
 class RankALS(Alternating):
     """One rank of ALS; every rank makes one, and all call its methods together.
 
-    `layout`: the same on all ranks.
+    `layout`, `plan`: the same on all ranks, but for `num_threads` and `gpu`.
     `blocks`: `RankLayout.cut` of both orientations of the ratings.
-    `plan`: the same on all ranks, but for `num_threads` and `gpu`.
     `state`: initial factors of the rows this rank owns, on the host.
-    `worker`: the device of this rank.
     `order`: of all rows. Default: that of the input.
     `topology`: socket of each rank, for ``reduction="two_phase"``.
     `one_matrix`: whether the blocks of all ranks were cut from the same ratings in memory: their entries are not

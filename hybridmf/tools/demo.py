@@ -70,9 +70,6 @@ class Films:
         """Whether an item has a genre the user likes; positions, broadcast against each other."""
         return np.any(self.item_genres[item] & self.liked_genres[user], axis=-1)
 
-    def taste_text(self, user: int) -> str:
-        return " and ".join(np.array(GENRE_NAMES)[self.liked_genres[user]])
-
 
 def generate(n_users: int = 4000, n_items: int = 1500, seed: int = 0) -> Films:
     """Invented films and their ratings, the same for the same seed.
@@ -255,7 +252,8 @@ def _report_people(write: Callable[[str], Any], films: Films, train: Ratings, mo
     )
     for user in _three_people(films, train):
         row = train.user_items[[user]]
-        write(f"\nPerson {user:,} likes {films.taste_text(user)}. Highest of {row.nnz} ratings:\n")
+        taste = " and ".join(np.array(GENRE_NAMES)[films.liked_genres[user]])
+        write(f"\nPerson {user:,} likes {taste}. Highest of {row.nnz} ratings:\n")
         favourites = row.indices[np.argsort(-row.data, kind="stable")][:3].tolist()
         write("\n".join(f"    {films.titles[item]} ({films.genre_text(item)})" for item in favourites))
         ids, scores = model.recommend([user], row, N=6)

@@ -487,7 +487,8 @@ class NcclCommunicator(Communicator):
         if not self._cause:
             together = False
             with self._on_device():
-                self._wait_for_calls()
+                for _, event, _ in (*self._pending, ("", self._health.mark(), 0.0)):  # and the current stream
+                    self._health.wait(event)
                 with suppress(CommunicatorError):  # after a failure of others, do not wait for them
                     self.control.barrier()
                     together = not self.control.cause
@@ -496,11 +497,6 @@ class NcclCommunicator(Communicator):
             else:  # abort, since destroy would wait for the other ranks: none of them has work left
                 self._give_back()
         self.control.close()
-
-    def _wait_for_calls(self) -> None:
-        """Wait for all calls, on whichever stream, and for the current stream."""
-        for _, event, _ in (*self._pending, ("", self._health.mark(), 0.0)):
-            self._health.wait(event)
 
     def _leave(self) -> None:
         """Leave the connection open; no rank has work left."""
