@@ -207,13 +207,7 @@ class CpuEpochs:
     fixed = copies
 
     def move(
-        self,
-        block: int,
-        side: Side | None,
-        work: WorkingCopies,
-        terms: Terms,
-        epoch: int,
-        between: Callable[[], None],
+        self, block: int, side: Side | None, work: WorkingCopies, terms: Terms, epoch: int, between: Callable[[], None]
     ) -> None:
         def record(losses: np.ndarray) -> bool:
             between()

@@ -178,12 +178,7 @@ class CcdEntries:
     """Entries of one side on a device: ratings, residual, and their division into blocks."""
 
     def __init__(
-        self,
-        device: Device,
-        side: Side,
-        matrix: sp.csr_array,
-        objective: Objective,
-        config: CcdConfig,
+        self, device: Device, side: Side, matrix: sp.csr_array, objective: Objective, config: CcdConfig
     ) -> None:
         self.device, self.config = device, config
         self._kernels: dict[tuple[str, int | None], Kernel] = {}

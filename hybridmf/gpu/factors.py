@@ -228,11 +228,7 @@ class HostFactors(TableFactors):
     """
 
     def __init__(
-        self,
-        table: np.ndarray,
-        factors: int,
-        host_bias: np.ndarray | None,
-        tables: HostTables | None = None,
+        self, table: np.ndarray, factors: int, host_bias: np.ndarray | None, tables: HostTables | None = None
     ) -> None:
         tables = tables or HostTables(table.shape, table.dtype)
         self.keep(table=table, factors=factors, host_bias=host_bias, range=None, tables=tables, checked=None)

@@ -59,11 +59,7 @@ class CcdMethod(Method):
         base = base.changed(precision="float32", reorder="none")
         return dispatch.choose(
             dispatch.PlanRequest(
-                base,
-                settings,
-                spec,
-                on_cpu=_on_cpu,
-                on_gpu=lambda undecided: _on_gpu(undecided, settings, spec),
+                base, settings, spec, on_cpu=_on_cpu, on_gpu=lambda undecided: _on_gpu(undecided, settings, spec)
             )
         )
 

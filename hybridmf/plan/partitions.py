@@ -13,16 +13,7 @@ from ..core.validate import check_int
 from ..errors import DeviceMemoryError, MemoryBudgetError
 from . import machine as machines
 from .grid import Grid, RankLayout
-from .half_sweep import (
-    MOST_PARTS,
-    SLAB_BUFFERS,
-    HalfPlan,
-    batch_entries,
-    fewest_batches,
-    half_bytes,
-    priced,
-    size_text,
-)
+from .half_sweep import MOST_PARTS, SLAB_BUFFERS, HalfPlan, batch_entries, fewest_batches, half_bytes, priced, size_text
 from .machine import Machine
 
 if TYPE_CHECKING:
