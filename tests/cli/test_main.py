@@ -74,35 +74,35 @@ def test_version_as_a_process():
 
 @pytest.mark.parametrize("error", [ValueError("no\ngood"), TypeError("no good"), hmf.errors.DeviceError("no good")])
 def test_a_library_error_is_one_line(monkeypatch, error):
-    monkeypatch.setattr(cli.demo, "run_demo", raising(error))
+    monkeypatch.setattr("hybridmf.cli.demo.run_demo", raising(error))
     assert refuse("demo") == "Error: no good"
 
 
 def test_an_error_without_a_message_is_named(monkeypatch):
-    monkeypatch.setattr(cli.demo, "run_demo", raising(ValueError()))
+    monkeypatch.setattr("hybridmf.cli.demo.run_demo", raising(ValueError()))
     assert refuse("demo") == "Error: ValueError"
 
 
 def test_a_file_error_names_the_file(monkeypatch):
-    monkeypatch.setattr(cli.demo, "run_demo", raising(PermissionError(13, "Permission denied", "some/file")))
+    monkeypatch.setattr("hybridmf.cli.demo.run_demo", raising(PermissionError(13, "Permission denied", "some/file")))
     assert refuse("demo") == "Error: some/file: Permission denied"
 
 
 @pytest.mark.parametrize("arguments", [("--debug", "demo"), ("demo", "--debug")])
 def test_debug_shows_the_traceback(monkeypatch, arguments):
-    monkeypatch.setattr(cli.demo, "run_demo", raising(ValueError("no good")))
+    monkeypatch.setattr("hybridmf.cli.demo.run_demo", raising(ValueError("no good")))
     assert isinstance(run(*arguments).exception, ValueError)
 
 
 def test_a_bug_is_distinguished_from_a_user_error(monkeypatch):
-    monkeypatch.setattr(cli.demo, "run_demo", raising(RuntimeError("a bug")))
+    monkeypatch.setattr("hybridmf.cli.demo.run_demo", raising(RuntimeError("a bug")))
     result = run("demo")
     assert result.exit_code == 1
     assert isinstance(result.exception, RuntimeError)
 
 
 def test_interruption_exits_130(monkeypatch):
-    monkeypatch.setattr(cli.demo, "run_demo", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("hybridmf.cli.demo.run_demo", raising(KeyboardInterrupt()))
     result = run("demo")
     assert result.exit_code == 130
     assert result.output.strip() == "Interrupted."
