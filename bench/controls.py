@@ -7,10 +7,10 @@
 
 Every part of the code (`PARTS`) has cases. Each tree has a process, and a case runs in both in the order old, new, new,
 old, so that a change of the machine's speed meets both. A case passes if the results of both trees have the same bytes
-and the least seconds differ by at most 3 % (where they are a figure: not of drawn data and plans). Schedules whose
-threads race have no fixed bytes; their RMSE must agree to 1 %. Cases that fail by their seconds alone run again in that
-order, in new processes. Lines whose seconds are those of CUDA events
-(`freshness.BY_EVENTS`) need the parts that measure by events, all others those that measure by the clock. One line of
+and the least seconds differ by at most 3 % (where they are a figure: not of drawn data and plans, which each tree makes
+once). Schedules whose threads race have no fixed bytes; their RMSE must agree to 1 %. Cases that fail by their seconds
+alone run again in that order, in new processes. Lines whose seconds are those of CUDA events (`freshness.BY_EVENTS`)
+need the parts that measure by events, all others those that measure by the clock. One line of
 bench/results/controls.jsonl then names the pairs of hashes of the code paths (`freshness.py`) whose differing files
 belong to parts that passed. Compiled modules are those of this tree, if the sources of both are the same; otherwise the
 other tree needs its own.
@@ -561,7 +561,8 @@ def run_parts(tree: Path, parts: Sequence[str], folder: Path, budget: float) -> 
                          for name, root in (("old", tree), ("new", freshness.ROOT))}  # fmt: skip
             try:
                 for part, number in again:
-                    for turn in TURNS if time.perf_counter() <= end else ():
+                    turns = TURNS if CASES[part][number].timed else TURNS[:2]
+                    for turn in turns if time.perf_counter() <= end else ():
                         runs[part, number][turn].append(processes[turn].measure(f"{part}:{number}"))
             finally:
                 for process in processes.values():

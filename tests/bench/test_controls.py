@@ -132,6 +132,9 @@ def test_a_case_runs_in_both_trees_in_turn_and_again_if_it_differs_by_time_alone
     assert timer.started == ["old", "new", "closed", "closed"] * 2
     assert [line["passed"] for part in found.values() for line in part] == [True, True]
     timer.asked.clear()
+    controls.run_parts(tmp_path, ["data"], tmp_path, 60.0)
+    assert timer.asked == [("old", "data:0"), ("new", "data:0")]  # its seconds are no figure
+    timer.asked.clear()
     found = controls.run_parts(tmp_path, ["top-k-cpu"], tmp_path, -1.0)
     assert not timer.asked and not found["top-k-cpu"][0]["passed"]
 
