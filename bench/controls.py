@@ -107,6 +107,9 @@ MSGD = {"device": "cuda", "biases": False}
 EVENTS = " by events"
 """End of the names of parts that measure by CUDA events."""
 
+ON_HOST = {"tiles"}
+"""Parts whose seconds are not in those of CUDA events: equal results are enough."""
+
 ON_REQUEST = ("multi", "mcumsgd", "planner", "search")
 """Parts that do not run by default."""
 
@@ -450,7 +453,7 @@ def compare(case: Case, old: Sequence[Result], new: Sequence[Result]) -> Result:
 def covers(old: Path, passed: set[str], equal: set[str] | None = None) -> dict[str, list[str]]:
     """By "FILE PATH": the hashes of a code path in both trees, if the files that differ are of parts that passed.
 
-    `equal`: parts with equal results, which count where figures are no times (`freshness.BY_RESULTS`).
+    `equal`: parts with equal results, which count where figures are no times (`freshness.BY_RESULTS`, `ON_HOST`).
     """
     before = _freshness_of(old)
     found = {}
@@ -459,8 +462,12 @@ def covers(old: Path, passed: set[str], equal: set[str] | None = None) -> dict[s
             with suppress(KeyError, ValueError):  # not declared there, or other files
                 declared = before.CODE[file]
                 earlier = declared[key] if isinstance(declared, dict) else {"": declared}[key]
-                counted = of_clock(passed, by_events=f"{file} {key}" in freshness.BY_EVENTS)
-                counted |= equal or set() if f"{file} {key}" in freshness.BY_RESULTS else set()
+                by_events, by_results = (
+                    f"{file} {key}" in each for each in (freshness.BY_EVENTS, freshness.BY_RESULTS)
+                )
+                counted = of_clock(passed, by_events=by_events)
+                same = equal or set()
+                counted |= same if by_results else same & ON_HOST if by_events else set()
                 if is_covered(earlier, patterns, old, counted, before):
                     found[f"{file} {key}"] = [freshness.code_hash(earlier, old), freshness.code_hash(patterns)]
     return found

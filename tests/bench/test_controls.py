@@ -197,6 +197,8 @@ def test_equal_results_are_enough_where_figures_are_no_times(monkeypatch):
     controls.covers(ROOT, {"data"}, {"data", "tiles"})
     assert asked[freshness.CODE["paper_bals"]["vacancies"]] == {"data", "tiles"}
     assert asked[freshness.CODE["layouts"][""]] == {"data"}
+    controls.covers(ROOT, {"data"}, {"data", "tiles", "sgd"})
+    assert asked[freshness.CODE["paper_bals"][""]] == {"data", "tiles"}  # CUDA events have no seconds of the host
 
 
 def test_every_part_has_cases_and_files():
