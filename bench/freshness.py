@@ -371,10 +371,10 @@ def controls_of(file: str, line: Line) -> list[dict[str, Any]]:
     return ways.get(aim, [])
 
 
-def results() -> dict[str, list[dict[str, Any]]]:
-    """All lines by file."""
+def results(files: str = "*.jsonl") -> dict[str, list[dict[str, Any]]]:
+    """All lines by file, of the files of a pattern."""
     return {path.stem: [json.loads(text) for text in path.read_text().splitlines() if text]
-            for path in sorted(RESULTS.glob("*.jsonl"))}  # fmt: skip
+            for path in sorted(RESULTS.glob(files))}  # fmt: skip
 
 
 def newest_commit(lines: Iterable[Line]) -> str:

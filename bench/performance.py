@@ -32,7 +32,8 @@ Rows = list[list[object]]
 
 def lines(file: str, **where: Any) -> list[Line]:
     """Lines of a file with these fields, oldest first."""
-    return [line for line in freshness.results().get(file, []) if all(line.get(k) == v for k, v in where.items())]
+    found = freshness.results(f"{file}.jsonl").get(file, [])
+    return [line for line in found if all(line.get(k) == v for k, v in where.items())]
 
 
 def card(line: Line) -> str:
