@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# read when libgomp and OpenBLAS are loaded: threads that spin while they wait take the cores from other processes
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+
 import pytest
 import scipy.sparse as sp
 from hypothesis import HealthCheck, settings
 
-# read when libgomp is loaded: threads that spin while they wait take the cores from the other processes of a run
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # tests are of the sources of kernels
 os.environ.setdefault("HYBRIDMF_READY_KERNELS", "0")
 pytest.register_assert_rewrite("support")
