@@ -561,6 +561,13 @@ def resolve(
                 )
             size = max(largest, -1) + 1  # from_triplets reports negative positions
         size = len(cast(np.ndarray, known)) if size is None else size
+        if known is not None and known.dtype.kind in "iu" and ids.size and np.isin(ids, known).all():
+            place = np.argmax(known != np.arange(len(known)))  # 0 if they are positions themselves
+            if known[place] != place:
+                logger.warning(
+                    "%s are integers, which are positions, and all of them are among %s, too: if they are labels, pass "
+                    "%s.astype(object)", name, ids_name, name,
+                )  # fmt: skip
         return ids, label_array(ids_name, known, size), size
     if ids.dtype.kind not in "USO":
         raise TypeError(
@@ -571,7 +578,7 @@ def resolve(
         codes, found = factorize(name, ids, "entry")
         _warn_missing_words(name, found)
     else:
-        found = _distinct(ids_name, known, len(known))
+        found = cast(np.ndarray, label_array(ids_name, known, len(known)))
         codes = places_among(found, ids)
         unknown = np.flatnonzero(codes < 0)
         if unknown.size:

@@ -521,9 +521,17 @@ def test_labels_cannot_be_changed(ids):
     model = ExplicitALS(2, iterations=1).fit(ratings)
     features = Features(np.eye(2), labels=ids)
     ids[:] = ids[::-1].copy()
-    frame = Ratings.from_coo(["u", "v"], ["x", "y"])
+    by_label = Ratings.from_coo(ids.astype(object), ["x", "y"], user_ids=ids)
+    assert ids.flags.writeable
     for found in (ratings.user_ids, ratings.item_ids, model.item_ids_, features.labels):
         assert found.tolist() == expected
-    for found in (ratings.user_ids, frame.item_ids):
+    for found in (ratings.user_ids, by_label.user_ids, by_label.item_ids):
         with pytest.raises(ValueError, match="read-only"):
             found[0] = found[1]
+
+
+def test_positions_that_could_be_labels_are_told(caplog):
+    Ratings.from_coo([0, 1], [0, 1], user_ids=[1, 2], item_ids=[0, 1])
+    assert not caplog.records
+    Ratings.from_coo([1, 2], [0, 1], user_ids=[1, 2, 3])
+    assert "users are integers, which are positions, and all of them are among user_ids, too" in caplog.text
