@@ -37,7 +37,7 @@ from hybridmf.metrics import (
     scorer,
 )
 from hybridmf.model.evaluation import as_evaluation
-from hybridmf.model.popularity import PopularityRecommender
+from hybridmf.model.popularity import PopularityRecommender, rank_by_count
 from hybridmf.ratings import Ratings
 
 ir_measures = pytest.importorskip("ir_measures")  # a machine that runs the GPU tests alone may lack it
@@ -1169,3 +1169,17 @@ def test_scorer_for_scikit_learn(fitted):
     assert found.best_params_ == {"regularization": 1.0} and 0 < found.best_score_ <= 1
     with pytest.raises(ValueError, match="metrics has 'recall'"):
         scorer("recall")
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_popular_items_are_those_of_a_sort_of_all(seen):
+    rng = np.random.default_rng(0)
+    for n_items, N in ((5, 10), (400, 3), (400, 20)):
+        counts, allowed = rng.integers(0, 9, n_items), rng.random(n_items) < 0.8
+        rows = sp.csr_array((rng.random((6, n_items)) < 0.1 if seen else np.zeros((6, n_items))).astype(np.int8))
+        ids, scores = rank_by_count(counts, allowed, rows if seen else None, 6, N)
+        order = np.argsort(-counts, kind="stable")
+        for row, found, score in zip(rows.toarray(), ids, scores, strict=True):
+            left = [item for item in order if allowed[item] and not row[item]][:N]
+            assert found.tolist() == left + [-1] * (N - len(left))
+            assert score[: len(left)].tolist() == counts[left].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from scipy.stats import loguniform, randint
+from scipy.stats import loguniform, norm, randint
 
 import hybridmf as hmf
 from hybridmf import _formats
@@ -22,6 +23,8 @@ from hybridmf.metrics import PopularityRecommender
 from hybridmf.model.fit import Fit, Options
 from hybridmf.model.training import LocalRatings
 from hybridmf.search import (
+    LENGTHS,
+    NOISE,
     RUNGS,
     Searcher,
     default_space,
@@ -450,6 +453,39 @@ def test_factors_that_stay_on_the_device_are_those_of_a_fit(plays, backend):
         np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(stays.user_factors, usual.user_factors)
     np.testing.assert_array_equal(stays.item_factors, usual.item_factors)
+
+
+def test_points_with_the_same_values_of_lists_are_the_same_for_proposals(plays):
+    space = given_space({"nonnegative": [False, True], "regularization": loguniform(0.01, 10)}, hmf.ImplicitALS(4))
+    laid = space.laid(np.array([[0.1, 0.5], [0.4, 0.5], [0.6, 0.5], [1.0, 0.5]]))
+    np.testing.assert_array_equal(laid[:, 0], [0.25, 0.25, 0.75, 0.75])
+    assert (laid[:, 1] == 0.5).all()
+    usual = default_space(hmf.ImplicitALS(4), hmf.PreparedRatings(plays))
+    aligned = with_likely(usual, hmf.ImplicitALS(4), hmf.PreparedRatings(plays))
+    points = np.random.default_rng(0).random((5, len(aligned.dimensions)))
+    np.testing.assert_array_equal(aligned.laid(points)[:, :2], aligned.aligned(points)[:, :2])
+
+
+def test_expected_improvement_is_that_of_scikit_learn():
+    """With the same length scales."""
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import Matern
+
+    rng = np.random.default_rng(0)
+    points, places = rng.random((12, 2)), rng.random((200, 2))
+    values = np.sin(3 * points[:, 0]) + 0.3 * points[:, 1]
+    kept = np.maximum(values, 2 * np.median(values) - values.max())
+    found = expected_improvement(points, values, places)
+    errors, likelihoods = [], []
+    for lengths in itertools.product(LENGTHS, repeat=2):
+        process = GaussianProcessRegressor(Matern(lengths, nu=2.5), alpha=NOISE, normalize_y=True, optimizer=None)
+        means, deviations = process.fit(points, kept).predict(places, return_std=True)
+        gains = (means - kept.max()) / deviations
+        expected = deviations * (gains * norm.cdf(gains) + norm.pdf(gains))
+        errors.append(float(np.abs(found - expected).max()))
+        likelihoods.append(process.log_marginal_likelihood_value_)
+    best = int(np.argmin(errors))
+    assert errors[best] < 1e-9 and likelihoods[best] >= max(likelihoods) - 0.5
 
 
 def test_expected_improvement_is_that_of_draws():
