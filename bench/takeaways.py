@@ -55,9 +55,9 @@ def _until(line: Line, target: float) -> float | None:
 
 
 def draw_gates(path: Path, results: Results) -> None:
-    """Iterations on a fifth of Netflix's users and items over the rank: 16 cores and one GPU."""
-    lines = figures.select(results, "paper_gates task=iteration shape=netflix scale=0.2 device=cuda")
-    lines += figures.select(results, "paper_gates task=iteration shape=netflix scale=0.2 device=cpu")
+    """Iterations on Netflix's shape over the rank: 16 cores and one GPU."""
+    lines = figures.select(results, "paper_gates task=iteration shape=netflix scale=1 device=cuda")
+    lines += figures.select(results, "paper_gates task=iteration shape=netflix scale=1 device=cpu")
     with figure(path, 7.0, 3.2) as drawing:
         panel = drawing.subplots()
         for method in dict.fromkeys(line["method"] for line in lines):
