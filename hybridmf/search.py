@@ -849,14 +849,15 @@ class Searcher:
         self._brackets(rank, WIDTHS[:-1], share)
 
     def _explore_whole(self, own: Trial, share: float) -> None:
-        """Whole trials at the lowest rank: the middle of the likely settings, the model's own, more of them, proposals.
+        """Whole trials at the lowest rank: the middle of the likely settings, more of them, proposals.
 
-        The model's own comes first if no others are likely, and after some proposals if it is no point of the space.
+        The model's own setting comes first if no others are likely, else after some proposals, which need fewer trials
+        without it.
         """
         rank, likely = self.space.ranks[0], self.space.likely
         if likely is not None and self.budget.has_trial(1, share):
             self.advance(self.start(rank, likely(np.full(len(self.space.dimensions), 0.5))), len(RUNGS) - 1)
-        if likely is None or own._point is not None:
+        if likely is None:
             self._complete(own)
         for trial in self._drawn(rank, None, share, likely, FIRST_DRAWN):
             self.advance(trial, len(RUNGS) - 1)
