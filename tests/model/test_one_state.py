@@ -94,6 +94,10 @@ class Held:
     def __init__(self, model) -> None:
         self.model = model
 
+    def _fitted(self):
+        """The state that the call meets first."""
+        return vars(self.model).get("_states", [vars(self.model).get("_learned")])[0]
+
     def export_items(self, labels: bool):
         return None, np.arange(FEWER)
 
