@@ -31,9 +31,9 @@ from .core.validate import (
     check_threads,
     csr_arrays,
     refuse_masked,
-    refuse_other_index,
 )
 from .data.align import align, labels_of
+from .data.labels import refuse_other_index
 from .errors import NonFiniteError
 from .model.early_stopping import refuse_error
 from .model.evaluation import Evaluation as Evaluation

@@ -36,7 +36,6 @@ from .core.validate import (
     from_triplets,
     frozen_csr,
     make_csr,
-    refuse_other_index,
 )
 from .data import readers
 from .data.columns import AUTO, column_place, log_columns
@@ -53,6 +52,7 @@ from .data.labels import (
     label_kind,
     label_table,
     look_up,
+    refuse_other_index,
     refuse_series,
     resolve,
     storable,

@@ -203,17 +203,6 @@ def refuse_masked(name: str, values: Any) -> None:
         )
 
 
-def refuse_other_index(**vectors: Any) -> None:
-    """Refuse pandas series with different indexes: elements at one place belong to different rows."""
-    indexes = [(name, vector.index) for name, vector in vectors.items() if hasattr(vector, "iloc")]
-    for name, index in indexes[1:]:
-        if not index.equals(indexes[0][1]):
-            raise RatingsError(
-                f"{indexes[0][0]} and {name} are series with different indexes, whose elements at one place belong to "
-                f"different rows; pass columns of one frame, or {name}.to_numpy() if their order agrees"
-            )
-
-
 def refuse_gpu(matrix: Any, name: str) -> None:
     """Refuse an array or matrix on a GPU where ratings on the host are expected."""
     values = matrix.data if isinstance(getattr(matrix, "format", None), str) else matrix

@@ -386,6 +386,17 @@ def as_weights(given: Any, count: int, name: str = "weights") -> np.ndarray:
     return found
 
 
+def refuse_other_index(**vectors: Any) -> None:
+    """Refuse pandas series with different indexes: elements at one place belong to different rows."""
+    indexes = [(name, vector.index) for name, vector in vectors.items() if hasattr(vector, "iloc")]
+    for name, index in indexes[1:]:
+        if not index.equals(indexes[0][1]):
+            raise RatingsError(
+                f"{indexes[0][0]} and {name} are series with different indexes, whose elements at one place belong to "
+                f"different rows; pass columns of one frame, or {name}.to_numpy() if their order agrees"
+            )
+
+
 def refuse_series(weights: Any) -> None:
     """Refuse weights in the order of the rows of a frame, where that of the entries is expected."""
     if hasattr(weights, "to_frame"):

@@ -12,19 +12,9 @@ import scipy.sparse as sp
 
 from ..core.objective import SIDES, Side
 from ..core.sparse import entries_in, entry_rows, keep_entries, rows_or_empty, take_rows
-from ..core.validate import (
-    MAX_N,
-    check_bool,
-    check_choice,
-    check_ids,
-    check_int,
-    check_shape,
-    from_triplets,
-    one_row,
-    refuse_other_index,
-)
+from ..core.validate import MAX_N, check_bool, check_choice, check_ids, check_int, check_shape, from_triplets, one_row
 from ..data.align import IN_ORDER, align, are_positions, labels_of
-from ..data.labels import check_label_types, look_up, plain_array
+from ..data.labels import check_label_types, look_up, plain_array, refuse_other_index
 from ..data.layout import FileOptions
 from ..data.readers import frame_entries
 from ..data.wide import is_wide
