@@ -95,7 +95,10 @@ def rmse(truth: Any, predicted: Any) -> float:
     Raises
     ------
     ValueError
-        No values, different lengths, arrays that are not vectors, or a value that is NaN, infinite or masked.
+        No values, different lengths or indexes of pandas series, arrays that are not vectors, or a value that is NaN,
+        infinite or masked.
+    TypeError
+        Values that are not real numbers.
     """
     error = _differences(truth, predicted)
     return float(np.sqrt(np.mean(np.square(error))))

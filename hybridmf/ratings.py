@@ -208,7 +208,8 @@ class Ratings:
         Raises
         ------
         RatingsError
-            Unequal lengths, positions out of range, missing or unknown labels, or values that are not finite.
+            Unequal lengths, pandas series with different indexes, positions out of range, missing or unknown labels, or
+            values that are not finite.
         DuplicateEntriesError
             A repeated pair under ``duplicates="error"``.
         TypeError
