@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import html
+import importlib
 import itertools
 import json
 import logging
@@ -20,6 +21,7 @@ import os
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -108,9 +110,8 @@ MODELLED = 100
 PLACES = 512
 """Places anywhere, and as many beside the best, among which the next proposal is."""
 
-LENGTHS = (0.3, 0.5, 0.85, 1.45, 2.5)  # length scales of the process for each coordinate
-
-NOISE = 1e-3  # variance of a value for equal parameters, relative to that of all values
+LENGTH, LENGTHS = 0.6, (0.3, 2.5)
+"""Length scale of the process for each coordinate, first and limits."""
 
 LIKELY_WEIGHTS = (0.03, 1.0)
 """Unobserved weights of the first settings."""
@@ -677,6 +678,8 @@ class Searcher:
 
     def run(self) -> None:
         """All stages, until the budget is used up or nothing gets better."""
+        if self.points is not None and self._is_whole(self.space.ranks[0]):  # import it while the first trials run
+            threading.Thread(target=importlib.import_module, args=("sklearn.gaussian_process",), daemon=True).start()
         self._compile_ranks(0)
         own = self.start(self.space.ranks[0], self.space.first, {})
         if self.points is None:
@@ -1014,36 +1017,24 @@ def expected_improvement(points: np.ndarray, values: np.ndarray, places: np.ndar
     """Expected gain over the greatest value at some places, by a Gaussian process through the values at some points.
 
     `points`, shape (n, d), and `places`, shape (m, d), are in the unit cube. Values far below the median count as less
-    far. The length scales of a Matern kernel are those of `LENGTHS` with the greatest likelihood, found one by one.
-    Scikit-learn's process takes as many trials to within 1 % of the best, and half a second to import.
+    far.
     """
+    # slow to import, and on a GPU alone
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import Matern
+
     middle, top = float(np.median(values)), float(values.max())
     values = np.maximum(values, middle - (top - middle))
-    scale = float(values.std()) or 1.0
-    standard = (values - values.mean()) / scale
-
-    def fitted(lengths: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        root = np.linalg.cholesky(_matern(points / lengths, points / lengths) + NOISE * np.eye(len(points)))
-        whitened = np.linalg.solve(root, standard)
-        return -float(whitened @ whitened) / 2 - float(np.log(np.diag(root)).sum()), root, whitened
-
-    lengths = np.full(points.shape[1], LENGTHS[1])
-    for k in 2 * list(range(len(lengths))):
-        tried = [np.where(np.arange(len(lengths)) == k, length, lengths) for length in LENGTHS]
-        lengths = max(tried, key=lambda each: fitted(each)[0])
-    _, root, whitened = fitted(lengths)
-    known = np.linalg.solve(root, _matern(points / lengths, places / lengths))
-    deviations = np.sqrt(np.maximum(1 - np.square(known).sum(axis=0), np.finfo(np.float64).tiny))
-    gains = (whitened @ known - standard.max()) / deviations
-    improvement: np.ndarray = scale * deviations * (gains * norm.cdf(gains) + norm.pdf(gains))
+    kernel = Matern(np.full(points.shape[1], LENGTH), LENGTHS, nu=2.5)
+    process = GaussianProcessRegressor(kernel, alpha=1e-3, normalize_y=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a length at its limit
+        means, deviations = process.fit(points, values).predict(places, return_std=True)
+    deviations = np.maximum(deviations, np.finfo(np.float64).tiny)
+    gains = (means - top) / deviations
+    improvement: np.ndarray = deviations * (gains * norm.cdf(gains) + norm.pdf(gains))
     return improvement
-
-
-def _matern(some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """The kernel with nu = 5/2 between points in units of its lengths, shape (len(some), len(others))."""
-    distances = np.sqrt(5 * np.square(some[:, None] - others).sum(axis=-1))
-    kernel: np.ndarray = (1 + distances + distances**2 / 3) * np.exp(-distances)
-    return kernel
 
 
 def quiet() -> AbstractContextManager[None]:

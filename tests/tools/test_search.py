@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from scipy.stats import loguniform, norm, randint
+from scipy.stats import loguniform, randint
 
 import hybridmf as hmf
 from hybridmf import _formats
@@ -23,8 +22,6 @@ from hybridmf.metrics import PopularityRecommender
 from hybridmf.model.fit import Fit, Options
 from hybridmf.model.training import LocalRatings
 from hybridmf.search import (
-    LENGTHS,
-    NOISE,
     RUNGS,
     Searcher,
     default_space,
@@ -466,28 +463,6 @@ def test_points_with_the_same_values_of_lists_are_the_same_for_proposals(plays):
     aligned = with_likely(usual, hmf.ImplicitALS(4), hmf.PreparedRatings(plays))
     points = np.random.default_rng(0).random((5, len(aligned.dimensions)))
     np.testing.assert_array_equal(aligned.laid(points)[:, :2], aligned.aligned(points)[:, :2])
-
-
-def test_expected_improvement_is_that_of_scikit_learn():
-    """With the same length scales."""
-    from sklearn.gaussian_process import GaussianProcessRegressor
-    from sklearn.gaussian_process.kernels import Matern
-
-    rng = np.random.default_rng(0)
-    points, places = rng.random((12, 2)), rng.random((200, 2))
-    values = np.sin(3 * points[:, 0]) + 0.3 * points[:, 1]
-    kept = np.maximum(values, 2 * np.median(values) - values.max())
-    found = expected_improvement(points, values, places)
-    errors, likelihoods = [], []
-    for lengths in itertools.product(LENGTHS, repeat=2):
-        process = GaussianProcessRegressor(Matern(lengths, nu=2.5), alpha=NOISE, normalize_y=True, optimizer=None)
-        means, deviations = process.fit(points, kept).predict(places, return_std=True)
-        gains = (means - kept.max()) / deviations
-        expected = deviations * (gains * norm.cdf(gains) + norm.pdf(gains))
-        errors.append(float(np.abs(found - expected).max()))
-        likelihoods.append(process.log_marginal_likelihood_value_)
-    best = int(np.argmin(errors))
-    assert errors[best] < 1e-9 and likelihoods[best] >= max(likelihoods) - 0.5
 
 
 def test_expected_improvement_is_that_of_draws():
