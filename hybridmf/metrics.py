@@ -685,7 +685,8 @@ def evaluate(
     found.n_dropped = dropped
     if include_cold:
         found.apart = _apart(measured, test, train, names, users, *how)
-    if (ids := getattr(model, "user_ids_", None)) is not None:
+    ids = getattr(model, "user_ids_", None)
+    if isinstance(ids, np.ndarray):  # other libraries name something else so
         for each in (found, *found.apart.values()):
             each.user_ids = ids[each.users]
     if not isinstance(model, ReadyLists):

@@ -856,6 +856,14 @@ def test_other_models_have_the_labels_of_train(model, train, held_out):
     assert evaluate(ids, test, train=Ratings(train, users, items)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("ids", [[f"u{k}" for k in range(10)], {"u0": 0}, 3])
+def test_user_ids_of_other_models_may_be_anything(model, train, held_out, ids):
+    expected = evaluate(model, held_out, train=train)
+    model.user_ids_ = ids
+    found = evaluate(model, held_out, train=train)
+    assert found == expected and found.user_ids is None
+
+
 def test_evaluate_takes_models_of_implicit(train, held_out):
     als = pytest.importorskip("implicit.cpu.als")
     names = ("ndcg@10", "auc", "novelty@5")
