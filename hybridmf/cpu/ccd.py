@@ -47,7 +47,7 @@ class _Half:
     def __init__(self, side: Side, matrix: sp.csr_array, objective: Objective) -> None:
         indptr, indices, self.ratings = csr_arrays(matrix)
         residual = aligned_zeros(self.ratings.shape, matrix.dtype)
-        self.rows = ResidualRows(indptr, indices, residual, residual[:0], *_ccd.schedule(indptr))
+        self.rows = ResidualRows(indptr, indices, residual, *_ccd.schedule(indptr))
         self.degrees = np.diff(indptr)
         # for factors, and for biases if there are any
         self.ridges = objective.ridge(side, 1, 1 + objective.biases)[:, None] * objective.row_scale(side, self.degrees)

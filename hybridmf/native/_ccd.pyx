@@ -2,7 +2,7 @@
 
 For factor t with coordinates u (users) and v (items), and R the residual of all factors but t,
 
-    v_i = sum_u w_ui R_ui u_u / (lambda s_i + sum_u w_ui u_u^2)      then the same for u with v; w = 1 if not given
+    v_i = sum_u R_ui u_u / (lambda s_i + sum_u u_u^2)      then the same for u with v
 
 A bias is a coordinate whose partner is the constant 1; the side with the ones keeps them.
 
@@ -149,7 +149,6 @@ cdef struct Update:
     bint nonnegative
     const int64_t* indptr
     const int32_t* columns
-    const void* weights     # (nnz,)
     void* e                 # (nnz,) residual
     const double* ridge     # (n_rows,) lambda s; NULL: keep the coordinates
     void* coordinates       # (n_rows,)
@@ -187,10 +186,7 @@ cdef inline void _store(const Update* how, Py_ssize_t row, real new) noexcept no
 
 cdef inline hmf_ccd_entries _entries(const Update* how, Py_ssize_t start, Py_ssize_t n, real* kept) noexcept nogil:
     """`n` entries from position `start` on."""
-    cdef const real* weights = <const real*> how.weights
-    if weights != NULL:
-        weights += start
-    return hmf_ccd_entries(n, how.columns + start, weights, <real*> how.e + start, kept)
+    return hmf_ccd_entries(n, how.columns + start, <real*> how.e + start, kept)
 
 
 cdef inline void _sum_entries(const Update* how, Py_ssize_t row, const hmf_ccd_entries* entries, real old,
@@ -229,7 +225,7 @@ def update(
     """Solve one factor's coordinates of one side and update the residual in the same pass.
 
     With pairs (a, b): CATCH_UP takes ``e <- e - pending a + coordinate b`` (a: factor of the pending product), ADD_BACK
-    ``e <- e + coordinate a`` (a: old, b: new), KEEP leaves e. Then ``coordinate <- sum w e b / (ridge + sum w b^2)``.
+    ``e <- e + coordinate a`` (a: old, b: new), KEEP leaves e. Then ``coordinate <- sum e b / (ridge + sum b^2)``.
     `following` marks the last update of a factor: ``e <- e - coordinate b``, and `own` then holds the pairs
     (coordinate, following); else (coordinate before this factor's first update, coordinate).
     """
@@ -237,7 +233,7 @@ def update(
     cdef const int32_t[::1] indices = rows.indices
     cdef const int64_t[:, ::1] segments = rows.segments
     cdef real[::1] e = rows.residual
-    cdef const real[::1] weights = rows.weights, pending = change.pending, following = change.following
+    cdef const real[::1] pending = change.pending, following = change.following
     cdef Py_ssize_t task, row, k, n_segments = segments.shape[0], n_groups = groups.shape[0] - 1
     cdef double[:, ::1] sums = np.zeros((max(n_segments, 1), 2))
     cdef double total[2]
@@ -246,11 +242,10 @@ def update(
     if indices.shape[0] == 0:
         return
     cdef const double* ridge_ = &ridge[0] if ridge.shape[0] else NULL
-    cdef const real* weights_ = &weights[0] if weights.shape[0] else NULL
     cdef const real* pending_ = &pending[0] if pending.shape[0] else NULL
     cdef const real* following_ = &following[0] if following.shape[0] else NULL
-    cdef Update how = Update(hmf_ccd_kernels(), change.terms, nonnegative, &indptr[0], &indices[0], weights_,
-                             &e[0], ridge_, &coordinates[0], &own[0, 0], &pairs[0, 0], pending_, following_)
+    cdef Update how = Update(hmf_ccd_kernels(), change.terms, nonnegative, &indptr[0], &indices[0], &e[0], ridge_,
+                             &coordinates[0], &own[0, 0], &pairs[0, 0], pending_, following_)
     for task in prange(n_segments + n_groups, nogil=True, schedule="dynamic", num_threads=n_threads):
         if task < n_segments:
             _sum_segment(&how, &segments[task, 0], coordinates[segments[task, 0]], &sums[task, 0])

@@ -110,7 +110,6 @@ class ResidualRows(NamedTuple):
     indptr: np.ndarray  # int64 (n_rows + 1,)
     indices: np.ndarray  # int32 (nnz,)
     residual: np.ndarray  # float (nnz,): kernels write to it
-    weights: np.ndarray  # float (nnz,) or (0,): of squared errors
     # groups, segments: int64: all or a part of those of `hybridmf.native._ccd.schedule`
     groups: np.ndarray
     segments: np.ndarray

@@ -108,11 +108,10 @@ HMF_INLINE void FN(load_quad)(const REAL *pairs, const int32_t *c, QUAD *a, QUAD
     *b = (QUAD){first[1], second[1], third[1], fourth[1]};
 }
 
-HMF_INLINE void FN(accumulate_block)(const hmf_ccd_entries entries, const int terms, const int weighted,
-                                     const REAL *pairs, REAL p, REAL q, double *sums) {
+HMF_INLINE void FN(accumulate_block)(const hmf_ccd_entries entries, const int terms, const REAL *pairs, REAL p, REAL q,
+                                     double *sums) {
     const ptrdiff_t n = entries.n;
     const int32_t *const columns = entries.columns;
-    const REAL *const weights = entries.weights;
     REAL *const e = entries.e, *const kept = entries.kept;
     VEC products = SPLAT((REAL)0), squares = SPLAT((REAL)0);
     const VEC ps = SPLAT(p), qs = SPLAT(q);
@@ -124,10 +123,8 @@ HMF_INLINE void FN(accumulate_block)(const hmf_ccd_entries entries, const int te
         if (terms >= 2) r += qs * b;
         if (terms >= 1) *(VEC *)(e + k) = r;
         if (kept) *(VEC *)(kept + k) = b;
-        VEC wb = b;
-        if (weighted) wb *= *(const VEC *)(weights + k);
-        products += wb * r;
-        squares += wb * b;
+        products += b * r;
+        squares += b * b;
     }
     REAL product = FN(lanes_total)(products), square = FN(lanes_total)(squares);
     if (LANES > 4 && k + 4 <= n) {
@@ -139,10 +136,8 @@ HMF_INLINE void FN(accumulate_block)(const hmf_ccd_entries entries, const int te
             if (terms >= 2) r += q * b;
             if (terms >= 1) *(QUAD *)(e + k) = r;
             if (kept) *(QUAD *)(kept + k) = b;
-            QUAD wb = b;
-            if (weighted) wb *= *(const QUAD *)(weights + k);
-            few_products += wb * r;
-            few_squares += wb * b;
+            few_products += b * r;
+            few_squares += b * b;
         }
         product += QUAD_TOTAL(few_products);
         square += QUAD_TOTAL(few_squares);
@@ -154,38 +149,30 @@ HMF_INLINE void FN(accumulate_block)(const hmf_ccd_entries entries, const int te
         if (terms >= 2) r += q * b;
         if (terms >= 1) e[k] = r;
         if (kept) kept[k] = b;
-        const REAL wb = weighted ? weights[k] * b : b;
-        product += wb * r;
-        square += wb * b;
+        product += b * r;
+        square += b * b;
     }
     sums[0] += product;
     sums[1] += square;
 }
 
-HMF_INLINE void FN(accumulate_blocks)(const hmf_ccd_entries *entries, const int terms, const int weighted,
-                                      const REAL *pairs, REAL p, REAL q, double *sums) {
+HMF_INLINE void FN(accumulate_blocks)(const hmf_ccd_entries *entries, const int terms, const REAL *pairs, REAL p,
+                                      REAL q, double *sums) {
     const hmf_ccd_entries all = *entries;
     for (ptrdiff_t k = 0; k < all.n; k += CCD_BLOCK) {
         const hmf_ccd_entries block = {all.n - k < CCD_BLOCK ? all.n - k : CCD_BLOCK, all.columns + k,
-                                       weighted ? (const REAL *)all.weights + k : NULL, (REAL *)all.e + k,
-                                       all.kept ? (REAL *)all.kept + k : NULL};
-        FN(accumulate_block)(block, terms, weighted, pairs, p, q, sums);
+                                       (REAL *)all.e + k, all.kept ? (REAL *)all.kept + k : NULL};
+        FN(accumulate_block)(block, terms, pairs, p, q, sums);
     }
 }
 
 static void FN(accumulate)(const hmf_ccd_entries *entries, int terms, const REAL *pairs, REAL p, REAL q, double *sums) {
-    if (entries->weights && terms == 2)
-        FN(accumulate_blocks)(entries, 2, 1, pairs, p, q, sums);
-    else if (entries->weights && terms == 1)
-        FN(accumulate_blocks)(entries, 1, 1, pairs, p, q, sums);
-    else if (entries->weights)
-        FN(accumulate_blocks)(entries, 0, 1, pairs, p, q, sums);
-    else if (terms == 2)
-        FN(accumulate_blocks)(entries, 2, 0, pairs, p, q, sums);
+    if (terms == 2)
+        FN(accumulate_blocks)(entries, 2, pairs, p, q, sums);
     else if (terms == 1)
-        FN(accumulate_blocks)(entries, 1, 0, pairs, p, q, sums);
+        FN(accumulate_blocks)(entries, 1, pairs, p, q, sums);
     else
-        FN(accumulate_blocks)(entries, 0, 0, pairs, p, q, sums);
+        FN(accumulate_blocks)(entries, 0, pairs, p, q, sums);
 }
 
 static void FN(subtract)(ptrdiff_t n, REAL x, const REAL *b, REAL *e) {

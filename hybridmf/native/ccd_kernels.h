@@ -16,9 +16,8 @@
 typedef struct {
     ptrdiff_t n;
     const int32_t *columns;
-    const void *weights; /* NULL: 1 */
-    void *e;             /* residual */
-    void *kept;          /* receives b of each entry, unless NULL */
+    void *e;    /* residual */
+    void *kept; /* receives b of each entry, unless NULL */
 } hmf_ccd_entries;
 
 typedef struct {
@@ -29,7 +28,7 @@ typedef struct {
     void (*residual_d)(ptrdiff_t n, ptrdiff_t rank, const double *x, const double *fixed, const int32_t *columns,
                        const double *ratings, double *out);
     /* e[k] += p a_k (terms >= 1), e[k] += q b_k (terms == 2), with (a_k, b_k) = pairs[columns[k]];
-     * sums[0] += w_k e[k] b_k and sums[1] += w_k b_k^2 */
+     * sums[0] += e[k] b_k and sums[1] += b_k^2 */
     void (*accumulate_f)(const hmf_ccd_entries *entries, int terms, const float *pairs, float p, float q, double *sums);
     void (*accumulate_d)(const hmf_ccd_entries *entries, int terms, const double *pairs, double p, double q,
                          double *sums);

@@ -7,7 +7,6 @@ cdef extern from "ccd_kernels.h" nogil:
     ctypedef struct hmf_ccd_entries:
         Py_ssize_t n
         const int32_t* columns
-        const void* weights
         void* e
         void* kept
 

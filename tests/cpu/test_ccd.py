@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Factors, Objective, State
-from hybridmf.core.validate import as_csr, make_csr
+from hybridmf.core.validate import as_csr
 from hybridmf.cpu.ccd import CpuCCD, by_column, by_row
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import DeviceMemoryError, ModelFileError, NonFiniteError
@@ -59,18 +59,13 @@ def start_of(matrix: sp.csr_array, rank: int, objective: Objective, seed: int = 
     return state
 
 
-def solver_of(matrix, objective, rank, *, threads=2, inner=1, nonnegative=False, weights=None, **changes) -> CpuCCD:
+def solver_of(matrix, objective, rank, *, threads=2, inner=1, nonnegative=False, **changes) -> CpuCCD:
     method = CcdMethod.check(inner_iterations=inner, nonnegative=nonnegative)
     given = Settings.check(
         factors=rank, dtype=matrix.dtype, num_threads=threads, device="cpu", iterations=1, method=method
     )
     plan = make_plan(objective, given, matrix.shape, matrix.nnz).changed(**changes)
-    solver = CpuCCD(matrix, transpose(matrix), objective, plan, start_of(matrix, rank, objective))
-    if weights is not None:  # which the kernels have, and no estimator
-        by_user = make_csr(matrix.indptr, matrix.indices, np.ascontiguousarray(weights, matrix.dtype), matrix.shape)
-        for side, part in {"user": by_user, "item": transpose(by_user)}.items():
-            solver.halves[side].rows = solver.halves[side].rows._replace(weights=part.data)
-    return solver
+    return CpuCCD(matrix, transpose(matrix), objective, plan, start_of(matrix, rank, objective))
 
 
 def run(solver: CpuCCD, iterations: int) -> State:
@@ -111,24 +106,18 @@ def row_of_entries(entries: int, dtype) -> sp.csr_array:
 
 @pytest.mark.parametrize("name", ALL_OBJECTIVES)
 @pytest.mark.parametrize(
-    ("inner", "nonnegative", "weighted"),
-    [
-        *((2, nonnegative, weighted) for nonnegative in (False, True) for weighted in (False, True)),
-        *((1, False, False), (5, True, True)),
-        *(exhaustive(1, *each) for each in ((False, True), (True, False), (True, True))),
-        *(exhaustive(5, *each) for each in ((False, False), (False, True), (True, False))),
-    ],
+    ("inner", "nonnegative"),
+    [(2, False), (2, True), (1, False), (5, True), exhaustive(1, True), exhaustive(5, False)],
 )
-def test_fit_is_the_references(name, inner, nonnegative, weighted):
+def test_fit_is_the_references(name, inner, nonnegative):
     objective = ALL_OBJECTIVES[name]
     # without a penalty some coordinates are quotients of tiny numbers; where the mean is taken off, residuals and hence
     # coordinates are smaller than the ratings whose rounding they carry
     in_float32 = 1e-3 if name == "unpenalized" else 5e-4 if objective.biases else 1e-4
     for dtype, tolerance in (("float64", 1e-10), ("float32", in_float32)):
         matrix = as_csr(planted(), dtype=dtype)
-        weights = np.random.default_rng(1).uniform(0, 3, matrix.nnz).astype(dtype) if weighted else None
-        solver = solver_of(matrix, objective, 5, inner=inner, nonnegative=nonnegative, weights=weights)
-        expected = reference.ccd(matrix, solver.state, objective, 3, inner, nonnegative, weights)
+        solver = solver_of(matrix, objective, 5, inner=inner, nonnegative=nonnegative)
+        expected = reference.ccd(matrix, solver.state, objective, 3, inner, nonnegative)
         state = run(solver, 3)
         assert relative_error(state, expected) < tolerance
         assert state.user.matrix.flags.c_contiguous and state.user.matrix.dtype == dtype
@@ -163,13 +152,12 @@ def test_long_rows_are_shared_by_threads(entries, side, name):
     for dtype, tolerance in (("float64", 1e-10), ("float32", 1e-4)):
         matrix = row_of_entries(entries, dtype)
         matrix = matrix if side == "user" else transpose(matrix)
-        weights = np.linspace(0.5, 2, matrix.nnz).astype(dtype)
-        first = solver_of(matrix, ALL_OBJECTIVES[name], 2, threads=1, inner=2, weights=weights)
+        first = solver_of(matrix, ALL_OBJECTIVES[name], 2, threads=1, inner=2)
         assert len(first.halves[side].rows.segments) == (0 if entries <= _ccd.LONG_ROW else -(-entries // _ccd.SEGMENT))
-        expected = reference.ccd(matrix, first.state, first.objective, 2, 2, weights=weights)
+        expected = reference.ccd(matrix, first.state, first.objective, 2, 2)
         state = run(first, 2)
         assert relative_error(state, expected) < tolerance
-        others = solver_of(matrix, first.objective, 2, threads=3, inner=2, weights=weights)
+        others = solver_of(matrix, first.objective, 2, threads=3, inner=2)
         assert_same_bits(state, run(others, 2))
 
 
@@ -223,7 +211,7 @@ def test_float32_error_is_that_of_sums_in_blocks():
     coordinates, own = np.zeros(1, np.float32), np.zeros((1, 2), np.float32)
     indptr, indices = np.array([0, entries]), np.arange(entries, dtype=np.int32)
     nothing = np.empty(0, np.float32)
-    rows = ResidualRows(indptr, indices, e, nothing, *_ccd.schedule(indptr))
+    rows = ResidualRows(indptr, indices, e, *_ccd.schedule(indptr))
     workspace = np.zeros((1, _ccd.LONG_ROW), np.float32)
     _ccd.update(coordinates, own, pairs, rows, Change(_ccd.KEEP, nothing, nothing), np.zeros(1), False, workspace)
     wide = b.astype(np.float64)
@@ -403,31 +391,6 @@ def test_renaming_users_and_items_renames_the_factors(seed):
     other.state = State(solver.state.user.take(rows), solver.state.item.take(columns))
     one, two = run(solver, 2), run(other, 2)
     np.testing.assert_allclose(two.user.matrix, one.user.matrix[rows], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["none", "biased, 0.3 n^0.0"])
-def test_unit_weights_change_nothing_and_zero_weights_remove_entries(name):
-    matrix = as_csr(planted(), dtype=np.float64)
-    objective = ALL_OBJECTIVES[name]  # whose penalty does not count entries
-    plain = run(solver_of(matrix, objective, 4), 2)
-    assert relative_error(run(solver_of(matrix, objective, 4, weights=np.ones(matrix.nnz)), 2), plain) < 1e-12
-    keep = np.random.default_rng(0).random(matrix.nnz) < 0.7
-    fewer = matrix.copy()
-    fewer.data[~keep] = 1e3
-    without = sp.csr_array((matrix.data * keep, matrix.indices.copy(), matrix.indptr.copy()), shape=matrix.shape)
-    without.eliminate_zeros()
-    whole = solver_of(fewer, objective, 4, weights=keep.astype(float))
-    part = solver_of(as_csr(without, dtype=np.float64), objective, 4)
-    part.state = whole.state
-    assert relative_error(run(whole, 2), run(part, 2)) < 1e-10
-
-
-def test_whole_weights_are_repetitions():
-    """Weight 2 is the entry twice: with a penalty that does not count entries, doubled weights halve lambda."""
-    matrix = as_csr(planted(), dtype=np.float64)
-    doubled = run(solver_of(matrix, Objective("explicit", 0.4, 0.0), 4, weights=np.full(matrix.nnz, 2.0)), 2)
-    halved = run(solver_of(matrix, Objective("explicit", 0.2, 0.0), 4), 2)
-    assert relative_error(doubled, halved) < 1e-10
 
 
 # ----------------------------------------------------------------------------------------------------- shapes that hurt

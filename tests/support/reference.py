@@ -267,15 +267,10 @@ def ccd(
     iterations: int,
     inner_iterations: int = 1,
     nonnegative: bool = False,
-    weights: np.ndarray | None = None,
 ) -> State:
-    """CCD++ from a given state: biases, then factor by factor, items first (Yu, Hsieh, Si and Dhillon 2012, Alg. 2).
-
-    `weights`, shape (nnz,), are in the order of the entries by rows.
-    """
+    """CCD++ from a given state: biases, then factor by factor, items first (Yu, Hsieh, Si and Dhillon 2012, Alg. 2)."""
     coo = sp.csr_array(matrix).tocoo()
     index: dict[Side, np.ndarray] = {"user": coo.row, "item": coo.col}
-    w = np.ones(coo.nnz) if weights is None else np.asarray(weights, dtype=np.float64)
     factors = {side: getattr(state, side).matrix.astype(np.float64) for side in index}
     degrees = {side: np.bincount(index[side], minlength=len(factors[side])) for side in index}
     scale = {side: objective.row_scale(side, degrees[side]) for side in index}
@@ -287,8 +282,9 @@ def ccd(
 
     def minimizer(side: Side, y: Any, residual: np.ndarray, ridge: PerSide) -> np.ndarray:
         size = len(degrees[side])
-        numerator = np.bincount(index[side], w * residual * y, minlength=size)
-        denominator = np.bincount(index[side], w * y * y, minlength=size) + ridge.of(side) * scale[side]
+        numerator = np.bincount(index[side], residual * y, minlength=size)
+        squares = np.bincount(index[side], np.broadcast_to(y * y, coo.nnz), minlength=size)
+        denominator = squares + ridge.of(side) * scale[side]
         return np.divide(numerator, denominator, out=np.zeros(size), where=denominator > 0)
 
     def solve(side: Side, fixed: Side, t: int, residual: np.ndarray) -> None:
