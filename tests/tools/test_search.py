@@ -376,13 +376,13 @@ def test_settings_are_fitted_whole_where_partial_fits_are_not_cheap(plays, gpu, 
     """By the plan's prediction: the launches and Python of a trial against its iterations."""
     module, search = sys.modules["hybridmf.search"], hmf.search
 
-    def found(device: str = "cuda") -> hmf.SearchResult:
+    def found(device: str = "cuda", rank: int = 8) -> hmf.SearchResult:
         model = hmf.ImplicitALS(iterations=3, device=device)
-        return search(plays, model=model, space={"factors": [32]}, trials=5, random_state=0)
+        return search(plays, model=model, space={"factors": [rank]}, trials=5, random_state=0)
 
     whole = found()
     assert [trial.iterations for trial in whole.trials] == [3] * 5 and told(found()) == told(whole)
-    assert all(trial.state == "complete" and trial.params["factors"] == 32 for trial in whole.trials)
+    assert all(trial.state == "complete" and trial.params["factors"] == 8 for trial in whole.trials)
     finished = sorted(whole.trials, key=lambda trial: trial.finished)
     assert [trial.number for trial in finished] == [1, 2, 3, 4, 0]  # the best guess first, the model's own last
     ratings = hmf.split(plays, 0.1, int(np.random.default_rng(0).integers(2**31, size=2)[1]))
@@ -392,11 +392,11 @@ def test_settings_are_fitted_whole_where_partial_fits_are_not_cheap(plays, gpu, 
         assert value["ndcg@10"] == trial.value
     monkeypatch.setattr(module, "TRIAL_SECONDS", 0.0)
     monkeypatch.setattr(module, "ROW_SECONDS", 0.0)
-    halved = found()
+    halved = found(rank=32)
     assert {(trial.iterations, trial.params["factors"]) for trial in halved.trials} >= {(1, 16)}
-    searched = found("cpu")
+    searched = found("cpu", 32)
     monkeypatch.undo()
-    assert told(found("cpu")) == told(searched)
+    assert told(found("cpu", 32)) == told(searched)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["outside the space", "in it"])
