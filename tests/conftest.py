@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,18 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"tests that need a GPU are left out (-m gpu selects them): {why}" if why else ""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Every other worker collects from the end: in a fresh clone, each rewrites the assertions of half of the files."""
+    report = yield
+    if isinstance(collector, pytest.Dir) and os.environ.get("PYTEST_XDIST_WORKER", "")[-1:] in {*"13579"}:
+        report.result.reverse()
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that need a GPU where there is none."""
+    """Restore the order of files; leave out tests that need a GPU where there is none."""
+    items.sort(key=lambda item: item.path.parts)
     if left_out(config):
         chosen = [item for item in items if item.get_closest_marker("gpu") is None]
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu") is not None])
