@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
@@ -157,6 +158,7 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     module = importlib.import_module("hybridmf.compare")
     monkeypatch.setattr(module, "_ceiling", lambda plan, device: 100.0)  # takes a product of 8192 x 8192 matrices
+    monkeypatch.setattr(gc, "collect", int)  # after each measurement, 0.1 s in a process of all tests
     for page in PAGES.values():
         (tmp_path / page).write_text((BENCH.parent / "docs" / "evidence" / page).read_text())
     return {name: importlib.import_module(f"paper_{name}") for name in ("common", *PAGES)}
