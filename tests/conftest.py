@@ -94,7 +94,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Restore the order of files; leave out tests that need a GPU where there is none."""
-    items.sort(key=lambda item: item.path.parts)
+    if "PYTEST_XDIST_WORKER" in os.environ:  # which must be the same in all workers
+        items.sort(key=lambda item: item.path.parts)
     if left_out(config):
         chosen = [item for item in items if item.get_closest_marker("gpu") is None]
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu") is not None])
