@@ -8,8 +8,9 @@
 
 Alternatives take turns on the same factors: all ratings in the device's memory; slabs from the memory of the host;
 slabs of a store on the disk, which the page cache serves where it is large enough (`--cold` drops the files from it
-before each iteration, by POSIX_FADV_DONTNEED). Before anything is timed, one iteration of each has to end with the same
-bits. "ratio" is against the ratings in the device's memory.
+before each iteration, by POSIX_FADV_DONTNEED). All rows are in the primal form, which is the one of slabs. Before
+anything is timed, one iteration of each has to end with the same bits. "ratio" is against the ratings in the device's
+memory.
 
 With `--away factors` one alternative has a limit of memory below what the factors need, so that they come from the host
 as a whole in each half sweep, one has them in files of `--folder` under the same limit, as on a host without room for
@@ -58,9 +59,9 @@ SHAPES = {"cuda": "netflix", "cpu": "ml-10m"}
 
 
 def model_of(feedback: str, factors: int, device: str) -> Any:
-    """The estimator that is measured."""
+    """The estimator that is measured. Slabs have no rows in the dual form, so those in memory are not to have any."""
     cls = hmf.ExplicitALS if feedback == "explicit" else hmf.ImplicitALS
-    return cls(factors, device=device, random_state=0)
+    return cls(factors, device=device, row_form="primal", random_state=0)
 
 
 def data_of(feedback: str, shape: str, device: str) -> Any:
