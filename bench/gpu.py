@@ -1162,7 +1162,7 @@ def path_of(
         "reorder": "none",
         "method": ALS,
     }
-    plan = make_plan(TASTES, Settings.check(method=ALS, **(asked | options)), data.user.shape, data.nnz)
+    plan = make_plan(TASTES, Settings.check(**(asked | options)), data.user.shape, data.nnz)
     degrees = np.diff(data.user.indptr), np.diff(data.item.indptr)
     state = initial_state(*degrees, factors, np.float32, TASTES, 0.0, 0)
     solver = RankALS(worker=GpuWorker(device), objective=TASTES, **one_device(data.user, data.item, plan, state))
