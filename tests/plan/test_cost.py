@@ -78,7 +78,10 @@ def cpu_cases() -> dict[tuple[Any, ...], tuple[Any, float, str, int]]:
     return cases
 
 
-LISTED = {("als", "implicit exact float32", "netflix", 32): 0.2}
+LISTED = {
+    ("als", "implicit exact float32", "netflix", 32): 0.2,
+    ("sgd", "batch_hogwild float16, epoch", "netflix", 32): 0.2,
+}
 """Cases that are predicted worse than within 15 %, and how well; docs/dispatch.md lists them."""
 
 
