@@ -6,7 +6,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -271,9 +270,10 @@ def test_what_time_does_not_suffice_for_is_not_run(monkeypatch):
 
 
 def test_free_processes_take_over_half_of_a_group():
-    started = time.monotonic()
     results = pool.Pool(FAKE, 4, report=lambda line: None).run([fakes("slow", 4), fakes("good")])
-    assert time.monotonic() - started < 2.7 and {result["status"] for result in results.values()} == {"ok"}
+    assert {result["status"] for result in results.values()} == {"ok"}
+    slow = {result["process"] for name, result in results.items() if name.startswith("slow")}
+    assert len(slow) > 1
 
 
 # ------------------------------------------------------------------------------------------------- record

@@ -20,4 +20,4 @@ for line in sys.stdin:
         print(json.dumps({"status": "error", "detail": "DeviceError: illegal access"}), flush=True)
         sys.exit(1)
     status = {"wrong": "failed"}.get(case["family"], "ok")
-    print(json.dumps({"status": status, "detail": "other bits"}), flush=True)
+    print(json.dumps({"status": status, "detail": "other bits", "process": os.getpid()}), flush=True)
