@@ -572,13 +572,11 @@ def resolve(
                 )
             size = max(largest, -1) + 1  # from_triplets reports negative positions
         size = len(cast(np.ndarray, known)) if size is None else size
-        if known is not None and known.dtype.kind in "iu" and ids.size and np.isin(ids, known).all():
-            place = np.argmax(known != np.arange(len(known)))  # 0 if they are positions themselves
-            if known[place] != place:
-                logger.warning(
-                    "%s are integers, which are positions, and all of them are among %s, too: if they are labels, pass "
-                    "%s.astype(object)", name, ids_name, name,
-                )  # fmt: skip
+        if known is not None and known.dtype.kind in "iu" and ids.size and _are_among(ids, known):
+            logger.warning(
+                "%s are integers, which are positions, and all of them are among %s, too: if they are labels, pass "
+                "%s.astype(object)", name, ids_name, name,
+            )  # fmt: skip
         return ids, label_array(ids_name, known, size), size
     if ids.dtype.kind not in "USO":
         raise TypeError(
@@ -603,6 +601,13 @@ def resolve(
             f"labels as {ids_name}"
         )
     return codes, found, len(found)
+
+
+def _are_among(positions: np.ndarray, labels: np.ndarray) -> bool:
+    """Whether all positions are labels, too, but not of themselves; few decide it for labels that are far apart."""
+    if np.array_equal(labels, np.arange(len(labels))):
+        return False
+    return all(np.isin(part, labels).all() for part in (positions[:1000], positions))
 
 
 def _warn_missing_words(name: str, labels: np.ndarray) -> None:
