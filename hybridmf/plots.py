@@ -383,7 +383,10 @@ def trials(result: Any) -> Figure:
         ax.scatter(given, [trial.value for _, trial in points], facecolors=faces, edgecolors=COLORS[0], s=18)
         positive = [each for each in numbers if each > 0]
         if len(numbers) == len(points) and positive and max(positive) > 20 * min(positive):
-            ax.set_xscale("log" if len(positive) == len(numbers) else "symlog")
+            if len(positive) == len(numbers):
+                ax.set_xscale("log")
+            else:
+                ax.set_xscale("symlog", linthresh=min(positive))
         ax.set(xlabel=name, ylabel=result.metric if (place - 1) % columns == 0 else "")
         ax.axhline(result.popularity_value, color="0.6", linestyle="--", zorder=0, label="popularity")
     best = np.maximum.accumulate if result.metric not in LOWER_IS_BETTER else np.minimum.accumulate

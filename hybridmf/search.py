@@ -146,7 +146,7 @@ BUDGET = "2min"
 CORES_A_RANK = 4
 """Cores for each rank whose kernels are compiled ahead; each has four that take the compiler longer than 0.5 s."""
 
-BY = '"ndcg@k", "recall@k", "precision@k", "map@k", "rmse" or "mae"'
+BY = '"ndcg@k", "recall@k", "precision@k", "map@k", "mrr@k", "hit_rate@k", "rmse" or "mae"'
 """Metrics to search by."""
 
 MODELS: dict[str, type[FactorModel]] = {"implicit": ImplicitALS, "explicit": ExplicitALS}
@@ -191,8 +191,8 @@ class Trial:
     reason: str = ""
     _point: np.ndarray | None = field(default=None, repr=False)
     _model: Any = field(default=None, repr=False)
-    _rank: int = 0
-    _rung: int = -1
+    _rank: int = field(default=0, repr=False)
+    _rung: int = field(default=-1, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The attributes, and the parameters by their names."""
@@ -231,7 +231,7 @@ class SearchResult:
     metric: str
     default_value: float | None
     popularity_value: float
-    trials: tuple[Trial, ...]
+    trials: tuple[Trial, ...] = field(repr=False)
     seconds: float
     interrupted: bool = False
 

@@ -14,7 +14,7 @@ from . import sources
 from .features import NAMES, features_of, features_options
 from .fit import check_meets, check_weights, read_and_say, save_model, share_of, silent
 from .hyperparameters import SECTIONS, make_model, model_options
-from .options import Options, make_command, output_option, plot_option, refuse_overwriting
+from .options import Options, check_folder, make_command, output_option, plot_option, refuse_overwriting
 from .report import file_size
 
 
@@ -44,7 +44,9 @@ from .report import file_size
 @sources.where_option
 @plot_option("Picture of the metric over each parameter and over seconds")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object, and nothing else.")
-@click.option("--lines", type=click.Path(dir_okay=False), help="File for one JSON object for each trial.")
+@click.option(
+    "--lines", type=click.Path(dir_okay=False), callback=check_folder, help="File for one JSON object for each trial."
+)
 @sources.ratings_options
 @click.option("--quiet", is_flag=True, help="No progress line: results only.")
 def command(options: Options) -> None:

@@ -91,6 +91,9 @@ def test_search_refuses_what_cannot_work(folder, store, tmp_path, caplog):
     assert "is for explicit ratings" in refuse("search", ratings, "-o", out, "--model", "implicit", "--method", "sgd")
     assert "is a file that is read" in refuse("search", ratings, "-o", ratings)
     assert f"{store} is a store; convert" in refuse("search", store, "-o", out, "--where", "stars=5")
+    for option, ending in (("--lines", "jsonl"), ("--plot", "png")):
+        missing = tmp_path / "missing" / f"trials.{ending}"
+        assert f"the folder '{missing.parent}' does not exist" in refuse("search", ratings, "-o", out, option, missing)
     assert "--metric must be one of" in refuse("search", ratings, "-o", out, "--metric", "best")
     likes = np.argwhere(np.random.default_rng(0).random((400, 60)) < 0.6 / np.sqrt(1 + np.arange(60)))
     np.savetxt(tmp_path / "likes.csv", likes, "%d", ",", header="user,item", comments="")

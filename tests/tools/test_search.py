@@ -575,6 +575,7 @@ def test_results_as_table_lines_and_html(plays, tmp_path: Path):
     assert (tmp_path / "trials.jsonl").read_text() == found.to_json_lines()
     assert [line["value"] for line in lines] == [trial.value for trial in found.trials]
     assert f"{found.best_value:.4f}" in found._repr_html_() and f"{found.best_value:.4f}" in str(found)
+    assert "Trial(" not in repr(found) and "_rank" not in repr(found.trials[0])
 
 
 def test_a_picture(plays, tmp_path: Path):
@@ -583,6 +584,8 @@ def test_a_picture(plays, tmp_path: Path):
     figure = found.plot(tmp_path / "search.png")
     labels = [axes.get_xlabel() for axes in figure.axes]
     assert "regularization" in labels and labels[-1] == "seconds"
+    alpha = figure.axes[labels.index("alpha")].xaxis  # from 0 on, so logarithmic but for its first part
+    assert alpha.get_scale() == "symlog" and 0 in alpha.get_majorticklocs() and min(alpha.get_majorticklocs()) >= 0
     assert (tmp_path / "search.png").stat().st_size > 10_000
 
 
@@ -601,7 +604,7 @@ def test_budgets(text, seconds):
         ({"budget": -1}, ValueError, "budget"),
         ({"budget": 1e-4}, ValueError, "one trial takes about"),
         ({"trials": 0}, ValueError, "trials"),
-        ({"metric": "accuracy@3"}, ValueError, "metric must be one of .ndcg@k.*, got 'accuracy@3'"),
+        ({"metric": "accuracy@3"}, ValueError, "metric must be one of .ndcg@k.*mrr@k.*hit_rate@k.*'accuracy@3'"),
         ({"metric": "rmse"}, ValueError, "models of implicit feedback rank"),
         ({"metric": "coverage@10"}, ValueError, "not one to search by"),
         ({"metric": ["ndcg@5"]}, TypeError, "metric must be one name"),
