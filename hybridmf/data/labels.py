@@ -321,14 +321,19 @@ def _conversion(side: str, two: Sequence[tuple[str, np.ndarray, Any]]) -> str | 
     target = {"int": np.int64, "float": np.float64, "str": np.str_}.get(_type_of(like))
     if target is None or len(_label_types(wanted)) > 1:
         return None
+    kind = _type_of(like)
     try:
         converted: np.ndarray = given.astype(target)
     except (TypeError, ValueError):
-        return None
+        try:  # text such as "17850.0", which pandas writes for integers of a column with gaps
+            kind, given = "float).astype(int", given.astype(np.float64)
+        except (TypeError, ValueError):
+            return None
+        with np.errstate(invalid="ignore"):  # of NaN, which equals nothing
+            converted = given.astype(target)
     lossy = given.dtype.kind == "f" and (target is np.str_ or not np.array_equal(converted, given))
     if lossy or len(set(converted.tolist())) < len(given):
         return None
-    kind = _type_of(like)
     if name.endswith("features"):
         call = f"column.astype({kind}) of a frame, or Features(matrix, names, labels.astype({kind}))"
     elif name in _OF_REQUESTS:
@@ -485,6 +490,8 @@ def as_vector(name: str, values: Any) -> np.ndarray:
     """Convert a sequence to a 1-D array; mixed lists and tuples stay objects (NumPy converts them to strings, rows)."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a vector, got {values!r} of type {type(values).__name__}")
+    if isinstance(values, (set, frozenset)):  # its order differs from run to run
+        raise TypeError(f"{name} is a set, which has no order; pass a list of it")
     if hasattr(values, "__array__"):
         refuse_masked(name, values)
         result = np.asarray(values)

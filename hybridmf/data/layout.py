@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,11 @@ class FileOptions:
                 f'where must be a mapping from columns to values, such as {{"behavior": "play"}}, got {self.where!r} '
                 f"of type {type(self.where).__name__}"
             )
-        object.__setattr__(self, "where", self.where or None)
+        where = {
+            column: list(wanted) if isinstance(wanted, Iterable) and not isinstance(wanted, (str, bytes)) else wanted
+            for column, wanted in (self.where or {}).items()
+        }
+        object.__setattr__(self, "where", where or None)
 
     @property
     def selectors(self) -> tuple[Any, Any, Any]:

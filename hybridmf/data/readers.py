@@ -189,14 +189,14 @@ def null_rows(series: Any) -> np.ndarray:
 
 
 def _rows_of_missing_words(series: Any) -> np.ndarray:
-    """Mask of the rows whose text is one of `MISSING_WORDS`, but not empty: that is a label of a frame."""
+    """Mask of the rows whose text is one of `MISSING_WORDS`."""
     import narwhals.stable.v2 as nw
 
     if series.dtype in (nw.Categorical, nw.Enum):
         series = series.cast(nw.String)
     if series.dtype != nw.String:
         return np.zeros(len(series), dtype=bool)
-    found = series.is_in(sorted(MISSING_WORDS - {""}))
+    found = series.is_in(sorted(MISSING_WORDS))
     return np.asarray(found.fill_null(False).to_numpy(), dtype=bool)
 
 
@@ -266,6 +266,10 @@ def _frame_times(source: str, table: Any, column: Any, required: bool) -> np.nda
             plain = given.tolist()
             numbers = all(isinstance(time, (int, float)) for time in plain)
             text = all(isinstance(time, str) for time in plain)
+            if not numbers and any(
+                isinstance(time, (int, float)) for time in plain
+            ):  # NumPy takes them for microseconds
+                raise ValueError("it has numbers and dates")
             given = parse_times(plain) if text else np.asarray(plain) if numbers else parse_dates(plain)
         return as_times(given, f"column {column!r} of {source}")
     except (RatingsError, TypeError, ValueError) as error:
@@ -393,7 +397,7 @@ def _matches(column: Any, fields: np.ndarray, wanted: Any) -> np.ndarray:
                 f"{mask.dtype} and shape {mask.shape}"
             )
         return mask
-    values = list(wanted) if isinstance(wanted, (list, tuple, set, frozenset, np.ndarray)) else [wanted]
+    values = wanted if isinstance(wanted, list) else [wanted]
     if any(isinstance(value, (int, float, np.number)) and not isinstance(value, bool) for value in values):
         fields = _numbers_if_possible(fields)
     if fields.dtype.kind in "iuf":  # the command line passes numbers as text

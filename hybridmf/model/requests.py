@@ -80,8 +80,10 @@ def positions_of(
     """
     count, ids = learned.count(side), learned.labels(side)
     lenient = unknown is not None and unknown.rule != "error"
-    if isinstance(given, (set, frozenset)) and len(given) > 1 and name not in ("items", "filter_items"):
-        raise TypeError(f"{name} is a set, which has no order for the results to follow; pass a list of it")
+    if isinstance(given, (set, frozenset)):
+        if len(given) > 1 and name not in ("items", "filter_items"):
+            raise TypeError(f"{name} is a set, which has no order for the results to follow; pass a list of it")
+        given = list(given)
     if not by_label or ids is None:
         if not lenient:
             try:
@@ -100,8 +102,8 @@ def positions_of(
         except UnknownLabelError as error:
             hint = "" if unknown is None else '; unknown="drop" leaves such ids out'
             raise UnknownLabelError(f"{name}: {error.args[0]}{hint}") from error
-        except TypeError as error:
-            raise TypeError(f"{name}: {error}") from error
+        except (TypeError, RatingsError) as error:
+            raise type(error)(f"{name}: {error}") from error
         positions = np.atleast_1d(np.asarray(found, dtype=np.int64))
         if strangers:  # of types that no label of the model has, such as "101" where these are numbers
             given = [label for label in strangers if label is not None and label == label]  # a missing id has no type

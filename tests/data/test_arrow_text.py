@@ -262,10 +262,10 @@ def test_doubled_separators_are_not_copied_where_fields_have_none_of_them(tmp_pa
 def test_frames_of_many_strings_give_the_ratings_of_their_lists(make, monkeypatch):
     words = ["b", "é", "", "a\0", "10", "9", "b" * 300, "z"]
     frame = make({"user": words, "item": words[::-1], "rating": np.arange(1.0, 9)})
-    expected = hmf.Ratings.from_frame(frame)
+    expected = hmf.Ratings.from_frame(frame, missing="keep")
     monkeypatch.setattr(readers, "MANY_STRINGS", 0)
     monkeypatch.setattr(readers, "_frame_ids", None)
-    found = hmf.Ratings.from_frame(frame)
+    found = hmf.Ratings.from_frame(frame, missing="keep")
     assert triplets(found) == triplets(expected)
     assert found.user_ids.tolist() == expected.user_ids.tolist() and found.user_ids.dtype == expected.user_ids.dtype
 

@@ -184,3 +184,28 @@ def test_arrays_with_words_for_missing_ids_are_reported(caplog):
     caplog.clear()
     hmf.Ratings.from_coo(["u", "v"], ["NA", "x"], item_ids=["NA", "x"])  # given as a label
     assert not caplog.messages
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("text", "remedy"), [("101.0", "float).astype(int"), ("101.5", "str"), ("nan", "str")])
+def test_whole_numbers_with_a_point_become_integers(text, remedy):
+    """As text, 101 and 101.0 would not meet either."""
+    parts = [hmf.Ratings(CELLS, ids) for ids in (NUMBERS, [text, "102.0", "103.0"])]
+    with pytest.raises(RatingsError) as caught:
+        hmf.Ratings.concat(parts)
+    assert f".user_ids.astype({remedy}))" in str(caught.value)
+
+
+def test_sets_have_no_order():
+    with pytest.raises(TypeError, match="users is a set, which has no order"):
+        hmf.Ratings.from_coo({"a", "b"}, [0, 1])
+    model = fitted("int", "item")
+    with pytest.raises(TypeError, match="labels is a set, which has no order"):
+        model.item_index({101, 102})
+    some = [model.recommend("a", N=1, labels=True, items=ids)[0].tolist() for ids in ({101, 102, 103}, NUMBERS)]
+    assert some[0] == some[1]
+
+
+def test_ids_that_are_no_vector_name_their_argument():
+    with pytest.raises(RatingsError, match="itemid: labels must be one-dimensional, got shape"):
+        fitted("int", "item").similar_items(np.array([[101]]), labels=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import gzip
 import importlib
@@ -151,6 +152,27 @@ def test_missing_ids_of_frames(make, tmp_path):
     assert from_store(path, tmp_path, missing="drop").user_ids.tolist() == ["a", "d"]
     with pytest.raises(RatingsError, match="row 1 has no user"):
         hmf.Ratings.from_file(path)
+
+
+def test_empty_ids_of_frames_are_missing():
+    frame = pd.DataFrame({"user": ["", "b", "c"], "item": ["x", "y", ""]})
+    with pytest.raises(RatingsError, match=r"row 0 has no user .''.; 2 of 3 entries"):
+        hmf.Ratings.from_frame(frame)
+    assert hmf.Ratings.from_frame(frame, missing="drop").user_ids.tolist() == ["b"]
+    assert hmf.Ratings.from_frame(frame, missing="keep").user_ids.tolist() == ["", "b", "c"]
+
+
+def test_numbers_among_dates_are_no_times(caplog):
+    """NumPy takes them for microseconds."""
+    times = np.array([datetime.date(2020, 1, 1), 1433221332], dtype=object)
+    frame = pd.DataFrame({"user": [1, 2], "item": [1, 2], "rating": [1, 2], "time": times})
+    assert hmf.Ratings.from_frame(frame).timestamps is None and "it has numbers and dates" in caplog.text
+
+
+@pytest.mark.parametrize("several", [iter, pd.Series, pd.Index, pl.Series, dict.fromkeys, lambda ids: range(1, 3)])
+def test_filters_take_any_collection(several):
+    frame = pd.DataFrame({"user": [1, 2, 3], "item": [1, 2, 3]})
+    assert hmf.Ratings.from_frame(frame, where={"user": several([1, 2])}).user_ids.tolist() == [1, 2]
 
 
 def test_a_chunk_of_parquet_without_ids_is_left_out(tmp_path, monkeypatch, caplog):
