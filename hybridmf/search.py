@@ -23,7 +23,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -34,7 +33,7 @@ from scipy.stats import loguniform, norm, qmc, rv_continuous, rv_discrete
 from .als import ExplicitALS, ImplicitALS
 from .core.files import write_atomically
 from .core.frames import pandas_frame
-from .core.logs import filtered_log
+from .core.logs import quiet
 from .core.objective import SIDES, Objective, Side, default_implicit_lambda
 from .core.progress import progress_bar
 from .core.sparse import RowColumns, entries_in, keep_entries, take_rows
@@ -532,8 +531,9 @@ def with_likely(space: Space, model: FactorModel, prepared: PreparedRatings) -> 
         return math.sqrt(math.prod(float(factor) for factor in factors))
 
     @functools.cache
-    def penalties(low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
-        weights = np.linspace(low, high, WEIGHTS)
+    def penalties() -> tuple[np.ndarray, np.ndarray]:
+        known = np.log(values_at(space.dimensions["unobserved_weight"], np.linspace(0, 1, 100)))
+        weights = np.linspace(known.min(), known.max(), WEIGHTS)
         models = [unfitted(model, unobserved_weight=float(weight)) for weight in np.exp(weights)]
         return weights, np.log([penalty_factor(each._objective(1.0, degrees)) for each in models])
 
@@ -541,8 +541,7 @@ def with_likely(space: Space, model: FactorModel, prepared: PreparedRatings) -> 
         pair = [names.index(name) for name in (lambda_name, "unobserved_weight")]
         strengths, weights = (np.log(values_at(space.dimensions[names[each]], points[:, each])) for each in pair)
         if lambda_name == "regularization":
-            known = np.log(values_at(space.dimensions["unobserved_weight"], np.linspace(0, 1, 100)))
-            strengths += np.interp(weights, *penalties(float(known.min()), float(known.max())))
+            strengths += np.interp(weights, *penalties())
         found = points.copy()
         found[:, pair] = np.stack([strengths - RIDGE * weights, weights], axis=1) / SPANS
         return found
@@ -1035,12 +1034,6 @@ def expected_improvement(points: np.ndarray, values: np.ndarray, places: np.ndar
     gains = (means - top) / deviations
     improvement: np.ndarray = deviations * (gains * norm.cdf(gains) + norm.pdf(gains))
     return improvement
-
-
-def quiet() -> AbstractContextManager[None]:
-    """Without the log messages of fits in this thread, such as factors that have shrunk to zero."""
-    own = threading.get_ident()
-    return filtered_log(lambda record: record.thread != own)
 
 
 def search(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger("hybridmf")
+
+_quiet: set[int] = set()  # threads
 
 
 @contextmanager
@@ -17,3 +20,20 @@ def filtered_log(passes: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(passes)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the log messages of this thread, such as that factors have shrunk to zero."""
+    own = threading.get_ident()
+    _quiet.add(own)
+    try:
+        with filtered_log(lambda record: record.thread != own):
+            yield
+    finally:
+        _quiet.discard(own)
+
+
+def is_quiet() -> bool:
+    """Whether nobody reads the messages of this thread, so that checks which do nothing else can be left out."""
+    return threading.get_ident() in _quiet

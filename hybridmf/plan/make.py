@@ -165,7 +165,8 @@ def undecided(objective: Objective, settings: Settings, shape: tuple[int, int], 
 
 def check_memory(plan: Plan) -> None:
     """Raise if a plan does not fit in memory, before anything is allocated."""
-    free = system.available_memory()
+    on_host = plan.gpu is None or plan.features or plan.host_bytes  # else dozens of small files are not read
+    free = system.available_memory() if on_host else None
     for side, count, _ in plan.features:
         if free is not None and equation_bytes(count) > free:
             raise MemoryBudgetError(
@@ -179,7 +180,7 @@ def check_memory(plan: Plan) -> None:
                 f"{lack}; {_long_row(plan)}{_needs_all(plan)}use fewer factors, a GPU with more memory, free memory "
                 'of other programs, or device="cpu"'
             )
-        _check_host(plan)
+        _check_host(plan, free)
         return
     if free is not None and plan.total_bytes > free:
         raise MemoryBudgetError(
@@ -215,8 +216,7 @@ def _long_row(plan: Plan) -> str:
     )
 
 
-def _check_host(plan: Plan) -> None:
-    free = system.available_memory()
+def _check_host(plan: Plan, free: int | None) -> None:
     if free is None or plan.host_bytes <= free:
         return
     files = ", or one GPU alone, which may have factors in files"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.logs import is_quiet
 from ..core.objective import Factors, Objective, Side
 from ..core.row_systems import Row, beyond_float32, sampled_gram, sampling_step
 from .row_forms import dual_up_to
@@ -30,7 +31,8 @@ class PrecisionCheck:
     """Warns once in a fit if the longest row of a side is beyond float32.
 
     Its penalty is smallest beside the sums of its entries. On a GPU a check waits for the device, and takes as long as
-    an iteration of a small fit, so it follows the half sweeps 1, 4, 16, ... of each side.
+    an iteration of a small fit, so it follows the half sweeps 1, 4, 16, ... of each side; none where nobody reads the
+    warning, as in trials of a search.
 
     `halves`: with `degrees`, `names` and `row_entries`.
     """
@@ -61,7 +63,7 @@ class PrecisionCheck:
         """Whether the check after the next half sweep of `side` reads the factors."""
         if self.warned or (self.plan.gpu is not None and self._done[side] + 1 not in SPARSE):
             return False
-        return self._longest(side) is not None
+        return not is_quiet() and self._longest(side) is not None
 
     def __call__(self, side: Side, fixed: Factors) -> None:
         """Check a half sweep of `side`, which was solved for the factors `fixed`."""

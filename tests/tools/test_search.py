@@ -21,6 +21,7 @@ from hybridmf.gpu.factors import DeviceFactors
 from hybridmf.metrics import PopularityRecommender
 from hybridmf.model.fit import Fit, Options
 from hybridmf.model.training import LocalRatings
+from hybridmf.plan.precision import PrecisionCheck
 from hybridmf.search import (
     RUNGS,
     Searcher,
@@ -741,3 +742,14 @@ def test_weights_of_features_are_searched():
     assert {trial.params.get("item_feature_weight") for trial in named.trials} & {0.1, 10.0}
     with pytest.raises(ValueError, match="SGD has no features"):
         hmf.search(ratings, model=hmf.SGD(device="cpu"), trials=2, item_features=features)
+
+
+def test_checks_whose_warnings_nobody_reads_are_left_out(plays, monkeypatch):
+    checked: list[str] = []
+    monkeypatch.setattr(PrecisionCheck, "_longest", lambda check, side: checked.append(side))
+    model = hmf.ImplicitALS(4, iterations=1, device="cpu")
+    with quiet():
+        model.fit(plays)
+    assert not checked
+    model.fit(plays)
+    assert checked == ["item", "user"]
