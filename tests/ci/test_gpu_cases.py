@@ -128,21 +128,28 @@ def damaged(array: np.ndarray, how: str) -> np.ndarray:
     return array
 
 
-@pytest.mark.parametrize("how", ["one factor of every row", "rows swapped", "not a number"])
-@pytest.mark.parametrize("side", ["user", "item"])
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         ("implicit", {}),
         ("explicit", {"nonnegative": True}),
         ("biased", {"dtype": "float64"}),
         ("biased", {"precision": "bf16x3"}),
     ],
+    ids=lambda given: " ".join(map(str, (given[0], *given[1]))),
 )
-def test_wrong_factors_fail(bench, how, side, options, model):
-    case = Case("exact", "ml-20m", model, 8, options)
-    last, first, before = check.fit(bench, on_the_cpu(case), watched=True)
-    check.check_answer(bench, case, (last, first, before))
+def right(bench, request):
+    """A case, and an answer that passes its check."""
+    case = Case("exact", "ml-20m", request.param[0], 8, request.param[1])
+    answer = check.fit(bench, on_the_cpu(case), watched=True)
+    check.check_answer(bench, case, answer)
+    return case, answer
+
+
+@pytest.mark.parametrize("how", ["one factor of every row", "rows swapped", "not a number"])
+@pytest.mark.parametrize("side", ["user", "item"])
+def test_wrong_factors_fail(bench, right, how, side):
+    case, (last, first, before) = right
     wrong = dataclasses.replace(last, factors=last.factors | {side: damaged(last.factors[side], how)})
     with pytest.raises(check.Failure, match="backward error" if how != "not a number" else "not finite"):
         check.check_answer(bench, case, (wrong, first, before))
@@ -348,7 +355,7 @@ def test_parts_from_the_command_line(tmp_path):
         "--scale",
         0.01,
         "--processes",
-        2,
+        1,
         "--folder",
         tmp_path,
         "--only",
@@ -359,7 +366,7 @@ def test_parts_from_the_command_line(tmp_path):
     plain = json.loads((tmp_path / "matrix.json").read_text())
     assert [case["status"] for case in plain["cases"].values()] == ["ok"] * 3
     done = command(
-        "run", "matrix", "--delays", 3, *options, "--processes", 1
+        "run", "matrix", "--delays", 3, *options
     )  # the CPU ignores delays: the bits are those of the fragment
     assert done.returncode == 0, done.stdout + done.stderr
     delayed = json.loads((tmp_path / "delays.json").read_text())

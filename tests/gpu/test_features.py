@@ -127,9 +127,10 @@ def test_ratings_that_exceed_a_gpu_are_streamed(gpu, case):
 
 
 @pytest.mark.usefixtures("tiny_gpu")
-@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("limit", [HOST_LIMIT + OF_FEATURES, TURNS_LIMIT + OF_FEATURES])
-@pytest.mark.parametrize("case", ["implicit", "biases", "cg", "cg-biases"])
+@pytest.mark.parametrize(
+    ("case", "stored"), [("implicit", True), ("biases", False), ("cg", False), ("cg-biases", True)]
+)
 def test_factors_that_exceed_a_gpu_stay_on_the_host(gpu, case, limit, stored, tmp_path):
     kind, given = CASES[case]
     ratings = hmf.convert(MATRIX, tmp_path / "store", slab_bytes=960) if stored else MATRIX

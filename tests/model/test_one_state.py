@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 import time
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -202,12 +203,11 @@ def told(call, model):
 
 @pytest.mark.parametrize("smaller", [False, True])
 @pytest.mark.parametrize("kind", ["biases", "implicit"])
-@pytest.mark.parametrize("name", CALLS)
-def test_each_call_answers_from_one_state(name, kind, smaller, monkeypatch):
-    if name == "to_torch":
-        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_dlpack=np.from_dlpack))
+@pytest.mark.parametrize("names", [PLAIN, *([name] for name in (*METHODS, *FUNCTIONS))], ids=lambda names: names[0])
+def test_each_call_answers_from_one_state(names, kind, smaller, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_dlpack=np.from_dlpack))
     one, other = states(kind, smaller)
-    for first, second in ((one, other), (other, one)):
+    for name, (first, second) in product(names, ((one, other), (other, one))):
         answered = 0
         for call in CALLS[name]:
             want = told(call, copy.deepcopy(first))

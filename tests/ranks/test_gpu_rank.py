@@ -496,12 +496,12 @@ def test_an_iteration_begins_early_if_the_fit_goes_on(gpus: Machine, monkeypatch
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_fits_beyond_float32_warn_once(iterations: int, gpus: Machine, caplog: pytest.LogCaptureFixture) -> None:
     """As on one GPU. A half sweep that is checked reads its fixed factors again: no other one is launched ahead."""
-    ratings = sp.csr_array(np.random.default_rng(0).integers(1, 6, (2, 1500)).astype(np.float32))
+    ratings = sp.csr_array(np.random.default_rng(0).integers(1, 6, (2, 300)).astype(np.float32))
     options: dict[str, Any] = {"regularization_scaling": "none", "biases": False, "random_state": 0}
     names, found = gpus(2), []
     for device in (names, "cuda:0"):
         caplog.clear()
-        model = hmf.ExplicitALS(16, regularization=0.1, device=device, iterations=iterations, **options)
+        model = hmf.ExplicitALS(16, regularization=0.02, device=device, iterations=iterations, **options)
         model.fit(ratings)
         found.append([each.getMessage() for each in caplog.records if "beyond the precision" in each.getMessage()])
     assert len(found[0]) == 1 and found[0] == found[1]

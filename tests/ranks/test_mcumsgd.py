@@ -506,7 +506,8 @@ def test_streams_of_gpus_run_in_any_order(ranks, order, biases, popular, monkeyp
     matrix, method, begin_result = ratings_matrix.astype(np.float64), method_of(), GpuEpochs.begin_result
     _, _, _, start = problem(matrix, method, biases=biases)
     expected = twin(matrix, method, start, ranks, 3, order)
-    for seed in range(12):
+    # two ranks need more than six to find each event that is left out
+    for seed in range(12 if ranks == 2 else 6):
         streams, numbers = late_gpus.Streams(seed), count()
         opened = lambda name, streams=streams, numbers=numbers: late_gpus.LateGpu(next(numbers), streams)  # noqa: E731
         monkeypatch.setattr(mcumsgd, "open_device", opened)

@@ -19,9 +19,7 @@ from hybridmf.errors import CommunicatorError, DuplicateEntriesError, NotPositiv
 from support.ratings import planted
 
 dask = pytest.importorskip("dask")
-distributed = pytest.importorskip("distributed")
-dask_dataframe = pytest.importorskip("dask.dataframe")
-dask_array = pytest.importorskip("dask.array")
+distributed = pytest.importorskip("distributed")  # dask.dataframe and dask.array take a second, in tests alone
 
 import hybridmf.dask as hmf_dask  # noqa: E402
 
@@ -49,7 +47,15 @@ def frame(matrix: sp.csr_array | None = None) -> pd.DataFrame:
 
 
 def partitioned(table: pd.DataFrame, parts: int = 3):
-    return dask_dataframe.from_pandas(table, npartitions=parts, sort=False)
+    from dask.dataframe import from_pandas
+
+    return from_pandas(table, npartitions=parts, sort=False)
+
+
+def ones(*shape: int):
+    from dask.array import ones
+
+    return ones(shape)
 
 
 def assert_close(model, expected) -> None:
@@ -139,6 +145,8 @@ def test_workers_keep_a_side(client):
 
 
 def test_an_array_of_triplets(client):
+    from dask.array import from_array
+
     triplets = planted().tocoo()
     rows = np.column_stack((triplets.coords[0] * 10, triplets.coords[1], triplets.data)).astype(np.float64)
     expected = hmf.ExplicitALS(biases=False, **SMALL, iterations=2).fit(
@@ -148,7 +156,7 @@ def test_an_array_of_triplets(client):
     )
     model = hmf_dask.fit(
         hmf.ExplicitALS(biases=False, **SMALL, iterations=2),
-        dask_array.from_array(rows, chunks=(200, 2)),
+        from_array(rows, chunks=(200, 2)),
         client=client,
     )
     assert_close(model, expected)
@@ -276,16 +284,15 @@ def test_labels_of_one_fit_are_not_those_of_another(client):
         (TypeError, "client must be a distributed.Client of the cluster, got 'here'", None, {"client": "here"}),
         (ValueError, r"freeze must be one of 'user', 'item'", None, {"freeze": "both"}),
         (ValueError, r"weights are not available on a cluster.*\(w - 1\) / alpha", None, {"weights": frame()}),
-        (RatingsError, "columns user, item, value; got shape", dask_array.ones(3), {}),
-        (RatingsError, "columns user, item, value; got a block of", dask_array.ones((4, 2)), {}),
-        (RatingsError, "must be whole numbers", dask_array.ones((4, 3)) / 2, {}),
+        (RatingsError, "columns user, item, value; got shape", lambda: ones(3), {}),
+        (RatingsError, "columns user, item, value; got a block of", lambda: ones(4, 2), {}),
+        (RatingsError, "must be whole numbers", lambda: ones(4, 3) / 2, {}),
     ],
 )
 def test_requests_that_cannot_be_served(client, error, match, given, options):
+    given = given() if callable(given) else partitioned(frame()) if given is None else given
     with pytest.raises(error, match=match):
-        hmf_dask.fit(
-            hmf.ExplicitALS(biases=False, **SMALL), partitioned(frame()) if given is None else given, **options
-        )
+        hmf_dask.fit(hmf.ExplicitALS(biases=False, **SMALL), given, **options)
 
 
 def test_each_worker_is_one_rank(client):

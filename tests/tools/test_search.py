@@ -42,6 +42,12 @@ def plays() -> hmf.Ratings:
 
 
 @pytest.fixture(scope="module")
+def few() -> hmf.Ratings:
+    """A quarter of them, for kernels that are emulated."""
+    return hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.015, seed=0)
+
+
+@pytest.fixture(scope="module")
 def stars() -> hmf.Ratings:
     return hmf.datasets.synthetic("ml-1m", scale=0.02, seed=0)
 
@@ -365,28 +371,28 @@ def test_settings_are_first_compared_at_half_the_rank(plays, monkeypatch):
     assert {factors for _, factors in ranks} == {32}
 
 
-def test_trials_on_a_gpu_share_one_upload(plays, gpu, monkeypatch):
+def test_trials_on_a_gpu_share_one_upload(few, gpu, monkeypatch):
     sources, place = [], LocalRatings.place
     monkeypatch.setattr(LocalRatings, "place", lambda it, plan: sources.append(it.prepared) or place(it, plan))
-    hmf.search(plays, space={"factors": [4]}, trials=3, device="cuda", random_state=0)
+    hmf.search(few, space={"factors": [4]}, trials=3, device="cuda", random_state=0)
     assert sources[:-1] == [sources[0]] * (len(sources) - 1)
     assert len(sources) > 3 and sources[0].device == "cuda:0" and sources[-1] is None  # all ratings
 
 
-def test_settings_are_fitted_whole_where_partial_fits_are_not_cheap(plays, gpu, monkeypatch):
+def test_settings_are_fitted_whole_where_partial_fits_are_not_cheap(few, gpu, monkeypatch):
     """By the plan's prediction: the launches and Python of a trial against its iterations."""
     module, search = sys.modules["hybridmf.search"], hmf.search
 
     def found(device: str = "cuda", rank: int = 8) -> hmf.SearchResult:
         model = hmf.ImplicitALS(iterations=3, device=device)
-        return search(plays, model=model, space={"factors": [rank]}, trials=5, random_state=0)
+        return search(few, model=model, space={"factors": [rank]}, trials=5, random_state=0)
 
     whole = found()
     assert [trial.iterations for trial in whole.trials] == [3] * 5 and told(found()) == told(whole)
     assert all(trial.state == "complete" and trial.params["factors"] == 8 for trial in whole.trials)
     finished = sorted(whole.trials, key=lambda trial: trial.finished)
     assert [trial.number for trial in finished] == [1, 2, 3, 4, 0]  # the best guess first, the model's own last
-    ratings = hmf.split(plays, 0.1, int(np.random.default_rng(0).integers(2**31, size=2)[1]))
+    ratings = hmf.split(few, 0.1, int(np.random.default_rng(0).integers(2**31, size=2)[1]))
     again = hmf.ImplicitALS(iterations=3, device="cuda", random_state=int(np.random.default_rng(0).integers(2**31)))
     for trial in whole.trials[:2]:
         value = hmf.evaluate(again.set_params(**trial.params).fit(ratings[0]), ratings[1], metrics="ndcg@10")
@@ -401,20 +407,20 @@ def test_settings_are_fitted_whole_where_partial_fits_are_not_cheap(plays, gpu, 
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["outside the space", "in it"])
-def test_the_models_own_setting_waits_for_proposals(own, plays, gpu):
+def test_the_models_own_setting_waits_for_proposals(own, few, gpu):
     space = {"unobserved_weight": loguniform(0.01, 1), "regularization": loguniform(0.1, 10)}
     space = {"factors": [4]} if own else space
     model = hmf.ImplicitALS(4, iterations=1, device="cuda")
     for trials, place in ((4, 3), (16, 11)):
-        found = hmf.search(plays, model=model, space=space, trials=trials, random_state=0)
+        found = hmf.search(few, model=model, space=space, trials=trials, random_state=0)
         finished = sorted(found.trials, key=lambda trial: trial.finished)
         assert [trial.number for trial in finished].index(0) == place and found.default_value == found.trials[0].value
 
 
-def test_whole_trials_on_a_gpu_leave_their_users_there(plays, gpu, monkeypatch):
+def test_whole_trials_on_a_gpu_leave_their_users_there(few, gpu, monkeypatch):
     brought, copied = [], DeviceFactors._brought
     monkeypatch.setattr(DeviceFactors, "_brought", lambda factors: brought.append(len(factors)) or copied(factors))
-    train, validation = hmf.split(plays, 0.2, 0)
+    train, validation = hmf.split(few, 0.2, 0)
     checks = []
     is_canonical = _formats.is_canonical
     monkeypatch.setattr(
@@ -427,12 +433,12 @@ def test_whole_trials_on_a_gpu_leave_their_users_there(plays, gpu, monkeypatch):
     assert sum(checks) <= 8
 
 
-def test_trials_are_ranked_where_their_factors_are(plays, gpu, monkeypatch):
+def test_trials_are_ranked_where_their_factors_are(few, gpu, monkeypatch):
     """Items of trials do not leave a GPU that serves them, and what users have seen is copied there once."""
     brought, copied, kept = [], DeviceFactors._brought, []
     monkeypatch.setattr(DeviceFactors, "_brought", lambda factors: brought.append(len(factors)) or copied(factors))
     model = hmf.ImplicitALS(iterations=3, device="cuda")
-    train, validation = hmf.split(plays, 0.2, 0)
+    train, validation = hmf.split(few, 0.2, 0)
     options = {"model": model, "space": {"factors": [8]}, "trials": 5, "random_state": 0}
     by_cpu = hmf.search(train, validation, **options)
     monkeypatch.setattr("hybridmf.model.engine.GPU_SCORES", 0)
@@ -445,10 +451,10 @@ def test_trials_are_ranked_where_their_factors_are(plays, gpu, monkeypatch):
     assert len(kept) == 5 and len({id(each) for each in kept}) == 1 and list(kept[0]) == [gpu]
 
 
-def test_factors_that_stay_on_the_device_are_those_of_a_fit(plays, backend):
-    usual = hmf.ImplicitALS(8, device=backend, random_state=0).fit(plays)
+def test_factors_that_stay_on_the_device_are_those_of_a_fit(few, backend):
+    usual = hmf.ImplicitALS(8, device=backend, random_state=0).fit(few)
     model = hmf.ImplicitALS(8, device=backend, random_state=0)
-    stays = Fit(model, LocalRatings(model, plays), Options(on_device=True)).run()
+    stays = Fit(model, LocalRatings(model, few), Options(on_device=True)).run()
     for found, expected in zip(stays.recommend(np.arange(20)), usual.recommend(np.arange(20)), strict=True):
         np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(stays.user_factors, usual.user_factors)
@@ -475,7 +481,7 @@ def test_expected_improvement_is_that_of_draws():
     assert np.isfinite(flat).all() and flat[0] > flat[1]  # unknown before known
 
 
-def test_proposals_find_a_maximum_and_end(plays, gpu, monkeypatch):
+def test_proposals_find_a_maximum_and_end(few, gpu, monkeypatch):
     """Of a function of lambda alone, which fits would take long to show; some settings fail."""
     module = sys.modules["hybridmf.search"]
     space = {"regularization": loguniform(0.01, 100), "factors": [8]}
@@ -488,13 +494,13 @@ def test_proposals_find_a_maximum_and_end(plays, gpu, monkeypatch):
 
     monkeypatch.setattr(Searcher, "_fitted", lambda searcher, trial, iterations: hmf.ImplicitALS(**trial.params))
     monkeypatch.setattr(Searcher, "measured", value)
-    found = hmf.search(plays, model=hmf.ImplicitALS(8, device="cuda", regularization=0.01), space=space, trials=60)
+    found = hmf.search(few, model=hmf.ImplicitALS(8, device="cuda", regularization=0.01), space=space, trials=60)
     assert 17 < found.best_params["regularization"] < 24
     assert module.PROPOSED_IDLE < len(found.trials) < 60
     assert {trial.state for trial in found.trials} == {"complete", "failed"}
 
 
-def test_kernels_of_the_next_ranks_are_compiled_while_trials_run(plays, gpu, monkeypatch):
+def test_kernels_of_the_next_ranks_are_compiled_while_trials_run(few, gpu, monkeypatch):
     order: list[Any] = []
 
     def noted(programs, later=False):
@@ -503,7 +509,7 @@ def test_kernels_of_the_next_ranks_are_compiled_while_trials_run(plays, gpu, mon
     monkeypatch.setitem(vars(sys.modules["hybridmf.search"]), "available_cores", lambda: 4)
     monkeypatch.setattr(gpu, "compile_ahead", noted)
     ranks = [4, 6, 10]
-    hmf.search(plays, space={"factors": ranks}, trials=1, device="cuda", random_state=0)
+    hmf.search(few, space={"factors": ranks}, trials=1, device="cuda", random_state=0)
     found = [(later, int(rank)) for later, _, name, constants in order for rank in ranks
             if name == "solve_rows" and {f"RANK={rank}", "ARITHMETIC=0"} <= set(constants)]  # fmt: skip
     first = next(k for k, each in enumerate(found) if each[0])
@@ -581,7 +587,7 @@ def test_results_as_table_lines_and_html(plays, tmp_path: Path):
 
 def test_a_picture(plays, tmp_path: Path):
     pytest.importorskip("matplotlib")
-    found = hmf.search(plays, trials=8, random_state=0)
+    found = hmf.search(plays, trials=4, random_state=0)
     figure = found.plot(tmp_path / "search.png")
     labels = [axes.get_xlabel() for axes in figure.axes]
     assert "regularization" in labels and labels[-1] == "seconds"
