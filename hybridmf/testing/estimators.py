@@ -47,7 +47,8 @@ class EstimatorContract:
             options = {"factors": 8, "biases": True}
 
     The methods ``test_...`` use pytest's fixture `tmp_path` and nothing else of pytest. A subclass with fixtures of its
-    own may set the attributes below, such as `device`, for each test.
+    own may set the attributes below, such as `device`, for each test. Files hold models of this library's classes
+    only, so an estimator outside of it sets ``test_models_survive_files = None``.
 
     Attributes
     ----------
