@@ -370,6 +370,7 @@ def trials(result: Any) -> Figure:
     """
     shown = [trial for trial in result.trials if trial.value is not None]
     varied = {name: None for trial in shown for name in trial.params}
+    simple = "item means" if result.metric in LOWER_IS_BETTER else "popularity"
     names = [name for name in varied if len({repr(trial.params.get(name)) for trial in shown}) > 1]
     columns, rows = min(3, len(names) + 1), -(-(len(names) + 1) // 3)
     figure = new_figure(3.2 * columns, 2.8 * rows)
@@ -388,7 +389,7 @@ def trials(result: Any) -> Figure:
             else:
                 ax.set_xscale("symlog", linthresh=min(positive))
         ax.set(xlabel=name, ylabel=result.metric if (place - 1) % columns == 0 else "")
-        ax.axhline(result.popularity_value, color="0.6", linestyle="--", zorder=0, label="popularity")
+        ax.axhline(result.popularity_value, color="0.6", linestyle="--", zorder=0, label=simple)
     best = np.maximum.accumulate if result.metric not in LOWER_IS_BETTER else np.minimum.accumulate
     complete = sorted((trial.finished, trial.value) for trial in shown if trial.state == "complete")
     times, scores = zip(*complete, strict=True) if complete else ((), ())

@@ -235,13 +235,14 @@ class SearchResult:
     interrupted: bool = False
 
     def __str__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.best_params.items()) or "popularity"
+        simple, one = _baseline(self.metric), len(self.trials) == 1
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.best_params.items()) or simple
         unknown = "failed" if self.trials[0].state == "failed" else "not complete"
         default = unknown if self.default_value is None else f"{self.default_value:.4f}"
         gain = "" if self.best_value != self.default_value else ", which no other setting improves"
         return (
-            f"{self.metric} {self.best_value:.4f} with {settings}{gain} (without search: {default}, popularity: "
-            f"{self.popularity_value:.4f}); {len(self.trials)} trials in {self.seconds:.1f} s"
+            f"{self.metric} {self.best_value:.4f} with {settings}{gain} (without search: {default}, {simple}: "
+            f"{self.popularity_value:.4f}); {len(self.trials)} trial{'s' * (not one)} in {self.seconds:.1f} s"
         )
 
     def to_frame(self) -> Any:
@@ -1166,7 +1167,9 @@ def search(
     final: Any = unfitted(estimator, **best.params)
     params, value = best.params, best.value
     if searcher.sign * popularity > searcher.sign * value:
-        logger.warning("popularity is better than all %d trials: %s %.4f, %.4f", len(tried), name, popularity, value)
+        logger.warning(
+            "no trial of %d is better than %s: %s %.4f, %.4f", len(tried), _baseline(name), name, value, popularity
+        )
         final, params, value = PopularityRecommender(), {}, popularity
     if not value and not popularity and searcher.sign > 0:
         logger.warning(
@@ -1176,6 +1179,11 @@ def search(
     known = {} if isinstance(final, PopularityRecommender) else features
     final.fit(everything(), **{f"{side}_features": value for side, value in known.items()})
     return SearchResult(final, params, value, name, default, popularity, tuple(tried), limits.spent, interrupted)
+
+
+def _baseline(metric: str) -> str:
+    """What `PopularityRecommender` predicts for a metric."""
+    return "item means" if metric in LOWER_IS_BETTER else "popularity"
 
 
 def _estimator(model: Any, device: Any) -> FactorModel:

@@ -101,8 +101,8 @@ def command(options: Options) -> None:
         found.plot(options.plot)
     if isinstance(found.best, PopularityRecommender):
         raise ValueError(
-            "popularity is better than all trials, so no model is saved; recommend the most popular items, or search "
-            f"longer (--budget, --trials): {found}"
+            "no trial is better than the most popular items (for rmse and mae: the means of the items), so no model is "
+            f"saved; recommend these, or search longer (--budget, --trials): {found}"
         )
     save_model(found.best, options.output)
     if options.as_json:

@@ -37,6 +37,7 @@ def test_search_says_what_it_selects_by_and_what_the_model_reaches_without(tmp_p
     printed = succeed(*common)
     assert "Held out to select by: a tenth, drawn at random." in printed
     assert ", which no other setting improves (without search: " in printed
+    assert ", item means: " in printed and "; 1 trial in" in printed
     assert "Held out to select by: 50 ratings, " in succeed(*common, "--validation", 50)
 
 
@@ -98,7 +99,9 @@ def test_search_refuses_what_cannot_work(folder, store, tmp_path, caplog):
     likes = np.argwhere(np.random.default_rng(0).random((400, 60)) < 0.6 / np.sqrt(1 + np.arange(60)))
     np.savetxt(tmp_path / "likes.csv", likes, "%d", ",", header="user,item", comments="")
     implicit = ["--model", "implicit", "--factors", 8, "--regularization", 0.001, "--alpha", 1, "--trials", 2]
-    assert "popularity is better than all" in refuse("search", tmp_path / "likes.csv", "-o", out, *implicit)
+    assert "no trial is better than the most popular items" in refuse(
+        "search", tmp_path / "likes.csv", "-o", out, *implicit
+    )
     assert not out.exists()
 
 
