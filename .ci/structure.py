@@ -34,7 +34,13 @@ from support.ratings import planted
 LIMITS = {"lines": 47_400, "classes": 298, "levels of plan/": 6, "calls from fit to a kernel": 6}
 """What a change may not exceed; lowered as the package comes nearer to the targets."""
 
-TARGETS = {"lines": 38_500, "classes": 300, "levels of plan/": 6, "calls from fit to a kernel": 6}
+GROWTH = 9_900
+"""Lines of search, features, weights, checks of what strangers bring, lost GPUs and epochs on several GPUs: what was added
+since the package had 47,494 lines, each line followed through the history to the commit that brought it or what it replaced.
+"""
+
+TARGETS = {"lines": 38_500 + GROWTH, "classes": 300, "levels of plan/": 6, "calls from fit to a kernel": 6}
+"""The lines are those that the restructuring of the 47,494 aimed at, and the growth since."""
 
 
 # ---------------------------------------------------------------------------------------------------- lines and classes
