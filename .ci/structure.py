@@ -35,8 +35,9 @@ LIMITS = {"lines": 47_400, "classes": 298, "levels of plan/": 6, "calls from fit
 """What a change may not exceed; lowered as the package comes nearer to the targets."""
 
 GROWTH = 9_900
-"""Lines of search, features, weights, checks of what strangers bring, lost GPUs and epochs on several GPUs: what was added
-since the package had 47,494 lines, each line followed through the history to the commit that brought it or what it replaced.
+"""Lines of search, features, weights, checks of what strangers bring, lost GPUs and epochs on several GPUs.
+
+What was added since the package had 47,494 lines; each line was followed through the history to what it replaced.
 """
 
 TARGETS = {"lines": 38_500 + GROWTH, "classes": 300, "levels of plan/": 6, "calls from fit to a kernel": 6}
