@@ -36,7 +36,7 @@ from .core.frames import pandas_frame
 from .core.logs import quiet
 from .core.objective import SIDES, Objective, Side, default_implicit_lambda
 from .core.progress import progress_bar
-from .core.sparse import RowColumns, entries_in, keep_entries, take_rows
+from .core.sparse import RowColumns, entries_in, entry_rows, keep_entries, take_rows
 from .core.system import available_cores
 from .core.table import html_table
 from .core.validate import as_csr, check_choice, check_int, check_nonempty, check_real, check_rng, make_csr
@@ -1264,8 +1264,16 @@ def _parts(
     held_out = keep_entries(held_out, new)
 
     def everything() -> Ratings:
-        added = Ratings(held_out, *labels).with_weights(None if weights is None else weights[new])
-        return Ratings.concat([ratings, added])
+        """As by `Ratings.concat`, which sorts all entries."""
+        parts = matrix, added = ratings.user_items, held_out
+        at = np.searchsorted(*(entry_rows(part) * matrix.shape[1] + part.indices for part in parts))
+        indices, data = np.insert(matrix.indices, at, added.indices), np.insert(matrix.data, at, added.data)
+        both = Ratings._checked(make_csr(matrix.indptr + added.indptr, indices, data, matrix.shape), *labels)
+        both.frame_kind = ratings.frame_kind
+        if weights is None and ratings.weights is None:
+            return both
+        known = np.ones(matrix.nnz, np.float32) if ratings.weights is None else ratings.weights
+        return both.with_weights(np.insert(known, at, 1.0 if weights is None else weights[new]))
 
     return everything, train if isinstance(train, PreparedRatings) else ratings, held_out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -25,6 +26,7 @@ from hybridmf.plan.precision import PrecisionCheck
 from hybridmf.search import (
     RUNGS,
     Searcher,
+    _parts,
     default_space,
     expected_improvement,
     given_space,
@@ -691,6 +693,20 @@ def test_weights_of_a_validation_set_count_in_the_last_fit(plays):
     other = hmf.search(plain, given, model=hmf.ImplicitALS(8), trials=2, random_state=0, unknown="drop")
     assert other.trials[0].value != found.trials[0].value
     assert not np.array_equal(other.best.item_factors_, found.best.item_factors_)
+
+
+def test_the_last_fit_has_the_entries_of_both_parts(stars):
+    """Zeros are ratings, and entries without weights weigh 1."""
+    zeros = np.where(np.arange(stars.nnz) % 7 == 0, 0, stars.user_items.data)
+    given = hmf.Ratings.from_coo(*stars.user_items.tocoo().coords, zeros, shape=stars.shape)
+    weights = np.random.default_rng(0).uniform(0.2, 5, stars.nnz)
+    plain, weighted = (hmf.split(each, 0.3, 0) for each in (given, given.with_weights(weights)))
+    for parts in itertools.product((plain[0], weighted[0]), (plain[1], weighted[1])):
+        everything, _, _ = _parts(*parts, hmf.ExplicitALS(), "error", 0)
+        found, expected = everything(), hmf.Ratings.concat(parts)
+        for name in ("indptr", "indices", "data"):
+            np.testing.assert_array_equal(getattr(found.user_items, name), getattr(expected.user_items, name))
+        np.testing.assert_array_equal(found.weights, expected.weights)
 
 
 def test_nothing_to_select_by_is_a_warning(caplog):
