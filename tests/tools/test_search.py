@@ -589,7 +589,7 @@ def test_results_as_table_lines_and_html(plays, tmp_path: Path):
 
 def test_a_picture(plays, tmp_path: Path):
     pytest.importorskip("matplotlib")
-    found = hmf.search(plays, trials=4, random_state=0)
+    found = hmf.search(plays, trials=5, random_state=0)
     figure = found.plot(tmp_path / "search.png")
     labels = [axes.get_xlabel() for axes in figure.axes]
     assert "regularization" in labels and labels[-1] == "seconds"
