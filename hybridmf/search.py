@@ -883,10 +883,7 @@ class Searcher:
             if point is None:
                 return
             self.advance(self.start(rank, point), len(RUNGS) - 1)
-            if self._has_gained(reached):
-                idle, reached = 0, self.best
-            else:
-                idle += 1
+            idle, reached = (0, self.best) if self._has_gained(reached) else (idle + 1, reached)
 
     def _proposed(self, rank: int) -> np.ndarray | None:
         """The point of new parameters with the greatest expected improvement; None if there seems to be none."""
@@ -1263,17 +1260,16 @@ def _parts(
     weights = _weights_of(validation, labels)
     held_out = keep_entries(held_out, new)
 
-    def everything() -> Ratings:
-        """As by `Ratings.concat`, which sorts all entries."""
-        parts = matrix, added = ratings.user_items, held_out
-        at = np.searchsorted(*(entry_rows(part) * matrix.shape[1] + part.indices for part in parts))
-        indices, data = np.insert(matrix.indices, at, added.indices), np.insert(matrix.data, at, added.data)
-        both = Ratings._checked(make_csr(matrix.indptr + added.indptr, indices, data, matrix.shape), *labels)
+    def everything() -> Ratings:  # as by `Ratings.concat`, which sorts all entries
+        matrix = ratings.user_items
+        at = np.searchsorted(*(entry_rows(part) * matrix.shape[1] + part.indices for part in (matrix, held_out)))
+        indices, data = np.insert(matrix.indices, at, held_out.indices), np.insert(matrix.data, at, held_out.data)
+        both = Ratings._checked(make_csr(matrix.indptr + held_out.indptr, indices, data, matrix.shape), *labels)
         both.frame_kind = ratings.frame_kind
-        if weights is None and ratings.weights is None:
-            return both
-        known = np.ones(matrix.nnz, np.float32) if ratings.weights is None else ratings.weights
-        return both.with_weights(np.insert(known, at, 1.0 if weights is None else weights[new]))
+        if weights is not None or ratings.weights is not None:
+            known = np.ones(matrix.nnz, np.float32) if ratings.weights is None else ratings.weights
+            both = both.with_weights(np.insert(known, at, 1.0 if weights is None else weights[new]))
+        return both
 
     return everything, train if isinstance(train, PreparedRatings) else ratings, held_out
 

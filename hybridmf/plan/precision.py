@@ -31,8 +31,7 @@ class PrecisionCheck:
     """Warns once in a fit if the longest row of a side is beyond float32.
 
     Its penalty is smallest beside the sums of its entries. On a GPU a check waits for the device, and takes as long as
-    an iteration of a small fit, so it follows the half sweeps 1, 4, 16, ... of each side; none where nobody reads the
-    warning, as in trials of a search.
+    an iteration of a small fit, so it follows the half sweeps 1, 4, 16, ... of each side, if its warning is read.
 
     `halves`: with `degrees`, `names` and `row_entries`.
     """

@@ -496,7 +496,8 @@ def test_proposals_find_a_maximum_and_end(few, gpu, monkeypatch):
 
     monkeypatch.setattr(Searcher, "_fitted", lambda searcher, trial, iterations: hmf.ImplicitALS(**trial.params))
     monkeypatch.setattr(Searcher, "measured", value)
-    found = hmf.search(few, model=hmf.ImplicitALS(8, device="cuda", regularization=0.01), space=space, trials=60)
+    model = hmf.ImplicitALS(8, device="cuda", regularization=0.01)
+    found = hmf.search(few, model=model, space=space, trials=60, random_state=0)
     assert 17 < found.best_params["regularization"] < 24
     assert module.PROPOSED_IDLE < len(found.trials) < 60
     assert {trial.state for trial in found.trials} == {"complete", "failed"}
