@@ -97,7 +97,10 @@ class EntryView:
 
     def __getitem__(self, entries: Any) -> Ratings:
         mask = np.zeros(len(self), dtype=bool)
-        mask[axis_key(entries)] = True
+        places = np.arange(len(self))[axis_key(entries)]
+        mask[places] = True
+        if np.count_nonzero(mask) < np.size(places):  # of a bootstrap sample; a pair has one entry
+            raise ValueError("entries are selected at most once each, and the index repeats some")
         return self.ratings._keep(mask)
 
 
@@ -669,6 +672,7 @@ class Ratings:
             Not one finite value for each entry.
         """
         old = self.user_items
+        refuse_series(values, "values")
         new = np.asarray(values(old.data.copy()) if callable(values) else values)
         if new.shape != old.data.shape:
             raise RatingsError(f"values has shape {new.shape}; expected one value for each of {old.nnz} entries")

@@ -28,7 +28,13 @@ def refuse_triplets(matrix: Any, name: str) -> None:
             f"pass a SciPy matrix: scipy.sparse.csr_array({name}.to_numpy())"
         )
     listed = names is not None or isinstance(matrix, (np.ndarray, list, tuple))
-    array: np.ndarray = np.asarray(matrix) if listed else np.empty(0)
+    try:
+        array: np.ndarray = np.asarray(matrix) if listed else np.empty(0)
+    except ValueError as error:  # NumPy speaks of a sequence and its depth
+        raise RatingsError(
+            f"{name} must be one matrix of shape (n_users, n_items), got a {type(matrix).__name__} of several, or of "
+            "rows that differ in length"
+        ) from error
     for turned, place in ((False, "row"), (True, "column")):
         if are_entries(array.T if turned else array):
             columns = ", ".join(("user", "item", "value", "time")[: array.shape[not turned]])

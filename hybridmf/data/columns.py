@@ -199,9 +199,9 @@ class _NamedColumns:
         """Column in the usual position of users or items, unless its name has another role."""
         place = DEFAULT_PLACES[role]
         if self.names is None:
-            found = self.place(role, place)
-            assert found is not None
-            return found
+            if place < self.n_fields:
+                return place
+            raise RatingsError(f"{self.source} has a single column; pass separator= if others separate users and items")
         nothing, why = f"no column has a name that says {role}s", ""
         if not self.by_place:
             why = nothing

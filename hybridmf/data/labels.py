@@ -402,12 +402,12 @@ def refuse_other_index(**vectors: Any) -> None:
             )
 
 
-def refuse_series(weights: Any) -> None:
-    """Refuse weights in the order of the rows of a frame, where that of the entries is expected."""
-    if hasattr(weights, "to_frame"):
+def refuse_series(given: Any, name: str = "weights") -> None:
+    """Refuse numbers in the order of the rows of a frame, where that of the entries is expected."""
+    if hasattr(given, "to_frame"):
         raise TypeError(
-            "weights is a series, which has the order of the rows of its frame, and entries are sorted by user and "
-            "item; name the column: Ratings.from_frame(frame, weight=). weights.to_numpy() counts as sorted"
+            f"{name} is a series, which has the order of the rows of its frame, and entries are sorted by user and "
+            f"item; name the column: Ratings.from_frame(frame, {name[:-1]}=). {name}.to_numpy() counts as sorted"
         )
 
 
@@ -444,6 +444,8 @@ def joined_entries(parts: Sequence[Entries], names: Sequence[str] = ()) -> Entri
     users, user_ids, n_users = joined_axis("user", [(part.user_ids, part.shape[0]) for part in parts], names)
     items, item_ids, n_items = joined_axis("item", [(part.item_ids, part.shape[1]) for part in parts], names)
     times = [part.times for part in parts if part.times is not None]
+    if 0 < len(times) < len(parts):
+        logger.warning("timestamps are not kept: only %d of %d parts have them", len(times), len(parts))
     weights = None
     if any(part.weights is not None for part in parts):
         own = [np.ones(len(part.values), np.float32) if part.weights is None else part.weights for part in parts]

@@ -78,8 +78,8 @@ def labels_at(ids: np.ndarray | None, positions: np.ndarray) -> np.ndarray:
 
 def axis_key(key: Any) -> Any:
     """Key of the first axis; scikit-learn passes ``(rows, ...)``."""
-    if isinstance(key, tuple):
-        if len(key) == 2 and key[1] is Ellipsis:
-            return key[0]
+    if isinstance(key, tuple) and len(key) == 2 and key[1] is Ellipsis:
+        return key[0]
+    if key is None or isinstance(key, tuple) or np.ndim(key) > 1:
         raise TypeError("ratings are indexed by users alone: integers, a slice or a mask")
     return list(key) if isinstance(key, range) else key

@@ -227,6 +227,8 @@ class FactorModel(ServingMixin):
         DeviceLostError
             A GPU failed; the model keeps the last factors that were on the host, and the message names them.
         """
+        if hasattr(y, "user_items"):
+            raise TypeError("y is ignored, and Ratings are more likely held-out entries: pass validation=")
         stopwatch = Stopwatch()
         options = Options(
             validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, freeze,
@@ -269,6 +271,8 @@ class FactorModel(ServingMixin):
                     "their fit: give init=FrozenEstimator(model) to GridSearchCV and the like"
                 )
             given, new = factors_from(given._learned, labels, shape, settings.factors, frozen)
+        if isinstance(given, (tuple, list)) and any(hasattr(each, "iloc") for each in given):
+            raise TypeError("init has a frame, whose index is not matched: pass to_numpy() in the order of the ratings")
         biases, nonnegative = self._objective().biases, bool(getattr(self, "nonnegative", False))
         init = check_init(given, shape, settings.factors, settings.dtype, biases=biases, nonnegative=nonnegative)
         if frozen is not None and frozen not in init.given:

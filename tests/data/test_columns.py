@@ -533,3 +533,8 @@ def test_arrays_that_fit_are_loaded(tmp_path, monkeypatch):
         hmf.Ratings.from_file(path)
     monkeypatch.setattr("hybridmf.core.validate.available_memory", lambda: 10 * needed)
     assert hmf.Ratings.from_file(path).nnz == ratings.nnz
+
+
+def test_a_separator_that_separates_nothing(tmp_path):
+    with pytest.raises(RatingsError, match="single column; pass separator="):
+        hmf.Ratings.from_file(write(tmp_path, "user,item\n1,2\n"), separator="|")

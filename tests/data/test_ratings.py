@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse as sp
 from hypothesis import given
@@ -535,3 +536,36 @@ def test_positions_that_could_be_labels_are_told(caplog):
     assert not caplog.records
     Ratings.from_coo([1, 2], [0, 1], user_ids=[1, 2, 3])
     assert "users are integers, which are positions, and all of them are among user_ids, too" in caplog.text
+
+
+@pytest.mark.parametrize("key", [None, [[0, 1]], (0, 1)])
+def test_selections_are_of_one_axis(key):
+    ratings = Ratings(np.eye(3))
+    for each in (ratings, ratings.entries):
+        with pytest.raises(TypeError, match="indexed by users alone"):
+            each[key]
+
+
+def test_entries_are_not_drawn_twice():
+    """As a bootstrap sample would; they would count once."""
+    with pytest.raises(ValueError, match="the index repeats some"):
+        Ratings(np.eye(3)).entries[[0, 2, 0]]
+
+
+def test_values_in_the_order_of_a_frame_are_refused():
+    ratings = Ratings.from_coo([1, 0], [0, 1], [1.0, 2.0])
+    with pytest.raises(TypeError, match=r"values is a series.*value=\)"):
+        ratings.with_values(pd.Series([1.0, 2.0]))
+    assert ratings.with_values(lambda values: pd.Series(values) + 1).user_items.data.tolist() == [3, 2]
+
+
+def test_times_of_some_parts_are_dropped_aloud(caplog):
+    parts = [Ratings.from_coo(["a"], ["x"]), Ratings.from_coo(["b"], ["x"], timestamps=[5])]
+    assert Ratings.concat(parts).timestamps is None
+    assert "timestamps are not kept: only 1 of 2 parts have them" in caplog.text
+
+
+@pytest.mark.parametrize("several", [[[1, 2], [3]], [Ratings(np.eye(2))] * 2])
+def test_several_matrices_are_no_matrix(several):
+    with pytest.raises(RatingsError, match=r"ratings must be one matrix of shape.*got a list of"):
+        split(several, 0.5)

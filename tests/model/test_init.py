@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse as sp
 from sklearn.base import clone
@@ -164,3 +165,15 @@ def test_bad_biases_and_signs_are_refused():
         hmf.CCD(4, nonnegative=True, init="signed").fit(RATINGS)
     with pytest.raises(ValueError, match="item_factors has negative elements, and nonnegative=True"):
         hmf.CCD(4, nonnegative=True, init=(USERS, -ITEMS)).fit(RATINGS)
+
+
+def test_frames_of_factors_are_refused():
+    """Their index may name the rows in another order."""
+    frame = pd.DataFrame(np.ones((3, 2)), index=[2, 1, 0])
+    with pytest.raises(TypeError, match="init has a frame, whose index is not matched"):
+        hmf.ExplicitALS(2, init=(frame, None), device="cpu").fit(np.eye(3))
+
+
+def test_ratings_in_the_place_of_y_are_refused():
+    with pytest.raises(TypeError, match=r"y is ignored.*validation="):
+        hmf.ExplicitALS(2, device="cpu").fit(np.eye(3), hmf.Ratings(np.eye(3)))
