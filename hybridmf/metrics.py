@@ -100,8 +100,7 @@ def rmse(truth: Any, predicted: Any) -> float:
     TypeError
         Values that are not real numbers.
     """
-    error = _differences(truth, predicted)
-    return float(np.sqrt(np.mean(np.square(error))))
+    return float(np.sqrt(np.mean(np.square(_differences(truth, predicted)))))
 
 
 def mae(truth: Any, predicted: Any) -> float:

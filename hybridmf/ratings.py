@@ -56,6 +56,7 @@ from .data.labels import (
     refuse_series,
     resolve,
     storable,
+    warn_spelled_twice,
 )
 from .data.layout import FileOptions
 from .data.lists import list_options, read_lists
@@ -676,13 +677,11 @@ class Ratings:
         new = np.asarray(values(old.data.copy()) if callable(values) else values)
         if new.shape != old.data.shape:
             raise RatingsError(f"values has shape {new.shape}; expected one value for each of {old.nnz} entries")
-        checked = from_triplets(entry_rows(old), old.indices, new, old.shape, name="values")
-        return self._of(checked)
+        return self._of(from_triplets(entry_rows(old), old.indices, new, old.shape, name="values"))
 
     def binarize(self, threshold: float | None = None) -> Ratings:
         """Entries of at least `threshold` (default: more than 0) with the value 1; all others are dropped."""
-        data = self.user_items.data
-        # as float32, like the values
+        data = self.user_items.data  # float32, as the threshold has to be
         mask = data > 0 if threshold is None else data >= np.float32(check_real("threshold", threshold))
         return self._keep(mask).with_values(np.ones_like)
 
@@ -694,8 +693,7 @@ class Ratings:
         scale : float
             More than 0.
         """
-        scale = check_real("scale", scale, 0.0, strict=True)
-        return self.with_values(np.log1p(self._counts() / scale))
+        return self.with_values(np.log1p(self._counts() / check_real("scale", scale, 0.0, strict=True)))
 
     def tfidf_weight(self) -> Ratings:
         """Square root of each value times the inverse frequency of its item, as `implicit` computes it.
@@ -825,12 +823,10 @@ class Ratings:
             "user": labels_at(self.user_ids, entry_rows(matrix)),
             "item": labels_at(self.item_ids, matrix.indices),
             "value": matrix.data,
+            "timestamp": self.timestamps,
+            "weight": self.weights,
         }
-        if self.timestamps is not None:
-            columns["timestamp"] = self.timestamps
-        if self.weights is not None:
-            columns["weight"] = self.weights
-        return make_frame({name: np.array(column) for name, column in columns.items()}, kind)
+        return make_frame({name: np.array(column) for name, column in columns.items() if column is not None}, kind)
 
     # -------------------------------------------------------------------------------------------------------- text
 
@@ -862,8 +858,9 @@ def _from_entries(entries: Entries, duplicates: str) -> Ratings:
         matrix = entries.to_matrix(duplicates)
     ratings = Ratings._checked(matrix)
     ratings.user_ids, ratings.item_ids = entries.user_ids, entries.item_ids  # distinct in all entries
-    for ids in (ratings.user_ids, ratings.item_ids):
+    for name, ids in (("user ids", ratings.user_ids), ("item ids", ratings.item_ids)):
         if ids is not None:
+            warn_spelled_twice(name, ids)
             ids.flags.writeable = False
     ratings.timestamps, ratings.weights = entries.times_of(duplicates), entries.weights_of(duplicates)
     return ratings

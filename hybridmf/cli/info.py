@@ -16,12 +16,7 @@ from .options import Options, make_command, plot_option, refuse_overwriting
 from .report import facts_text, file_size, label_text, pairs, ratings_facts
 
 
-@make_command(
-    "info",
-    "hybridmf info",
-    "hybridmf info model.safetensors",
-    "hybridmf info ratings.csv --json",
-)
+@make_command("info", "hybridmf info", "hybridmf info model.safetensors", "hybridmf info ratings.csv --json")
 @click.argument("file", required=False, type=sources.ratings_path)
 @sources.where_option
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object of numbers.")

@@ -31,10 +31,8 @@ def refuse_triplets(matrix: Any, name: str) -> None:
     try:
         array: np.ndarray = np.asarray(matrix) if listed else np.empty(0)
     except ValueError as error:  # NumPy speaks of a sequence and its depth
-        raise RatingsError(
-            f"{name} must be one matrix of shape (n_users, n_items), got a {type(matrix).__name__} of several, or of "
-            "rows that differ in length"
-        ) from error
+        what = f"a {type(matrix).__name__} of several, or of rows that differ in length"
+        raise RatingsError(f"{name} must be one matrix of shape (n_users, n_items), got {what}") from error
     for turned, place in ((False, "row"), (True, "column")):
         if are_entries(array.T if turned else array):
             columns = ", ".join(("user", "item", "value", "time")[: array.shape[not turned]])
@@ -92,5 +90,4 @@ def are_entries(array: np.ndarray) -> bool:
 
 def _concentration(values: np.ndarray) -> float:
     """Probability that two of these numbers, drawn at random, are equal."""
-    counts = np.unique(values, return_counts=True)[1]
-    return float(np.sum((counts / len(values)) ** 2))
+    return float(np.sum((np.unique(values, return_counts=True)[1] / len(values)) ** 2))

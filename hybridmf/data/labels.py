@@ -323,14 +323,12 @@ def _conversion(side: str, two: Sequence[tuple[str, np.ndarray, Any]]) -> str | 
         return None
     kind = _type_of(like)
     try:
-        converted: np.ndarray = given.astype(target)
-    except (TypeError, ValueError):
-        try:  # text such as "17850.0", which pandas writes for integers of a column with gaps
-            kind, given = "float).astype(int", given.astype(np.float64)
-        except (TypeError, ValueError):
-            return None
+        if target is np.int64 and given.dtype.kind != "f" and any(str(label).endswith(".0") for label in given):
+            kind, given = "float).astype(int", given.astype(np.float64)  # see `warn_spelled_twice`
         with np.errstate(invalid="ignore"):  # of NaN, which equals nothing
-            converted = given.astype(target)
+            converted: np.ndarray = given.astype(target)
+    except (TypeError, ValueError):
+        return None
     lossy = given.dtype.kind == "f" and (target is np.str_ or not np.array_equal(converted, given))
     if lossy or len(set(converted.tolist())) < len(given):
         return None
@@ -472,6 +470,8 @@ def joined_files(parts: Sequence[Entries], source: str, *, text: bool) -> Entrie
         for side, ids in (("user", joined.user_ids), ("item", joined.item_ids))
     )
     ends = np.cumsum([len(part.values) for part in parts])
+    if len({part.valued for part in parts if len(part.values)}) > 1:
+        logger.warning("%s: some files have no values, so that each of their entries counts 1", source)
 
     def place(entry: int) -> str:
         k = int(np.searchsorted(ends, entry, side="right"))
@@ -628,6 +628,14 @@ def _warn_missing_words(name: str, labels: np.ndarray) -> None:
             "or pass a frame to Ratings.from_frame, which refuses or drops them (missing=)",
             name, ", ".join(map(repr, sorted(words))),
         )  # fmt: skip
+
+
+def warn_spelled_twice(name: str, labels: np.ndarray) -> None:
+    """Report text such as "17850.0", which pandas writes for integers of a column with gaps, beside "17850"."""
+    if labels.dtype.kind == "U" and np.char.endswith(labels[:: len(labels) // 1000 + 1], ".0").any():
+        text = set(labels.tolist())
+        if twice := sorted(label for label in text if label.endswith(".0") and label[:-2] in text):
+            logger.warning("%s: %d are there without .0, too, and count as others: %s", name, len(twice), some(twice))
 
 
 def joined_axis(

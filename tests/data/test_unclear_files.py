@@ -710,3 +710,17 @@ def test_pipes_are_refused_whose_beginning_would_be_read_twice():
         with pytest.raises(RatingsError, match=f"/dev/fd/{end} is a pipe, and files are read more than once"):
             reader(f"/dev/fd/{end}")
         os.close(end)
+
+
+def test_files_with_and_without_values_are_reported(tmp_path, caplog):
+    paths = [write(tmp_path, "user,item,rating\n1,2,5\n", "a.csv"), write(tmp_path, "user,item\n3,4\n", "b.csv")]
+    assert triplets(hmf.Ratings.from_file(paths)) == {(1, 2): 5, (3, 4): 1}
+    assert "some files have no values, so that each of their entries counts 1" in caplog.text
+
+
+@pytest.mark.parametrize(("other", "twice"), [("7.0", True), ("8.0", False)])
+def test_ids_with_and_without_a_point_are_reported(other, twice, tmp_path, caplog):
+    """pandas writes integers of a column with gaps as 7.0; the same user would count as two."""
+    paths = [write(tmp_path, f"user,item,rating\n{user},2,5\n", f"{user}.csv") for user in ("7", other)]
+    assert hmf.Ratings.from_file(paths).user_ids.tolist() == ["7", other]
+    assert ("user ids: 1 are there without .0, too, and count as others: '7.0'" in caplog.text) == twice
