@@ -330,8 +330,7 @@ class Ratings:
             user=user, item=item, value=value, duplicates=duplicates, timestamp=timestamp, where=where,
             missing=missing, weight=weight,
         )  # fmt: skip
-        entries = readers.frame_entries(frame, "frame", options)
-        ratings = _from_entries(entries, duplicates)
+        ratings = _from_entries(readers.frame_entries(frame, "frame", options), duplicates)
         ratings.frame_kind = kind_of(frame)
         return ratings
 

@@ -82,8 +82,7 @@ def _run_tuning(options: Options) -> None:
         ) from error
     gpu = tables.Gpu.of(device.spec)
     path = tables.user_file(device.spec) if options.output is None else Path(options.output)
-    there = tables.stored(path, gpu)
-    tuner = Tuner(device, budget=options.budget, most=options.most, table=there)
+    tuner = Tuner(device, budget=options.budget, most=options.most, table=tables.stored(path, gpu))
     jobs = tuner.run(options.kernels or None, ranks, dtype=options.dtype)
     tables.store(tables.Table(gpu), path)  # fails before the work if the file cannot be written
     click.echo(f"{device.spec}: drawing ratings, then {options.budget:g} s", err=True)

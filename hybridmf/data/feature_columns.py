@@ -534,8 +534,7 @@ def _joined(
         raise RatingsError(f"{source} has no feature that differs between its {n_rows:,} rows")
     where, codes, values = (np.concatenate([part[k] for part in parts]) for k in range(3))
     shift, scale = np.array(moments).reshape(-1, 2).T.copy()
-    matrix = to_matrix(where, codes, values, (n_rows, len(names)))
-    return matrix, names, labels, kept, shift, scale
+    return to_matrix(where, codes, values, (n_rows, len(names))), names, labels, kept, shift, scale
 
 
 def check_finite(name: str, values: np.ndarray) -> None:

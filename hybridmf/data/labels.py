@@ -311,7 +311,7 @@ def _types_error(side: str, *two: tuple[str, np.ndarray, Any]) -> RatingsError:
     )
 
 
-_OF_REQUESTS = {"userid", "itemid", "users", "items", "filter_items", "rows", "labels"}
+_OF_REQUESTS = {"ids", "userid", "itemid", "users", "items", "filter_items", "rows", "labels"}
 """Arguments that are ids, not ratings with labels."""
 
 
@@ -632,10 +632,9 @@ def _warn_missing_words(name: str, labels: np.ndarray) -> None:
 
 def warn_spelled_twice(name: str, labels: np.ndarray) -> None:
     """Report text such as "17850.0", which pandas writes for integers of a column with gaps, beside "17850"."""
-    if labels.dtype.kind == "U" and np.char.endswith(labels[:: len(labels) // 1000 + 1], ".0").any():
-        text = set(labels.tolist())
-        if twice := sorted(label for label in text if label.endswith(".0") and label[:-2] in text):
-            logger.warning("%s: %d are there without .0, too, and count as others: %s", name, len(twice), some(twice))
+    ends = labels.dtype.kind == "U" and any(label.endswith(".0") for label in labels[:: len(labels) // 1000 + 1])
+    if ends and (twice := sorted(set(labels.tolist()) & {f"{label}.0" for label in labels.tolist()})):
+        logger.warning("%s: %d are there without .0, too, and count as others: %s", name, len(twice), some(twice))
 
 
 def joined_axis(

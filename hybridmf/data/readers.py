@@ -196,8 +196,7 @@ def _rows_of_missing_words(series: Any) -> np.ndarray:
         series = series.cast(nw.String)
     if series.dtype != nw.String:
         return np.zeros(len(series), dtype=bool)
-    found = series.is_in(sorted(MISSING_WORDS))
-    return np.asarray(found.fill_null(False).to_numpy(), dtype=bool)
+    return np.asarray(series.is_in(sorted(MISSING_WORDS)).fill_null(False).to_numpy(), dtype=bool)
 
 
 def _coded_column(source: str, table: Any, column: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -227,8 +227,6 @@ class FactorModel(ServingMixin):
         DeviceLostError
             A GPU failed; the model keeps the last factors that were on the host, and the message names them.
         """
-        if hasattr(y, "user_items"):
-            raise TypeError("y is ignored, and Ratings are more likely held-out entries: pass validation=")
         stopwatch = Stopwatch()
         options = Options(
             validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, freeze,

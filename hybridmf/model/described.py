@@ -22,8 +22,7 @@ logger = logging.getLogger("hybridmf")
 
 def ridge_of(learned: Learned, side: Side) -> np.ndarray:
     """lambda of each coordinate of a row, lambda_b of its bias; float64."""
-    rank = joined(learned.state.vectors[side]).shape[1]
-    return learned.objective.ridge(side, learned.plan.factors, rank)
+    return learned.objective.ridge(side, learned.plan.factors, joined(learned.state.vectors[side]).shape[1])
 
 
 def explained(learned: Learned, side: Side, matrix: sp.csr_array) -> float:

@@ -254,8 +254,7 @@ class RankedRatings:
         wanted = np.zeros(self.shape[0], dtype=np.int64)
         if held_out is not None:
             wanted[:] = np.diff(held_out.indptr) > 0
-        wanted = self.communicator.broadcast(wanted)
-        return self.rows_of_users(wanted.astype(bool))
+        return self.rows_of_users(self.communicator.broadcast(wanted).astype(bool))
 
     def rows_of_users(self, wanted: np.ndarray) -> sp.csr_array | None:
         """Entries of the users of a mask on the first rank, each int8 1, and no others; None on the other ranks."""

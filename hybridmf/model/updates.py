@@ -84,8 +84,7 @@ def _updated_counts(
     if counts is None:
         return None
     if side == "user":
-        added = take_rows(rows, np.flatnonzero(positions >= len(learned.state.user)))
-        return counts + count_items(added)
+        return counts + count_items(take_rows(rows, np.flatnonzero(positions >= len(learned.state.user))))
     grown = np.zeros(max(len(counts), int(positions.max()) + 1), dtype=np.int64)
     grown[: len(counts)] = counts
     grown[positions] = np.diff(rows.indptr)

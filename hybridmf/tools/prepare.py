@@ -39,8 +39,7 @@ def compile_kernels(factors: Sequence[int], say: Callable[[str], object]) -> Non
         models = (ImplicitALS(rank), ExplicitALS(rank), ExplicitALS(rank, biases=False))
         for model in models:
             model.set_params(iterations=1, device="cuda", random_state=0).fit(matrix)
-            plan = model.plan_
-            programs = all_programs_of(device, plan)
+            programs = all_programs_of(device, model.plan_)
             device.compile_ahead(programs)
             for program in programs:
                 device.kernel(*program)
