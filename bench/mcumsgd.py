@@ -15,8 +15,10 @@ gpu_data.py.
 Variants: the order ("passes", "blocks": see hybridmf/ranks/mcumsgd.py); long rows beside the others (two streams) or
 before them (one); entries from which a row is long, half and double those of the rule; without popular items: all
 rotate (--rotating), or other rules for them (--walk); such lines are not recorded. "popular" is the number of popular
-items and their part of the entries. "set-up" is followed by two parts of it, of the slowest rank: cuts of its share,
-and its kernels with uploads. One more epoch shows where the time goes: milliseconds of the passes over items and users
+items and their part of the entries. "set-up" begins with the matrix and ends before the first launch of an epoch, with
+a late check of the matrix still running, as in a fit; epochs wait for it. It is followed by three parts of it, the last
+two of the slowest rank: ratings to the GPUs with their check and transposition, cuts of its share, and its kernels.
+One more epoch shows where the time goes: milliseconds of the passes over items and users
 on the GPU (the mean of the ranks), of all that lies between them there (waits and exchanges), of the updates of popular
 items (the sum of the ranks, which are beside the others), and how long the slowest rank takes in Python until all is
 launched.
@@ -25,6 +27,7 @@ launched.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +51,7 @@ from hybridmf.gpu import sgd as gpu_sgd
 from hybridmf.model.training import LocalRatings
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.sgd import ORDERS
-from hybridmf.ranks import mcumsgd
+from hybridmf.ranks import dealt, mcumsgd
 from hybridmf.ranks.mcumsgd import MultiSGD
 
 SAMPLE = 1 << 20
@@ -134,11 +137,12 @@ class Start:
         )
         objective = model._objective()
         plan = make_plan(objective, model._settings(), data.user.shape, data.user.nnz)
-        ratings = LocalRatings(model, data.user).on_host(plan)
+        ratings = model._source(model, data.user, late=True)
+        ratings.place(plan)
         if isinstance(devices, list):
             plan = model._standardized(plan, objective, ratings.scale(objective))
             options = {"long_row": variant.long_row, "beside": variant.beside}
-            return MultiSGD(data.user, data.item, objective, plan, self.state, 0, **options)
+            return MultiSGD(ratings.user_items, ratings.item_users, objective, plan, self.state, 0, **options)
         solver = model._solver(plan, objective, ratings, self.state, 0)
         solver.kernels.schedules[0].beside = variant.beside
         return solver
@@ -259,12 +263,16 @@ def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
     """One line: milliseconds, where they go, and the RMSE."""
     data, ranks = start.data, variant.ranks
     fewest = mcumsgd.MIN_POPULAR if variant.popular else float("inf")
-    cutting, making = part_timed(mcumsgd, "cut_share"), part_timed(gpu_sgd.GpuEpochs, "__init__")
+    dealing, cutting = part_timed(dealt, "deal"), part_timed(mcumsgd, "cut_dealt")
+    making = part_timed(gpu_sgd.GpuEpochs, "__init__")
     rule = patch.multiple(mcumsgd, MIN_POPULAR=fewest, WALK=variant.walk)
-    with rule, cutting as cuts, making as kernels:
+    with rule, dealing as deals, cutting as cuts, making as kernels:
         started = time.perf_counter()
         solver = start.solver([f"cuda:{rank}" for rank in range(ranks)] if ranks else "cuda:0", variant)
         set_up = time.perf_counter() - started
+    for thread in threading.enumerate():
+        if thread.name.startswith("hybridmf-check"):
+            thread.join()
     popular = solver.ranks[0].popular if ranks else []
     seconds = epochs(solver, WARM_UP + count)[WARM_UP:]
     line = {
@@ -283,7 +291,7 @@ def measure(start: Start, variant: Variant, count: int) -> dict[str, Any]:
         "popular": len(popular),
         "popular_part": round(float(np.diff(data.item.indptr)[popular].sum()) / data.user.nnz, 4) if ranks else 0.0,
         "set_up_s": round(set_up, 3),
-        "set_up_parts_s": [round(max(part, default=0.0), 3) for part in (cuts, kernels)],
+        "set_up_parts_s": [round(max(part, default=0.0), 3) for part in (deals, cuts, kernels)],
         "epochs": WARM_UP + count,
         "rmse": data.rmse(solver),
         "balance": balance(solver) if ranks else 1.0,
@@ -333,7 +341,7 @@ def gpu_names() -> list[str]:
 
 HEADER = (
     f"{'shape':10} {'f':>4} {'GPUs':>5} {'order':>7} {'streams':>7} {'long row':>8} {'ms':>9} {'speed-up':>9} "
-    f"{'popular':>11} {'balance':>8} {'RMSE':>8} {'set-up s':>17} {'items':>7} {'users':>7} {'between':>8} "
+    f"{'popular':>11} {'balance':>8} {'RMSE':>8} {'set-up s':>23} {'items':>7} {'users':>7} {'between':>8} "
     f"{'popular':>8} {'launch':>7}"
 )
 
@@ -346,7 +354,7 @@ def print_line(line: dict[str, Any], sound: bool) -> None:
     print(
         f"{line['shape']:10} {line['factors']:4d} {line['ranks'] or 'one':>5} {line['order']:>7} {line['streams']:7d} "
         f"{line['long_row']:8d} {line['ms']:9.2f} {line['speed_up']:9.2f} {popular:>11} {line['balance']:8.2f} "
-        f"{line['rmse']:8.4f} {set_up:>17} {passes['item']:7.2f} {passes['user']:7.2f} {passes['between']:8.2f} "
+        f"{line['rmse']:8.4f} {set_up:>23} {passes['item']:7.2f} {passes['user']:7.2f} {passes['between']:8.2f} "
         f"{passes['popular']:8.2f} "
         f"{passes['launch']:7.2f}" + ("" if sound else "  WRONG"),
         flush=True,

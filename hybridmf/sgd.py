@@ -21,6 +21,20 @@ DEFAULT_MULTIPLE = 0.05
 the minimum (bench/defaults.py)."""
 
 
+class SgdRatings(LocalRatings):
+    """Ratings of SGD, which several GPUs check and transpose."""
+
+    def place(self, plan: Plan) -> Plan:
+        """Put both orientations where the solver of the plan reads them."""
+        if plan.gpu is None or not plan.devices:
+            return super().place(plan)
+        from .device.cuda import open_device
+
+        self._upload(plan, [open_device(name) for name in plan.devices])
+        self.value_range, self.total = self.values.value_range, self.values.total
+        return plan
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
 class SGD(FactorModel):
     """Matrix factorization of explicit ratings by stochastic gradient descent.
@@ -146,6 +160,8 @@ item_ids_
     iterations: int = 20
     precision: str = "float32"
     deterministic: bool = True
+
+    _source = SgdRatings
 
     def _objective(self, spread: float = 1.0, degrees: Mapping[Side, np.ndarray] | None = None) -> Objective:
         weights = (self.regularization, "count", self.biases, self.bias_regularization)

@@ -39,7 +39,7 @@ from hybridmf.device.cuda import MEMORY_LIMIT, device_count
 from hybridmf.errors import DeviceError
 from hybridmf.plan import dispatch, fused, tables
 from hybridmf.plan import machine as _machine
-from hybridmf.ranks import gpu_rank, group
+from hybridmf.ranks import gpu_rank, group, mcumsgd
 from hybridmf.ranks.gpu_rank import GpuWorker
 from support import emulated
 from support.devices import open_or_skip, serve_cuda
@@ -213,6 +213,7 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
     monkeypatch.setattr("hybridmf.device.cuda.open_device", open_emulated)
     monkeypatch.setattr(group, "open_device", open_emulated)
+    monkeypatch.setattr(mcumsgd, "open_device", open_emulated)
     monkeypatch.setattr(
         gpu_rank,
         "gpu_worker",

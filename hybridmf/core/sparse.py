@@ -210,17 +210,13 @@ def column_bounds(matrix: sp.csr_array, columns: np.ndarray) -> np.ndarray:
     return np.stack([*bounds, ends])
 
 
-def columns_of(matrix: sp.csr_array, first: int, last: int, order: np.ndarray | None = None) -> sp.csr_array:
-    """The columns from `first` to before `last`, counted from `first`; `matrix`: indices ascend in each row.
-
-    `order`, int (n_rows,): of the rows. Default: theirs.
-    """
+def columns_of(matrix: sp.csr_array, first: int, last: int) -> sp.csr_array:
+    """The columns from `first` to before `last`, counted from `first`; `matrix`: indices ascend in each row."""
     _, indices, data = csr_arrays(matrix)
     bounds = column_bounds(matrix, np.array([first, last]))[:-1]
     # each row in three ranges: before the columns, they, behind them
     limits = np.append(bounds.T.reshape(-1), len(indices))
-    rows = np.arange(1, len(limits) - 1, 3)
-    taken = _formats.take_rows(limits, indices, data, rows if order is None else rows[order])
+    taken = _formats.take_rows(limits, indices, data, np.arange(1, len(limits) - 1, 3))
     if first:
         np.subtract(taken[1], np.int32(first), out=taken[1])
     return csr_of(*taken, last - first)

@@ -66,6 +66,8 @@ class FactorModel(ServingMixin):
     """Length of initial factors, relative to the root of the scale of explicit ratings. Longer factors leave noise in
     rows with few entries; with shorter ones, the first pass makes item factors so long that SGD steps overshoot."""
 
+    _source = LocalRatings  # places the ratings of a fit in this process
+
     _serves_features = False
     """Whether `fit` has features."""
 
@@ -110,7 +112,8 @@ class FactorModel(ServingMixin):
     def _late_matrix(self, matrix: Any) -> LateMatrix | None:
         """Training data for a GPU that a thread checks, if they are large; None for other ones."""
         settings = self._settings()
-        if settings.device == "cpu" or settings.method.kind != "als":
+        several = isinstance(settings.device, tuple) and settings.device[0] != "cpu"
+        if settings.device == "cpu" or not (several or settings.method.kind == "als"):
             return None
         return late_matrix(matrix, "user_items", settings.dtype, self._objective().is_implicit)
 
@@ -235,7 +238,7 @@ class FactorModel(ServingMixin):
         late = checkpoint is None and resume_from is None
         given: dict[Side, Any] = {"user": user_features, "item": item_features}
         features = {side: value for side, value in given.items() if value is not None}
-        source = LocalRatings(self, user_items, weights, late=late, features=features)
+        source = self._source(self, user_items, weights, late=late, features=features)
         Fit(self, source, options, stopwatch=stopwatch).run()
         return self
 

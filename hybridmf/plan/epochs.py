@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -95,13 +95,8 @@ class EpochKernels(Protocol):
         """Working copy with rows `places` of `work` and, below it, `other`."""
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """An epoch that was started: its state, and its result as `EpochKernels.begin_result` has it."""
-
-    state: State
-    result: Callable[[], tuple[float, bool]]
-
+Epoch: TypeAlias = tuple[State, Callable[[], tuple[float, bool]]]
+"""An epoch that was started: its state, and its result as `EpochKernels.begin_result` has it."""
 
 Solved: TypeAlias = tuple[State, float]  # the state after an epoch, and its training loss
 
@@ -135,9 +130,9 @@ class EpochSolver(Unconnected):
             work = self.begin()
             for _ in self.launch_passes(work):
                 pass
-            epoch = self.end(work)
-            loss, is_finite = self._agreed(*epoch.result())
-        return self.checked(epoch.state, loss, is_finite)
+            state, result = self.end(work)
+            loss, is_finite = self._agreed(*result())
+        return self.checked(state, loss, is_finite)
 
     def begin(self) -> dict[Side, Any]:
         return {side: self.kernels.copies(self.state.side(side)) for side in SIDES}
@@ -164,7 +159,7 @@ class EpochSolver(Unconnected):
         kernels = self.kernels
         users = kernels.factors(work.pop("user"))
         state = State(users, kernels.factors(work.pop("item")), self.state.mean)
-        return Epoch(state, kernels.begin_result(state.user, state.item))
+        return state, kernels.begin_result(state.user, state.item)
 
     def checked(self, state: State, loss: float, is_finite: bool) -> Solved:
         """The result of an epoch, unless it has diverged."""

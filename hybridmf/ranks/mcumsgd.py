@@ -20,7 +20,8 @@ users' ratings and hands them to rank 1, and so on; the last rank hands them to 
 the longest item, but beside the steps of the other items and of the users. Users process popular items last. If no item
 is popular, all items rotate.
 
-No two ranks hold the same row at a time, so factors depend only on the order and the number of ranks.
+No two ranks hold the same row at a time, so factors depend only on the order and the number of ranks. A rank runs on
+the CPU or on a GPU, over any communicator (`hybridmf.ranks.transport.communicator`).
 
 Synchronization on GPUs of one process (`MultiSGD`); `peers` has the copies. A rank holds the items of each block in
 memory of its own (`RankSGD._held`), which every epoch uses again. Rank q writes to that of block j at the start of an
@@ -46,17 +47,20 @@ the last rank in the same way. Over a communicator, a rank updates popular items
 all ranks receive them. CUDA may run copies between the same two GPUs in turn, although their streams do not depend on
 each other. So those that wait for a walk are launched after those of other items that would wait behind them.
 
+Set-up on GPUs of one process. All GPUs at once upload the rows of their users, check and transpose them (`dealt`), and
+then cut their blocks (`cut_dealt`). Launches of all threads are on the null stream of a GPU, hence in the order of the
+host, in which a rank's thread starts after the end of the one that has uploaded. Released memory is used by later ones.
+
 The launches, copies and events between the first copies of an epoch and its result are the same in every epoch, apart
 from the addresses of the users and the learning rate, which launches read from structs: each launch copies them, so the
 host may change them for the next epoch. They are recorded in the first epoch, or on another stream, and repeated in the
 others (`hybridmf.device.recording`): Python's code for them takes longer than some passes. An event that is recorded
 again has no effect on earlier waits for it. After any failure the ranks are closed, so no half of an epoch is repeated.
-
-A rank runs on the CPU or on a GPU, over any communicator (`hybridmf.ranks.transport.communicator`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -66,19 +70,23 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..core.objective import SIDES, Factors, Objective, Side, State
-from ..core.sparse import columns_of, csr_of, rows_of, take_rows, transposed
+from ..core.sparse import csr_of, rows_of, transposed
+from ..core.validate import csr_arrays
 from ..cpu.sgd import CpuEpochs
 from ..data.fingerprint import fingerprint
 from ..device.arguments import Struct
-from ..device.cuda import open_device
+from ..device.cuda import Device, open_device
 from ..device.recording import Recording
 from ..errors import CommunicatorError
 from ..gpu.factors import DeviceFactors
+from ..gpu.matrix import DeviceMatrix
 from ..gpu.sgd import FactorRows, GpuEpochs
 from ..plan.epochs import Epoch, EpochKernels, EpochSolver, GridBlock, Solved, Step, starting_state
 from ..plan.grid import Grid, RankLayout
-from ..plan.sgd import LONG_ROW, SgdMethod
+from ..plan.sgd import LONG_ROW, MOST_RANGES, SgdMethod, range_count, stored_width
+from ..plan.solver import Unconnected
 from ..plan.types import Plan
+from .dealt import Dealt, deal
 from .group import JoinedFactors, RankGroup
 from .transport.communicator import Array, Communicator, check_agreement
 from .transport.peers import PeerCopies
@@ -126,44 +134,54 @@ def popular_items(degrees: np.ndarray, size: int, plan: Plan) -> np.ndarray:
 
 
 def cut_share(
-    user_items: sp.csr_array,
-    layout: RankLayout,
-    rank: int,
-    num_threads: int,
-    item_users: sp.csr_array | None = None,
-    *,
-    popular: np.ndarray,
-    both: bool = True,
+    user_items: sp.csr_array, layout: RankLayout, rank: int, popular: np.ndarray, num_threads: int
 ) -> list[GridBlock]:
-    """The ratings of a rank's users, one block for each range of items, and one of `popular` items if there are any.
+    """The ratings of a rank's users, one block for each range of items, and one of `popular` items if there are any."""
+    whole, parts = transposed(rows_of(user_items, *layout.own("user", rank)), num_threads), []
+    for indptr, spans in blocks_of(whole.indptr, layout, popular):
+        indices, data = (np.concatenate([array[a:b] for a, b in spans]) for array in (whole.indices, whole.data))
+        parts.append(csr_of(indptr, indices, data, whole.shape[1]))
+    return [{"user": transposed(items, num_threads), "item": items} for items in parts]
 
-    `item_users` saves half of the time. Without `both`, blocks of several ranks have the items' side only.
-    """
-    if item_users is not None and layout.size == 1:
-        return [{"user": user_items, "item": item_users}]
-    users, n_items = layout.own("user", rank), user_items.shape[1]
-    # ranges of items, then popular ones
-    order = np.concatenate((np.delete(np.arange(n_items), popular), popular)) if len(popular) else None
-    if item_users is not None:
-        by_item = columns_of(item_users, *users, order)
-    else:
-        by_item = transposed(rows_of(user_items, *users), num_threads)
-        by_item = by_item if order is None else take_rows(by_item, order)
-    parts = [_range_of(by_item, *layout.own("item", other), popular) for other in range(layout.size)]
+
+def cut_dealt(
+    device: Device, user_items: Dealt, item_users: Dealt, layout: RankLayout, rank: int, popular: np.ndarray, plan: Plan
+) -> list[GridBlock]:
+    """The blocks of `cut_share` on a GPU, by copies there; uses up the parts of this rank."""
+    whole, parts = item_users.parts[rank], []
+    for dealt in (user_items, item_users):  # whoever keeps them keeps no memory of the GPU
+        dealt.parts[rank] = replace(dealt.parts[rank], starts=None, indices=None, data=None)
+    for indptr, spans in blocks_of(whole.indptr, layout, popular):
+        indices, data = (device.empty(int(indptr[-1]), array.dtype) for array in (whole.indices, whole.data))
+        at = 0
+        for first, last in spans[spans[:, 0] < spans[:, 1]].tolist():
+            device.receive(indices[at : at + last - first], whole.indices[first:last])
+            device.receive(data[at : at + last - first], whole.data[first:last])
+            at += last - first
+        shape, starts = (len(indptr) - 1, whole.shape[1]), device.upload(indptr)
+        parts.append(DeviceMatrix(shape, indptr, starts, indices, data, whole.dtype))
+    del whole  # before as much memory is needed
+    blocks: list[Any] = [{"user": items.transposed(device), "item": items} for items in parts]
+    width = stored_width(plan.factors, plan.dtype) * np.dtype(plan.dtype).itemsize
+    for block, side in itertools.product(blocks, SIDES):
+        part: Any = block[side]
+        sizes = part.shape, part.nnz, width, device.spec.l2_bytes, max(1, MOST_RANGES // layout.size)
+        if range_count(*sizes) > 1:  # whose bounds the host finds, without values
+            indices = device.download(part.indices)
+            block[side] = replace(part, host=csr_of(part.indptr, indices, indices.view(np.float32), part.shape[1]))
+    return blocks
+
+
+def blocks_of(indptr: np.ndarray, layout: RankLayout, popular: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """indptr of the items of each block, and begins and ends of their entries among all, int64 (n, 2)."""
+    pairs, degrees = np.column_stack((popular, popular + 1)), np.diff(indptr)
+    alone = degrees[popular]
+    degrees[popular] = 0
+    for first, last in (layout.own("item", rank) for rank in range(layout.size)):
+        inside = pairs[(first <= popular) & (popular < last)].reshape(-1)
+        yield np.r_[0, np.cumsum(degrees[first:last])], indptr[np.r_[first, inside, last]].reshape(-1, 2)
     if len(popular):
-        parts.append(rows_of(by_item, n_items - len(popular), n_items))
-    return [{"user": transposed(items, num_threads), "item": items} if both else {"item": items} for items in parts]
-
-
-def _range_of(by_item: sp.csr_array, first: int, last: int, popular: np.ndarray) -> sp.csr_array:
-    """A range of items, in which `popular` ones have no entries; `by_item` has these below all others."""
-    before, until = np.searchsorted(popular, (first, last))
-    others = rows_of(by_item, first - int(before), last - int(until))
-    if before == until:
-        return others
-    # the pointer of a popular item is that of the next other one
-    places = popular[before:until] - first - np.arange(until - before)
-    return csr_of(np.insert(others.indptr, places, others.indptr[places]), others.indices, others.data, others.shape[1])
+        yield np.r_[0, np.cumsum(alone)], indptr[pairs]
 
 
 # ---------------------------------------------------------------------------------------------- one rank
@@ -174,10 +192,10 @@ class RankSGD(EpochSolver):
 
     Its `state` has this rank's users and own items after the last complete epoch.
 
-    `user_items`: the ratings, equal on all ranks; a rank keeps those of its users.
+    `user_items`: the ratings, equal on all ranks; a rank keeps those of its users. Or dealt to the GPUs of `peers`.
     `plan`: its method is an `SgdMethod` of schedule "msgd" with the order; `num_threads` is the number of this rank.
     `state`: initial factors of all users and items, equal on all ranks.
-    `item_users`: the ratings by items, if they are known; saves time.
+    `item_users`: the ratings by items, if they are known. Dealt if `user_items` is.
     `completed`: completed epochs that led to `state`.
     `make_kernels`: maps ``(blocks, objective, plan)`` to this rank's device. Default: the CPU.
     `peers`: copies items in place of the communicator, for the ranks of one thread.
@@ -187,14 +205,14 @@ class RankSGD(EpochSolver):
     def __init__(
         self,
         communicator: Communicator,
-        user_items: sp.csr_array,
+        user_items: sp.csr_array | Dealt,
         objective: Objective,
         plan: Plan,
         state: State,
         completed: int = 0,
         *,
         make_kernels: Callable[[list[GridBlock], Objective, Plan], EpochKernels] = CpuEpochs,
-        item_users: sp.csr_array | None = None,
+        item_users: sp.csr_array | Dealt | None = None,
         peers: PeerCopies | None = None,
         agreed: bool = False,
     ) -> None:
@@ -205,16 +223,19 @@ class RankSGD(EpochSolver):
             facts = {"data": fingerprint(user_items), "objective": objective, "method": plan.method, "state": first}
             check_agreement(communicator, facts | {"number of completed epochs": completed})
         if item_users is None:
-            items = np.bincount(user_items.indices, minlength=user_items.shape[1])
+            items = np.bincount(cast(Any, user_items).indices, minlength=user_items.shape[1])
         else:
             items = np.diff(item_users.indptr)
         degrees: dict[Side, np.ndarray] = {"user": np.diff(user_items.indptr), "item": items}
         self.popular = popular_items(items, self.size, plan)
         self.layout = share_layout(degrees, self.size, self.popular)
         own = {side: slice(*self.layout.own(side, self.rank)) for side in SIDES}
-        blocks = cut_share(
-            user_items, self.layout, self.rank, plan.num_threads, item_users, popular=self.popular, both=peers is None
-        )
+        share = self.layout, self.rank, self.popular
+        if isinstance(user_items, Dealt):
+            device = cast(PeerCopies, peers).devices[self.rank]
+            blocks = cut_dealt(device, user_items, cast(Dealt, item_users), *share, plan)
+        else:
+            blocks = cut_share(user_items, *share, plan.num_threads)
         kernels = make_kernels(blocks, objective, plan)
         self._popular: Factors | None = None  # of the state
         self._next_popular: Factors | None = None
@@ -291,7 +312,7 @@ class RankSGD(EpochSolver):
             work["item"] = self._copied(work["item"])
         self._moved, self._before = {}, None
         epoch = super().end(work)
-        self._held_state = epoch.state
+        self._held_state = epoch[0]
         return epoch
 
     def _copied(self, items: Any) -> Any:
@@ -355,11 +376,11 @@ class RankSGD(EpochSolver):
         rows, (first, last) = self.popular, self.layout.own("item", self.rank)
         places, own = np.arange(last - first), np.flatnonzero((rows >= first) & (rows < last))
         places[rows[own] - first] = last - first + own
-        host = items.on_host()
-        squares = None if host.squares is None else host.squares.take(rows)
+        host = items.reordered(rows).on_host()  # no others are drawn
+        squares = None if items.squares is None else items.squares.take(rows)
         with kernels.active():
             self._places = kernels.places(places)
-            self._popular = kernels.hold(replace(host.take(rows), squares=squares))
+            self._popular = kernels.hold(replace(host, squares=squares))
 
     def _hand_on(self, popular: dict[Side, Any], step: int) -> Callable[[], None]:
         """Start to copy popular items, updated by rank `step`, to the next rank, from the last one to all."""
@@ -427,23 +448,20 @@ class RankSGD(EpochSolver):
 # ---------------------------------------------------------------------------------------------- all ranks
 
 
-class MultiSGD:
+class MultiSGD(Unconnected):
     """SGD on several devices of this machine; a `hybridmf.plan.solver.Solver`.
 
     ``plan.devices`` has one device per rank; CPU ranks share ``plan.num_threads``. `long_row` and `beside` are those of
     `GpuEpochs`.
 
     CPU ranks run on a thread each. For GPUs one thread launches the steps of all ranks in turn (see `group`), and items
-    are copied from GPU to GPU, without NCCL: no kernel of a GPU waits for another GPU. The calls of the first epoch are
-    recorded and repeated in the others.
+    are copied from GPU to GPU, without NCCL: no kernel of a GPU waits for another GPU.
     """
-
-    continues = False
 
     def __init__(
         self,
-        user_items: sp.csr_array,
-        item_users: sp.csr_array,
+        user_items: sp.csr_array | Dealt,
+        item_users: sp.csr_array | Dealt,
         objective: Objective,
         plan: Plan,
         state: State,
@@ -456,6 +474,9 @@ class MultiSGD:
         self.peers: PeerCopies | None = None
         if plan.devices[0] != "cpu":
             self.peers = PeerCopies([open_device(name) for name in plan.devices])
+            if not isinstance(user_items, Dealt):
+                arrays = csr_arrays(user_items)  # which the host has checked
+                user_items, item_users = cast(Any, deal(self.peers.devices, user_items.shape, *arrays, plan.row_cost))
         self.group = RankGroup(self.size)
         own_plan = plan.changed(num_threads=max(1, plan.num_threads // self.size))
 
@@ -475,10 +496,6 @@ class MultiSGD:
         self._recording: Recording | None = None
         self.state = state
 
-    def sweep(self) -> Iterator[None]:
-        """The step of an iteration."""
-        yield None
-
     def solve(self, step: None) -> list[Solved]:
         """Run one epoch on all ranks."""
         if self.peers is None:
@@ -490,10 +507,10 @@ class MultiSGD:
         """Run one epoch on all ranks: each step of all ranks before the next one of any."""
         works = self._repeat() if self._recording is not None and self._recording.is_current() else self._launch()
         epochs = self._each(lambda rank: rank.end(works[rank.rank]))
-        results = self._each(lambda rank: epochs[rank.rank].result())
+        results = self._each(lambda rank: epochs[rank.rank][1]())
         losses, finite = zip(*results, strict=True)
         loss, is_finite = float(sum(losses[1:], losses[0])), all(finite)
-        return [rank.checked(epoch.state, loss, is_finite) for rank, epoch in zip(self.ranks, epochs, strict=True)]
+        return [rank.checked(state, loss, is_finite) for rank, (state, _) in zip(self.ranks, epochs, strict=True)]
 
     def _launch(self) -> list[dict[Side, Any]]:
         """Launch the passes of an epoch; returns the working copies."""

@@ -22,7 +22,7 @@ from hybridmf.model.training import LocalRatings
 from hybridmf.plan.grid import even_bounds
 from hybridmf.plan.make import make_plan
 from hybridmf.plan.types import Plan
-from hybridmf.ranks import group
+from hybridmf.ranks import group, mcumsgd
 from hybridmf.ranks.dealt import deal
 from hybridmf.ranks.transport import nccl
 from hybridmf.ranks.transport.threads import ThreadCommunicator, run_ranks
@@ -99,11 +99,31 @@ def test_factors_are_those_of_ratings_transposed_on_the_host(
     np.testing.assert_array_equal(model._learned.item_counts, host._learned.item_counts)
 
 
+@pytest.mark.parametrize("entries", [1, 1 << 40])
+def test_sgd_on_several_gpus(entries: int, gpus: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The factors of two CPU ranks, whether the matrix is checked before or while it is uploaded."""
+    options = {"factors": 5, "random_state": 0, "iterations": 2, "dtype": "float64"}
+    expected = hmf.SGD(device=["cpu"] * 2, **options).fit(MATRIX)
+    monkeypatch.setattr(late, "LATE_ENTRIES", entries)
+    for module in (training, mcumsgd):
+        monkeypatch.setattr(module, "transposed", None)
+    given = MATRIX.astype(np.float64)
+    model = hmf.SGD(device=gpus(2), **options).fit(given)
+    given.data[:] = 77
+    for side in ("user", "item"):
+        ours, theirs = (getattr(each._learned.state, side) for each in (model, expected))
+        np.testing.assert_allclose(ours.matrix, theirs.matrix, rtol=1e-9, atol=1e-12)
+    np.testing.assert_array_equal(model._learned.item_counts, np.bincount(MATRIX.indices, minlength=40))
+    np.testing.assert_array_equal(model._learned.seen.toarray(), MATRIX.toarray() != 0)
+    np.testing.assert_array_equal(model._learned.values, MATRIX.data)
+
+
+@pytest.mark.parametrize("kind", [MODELS["explicit"], hmf.SGD])
 @pytest.mark.parametrize(
     ("part", "where", "value"), [("indices", -2, 99), ("indices", 3, -2), ("data", -1, np.nan), ("data", 4, np.inf)]
 )
 def test_entries_of_any_gpu_are_checked(
-    part: str, where: int, value: float, gpus: Machine, monkeypatch: pytest.MonkeyPatch
+    part: str, where: int, value: float, kind: Any, gpus: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matrix = MATRIX.copy()
     getattr(matrix, part)[where] = value
@@ -111,7 +131,7 @@ def test_entries_of_any_gpu_are_checked(
     for entries in (1, 1 << 40):
         monkeypatch.setattr(late, "LATE_ENTRIES", entries)
         with pytest.raises(RatingsError) as raised:
-            MODELS["explicit"](device=gpus(2)).fit(matrix)
+            kind(device=gpus(2)).fit(matrix)
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
 

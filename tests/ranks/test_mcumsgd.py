@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import itertools
 import signal
 import sys
 import threading
@@ -22,7 +23,7 @@ import scipy.sparse as sp
 
 import hybridmf as hmf
 from hybridmf.core.objective import SIDES, Factors, Objective, State
-from hybridmf.core.validate import as_csr
+from hybridmf.core.validate import as_csr, csr_arrays
 from hybridmf.cpu.sgd import CpuEpochs
 from hybridmf.device.cuda import DeviceSpec
 from hybridmf.errors import CommunicatorError, DeviceError, DivergedError, ModelFileError
@@ -36,6 +37,7 @@ from hybridmf.plan.make import make_plan
 from hybridmf.plan.start import initial_state
 from hybridmf.plan.types import Settings
 from hybridmf.ranks import mcumsgd
+from hybridmf.ranks.dealt import deal
 from hybridmf.ranks.group import JoinedFactors
 from hybridmf.ranks.mcumsgd import MultiSGD, RankSGD, cut_share, share_layout
 from hybridmf.ranks.transport import threads as scale_threads
@@ -359,7 +361,7 @@ def test_shares_hold_every_rating_once(ranks, ratings_matrix):
     layout, popular = shares(matrix, ranks, plan)
     rows = []
     for rank in range(ranks):
-        blocks = cut_share(matrix, layout, rank, 1, popular=popular)
+        blocks = cut_share(matrix, layout, rank, popular, 1)
         for block in blocks:
             assert (block["user"] != block["item"].T).nnz == 0
         rows.append(sp.hstack([block["user"] for block in blocks]))
@@ -368,8 +370,7 @@ def test_shares_hold_every_rating_once(ranks, ratings_matrix):
     assert max(sizes) - min(sizes) <= 2 * np.diff(matrix.indptr).max()
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_shares_with_popular_items(transposed, ratings_matrix):
+def test_shares_with_popular_items(ratings_matrix):
     """Their entries are in a block of their own, and their rows empty in that of their range."""
     matrix = as_csr(ratings_matrix)
     popular = np.array([0, 1, 5, 22, 23, 39])
@@ -377,8 +378,7 @@ def test_shares_with_popular_items(transposed, ratings_matrix):
     dense, rest = matrix.toarray(), matrix.toarray()
     rest[:, popular] = 0
     for rank in range(3):
-        given = transpose(matrix) if transposed else None
-        *blocks, last = cut_share(matrix, layout, rank, 1, given, popular=popular)
+        *blocks, last = cut_share(matrix, layout, rank, popular, 1)
         users = slice(*layout.own("user", rank))
         np.testing.assert_array_equal(last["user"].toarray(), dense[users][:, popular])
         for other, block in enumerate(blocks):
@@ -691,7 +691,7 @@ def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
 
     matrix, objective, plan, _ = problem(ratings_matrix, method_of())
     layout, popular = shares(matrix, 4, plan)
-    blocks = cut_share(matrix, layout, 0, 1, popular=popular)
+    blocks = cut_share(matrix, layout, 0, popular, 1)
     rows = [GpuEpochs(emulated.EmulatedDevice(), blocks[:n], objective, plan).long_row for n in (1, 2, 4)]
     assert rows == [gpu_sgd.LONG_ROW, gpu_sgd.LONG_ROW * 3 // 8, gpu_sgd.LONG_ROW * 3 // 16]
     monkeypatch.setattr(gpu_sgd, "LONG_ROW", 2 * gpu_sgd.SHORTEST_LONG_ROW)
@@ -705,7 +705,7 @@ def test_popular_items_have_a_thread_block_each(popular, ratings_matrix):
 
     matrix, objective, plan, _ = problem(ratings_matrix, method_of())
     layout, items = shares(matrix, 2, plan)
-    blocks = cut_share(matrix, layout, 0, 1, popular=items)
+    blocks = cut_share(matrix, layout, 0, items, 1)
     for multiprocessors in (1, 132):
         device = emulated.EmulatedDevice(multiprocessors=multiprocessors)
         kernels = GpuEpochs(device, blocks, objective, plan, long_row=1, ranks=2)
@@ -735,27 +735,32 @@ def test_walks_of_popular_items_have_multiprocessors_alone(monkeypatch, ratings_
     assert given[True] == 4 and given[False] > 4  # of items and of users, on two ranks
 
 
-@pytest.mark.parametrize(("shape", "on_device"), [((800, 20), True), ((20, 800), False)])
-def test_a_gpu_transposes_its_blocks(shape, on_device, ratings_matrix):
-    """With the arrays of a transposition on the host, which makes it where users have ranges of columns."""
-    from support import emulated
-
+@pytest.mark.parametrize("shape", [(800, 20), (20, 800)])
+def test_gpus_cut_their_shares(shape, monkeypatch):
+    """With the arrays of blocks that the host has cut and transposed; rows of one side have ranges of columns."""
+    for name, value in {"MIN_POPULAR": 0, "WALK": 3e5, "MOST_WALKS": 7}.items():
+        monkeypatch.setattr(mcumsgd, name, value)
+    emulate(monkeypatch)
     matrix, objective, plan, _ = problem(planted(*shape, 0.6, 4, seed=1), method_of(), rank=64)
-    layout, popular = shares(matrix, 2, plan)
-    found = []
-    for both in (True, False):
-        device = emulated.EmulatedDevice()
-        device.spec = replace(device.spec, l2_bytes=1 << 16)  # rows of either side have ranges of columns
-        blocks = cut_share(matrix, layout, 0, 1, popular=popular, both=both)
-        assert all(("user" in block) == both for block in blocks)
-        kernels = GpuEpochs(device, blocks, objective, plan)
-        assert ("scatter_entries" in device.launches) == (on_device and not both)
-        found.append(
-            [getattr(schedule.walks[side], name) for schedule in kernels.schedules for side in SIDES for name in WALK]
-        )
-        assert min(schedule.walks["item" if on_device else "user"].n_ranges for schedule in kernels.schedules) > 1
-    for ours, theirs in zip(*found, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    layout, popular = shares(matrix, 3, plan)
+    assert 1 < len(popular) < shape[1]
+    device = emulated.EmulatedDevice()
+    device.spec = replace(device.spec, l2_bytes=1 << 16)
+    dealt = deal([device] * 3, matrix.shape, *csr_arrays(matrix), 0.0)
+    for rank in range(3):
+        parts = [each.parts[rank] for each in dealt]
+        found, expected = [
+            GpuEpochs(device, blocks, objective, plan, ranks=3)
+            for blocks in (
+                mcumsgd.cut_dealt(device, *dealt, layout, rank, popular, plan),
+                cut_share(matrix, layout, rank, popular, 1),
+            )
+        ]
+        assert [each.parts[rank].indices for each in dealt] == [None, None], parts  # their memory is free
+        assert max(schedule.walks[side].n_ranges for schedule in found.schedules for side in SIDES) > 1
+        for ours, theirs in zip(found.schedules, expected.schedules, strict=True):
+            for side, name in itertools.product(SIDES, WALK):
+                np.testing.assert_array_equal(*(getattr(each.walks[side], name) for each in (ours, theirs)))
 
 
 def test_the_bench_compares_with_the_solver_that_a_fit_has(monkeypatch):
