@@ -211,7 +211,7 @@ FIT_MISTAKES = [
     (["--test-size", 10**9], "test_size"),
     (["--user", "nobody"], "nobody"),
     (["--value", 7], "7"),
-    (["--separator", "::"], "1 columns"),
+    (["--separator", "::"], "a single column; pass --separator"),
     (["--duplicates", "forget"], "'--duplicates'"),
     (["--output", "no/such/folder/m"], "folder"),
     (["--output", "."], "directory"),
