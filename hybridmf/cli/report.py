@@ -20,7 +20,8 @@ from ..ratings import Ratings
 
 def pairs(facts: dict[str, Any]) -> str:
     """Names and values in two columns."""
-    return "\n".join(f"{name:{max(map(len, facts))}}  {value}" for name, value in facts.items())
+    width = max(map(len, facts))
+    return "\n".join(f"{name:{width}}  {value}" for name, value in facts.items())
 
 
 def ratings_facts(ratings: Ratings | Store) -> dict[str, Any]:
