@@ -160,7 +160,7 @@ class FactorModel(ServingMixin):
             have no effect; Ratings are read-only and not copied. ALS reads a store slab by slab, with the same result
             as in memory; other models load it.
         y : ignored
-            Present for scikit-learn.
+            Present for scikit-learn. Ratings and sparse matrices are refused: held-out entries are `validation`.
         validation : Ratings or matrix, shape (n_users, n_items), optional
             Held-out entries, whose RMSE (explicit) or NDCG@10 (implicit) is recorded in ``history_`` after each
             iteration. If the most popular items reach a higher NDCG@10 than the model, a warning is logged. Labelled
@@ -230,6 +230,8 @@ class FactorModel(ServingMixin):
         DeviceLostError
             A GPU failed; the model keeps the last factors that were on the host, and the message names them.
         """
+        if hasattr(y, "user_items") or sp.issparse(y):
+            raise TypeError("y is ignored, and ratings there are more likely held-out entries: pass validation=")
         stopwatch = Stopwatch()
         options = Options(
             validation, callback, show_progress, checkpoint, resume_from, unknown, early_stopping, freeze,

@@ -172,3 +172,9 @@ def test_frames_of_factors_are_refused():
     frame = pd.DataFrame(np.ones((3, 2)), index=[2, 1, 0])
     with pytest.raises(TypeError, match="init has a frame, whose index is not matched"):
         hmf.ExplicitALS(2, init=(frame, None), device="cpu").fit(np.eye(3))
+
+
+@pytest.mark.parametrize("held_out", [hmf.Ratings(np.eye(3)), sp.eye_array(3, format="csr")])
+def test_ratings_in_the_place_of_y_are_refused(held_out):
+    with pytest.raises(TypeError, match=r"y is ignored.*validation="):
+        hmf.ExplicitALS(2, device="cpu").fit(np.eye(3), held_out)
