@@ -9,7 +9,8 @@ data. Every line carries the hash of the code of these files (`code_form_sha256`
 the hash is that of the tree, or while a control (`controls.py`) says that the code of the line and that of the tree
 took the same time in one run, with equal results. The scripts themselves are not part of it, because they also render
 pages. Lines until 27 November 2026 also have the hash of the bytes (`code_sha256`); their `code_form_sha256` is that of
-the files of their commit, if the hash of the bytes, or the earlier `sources_sha256`, is that commit's.
+the files of their commit, if the hash of the bytes, or the earlier `sources_sha256`, is that commit's. So are those of
+scales and reductions until 28 November, which had ranks/mcumsgd.py in their code path.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ SET_UP_GPU: Patterns = ("cuda/transpose.cu", "cuda/draw.cu", "hybridmf/gpu/intak
 STREAMS: Patterns = ("hybridmf/gpu/stream.py", "hybridmf/gpu/offloaded.py", "hybridmf/data/store.py",
                      "hybridmf/data/slabs.py")  # fmt: skip
 
-RANKS: Patterns = ("hybridmf/ranks/*.py", "hybridmf/ranks/transport/*.py")
+RANKS: Patterns = ("hybridmf/ranks/[!m]*.py", "hybridmf/ranks/multi_als.py", "hybridmf/ranks/transport/*.py")
 
 MCUMSGD: Patterns = ("hybridmf/plan/epochs.py", "hybridmf/ranks/mcumsgd.py", "hybridmf/ranks/group.py",
                      "hybridmf/ranks/transport/peers.py")  # fmt: skip
