@@ -90,9 +90,8 @@ def make_solver(model: Any, data: Split) -> Solver:
 
 def synchronize(solver: Any) -> None:
     """Wait for the GPU of a solver, if it has one."""
-    device = getattr(solver, "device", None)
-    if device is not None:
-        device.synchronize()
+    if hasattr(solver.state.user, "table"):
+        solver.state.user.device.synchronize()
 
 
 def held_out_rmse(state: State, test: sp.coo_array) -> float:
@@ -128,7 +127,7 @@ def race(model: Any, data: Split, iterations: int, seconds: float = float("inf")
     synchronize(solver)
     set_up = time.perf_counter() - started
     start = held_out_rmse(solver.state, data.test)
-    if hasattr(solver, "device"):
+    if solver.plan.gpu is not None:  # kernels are compiled
         with contextlib.suppress(DivergedError):  # reported when it is measured
             iterate(solver)
         solver = make_solver(model, data)

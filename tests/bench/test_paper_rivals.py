@@ -108,6 +108,20 @@ def test_a_race_is_a_fit():
     assert "diverged" in wild["diverged"] and wild["rmse"] == []
 
 
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("cls", [hmf.ExplicitALS, hmf.SGD, hmf.CCD])
+def test_kernels_are_compiled_before_a_race_on_a_gpu(cls, gpu, monkeypatch):
+    solvers, waited = [], []
+    iterate, wait = paper_race.iterate, type(gpu).synchronize
+    monkeypatch.setattr(paper_race, "iterate", lambda solver: (solvers.append(solver), iterate(solver)))
+    monkeypatch.setattr(type(gpu), "synchronize", lambda device: (waited.append(device), wait(device))[1])
+    model = cls(4, biases=False, device="cuda", random_state=0)
+    found = paper_race.race(model, paper_race.Split.of("ml-1m", 0.02), 2)
+    assert len(found["seconds"]) == 2
+    assert [solver is solvers[0] for solver in solvers] == [True, False, False]
+    assert len(waited) >= 2  # the clock stops when the GPU has finished
+
+
 def test_a_race_is_plotted():
     lines = [
         {"method": "slow", "seconds": [1.0, 1.0], "rmse": [0.9, 0.8], "set_up_s": 0.1},
