@@ -35,5 +35,5 @@ def quiet() -> Iterator[None]:
 
 
 def is_quiet() -> bool:
-    """Whether nobody reads the messages of this thread, so that checks which do nothing else can be left out."""
+    """Whether messages of this thread are dropped, so that checks which only warn can be left out."""
     return threading.get_ident() in _quiet

@@ -149,7 +149,7 @@ def cut_dealt(
 ) -> list[GridBlock]:
     """The blocks of `cut_share` on a GPU, by copies there; uses up the parts of this rank."""
     whole, parts = item_users.parts[rank], []
-    for dealt in (user_items, item_users):  # whoever keeps them keeps no memory of the GPU
+    for dealt in (user_items, item_users):  # references to them must not keep memory of the GPU
         dealt.parts[rank] = replace(dealt.parts[rank], starts=None, indices=None, data=None)
     for indptr, spans in blocks_of(whole.indptr, layout, popular):
         indices, data = (device.empty(int(indptr[-1]), array.dtype) for array in (whole.indices, whole.data))
