@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,24 @@ def test_sgd_on_several_gpus(entries: int, gpus: Machine, monkeypatch: pytest.Mo
     np.testing.assert_array_equal(model._learned.item_counts, np.bincount(MATRIX.indices, minlength=40))
     np.testing.assert_array_equal(model._learned.seen.toarray(), MATRIX.toarray() != 0)
     np.testing.assert_array_equal(model._learned.values, MATRIX.data)
+
+
+@pytest.mark.parametrize("kind", ["prepared", "store", "resumed"])
+def test_sgd_on_several_gpus_of_any_source(kind: str, gpus: Machine, tmp_path: Path) -> None:
+    options = {"factors": 5, "random_state": 0, "iterations": 2, "dtype": "float64", "device": gpus(2)}
+    expected = hmf.SGD(**options).fit(MATRIX, validation=MATRIX)
+    ratings, more = hmf.Ratings.from_matrix(MATRIX), {}
+    if kind == "prepared":
+        ratings = hmf.PreparedRatings(ratings, dtype="float64")
+    elif kind == "store":
+        ratings = hmf.convert(ratings, tmp_path / "store")
+    else:
+        hmf.SGD(**options | {"iterations": 1}).fit(MATRIX, checkpoint=tmp_path / "run")
+        more = {"resume_from": tmp_path / "run"}
+    model = hmf.SGD(**options).fit(ratings, validation=MATRIX, **more)
+    np.testing.assert_array_equal(model.user_factors, expected.user_factors)
+    np.testing.assert_array_equal(model.item_factors, expected.item_factors)
+    assert model.history_[-1]["rmse"] == expected.history_[-1]["rmse"]
 
 
 @pytest.mark.parametrize("kind", [MODELS["explicit"], hmf.SGD])
