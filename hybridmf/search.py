@@ -22,7 +22,9 @@ import re
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -97,11 +99,24 @@ TRIAL_SECONDS = 5e-3
 ROW_SECONDS = 1e-7
 """The same for each user and each item: tables, copies, evaluation."""
 
-FIRST_DRAWN = 1
-"""Whole trials that are drawn before values propose the next one."""
+AT_A_TIME, BRIEF = 2, 1.0
+"""Whole trials on a GPU at a time, and seconds of a longer one, which takes turns: tables, copies and the evaluation
+of one take the host while another's iterations take the GPU."""
+
+IN_TURN = 5
+"""Whole trials that do not begin before the one before has a value, which tells most where there are few."""
+
+LAMBDAS = ("strength", "regularization")
+"""Names of the coordinate of lambda in default spaces and in those of callers."""
+
+STRONGER = 3.0
+"""Factor of lambda of the second whole trial; the first one has the middle of the likely settings."""
 
 PROPOSED_IDLE = 18
 """Proposals in a row without a gain, after which those of a rank end."""
+
+CLOSE = 1.0
+"""Distance from the best value, relative to that of the median, within which differences of values count fully."""
 
 MODELLED = 100
 """Whole trials that the proposals depend on, the newest ones."""
@@ -497,8 +512,8 @@ def default_space(model: FactorModel, prepared: PreparedRatings) -> Space:
 def with_likely(space: Space, model: FactorModel, prepared: PreparedRatings) -> Space:
     """A space whose first settings are near those that are best for other implicit feedback."""
     names = list(space.dimensions)
-    lambda_name = "strength" if "strength" in names else "regularization"
-    if not isinstance(model, ImplicitALS) or lambda_name not in names:
+    lambda_name = next((name for name in LAMBDAS if name in names), "")
+    if not isinstance(model, ImplicitALS) or not lambda_name:
         return space
     degrees, shape = prepared.degrees, prepared.shape
     usual, values = default_implicit_lambda(degrees)["regularization"], prepared.user_items.data
@@ -673,6 +688,7 @@ class Searcher:
             self.validation = make_csr(np.cumsum(pointer), part.indices, part.data, validation.shape)
         self.trials: list[Trial] = []
         self.best: Trial | None = None
+        self._running: deque[tuple[Trial, Future[None]]] = deque()
         self._starts: dict[int, bool] = {}
         self._seen: dict[int, RowColumns] = {}
 
@@ -720,10 +736,15 @@ class Searcher:
         return half
 
     def advance(self, trial: Trial, rung: int, whole: bool = False) -> bool:
-        """Fit a trial up to the iterations of a rung and evaluate it; returns whether it did not fail.
+        """Fit a trial up to the iterations of a rung, evaluate and record it; returns whether it did not fail.
 
         `whole`: not at half the rank, at which something may be impossible.
         """
+        self._run(trial, rung, whole)
+        return self._record(trial, rung)
+
+    def _run(self, trial: Trial, rung: int, whole: bool = False) -> None:
+        """What may run on a thread beside another trial."""
         share, users = RUNGS[rung]
         iterations, users = max(1, math.ceil(share * self.model.iterations)), min(users, len(self.users))
         started = time.perf_counter()
@@ -740,7 +761,7 @@ class Searcher:
                 raise ArithmeticError(f"{self.metric} is {trial.value}")
         except (HybridMFError, ArithmeticError, MemoryError, ValueError) as error:
             if rank != trial._rank:
-                return self.advance(trial, rung, whole=True)
+                return self._run(trial, rung, whole=True)
             trial.state, trial.value, trial._model = "failed", None, None
             trial.reason = f"{type(error).__name__}: {error}"
             logger.info("trial %d failed: %s", trial.number, trial.reason)
@@ -748,6 +769,9 @@ class Searcher:
             trial._model = None
         trial.finished = self.budget.spent
         trial.seconds += time.perf_counter() - started
+
+    def _record(self, trial: Trial, rung: int) -> bool:
+        """Note a trial that has run; returns whether it did not fail."""
         if trial.value is not None and rung == len(RUNGS) - 1:
             trial.state = "complete"
             if self.best is None or self._order(trial) < self._order(self.best):
@@ -852,43 +876,88 @@ class Searcher:
         self._brackets(rank, WIDTHS[:-1], share)
 
     def _explore_whole(self, own: Trial, share: float) -> None:
-        """Whole trials at the lowest rank: the middle of the likely settings, more of them, proposals.
+        """Whole trials at the lowest rank: the middle of the likely settings, the same with more penalty, proposals.
 
         The model's own setting comes first if no others are likely, else after some proposals, which need fewer trials
         without it.
         """
-        rank, likely = self.space.ranks[0], self.space.likely
-        if likely is not None and self.budget.has_trial(1, share):
-            self.advance(self.start(rank, likely(np.full(len(self.space.dimensions), 0.5))), len(RUNGS) - 1)
-        if likely is None:
+        rank = self.space.ranks[0]
+        if self.space.likely is None:
             self._complete(own)
-        for trial in self._drawn(rank, None, share, likely, FIRST_DRAWN):
-            self.advance(trial, len(RUNGS) - 1)
-        if own.state == "stopped":
-            self._propose(rank, share, DRAWN)
+            self._propose(rank, share, first=self._drawn(rank, None, share, number=1))
+        else:
+            self._propose(rank, share, self._likely(rank, share), DRAWN + 2)
             self._complete(own)
-        self._propose(rank, share)
+            self._propose(rank, share)
 
-    def _propose(self, rank: int, share: float = 1.0, most: float = math.inf) -> None:
-        """Whole trials where the values so far make a gain likely, until `PROPOSED_IDLE` of them gain nothing."""
-        with single_threaded_blas():  # whose threads take longer than these systems
-            self._proposals(rank, share, len(self.trials) + most)
+    def _likely(self, rank: int, share: float) -> Iterator[Trial]:
+        """The middle of the likely settings, and the same with more penalty."""
+        assert self.space.likely is not None
+        point, names = self.space.likely(np.full(len(self.space.dimensions), 0.5)), list(self.space.dimensions)
+        if self.budget.has_trial(len(self.trials), share):
+            yield self.start(rank, point)
+        column = next(k for k, name in enumerate(names) if name in LAMBDAS)
+        values, stronger = self.space.dimensions[names[column]], point.copy()
+        middle = value_at(values, point[column])
+        if isinstance(middle, (int, float)) and middle > 0:
+            stronger[column] = near(values, STRONGER * middle)
+            if self.budget.has_trial(len(self.trials), share) and self._is_new(stronger, rank):
+                yield self.start(rank, stronger)
 
-    def _proposals(self, rank: int, share: float, end: float) -> None:
+    def _propose(self, rank: int, share: float = 1.0, first: Iterable[Trial] = (), most: float = math.inf) -> None:
+        """Whole trials: some given ones, then where the values so far make a gain likely.
+
+        Brief ones run side by side. The next one is made when the one before the last is recorded, in the order of
+        starts, so the search depends on the seed only.
+        """
+        trials = itertools.chain(first, self._proposals(rank, share, len(self.trials) + most))
+        with single_threaded_blas(), ThreadPoolExecutor(AT_A_TIME) as threads:  # BLAS's take longer than the systems
+            if not self._is_brief(rank):
+                for trial in trials:
+                    self._complete(trial)
+                return
+            for trial in trials:
+                self._running.append((trial, threads.submit(self._run, trial, len(RUNGS) - 1)))
+                while len(self._running) == AT_A_TIME or (self._running and len(self.trials) <= IN_TURN):
+                    self._collect()
+            while self._running:
+                self._collect()
+
+    def _collect(self) -> None:
+        """Wait for the first of the running trials."""
+        trial, done = self._running.popleft()
+        done.result()
+        self._record(trial, len(RUNGS) - 1)
+
+    def _is_brief(self, rank: int) -> bool:
+        """Whether whole trials of a rank leave a GPU time and memory for another one beside them, as predicted.
+
+        A caller's metric runs on one thread.
+        """
+        with contextlib.suppress(HybridMFError, ValueError):  # a trial of this rank says what is wrong
+            plan = self._plan(unfitted(self.model, factors=rank))
+            if plan.gpu is not None and plan.decisive and self.prepared.held.size and not self.own:
+                seconds = self.model.iterations * plan.decisive[0].seconds_per_iteration
+                return seconds < BRIEF and plan.gpu.free_bytes >= 2 * AT_A_TIME * plan.total_bytes
+        return False
+
+    def _proposals(self, rank: int, share: float, end: float) -> Iterator[Trial]:
+        """New trials with the greatest expected improvement, until `PROPOSED_IDLE` of them gain nothing."""
         idle, reached = 0, self.best
         while idle < PROPOSED_IDLE and len(self.trials) < end and self.budget.has_trial(len(self.trials), share):
-            if not self.budget.has_time(self.trials[-1].seconds, share):
+            if not self.budget.has_time(max(trial.seconds for trial in self.trials[-AT_A_TIME:]), share):
                 return
             point = self._proposed(rank)
             if point is None:
                 return
-            self.advance(self.start(rank, point), len(RUNGS) - 1)
+            yield self.start(rank, point)
             idle, reached = (0, self.best) if self._has_gained(reached) else (idle + 1, reached)
 
     def _proposed(self, rank: int) -> np.ndarray | None:
         """The point of new parameters with the greatest expected improvement; None if there seems to be none."""
         known = [trial for trial in self.trials if trial._point is not None and trial._rank == rank][-MODELLED:]
-        values = [-self._order(trial) for trial in known if trial.value is not None]
+        running = {trial.number for trial, _ in self._running}  # whose values may be there, or not yet
+        values = [-self._order(trial) for trial in known if trial.value is not None and trial.number not in running]
         places = self.rng.random((2 * PLACES, len(self.space.dimensions)))
         if values:
             worst, centre = min(values), self.best._point if self.best is not None else None
@@ -896,11 +965,16 @@ class Searcher:
                 near = self.rng.choice(WIDTHS, (PLACES, 1)) * self.rng.normal(size=(PLACES, len(centre)))
                 places[PLACES:] = np.clip(centre + near, 0, 1)
             points = np.array([trial._point for trial in known])
-            found = np.array([worst if trial.value is None else -self._order(trial) for trial in known])
+            of = {trial.number: worst if trial.value is None else -self._order(trial) for trial in known}
+            found = np.array([np.nan if number in running else value for number, value in of.items()])
             laid = self.space.laid
             places = places[np.argsort(-expected_improvement(laid(points), found, laid(places)), kind="stable")]
-        tried = [trial.params | {"factors": trial._rank} for trial in self.trials]
-        return next((point for point in places if self.space.at(point) | {"factors": rank} not in tried), None)
+        return next((point for point in places if self._is_new(point, rank)), None)
+
+    def _is_new(self, point: np.ndarray, rank: int) -> bool:
+        """Whether no trial of a rank has the parameters of a point."""
+        found = self.space.at(point) | {"factors": rank}
+        return all(trial.params | {"factors": trial._rank} != found for trial in self.trials)
 
     def _complete(self, trial: Trial) -> None:
         """Fit a trial to the end, unless it fails."""
@@ -954,8 +1028,7 @@ class Searcher:
                 point = point if likely is None else likely(point)
             else:
                 point = np.clip(centre + width * self.rng.normal(size=len(centre)), 0, 1)
-            found = self.space.at(point) | {"factors": rank}
-            if all(trial.params | {"factors": trial._rank} != found for trial in self.trials):
+            if self._is_new(point, rank):
                 return self.start(rank, point)
         return None
 
@@ -1013,23 +1086,31 @@ class Searcher:
 def expected_improvement(points: np.ndarray, values: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Expected gain over the greatest value at some places, by a Gaussian process through the values at some points.
 
-    `points`, shape (n, d), and `places`, shape (m, d), are in the unit cube. Values far below the median count as less
-    far.
+    `points`, shape (n, d), and `places`, shape (m, d), are in the unit cube. The process is that of the logarithms of
+    the distances from the greatest value, and expects the worst one far from all points. A value that is NaN, since it
+    is not known yet, counts as expected.
     """
     # slow to import, and on a GPU alone
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import Matern
 
-    middle, top = float(np.median(values)), float(values.max())
-    values = np.maximum(values, middle - (top - middle))
-    kernel = Matern(np.full(points.shape[1], LENGTH), LENGTHS, nu=2.5)
-    process = GaussianProcessRegressor(kernel, alpha=1e-3, normalize_y=True)
+    known = np.isfinite(values)
+    top = values[known].max()
+    unit = CLOSE * (top - np.median(values[known])) or 1.0
+    heights = -np.log1p((top - values) / unit)
+    lowest, spread = heights[known].min(), heights[known].std() or 1.0
+    heights = (heights - lowest) / spread
+    process = GaussianProcessRegressor(Matern(np.full(points.shape[1], LENGTH), LENGTHS, nu=2.5), alpha=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a length at its limit
-        means, deviations = process.fit(points, values).predict(places, return_std=True)
+        process.fit(points[known], heights[known])
+        if not known.all():
+            heights[~known] = process.predict(points[~known])
+            process = GaussianProcessRegressor(process.kernel_, alpha=1e-3, optimizer=None).fit(points, heights)
+        means, deviations = process.predict(places, return_std=True)
     deviations = np.maximum(deviations, np.finfo(np.float64).tiny)
-    gains = (means - top) / deviations
+    gains = (means - heights.max()) / deviations
     improvement: np.ndarray = deviations * (gains * norm.cdf(gains) + norm.pdf(gains))
     return improvement
 

@@ -394,6 +394,9 @@ def test_settings_are_fitted_whole_where_partial_fits_are_not_cheap(few, gpu, mo
     assert all(trial.state == "complete" and trial.params["factors"] == 8 for trial in whole.trials)
     finished = sorted(whole.trials, key=lambda trial: trial.finished)
     assert [trial.number for trial in finished] == [1, 2, 3, 4, 0]  # the best guess first, the model's own last
+    _, likely, stronger = (trial.params for trial in whole.trials[:3])
+    assert stronger["regularization"] == pytest.approx(3 * likely["regularization"], rel=1e-3)
+    assert likely | {"regularization": 0} == stronger | {"regularization": 0}
     ratings = hmf.split(few, 0.1, int(np.random.default_rng(0).integers(2**31, size=2)[1]))
     again = hmf.ImplicitALS(iterations=3, device="cuda", random_state=int(np.random.default_rng(0).integers(2**31)))
     for trial in whole.trials[:2]:
@@ -463,6 +466,41 @@ def test_factors_that_stay_on_the_device_are_those_of_a_fit(few, backend):
     np.testing.assert_array_equal(stays.item_factors, usual.item_factors)
 
 
+def test_brief_trials_run_side_by_side_and_depend_on_the_seed_only(few, gpu, monkeypatch):
+    """Whatever the order in which they end; one by one where there is no time or memory for two, or with own code."""
+    module, fitted, free = sys.modules["hybridmf.search"], Searcher._fitted, threading.Event()
+    running, most = set(), []
+    late: list[int] = []
+
+    def watched(searcher, trial, iterations):
+        running.add(trial.number)
+        most.append(len(running))
+        if late and trial.number in late:
+            free.wait(0.2)
+        found = fitted(searcher, trial, iterations)
+        running.discard(trial.number)
+        return found
+
+    def found(**options: Any) -> Any:
+        most.clear()
+        model = hmf.ImplicitALS(4, iterations=1, device="cuda")
+        return told(hmf.search(few, model=model, trials=14, random_state=0, **{"space": {"factors": [4]}} | options))
+
+    monkeypatch.setattr(Searcher, "_fitted", watched)
+    first = found()
+    assert max(most) == 2
+    late[:] = [6, 8]  # which now end after those that begin later
+    assert found() == first
+    late[:] = [7]
+    assert found() == first and most[: module.IN_TURN] == [1] * module.IN_TURN
+    late.clear()
+    found(metric=lambda ranked, *_: np.zeros(len(ranked)))
+    assert max(most) == 1
+    monkeypatch.setattr(module, "BRIEF", 0.0)
+    assert found() != first and max(most) == 1
+    found(space={"regularization": [(0.1, 0.2), (0.2, 0.1)]})  # pairs have no triple
+
+
 def test_points_with_the_same_values_of_lists_are_the_same_for_proposals(plays):
     space = given_space({"nonnegative": [False, True], "regularization": loguniform(0.01, 10)}, hmf.ImplicitALS(4))
     laid = space.laid(np.array([[0.1, 0.5], [0.4, 0.5], [0.6, 0.5], [1.0, 0.5]]))
@@ -481,6 +519,25 @@ def test_expected_improvement_is_that_of_draws():
     assert found[0] > found[1] > found[2] > found[3] - 1e-12 and (found >= 0).all()
     flat = expected_improvement(points, np.zeros(7), np.array([[1.0], [0.3]]))
     assert np.isfinite(flat).all() and flat[0] > flat[1]  # unknown before known
+
+
+def test_a_value_that_is_not_known_yet_counts_as_expected():
+    points, places = np.array([[0.0], [0.2], [0.4], [0.6]]), np.linspace(0, 1, 11)[:, None]
+    values = np.array([0.1, 0.3, 0.4, np.nan])
+    beside = expected_improvement(points, values, places)
+    without = expected_improvement(points[:3], values[:3], places)
+    assert beside[6] < 0.5 * without[6] and np.isfinite(beside).all()  # nothing to learn there
+    other = expected_improvement(points, np.array([0.1, 0.3, 0.4, 0.0]), places)
+    assert not np.allclose(beside, other)
+
+
+def test_far_below_the_best_differences_matter_less(few):
+    """So a cliff beside the best settings does not hide the slope towards them."""
+    points, places = np.linspace(0, 0.9, 7)[:, None], np.linspace(0, 1, 101)[:, None]
+    values = np.array([0.5, 0.7, 0.85, 0.95, 1.0, 0.97, 0.05])
+    lower = values - np.array([0, 0, 0, 0, 0, 0, 5.0])
+    best = [places[np.argmax(expected_improvement(points, each, places)), 0] for each in (values, lower)]
+    assert best == pytest.approx([best[0]] * 2, abs=0.05) and 0.5 < best[0] < 0.75
 
 
 def test_proposals_find_a_maximum_and_end(few, gpu, monkeypatch):
