@@ -10,8 +10,8 @@ figure is a number with a unit of time, rate, share or ratio (`UNIT`). Each must
 - a number of a rendered table of the same page;
 - a number of the lines that a comment of its paragraph or table row names, or a ratio or difference of two of them:
   ``<!-- lines: gpu task=als shape=netflix gpu.name~H200; fit shape=ml20m -->``, a file and fields, ``=`` for equal and
-  ``~`` for contained. A figure that only lines before the newest date and commit have is stale, unless `date` or
-  `commit` is a field. ``table NAME`` stands for the numbers of a rendered table of the page;
+  ``~`` for contained. A figure that only lines before the newest run (with a current line, if any) have is stale,
+  unless `date` or `commit` is a field. ``table NAME`` stands for the numbers of a rendered table of the page;
 - a figure that a comment gives: ``<!-- given: 2.5 times, 1 % -->``, which is not ours (a paper's, a tolerance).
 """
 
@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import current
 import freshness
 
 ROOT = freshness.ROOT
@@ -178,7 +179,7 @@ def matches(line: Line, term: str) -> bool:
 
 
 def select(results: dict[str, list[Line]], selector: str, *, newest: bool = True) -> list[Line]:
-    """Lines of a selector; those of the newest run alone, unless `newest` is off or the selector names date or commit.
+    """Lines of a selector: of the newest run with a current line, unless `newest` is off or it names date or commit.
 
     Raises
     ------
@@ -190,7 +191,8 @@ def select(results: dict[str, list[Line]], selector: str, *, newest: bool = True
     if not found:
         raise LookupError(f"no line fits {selector!r}")
     if newest and file != "quoted" and not any(term.startswith(("date", "commit")) for term in terms):
-        last = found[-1].get("date"), found[-1].get("commit")
+        best = current.best_first(file, found)[0]
+        last = best.get("date"), best.get("commit")
         found = [line for line in found if (line.get("date"), line.get("commit")) == last]
     return found
 
@@ -284,14 +286,14 @@ def check_page(name: str, text: str, results: dict[str, list[Line]], report: Rep
     """Add what is wrong on a page."""
     every, ratios = table_numbers(text)
     for block in blocks_of(name, text):
-        current, older = _values(block, text, results, report)
+        recent, older = _values(block, text, results, report)
         given = figures_of(block.given + " ")
         for figure in block.figures:
             if any((one.value, one.unit) == (figure.value, figure.unit) for one in given):
                 continue
             if any(figure.is_near(value) for value in (ratios if figure.unit in RATIOS else every)):
                 continue
-            if is_backed(figure, current):
+            if is_backed(figure, recent):
                 continue
             if is_backed(figure, older):
                 report.stale.append(f"{block.place}: {figure}: only an older line has it")
@@ -301,23 +303,23 @@ def check_page(name: str, text: str, results: dict[str, list[Line]], report: Rep
 
 def _values(block: Block, text: str, results: dict[str, list[Line]], report: Report) -> tuple[list[float], list[float]]:
     """Numbers that the selectors of a block name: of the newest runs, and of all."""
-    current: list[float] = []
+    recent: list[float] = []
     older: list[float] = []
     for selector in block.selectors:
         if selector.startswith("table "):
-            current += numbers_of_section(text, selector.split()[1])
+            recent += numbers_of_section(text, selector.split()[1])
             continue
         try:
             found = select(results, selector)
         except LookupError as error:
             report.missing.append(f"{block.place}: {error}")
             continue
-        current += [number for line in found for number in numbers(line)]
+        recent += [number for line in found for number in numbers(line)]
         older += [number for line in select(results, selector, newest=False) for number in numbers(line)]
         states = {freshness.state(selector.split()[0], line) for line in found} - freshness.CURRENT
         if states:
             report.stale.append(f"{block.place}: {selector}: {', '.join(sorted(states))}")
-    return current, older
+    return recent, older
 
 
 def main(arguments: list[str]) -> int:

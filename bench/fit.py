@@ -29,10 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+import current
+import freshness
 import numpy as np
 import rivals
 import scipy.sparse as sp
-from common import RESULTS, alternate, median, record
+from common import alternate, median, record
 from fit_data import Split, draw
 from paper_common import figure
 
@@ -354,16 +356,17 @@ def report(case: Case, what: str, result: dict[str, Any], common: dict[str, Any]
 
 
 def draw_fits(path: Path) -> None:
-    """Seconds from a matrix to a model: the newest line of each warm fit, one bar each, on a logarithmic axis.
+    """Seconds from a matrix to a model: a line of each warm fit (current.py), one bar each, on a logarithmic axis.
 
     Only fits on machines with a GPU, which have 16 cores or more.
     """
+    lines = [line for line in freshness.results("fit.jsonl")["fit"] if line["machine"]["cores"] >= 16
+             and "cold" not in line["what"] and "lambdas" not in line["what"]]  # fmt: skip
     newest: dict[tuple[str, str], dict[str, Any]] = {}
-    for text in (RESULTS / "fit.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if "cold" not in line["what"] and "lambdas" not in line["what"] and line["machine"]["cores"] >= 16:
-            case = Case(*(line[name] for name in ("shape", "feedback", "factors", "iterations")))
-            newest[case.name, line["what"]] = line
+    for line in reversed(current.best_first("fit", lines)):  # the best last
+        case = Case(*(line[name] for name in ("shape", "feedback", "factors", "iterations")))
+        what = line["what"].removesuffix(":0") if "+" not in line["what"] else line["what"]
+        newest[case.name, what] = line
     bars = [(f"{case.name}\n{what}; {_hardware(line)}", line["seconds"]) for case in CASES
             for (name, what), line in newest.items() if name == case.name]  # fmt: skip
     with figure(path, 8.0, 0.55 + 0.42 * len(bars)) as drawing:
@@ -378,9 +381,9 @@ def draw_fits(path: Path) -> None:
 
 
 def _hardware(line: dict[str, Any]) -> str:
-    """What a fit ran on: the GPU, or the number of cores. Lines without a GPU's name are of an H200."""
+    """What a fit ran on: the GPU, or the number of cores."""
     on_gpu = "cuda" in (line.get("device") or line["what"]) or "gpu" in line["what"]
-    return line.get("gpu", "NVIDIA H200").split()[1] if on_gpu else f"{line['machine']['cores']} cores"
+    return current.card(line).split()[1] if on_gpu else f"{line['machine']['cores']} cores"
 
 
 @click.command()

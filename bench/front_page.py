@@ -3,17 +3,17 @@
     python bench/front_page.py docs/_static/front-page.svg
 
 Three panels are iterations of ALS on two cores (bench/cpu.py), the fourth is a whole fit on a GPU (bench/fit.py). Each
-shows the newest line that has a rival; all bars of a panel are of one run or of one kind of GPU. Nothing is measured.
+shows a line that has a rival, a current one if there is any (current.py); all bars of a panel are of one run. Nothing
+is measured.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import click
-from common import RESULTS
+import current
+import performance
 from paper_common import figure
 
 CPU_PANELS = {
@@ -32,33 +32,26 @@ COLORS = {"hybridmf": "#2b6cb0"}
 Panel = tuple[str, str, dict[str, float]]
 
 
-def lines_of(name: str) -> list[dict[str, Any]]:
-    """All recorded lines of a benchmark, oldest first."""
-    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def cpu_panel(task: str) -> Panel:
-    """An iteration on two cores: the default kernel and the rivals of the newest line."""
-    line = [
-        each for each in lines_of("cpu")
-        if each["task"] == task and each["shape"] == "ml-10m" and each["factors"] == 64 and each["threads"] == 2
-        and len(set(each["seconds_per_iteration"]) & {"implicit", "lenskit", "cmfrec"}) > 0
-    ][-1]  # fmt: skip
+    """An iteration on two cores: the default kernel and its rivals, on the kind of processor that has most panels."""
+    lines = [
+        line for line in performance.lines("cpu", shape="ml-10m", factors=64, threads=2)
+        if line["task"] in CPU_PANELS
+        and current.names(line, "seconds_per_iteration") & {"implicit", "lenskit", "cmfrec"}
+    ]  # fmt: skip
+    alike = {line["task"]: line for line in current.of_one_kind("cpu", lines, "task")}
+    line = alike.get(task) or current.best_first("cpu", [line for line in lines if line["task"] == task])[0]
     found = {OURS.get(name, name): seconds for name, seconds in line["seconds_per_iteration"].items()
              if name not in ("blas3", "bals", "rank1")}  # fmt: skip
     return CPU_PANELS[task], "seconds of an iteration on 2 CPU cores,\nshape of MovieLens 10M, 64 factors", found
 
 
 def gpu_panel() -> Panel:
-    """A whole fit: the newest line of each library on the kind of GPU that both ran on; early lines are of an H200."""
-    newest: dict[tuple[str, str], float] = {}
-    for line in lines_of("fit"):
-        if (line["shape"], line["feedback"]) == ("ml20m", "implicit") and line["what"] in GPU_FITS:
-            newest[line.get("gpu", "NVIDIA H200"), GPU_FITS[line["what"]]] = line["seconds"]
-    gpu = next(gpu for gpu, library in newest if library != "hybridmf")
-    found = {library: seconds for (other, library), seconds in newest.items() if other == gpu}
+    """A whole fit by both libraries in one run."""
+    lines = performance.together("fit", list(GPU_FITS), shape="ml20m", feedback="implicit")
+    found = {GPU_FITS[line["what"]]: line["seconds"] for line in lines}
     unit = (
-        f"seconds of 10 iterations on one {gpu.removeprefix('NVIDIA ')}, shape of MovieLens 20M,\n"
+        f"seconds of 10 iterations on one {current.card(lines[0]).split()[1]}, shape of MovieLens 20M,\n"
         "64 factors; hybridmf exact, implicit with 3 CG steps"
     )
     return "Implicit feedback, whole fit on a GPU", unit, found

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import click
 import common
+import current
 import numpy as np
 import published
 import scipy.sparse as sp
@@ -459,12 +460,9 @@ def hardware(line: Line) -> str:
 
 
 def select(lines: Iterable[Line], task: str, *keys: str) -> list[Line]:
-    """Lines of a task, the last one of each combination of keys and hardware, in order of first appearance."""
-    found: dict[Hashable, Line] = {}
-    for line in lines:
-        if line["task"] == task:
-            found[(hardware(line), *(json.dumps(line.get(key)) for key in keys))] = line
-    return list(found.values())
+    """Lines of a task, one of each combination of keys and hardware (`current.of_cases`)."""
+    found = [line for line in lines if line["task"] == task]
+    return current.of_cases(str(found[0].get("bench")) if found else "", found, *keys, kind=hardware)
 
 
 def by_hardware(lines: Sequence[Line]) -> dict[str, list[Line]]:

@@ -3,9 +3,10 @@
     python bench/paper_scale.py --planner      fig. 11 on paper: bench/results/scale_planner.jsonl; no GPU needed
     python bench/paper_scale.py --render       docs/evidence/multi-gpu.md and its plots from the lines
 
-What is measured on GPUs comes from scale.py (figs. 9 and 10, section 4.2) and mcumsgd.py (fig. 17); the newest line of
-each case counts. Of cuMF's large problems (its table 5, fig. 11) the planner says what H200s would do: predictions, not
-measurements. A machine's host memory decides between host and disk; both are given where it matters.
+What is measured on GPUs comes from scale.py (figs. 9 and 10, section 4.2) and mcumsgd.py (fig. 17); of each case
+a current line counts, if there is any (current.py). Of cuMF's large problems (its table 5, fig. 11) the planner says
+what H200s would do: predictions, not measurements. A machine's host memory decides between host and disk; both are
+given where it matters.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def scale_task(line: Line) -> str:
     return "scaling" if line["shape"] in ("netflix", "yahoo-music") else "short"  # bench/FIGURES.md has these
 
 
-CASE = ("shape", "factors", "gpus", "grids", "reduction", "limit")
+CASE = ("shape", "factors", "gpus", "reduction", "limit")
 """The fields that identify a line of scale.jsonl."""
 
 

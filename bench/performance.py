@@ -1,20 +1,19 @@
 """Renders the tables of docs/performance.md and FIGURES.md from the lines: `python bench/performance.py`.
 
-A table shows the newest line of each case on one machine (`CARD`, `newest`). A ratio has both numbers from one run.
+A table shows a current line of each case, if there is any (current.py). A ratio has both numbers from one run.
 Figures of other code that no script runs are quoted (quoted.py), in italics, and have no ratio.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import current
 import freshness
 import quoted
+from current import card, names, processor, run_of
 from paper_common import fill, table
-
-CARD = "NVIDIA H200"
-"""The GPU of the tables; change it when all cases have lines on another one."""
 
 PAGES = (freshness.ROOT / "docs" / "performance.md", freshness.ROOT / "bench" / "FIGURES.md")
 
@@ -36,44 +35,14 @@ def lines(file: str, **where: Any) -> list[Line]:
     return [line for line in found if all(line.get(k) == v for k, v in where.items())]
 
 
-def card(line: Line) -> str:
-    """The GPU of a line, if it names one."""
-    gpu = line.get("gpu")
-    return str(gpu.get("name") if isinstance(gpu, dict) else gpu or "")
+def best(file: str, **where: Any) -> Line:
+    """The newest current line with these fields, else the newest one."""
+    return current.best_first(file, lines(file, **where))[0]
 
 
-def on_card(found: Iterable[Line]) -> list[Line]:
-    """Those measured on `CARD`."""
-    return [line for line in found if card(line) == CARD]
-
-
-def newest(found: Iterable[Line], *keys: str) -> list[Line]:
-    """The last line of each combination of keys, in order of first appearance."""
-    cases: dict[tuple[str, ...], Line] = {}
-    for line in found:
-        cases[tuple(str(line.get(key)) for key in keys)] = line
-    return list(cases.values())
-
-
-def run_of(line: Line) -> tuple[Any, ...]:
-    """What lines of one run have in common."""
-    return line.get("date"), line.get("commit"), str(line.get("machine")), card(line)
-
-
-def together(file: str, names: Sequence[str], **where: Any) -> list[Line]:
-    """Lines of the newest run that has all of these names (`what`), in this order.
-
-    Raises
-    ------
-    LookupError
-        No run has all of them: there is no ratio without a common run.
-    """
-    found = lines(file, **where)
-    for last in reversed(found):
-        run = {line["what"]: line for line in found if run_of(line) == run_of(last)}
-        if all(name in run for name in names):
-            return [run[name] for name in names]
-    raise LookupError(f"{file}: no run has {names} with {where}")
+def together(file: str, whats: Sequence[str], **where: Any) -> list[Line]:
+    """Lines of one run that has all of these (`what`), in this order."""
+    return current.together(file, lines(file, **where), "what", whats)
 
 
 def shape(line: Line) -> str:
@@ -96,33 +65,25 @@ def times(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
-def processor(line: Line) -> str:
-    """Cores and instructions of a line's machine."""
-    machine = line["machine"]
-    return f"{machine['cores']} cores ({machine['instruction_set'].upper().replace('AVX5', 'AVX-5')})"
-
-
 # ------------------------------------------------------------------------------------------ headlines
 
 
 def headlines() -> str:
     """What is fastest where, each beside a rival of the same run; settings that are not the defaults are named."""
     rows: Rows = []
-    names = ("hybridmf, cuda", "implicit, gpu (3 CG steps)")
-    ours, theirs = together("fit", names, shape="ml20m", feedback="implicit")
-    rows.append(_headline("whole fit, ML-20M, implicit, f = 64, 10 iterations", card(ours) or "one GPU",
+    ours, theirs = together("fit", OF_GPUS, shape="ml20m", feedback="implicit")
+    rows.append(_headline("whole fit, ML-20M, implicit, f = 64, 10 iterations", card(ours),
                           ours["seconds"], "`implicit` on the GPU, CG", theirs["seconds"]))  # fmt: skip
-    for which, kind, factors, count in (("netflix", "implicit", 64, 6), ("millionsong", "implicit", 128, 6)):
-        line = on_card(lines("fit", shape=which, feedback=kind, what="hybridmf, cuda"))[-1]
-        name = f"whole fit, {shape(line)}, {kind}, f = {factors}, {count} iterations"
-        rows.append(_headline(name, CARD, line["seconds"]))
+    for case in (("netflix", "implicit", 64, 6), ("millionsong", "implicit", 128, 6)):
+        line = {_case(line): line for line in _fits("hybridmf, cuda")}[case]
+        rows.append(_headline(f"whole fit, {_name(line)}", card(line), line["seconds"]))
     rows += _time_headlines()
     for task, rival in (("explicit exact", "lenskit"), ("implicit exact", "irspack")):
         line = _cpu(task, "ml-10m", 64)
         of = line["seconds_per_iteration"]
         name = f"iteration, ML-10M, {task.replace(' ', ', ')}, f = 64"
         rows.append(_headline(name, processor(line), of["simd"], _rival(rival), of[rival]))
-    line = lines("cpu", task="top 10, filtered")[-1]
+    line = best("cpu", task="top 10, filtered")
     of = line["seconds"]
     rows.append(_headline("top 10 of 27,278 items for 138,493 users", processor(line), of["hybridmf"], "`implicit`",
                           of["implicit"]))  # fmt: skip
@@ -136,7 +97,7 @@ def _headline(what: str, where: str, ours: float, rival: str = "", theirs: float
 
 def _time_headlines() -> Rows:
     rows: Rows = []
-    explicit = lines("cpu", task="explicit, seconds to within 1% of the best objective")[-1]
+    explicit = best("cpu", task="explicit, seconds to within 1% of the best objective")
     of, rival = explicit["seconds"], "cmfrec, CG 3 steps"
     for name, key in (
         ("`balance=True`, CG 3 steps", "ours, CG 3 balanced"),
@@ -144,12 +105,12 @@ def _time_headlines() -> Rows:
     ):
         what = f"fit to within 1 % of the best objective, ML-10M, explicit, f = 64, {name}"
         rows.append(_headline(what, processor(explicit), of[key], rival, of["cmfrec, CG 3"]))
-    implicit = lines("cpu", task="implicit, seconds to within 2% of the best objective")[-1]
+    implicit = best("cpu", task="implicit, seconds to within 2% of the best objective")
     of, rival = implicit["seconds"], "irspack, CG 3 steps"
     for name, key in (("CG 2 steps", "ours, CG 2"), ("exact, the default solver", "ours, exact")):
         what = f"fit to within 2 % of the best objective, ML-10M, implicit, f = 64, {name}"
         rows.append(_headline(what, processor(implicit), of[key], rival, of["irspack, CG 3"]))
-    sgd = lines("sgd", shape="MovieLens-1M", factors=64)[-1]
+    sgd = best("sgd", shape="MovieLens-1M", factors=64)
     of = sgd["seconds"]
     rows.append(_headline("fit to LIBMF's test RMSE, MovieLens 1M, SGD, f = 64", processor(sgd),
                           of["ours, blocks, power"], "LIBMF", of["LIBMF, rate 0.1"]))  # fmt: skip
@@ -161,10 +122,10 @@ def _rival(name: str) -> str:
 
 
 def _cpu(task: str, where: str, factors: int) -> Line:
-    """The newest line with the rival that a task is compared with."""
+    """The line with the rival that a task is compared with."""
     rival = "lenskit" if task.startswith("explicit exact") else "cmfrec" if task.startswith("explicit") else "irspack"
-    found = lines("cpu", task=task, shape=where, factors=factors)
-    return next((line for line in reversed(found) if rival in line["seconds_per_iteration"]), found[-1])
+    found = current.best_first("cpu", lines("cpu", task=task, shape=where, factors=factors))
+    return next(line for line in found if rival in names(line, "seconds_per_iteration"))
 
 
 # ------------------------------------------------------------------------------------------ whole fits
@@ -173,30 +134,51 @@ FITS = [("ml1m", "implicit", 128, 10), ("ml20m", "implicit", 64, 10), ("netflix"
         ("netflix", "explicit", 100, 12), ("millionsong", "implicit", 128, 6)]  # fmt: skip
 
 
+OF_GPUS = ("hybridmf, cuda", "implicit, gpu (3 CG steps)")
+
+
+def _case(line: Line) -> tuple[Any, ...]:
+    return tuple(line[key] for key in ("shape", "feedback", "factors", "iterations"))
+
+
+def _name(line: Line) -> str:
+    return f"{shape(line)}, {line['feedback']}, f = {line['factors']}, {line['iterations']} iterations"
+
+
+def _fits(*whats: str) -> list[Line]:
+    """The fits of `FITS` on one kind of GPU."""
+    found = [line for line in lines("fit") if line["what"] in whats and _case(line) in FITS]
+    return current.of_one_kind("fit", found, "what", "shape", "feedback")
+
+
 def fits() -> str:
     """Whole fits on one and two GPUs."""
     rows: Rows = []
-    for which, kind, factors, count in FITS:
-        one = on_card(lines("fit", shape=which, feedback=kind, what="hybridmf, cuda"))[-1]
-        two = [line for line in lines("fit", shape=which, feedback=kind, what="hybridmf, cuda:0+cuda:1")
-               if run_of(line) == run_of(one)]  # fmt: skip
+    whats = ("hybridmf, cuda", "hybridmf, cuda:0+cuda:1")
+    chosen = {(_case(line), line["what"]): line for line in _fits(*whats)}
+    for case in FITS:
+        of_case = [line for line in lines("fit") if _case(line) == case]
+        one, two = (chosen.get((case, what)) for what in whats)
+        if two:
+            beside = [line for line in of_case if line["what"] == whats[0] and run_of(line) == run_of(two)]
+            one, two = (beside[-1], two) if beside else (one, None)
+        if not one:
+            continue
         iterations = one["parts"]["iterations"]
-        name = f"{shape(one)}, {kind}, f = {factors}, {count} iterations"
         parts = (one["seconds"], iterations, one["seconds"] - iterations)
-        row: list[object] = [name, f"{one['nnz'] / 1e6:.1f}e6", *map(seconds, parts)]
-        row += [seconds(two[-1]["seconds"]), times(one["seconds"] / two[-1]["seconds"])] if two else ["", ""]
+        row: list[object] = [_name(one), f"{one['nnz'] / 1e6:.1f}e6", *map(seconds, parts)]
+        row += [seconds(two["seconds"]), times(one["seconds"] / two["seconds"])] if two else ["", ""]
         rows.append(row)
     header = ["whole fit", "entries", "one GPU, s", "iterations", "set-up", "two GPUs, s", "times"]
-    return f"**{CARD}**\n\n{table(header, rows)}"
+    return f"**{card(next(iter(chosen.values())))}**\n\n{table(header, rows)}"
 
 
 def rivals() -> str:
-    """Whole fits of all libraries in the newest run that has implicit's GPU code, and in the newest on a CPU."""
+    """Whole fits of all libraries in a run that has implicit's GPU code, and in one on a CPU."""
     rows: Rows = []
     for which in ("ml20m", "ml1m"):
-        first = together("fit", ("hybridmf, cuda", "implicit, gpu (3 CG steps)"), shape=which, feedback="implicit")[0]
-        rows += _fits_of(first)
-    cpu = next(line for line in reversed(lines("fit", what="lenskit, cpu")))
+        rows += _fits_of(together("fit", OF_GPUS, shape=which, feedback="implicit")[0])
+    cpu = best("fit", what="lenskit, cpu")
     for kind in ("implicit", "explicit"):
         rows += _fits_of(next(line for line in lines("fit", what="hybridmf, cpu", feedback=kind)
                               if run_of(line) == run_of(cpu)))  # fmt: skip
@@ -204,10 +186,9 @@ def rivals() -> str:
 
 
 def _fits_of(first: Line) -> Rows:
-    run = [line for line in lines("fit", shape=first["shape"], feedback=first["feedback"]) if line.get("objective")
-           and run_of(line) == run_of(first)]  # fmt: skip
-    name = f"{shape(first)}, {first['feedback']}, f = {first['factors']}, {first['iterations']} iterations"
-    return [[name, processor(line), line["what"], seconds(line["seconds"]), f"{line['objective']:.4g}",
+    run = [line for line in lines("fit", shape=first["shape"], feedback=first["feedback"])
+           if run_of(line) == run_of(first) and line.get("objective")]  # fmt: skip
+    return [[_name(first), processor(line), line["what"], seconds(line["seconds"]), f"{line['objective']:.4g}",
              f"{line.get('ndcg@10') or line.get('rmse') or 0:.4f}"]
             for line in sorted(run, key=lambda line: float(line["seconds"]))]  # fmt: skip
 
@@ -215,15 +196,15 @@ def _fits_of(first: Line) -> Rows:
 def cold() -> str:
     """A cold process, from the import to the first recommendation."""
     rows: Rows = []
+    whats = [f"hybridmf, cuda, cold, matrix, kernels {kernels}" for kernels in ("compiled", "none")]
+    found = current.of_one_kind("fit", (line for line in lines("fit") if line["what"] in whats), "what", "shape")
+    of = {(line["shape"], line["what"]): line for line in found}
     for which in ("ml20m", "ml1m"):
-        row: list[object] = []
-        for kernels in ("compiled", "none"):
-            what = f"hybridmf, cuda, cold, matrix, kernels {kernels}"
-            line = on_card(lines("fit", shape=which, what=what))[-1]
-            row = row or [f"{shape(line)}, {line['feedback']}, f = {line['factors']}"]
-            row.append(f"{line['seconds']:.1f}")
-        rows.append(row)
-    return f"**{CARD}**\n\n{table(['fit', 'kernels in the disk cache, s', 'no kernels, s'], rows)}"
+        of_shape = [of[which, what] for what in whats if (which, what) in of]
+        if len(of_shape) == len(whats):
+            name = f"{shape(of_shape[0])}, {of_shape[0]['feedback']}, f = {of_shape[0]['factors']}"
+            rows.append([name, *(f"{line['seconds']:.1f}" for line in of_shape)])
+    return f"**{card(found[-1])}**\n\n{table(['fit', 'kernels in the disk cache, s', 'no kernels, s'], rows)}"
 
 
 def objectives() -> str:
@@ -231,12 +212,12 @@ def objectives() -> str:
     parts = []
     for task in ("explicit, seconds to within 1% of the best objective",
                  "implicit, seconds to within 2% of the best objective"):  # fmt: skip
-        line = lines("cpu", task=task)[-1]
+        line = best("cpu", task=task)
         of = line["seconds"]
-        best = min(value for name, value in of.items() if not name.startswith("ours"))
+        fastest = min(value for name, value in of.items() if not name.startswith("ours"))
         rows: Rows = [[name.replace("ours", "hybridmf").replace(" balanced", ", `balance=True`"),
                        line["iterations"][name], f"{line['seconds_per_iteration'][name]:.2f}", seconds(of[name]),
-                       times(best / of[name])] for name in sorted(of, key=of.__getitem__)]  # fmt: skip
+                       times(fastest / of[name])] for name in sorted(of, key=of.__getitem__)]  # fmt: skip
         header = ["method", "iterations", "s / iteration", "seconds", "fastest rival / this"]
         parts.append(f"**{task.replace('1%', '1 %').replace('2%', '2 %')}**, {processor(line)}, "
                      f"{line['nnz']:,} entries\n\n{table(header, rows)}")  # fmt: skip
@@ -246,7 +227,9 @@ def objectives() -> str:
 def short_rows() -> str:
     """Exact ALS with rows shorter than the rank."""
     rows: Rows = []
-    for line in newest(lines("cpu", task="implicit, short rows"), "machine", "factors"):
+    found = [line for line in lines("cpu", task="implicit, short rows")
+             if names(line, "seconds_per_iteration") >= {"irspack", "implicit"}]  # fmt: skip
+    for line in current.of_cases("cpu", found, "factors"):
         of = line["seconds_per_iteration"]
         rows.append([processor(line), line["factors"], *(seconds(of[name]) for name in ("auto", "primal", "irspack",
                      "implicit")), times(min(of["irspack"], of["implicit"]) / of["auto"])])  # fmt: skip
@@ -268,7 +251,8 @@ def sgd_more() -> str:
 def sgd_ranks(ranks: Sequence[int]) -> str:
     """Seconds to LIBMF's test RMSE."""
     rows: Rows = []
-    for line in newest((line for line in lines("sgd", shape="MovieLens-1M") if line["factors"] in ranks), "factors"):
+    found = (line for line in lines("sgd", shape="MovieLens-1M") if line["factors"] in ranks)
+    for line in current.of_one_kind("sgd", found, "factors"):
         of = line["seconds"]
         for name in sorted(of, key=of.__getitem__):
             rows.append([line["factors"], f"{line['target']:.4f}", name.replace("ours", "hybridmf"),
@@ -285,25 +269,26 @@ OURS = {"explicit exact": "simd", "implicit exact": "simd", "implicit iALS++, 32
 
 
 def cpu() -> str:
-    """Iterations beside the fastest rival, the newest line of each machine, task and rank."""
+    """Iterations beside the fastest rival, of each kind of machine, task and rank."""
     rows: Rows = []
     for task in TASKS:
-        for line in newest(lines("cpu", task=task, shape="ml-10m"), "machine", "factors"):
+        found = [line for line in lines("cpu", task=task, shape="ml-10m")
+                 if names(line, "seconds_per_iteration") & set(RIVALS)]  # fmt: skip
+        for line in sorted(current.of_cases("cpu", found, "factors"), key=lambda line: int(line["factors"])):
             of, ours = line["seconds_per_iteration"], OURS.get(task, "cg")
             others = {name: value for name, value in of.items() if name in RIVALS}
-            if not others:
-                continue
-            best = min(others, key=others.__getitem__)
+            rival = min(others, key=others.__getitem__)
             rate = line["gflops"][ours] / line["sgemm_gflops"] if line.get("gflops") else None
-            rows.append([processor(line), task, line["factors"], seconds(of[ours]), _rival(best), seconds(others[best]),
-                         times(others[best] / of[ours]), f"{rate:.0%}" if rate else "", line["date"]])  # fmt: skip
+            rows.append([processor(line), task, line["factors"], seconds(of[ours]), _rival(rival),
+                         seconds(others[rival]), times(others[rival] / of[ours]), f"{rate:.0%}" if rate else "",
+                         line["date"]])  # fmt: skip
     header = ["machine", "task", "f", "hybridmf, s", "fastest rival", "its s", "times", "of sgemm", "measured"]
     return table(header, rows)
 
 
 def threads() -> str:
     """Scaling over threads."""
-    found = newest(lines("cpu", task="scaling, implicit exact"), "shape", "factors")
+    found = current.of_one_kind("cpu", lines("cpu", task="scaling, implicit exact"), "shape", "factors")
     counts = list(found[-1]["seconds_per_iteration"])
     rows: Rows = [[shape(line), line["factors"], *(seconds(line["seconds_per_iteration"][n]) for n in counts),
                    times(line["speedup"][counts[-1]])] for line in found]  # fmt: skip
@@ -313,7 +298,7 @@ def threads() -> str:
 
 def top_k() -> str:
     """Top 10 of all users on the CPU."""
-    line = lines("cpu", task="top 10, filtered")[-1]
+    line = best("cpu", task="top 10, filtered")
     users = 138_493
     rows: Rows = [[name, seconds(value), f"{users / value:,.0f}"] for name, value in line["seconds"].items()]
     return table(["", "seconds", "users / s"], rows)
@@ -321,7 +306,7 @@ def top_k() -> str:
 
 def layouts() -> str:
     """Layouts beside SciPy."""
-    line = next(line for line in lines("layouts") if "ratio_to_tocsc" in line)
+    line = current.best_first("layouts", (line for line in lines("layouts") if "ratio_to_tocsc" in line))[0]
     rows: Rows = [[name, seconds(value), times(line["ratio_to_tocsc"][name])] for name, value in
                   line["seconds"].items()]  # fmt: skip
     return table(["", "seconds", "times tocsc"], rows)
@@ -330,7 +315,7 @@ def layouts() -> str:
 def order() -> str:
     """Speed-up from degree order."""
     rows: Rows = []
-    for line in newest(lines("layouts", task="reorder"), "shape", "factors"):
+    for line in current.of_one_kind("layouts", lines("layouts", task="reorder"), "shape", "factors"):
         of, gain = line["seconds_per_iteration"], line["gain_of_order"]
         rows.append([shape(line), line["factors"], f"{of['simd']:.3f}", times(gain["simd"]), f"{of['bals']:.3f}",
                      times(gain["bals"])])  # fmt: skip
@@ -346,30 +331,32 @@ SETTLED = ("Netflix", "Million Song", "shop")
 def gpu() -> str:
     """Iterations of ALS."""
     rows: Rows = []
-    found = newest(on_card(lines("gpu", task="als")), "shape", "factors", "name")
+    found = current.of_one_kind("gpu", lines("gpu", task="als"), "shape", "factors", "name")
     for line in sorted(found, key=lambda line: (SETTLED.index(shape(line)) if shape(line) in SETTLED else 9,
                                                 line["name"].split()[0], line["factors"])):  # fmt: skip
         halves = f"{ms(line['item_ms'])} + {ms(line['user_ms'])}"
         rows.append([shape(line), line["name"], line["factors"], ms(line["ms"]), halves, f"{line['tflops']:.1f}",
                      line["date"]])  # fmt: skip
     header = ["shape", "task", "f", "ms", "items + users, ms", "TFLOP/s", "measured"]
-    return f"**{CARD}**\n\n{table(header, rows)}"
+    return f"**{card(found[-1])}**\n\n{table(header, rows)}"
 
 
 def precision() -> str:
     """Error and speed of each precision."""
     rows: Rows = []
-    for line in newest(on_card(lines("gpu", task="precision")), "name"):
+    found = current.of_one_kind("gpu", lines("gpu", task="precision"), "name")
+    for line in found:
         kind, _, precision_ = line["name"].partition(" user half sweep, ")
         rows.append([precision_, kind, ms(line["ms"]), f"{line['largest_error']:.1e}", f"{line['median_error']:.1e}"])
-    return f"**{CARD}**\n\n{table(['precision', 'feedback', 'ms', 'largest error', 'median error'], rows)}"
+    return f"**{card(found[-1])}**\n\n{table(['precision', 'feedback', 'ms', 'largest error', 'median error'], rows)}"
 
 
 def subspace() -> str:
     """iALS++ beside the exact solver."""
     rows: Rows = []
+    found = current.of_one_kind("gpu", lines("gpu", task="subspace"), "shape", "factors", "name")
     exact: dict[tuple[str, int], float] = {}
-    for line in newest(lines("gpu", task="subspace"), "shape", "factors", "name"):
+    for line in found:
         case = shape(line), line["factors"]
         if not line.get("rival_ms"):
             exact[case] = line["ms"]
@@ -378,16 +365,17 @@ def subspace() -> str:
         rows.append([*case, ms(exact[case]), line["name"].rpartition(" ")[2], ms(line["ms"]),
                      times(exact[case] / line["ms"]), reached[2], reached[5]])  # fmt: skip
     header = ["shape", "f", "exact, ms", "`block_size`", "ms", "times", "iterations to 3 exact ones", "to 6"]
-    return table(header, rows)
+    return f"**{card(found[-1])}**\n\n{table(header, rows)}"
 
 
 def assemblies() -> str:
     """The papers' assemblies of the users' normal equations."""
-    found = newest([*on_card(lines("gpu", task="syrk")), *on_card(lines("gpu", task="bals"))], "name", "factors")
-    names = list(dict.fromkeys(line["name"].rpartition(", ")[0] for line in found))
+    every = [*lines("gpu", task="syrk"), *lines("gpu", task="bals")]
+    found = current.of_one_kind("gpu", every, "name", "factors")
+    kernels = list(dict.fromkeys(line["name"].rpartition(", ")[0] for line in found))
     cases = [(f, o) for f in (32, 64) for o in ("given", "by degree")]
     of = {(line["name"], line["factors"]): ms(line["ms"]) for line in found}
-    rows: Rows = [[f"`{name}`", *(of.get((f"{name}, {o}", f), "") for f, o in cases)] for name in names]
+    rows: Rows = [[f"`{name}`", *(of.get((f"{name}, {o}", f), "") for f, o in cases)] for name in kernels]
     for rival, tile in (("Gates' kernel, as published with BALS", None), ("BALS's kernel", [256, 192]),
                         ("BALS's kernel", [768, 384])):  # fmt: skip
         lines_ = {(q["factors"], q["order"]): quoted.figure(q) for q in
@@ -395,71 +383,75 @@ def assemblies() -> str:
         name = rival if tile is None else f"{rival}, tiles of {tile[0]} x {tile[1]}"
         rows.append([f"{name} (quoted)", *(lines_.get(case, "") for case in cases)])
     header = ["assembly, ms", "f = 32", "f = 32, by degree", "f = 64", "f = 64, by degree"]
-    return f"**{CARD}**, Netflix's shape\n\n{table(header, rows)}"
+    return f"**{card(found[-1])}**, Netflix's shape\n\n{table(header, rows)}"
 
 
 def cholesky() -> str:
     """Batched Cholesky beside torch and cuSolverDx."""
     rows: Rows = []
-    found = newest(on_card(lines("gpu", task="cholesky")), "factors")
+    found = current.of_one_kind("gpu", lines("gpu", task="cholesky"), "factors")
     for line in sorted(found, key=lambda line: int(line["factors"])):
         dx, torch = line.get("cusolverdx_ms"), line.get("rival_ms")
         rows.append([line["factors"], f"{line['systems']:,}", ms(line["ms"]), ms(dx) if dx else "",
                      times(dx / line["ms"]) if dx else "", ms(torch) if torch else "",
                      times(torch / line["ms"]) if torch else ""])  # fmt: skip
     header = ["f", "systems", "hybridmf, ms", "cuSolverDx, ms", "times", "torch, ms", "times"]
-    return f"**{CARD}**\n\n{table(header, rows)}"
+    return f"**{card(found[-1])}**\n\n{table(header, rows)}"
 
 
 def top_k_gpu() -> str:
     """Top 10 of all users on a GPU."""
     rows: Rows = []
-    for line in newest(on_card(lines("gpu", task="topk", factors=128)), "shape", "name"):
+    found = current.of_one_kind("gpu", lines("gpu", task="topk", factors=128), "shape", "name")
+    for line in found:
         kind = line["name"].removeprefix("top 10 filtered, ")
         rows.append([f"{line['items']:,}", kind, ms(line["ms"]), f"{line['users_per_second'] / 1e6:.1f}"])
-    return f"**{CARD}**, f = 128\n\n{table(['items', 'factors', 'ms', 'million users / s'], rows)}"
+    return f"**{card(found[-1])}**, f = 128\n\n{table(['items', 'factors', 'ms', 'million users / s'], rows)}"
 
 
 def updates() -> str:
     """Epochs of SGD and iterations of CCD++ on a GPU."""
     rows: Rows = []
-    found = newest(on_card([*lines("gpu", task="sgd"), *lines("gpu", task="ccd")]), "task", "name", "factors")
-    found = [line for line in found if "inner" not in line["name"] or "1 inner" in line["name"]]
+    every = [line for line in [*lines("gpu", task="sgd"), *lines("gpu", task="ccd")]
+             if "inner" not in line["name"] or "1 inner" in line["name"]]  # fmt: skip
+    found = current.of_one_kind("gpu", every, "task", "name", "factors")
     for line in sorted(found, key=lambda line: (line["task"] == "ccd", line["name"], line["factors"])):
         rmse = next((f"{value:.4f} ({key.rpartition('_')[2]})" for key, value in line.items()
                      if key.startswith("rmse_after")), "")  # fmt: skip
         name = line["name"] if line["task"] == "sgd" else f"CCD++, {line['name']}"
         rows.append([name, line["factors"], ms(line["ms"]), rmse, line["date"]])
     header = ["method", "f", "ms", "train RMSE (after)", "measured"]
-    return f"**{CARD}**, Netflix's shape\n\n{table(header, rows)}"
+    return f"**{card(found[-1])}**, Netflix's shape\n\n{table(header, rows)}"
 
 
 def streamed() -> str:
     """Ratings from the host and from a store."""
     rows: Rows = []
-    for line in newest(lines("out_of_core", task="out of core", shape="netflix"), "machine", "from"):
+    for line in current.of_cases("out_of_core", lines("out_of_core", task="out of core", shape="netflix"), "from"):
         rows.append([processor(line), line["from"], ms(sorted(line["ms"])[len(line["ms"]) // 2]),
                      times(line["ratio"]), line["date"]])  # fmt: skip
     return table(["machine of the GPU", "ratings from", "ms", "times those in its memory", "measured"], rows)
 
 
 def short_gpus() -> str:
-    """Short rows on several GPUs."""
+    """Short rows on several GPUs: of each data one run."""
     rows: Rows = []
-    found = [line for line in newest(on_card(lines("scale")), "shape", "factors", "gpus", "implicit")
-             if line.get("implicit") and line["shape"] in ("msd", "shop")]  # fmt: skip
+    found = [line for line in lines("scale") if line.get("implicit") and line["shape"] in ("msd", "shop")]
+    on = card(current.of_one_kind("scale", found, "shape", "factors", "gpus")[-1])
+    found = [line for line in found if card(line) == on]
     for where, factors in dict.fromkeys((line["shape"], line["factors"]) for line in found):
-        of = {line["gpus"]: line["seconds"] for line in found if (line["shape"], line["factors"]) == (where, factors)}
-        rows.append([SHAPES[where], factors, *(ms(1e3 * of[n]) for n in (1, 2, 4)), times(of[1] / of[2]),
-                     times(of[1] / of[4])])  # fmt: skip
+        of_data = [line for line in found if (line["shape"], line["factors"]) == (where, factors)]
+        of = {count: line["seconds"] for count, line in current.fullest("scale", of_data, "gpus").items()}
+        ratios = [times(of[1] / of[n]) if {1, n} <= of.keys() else "" for n in (2, 4)]
+        rows.append([SHAPES[where], factors, *(ms(1e3 * of[n]) if n in of else "" for n in (1, 2, 4)), *ratios])
     header = ["shape", "f", "one, ms", "two", "four", "two, times one", "four, times one"]
-    return f"**{CARD}**\n\n{table(header, rows)}"
+    return f"**{on}**\n\n{table(header, rows)}"
 
 
 def reading() -> str:
     """Reading a file."""
     rows: Rows = []
-    for line in lines("reading"):
+    for line in current.of_cases("reading", lines("reading"), "rows", "ids"):
         for name, value in line["results"].items():
             rows.append([f"{line['rows']:,}", processor(line), name, seconds(value["seconds"]), seconds(value["cpu"])])
     return table(["rows", "machine", "reader", "seconds", "CPU seconds"], rows)

@@ -1,6 +1,6 @@
 """Which lines the pages show, and how many of these are fresh: by page, then those that are not.
 
-    python bench/shown.py             the table, then what is older, by page, file, task and date
+    python bench/shown.py             the table, then each older line: its case, machine and state, and who shows it
     python bench/shown.py --unused    lines that nothing shows, by file and date
 
 The scripts that render pages and pictures run, without writing; a line counts as shown if they read a measured number
@@ -12,13 +12,14 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import current
 import figures
 import freshness
 from matplotlib.figure import Figure
@@ -130,14 +131,35 @@ def main(arguments: list[str]) -> None:
         told = [len(places), fresh, counts[freshness.CONTROLLED], counts["quoted"] + counts["control"]]
         print(f"| {page} | {' | '.join(map(str, [*told, told[0] - sum(told[1:])]))} |")
     used: set[tuple[str, int]] = set().union(*found.values())
-    groups: dict[tuple[str, ...], int] = defaultdict(int)
-    for page, places in ({"nothing": states.keys() - used} if "--unused" in arguments else found).items():
-        for file, number in places:
-            line, state = results[file][number], states[file, number]
-            if state not in freshness.CURRENT | {"quoted", "control"} or "--unused" in arguments:
-                task = str(line.get("task") or line.get("what") or "-")
-                groups[page, file, task, str(line.get("date")), str(line.get("commit"))[:9], state] += 1
-    print(*(f"{' '.join(key)}: {count}" for key, count in sorted(groups.items())), sep="\n")
+    if "--unused" in arguments:
+        unused = states.keys() - used
+        groups = Counter((file, task_of(results[file][number]), *origin_of(results[file][number]), states[file, number])
+                         for file, number in unused)  # fmt: skip
+        print(*(f"{' '.join(key)}: {count}" for key, count in sorted(groups.items())), sep="\n")
+        return
+    for file, number in sorted(used):
+        line, state = results[file][number], states[file, number]
+        if state not in freshness.CURRENT | {"quoted", "control"}:
+            case = [f"{key}={line[key]}" for key in CASE if line.get(key) is not None]
+            where = current.kind(line) if "machine" in line else current.card(line)
+            pages = ", ".join(sorted(Path(page).name for page, places in found.items() if (file, number) in places))
+            about = ", ".join(each for each in (*case, where, *origin_of(line), state) if each)
+            print(f"{file} {number}: {task_of(line)}: {about} ({pages})")
+
+
+CASE = ("set", "name", "shape", "feedback", "factors", "method", "variant", "gpus", "ranks", "order", "reduction",
+        "limit", "ids", "rows", "from", "threads")  # fmt: skip
+"""Fields that tell which command renews a line."""
+
+
+def task_of(line: dict[str, Any]) -> str:
+    """What a line measured."""
+    return str(line.get("task") or line.get("what") or line.get("case") or "-")
+
+
+def origin_of(line: dict[str, Any]) -> tuple[str, str]:
+    """Date and commit."""
+    return str(line.get("date") or ""), str(line.get("commit") or "")[:9]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import current
 import figures
 from paper_common import figure
 
@@ -89,18 +90,25 @@ def draw_msgd(path: Path, results: Results) -> None:
 
 
 def draw_multi_gpu(path: Path, results: Results) -> None:
-    """Times as fast as one GPU."""
-    names, values = [], []
+    """Times as fast as one GPU, of each method on one kind of GPU."""
+
+    def case_of(line: Line) -> tuple[str, int, int]:
+        return line["shape"], line["factors"], line["gpus"]
+
+    names: list[str] = []
+    values: list[float | None] = []
+    scale = [line for line in results["scale"] if "reduction" not in line and "limit" not in line]
+    scale = current.of_one_kind("scale", scale, "shape", "factors", "gpus")
+    epochs = figures.select(results, "mcumsgd shape=netflix factors=128 order=passes", newest=False)
+    epochs = current.of_one_kind("mcumsgd", epochs, "ranks", "streams", "long_row")
     for shape, factors in (("netflix", 100), ("msd", 128), ("msd", 64), ("shop", 64)):
         for count in (2, 4):
             names.append(f"ALS, {shape}, f = {factors}, {count} GPUs")
-            lines = figures.select(results, f"scale shape={shape} factors={factors} gpus={count}")
-            values.append([line["speedup"] for line in lines if "reduction" not in line][-1])
+            values.append(next((line["speedup"] for line in scale if case_of(line) == (shape, factors, count)), None))
     for count in (2, 4):
-        lines = figures.select(results, f"mcumsgd shape=netflix factors=128 ranks={count} order=passes")
         names.append(f"MCUMSGD, netflix, f = 128, {count} GPUs")
-        values.append(max(line["speed_up"] for line in lines))
-    bars(path, names, values, "times one GPU")
+        values.append(max((line["speed_up"] for line in epochs if line["ranks"] == count), default=None))
+    bars(path, names, values, f"times one GPU (ALS: {current.card(scale[-1])}; MCUMSGD: {current.card(epochs[-1])})")
 
 
 PICTURES: dict[str, Callable[[Path, Results], None]] = {

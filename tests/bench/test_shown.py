@@ -45,11 +45,14 @@ def test_lines_that_prose_selects_are_shown_by_its_page(monkeypatch):
 
 def test_the_table_counts_states_and_names_what_is_older(monkeypatch, capsys):
     monkeypatch.setattr(shown, "shown", lambda: {"a.md": {("cpu", 0), ("quoted", 0)}, "b.md": {("cpu", 0)}})
-    monkeypatch.setattr(freshness, "results", lambda: {"cpu": [{"task": "t"}, {"task": "u"}], "quoted": [{}]})
+    older = {"task": "t", "shape": "s", "factors": 32, "date": "2026-11-27", "commit": "0123456789ab"}
+    older |= {"machine": {"cores": 2, "instruction_set": "avx512"}}
+    monkeypatch.setattr(freshness, "results", lambda: {"cpu": [older, {"task": "u"}], "quoted": [{}]})
     monkeypatch.setattr(freshness, "state", lambda file, line: "no hash" if file == "cpu" else "quoted")
     shown.main([])
     told = capsys.readouterr().out
     assert "| a.md | 2 | 0 | 0 | 1 | 1 |" in told and "| all | 2 | 0 | 0 | 1 | 1 |" in told
-    assert "b.md cpu t None None no hash: 1" in told
+    case = "cpu 0: t: shape=s, factors=32, 2 cores (AVX-512), 2026-11-27, 012345678, no hash (a.md, b.md)"
+    assert case in told.splitlines()
     shown.main(["--unused"])
-    assert "nothing cpu u None None no hash: 1" in capsys.readouterr().out
+    assert "cpu u   no hash: 1" in capsys.readouterr().out
