@@ -186,11 +186,11 @@ def rivals() -> str:
 
 
 def _fits_of(first: Line) -> Rows:
-    run = [line for line in lines("fit", shape=first["shape"], feedback=first["feedback"])
-           if run_of(line) == run_of(first) and line.get("objective")]  # fmt: skip
+    run = {line["what"]: line for line in lines("fit", shape=first["shape"], feedback=first["feedback"])
+           if run_of(line) == run_of(first) and line.get("objective")}  # fmt: skip
     return [[_name(first), processor(line), line["what"], seconds(line["seconds"]), f"{line['objective']:.4g}",
              f"{line.get('ndcg@10') or line.get('rmse') or 0:.4f}"]
-            for line in sorted(run, key=lambda line: float(line["seconds"]))]  # fmt: skip
+            for line in sorted(run.values(), key=lambda line: float(line["seconds"]))]  # fmt: skip
 
 
 def cold() -> str:

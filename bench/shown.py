@@ -87,14 +87,19 @@ def reading() -> Iterator[set[tuple[str, int]]]:
     places = {text: (path.stem, number) for path in freshness.RESULTS.glob("*.jsonl")
               for number, text in enumerate(path.read_text().splitlines())}  # fmt: skip
     noted: set[tuple[str, int]] = set()
-    loads = json.loads
+    loads, read_text = json.loads, Path.read_text
 
     def load(text: Any, *arguments: Any, **options: Any) -> Any:
         found, place = loads(text, *arguments, **options), places.get(text) if isinstance(text, str) else None
         return traced(found, place, noted) if place else found
 
+    def read(path: Path, *arguments: Any, **options: Any) -> str:
+        """Nothing of a picture that was never drawn."""
+        return read_text(path, *arguments, **options) if path.exists() else ""
+
     with (
         mock.patch.object(json, "loads", load),
+        mock.patch.object(Path, "read_text", read),
         mock.patch.object(Path, "write_text"),
         mock.patch.object(Figure, "savefig"),
     ):

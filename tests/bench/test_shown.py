@@ -11,6 +11,7 @@ from support.checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 import freshness
+import paper_common
 import shown
 
 
@@ -31,6 +32,8 @@ def test_a_line_is_shown_if_a_measured_number_of_it_is_read(lines, tmp_path):
         assert second["seconds"]["simd"] == 64 / 3
         assert (third | {"more": 1.0}).get("seconds") == {"simd": 128 / 3}
         (tmp_path / "page.md").write_text("not written")
+        with paper_common.figure(tmp_path / "new.svg", 1.0, 1.0) as drawing:  # of a machine without a picture so far
+            drawing.subplots()
     assert noted == {("cpu", 1), ("cpu", 2)}
     assert not (tmp_path / "page.md").exists()
     lines()[0]["seconds"]  # outside
