@@ -50,6 +50,12 @@ def best_first(file: str, lines: Iterable[Line]) -> list[Line]:
     return sorted(lines, key=lambda line: is_current(file, line))[::-1]
 
 
+def current_if_any(file: str, lines: Iterable[Line]) -> list[Line]:
+    """Those that are current, or all of them if none is."""
+    lines = list(lines)
+    return [line for line in lines if is_current(file, line)] or lines
+
+
 def of_cases(file: str, lines: Iterable[Line], *keys: str, kind: Callable[[Line], str] = kind) -> list[Line]:
     """The line to show of each case and kind of machine, in order of first appearance.
 

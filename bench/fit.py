@@ -363,6 +363,8 @@ def draw_fits(path: Path) -> None:
     lines = [line for line in freshness.results("fit.jsonl")["fit"] if line["machine"]["cores"] >= 16
              and "cold" not in line["what"] and "lambdas" not in line["what"]]  # fmt: skip
     newest: dict[tuple[str, str], dict[str, Any]] = {}
+    lines = [line for case in CASES for line in current.current_if_any("fit", (each for each in lines
+             if (each["shape"], each["feedback"], each["factors"]) == (case.shape, case.feedback, case.factors)))]  # fmt: skip
     for line in reversed(current.best_first("fit", lines)):  # the best last
         case = Case(*(line[name] for name in ("shape", "feedback", "factors", "iterations")))
         what = line["what"].removesuffix(":0") if "+" not in line["what"] else line["what"]

@@ -417,11 +417,11 @@ def fastest(lines: Sequence[Line]) -> list[Line]:
 def render(folder: Path) -> None:
     """Write the sections of multi-gpu.md and its plots from the lines."""
     lines = measured("scale", scale_task)
-    # the planner models this reduction only
-    whole = [
+    # the planner models this reduction only, and its rates are those of H200s
+    on_h200s = [
         line | prediction(line)
         for line in lines
-        if line.get("reduction", "scatter") == "scatter" and "limit" not in line
+        if line.get("reduction", "scatter") == "scatter" and "limit" not in line and "H100" not in line["gpu"]
     ]
     epochs = [line | {"case": epoch_case(line)} for line in measured("mcumsgd", lambda line: "mcumsgd")]
     plans = {(line["problem"], line["gpus"], line["host_memory"]): line for line in paper.read_lines("scale_planner")}
@@ -431,7 +431,7 @@ def render(folder: Path) -> None:
         "reduction": (reduction_part, paper.select(lines, "reduction", *CASE)),
         "streamed": (streamed_part, paper.select(lines, "streamed", *CASE)),
         "mcumsgd": (partial(mcumsgd_part, folder), paper.select(epochs, "mcumsgd", "case")),
-        "prediction": (partial(prediction_part, folder), paper.select(whole, "prediction", *CASE)),
+        "prediction": (partial(prediction_part, folder), paper.select(on_h200s, "prediction", *CASE)),
     }  # fmt: skip
     made = {name: paper.sections(paper.by_hardware(group), part) for name, (part, group) in parts.items()}
     paper.fill(folder / "multi-gpu.md", made | {"large": large_part(folder, list(plans.values()))})
