@@ -355,6 +355,11 @@ def report(case: Case, what: str, result: dict[str, Any], common: dict[str, Any]
     record("fit", {"bench": "fit", "what": what} | asdict(case) | common | result)
 
 
+def case_of(line: dict[str, Any]) -> Case:
+    """The case of a line."""
+    return Case(*(line[name] for name in ("shape", "feedback", "factors", "iterations")))
+
+
 def draw_fits(path: Path) -> None:
     """Seconds from a matrix to a model: a line of each warm fit (current.py), one bar each, on a logarithmic axis.
 
@@ -363,10 +368,10 @@ def draw_fits(path: Path) -> None:
     lines = [line for line in freshness.results("fit.jsonl")["fit"] if line["machine"]["cores"] >= 16
              and "cold" not in line["what"] and "lambdas" not in line["what"]]  # fmt: skip
     newest: dict[tuple[str, str], dict[str, Any]] = {}
-    lines = [line for case in CASES for line in current.current_if_any("fit", (each for each in lines
-             if (each["shape"], each["feedback"], each["factors"]) == (case.shape, case.feedback, case.factors)))]  # fmt: skip
+    cases = {case: [line for line in lines if case == case_of(line)] for case in CASES}
+    lines = [line for found in cases.values() for line in current.current_if_any("fit", found)]
     for line in reversed(current.best_first("fit", lines)):  # the best last
-        case = Case(*(line[name] for name in ("shape", "feedback", "factors", "iterations")))
+        case = case_of(line)
         what = line["what"].removesuffix(":0") if "+" not in line["what"] else line["what"]
         newest[case.name, what] = line
     bars = [(f"{case.name}\n{what}; {_hardware(line)}", line["seconds"]) for case in CASES
