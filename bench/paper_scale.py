@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import current
 import numpy as np
 import paper_common as paper
 from common import record
@@ -416,12 +417,12 @@ def fastest(lines: Sequence[Line]) -> list[Line]:
 
 def render(folder: Path) -> None:
     """Write the sections of multi-gpu.md and its plots from the lines."""
-    lines = measured("scale", scale_task)
+    lines = current.current_if_any("scale", measured("scale", scale_task))
     # the planner models this reduction only, and its rates are those of H200s
     on_h200s = [
         line | prediction(line)
         for line in lines
-        if line.get("reduction", "scatter") == "scatter" and "limit" not in line and "H100" not in line["gpu"]
+        if line.get("reduction", "scatter") == "scatter" and "limit" not in line and "H100" not in current.card(line)
     ]
     epochs = [line | {"case": epoch_case(line)} for line in measured("mcumsgd", lambda line: "mcumsgd")]
     plans = {(line["problem"], line["gpus"], line["host_memory"]): line for line in paper.read_lines("scale_planner")}
