@@ -9,7 +9,7 @@
 //   decentralized  Alg. 2: entries are ordered by rows of the fixed side; a block owns a range of moved rows and walks all
 //                  fixed rows in ascending order
 // grid  : centralized: a team per row; blocked: one block per bin of rows; decentralized: one block per range of moved rows
-// block : WALK_THREADS; HELPERS + 1 warps; THREADS
+// block : WALK_THREADS; BLOCK_WARPS warps; THREADS
 // shapes: moved (n_moved, LD)  fixed (n_fixed, LD)  biases (n_moved,), (n_fixed,)  walk: by moved rows, or fixed (Alg. 2)
 //         tasks (n_tasks,): moved rows to walk
 //         losses (n_tasks,) or (grid,): sums of e^2, each e computed with the factors before its update
@@ -42,16 +42,19 @@
 // occurs in v.
 //
 // A ring of slots in shared memory holds the chunks. A slot is copied to (some 1,000 cycles), prepared, walked, and freed. Each
-// slot has its own gates for these handovers; the first barrier is the only one of the block.
+// slot has its own gates for these handovers; the first barrier is the only one of the block. Warps that neither walk nor help end
+// after it.
 //
-// Cost per entry of the longest row, measured by bench/walk.py on an H200 in float32: LD 128 53 cycles (7 helpers, 18
-// slots), 72 (5 and 10); LD 64 54, LD 32 53. The previous version (helpers that computed all of M, a triangular system solved
-// by all lanes, a barrier for every three chunks) took 98. Chunks of 32 took 1.5 to 3 times as long and were removed.
+// Cost per entry of the longest row, on an H100 in float32: LD 128 43 cycles (6 helpers, 18 slots), LD 64 42, LD 32 47, LD 256 91
+// (5 and 10). Before, 56, 58, 56 and 125, with a helper on the walking warp's scheduler and 1,080 instead of 690 instructions per
+// chunk in a helper. The walking warp alone takes 39; more helpers do not help, since its reads of shared memory wait for theirs.
+// Chunks of 32 took 1.5 to 3 times as long and were removed.
 //   walking warp   285 instructions per chunk: 140 for update and products, during which the next rows arrive (they stay in
 //                  registers from the products to the update if they fit; else they are read twice); 120 for sums over
 //                  lanes, through shared memory, which takes 25 instructions instead of 62 by shuffles; 80 each for T s
-//                  and for broadcasting s and e to all lanes. Their latencies alone would be 450 cycles, 28 per entry.
-//   helper         1,000 instructions per chunk: copies 170, products 540 (96 on tensor cores), T 190
+//                  and for broadcasting s and e to all lanes, which by shuffles takes longer. Their latencies alone would be 450
+//                  cycles, 28 per entry.
+//   helper         690 instructions per chunk: copies 60, products 310 (64 on tensor cores), T 200
 //
 // Costs of `decentralized`: a row of the moved side is read and written for each of its entries, and each block searches
 // all rows of the fixed side for its range, grid * n_fixed * 2 log2(degree) reads, mostly from L2. It needs one layout
@@ -258,9 +261,26 @@ struct alignas(32) Slot {  // a chunk in shared memory; copies of rows keep the 
     real inverse[CHUNK][CHUNK + VECTOR];  // first M, then (1 + M)^-1; lanes read rows, which are in different banks
     real targets[CHUNK];                  // rating - mean - bias of the fixed row
     Gate prepared, walked;                // opened once for each chunk in this slot
+};
 
-    // How often chunk c and the chunks before it open the gates of its slot.
-    __device__ __forceinline__ static int round_of(int c) { return c / CHUNK_SLOTS + 1; }
+// The warps of a block. The multiprocessor has four schedulers, and each has every fourth warp. The walking warp is alone on its
+// own, so that none of its instructions waits for those of helpers: the other warps there end at once.
+constexpr int SCHEDULERS = 4, WALKING = SCHEDULERS - 1;
+constexpr int BLOCK_WARPS = HELPERS < SCHEDULERS ? SCHEDULERS : HELPERS + (HELPERS - 1) / WALKING;
+
+// Where a chunk of the block is: its slot, and how often it and the chunks before it open the gates of that slot.
+struct Place {
+    int slot, round;
+
+    __device__ __forceinline__ explicit Place(int chunk) : slot(chunk % CHUNK_SLOTS), round(chunk / CHUNK_SLOTS + 1) {}
+
+    // `chunks`: fewer than there are slots.
+    __device__ __forceinline__ void advance(int chunks) {
+        slot += chunks;
+        if (slot < CHUNK_SLOTS) return;
+        slot -= CHUNK_SLOTS;
+        round++;
+    }
 };
 
 struct alignas(32) Work {  // a block's workspace in shared memory
@@ -274,11 +294,21 @@ struct alignas(32) Work {  // a block's workspace in shared memory
     real bias_powers[CHUNK + 1];  // the same for biases
     real bias_weights[CHUNK];
 
-    __device__ __forceinline__ Slot& slot_of(int c) { return slots[c % CHUNK_SLOTS]; }
+    __device__ __forceinline__ Slot& at(const Place& place) { return slots[place.slot]; }
 };
 #ifdef SHARED_BYTES
 static_assert(sizeof(Work) == SHARED_BYTES, "the launcher counts as the kernel does");
 #endif
+
+// The same pointer to shared memory, in a register: the compiler, which only knows that it is one to shared memory, cannot compute
+// it anew. Hopper's would do so after each __syncwarp.
+template <class T> __device__ __forceinline__ T* in_register(T* shared) {
+#ifndef HYBRIDMF_EMULATE
+    asm volatile("" : "+l"(shared));
+    __builtin_assume(__isShared(shared));
+#endif
+    return shared;
+}
 
 // Reads the values of 16-byte pieces from shared memory.
 template <int COUNT> __device__ __forceinline__ void read_all(real (&values)[COUNT], const real* source) {
@@ -296,73 +326,104 @@ template <int COUNT> __device__ __forceinline__ real dot_product(const real (&a)
 
 // ------------------------------------------------------------------ helpers: M and its inverse
 
-// Computes M_jl, given u_j.u_l. Elements above the diagonal are computed, too, but not read. Elements past the end are zero,
-// like the errors.
+// Computes M_jl, given u_j.u_l. Of elements above the diagonal, which nobody reads, anything may be computed. Elements past the
+// end are zero, like the errors: products with rows past the end are.
 struct Coupling {
+    // What an element has besides the product.
+    struct Weight {
+        real factor, bias;
+
+        __device__ __forceinline__ Weight(const Work& work, int j, int l)
+            : factor(work.weights[max(j - 1 - l, 0)]), bias(HAS_BIASES ? work.bias_weights[max(j - 1 - l, 0)] : real(0)) {}
+    };
+
     const Work& work;
     int count;
 
-    __device__ __forceinline__ real of(int j, int l, real product) const {
-        const int between = max(j - 1 - l, 0);
-        const real coupling = work.weights[between] * product + (HAS_BIASES ? work.bias_weights[between] : real(0));
-        return j < count ? coupling : real(0);
+    __device__ __forceinline__ real of(int j, int l, real product) const { return of(j, Weight(work, j, l), product); }
+
+    __device__ __forceinline__ real of(int j, const Weight& weight, real product) const {
+        const real coupling = weight.factor * product + weight.bias;
+        return !HAS_BIASES || j < count ? coupling : real(0);
     }
 };
 
-// Products on tensor cores, each value in two tf32 parts (22 bits, three products). M has an error of some 2^-22 |u_j| |u_l| rate.
-// Its effect on the errors ends with the chunk: the next chunk starts from products with v.
+// Products on tensor cores, each value in two tf32 parts: high, its first 11 bits, and low, the others, of which tensor cores
+// ignore the last ones. Two products, high high^T and X = low high^T, give u_j.u_l but for low low^T, as high high^T + X + X^T. M
+// has an error of some 2^-20 |u_j| |u_l| rate. Its effect on the errors ends with the chunk: the next starts from products with v.
 struct Tensor_product {  // for chunks of 16
-    __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
+    using Sums = float[2][4];  // of 8 columns each
+
+    // Of the elements of a lane: in blocks of 8 x 8 on the diagonal, and in the block below.
+    Coupling::Weight on_diagonal[2], below[2];
+
+    __device__ __forceinline__ Tensor_product(const Work& work, int lane)
+        : on_diagonal{{work, lane / 4, lane % 4 * 2}, {work, lane / 4, lane % 4 * 2 + 1}},
+          below{{work, lane / 4 + 8, lane % 4 * 2}, {work, lane / 4 + 8, lane % 4 * 2 + 1}} {}
+
+    __device__ __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) const {
         const int g = lane / 4, t = lane % 4;  // the numbering of mma.sync
-        float sums[3][2][4] = {};              // low x high, high x low, high x high; 8 columns each
-#pragma unroll 2
+        Sums high = {}, low = {};
+#pragma unroll 4
         for (int first = 0; first < VECTORS; first += 4) {  // 16 columns, in the order of the reads
-            Tf32Parts parts[2][4];
+            float values[2][4];
 #pragma unroll
             for (int b = 0; b < 2; b++) {  // row g of 8
                 int4 piece = {0, 0, 0, 0};
                 if (VECTORS % 4 == 0 || first + t < VECTORS)
                     piece = *reinterpret_cast<const int4*>(&slot.rows[8 * b + g][(first + t) * VECTOR]);
-                float values[4];
-                memcpy(values, &piece, sizeof(piece));
-#pragma unroll
-                for (int q = 0; q < 4; q++) parts[b][q] = split_tf32(values[q]);
+                memcpy(values[b], &piece, sizeof(piece));
             }
-            static_for<0, 2>([&](auto half) { multiply<2 * half.value>(sums, parts); });
+            static_for<0, 2>([&](auto half) { multiply<2 * half.value>(high, low, values); });
         }
-        // all reads come before the first write, which the compiler assumes to alias them
-        for_all([&](int n, int q, int j, int l) {
-            sums[2][n][q] = coupling.of(j, l, sums[0][n][q] + sums[1][n][q] + sums[2][n][q]);
-        }, lane);
-        for_all([&](int n, int q, int j, int l) { slot.inverse[j][l] = sums[2][n][q]; }, lane);
+        float crosswise[3][2];  // X^T
+        transpose(crosswise[0], low[0][0], low[0][1], lane);
+        transpose(crosswise[1], low[1][0], low[1][1], lane);
+        transpose(crosswise[2], low[1][2], low[1][3], lane);
+#pragma unroll
+        for (int q = 0; q < 2; q++) {
+            const int j = g, l = 2 * t + q;
+            slot.inverse[j][l] = coupling.of(j, on_diagonal[q], high[0][q] + (low[0][q] + crosswise[0][q]));
+            slot.inverse[j + 8][l] = coupling.of(j + 8, below[q], high[0][2 + q] + (low[0][2 + q] + crosswise[1][q]));
+            slot.inverse[j + 8][l + 8] = coupling.of(j + 8, on_diagonal[q], high[1][2 + q] + (low[1][2 + q] + crosswise[2][q]));
+        }
     }
 
-    // Calls the body for each of the lane's sums: block n of columns, value q, row j and column l.
-    template <class Body> __device__ static __forceinline__ void for_all(Body&& body, int lane) {
-#pragma unroll
-        for (int n = 0; n < 2; n++)
-#pragma unroll
-            for (int q = 0; q < 4; q++) body(n, q, lane / 4 + 8 * (q / 2), 8 * n + 2 * (lane % 4) + q % 2);
-    }
-
-    // Multiplies columns Q and Q + 1 of each lane's four.
+    // Multiplies columns Q and Q + 1 of each lane's four. The second operand is not split: tensor cores ignore its low part.
     template <int Q>
-    __device__ static __forceinline__ void multiply(float (&sums)[3][2][4], const Tf32Parts (&parts)[2][4]) {
-        const Tf32Parts *upper = parts[0], *lower = parts[1];
-        const unsigned high[4] = {upper[Q].high, lower[Q].high, upper[Q + 1].high, lower[Q + 1].high};
-        const unsigned low[4] = {upper[Q].low, lower[Q].low, upper[Q + 1].low, lower[Q + 1].low};
+    __device__ static __forceinline__ void multiply(Sums& high, Sums& low, const float (&values)[2][4]) {
+        const float own[4] = {values[0][Q], values[1][Q], values[0][Q + 1], values[1][Q + 1]};
+        unsigned upper[4], rest[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float below = own[k] - __uint_as_float(__float_as_uint(own[k]) & 0xffffe000u);
+            rest[k] = __float_as_uint(below);
+            upper[k] = __float_as_uint(own[k] - below);  // not by a mask, which the compiler leaves out and then copies the value
+        }
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            mma_tf32(sums[0][n], low, parts[n][Q].high, parts[n][Q + 1].high);
-            mma_tf32(sums[1][n], high, parts[n][Q].low, parts[n][Q + 1].low);
-            mma_tf32(sums[2][n], high, parts[n][Q].high, parts[n][Q + 1].high);
+            const unsigned b0 = __float_as_uint(values[n][Q]), b1 = __float_as_uint(values[n][Q + 1]);
+            mma_tf32(high[n], upper, b0, b1);
+            mma_tf32(low[n], rest, b0, b1);
+        }
+    }
+
+    // Transposes 8 x 8 elements, of which a lane has columns 2 t and 2 t + 1 of row g.
+    __device__ static __forceinline__ void transpose(float (&own)[2], float first, float second, int lane) {
+#pragma unroll
+        for (int q = 0; q < 2; q++) {
+            const int source = (lane % 4 * 2 + q) * 4 + lane / 8;
+            const float even = __shfl_sync(FULL_WARP, first, source), odd = __shfl_sync(FULL_WARP, second, source);
+            own[q] = lane / 4 % 2 ? odd : even;
         }
     }
 };
 
 // Products of float16 rows on tensor cores: exact products, sums in float32.
 struct Half_product {
-    __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
+    __device__ __forceinline__ Half_product(const Work&, int) {}
+
+    __device__ __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) const {
         const int g = lane / 4, t = lane % 4;  // the numbering of mma.sync
         float sums[2][4] = {};
 #pragma unroll 4
@@ -398,7 +459,9 @@ struct Plain_product {
     static constexpr int TILES = CHUNK / SIDE;              // tiles along a side of M
     static constexpr int SPLIT = WARP / (TILES * TILES);    // lanes that share a tile, by columns
 
-    __device__ static __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) {
+    __device__ __forceinline__ Plain_product(const Work&, int) {}
+
+    __device__ __forceinline__ void run(Slot& slot, const Coupling& coupling, int lane) const {
         const int tile = lane % (TILES * TILES), part = lane / (TILES * TILES), i = tile / TILES, j = tile % TILES;
         real sums[SIDE][SIDE] = {};
 #pragma unroll 2
@@ -432,6 +495,11 @@ struct Plain_product {
             for (int l = 0; l < SIDE; l++) slot.inverse[i + k * TILES][j + l * TILES] = sums[k][l];
     }
 };
+
+template <bool IN_FLOAT16, bool IN_TF32> struct Products { using type = Plain_product; };
+template <> struct Products<false, true> { using type = Tensor_product; };
+template <bool IN_TF32> struct Products<true, IN_TF32> { using type = Half_product; };
+using Product = Products<FIXED16, TENSOR>::type;
 
 // Computes (1 + M)^-1 in place of M. Reads only the part of M below the diagonal; each lane computes one column.
 __device__ __forceinline__ void invert(real (&matrix)[CHUNK][CHUNK + VECTOR], int lane) {
@@ -477,48 +545,59 @@ struct Helper {
         return ratings[chunk * CHUNK + lane] - mean - (HAS_BIASES ? fixed.bias[index] : real(0));
     }
 
-    __device__ __forceinline__ void copy(int chunk, int index) const {
-        Slot& slot = work.slot_of(earlier + chunk);
-        const int valid = left(chunk), round = Slot::round_of(earlier + chunk);
-        if (round > 1) slot.walked.wait(round - 1);
+    __device__ __forceinline__ void copy(const Place& place, int chunk, int index) const {
+        Slot& slot = work.at(place);
+        const int valid = left(chunk);
+        if (place.round > 1) slot.walked.wait(place.round - 1);
         __syncwarp();
         fixed_value* target = &slot.rows[0][0];
+        constexpr int TOGETHER = 8;  // lanes that copy 128 bytes of a row: each computes few addresses
+        if constexpr (FIXED_VECTORS % TOGETHER == 0) {
+            const int piece = lane % TOGETHER * FIXED_VECTOR;
+#pragma unroll
+            for (int first = 0; first < CHUNK; first += WARP / TOGETHER) {
+                const int j = first + lane / TOGETHER;
+                const fixed_value* row = fixed.rows + piece + int64(__shfl_sync(FULL_WARP, index, j)) * LD;
 #pragma unroll 8
-        for (int base = 0; base < CHUNK * FIXED_VECTORS; base += WARP) {
-            const int at = base + lane, j = at / FIXED_VECTORS, piece = at % FIXED_VECTORS * FIXED_VECTOR;
-            const int64 row = __shfl_sync(FULL_WARP, index, j % WARP);
-            if (CHUNK * FIXED_VECTORS % WARP == 0 || j < CHUNK)
-                copy_async_16(target + j * STRIDE + piece, fixed.rows + row * LD + piece, j < valid);
+                for (int k = 0; k < LD; k += TOGETHER * FIXED_VECTOR)
+                    copy_async_16(target + j * STRIDE + piece + k, row + k, j < valid);
+            }
+        } else {
+#pragma unroll 8
+            for (int base = 0; base < CHUNK * FIXED_VECTORS; base += WARP) {
+                const int at = base + lane, j = at / FIXED_VECTORS, piece = at % FIXED_VECTORS * FIXED_VECTOR;
+                const int64 row = __shfl_sync(FULL_WARP, index, j % WARP);
+                if (CHUNK * FIXED_VECTORS % WARP == 0 || j < CHUNK)
+                    copy_async_16(target + j * STRIDE + piece, fixed.rows + row * LD + piece, j < valid);
+            }
         }
     }
 
-    __device__ __forceinline__ void prepare(Slot& slot, int chunk) const {
-        const Coupling coupling{work, left(chunk)};
-        if constexpr (FIXED16) Half_product::run(slot, coupling, lane);
-        else if constexpr (TENSOR) Tensor_product::run(slot, coupling, lane);
-        else Plain_product::run(slot, coupling, lane);
-        __syncwarp();
-        invert(slot.inverse, lane);
-    }
-
     __device__ __forceinline__ void run(int chunks) const {
+        const Product product(work, lane);
         const int begin = (helper + HELPERS - earlier % HELPERS) % HELPERS;
         int index = index_at(begin), next = index_at(begin + HELPERS);
-        if (begin < chunks) copy(begin, index);
+        Place place(earlier + begin), later = place;
+        later.advance(HELPERS);
+        if (begin < chunks) copy(place, begin, index);
         copy_commit();
         for (int chunk = begin; chunk < chunks; chunk += HELPERS) {
             const int ahead = chunk + HELPERS;
             const real target = target_at(chunk, index);
-            if (ahead < chunks) copy(ahead, next);
+            if (ahead < chunks) copy(later, ahead, next);
             copy_commit();
             index = next;
             next = index_at(ahead + HELPERS);
             copy_wait<1>();
             __syncwarp();  // the other lanes' copies have arrived, too
-            Slot& slot = work.slot_of(earlier + chunk);
-            prepare(slot, chunk);
+            Slot& slot = work.at(place);
+            product.run(slot, {work, left(chunk)}, lane);
+            __syncwarp();
+            invert(slot.inverse, lane);
             if (lane < CHUNK) slot.targets[lane] = target;
-            slot.prepared.open(Slot::round_of(earlier + chunk), lane);
+            slot.prepared.open(place.round, lane);
+            place = later;
+            later.advance(HELPERS);
         }
         copy_wait<0>();
     }
@@ -537,53 +616,56 @@ struct Walker {
     real v[OWNED], kept[KEEPS ? CHUNK : 1][OWNED];
     double loss, last_error;  // of this lane's entries: squared errors before the last chunk; error in the last chunk
 
+    // Replaces what this lane has of a row; lanes past its end keep their zeros.
     __device__ __forceinline__ void load(real (&u)[OWNED], const fixed_value* place) const {
 #pragma unroll
         for (int p = 0; p < Warp_row::PIECES; p++) {
+            if (!Warp_row::has(p, lane)) continue;
+            const fixed_value* piece = place + (p * WARP + lane) * VECTOR;
 #if FIXED16
-            int2 pairs = {0, 0};
-            if (Warp_row::has(p, lane)) pairs = *reinterpret_cast<const int2*>(place + (p * WARP + lane) * VECTOR);
+            const int2 pairs = *reinterpret_cast<const int2*>(piece);
             const float2 low = from_halves(pairs.x), high = from_halves(pairs.y);
             u[4 * p] = low.x, u[4 * p + 1] = low.y, u[4 * p + 2] = high.x, u[4 * p + 3] = high.y;
-            continue;
+#else
+            unpack(u + p * VECTOR, *reinterpret_cast<const int4*>(piece));
 #endif
-            int4 piece = {0, 0, 0, 0};
-            if (Warp_row::has(p, lane)) piece = *reinterpret_cast<const int4*>(place + (p * WARP + lane) * VECTOR);
-            unpack(u + p * VECTOR, piece);
         }
     }
 
-    __device__ __forceinline__ void run(int chunks) {
-        if (!chunks) return;  // no chunks: no helper prepares one
-        Slot& slot = work.slot_of(earlier);
+    __device__ __forceinline__ void run() {
+        if (!count) return;  // no helper prepares a chunk
+        Place next(earlier);
+        Slot& slot = work.at(next);
         power = work.powers[lane % CHUNK];
         bias_power = work.bias_powers[lane % CHUNK];
-        slot.prepared.wait(Slot::round_of(earlier));
+        slot.prepared.wait(next.round);
         __syncwarp();
         if (KEEPS) {
 #pragma unroll
             for (int l = 0; l < CHUNK; l++) load(kept[KEEPS ? l : 0], slot.rows[l]);
         }
         multiply(slot);
-        for (int chunk = 0; chunk < chunks; chunk++) {
-            Slot& here = work.slot_of(earlier + chunk);
-            const int after = earlier + min(chunk + 1, chunks - 1);  // products of the last chunk are computed twice and not used
-            walk(chunk, here, work.slot_of(after), Slot::round_of(after));
-            here.walked.open(Slot::round_of(earlier + chunk), lane);
+        for (int left = count; left > 0; left -= CHUNK) {
+            const Place place = next;
+            if (left > CHUNK) next.advance(1);  // products of the last chunk are computed twice and not used
+            walk(left, work.at(place), work.at(next), next.round);
+            work.at(place).walked.open(place.round, lane);
         }
         loss += last_error * last_error;
     }
 
-    // Advances from the products of a chunk to those of the next chunk, which is prepared once its gate is open for `round`.
-    __device__ __forceinline__ void walk(int chunk, const Slot& slot, Slot& next, int round) {
-        const int valid = min(CHUNK, count - chunk * CHUNK), entry = lane % CHUNK;
-        const bool seen = next.prepared.is_open(round);  // read early: the result is available when it is used
+    // Advances from the products of a chunk, of which `left` entries remain, to those of the next chunk, which is prepared once
+    // its gate is open for `round`.
+    __device__ __forceinline__ void walk(int left, const Slot& slot, Slot& next, int round) {
+        const int valid = min(CHUNK, left), entry = lane % CHUNK;
+        __syncwarp();
+        // the longest wait first: the compiler keeps the order of reads
+        const real product = sum_of_partials(entry);
         const real target = slot.targets[entry], shrink = work.powers[valid];
         const real weight = work.weights[max(valid - 1 - entry, 0)];
-        __syncwarp();
-        const real product = sum_of_partials(entry);
         real inverse[CHUNK], values[CHUNK];
         read_all(inverse, slot.inverse[entry]);
+        const bool seen = next.prepared.is_open(round);  // read early: the result is available when it is used
         const real offset = HAS_BIASES ? bias_power * bias : real(0);
         const real sum = entry < valid ? target - offset - power * product : real(0);
         if (lane < CHUNK) work.sums[entry] = sum;
@@ -656,17 +738,15 @@ struct Walker {
 
 // Whether a thread has at most 128 registers, so that blocks of short rows fit beside this kernel's. With biases
 // or in float64, it needs more.
-constexpr bool FEW_REGISTERS = HELPERS < 8 && !HAS_BIASES && sizeof(real) == 4;
+constexpr bool FEW_REGISTERS = BLOCK_WARPS <= 16 && !HAS_BIASES && sizeof(real) == 4;
 
 // Block b walks rows tasks[first_task[b]] ... tasks[first_task[b + 1] - 1], range by range of the fixed rows; entries of row v in
 // range k have the bounds (k, v) of the walk. losses (n_ranges, n_tasks).
-extern "C" __global__ void __launch_bounds__(FEW_REGISTERS ? 8 * WARP : (HELPERS + 1) * WARP, FEW_REGISTERS ? 2 : 1)
+extern "C" __global__ void __launch_bounds__((FEW_REGISTERS ? 16 : BLOCK_WARPS) * WARP)
 blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int* tasks, const int* first_task, int n_ranges,
         int n_rows, Terms terms) {
-    Work& work = *shared_memory<Work>();
+    Work& work = *in_register(shared_memory<Work>());
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    // Spreads the walking warps of a multiprocessor's blocks over its four schedulers.
-    const int walking = blockIdx.x % (HELPERS + 1);
     if (threadIdx.x == 0) {
         real power = 1, bias_power = 1;
         for (int k = 0; k <= CHUNK; k++, power *= terms.keep, bias_power *= terms.bias_keep) {
@@ -679,28 +759,29 @@ blocked(Factors moved, double* losses, FixedFactors fixed, Walk walk, const int*
         for (Slot& slot : work.slots) slot.prepared.make(), slot.walked.make();
     }
     __syncthreads();  // the only barrier: from here on, gates hand over each chunk
-    const int begin_task = first_task[blockIdx.x], end_task = first_task[blockIdx.x + 1], n_tasks = first_task[gridDim.x];
+    const int helper = warp - (warp + 1) / SCHEDULERS;
+    if (warp != WALKING && (warp % SCHEDULERS == WALKING || helper >= HELPERS)) return;
     int earlier = 0;
+    // the walking warp needs all registers for a walk, so what a row has is read again after it
     for (int range = 0; range < n_ranges; range++)
-        for (int task = begin_task; task < end_task; task++) {
-            const int row = tasks[task];
-            const int64 at = int64(range) * n_rows + row, begin = walk.begins[at];
+        for (int task = first_task[blockIdx.x]; task < first_task[blockIdx.x + 1]; task++) {
+            const auto row = [&] { return int64(tasks[task]); };
+            const int64 at = int64(range) * n_rows + row(), begin = walk.begins[at];
             const int count = int(walk.ends[at] - begin), chunks = ceil_div(count, CHUNK);
-            if (warp != walking) {
-                const int helper = warp < walking ? warp : warp - 1;
+            if (warp != WALKING) {
                 const Helper prepares{work, fixed, walk.indices + begin, walk.ratings + begin, count,
                                       helper, lane, walk.first, earlier, terms.mean};
                 prepares.run(chunks);
             } else {
-                Walker walker{work, lane, count, earlier, real(0), real(0), HAS_BIASES ? moved.bias[row] : real(0)};
-                Warp_row::values_of(walker.v, Warp_row::load<THIS_WARP>(moved.rows + int64(row) * LD, lane));
-                walker.run(chunks);
-                Warp_row::store(moved.rows + int64(row) * LD, Warp_row::raw_of(walker.v), lane);
+                Walker walker{work, lane, count, earlier, real(0), real(0), HAS_BIASES ? moved.bias[row()] : real(0)};
+                Warp_row::values_of(walker.v, Warp_row::load<THIS_WARP>(moved.rows + row() * LD, lane));
+                walker.run();
+                Warp_row::store(moved.rows + row() * LD, Warp_row::raw_of(walker.v), lane);
                 const double loss = warp_sum(lane < CHUNK ? walker.loss : 0.0);
                 if (HAS_BIASES) __syncwarp();  // all lanes have read the bias
                 if (lane == 0) {
-                    if (HAS_BIASES) moved.bias[row] = walker.bias;
-                    losses[int64(range) * n_tasks + task] = loss;
+                    if (HAS_BIASES) moved.bias[row()] = walker.bias;
+                    losses[int64(range) * first_task[gridDim.x] + task] = loss;
                 }
                 __syncwarp();  // the row's next range reads its bias in all lanes
             }

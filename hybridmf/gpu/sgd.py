@@ -276,8 +276,8 @@ class BlockedConfig(KernelConfig):
                 f"read_size must be itemsize, or 2 with itemsize 4 and chunk 16; got {self.read_size} with "
                 f"{self.itemsize} and {self.chunk}"
             )
-        if self.chunk not in (4, 8, 16) or not 1 <= self.helpers <= 31:
-            raise ValueError(f"chunk must be 4, 8 or 16 and helpers 1 to 31, got {self.chunk} and {self.helpers}")
+        if self.chunk not in (4, 8, 16) or not 1 <= self.helpers <= 24:
+            raise ValueError(f"chunk must be 4, 8 or 16 and helpers 1 to 24, got {self.chunk} and {self.helpers}")
         if self.slots < self.helpers + 3:
             raise ValueError(
                 f"slots must be at least helpers + 3, or all would wait for each other; got {self.slots} for "
@@ -293,7 +293,7 @@ class BlockedConfig(KernelConfig):
     @classmethod
     def fastest(cls, ld: int, itemsize: int, spec: DeviceSpec, read_size: int = 0) -> BlockedConfig:
         """The configuration with the lowest latency for a row that has a multiprocessor to itself."""
-        sizes = [(16, 7, 18), (16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4)]
+        sizes = [(16, 6, 18), (16, 5, 10), (16, 3, 6), (8, 4, 8), (8, 3, 6), (8, 2, 5), (4, 3, 6), (4, 1, 4)]
         chunked = sizes if read_size in (0, itemsize) else [size for size in sizes if size[0] == 16]
         configs = [cls(ld, itemsize, *size, read_size) for size in chunked]
         return next((one for one in configs if one.shared_bytes <= spec.shared_bytes), configs[-1])
@@ -304,7 +304,8 @@ class BlockedConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        return 32 * (self.helpers + 1)
+        """Of a block: BLOCK_WARPS of the kernel; every fourth warp does not help, and one of them walks."""
+        return 32 * max(4, self.helpers + (self.helpers - 1) // 3)
 
     @property
     def stride(self) -> int:

@@ -202,6 +202,7 @@ def test_every_width_on_a_gpu(device, kernel, rank, dtype, biases):
     [
         exhaustive(16, 2, 5, np.float32), (16, 1, 4, np.float64), (16, 7, 10, np.float32),
         (8, 3, 6, np.float32), exhaustive(8, 2, 5, np.float64), exhaustive(4, 3, 6, np.float32), (4, 1, 4, np.float64),
+        exhaustive(4, 24, 27, np.float32),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("biases", [exhaustive(False), True])
@@ -493,7 +494,7 @@ def test_configurations_that_cannot_work():
     for change, message in (({"run": 12}, "run must be 8"), ({"batch": 0}, "batch must"), ({"n_workers": 0}, "n_work")):
         with pytest.raises(ValueError, match=message):
             HogwildConfig(**{"blocks_per_sm": 3, "n_workers": 1} | change)
-    for chunk, helpers in ((5, 1), (64, 1), (16, 0), (4, 32)):
+    for chunk, helpers in ((5, 1), (64, 1), (16, 0), (4, 25)):
         with pytest.raises(ValueError, match=r"chunk must be 4, 8 or 16|helpers must be"):
             BlockedConfig(32, 4, chunk, helpers, 40)
     with pytest.raises(ValueError, match=r"slots must be at least helpers \+ 3"):
