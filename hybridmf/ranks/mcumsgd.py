@@ -91,14 +91,14 @@ from .group import JoinedFactors, RankGroup
 from .transport.communicator import Array, Communicator, check_agreement
 from .transport.peers import PeerCopies
 
-WALK = 12_000
-"""Entries times factors that the rest of a pass processes on a rank in the time of one entry of a walk, for up to 128
-factors; beyond that both take longer. See `popular_items`."""
+WALK = 116
+"""Entries that the rest of a pass processes on a rank in the time of one entry of a walk. See `popular_items`."""
 
-FEW_RANKS = 4
+FEW_RANKS = 3
 """Ranks to add to their number in the rule for popular items: the fewer, the more the multiprocessors of popular items
-lack for other long rows. Chosen on H200s, Netflix's shape, f = 128, with `WALK`: on four GPUs 43 popular items have the
-shortest epochs (6.8 ms; 19 of them 7.0, 67 8.1), on two 7 (8.84; none 8.95, 43 9.45)."""
+lack for other long rows. Chosen on H200s, Netflix's shape, with `WALK`: on four GPUs epochs take 5.7 ms at f = 128 with
+24 or 43 popular items, 5.5 with 59, 6.1 with 79; at f = 64 4.7 with 43 and 5.7 with 88. On two, 6.1 ms at f = 64 with 7
+of them, 6.5 with 43, 7.2 with 88."""
 
 MOST_WALKS = 64
 """Maximum entries of popular items, relative to the longest: so many thread blocks update them, half of a GPU's."""
@@ -128,7 +128,7 @@ def popular_items(degrees: np.ndarray, size: int, plan: Plan) -> np.ndarray:
     if size == 1 or cast(SgdMethod, plan.method).order == "blocks":
         return order[:0]
     walks = degrees[order].astype(np.float64)
-    longer = walks > max(MIN_POPULAR, walks.sum() * min(plan.factors, 128) / ((size + FEW_RANKS) * WALK))
+    longer = walks > max(MIN_POPULAR, walks.sum() / ((size + FEW_RANKS) * WALK))
     few = np.cumsum(walks) <= MOST_WALKS * walks[:1]
     return np.sort(order[longer & few])
 

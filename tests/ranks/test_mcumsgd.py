@@ -194,8 +194,8 @@ def test_which_items_are_popular(monkeypatch):
         return mcumsgd.popular_items(degrees, size, plan).tolist()
 
     assert popular(degrees, 2, 128) == [15_000, 15_002]
-    assert popular(degrees, 2, 512) == [15_000, 15_002]  # their walks are slower as well
-    assert popular(degrees, 2, 64) == [15_000, 15_001, 15_002]
+    # walks and other rows take longer, or less, by about the same factor
+    assert popular(degrees, 2, 512) == popular(degrees, 2, 64) == [15_000, 15_002]
     assert popular(degrees, 4, 128) == [15_000, 15_001, 15_002]
     monkeypatch.setattr(mcumsgd, "MOST_WALKS", 2)
     assert popular(degrees, 4, 128) == [15_000, 15_002]
